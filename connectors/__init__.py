@@ -1,0 +1,1 @@
+"""Engines' connectors: names are translated here, decisions are made in kvstore."""

@@ -1,0 +1,261 @@
+"""The scheduler half's view of its store: answers, credits and known keys, never blocking.
+
+DETACHED --attach thread connected--> JOINING --Active--> ATTACHED
+any --socket lost, Detach, no answer in time--> DETACHED (answers are misses; reconnecting)
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from connectors.link import LinkLost
+from kvstore import protocol as p
+from kvstore.errors import KVStoreError
+
+log = logging.getLogger(__name__)
+
+KNOWN_KEYS_MAX = 100_000
+EVENTS_MAX = 100_000
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """A lookup's answer: per group, block index -> (slot, generation); until until_ns."""
+
+    lease: int
+    until_ns: int
+    hits: tuple[dict[int, tuple[int, int]], ...]
+    sources: dict[str, int]
+    capped: bool = False
+
+
+class Wire(Protocol):
+    """A connection to a store; Link is the real one."""
+
+    def send(self, message: p.Message) -> None:
+        """Queue a message. Raises LinkLost."""
+        ...
+
+    def flush(self) -> None:
+        """Send what is queued. Raises LinkLost."""
+        ...
+
+    def receive(self, timeout_s: float = 0.0) -> list[p.Message]:
+        """Return what has arrived. Raises LinkLost."""
+        ...
+
+    def close(self) -> None:
+        """Close."""
+        ...
+
+
+class Connections(Protocol):
+    """Makes connections in the background; Attacher is the real one."""
+
+    refused: KVStoreError | None
+
+    def start(self) -> None:
+        """Start making one."""
+        ...
+
+    def take(self) -> tuple[Wire, p.Welcome] | None:
+        """Return it when it is there."""
+        ...
+
+    def close(self) -> None:
+        """Stop making connections."""
+        ...
+
+
+class StoreClient:
+    """Talks to the store from the engine's step thread; one batch out per step."""
+
+    def __init__(self, attacher: Connections, clock: Callable[[], int]) -> None:
+        """Start attaching. clock(): monotonic nanoseconds."""
+        self.session = 0  # 0: not attached
+        self.defer_ms = 0
+        self.credits: deque[int] = deque()
+        self.events: deque[tuple[bool, bytes]] = deque(maxlen=EVENTS_MAX)  # (stored, key)
+        self.collect_events = False
+        self.counts: Counter[str] = Counter()
+        self._attacher = attacher
+        self._clock = clock
+        self._link: Wire | None = None
+        self._welcomed = 0
+        self._known: set[bytes] = set()
+        self._known_before: set[bytes] = set()
+        self._asked_ns: dict[int, int] = {}
+        self._grants: dict[int, Grant] = {}
+        self._lookups: list[p.Lookup] = []
+        self._settle: list[int] = []
+        self._release: list[int] = []
+        self._usage_tokens = 0
+        self._usage_hits: Counter[str] = Counter()
+        self._next_ask = 1
+        attacher.start()
+
+    # Attaching
+
+    def wait_attached(self, timeout_s: float) -> bool:
+        """Wait for the session to be active; at start-up only. Raises what refused us."""
+        end_ns = self._clock() + int(timeout_s * 1e9)
+        while self._clock() < end_ns:
+            if self._attacher.refused is not None:
+                raise self._attacher.refused
+            self.receive(0.05)
+            if self._link is None:
+                time.sleep(0.01)
+            if self.session:
+                return True
+        return False
+
+    def detach(self, reason: str) -> None:
+        """Forget everything of this session and start connecting again."""
+        if self._link is None:
+            return
+        log.warning("kvstore: detached: %s; answers are misses until it is back", reason)
+        self.counts["detached"] += 1
+        self._link.close()
+        self._link, self.session = None, 0
+        self.credits.clear()
+        self._known, self._known_before = set(), set()
+        self._asked_ns.clear()
+        self._grants.clear()
+        self._lookups, self._settle, self._release = [], [], []
+        self._attacher.start()
+
+    def close(self) -> None:
+        """Close the connection and end the thread; safe to call twice."""
+        self._attacher.close()
+        if self._link is not None:
+            self._link.close()
+            self._link, self.session = None, 0
+
+    # Asking
+
+    def ask(self, hashes: bytes, width: int, scope: bytes) -> int | None:
+        """Queue a lookup; None while not attached."""
+        if not self.session:
+            return None
+        number = self._next_ask
+        self._next_ask += 1
+        self._lookups.append(p.Lookup(number, hashes, width, scope))
+        self._asked_ns[number] = self._clock()
+        return number
+
+    def asked_ns(self, ask: int) -> int | None:
+        """Return when a question was asked; None if it was lost with its session."""
+        return self._asked_ns.get(ask)
+
+    def grant(self, ask: int) -> Grant | None:
+        """Return the answer, if it is there; it stays until taken."""
+        return self._grants.get(ask)
+
+    def drop(self, ask: int) -> None:
+        """Give a question or its answer up; a lease not used goes back."""
+        self._asked_ns.pop(ask, None)
+        grant = self._grants.pop(ask, None)
+        if grant is not None and grant.lease:
+            self._release.append(grant.lease)
+
+    def take(self, ask: int) -> None:
+        """Use an answer: its lease now ends when every worker has reported the load."""
+        self._asked_ns.pop(ask, None)
+        self._grants.pop(ask, None)
+
+    def settle(self, ask: int) -> None:
+        """Ask for what is ready now."""
+        self._settle.append(ask)
+
+    def used(self, lookup_tokens: int, hits: dict[str, int]) -> None:
+        """Count a request that was admitted."""
+        self._usage_tokens += lookup_tokens
+        self._usage_hits.update(hits)
+
+    def known_ready(self, key: bytes) -> bool:
+        """Tell whether the store said that a block is ready, and not that it left."""
+        return key in self._known or key in self._known_before
+
+    # The wire
+
+    def send_step(self) -> None:
+        """Send what has gathered, as one message; nothing if nothing has."""
+        if self._link is None or not self.session:
+            return
+        usage = None
+        if self._usage_tokens or self._usage_hits:
+            usage = p.Usage(self._usage_tokens, dict(self._usage_hits))
+        try:
+            if self._lookups or self._settle or self._release or usage or self.counts:
+                step = p.Step(
+                    tuple(self._lookups),
+                    tuple(self._settle),
+                    tuple(self._release),
+                    usage,
+                    dict(self.counts),
+                )
+                self._lookups, self._settle, self._release = [], [], []
+                self._usage_tokens = 0
+                self._usage_hits.clear()
+                self.counts.clear()
+                self._link.send(step)
+            else:
+                self._link.flush()
+        except LinkLost as exc:
+            self.detach(str(exc))
+
+    def receive(self, timeout_s: float = 0.0) -> None:
+        """Take in what has arrived, waiting at most timeout_s for the first message."""
+        attached = self._attacher.take() if self._link is None else None
+        if attached is not None:
+            self._link, self._welcomed = attached[0], attached[1].session
+        if self._link is None:
+            return
+        try:
+            for message in self._link.receive(timeout_s):
+                self._handle(message)
+                if self._link is None:
+                    return
+        except LinkLost as exc:
+            self.detach(str(exc))
+
+    def _handle(self, message: p.Message) -> None:
+        if isinstance(message, p.Answers):
+            self._answers(message)
+        elif isinstance(message, p.Active):
+            self.session, self.defer_ms = self._welcomed, message.defer_ms
+        elif isinstance(message, p.Detach | p.Refused):
+            self.detach(message.reason)
+
+    def _answers(self, answers: p.Answers) -> None:
+        for granted in answers.granted:
+            asked_ns = self._asked_ns.get(granted.ask)
+            if asked_ns is None:
+                if granted.lease:
+                    self._release.append(granted.lease)
+                continue
+            until_ns = asked_ns + granted.lease_ms * 1_000_000 * 3 // 4
+            hits = tuple(_unpack(hit) for hit in granted.hits)
+            self._grants[granted.ask] = Grant(
+                granted.lease, until_ns, hits, granted.sources, granted.capped
+            )
+        self.credits.extend(array(p.U32, answers.credits))
+        self._known.update(answers.added)
+        self._known.difference_update(answers.removed)
+        self._known_before.difference_update(answers.removed)
+        if len(self._known) > KNOWN_KEYS_MAX:  # forgetting is safe: a block is copied once more
+            self._known, self._known_before = set(), self._known
+        if self.collect_events:
+            self.events.extend((True, key) for key in answers.added)
+            self.events.extend((False, key) for key in answers.removed)
+
+
+def _unpack(hit: p.Hit) -> dict[int, tuple[int, int]]:
+    places = zip(array(p.U32, hit.slots), array(p.U32, hit.generations), strict=True)
+    return dict(zip(array(p.U32, hit.indices), places, strict=True))

@@ -1,0 +1,199 @@
+"""A connection from an engine process to its store, and how one is made."""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+
+from kvstore import protocol as p
+from kvstore.errors import KVStoreError, NotSupported, ProtocolError
+
+log = logging.getLogger(__name__)
+
+OUTBOX_BYTES_MAX = 16 << 20
+_READ_BYTES = 1 << 18
+_FDS_MAX = 8
+_RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+class LinkLost(KVStoreError):
+    """The store is gone, or does not keep up; connect again."""
+
+
+class Link:
+    """One socket to the store. Sends never block; bytes the socket does not take wait here."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Take over a connected socket."""
+        sock.setblocking(False)
+        self._sock = sock
+        self._decoder = p.Decoder(p.ToEngine)
+        self._outbox = bytearray()
+        self._lock = threading.Lock()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self.fds: list[int] = []  # received with Extent messages, in their order
+
+    def send(self, message: p.Message) -> None:
+        """Queue a message and write what the socket takes. Raises LinkLost."""
+        with self._lock:
+            self._outbox += p.encode(message)
+            self._flush()
+
+    def flush(self) -> None:
+        """Write what the socket takes now. Raises LinkLost."""
+        if self._outbox:
+            with self._lock:
+                self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._outbox:
+                sent = self._sock.send(memoryview(self._outbox)[:_READ_BYTES])
+                del self._outbox[:sent]
+        except BlockingIOError:
+            if len(self._outbox) > OUTBOX_BYTES_MAX:
+                raise LinkLost(f"store does not read: {len(self._outbox)} bytes wait") from None
+        except OSError as exc:
+            raise LinkLost(f"store is gone: {exc.strerror}") from exc
+
+    def receive(self, timeout_s: float = 0.0) -> list[p.Message]:
+        """Return what has arrived, waiting at most timeout_s for the first. Raises LinkLost."""
+        self.flush()
+        messages: list[p.Message] = []
+        if timeout_s > 0 and not self._poll.poll(timeout_s * 1000):
+            return messages
+        while True:
+            try:
+                data, fds, _, _ = socket.recv_fds(self._sock, _READ_BYTES, _FDS_MAX)
+            except BlockingIOError:
+                return messages
+            except OSError as exc:
+                raise LinkLost(f"store is gone: {exc.strerror}") from exc
+            self.fds.extend(fds)
+            if not data:
+                if messages:
+                    return messages  # the next call tells that the store is gone
+                raise LinkLost("store closed the connection")
+            try:
+                messages.extend(self._decoder.feed(data))
+            except ProtocolError as exc:
+                raise LinkLost(str(exc)) from exc
+
+    def close(self) -> None:
+        """Close the socket; safe to call twice."""
+        self._sock.close()
+
+
+def connect(address: str) -> Link:
+    """Connect to a store's unix socket. Raises LinkLost if nobody answers there."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(1.0)
+    try:
+        sock.connect(address)
+    except OSError as exc:
+        sock.close()
+        shown = address.replace("\0", "@")
+        raise LinkLost(f"no store at {shown}: {exc.strerror or exc}") from exc
+    return Link(sock)
+
+
+def attach(
+    find: Callable[[], str], hello: p.Hello, stop: threading.Event
+) -> tuple[Link, p.Welcome] | None:
+    """Connect and say Hello until a store welcomes us; None when stop is set.
+
+    find(): the store's address; starts a private store if there is none.
+    Raises NotSupported when the store refuses for good.
+    """
+    tries = 0
+    while not stop.is_set():
+        link = None
+        try:
+            link = connect(find())
+            link.send(hello)
+            welcome = _await_welcome(link, stop)
+            if welcome is not None:
+                return link, welcome
+        except LinkLost as exc:
+            if tries == 0:
+                log.warning("kvstore: %s; serving without it, and trying again", exc)
+        except NotSupported:
+            if link is not None:
+                link.close()
+            raise
+        if link is not None:
+            link.close()
+        stop.wait(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
+        tries += 1
+    return None
+
+
+def _await_welcome(link: Link, stop: threading.Event) -> p.Welcome | None:
+    """Wait for the answer to Hello; None if it makes sense to try again."""
+    while not stop.is_set():
+        for message in link.receive(0.1):
+            if isinstance(message, p.Welcome):
+                return message
+            if isinstance(message, p.Refused) and not message.retry:
+                raise NotSupported(f"the store refused this engine: {message.reason}")
+            if isinstance(message, p.Refused | p.Detach):
+                return None
+    return None
+
+
+class Attacher:
+    """Connects in the background, so that the engine's step never does."""
+
+    def __init__(self, find: Callable[[], str], hello: p.Hello) -> None:
+        """find(): the store's address; starts a private store if there is none."""
+        self.refused: KVStoreError | None = None
+        self._find = find
+        self._hello = hello
+        self._stop = threading.Event()
+        self._ready: deque[tuple[Link, p.Welcome]] = deque()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start connecting; take() has the connection when there is one."""
+        if not self._stop.is_set():
+            self._thread = threading.Thread(target=self._run, name="kvstore-attach", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            attached = attach(self._find, self._hello, self._stop)
+        except KVStoreError as exc:
+            self.refused = exc
+            log.error("kvstore: %s", exc)
+            return
+        if attached is not None:
+            self._ready.append(attached)
+
+    def take(self) -> tuple[Link, p.Welcome] | None:
+        """Return a new connection and the store's welcome, once."""
+        return self._ready.popleft() if self._ready else None
+
+    def close(self) -> None:
+        """Stop connecting and close what nobody took; safe to call twice."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        while self._ready:
+            self._ready.popleft()[0].close()
+
+
+def u32(values: object) -> bytes:
+    """Pack numbers for the wire."""
+    return array(p.U32, values).tobytes()  # type: ignore[call-overload,no-any-return]
+
+
+def monotonic_ns() -> int:
+    """Return the clock that leases are measured with here."""
+    return time.monotonic_ns()

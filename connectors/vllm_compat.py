@@ -1,0 +1,276 @@
+"""What differs between the vLLM versions that are served, and reading vLLM's configuration.
+
+vLLM's names stay in this file and in vllm.py. Checked against 0.32 (runs in the tests) and 0.33
+(its source; what it adds is optional here).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    group_kernel_blocks,
+)
+
+from connectors.scheduler import Geometry
+from kvstore.errors import ConfigError, NotSupported
+from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
+from kvstore.types import GroupRule, window_rule
+from tiers.copier import LayerCache
+
+VERSIONS = ("0.32", "0.33")
+HASH_ALGORITHMS = ("sha256", "sha256_cbor")
+_SAMPLES = 256
+_SAMPLE_BYTES = 4096
+_WHOLE_FILE_BYTES = 64 << 20
+
+
+def check_supported(config: Any) -> None:
+    """Raise NotSupported, in one message, for what this version does not serve.
+
+    Roles: under kv_producer an engine frees preempted blocks while they are still written.
+    Hash algorithms: with one that is not cryptographic, prompts can be made to collide.
+    """
+    version = ".".join(re.findall(r"\d+", vllm.__version__)[:2])
+    parallel = config.parallel_config
+    transfer = config.kv_transfer_config
+    algorithm = config.cache_config.prefix_caching_hash_algo
+    for wrong, text in (
+        (version not in VERSIONS, f"vLLM {vllm.__version__}, served are {', '.join(VERSIONS)}"),
+        (
+            config.model_config.is_encoder_decoder,
+            "an encoder-decoder model, served are decoder-only models",
+        ),
+        (
+            transfer.kv_role != "kv_both",
+            f"kv_role {transfer.kv_role!r}, expected 'kv_both'",
+        ),
+        (
+            algorithm not in HASH_ALGORITHMS,
+            f"prefix_caching_hash_algo {algorithm!r}, expected one of {HASH_ALGORITHMS}",
+        ),
+        (
+            getattr(parallel, "nnodes", 1) > 1 or parallel.distributed_executor_backend == "ray",
+            "an engine on several nodes, expected one node",
+        ),
+        (
+            getattr(parallel, "decode_context_parallel_size", 1) > 1
+            or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+            "context parallelism, expected context parallel sizes of 1",
+        ),
+    ):
+        if wrong:
+            raise NotSupported(f"kvstore does not serve this engine: {text}")
+
+
+def group_rule(spec: Any, block_tokens: int) -> GroupRule:
+    """Say which blocks of a group a hit needs. Raises NotSupported for other kinds."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        spec = next(iter(spec.kv_cache_specs.values()))
+    if isinstance(spec, CrossAttentionSpec | EncoderOnlyAttentionSpec | ChunkedLocalAttentionSpec):
+        raise NotSupported(f"kvstore does not serve KV groups of kind {type(spec).__name__}")
+    if isinstance(spec, SlidingWindowSpec):
+        return window_rule(spec.sliding_window, block_tokens)
+    if isinstance(spec, MambaSpec):
+        if spec.mamba_cache_mode != "align":
+            raise NotSupported(
+                f"mamba_cache_mode {spec.mamba_cache_mode!r}, expected 'align'"
+                " (--enable-prefix-caching)"
+            )
+        return GroupRule(1)
+    if isinstance(spec, FullAttentionSpec):
+        return GroupRule(None)
+    raise NotSupported(f"kvstore does not know KV groups of kind {type(spec).__name__}")
+
+
+def geometry(config: Any, cache: Any, wanted: int | None) -> Geometry:
+    """Read token counts from vLLM's configuration; wanted: the block_tokens setting."""
+    groups = cache.kv_cache_groups
+    if set(cache.prefix_cacheable_group_ids) != set(range(len(groups))):
+        raise NotSupported("kvstore does not serve models with KV groups that cannot be cached")
+    scheduler_tokens, hash_tokens = resolve_kv_cache_block_sizes(cache, config)
+    block_tokens = wanted or scheduler_tokens
+    if block_tokens % scheduler_tokens:
+        raise ConfigError(
+            f"block_tokens is {block_tokens}, expected a multiple of the engine's block size,"
+            f" {scheduler_tokens}"
+        )
+    sizes = tuple(group.kv_cache_spec.block_size for group in groups)
+    rules = tuple(group_rule(group.kv_cache_spec, block_tokens) for group in groups)
+    return Geometry(block_tokens, hash_tokens, sizes, rules)
+
+
+def state_groups(cache: Any) -> frozenset[int]:
+    """Name the groups whose blocks are recurrent states, whole at hand-over points only."""
+    return frozenset(
+        index
+        for index, group in enumerate(cache.kv_cache_groups)
+        if isinstance(group.kv_cache_spec, MambaSpec)
+    )
+
+
+def layer_caches(
+    cache: Any,
+    tensors: dict[str, torch.Tensor],
+) -> dict[str, LayerCache]:
+    """Describe the engine's tensors by their strides. Raises NotSupported for other devices."""
+    caches = {}
+    for name, tensor in tensors.items():
+        if tensor.device.type != "cpu":
+            raise NotSupported(
+                f"KV tensors on {tensor.device}: this version copies engines' host memory only"
+            )
+        blocks = group_kernel_blocks(tensor, cache.num_blocks)
+        size = blocks.element_size()
+        page = blocks[0]
+        if not _is_dense(page):
+            raise NotSupported(
+                f"layer {name}: a block is not one piece of memory (strides {blocks.stride()});"
+                " use a layer-compact KV cache layout such as LBHNC"
+            )
+        storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        caches[name] = LayerCache(
+            storage,
+            blocks.storage_offset() * size,
+            blocks.stride(0) * size,
+            page.numel() * size,
+        )
+    return caches
+
+
+def _is_dense(page: torch.Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(page.stride(), page.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def rank_geometry(
+    config: Any,
+    cache: Any,
+    tensors: dict[str, torch.Tensor],
+    caches: dict[str, LayerCache],
+    tokens: Geometry,
+) -> RankGeometry:
+    """Describe this rank's part of a block."""
+    groups = []
+    for group, rule in zip(cache.kv_cache_groups, tokens.rules, strict=True):
+        layers: list[LayerGeometry] = []
+        seen: set[tuple[int, int]] = set()
+        for name in group.layer_names:
+            held = caches.get(name)
+            if held is None or (held.storage.data_ptr(), held.offset) in seen:
+                continue  # shares the KV of another layer
+            seen.add((held.storage.data_ptr(), held.offset))
+            spec = group.kv_cache_spec
+            if isinstance(spec, UniformTypeKVCacheSpecs):
+                spec = spec.kv_cache_specs[name]
+            blocks = group_kernel_blocks(tensors[name], cache.num_blocks)
+            layers.append(_layer(config, name, spec, held.page_bytes, blocks))
+        groups.append(GroupGeometry(rule, tuple(layers)))
+    return RankGeometry(
+        identity(config), tokens.block_tokens, tokens.blocks_per_chunk, tuple(groups)
+    )
+
+
+def _layer(
+    config: Any,
+    name: str,
+    spec: Any,
+    page_bytes: int,
+    blocks: torch.Tensor,
+) -> LayerGeometry:
+    parallel = config.parallel_config
+    size = parallel.tensor_parallel_size
+    rank = parallel.rank % size
+    replicated = isinstance(spec, MLAAttentionSpec) or getattr(spec, "tp_replicated", False)
+    heads = getattr(spec, "num_kv_heads", 1)
+    total = config.model_config.get_total_num_kv_heads()
+    if replicated or size == 1:
+        return LayerGeometry(name, page_bytes)
+    if isinstance(spec, MambaSpec) or heads != max(1, total // size):
+        return LayerGeometry(name, page_bytes, 1, rank, size, head_major=False)
+    head_first = rank * total // size
+    one_kernel_block = blocks.dim() == 4  # noqa: PLR2004 - [B, H, N, C]
+    head_major = one_kernel_block and blocks.stride(1) >= blocks.stride(2)
+    return LayerGeometry(name, page_bytes, heads, head_first, total, head_major)
+
+
+def identity(config: Any) -> str:
+    """Name everything beside the geometry that decides a block's bytes or its hash."""
+    model, cache = config.model_config, config.cache_config
+    speculative = config.speculative_config
+    facts = {
+        "hf_config": model.hf_config.to_dict(),
+        "weights": weights_fingerprint(model.model, model.revision),
+        "dtype": str(model.dtype),
+        "cache_dtype": str(cache.cache_dtype),
+        "quantization": str(model.quantization),
+        "hash": [cache.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED", "")],
+        "speculative": None if speculative is None else str(speculative.method),
+    }
+    facts["hf_config"].pop("_name_or_path", None)
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def weights_fingerprint(model: str, revision: str | None) -> str:
+    """Digest a model's weight files: whole when small, else evenly spaced samples of each."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return f"{model}@{revision}"
+    digest = hashlib.sha256()
+    files = [f for f in sorted(folder.iterdir()) if f.suffix in (".safetensors", ".bin", ".pt")]
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}".encode())
+        with file.open("rb") as source:
+            if size <= _WHOLE_FILE_BYTES:
+                digest.update(source.read())
+                continue
+            for sample in range(_SAMPLES):
+                source.seek((size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+                digest.update(source.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def table_of(
+    blocks: Sequence[Sequence[int]] | None,
+    states: frozenset[int],
+    hand_overs: Sequence[tuple[int, int, int]],
+    tokens: Geometry,
+) -> Sequence[Sequence[int]] | None:
+    """Return a block table that shows recurrent states only where they are whole.
+
+    hand_overs: (group, block id, tokens the state stands for), valid in this step.
+    """
+    if blocks is None or not states:
+        return blocks
+    table = [list(ids) for ids in blocks]
+    for group in states:
+        table[group] = [0] * len(table[group])
+    for group, block_id, boundary in hand_overs:
+        index = boundary // tokens.engine_block_tokens[group] - 1
+        if group in states and boundary % tokens.block_tokens == 0 and index < len(table[group]):
+            table[group][index] = block_id
+    return table

@@ -1,0 +1,469 @@
+"""All settings: of the store, from one TOML file, and of an engine's connector.
+
+The classes say what each setting means; the tables at the end say how it is read and what it is
+when left out. One small function reads one setting, so that an error can name file, section,
+setting, what was found and what was expected. Sizes and durations become plain bytes and
+nanoseconds, relative ones are resolved, and the result is one frozen tree.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+import tomllib
+from collections.abc import Callable, Collection, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvstore.errors import ConfigError
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+_BYTE_UNITS = {
+    "B": 1,
+    "KiB": KIB,
+    "MiB": MIB,
+    "GiB": GIB,
+    "TiB": 1 << 40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+_DURATION_UNITS_NS = {
+    "us": 10**3,
+    "ms": 10**6,
+    "s": 10**9,
+    "m": 60 * 10**9,
+    "h": 3600 * 10**9,
+}
+
+HUGE_PAGE_BYTES = 2 * MIB
+EXTENT_BYTES_MIN = 16 * MIB
+EXTENT_BYTES_MAX = GIB
+# sun_path of a unix socket address is 108 bytes, the last of them a zero.
+SOCKET_PATH_BYTES_MAX = 107
+PORT_MAX = 65535
+# Beyond any use, and small enough to multiply by.
+COUNT_MAX = 10**9
+# What the system's own interfaces take as a size.
+QUANTITY_MAX = 2**63 - 1
+CREDIT_BYTES_DEFAULT = 512 * MIB
+# Labels that the tiers of the store itself and of the engine have in the metrics.
+RESERVED_TIER_NAMES = ("gpu", "cpu", "peer")
+
+
+class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a TCP listener binds."""
+
+    host: str
+    port: int
+
+
+class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[server]`: where the store can be reached.
+
+    socket: path of the unix socket for engines and admin commands, `unix://` allowed in front.
+        Default "/run/kvstore/kvstore.sock": emptied at boot, and who may attach is decided by
+        the permissions of its directory.
+    metrics: host:port of the Prometheus endpoint, "" for none. Default "127.0.0.1:9400":
+        reachable from outside only by decision.
+    """
+
+    socket: str
+    metrics: Address | None
+
+
+class CpuConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[cpu]`: the memory that holds KV blocks.
+
+    capacity (bytes, required): all KV memory of this store, for all engines together. It is
+        populated at start, so that it cannot run out later. Without a default: only the
+        operator knows what the engines need.
+    extent (bytes): the unit in which memory is handed to a namespace, registered, pinned, grown
+        and shrunk; a multiple of 2 MiB (one huge page). Default "auto", capacity / 8 between
+        16 MiB and 1 GiB: several models can share a small store, a large one has few regions.
+    """
+
+    capacity_bytes: int = msgspec.field(name="capacity")
+    extent_bytes: int = msgspec.field(name="extent")
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[engine]`: what each attached engine may hold.
+
+    credit (bytes): empty slots granted in advance, which the engine fills without asking.
+        Default "512MiB", at most a quarter of the capacity: covers the blocks completed between
+        two answers of the store, and is lost to other engines meanwhile.
+    lease (duration): how long the blocks of an answered hit stay pinned for a request that was
+        not admitted yet. Default "30s": longer than a busy queue's turn; after it the engine
+        asks again.
+    leased (bytes, or percent of the capacity): most that is pinned at one time for such
+        requests of one engine. Default "25%": a long queue cannot pin the whole cache.
+    defer (duration): how long an answer may wait for blocks that are still being written or
+        promoted; then the request goes on with what is ready. Default "100ms": about what
+        computing a few hundred tokens costs. "0s" never waits.
+    """
+
+    credit_bytes: int = msgspec.field(name="credit")
+    lease_ns: int = msgspec.field(name="lease")
+    leased_bytes: int = msgspec.field(name="leased")
+    defer_ns: int = msgspec.field(name="defer")
+
+
+class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One `[[tier]]`: a place below CPU memory, asked in the order of the file.
+
+    class (required): dotted name, "package.module:Class" or "package.module.Class"; kept in the
+        first form. Without a default: tiers are plug-ins.
+    name (required): label in metrics and logs, unique; lower-case letters, digits and _.
+    options: table passed to the class as keyword arguments. Default: empty.
+    backlog (jobs): most jobs queued; beyond, blocks are dropped instead of written. Default 256:
+        some seconds of work for a disk, and a bound on the slots that wait for it.
+    """
+
+    class_name: str = msgspec.field(name="class")
+    name: str
+    options: dict[str, Any]
+    backlog: int
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The settings of one store process; made by `load` or `parse`, never by hand."""
+
+    server: ServerConfig
+    cpu: CpuConfig
+    engine: EngineConfig
+    tiers: tuple[TierConfig, ...] = msgspec.field(name="tier")
+
+
+class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an engine is given as `kv_connector_extra_config`: a store's address, or sizes.
+
+    store: socket path of a shared store ("unix:///run/kvstore.sock"), None for a private one.
+    cpu (bytes): capacity of a private store, started with the engine; None for a shared one.
+    block_tokens: tokens in one block, a multiple of the engine's block size; None for the
+        engine's own block size. Larger blocks mean fewer keys and longer copies, but what does
+        not fill a block is computed again.
+    """
+
+    store: str | None
+    cpu_bytes: int | None = msgspec.field(name="cpu")
+    block_tokens: int | None
+
+
+def load(path: str | Path) -> Config:
+    """Read the settings from a TOML file; ConfigError says in one line what is wrong."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {exc.start})") from exc
+    try:
+        table = tomllib.loads(text)
+    except ValueError as exc:  # not TOMLDecodeError alone: a number can have too many digits
+        raise ConfigError(f"{path}: not valid TOML: {exc}") from exc
+    return parse(table, source=str(path))
+
+
+def parse(table: Mapping[str, Any], *, source: str = "config") -> Config:
+    """Check settings that are already a table, as in the file; source names them in errors."""
+    _refuse_unknown(table, ("server", "cpu", "engine", "tier"), source)
+    server = _read(_section(table, "server", source), _SERVER, f"{source}: [server]")
+    cpu = _read(_section(table, "cpu", source), _CPU, f"{source}: [cpu]")
+    engine = _read(
+        _section(table, "engine", source),
+        _ENGINE,
+        f"{source}: [engine]",
+        given={"capacity": cpu["capacity"]},
+    )
+    entries = table.get("tier", [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(f"{source}: expected a list [[tier]], found {_shown(entries)}")
+    tiers = [
+        _read(entry, _TIER, f"{source}: [[tier]] {count}")
+        for count, entry in enumerate(entries, start=1)
+    ]
+    names = [tier["name"] for tier in tiers]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f'{source}: [[tier]] name: expected unique names, found "{name}" twice'
+            )
+    return msgspec.convert(
+        {"server": server, "cpu": cpu, "engine": engine, "tier": tiers},
+        Config,
+    )
+
+
+def parse_extra(table: Mapping[str, Any]) -> ExtraConfig:
+    """Check what an engine was given as `kv_connector_extra_config`."""
+    source = "kv_connector_extra_config"
+    if "nvme" in table:
+        raise ConfigError(f"{source}: nvme comes with the NVMe tier; this version has only cpu")
+    found = _read(table, _EXTRA, source)
+    if (found["store"] is None) == (found["cpu"] is None):
+        given = "neither" if found["store"] is None else "both"
+        raise ConfigError(
+            f"{source}: expected one of store and cpu, found {given}: "
+            'store = "unix:///path" attaches to a running store, cpu = "8GiB" starts a private one'
+        )
+    return msgspec.convert(found, ExtraConfig)
+
+
+def parse_bytes(value: object) -> int:
+    """Turn "8GiB", "1.5TB" or a plain number of bytes into bytes; ConfigError otherwise."""
+    return _quantity(value, _BYTE_UNITS, 'a size such as "8GiB"', plain=1)
+
+
+def parse_duration_ns(value: object) -> int:
+    """Turn "30s" or "100ms" into nanoseconds; ConfigError otherwise, also for a bare number."""
+    return _quantity(value, _DURATION_UNITS_NS, 'a duration such as "30s"', plain=None)
+
+
+def _quantity(value: object, units: Mapping[str, int], expected: str, plain: int | None) -> int:
+    """Read a number with a unit; plain is the unit of a bare integer, None to refuse those."""
+    wrong = f"expected {expected} (units {', '.join(units)}), found {_shown(value)}"
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ConfigError(wrong)
+    text = value.strip() if isinstance(value, str) else str(value)
+    match = re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]{1,9})?) *([A-Za-z]*)", text)
+    if match is None:
+        raise ConfigError(wrong)
+    number, unit = match.groups()
+    scale = units.get(unit) if unit else plain
+    if scale is None:
+        close = [name for name in units if name.lower() == unit.lower()]
+        raise ConfigError(wrong + (f"; did you mean {number}{close[0]}?" if close else ""))
+    amount = math.floor(Fraction(number) * scale)
+    if amount > QUANTITY_MAX:
+        raise ConfigError(f"{wrong}, which does not fit in 63 bits")
+    return amount
+
+
+def _shown(value: object) -> str:
+    """Show a value as its file would, short enough for one line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        text = json.dumps(value, ensure_ascii=False)
+    elif isinstance(value, dict):
+        text = "a table"
+    elif isinstance(value, list):
+        text = "a list"
+    else:
+        text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."  # noqa: PLR2004  one line
+
+
+# Raw value and the settings read before it (those of the store's capacity, too), to the value.
+_Reader = Callable[[Any, Mapping[str, Any]], Any]
+
+
+class _Required(msgspec.Struct, frozen=True):
+    """Instead of a default: an example for the error message."""
+
+    example: str
+
+
+class _Setting(msgspec.Struct, frozen=True):
+    """How one setting is read; the default is read like a given value."""
+
+    read: _Reader
+    default: Any
+
+
+def _section(table: Mapping[str, Any], name: str, source: str) -> Mapping[str, Any]:
+    found = table.get(name, {})
+    if not isinstance(found, dict):
+        raise ConfigError(f"{source}: expected a table [{name}], found {_shown(found)}")
+    return found
+
+
+def _read(
+    table: Mapping[str, Any],
+    settings: Mapping[str, _Setting],
+    where: str,
+    given: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Read all settings of one section, in the table's order; given is known from before."""
+    _refuse_unknown(table, settings, where)
+    found: dict[str, Any] = {}
+    for name, setting in settings.items():
+        raw = table.get(name, setting.default)
+        if isinstance(raw, _Required):
+            raise ConfigError(f"{where} {name}: is required and missing, for example {raw.example}")
+        try:
+            found[name] = setting.read(raw, {**(given or {}), **found})
+        except ConfigError as exc:
+            raise ConfigError(f"{where} {name}: {exc}") from None
+    return found
+
+
+def _refuse_unknown(table: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    for name in table:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+            raise ConfigError(f"{where}: unknown {name}; {hint}")
+
+
+def _text(value: object, expected: str) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"expected {expected}, found {_shown(value)}")
+    return value
+
+
+def _read_socket(value: object, _found: Mapping[str, Any]) -> str:
+    expected = 'an absolute path such as "/run/kvstore/kvstore.sock"'
+    path = _text(value, expected).removeprefix("unix://")
+    if not path.startswith("/") or path.endswith("/") or "\0" in path:
+        raise ConfigError(f"expected {expected}, found {_shown(value)}")
+    if len(path.encode()) > SOCKET_PATH_BYTES_MAX:
+        raise ConfigError(
+            f"expected at most {SOCKET_PATH_BYTES_MAX} bytes, the system's limit for a socket "
+            f"path, found {len(path.encode())}"
+        )
+    return path
+
+
+def _read_address(value: object, _found: Mapping[str, Any]) -> dict[str, Any] | None:
+    expected = f'"host:port" with a port up to {PORT_MAX}, such as "127.0.0.1:9400", or "" for none'
+    text = _text(value, expected)
+    if not text:
+        return None
+    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})", text, re.ASCII)
+    if match is None or int(match[2]) > PORT_MAX:
+        raise ConfigError(f"expected {expected}, found {_shown(value)}")
+    return {"host": match[1].strip("[]"), "port": int(match[2])}
+
+
+def _read_capacity(value: object, _found: Mapping[str, Any]) -> int:
+    capacity_bytes = parse_bytes(value)
+    if capacity_bytes < EXTENT_BYTES_MIN:
+        raise ConfigError(f"expected at least 16MiB (one extent), found {_shown(value)}")
+    return capacity_bytes
+
+
+def _read_extent(value: object, found: Mapping[str, Any]) -> int:
+    capacity_bytes: int = found["capacity"]
+    if value == "auto":
+        pages = round(capacity_bytes / 8 / HUGE_PAGE_BYTES)
+        return min(max(pages * HUGE_PAGE_BYTES, EXTENT_BYTES_MIN), EXTENT_BYTES_MAX)
+    extent_bytes = parse_bytes(value)
+    if extent_bytes == 0 or extent_bytes % HUGE_PAGE_BYTES or extent_bytes > capacity_bytes:
+        raise ConfigError(
+            'expected "auto" or a multiple of 2MiB (a huge page) up to the capacity '
+            f"({capacity_bytes} bytes), found {_shown(value)}"
+        )
+    return extent_bytes
+
+
+def _read_credit(value: object, found: Mapping[str, Any]) -> int:
+    capacity_bytes: int = found["capacity"]
+    if value is None:
+        return min(CREDIT_BYTES_DEFAULT, capacity_bytes // 4)
+    return _part(parse_bytes(value), value, capacity_bytes)
+
+
+def _read_leased(value: object, found: Mapping[str, Any]) -> int:
+    capacity_bytes: int = found["capacity"]
+    percent = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *%", str(value).strip(), re.ASCII)
+    if percent:
+        return _part(int(capacity_bytes * Fraction(percent[1]) / 100), value, capacity_bytes)
+    try:
+        leased_bytes = parse_bytes(value)
+    except ConfigError as exc:
+        raise ConfigError(str(exc).replace("expected ", 'expected "25%" or ', 1)) from None
+    return _part(leased_bytes, value, capacity_bytes)
+
+
+def _part(part_bytes: int, value: object, capacity_bytes: int) -> int:
+    if not 0 < part_bytes <= capacity_bytes:
+        raise ConfigError(
+            f"expected more than 0 and at most the capacity ({capacity_bytes} bytes), "
+            f"found {_shown(value)}"
+        )
+    return part_bytes
+
+
+def _read_lease(value: object, _found: Mapping[str, Any]) -> int:
+    lease_ns = parse_duration_ns(value)
+    if lease_ns == 0:
+        raise ConfigError(f"expected more than 0, found {_shown(value)}: no hit could be loaded")
+    return lease_ns
+
+
+def _read_defer(value: object, _found: Mapping[str, Any]) -> int:
+    return parse_duration_ns(value)
+
+
+def _read_class(value: object, _found: Mapping[str, Any]) -> str:
+    expected = 'a dotted name such as "package.module:Class"'
+    text = _text(value, expected)
+    module, colon, name = text.partition(":") if ":" in text else text.rpartition(".")
+    if not (colon and name.isidentifier() and all(p.isidentifier() for p in module.split("."))):
+        raise ConfigError(f"expected {expected}, found {_shown(value)}")
+    return f"{module}:{name}"
+
+
+def _read_tier_name(value: object, _found: Mapping[str, Any]) -> str:
+    expected = "a label of lower-case letters, digits and _"
+    name = _text(value, expected)
+    if not re.fullmatch(r"[a-z][a-z0-9_]{0,31}", name):
+        raise ConfigError(f"expected {expected} (up to 32, a letter first), found {_shown(value)}")
+    if name in RESERVED_TIER_NAMES:
+        raise ConfigError(f'expected another name than "{name}", which is taken by the store')
+    return name
+
+
+def _read_options(value: object, _found: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"expected a table, found {_shown(value)}")
+    return value
+
+
+def _read_count(value: object, _found: Mapping[str, Any]) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= COUNT_MAX:
+        raise ConfigError(f"expected a whole number from 1 to {COUNT_MAX}, found {_shown(value)}")
+    return value
+
+
+def _optional(read: _Reader) -> _Setting:
+    """Make a setting that may be left out, and is None then."""
+    return _Setting(lambda value, found: None if value is None else read(value, found), None)
+
+
+_SERVER = {
+    "socket": _Setting(_read_socket, "/run/kvstore/kvstore.sock"),
+    "metrics": _Setting(_read_address, "127.0.0.1:9400"),
+}
+_CPU = {
+    "capacity": _Setting(_read_capacity, _Required('capacity = "8GiB"')),
+    "extent": _Setting(_read_extent, "auto"),
+}
+_ENGINE = {
+    "credit": _Setting(_read_credit, None),
+    "lease": _Setting(_read_lease, "30s"),
+    "leased": _Setting(_read_leased, "25%"),
+    "defer": _Setting(_read_defer, "100ms"),
+}
+_TIER = {
+    "class": _Setting(_read_class, _Required('class = "package.module:Class"')),
+    "name": _Setting(_read_tier_name, _Required('name = "disk"')),
+    "options": _Setting(_read_options, {}),
+    "backlog": _Setting(_read_count, 256),
+}
+_EXTRA = {
+    "store": _optional(_read_socket),
+    "cpu": _optional(_read_capacity),
+    "block_tokens": _optional(_read_count),
+}

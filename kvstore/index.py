@@ -1,0 +1,132 @@
+"""The blocks of one namespace that are in memory, as a forest (parent = previous block).
+
+A block of a full-attention group hangs below its parent, and the set of present blocks is
+closed under "parent of": a block enters READY only below a READY parent, and leaves only
+without children. So the present part of a request's chain is a prefix, and a binary search
+finds its end. Blocks of sliding-window and state groups have no parent here: what they are
+good for does not depend on what lies before them.
+
+Closure is a speed-up and never a safety argument. Dropping a damaged block may leave a hole;
+whoever plans a load verifies every block of the chain, so a hole costs hits, never bytes.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Sequence
+
+from kvstore.types import BlockKey, LookupResult, Slot
+
+
+class State(enum.Enum):
+    """WRITING -> READY -> DROPPED, or WRITING -> DROPPED; absent is not being in the index."""
+
+    WRITING = "writing"
+    READY = "ready"
+    DROPPED = "dropped"  # out of the index; its slot is freed with its last pin
+
+
+class Entry:
+    """One block in memory. prev and next belong to the eviction policy."""
+
+    __slots__ = ("children", "key", "next", "parent", "pins", "prev", "slot", "state")
+
+    def __init__(self, key: BlockKey, parent: Entry | None, slot: Slot) -> None:
+        """Start WRITING, without pins or children."""
+        self.key = key
+        self.parent = parent
+        self.slot = slot
+        self.state = State.WRITING
+        self.children = 0
+        self.pins = 0
+        self.prev: Entry | None = None
+        self.next: Entry | None = None
+
+
+class Index:
+    """Finds entries by key and keeps the count of children."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._entries: dict[BlockKey, Entry] = {}
+        self.holes = 0  # dropped entries that still have children; > 0 makes lookups linear
+
+    def __len__(self) -> int:
+        """Count the entries, those being written included."""
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Go through all entries, in no order."""
+        return iter(self._entries.values())
+
+    def get(self, key: BlockKey) -> Entry | None:
+        """Return the entry, ready or being written."""
+        return self._entries.get(key)
+
+    def probe(self, key: BlockKey) -> LookupResult:
+        """Say what is known about one key."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return LookupResult.MISS
+        return LookupResult.HIT if entry.state is State.READY else LookupResult.PENDING
+
+    def insert(self, entry: Entry) -> None:
+        """Add an entry below its parent."""
+        self._entries[entry.key] = entry
+        if entry.parent is not None:
+            entry.parent.children += 1
+
+    def remove(self, entry: Entry) -> None:
+        """Take an entry out; its children, if any, are cut off from now on."""
+        del self._entries[entry.key]
+        entry.state = State.DROPPED
+        if entry.children:
+            self.holes += 1
+        self._leave_parent(entry)
+
+    def relink(self, entry: Entry, parent: Entry | None) -> None:
+        """Hang an entry below the entry that now holds its parent's key."""
+        if entry.parent is not parent:
+            self._leave_parent(entry)
+            entry.parent = parent
+            if parent is not None:
+                parent.children += 1
+
+    def _leave_parent(self, entry: Entry) -> None:
+        parent = entry.parent
+        if parent is not None:
+            parent.children -= 1
+            if parent.children == 0 and parent.state is State.DROPPED:
+                self.holes -= 1
+
+    def ready_prefix(self, key_at: Callable[[int], BlockKey], limit: int) -> int:
+        """Find the end of the ready chain in O(log limit) probes; O(limit) while there are holes.
+
+        key_at(i): key of block i of one full-attention chain.
+        """
+        entries = self._entries
+        if self.holes:
+            for index in range(limit):
+                entry = entries.get(key_at(index))
+                if entry is None or entry.state is not State.READY:
+                    return index
+            return limit
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high) // 2
+            entry = entries.get(key_at(middle))
+            if entry is not None and entry.state is State.READY:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def ready_run(self, keys: Sequence[BlockKey]) -> list[Entry]:
+        """Return the entries of keys up to the first that is not ready."""
+        found = []
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is None or entry.state is not State.READY:
+                break
+            found.append(entry)
+        return found

@@ -1,0 +1,191 @@
+"""All geometry of a slot, computed once, as data: which bytes of a slot belong to whom.
+
+A slot holds one block of one KV group: `blocks_per_chunk` engine blocks of all layers and heads.
+Bytes are ordered
+
+    engine block -> layer -> head -> what the engine keeps per head (tokens, K and V)
+
+which is topology-free: a rank with heads 4..7 of 8 owns the second half of each layer's bytes,
+whatever tensor-parallel size wrote them, and a rank's run is one whole engine page. (Run lengths
+for five real models: docs/decisions/001-slot-order.md.) Where an engine keeps tokens outside of
+heads, a page cannot be cut by head; then the ranks' pages follow one another and the
+tensor-parallel size is part of the digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+
+from kvstore.errors import ConfigError
+from kvstore.types import GroupRule
+
+FORMAT = 1
+ALIGNMENT = 4096
+
+
+class LayerGeometry(msgspec.Struct, frozen=True):
+    """One layer's page on one rank. page_bytes: bytes of one engine block of this layer."""
+
+    name: str
+    page_bytes: int
+    heads: int = 1
+    head_first: int = 0
+    heads_total: int = 1
+    head_major: bool = True  # heads are the page's outermost dimension
+
+
+class GroupGeometry(msgspec.Struct, frozen=True):
+    """One KV group on one rank; layers in the engine's order."""
+
+    rule: GroupRule
+    layers: tuple[LayerGeometry, ...]
+
+
+class RankGeometry(msgspec.Struct, frozen=True):
+    """Everything a worker knows about its part of a block.
+
+    identity: whatever else decides the bytes (model, weights, dtype, hash algorithm ...).
+    block_tokens: tokens of one block; blocks_per_chunk: engine blocks in it, per group.
+    """
+
+    identity: str
+    block_tokens: int
+    blocks_per_chunk: tuple[int, ...]
+    groups: tuple[GroupGeometry, ...]
+
+
+class LayerRun(msgspec.Struct, frozen=True):
+    """Where one layer's page lies inside an engine block's part of a slot."""
+
+    name: str
+    offset: int
+    length: int
+    writes: bool  # False: another rank holds the same heads and writes them
+
+
+class GroupLayout(msgspec.Struct, frozen=True):
+    """One rank's runs in one group; engine block b of a block starts at b * stride."""
+
+    stride: int
+    runs: tuple[LayerRun, ...]
+
+
+class RankLayout(msgspec.Struct, frozen=True):
+    """What one rank copies to and from a slot."""
+
+    slot_bytes: int
+    groups: tuple[GroupLayout, ...]
+
+
+class SlotLayout(msgspec.Struct, frozen=True):
+    """A namespace's slots: digest names everything that decides the bytes."""
+
+    digest: str
+    slot_bytes: int
+    rules: tuple[GroupRule, ...]
+    ranks: tuple[RankLayout, ...]
+
+
+class Move(msgspec.Struct, frozen=True):
+    """Engine block block_id of a group <-> part `part` of a slot."""
+
+    group: int
+    block_id: int
+    slot: int
+    part: int
+
+
+def slot_layout(ranks: Sequence[RankGeometry]) -> SlotLayout:
+    """Compute the layout of the slots that these ranks fill together.
+
+    Raises ConfigError if the ranks do not fit together, naming both values.
+    """
+    first = ranks[0]
+    for number, rank in enumerate(ranks):
+        for found, expected, what in (
+            (rank.identity, first.identity, "identity"),
+            (rank.block_tokens, first.block_tokens, "block_tokens"),
+            (rank.blocks_per_chunk, first.blocks_per_chunk, "blocks_per_chunk"),
+            ([g.rule for g in rank.groups], [g.rule for g in first.groups], "group rules"),
+        ):
+            if found != expected:
+                raise ConfigError(f"rank {number} has {what} {found!r}, rank 0 has {expected!r}")
+    groups = [_group_layouts([rank.groups[g] for rank in ranks]) for g in range(len(first.groups))]
+    used = max(
+        layouts[0].stride * count
+        for (layouts, _), count in zip(groups, first.blocks_per_chunk, strict=True)
+    )
+    slot_bytes = -(-used // ALIGNMENT) * ALIGNMENT
+    facts = (
+        FORMAT,
+        first.identity,
+        first.block_tokens,
+        first.blocks_per_chunk,
+        [
+            (group.rule.trailing, order)
+            for group, (_, order) in zip(first.groups, groups, strict=True)
+        ],
+    )
+    return SlotLayout(
+        hashlib.sha256(msgspec.msgpack.encode(facts)).hexdigest(),
+        slot_bytes,
+        tuple(group.rule for group in first.groups),
+        tuple(
+            RankLayout(slot_bytes, tuple(layouts[rank] for layouts, _ in groups))
+            for rank in range(len(ranks))
+        ),
+    )
+
+
+def _group_layouts(
+    ranks: Sequence[GroupGeometry],
+) -> tuple[list[GroupLayout], list[tuple[str, int, int]]]:
+    """Place the layers of all ranks; return a layout per rank, and the order for the digest."""
+    names = list(dict.fromkeys(layer.name for group in ranks for layer in group.layers))
+    placed: dict[str, tuple[int, list[LayerGeometry | None]]] = {}
+    order: list[tuple[str, int, int]] = []
+    offset = 0
+    for name in names:
+        holders = [_find(group, name) for group in ranks]
+        whole = _whole_layer(name, [layer for layer in holders if layer is not None])
+        placed[name] = (offset, holders)
+        sample = next(layer for layer in holders if layer is not None)
+        cuts = 1 if sample.head_major else sample.heads_total // sample.heads
+        order.append((name, whole, cuts))
+        offset += whole
+    layouts = []
+    for rank in range(len(ranks)):
+        runs = []
+        for name, (start, holders) in placed.items():
+            layer = holders[rank]
+            if layer is not None:
+                begin = start + layer.head_first // layer.heads * layer.page_bytes
+                earlier = [h for h in holders[:rank] if h is not None]
+                writes = all(h.head_first != layer.head_first for h in earlier)
+                runs.append(LayerRun(name, begin, layer.page_bytes, writes))
+        layouts.append(GroupLayout(offset, tuple(runs)))
+    return layouts, order
+
+
+def _find(group: GroupGeometry, name: str) -> LayerGeometry | None:
+    return next((layer for layer in group.layers if layer.name == name), None)
+
+
+def _whole_layer(name: str, holders: Sequence[LayerGeometry]) -> int:
+    """Return the bytes of a layer over all ranks; the ranks must cover its heads exactly."""
+    sample = holders[0]
+    covered: set[int] = set()
+    for layer in holders:
+        same = (layer.page_bytes, layer.heads, layer.heads_total, layer.head_major)
+        if same != (sample.page_bytes, sample.heads, sample.heads_total, sample.head_major):
+            raise ConfigError(f"ranks disagree about layer {name}: {layer} and {sample}")
+        covered.update(range(layer.head_first, layer.head_first + layer.heads))
+    if covered != set(range(sample.heads_total)):
+        raise ConfigError(
+            f"layer {name}: ranks hold heads {sorted(covered)},"
+            f" expected 0..{sample.heads_total - 1}"
+        )
+    return sample.page_bytes * (sample.heads_total // sample.heads)

@@ -1,0 +1,97 @@
+"""Timed pins: what a lookup's reply promises, and for how long.
+
+    granted --complete (load ended, or not wanted)--> ended
+    granted --deadline passed-----------------------> ended
+
+A lease pins its entries, so their slots keep their bytes until it ends. Reading after the end
+is caught by the slot's generation: it grows before a slot is handed to a new writer.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import msgspec
+
+from kvstore.errors import check
+from kvstore.index import Entry
+from kvstore.types import LeaseId
+
+
+class GroupHit(msgspec.Struct, frozen=True):
+    """Present blocks of one KV group: block indices, ascending, and the slot of each."""
+
+    indices: Sequence[int]
+    slots: Sequence[int]
+    generations: Sequence[int]
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """Blocks pinned for one owner until complete or deadline_ns (store's clock)."""
+
+    lease_id: LeaseId
+    owner: int
+    deadline_ns: int
+    groups: tuple[GroupHit, ...]
+    entries: tuple[Entry, ...]
+
+
+class LeaseBook:
+    """All leases of a namespace, by id, by owner and by deadline."""
+
+    def __init__(self) -> None:
+        """Start without leases."""
+        self._leases: dict[LeaseId, Lease] = {}
+        self._blocks: dict[int, int] = {}
+        self._deadlines: list[tuple[int, LeaseId]] = []
+        self._next_id = 1
+
+    def __len__(self) -> int:
+        """Count the leases that have not ended."""
+        return len(self._leases)
+
+    def new_id(self) -> LeaseId:
+        """Return an id that was never used before."""
+        self._next_id += 1
+        return LeaseId(self._next_id - 1)
+
+    def blocks_of(self, owner: int) -> int:
+        """Count the blocks that an owner's leases pin, repeats included."""
+        return self._blocks.get(owner, 0)
+
+    def add(self, lease: Lease) -> None:
+        """Pin the lease's entries."""
+        for entry in lease.entries:
+            entry.pins += 1
+        self._leases[lease.lease_id] = lease
+        self._blocks[lease.owner] = self.blocks_of(lease.owner) + len(lease.entries)
+        heapq.heappush(self._deadlines, (lease.deadline_ns, lease.lease_id))
+
+    def end(self, lease_id: LeaseId) -> Lease | None:
+        """Unpin; None if the lease has ended before."""
+        lease = self._leases.pop(lease_id, None)
+        if lease is None:
+            return None
+        for entry in lease.entries:
+            entry.pins -= 1
+            check(entry.pins >= 0, "pins of an entry below zero")
+        left = self._blocks[lease.owner] - len(lease.entries)
+        if left:
+            self._blocks[lease.owner] = left
+        else:
+            del self._blocks[lease.owner]
+        return lease
+
+    def of_owner(self, owner: int) -> list[LeaseId]:
+        """List an owner's leases."""
+        return [lease.lease_id for lease in self._leases.values() if lease.owner == owner]
+
+    def due(self, now_ns: int) -> list[LeaseId]:
+        """Take the leases whose deadline has passed; they still have to be ended."""
+        late = []
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            lease_id = heapq.heappop(self._deadlines)[1]
+            if lease_id in self._leases:
+                late.append(lease_id)
+        return late

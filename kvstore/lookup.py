@@ -1,0 +1,94 @@
+"""How long a hit is: the prefix rule, the trailing rule, and where all groups meet.
+
+Pure functions over a probe. The store uses them to decide what to pin, the scheduler half to
+decide with what the engine already has; both must say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from kvstore.types import GroupRule, LookupResult
+
+Probe = Callable[[int, int], LookupResult]
+"""(group, block index) -> what is known about that block."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Blocks that can be served, and whether waiting could change the number."""
+
+    blocks: int
+    pending: bool = False
+
+
+def prefix_hit(probe: Probe, group: int, limit: int) -> Answer:
+    """Count the leading blocks that are present; a pending one counts, and is told.
+
+    The first definite miss ends the scan.
+    """
+    pending = False
+    for index in range(limit):
+        result = probe(group, index)
+        if result is LookupResult.MISS:
+            return Answer(index, pending)
+        pending = pending or result is not LookupResult.HIT
+    return Answer(limit, pending)
+
+
+def trailing_hit(probe: Probe, group: int, limit: int, need: int, local: int) -> Answer:
+    """Find the last run of `need` present blocks ending at or before limit.
+
+    local: leading blocks that the engine has computed itself; a shorter run counts when it
+        reaches them. A pending block counts as absent, but is told.
+    """
+    run, end, pending = 0, local, False
+    for index in range(limit - 1, local - 1, -1):
+        result = probe(group, index)
+        if result is LookupResult.HIT:
+            if run == 0:
+                end = index + 1
+            run += 1
+            if run == need:
+                return Answer(end, pending)
+        else:
+            run = 0
+            pending = pending or result is not LookupResult.MISS
+    return Answer(end if run else local, pending)
+
+
+def common_hit(
+    rules: Sequence[GroupRule],
+    probe: Probe,
+    limit: int,
+    local: int = 0,
+    prefix: Callable[[int, int], Answer] | None = None,
+) -> Answer:
+    """Find the largest number of blocks that every group can serve.
+
+    Groups shrink one another until the number is stable. No more than `local` blocks is no
+    hit: Answer(local). A definite miss in any group beats pending in another.
+
+    prefix(group, limit): a faster way than scanning to the answer of prefix_hit, if there is one.
+    """
+    order = sorted(range(len(rules)), key=lambda group: rules[group].trailing is not None)
+    blocks, waiting = limit, False
+    while True:
+        before, pending, missed = blocks, False, False
+        for group in order:
+            need = rules[group].trailing
+            if need is not None:
+                answer = trailing_hit(probe, group, blocks, need, local)
+                waiting = waiting or answer.pending
+            elif prefix is not None:
+                answer = prefix(group, blocks)
+            else:
+                answer = prefix_hit(probe, group, blocks)
+            pending = pending or answer.pending
+            missed = missed or (answer.blocks <= local and not answer.pending)
+            blocks = max(local, min(blocks, answer.blocks))
+        if missed:
+            return Answer(local)
+        if blocks == before:
+            return Answer(blocks, pending or waiting)

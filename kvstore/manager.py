@@ -1,0 +1,382 @@
+"""The memory pool of one namespace: which block is in which slot, and who may use it.
+
+A slot's states:
+
+    FREE --prepare_store--> GRANTED --begin_store--> WRITING --complete_store(ok)--> READY
+      ^                        |                        |                              |
+      +------give_back---------+----not ok, duplicate, orphan                          |
+      +--------------------------------evicted or dropped, only at 0 pins--------------+
+
+GRANTED slots are credits: an engine writes into them without asking again, and the store learns
+the key when the copy is done. A slot's generation grows on FREE -> GRANTED, so whoever read a
+slot after its lease can tell.
+
+Pure: no clock, thread, file or socket. Time comes in as now_ns, on one thread.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+from typing import Protocol
+
+import msgspec
+
+from kvstore.errors import check
+from kvstore.eviction import EvictionPolicy, LeafLRU
+from kvstore.index import Entry, Index, State
+from kvstore.leases import GroupHit, Lease, LeaseBook
+from kvstore.lookup import Answer, Probe, common_hit, prefix_hit
+from kvstore.types import BlockKey, GroupRule, LeaseId, LookupResult, Slot, make_key
+
+
+class Chain:
+    """The keys of one request's blocks, in all groups, from its packed block hashes."""
+
+    __slots__ = ("blocks", "_packed", "_suffixes", "_width")
+
+    def __init__(self, packed: bytes, width: int, groups: int, scope: bytes = b"") -> None:
+        """packed: one hash of `width` bytes per block, first block first."""
+        self.blocks = len(packed) // width
+        self._packed = packed
+        self._width = width
+        self._suffixes = [make_key(b"", group, scope) for group in range(groups)]
+
+    def key(self, group: int, index: int) -> BlockKey:
+        """Name block `index` in one group."""
+        start = index * self._width
+        return BlockKey(self._packed[start : start + self._width] + self._suffixes[group])
+
+
+class StoreOutcome(enum.Enum):
+    """What became of a written slot."""
+
+    STORED = "stored"
+    DUPLICATE = "duplicate"  # another copy was complete first
+    ORPHAN = "orphan"  # its parent is not in memory, so no lookup would reach it
+    FAILED = "failed"
+
+
+class Generations(Protocol):
+    """One counter per slot, shared with the processes that read slots."""
+
+    def __getitem__(self, slot: int, /) -> int:
+        """Return a slot's generation."""
+        ...
+
+    def __setitem__(self, slot: int, value: int, /) -> None:
+        """Set a slot's generation, visible to readers before the call returns."""
+        ...
+
+
+class Changes(msgspec.Struct):
+    """Keys that became ready or left since the last take_changes, in order."""
+
+    added: list[BlockKey]
+    removed: list[BlockKey]
+
+
+class Manager:
+    """Decides for one namespace; moves nothing."""
+
+    def __init__(
+        self,
+        rules: Sequence[GroupRule],
+        generations: Generations,
+        policy: EvictionPolicy | None = None,
+    ) -> None:
+        """generations: has a counter for every slot added; the caller sees to that."""
+        self.rules = tuple(rules)
+        self.index = Index()
+        self.leases = LeaseBook()
+        self.evictions: Counter[str] = Counter()
+        self.outcomes: Counter[StoreOutcome] = Counter()
+        self.slots_total = 0
+        self._generations = generations
+        self._policy: EvictionPolicy = policy or LeafLRU()
+        self._free: list[Slot] = []
+        self._granted: set[Slot] = set()
+        self._writes: dict[Slot, tuple[BlockKey, BlockKey | None]] = {}
+        self._retiring: set[Slot] = set()
+        self._lingering: set[Slot] = set()  # of dropped blocks that are still pinned
+        self._changes = Changes([], [])
+
+    # Slots
+
+    def add_slots(self, slots: Collection[Slot]) -> None:
+        """Take over empty slots; the lowest are handed out first."""
+        self._free.extend(sorted(slots, reverse=True))
+        self.slots_total += len(slots)
+
+    def retire_slots(self, slots: Collection[Slot]) -> int:
+        """Empty these slots for good and return how many are still in use.
+
+        Ready blocks without pins are dropped; call again until the answer is 0, then the
+        memory may go.
+        """
+        wanted = set(slots)
+        fresh = wanted - self._retiring
+        if fresh:
+            self._retiring |= fresh
+            self.slots_total -= len(fresh)
+            self._free = [slot for slot in self._free if slot not in fresh]
+            for entry in [entry for entry in self.index if entry.slot in fresh]:
+                if entry.state is State.READY:
+                    self.drop(entry.key, "resize")
+        held = {entry.slot for entry in self.index if entry.slot in wanted}
+        busy = held | (wanted & self._granted) | (wanted & self._lingering)
+        if not busy:
+            self._retiring -= wanted
+        return len(busy)
+
+    def prepare_store(self, count: int) -> list[Slot]:
+        """Grant up to `count` empty slots, evicting as needed; fewer if nothing can go."""
+        granted: list[Slot] = []
+        while len(granted) < count:
+            if not self._free:
+                victim = self._policy.victim()
+                if victim is None:
+                    break
+                self._forget(victim, "capacity")
+                continue
+            slot = self._free.pop()
+            self._generations[slot] = (self._generations[slot] + 1) & 0xFFFFFFFF
+            granted.append(slot)
+        self._granted.update(granted)
+        return granted
+
+    def give_back(self, slots: Iterable[Slot]) -> None:
+        """Return granted slots that nobody writes any more."""
+        for slot in slots:
+            check(slot in self._granted, "a slot came back that was not granted")
+            self._granted.discard(slot)
+            self._abandon_write(slot)
+            self._release_slot(slot)
+
+    def is_granted(self, slot: Slot) -> bool:
+        """Tell whether a slot is out on credit or being written."""
+        return slot in self._granted
+
+    @property
+    def slots_free(self) -> int:
+        """Count the empty slots."""
+        return len(self._free)
+
+    @property
+    def slots_granted(self) -> int:
+        """Count the slots on credit, those being written included."""
+        return len(self._granted)
+
+    def _release_slot(self, slot: Slot) -> None:
+        self._lingering.discard(slot)
+        if slot not in self._retiring:
+            self._free.append(slot)
+
+    # Storing
+
+    def begin_store(self, key: BlockKey, parent: BlockKey | None, slot: Slot) -> None:
+        """Note that a granted slot is being written; lookups of key are pending from now."""
+        check(slot in self._granted, "a store into a slot that was not granted")
+        self._writes[slot] = (key, parent)
+        if self.index.get(key) is None:
+            above = None if parent is None else self.index.get(parent)
+            if parent is None or above is not None:
+                self.index.insert(Entry(key, above, slot))
+
+    def complete_store(self, slot: Slot, *, ok: bool) -> StoreOutcome:
+        """End a write: the first complete copy of a key wins, other slots go back."""
+        key, parent = self._writes[slot]
+        entry = self.index.get(key)
+        above = None if parent is None else self.index.get(parent)
+        reachable = parent is None or (above is not None and above.state is State.READY)
+        if ok and entry is not None and entry.state is State.READY:
+            outcome = StoreOutcome.DUPLICATE
+        elif ok and reachable:
+            outcome = StoreOutcome.STORED
+        else:
+            outcome = StoreOutcome.ORPHAN if ok else StoreOutcome.FAILED
+        self.outcomes[outcome] += 1
+        self._granted.discard(slot)
+        if outcome is StoreOutcome.STORED:
+            del self._writes[slot]
+            if entry is None:
+                entry = Entry(key, above, slot)
+                self.index.insert(entry)
+            self.index.relink(entry, above)
+            entry.slot, entry.state = slot, State.READY
+            self._policy.touch(entry)
+            self._changes.added.append(key)
+        else:
+            self._abandon_write(slot)
+            self._release_slot(slot)
+        return outcome
+
+    def _abandon_write(self, slot: Slot) -> None:
+        write = self._writes.pop(slot, None)
+        entry = None if write is None else self.index.get(write[0])
+        if entry is not None and entry.slot == slot and entry.state is State.WRITING:
+            self.index.remove(entry)
+            self._parent_freed(entry)
+
+    # Looking up and loading
+
+    def probe(self, key: BlockKey) -> LookupResult:
+        """Say what memory knows about one key."""
+        return self.index.probe(key)
+
+    def lookup(
+        self, chain: Chain, limit: int, local: int = 0, below: Probe | None = None
+    ) -> Answer:
+        """Say how many leading blocks of a chain can be served; changes nothing.
+
+        below(group, index): asked for what is not in memory, when there are lower tiers.
+        """
+
+        def probe(group: int, index: int) -> LookupResult:
+            result = self.index.probe(chain.key(group, index))
+            if result is LookupResult.MISS and below is not None:
+                return below(group, index)
+            return result
+
+        def prefix(group: int, blocks: int) -> Answer:
+            ready = self.index.ready_prefix(partial(chain.key, group), blocks)
+            rest = prefix_hit(lambda g, index: probe(g, ready + index), group, blocks - ready)
+            return Answer(ready + rest.blocks, rest.pending)
+
+        return common_hit(self.rules, probe, min(limit, chain.blocks), local, prefix)
+
+    def prepare_load(self, chain: Chain, limit: int, owner: int, deadline_ns: int) -> Lease | None:
+        """Pin what is present of the first `limit` blocks; None if nothing is.
+
+        Groups that need the whole prefix are pinned as far as every one of them reaches, the
+        others wherever a block of theirs is present in that range: which of these a request
+        needs depends on what its engine has computed itself. Recency is refreshed for the
+        paths that a request without own blocks would use.
+        """
+        limit = min(limit, chain.blocks)
+        full = [group for group, rule in enumerate(self.rules) if rule.trailing is None]
+        runs: dict[int, list[Entry]] = {}
+        for group in full:
+            end = self.index.ready_prefix(partial(chain.key, group), limit)
+            runs[group] = self.index.ready_run([chain.key(group, i) for i in range(end)])
+            limit = min(limit, len(runs[group]))
+        if limit == 0:
+            return None
+        hits, entries = [], []
+        for group in range(len(self.rules)):
+            found: Iterable[tuple[int, Entry]]
+            if group in runs:
+                found = enumerate(runs[group][:limit])
+            else:
+                found = self._present(chain, group, limit)
+            indices, present = [], []
+            for index, entry in found:
+                indices.append(index)
+                present.append(entry)
+            slots = [entry.slot for entry in present]
+            hits.append(GroupHit(indices, slots, [self._generations[slot] for slot in slots]))
+            entries.extend(present)
+        if not entries:
+            return None
+        self._touch_paths(chain, limit)
+        lease = Lease(self.leases.new_id(), owner, deadline_ns, tuple(hits), tuple(entries))
+        self.leases.add(lease)
+        return lease
+
+    def _present(self, chain: Chain, group: int, limit: int) -> list[tuple[int, Entry]]:
+        found = []
+        for index in range(limit):
+            entry = self.index.get(chain.key(group, index))
+            if entry is not None and entry.state is State.READY:
+                found.append((index, entry))
+        return found
+
+    def _touch_paths(self, chain: Chain, limit: int) -> None:
+        usable = self.lookup(chain, limit).blocks
+        for group, rule in enumerate(self.rules):
+            if rule.trailing is None:
+                self.touch(chain.key(group, limit - 1))
+            else:
+                for index in range(usable - 1, max(-1, usable - 1 - rule.trailing), -1):
+                    self.touch(chain.key(group, index))
+
+    def touch(self, key: BlockKey) -> None:
+        """Refresh the recency of a ready block, and with it of the path above it."""
+        entry = self.index.get(key)
+        if entry is not None and entry.state is State.READY:
+            self._policy.touch(entry)
+
+    def complete_load(self, lease_id: LeaseId, damaged: Collection[Slot] = ()) -> bool:
+        """End a lease; False if it had ended before. Blocks in damaged slots are dropped."""
+        lease = self.leases.end(lease_id)
+        if lease is None:
+            return False
+        bad = set(damaged)
+        for entry in lease.entries:
+            if entry.slot in bad and entry.state is State.READY:
+                self.drop(entry.key, "damaged")
+        for entry in lease.entries:
+            if entry.pins:
+                continue
+            if entry.state is State.DROPPED:
+                self._release_slot(entry.slot)
+            else:
+                self._policy.freed(entry)
+        return True
+
+    def expire(self, now_ns: int) -> list[LeaseId]:
+        """End the leases that nobody completed in time, and name them."""
+        late = self.leases.due(now_ns)
+        for lease_id in late:
+            self.complete_load(lease_id)
+        return late
+
+    def pin(self, key: BlockKey) -> Entry | None:
+        """Hold one ready block for a transfer to a lower tier, until unpin."""
+        entry = self.index.get(key)
+        if entry is None or entry.state is not State.READY:
+            return None
+        entry.pins += 1
+        return entry
+
+    def unpin(self, entry: Entry) -> None:
+        """End a pin."""
+        entry.pins -= 1
+        check(entry.pins >= 0, "pins of an entry below zero")
+        if entry.pins == 0:
+            if entry.state is State.DROPPED:
+                self._release_slot(entry.slot)
+            else:
+                self._policy.freed(entry)
+
+    # Leaving
+
+    def drop(self, key: BlockKey, reason: str) -> bool:
+        """Take a ready block out; a pinned one is unlinked now, its slot freed later."""
+        entry = self.index.get(key)
+        if entry is None or entry.state is not State.READY:
+            return False
+        self._policy.remove(entry)
+        self._forget(entry, reason)
+        return True
+
+    def _forget(self, entry: Entry, reason: str) -> None:
+        self.index.remove(entry)
+        self.evictions[reason] += 1
+        self._changes.removed.append(entry.key)
+        if entry.pins == 0:
+            self._release_slot(entry.slot)
+        else:
+            self._lingering.add(entry.slot)
+        self._parent_freed(entry)
+
+    def _parent_freed(self, entry: Entry) -> None:
+        if entry.parent is not None:
+            self._policy.freed(entry.parent)
+
+    def take_changes(self) -> Changes:
+        """Return what became ready and what left since the last call."""
+        changes, self._changes = self._changes, Changes([], [])
+        return changes

@@ -1,0 +1,175 @@
+"""All metrics in one table, and the collector that turns the store's numbers into them.
+
+Labels are tier, outcome, reason, event and namespace; never a key or a request.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+MEMORY = "cpu"  # the memory pool's tier label
+
+
+class Spec(NamedTuple):
+    """One metric. Counters get "_total" appended by the exposition format."""
+
+    name: str
+    kind: str
+    help: str
+    labels: tuple[str, ...]
+
+
+TABLE = (
+    Spec(
+        "kvstore_lookup_tokens",
+        "counter",
+        "Tokens of admitted requests that their engine did not have.",
+        (),
+    ),
+    Spec(
+        "kvstore_hit_tokens",
+        "counter",
+        "Tokens served, by the tier their bytes were first found in.",
+        ("tier",),
+    ),
+    Spec(
+        "kvstore_lookups",
+        "counter",
+        "Lookups answered, by outcome: hit, miss, capped, expired.",
+        ("outcome",),
+    ),
+    Spec(
+        "kvstore_stored_blocks",
+        "counter",
+        "Blocks written into memory slots, by outcome.",
+        ("outcome",),
+    ),
+    Spec(
+        "kvstore_copied_bytes",
+        "counter",
+        "Bytes copied between engines and memory, by direction.",
+        ("direction",),
+    ),
+    Spec(
+        "kvstore_copy_seconds",
+        "counter",
+        "Seconds that workers spent copying, by direction.",
+        ("direction",),
+    ),
+    Spec(
+        "kvstore_evicted_blocks",
+        "counter",
+        "Blocks that left memory, by reason.",
+        ("reason",),
+    ),
+    Spec(
+        "kvstore_tier_blocks",
+        "counter",
+        "Blocks moved to and from lower tiers, by event.",
+        ("tier", "event"),
+    ),
+    Spec(
+        "kvstore_engine_events",
+        "counter",
+        "What engines met: deferrals, time-outs, failed loads.",
+        ("event",),
+    ),
+    Spec(
+        "kvstore_sessions_started",
+        "counter",
+        "Engine sessions that became active.",
+        (),
+    ),
+    Spec(
+        "kvstore_sessions_ended",
+        "counter",
+        "Engine sessions that ended, by reason.",
+        ("reason",),
+    ),
+    Spec(
+        "kvstore_refused",
+        "counter",
+        "Connections and messages refused, by reason.",
+        ("reason",),
+    ),
+    Spec(
+        "kvstore_capacity_bytes",
+        "gauge",
+        "Cap of the tier on this node.",
+        ("tier",),
+    ),
+    Spec(
+        "kvstore_memory_bytes",
+        "gauge",
+        "Physical bytes that the tier holds.",
+        ("tier",),
+    ),
+    Spec(
+        "kvstore_slots",
+        "gauge",
+        "Slots of a namespace, by state: free, granted, used.",
+        ("namespace", "state"),
+    ),
+    Spec(
+        "kvstore_leases",
+        "gauge",
+        "Answered lookups whose blocks are pinned now.",
+        ("namespace",),
+    ),
+    Spec(
+        "kvstore_jobs_open",
+        "gauge",
+        "Transfers to and from lower tiers under way.",
+        ("namespace",),
+    ),
+    Spec(
+        "kvstore_sessions",
+        "gauge",
+        "Engine sessions, by phase.",
+        ("phase",),
+    ),
+)
+
+
+class Numbers(msgspec.Struct):
+    """What the store has counted, by metric name and label values; plain and cheap to add to."""
+
+    counts: Counter[tuple[str, ...]] = msgspec.field(default_factory=Counter)
+    gauges: dict[tuple[str, ...], float] = msgspec.field(default_factory=dict)
+
+    def add(self, name: str, *labels: str, by: float = 1) -> None:
+        """Count up."""
+        self.counts[(name, *labels)] += by  # type: ignore[assignment]
+
+    def value(self, name: str, *labels: str) -> float:
+        """Read one number back."""
+        key = (name, *labels)
+        return self.gauges.get(key, self.counts.get(key, 0))
+
+
+class StoreCollector(Collector):
+    """Shows Numbers to Prometheus. Reads a copy, so a scrape never holds up the store's loop."""
+
+    def __init__(self, numbers: Numbers) -> None:
+        """numbers: written by the store's thread, read here."""
+        self._numbers = numbers
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric of the table, present or not."""
+        values = {**dict(self._numbers.counts), **dict(self._numbers.gauges)}
+        for spec in TABLE:
+            kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+            family = kind(spec.name, spec.help, labels=spec.labels)
+            for key, value in values.items():
+                if key[0] == spec.name:
+                    family.add_metric(key[1:], value)
+            if not spec.labels and not family.samples:
+                family.add_metric((), 0)
+            yield family

@@ -1,0 +1,261 @@
+"""The local protocol between a store and the engines on its node: messages and framing.
+
+A length-prefixed stream of msgpack messages over a unix socket; memory is passed as file
+descriptors beside Extent messages. The scheduler half and every worker of an engine have a
+connection each; together they are a session, which lives and dies as one: when any of them
+closes, the others are told to Detach, finish their copies, close and come back. Slots a session
+was granted are reused only after all its connections have closed.
+
+    scheduler half                      store                           worker
+      Hello(scheduler) ------------------>|<------------------ Hello(worker, rank, geometry)
+      Welcome <---------------------------|-------------------------> Welcome, Extent + fd ...
+                                          |<------------------------------------ Mapped ...
+      Active, Credits <-------------------|
+      Step(lookups) --------------------->|
+      Answers <---------------------------|
+         ... jobs travel inside the engine, scheduler half to worker ...
+                                          |<---------------- Stored (copy done), Loaded (lease)
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import msgspec
+
+from kvstore.errors import ProtocolError
+from kvstore.layout import RankGeometry, RankLayout
+
+VERSION = 1
+FRAME_BYTES_MAX = 256 << 20
+
+U32 = "I"
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all messages."""
+
+
+# Engine to store
+
+
+class Hello(Message, frozen=True):
+    """First message of every connection. engine names the session; uid is checked by the OS."""
+
+    version: int
+    engine: str
+    role: str  # "scheduler" or "worker"
+    rank: int
+    world: int
+    credit_slots: int = 0  # scheduler half: empty slots it can use in two steps
+    geometry: RankGeometry | None = None  # workers
+
+
+class Lookup(Message, frozen=True):
+    """Ask which leading blocks of a request are present; answered exactly once.
+
+    hashes: one hash of `width` bytes per block, first block first.
+    """
+
+    ask: int
+    hashes: bytes
+    width: int
+    scope: bytes = b""
+
+
+class Usage(Message, frozen=True):
+    """Tokens of requests admitted since the last step: asked for, and served, by tier."""
+
+    lookup_tokens: int
+    hit_tokens: dict[str, int]
+
+
+class Step(Message, frozen=True):
+    """One batch per engine step from the scheduler half."""
+
+    lookups: tuple[Lookup, ...] = ()
+    settle: tuple[int, ...] = ()  # asks to answer now, with what is ready
+    release: tuple[int, ...] = ()  # leases not used, or asks not wanted any more
+    usage: Usage | None = None
+    counts: dict[str, int] = {}  # events by name (EVENTS), since the last step
+
+
+class Mapped(Message, frozen=True):
+    """The worker has mapped an extent and may use its slots."""
+
+    extent: int
+
+
+class Unmapped(Message, frozen=True):
+    """The worker will not touch an extent any more."""
+
+    extent: int
+
+
+class Stored(Message, frozen=True):
+    """A worker finished writing slots. keys[i] is in slots[i]; parents[i] may be empty."""
+
+    slots: bytes
+    keys: tuple[bytes, ...]
+    parents: tuple[bytes, ...]
+    ok: bool
+    seconds: float
+
+
+class Loaded(Message, frozen=True):
+    """A worker finished reading under a lease; damaged: slots whose bytes were not right."""
+
+    lease: int
+    copied_bytes: int
+    seconds: float
+    damaged: bytes = b""
+
+
+class Query(Message, frozen=True):
+    """Admin: "stats" or "clear"."""
+
+    what: str
+
+
+# Store to engine
+
+
+class Welcome(Message, frozen=True):
+    """The connection is part of a session. layout: for workers, what to copy where."""
+
+    session: int
+    namespace: str = ""
+    layout: RankLayout | None = None
+
+
+class Refused(Message, frozen=True):
+    """The store will not serve this engine; retry says whether asking again can help."""
+
+    reason: str
+    retry: bool
+
+
+class Extent(Message, frozen=True):
+    """Slots first..first+count-1 live in the memory whose descriptor comes along.
+
+    Slot i starts at (i - first) * slot_bytes; from generations_offset on there is a u32
+    generation per slot.
+    """
+
+    extent: int
+    first: int
+    count: int
+    slot_bytes: int
+    generations_offset: int
+    bytes: int
+
+
+class Unmap(Message, frozen=True):
+    """Stop using an extent, then say Unmapped."""
+
+    extent: int
+
+
+class Active(Message, frozen=True):
+    """All parts of the session are there: lookups and stores may start.
+
+    defer_ms: how long the store may keep a lookup waiting for blocks that are pending.
+    """
+
+    slots_total: int
+    defer_ms: int
+
+
+class Hit(Message, frozen=True):
+    """Present blocks of one group: u32 arrays of block indices, slots and generations."""
+
+    indices: bytes
+    slots: bytes
+    generations: bytes
+
+
+class Granted(Message, frozen=True):
+    """The answer to a lookup. lease 0: nothing is present. Valid for lease_ms from the asking.
+
+    sources: tiers by name -> how many of the blocks were read from there for this lookup.
+    capped: the engine's leases are at their limit; ask again when some have ended.
+    """
+
+    ask: int
+    lease: int
+    lease_ms: int
+    hits: tuple[Hit, ...]
+    sources: dict[str, int] = {}
+    capped: bool = False
+
+
+class Answers(Message, frozen=True):
+    """One batch from the store to a scheduler half."""
+
+    granted: tuple[Granted, ...] = ()
+    credits: bytes = b""  # u32 array of slots
+    added: tuple[bytes, ...] = ()  # keys that became ready in the namespace
+    removed: tuple[bytes, ...] = ()  # keys that left it
+
+
+class Detach(Message, frozen=True):
+    """The session is over: finish copies, close, connect again."""
+
+    reason: str
+
+
+class Report(Message, frozen=True):
+    """Answer to a Query, as JSON."""
+
+    body: bytes
+
+
+ToStore = Hello | Step | Mapped | Unmapped | Stored | Loaded | Query
+ToEngine = Welcome | Refused | Extent | Unmap | Active | Answers | Detach | Report
+
+EVENTS = frozenset(
+    {"deferred", "deferred_steps", "timed_out", "load_failed", "detached", "store_declined"}
+)
+
+_HEADER = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    """Return the frame of one message."""
+    body = _encoder.encode(message)
+    return _HEADER.pack(len(body)) + body
+
+
+class Decoder:
+    """Turns a byte stream into messages of one direction; h11-like, does no I/O."""
+
+    def __init__(self, kinds: object) -> None:
+        """kinds: ToStore or ToEngine."""
+        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(kinds)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """Yield the messages that are complete now. Raises ProtocolError for anything else."""
+        self._buffer += data
+        start = 0
+        try:
+            while len(self._buffer) - start >= _HEADER.size:
+                (size,) = _HEADER.unpack_from(self._buffer, start)
+                if size > FRAME_BYTES_MAX:
+                    raise ProtocolError(f"frame of {size} bytes, at most {FRAME_BYTES_MAX}")
+                end = start + _HEADER.size + size
+                if len(self._buffer) < end:
+                    break
+                body = bytes(memoryview(self._buffer)[start + _HEADER.size : end])
+                start = end
+                yield self._decode(body)
+        finally:
+            del self._buffer[:start]
+
+    def _decode(self, body: bytes) -> Message:
+        try:
+            return self._decoder.decode(body)
+        except (msgspec.DecodeError, ValueError) as exc:
+            raise ProtocolError(f"not a message of protocol {VERSION}: {exc}") from exc

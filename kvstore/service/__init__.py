@@ -1,0 +1,1 @@
+"""The store process: sessions, namespaces, the epoll loop, private stores."""

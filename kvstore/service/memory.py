@@ -1,0 +1,134 @@
+"""Which namespace gets which memory: growth, and taking extents back when the cap is reached.
+
+mapping --all workers mapped it--> live --needed elsewhere--> retiring
+retiring --no slot in use--> unmapping --all workers unmapped it--> given back
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from kvstore import protocol as p
+from kvstore.service.namespace import Mapping, MemoryExtent, MemoryPool, Namespace
+from kvstore.types import Slot
+
+log = logging.getLogger(__name__)
+
+_MAP_LIMIT_NS = 60_000_000_000
+
+
+class Memory:
+    """Hands extents of the pool to namespaces; never more than the pool's cap."""
+
+    def __init__(
+        self,
+        pool: MemoryPool,
+        send: Callable[[int, p.Message, int | None], None],
+        workers_of: Callable[[Namespace], set[int]],
+    ) -> None:
+        """workers_of(namespace): connections of its workers, which have to map extents."""
+        self.pool = pool
+        self._send = send
+        self._workers_of = workers_of
+        self._next_extent = 1
+
+    def announce(self, namespace: Namespace, worker: int) -> None:
+        """Hand all of a namespace's memory to a worker that has just joined."""
+        for extent, mapping in namespace.extents.items():
+            if mapping.state in ("mapping", "live"):
+                if mapping.state == "mapping":
+                    mapping.waiting.add(worker)
+                self._send_extent(namespace, extent, mapping, worker)
+
+    def _send_extent(self, namespace: Namespace, extent: int, mapping: Mapping, to: int) -> None:
+        memory = mapping.memory
+        message = p.Extent(
+            extent=extent,
+            first=mapping.first,
+            count=memory.count,
+            slot_bytes=namespace.layout.slot_bytes,
+            generations_offset=memory.generations_offset,
+            bytes=memory.bytes,
+        )
+        self._send(to, message, memory.fd)
+
+    def forget(self, namespaces: Iterable[Namespace], connection: int) -> None:
+        """Stop waiting for a connection that is gone."""
+        for namespace in namespaces:
+            for extent in list(namespace.extents):
+                namespace.settle(extent, connection)
+
+    def tick(self, namespaces: dict[str, Namespace], now_ns: int) -> set[int]:
+        """Move every extent along; return connections that were asked to map and do not."""
+        for tag, made in self.pool.poll():
+            self._made(namespaces.get(tag), made, now_ns)
+        late: set[int] = set()
+        for namespace in namespaces.values():
+            self._grow(namespaces, namespace)
+            for extent, mapping in list(namespace.extents.items()):
+                if mapping.waiting and now_ns - mapping.since_ns > _MAP_LIMIT_NS:
+                    late |= mapping.waiting
+                self._shrink(namespace, extent, mapping, now_ns)
+        return late
+
+    def _made(
+        self, namespace: Namespace | None, made: MemoryExtent | Exception, now_ns: int
+    ) -> None:
+        if isinstance(made, Exception):
+            log.error("cannot make an extent: %s", made)
+            if namespace is not None:
+                namespace.growing = False
+                namespace.broken = str(made)
+            return
+        if namespace is None:
+            self.pool.release(made)
+            return
+        waiting = self._workers_of(namespace)
+        extent = self._next_extent
+        self._next_extent += 1
+        mapping = namespace.add_extent(extent, made, set(waiting), now_ns)
+        for worker in waiting:
+            self._send_extent(namespace, extent, mapping, worker)
+        if not waiting:
+            namespace.go_live(mapping)
+
+    def _grow(self, namespaces: dict[str, Namespace], namespace: Namespace) -> None:
+        """Ask for another extent while free slots run low and somebody uses the namespace."""
+        low = namespace.manager.slots_free * 8 < max(8, namespace.manager.slots_total)
+        coming = namespace.growing or any(m.state == "mapping" for m in namespace.extents.values())
+        if not namespace.sessions or not low or coming or namespace.broken:
+            return
+        tag = namespace.layout.digest
+        if self.pool.request(tag, namespace.layout.slot_bytes):
+            namespace.growing = True
+        else:
+            self._take_from_another(namespaces, namespace)
+
+    def _take_from_another(self, namespaces: dict[str, Namespace], needy: Namespace) -> None:
+        """Retire an extent of an unused namespace, else of one that holds more than its share."""
+        others = [n for n in namespaces.values() if n is not needy and n.shrinkable() is not None]
+        if any(m.state in ("retiring", "unmapping") for n in others for m in n.extents.values()):
+            return
+        unused = sorted((n for n in others if not n.sessions), key=lambda n: n.used_ns)
+        richer = sorted(
+            (n for n in others if len(n.extents) > len(needy.extents) + 1),
+            key=lambda n: -len(n.extents),
+        )
+        for donor in [*unused, *richer][:1]:
+            extent = donor.shrinkable()
+            if extent is not None:
+                donor.extents[extent].state = "retiring"
+
+    def _shrink(self, namespace: Namespace, extent: int, mapping: Mapping, now_ns: int) -> None:
+        if mapping.state == "retiring":
+            slots = [Slot(slot) for slot in namespace.slots_of(mapping)]
+            if namespace.manager.retire_slots(slots) == 0:
+                mapping.state = "unmapping"
+                mapping.since_ns = now_ns
+                mapping.waiting = set(self._workers_of(namespace))
+                for worker in mapping.waiting:
+                    self._send(worker, p.Unmap(extent), None)
+        if mapping.state == "unmapping" and not mapping.waiting:
+            del namespace.extents[extent]
+            self.pool.release(mapping.memory)

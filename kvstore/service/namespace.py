@@ -1,0 +1,174 @@
+"""One namespace in the store: its slots' memory, its manager and its lower tiers."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvstore.layout import SlotLayout
+from kvstore.manager import Manager
+from kvstore.tier import SlotMemory, Tier
+from kvstore.tiering import Tiering
+from kvstore.types import Slot
+
+
+class MemoryExtent(Protocol):
+    """Memory that can be handed to another process: count slots, then their generations."""
+
+    fd: int
+    bytes: int
+    count: int
+    generations_offset: int
+
+    def slot(self, position: int) -> memoryview:
+        """Return the bytes of the slot at this position."""
+        ...
+
+    def set_generation(self, position: int, value: int) -> None:
+        """Publish a slot's generation to all who map the extent."""
+        ...
+
+
+class MemoryPool(Protocol):
+    """Where extents come from; nothing here blocks except close."""
+
+    capacity_bytes: int
+    extent_bytes: int
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all extents handed out, promised or not yet given back by everybody."""
+        ...
+
+    def request(self, tag: str, slot_bytes: int) -> bool:
+        """Start making an extent for the namespace `tag`; False if the cap has no room."""
+        ...
+
+    def poll(self) -> Sequence[tuple[str, MemoryExtent | Exception]]:
+        """Return extents that are populated now, by tag, or why one could not be made."""
+        ...
+
+    def release(self, extent: MemoryExtent) -> None:
+        """Give the memory back to the system."""
+        ...
+
+    def close(self) -> None:
+        """Release everything."""
+        ...
+
+
+class SharedGenerations:
+    """Slot generations of a namespace, written through to the extents that readers map."""
+
+    def __init__(self, publish: Callable[[int, int], None]) -> None:
+        """publish(slot, value): make a new value visible to other processes."""
+        self._values = array("L")
+        self._publish = publish
+
+    def __getitem__(self, slot: int) -> int:
+        """Return a slot's generation."""
+        return self._values[slot]
+
+    def __setitem__(self, slot: int, value: int) -> None:
+        """Set a slot's generation, for readers too."""
+        self._values[slot] = value
+        self._publish(slot, value)
+
+    def extend(self, count: int) -> None:
+        """Add slots at generation 0."""
+        self._values.extend([0] * count)
+
+
+class Mapping(msgspec.Struct, eq=False):
+    """An extent in a namespace and who still has to map or unmap it (connection ids)."""
+
+    memory: MemoryExtent
+    first: int
+    waiting: set[int]
+    since_ns: int
+    state: str = "mapping"  # -> "live" -> "retiring" -> "unmapping" -> gone
+
+
+class Namespace:
+    """Everything that shares one layout digest."""
+
+    def __init__(
+        self,
+        layout: SlotLayout,
+        make_tiers: Callable[[str, int, SlotMemory], Sequence[Tier]],
+        backlog_max: int,
+    ) -> None:
+        """make_tiers(digest, slot_bytes, memory): the lower tiers of this namespace."""
+        self.layout = layout
+        self.generations = SharedGenerations(self._publish)
+        self.manager = Manager(layout.rules, self.generations)
+        tiers = make_tiers(layout.digest, layout.slot_bytes, self)
+        self.tiering = Tiering(self.manager, tiers, backlog_max)
+        self.extents: dict[int, Mapping] = {}
+        self.sessions: set[int] = set()
+        self.growing = False
+        self.broken = ""  # why no more memory can be had
+        self.used_ns = 0
+        self._places: list[int] = []  # slot // slots per extent -> extent id
+        self._per_extent = 0
+
+    def view(self, slot: Slot) -> memoryview:
+        """Return a slot's bytes (SlotMemory, for tiers)."""
+        mapping, position = self._place(slot)
+        return mapping.memory.slot(position)
+
+    def _place(self, slot: int) -> tuple[Mapping, int]:
+        number, position = divmod(slot, self._per_extent)
+        return self.extents[self._places[number]], position
+
+    def _publish(self, slot: int, value: int) -> None:
+        mapping, position = self._place(slot)
+        mapping.memory.set_generation(position, value)
+
+    def add_extent(
+        self, extent: int, memory: MemoryExtent, waiting: set[int], now_ns: int
+    ) -> Mapping:
+        """Number the slots of new memory; they are used once everybody has mapped them."""
+        self._per_extent = memory.count  # the same for all extents: slot size and extent size are
+        first = len(self._places) * memory.count
+        self._places.append(extent)
+        self.generations.extend(memory.count)
+        mapping = Mapping(memory, first, waiting, now_ns)
+        self.extents[extent] = mapping
+        self.growing = False
+        return mapping
+
+    def slots_of(self, mapping: Mapping) -> range:
+        """Return the slots of an extent."""
+        return range(mapping.first, mapping.first + mapping.memory.count)
+
+    def settle(self, extent: int, connection: int) -> None:
+        """Note that a connection has mapped or unmapped an extent, or is gone."""
+        mapping = self.extents.get(extent)
+        if mapping is not None and connection in mapping.waiting:
+            mapping.waiting.discard(connection)
+            if not mapping.waiting and mapping.state == "mapping":
+                self.go_live(mapping)
+
+    def go_live(self, mapping: Mapping) -> None:
+        """Start using an extent's slots."""
+        mapping.state = "live"
+        self.manager.add_slots([Slot(slot) for slot in self.slots_of(mapping)])
+
+    def mapped_by(self, connection: int) -> bool:
+        """Tell whether a worker has mapped all there is, and there is something."""
+        waiting = any(connection in mapping.waiting for mapping in self.extents.values())
+        return bool(self.extents) and not waiting
+
+    def shrinkable(self) -> int | None:
+        """Return a live extent to give up, the newest first."""
+        live = [extent for extent, mapping in self.extents.items() if mapping.state == "live"]
+        return live[-1] if live else None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the memory this namespace holds."""
+        return sum(mapping.memory.bytes for mapping in self.extents.values())

@@ -1,0 +1,66 @@
+"""One engine in the store: its connections, its slot credits, its open questions.
+
+    JOINING --all connections there, all extents mapped--> ACTIVE
+    JOINING, ACTIVE --any connection closed, or a protocol error--> ENDING
+    ENDING --last connection closed--> gone: slots and leases are free again
+
+Until the last connection has closed a worker may still write into a granted slot, so none of
+them is reused before.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from kvstore.layout import RankGeometry
+from kvstore.manager import Chain
+from kvstore.service.namespace import Namespace
+from kvstore.tiering import Promotion
+from kvstore.types import LeaseId, Slot
+
+
+class Phase(enum.Enum):
+    """Where a session is in its life."""
+
+    JOINING = "joining"
+    ACTIVE = "active"
+    ENDING = "ending"
+
+
+class Ask(msgspec.Struct, eq=False):
+    """A lookup that has no answer yet."""
+
+    ask: int
+    chain: Chain
+    deadline_ns: int
+    promotion: Promotion | None = None
+    sources: dict[str, int] = {}
+
+
+class Session(msgspec.Struct, eq=False):
+    """State of one engine's session; scheduler and workers are connection ids."""
+
+    number: int
+    engine: str
+    world: int
+    phase: Phase = Phase.JOINING
+    scheduler: int | None = None
+    workers: dict[int, int] = {}  # rank -> connection
+    geometries: dict[int, RankGeometry] = {}
+    credit_slots: int = 0
+    namespace: Namespace | None = None
+    granted: set[Slot] = set()
+    writing: dict[Slot, tuple[set[int], bool]] = {}  # slot -> [ranks that reported, all ok]
+    loading: dict[LeaseId, tuple[set[int], set[Slot]]] = {}  # lease -> ranks done, damaged
+    asks: dict[int, Ask] = {}
+
+    def connections(self) -> list[int]:
+        """List the connections that are open."""
+        return [*([] if self.scheduler is None else [self.scheduler]), *self.workers.values()]
+
+    @property
+    def complete(self) -> bool:
+        """Tell whether every part of the engine is connected."""
+        return self.scheduler is not None and len(self.workers) == self.world

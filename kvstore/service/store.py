@@ -1,0 +1,505 @@
+"""The store's decisions about sessions: messages in, messages out. No socket, clock or thread.
+
+The server feeds it (on_message, on_closed, on_tick); it answers through `send`. The simulation
+does the same with connections of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from kvstore import protocol as p
+from kvstore.config import Config
+from kvstore.errors import ConfigError, KVStoreError, ProtocolError
+from kvstore.layout import slot_layout
+from kvstore.leases import Lease
+from kvstore.manager import Chain
+from kvstore.metrics import MEMORY, Numbers
+from kvstore.service.memory import Memory
+from kvstore.service.namespace import MemoryPool, Namespace
+from kvstore.service.session import Ask, Phase, Session
+from kvstore.tier import SlotMemory, Tier
+from kvstore.types import BlockKey, LeaseId, Slot
+
+log = logging.getLogger(__name__)
+
+Send = Callable[[int, p.Message, int | None], None]
+MakeTiers = Callable[[str, int, SlotMemory], Sequence[Tier]]
+
+
+_ASK_AGAIN_MS = 1000
+
+
+def u32(values: Sequence[int]) -> bytes:
+    """Pack numbers for the wire."""
+    return array(p.U32, values).tobytes()
+
+
+def from_u32(data: bytes) -> list[int]:
+    """Unpack numbers from the wire. Raises ProtocolError for a broken length."""
+    if len(data) % 4:
+        raise ProtocolError(f"u32 array of {len(data)} bytes, expected a multiple of 4")
+    return array(p.U32, data).tolist()
+
+
+class Store:
+    """All sessions and namespaces of one store process."""
+
+    def __init__(
+        self,
+        config: Config,
+        pool: MemoryPool,
+        make_tiers: MakeTiers,
+        send: Send,
+        first_session: int = 1,
+    ) -> None:
+        """send(connection, message, descriptor): queue a message; never raises.
+
+        first_session: sessions are numbered from here. It differs between store processes, so
+        that work left over from another store's session is told apart.
+        """
+        self.numbers = Numbers()
+        self.sessions: dict[str, Session] = {}
+        self.namespaces: dict[str, Namespace] = {}
+        self._config = config
+        self._make_tiers = make_tiers
+        self._send = send
+        self._by_connection: dict[int, Session] = {}
+        self._next_session = first_session
+        self._now_ns = 0
+        self._memory = Memory(pool, send, self._workers_of)
+        self._pool = pool
+
+    def _workers_of(self, namespace: Namespace) -> set[int]:
+        return {
+            connection
+            for session in self.sessions.values()
+            if session.namespace is namespace
+            for connection in session.workers.values()
+        }
+
+    # Input from the server
+
+    def on_message(self, connection: int, message: p.Message, now_ns: int) -> None:
+        """Act on one message; a wrong one ends its session, and nothing else."""
+        self._now_ns = now_ns
+        session = self._by_connection.get(connection)
+        try:
+            if isinstance(message, p.Hello):
+                self._hello(connection, message)
+            elif isinstance(message, p.Query):
+                self._query(connection, message)
+            elif session is None:
+                raise ProtocolError(f"{type(message).__name__} before Hello")
+            elif session.phase is not Phase.ENDING:
+                self._dispatch(session, connection, message)
+            elif isinstance(message, p.Stored | p.Loaded | p.Step):
+                return  # told to detach, had not read it yet
+        except ProtocolError as exc:
+            log.warning("connection %d: %s", connection, exc)
+            self.numbers.add("kvstore_refused", "protocol")
+            if session is None:
+                self._send(connection, p.Refused(str(exc), retry=False), None)
+            else:
+                self._end(session, "protocol", str(exc))
+
+    def _dispatch(self, session: Session, connection: int, message: p.Message) -> None:
+        if isinstance(message, p.Step):
+            if session.scheduler != connection:
+                raise ProtocolError("Step from a worker")
+            self._step(session, message)
+        elif isinstance(message, p.Stored):
+            self._stored(session, self._rank(session, connection), message)
+        elif isinstance(message, p.Loaded):
+            self._loaded(session, self._rank(session, connection), message)
+        elif isinstance(message, p.Mapped | p.Unmapped):
+            if session.namespace is not None:
+                session.namespace.settle(message.extent, connection)
+                self._maybe_activate(session)
+        else:
+            raise ProtocolError(f"{type(message).__name__} is not for the store")
+
+    def _rank(self, session: Session, connection: int) -> int:
+        for rank, worker in session.workers.items():
+            if worker == connection:
+                return rank
+        raise ProtocolError("a worker's message from a scheduler")
+
+    def on_closed(self, connection: int, now_ns: int) -> None:
+        """A connection is gone; its session ends, and with the last one its slots come back."""
+        self._now_ns = now_ns
+        session = self._by_connection.pop(connection, None)
+        if session is None:
+            return
+        if session.scheduler == connection:
+            session.scheduler = None
+        session.workers = {r: c for r, c in session.workers.items() if c != connection}
+        self._memory.forget(self.namespaces.values(), connection)
+        self._end(session, "closed", "another connection of this engine closed")
+        if not session.connections():
+            self._bury(session)
+
+    def on_tick(self, now_ns: int) -> None:
+        """After every batch of messages, and at least a few times a second."""
+        self._now_ns = now_ns
+        for connection in self._memory.tick(self.namespaces, now_ns):
+            session = self._by_connection.get(connection)
+            if session is not None:
+                self._end(session, "mapping", "memory was not mapped in time")
+        for namespace in self.namespaces.values():
+            self._tick_namespace(namespace)
+        for session in self.sessions.values():
+            self._maybe_activate(session)
+            if session.phase is Phase.ACTIVE:
+                self._retry_asks(session)
+                self._grant_credits(session)
+
+    @property
+    def busy(self) -> bool:
+        """Tell whether something is under way that no message will announce."""
+        return any(n.tiering.busy or n.growing for n in self.namespaces.values())
+
+    def _tick_namespace(self, namespace: Namespace) -> None:
+        manager = namespace.manager
+        for _ in manager.expire(self._now_ns):
+            self.numbers.add("kvstore_lookups", "expired")
+        for promotion in namespace.tiering.poll():
+            promotion.keys.clear()
+        changes = manager.take_changes()
+        if not changes.added and not changes.removed:
+            return
+        answers = p.Answers(added=tuple(changes.added), removed=tuple(changes.removed))
+        for session in self.sessions.values():
+            if session.namespace is namespace and session.phase is Phase.ACTIVE:
+                self._to_scheduler(session, answers)
+        namespace.tiering.cascade(changes.added)
+
+    # Sessions
+
+    def _hello(self, connection: int, hello: p.Hello) -> None:
+        if hello.version != p.VERSION:
+            raise ProtocolError(f"protocol {hello.version}, ours is {p.VERSION}")
+        if connection in self._by_connection:
+            raise ProtocolError("a second Hello")
+        session = self.sessions.get(hello.engine)
+        if session is not None and session.phase is Phase.ENDING:
+            self._send(
+                connection, p.Refused("the engine's last session is ending", retry=True), None
+            )
+            return
+        if session is None:
+            session = Session(self._next_session, hello.engine, hello.world)
+            self._next_session += 1
+            self.sessions[hello.engine] = session
+        try:
+            self._join(session, connection, hello)
+        finally:
+            if not session.connections():
+                del self.sessions[hello.engine]
+        self._by_connection[connection] = session
+        if len(session.geometries) == session.world:
+            self._welcome(session, connection)
+
+    def _join(self, session: Session, connection: int, hello: p.Hello) -> None:
+        if hello.world != session.world:
+            raise ProtocolError(f"world of {hello.world}, the session has {session.world}")
+        if hello.role == "scheduler":
+            if session.scheduler is not None:
+                raise ProtocolError(f"engine {hello.engine!r} is attached already")
+            session.scheduler = connection
+            session.credit_slots = hello.credit_slots
+        elif hello.role == "worker" and hello.geometry is not None:
+            if not 0 <= hello.rank < hello.world or hello.rank in session.workers:
+                raise ProtocolError(f"rank {hello.rank} of {hello.world} is wrong, or here already")
+            session.workers[hello.rank] = connection
+            session.geometries[hello.rank] = hello.geometry
+        else:
+            raise ProtocolError(f"role {hello.role!r}, expected scheduler, or worker with geometry")
+
+    def _welcome(self, session: Session, joined: int) -> None:
+        """All ranks' geometries are known: find the namespace and greet who waits for it."""
+        first_time = session.namespace is None
+        if session.namespace is None:
+            try:
+                session.namespace = self._namespace(session)
+            except KVStoreError as exc:
+                log.error("engine %s refused: %s", session.engine, exc)
+                for connection in session.connections():
+                    self._send(connection, p.Refused(str(exc), retry=False), None)
+                self._end(session, "refused", str(exc))
+                return
+            session.namespace.sessions.add(session.number)
+        namespace = session.namespace
+        for rank, worker in session.workers.items():
+            if first_time or worker == joined:
+                layout = namespace.layout.ranks[rank]
+                self._send(worker, p.Welcome(session.number, namespace.layout.digest, layout), None)
+                self._memory.announce(namespace, worker)
+        if session.scheduler is not None and (first_time or session.scheduler == joined):
+            welcome = p.Welcome(session.number, namespace.layout.digest)
+            self._send(session.scheduler, welcome, None)
+
+    def _namespace(self, session: Session) -> Namespace:
+        layout = slot_layout([session.geometries[rank] for rank in range(session.world)])
+        if layout.slot_bytes + 4 > self._pool.extent_bytes:
+            raise ConfigError(
+                f"a block takes {layout.slot_bytes} bytes, an extent has {self._pool.extent_bytes}:"
+                " use a larger cpu capacity or extent, or a smaller block_tokens"
+            )
+        namespace = self.namespaces.get(layout.digest)
+        if namespace is None:
+            backlog = min((tier.backlog for tier in self._config.tiers), default=1)
+            namespace = Namespace(layout, self._make_tiers, backlog)
+            self.namespaces[layout.digest] = namespace
+        return namespace
+
+    def _maybe_activate(self, session: Session) -> None:
+        namespace = session.namespace
+        if session.phase is not Phase.JOINING or namespace is None or not session.complete:
+            return
+        if namespace.manager.slots_total and all(
+            namespace.mapped_by(worker) for worker in session.workers.values()
+        ):
+            session.phase = Phase.ACTIVE
+            self.numbers.add("kvstore_sessions_started")
+            self._to_scheduler(session, self._active(namespace))
+            log.info("engine %s attached, session %d", session.engine, session.number)
+
+    def _active(self, namespace: Namespace) -> p.Active:
+        defer_ms = self._config.engine.defer_ns // 1_000_000
+        return p.Active(namespace.manager.slots_total, defer_ms)
+
+    def _end(self, session: Session, reason: str, text: str) -> None:
+        if session.phase is Phase.ENDING:
+            return
+        session.phase = Phase.ENDING
+        session.asks.clear()
+        self.numbers.add("kvstore_sessions_ended", reason)
+        for connection in session.connections():
+            self._send(connection, p.Detach(text), None)
+
+    def _bury(self, session: Session) -> None:
+        """The last connection has closed: nobody writes the session's slots any more."""
+        del self.sessions[session.engine]
+        namespace = session.namespace
+        if namespace is None:
+            return
+        namespace.sessions.discard(session.number)
+        namespace.used_ns = self._now_ns
+        namespace.manager.give_back(session.granted)
+        for lease_id in namespace.manager.leases.of_owner(session.number):
+            namespace.manager.complete_load(lease_id)
+        log.info("engine %s detached, session %d", session.engine, session.number)
+
+    def _to_scheduler(self, session: Session, message: p.Message) -> None:
+        if session.scheduler is not None:
+            self._send(session.scheduler, message, None)
+
+    def _grant_credits(self, session: Session) -> None:
+        namespace = session.namespace
+        if namespace is None:
+            return
+        manager = namespace.manager
+        cap = self._config.engine.credit_bytes // namespace.layout.slot_bytes
+        target = max(1, min(session.credit_slots, cap, manager.slots_total // 4))
+        short = target - len(session.granted)
+        if short * 8 >= target:
+            slots = manager.prepare_store(short)
+            session.granted.update(slots)
+            if slots:
+                self._to_scheduler(session, p.Answers(credits=u32(slots)))
+
+    # Lookups
+
+    def _step(self, session: Session, step: p.Step) -> None:
+        for lease_id in step.release:
+            if session.namespace is not None:
+                session.namespace.manager.complete_load(LeaseId(lease_id))
+        if step.usage is not None:
+            self.numbers.add("kvstore_lookup_tokens", by=step.usage.lookup_tokens)
+            for tier, tokens in step.usage.hit_tokens.items():
+                self.numbers.add("kvstore_hit_tokens", tier, by=tokens)
+        for event, count in step.counts.items():
+            if event not in p.EVENTS:
+                raise ProtocolError(f"event {event!r}, expected one of {sorted(p.EVENTS)}")
+            self.numbers.add("kvstore_engine_events", event, by=count)
+        for lookup in step.lookups:
+            self._lookup(session, lookup)
+        for number in step.settle:
+            ask = session.asks.pop(number, None)
+            if ask is not None:
+                self._answer(session, ask)
+
+    def _lookup(self, session: Session, lookup: p.Lookup) -> None:
+        if lookup.width <= 0 or len(lookup.hashes) % lookup.width:
+            raise ProtocolError(f"{len(lookup.hashes)} bytes of hashes, {lookup.width} each")
+        namespace = session.namespace
+        rules = 0 if namespace is None else len(namespace.layout.rules)
+        chain = Chain(lookup.hashes, lookup.width, rules, lookup.scope)
+        ask = Ask(lookup.ask, chain, self._now_ns + self._config.engine.defer_ns)
+        if session.phase is not Phase.ACTIVE or namespace is None:
+            again = p.Granted(ask.ask, 0, _ASK_AGAIN_MS, ())
+            self._to_scheduler(session, p.Answers(granted=(again,)))
+        elif self._ready(namespace, ask):
+            self._answer(session, ask)
+        else:
+            session.asks[ask.ask] = ask
+
+    def _ready(self, namespace: Namespace, ask: Ask) -> bool:
+        """Tell whether waiting cannot make the answer longer; start promotions it needs."""
+        if ask.promotion is not None and ask.promotion.jobs_left:
+            return False
+        tiering, chain = namespace.tiering, ask.chain
+
+        def below(group: int, index: int) -> Any:  # noqa: ANN401 - a LookupResult
+            return tiering.where(chain.key(group, index))[0]
+
+        lower = below if tiering.tiers else None
+        answer = namespace.manager.lookup(chain, chain.blocks, below=lower)
+        if answer.pending:
+            return False
+        if lower is not None and ask.promotion is None:
+            ask.promotion = tiering.promote(chain, answer.blocks)
+            self._count_sources(namespace, ask, answer.blocks)
+            return ask.promotion.jobs_left == 0
+        return True
+
+    def _count_sources(self, namespace: Namespace, ask: Ask, blocks: int) -> None:
+        """Note which tier the blocks of the first full group come from, for the hit rates."""
+        rules = namespace.layout.rules
+        group = next((g for g, rule in enumerate(rules) if rule.trailing is None), 0)
+        for index in range(blocks):
+            tier = ask.promotion and ask.promotion.keys.get(ask.chain.key(group, index))
+            if tier:
+                ask.sources[tier] = ask.sources.get(tier, 0) + 1
+
+    def _retry_asks(self, session: Session) -> None:
+        namespace = session.namespace
+        if namespace is None:
+            return
+        for ask in list(session.asks.values()):
+            if self._now_ns >= ask.deadline_ns or self._ready(namespace, ask):
+                del session.asks[ask.ask]
+                self._answer(session, ask)
+
+    def _answer(self, session: Session, ask: Ask) -> None:
+        namespace = session.namespace
+        if namespace is None:
+            return
+        manager, engine = namespace.manager, self._config.engine
+        pinned = manager.leases.blocks_of(session.number) * namespace.layout.slot_bytes
+        capped = pinned >= engine.leased_bytes
+        lease: Lease | None = None
+        if not capped:
+            deadline = self._now_ns + engine.lease_ns
+            lease = manager.prepare_load(ask.chain, ask.chain.blocks, session.number, deadline)
+        lease_ms = engine.lease_ns // 1_000_000
+        outcome = "capped" if capped else "miss" if lease is None else "hit"
+        self.numbers.add("kvstore_lookups", outcome)
+        if lease is None:
+            granted = p.Granted(ask.ask, 0, lease_ms, (), capped=capped)
+        else:
+            hits = tuple(
+                p.Hit(u32(hit.indices), u32(hit.slots), u32(hit.generations))
+                for hit in lease.groups
+            )
+            granted = p.Granted(ask.ask, lease.lease_id, lease_ms, hits, ask.sources)
+        self._to_scheduler(session, p.Answers(granted=(granted,)))
+
+    # Reports of workers
+
+    def _stored(self, session: Session, rank: int, message: p.Stored) -> None:
+        namespace = session.namespace
+        slots = from_u32(message.slots)
+        if namespace is None or not len(slots) == len(message.keys) == len(message.parents):
+            raise ProtocolError(f"{len(message.keys)} keys for {len(slots)} slots")
+        manager = namespace.manager
+        size = namespace.layout.slot_bytes // session.world
+        self.numbers.add("kvstore_copied_bytes", "store", by=len(slots) * size)
+        self.numbers.add("kvstore_copy_seconds", "store", by=message.seconds)
+        for number, key, parent in zip(slots, message.keys, message.parents, strict=True):
+            slot = Slot(number)
+            if slot not in session.granted:
+                raise ProtocolError(f"slot {slot} was written without a credit")
+            ranks, ok = session.writing.get(slot, (set(), True))
+            if rank in ranks:
+                raise ProtocolError(f"rank {rank} reported slot {slot} twice")
+            if not ranks:
+                manager.begin_store(BlockKey(key), BlockKey(parent) if parent else None, slot)
+            ranks.add(rank)
+            session.writing[slot] = (ranks, ok and message.ok)
+            if len(ranks) == session.world:
+                _, whole = session.writing.pop(slot)
+                session.granted.discard(slot)
+                outcome = manager.complete_store(slot, ok=whole)
+                self.numbers.add("kvstore_stored_blocks", outcome.value)
+
+    def _loaded(self, session: Session, rank: int, message: p.Loaded) -> None:
+        namespace = session.namespace
+        if namespace is None:
+            return
+        self.numbers.add("kvstore_copied_bytes", "load", by=message.copied_bytes)
+        self.numbers.add("kvstore_copy_seconds", "load", by=message.seconds)
+        lease_id = LeaseId(message.lease)
+        ranks, damaged = session.loading.setdefault(lease_id, (set(), set()))
+        ranks.add(rank)
+        damaged.update(Slot(slot) for slot in from_u32(message.damaged))
+        if len(ranks) == session.world:
+            del session.loading[lease_id]
+            namespace.manager.complete_load(lease_id, damaged)
+
+    # Admin
+
+    def _query(self, connection: int, query: p.Query) -> None:
+        if query.what == "clear":
+            for namespace in self.namespaces.values():
+                for key in [entry.key for entry in namespace.manager.index]:
+                    namespace.manager.drop(key, "clear")
+                    namespace.tiering.forget([key])
+        elif query.what != "stats":
+            raise ProtocolError(f"query {query.what!r}, expected stats or clear")
+        self.refresh_gauges()
+        values = {**self.numbers.counts, **self.numbers.gauges}
+        body = msgspec.json.encode([[*key, value] for key, value in sorted(values.items())])
+        self._send(connection, p.Report(body), None)
+
+    def refresh_gauges(self) -> None:
+        """Bring the gauges, and counters kept elsewhere, up to date."""
+        gauges: dict[tuple[str, ...], float] = {}
+        gauges["kvstore_capacity_bytes", MEMORY] = self._pool.capacity_bytes
+        gauges["kvstore_memory_bytes", MEMORY] = self._pool.used_bytes
+        for phase in Phase:
+            gauges["kvstore_sessions", phase.value] = 0
+        for session in self.sessions.values():
+            gauges["kvstore_sessions", session.phase.value] += 1
+        evicted: dict[str, int] = {}
+        moved: dict[tuple[str, str], int] = {}
+        for digest, namespace in self.namespaces.items():
+            manager, label = namespace.manager, digest[:12]
+            used = manager.slots_total - manager.slots_free - manager.slots_granted
+            gauges["kvstore_slots", label, "free"] = manager.slots_free
+            gauges["kvstore_slots", label, "granted"] = manager.slots_granted
+            gauges["kvstore_slots", label, "used"] = used
+            gauges["kvstore_leases", label] = len(manager.leases)
+            gauges["kvstore_jobs_open", label] = namespace.tiering.jobs_open
+            for reason, count in manager.evictions.items():
+                evicted[reason] = evicted.get(reason, 0) + count
+            for move, count in namespace.tiering.counts.items():
+                moved[move] = moved.get(move, 0) + count
+        for reason, count in evicted.items():
+            gauges["kvstore_evicted_blocks", reason] = count
+        for (tier, what), count in moved.items():
+            gauges["kvstore_tier_blocks", tier, what] = count
+        self.numbers.gauges = gauges
+
+    def close(self) -> None:
+        """Tell every engine, and end the lower tiers in order."""
+        for session in self.sessions.values():
+            self._end(session, "shutdown", "the store is shutting down")
+        for namespace in self.namespaces.values():
+            namespace.tiering.close()

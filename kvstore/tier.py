@@ -1,0 +1,65 @@
+"""What a place below the memory pool must offer. A third party adds one by its dotted name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from kvstore.types import BlockKey, JobResult, LookupResult, Slot, TransferJob
+
+
+class SlotMemory(Protocol):
+    """The bytes of a namespace's slots, as a tier sees them."""
+
+    def view(self, slot: Slot) -> memoryview:
+        """Return the slot's bytes, writable, valid while the slot is pinned."""
+        ...
+
+
+class Tier(Protocol):
+    """One place below the host pool where blocks can live.
+
+    Called from one thread. No method blocks, except drain and close. Failures of a job come
+    back in its JobResult; submit raises TierError only for a closed tier.
+    """
+
+    name: str  # metric label, unique in the process
+
+    def lookup(self, key: BlockKey) -> LookupResult:
+        """Say whether the block is here; RETRY while a remote answer is outstanding."""
+        ...
+
+    def submit(self, job: TransferJob) -> None:
+        """Start moving blocks; the slots are the tier's to use until the job's result."""
+        ...
+
+    def poll(self) -> Sequence[JobResult]:
+        """Return finished jobs. Each submitted job appears exactly once, in any order."""
+        ...
+
+    def discard(self, keys: Collection[BlockKey]) -> None:
+        """Forget these blocks; unknown keys are ignored."""
+        ...
+
+    def drain(self) -> None:
+        """Wait until all submitted jobs have a result; poll still has to fetch them."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; results not polled are lost. Safe to call twice."""
+        ...
+
+
+class TierContext(msgspec.Struct, frozen=True):
+    """What a tier is made from; one tier object per namespace."""
+
+    name: str
+    namespace: str  # digest: everything that decides the bytes
+    slot_bytes: int
+    memory: SlotMemory
+    options: Mapping[str, Any]
+
+
+TierFactory = Callable[[TierContext], Tier]

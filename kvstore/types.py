@@ -1,0 +1,86 @@
+"""Names for the values that every part of the system passes around."""
+
+from __future__ import annotations
+
+import enum
+from typing import NewType
+
+import msgspec
+
+BlockHash = NewType("BlockHash", bytes)
+"""Chained content hash of one block: it names all tokens before the block too."""
+
+BlockKey = NewType("BlockKey", bytes)
+"""Block hash, then the KV group as u16, then the scope (see make_key)."""
+
+Slot = NewType("Slot", int)
+"""Index of one block's place in a namespace's memory pool."""
+
+JobId = NewType("JobId", int)
+LeaseId = NewType("LeaseId", int)
+
+
+def make_key(block_hash: bytes, group: int, scope: bytes = b"") -> BlockKey:
+    """Name one block of one KV group.
+
+    scope separates engines that must not see each other's blocks although their layouts are
+    equal: an engine takes a fresh one when its cache is reset (new weights, same namespace).
+    """
+    return BlockKey(block_hash + group.to_bytes(2, "big") + scope)
+
+
+class LookupResult(enum.Enum):
+    """What a tier knows about one key."""
+
+    HIT = "hit"
+    PENDING = "pending"  # being written
+    MISS = "miss"
+    RETRY = "retry"  # a remote tier has not answered yet
+
+
+class GroupRule(msgspec.Struct, frozen=True):
+    """Which blocks of a KV group a hit needs, as data; no other code knows model kinds.
+
+    trailing: number of blocks that must be present right before the hit's end; None when the
+        whole prefix must be (full attention). A sliding window of w tokens needs
+        max(1, ceil((w - 1) / block_tokens)), a recurrent state 1.
+    """
+
+    trailing: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.trailing is not None and self.trailing < 1:
+            raise ValueError(f"trailing is {self.trailing}, expected None or at least 1")
+
+
+def window_rule(window_tokens: int, block_tokens: int) -> GroupRule:
+    """Sliding window: enough trailing blocks to cover what the next token attends to."""
+    return GroupRule(max(1, -(-(window_tokens - 1) // block_tokens)))
+
+
+class JobKind(enum.Enum):
+    """Direction of a transfer between the memory pool and a lower tier."""
+
+    STORE = "store"  # slots -> tier
+    LOAD = "load"  # tier -> slots
+
+
+class TransferJob(msgspec.Struct, frozen=True):
+    """Move keys[i] to or from slots[i]; the slots stay pinned until the result."""
+
+    job_id: JobId
+    kind: JobKind
+    keys: tuple[BlockKey, ...]
+    slots: tuple[Slot, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.keys) != len(self.slots):
+            raise ValueError(f"{len(self.keys)} keys for {len(self.slots)} slots")
+
+
+class JobResult(msgspec.Struct, frozen=True):
+    """The one report of a job: keys[:done] arrived whole; error says why not all did."""
+
+    job_id: JobId
+    done: int
+    error: Exception | None = None

@@ -1,0 +1,1 @@
+"""Tests of kvstore; everything that is not marked runs without an engine or a device."""

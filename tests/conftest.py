@@ -1,0 +1,18 @@
+"""What every test session needs: the rules for tests that want an engine or a device."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fail tests without their engine, skip tests without their device.
+
+    `make setup` installs vLLM, so a missing one is a broken environment: a skip would hide that
+    nothing real was tested. A GPU is hardware, which not every machine has.
+    """
+    if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
+        pytest.fail("vLLM is not installed here: run `make setup`", pytrace=False)
+    if item.get_closest_marker("gpu") and not Path("/dev/nvidiactl").exists():
+        pytest.skip("no NVIDIA device on this machine")

@@ -1,0 +1,180 @@
+"""The harness itself: it starts, sees and ends engines, and it would notice a wrong block."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from kvstore.bench.engine import Engine, EngineFailed, Request
+from kvstore.bench.models import make_model, prompt
+from kvstore.bench.native import native_config
+from tests.engine.identity import assert_same, divergences
+
+pytestmark = pytest.mark.vllm
+
+HOST_BYTES = 64 << 20
+TOKENS_OUT = 24
+
+
+def requests(count: int = 8) -> list[Request]:
+    """Prompts of many lengths, none of which ends with a block."""
+    return [Request(id=f"p{i}", tokens=prompt(i, 300 + 97 * i)) for i in range(count)]
+
+
+def forgetful_config() -> dict[str, Any]:
+    config = native_config(HOST_BYTES)
+    config["kv_connector_extra_config"] |= {
+        "spec_name": "ForgetfulSpec",
+        "spec_module_path": "tests.engine.forgetful",
+    }
+    return config
+
+
+def all_gone(pids: Iterable[int], within_s: float = 5.0) -> bool:
+    """Whether all processes end in time; one that init has yet to reap has ended."""
+    deadline_s = time.monotonic() + within_s
+    for pid in pids:
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(0.05)
+    return True
+
+
+@pytest.fixture(scope="module")
+def plain(model: Callable[[str], Path]) -> Iterator[Engine]:
+    """One engine without a connector, shared by the tests that leave it healthy."""
+    with Engine(model("llama_s")) as engine:
+        yield engine
+
+
+def test_a_model_is_made_once(tmp_path: Path) -> None:
+    first = make_model("llama_s", tmp_path)
+    written_ns = (first / "model.safetensors").stat().st_mtime_ns
+    assert make_model("llama_s", tmp_path) == first
+    assert (first / "model.safetensors").stat().st_mtime_ns == written_ns
+    assert [path.name for path in tmp_path.iterdir()] == [first.name]
+
+
+def test_the_same_run_gives_the_same_tokens(plain: Engine) -> None:
+    reference = plain.run(requests(), max_tokens=TOKENS_OUT)
+    assert all(result.finished and len(result.tokens) == TOKENS_OUT for result in reference)
+    assert all(result.cached_tokens == 0 for result in reference)
+    assert all(len(set(result.tokens)) > TOKENS_OUT / 3 for result in reference)
+    plain.idle_steps(2)
+    assert plain.reset_prefix_cache()
+    assert_same(reference, plain.run(requests(), max_tokens=TOKENS_OUT))
+
+
+def test_a_prefix_hit_shows_in_result_and_metrics(plain: Engine) -> None:
+    long = Request(id="long", tokens=prompt(50, 5000))
+    before = plain.metrics()
+    cold, hit = (plain.run([long], max_tokens=4)[0] for _ in range(2))
+    after = plain.metrics()
+    assert (cold.cached_tokens, hit.cached_tokens) == (0, 4992)
+    assert cold.steps_to_first_token == 3  # 5000 tokens, 2048 at a time
+    assert hit.steps_to_first_token == 1
+    assert cold.ttft_s is not None
+    assert hit.ttft_s is not None
+    assert hit.ttft_s < cold.ttft_s
+    source = "prompt_tokens_cached_by_source{source=device}"
+    assert after[source] - before[source] == 4992
+
+
+def test_aborts_land_on_their_step(plain: Engine) -> None:
+    never = Request(id="never", tokens=prompt(60, 4096), abort_step=0)
+    prefill = Request(id="prefill", tokens=prompt(61, 6000), abort_step=1)
+    decode = Request(id="decode", tokens=prompt(62, 100), arrive_step=4, abort_step=10)
+    stays = Request(id="stays", tokens=prompt(63, 100), max_tokens=7)
+    results = plain.run([never, prefill, decode, stays], max_tokens=100)
+    assert [result.id for result in results] == ["never", "prefill", "decode", "stays"]
+    assert [result.aborted for result in results] == [True, True, True, False]
+    assert [len(result.tokens) for result in results] == [0, 0, 6, 7]
+    plain.idle_steps(2)
+    assert plain.reset_prefix_cache()
+
+
+def test_other_salt_is_no_hit(plain: Engine) -> None:
+    tokens = prompt(70, 320)
+    salted = [Request(id=f"s{i}", tokens=tokens, cache_salt=salt) for i, salt in enumerate("aab")]
+    cached = [plain.run([request], max_tokens=2)[0].cached_tokens for request in salted]
+    assert cached == [0, 288, 0]  # the last token is always computed, and with it its block
+
+
+@pytest.mark.parametrize("name", ["llama_s", "gemma3"])
+def test_the_native_peer_loads_what_it_stored(model: Callable[[str], Path], name: str) -> None:
+    with Engine(model(name), connector=native_config(HOST_BYTES)) as engine:
+        reference = engine.run(requests(), max_tokens=TOKENS_OUT)
+        engine.idle_steps(2)
+        assert engine.reset_prefix_cache()
+        again = engine.run(requests(), max_tokens=TOKENS_OUT)
+        hits = engine.metrics()["external_prefix_cache_hits"]
+    assert_same(reference, again)
+    assert [result.cached_tokens for result in again] == [
+        len(request.tokens) // 32 * 32 for request in requests()
+    ]
+    assert hits == sum(result.cached_tokens for result in again)
+
+
+@pytest.mark.parametrize("name", ["llama_s", "gemma3"])
+def test_one_lost_block_is_noticed(model: Callable[[str], Path], name: str) -> None:
+    with Engine(model(name), connector=forgetful_config()) as engine:
+        reference = engine.run(requests(), max_tokens=TOKENS_OUT)
+        engine.idle_steps(2)
+        assert engine.reset_prefix_cache()
+        again = engine.run(requests(), max_tokens=TOKENS_OUT)
+    assert len(divergences(reference, again)) > len(reference) / 2
+    with pytest.raises(AssertionError, match="prompts differ"):
+        assert_same(reference, again)
+
+
+def test_a_failed_start_says_why(model: Callable[[str], Path]) -> None:
+    engine = Engine(model("llama_s"), connector={"kv_connector": "NoSuchConnector"})
+    with pytest.raises(EngineFailed, match="NoSuchConnector"):
+        engine.__enter__()
+    engine.close()
+
+
+def test_a_hung_engine_is_ended(model: Callable[[str], Path]) -> None:
+    with Engine(model("llama_s")) as engine:
+        driver = engine.pids()["driver"]
+        engine.kill("driver", signal.SIGSTOP)
+        with pytest.raises(EngineFailed, match="not answered in 1 s"):
+            engine.run(requests(), max_tokens=1, timeout_s=1)
+        assert all_gone([driver])
+
+
+@pytest.mark.slow
+def test_two_workers_are_processes_and_agree(model: Callable[[str], Path]) -> None:
+    connector = native_config(HOST_BYTES)
+    with Engine(
+        model("llama_s"), connector=connector, in_process=False, tensor_parallel_size=2
+    ) as engine:
+        pids = engine.pids()
+        assert set(pids) == {"driver", "core", "worker0", "worker1"}
+        assert os.getpid() not in pids.values()
+        reference = engine.run(requests(), max_tokens=TOKENS_OUT)
+        engine.idle_steps(2)
+        assert engine.reset_prefix_cache()
+        again = engine.run(requests(), max_tokens=TOKENS_OUT)
+        assert_same(reference, again)
+        assert all(result.cached_tokens > 0 for result in again)
+    assert all_gone(pids.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["core", "worker0"])
+def test_a_death_during_a_run_is_reported(model: Callable[[str], Path], which: str) -> None:
+    with Engine(model("llama_s"), in_process=False) as engine:
+        threading.Timer(0.5, engine.kill, [which]).start()
+        with pytest.raises(EngineFailed, match=r"(?i)died|dead"):
+            engine.run(requests(), max_tokens=8000, timeout_s=60)
+    assert all_gone(engine.pids().values())

@@ -1,0 +1,259 @@
+"""The house rules that a program can check: who imports whom, sizes, docstrings, excepts."""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("kvstore", "tiers", "connectors")
+SOURCES = sorted(
+    path.relative_to(ROOT).as_posix() for name in PACKAGES for path in (ROOT / name).rglob("*.py")
+)
+TESTS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py"))
+
+FILE_LINES_MAX = 500
+FUNCTION_LINES_MAX = 70
+
+# Never back: kvstore <- tiers <- connectors.
+FORBIDDEN = {"kvstore": {"tiers", "connectors"}, "tiers": {"connectors"}, "connectors": set()}
+
+# Engines and device libraries, and the only files that know them.
+BORDER = {
+    "vllm": ("connectors/vllm*.py", "kvstore/bench/*"),
+    "sglang": ("connectors/sglang*.py",),
+    "transformers": ("kvstore/bench/*",),
+    "nixl": ("connectors/nixl/*",),
+    "cupy": ("tiers/gpu*.py",),
+}
+
+# These decide and move nothing: what they do follows from their arguments alone.
+CORE = ("types", "errors", "layout", "index", "lookup", "eviction", "curve", "manager", "leases")
+IMPURE = {
+    *("asyncio", "concurrent", "fcntl", "mmap", "multiprocessing", "os", "pathlib", "random"),
+    *("selectors", "shutil", "signal", "socket", "subprocess", "tempfile", "threading", "time"),
+    *("aiofiles", "lmdb", "prometheus_client", "torch"),
+}
+
+# What `import kvstore` must not bring along: seconds of loading, or a wrong direction.
+HEAVY = ("torch", "cupy", "nixl", "vllm", "tiers", "connectors")
+
+# Engines are configured by environment, so what starts them has to look at it.
+ENVIRONMENT_READERS = ("kvstore/bench/*",)
+# A worker's bug must still free the slots of its job.
+BROAD_EXCEPTS = ("tiers/runner.py",)
+
+
+@cache
+def tree(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"), path)
+
+
+def matches(path: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(path, pattern) for pattern in patterns)
+
+
+def top(dotted: str) -> str:
+    return dotted.partition(".")[0]
+
+
+def package_of(path: str) -> str:
+    """Dotted name of the package that relative imports in this file start from."""
+    return ".".join(Path(path).parent.parts)
+
+
+def imported(path: str) -> Iterator[tuple[int, str]]:
+    """Yield line and dotted name of each import, those inside functions and by string too."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            name = "." * node.level + (node.module or "")
+            full = importlib.util.resolve_name(name, package_of(path)) if node.level else name
+            yield node.lineno, full
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func).split(".")[-1] in {"import_module", "__import__"}
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            yield node.lineno, str(node.args[0].value)
+
+
+def functions(path: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def public_definitions(
+    node: ast.Module | ast.ClassDef, prefix: str = ""
+) -> Iterator[tuple[str, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Yield name and node of each public class, function and method."""
+    for child in node.body:
+        if not isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if child.name.startswith("_"):
+            continue
+        yield prefix + child.name, child
+        if isinstance(child, ast.ClassDef):
+            yield from public_definitions(child, f"{prefix}{child.name}.")
+
+
+def needs_docstring(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Tell: a method that fulfils a contract has its text where the contract is."""
+    return not any(
+        ast.unparse(decorator).split(".")[-1] in {"override", "overload"}
+        for decorator in node.decorator_list
+    )
+
+
+def test_there_is_something_to_check() -> None:
+    assert {"kvstore/config.py", "kvstore/errors.py", "kvstore/manager.py"} <= set(SOURCES)
+    assert "tests/test_tidy.py" in TESTS
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_imports_go_one_way(path: str) -> None:
+    forbidden = FORBIDDEN[Path(path).parts[0]] | {"tests"}
+    assert not [
+        f"{path}:{line} imports {name}" for line, name in imported(path) if top(name) in forbidden
+    ]
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_engines_and_devices_stay_in_their_own_file(path: str) -> None:
+    assert not [
+        f"{path}:{line} imports {name}"
+        for line, name in imported(path)
+        if top(name) in BORDER and not matches(path, BORDER[top(name)])
+    ]
+
+
+@pytest.mark.parametrize("path", sorted({f"kvstore/{name}.py" for name in CORE} & set(SOURCES)))
+def test_the_core_imports_nothing_that_acts(path: str) -> None:
+    assert not [
+        f"{path}:{line} imports {name}" for line, name in imported(path) if top(name) in IMPURE
+    ]
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_no_module_reads_the_environment(path: str) -> None:
+    """Handing it on whole to a child, `{**os.environ, ...}`, is no reading."""
+    if matches(path, ENVIRONMENT_READERS):
+        return
+    nodes = list(ast.walk(tree(path)))
+    handed_on = {
+        value
+        for node in nodes
+        if isinstance(node, ast.Dict)
+        for key, value in zip(node.keys, node.values, strict=True)
+        if key is None
+    }
+    assert not [
+        f"{path}:{node.lineno} uses {ast.unparse(node)}"
+        for node in nodes
+        if isinstance(node, ast.Attribute | ast.Name)
+        and ast.unparse(node) in {"os.environ", "os.getenv", "environ", "getenv"}
+        and node not in handed_on
+    ]
+
+
+def test_loading_kvstore_leaves_torch_out() -> None:
+    modules = [
+        path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for path in SOURCES
+        if path.startswith("kvstore/") and not path.startswith("kvstore/bench/")
+    ]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {modules}: importlib.import_module(name)\n"
+        f"print(*sorted({set(HEAVY)} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_package_names_point_into_this_repository(name: str, tmp_path: Path) -> None:
+    """The names are generic: an installed package of the same name must not win."""
+    code = f"import importlib.util as u; print(u.find_spec({name!r}).origin)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()) == ROOT / name / "__init__.py"
+
+
+@pytest.mark.parametrize("path", SOURCES + TESTS)
+def test_files_and_functions_stay_short(path: str) -> None:
+    lines = (ROOT / path).read_text(encoding="utf-8").count("\n")
+    assert lines < FILE_LINES_MAX, f"{path} has {lines} lines"
+    assert not [
+        f"{path}:{node.lineno} {node.name} has {length} lines"
+        for node in functions(path)
+        if (length := (node.end_lineno or node.lineno) - node.lineno + 1) >= FUNCTION_LINES_MAX
+    ]
+
+
+def caught(path: str) -> Iterator[tuple[int, ast.expr | None]]:
+    """Yield line and type of what is caught and not raised on."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ExceptHandler):
+            last = node.body[-1]
+            if not (isinstance(last, ast.Raise) and last.exc is None):
+                yield node.lineno, node.type
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "suppress":
+            yield from ((node.lineno, argument) for argument in node.args)
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_broad_excepts_live_in_the_runner_only(path: str) -> None:
+    if matches(path, BROAD_EXCEPTS):
+        return
+    broad = {"Exception", "BaseException"}
+    assert not [
+        f"{path}:{line} catches {'everything' if kind is None else ast.unparse(kind)}"
+        for line, kind in caught(path)
+        if kind is None
+        or broad & {node.id for node in ast.walk(kind) if isinstance(node, ast.Name)}
+    ]
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_what_is_public_is_explained(path: str) -> None:
+    assert ast.get_docstring(tree(path)), f"{path} has no module docstring"
+    assert not [
+        f"{path}:{node.lineno} {name} has no docstring"
+        for name, node in public_definitions(tree(path))
+        if needs_docstring(node) and not ast.get_docstring(node)
+    ]
+
+
+def test_there_are_fewer_than_twelve_dependencies_and_the_named_ones_are_there() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {name.split(">")[0].split("=")[0] for name in project["dependencies"]}
+    assert {"torch", "nixl", "lmdb", "aiofiles", "msgspec", "prometheus-client"} <= names
+    assert len(names) < 12
+    assert not any("vllm" in name for name in names)
+    assert project["optional-dependencies"]["cuda"][0].startswith("cupy-cuda13x")

@@ -1,0 +1,1 @@
+"""Places that hold bytes: host memory, disks, peers; and the copies between them."""

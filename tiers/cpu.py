@@ -1,0 +1,117 @@
+"""The CPU tier's memory: sealed memfd extents, populated before anybody else maps them.
+
+The store populates (so that its own cgroup is charged), seals against shrinking and growing (a
+client could otherwise crash every other by truncating), and passes descriptors over its sockets.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+
+from kvstore.errors import TierError, TierFull
+from tiers.runner import Runner
+
+_SLICE = 32 << 20
+_PAGE = mmap.PAGESIZE
+_GENERATION_BYTES = 4
+
+
+class CpuExtent:
+    """count slots of slot_bytes, then a u32 generation per slot, in one sealed memfd."""
+
+    def __init__(self, extent_bytes: int, slot_bytes: int) -> None:
+        """Allocate and populate; takes about a second per GiB. Raises TierFull without memory."""
+        self.count = extent_bytes // (slot_bytes + _GENERATION_BYTES)
+        if self.count < 1:
+            raise TierFull(f"a block takes {slot_bytes} bytes, an extent has {extent_bytes}")
+        self.slot_bytes = slot_bytes
+        self.generations_offset = self.count * slot_bytes
+        used = self.generations_offset + self.count * _GENERATION_BYTES
+        self.bytes = -(-used // _PAGE) * _PAGE
+        self.fd = os.memfd_create("kvstore-extent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, self.bytes)
+            for start in range(0, self.bytes, _SLICE):
+                os.posix_fallocate(self.fd, start, min(_SLICE, self.bytes - start))
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+            self._map = mmap.mmap(self.fd, self.bytes)
+        except OSError as exc:
+            os.close(self.fd)
+            raise TierFull(f"no memory for an extent of {self.bytes} bytes: {exc}") from exc
+        self._map.madvise(mmap.MADV_DONTFORK)
+        self._view = memoryview(self._map)
+        self._generations = self._view[self.generations_offset : used].cast("I")
+
+    def slot(self, position: int) -> memoryview:
+        """Return one slot's bytes, writable."""
+        start = position * self.slot_bytes
+        return self._view[start : start + self.slot_bytes]
+
+    def set_generation(self, position: int, value: int) -> None:
+        """Publish a slot's generation."""
+        self._generations[position] = value
+
+    def close(self) -> None:
+        """Unmap here; the memory goes when every process has unmapped."""
+        self._generations.release()
+        self._view.release()
+        self._map.close()
+        os.close(self.fd)
+
+
+class CpuMemory:
+    """Makes extents on a helper thread and never holds more than capacity_bytes."""
+
+    def __init__(self, capacity_bytes: int, extent_bytes: int) -> None:
+        """extent_bytes: size of each extent; the unit of growth."""
+        if extent_bytes > capacity_bytes:
+            raise TierError(f"extent of {extent_bytes} bytes, capacity is {capacity_bytes}")
+        self.capacity_bytes = capacity_bytes
+        self.extent_bytes = extent_bytes
+        self._used = 0
+        self._runner: Runner[tuple[str, int], tuple[str, CpuExtent | Exception]] = Runner(
+            "kvstore-extents", self._make, lambda job, exc: (job[0], exc)
+        )
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all extents made or being made and not released."""
+        return self._used
+
+    def request(self, tag: str, slot_bytes: int) -> bool:
+        """Start making an extent; False if the cap has no room for it."""
+        if self._used + self.extent_bytes > self.capacity_bytes:
+            return False
+        self._used += self.extent_bytes
+        self._runner.submit((tag, slot_bytes))
+        return True
+
+    def _make(self, job: tuple[str, int]) -> tuple[str, CpuExtent | Exception]:
+        try:
+            return job[0], CpuExtent(self.extent_bytes, job[1])
+        except TierFull as exc:
+            return job[0], exc
+
+    def poll(self) -> Sequence[tuple[str, CpuExtent | Exception]]:
+        """Return what the helper thread has finished."""
+        results = self._runner.poll()
+        for _, extent in results:
+            if isinstance(extent, Exception):
+                self._used -= self.extent_bytes
+        return results
+
+    def release(self, extent: CpuExtent) -> None:
+        """Give an extent's memory back."""
+        extent.close()
+        self._used -= self.extent_bytes
+
+    def close(self) -> None:
+        """End the helper thread."""
+        self._runner.close()
+        for _, extent in self.poll():
+            if isinstance(extent, CpuExtent):
+                self.release(extent)

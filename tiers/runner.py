@@ -1,0 +1,97 @@
+"""The one thread pool: jobs in, results out, nothing shared."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+J = TypeVar("J")
+R = TypeVar("R")
+
+log = logging.getLogger(__name__)
+
+
+class Runner(Generic[J, R]):
+    """Runs `work` on threads; each job gives exactly one result, also when work has a bug."""
+
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[J], R],
+        failed: Callable[[J, Exception], R],
+        threads: int = 1,
+    ) -> None:
+        """failed(job, error): the result of a job whose work raised."""
+        self._work = work
+        self._failed = failed
+        self._jobs: deque[J] = deque()
+        self._results: list[R] = []
+        self._open = 0
+        self._closed = False
+        self._changed = threading.Condition()
+        self._threads = [
+            threading.Thread(target=self._loop, name=f"{name}-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def open(self) -> int:
+        """Count the jobs whose result is not there yet."""
+        return self._open
+
+    def submit(self, job: J) -> None:
+        """Queue a job. Raises RuntimeError when closed."""
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("runner is closed")
+            self._jobs.append(job)
+            self._open += 1
+            self._changed.notify_all()
+
+    def poll(self) -> list[R]:
+        """Take the results that are there."""
+        if not self._results:
+            return []
+        with self._changed:
+            results, self._results = self._results, []
+            return results
+
+    def wait(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Sleep until done(), asked after every result; False when the time is over."""
+        with self._changed:
+            return self._changed.wait_for(done, timeout_s)
+
+    def drain(self) -> None:
+        """Wait until every job has its result."""
+        self.wait(lambda: self._open == 0)
+
+    def close(self) -> None:
+        """Finish what is queued and end the threads; safe to call twice."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._closed)
+                if not self._jobs:
+                    return
+                job = self._jobs.popleft()
+            try:
+                result = self._work(job)
+            except Exception as exc:  # a bug in a tier must still release the job's slots
+                log.exception("a job raised")
+                result = self._failed(job, exc)
+            with self._changed:
+                self._results.append(result)
+                self._open -= 1
+                self._changed.notify_all()
