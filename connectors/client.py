@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from array import array
+from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -25,12 +26,44 @@ KNOWN_KEYS_MAX = 100_000
 EVENTS_MAX = 100_000
 
 
+class Places:
+    """Present blocks of one group: block index -> (slot, generation); indices ascend."""
+
+    __slots__ = ("_generations", "_indices", "_slots")
+
+    def __init__(self, indices: Sequence[int], slots: Sequence[int], gens: Sequence[int]) -> None:
+        """All three have one item per block. Raises ValueError if they do not."""
+        if not len(indices) == len(slots) == len(gens):
+            raise ValueError(f"{len(indices)} blocks, {len(slots)} slots, {len(gens)} generations")
+        self._indices, self._slots, self._generations = indices, slots, gens
+
+    def __len__(self) -> int:
+        """Count the blocks."""
+        return len(self._indices)
+
+    def __contains__(self, index: int) -> bool:
+        """Tell whether a block is present."""
+        at = bisect_left(self._indices, index)
+        return at < len(self._indices) and self._indices[at] == index
+
+    def run(self, first: int, end: int) -> tuple[Sequence[int], Sequence[int]] | None:
+        """Return slots and generations of blocks first..end-1; None if one is missing."""
+        at = bisect_left(self._indices, first)
+        stop = at + end - first
+        if stop > len(self._indices) or (stop > at and self._indices[stop - 1] != end - 1):
+            return None
+        return self._slots[at:stop], self._generations[at:stop]
+
+
+NOWHERE = Places((), (), ())
+
+
 class Grant(msgspec.Struct, frozen=True):
-    """A lookup's answer: per group, block index -> (slot, generation); until until_ns."""
+    """A lookup's answer: what is present, by group; valid until until_ns."""
 
     lease: int
     until_ns: int
-    hits: tuple[dict[int, tuple[int, int]], ...]
+    hits: tuple[Places, ...]
     sources: dict[str, int]
     capped: bool = False
 
@@ -256,6 +289,5 @@ class StoreClient:
             self.events.extend((False, key) for key in answers.removed)
 
 
-def _unpack(hit: p.Hit) -> dict[int, tuple[int, int]]:
-    places = zip(array(p.U32, hit.slots), array(p.U32, hit.generations), strict=True)
-    return dict(zip(array(p.U32, hit.indices), places, strict=True))
+def _unpack(hit: p.Hit) -> Places:
+    return Places(array(p.U32, hit.indices), array(p.U32, hit.slots), array(p.U32, hit.generations))

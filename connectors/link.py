@@ -39,6 +39,7 @@ class Link:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self.fds: list[int] = []  # received with Extent messages, in their order
+        self._put_back: list[p.Message] = []
 
     def send(self, message: p.Message) -> None:
         """Queue a message and write what the socket takes. Raises LinkLost."""
@@ -66,8 +67,8 @@ class Link:
     def receive(self, timeout_s: float = 0.0) -> list[p.Message]:
         """Return what has arrived, waiting at most timeout_s for the first. Raises LinkLost."""
         self.flush()
-        messages: list[p.Message] = []
-        if timeout_s > 0 and not self._poll.poll(timeout_s * 1000):
+        messages, self._put_back = self._put_back, []
+        if timeout_s > 0 and not messages and not self._poll.poll(timeout_s * 1000):
             return messages
         while True:
             try:
@@ -85,6 +86,10 @@ class Link:
                 messages.extend(self._decoder.feed(data))
             except ProtocolError as exc:
                 raise LinkLost(str(exc)) from exc
+
+    def put_back(self, messages: list[p.Message]) -> None:
+        """Let the next receive return these first."""
+        self._put_back = messages
 
     def close(self) -> None:
         """Close the socket; safe to call twice."""
@@ -138,8 +143,10 @@ def attach(
 def _await_welcome(link: Link, stop: threading.Event) -> p.Welcome | None:
     """Wait for the answer to Hello; None if it makes sense to try again."""
     while not stop.is_set():
-        for message in link.receive(0.1):
+        messages = link.receive(0.1)
+        for index, message in enumerate(messages):
             if isinstance(message, p.Welcome):
+                link.put_back(messages[index + 1 :])  # what the store sent right behind it
                 return message
             if isinstance(message, p.Refused) and not message.retry:
                 raise NotSupported(f"the store refused this engine: {message.reason}")

@@ -6,7 +6,7 @@ budgets below, and what a step spends is proportional to what changed in it.
 
 A request's life here:
 
-    NEW --asked--> ASKED --answer used--> LOADING --worker reported--> RUNNING
+    NEW --asked--> ASKED --answer used--> LOADING --worker reported--> LOADED --> RUNNING
      |               |                       |failed: NEW again, once
      |               +--nothing to load, or given up--> RUNNING
      +--preempted later: NEW again, with the tokens generated since
@@ -17,14 +17,14 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import zip_longest
+from itertools import dropwhile, islice, zip_longest
 from typing import Protocol
 
 import msgspec
 
-from connectors.client import Grant, StoreClient
+from connectors.client import NOWHERE, Grant, Places, StoreClient
 from connectors.jobs import EngineSpec, LoadJob, StepMeta, StoreJob, StoreSpec
-from kvstore.lookup import common_hit
+from kvstore.lookup import Answer, common_hit
 from kvstore.types import GroupRule, LookupResult, make_key
 
 IDLE_WAIT_S = 0.001
@@ -34,6 +34,8 @@ ANSWER_LIMIT_NS = 500_000_000  # beyond what the store may defer: it does not an
 LOADING_LIMIT_NS = 5_000_000_000  # waiting for another request's load
 FAILURES_MAX = 2  # after a failed load other copies are tried once, then it is computed
 MEDIUM = "cpu"
+
+NO_GRANT = Grant(0, 0, (), {})
 
 BlockTable = Sequence[Sequence[int]]
 """Engine block ids by group; 0 is the null block."""
@@ -68,6 +70,7 @@ class Phase(enum.Enum):
     NEW = "new"
     ASKED = "asked"
     LOADING = "loading"
+    LOADED = "loaded"  # the engine allocates once more before the request runs
     RUNNING = "running"
 
 
@@ -88,7 +91,7 @@ class _Tracked:
     """One request."""
 
     __slots__ = (
-        "ask", "asked_blocks", "cursor", "deferred_ns", "failures", "grant", "key_hash",
+        "ask", "asked_blocks", "capped", "cursor", "deferred_ns", "failures", "grant", "key_hash",
         "local", "phase", "present", "request", "waited",
     )  # fmt: skip
 
@@ -97,12 +100,13 @@ class _Tracked:
         self.phase = Phase.NEW
         self.ask: int | None = None
         self.asked_blocks = 0
+        self.capped = False  # the store would not pin more for us
         self.waited = False  # the bounded wait is for first asks only
         self.deferred_ns: int | None = None
         self.failures = 0
         self.grant: Grant | None = None
         self.local = 0
-        self.present: tuple[Mapping[int, object], ...] = ({},) * groups
+        self.present: tuple[Places, ...] = (NOWHERE,) * groups
         self.cursor = [0] * groups
         self.key_hash: bytes | None = None  # first block being loaded, see O7
 
@@ -178,6 +182,8 @@ class SchedulerHalf:
         tracked.local = computed
         if self._askable(tracked.request) * size < computed + size:
             return 0, False
+        if tracked.phase is Phase.LOADED:
+            tracked.phase = Phase.NEW
         if tracked.phase in (Phase.NEW, Phase.RUNNING) and tracked.failures < FAILURES_MAX:
             self._ask(tracked)
         grant = self._grant(tracked)
@@ -192,11 +198,16 @@ class SchedulerHalf:
 
     def _grant(self, tracked: _Tracked) -> Grant | None:
         """Return the answer, waiting for it within this step's budget."""
+        self._client.receive()
+        if tracked.ask is not None and self._client.asked_ns(tracked.ask) is None:
+            tracked.ask, tracked.phase = None, Phase.NEW  # lost with its session
+            self._ask(tracked)
         if tracked.ask is None:
             return None
-        self._client.receive()
         grant = self._client.grant(tracked.ask)
-        if grant is None:
+        if grant is not None:
+            self._timeouts = 0
+        else:
             self._client.send_step()
             self._wait(tracked)
             grant = self._client.grant(tracked.ask)
@@ -204,8 +215,10 @@ class SchedulerHalf:
             self._client.drop(tracked.ask)  # its pins may be gone, or more is there now
             self._ask(tracked)
             return None
-        if grant is not None and grant.capped:
-            return self._make_room(tracked)
+        tracked.capped = grant is not None and grant.capped
+        if tracked.capped:
+            self._make_room(tracked)
+            return None
         return grant
 
     def _wait(self, tracked: _Tracked) -> None:
@@ -230,20 +243,19 @@ class SchedulerHalf:
     def _budget(self, idle: bool) -> float:  # noqa: FBT001 - a fact, not an option
         return IDLE_WAIT_S if idle else BUSY_WAIT_S
 
-    def _make_room(self, tracked: _Tracked) -> Grant | None:
-        """Our leases are at their cap: who is asked about first goes first."""
-        if tracked.ask is None:
-            return None
-        self._client.drop(tracked.ask)
-        for other in self._requests.values():
-            held = other.ask is not None and self._client.grant(other.ask)
-            if other is not tracked and other.phase is Phase.ASKED and held and held.lease:
-                self._client.drop(other.ask or 0)
+    def _make_room(self, tracked: _Tracked) -> None:
+        """Our leases are at their cap: requests that arrived later give theirs back."""
+        later = dropwhile(lambda other: other is not tracked, self._requests.values())
+        for other in islice(later, 1, None):
+            grant = self._client.grant(other.ask) if other.ask is not None else None
+            if other.ask is not None and grant is not None and grant.lease:
+                self._client.drop(other.ask)
                 other.ask, other.phase = None, Phase.NEW
+        if tracked.ask is not None:
+            self._client.drop(tracked.ask)
         deferred_ns = tracked.deferred_ns
         self._ask(tracked)
         tracked.deferred_ns = deferred_ns
-        return None
 
     def _defer(self, tracked: _Tracked) -> tuple[int | None, bool]:
         """Answer "ask again later", or give up when that has gone on for too long."""
@@ -251,7 +263,8 @@ class SchedulerHalf:
         if tracked.deferred_ns is None:
             tracked.deferred_ns = now
             self._count("deferred")
-        waiting_for_store = tracked.ask is not None and self._client.grant(tracked.ask) is None
+        answered = tracked.ask is not None and self._client.grant(tracked.ask) is not None
+        waiting_for_store = not answered and not tracked.capped
         limit = ANSWER_LIMIT_NS + self._client.defer_ms * 1_000_000
         if not waiting_for_store:
             limit = LOADING_LIMIT_NS
@@ -276,9 +289,12 @@ class SchedulerHalf:
         def probe(group: int, index: int) -> LookupResult:
             return LookupResult.HIT if index in grant.hits[group] else LookupResult.MISS
 
+        def prefix(group: int, limit: int) -> Answer:
+            return Answer(min(limit, len(grant.hits[group])))  # leading blocks, without gaps
+
         local = computed // self._geometry.block_tokens
         limit = min(tracked.asked_blocks, self._askable(tracked.request))
-        return common_hit(self._geometry.rules, probe, limit, local).blocks
+        return common_hit(self._geometry.rules, probe, limit, local, prefix).blocks
 
     def _loaded_by_another(self, tracked: _Tracked, block: int) -> bool:
         if not self._shares_prefixes or not self._loading_hashes:
@@ -294,14 +310,20 @@ class SchedulerHalf:
         tracked = self._requests.get(request_id)
         if tracked is None or tracked.phase is Phase.LOADING:
             return
+        if tracked.phase is Phase.LOADED:  # counted before, and its present blocks are known
+            tracked.phase = Phase.RUNNING
+            return
         grant = self._client.grant(tracked.ask) if tracked.ask is not None else None
-        tracked.present = grant.hits if grant is not None and grant.hits else ({},) * self._groups
+        tracked.present = (
+            grant.hits if grant is not None and grant.hits else (NOWHERE,) * self._groups
+        )
         tracked.cursor = [0] * self._groups
         hits = self._sources_of(tracked, grant, external)
         self._client.used(tracked.request.num_tokens - tracked.local, hits)
-        if external and grant is not None and tracked.ask is not None:
-            self._plan_load(tracked, grant, table, external)
-            self._client.take(tracked.ask)
+        if external:
+            self._plan_load(tracked, grant or NO_GRANT, table, external)
+            if tracked.ask is not None:
+                self._client.take(tracked.ask)
         else:
             if tracked.ask is not None:
                 self._client.drop(tracked.ask)
@@ -335,7 +357,10 @@ class SchedulerHalf:
     def _plan_load(self, tracked: _Tracked, grant: Grant, table: BlockTable, external: int) -> None:
         total = tracked.local + external
         ids: list[int] = []
-        sizes, firsts, slots, generations = [], [], [], []
+        sizes: list[int] = []
+        firsts: list[int] = []
+        slots: list[int] = []
+        generations: list[int] = []
         whole = True
         for group, tokens in enumerate(self._geometry.engine_block_tokens):
             per = self._geometry.block_tokens // tokens
@@ -350,11 +375,13 @@ class SchedulerHalf:
             sizes.append(len(wanted))
             firsts.append(first + skip)
             if wanted:
-                for chunk in range((first + skip) // per, (end - 1) // per + 1):
-                    place = grant.hits[group].get(chunk)
-                    whole = whole and place is not None
-                    slots.append(place[0] if place else 0)
-                    generations.append(place[1] if place else 0)
+                chunks = ((first + skip) // per, (end - 1) // per + 1)
+                places = grant.hits[group].run(*chunks) if grant.hits else None
+                if places is None:
+                    whole = False
+                    places = ((0,) * (chunks[1] - chunks[0]),) * 2
+                slots.extend(places[0])
+                generations.extend(places[1])
         # A load that lacks a block it promised is given to the workers as one that fails.
         session = self._client.session if whole else 0
         self._loads.append(
@@ -384,7 +411,8 @@ class SchedulerHalf:
         for request_id, tokens in step.scheduled.items():
             tracked = self._requests.get(request_id)
             if tracked is not None:
-                tracked.phase = Phase.RUNNING if tracked.phase is Phase.NEW else tracked.phase
+                if tracked.phase in (Phase.NEW, Phase.LOADED):
+                    tracked.phase = Phase.RUNNING
                 computed = tracked.request.num_computed_tokens + tokens
                 stores.extend(self._offer(tracked, computed, step.table))
         self._running = set(step.scheduled)
@@ -507,12 +535,12 @@ class SchedulerHalf:
 
     def _loaded(self, tracked: _Tracked, *, failed: bool) -> None:
         self._end_loading(tracked)
-        tracked.phase = Phase.RUNNING
+        tracked.phase = Phase.LOADED
         tracked.deferred_ns = None
         if failed:
             self._count("load_failed")
             tracked.failures += 1
-            tracked.present = ({},) * self._groups
+            tracked.present = (NOWHERE,) * self._groups
             tracked.cursor = [0] * self._groups
             tracked.phase = Phase.NEW
 
@@ -555,7 +583,7 @@ class SchedulerHalf:
             if tracked.ask is not None:
                 self._client.drop(tracked.ask)
                 tracked.ask, tracked.phase = None, Phase.NEW
-            tracked.present = ({},) * self._groups
+            tracked.present = (NOWHERE,) * self._groups
             tracked.cursor = [0] * self._groups
         return not any(t.phase is Phase.LOADING for t in self._requests.values())
 

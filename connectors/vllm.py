@@ -114,6 +114,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerHalf | None = None
         self._skipped_adapters = False
+        self._manager: Any = None
         if role is KVConnectorRole.SCHEDULER:
             if transfer.kv_load_failure_policy != "recompute":
                 log.warning(
@@ -216,7 +217,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         """Report loads that ended, each once; a failed one under both names."""
         ended, failed = self._half().finished_loads(self._step())
         return KVConnectorTransferResults(
-            finished_sending=None, finished_recving=ended or None, failed_recving=failed or None
+            finished_sending=set(), finished_recving=ended, failed_recving=failed
         )
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -242,6 +243,10 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             raise NotSupported("vLLM called the scheduler's side in a worker")
         return self._scheduler
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Remember where block tables are."""
+        self._manager = kv_cache_manager
 
     def on_new_request(self, request: Request) -> None:
         """Send a request's keys. Adapters are named by path, not content: they stay out."""
@@ -284,7 +289,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         hand_overs = getattr(state, "boundary_state_offloads", None) or {}
 
         def table(request_id: str) -> Any:
-            blocks = None if state is None else state.get_block_ids(request_id)
+            blocks = compat.block_table(self._manager, request_id)
             entries = hand_overs.get(request_id, ())
             return compat.table_of(blocks, self._states, entries, self._tokens)
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 import vllm
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import get_none_hash_seed, resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -226,7 +225,7 @@ def identity(config: Any) -> str:
         "dtype": str(model.dtype),
         "cache_dtype": str(cache.cache_dtype),
         "quantization": str(model.quantization),
-        "hash": [cache.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED", "")],
+        "hash": [cache.prefix_caching_hash_algo, get_none_hash_seed()],
         "speculative": None if speculative is None else str(speculative.method),
     }
     facts["hf_config"].pop("_name_or_path", None)
@@ -252,6 +251,36 @@ def weights_fingerprint(model: str, revision: str | None) -> str:
                 source.seek((size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
                 digest.update(source.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+class _Ids(Sequence[int]):
+    """Ids of one group's blocks, read when asked for: a long table is never walked whole."""
+
+    def __init__(self, blocks: Sequence[Any]) -> None:
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        if isinstance(index, slice):
+            return [block.block_id for block in self._blocks[index]]
+        return int(self._blocks[index].block_id)
+
+
+def block_table(
+    kv_cache_manager: Any,
+    request_id: str,
+) -> Sequence[Sequence[int]]:
+    """Return a request's block ids by group without copying them."""
+    managers = kv_cache_manager.coordinator.single_type_managers
+    return [_Ids(manager.req_to_blocks.get(request_id, ())) for manager in managers]
 
 
 def table_of(

@@ -229,6 +229,11 @@ def parse_duration_ns(value: object) -> int:
     return _quantity(value, _DURATION_UNITS_NS, 'a duration such as "30s"', plain=None)
 
 
+def parse_socket(value: object) -> str:
+    """Turn "unix:///run/kvstore.sock" or a plain absolute path into the path."""
+    return _read_socket(value, {})
+
+
 def _quantity(value: object, units: Mapping[str, int], expected: str, plain: int | None) -> int:
     """Read a number with a unit; plain is the unit of a bare integer, None to refuse those."""
     wrong = f"expected {expected} (units {', '.join(units)}), found {_shown(value)}"

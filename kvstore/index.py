@@ -122,11 +122,16 @@ class Index:
         return low
 
     def ready_run(self, keys: Sequence[BlockKey]) -> list[Entry]:
-        """Return the entries of keys up to the first that is not ready."""
-        found = []
+        """Return the entries of one chain's leading keys up to the first that is not ready.
+
+        Blocks that were cut off by a drop hang below the new copy of their parent from now on.
+        """
+        found: list[Entry] = []
         for key in keys:
             entry = self._entries.get(key)
             if entry is None or entry.state is not State.READY:
                 break
+            if self.holes and found:
+                self.relink(entry, found[-1])
             found.append(entry)
         return found

@@ -36,12 +36,24 @@ class LayerGeometry(msgspec.Struct, frozen=True):
     heads_total: int = 1
     head_major: bool = True  # heads are the page's outermost dimension
 
+    def __post_init__(self) -> None:
+        sizes = (self.page_bytes, self.heads, self.heads_total)
+        if min(sizes) < 1 or self.heads_total % self.heads or self.head_first % self.heads:
+            raise ValueError(f"heads of {self} do not divide into pages")
+        if not 0 <= self.head_first < self.heads_total:
+            raise ValueError(f"first head of {self}, expected below {self.heads_total}")
+
 
 class GroupGeometry(msgspec.Struct, frozen=True):
     """One KV group on one rank; layers in the engine's order."""
 
     rule: GroupRule
     layers: tuple[LayerGeometry, ...]
+
+    def __post_init__(self) -> None:
+        names = [layer.name for layer in self.layers]
+        if len(set(names)) < len(names):
+            raise ValueError(f"a layer is there twice among {names}")
 
 
 class RankGeometry(msgspec.Struct, frozen=True):
@@ -55,6 +67,15 @@ class RankGeometry(msgspec.Struct, frozen=True):
     block_tokens: int
     blocks_per_chunk: tuple[int, ...]
     groups: tuple[GroupGeometry, ...]
+
+    def __post_init__(self) -> None:
+        if not self.groups or len(self.groups) != len(self.blocks_per_chunk):
+            raise ValueError(
+                f"{len(self.blocks_per_chunk)} values of blocks_per_chunk"
+                f" for {len(self.groups)} groups"
+            )
+        if min(self.blocks_per_chunk) < 1 or self.block_tokens < 1:
+            raise ValueError(f"blocks of {self.block_tokens} tokens, {self.blocks_per_chunk}")
 
 
 class LayerRun(msgspec.Struct, frozen=True):
@@ -145,6 +166,8 @@ def _group_layouts(
 ) -> tuple[list[GroupLayout], list[tuple[str, int, int]]]:
     """Place the layers of all ranks; return a layout per rank, and the order for the digest."""
     names = list(dict.fromkeys(layer.name for group in ranks for layer in group.layers))
+    if not names:
+        raise ConfigError("a KV group has no layers on any rank, expected at least one")
     placed: dict[str, tuple[int, list[LayerGeometry | None]]] = {}
     order: list[tuple[str, int, int]] = []
     offset = 0
@@ -153,7 +176,7 @@ def _group_layouts(
         whole = _whole_layer(name, [layer for layer in holders if layer is not None])
         placed[name] = (offset, holders)
         sample = next(layer for layer in holders if layer is not None)
-        cuts = 1 if sample.head_major else sample.heads_total // sample.heads
+        cuts = 0 if sample.head_major else sample.heads_total // sample.heads
         order.append((name, whole, cuts))
         offset += whole
     layouts = []

@@ -83,6 +83,11 @@ class LeaseBook:
             del self._blocks[lease.owner]
         return lease
 
+    def owned_by(self, lease_id: LeaseId, owner: int) -> bool:
+        """Tell whether a lease has not ended and is this owner's."""
+        lease = self._leases.get(lease_id)
+        return lease is not None and lease.owner == owner
+
     def of_owner(self, owner: int) -> list[LeaseId]:
         """List an owner's leases."""
         return [lease.lease_id for lease in self._leases.values() if lease.owner == owner]

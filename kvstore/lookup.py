@@ -68,14 +68,34 @@ def common_hit(
     """Find the largest number of blocks that every group can serve.
 
     Groups shrink one another until the number is stable. No more than `local` blocks is no
-    hit: Answer(local). A definite miss in any group beats pending in another.
+    hit: Answer(local). A definite miss in any group beats pending in another: then waiting
+    would not help.
 
     prefix(group, limit): a faster way than scanning to the answer of prefix_hit, if there is one.
     """
+
+    def hopeful(group: int, index: int) -> LookupResult:
+        result = probe(group, index)
+        return result if result is LookupResult.MISS else LookupResult.HIT
+
+    answer = _shrunk(rules, probe, limit, local, prefix)
+    if answer.blocks > local or not answer.pending:
+        return answer
+    coming = _shrunk(rules, hopeful, limit, local, prefix).blocks
+    return Answer(local, pending=coming > local)
+
+
+def _shrunk(
+    rules: Sequence[GroupRule],
+    probe: Probe,
+    limit: int,
+    local: int,
+    prefix: Callable[[int, int], Answer] | None,
+) -> Answer:
     order = sorted(range(len(rules)), key=lambda group: rules[group].trailing is not None)
     blocks, waiting = limit, False
     while True:
-        before, pending, missed = blocks, False, False
+        before, pending = blocks, False
         for group in order:
             need = rules[group].trailing
             if need is not None:
@@ -86,9 +106,6 @@ def common_hit(
             else:
                 answer = prefix_hit(probe, group, blocks)
             pending = pending or answer.pending
-            missed = missed or (answer.blocks <= local and not answer.pending)
             blocks = max(local, min(blocks, answer.blocks))
-        if missed:
-            return Answer(local)
         if blocks == before:
             return Answer(blocks, pending or waiting)

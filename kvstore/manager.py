@@ -125,8 +125,7 @@ class Manager:
             for entry in [entry for entry in self.index if entry.slot in fresh]:
                 if entry.state is State.READY:
                     self.drop(entry.key, "resize")
-        held = {entry.slot for entry in self.index if entry.slot in wanted}
-        busy = held | (wanted & self._granted) | (wanted & self._lingering)
+        busy = (wanted & self._granted) | (wanted & self._lingering)
         if not busy:
             self._retiring -= wanted
         return len(busy)
@@ -208,6 +207,8 @@ class Manager:
             entry.slot, entry.state = slot, State.READY
             self._policy.touch(entry)
             self._changes.added.append(key)
+            if slot in self._retiring:
+                self.drop(key, "resize")
         else:
             self._abandon_write(slot)
             self._release_slot(slot)

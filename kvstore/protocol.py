@@ -257,5 +257,5 @@ class Decoder:
     def _decode(self, body: bytes) -> Message:
         try:
             return self._decoder.decode(body)
-        except (msgspec.DecodeError, ValueError) as exc:
+        except (msgspec.DecodeError, ValueError, RecursionError) as exc:
             raise ProtocolError(f"not a message of protocol {VERSION}: {exc}") from exc

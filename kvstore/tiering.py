@@ -68,6 +68,8 @@ class Tiering:
                 self.counts[tier.name, "skipped"] += len(keys)
                 continue
             pinned = [entry for entry in map(self._manager.pin, keys) if entry is not None]
+            if not pinned:
+                continue
             job = self._job(JobKind.STORE, [(entry.key, entry.slot) for entry in pinned])
             self._submit(_Open(tier, job, pinned))
 
@@ -93,6 +95,7 @@ class Tiering:
             for index in range(first, blocks):
                 key = chain.key(group, index)
                 if self._manager.probe(key) is not LookupResult.MISS:
+                    self._manager.touch(key)  # or its slot would be the next one granted
                     continue
                 result, tier = self.where(key)
                 if tier is None or result is not LookupResult.HIT:
@@ -160,17 +163,17 @@ class Tiering:
             if isinstance(result.error, BlockCorrupt):
                 self.counts[name, "corrupt"] += 1
                 work.tier.discard(job.keys[result.done : result.done + 1])
-            self._landed(job, result.done)
+            self._landed(name, job, result.done)
         if work.promotion is not None:
             work.promotion.jobs_left -= 1
         return work.promotion
 
-    def _landed(self, job: TransferJob, done: int) -> None:
+    def _landed(self, tier: str, job: TransferJob, done: int) -> None:
         for position, (key, slot) in enumerate(zip(job.keys, job.slots, strict=True)):
             self._promoting.pop(key, None)
             outcome = self._manager.complete_store(slot, ok=position < done)
             if outcome is StoreOutcome.ORPHAN:
-                self.counts[job.kind.value, "orphan"] += 1
+                self.counts[tier, "orphan"] += 1
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
         """Drop damaged blocks from every tier."""

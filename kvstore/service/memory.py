@@ -33,12 +33,12 @@ class Memory:
         self._workers_of = workers_of
         self._next_extent = 1
 
-    def announce(self, namespace: Namespace, worker: int) -> None:
+    def announce(self, namespace: Namespace, worker: int, now_ns: int) -> None:
         """Hand all of a namespace's memory to a worker that has just joined."""
         for extent, mapping in namespace.extents.items():
             if mapping.state in ("mapping", "live"):
-                if mapping.state == "mapping":
-                    mapping.waiting.add(worker)
+                mapping.waiting.add(worker)
+                mapping.since_ns = now_ns
                 self._send_extent(namespace, extent, mapping, worker)
 
     def _send_extent(self, namespace: Namespace, extent: int, mapping: Mapping, to: int) -> None:

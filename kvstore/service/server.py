@@ -38,7 +38,8 @@ OUTBOX_BYTES_MAX = 64 << 20
 _READ_BYTES = 1 << 18
 _TICK_S = 0.2
 _BUSY_TICK_S = 0.001
-_CLOSE_S = 2.0
+_CLOSE_S = 0.5
+_GAUGES_NS = 50_000_000
 
 
 def find_class(dotted: str) -> Any:  # noqa: ANN401 - whatever the name stands for
@@ -58,6 +59,8 @@ def listen(path: str) -> socket.socket:
         with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
             if probe.connect_ex(path) == 0:
                 raise ConfigError(f"a store is running at {path} already")
+        if Path(path).exists() and not Path(path).is_socket():
+            raise ConfigError(f"cannot listen at {path}: it exists and is no socket")
         Path(path).unlink(missing_ok=True)
         listener.bind(path)
         Path(path).chmod(0o660)
@@ -116,6 +119,7 @@ class Server:
         self._connections: dict[int, _Connection] = {}
         self._next = 1
         self._stopping = False
+        self._gauges_ns = 0
         self._lonely_since = time.monotonic()
         pool = find_class(CPU_TIER)(config.cpu.capacity_bytes, config.cpu.extent_bytes)
         self._pool = pool
@@ -186,9 +190,12 @@ class Server:
                 self._accept()
             elif events & selectors.EVENT_READ:
                 self._read(connection)
-        self.store.on_tick(time.monotonic_ns())
-        self.store.refresh_gauges()
+        now_ns = time.monotonic_ns()
+        self.store.on_tick(now_ns)
         self._flush()
+        if now_ns - self._gauges_ns > _GAUGES_NS:
+            self._gauges_ns = now_ns
+            self.store.refresh_gauges()
 
     def _accept(self) -> None:
         try:

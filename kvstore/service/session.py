@@ -14,7 +14,7 @@ import enum
 
 import msgspec
 
-from kvstore.layout import RankGeometry
+from kvstore.layout import RankGeometry, RankLayout
 from kvstore.manager import Chain
 from kvstore.service.namespace import Namespace
 from kvstore.tiering import Promotion
@@ -36,7 +36,14 @@ class Ask(msgspec.Struct, eq=False):
     chain: Chain
     deadline_ns: int
     promotion: Promotion | None = None
-    sources: dict[str, int] = {}
+
+
+class Writing(msgspec.Struct, eq=False):
+    """A slot that some ranks have written, all of them with the same key."""
+
+    key: bytes
+    ranks: set[int] = set()
+    ok: bool = True
 
 
 class Session(msgspec.Struct, eq=False):
@@ -49,10 +56,11 @@ class Session(msgspec.Struct, eq=False):
     scheduler: int | None = None
     workers: dict[int, int] = {}  # rank -> connection
     geometries: dict[int, RankGeometry] = {}
+    layouts: tuple[RankLayout, ...] = ()  # by rank, once all geometries are known
     credit_slots: int = 0
     namespace: Namespace | None = None
     granted: set[Slot] = set()
-    writing: dict[Slot, tuple[set[int], bool]] = {}  # slot -> [ranks that reported, all ok]
+    writing: dict[Slot, Writing] = {}  # slots that some ranks have reported
     loading: dict[LeaseId, tuple[set[int], set[Slot]]] = {}  # lease -> ranks done, damaged
     asks: dict[int, Ask] = {}
 

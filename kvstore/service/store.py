@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -20,9 +21,10 @@ from kvstore.layout import slot_layout
 from kvstore.leases import Lease
 from kvstore.manager import Chain
 from kvstore.metrics import MEMORY, Numbers
+from kvstore.service.gauges import gauges
 from kvstore.service.memory import Memory
 from kvstore.service.namespace import MemoryPool, Namespace
-from kvstore.service.session import Ask, Phase, Session
+from kvstore.service.session import Ask, Phase, Session, Writing
 from kvstore.tier import SlotMemory, Tier
 from kvstore.types import BlockKey, LeaseId, Slot
 
@@ -67,6 +69,7 @@ class Store:
         self.sessions: dict[str, Session] = {}
         self.namespaces: dict[str, Namespace] = {}
         self._config = config
+        self._tier_names = (MEMORY, *(tier.name for tier in config.tiers))
         self._make_tiers = make_tiers
         self._send = send
         self._by_connection: dict[int, Session] = {}
@@ -168,8 +171,7 @@ class Store:
         manager = namespace.manager
         for _ in manager.expire(self._now_ns):
             self.numbers.add("kvstore_lookups", "expired")
-        for promotion in namespace.tiering.poll():
-            promotion.keys.clear()
+        namespace.tiering.poll()
         changes = manager.take_changes()
         if not changes.added and not changes.removed:
             return
@@ -184,6 +186,8 @@ class Store:
     def _hello(self, connection: int, hello: p.Hello) -> None:
         if hello.version != p.VERSION:
             raise ProtocolError(f"protocol {hello.version}, ours is {p.VERSION}")
+        if hello.world < 1:
+            raise ProtocolError(f"world of {hello.world}, expected at least 1")
         if connection in self._by_connection:
             raise ProtocolError("a second Hello")
         session = self.sessions.get(hello.engine)
@@ -237,9 +241,9 @@ class Store:
         namespace = session.namespace
         for rank, worker in session.workers.items():
             if first_time or worker == joined:
-                layout = namespace.layout.ranks[rank]
+                layout = session.layouts[rank]
                 self._send(worker, p.Welcome(session.number, namespace.layout.digest, layout), None)
-                self._memory.announce(namespace, worker)
+                self._memory.announce(namespace, worker, self._now_ns)
         if session.scheduler is not None and (first_time or session.scheduler == joined):
             welcome = p.Welcome(session.number, namespace.layout.digest)
             self._send(session.scheduler, welcome, None)
@@ -256,6 +260,7 @@ class Store:
             backlog = min((tier.backlog for tier in self._config.tiers), default=1)
             namespace = Namespace(layout, self._make_tiers, backlog)
             self.namespaces[layout.digest] = namespace
+        session.layouts = layout.ranks  # the namespace may have been made for other ranks
         return namespace
 
     def _maybe_activate(self, session: Session) -> None:
@@ -318,11 +323,12 @@ class Store:
 
     def _step(self, session: Session, step: p.Step) -> None:
         for lease_id in step.release:
-            if session.namespace is not None:
-                session.namespace.manager.complete_load(LeaseId(lease_id))
+            self._end_lease(session, LeaseId(lease_id))
         if step.usage is not None:
             self.numbers.add("kvstore_lookup_tokens", by=step.usage.lookup_tokens)
             for tier, tokens in step.usage.hit_tokens.items():
+                if tier not in self._tier_names:
+                    raise ProtocolError(f"tier {tier!r}, expected one of {self._tier_names}")
                 self.numbers.add("kvstore_hit_tokens", tier, by=tokens)
         for event, count in step.counts.items():
             if event not in p.EVENTS:
@@ -334,6 +340,14 @@ class Store:
             ask = session.asks.pop(number, None)
             if ask is not None:
                 self._answer(session, ask)
+
+    def _end_lease(
+        self, session: Session, lease_id: LeaseId, damaged: Collection[Slot] = ()
+    ) -> None:
+        """End a session's own lease; it may have ended before."""
+        namespace = session.namespace
+        if namespace is not None and namespace.manager.leases.owned_by(lease_id, session.number):
+            namespace.manager.complete_load(lease_id, damaged)
 
     def _lookup(self, session: Session, lookup: p.Lookup) -> None:
         if lookup.width <= 0 or len(lookup.hashes) % lookup.width:
@@ -365,18 +379,17 @@ class Store:
             return False
         if lower is not None and ask.promotion is None:
             ask.promotion = tiering.promote(chain, answer.blocks)
-            self._count_sources(namespace, ask, answer.blocks)
             return ask.promotion.jobs_left == 0
         return True
 
-    def _count_sources(self, namespace: Namespace, ask: Ask, blocks: int) -> None:
-        """Note which tier the blocks of the first full group come from, for the hit rates."""
+    def _sources(self, namespace: Namespace, ask: Ask, lease: Lease) -> dict[str, int]:
+        """Say from which tiers the blocks of the first full group were read for this answer."""
+        if ask.promotion is None:
+            return {}
         rules = namespace.layout.rules
         group = next((g for g, rule in enumerate(rules) if rule.trailing is None), 0)
-        for index in range(blocks):
-            tier = ask.promotion and ask.promotion.keys.get(ask.chain.key(group, index))
-            if tier:
-                ask.sources[tier] = ask.sources.get(tier, 0) + 1
+        keys = [ask.chain.key(group, index) for index in lease.groups[group].indices]
+        return Counter(ask.promotion.keys[key] for key in keys if key in ask.promotion.keys)
 
     def _retry_asks(self, session: Session) -> None:
         namespace = session.namespace
@@ -408,7 +421,8 @@ class Store:
                 p.Hit(u32(hit.indices), u32(hit.slots), u32(hit.generations))
                 for hit in lease.groups
             )
-            granted = p.Granted(ask.ask, lease.lease_id, lease_ms, hits, ask.sources)
+            sources = self._sources(namespace, ask, lease)
+            granted = p.Granted(ask.ask, lease.lease_id, lease_ms, hits, sources)
         self._to_scheduler(session, p.Answers(granted=(granted,)))
 
     # Reports of workers
@@ -426,23 +440,21 @@ class Store:
             slot = Slot(number)
             if slot not in session.granted:
                 raise ProtocolError(f"slot {slot} was written without a credit")
-            ranks, ok = session.writing.get(slot, (set(), True))
-            if rank in ranks:
-                raise ProtocolError(f"rank {rank} reported slot {slot} twice")
-            if not ranks:
+            writing = session.writing.get(slot)
+            if writing is None:
+                writing = session.writing[slot] = Writing(key)
                 manager.begin_store(BlockKey(key), BlockKey(parent) if parent else None, slot)
-            ranks.add(rank)
-            session.writing[slot] = (ranks, ok and message.ok)
-            if len(ranks) == session.world:
-                _, whole = session.writing.pop(slot)
+            if rank in writing.ranks or key != writing.key:
+                raise ProtocolError(f"rank {rank} reported slot {slot} twice, or with another key")
+            writing.ranks.add(rank)
+            writing.ok = writing.ok and message.ok
+            if len(writing.ranks) == session.world:
+                del session.writing[slot]
                 session.granted.discard(slot)
-                outcome = manager.complete_store(slot, ok=whole)
+                outcome = manager.complete_store(slot, ok=writing.ok)
                 self.numbers.add("kvstore_stored_blocks", outcome.value)
 
     def _loaded(self, session: Session, rank: int, message: p.Loaded) -> None:
-        namespace = session.namespace
-        if namespace is None:
-            return
         self.numbers.add("kvstore_copied_bytes", "load", by=message.copied_bytes)
         self.numbers.add("kvstore_copy_seconds", "load", by=message.seconds)
         lease_id = LeaseId(message.lease)
@@ -451,7 +463,7 @@ class Store:
         damaged.update(Slot(slot) for slot in from_u32(message.damaged))
         if len(ranks) == session.world:
             del session.loading[lease_id]
-            namespace.manager.complete_load(lease_id, damaged)
+            self._end_lease(session, lease_id, damaged)
 
     # Admin
 
@@ -470,32 +482,7 @@ class Store:
 
     def refresh_gauges(self) -> None:
         """Bring the gauges, and counters kept elsewhere, up to date."""
-        gauges: dict[tuple[str, ...], float] = {}
-        gauges["kvstore_capacity_bytes", MEMORY] = self._pool.capacity_bytes
-        gauges["kvstore_memory_bytes", MEMORY] = self._pool.used_bytes
-        for phase in Phase:
-            gauges["kvstore_sessions", phase.value] = 0
-        for session in self.sessions.values():
-            gauges["kvstore_sessions", session.phase.value] += 1
-        evicted: dict[str, int] = {}
-        moved: dict[tuple[str, str], int] = {}
-        for digest, namespace in self.namespaces.items():
-            manager, label = namespace.manager, digest[:12]
-            used = manager.slots_total - manager.slots_free - manager.slots_granted
-            gauges["kvstore_slots", label, "free"] = manager.slots_free
-            gauges["kvstore_slots", label, "granted"] = manager.slots_granted
-            gauges["kvstore_slots", label, "used"] = used
-            gauges["kvstore_leases", label] = len(manager.leases)
-            gauges["kvstore_jobs_open", label] = namespace.tiering.jobs_open
-            for reason, count in manager.evictions.items():
-                evicted[reason] = evicted.get(reason, 0) + count
-            for move, count in namespace.tiering.counts.items():
-                moved[move] = moved.get(move, 0) + count
-        for reason, count in evicted.items():
-            gauges["kvstore_evicted_blocks", reason] = count
-        for (tier, what), count in moved.items():
-            gauges["kvstore_tier_blocks", tier, what] = count
-        self.numbers.gauges = gauges
+        self.numbers.gauges = gauges(self._pool, self.sessions.values(), self.namespaces)
 
     def close(self) -> None:
         """Tell every engine, and end the lower tiers in order."""

@@ -1,0 +1,107 @@
+"""What benchmarks report: results with units and references, as a table or as one JSON object."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+SEED = 20
+RESAMPLES = 4000
+CONFIDENCE = 0.9
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """One number.
+
+    reference: the peer's value or the physical limit, measured in the same run; None for none.
+    ratio: value against reference, from pairs where there are some. parameters: what else
+    decides the number, and the interval of the ratio.
+    """
+
+    name: str
+    value: float
+    unit: str
+    better: Literal["lower", "higher"]
+    reference: float | None = None
+    ratio: float | None = None
+    parameters: dict[str, Any] = {}
+
+
+class Ratio(msgspec.Struct, frozen=True):
+    """A paired ratio: median, and the interval that holds it with 90 % confidence."""
+
+    median: float
+    low: float
+    high: float
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the smallest value that at least this share of all values does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def paired_ratio(values: Sequence[float], references: Sequence[float]) -> Ratio:
+    """Median of value over reference within each pair, with its bootstrap interval."""
+    ratios = [value / other for value, other in zip(values, references, strict=True)]
+    rng = random.Random(SEED)
+    medians = [statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES)]
+    tail = (1 - CONFIDENCE) / 2
+    return Ratio(
+        statistics.median(ratios), percentile(medians, tail), percentile(medians, 1 - tail)
+    )
+
+
+def as_json(bench: str, results: Sequence[Result]) -> str:
+    """Return the one object that later benchmarks have too; parameters stand beside the rest."""
+    rows = []
+    for result in results:
+        row = msgspec.to_builtins(result)
+        rows.append({**row.pop("parameters"), **row})
+    return msgspec.json.encode({"bench": bench, "results": rows}).decode()
+
+
+def show(bench: str, results: Sequence[Result], *, json: bool) -> None:
+    """Print the results."""
+    if json:
+        print(as_json(bench, results))
+        return
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"kvstore bench {bench}", box=SIMPLE_HEAD, title_justify="left")
+    table.add_column("name", no_wrap=True)
+    table.add_column("parameters")
+    for heading in ("value", "unit", "reference", "ratio"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for result in results:
+        parameters = {
+            key: value
+            for key, value in result.parameters.items()
+            if key not in ("ratio_low", "ratio_high")
+        }
+        table.add_row(
+            result.name,
+            " ".join(f"{key}={value}" for key, value in parameters.items()),
+            _number(result.value),
+            result.unit,
+            _number(result.reference),
+            _number(result.ratio) + _interval(result.parameters),
+        )
+    Console().print(table)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _interval(parameters: dict[str, Any]) -> str:
+    if "ratio_low" not in parameters:
+        return ""
+    return f" [{_number(parameters['ratio_low'])}, {_number(parameters['ratio_high'])}]"

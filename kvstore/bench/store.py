@@ -1,0 +1,121 @@
+"""A `kvstore serve` process of one's own, on a temporary socket, gone after the context."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvstore import admin
+from kvstore.errors import KVStoreError
+
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 10.0
+
+
+class StoreFailed(KVStoreError):
+    """The store process did not start; the message has its log."""
+
+
+class StoreProcess:
+    """Runs on entering the context. folder: keeps configuration, socket and log."""
+
+    def __init__(self, folder: Path, capacity: str, settings: str = "") -> None:
+        """capacity: of the CPU tier, as in the file; settings: more sections of the file."""
+        self.config_path = folder / "kvstore.toml"
+        self.log_path = folder / "store.log"
+        self.address = f"unix://{folder / 'kvstore.sock'}"
+        self.metrics_port = _free_port()
+        self._text = (
+            f'[server]\nsocket = "{self.address}"\nmetrics = "127.0.0.1:{self.metrics_port}"\n\n'
+            f'[cpu]\ncapacity = "{capacity}"\n{settings}'
+        )
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.config_path.write_text(self._text, encoding="utf-8")
+        command = [sys.executable, "-m", "kvstore.cli", "serve", "--config", str(self.config_path)]
+        with self.log_path.open("wb") as sink:
+            # A session of its own: Ctrl-C reaches our process, which then stops it in order.
+            self._child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """The store's process id. Raises StoreFailed when it does not run."""
+        if self._child is None:
+            raise StoreFailed("the store is not running")
+        return self._child.pid
+
+    def stop(self) -> None:
+        """End the process; safe to call twice."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        child.terminate()
+        try:
+            child.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+    def metrics(self) -> dict[str, float]:
+        """Scrape the endpoint: values by name{label="value"}, as Prometheus shows them."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=10)
+        try:
+            connection.request("GET", "/metrics")
+            text = connection.getresponse().read().decode()
+        finally:
+            connection.close()
+        found = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels = ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items()))
+                found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+        return found
+
+    def _wait_ready(self) -> None:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            if self._child is None or self._child.poll() is not None:
+                break
+            try:
+                admin.stats(self.address, timeout_s=1.0)
+            except admin.StoreUnreachable:
+                time.sleep(0.02)
+            else:
+                return
+        text = self.log_path.read_text(encoding="utf-8", errors="replace")
+        raise StoreFailed(f"the store did not start:\n{text}")
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

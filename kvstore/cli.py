@@ -1,0 +1,202 @@
+"""The `kvstore` command: run a store, look at one, measure, show.
+
+Exit status: 0 done, 1 it did not work, 2 wrong arguments or configuration, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from kvstore import __version__
+from kvstore.errors import ConfigError, KVStoreError
+
+log = logging.getLogger(__name__)
+
+# By name, like tiers: what measures the connectors is a layer above this one.
+BENCHES = {
+    "attach": ("connectors.bench.attach", "store round trips, scheduler half, bytes; no engine"),
+    "vllm": ("kvstore.bench.ttft", "time to first token in real vLLM engines; needs vllm"),
+}
+
+_EXAMPLES = """\
+examples:
+  kvstore check --config kvstore.toml     what a store would do here, without starting it
+  kvstore serve --config kvstore.toml     run the store of this node
+  kvstore stats --store unix:///run/kvstore/kvstore.sock
+  kvstore bench attach --json             one JSON object on standard output
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    chosen = _parser().parse_args(arguments)
+    try:
+        status: int = chosen.run(chosen)
+    except ConfigError as exc:
+        print(f"kvstore: error: {exc}", file=sys.stderr)
+        return 2
+    except KVStoreError as exc:
+        print(f"kvstore: error: {exc}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `kvstore stats | head`
+        return 1
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="kvstore",
+        description="A tiered KV cache service for LLM engines.",
+        epilog=_EXAMPLES,
+        formatter_class=raw,
+    )
+    parser.add_argument("--version", action="version", version=f"kvstore {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="command")
+
+    def add(name: str, text: str, example: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=f"example:\n  {example}",
+            formatter_class=raw,
+        )
+
+    serve = add("serve", "run the store of this node", "kvstore serve --config kvstore.toml")
+    serve.set_defaults(run=_serve)
+    check = add(
+        "check",
+        "check a configuration and say what a store would do with it here",
+        "kvstore check --config kvstore.toml",
+    )
+    check.set_defaults(run=_check)
+    for command in (serve, check):
+        command.add_argument("--config", required=True, type=Path, help="settings, a TOML file")
+
+    address = "unix:///run/kvstore/kvstore.sock"
+    stats = add("stats", "show a running store's numbers", f"kvstore stats --store {address}")
+    stats.set_defaults(run=_stats)
+    stats.add_argument("--json", action="store_true", help="a JSON list instead of a table")
+    clear = add("clear", "drop all blocks that are not in use", f"kvstore clear --store {address}")
+    clear.set_defaults(run=_clear)
+    for command in (stats, clear):
+        command.add_argument("--store", required=True, help=f"the store's socket, as {address}")
+
+    bench = add("bench", "measure on this machine", "kvstore bench attach --json")
+    bench.set_defaults(run=_bench)
+    names = "; ".join(f"{name}: {text}" for name, (_, text) in BENCHES.items())
+    bench.add_argument("name", choices=BENCHES, help=names)
+    bench.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    bench.add_argument("--pairs", type=_pairs, help="rounds to measure (default: each bench's own)")
+    demo = add("demo", "show a real vLLM engine getting its KV back", "kvstore demo")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _pairs(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1, found {text!r}")
+    return int(text)
+
+
+def _serve(chosen: argparse.Namespace) -> int:
+    from kvstore.config import load
+    from kvstore.preflight import memory_available_bytes, shown
+    from kvstore.service.server import listen, serve
+
+    config = load(chosen.config)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    listener = listen(config.server.socket)
+    log.info("listening at unix://%s", config.server.socket)
+    if config.server.metrics is not None:
+        metrics = config.server.metrics
+        log.info("metrics at http://%s:%d/metrics", metrics.host, metrics.port)
+    capacity, available = config.cpu.capacity_bytes, memory_available_bytes()
+    log.info("cpu capacity %s in extents of %s", shown(capacity), shown(config.cpu.extent_bytes))
+    if capacity > available:
+        log.warning("only %s of memory are available now", shown(available))
+    try:
+        serve(config, listener)
+    finally:
+        listener.close()
+        with contextlib.suppress(OSError):
+            Path(config.server.socket).unlink(missing_ok=True)
+    log.info("stopped")
+    return 0
+
+
+def _check(chosen: argparse.Namespace) -> int:
+    from kvstore.config import load
+    from kvstore.preflight import Level, examine
+
+    findings = examine(load(chosen.config))
+    width = max(len(finding.what) for finding in findings)
+    for finding in findings:
+        print(f"{finding.level.value:<4}  {finding.what:<{width}}  {finding.text}")
+    failed = [finding for finding in findings if finding.level is Level.FAIL]
+    if failed:
+        print(f"{len(failed)} of {len(findings)} would stop the store", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _stats(chosen: argparse.Namespace) -> int:
+    from kvstore import admin
+
+    found = admin.stats(chosen.store)
+    if chosen.json:
+        rows = [{"name": s.name, "labels": s.labels, "value": s.value} for s in found]
+        print(json.dumps(rows))
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold")
+    table.add_column("metric", no_wrap=True)
+    table.add_column("labels", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    for stat in found:
+        labels = " ".join(f"{name}={label}" for name, label in stat.labels.items())
+        table.add_row(stat.name, labels, f"{stat.value:,.10g}")
+    Console().print(table)
+    return 0
+
+
+def _clear(chosen: argparse.Namespace) -> int:
+    from kvstore import admin
+
+    left = sum(
+        int(stat.value)
+        for stat in admin.clear(chosen.store)
+        if stat.name == "kvstore_slots" and stat.labels.get("state") == "used"
+    )
+    print(f"cleared; {left} blocks are in use and stay until they are not")
+    return 0
+
+
+def _bench(chosen: argparse.Namespace) -> int:
+    from kvstore.bench import report
+
+    module, _ = BENCHES[chosen.name]
+    results = import_module(module).run(chosen.pairs)
+    report.show(chosen.name, results, json=chosen.json)
+    return 0
+
+
+def _demo(_chosen: argparse.Namespace) -> int:
+    from kvstore import demo
+
+    return demo.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""What a store would do with a configuration on this machine, found out without starting one."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from kvstore.config import GIB, KIB, MIB, Config
+from kvstore.errors import ConfigError
+from kvstore.service.server import CPU_TIER, find_class
+
+SHMEM_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+
+
+class Level(enum.Enum):
+    """How a finding ends: the store works, works less well, or would not start."""
+
+    OK = "ok"
+    NOTE = "note"
+    FAIL = "fail"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line of the report."""
+
+    level: Level
+    what: str
+    text: str
+
+
+def shown(count: int) -> str:
+    """Show bytes with the largest unit that leaves no long fraction."""
+    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if count >= size:
+            return f"{count / size:.1f}".removesuffix(".0") + f" {unit}"
+    return f"{count} B"
+
+
+def examine(config: Config) -> list[Finding]:
+    """Look at everything a store needs here. Raises ConfigError for a tier that cannot load."""
+    return [
+        _socket(config),
+        _metrics(config),
+        *_memory(config),
+        _huge_pages(),
+        _locked_memory(),
+        *_tiers(config),
+    ]
+
+
+def memory_available_bytes() -> int:
+    """Memory that can be had now: the system's, or what the cgroup leaves, if that is less."""
+    available = 0
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * KIB
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/proc/self/cgroup").read_text(encoding="utf-8").rpartition("::/")[2].strip()
+        folder = Path("/sys/fs/cgroup") / group
+        limit = int((folder / "memory.max").read_text(encoding="ascii"))
+        used = int((folder / "memory.current").read_text(encoding="ascii"))
+        available = min(available, max(0, limit - used))
+    return available
+
+
+def _socket(config: Config) -> Finding:
+    path = Path(config.server.socket)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        if probe.connect_ex(str(path)) == 0:
+            return Finding(Level.FAIL, "socket", f"{path}: a store is running there already")
+    folder = next(parent for parent in path.parents if parent.is_dir())
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return Finding(Level.FAIL, "socket", f"{path}: no permission to write in {folder}")
+    return Finding(Level.OK, "socket", f"unix://{path}")
+
+
+def _metrics(config: Config) -> Finding:
+    address = config.server.metrics
+    if address is None:
+        return Finding(Level.OK, "metrics", "no endpoint")
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address.host, address.port))
+        except OSError as exc:
+            text = f"{address.host}:{address.port}: {exc.strerror}"
+            return Finding(Level.FAIL, "metrics", text)
+    return Finding(Level.OK, "metrics", f"http://{address.host}:{address.port}/metrics")
+
+
+def _memory(config: Config) -> Iterator[Finding]:
+    capacity, extent = config.cpu.capacity_bytes, config.cpu.extent_bytes
+    available = memory_available_bytes()
+    text = f"capacity {shown(capacity)}, {shown(available)} are available now"
+    enough = capacity <= available
+    yield Finding(Level.OK if enough else Level.FAIL, "cpu", text)
+    count, rest = divmod(capacity, extent)
+    text = f"{count} extents of {shown(extent)}"
+    if rest:
+        text += f"; {shown(rest)} of the capacity fill no extent and stay unused"
+    yield Finding(Level.NOTE if rest else Level.OK, "cpu", text)
+
+
+def _huge_pages() -> Finding:
+    try:
+        setting = Path(SHMEM_HUGE_PAGES).read_text(encoding="ascii")
+    except OSError:
+        return Finding(Level.NOTE, "huge pages", "this kernel has none for shared memory")
+    chosen = setting.partition("[")[2].partition("]")[0]
+    if chosen in ("always", "within_size", "force"):
+        return Finding(Level.OK, "huge pages", f"{SHMEM_HUGE_PAGES} is {chosen}")
+    text = f"off: {SHMEM_HUGE_PAGES} is {chosen}; within_size turns them on"
+    return Finding(Level.NOTE, "huge pages", text)
+
+
+def _locked_memory() -> Finding:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    text = "no limit" if limit == resource.RLIM_INFINITY else f"limit {shown(limit)}"
+    return Finding(Level.OK, "locked memory", f"{text}; this version locks none")
+
+
+def _tiers(config: Config) -> Iterator[Finding]:
+    for name, dotted in (("cpu", CPU_TIER), *((t.name, t.class_name) for t in config.tiers)):
+        if not callable(find_class(dotted)):
+            raise ConfigError(f"tier {name}: {dotted} is no class")
+        yield Finding(Level.OK, f"tier {name}", f"{dotted} loads")

@@ -1,0 +1,460 @@
+"""The whole cache in one thread from one seed: real store, client and scheduler half.
+
+Engines, wires, workers, memory and lower tiers are simulated; see sim_engine and sim_store.
+After every step the promises are checked; block bytes follow from the key, so wrong ones are
+seen where they arise. `python -m tests.sim SEED` replays a world.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections import Counter, deque
+from collections.abc import Sequence
+from functools import partial
+
+from connectors.client import StoreClient
+from connectors.scheduler import Geometry, SchedulerHalf
+from kvstore import protocol as p
+from kvstore.config import Config, CpuConfig, EngineConfig, ServerConfig, TierConfig
+from kvstore.index import Entry, State
+from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
+from kvstore.service.namespace import Namespace
+from kvstore.service.store import Store
+from kvstore.tier import SlotMemory, Tier, TierContext
+from kvstore.types import GroupRule, make_key, window_rule
+from tests.sim_engine import Engine
+from tests.sim_model import TOKEN_BYTES, VOCABULARY, Request, Shape
+from tests.sim_store import MS, Joiner, Net, Pool, Worker
+from tiers.faulty import FaultyTier
+from tiers.memory import MemoryTier
+
+STEPS = 300
+SETTLE_STEPS = 2_500
+SLOT_BYTES = 4096
+TRACE_LINES = 40
+_SHAPES = (
+    ((4,), (None,), 4),
+    ((4,), (None,), 8),
+    ((4, 4), (None, 9), 4),
+    ((4, 4), (None, 6), 8),
+    ((8, 4), (None, 10), 8),
+    ((4, 8), (None, 20), 16),
+)
+
+
+class Host:
+    """One engine with its two halves."""
+
+    def __init__(self, world: World, name: str, shape: Shape) -> None:
+        rng, net = world.rng, world.net
+        self.name, self.shape, self.scope = name, shape, b""
+        rules = tuple(
+            GroupRule() if window is None else window_rule(window, shape.block_tokens)
+            for window in shape.windows
+        )
+        self.geometry = Geometry(shape.block_tokens, 4, shape.group_tokens, rules)
+        self.memory = [bytearray(shape.blocks * shape.page_bytes) for _ in range(shape.world)]
+        self.workers = [
+            Worker(net, self._hello(name, rank, rules), shape, memory)
+            for rank, memory in enumerate(self.memory)
+        ]
+        credit = rng.choice((2, 6, 20))
+        hello = p.Hello(p.VERSION, name, "scheduler", 0, shape.world, credit_slots=credit)
+        self.client = StoreClient(Joiner(net, hello), lambda: net.now)
+        self.half = SchedulerHalf(
+            self.geometry,
+            self.client,
+            lambda: net.now,
+            world=shape.world,
+            shares_prefixes=shape.prefix_cache,
+        )
+        self.engine = Engine(shape, self.half, self.workers, self.memory, rng)
+
+    def _hello(self, name: str, rank: int, rules: Sequence[GroupRule]) -> p.Hello:
+        shape = self.shape
+        groups = tuple(
+            GroupGeometry(
+                rule,
+                (LayerGeometry(f"g{group}", tokens * TOKEN_BYTES, 1, rank, shape.world),),
+            )
+            for group, (rule, tokens) in enumerate(zip(rules, shape.group_tokens, strict=True))
+        )
+        per = tuple(shape.block_tokens // tokens for tokens in shape.group_tokens)
+        geometry = RankGeometry(f"sim{shape.world}", shape.block_tokens, per, groups)
+        return p.Hello(p.VERSION, name, "worker", rank, shape.world, geometry=geometry)
+
+    def content(self, request: Request, group: int, index: int) -> bytes:
+        """What a slot holds for one of the request's blocks: engine block, then rank."""
+        tokens, first = self.shape.group_tokens[group], index * self.shape.block_tokens
+        return b"".join(
+            request.page(group, rank, at, at + tokens)
+            for at in range(first, first + self.shape.block_tokens, tokens)
+            for rank in range(self.shape.world)
+        )
+
+
+class World:
+    """Everything that one seed makes."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.rng = rng = random.Random(seed)
+        self.faults = seed % 2 == 1
+        self.tiered = seed // 2 % 2 == 1
+        self.net = Net(rng)
+        self.net.slow = self.faults and rng.random() < 0.4
+        self.trace: deque[str] = deque(maxlen=TRACE_LINES)
+        self.counts: Counter[str] = Counter()
+        self.tiers: list[FaultyTier] = []
+        self._truth: dict[bytes, bytes] = {}
+        self._checked: dict[tuple[str, int], int] = {}
+        self._next_request = self._next_weights = 1
+        self._arrivals = rng.choice((0.1, 0.3, 0.6))
+        self._slowness = rng.choice((0.0, 0.3, 0.9)) if self.faults else 0.1
+        self._fault_rate = 0.03 if self.faults else 0.0
+        self._documents = [self._tokens(160) for _ in range(rng.choice((1, 3, 6)))]
+        slots = rng.choice((12, 30, 80))
+        self._pool_of = lambda: Pool(self.net.fds, rng.choice((1, 2, 3)), slots, SLOT_BYTES)
+        self._config = self._make_config()
+        self._sessions = 0
+        self._start_store()
+        shape = self._make_shape()
+        self.hosts = [Host(self, f"e{i}", shape) for i in range(rng.choice((1, 1, 2)))]
+        for host in self.hosts:
+            host.engine.between = self._between
+            host.engine.ending = partial(self._learn_request, host)
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(VOCABULARY) for _ in range(count)]
+
+    def _make_config(self) -> Config:
+        rng = self.rng
+        engine = EngineConfig(
+            credit_bytes=rng.choice((4, 100)) * SLOT_BYTES,
+            lease_ns=rng.choice((80, 400, 2_000)) * MS,
+            leased_bytes=rng.choice((4, 15, 100)) * SLOT_BYTES,
+            defer_ns=rng.choice((0, 20, 100)) * MS,
+        )
+        tiers = (TierConfig("tiers.memory:MemoryTier", "nvme", {}, rng.choice((2, 64))),)
+        return Config(
+            ServerConfig("", None), CpuConfig(1, 1), engine, tiers if self.tiered else ()
+        )  # fmt: skip
+
+    def _make_shape(self) -> Shape:
+        rng = self.rng
+        groups, windows, block_tokens = rng.choice(_SHAPES)
+        return Shape(
+            group_tokens=groups,
+            windows=windows,
+            block_tokens=block_tokens,
+            world=rng.choice((1, 1, 2)),
+            blocks=rng.choice((40, 60, 120)) * len(groups),
+            budget=rng.choice((8, 24, 64)),
+            running_max=rng.choice((2, 6)),
+            lookahead=rng.choice((0, 0, 3)),
+            prefix_cache=rng.random() < 0.7,
+            ahead=rng.random() < 0.3,
+            reuse_newest=rng.random() < 0.5,
+        )
+
+    # The store and its tiers
+
+    def _start_store(self) -> None:
+        self._sessions += 1_000
+        self.tiers.clear()
+        self._checked.clear()
+        self.pool = self._pool_of()
+        self.net.store = Store(
+            self._config, self.pool, self._make_tiers, self.net.send, self._sessions
+        )  # fmt: skip
+
+    def _make_tiers(self, digest: str, slot_bytes: int, memory: SlotMemory) -> Sequence[Tier]:
+        if not self.tiered:
+            return []
+        options = {"blocks": self.rng.choice((10, 1000))}
+        tier = MemoryTier(TierContext("nvme", digest, slot_bytes, memory, options))
+        self.tiers.append(FaultyTier(tier, self.rng, 0.2 if self.faults else 0.0))
+        return self.tiers[-1:]
+
+    def namespaces(self) -> list[Namespace]:
+        return list(self.net.store.namespaces.values()) if self.net.store is not None else []
+
+    # What happens in a step
+
+    def _between(self) -> None:
+        """Other threads and processes get their turn, at points in the engine's step."""
+        if self.rng.random() < 0.5:
+            self._turn()
+
+    def _turn(self) -> None:
+        self.net.pump()
+        for host in self.hosts:
+            for worker in host.workers:
+                worker.talk()
+                if self.rng.random() >= self._slowness:
+                    worker.copy(self.rng.choice((1, 4, 40)))
+
+    def step(self) -> None:
+        """Let every engine make one step, with faults and arrivals between."""
+        rng = self.rng
+        self.net.now += rng.choice((1, 1, 5, 20)) * MS
+        if rng.random() < self._fault_rate:
+            self._fault()
+        for host in self.hosts:
+            self._arrive(host)
+            self._turn()
+            if not host.engine.idle:
+                host.engine.step()
+            self._learn(host)
+        self._turn()
+        self.check()
+
+    def _arrive(self, host: Host) -> None:
+        rng, engine = self.rng, host.engine
+        if rng.random() < self._arrivals and len(engine.requests) < 12:
+            kept = rng.randrange(10, 90)
+            tail = 0 if rng.random() < 0.3 else rng.randrange(1, 30)
+            prompt = rng.choice(self._documents)[:kept] + self._tokens(tail)
+            request = Request(f"{host.name}r{self._next_request}", prompt, rng.choice((1, 5, 20)), host.shape)
+            self._next_request += 1
+            self._note(f"{request.request_id}: {len(prompt)} tokens")
+            engine.add(request)
+        if engine.requests and rng.random() < 0.02:
+            victim = rng.choice(sorted(engine.requests))
+            self._note(f"{victim}: aborted while {engine.requests[victim].state.value}")
+            engine.abort(victim)
+        if self._arrivals and rng.random() < 0.005:
+            self._reset(host)
+
+    def _reset(self, host: Host) -> None:
+        nonce = self._next_weights.to_bytes(8, "big")
+        if host.engine.reset(self._next_weights, nonce):
+            self._note(f"{host.name}: reset, weights {self._next_weights}")
+            self.counts["resets"] += 1
+            host.scope = nonce
+            self._next_weights += 1
+
+    def _fault(self) -> None:
+        host = self.rng.choice(self.hosts)
+        kind = self.rng.choice(("kill", "detach", "worker", "freeze", "down"))
+        self._note(f"fault: {kind} {host.name}")
+        self.counts[kind] += 1
+        if kind == "kill":
+            self.net.kill()
+            self._start_store()
+        elif kind == "detach":
+            host.client.detach("simulated")
+        elif kind == "worker":
+            self.rng.choice(host.workers).lose()
+        elif kind == "freeze":
+            self.net.frozen_until = self.net.now + self.rng.choice((50, 1_000)) * MS
+        elif self.net.store is not None:
+            self.net.kill()
+        else:
+            self._start_store()
+
+    def _note(self, text: str) -> None:
+        self.trace.append(f"{self.net.now / MS:9.1f} ms  {text}")
+
+    def _learn(self, host: Host) -> None:
+        """Write down what each block of each request must hold."""
+        for request in host.engine.requests.values():
+            self._learn_request(host, request)
+
+    def _learn_request(self, host: Host, request: Request) -> None:
+        size = host.shape.block_tokens
+        for index in range(len(request.block_hashes) * 4 // size):
+            block_hash = request.hash_at((index + 1) * size)
+            for group in range(len(host.shape.group_tokens)):
+                key = make_key(block_hash, group, host.scope)
+                if key not in self._truth:
+                    self._truth[key] = host.content(request, group, index)
+
+    # The promises
+
+    def check(self) -> None:
+        for namespace in self.namespaces():
+            self._check_slots(namespace)
+            self._check_index(namespace)
+            self._check_pins(namespace)
+            self._check_bytes(namespace)
+        self._check_caps()
+        for host in self.hosts:
+            self._check_host(host)
+
+    def _check_slots(self, namespace: Namespace) -> None:
+        """Every slot has exactly one owner."""
+        manager = namespace.manager
+        ready = [entry.slot for entry in manager.index if entry.state is State.READY]
+        owned = [*manager._free, *manager._granted, *ready, *manager._lingering]
+        assert len(owned) == len(set(owned)), "a slot has two owners"
+        live = [m for m in namespace.extents.values() if m.state in ("live", "retiring")]
+        places = {slot for mapping in live for slot in namespace.slots_of(mapping)}
+        missing = places - set(owned) - manager._retiring
+        assert not missing, f"slots {missing} belong to nobody"
+        assert set(owned) <= places, "a slot outside of the memory"
+        granted: list[int] = []
+        assert self.net.store is not None
+        for session in self.net.store.sessions.values():
+            if session.namespace is namespace:
+                granted.extend(session.granted)
+        promoting = [
+            slot
+            for work in namespace.tiering._open.values()
+            if work.promotion is not None
+            for slot in work.job.slots
+        ]
+        assert sorted([*granted, *promoting]) == sorted(manager._granted), "grants do not add up"
+
+    def _check_index(self, namespace: Namespace) -> None:
+        """Children are counted right, and what is ready hangs below what is ready."""
+        manager = namespace.manager
+        children: Counter[int] = Counter()
+        for entry in manager.index:
+            if entry.parent is not None:
+                children[id(entry.parent)] += 1
+                if entry.state is State.READY and not manager.index.holes:
+                    assert entry.parent.state is State.READY, "ready below what is not"
+        for entry in manager.index:
+            assert entry.children == children[id(entry)], "children are miscounted"
+
+    def _check_pins(self, namespace: Namespace) -> None:
+        """Pins are leases and transfers, and nothing else."""
+        pins: Counter[int] = Counter()
+        held: dict[int, Entry] = {id(entry): entry for entry in namespace.manager.index}
+        for lease in namespace.manager.leases._leases.values():
+            for entry in lease.entries:
+                pins[id(entry)] += 1
+                held[id(entry)] = entry
+        for work in namespace.tiering._open.values():
+            for entry in work.pinned:
+                pins[id(entry)] += 1
+                held[id(entry)] = entry
+        for number, entry in held.items():
+            assert entry.pins == pins[number], f"{entry.pins} pins, {pins[number]} reasons"
+        dropped = {entry.slot for entry in held.values() if entry.state is State.DROPPED}
+        assert dropped == namespace.manager._lingering, "dropped blocks and lingering slots differ"
+
+    def _check_bytes(self, namespace: Namespace, *, again: bool = False) -> None:
+        """What is ready under a key is what the model computes for it."""
+        digest = namespace.layout.digest
+        for entry in namespace.manager.index:
+            if entry.state is State.READY:
+                generation = namespace.generations[entry.slot]
+                if again or self._checked.get((digest, entry.slot)) != generation:
+                    self._checked[digest, entry.slot] = generation
+                    truth = self._truth[entry.key]
+                    found = bytes(namespace.view(entry.slot)[: len(truth)])
+                    assert found == truth, f"wrong bytes in slot {entry.slot}"
+
+    def _check_caps(self) -> None:
+        store = self.net.store
+        assert self.pool.used_bytes <= self.pool.capacity_bytes
+        if store is None:
+            return
+        for session in store.sessions.values():
+            if session.namespace is None:
+                continue
+            manager = session.namespace.manager
+            cap = self._config.engine.credit_bytes // SLOT_BYTES
+            assert len(session.granted) <= max(1, min(cap, session.credit_slots)), "credits"
+            leases = manager.leases.of_owner(session.number)
+            blocks = [len(manager.leases._leases[lease].entries) for lease in leases]
+            most = self._config.engine.leased_bytes // SLOT_BYTES
+            assert sum(blocks) < most + max(blocks, default=1), "leases beyond their cap"
+            assert len(session.writing) <= len(session.granted)
+        for namespace in store.namespaces.values():
+            for tier in namespace.tiering.tiers:
+                backlog = namespace.tiering._under_way[tier.name]
+                assert backlog <= self._config.tiers[0].backlog + 40, f"{backlog} jobs to a tier"
+
+    def _check_host(self, host: Host) -> None:
+        half, client, requests = host.half, host.client, host.engine.requests
+        assert set(half._requests) <= set(requests), "a request is tracked that has ended"
+        asks = {t.ask for t in half._requests.values() if t.ask is not None}
+        assert set(client._grants) <= asks, "an answer that nobody asked for is kept"
+        assert set(client._asked_ns) <= asks, "a question that nobody waits for is kept"
+        open_jobs = set().union(*(worker.stores_open for worker in host.workers))
+        reported = {job for worker in host.workers for job in worker._over}
+        reported |= {o.store_job or 0 for worker in host.workers for o in worker._outcomes}
+        assert open_jobs <= set(half._jobs), "a store is under way that the fence does not know"
+        sources = {block for ids in half._jobs.values() for block in ids}
+        assert set(half._sources) == sources, "sources and jobs differ"
+        store = self.net.store
+        if store is None or client._link is None or not client.session:
+            return
+        session = store.sessions.get(host.name)
+        if session is not None and session.number == client.session:
+            assert len(client.credits) == len(set(client.credits)), "a slot was granted twice"
+            assert set(client.credits) <= session.granted, "a credit the store does not know"
+
+    # The end
+
+    def run(self, steps: int = STEPS) -> None:
+        for _ in range(steps):
+            self.step()
+        self.settle()
+
+    def settle(self) -> None:
+        """Faults stop: every request ends, and nothing stays behind."""
+        self._note("settling")
+        self._arrivals = self._fault_rate = self._slowness = 0.0
+        self.net.slow, self.net.frozen_until = False, 0
+        if self.net.store is None:
+            self._start_store()
+        for tier in self.tiers:
+            tier._fail_ratio = 0.0
+        for _ in range(SETTLE_STEPS):
+            if all(host.engine.idle for host in self.hosts):
+                break
+            self.step()
+        left = {r: q.state.value for h in self.hosts for r, q in h.engine.requests.items()}
+        assert not left, f"requests never end: {left}"
+        for _ in range(30):
+            for host in self.hosts:
+                host.engine.step()
+            self.step()
+        self._check_nothing_left()
+        for host in self.hosts:
+            self.counts.update(host.engine.counts)
+            self.counts.update(host.half.stats)
+
+    def _check_nothing_left(self) -> None:
+        for host in self.hosts:
+            half = host.half
+            for left in (half._requests, half._sources, half._jobs, half._ranks_over):
+                assert not left, f"{host.name}: left behind: {left}"
+            assert not half._loading_hashes
+            assert not half._early
+            assert len(host.engine.pool.free) == host.shape.blocks - 1, "engine blocks leaked"
+            assert host.client.session, f"{host.name} is not attached again"
+            assert not any(worker.busy for worker in host.workers)
+        store = self.net.store
+        assert store is not None
+        for session in store.sessions.values():
+            assert not session.asks
+            assert not session.writing
+            client = next(h.client for h in self.hosts if h.name == session.engine)
+            assert set(client.credits) == session.granted, "granted slots beyond the stock"
+        for namespace in self.namespaces():
+            assert not namespace.tiering.busy
+            assert not namespace.tiering._promoting
+            assert not namespace.manager._writes
+            assert not len(namespace.manager.leases), "a lease is left"
+            self._check_bytes(namespace, again=True)
+
+
+def main(seed: int) -> None:
+    """Replay a world and print what it did."""
+    logging.disable(logging.CRITICAL)
+    world = World(seed)
+    try:
+        world.run()
+    finally:
+        sys.stdout.write("\n".join(world.trace) + f"\n{dict(world.counts)}\n")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,221 @@
+"""Leaf-first LRU against a brute-force model, and what it costs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvstore.eviction import LeafLRU
+from kvstore.index import Entry, Index, State
+from kvstore.types import BlockKey, Slot
+
+
+class Counting(LeafLRU):
+    """Counts changes of the list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes = 0
+
+    def _link_after(self, entry: Entry, at: Entry) -> None:
+        self.changes += 1
+        super()._link_after(entry, at)
+
+    def remove(self, entry: Entry) -> None:
+        self.changes += entry.next is not None
+        super().remove(entry)
+
+
+class Forest:
+    """A policy at work on an index, and the times at which blocks were used, for brute force."""
+
+    def __init__(self) -> None:
+        self.index = Index()
+        self.policy = Counting()
+        self.used: dict[BlockKey, int] = {}
+        self._now = 0
+
+    def key(self, name: str) -> BlockKey:
+        return BlockKey(name.encode())
+
+    def entry(self, name: str) -> Entry:
+        entry = self.index.get(self.key(name))
+        assert entry is not None
+        return entry
+
+    def names(self) -> list[str]:
+        return sorted(entry.key.decode() for entry in self.index)
+
+    def touch(self, name: str) -> None:
+        """Use a block, and with it the path above: what a policy must behave like."""
+        self._now += 1
+        for end in range(1, len(name) + 1):
+            self.used[self.key(name[:end])] = self._now
+        self.policy.touch(self.entry(name))
+
+    def store(self, name: str) -> None:
+        """Add a block below its parent, whose name is one letter shorter."""
+        above = self.index.get(self.key(name[:-1]))
+        assert above is not None or len(name) == 1
+        entry = Entry(self.key(name), above, Slot(0))
+        self.index.insert(entry)
+        entry.state = State.READY
+        self.touch(name)
+
+    def _gone(self, entry: Entry) -> None:
+        self.index.remove(entry)
+        if entry.parent is not None:
+            self.policy.freed(entry.parent)
+
+    def drop(self, name: str) -> None:
+        entry = self.entry(name)
+        self.policy.remove(entry)
+        self._gone(entry)
+
+    def evict(self) -> str | None:
+        entry = self.policy.victim()
+        if entry is None:
+            return None
+        self._gone(entry)
+        return entry.key.decode()
+
+    def unpin(self, name: str) -> None:
+        entry = self.entry(name)
+        entry.pins -= 1
+        if entry.pins == 0:
+            self.policy.freed(entry)
+
+    def evictable(self) -> list[str]:
+        leaves = [e for e in self.index if e.pins == 0 and e.children == 0]
+        return sorted(entry.key.decode() for entry in leaves)
+
+    def coldest(self) -> str | None:
+        """Brute force: of the leaves, the one whose last use is oldest."""
+        return min(self.evictable(), key=lambda n: self.used[self.key(n)], default=None)
+
+
+def test_the_coldest_leaf_goes_first_and_then_its_parents() -> None:
+    forest = Forest()
+    for name in ("a", "ab", "abc", "x", "xy"):
+        forest.store(name)
+    assert [forest.evict() for _ in range(6)] == ["abc", "ab", "a", "xy", "x", None]
+
+
+def test_O5_touching_the_end_of_a_path_refreshes_the_whole_path() -> None:
+    forest = Forest()
+    for name in ("a", "ab", "abc", "x", "xy"):
+        forest.store(name)
+    forest.touch("abc")
+    assert [forest.evict() for _ in range(5)] == ["xy", "x", "abc", "ab", "a"]
+
+
+def test_a_parent_that_was_used_by_itself_outlives_its_childs_place() -> None:
+    forest = Forest()
+    for name in ("a", "ab", "x"):
+        forest.store(name)
+    forest.touch("a")
+    assert [forest.evict() for _ in range(3)] == ["ab", "x", "a"]
+
+
+def test_a_parent_takes_its_childs_place_when_that_is_younger_than_its_own() -> None:
+    forest = Forest()
+    for name in ("a", "x", "ab", "y"):
+        forest.store(name)
+    # a and b were last used between x and y.
+    assert [forest.evict() for _ in range(4)] == ["x", "ab", "a", "y"]
+
+
+def test_pinned_blocks_and_their_parents_stay() -> None:
+    forest = Forest()
+    for name in ("a", "ab", "x"):
+        forest.store(name)
+    forest.entry("ab").pins = 1
+    assert [forest.evict(), forest.evict()] == ["x", None]
+    forest.unpin("ab")
+    assert [forest.evict(), forest.evict(), forest.evict()] == ["ab", "a", None]
+
+
+def test_a_block_being_written_keeps_its_parent() -> None:
+    forest = Forest()
+    forest.store("a")
+    writing = Entry(forest.key("ab"), forest.entry("a"), Slot(0))
+    forest.index.insert(writing)
+    assert forest.evict() is None
+    forest._gone(writing)
+    assert forest.evict() == "a"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_order_is_that_of_lru_with_whole_paths(seed: int) -> None:
+    rng = random.Random(seed)
+    forest = Forest()
+    for _ in range(400):
+        names = forest.names()
+        choice = rng.random()
+        if choice < 0.45 or not names:
+            above = rng.choice(["", *names])
+            name = above + rng.choice("abc")
+            if len(name) < 8 and name not in names:
+                forest.store(name)
+        elif choice < 0.7:
+            forest.touch(rng.choice(names))
+        else:
+            expected = forest.coldest()
+            assert forest.evict() == expected
+    while (expected := forest.coldest()) is not None:
+        assert forest.evict() == expected
+    assert forest.evict() is None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_with_pins_and_drops_exactly_the_evictable_leaves_can_go(seed: int) -> None:
+    rng = random.Random(seed)
+    forest = Forest()
+    for _ in range(400):
+        names = forest.names()
+        name = rng.choice(names) if names else ""
+        choice = rng.random()
+        if choice < 0.4 or not names:
+            longer = rng.choice(["", name]) + rng.choice("abc")
+            if len(longer) < 8 and longer not in names:
+                forest.store(longer)
+        elif choice < 0.5:
+            forest.touch(name)
+        elif choice < 0.6:
+            forest.entry(name).pins += 1
+        elif choice < 0.7 and forest.entry(name).pins:
+            forest.unpin(name)
+        elif choice < 0.75 and forest.entry(name).children == 0:
+            forest.drop(name)
+        elif choice > 0.85:
+            leaves = forest.evictable()
+            gone = forest.evict()
+            assert gone in leaves if leaves else gone is None
+    for name in forest.names():
+        while forest.entry(name).pins:
+            forest.unpin(name)
+    while forest.names():
+        leaves = forest.evictable()
+        assert forest.evict() in leaves
+
+
+@pytest.mark.parametrize("blocks", [100, 1000, 10_000])
+def test_each_operation_changes_the_list_a_fixed_number_of_times(blocks: int) -> None:
+    """The cold end is full of inner and pinned blocks: the worst case for a dict as LRU."""
+    forest = Forest()
+    root = Entry(forest.key("root"), None, Slot(0))
+    entries = [root]
+    for number in range(blocks):
+        entries.append(Entry(forest.key(str(number)), entries[-1], Slot(0)))
+    for entry in entries:
+        forest.index.insert(entry)
+        entry.state = State.READY
+        forest.policy.touch(entry)
+    for number in range(blocks):
+        forest.policy.touch(entries[number % len(entries)])
+    operations = 3 * blocks
+    while forest.evict() is not None:
+        pass
+    assert not forest.names()
+    assert forest.policy.changes <= 4 * operations
