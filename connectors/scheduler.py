@@ -14,18 +14,18 @@ A request's life here:
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import dropwhile, islice, zip_longest
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from itertools import dropwhile, islice
 
 import msgspec
 
-from connectors.client import NOWHERE, Grant, Places, StoreClient
+from connectors.client import NOWHERE, Grant, StoreClient
 from connectors.jobs import EngineSpec, LoadJob, StepMeta, StoreJob, StoreSpec
+from connectors.offers import MEDIUM, Offers
+from connectors.requests import BlockTable, EngineRequest, Geometry, Phase, Step, Tracked
 from kvstore.lookup import Answer, common_hit
-from kvstore.types import GroupRule, LookupResult, make_key
+from kvstore.types import LookupResult
 
 IDLE_WAIT_S = 0.001
 BUSY_WAIT_S = 0.0002
@@ -33,82 +33,7 @@ TIMEOUTS_IN_A_ROW_MAX = 3
 ANSWER_LIMIT_NS = 500_000_000  # beyond what the store may defer: it does not answer
 LOADING_LIMIT_NS = 5_000_000_000  # waiting for another request's load
 FAILURES_MAX = 2  # after a failed load other copies are tried once, then it is computed
-MEDIUM = "cpu"
-
 NO_GRANT = Grant(0, 0, (), {})
-
-BlockTable = Sequence[Sequence[int]]
-"""Engine block ids by group; 0 is the null block."""
-
-
-class EngineRequest(Protocol):
-    """What a request must have; vLLM's Request does."""
-
-    request_id: str
-    block_hashes: Sequence[bytes]
-    num_tokens: int
-    num_computed_tokens: int
-
-
-class Geometry(msgspec.Struct, frozen=True):
-    """Token counts: per block, per hash, and per engine block of each group."""
-
-    block_tokens: int
-    hash_tokens: int
-    engine_block_tokens: tuple[int, ...]
-    rules: tuple[GroupRule, ...]
-
-    @property
-    def blocks_per_chunk(self) -> tuple[int, ...]:
-        """Engine blocks in one block, per group."""
-        return tuple(self.block_tokens // tokens for tokens in self.engine_block_tokens)
-
-
-class Phase(enum.Enum):
-    """Where a request is; see the module's picture."""
-
-    NEW = "new"
-    ASKED = "asked"
-    LOADING = "loading"
-    LOADED = "loaded"  # the engine allocates once more before the request runs
-    RUNNING = "running"
-
-
-class Step(msgspec.Struct, frozen=True):
-    """What the engine scheduled: tokens per request, blocks about to be written, tables.
-
-    written: engine blocks that get a new owner or content in this step. table(request_id):
-    the request's block ids by group, valid during the call.
-    """
-
-    scheduled: Mapping[str, int]
-    written: Iterable[int]
-    table: Callable[[str], BlockTable | None]
-    preempted: Iterable[str] = ()
-
-
-class _Tracked:
-    """One request."""
-
-    __slots__ = (
-        "ask", "asked_blocks", "capped", "cursor", "deferred_ns", "failures", "grant", "key_hash",
-        "local", "phase", "present", "request", "waited",
-    )  # fmt: skip
-
-    def __init__(self, request: EngineRequest, groups: int) -> None:
-        self.request = request
-        self.phase = Phase.NEW
-        self.ask: int | None = None
-        self.asked_blocks = 0
-        self.capped = False  # the store would not pin more for us
-        self.waited = False  # the bounded wait is for first asks only
-        self.deferred_ns: int | None = None
-        self.failures = 0
-        self.grant: Grant | None = None
-        self.local = 0
-        self.present: tuple[Places, ...] = (NOWHERE,) * groups
-        self.cursor = [0] * groups
-        self.key_hash: bytes | None = None  # first block being loaded, see O7
 
 
 class SchedulerHalf:
@@ -134,17 +59,13 @@ class SchedulerHalf:
         self._shares_prefixes = shares_prefixes
         self._groups = len(geometry.rules)
         self._scope = b""
-        self._requests: dict[str, _Tracked] = {}
+        self._requests: dict[str, Tracked] = {}
         self._running: set[str] = set()
         self._loading_hashes: Counter[bytes] = Counter()
         self._loads: list[LoadJob] = []
         self._load_targets: set[int] = set()
         self._early: list[StoreJob] = []
-        self._sources: dict[int, set[int]] = {}
-        self._jobs: dict[int, tuple[int, ...]] = {}
-        self._next_job = 1
-        self._world = world
-        self._ranks_over: Counter[int] = Counter()
+        self._offers = Offers(geometry, client, world, lambda: self._count("store_declined"))
         self._waited_s = 0.0
         self._timeouts = 0
 
@@ -152,11 +73,11 @@ class SchedulerHalf:
 
     def on_new_request(self, request: EngineRequest) -> None:
         """Take note of a request and queue its lookup; its keys are sent once."""
-        tracked = _Tracked(request, self._groups)
+        tracked = Tracked(request, self._groups)
         self._requests[request.request_id] = tracked
         self._ask(tracked)
 
-    def _ask(self, tracked: _Tracked) -> None:
+    def _ask(self, tracked: Tracked) -> None:
         blocks = self._askable(tracked.request)
         if blocks == 0:
             return
@@ -196,7 +117,7 @@ class SchedulerHalf:
             return self._defer(tracked)
         return hit * size - computed, True
 
-    def _grant(self, tracked: _Tracked) -> Grant | None:
+    def _grant(self, tracked: Tracked) -> Grant | None:
         """Return the answer, waiting for it within this step's budget."""
         self._client.receive()
         if tracked.ask is not None and self._client.asked_ns(tracked.ask) is None:
@@ -221,7 +142,7 @@ class SchedulerHalf:
             return None
         return grant
 
-    def _wait(self, tracked: _Tracked) -> None:
+    def _wait(self, tracked: Tracked) -> None:
         idle = not self._running
         if tracked.waited or tracked.ask is None:
             return
@@ -243,7 +164,7 @@ class SchedulerHalf:
     def _budget(self, idle: bool) -> float:  # noqa: FBT001 - a fact, not an option
         return IDLE_WAIT_S if idle else BUSY_WAIT_S
 
-    def _make_room(self, tracked: _Tracked) -> None:
+    def _make_room(self, tracked: Tracked) -> None:
         """Our leases are at their cap: requests that arrived later give theirs back."""
         later = dropwhile(lambda other: other is not tracked, self._requests.values())
         for other in islice(later, 1, None):
@@ -257,7 +178,7 @@ class SchedulerHalf:
         self._ask(tracked)
         tracked.deferred_ns = deferred_ns
 
-    def _defer(self, tracked: _Tracked) -> tuple[int | None, bool]:
+    def _defer(self, tracked: Tracked) -> tuple[int | None, bool]:
         """Answer "ask again later", or give up when that has gone on for too long."""
         now = self._clock()
         if tracked.deferred_ns is None:
@@ -277,12 +198,12 @@ class SchedulerHalf:
         self._count("deferred_steps")
         return None, False
 
-    def _give_up(self, tracked: _Tracked) -> None:
+    def _give_up(self, tracked: Tracked) -> None:
         if tracked.ask is not None:
             self._client.drop(tracked.ask)
         tracked.ask, tracked.phase, tracked.failures = None, Phase.RUNNING, FAILURES_MAX
 
-    def _usable(self, tracked: _Tracked, grant: Grant, computed: int) -> int:
+    def _usable(self, tracked: Tracked, grant: Grant, computed: int) -> int:
         if not grant.lease:
             return 0
 
@@ -296,14 +217,10 @@ class SchedulerHalf:
         limit = min(tracked.asked_blocks, self._askable(tracked.request))
         return common_hit(self._geometry.rules, probe, limit, local, prefix).blocks
 
-    def _loaded_by_another(self, tracked: _Tracked, block: int) -> bool:
+    def _loaded_by_another(self, tracked: Tracked, block: int) -> bool:
         if not self._shares_prefixes or not self._loading_hashes:
             return False
-        return self._loading_hashes[self._block_hash(tracked.request, block)] > 0
-
-    def _block_hash(self, request: EngineRequest, block: int) -> bytes:
-        every = self._geometry.block_tokens // self._geometry.hash_tokens
-        return request.block_hashes[(block + 1) * every - 1]
+        return self._loading_hashes[self._geometry.block_hash(tracked.request, block)] > 0
 
     def update_state_after_alloc(self, request_id: str, table: BlockTable, external: int) -> None:
         """The engine has given the request its blocks: plan the load, if there is one."""
@@ -330,7 +247,7 @@ class SchedulerHalf:
             tracked.phase = Phase.RUNNING
         tracked.ask = None
 
-    def _sources_of(self, tracked: _Tracked, grant: Grant | None, external: int) -> dict[str, int]:
+    def _sources_of(self, tracked: Tracked, grant: Grant | None, external: int) -> dict[str, int]:
         """Split the loaded tokens by the tier that the bytes were first found in."""
         if not external or grant is None:
             return {}
@@ -354,7 +271,7 @@ class SchedulerHalf:
             return {MEDIUM: external}
         return tracked.grant.sources
 
-    def _plan_load(self, tracked: _Tracked, grant: Grant, table: BlockTable, external: int) -> None:
+    def _plan_load(self, tracked: Tracked, grant: Grant, table: BlockTable, external: int) -> None:
         total = tracked.local + external
         ids: list[int] = []
         sizes: list[int] = []
@@ -396,7 +313,7 @@ class SchedulerHalf:
         )
         self._load_targets.update(ids)
         tracked.phase = Phase.LOADING
-        tracked.key_hash = self._block_hash(
+        tracked.key_hash = self._geometry.block_hash(
             tracked.request, tracked.local // self._geometry.block_tokens
         )
         self._loading_hashes[tracked.key_hash] += 1
@@ -414,126 +331,29 @@ class SchedulerHalf:
                 if tracked.phase in (Phase.NEW, Phase.LOADED):
                     tracked.phase = Phase.RUNNING
                 computed = tracked.request.num_computed_tokens + tokens
-                stores.extend(self._offer(tracked, computed, step.table))
+                stores.extend(self._offers.offer(tracked, computed, step.table))
         self._running = set(step.scheduled)
         early, self._early = tuple(self._early), []
         loads, self._loads = tuple(self._loads), []
         targets, self._load_targets = self._load_targets, set()
-        flush: set[int] = set()
-        if self._sources:
-            for block in (*step.written, *targets):
-                flush.update(self._sources.get(block, ()))
+        flush = self._offers.fence((*step.written, *targets))
         flush.difference_update(job.job_id for job in stores)
         self._client.send_step()
         self._waited_s = 0.0
         return StepMeta(early, tuple(stores), loads, tuple(flush), idle=not step.scheduled)
 
-    def _offer(
-        self, tracked: _Tracked, computed: int, table: Callable[[str], BlockTable | None]
-    ) -> list[StoreJob]:
-        """Store the blocks that are complete now and not stored yet, as far as credits go."""
-        if not self._client.session:
-            return []
-        hashed = len(tracked.request.block_hashes) * self._geometry.hash_tokens
-        end = min(computed, hashed) // self._geometry.block_tokens
-        if min(tracked.cursor) >= end:
-            return []
-        blocks = table(tracked.request.request_id)
-        if blocks is None:
-            return []
-        taken: list[list[tuple[int, int, bytes]]] = [[] for _ in range(self._groups)]
-        for index in range(min(tracked.cursor), end):
-            block_hash = self._block_hash(tracked.request, index)
-            for group in range(self._groups):
-                if tracked.cursor[group] != index:
-                    continue
-                key = make_key(block_hash, group, self._scope)
-                if self._wanted(tracked, group, index, key, blocks[group]):
-                    if not self._client.credits:
-                        self._count("store_declined")
-                        return self._store_jobs(tracked, taken, blocks)
-                    taken[group].append((index, self._client.credits.popleft(), key))
-                tracked.cursor[group] = index + 1
-        return self._store_jobs(tracked, taken, blocks)
-
-    def _wanted(
-        self, tracked: _Tracked, group: int, index: int, key: bytes, table: Sequence[int]
-    ) -> bool:
-        """Tell whether a block should be stored: whole in the engine, and not ready already."""
-        per = self._geometry.blocks_per_chunk[group]
-        ids = table[index * per : (index + 1) * per]
-        if len(ids) < per or not all(ids):
-            return False
-        return index not in tracked.present[group] and not self._client.known_ready(key)
-
-    def _store_jobs(
-        self,
-        tracked: _Tracked,
-        taken: Sequence[Sequence[tuple[int, int, bytes]]],
-        table: BlockTable,
-    ) -> list[StoreJob]:
-        """Make jobs of leading runs: one run of neighbouring blocks per group and job."""
-        runs = [_runs(blocks) for blocks in taken]
-        return [self._store_job(tracked, row, table) for row in zip_longest(*runs, fillvalue=[])]
-
-    def _store_job(
-        self,
-        tracked: _Tracked,
-        row: Sequence[Sequence[tuple[int, int, bytes]]],
-        table: BlockTable,
-    ) -> StoreJob:
-        ids: list[int] = []
-        sizes, firsts, slots, keys, parents = [], [], [], [], []
-        for group, run in enumerate(row):
-            per = self._geometry.blocks_per_chunk[group]
-            first = run[0][0] if run else 0
-            listed = table[group][first * per : (first + len(run)) * per]
-            ids.extend(listed)
-            sizes.append(len(listed))
-            firsts.append(first * per)
-            for index, slot, key in run:
-                slots.append(slot)
-                keys.append(key)
-                rooted = index == 0 or self._geometry.rules[group].trailing is not None
-                above = b"" if rooted else self._block_hash(tracked.request, index - 1)
-                parents.append(b"" if rooted else make_key(above, group, self._scope))
-        number = self._next_job
-        self._next_job += 1
-        self._jobs[number] = tuple(ids)
-        for block in ids:
-            self._sources.setdefault(block, set()).add(number)
-        self.stats["store_blocks"] += len(slots)
-        return StoreJob(
-            number,
-            self._client.session,
-            EngineSpec(tuple(ids), tuple(sizes), tuple(firsts)),
-            StoreSpec(MEDIUM, tuple(slots)),
-            tuple(keys),
-            tuple(parents),
-        )
-
     def on_output(
         self, stores_over: Mapping[int, int], loaded: Iterable[str], failed: Iterable[str]
     ) -> None:
         """Take the workers' reports: store jobs over, on how many ranks; loads ended, failed."""
-        for number, ranks in stores_over.items():
-            self._ranks_over[number] += ranks
-            if self._ranks_over[number] < self._world:
-                continue
-            del self._ranks_over[number]
-            for block in self._jobs.pop(number, ()):
-                jobs = self._sources.get(block)
-                if jobs is not None:
-                    jobs.discard(number)
-                    if not jobs:
-                        del self._sources[block]
+        self._offers.over(stores_over)
         bad = set(failed)
         for request_id in loaded:
             tracked = self._requests.get(request_id)
             if tracked is not None and tracked.phase is Phase.LOADING:
                 self._loaded(tracked, failed=request_id in bad)
 
-    def _loaded(self, tracked: _Tracked, *, failed: bool) -> None:
+    def _loaded(self, tracked: Tracked, *, failed: bool) -> None:
         self._end_loading(tracked)
         tracked.phase = Phase.LOADED
         tracked.deferred_ns = None
@@ -544,7 +364,7 @@ class SchedulerHalf:
             tracked.cursor = [0] * self._groups
             tracked.phase = Phase.NEW
 
-    def _end_loading(self, tracked: _Tracked) -> None:
+    def _end_loading(self, tracked: Tracked) -> None:
         if tracked.key_hash is not None:
             self._loading_hashes[tracked.key_hash] -= 1
             if not self._loading_hashes[tracked.key_hash]:
@@ -564,7 +384,7 @@ class SchedulerHalf:
             return
         if tracked.phase is Phase.RUNNING:
             computed = tracked.request.num_computed_tokens
-            self._early.extend(self._offer(tracked, computed, lambda _: table))
+            self._early.extend(self._offers.offer(tracked, computed, lambda _: table))
         if tracked.ask is not None:
             self._client.drop(tracked.ask)
         self._end_loading(tracked)
@@ -578,7 +398,7 @@ class SchedulerHalf:
 
         nonce: a scope that nobody used before. Other engines keep their blocks.
         """
-        self._scope = nonce
+        self._scope = self._offers.scope = nonce
         for tracked in self._requests.values():
             if tracked.ask is not None:
                 self._client.drop(tracked.ask)
@@ -599,6 +419,7 @@ class SchedulerHalf:
 
     def take_stats(self) -> dict[str, int]:
         """Return what was counted since the last call."""
+        self.stats["store_blocks"] += self._offers.take_count()
         stats = dict(self.stats)
         self.stats.clear()
         return stats
@@ -610,13 +431,3 @@ class SchedulerHalf:
     def shutdown(self) -> None:
         """Close the connection; safe to call twice."""
         self._client.close()
-
-
-def _runs(blocks: Sequence[tuple[int, int, bytes]]) -> list[list[tuple[int, int, bytes]]]:
-    runs: list[list[tuple[int, int, bytes]]] = []
-    for block in blocks:
-        if runs and runs[-1][-1][0] + 1 == block[0]:
-            runs[-1].append(block)
-        else:
-            runs.append([block])
-    return runs

@@ -32,7 +32,8 @@ from connectors import vllm_compat as compat
 from connectors.client import StoreClient
 from connectors.jobs import StepMeta
 from connectors.link import Attacher, monotonic_ns
-from connectors.scheduler import SchedulerHalf, Step
+from connectors.requests import Step
+from connectors.scheduler import SchedulerHalf
 from connectors.worker import WorkerHalf
 from kvstore import protocol as p
 from kvstore.config import parse_extra
@@ -161,6 +162,11 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def requires_kv_delivery(self) -> bool:
         """A cache is best effort: a preempted request need not be computed again for it."""
+        return False
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003
+        """Refuse sleep mode (asked by 0.33): it moves the tensors that copies are planned for."""
         return False
 
     @classmethod

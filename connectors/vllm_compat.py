@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import (
     group_kernel_blocks,
 )
 
-from connectors.scheduler import Geometry
+from connectors.requests import Geometry
 from kvstore.errors import ConfigError, NotSupported
 from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.types import GroupRule, window_rule

@@ -165,10 +165,10 @@ class WorkerHalf:
         link, copier, started = self._link, self._copier, time.perf_counter()
         if job.session != self._session or link is None or copier is None:
             return Outcome(ok=False, store_job=job.job_id)
-        moves = pieces(job.engine, job.store, self._blocks_per_chunk)
         try:
+            moves = pieces(job.engine, job.store, self._blocks_per_chunk)
             copied, ok = copier.copy(moves, self._slots, store=True), True
-        except TierError as exc:
+        except (TierError, ValueError) as exc:
             log.error("store of %d blocks failed: %s", len(job.keys), exc)
             copied, ok = 0, False
         seconds = time.perf_counter() - started
@@ -179,16 +179,16 @@ class WorkerHalf:
         link, copier, started = self._link, self._copier, time.perf_counter()
         if job.session != self._session or link is None or copier is None:
             return Outcome(ok=False, request_id=job.request_id)
-        moves = pieces(job.engine, job.store, self._blocks_per_chunk)
         damaged: list[int] = []
         try:
+            moves = pieces(job.engine, job.store, self._blocks_per_chunk)
             copied = copier.copy(moves, self._slots, store=False)
             damaged = [
                 slot
                 for slot, generation in zip(job.store.slots, job.generations, strict=True)
                 if self._slots.generation(slot) != generation
             ]
-        except TierError as exc:
+        except (TierError, ValueError) as exc:
             log.error("load for %s failed: %s", job.request_id, exc)
             copied, damaged = 0, list(job.store.slots)
         if damaged:

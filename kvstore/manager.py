@@ -314,18 +314,21 @@ class Manager:
         lease = self.leases.end(lease_id)
         if lease is None:
             return False
+        for entry in lease.entries:
+            if entry.pins == 0:
+                self._unpinned(entry)
         bad = set(damaged)
         for entry in lease.entries:
             if entry.slot in bad and entry.state is State.READY:
                 self.drop(entry.key, "damaged")
-        for entry in lease.entries:
-            if entry.pins:
-                continue
-            if entry.state is State.DROPPED:
-                self._release_slot(entry.slot)
-            else:
-                self._policy.freed(entry)
         return True
+
+    def _unpinned(self, entry: Entry) -> None:
+        """The last pin is gone: the block may be evicted, or its slot goes back."""
+        if entry.state is State.DROPPED:
+            self._release_slot(entry.slot)
+        else:
+            self._policy.freed(entry)
 
     def expire(self, now_ns: int) -> list[LeaseId]:
         """End the leases that nobody completed in time, and name them."""
@@ -347,10 +350,7 @@ class Manager:
         entry.pins -= 1
         check(entry.pins >= 0, "pins of an entry below zero")
         if entry.pins == 0:
-            if entry.state is State.DROPPED:
-                self._release_slot(entry.slot)
-            else:
-                self._policy.freed(entry)
+            self._unpinned(entry)
 
     # Leaving
 

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from connectors.client import StoreClient
-from connectors.scheduler import Geometry, SchedulerHalf
+from connectors.requests import Geometry
+from connectors.scheduler import SchedulerHalf
 from kvstore import protocol as p
 from kvstore.config import Config, CpuConfig, EngineConfig, ServerConfig, TierConfig
 from kvstore.index import Entry, State
@@ -221,8 +222,9 @@ class World:
             self._next_request += 1
             self._note(f"{request.request_id}: {len(prompt)} tokens")
             engine.add(request)
-        if engine.requests and rng.random() < 0.02:
-            victim = rng.choice(sorted(engine.requests))
+        if engine.requests and rng.random() < 0.03:
+            loading = [r for r, q in engine.requests.items() if q.state.value == "loading"]
+            victim = rng.choice(loading or sorted(engine.requests))
             self._note(f"{victim}: aborted while {engine.requests[victim].state.value}")
             engine.abort(victim)
         if self._arrivals and rng.random() < 0.005:
@@ -379,9 +381,9 @@ class World:
         open_jobs = set().union(*(worker.stores_open for worker in host.workers))
         reported = {job for worker in host.workers for job in worker._over}
         reported |= {o.store_job or 0 for worker in host.workers for o in worker._outcomes}
-        assert open_jobs <= set(half._jobs), "a store is under way that the fence does not know"
-        sources = {block for ids in half._jobs.values() for block in ids}
-        assert set(half._sources) == sources, "sources and jobs differ"
+        assert open_jobs <= set(half._offers._jobs), "a store is under way that the fence does not know"
+        sources = {block for ids in half._offers._jobs.values() for block in ids}
+        assert set(half._offers._sources) == sources, "sources and jobs differ"
         store = self.net.store
         if store is None or client._link is None or not client.session:
             return
@@ -424,7 +426,7 @@ class World:
     def _check_nothing_left(self) -> None:
         for host in self.hosts:
             half = host.half
-            for left in (half._requests, half._sources, half._jobs, half._ranks_over):
+            for left in (half._requests, half._offers._sources, half._offers._jobs, half._ranks_over):
                 assert not left, f"{host.name}: left behind: {left}"
             assert not half._loading_hashes
             assert not half._early

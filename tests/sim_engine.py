@@ -17,7 +17,8 @@ from typing import Protocol
 import msgspec
 
 from connectors.jobs import StepMeta
-from connectors.scheduler import SchedulerHalf, Step
+from connectors.requests import Step
+from connectors.scheduler import SchedulerHalf
 from tests.sim_model import POISON, TOKEN_BYTES, BlockPool, Request, Shape, State
 
 

@@ -13,6 +13,7 @@ import msgspec
 SEED = 20
 RESAMPLES = 4000
 CONFIDENCE = 0.9
+IN_OTHER_COLUMNS = ("against", "difference_ms", "ratio_low", "ratio_high")
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,33 +76,53 @@ def show(bench: str, results: Sequence[Result], *, json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"kvstore bench {bench}", box=SIMPLE_HEAD, title_justify="left")
+    common = _common([result.parameters for result in results])
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("name", no_wrap=True)
-    table.add_column("parameters")
-    for heading in ("value", "unit", "reference", "ratio"):
+    table.add_column("of")
+    for heading in ("value", "reference", "ratio"):
         table.add_column(heading, justify="right", no_wrap=True)
     for result in results:
-        parameters = {
-            key: value
+        own = [
+            str(value) if key == "system" else f"{key}={value}"
             for key, value in result.parameters.items()
-            if key not in ("ratio_low", "ratio_high")
-        }
+            if key not in common and key not in IN_OTHER_COLUMNS
+        ]
+        reference = "-"
+        if result.reference is not None:
+            against = result.parameters.get("against", "")
+            reference = f"{against} {_number(result.reference)}".strip()
         table.add_row(
             result.name,
-            " ".join(f"{key}={value}" for key, value in parameters.items()),
-            _number(result.value),
-            result.unit,
-            _number(result.reference),
-            _number(result.ratio) + _interval(result.parameters),
+            " ".join(own),
+            f"{_number(result.value)} {result.unit}".strip(),
+            reference,
+            "-" if result.ratio is None else _number(result.ratio) + _interval(result.parameters),
         )
-    Console().print(table)
+    console = Console()
+    everywhere = ", ".join(f"{key}={value}" for key, value in common.items())
+    console.print(f"kvstore bench {bench}" + (f": {everywhere}" if everywhere else ""))
+    console.print(table)
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+def _common(parameters: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what is equal in all results that have it, if more than one has."""
+    seen: dict[str, list[Any]] = {}
+    for one in parameters:
+        for key, value in one.items():
+            seen.setdefault(key, []).append(value)
+    return {
+        key: values[0]
+        for key, values in seen.items()
+        if len(values) > 1 and all(value == values[0] for value in values)
+    }
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
 
 
 def _interval(parameters: dict[str, Any]) -> str:
     if "ratio_low" not in parameters:
         return ""
-    return f" [{_number(parameters['ratio_low'])}, {_number(parameters['ratio_high'])}]"
+    return f" ({_number(parameters['ratio_low'])} to {_number(parameters['ratio_high'])})"

@@ -1,0 +1,191 @@
+"""What the real-engine tests share: attaching, prompts, asking stores, looking at processes."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from kvstore import admin
+from kvstore.bench.engine import Engine, Request
+from kvstore.bench.models import prompt
+from kvstore.bench.store import StoreProcess
+
+ENGINE_BLOCK = 32
+TOKENS_OUT = 24
+CAPACITY = "256MiB"
+# Bytes of one block of 32 tokens: layers x (K and V) x KV heads x head size x bfloat16 x tokens.
+LLAMA_BLOCK_BYTES = 4 * 2 * 2 * 64 * 2 * ENGINE_BLOCK
+GEMMA_BLOCK_BYTES = LLAMA_BLOCK_BYTES // 2  # two layers in each of its four groups
+GROUPS = {"llama_s": 1, "gemma3": 4}
+BLOCK_BYTES = {"llama_s": LLAMA_BLOCK_BYTES, "gemma3": GEMMA_BLOCK_BYTES}
+
+T = TypeVar("T")
+
+
+def attach(
+    store: StoreProcess | None = None, *, by: str = "connectors.vllm.TieredConnector", **extra: Any
+) -> dict[str, Any]:
+    """A kv_transfer_config for a shared store, or for a private one.
+
+    by: dotted name of the connector class. extra: more of kv_connector_extra_config.
+    """
+    module, _, name = by.rpartition(".")
+    place = {"cpu": CAPACITY} if store is None else {"store": store.address}
+    return {
+        "kv_connector": name,
+        "kv_connector_module_path": module,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": place | extra,
+    }
+
+
+def broken(name: str) -> str:
+    """Dotted name of one of the connectors that do something wrong, or slowly."""
+    return f"tests.engine.broken.{name}"
+
+
+# Prompts
+
+
+def families(count: int = 24, seed: int = 0, longest: int = 1500) -> list[Request]:
+    """Prompts of many lengths that share prefixes in groups of four, arriving over some steps.
+
+    Among the lengths are those next to a block's end, and less than a block.
+    """
+    rng = random.Random(seed)
+    made = []
+    for index in range(count):
+        family = 1000 * (seed + 1) + index // 4
+        shared = prompt(family, rng.randrange(40, longest // 2))
+        own = prompt(family * 100 + index % 4 + 1, rng.randrange(10, longest // 2))
+        tokens = shared + own
+        if index % 6 in (1, 2, 3):  # ends with a block, one token before, one after
+            tokens = tokens[: len(tokens) // 64 * 64 + (index % 6) - 2 or 20]
+        made.append(Request(id=f"p{index}", tokens=tokens, arrive_step=index // 3))
+    return made
+
+
+def together(requests: Iterable[Request]) -> list[Request]:
+    """The same prompts, all at once."""
+    return [Request(id=request.id, tokens=request.tokens) for request in requests]
+
+
+def servable(tokens: int, block_tokens: int = ENGINE_BLOCK) -> int:
+    """Tokens of a prompt that can come from a cache: whole blocks, never the last token."""
+    return (tokens - 1) // block_tokens * block_tokens
+
+
+def blocks_kept(requests: Sequence[Request], tokens_out: int) -> int:
+    """Whole blocks that requests without common prefixes leave; the last token has no KV."""
+    return sum((len(r.tokens) + tokens_out - 1) // ENGINE_BLOCK for r in requests)
+
+
+# Engines and stores
+
+
+def forget(engine: Engine, *, connector_too: bool = False, within_s: float = 10.0) -> None:
+    """Empty the engine's own cache. Fails if one of its blocks stays in use."""
+    deadline_s = time.monotonic() + within_s
+    while engine.idle_steps(2):  # a load that nobody wants any more may still run
+        assert time.monotonic() < deadline_s, "the engine always has something to do"
+    assert engine.reset_prefix_cache(connector_too=connector_too), "a block is still in use"
+
+
+def grown(engine: Engine, before: dict[str, float], name: str) -> int:
+    """How much one of vLLM's counters has grown."""
+    return int(engine.metrics().get(name, 0) - before.get(name, 0))
+
+
+def numbers(address: str) -> dict[str, float]:
+    """A store's numbers by name{label}, only those that are not 0; namespaces are summed."""
+    found: dict[str, float] = {}
+    for stat in admin.stats(address):
+        labels = [value for key, value in stat.labels.items() if key != "namespace"]
+        name = f"{stat.name}{{{','.join(labels)}}}" if labels else stat.name
+        if stat.value:
+            found[name] = found.get(name, 0) + stat.value
+    return found
+
+
+def since(address: str, before: dict[str, float]) -> dict[str, float]:
+    """What has changed in a store's numbers."""
+    after = numbers(address)
+    names = after.keys() | before.keys()
+    changes = {name: after.get(name, 0) - before.get(name, 0) for name in names}
+    return {name: change for name, change in changes.items() if change}
+
+
+def settled(read: Callable[[], T], quiet_s: float = 0.4, within_s: float = 15.0) -> T:
+    """What read returns once it has stayed the same for a while."""
+    deadline_s = time.monotonic() + within_s
+    value, since_s = read(), time.monotonic()
+    while time.monotonic() - since_s < quiet_s:
+        assert time.monotonic() < deadline_s, f"keeps changing: {value}"
+        time.sleep(0.05)
+        latest = read()
+        if latest != value:
+            value, since_s = latest, time.monotonic()
+    return value
+
+
+def eventually(happened: Callable[[], T], within_s: float = 10.0) -> T:
+    """Wait until a condition is true, and return what made it so."""
+    deadline_s = time.monotonic() + within_s
+    while not (value := happened()):
+        assert time.monotonic() < deadline_s, f"not within {within_s:.0f} s"
+        time.sleep(0.02)
+    return value
+
+
+# Processes
+
+
+def private_store_of(engine: Engine) -> psutil.Process:
+    """The store process that an engine with a private one has started."""
+    roots = [psutil.Process(pid) for pid in engine.pids().values()]
+    children = [child for root in roots for child in root.children(recursive=True)]
+    found = {child.pid: child for child in children if _is_private_store(child)}
+    assert len(found) == 1, f"private stores: {sorted(found)}"
+    return next(iter(found.values()))
+
+
+def _is_private_store(process: psutil.Process) -> bool:
+    try:
+        return "kvstore.service.private" in process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return False
+
+
+def gone(process: psutil.Process) -> bool:
+    """Whether a process has ended; one that nobody has reaped yet has."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def memory_users() -> set[int]:
+    """Processes that hold memory of a store, mapped or as a descriptor."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            links = [link.readlink() for link in (folder / "fd").iterdir()]
+            maps = (folder / "maps").read_text()
+        except OSError:  # it has just ended
+            continue
+        if "memfd:kvstore" in maps or any("memfd:kvstore" in str(link) for link in links):
+            found.add(int(folder.name))
+    return found
+
+
+def traces() -> set[str]:
+    """Names that stores of any kind have on this machine: abstract sockets, shared memory."""
+    sockets = Path("/proc/net/unix").read_text().split()
+    shared = [path.name for path in Path("/dev/shm").iterdir()]  # noqa: S108 - it is looked at
+    return {name for name in [*sockets, *shared] if "kvstore" in name and "pytest" not in name}

@@ -1,0 +1,170 @@
+"""With the connector every token is what it is without, whatever the engine goes through."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvstore.bench.engine import Engine, Request, Result
+from kvstore.bench.models import prompt
+from kvstore.bench.store import StoreProcess
+from tests.engine.identity import assert_same, divergences
+from tests.engine.support import (
+    CAPACITY,
+    TOKENS_OUT,
+    attach,
+    broken,
+    families,
+    forget,
+    grown,
+    servable,
+    together,
+)
+
+pytestmark = pytest.mark.vllm
+
+MODELS = ("llama_s", "gemma3")
+LONG_OUT = 100  # growing by this much is what makes a small KV cache preempt
+MODEL_LEN = 2048
+TIGHT_BYTES = {"llama_s": 8 << 20, "gemma3": 6 << 20}
+# A cache that holds two or three of the prompts, a small token budget, large blocks.
+TIGHT = {"max_num_batched_tokens": 256, "max_num_seqs": 12, "extra": {"max_model_len": MODEL_LEN}}
+HITS = "external_prefix_cache_hits"
+
+Reference = Callable[[list[Request], int], list[Result]]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def reference(name: str, model: Callable[[str], Path]) -> Iterator[Reference]:
+    """Results of an engine without connector, with nothing in its cache at first."""
+    with Engine(model(name)) as engine:
+
+        def run(requests: list[Request], tokens_out: int) -> list[Result]:
+            forget(engine)
+            whole = [msgspec.structs.replace(request, abort_step=None) for request in requests]
+            return engine.run(whole, max_tokens=tokens_out)
+
+        yield run
+
+
+@pytest.fixture(scope="module")
+def roomy(name: str, model: Callable[[str], Path]) -> Iterator[Engine]:
+    """Everything fits; a private store."""
+    with Engine(model(name), connector=attach()) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def tight(name: str, model: Callable[[str], Path]) -> Iterator[Engine]:
+    """Nothing fits, prompts come in pieces, copies take several steps; blocks of 64 tokens."""
+    connector = attach(by=broken("SluggishConnector"), block_tokens=64)
+    with Engine(
+        model(name), connector=connector, kv_cache_bytes=TIGHT_BYTES[name], **TIGHT
+    ) as engine:
+        yield engine
+
+
+def aborted(requests: list[Request], seed: int, span: int) -> list[Request]:
+    """The same, but one in two is aborted up to span steps after it came, some at once."""
+    rng = random.Random(seed)
+    return [
+        msgspec.structs.replace(r, abort_step=r.arrive_step + max(0, rng.randrange(-3, span)))
+        if rng.random() < 1 / 2
+        else r
+        for r in requests
+    ]
+
+
+def assert_survivors_same(reference: list[Result], got: list[Result]) -> None:
+    """Those that ended have the reference's tokens, those that were aborted the first of them."""
+    by_id = {result.id: result for result in reference}
+    cut = []
+    for result in got:
+        whole, count = by_id[result.id], len(result.tokens)
+        tokens, margins = whole.tokens[:count], whole.margins[:count]
+        expected = whole if result.finished else msgspec.structs.replace(whole, tokens=tokens)
+        cut.append(msgspec.structs.replace(expected, margins=margins))
+    assert_same(cut, got)
+
+
+def test_cold_and_from_our_tier(reference: Reference, roomy: Engine) -> None:
+    requests = families()
+    expected = reference(requests, TOKENS_OUT)
+    assert_same(expected, roomy.run(requests, max_tokens=TOKENS_OUT))
+    for again in (requests, together(requests)):  # the second: all of them at once
+        forget(roomy)
+        before = roomy.metrics()
+        got = roomy.run(again, max_tokens=TOKENS_OUT)
+        assert_same(expected, got)
+        assert grown(roomy, before, HITS) > sum(len(r.tokens) for r in again) / 2
+        for request, result in zip(again, got, strict=True):
+            assert result.cached_tokens == servable(len(request.tokens))
+    forget(roomy)
+
+
+def test_what_was_generated_is_kept_too(reference: Reference, roomy: Engine) -> None:
+    """A second turn: the prompt, what was answered to it, and a new question."""
+    first = [Request(id=f"t{i}", tokens=prompt(7000 + i, 150 + 61 * i)) for i in range(6)]
+    answers = roomy.run(first, max_tokens=90)
+    turns = [
+        Request(id=one.id, tokens=[*one.tokens, *answer.tokens, *prompt(7100 + index, 40)])
+        for index, (one, answer) in enumerate(zip(first, answers, strict=True))
+    ]
+    expected = reference(turns, TOKENS_OUT)
+    forget(roomy)
+    got = roomy.run(turns, max_tokens=TOKENS_OUT)
+    assert_same(expected, got)
+    for one, result in zip(first, got, strict=True):
+        assert result.cached_tokens == (len(one.tokens) + 90 - 1) // 32 * 32
+    forget(roomy)
+
+
+def test_under_pressure(reference: Reference, tight: Engine) -> None:
+    """Chunked prefill, preemption, loads into blocks whose old bytes are still being stored."""
+    requests = families(seed=1, longest=900)
+    expected = reference(requests, LONG_OUT)
+    before = tight.metrics()
+    assert_same(expected, tight.run(requests, max_tokens=LONG_OUT))
+    assert grown(tight, before, "num_preemptions") > 0
+    forget(tight)
+    before = tight.metrics()
+    assert_same(expected, tight.run(together(requests), max_tokens=LONG_OUT))
+    assert grown(tight, before, "num_preemptions") > 0
+    assert grown(tight, before, HITS) > sum(len(r.tokens) for r in requests) / 3
+    forget(tight)
+
+
+def test_aborts_at_every_stage(reference: Reference, tight: Engine) -> None:
+    """Before the first schedule, during a load, in the middle of a prompt, while generating."""
+    requests = families(seed=2, longest=900)
+    expected = reference(requests, LONG_OUT)
+    for round_, span in enumerate((6, 30, 90)):  # cold, then with hits
+        mixed = aborted(requests, round_, span)
+        got = tight.run(mixed, max_tokens=LONG_OUT)
+        assert_survivors_same(expected, got)
+        assert any(result.aborted and not result.tokens for result in got)
+        assert any(result.finished for result in got)
+        forget(tight)
+    assert any(result.aborted and result.tokens for result in got)
+
+
+def test_one_lost_block_is_noticed(name: str, model: Callable[[str], Path]) -> None:
+    """The comparison has teeth: leave one block of each load empty, and it fails."""
+    connector = attach(by=broken("ForgetfulConnector"))
+    requests = together(families(count=12))
+    with Engine(model(name), connector=connector) as engine:
+        expected = engine.run(requests, max_tokens=TOKENS_OUT)
+        forget(engine)
+        got = engine.run(requests, max_tokens=TOKENS_OUT)
+    assert len(divergences(expected, got)) > len(requests) / 2
+    with pytest.raises(AssertionError, match="prompts differ"):
+        assert_same(expected, got)

@@ -1,0 +1,330 @@
+"""Slot geometry: whatever topology writes, any other reads the same bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+
+from kvstore.errors import ConfigError
+from kvstore.layout import (
+    ALIGNMENT,
+    GroupGeometry,
+    LayerGeometry,
+    RankGeometry,
+    SlotLayout,
+    slot_layout,
+)
+from kvstore.types import GroupRule
+
+DECISION = Path(__file__).parent.parent / "docs" / "decisions" / "001-slot-order.md"
+HEAD_BYTES = 96
+LAYERS = ("model.0", "model.1", "model.2")
+
+
+def ranks_of(
+    tp: int,
+    *,
+    heads: int = 8,
+    pp: int = 1,
+    layers: Sequence[str] = LAYERS,
+    head_major: bool = True,
+    head_bytes: int = HEAD_BYTES,
+    chunk: int = 2,
+    rule: GroupRule | None = None,
+) -> list[RankGeometry]:
+    """All ranks of one engine, pipeline stages outermost; KV heads are replicated beyond tp."""
+    mine = max(1, heads // tp)
+    ranks = []
+    for stage in range(pp):
+        names = layers[stage * len(layers) // pp : (stage + 1) * len(layers) // pp]
+        for rank in range(tp):
+            first = rank * heads // tp
+            shape = (mine * head_bytes, mine, first, heads, head_major)
+            group = GroupGeometry(
+                rule or GroupRule(), tuple(LayerGeometry(name, *shape) for name in names)
+            )
+            ranks.append(RankGeometry("model", 16 * chunk, (chunk,), (group,)))
+    return ranks
+
+
+def content(layer: str, block: int, head: int) -> bytes:
+    """What the engine keeps for one head of one layer of one engine block."""
+    seed = hashlib.sha256(f"{layer}/{block}/{head}".encode()).digest()
+    return seed * (HEAD_BYTES // len(seed))
+
+
+def pages(rank: RankGeometry) -> Iterator[tuple[str, int, bytes]]:
+    """Yield layer, engine block and page of a rank, heads outermost."""
+    for layer in rank.groups[0].layers:
+        for block in range(rank.blocks_per_chunk[0]):
+            heads = range(layer.head_first, layer.head_first + layer.heads)
+            yield layer.name, block, b"".join(content(layer.name, block, h) for h in heads)
+
+
+def write(ranks: Sequence[RankGeometry]) -> tuple[SlotLayout, bytearray]:
+    """Fill a slot as these ranks do: each writes what its layout tells it to."""
+    layout = slot_layout(ranks)
+    slot = bytearray(layout.slot_bytes)
+    for rank, mine in zip(ranks, layout.ranks, strict=True):
+        runs = {run.name: run for run in mine.groups[0].runs if run.writes}
+        for name, block, page in pages(rank):
+            if name in runs:
+                at = block * mine.groups[0].stride + runs[name].offset
+                assert not any(slot[at : at + len(page)]), "two ranks write the same bytes"
+                slot[at : at + len(page)] = page
+    return layout, slot
+
+
+def assert_reads(ranks: Sequence[RankGeometry], slot: bytes) -> None:
+    for rank, mine in zip(ranks, slot_layout(ranks).ranks, strict=True):
+        runs = {run.name: run for run in mine.groups[0].runs}
+        for name, block, page in pages(rank):
+            at = block * mine.groups[0].stride + runs[name].offset
+            assert runs[name].length == len(page)
+            assert slot[at : at + len(page)] == page
+
+
+@pytest.mark.parametrize("reader", [1, 2, 4, 8])
+@pytest.mark.parametrize("writer", [1, 2, 4, 8])
+@pytest.mark.parametrize("heads", [8, 2, 1])
+def test_B13_what_one_topology_writes_another_reads(heads: int, writer: int, reader: int) -> None:
+    layout, slot = write(ranks_of(writer, heads=heads))
+    other = ranks_of(reader, heads=heads)
+    assert_reads(other, slot)
+    assert slot_layout(other).digest == layout.digest
+
+
+@pytest.mark.parametrize("writer", [(1, 1), (1, 3), (2, 3), (4, 1)])
+def test_O18_pipeline_stages_are_parts_of_one_slot(writer: tuple[int, int]) -> None:
+    tp, pp = writer
+    layout, slot = write(ranks_of(tp, pp=pp))
+    assert_reads(ranks_of(2, pp=1), slot)
+    assert layout.digest == slot_layout(ranks_of(1)).digest
+
+
+@pytest.mark.parametrize(("heads", "tp"), [(1, 4), (2, 8), (4, 8)])
+def test_B13_replicated_heads_are_written_by_one_rank_and_read_by_all(heads: int, tp: int) -> None:
+    layout = slot_layout(ranks_of(tp, heads=heads))
+    first = [rank.groups[0].runs[0] for rank in layout.ranks]
+    assert sum(run.writes for run in first) == heads
+    assert len({run.offset for run in first}) == heads
+    assert [rank.groups[0].stride for rank in layout.ranks] == [3 * heads * HEAD_BYTES] * tp
+
+
+def test_pages_that_cannot_be_cut_by_head_keep_the_tensor_parallel_size_in_the_digest() -> None:
+    digests = {tp: slot_layout(ranks_of(tp, head_major=False)).digest for tp in (1, 2, 4, 8)}
+    assert len(set(digests.values())) == 4
+
+
+def test_pages_that_cannot_be_cut_by_head_follow_one_another() -> None:
+    layout = slot_layout(ranks_of(4, head_major=False, layers=["only"]))
+    page = 2 * HEAD_BYTES
+    assert [rank.groups[0].runs[0].offset for rank in layout.ranks] == [0, page, 2 * page, 3 * page]
+
+
+def test_the_order_of_a_page_is_part_of_the_digest_on_one_rank_too() -> None:
+    by_head, by_token = ranks_of(1), ranks_of(1, head_major=False)
+    assert slot_layout(by_head).digest != slot_layout(by_token).digest
+
+
+def test_slots_are_aligned_for_direct_io() -> None:
+    layout = slot_layout(ranks_of(1))
+    assert layout.slot_bytes % ALIGNMENT == 0
+    assert 0 <= layout.slot_bytes - 2 * 3 * 8 * HEAD_BYTES < ALIGNMENT
+
+
+def test_the_largest_group_decides_the_size_of_a_slot() -> None:
+    one = ranks_of(1)[0]
+    small = msgspec.structs.replace(one.groups[0], layers=one.groups[0].layers[:1])
+    both = msgspec.structs.replace(one, groups=(small, one.groups[0]), blocks_per_chunk=(2, 2))
+    layout = slot_layout([both])
+    assert layout.slot_bytes == slot_layout([one]).slot_bytes
+    assert [group.stride for group in layout.ranks[0].groups] == [
+        8 * HEAD_BYTES,
+        3 * 8 * HEAD_BYTES,
+    ]
+
+
+# What decides the bytes decides the digest
+
+
+def changed(name: str, value: object) -> RankGeometry:
+    rank = ranks_of(1)[0]
+    if name in LayerGeometry.__struct_fields__:
+        first, *rest = rank.groups[0].layers
+        layers = (msgspec.structs.replace(first, **{name: value}), *rest)
+        return msgspec.structs.replace(rank, groups=(GroupGeometry(GroupRule(), layers),))
+    if name == "rule":
+        assert isinstance(value, GroupRule)
+        return ranks_of(1, rule=value)[0]
+    return msgspec.structs.replace(rank, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("identity", "another model"),
+        ("block_tokens", 64),
+        ("blocks_per_chunk", (4,)),
+        ("rule", GroupRule(3)),
+        ("name", "another.layer"),
+        ("page_bytes", 8 * HEAD_BYTES * 2),
+        ("head_major", False),
+    ],
+)
+def test_B3_each_fact_changes_the_digest(name: str, value: object) -> None:
+    assert slot_layout([changed(name, value)]).digest != slot_layout(ranks_of(1)).digest
+
+
+def test_B3_the_order_of_the_layers_changes_the_digest() -> None:
+    turned = ranks_of(1, layers=LAYERS[::-1])
+    assert slot_layout(turned).digest != slot_layout(ranks_of(1)).digest
+
+
+# Ranks that do not fit together
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("identity", "another model", ["rank 1", "'another model'", "'model'"]),
+        ("block_tokens", 64, ["rank 1", "64", "32"]),
+        ("blocks_per_chunk", (4,), ["rank 1", "(4,)", "(2,)"]),
+        ("rule", GroupRule(3), ["rank 1", "trailing=3", "trailing=None"]),
+        ("page_bytes", 960, ["model.0", "960", "768"]),
+        ("head_major", False, ["model.0", "head_major=False", "head_major=True"]),
+    ],
+)
+def test_B3_ranks_that_differ_are_refused_naming_both_values(
+    name: str, value: object, told: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        slot_layout([ranks_of(1)[0], changed(name, value)])
+    assert [word for word in told if word not in str(caught.value)] == []
+
+
+def test_a_missing_rank_is_refused_naming_its_heads() -> None:
+    with pytest.raises(ConfigError, match=r"hold heads \[0, 1, 4, 5, 6, 7\], expected 0..7"):
+        slot_layout([rank for number, rank in enumerate(ranks_of(4)) if number != 1])
+
+
+def test_a_group_without_layers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no layers"):
+        slot_layout(ranks_of(1, layers=[]))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: LayerGeometry("x", 0),
+        lambda: LayerGeometry("x", 64, 0),
+        lambda: LayerGeometry("x", 64, 3, 0, 8),
+        lambda: LayerGeometry("x", 64, 2, 1, 8),
+        lambda: LayerGeometry("x", 64, 2, 8, 8),
+        lambda: LayerGeometry("x", 64, 2, -2, 8),
+        lambda: GroupGeometry(GroupRule(), (LayerGeometry("x", 64), LayerGeometry("x", 64))),
+        lambda: RankGeometry("model", 16, (), ()),
+        lambda: RankGeometry("model", 16, (1, 1), ranks_of(1)[0].groups),
+        lambda: RankGeometry("model", 16, (0,), ranks_of(1)[0].groups),
+    ],
+)
+def test_geometry_that_makes_no_sense_cannot_be_made(wrong: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r"heads|twice|blocks"):
+        wrong()
+
+
+# The decision about the order, docs/decisions/001-slot-order.md
+
+KIB = 1024
+TOKENS = 16
+CHUNK = 4
+
+
+class Model(NamedTuple):
+    """A model's KV cache, bf16; cell_bytes: one head of one layer of one engine block."""
+
+    name: str
+    layers: int
+    heads: int
+    cell_bytes: int
+
+
+MODELS = (
+    Model("Llama-3.1-8B", 32, 8, TOKENS * 2 * 128 * 2),
+    Model("Llama-3.1-70B", 80, 8, TOKENS * 2 * 128 * 2),
+    Model("Qwen3-30B-A3B", 48, 4, TOKENS * 2 * 128 * 2),
+    Model("Gemma-3-27B (10 full layers)", 10, 16, TOKENS * 2 * 128 * 2),
+    Model("DeepSeek-V3 (MLA)", 61, 1, TOKENS * (512 + 64) * 2),
+)
+Cell = tuple[int, int, int]  # engine block, layer, head
+ORDERS: dict[str, Callable[[Cell], tuple[int, int, int]]] = {
+    "engine block, layer, head": lambda cell: (cell[0], cell[1], cell[2]),
+    "layer, engine block, head": lambda cell: (cell[1], cell[0], cell[2]),
+    "head, engine block, layer": lambda cell: (cell[2], cell[0], cell[1]),
+}
+
+
+def run_bytes(model: Model, order: str, tp: int, *, page: bool) -> int:
+    """Return the length of one rank's runs in a slot; all are equal.
+
+    page: stretches that are contiguous in the slot and in one page of the engine, what one copy
+    can move; otherwise: contiguous in the slot and of one engine block, what entering or storing
+    part of a block touches.
+    """
+    cells = sorted(
+        ((b, la, h) for b in range(CHUNK) for la in range(model.layers) for h in range(model.heads)),
+        key=ORDERS[order],
+    )
+    first, count = 0, max(1, model.heads // tp)  # rank 0; beyond the heads they are replicated
+    runs = [0]
+    last: tuple[int, Cell] | None = None
+    for place, cell in enumerate(cells):
+        if not first <= cell[2] < first + count:
+            continue
+        joined = last is not None and place == last[0] + 1 and cell[0] == last[1][0]
+        if joined and last is not None and page:
+            joined = cell[1] == last[1][1]
+        if not joined:
+            runs.append(0)
+        runs[-1] += model.cell_bytes
+        last = (place, cell)
+    (length,) = set(runs[1:])
+    return length
+
+
+def rows(*, page: bool) -> Iterator[str]:
+    for model in MODELS:
+        for order in ORDERS:
+            lengths = [run_bytes(model, order, tp, page=page) // KIB for tp in (1, 2, 4, 8)]
+            yield f"| {model.name} | {order} | {' | '.join(f'{kib:,}' for kib in lengths)} |"
+
+
+@pytest.mark.parametrize("page", [True, False])
+def test_the_decision_on_the_order_has_the_computed_numbers(page: bool) -> None:
+    text = DECISION.read_text(encoding="utf-8")
+    assert [row for row in rows(page=page) if row not in text] == []
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name.split()[0])
+def test_the_layout_has_the_runs_that_were_decided(model: Model, tp: int) -> None:
+    ours = next(iter(ORDERS))
+    names = [f"layer.{number}" for number in range(model.layers)]
+    ranks = ranks_of(
+        tp, heads=model.heads, layers=names, head_bytes=model.cell_bytes, chunk=CHUNK
+    )
+    for rank in slot_layout(ranks).ranks:
+        runs = rank.groups[0].runs
+        assert {run.length for run in runs} == {run_bytes(model, ours, tp, page=True)}
+        stretches = [runs[0].length]
+        for before, run in zip(runs, runs[1:], strict=False):
+            if run.offset == before.offset + before.length:
+                stretches[-1] += run.length
+            else:
+                stretches.append(run.length)
+        assert set(stretches) == {run_bytes(model, ours, tp, page=False)}

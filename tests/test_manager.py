@@ -1,0 +1,444 @@
+"""Every transition of a slot's life, leases, and the way out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import pytest
+
+from kvstore.errors import InvariantBroken
+from kvstore.index import State
+from kvstore.leases import Lease
+from kvstore.lookup import Answer
+from kvstore.manager import Chain, Manager, StoreOutcome
+from kvstore.types import BlockKey, GroupRule, LookupResult, Slot
+
+WIDTH = 4
+FULL = GroupRule()
+
+
+def chain(length: int, name: str = "a", groups: int = 1) -> Chain:
+    packed = b"".join(f"{name}{index:03}".encode() for index in range(length))
+    return Chain(packed, WIDTH, groups)
+
+
+class Rig:
+    """A manager whose generations can be read."""
+
+    def __init__(self, slots: int = 8, rules: Sequence[GroupRule] = (FULL,)) -> None:
+        self.generations: dict[int, int] = defaultdict(int)
+        self.manager = Manager(rules, self.generations)
+        self.manager.add_slots([Slot(number) for number in range(slots)])
+
+    def grant(self, count: int = 1) -> list[Slot]:
+        return self.manager.prepare_store(count)
+
+    def begin(self, of: Chain, index: int, group: int = 0) -> Slot:
+        (slot,) = self.grant()
+        parent = of.key(group, index - 1) if index else None
+        self.manager.begin_store(of.key(group, index), parent, slot)
+        return slot
+
+    def put(self, of: Chain, first: int = 0, group: int = 0) -> list[Slot]:
+        """Store blocks first.. of a chain."""
+        slots = []
+        for index in range(first, of.blocks):
+            slots.append(self.begin(of, index, group))
+            assert self.manager.complete_store(slots[-1], ok=True) is StoreOutcome.STORED
+        return slots
+
+    def lease(self, of: Chain, deadline_ns: int = 100) -> Lease:
+        lease = self.manager.prepare_load(of, of.blocks, 7, deadline_ns)
+        assert lease is not None
+        return lease
+
+    def probe(self, of: Chain, index: int = 0) -> LookupResult:
+        return self.manager.probe(of.key(0, index))
+
+
+# FREE -> GRANTED
+
+
+def test_slots_are_granted_lowest_first_and_no_more_than_there_are() -> None:
+    rig = Rig(3)
+    assert rig.grant(2) == [0, 1]
+    assert rig.grant(5) == [2]
+    assert rig.grant(1) == []
+    assert (rig.manager.slots_free, rig.manager.slots_granted) == (0, 3)
+
+
+def test_O20_each_grant_of_a_slot_gives_it_a_new_generation() -> None:
+    rig = Rig(1)
+    seen = []
+    for _ in range(3):
+        (slot,) = rig.grant()
+        seen.append(rig.generations[slot])
+        rig.manager.give_back([slot])
+    assert seen == [1, 2, 3]
+
+
+def test_O20_generations_wrap_at_32_bits() -> None:
+    rig = Rig(1)
+    rig.generations[0] = 0xFFFFFFFF
+    rig.grant()
+    assert rig.generations[0] == 0
+
+
+def test_O20_the_generation_grows_before_anybody_can_write() -> None:
+    rig = Rig(1)
+    stored = chain(1)
+    rig.put(stored)
+    lease = rig.lease(stored)
+    rig.manager.complete_load(lease.lease_id)
+    assert rig.grant() == [0]  # evicts the block
+    assert lease.groups[0].generations != [rig.generations[0]]
+
+
+# GRANTED -> FREE
+
+
+def test_O23_credits_that_come_back_are_free_again() -> None:
+    rig = Rig(2)
+    rig.manager.give_back(rig.grant(2))
+    assert (rig.manager.slots_free, rig.manager.slots_granted) == (2, 0)
+
+
+def test_a_slot_that_was_not_granted_cannot_come_back() -> None:
+    with pytest.raises(InvariantBroken):
+        Rig(2).manager.give_back([Slot(0)])
+
+
+def test_a_write_needs_a_granted_slot() -> None:
+    with pytest.raises(InvariantBroken):
+        Rig(2).manager.begin_store(chain(1).key(0, 0), None, Slot(0))
+
+
+# GRANTED -> WRITING -> READY
+
+
+def test_O2_a_block_is_pending_while_written_then_a_hit() -> None:
+    rig, blocks = Rig(), chain(1)
+    slot = rig.begin(blocks, 0)
+    assert rig.probe(blocks) is LookupResult.PENDING
+    assert rig.manager.lookup(blocks, 1) == Answer(1, pending=True)
+    assert rig.manager.complete_store(slot, ok=True) is StoreOutcome.STORED
+    assert rig.probe(blocks) is LookupResult.HIT
+    assert rig.manager.lookup(blocks, 1) == Answer(1)
+    assert not rig.manager.is_granted(slot)
+
+
+def test_O16_what_becomes_ready_and_what_leaves_is_told_once_in_order() -> None:
+    rig, blocks = Rig(2), chain(2)
+    rig.put(blocks)
+    rig.grant(1)
+    first, second = blocks.key(0, 0), blocks.key(0, 1)
+    changes = rig.manager.take_changes()
+    assert (changes.added, changes.removed) == ([first, second], [second])
+    assert not rig.manager.take_changes().added
+
+
+# WRITING -> FREE
+
+
+def test_a_failed_write_leaves_nothing() -> None:
+    rig, blocks = Rig(1), chain(1)
+    slot = rig.begin(blocks, 0)
+    assert rig.manager.complete_store(slot, ok=False) is StoreOutcome.FAILED
+    assert rig.probe(blocks) is LookupResult.MISS
+    assert rig.manager.slots_free == 1
+    assert not rig.manager.take_changes().added
+
+
+def test_O11_the_first_complete_copy_wins_and_the_other_slot_goes_back() -> None:
+    rig, blocks = Rig(2), chain(1)
+    first, second = rig.begin(blocks, 0), rig.begin(blocks, 0)
+    assert rig.manager.complete_store(second, ok=True) is StoreOutcome.STORED
+    assert rig.manager.complete_store(first, ok=True) is StoreOutcome.DUPLICATE
+    assert rig.lease(blocks).groups[0].slots == [second]
+    assert rig.grant() == [first]
+
+
+@pytest.mark.parametrize("fails", ["first", "second"])
+def test_O11_one_failed_copy_does_not_take_the_other_along(fails: str) -> None:
+    rig, blocks = Rig(2), chain(1)
+    slots = {"first": rig.begin(blocks, 0), "second": rig.begin(blocks, 0)}
+    other = "second" if fails == "first" else "first"
+    assert rig.manager.complete_store(slots[fails], ok=False) is StoreOutcome.FAILED
+    assert rig.manager.complete_store(slots[other], ok=True) is StoreOutcome.STORED
+    assert rig.lease(blocks).groups[0].slots == [slots[other]]
+
+
+def test_O11_a_block_that_is_ready_is_not_stored_again() -> None:
+    rig, blocks = Rig(2), chain(1)
+    (slot,) = rig.put(blocks)
+    again = rig.begin(blocks, 0)
+    assert rig.probe(blocks) is LookupResult.HIT
+    assert rig.manager.complete_store(again, ok=True) is StoreOutcome.DUPLICATE
+    assert rig.lease(blocks).groups[0].slots == [slot]
+
+
+def test_a_block_without_its_parent_is_an_orphan() -> None:
+    rig, blocks = Rig(2), chain(2)
+    slot = rig.begin(blocks, 1)
+    assert rig.probe(blocks, 1) is LookupResult.MISS
+    assert rig.manager.complete_store(slot, ok=True) is StoreOutcome.ORPHAN
+    assert (rig.manager.slots_free, len(rig.manager.index)) == (2, 0)
+
+
+def test_a_block_is_no_orphan_when_its_parent_came_while_it_was_written() -> None:
+    rig, blocks = Rig(2), chain(2)
+    slot = rig.begin(blocks, 1)
+    rig.put(chain(1))
+    assert rig.manager.complete_store(slot, ok=True) is StoreOutcome.STORED
+    assert rig.manager.lookup(blocks, 2) == Answer(2)
+
+
+def test_children_of_a_failed_write_are_orphans() -> None:
+    rig, blocks = Rig(3), chain(2)
+    parent, child = rig.begin(blocks, 0), rig.begin(blocks, 1)
+    rig.manager.complete_store(parent, ok=False)
+    assert rig.manager.lookup(blocks, 2) == Answer(0)
+    assert rig.manager.complete_store(child, ok=True) is StoreOutcome.ORPHAN
+    assert (rig.manager.slots_free, rig.manager.index.holes) == (3, 0)
+
+
+def test_a_block_is_ready_only_when_its_parent_is() -> None:
+    rig, blocks = Rig(2), chain(2)
+    rig.begin(blocks, 0)
+    child = rig.begin(blocks, 1)
+    assert rig.manager.complete_store(child, ok=True) is StoreOutcome.ORPHAN
+
+
+def test_O23_a_session_that_ends_in_mid_write_leaves_nothing() -> None:
+    rig, blocks = Rig(2), chain(2)
+    slots = [rig.begin(blocks, 0), rig.begin(blocks, 1)]
+    rig.manager.give_back(slots)
+    assert (rig.manager.slots_free, len(rig.manager.index), rig.manager.index.holes) == (2, 0, 0)
+
+
+# READY -> FREE
+
+
+def test_the_coldest_leaf_makes_room() -> None:
+    rig, old, new = Rig(3), chain(2, "a"), chain(1, "b")
+    rig.put(old)
+    (slot,) = rig.put(new)
+    assert rig.grant() == [1]
+    assert (rig.probe(old, 0), rig.probe(old, 1)) == (LookupResult.HIT, LookupResult.MISS)
+    assert rig.lease(new).groups[0].slots == [slot]
+    assert rig.manager.evictions == {"capacity": 1}
+
+
+def test_O20_a_leased_block_is_not_evicted() -> None:
+    rig, blocks = Rig(2), chain(2)
+    rig.put(blocks)
+    lease = rig.lease(blocks)
+    assert rig.grant(2) == []
+    rig.manager.complete_load(lease.lease_id)
+    assert sorted(rig.grant(2)) == [0, 1]
+
+
+def test_a_block_dropped_while_leased_keeps_its_slot_until_the_lease_ends() -> None:
+    rig, blocks = Rig(1), chain(1)
+    (slot,) = rig.put(blocks)
+    lease = rig.lease(blocks)
+    assert rig.manager.drop(blocks.key(0, 0), "clear")
+    assert rig.probe(blocks) is LookupResult.MISS
+    assert rig.grant() == []
+    rig.manager.complete_load(lease.lease_id)
+    assert rig.grant() == [slot]
+
+
+def test_what_is_not_ready_cannot_be_dropped() -> None:
+    rig, blocks = Rig(1), chain(1)
+    assert not rig.manager.drop(blocks.key(0, 0), "clear")
+    rig.begin(blocks, 0)
+    assert not rig.manager.drop(blocks.key(0, 0), "clear")
+
+
+def test_a_block_pinned_for_a_lower_tier_stays_until_unpinned() -> None:
+    rig, blocks = Rig(1), chain(1)
+    rig.put(blocks)
+    entry = rig.manager.pin(blocks.key(0, 0))
+    assert entry is not None
+    assert rig.grant() == []
+    rig.manager.unpin(entry)
+    assert rig.grant() == [0]
+    with pytest.raises(InvariantBroken):
+        rig.manager.unpin(entry)
+
+
+def test_a_block_dropped_while_pinned_frees_its_slot_with_the_pin() -> None:
+    rig, blocks = Rig(1), chain(1)
+    rig.put(blocks)
+    entry = rig.manager.pin(blocks.key(0, 0))
+    assert entry is not None
+    rig.manager.drop(blocks.key(0, 0), "damaged")
+    assert rig.grant() == []
+    rig.manager.unpin(entry)
+    assert rig.grant() == [0]
+
+
+def test_what_is_not_ready_cannot_be_pinned() -> None:
+    rig, blocks = Rig(1), chain(1)
+    rig.begin(blocks, 0)
+    assert rig.manager.pin(blocks.key(0, 0)) is None
+
+
+# Leases
+
+
+def test_O20_a_lease_names_slots_and_generations_of_every_group() -> None:
+    rig = Rig(8, [FULL, GroupRule(1)])
+    blocks = chain(3, groups=2)
+    full = rig.put(blocks, group=0)
+    state = rig.begin(blocks, 2, group=1)
+    rig.manager.give_back([state])
+    (state,) = rig.grant()
+    rig.manager.begin_store(blocks.key(1, 2), None, state)
+    rig.manager.complete_store(state, ok=True)
+    lease = rig.lease(blocks)
+    assert [list(group.indices) for group in lease.groups] == [[0, 1, 2], [2]]
+    assert [list(group.slots) for group in lease.groups] == [full, [state]]
+    assert list(lease.groups[1].generations) == [rig.generations[state]]
+
+
+def test_O20_nothing_present_is_no_lease() -> None:
+    rig, blocks = Rig(2), chain(2)
+    assert rig.manager.prepare_load(blocks, 2, 7, 100) is None
+    rig.begin(blocks, 0)
+    assert rig.manager.prepare_load(blocks, 2, 7, 100) is None
+    assert len(rig.manager.leases) == 0
+
+
+def test_O20_a_lease_ends_at_its_deadline_and_not_before() -> None:
+    rig, blocks = Rig(1), chain(1)
+    rig.put(blocks)
+    lease = rig.lease(blocks, deadline_ns=100)
+    assert rig.manager.expire(99) == []
+    assert rig.grant() == []
+    assert rig.manager.expire(100) == [lease.lease_id]
+    assert rig.grant() == [0]
+
+
+def test_O20_a_lease_that_was_given_back_does_not_expire() -> None:
+    rig, blocks = Rig(2), chain(1)
+    rig.put(blocks)
+    lease = rig.lease(blocks)
+    assert rig.manager.complete_load(lease.lease_id)
+    assert not rig.manager.complete_load(lease.lease_id)
+    assert rig.manager.expire(1000) == []
+
+
+def test_O20_two_leases_on_one_block_hold_it_until_both_have_ended() -> None:
+    rig, blocks = Rig(1), chain(1)
+    rig.put(blocks)
+    first, second = rig.lease(blocks), rig.lease(blocks)
+    assert rig.manager.leases.blocks_of(7) == 2
+    rig.manager.complete_load(first.lease_id)
+    assert rig.grant() == []
+    rig.manager.complete_load(second.lease_id)
+    assert rig.manager.leases.blocks_of(7) == 0
+    assert rig.grant() == [0]
+
+
+def test_O5_a_lookup_changes_nothing_and_a_load_refreshes_the_path() -> None:
+    rig, old, new = Rig(4), chain(2, "a"), chain(2, "b")
+    rig.put(old)
+    rig.put(new)
+    assert rig.manager.lookup(old, 2) == rig.manager.lookup(old, 2)
+    rig.manager.complete_load(rig.lease(old).lease_id)
+    rig.grant(2)
+    assert (rig.manager.lookup(old, 2), rig.manager.lookup(new, 2)) == (Answer(2), Answer(0))
+
+
+def test_O15_damaged_blocks_are_dropped_and_counted() -> None:
+    rig, blocks = Rig(3), chain(3)
+    slots = rig.put(blocks)
+    lease = rig.lease(blocks)
+    rig.manager.complete_load(lease.lease_id, [slots[1]])
+    assert rig.manager.lookup(blocks, 3) == Answer(1)
+    assert rig.manager.evictions == {"damaged": 1}
+    assert rig.grant() == [slots[1]]
+
+
+def test_O15_what_lies_below_a_damaged_block_is_used_again_when_that_is_stored_anew() -> None:
+    rig, blocks = Rig(4), chain(3)
+    slots = rig.put(blocks)
+    rig.manager.complete_load(rig.lease(blocks).lease_id, [slots[1]])
+    again = rig.begin(blocks, 1)
+    assert rig.manager.complete_store(again, ok=True) is StoreOutcome.STORED
+    lease = rig.lease(blocks)
+    assert lease.groups[0].slots == [slots[0], again, slots[2]]
+    assert rig.manager.index.holes == 0
+    rig.manager.complete_load(lease.lease_id)
+    rig.grant(2)
+    assert rig.manager.lookup(blocks, 3) == Answer(2)  # the leaf went, not the block above it
+
+
+def test_a_hole_costs_hits_and_never_bytes() -> None:
+    rig, blocks = Rig(3), chain(3)
+    rig.put(blocks)
+    rig.manager.drop(blocks.key(0, 1), "damaged")
+    lease = rig.lease(blocks)
+    assert list(lease.groups[0].indices) == [0]
+
+
+def test_O4_a_lower_tier_is_asked_for_what_memory_lacks() -> None:
+    rig, blocks = Rig(2), chain(4)
+    rig.put(chain(2))
+    asked: list[tuple[int, int]] = []
+
+    def below(group: int, index: int) -> LookupResult:
+        asked.append((group, index))
+        return LookupResult.HIT if index < 3 else LookupResult.MISS
+
+    assert rig.manager.lookup(blocks, 4, below=below) == Answer(3)
+    assert set(asked) == {(0, 2), (0, 3)}
+
+
+# Taking slots away
+
+
+def test_retired_slots_leave_at_once_when_nothing_uses_them() -> None:
+    rig, blocks = Rig(4), chain(2)
+    rig.put(blocks)
+    assert rig.manager.retire_slots([Slot(1), Slot(2)]) == 0
+    assert rig.manager.slots_total == 2
+    assert rig.manager.lookup(blocks, 2) == Answer(1)
+    assert sorted(rig.grant(4)) == [0, 3]
+    assert rig.manager.evictions["resize"] == 1
+
+
+def test_retired_slots_wait_for_leases_and_for_credits() -> None:
+    rig, blocks = Rig(2), chain(1)
+    rig.put(blocks)
+    lease, (credit,) = rig.lease(blocks), rig.grant()
+    both = [Slot(0), Slot(1)]
+    assert rig.manager.retire_slots(both) == 2
+    rig.manager.complete_load(lease.lease_id)
+    assert rig.manager.retire_slots(both) == 1
+    rig.manager.give_back([credit])
+    assert rig.manager.retire_slots(both) == 0
+    assert (rig.manager.slots_total, rig.manager.slots_free, rig.grant()) == (0, 0, [])
+
+
+def test_a_write_that_ends_in_a_retired_slot_does_not_keep_it() -> None:
+    rig, blocks = Rig(1), chain(1)
+    slot = rig.begin(blocks, 0)
+    assert rig.manager.retire_slots([slot]) == 1
+    rig.manager.complete_store(slot, ok=True)
+    assert rig.probe(blocks) is LookupResult.MISS
+    assert rig.manager.retire_slots([slot]) == 0
+
+
+def test_every_ready_block_can_be_reached_through_its_parents() -> None:
+    rig = Rig(6)
+    for name in ("a", "b"):
+        rig.put(chain(3, name))
+    rig.grant(3)
+    for entry in rig.manager.index:
+        assert entry.state is State.READY
+        above = entry.parent
+        assert above is None or rig.manager.index.get(BlockKey(above.key)) is above

@@ -1,0 +1,234 @@
+"""Random histories of a manager: what must hold after each step, whatever happened."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
+
+from kvstore.index import Entry, State
+from kvstore.leases import Lease
+from kvstore.lookup import Answer, common_hit
+from kvstore.manager import Chain, Manager, StoreOutcome
+from kvstore.types import BlockKey, GroupRule, LookupResult, Slot
+
+WIDTH = 8
+RULES = (GroupRule(), GroupRule(2))
+PATHS = st.text("xy", min_size=1, max_size=4)
+
+
+def chain_of(path: str) -> Chain:
+    names = [path[: index + 1].ljust(WIDTH).encode() for index in range(len(path))]
+    return Chain(b"".join(names), WIDTH, len(RULES))
+
+
+def parent_of(key: BlockKey) -> BlockKey | None:
+    """Return the key above in a full group; window blocks have none."""
+    name, group = key[:WIDTH].rstrip(), key[WIDTH:]
+    if int.from_bytes(group, "big") or len(name) == 1:
+        return None
+    return BlockKey(name[:-1].ljust(WIDTH) + group)
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """Engines, tiers and an operator at work on few slots."""
+
+    leases = Bundle("leases")
+    pins = Bundle("pins")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generations: dict[int, int] = defaultdict(int)
+        self.manager = Manager(RULES, self.generations)
+        self.slots: set[Slot] = set()
+        self.granted: dict[Slot, BlockKey | None] = {}  # None: nobody has said what is written
+        self.content: dict[Slot, BlockKey] = {}
+        self.open: dict[int, tuple[Lease, tuple[tuple[BlockKey, Slot], ...]]] = {}
+        self.pinned: Counter[int] = Counter()
+        self.now_ns = 0
+
+    # Steps
+
+    @rule(count=st.integers(1, 5))
+    def add_slots(self, count: int) -> None:
+        first = max(self.slots, default=-1) + 1
+        new = [Slot(number) for number in range(first, first + count)]
+        if len(self.slots) < 16:
+            self.manager.add_slots(new)
+            self.slots.update(new)
+
+    @rule(count=st.integers(1, 4))
+    def grant(self, count: int) -> None:
+        before = dict(self.generations)
+        for slot in self.manager.prepare_store(count):
+            assert slot not in self.granted
+            assert self.generations[slot] != before.get(slot, 0)
+            self.granted[slot] = None
+            self.content.pop(slot, None)
+
+    @precondition(lambda self: None in self.granted.values())
+    @rule(path=PATHS, group=st.integers(0, 1))
+    def begin(self, path: str, group: int) -> None:
+        slot = next(slot for slot, key in self.granted.items() if key is None)
+        key = chain_of(path).key(group, len(path) - 1)
+        self.manager.begin_store(key, parent_of(key), slot)
+        self.granted[slot] = key
+
+    @precondition(lambda self: any(self.granted.values()))
+    @rule(ok=st.booleans(), last=st.booleans())
+    def complete(self, *, ok: bool, last: bool) -> None:
+        writing = [(slot, key) for slot, key in self.granted.items() if key is not None]
+        slot, key = writing[-1 if last else 0]
+        del self.granted[slot]
+        was_ready = self.manager.probe(key) is LookupResult.HIT
+        parent = parent_of(key)
+        reachable = parent is None or self.manager.probe(parent) is LookupResult.HIT
+        outcome = self.manager.complete_store(slot, ok=ok)
+        if not ok:
+            assert outcome is StoreOutcome.FAILED
+        elif was_ready:
+            assert outcome is StoreOutcome.DUPLICATE
+        else:
+            assert outcome is (StoreOutcome.STORED if reachable else StoreOutcome.ORPHAN)
+        if outcome is StoreOutcome.STORED:
+            self.content[slot] = key
+
+    @rule(count=st.integers(1, 3))
+    def give_back(self, count: int) -> None:
+        for slot in list(self.granted)[:count]:
+            self.manager.give_back([slot])
+            del self.granted[slot]
+
+    @rule(target=leases, path=PATHS, time=st.integers(1, 5), owner=st.integers(1, 2))
+    def load(self, path: str, time: int, owner: int) -> int:
+        chain = chain_of(path)
+        expected = self.brute_force(chain)
+        assert self.manager.lookup(chain, chain.blocks) == expected
+        lease = self.manager.prepare_load(chain, chain.blocks, owner, self.now_ns + time)
+        if lease is None:
+            return 0
+        held = []
+        for group, hit in enumerate(lease.groups):
+            for index, slot in zip(hit.indices, hit.slots, strict=True):
+                held.append((chain.key(group, index), Slot(slot)))
+        self.open[lease.lease_id] = (lease, tuple(held))
+        return lease.lease_id
+
+    @rule(lease_id=leases, damage=st.integers(0, 3))
+    def end_load(self, lease_id: int, damage: int) -> None:
+        found = self.open.pop(lease_id, None)
+        if found is not None:
+            lease, held = found
+            bad = {slot for _, slot in held[:damage]}
+            assert self.manager.complete_load(lease.lease_id, bad)
+            assert not self.manager.complete_load(lease.lease_id, bad)
+            for key, slot in held[:damage]:
+                entry = self.manager.index.get(key)
+                assert entry is None or entry.slot != slot or entry.state is State.WRITING
+
+    @rule(ns=st.integers(1, 4))
+    def time_passes(self, ns: int) -> None:
+        self.now_ns += ns
+        late = {number for number, (lease, _) in self.open.items() if lease.deadline_ns <= self.now_ns}
+        assert set(self.manager.expire(self.now_ns)) == late
+        for number in late:
+            del self.open[number]
+
+    @rule(target=pins, path=PATHS, group=st.integers(0, 1))
+    def pin(self, path: str, group: int) -> Entry | None:
+        entry = self.manager.pin(chain_of(path).key(group, len(path) - 1))
+        if entry is not None:
+            self.pinned[id(entry)] += 1
+        return entry
+
+    @rule(entry=pins)
+    def unpin(self, entry: Entry | None) -> None:
+        if entry is not None and self.pinned[id(entry)]:
+            self.pinned[id(entry)] -= 1
+            self.manager.unpin(entry)
+
+    @rule(path=PATHS, group=st.integers(0, 1))
+    def drop(self, path: str, group: int) -> None:
+        self.manager.drop(chain_of(path).key(group, len(path) - 1), "clear")
+
+    @precondition(lambda self: len(self.slots) > 8)
+    @rule(count=st.integers(1, 4))
+    def retire(self, count: int) -> None:
+        wanted = sorted(self.slots)[-count:]
+        if self.manager.retire_slots(wanted) == 0:
+            self.slots.difference_update(wanted)
+            for slot in wanted:
+                self.content.pop(slot, None)
+
+    # What must hold
+
+    def brute_force(self, chain: Chain) -> Answer:
+        def probe(group: int, index: int) -> LookupResult:
+            return self.manager.probe(chain.key(group, index))
+
+        return common_hit(RULES, probe, chain.blocks)
+
+    @invariant()
+    def no_slot_is_owned_twice_and_none_is_lost(self) -> None:
+        manager = self.manager
+        ready = [e.slot for e in manager.index if e.state is State.READY]
+        owned = [*manager._free, *self.granted, *ready, *manager._lingering]
+        assert len(owned) == len(set(owned))
+        assert set(owned) | manager._retiring >= self.slots >= set(owned)
+        in_use = {*self.granted, *ready, *manager._lingering} & manager._retiring
+        assert manager.slots_total == len(owned) - len(in_use)
+        assert not manager._retiring & set(manager._free)
+        assert manager.slots_granted == len(self.granted)
+
+    @invariant()
+    def pins_are_those_of_leases_and_transfers(self) -> None:
+        pins = Counter(id(e) for lease, _ in self.open.values() for e in lease.entries)
+        for entry in self.manager.index:
+            assert entry.pins == pins[id(entry)] + self.pinned[id(entry)]
+        assert len(self.manager.leases) == len(self.open)
+        for owner in (1, 2):
+            entries = [len(le.entries) for le, _ in self.open.values() if le.owner == owner]
+            assert self.manager.leases.blocks_of(owner) == sum(entries)
+
+    @invariant()
+    def ready_blocks_hang_below_ready_blocks_or_there_is_a_hole(self) -> None:
+        index = self.manager.index
+        children = Counter(id(e.parent) for e in index if e.parent is not None)
+        for entry in index:
+            assert entry.children == children[id(entry)]
+            name = parent_of(entry.key)
+            above = None if name is None else index.get(name)
+            if index.holes == 0:
+                assert entry.parent is above
+            if index.holes == 0 and name is not None and entry.state is State.READY:
+                assert above is not None
+                assert above.state is State.READY
+        cut_off = {id(e.parent) for e in index if e.parent and e.parent.state is State.DROPPED}
+        assert index.holes == len(cut_off)
+
+    @invariant()
+    def leased_bytes_are_what_the_lease_said(self) -> None:
+        for lease, held in self.open.values():
+            for key, slot in held:
+                assert self.content[slot] == key
+            for hit in lease.groups:
+                assert list(hit.generations) == [self.generations[slot] for slot in hit.slots]
+
+    @invariant()
+    def what_can_go_does_go(self) -> None:
+        """The policy knows every evictable block: list it, and compare."""
+        listed, at = set(), self.manager._policy._root.next  # type: ignore[attr-defined]
+        while at is not self.manager._policy._root:  # type: ignore[attr-defined]
+            listed.add(id(at))
+            at = at.next
+        for entry in self.manager.index:
+            if entry.state is State.READY and not entry.pins and not entry.children:
+                assert id(entry) in listed
+
+
+ManagerMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None
+)
+TestManager = ManagerMachine.TestCase
