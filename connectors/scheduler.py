@@ -87,7 +87,6 @@ class SchedulerHalf:
         tracked.ask = self._client.ask(b"".join(wanted), len(wanted[0]), self._scope)
         if tracked.ask is not None:
             tracked.phase, tracked.asked_blocks = Phase.ASKED, blocks
-            tracked.deferred_ns = None
 
     def _askable(self, request: EngineRequest) -> int:
         """Blocks that could be served: all full ones, but the last token is always computed."""
@@ -99,23 +98,29 @@ class SchedulerHalf:
         tracked = self._requests.get(request_id)
         if tracked is None:
             return 0, False
-        size = self._geometry.block_tokens
         tracked.local = computed
+        tokens = self._loadable(tracked, computed)
+        if tokens is not None:
+            tracked.deferred_ns = None
+        return tokens, bool(tokens)
+
+    def _loadable(self, tracked: Tracked, computed: int) -> int | None:
+        size = self._geometry.block_tokens
         if self._askable(tracked.request) * size < computed + size:
-            return 0, False
+            return 0
         if tracked.phase is Phase.LOADED:
             tracked.phase = Phase.NEW
         if tracked.phase in (Phase.NEW, Phase.RUNNING) and tracked.failures < FAILURES_MAX:
             self._ask(tracked)
         grant = self._grant(tracked)
         if grant is None:
-            return self._defer(tracked) if tracked.phase is Phase.ASKED else (0, False)
+            return self._defer(tracked) if tracked.phase is Phase.ASKED else 0
         hit = self._usable(tracked, grant, computed)
         if hit * size < computed + size:
-            return 0, False
+            return 0
         if self._loaded_by_another(tracked, computed // size):
             return self._defer(tracked)
-        return hit * size - computed, True
+        return hit * size - computed
 
     def _grant(self, tracked: Tracked) -> Grant | None:
         """Return the answer, waiting for it within this step's budget."""
@@ -174,12 +179,10 @@ class SchedulerHalf:
                 other.ask, other.phase = None, Phase.NEW
         if tracked.ask is not None:
             self._client.drop(tracked.ask)
-        deferred_ns = tracked.deferred_ns
         self._ask(tracked)
-        tracked.deferred_ns = deferred_ns
 
-    def _defer(self, tracked: Tracked) -> tuple[int | None, bool]:
-        """Answer "ask again later", or give up when that has gone on for too long."""
+    def _defer(self, tracked: Tracked) -> int | None:
+        """Answer "ask again later", or 0 when that has gone on for too long."""
         now = self._clock()
         if tracked.deferred_ns is None:
             tracked.deferred_ns = now
@@ -194,9 +197,9 @@ class SchedulerHalf:
             self._give_up(tracked)
             if waiting_for_store:
                 self._client.detach("no answer in time")
-            return 0, False
+            return 0
         self._count("deferred_steps")
-        return None, False
+        return None
 
     def _give_up(self, tracked: Tracked) -> None:
         if tracked.ask is not None:

@@ -158,6 +158,10 @@ class Manager:
         """Tell whether a slot is out on credit or being written."""
         return slot in self._granted
 
+    def granted(self) -> Iterable[Slot]:
+        """Go through the slots on credit, those being written included."""
+        return iter(self._granted)
+
     @property
     def slots_free(self) -> int:
         """Count the empty slots."""

@@ -58,9 +58,11 @@ class Host:
         self.geometry = Geometry(shape.block_tokens, 4, shape.group_tokens, rules)
         self.memory = [bytearray(shape.blocks * shape.page_bytes) for _ in range(shape.world)]
         self.workers = [
-            Worker(net, self._hello(name, rank, rules), shape, memory)
+            Worker(net, self._hello(name, rank, rules), shape, memory, rng)
             for rank, memory in enumerate(self.memory)
         ]
+        for worker in self.workers:
+            worker.errors = 0.03 if world.faults else 0.0
         credit = rng.choice((2, 6, 20))
         hello = p.Hello(p.VERSION, name, "scheduler", 0, shape.world, credit_slots=credit)
         self.client = StoreClient(Joiner(net, hello), lambda: net.now)
@@ -113,8 +115,9 @@ class World:
         self._checked: dict[tuple[str, int], int] = {}
         self._next_request = self._next_weights = 1
         self._arrivals = rng.choice((0.1, 0.3, 0.6))
-        self._slowness = rng.choice((0.0, 0.3, 0.9)) if self.faults else 0.1
-        self._fault_rate = 0.03 if self.faults else 0.0
+        self._slowness = rng.choice((0.0, 0.5, 0.9)) if self.faults else 0.1
+        self._fault_rate = rng.choice((0.002, 0.005, 0.02)) if self.faults else 0.0
+        self._stall_ns = rng.choice((20, 200, 3_000)) * MS
         self._documents = [self._tokens(160) for _ in range(rng.choice((1, 3, 6)))]
         slots = rng.choice((12, 30, 80))
         self._pool_of = lambda: Pool(self.net.fds, rng.choice((1, 2, 3)), slots, SLOT_BYTES)
@@ -151,11 +154,11 @@ class World:
             windows=windows,
             block_tokens=block_tokens,
             world=rng.choice((1, 1, 2)),
-            blocks=rng.choice((40, 60, 120)) * len(groups),
+            blocks=rng.choice((40, 50, 120)) * len(groups),
             budget=rng.choice((8, 24, 64)),
             running_max=rng.choice((2, 6)),
             lookahead=rng.choice((0, 0, 3)),
-            prefix_cache=rng.random() < 0.7,
+            prefix_cache=rng.random() < 0.6,
             ahead=rng.random() < 0.3,
             reuse_newest=rng.random() < 0.5,
         )
@@ -186,15 +189,21 @@ class World:
 
     def _between(self) -> None:
         """Other threads and processes get their turn, at points in the engine's step."""
-        if self.rng.random() < 0.5:
+        rng = self.rng
+        if rng.random() < 0.5:
             self._turn()
+        if rng.random() < self._fault_rate:
+            self._fault(("kill", "worker", "freeze", "down", "stall"))
+            for _ in range(rng.choice((0, 3, 20))):
+                self.net.now += 10 * MS
+                self._turn()
 
     def _turn(self) -> None:
         self.net.pump()
         for host in self.hosts:
             for worker in host.workers:
                 worker.talk()
-                if self.rng.random() >= self._slowness:
+                if self.rng.random() >= self._slowness and self.net.now >= worker.stalled_until:
                     worker.copy(self.rng.choice((1, 4, 40)))
 
     def step(self) -> None:
@@ -202,7 +211,7 @@ class World:
         rng = self.rng
         self.net.now += rng.choice((1, 1, 5, 20)) * MS
         if rng.random() < self._fault_rate:
-            self._fault()
+            self._fault(("kill", "detach", "worker", "freeze", "down", "stall"))
         for host in self.hosts:
             self._arrive(host)
             self._turn()
@@ -238,9 +247,8 @@ class World:
             host.scope = nonce
             self._next_weights += 1
 
-    def _fault(self) -> None:
-        host = self.rng.choice(self.hosts)
-        kind = self.rng.choice(("kill", "detach", "worker", "freeze", "down"))
+    def _fault(self, kinds: Sequence[str]) -> None:
+        host, kind = self.rng.choice(self.hosts), self.rng.choice(kinds)
         self._note(f"fault: {kind} {host.name}")
         self.counts[kind] += 1
         if kind == "kill":
@@ -250,6 +258,8 @@ class World:
             host.client.detach("simulated")
         elif kind == "worker":
             self.rng.choice(host.workers).lose()
+        elif kind == "stall":
+            self.rng.choice(host.workers).stalled_until = self.net.now + self._stall_ns
         elif kind == "freeze":
             self.net.frozen_until = self.net.now + self.rng.choice((50, 1_000)) * MS
         elif self.net.store is not None:
@@ -404,6 +414,8 @@ class World:
         self._note("settling")
         self._arrivals = self._fault_rate = self._slowness = 0.0
         self.net.slow, self.net.frozen_until = False, 0
+        for worker in (worker for host in self.hosts for worker in host.workers):
+            worker.stalled_until, worker.errors = 0, 0.0
         if self.net.store is None:
             self._start_store()
         for tier in self.tiers:
@@ -426,7 +438,7 @@ class World:
     def _check_nothing_left(self) -> None:
         for host in self.hosts:
             half = host.half
-            for left in (half._requests, half._offers._sources, half._offers._jobs, half._ranks_over):
+            for left in (half._requests, half._offers._sources, half._offers._jobs, half._offers._ranks_over):
                 assert not left, f"{host.name}: left behind: {left}"
             assert not half._loading_hashes
             assert not half._early

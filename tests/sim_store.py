@@ -19,7 +19,6 @@ from tests.sim_model import TOKEN_BYTES, Shape
 
 US = 1_000
 MS = 1_000_000
-RETRY_NS = 20 * MS
 
 
 class Extent:
@@ -151,6 +150,9 @@ class Net:
         """When the store will have seen a connection's end: before it sees the next one."""
         return wire.up[-1][0] if wire is not None and wire.up else 0
 
+    def retry_delay(self) -> int:
+        return self._rng.choice((1, 5, 50)) * MS
+
     def connect(self) -> Wire | None:
         if self.store is None:
             return None
@@ -225,7 +227,8 @@ class Joiner:
             check(message.retry, f"refused for good: {message.reason}")
         if message is not None or self._wire is None:
             self.close()
-            self._retry_ns = max(self._net.now + RETRY_NS, self._net.close_due(self._last))
+            retry_ns = self._net.now + self._net.retry_delay()
+            self._retry_ns = max(retry_ns, self._net.close_due(self._last))
         return None
 
     def close(self) -> None:
@@ -245,8 +248,12 @@ class Outcome(msgspec.Struct, frozen=True):
 class Worker:
     """One rank's worker half; copies a few engine blocks at a time, whenever it is let."""
 
-    def __init__(self, net: Net, hello: p.Hello, shape: Shape, memory: bytearray) -> None:
-        self.checks_generations = True
+    def __init__(
+        self, net: Net, hello: p.Hello, shape: Shape, memory: bytearray, rng: random.Random
+    ) -> None:
+        self.errors = 0.0  # share of loads whose bytes turn out wrong
+        self.stalled_until = 0
+        self._rng = rng
         self.loads_open: set[str] = set()
         self.stores_open: set[int] = set()
         self.wire: Wire | None = None
@@ -328,11 +335,12 @@ class Worker:
             for move in pieces(job.engine, job.store, self._per):
                 self._move(move.group, move.block_id, move.slot, move.part, store=store)
                 yield
-            if isinstance(job, LoadJob) and self.checks_generations:
+            if isinstance(job, LoadJob):
                 damaged = [
                     slot
                     for slot, generation in zip(job.store.slots, job.generations, strict=True)
                     if self._generation(slot) != generation
+                    or self._rng.random() < self.errors
                 ]
             self._tell(wire, job, damaged)
         if isinstance(job, StoreJob):

@@ -52,6 +52,7 @@ class MappedExtent:
             os.close(fd)
         self._map.madvise(mmap.MADV_DONTFORK)
         self.data = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.data[:: mmap.PAGESIZE].sum()  # fault the pages in now, not in the first copy
         end = gens + 4 * count
         self.generations = torch.frombuffer(self._map, dtype=torch.int32)[gens // 4 : end // 4]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -20,10 +21,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from kvstore import admin
 from kvstore.bench.engine import Engine, Request
 from kvstore.bench.models import make_model, prompt
 from kvstore.bench.native import native_config
 from kvstore.bench.report import Result, paired_ratio
+from kvstore.bench.store import StoreProcess
 from kvstore.errors import KVStoreError
 
 PAIRS = 15
@@ -35,16 +38,18 @@ MODEL = "llama_s"
 SEED_FIRST = 10_000
 COLD, GPU_HIT, CPU_HIT = "ttft_cold", "ttft_gpu_hit", "ttft_cpu_hit"
 REUSABLE = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
 # Against whom each time is measured: nothing to hit must cost nothing, a hit is a match for a peer.
 REFERENCES = {COLD: ("none", ("native", "ours")), CPU_HIT: ("native", ("ours",))}
 WARM_UP_ROUNDS = 1
+SETTLE_S = 10.0
 
 Times = dict[tuple[str, str], list[float]]
 """Seconds, or steps, by (name, system), one value per round."""
 
 
-def systems() -> dict[str, dict[str, Any] | None]:
-    """Return the connector configuration of each system."""
+def systems(address: str) -> dict[str, dict[str, Any] | None]:
+    """Return the connector configuration of each system; address: our store's."""
     return {
         "none": None,
         "native": native_config(CPU_BYTES),
@@ -53,7 +58,7 @@ def systems() -> dict[str, dict[str, Any] | None]:
             "kv_connector_module_path": "connectors.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"cpu": CPU_BYTES},
+            "kv_connector_extra_config": {"store": address},
         },
     }
 
@@ -64,14 +69,16 @@ def run(pairs: int | None) -> list[Result]:
     times: Times = defaultdict(list)
     steps: Times = defaultdict(list)
     with (
-        ExitStack() as stack,
-        tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder,
+        tempfile.TemporaryDirectory(prefix="kvstore-bench-") as name,
         Progress(console=Console(stderr=True), transient=True) as progress,
+        StoreProcess(Path(name), str(CPU_BYTES)) as store,
+        ExitStack() as stack,
     ):
-        task = progress.add_task("starting engines", total=len(systems()) * (rounds + 1))
-        model = make_model(MODEL, Path(folder))
+        connectors = systems(store.address)
+        task = progress.add_task("making a model", total=len(connectors) * (rounds + 1))
+        model = make_model(MODEL, Path(name))
         engines = {}
-        for system, connector in systems().items():
+        for system, connector in connectors.items():
             progress.update(task, description=f"starting engine: {system}")
             engine = Engine(model, connector=connector, kv_cache_bytes=KV_CACHE_BYTES)
             engines[system] = stack.enter_context(engine)
@@ -79,11 +86,11 @@ def run(pairs: int | None) -> list[Result]:
         for number in range(rounds):
             for system in _order(list(engines), number):
                 progress.update(task, description=f"round {number} of {rounds - 1}: {system}")
-                measured = list(_visit(engines[system], system, SEED_FIRST + number))
-                if number >= WARM_UP_ROUNDS:
-                    for name, seconds, steps_taken in measured:
-                        times[name, system].append(seconds)
-                        steps[name, system].append(steps_taken)
+                visit = Visit(engines[system], system, number, store)
+                for what, seconds, steps_taken in visit.measure():
+                    if number >= WARM_UP_ROUNDS:
+                        times[what, system].append(seconds)
+                        steps[what, system].append(steps_taken)
                 progress.advance(task)
     return results(times, steps)
 
@@ -94,27 +101,56 @@ def _order(names: list[str], number: int) -> list[str]:
     return names[shift:] + names[:shift]
 
 
-def _visit(engine: Engine, system: str, seed: int) -> Iterator[tuple[str, float, int]]:
-    """One prompt in one engine: cold, from the engine's cache, from the connector's."""
-    tokens = prompt(seed, PROMPT_TOKENS)
-    for name, cached in ((COLD, 0), (GPU_HIT, REUSABLE), (CPU_HIT, REUSABLE)):
-        if name == CPU_HIT:
-            if system == "none":
-                return
-            _empty_prefix_cache(engine)
-        request = Request(id=f"{system} {name} {seed}", tokens=tokens)
-        result = engine.run([request], max_tokens=1, logprobs=0)[0]
+class Visit:
+    """One new prompt in one engine."""
+
+    def __init__(self, engine: Engine, system: str, number: int, store: StoreProcess) -> None:
+        self._engine = engine
+        self._system = system
+        self._number = number
+        self._store = store
+
+    def measure(self) -> Iterator[tuple[str, float, int]]:
+        """Yield name, seconds and steps: cold, from the engine's cache, from the connector's."""
+        yield self._run(COLD, 0)
+        self._settle()
+        yield self._run(GPU_HIT, REUSABLE)
+        if self._system != "none":
+            self._settle()
+            if not self._engine.reset_prefix_cache():
+                raise KVStoreError(f"{self._system}: some engine blocks are still in use")
+            yield self._run(CPU_HIT, REUSABLE)
+        self._settle()
+
+    def _run(self, name: str, cached: int) -> tuple[str, float, int]:
+        request = Request(
+            id=f"{self._system} {name} {self._number}",
+            tokens=prompt(SEED_FIRST + self._number, PROMPT_TOKENS),
+        )
+        result = self._engine.run([request], max_tokens=1, logprobs=0)[0]
         if result.cached_tokens != cached or result.ttft_s is None:
             raise KVStoreError(
-                f"{system}, {name}: {result.cached_tokens} tokens were cached, expected {cached}"
+                f"{request.id}: {result.cached_tokens} tokens were cached, expected {cached}"
             )
-        yield name, result.ttft_s, result.steps_to_first_token or 0
-        engine.idle_steps(3)  # native starts copying in the step after; nobody's work may linger
+        return name, result.ttft_s, result.steps_to_first_token or 0
+
+    def _settle(self) -> None:
+        """Let copies end: native ones start in the step after, ours run beside the engine."""
+        self._engine.idle_steps(3)
+        expected = (self._number + 1) * PROMPT_BLOCKS
+        deadline_s = time.monotonic() + SETTLE_S
+        while self._system == "ours" and _stored(self._store) < expected:
+            if time.monotonic() > deadline_s:
+                raise KVStoreError(f"{_stored(self._store)} blocks stored, expected {expected}")
+            time.sleep(0.01)
 
 
-def _empty_prefix_cache(engine: Engine) -> None:
-    if not engine.reset_prefix_cache():
-        raise KVStoreError("some engine blocks are still in use")
+def _stored(store: StoreProcess) -> int:
+    return sum(
+        int(stat.value)
+        for stat in admin.stats(store.address)
+        if stat.name == "kvstore_stored_blocks" and stat.labels["outcome"] == "stored"
+    )
 
 
 def results(times: Times, steps: Times) -> list[Result]:

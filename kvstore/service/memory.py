@@ -93,11 +93,15 @@ class Memory:
         if not waiting:
             namespace.go_live(mapping)
 
+    def can_grow(self, namespace: Namespace) -> bool:
+        """Tell whether more memory is coming or to be had, so that nothing need be evicted yet."""
+        room = self.pool.used_bytes + self.pool.extent_bytes <= self.pool.capacity_bytes
+        return not namespace.broken and (room or namespace.coming)
+
     def _grow(self, namespaces: dict[str, Namespace], namespace: Namespace) -> None:
         """Ask for another extent while free slots run low and somebody uses the namespace."""
-        low = namespace.manager.slots_free * 8 < max(8, namespace.manager.slots_total)
-        coming = namespace.growing or any(m.state == "mapping" for m in namespace.extents.values())
-        if not namespace.sessions or not low or coming or namespace.broken:
+        low = namespace.manager.slots_free * 4 < max(4, namespace.manager.slots_total)
+        if not namespace.sessions or not low or namespace.coming or namespace.broken:
             return
         tag = namespace.layout.digest
         if self.pool.request(tag, namespace.layout.slot_bytes):

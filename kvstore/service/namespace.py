@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -164,9 +165,16 @@ class Namespace:
         return bool(self.extents) and not waiting
 
     def shrinkable(self) -> int | None:
-        """Return a live extent to give up, the newest first."""
+        """Return a live extent to give up: few slots on credit, for these hold it up; newest first."""
         live = [extent for extent, mapping in self.extents.items() if mapping.state == "live"]
-        return live[-1] if live else None
+        granted = self.manager.granted()
+        on_credit = Counter(self._places[slot // self._per_extent] for slot in granted)
+        return min(reversed(live), key=lambda extent: on_credit[extent], default=None)
+
+    @property
+    def coming(self) -> bool:
+        """Tell whether an extent is being made or mapped."""
+        return self.growing or any(m.state == "mapping" for m in self.extents.values())
 
     @property
     def held_bytes(self) -> int:

@@ -311,10 +311,15 @@ class Store:
             return
         manager = namespace.manager
         cap = self._config.engine.credit_bytes // namespace.layout.slot_bytes
-        target = max(1, min(session.credit_slots, cap, manager.slots_total // 4))
+        target = min(session.credit_slots, cap)
+        growing = self._memory.can_grow(namespace)
+        if not growing:
+            target = min(target, manager.slots_total // 4)
+        target = max(1, target)
         short = target - len(session.granted)
         if short * 8 >= target:
-            slots = manager.prepare_store(short)
+            # Nothing is evicted for credits while the cap has room: memory is on its way.
+            slots = manager.prepare_store(min(short, manager.slots_free) if growing else short)
             session.granted.update(slots)
             if slots:
                 self._to_scheduler(session, p.Answers(credits=u32(slots)))

@@ -1,0 +1,310 @@
+"""Shared memory: sealed, populated, capped, and passed on between namespaces."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvstore import protocol as p
+from kvstore.errors import TierError, TierFull
+from tests.fakes import SLOT_BYTES, Engine, HeapPool, Town, blocks, hashes, settings
+from tiers.cpu import CpuExtent, CpuMemory
+
+EXTENT = 64 * 1024
+
+
+@pytest.fixture
+def extent() -> Iterator[CpuExtent]:
+    made = CpuExtent(EXTENT, SLOT_BYTES)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pool() -> Iterator[CpuMemory]:
+    made = CpuMemory(3 * EXTENT + 1000, EXTENT)
+    yield made
+    made.close()
+
+
+def wait_for(pool: CpuMemory, count: int = 1) -> list[tuple[str, CpuExtent | Exception]]:
+    found: list[tuple[str, CpuExtent | Exception]] = []
+    end = time.monotonic() + 10
+    while len(found) < count and time.monotonic() < end:
+        found.extend(pool.poll())
+        time.sleep(0.001)
+    return found
+
+
+# One extent
+
+
+def test_no_holder_of_the_descriptor_can_shrink_or_grow_it(extent: CpuExtent) -> None:
+    copy = os.dup(extent.fd)
+    try:
+        for size in (0, extent.bytes - 1, extent.bytes + mmap.PAGESIZE):
+            with pytest.raises(PermissionError):
+                os.ftruncate(copy, size)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(copy, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        extent.slot(extent.count - 1)[:] = b"x" * SLOT_BYTES
+    finally:
+        os.close(copy)
+
+
+def test_every_page_is_there_before_anybody_maps_it(extent: CpuExtent) -> None:
+    found = os.fstat(extent.fd)
+    assert found.st_size == extent.bytes
+    assert found.st_blocks * 512 >= extent.bytes
+
+
+def test_slots_and_generations_lie_side_by_side_and_fit(extent: CpuExtent) -> None:
+    assert extent.count == EXTENT // (SLOT_BYTES + 4)
+    assert extent.bytes <= EXTENT
+    assert extent.generations_offset + 4 * extent.count <= extent.bytes
+    for position in range(extent.count):
+        extent.slot(position)[:] = bytes([position + 1]) * SLOT_BYTES
+        extent.set_generation(position, 1000 + position)
+    with mmap.mmap(extent.fd, extent.bytes) as seen, memoryview(seen) as view:
+        for position in range(extent.count):
+            start = position * SLOT_BYTES
+            assert view[start : start + SLOT_BYTES] == bytes([position + 1]) * SLOT_BYTES
+        with view[extent.generations_offset :] as tail, tail.cast("I") as generations:
+            assert list(generations[: extent.count]) == [1000 + i for i in range(extent.count)]
+
+
+def test_the_bytes_outlive_the_store_where_they_are_mapped() -> None:
+    made = CpuExtent(EXTENT, SLOT_BYTES)
+    made.slot(0)[:4] = b"kept"
+    with mmap.mmap(made.fd, made.bytes) as seen:
+        made.close()
+        assert seen[:4] == b"kept"
+
+
+def test_a_slot_that_does_not_fit_is_refused_with_both_numbers() -> None:
+    with pytest.raises(TierFull, match=r"takes 65536 bytes, an extent has 65536"):
+        CpuExtent(EXTENT, EXTENT)
+
+
+def test_without_memory_an_extent_is_refused_and_nothing_leaks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_memory(_fd: int, _start: int, _size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "posix_fallocate", no_memory)
+    with pytest.raises(TierFull, match="No space left"):
+        CpuExtent(EXTENT, SLOT_BYTES)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# The pool
+
+
+def test_the_cap_is_never_exceeded(pool: CpuMemory) -> None:
+    assert [pool.request("a", SLOT_BYTES) for _ in range(5)] == [True, True, True, False, False]
+    made = wait_for(pool, 3)
+    held = [extent for _, extent in made if isinstance(extent, CpuExtent)]
+    physical = sum(os.fstat(extent.fd).st_blocks * 512 for extent in held)
+    assert len(held) == 3
+    assert physical <= pool.used_bytes == 3 * EXTENT <= pool.capacity_bytes
+    pool.release(held[0])
+    assert pool.request("b", SLOT_BYTES)
+    assert not pool.request("b", SLOT_BYTES)
+    ((tag, fourth),) = wait_for(pool)
+    assert tag == "b"
+    for extent in (held[1], held[2], fourth):
+        assert isinstance(extent, CpuExtent)
+        pool.release(extent)
+    assert pool.used_bytes == 0
+
+
+def test_an_extent_that_could_not_be_made_does_not_count(pool: CpuMemory) -> None:
+    assert pool.request("a", EXTENT)
+    ((tag, error),) = wait_for(pool)
+    assert (tag, type(error), pool.used_bytes) == ("a", TierFull, 0)
+
+
+def test_an_extent_larger_than_the_capacity_is_refused() -> None:
+    with pytest.raises(TierError, match="extent of 65536 bytes, capacity is 1000"):
+        CpuMemory(1000, EXTENT)
+
+
+def test_closing_gives_back_what_nobody_fetched() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    made = CpuMemory(2 * EXTENT, EXTENT)
+    made.request("a", SLOT_BYTES)
+    made.request("a", SLOT_BYTES)
+    made.close()
+    assert (made.used_bytes, len(os.listdir("/proc/self/fd"))) == (0, before)
+
+
+# Several namespaces
+
+
+def fill(engine: Engine, count: int = 64) -> list[bytes]:
+    """Store more than there is room for."""
+    chain = hashes(count, engine.name)
+    engine.put(chain)
+    return chain
+
+
+def heap(extents: int = 4) -> tuple[Town, HeapPool]:
+    memory = HeapPool(extents=extents)
+    return Town(pool=memory), memory
+
+
+def extents_of(town: Town) -> list[int]:
+    return [len(namespace.extents) for namespace in town.store.namespaces.values()]
+
+
+def test_a_namespace_grows_to_the_cap_and_not_beyond() -> None:
+    town, memory = heap()
+    fill(town.attach("a"))
+    assert extents_of(town) == [4]
+    assert memory.used_bytes_max == memory.capacity_bytes
+
+
+def test_an_idle_namespace_gives_memory_to_one_in_use() -> None:
+    town, memory = heap(extents=2)
+    first = town.attach("first", identity="first")
+    chain = fill(first)
+    first.leave()
+    second = town.attach("second", identity="second")
+    town.settle(second, turns=20)
+    assert second.active is not None
+    assert extents_of(town) == [1, 1]
+    assert memory.used_bytes_max <= memory.capacity_bytes
+    assert blocks(town.attach("first", identity="first").hit(chain))  # some of it is still there
+
+
+def test_a_richer_namespace_gives_memory_to_a_poorer_one() -> None:
+    town, memory = heap()
+    first = town.attach("first", identity="first")
+    fill(first)
+    second = town.attach("second", identity="second")
+    for _ in range(4):
+        fill(first, 8)
+        fill(second, 8)
+        town.settle(first, second)
+    assert second.active is not None
+    assert extents_of(town) == [2, 2]
+    assert memory.used_bytes_max <= memory.capacity_bytes
+    assert not first.detached
+
+
+def test_three_namespaces_share_the_cap() -> None:
+    town, memory = heap(extents=6)
+    engines = [town.attach(name, identity=name) for name in ("a", "b", "c")]
+    for number in range(12):
+        for engine in engines:
+            engine.put(hashes(16, f"{engine.name}{number}"))
+        town.settle(*engines)
+    assert extents_of(town) == [2, 2, 2]
+    assert memory.used_bytes_max <= memory.capacity_bytes
+
+
+def poor_and_rich() -> tuple[Town, HeapPool, Engine, Engine]:
+    """A rich engine that does not answer Unmap by itself, and a poor one that needs memory."""
+    town, memory = heap(extents=3)
+    rich = town.attach("rich", identity="rich")
+    fill(rich)
+    rich.maps = False
+    poor = Engine(town, "poor", identity="poor")
+    poor.join()
+    town.settle(poor, turns=10)
+    return town, memory, rich, poor
+
+
+def test_O23_memory_moves_only_when_every_worker_has_unmapped_it() -> None:
+    town, memory, rich, poor = poor_and_rich()
+    (unmap,) = town.take(rich.workers[0], p.Unmap)
+    assert not memory.released
+    assert poor.active is None
+    town.say(rich.workers[0], p.Unmapped(unmap.extent))
+    town.settle(rich, poor, turns=10)
+    assert len(memory.released) == 1
+    assert poor.active is not None
+    assert memory.used_bytes_max <= memory.capacity_bytes
+
+
+def test_O23_a_worker_that_is_gone_has_unmapped() -> None:
+    town, memory, rich, poor = poor_and_rich()
+    assert not memory.released
+    town.close(rich.workers[0])
+    town.settle(poor, turns=10)
+    assert len(memory.released) == 1
+    assert poor.active is not None
+
+
+def test_a_worker_that_does_not_unmap_in_time_ends_its_session() -> None:
+    town, memory, rich, poor = poor_and_rich()
+    town.tick(ms=61_000)
+    town.settle(poor)
+    rich.pump()
+    assert rich.detached
+    assert not memory.released
+
+
+def test_O20_memory_under_a_lease_stays_until_the_lease_ends() -> None:
+    town, memory = heap(extents=2)
+    rich = town.attach("rich", identity="rich")
+    chain = hashes(16, "rich")
+    rich.put(chain)
+    granted = rich.hit(chain)
+    assert len(blocks(granted)) > 8
+    rich.leave_later = True  # type: ignore[attr-defined]
+    poor = Engine(town, "poor", identity="poor")
+    poor.join()
+    town.settle(poor, rich, turns=10)
+    assert not memory.released
+    rich.step(release=(granted.lease,))
+    for number in range(4):
+        rich.put(hashes(4, f"more{number}"))  # uses up credits in the extent that goes
+    town.settle(poor, rich, turns=20)
+    assert len(memory.released) == 1
+    assert poor.active is not None
+
+
+def test_a_failed_extent_is_no_end_of_the_store(caplog: pytest.LogCaptureFixture) -> None:
+    town, memory = heap()
+    memory.fail = TierFull("no memory")
+    engine = town.attach()
+    assert engine.active is None
+    assert "cannot make an extent: no memory" in caplog.text
+    memory.fail = None
+    other = town.attach("other", identity="other")
+    assert other.active is not None
+
+
+def test_real_memory_is_shared_the_same_way() -> None:
+    memory = CpuMemory(2 * EXTENT, EXTENT)
+    town = Town(settings(), memory)
+
+    def until(done: Callable[[], object], *engines: Engine) -> None:
+        end = time.monotonic() + 10
+        while not done() and time.monotonic() < end:
+            town.settle(*engines, turns=1)
+            assert memory.used_bytes <= memory.capacity_bytes
+            time.sleep(0.001)
+        assert done()
+
+    first = town.attach("first", identity="first")
+    until(lambda: first.active, first)
+    first.put(hashes(20, "first"))
+    until(lambda: extents_of(town) == [2], first)
+    first.leave()
+    second = town.attach("second", identity="second")
+    until(lambda: second.active, second)
+    assert extents_of(town) == [1, 1]
+    town.store.close()
+    for namespace in town.store.namespaces.values():
+        for mapping in namespace.extents.values():
+            memory.release(mapping.memory)  # type: ignore[arg-type]
+    memory.close()

@@ -1,0 +1,617 @@
+"""Sessions of the store: how they join, work, and end. Connections here are lists."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvstore import protocol as p
+from kvstore.layout import GroupGeometry
+from kvstore.service.session import Phase
+from kvstore.types import BlockKey, GroupRule, make_key
+from tests.fakes import (
+    SLOT_BYTES,
+    Engine,
+    HeapPool,
+    Town,
+    blocks,
+    from_u32,
+    geometry,
+    hashes,
+    settings,
+    u32,
+)
+
+
+def phase(town: Town, engine: Engine) -> Phase | None:
+    session = town.store.sessions.get(engine.name)
+    return None if session is None else session.phase
+
+
+def refusals(town: Town, connection: int) -> list[p.Refused]:
+    return town.take(connection, p.Refused)
+
+
+# Joining
+
+
+def test_an_engine_is_active_when_all_its_parts_are_there_and_memory_is_mapped() -> None:
+    town = Town()
+    engine = Engine(town, "engine", world=2, maps=False)
+    engine.join_rank(0, engine.workers[0])
+    engine.join_rank(1, engine.workers[1])
+    town.settle(engine)
+    assert phase(town, engine) is Phase.JOINING
+    town.say(engine.scheduler, p.Hello(p.VERSION, "engine", "scheduler", 0, 2, 4))
+    town.settle(engine)
+    assert phase(town, engine) is Phase.JOINING
+    for worker in engine.workers:
+        assert engine.active is None
+        for extent in engine.extents:
+            town.say(worker, p.Mapped(extent))
+        town.settle(engine)
+    assert phase(town, engine) is Phase.ACTIVE
+    assert engine.active is not None
+    assert engine.active.slots_total == 8
+    assert len(engine.credits) > 0
+
+
+def test_the_halves_may_come_in_any_order() -> None:
+    town = Town()
+    engine = Engine(town, "engine")
+    engine.join_rank(0, engine.workers[0])
+    town.settle(engine)
+    town.say(engine.scheduler, p.Hello(p.VERSION, "engine", "scheduler", 0, 1, 4))
+    town.settle(engine)
+    assert phase(town, engine) is Phase.ACTIVE
+    session = {message.session for message in engine.layouts}
+    assert session == {town.store.sessions["engine"].number}
+
+
+def test_a_second_engine_is_active_only_when_its_worker_has_mapped_what_is_there() -> None:
+    town = Town()
+    town.attach("first")
+    second = Engine(town, "second", maps=False)
+    second.join()
+    town.settle(second)
+    assert second.extents
+    assert second.active is None
+    for extent in second.extents:
+        town.say(second.workers[0], p.Mapped(extent))
+    town.settle(second)
+    assert second.active is not None
+
+
+def test_a_worker_that_does_not_map_ends_its_session_only() -> None:
+    town = Town()
+    good = town.attach("good")
+    bad = Engine(town, "bad", maps=False)
+    bad.join()
+    town.settle(bad, good)
+    town.tick(ms=61_000)
+    town.settle(bad, good)
+    assert bad.detached
+    assert not good.detached
+    assert phase(town, good) is Phase.ACTIVE
+
+
+def test_B3_another_protocol_version_is_told_both_numbers() -> None:
+    town = Town()
+    connection = town.connect()
+    town.say(connection, p.Hello(2, "engine", "scheduler", 0, 1))
+    (refused,) = refusals(town, connection)
+    assert (refused.reason, refused.retry) == ("protocol 2, ours is 1", False)
+    assert not town.store.sessions
+
+
+def test_an_engine_id_can_be_attached_once() -> None:
+    town = Town()
+    engine = town.attach()
+    other = town.connect()
+    town.say(other, p.Hello(p.VERSION, "engine", "scheduler", 0, 1))
+    assert "attached already" in refusals(town, other)[0].reason
+    town.settle(engine)
+    assert phase(town, engine) is Phase.ACTIVE
+    assert not engine.detached
+
+
+@pytest.mark.parametrize(
+    ("hello", "told"),
+    [
+        (p.Hello(p.VERSION, "e", "scheduler", 0, 0), "world of 0"),
+        (p.Hello(p.VERSION, "e", "scheduler", 0, -1), "world of -1"),
+        (p.Hello(p.VERSION, "e", "worker", 1, 1, geometry=geometry()), "rank 1 of 1"),
+        (p.Hello(p.VERSION, "e", "worker", -1, 1, geometry=geometry()), "rank -1 of 1"),
+        (p.Hello(p.VERSION, "e", "worker", 0, 1), "role 'worker'"),
+        (p.Hello(p.VERSION, "e", "router", 0, 1), "role 'router'"),
+    ],
+)
+def test_a_wrong_hello_is_refused_and_leaves_no_session(hello: p.Hello, told: str) -> None:
+    town = Town()
+    connection = town.connect()
+    town.say(connection, hello)
+    assert told in refusals(town, connection)[0].reason
+    assert not town.store.sessions
+
+
+def test_a_different_world_is_refused_and_the_session_goes_on_joining() -> None:
+    town = Town()
+    engine = Engine(town, "engine", world=2)
+    engine.join_rank(0, engine.workers[0])
+    stranger = town.connect()
+    town.say(stranger, p.Hello(p.VERSION, "engine", "scheduler", 0, 4))
+    assert "world of 4, the session has 2" in refusals(town, stranger)[0].reason
+    engine.join_rank(1, engine.workers[1])
+    town.say(engine.scheduler, p.Hello(p.VERSION, "engine", "scheduler", 0, 2, 4))
+    town.settle(engine)
+    assert phase(town, engine) is Phase.ACTIVE
+
+
+def test_B3_ranks_that_do_not_fit_are_refused_naming_both_values() -> None:
+    town = Town()
+    engine = Engine(town, "engine", world=2)
+    engine.geometries[1] = msgspec.structs.replace(engine.geometries[1], identity="other model")
+    engine.join()
+    (refused,) = refusals(town, engine.scheduler)
+    assert not refused.retry
+    assert "'other model'" in refused.reason
+    assert "'model'" in refused.reason
+    engine.leave()
+    assert not town.store.sessions
+
+
+def test_O22_a_block_larger_than_an_extent_is_refused_at_start() -> None:
+    town = Town(pool=HeapPool(slots_per_extent=1))
+    engine = Engine(town, "engine", rules=[GroupRule()])
+    group = engine.geometries[0].groups[0]
+    layer = msgspec.structs.replace(group.layers[0], page_bytes=64 * SLOT_BYTES)
+    groups = (GroupGeometry(GroupRule(), (layer,)),)
+    engine.geometries[0] = msgspec.structs.replace(engine.geometries[0], groups=groups)
+    engine.join()
+    (refused,) = refusals(town, engine.scheduler)
+    assert "a block takes 262144 bytes, an extent has 4100" in refused.reason
+
+
+# Storing and looking up
+
+
+def test_O2_what_was_stored_is_hit_with_its_slots_and_generations() -> None:
+    town = Town()
+    engine, chain = town.attach(), hashes(3)
+    slots = engine.put(chain)
+    granted = engine.hit(hashes(5))
+    assert blocks(granted) == [0, 1, 2]
+    assert from_u32(granted.hits[0].slots) == slots
+    namespace = next(iter(town.store.namespaces.values()))
+    assert from_u32(granted.hits[0].generations) == [namespace.generations[s] for s in slots]
+    assert granted.lease
+    assert not granted.sources
+
+
+def test_O16_every_engine_of_the_namespace_hears_what_became_ready() -> None:
+    town = Town()
+    first, second = town.attach("first"), town.attach("second")
+    other = town.attach("other", identity="another model")
+    chain = hashes(2)
+    first.put(chain)
+    town.settle(first, second, other)
+    expected = [make_key(block, 0) for block in chain]
+    assert (first.added, second.added, other.added) == (expected, expected, [])
+
+
+def test_O18_a_block_is_present_only_when_every_ranks_part_is() -> None:
+    town = Town()
+    engine = town.attach(world=2)
+    (block,) = hashes(1)
+    slot, key = engine.credits.pop(0), make_key(block, 0)
+    engine.report(0, [slot], [key], [b""])
+    town.settle(engine)
+    assert not engine.added
+    engine.report(1, [slot], [key], [b""])
+    assert blocks(engine.hit([block])) == [0]
+
+
+def test_O18_a_block_is_not_there_when_one_ranks_part_failed() -> None:
+    town = Town()
+    engine = town.attach(world=2)
+    (block,) = hashes(1)
+    slot, key = engine.credits.pop(0), make_key(block, 0)
+    engine.report(0, [slot], [key], [b""], ok=False)
+    engine.report(1, [slot], [key], [b""])
+    assert engine.hit([block]).lease == 0
+    assert town.store.numbers.value("kvstore_stored_blocks", "failed") == 1
+
+
+def test_O18_ranks_that_name_different_keys_for_one_slot_store_nothing() -> None:
+    town = Town()
+    engine = town.attach(world=2)
+    one, other = hashes(1, "one"), hashes(1, "other")
+    slot = engine.credits.pop(0)
+    engine.report(0, [slot], [make_key(one[0], 0)], [b""])
+    engine.report(1, [slot], [make_key(other[0], 0)], [b""])
+    town.settle(engine)
+    assert "another key" in engine.detached[0]
+    assert not engine.added
+
+
+def test_O18_a_load_is_over_when_every_rank_has_reported_it() -> None:
+    town = Town()
+    engine, chain = town.attach(world=2), hashes(1)
+    engine.put(chain)
+    lease = engine.hit(chain).lease
+    leases = next(iter(town.store.namespaces.values())).manager.leases
+    town.say(engine.workers[0], p.Loaded(lease, 10, 0.1))
+    town.say(engine.workers[0], p.Loaded(lease, 10, 0.1))
+    assert len(leases) == 1
+    town.say(engine.workers[1], p.Loaded(lease, 10, 0.1))
+    assert len(leases) == 0
+
+
+def test_O15_what_a_worker_found_damaged_is_dropped_before_the_next_answer() -> None:
+    town = Town()
+    engine, chain = town.attach(), hashes(3)
+    slots = engine.put(chain)
+    lease = engine.hit(chain).lease
+    town.say(engine.workers[0], p.Loaded(lease, 0, 0.1, u32(slots[1:2])))
+    assert blocks(engine.hit(chain)) == [0]
+
+
+def test_two_engines_of_unequal_size_share_what_fits_both() -> None:
+    town = Town()
+    one = town.attach("one", world=1)
+    two = town.attach("two", world=2)
+    assert [len(town.store.namespaces), two.active is not None] == [1, True]
+    one.put(chain := hashes(2))
+    assert blocks(two.hit(chain)) == [0, 1]
+    layouts = [welcome.layout for welcome in two.layouts if welcome.layout]
+    runs = [layout.groups[0].runs[0] for layout in layouts]
+    assert [(run.offset, run.length) for run in runs] == [(0, 2048), (2048, 2048)]
+
+
+# Waiting
+
+
+def pending_town(defer: str = "100ms") -> tuple[Town, Engine, list[bytes], int]:
+    """An engine of two ranks, one of which has written a block."""
+    town = Town(settings(defer=defer))
+    engine, chain = town.attach(world=2), hashes(1)
+    slot = engine.credits.pop(0)
+    engine.report(0, [slot], [make_key(chain[0], 0)], [b""])
+    return town, engine, chain, slot
+
+
+def test_O8_a_lookup_of_a_pending_block_is_answered_when_that_is_ready() -> None:
+    town, engine, chain, slot = pending_town()
+    ask = engine.ask(chain)
+    town.settle(engine)
+    assert ask not in engine.granted
+    engine.report(1, [slot], [make_key(chain[0], 0)], [b""])
+    town.settle(engine)
+    assert blocks(engine.granted[ask]) == [0]
+
+
+def test_O8_a_lookup_of_a_pending_block_is_answered_at_the_deadline() -> None:
+    town, engine, chain, _ = pending_town()
+    ask = engine.ask(chain)
+    town.tick(ms=99)
+    engine.pump()
+    assert ask not in engine.granted
+    town.tick(ms=1)
+    engine.pump()
+    assert engine.granted[ask].lease == 0
+
+
+def test_O8_with_a_failed_write_nobody_waits_on() -> None:
+    town, engine, chain, slot = pending_town()
+    ask = engine.ask(chain)
+    engine.report(1, [slot], [make_key(chain[0], 0)], [b""], ok=False)
+    town.settle(engine)
+    assert engine.granted[ask].lease == 0
+
+
+def test_O8_a_question_can_be_settled_with_what_is_ready() -> None:
+    _, engine, chain, _ = pending_town()
+    ask = engine.ask(chain)
+    engine.step(settle=(ask, 12345))
+    engine.pump()
+    assert engine.granted[ask].lease == 0
+
+
+def test_O8_every_question_is_answered_once() -> None:
+    town, engine, chain, slot = pending_town()
+    ask = engine.ask(chain)
+    engine.step(settle=(ask,))
+    engine.pump()
+    del engine.granted[ask]
+    engine.report(1, [slot], [make_key(chain[0], 0)], [b""])
+    town.settle(engine)
+    town.tick(ms=1000)
+    engine.pump()
+    assert not engine.granted
+
+
+def test_a_question_before_the_session_is_active_is_answered_with_nothing() -> None:
+    town = Town()
+    engine = Engine(town, "engine")
+    town.say(engine.scheduler, p.Hello(p.VERSION, "engine", "scheduler", 0, 1, 4))
+    assert engine.hit(hashes(1)).lease == 0
+
+
+# Leases and credits
+
+
+def test_O20_leases_are_capped_in_bytes_and_come_back() -> None:
+    town = Town(settings(leased=2 * SLOT_BYTES))
+    engine, first, second = town.attach(), hashes(2, "a"), hashes(2, "b")
+    engine.put(first)
+    engine.put(second)
+    granted = engine.hit(first)
+    assert blocks(granted) == [0, 1]
+    refused = engine.hit(second)
+    assert (refused.lease, refused.capped) == (0, True)
+    engine.step(release=(granted.lease,))
+    again = engine.hit(second)
+    assert (blocks(again), again.capped) == ([0, 1], False)
+    assert town.store.numbers.value("kvstore_lookups", "capped") == 1
+
+
+def test_O20_another_engines_leases_do_not_count_against_the_cap() -> None:
+    town = Town(settings(leased=SLOT_BYTES))
+    one, two, chain = town.attach("one"), town.attach("two"), hashes(1)
+    one.put(chain)
+    assert one.hit(chain).lease
+    assert two.hit(chain).lease
+    assert one.hit(chain).capped
+
+
+def test_O20_a_lease_runs_out() -> None:
+    town = Town(settings(lease="1s"))
+    engine, chain = town.attach(), hashes(1)
+    engine.put(chain)
+    granted = engine.hit(chain)
+    manager = next(iter(town.store.namespaces.values())).manager
+    assert granted.lease_ms == 1000
+    town.tick(ms=999)
+    assert len(manager.leases) == 1
+    town.tick(ms=1)
+    assert len(manager.leases) == 0
+    assert town.store.numbers.value("kvstore_lookups", "expired") == 1
+    engine.step(release=(granted.lease,))  # too late, and no harm done
+    assert phase(town, engine) is Phase.ACTIVE
+
+
+def test_O20_an_engine_cannot_end_another_engines_lease() -> None:
+    town = Town()
+    one, two, chain = town.attach("one"), town.attach("two"), hashes(1)
+    slots = one.put(chain)
+    lease = one.hit(chain).lease
+    two.step(release=(lease,))
+    town.say(two.workers[0], p.Loaded(lease, 0, 0.0, u32(slots)))
+    leases = next(iter(town.store.namespaces.values())).manager.leases
+    assert len(leases) == 1
+    assert blocks(two.hit(chain)) == [0]
+
+
+@pytest.mark.parametrize(
+    ("credit_bytes", "wants", "gets"),
+    [(3 * SLOT_BYTES, 100, 3), (100 * SLOT_BYTES, 2, 2), (100 * SLOT_BYTES, 100, 8), (1, 5, 1)],
+)
+def test_O23_credits_are_capped_in_bytes_and_by_need_and_by_size(
+    credit_bytes: int, wants: int, gets: int
+) -> None:
+    town = Town(settings(credit=credit_bytes), HeapPool(extents=1, slots_per_extent=32))
+    engine = town.attach(credit_slots=wants)
+    town.settle(engine, turns=20)
+    assert len(engine.credits) == gets
+
+
+def test_O23_credits_are_filled_up_as_they_are_used() -> None:
+    town = Town()
+    engine = town.attach(credit_slots=2)
+    engine.put(hashes(5))
+    assert len(engine.credits) == 2
+    assert len(town.store.sessions["engine"].granted) == 2
+
+
+def test_O23_no_slot_is_granted_to_two_engines() -> None:
+    town = Town()
+    one, two = town.attach("one"), town.attach("two")
+    assert one.credits
+    assert two.credits
+    assert not set(one.credits) & set(two.credits)
+
+
+# The end
+
+
+@pytest.mark.parametrize("closes", ["scheduler", "worker"])
+def test_O23_slots_of_a_dead_session_come_back_after_its_last_connection(closes: str) -> None:
+    town = Town()
+    engine = town.attach(world=2)
+    manager = next(iter(town.store.namespaces.values())).manager
+    order = [engine.scheduler, *engine.workers]
+    if closes == "worker":
+        order.reverse()
+    credits_out = manager.slots_granted
+    assert credits_out > 0
+    for connection in order:
+        assert manager.slots_granted == credits_out
+        town.close(connection)
+        town.tick()
+    assert manager.slots_granted == 0
+    assert manager.slots_free == manager.slots_total
+    assert not town.store.sessions
+
+
+def test_O23_a_write_under_way_is_given_up_with_the_last_connection_only() -> None:
+    town, engine, chain, slot = pending_town()
+    manager = next(iter(town.store.namespaces.values())).manager
+    town.close(engine.scheduler)
+    engine.report(1, [slot], [make_key(chain[0], 0)], [b""])  # had not heard yet
+    assert manager.is_granted(slot)  # type: ignore[arg-type]
+    for worker in engine.workers:
+        town.close(worker)
+    assert manager.slots_free == manager.slots_total
+    assert len(manager.index) == 0
+
+
+def test_the_others_are_told_to_detach_once() -> None:
+    town = Town()
+    engine = town.attach(world=2)
+    town.close(engine.scheduler)
+    engine.pump()
+    town.close(engine.workers[0])
+    engine.pump()
+    assert engine.detached == ["another connection of this engine closed"] * 2
+
+
+def test_an_engine_that_comes_back_while_its_session_ends_is_asked_to_try_again() -> None:
+    town = Town()
+    engine = town.attach()
+    town.close(engine.scheduler)
+    early = town.connect()
+    hello = p.Hello(p.VERSION, "engine", "scheduler", 0, 1, 4)
+    town.say(early, hello)
+    (refused,) = refusals(town, early)
+    assert refused.retry
+    town.close(engine.workers[0])
+    again = town.attach()
+    assert again.active is not None
+
+
+def test_a_restarted_engine_hits_what_it_stored_before() -> None:
+    town = Town()
+    engine, chain = town.attach(), hashes(3)
+    engine.put(chain)
+    engine.leave()
+    again = town.attach()
+    assert blocks(again.hit(chain)) == [0, 1, 2]
+    assert len({welcome.session for welcome in [*engine.layouts, *again.layouts]}) == 2
+
+
+def test_O20_leases_end_with_their_session() -> None:
+    town = Town()
+    engine, chain = town.attach(), hashes(1)
+    engine.put(chain)
+    engine.hit(chain)
+    leases = next(iter(town.store.namespaces.values())).manager.leases
+    assert len(leases) == 1
+    engine.leave()
+    assert len(leases) == 0
+
+
+def test_an_ending_session_is_granted_nothing() -> None:
+    town = Town()
+    engine = town.attach(world=2)
+    town.close(engine.workers[1])
+    engine.pump()
+    engine.credits.clear()
+    town.settle(engine)
+    assert not engine.credits
+    engine.step(lookups=(p.Lookup(1, hashes(1)[0], 32),))
+    engine.pump()
+    assert not engine.granted
+
+
+# Wrong messages
+
+
+WRONG = {
+    "stored-without-credit": p.Stored(u32([7]), (b"k",), (b"",), ok=True, seconds=0.0),
+    "stored-too-few-keys": p.Stored(u32([0, 1]), (b"k",), (b"",), ok=True, seconds=0.0),
+    "stored-broken-array": p.Stored(b"123", (b"k",), (b"",), ok=True, seconds=0.0),
+    "loaded-broken-array": p.Loaded(1, 0, 0.0, b"1"),
+    "step-from-a-worker": p.Step(),
+    "a-second-hello": p.Hello(p.VERSION, "bad", "worker", 0, 1, geometry=geometry()),
+    "not-for-the-store": p.Detach("me?"),
+    "unknown-query": p.Query("everything"),
+}
+WRONG_STEPS = {
+    "unknown-event": p.Step(counts={"made_up": 1}),
+    "unknown-tier": p.Step(usage=p.Usage(1, {"made_up": 1})),
+    "no-width": p.Step(lookups=(p.Lookup(1, b"1234", 0),)),
+    "broken-hashes": p.Step(lookups=(p.Lookup(1, b"12345", 4),)),
+    "stored-from-a-scheduler": p.Stored(b"", (), (), ok=True, seconds=0.0),
+}
+
+
+@pytest.mark.parametrize("name", [*WRONG, *WRONG_STEPS])
+def test_wrong_messages_end_only_their_session(name: str) -> None:
+    town = Town()
+    good, bad = town.attach("good", credit_slots=2), town.attach("bad", credit_slots=2)
+    chain = hashes(2)
+    good.put(chain)
+    if name in WRONG:
+        town.say(bad.workers[0], WRONG[name])
+    else:
+        town.say(bad.scheduler, WRONG_STEPS[name])
+    town.settle(good, bad)
+    assert bad.detached
+    assert not good.detached
+    assert blocks(good.hit(chain)) == [0, 1]
+    assert town.store.numbers.value("kvstore_refused", "protocol") == 1
+    bad.leave()
+    town.settle(good)
+    assert phase(town, bad) is None
+
+
+def test_a_rank_that_reports_twice_ends_its_session() -> None:
+    town, engine, chain, slot = pending_town()
+    engine.report(0, [slot], [make_key(chain[0], 0)], [b""])
+    town.settle(engine)
+    assert "twice" in engine.detached[0]
+
+
+def test_messages_before_hello_are_refused() -> None:
+    town = Town()
+    connection = town.connect()
+    town.say(connection, p.Step())
+    assert "Step before Hello" in refusals(town, connection)[0].reason
+
+
+# Admin
+
+
+def test_O17_clear_empties_memory_for_everybody() -> None:
+    town = Town()
+    one, other, chain = town.attach("one"), town.attach("other", identity="another"), hashes(2)
+    one.put(chain)
+    other.put(chain)
+    admin = town.connect()
+    town.say(admin, p.Query("clear"))
+    assert town.take(admin, p.Report)
+    assert (one.hit(chain).lease, other.hit(chain).lease) == (0, 0)
+    assert [n.manager.index.holes for n in town.store.namespaces.values()] == [0, 0]
+
+
+def test_stats_are_numbers_by_name_and_labels() -> None:
+    town = Town()
+    town.attach().put(hashes(2))
+    admin = town.connect()
+    town.say(admin, p.Query("stats"))
+    (report,) = town.take(admin, p.Report)
+    stats = {tuple(row[:-1]): row[-1] for row in msgspec.json.decode(report.body)}
+    assert stats["kvstore_stored_blocks", "stored"] == 2
+    assert stats["kvstore_sessions", "active"] == 1
+
+
+def test_shutdown_tells_every_engine() -> None:
+    town = Town()
+    engines = [town.attach("one"), town.attach("two")]
+    town.store.close()
+    for engine in engines:
+        engine.pump()
+        assert set(engine.detached) == {"the store is shutting down"}
+
+
+def test_scopes_keep_an_engines_blocks_apart() -> None:
+    """What reset_cache relies on: the same hashes in another scope are other blocks (O17)."""
+    town = Town()
+    engine, chain = town.attach(), hashes(1)
+    slot = engine.credits.pop(0)
+    engine.report(0, [slot], [BlockKey(make_key(chain[0], 0, b"scope"))], [b""])
+    town.settle(engine)
+    assert engine.hit(chain).lease == 0
+    engine.step(lookups=(p.Lookup(99, chain[0], 32, b"scope"),))
+    engine.pump()
+    assert blocks(engine.granted[99]) == [0]
