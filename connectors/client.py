@@ -116,6 +116,7 @@ class StoreClient:
         self.credits: deque[int] = deque()
         self.events: deque[tuple[bool, bytes]] = deque(maxlen=EVENTS_MAX)  # (stored, key)
         self.collect_events = False
+        self.detached = 0
         self.counts: Counter[str] = Counter()
         self._attacher = attacher
         self._clock = clock
@@ -154,6 +155,7 @@ class StoreClient:
             return
         log.warning("kvstore: detached: %s; answers are misses until it is back", reason)
         self.counts["detached"] += 1
+        self.detached += 1
         self._link.close()
         self._link, self.session = None, 0
         self.credits.clear()

@@ -25,7 +25,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from connectors import vllm_compat as compat
@@ -34,6 +37,7 @@ from connectors.jobs import StepMeta
 from connectors.link import Attacher, monotonic_ns
 from connectors.requests import Step
 from connectors.scheduler import SchedulerHalf
+from connectors.vllm_stats import TieredPromMetrics, TieredStats
 from connectors.worker import WorkerHalf
 from kvstore import protocol as p
 from kvstore.config import parse_extra
@@ -72,28 +76,6 @@ class TieredWorkerMetadata(KVConnectorWorkerMetadata):
         if not isinstance(other, TieredWorkerMetadata):
             raise TypeError(f"{type(other).__name__} among the reports of TieredConnector")
         return TieredWorkerMetadata(self.stores_over + other.stores_over)
-
-
-class TieredStats(KVConnectorStats):
-    """Counts since the last report, by name."""
-
-    def reset(self) -> None:
-        """Start from nothing."""
-        self.data.clear()
-
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add another report's counts to these."""
-        for name, count in other.data.items():
-            self.data[name] = self.data.get(name, 0) + count
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        """Return the sums, for vLLM's log line."""
-        return dict(self.data)
-
-    def is_empty(self) -> bool:
-        """Tell whether nothing was counted."""
-        return not self.data
 
 
 class TieredConnector(KVConnectorBase_V1, SupportsHMA):
@@ -173,6 +155,17 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
         """Rebuild a report in the process that logs."""
         return TieredStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """Show the reports on vLLM's own endpoint."""
+        return TieredPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # The worker's side
 

@@ -148,10 +148,12 @@ def test_closing_gives_back_what_nobody_fetched() -> None:
 # Several namespaces
 
 
-def fill(engine: Engine, count: int = 64) -> list[bytes]:
-    """Store more than there is room for."""
-    chain = hashes(count, engine.name)
-    engine.put(chain)
+def fill(engine: Engine, requests: int = 16, name: str = "") -> list[bytes]:
+    """Store more than there is room for, and return the hashes of the last request."""
+    chain: list[bytes] = []
+    for number in range(requests):
+        chain = hashes(4, f"{engine.name}{name}{number}")
+        engine.put(chain)
     return chain
 
 
@@ -189,9 +191,9 @@ def test_a_richer_namespace_gives_memory_to_a_poorer_one() -> None:
     first = town.attach("first", identity="first")
     fill(first)
     second = town.attach("second", identity="second")
-    for _ in range(4):
-        fill(first, 8)
-        fill(second, 8)
+    for number in range(4):
+        fill(first, 4, f"again{number}")
+        fill(second, 4, f"again{number}")
         town.settle(first, second)
     assert second.active is not None
     assert extents_of(town) == [2, 2]
@@ -259,7 +261,6 @@ def test_O20_memory_under_a_lease_stays_until_the_lease_ends() -> None:
     rich.put(chain)
     granted = rich.hit(chain)
     assert len(blocks(granted)) > 8
-    rich.leave_later = True  # type: ignore[attr-defined]
     poor = Engine(town, "poor", identity="poor")
     poor.join()
     town.settle(poor, rich, turns=10)

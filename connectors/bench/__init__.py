@@ -1,0 +1,1 @@
+"""Measuring the connector's halves against a real store, without an engine."""

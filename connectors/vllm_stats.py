@@ -1,0 +1,78 @@
+"""The connector's counts in vLLM's own log lines and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import Counter
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+EVENTS = frozenset(
+    {
+        "deferred",
+        "deferred_steps",
+        "detached",
+        "failed_loads",
+        "failed_stores",
+        "load_bytes",
+        "load_failed",
+        "load_tokens",
+        "store_blocks",
+        "store_bytes",
+        "store_declined",
+        "timed_out",
+    }
+)
+
+
+class TieredStats(KVConnectorStats):
+    """Counts since the last report, by name."""
+
+    def reset(self) -> None:
+        """Start from nothing."""
+        self.data.clear()
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add another report's counts to these."""
+        for name, count in other.data.items():
+            self.data[name] = self.data.get(name, 0) + count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return the sums, for vLLM's log line."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """Tell whether nothing was counted."""
+        return not self.data
+
+
+class TieredPromMetrics(KVConnectorPromMetrics):
+    """One counter, vllm:kvstore_events_total, with the name of what was counted as label."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        """Register the counter."""
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter: type[Counter] = self._counter_cls
+        self._events = counter(
+            name="vllm:kvstore_events",
+            documentation="What the kvstore connector counted, by event; bytes where so named.",
+            labelnames=[*labelnames, "event"],
+        )
+
+    def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
+        """Add one report."""
+        labels = self.per_engine_labelvalues[engine_idx]
+        for event, count in transfer_stats_data.items():
+            if event in EVENTS:
+                self._events.labels(*labels, event).inc(count)
