@@ -17,7 +17,8 @@ from kvstore.errors import KVStoreError, NotSupported, ProtocolError
 log = logging.getLogger(__name__)
 
 OUTBOX_BYTES_MAX = 16 << 20
-_READ_BYTES = 1 << 18
+_WRITE_BYTES = 1 << 18
+_READ_BYTES = 1 << 16  # a buffer of more than 128 KiB is mapped and unmapped for every read
 _FDS_MAX = 8
 _RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 
@@ -56,7 +57,7 @@ class Link:
     def _flush(self) -> None:
         try:
             while self._outbox:
-                sent = self._sock.send(memoryview(self._outbox)[:_READ_BYTES])
+                sent = self._sock.send(memoryview(self._outbox)[:_WRITE_BYTES])
                 del self._outbox[:sent]
         except BlockingIOError:
             if len(self._outbox) > OUTBOX_BYTES_MAX:

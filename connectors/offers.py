@@ -18,6 +18,9 @@ from kvstore.types import make_key
 
 MEDIUM = "cpu"
 
+_Offered = tuple[int, int, bytes]
+"""A block's index in its request, the slot it goes to, its key."""
+
 
 class Offers:
     """Plans stores of complete blocks, and knows which engine blocks are still being read."""
@@ -26,97 +29,118 @@ class Offers:
         self, geometry: Geometry, client: StoreClient, world: int, declined: Callable[[], None]
     ) -> None:
         """world: ranks that report each job. declined(): called when credits ran out."""
-        self.scope = b""
         self.blocks = 0  # offered so far
         self._geometry = geometry
         self._client = client
         self._world = world
         self._declined = declined
-        self._groups = len(geometry.rules)
+        self._blocks_per_chunk = geometry.blocks_per_chunk
+        self._hashes_per_block = geometry.block_tokens // geometry.hash_tokens
+        self._rooted = [rule.trailing is not None for rule in geometry.rules]
         self._sources: dict[int, set[int]] = {}
         self._jobs: dict[int, tuple[int, ...]] = {}
         self._ranks_over: Counter[int] = Counter()
         self._next_job = 1
+        self.use_scope(b"")
+
+    def use_scope(self, scope: bytes) -> None:
+        """Make keys in this scope from now on."""
+        self._suffixes = [make_key(b"", group, scope) for group in range(len(self._rooted))]
 
     def offer(
         self, tracked: Tracked, computed: int, table: Callable[[str], BlockTable | None]
     ) -> list[StoreJob]:
-        """Store the blocks that are complete now and not stored yet, as far as credits go."""
+        """Store the blocks that are complete now and not stored yet, as far as credits go.
+
+        Called for a request whose tracked.due was reached, and sets the next one.
+        """
         if not self._client.session:
             return []
-        hashed = len(tracked.request.block_hashes) * self._geometry.hash_tokens
-        end = min(computed, hashed) // self._geometry.block_tokens
-        if min(tracked.cursor) >= end:
-            return []
-        blocks = table(tracked.request.request_id)
-        if blocks is None:
-            return []
-        taken: list[list[tuple[int, int, bytes]]] = [[] for _ in range(self._groups)]
-        for index in range(min(tracked.cursor), end):
-            block_hash = self._geometry.block_hash(tracked.request, index)
-            for group in range(self._groups):
-                if tracked.cursor[group] != index:
+        request, cursor = tracked.request, tracked.cursor
+        hashed = len(request.block_hashes) * self._geometry.hash_tokens
+        first, end = min(cursor), min(computed, hashed) // self._geometry.block_tokens
+        if first < end:
+            if not self._client.credits:
+                self._declined()
+                return []
+            blocks = table(request.request_id)
+            if blocks is None:
+                return []
+            taken = self._take(tracked, first, end, blocks)
+            tracked.due = (min(cursor) + 1) * self._geometry.block_tokens
+            return [self._store_job(tracked, row, blocks) for row in _rows(taken)]
+        tracked.due = (first + 1) * self._geometry.block_tokens
+        return []
+
+    def _take(
+        self, tracked: Tracked, first: int, end: int, table: BlockTable
+    ) -> list[list[_Offered]]:
+        """Find index, slot and key of what is to be stored, by group; advances the cursors."""
+        slots, cursor, present = self._client.credits, tracked.cursor, tracked.present
+        hashes, every = tracked.request.block_hashes, self._hashes_per_block
+        groups = [
+            (group, per, len(table[group]) // per, self._suffixes[group])
+            for group, per in enumerate(self._blocks_per_chunk)
+        ]
+        taken: list[list[_Offered]] = [[] for _ in groups]
+        for index in range(first, end):
+            block_hash = hashes[(index + 1) * every - 1]
+            for group, per, whole, suffix in groups:
+                if cursor[group] != index:
                     continue
-                key = make_key(block_hash, group, self.scope)
-                if self._wanted(tracked, group, index, key, blocks[group]):
-                    if not self._client.credits:
-                        self._declined()
-                        return self._store_jobs(tracked, taken, blocks)
-                    taken[group].append((index, self._client.credits.popleft(), key))
-                tracked.cursor[group] = index + 1
-        return self._store_jobs(tracked, taken, blocks)
-
-    def _wanted(
-        self, tracked: Tracked, group: int, index: int, key: bytes, table: Sequence[int]
-    ) -> bool:
-        """Tell whether a block should be stored: whole in the engine, and not ready already."""
-        per = self._geometry.blocks_per_chunk[group]
-        ids = table[index * per : (index + 1) * per]
-        if len(ids) < per or not all(ids):
-            return False
-        return index not in tracked.present[group] and not self._client.known_ready(key)
-
-    def _store_jobs(
-        self,
-        tracked: Tracked,
-        taken: Sequence[Sequence[tuple[int, int, bytes]]],
-        table: BlockTable,
-    ) -> list[StoreJob]:
-        """Make jobs of leading runs: one run of neighbouring blocks per group and job."""
-        runs = [_runs(blocks) for blocks in taken]
-        return [self._store_job(tracked, row, table) for row in zip_longest(*runs, fillvalue=[])]
+                # A block is offered if it is whole in the engine and not ready already.
+                ids = table[group]
+                if index < whole and (ids[index] if per == 1 else all(_part(ids, index, per))):
+                    key = block_hash + suffix
+                    if index not in present[group] and not self._client.known_ready(key):
+                        if not slots:
+                            self._declined()
+                            return taken
+                        taken[group].append((index, slots.popleft(), key))
+                cursor[group] = index + 1
+        return taken
 
     def _store_job(
         self,
         tracked: Tracked,
-        row: Sequence[Sequence[tuple[int, int, bytes]]],
+        row: Sequence[Sequence[_Offered]],
         table: BlockTable,
     ) -> StoreJob:
-        ids: list[int] = []
+        listed: list[int] = []
         sizes, firsts, slots, keys, parents = [], [], [], [], []
         for group, run in enumerate(row):
-            per = self._geometry.blocks_per_chunk[group]
+            per = self._blocks_per_chunk[group]
             first = run[0][0] if run else 0
-            listed = table[group][first * per : (first + len(run)) * per]
-            ids.extend(listed)
-            sizes.append(len(listed))
+            ids = table[group][first * per : (first + len(run)) * per]
+            listed.extend(ids)
+            sizes.append(len(ids))
             firsts.append(first * per)
-            for index, slot, key in run:
-                slots.append(slot)
-                keys.append(key)
-                rooted = index == 0 or self._geometry.rules[group].trailing is not None
-                above = b"" if rooted else self._geometry.block_hash(tracked.request, index - 1)
-                parents.append(b"" if rooted else make_key(above, group, self.scope))
+            if not run:
+                continue
+            run_keys = [key for _, _, key in run]
+            slots += [slot for _, slot, _ in run]
+            keys += run_keys
+            if self._rooted[group]:
+                parents += [b""] * len(run)
+            else:
+                hashes, above = tracked.request.block_hashes, b""
+                if first > 0:
+                    above = hashes[first * self._hashes_per_block - 1] + self._suffixes[group]
+                parents += [above, *run_keys[:-1]]
         number = self._next_job
         self._next_job += 1
-        self._jobs[number] = tuple(ids)
-        for block in ids:
-            self._sources.setdefault(block, set()).add(number)
+        self._jobs[number] = block_ids = tuple(listed)
+        for block in block_ids:
+            jobs = self._sources.get(block)
+            if jobs is None:
+                self._sources[block] = {number}
+            else:
+                jobs.add(number)
         self.blocks += len(slots)
         return StoreJob(
             number,
             self._client.session,
-            EngineSpec(tuple(ids), tuple(sizes), tuple(firsts)),
+            EngineSpec(block_ids, tuple(sizes), tuple(firsts)),
             StoreSpec(MEDIUM, tuple(slots)),
             tuple(keys),
             tuple(parents),
@@ -150,8 +174,23 @@ class Offers:
                         del self._sources[block]
 
 
-def _runs(blocks: Sequence[tuple[int, int, bytes]]) -> list[list[tuple[int, int, bytes]]]:
-    runs: list[list[tuple[int, int, bytes]]] = []
+def _part(ids: Sequence[int], index: int, per: int) -> Sequence[int]:
+    """Return the engine blocks of one block."""
+    return ids[index * per : (index + 1) * per]
+
+
+def _rows(taken: Sequence[list[_Offered]]) -> Iterable[Sequence[Sequence[_Offered]]]:
+    """Cut what was taken into jobs of leading runs: neighbouring blocks, one run per group."""
+    if not any(taken):
+        return ()
+    for blocks in taken:
+        if blocks and blocks[-1][0] - blocks[0][0] != len(blocks) - 1:
+            return zip_longest(*map(_runs, taken), fillvalue=())
+    return (taken,)
+
+
+def _runs(blocks: Sequence[_Offered]) -> list[list[_Offered]]:
+    runs: list[list[_Offered]] = []
     for block in blocks:
         if runs and runs[-1][-1][0] + 1 == block[0]:
             runs[-1].append(block)

@@ -69,8 +69,8 @@ class Tracked:
     """One request."""
 
     __slots__ = (
-        "ask", "asked_blocks", "capped", "cursor", "deferred_ns", "failures", "grant", "key_hash",
-        "local", "phase", "present", "request", "waited",
+        "ask", "asked_blocks", "capped", "cursor", "deferred_ns", "due", "failures", "grant",
+        "key_hash", "local", "phase", "present", "request", "waited",
     )  # fmt: skip
 
     def __init__(self, request: EngineRequest, groups: int) -> None:
@@ -85,5 +85,11 @@ class Tracked:
         self.grant: Grant | None = None
         self.local = 0
         self.present: tuple[Places, ...] = (NOWHERE,) * groups
-        self.cursor = [0] * groups
+        self.cursor = [0] * groups  # blocks before it were offered, or need not be
+        self.due = 0  # no block can be complete with fewer tokens; 0 whenever the cursor is reset
         self.key_hash: bytes | None = None  # first block being loaded, see O7
+
+    def rewind(self) -> None:
+        """Offer everything again that the store does not have."""
+        self.cursor = [0] * len(self.cursor)
+        self.due = 0

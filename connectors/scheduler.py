@@ -237,7 +237,7 @@ class SchedulerHalf:
         tracked.present = (
             grant.hits if grant is not None and grant.hits else (NOWHERE,) * self._groups
         )
-        tracked.cursor = [0] * self._groups
+        tracked.rewind()
         hits = self._sources_of(tracked, grant, external)
         self._client.used(tracked.request.num_tokens - tracked.local, hits)
         if external:
@@ -330,10 +330,12 @@ class SchedulerHalf:
         stores: list[StoreJob] = []
         for request_id, tokens in step.scheduled.items():
             tracked = self._requests.get(request_id)
-            if tracked is not None:
+            if tracked is None:
+                continue
+            computed = tracked.request.num_computed_tokens + tokens
+            if computed >= tracked.due:  # seldom: this loop runs for every request in every step
                 if tracked.phase in (Phase.NEW, Phase.LOADED):
                     tracked.phase = Phase.RUNNING
-                computed = tracked.request.num_computed_tokens + tokens
                 stores.extend(self._offers.offer(tracked, computed, step.table))
         self._running = set(step.scheduled)
         early, self._early = tuple(self._early), []
@@ -364,7 +366,7 @@ class SchedulerHalf:
             self._count("load_failed")
             tracked.failures += 1
             tracked.present = (NOWHERE,) * self._groups
-            tracked.cursor = [0] * self._groups
+            tracked.rewind()
             tracked.phase = Phase.NEW
 
     def _end_loading(self, tracked: Tracked) -> None:
@@ -401,13 +403,14 @@ class SchedulerHalf:
 
         nonce: a scope that nobody used before. Other engines keep their blocks.
         """
-        self._scope = self._offers.scope = nonce
+        self._scope = nonce
+        self._offers.use_scope(nonce)
         for tracked in self._requests.values():
             if tracked.ask is not None:
                 self._client.drop(tracked.ask)
                 tracked.ask, tracked.phase = None, Phase.NEW
             tracked.present = (NOWHERE,) * self._groups
-            tracked.cursor = [0] * self._groups
+            tracked.rewind()
         return not any(t.phase is Phase.LOADING for t in self._requests.values())
 
     def take_events(self) -> list[tuple[bool, bytes, int]]:

@@ -172,6 +172,12 @@ class Manager:
         """Count the slots on credit, those being written included."""
         return len(self._granted)
 
+    @property
+    def slots_used(self) -> int:
+        """Count the slots that hold blocks, those being retired left out."""
+        granted = self.slots_granted - len(self._granted & self._retiring)
+        return self.slots_total - self.slots_free - granted
+
     def _release_slot(self, slot: Slot) -> None:
         self._lingering.discard(slot)
         if slot not in self._retiring:

@@ -7,10 +7,13 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import msgspec
+
 from kvstore import protocol as p
-from kvstore.config import Config, parse
+from kvstore.config import Config, TierConfig, parse
 from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.service.namespace import MemoryExtent, MemoryPool
+from kvstore.service.session import Phase
 from kvstore.service.store import Store
 from kvstore.tier import SlotMemory, Tier, TierContext, TierFactory
 from kvstore.types import BlockKey, GroupRule, make_key
@@ -126,7 +129,11 @@ class Town:
         self.tiers: list[Tier] = []
         self._factories = tiers
         self._next = 1
-        self.store = Store(config or settings(), self.pool, self._make_tiers, self._send)
+        config = msgspec.structs.replace(
+            config or settings(),
+            tiers=tuple(TierConfig("a.b:C", name, {}, backlog=256) for name, _ in tiers),
+        )
+        self.store = Store(config, self.pool, self._make_tiers, self._send)
 
     def _make_tiers(self, digest: str, slot_bytes: int, memory: SlotMemory) -> Sequence[Tier]:
         made = [
@@ -286,8 +293,11 @@ class Engine:
         return self._asks
 
     def hit(self, chain: Sequence[bytes]) -> p.Granted:
-        """Send a lookup that is answered at once."""
-        return self.granted[self.ask(chain)]
+        """Send a lookup and return its answer."""
+        ask = self.ask(chain)
+        if ask not in self.granted:
+            self.town.settle(self)
+        return self.granted[ask]
 
     def leave(self) -> None:
         for connection in (self.scheduler, *self.workers):
@@ -302,3 +312,17 @@ def keys_of(chain: Sequence[bytes], group: int = 0) -> list[BlockKey]:
 def blocks(granted: p.Granted, group: int = 0) -> list[int]:
     """Return the block indices that a lookup's answer has of a group."""
     return from_u32(granted.hits[group].indices) if granted.lease else []
+
+
+def phase(town: Town, engine: Engine) -> Phase | None:
+    session = town.store.sessions.get(engine.name)
+    return None if session is None else session.phase
+
+
+def pending_town(defer: str = "100ms") -> tuple[Town, Engine, list[bytes], int]:
+    """An engine of two ranks, one of which has written a block."""
+    town = Town(settings(defer=defer))
+    engine, chain = town.attach(world=2), hashes(1)
+    slot = engine.credits.pop(0)
+    engine.report(0, [slot], [make_key(chain[0], 0)], [b""])
+    return town, engine, chain, slot

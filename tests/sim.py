@@ -24,10 +24,10 @@ from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.service.namespace import Namespace
 from kvstore.service.store import Store
 from kvstore.tier import SlotMemory, Tier, TierContext
-from kvstore.types import GroupRule, make_key, window_rule
+from kvstore.types import BlockKey, GroupRule, make_key, window_rule
 from tests.sim_engine import Engine
 from tests.sim_model import TOKEN_BYTES, VOCABULARY, Request, Shape
-from tests.sim_store import MS, Joiner, Net, Pool, Worker
+from tests.sim_store import MS, Joiner, Net, Pool, SpoilingTier, Worker
 from tiers.faulty import FaultyTier
 from tiers.memory import MemoryTier
 
@@ -35,6 +35,8 @@ STEPS = 300
 SETTLE_STEPS = 2_500
 SLOT_BYTES = 4096
 TRACE_LINES = 40
+STALLS = ("stall", "freeze")
+OUTAGES = ("kill", "down", "worker")
 _SHAPES = (
     ((4,), (None,), 4),
     ((4,), (None,), 8),
@@ -62,7 +64,7 @@ class Host:
             for rank, memory in enumerate(self.memory)
         ]
         for worker in self.workers:
-            worker.errors = 0.03 if world.faults else 0.0
+            worker.errors = world.read_errors
         credit = rng.choice((2, 6, 20))
         hello = p.Hello(p.VERSION, name, "scheduler", 0, shape.world, credit_slots=credit)
         self.client = StoreClient(Joiner(net, hello), lambda: net.now)
@@ -112,20 +114,23 @@ class World:
         self.counts: Counter[str] = Counter()
         self.tiers: list[FaultyTier] = []
         self._truth: dict[bytes, bytes] = {}
+        self._above: dict[bytes, bytes | None] = {}  # full-attention keys: the one before
         self._checked: dict[tuple[str, int], int] = {}
         self._next_request = self._next_weights = 1
         self._arrivals = rng.choice((0.1, 0.3, 0.6))
         self._slowness = rng.choice((0.0, 0.5, 0.9)) if self.faults else 0.1
         self._fault_rate = rng.choice((0.002, 0.005, 0.02)) if self.faults else 0.0
+        self._fault_kinds = rng.choice((STALLS, OUTAGES, STALLS + OUTAGES))
+        self.read_errors = rng.choice((0.0, 0.03)) if self.faults else 0.0
         self._stall_ns = rng.choice((20, 200, 3_000)) * MS
         self._documents = [self._tokens(160) for _ in range(rng.choice((1, 3, 6)))]
-        slots = rng.choice((12, 30, 80))
+        slots = rng.choice((8, 16, 60))
         self._pool_of = lambda: Pool(self.net.fds, rng.choice((1, 2, 3)), slots, SLOT_BYTES)
         self._config = self._make_config()
         self._sessions = 0
         self._start_store()
         shape = self._make_shape()
-        self.hosts = [Host(self, f"e{i}", shape) for i in range(rng.choice((1, 1, 2)))]
+        self.hosts = [Host(self, f"e{i}", shape) for i in range(rng.choice((1, 2)))]
         for host in self.hosts:
             host.engine.between = self._between
             host.engine.ending = partial(self._learn_request, host)
@@ -137,7 +142,7 @@ class World:
         rng = self.rng
         engine = EngineConfig(
             credit_bytes=rng.choice((4, 100)) * SLOT_BYTES,
-            lease_ns=rng.choice((80, 400, 2_000)) * MS,
+            lease_ns=rng.choice((15, 80, 2_000)) * MS,
             leased_bytes=rng.choice((4, 15, 100)) * SLOT_BYTES,
             defer_ns=rng.choice((0, 20, 100)) * MS,
         )
@@ -180,7 +185,7 @@ class World:
         options = {"blocks": self.rng.choice((10, 1000))}
         tier = MemoryTier(TierContext("nvme", digest, slot_bytes, memory, options))
         self.tiers.append(FaultyTier(tier, self.rng, 0.2 if self.faults else 0.0))
-        return self.tiers[-1:]
+        return [SpoilingTier(self.tiers[-1], memory)]
 
     def namespaces(self) -> list[Namespace]:
         return list(self.net.store.namespaces.values()) if self.net.store is not None else []
@@ -193,7 +198,7 @@ class World:
         if rng.random() < 0.5:
             self._turn()
         if rng.random() < self._fault_rate:
-            self._fault(("kill", "worker", "freeze", "down", "stall"))
+            self._fault()
             for _ in range(rng.choice((0, 3, 20))):
                 self.net.now += 10 * MS
                 self._turn()
@@ -211,7 +216,9 @@ class World:
         rng = self.rng
         self.net.now += rng.choice((1, 1, 5, 20)) * MS
         if rng.random() < self._fault_rate:
-            self._fault(("kill", "detach", "worker", "freeze", "down", "stall"))
+            self._fault()
+            if rng.random() < 0.1:
+                rng.choice(self.hosts).client.detach("simulated")
         for host in self.hosts:
             self._arrive(host)
             self._turn()
@@ -247,15 +254,13 @@ class World:
             host.scope = nonce
             self._next_weights += 1
 
-    def _fault(self, kinds: Sequence[str]) -> None:
-        host, kind = self.rng.choice(self.hosts), self.rng.choice(kinds)
+    def _fault(self) -> None:
+        host, kind = self.rng.choice(self.hosts), self.rng.choice(self._fault_kinds)
         self._note(f"fault: {kind} {host.name}")
         self.counts[kind] += 1
         if kind == "kill":
             self.net.kill()
             self._start_store()
-        elif kind == "detach":
-            host.client.detach("simulated")
         elif kind == "worker":
             self.rng.choice(host.workers).lose()
         elif kind == "stall":
@@ -283,6 +288,9 @@ class World:
                 key = make_key(block_hash, group, host.scope)
                 if key not in self._truth:
                     self._truth[key] = host.content(request, group, index)
+                    before = request.hash_at(index * size) if index else None
+                    if host.geometry.rules[group].trailing is None:
+                        self._above[key] = before and make_key(before, group, host.scope)
 
     # The promises
 
@@ -327,10 +335,15 @@ class World:
         for entry in manager.index:
             if entry.parent is not None:
                 children[id(entry.parent)] += 1
-                if entry.state is State.READY and not manager.index.holes:
-                    assert entry.parent.state is State.READY, "ready below what is not"
         for entry in manager.index:
             assert entry.children == children[id(entry)], "children are miscounted"
+            above = self._above.get(entry.key)
+            if above is not None and entry.state is State.READY and not manager.index.holes:
+                parent = manager.index.get(BlockKey(above))
+                assert parent is not None, "ready below what is not there"
+                assert parent.state is State.READY, "ready below what is not"
+        if not self.read_errors:
+            assert not manager.index.holes, "a block was evicted before its children"
 
     def _check_pins(self, namespace: Namespace) -> None:
         """Pins are leases and transfers, and nothing else."""
@@ -338,6 +351,7 @@ class World:
         held: dict[int, Entry] = {id(entry): entry for entry in namespace.manager.index}
         for lease in namespace.manager.leases._leases.values():
             for entry in lease.entries:
+                assert self.read_errors or entry.state is State.READY, "leased, but not there"
                 pins[id(entry)] += 1
                 held[id(entry)] = entry
         for work in namespace.tiering._open.values():
@@ -432,6 +446,8 @@ class World:
             self.step()
         self._check_nothing_left()
         for host in self.hosts:
+            if not self.faults and self._config.engine.lease_ns > 1_000 * MS:
+                assert not host.engine.counts["loads_failed"], "a leased hit could not be loaded"
             self.counts.update(host.engine.counts)
             self.counts.update(host.half.stats)
 

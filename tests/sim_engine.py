@@ -173,6 +173,7 @@ class Engine:
     def _schedule(self) -> Batch:
         self._fresh: list[int] = []
         self._written: list[int] = []
+        self._targets: dict[str, set[int]] = {}  # blocks that loads may fill
         self._budget = self.shape.budget
         scheduled: list[Work] = []
         preempted = self._schedule_running(scheduled)
@@ -181,6 +182,8 @@ class Engine:
         tables = {work.request.request_id: work.request.table for work in scheduled}
         counts = {work.request.request_id: work.end - work.first for work in scheduled}
         meta = self.half.build_meta(Step(counts, self._written, tables.get, preempted))
+        for job in meta.loads:
+            assert self._targets[job.request_id].issuperset(job.engine.block_ids), "not asked for"
         for work in scheduled:
             work.request.num_computed_tokens = work.end
             work.request.placeholders += work.samples
@@ -264,8 +267,11 @@ class Engine:
         if external:
             self.counts["loads"] += 1
             request.state, request.local = State.LOADING, start
+            targets: set[int] = set()
             for blocks, tokens in zip(request.table, self.shape.group_tokens, strict=True):
-                self._write((), blocks[start // tokens : (start + external) // tokens])
+                targets.update(blocks[start // tokens : (start + external) // tokens])
+            self._targets[request.request_id] = targets
+            self._write((), targets)
             self._reports_left[request.request_id] = self.shape.world
             return True
         self._waiting.remove(request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
@@ -15,6 +15,8 @@ from kvstore.errors import KVStoreError, check
 from kvstore.layout import RankLayout
 from kvstore.service.namespace import MemoryExtent
 from kvstore.service.store import Store
+from kvstore.tier import SlotMemory, Tier
+from kvstore.types import BlockKey, JobId, JobKind, JobResult, LookupResult, TransferJob
 from tests.sim_model import TOKEN_BYTES, Shape
 
 US = 1_000
@@ -425,3 +427,39 @@ class Worker:
             wire.send(p.Unmapped(message.extent))
         elif isinstance(message, p.Detach):
             self._ending = True
+
+
+class SpoilingTier:
+    """Leaves rubbish in the slots of the blocks that a failed load does not report as done."""
+
+    def __init__(self, inner: Tier, memory: SlotMemory) -> None:
+        self.name = inner.name
+        self._inner = inner
+        self._memory = memory
+        self._loads: dict[JobId, TransferJob] = {}
+
+    def submit(self, job: TransferJob) -> None:
+        if job.kind is JobKind.LOAD:
+            self._loads[job.job_id] = job
+        self._inner.submit(job)
+
+    def poll(self) -> Sequence[JobResult]:
+        results = self._inner.poll()
+        for result in results:
+            job = self._loads.pop(result.job_id, None)
+            for slot in [] if job is None else job.slots[result.done :]:
+                view = self._memory.view(slot)
+                view[:] = b"\xbb" * len(view)
+        return results
+
+    def lookup(self, key: BlockKey) -> LookupResult:
+        return self._inner.lookup(key)
+
+    def discard(self, keys: Collection[BlockKey]) -> None:
+        self._inner.discard(keys)
+
+    def drain(self) -> None:
+        self._inner.drain()
+
+    def close(self) -> None:
+        self._inner.close()

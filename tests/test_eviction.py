@@ -168,6 +168,18 @@ def test_the_order_is_that_of_lru_with_whole_paths(seed: int) -> None:
     assert forest.evict() is None
 
 
+def random_pins_and_drops(forest: Forest, rng: random.Random, name: str) -> None:
+    choice = rng.random()
+    if choice < 0.4:
+        forest.touch(name)
+    elif choice < 0.65:
+        forest.entry(name).pins += 1
+    elif forest.entry(name).pins:
+        forest.unpin(name)
+    elif choice > 0.9 and forest.entry(name).children == 0:
+        forest.drop(name)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_with_pins_and_drops_exactly_the_evictable_leaves_can_go(seed: int) -> None:
     rng = random.Random(seed)
@@ -180,15 +192,9 @@ def test_with_pins_and_drops_exactly_the_evictable_leaves_can_go(seed: int) -> N
             longer = rng.choice(["", name]) + rng.choice("abc")
             if len(longer) < 8 and longer not in names:
                 forest.store(longer)
-        elif choice < 0.5:
-            forest.touch(name)
-        elif choice < 0.6:
-            forest.entry(name).pins += 1
-        elif choice < 0.7 and forest.entry(name).pins:
-            forest.unpin(name)
-        elif choice < 0.75 and forest.entry(name).children == 0:
-            forest.drop(name)
-        elif choice > 0.85:
+        elif choice < 0.85:
+            random_pins_and_drops(forest, rng, name)
+        else:
             leaves = forest.evictable()
             gone = forest.evict()
             assert gone in leaves if leaves else gone is None

@@ -149,9 +149,9 @@ def test_the_search_agrees_with_a_scan_after_random_drops_and_stores(seed: int) 
             index.ready_run(keys(16))
         assert index.ready_prefix(key, 16) == linear(index, key, 16)
         cut_off = [
-            entry for entry in index if entry.parent is not None and index.get(
-                entry.parent.key
-            ) is not entry.parent
+            entry
+            for entry in index
+            if entry.parent is not None and index.get(entry.parent.key) is not entry.parent
         ]
         assert bool(cut_off) == bool(index.holes)
         for entry in index:

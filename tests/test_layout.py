@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,7 +67,7 @@ def pages(rank: RankGeometry) -> Iterator[tuple[str, int, bytes]]:
             yield layer.name, block, b"".join(content(layer.name, block, h) for h in heads)
 
 
-def write(ranks: Sequence[RankGeometry]) -> tuple[SlotLayout, bytearray]:
+def write(ranks: Sequence[RankGeometry]) -> tuple[SlotLayout, bytes]:
     """Fill a slot as these ranks do: each writes what its layout tells it to."""
     layout = slot_layout(ranks)
     slot = bytearray(layout.slot_bytes)
@@ -77,7 +78,7 @@ def write(ranks: Sequence[RankGeometry]) -> tuple[SlotLayout, bytearray]:
                 at = block * mine.groups[0].stride + runs[name].offset
                 assert not any(slot[at : at + len(page)]), "two ranks write the same bytes"
                 slot[at : at + len(page)] = page
-    return layout, slot
+    return layout, bytes(slot)
 
 
 def assert_reads(ranks: Sequence[RankGeometry], slot: bytes) -> None:
@@ -277,7 +278,12 @@ def run_bytes(model: Model, order: str, tp: int, *, page: bool) -> int:
     part of a block touches.
     """
     cells = sorted(
-        ((b, la, h) for b in range(CHUNK) for la in range(model.layers) for h in range(model.heads)),
+        (
+            (b, la, h)
+            for b in range(CHUNK)
+            for la in range(model.layers)
+            for h in range(model.heads)
+        ),
         key=ORDERS[order],
     )
     first, count = 0, max(1, model.heads // tp)  # rank 0; beyond the heads they are replicated
@@ -315,14 +321,12 @@ def test_the_decision_on_the_order_has_the_computed_numbers(page: bool) -> None:
 def test_the_layout_has_the_runs_that_were_decided(model: Model, tp: int) -> None:
     ours = next(iter(ORDERS))
     names = [f"layer.{number}" for number in range(model.layers)]
-    ranks = ranks_of(
-        tp, heads=model.heads, layers=names, head_bytes=model.cell_bytes, chunk=CHUNK
-    )
+    ranks = ranks_of(tp, heads=model.heads, layers=names, head_bytes=model.cell_bytes, chunk=CHUNK)
     for rank in slot_layout(ranks).ranks:
         runs = rank.groups[0].runs
         assert {run.length for run in runs} == {run_bytes(model, ours, tp, page=True)}
         stretches = [runs[0].length]
-        for before, run in zip(runs, runs[1:], strict=False):
+        for before, run in pairwise(runs):
             if run.offset == before.offset + before.length:
                 stretches[-1] += run.length
             else:

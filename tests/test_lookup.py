@@ -70,9 +70,7 @@ def test_O1_one_call_serves_full_window_and_state_groups() -> None:
         (".PPP", Answer(0)),
     ],
 )
-def test_O2_leading_blocks_count_until_the_first_definite_miss(
-    blocks: str, answer: Answer
-) -> None:
+def test_O2_leading_blocks_count_until_the_first_definite_miss(blocks: str, answer: Answer) -> None:
     assert prefix_hit(world(blocks), 0, len(blocks)) == answer
 
 

@@ -405,7 +405,7 @@ def test_retired_slots_leave_at_once_when_nothing_uses_them() -> None:
     rig, blocks = Rig(4), chain(2)
     rig.put(blocks)
     assert rig.manager.retire_slots([Slot(1), Slot(2)]) == 0
-    assert rig.manager.slots_total == 2
+    assert (rig.manager.slots_total, rig.manager.slots_used) == (2, 1)
     assert rig.manager.lookup(blocks, 2) == Answer(1)
     assert sorted(rig.grant(4)) == [0, 3]
     assert rig.manager.evictions["resize"] == 1
@@ -417,6 +417,7 @@ def test_retired_slots_wait_for_leases_and_for_credits() -> None:
     lease, (credit,) = rig.lease(blocks), rig.grant()
     both = [Slot(0), Slot(1)]
     assert rig.manager.retire_slots(both) == 2
+    assert (rig.manager.slots_total, rig.manager.slots_used) == (0, 0)
     rig.manager.complete_load(lease.lease_id)
     assert rig.manager.retire_slots(both) == 1
     rig.manager.give_back([credit])

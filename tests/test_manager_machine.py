@@ -131,7 +131,9 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(ns=st.integers(1, 4))
     def time_passes(self, ns: int) -> None:
         self.now_ns += ns
-        late = {number for number, (lease, _) in self.open.items() if lease.deadline_ns <= self.now_ns}
+        late = {
+            number for number, (lease, _) in self.open.items() if lease.deadline_ns <= self.now_ns
+        }
         assert set(self.manager.expire(self.now_ns)) == late
         for number in late:
             del self.open[number]
@@ -228,7 +230,5 @@ class ManagerMachine(RuleBasedStateMachine):
                 assert id(entry) in listed
 
 
-ManagerMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=60, deadline=None
-)
+ManagerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 TestManager = ManagerMachine.TestCase

@@ -7,6 +7,7 @@ or CPU time of the thread that would be the engine's; bytes are counted.
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 import tempfile
 import time
@@ -33,7 +34,6 @@ IN_FLIGHT = 256
 STEPS = 2000
 # One request ends and one arrives every so many steps: long answers, as decoding nodes have.
 ARRIVAL_STEPS = 32
-FORWARD_S = 0.002
 PROMPT_TOKENS = (1024, 8192, 65536)
 CAPACITY = "256MiB"
 ANSWER_S = 5.0
@@ -109,7 +109,7 @@ def _settled(engine: BenchEngine, store: StoreProcess, expected: int) -> int:
     """Wait until every block offered is stored; return how many are."""
     deadline_s = time.monotonic() + ANSWER_S
     while time.monotonic() < deadline_s:
-        engine.step(0.01)
+        engine.step()
         found = {
             stat.labels["outcome"]: int(stat.value)
             for stat in admin.stats(store.address)
@@ -165,11 +165,18 @@ def _steps(store: StoreProcess, prompt_tokens: int) -> Result:
     blocks = (IN_FLIGHT + arrivals) * (prompt_tokens + ends) // BLOCK_TOKENS
     with BenchEngine(store.address, blocks, IN_FLIGHT) as engine:
         shared = engine.new_hashes(prompt_tokens)
-        for number in range(IN_FLIGHT):
-            output = ends + (number + 1) * ARRIVAL_STEPS
-            engine.add(Request(f"first {number}", list(shared), output))
+        # Unequal rests, or all of them would complete their blocks in the same steps.
+        rng = random.Random(IN_FLIGHT)
+        first = [
+            Request(f"first {number}", list(shared), 2 * ends, rng.randrange(1, BLOCK_TOKENS))
+            for number in range(IN_FLIGHT)
+        ]
+        for request in first:
+            engine.add(request)
             while engine.waiting:
-                engine.step(FORWARD_S)
+                engine.step()
+        for number, request in enumerate(first, start=1):
+            request.tokens_max = request.num_tokens + number * ARRIVAL_STEPS
         engine.arrival_ns.clear()
         gc.collect()
         gc.freeze()  # as engines do when they have started
@@ -177,8 +184,9 @@ def _steps(store: StoreProcess, prompt_tokens: int) -> Result:
         for number in range(STEPS):
             if number % ARRIVAL_STEPS == 0:
                 hashes = engine.new_hashes(prompt_tokens)
-                engine.add(Request(f"next {number}", hashes, ends))
-            times_ns.append(engine.step(FORWARD_S))
+                rest = rng.randrange(1, BLOCK_TOKENS)
+                engine.add(Request(f"next {number}", hashes, ends, rest))
+            times_ns.append(engine.step())
         declined = engine.half.take_stats().get("store_declined", 0)
         gc.unfreeze()
     return Result(

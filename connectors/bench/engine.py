@@ -30,18 +30,23 @@ from tiers.copier import LayerCache
 BLOCK_TOKENS = 16
 STEP_TOKENS = 2048
 PAGE_BYTES = 64
+# What a step's forward pass takes: faster than engines' are, yet the store has its turn.
+FORWARD_S = 0.002
+FORWARD_S_PER_TOKEN = 4e-6
 HASH_BYTES = 32
 ATTACH_S = 20.0
 _R = TypeVar("_R")
 
 
 class Request:
-    """A prompt given by its block hashes, and how many tokens follow it."""
+    """A prompt given by the hashes of its full blocks, the tokens after these, and the output."""
 
-    def __init__(self, request_id: str, hashes: list[bytes], output_tokens: int) -> None:
+    def __init__(
+        self, request_id: str, hashes: list[bytes], output_tokens: int, rest_tokens: int = 1
+    ) -> None:
         self.request_id = request_id
         self.block_hashes = hashes
-        self.num_tokens = len(hashes) * BLOCK_TOKENS + BLOCK_TOKENS // 2
+        self.num_tokens = len(hashes) * BLOCK_TOKENS + rest_tokens
         self.num_computed_tokens = 0
         self.tokens_max = self.num_tokens + output_tokens
         self.table: list[int] = []
@@ -129,7 +134,7 @@ class BenchEngine:
         """Tell whether there is a request."""
         return bool(self._waiting or self._loading or self._running)
 
-    def step(self, forward_s: float = 0.0) -> int:
+    def step(self) -> int:
         """Take one engine step; return the scheduler half's CPU time in nanoseconds."""
         cpu = Cpu()
         written: list[int] = []
@@ -138,7 +143,7 @@ class BenchEngine:
         meta = cpu.of(self.half.build_meta, Step(scheduled, written, self._table))
         self.worker.before_step(meta)
         self.worker.start_loads(meta)
-        time.sleep(forward_s)
+        time.sleep(FORWARD_S + FORWARD_S_PER_TOKEN * sum(scheduled.values()))
         finished = [self._running[name] for name in scheduled if self._advance(name, scheduled)]
         self.worker.after_forward(meta)
         loaded, failed = self.worker.finished_loads(meta)

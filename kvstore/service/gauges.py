@@ -24,10 +24,9 @@ def gauges(
     moved: dict[tuple[str, str], int] = {}
     for digest, namespace in namespaces.items():
         manager, label = namespace.manager, digest[:12]
-        used = manager.slots_total - manager.slots_free - manager.slots_granted
         found["kvstore_slots", label, "free"] = manager.slots_free
         found["kvstore_slots", label, "granted"] = manager.slots_granted
-        found["kvstore_slots", label, "used"] = used
+        found["kvstore_slots", label, "used"] = manager.slots_used
         found["kvstore_leases", label] = len(manager.leases)
         found["kvstore_jobs_open", label] = namespace.tiering.jobs_open
         for reason, count in manager.evictions.items():

@@ -165,7 +165,7 @@ class Namespace:
         return bool(self.extents) and not waiting
 
     def shrinkable(self) -> int | None:
-        """Return a live extent to give up: few slots on credit, for these hold it up; newest first."""
+        """Return a live extent to give up: the newest of those with the fewest slots on credit."""
         live = [extent for extent, mapping in self.extents.items() if mapping.state == "live"]
         granted = self.manager.granted()
         on_credit = Counter(self._places[slot // self._per_extent] for slot in granted)

@@ -17,7 +17,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,9 @@ def listen(path: str) -> socket.socket:
         Path(path).unlink(missing_ok=True)
         listener.bind(path)
         Path(path).chmod(0o660)
+    except ConfigError:
+        listener.close()
+        raise
     except OSError as exc:
         listener.close()
         raise ConfigError(f"cannot listen at {path}: {exc.strerror}") from exc
@@ -143,15 +146,17 @@ class Server:
         """Serve until stop(). Closes everything it opened."""
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
-        stop_metrics = self._start_metrics()
+        stop_metrics: Callable[[], None] | None = None
         try:
+            stop_metrics = self._start_metrics()
             while not self._stopping:
                 self._turn()
                 if not self._connections and self._linger_s is not None:
                     self._stopping |= time.monotonic() - self._lonely_since > self._linger_s
             self._shut_down()
         finally:
-            stop_metrics()
+            if stop_metrics is not None:
+                stop_metrics()
             for connection in list(self._connections.values()):
                 self._drop(connection)
             self._selector.close()
@@ -162,10 +167,10 @@ class Server:
         """End the loop after this turn; a signal handler."""
         self._stopping = True
 
-    def _start_metrics(self) -> Any:  # noqa: ANN401 - a function to call
+    def _start_metrics(self) -> Callable[[], None] | None:
         address = self._config.server.metrics
         if address is None:
-            return lambda: None
+            return None
         registry = CollectorRegistry(auto_describe=False)
         registry.register(StoreCollector(self.store.numbers))
         try:

@@ -17,8 +17,8 @@ import msgspec
 from connectors import vllm
 from connectors.jobs import LoadJob, StepMeta, StoreJob, StoreSpec
 from connectors.worker import Outcome, WorkerHalf
+from tests.engine.support import MARKS
 
-MARKS = "KVSTORE_TEST_MARKS"
 SLOW_S = 0.4
 SLUGGISH_S = 0.004
 UNMAPPED_SLOT = 1 << 30

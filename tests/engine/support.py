@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,7 @@ from kvstore import admin
 from kvstore.bench.engine import Engine, Request
 from kvstore.bench.models import prompt
 from kvstore.bench.store import StoreProcess
+from kvstore.service.private import address_of
 
 ENGINE_BLOCK = 32
 TOKENS_OUT = 24
@@ -27,9 +29,11 @@ BLOCK_BYTES = {"llama_s": LLAMA_BLOCK_BYTES, "gemma3": GEMMA_BLOCK_BYTES}
 T = TypeVar("T")
 
 
-def attach(
-    store: StoreProcess | None = None, *, by: str = "connectors.vllm.TieredConnector", **extra: Any
-) -> dict[str, Any]:
+MARKS = "KVSTORE_TEST_MARKS"  # variable of the folder in which slow connectors leave marks
+OURS = "connectors.vllm.TieredConnector"
+
+
+def attach(store: StoreProcess | None = None, *, by: str = OURS, **extra: Any) -> dict[str, Any]:
     """A kv_transfer_config for a shared store, or for a private one.
 
     by: dotted name of the connector class. extra: more of kv_connector_extra_config.
@@ -67,7 +71,7 @@ def families(count: int = 24, seed: int = 0, longest: int = 1500) -> list[Reques
         tokens = shared + own
         if index % 6 in (1, 2, 3):  # ends with a block, one token before, one after
             tokens = tokens[: len(tokens) // 64 * 64 + (index % 6) - 2 or 20]
-        made.append(Request(id=f"p{index}", tokens=tokens, arrive_step=index // 3))
+        made.append(Request(id=f"{seed}.{index}", tokens=tokens, arrive_step=index // 3))
     return made
 
 
@@ -170,22 +174,37 @@ def gone(process: psutil.Process) -> bool:
         return True
 
 
-def memory_users() -> set[int]:
-    """Processes that hold memory of a store, mapped or as a descriptor."""
+def memory_of(store: int) -> set[int]:
+    """Inodes of the memory that a store process has made."""
     found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            links = [link.readlink() for link in (folder / "fd").iterdir()]
-            maps = (folder / "maps").read_text()
-        except OSError:  # it has just ended
-            continue
-        if "memfd:kvstore" in maps or any("memfd:kvstore" in str(link) for link in links):
-            found.add(int(folder.name))
+    for link in Path(f"/proc/{store}/fd").iterdir():
+        with contextlib.suppress(OSError):  # a descriptor that has just been closed
+            if "memfd:kvstore" in str(link.readlink()):
+                found.add(link.stat().st_ino)
     return found
 
 
-def traces() -> set[str]:
-    """Names that stores of any kind have on this machine: abstract sockets, shared memory."""
-    sockets = Path("/proc/net/unix").read_text().split()
-    shared = [path.name for path in Path("/dev/shm").iterdir()]  # noqa: S108 - it is looked at
-    return {name for name in [*sockets, *shared] if "kvstore" in name and "pytest" not in name}
+def holders(inodes: set[int]) -> set[int]:
+    """Processes that have any of these mapped or open."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        try:
+            maps = (folder / "maps").read_text().splitlines()
+            mapped = {int(line.split()[4]) for line in maps if "memfd:kvstore" in line}
+            if mapped & inodes or memory_of(pid) & inodes:
+                found.add(pid)
+        except OSError:  # it has just ended
+            continue
+    return found
+
+
+def has_private_address(engine_id: str) -> bool:
+    """Whether the address of an engine's private store is in use."""
+    return address_of(engine_id).replace("\0", "@") in Path("/proc/net/unix").read_text().split()
+
+
+def shared_memory_files() -> set[str]:
+    """Our files in /dev/shm, of which there should be none."""
+    folder = Path("/dev/shm")  # noqa: S108 - only looked at
+    return {path.name for path in folder.iterdir() if "kvstore" in path.name}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -29,10 +30,13 @@ pytestmark = pytest.mark.vllm
 
 MODELS = ("llama_s", "gemma3")
 LONG_OUT = 100  # growing by this much is what makes a small KV cache preempt
-MODEL_LEN = 2048
-TIGHT_BYTES = {"llama_s": 8 << 20, "gemma3": 6 << 20}
-# A cache that holds two or three of the prompts, a small token budget, large blocks.
-TIGHT = {"max_num_batched_tokens": 256, "max_num_seqs": 12, "extra": {"max_model_len": MODEL_LEN}}
+# A cache that holds a few of the prompts, and a small token budget.
+TIGHT: dict[str, Any] = {
+    "kv_cache_bytes": 4 << 20,
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 16,
+    "extra": {"max_model_len": 1024},
+}
 HITS = "external_prefix_cache_hits"
 
 Reference = Callable[[list[Request], int], list[Result]]
@@ -67,10 +71,13 @@ def roomy(name: str, model: Callable[[str], Path]) -> Iterator[Engine]:
 def tight(name: str, model: Callable[[str], Path]) -> Iterator[Engine]:
     """Nothing fits, prompts come in pieces, copies take several steps; blocks of 64 tokens."""
     connector = attach(by=broken("SluggishConnector"), block_tokens=64)
-    with Engine(
-        model(name), connector=connector, kv_cache_bytes=TIGHT_BYTES[name], **TIGHT
-    ) as engine:
+    with Engine(model(name), connector=connector, **TIGHT) as engine:
         yield engine
+
+
+def pressure(seed: int) -> list[Request]:
+    """Some prompts that hardly fit, and some short ones that grow to many times their size."""
+    return families(count=12, seed=seed, longest=900) + families(count=16, seed=seed + 1, longest=160)
 
 
 def aborted(requests: list[Request], seed: int, span: int) -> list[Request]:
@@ -130,7 +137,7 @@ def test_what_was_generated_is_kept_too(reference: Reference, roomy: Engine) -> 
 
 def test_under_pressure(reference: Reference, tight: Engine) -> None:
     """Chunked prefill, preemption, loads into blocks whose old bytes are still being stored."""
-    requests = families(seed=1, longest=900)
+    requests = pressure(1)
     expected = reference(requests, LONG_OUT)
     before = tight.metrics()
     assert_same(expected, tight.run(requests, max_tokens=LONG_OUT))
@@ -145,7 +152,7 @@ def test_under_pressure(reference: Reference, tight: Engine) -> None:
 
 def test_aborts_at_every_stage(reference: Reference, tight: Engine) -> None:
     """Before the first schedule, during a load, in the middle of a prompt, while generating."""
-    requests = families(seed=2, longest=900)
+    requests = pressure(3)
     expected = reference(requests, LONG_OUT)
     for round_, span in enumerate((6, 30, 90)):  # cold, then with hits
         mixed = aborted(requests, round_, span)

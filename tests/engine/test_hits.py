@@ -1,0 +1,251 @@
+"""What comes from the tiers, counted exactly: by the engine, by the connector, by the store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from kvstore import admin
+from kvstore.bench.engine import Engine, Request, Result
+from kvstore.bench.models import prompt
+from kvstore.bench.store import StoreProcess
+from tests.engine.identity import assert_same
+from tests.engine.support import (
+    BLOCK_BYTES,
+    CAPACITY,
+    ENGINE_BLOCK,
+    GROUPS,
+    TOKENS_OUT,
+    attach,
+    blocks_kept,
+    families,
+    forget,
+    grown,
+    numbers,
+    servable,
+    settled,
+    since,
+)
+
+pytestmark = pytest.mark.vllm
+
+EXTERNAL = "external_prefix_cache_hits"
+ASKED = "external_prefix_cache_queries"
+FROM_HOST = "prompt_tokens_cached_by_source{source=host}"
+LOCAL = "prompt_tokens_cached_by_source{source=device}"
+STORED = "kvstore_stored_blocks{stored}"
+COPIED = "kvstore_copied_bytes{store}"
+
+
+class Served:
+    """A store, an engine attached to it, and the KV events that the engine publishes."""
+
+    def __init__(self, name: str, model: Path, folder: Path, store: StoreProcess) -> None:
+        self.name = name
+        self.store = store
+        self.groups = GROUPS[name]
+        self._endpoint = f"ipc://{folder / 'events'}"
+        self._subscription = zmq.Context.instance().socket(zmq.SUB)
+        self._subscription.connect(self._endpoint)
+        self._subscription.subscribe(b"")
+        self._model = model
+        self.engine = self._start()
+
+    def _start(self) -> Engine:
+        events = {"enable_kv_cache_events": True, "endpoint": self._endpoint}
+        connector = attach(self.store)
+        extra = {"kv_events_config": events}
+        return Engine(self._model, connector=connector, extra=extra).__enter__()
+
+    def restart(self) -> None:
+        """End the engine and start another one."""
+        self.engine.close()
+        self.engine = self._start()
+
+    def close(self) -> None:
+        self.engine.close()
+        self._subscription.close(0)
+
+    def one_by_one(self, requests: Sequence[Request]) -> list[Result]:
+        """So that what is shared with an earlier prompt is in the engine's own cache."""
+        return [self.engine.run([one], max_tokens=TOKENS_OUT)[0] for one in requests]
+
+    def stats(self) -> dict[str, float]:
+        """The store's numbers once all copies are reported."""
+        return settled(lambda: numbers(self.store.address))
+
+    def since(self, before: dict[str, float]) -> dict[str, float]:
+        return settled(lambda: since(self.store.address, before))
+
+    def events(self) -> list[dict[str, object]]:
+        """What has been published about the tiers since the last call; arrives a step late."""
+        self.engine.run([Request(id="tick", tokens=[3, 4, 5])], max_tokens=2)
+        self.engine.idle_steps(2)
+        found = []
+        while self._subscription.poll(500):
+            *_, payload = self._subscription.recv_multipart()
+            found += msgspec.msgpack.decode(payload)[1]
+        return [event for event in found if event.get("medium", "GPU") != "GPU"]
+
+
+@pytest.fixture(scope="module", params=["llama_s", "gemma3"])
+def served(
+    request: pytest.FixtureRequest,
+    model: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("hits")
+    with StoreProcess(folder, CAPACITY) as store:
+        served = Served(request.param, model(request.param), folder, store)
+        try:
+            yield served
+        finally:
+            served.close()
+
+
+def unique(seed: int, count: int = 6) -> list[Request]:
+    """Prompts that share nothing, some of them whole blocks long."""
+    return [
+        Request(id=f"u{seed}.{i}", tokens=prompt(10_000 * seed + i, 128 + 77 * i - i % 2))
+        for i in range(count)
+    ]
+
+
+def local_hits(requests: Sequence[Request]) -> int:
+    """Tokens that an engine has from earlier prompts of the same run, one after the other."""
+    total = 0
+    for index, request in enumerate(requests):
+        shared = [len(os.path.commonprefix([request.tokens, e.tokens])) for e in requests[:index]]
+        whole = max(shared, default=0) // ENGINE_BLOCK * ENGINE_BLOCK
+        total += min(whole, servable(len(request.tokens)))
+    return total
+
+
+def assert_exact(served: Served, requests: Sequence[Request], reference: list[Result]) -> None:
+    """Run prompts whose blocks are all in the store, and compare every count with the formula."""
+    before, before_store = served.engine.metrics(), served.stats()
+    got = served.one_by_one(requests)
+    after = served.since(before_store)
+    assert_same(reference, got)
+    assert [result.cached_tokens for result in got] == [servable(len(r.tokens)) for r in requests]
+    own = grown(served.engine, before, LOCAL)
+    if served.groups == 1:  # with windows, an engine that loaded the last one cannot branch off
+        assert own == local_hits(requests)
+    expected = sum(servable(len(request.tokens)) for request in requests) - own
+    assert grown(served.engine, before, EXTERNAL) == expected
+    assert grown(served.engine, before, FROM_HOST) == expected
+    assert after["kvstore_hit_tokens{cpu}"] == expected
+    asked = sum(len(request.tokens) for request in requests) - own
+    assert grown(served.engine, before, ASKED) == asked
+    assert after["kvstore_lookup_tokens"] == asked
+    assert "kvstore_evicted_blocks{capacity}" not in after
+
+
+def test_M1_M2_hits_are_exact_after_a_reset_and_after_a_restart(served: Served) -> None:
+    requests = families(count=16, seed=1)
+    reference = served.one_by_one(requests)
+    forget(served.engine)
+    assert_exact(served, requests, reference)
+    forget(served.engine)
+    assert_exact(served, requests, reference)
+    served.restart()
+    assert_exact(served, requests, reference)
+    endpoint, told = served.store.metrics(), numbers(served.store.address)
+    assert endpoint['kvstore_hit_tokens_total{tier="cpu"}'] == told["kvstore_hit_tokens{cpu}"]
+    assert endpoint["kvstore_lookup_tokens_total"] == told["kvstore_lookup_tokens"]
+    forget(served.engine)
+
+
+def test_O11_what_is_stored_is_not_stored_again(served: Served) -> None:
+    requests = unique(seed=2)
+    expected = blocks_kept(requests, TOKENS_OUT) * served.groups
+    before = served.stats()
+    reference = served.engine.run(requests, max_tokens=TOKENS_OUT)
+    forget(served.engine)
+    cold = served.since(before)
+    assert cold[STORED] == expected
+    assert cold[COPIED] == expected * BLOCK_BYTES[served.name]
+    assert cold["kvstore_slots{used}"] == expected
+    assert "kvstore_copied_bytes{load}" not in cold
+    before = served.stats()
+    again = served.engine.run(requests, max_tokens=TOKENS_OUT)
+    forget(served.engine)
+    assert_same(reference, again)
+    hot = served.since(before)
+    assert STORED not in hot
+    assert COPIED not in hot
+    assert hot["kvstore_hit_tokens{cpu}"] == sum(servable(len(r.tokens)) for r in requests)
+
+
+def test_O12_what_only_the_engine_still_has_is_offered_again(served: Served) -> None:
+    requests = unique(seed=3)
+    served.engine.run(requests, max_tokens=TOKENS_OUT)
+    served.engine.idle_steps(2)
+    served.stats()
+    admin.clear(served.store.address)
+    before, metrics = served.stats(), served.engine.metrics()
+    assert "kvstore_slots{used}" not in before
+    served.engine.run(requests, max_tokens=TOKENS_OUT)
+    own = sum(servable(len(request.tokens)) for request in requests)
+    assert grown(served.engine, metrics, LOCAL) == own
+    forget(served.engine)
+    stored = served.since(before)[STORED]
+    if served.groups == 1:
+        assert stored == blocks_kept(requests, TOKENS_OUT)
+    before, metrics = served.stats(), served.engine.metrics()
+    served.engine.run(requests, max_tokens=TOKENS_OUT)
+    assert grown(served.engine, metrics, EXTERNAL) == own
+    forget(served.engine)
+
+
+def test_O17_a_reset_of_the_connector_is_for_this_engine_only(served: Served) -> None:
+    requests = unique(seed=4)
+    reference = served.engine.run(requests, max_tokens=TOKENS_OUT)
+    forget(served.engine, connector_too=True)
+    before, metrics = served.stats(), served.engine.metrics()
+    assert_same(reference, served.engine.run(requests, max_tokens=TOKENS_OUT))
+    forget(served.engine)
+    assert grown(served.engine, metrics, EXTERNAL) == 0
+    stored = blocks_kept(requests, TOKENS_OUT) * served.groups
+    assert served.since(before)[STORED] == stored
+    metrics = served.engine.metrics()
+    assert_same(reference, served.engine.run(requests, max_tokens=TOKENS_OUT))
+    own = sum(servable(len(request.tokens)) for request in requests)
+    assert grown(served.engine, metrics, EXTERNAL) == own
+    served.restart()  # an engine that was never reset
+    metrics = served.engine.metrics()
+    assert_same(reference, served.engine.run(requests, max_tokens=TOKENS_OUT))
+    assert grown(served.engine, metrics, EXTERNAL) == own
+    forget(served.engine)
+
+
+def test_O16_events_name_what_enters_and_leaves_the_tiers_once(served: Served) -> None:
+    served.events()
+    requests = unique(seed=5)
+    served.engine.run(requests, max_tokens=TOKENS_OUT)
+    forget(served.engine)
+    served.stats()
+    stored = served.events()
+    expected = blocks_kept(requests, TOKENS_OUT) * served.groups
+    assert len(stored) == expected
+    assert {event["type"] for event in stored} == {"BlockStored"}
+    assert {event["medium"] for event in stored} == {"CPU"}
+    assert {event["block_size"] for event in stored} == {ENGINE_BLOCK}
+    assert {event["group_idx"] for event in stored} == set(range(served.groups))
+    names = {(str(event["block_hashes"]), event["group_idx"]) for event in stored}
+    assert len(names) == expected
+    served.engine.run(requests, max_tokens=TOKENS_OUT)
+    assert served.events() == []  # hits are no news
+    forget(served.engine)
+    admin.clear(served.store.address)
+    removed = served.events()
+    assert {event["type"] for event in removed} == {"BlockRemoved"}
+    assert {event["medium"] for event in removed} == {"CPU"}
+    gone = [(str(event["block_hashes"]), event["group_idx"]) for event in removed]
+    assert len(gone) == len(set(gone))
+    assert names <= set(gone)  # and what earlier tests left

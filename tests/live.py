@@ -1,0 +1,197 @@
+"""A store on a real unix socket, run in a thread, and clients that speak its protocol."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self, TypeVar
+
+import pytest
+
+from kvstore import protocol as p
+from kvstore.config import Config
+from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
+from kvstore.service.server import Server, listen
+from kvstore.types import GroupRule, make_key
+from tests.fakes import from_u32, u32
+
+WAIT_S = 20.0
+M = TypeVar("M", bound=p.Message)
+
+
+class LiveStore:
+    """Runs a Server until the block ends; seconds: how long its end took."""
+
+    def __init__(self, config: Config) -> None:
+        self.server = Server(config, listen(config.server.socket))
+        self.path = config.server.socket
+        self.seconds = 0.0
+        self._thread = threading.Thread(target=self.server.run, name="store")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _exc: BaseException | None,
+        _tb: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        started = time.monotonic()
+        self.server.stop()
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+        self.seconds = self.seconds or time.monotonic() - started
+
+
+class Client:
+    """One connection."""
+
+    def __init__(self, path: str) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(WAIT_S)
+        self.sock.connect(path)
+        self.fds: list[int] = []
+        self.messages: list[p.Message] = []
+        self.closed = False
+        self._decoder = p.Decoder(p.ToEngine)
+
+    def send(self, *messages: p.Message) -> None:
+        self.sock.sendall(b"".join(map(p.encode, messages)))
+
+    def read(self) -> None:
+        """Wait for bytes and take in what they are."""
+        data, fds, _, _ = socket.recv_fds(self.sock, 1 << 16, 16)
+        self.fds.extend(fds)
+        self.closed = self.closed or not data
+        self.messages.extend(self._decoder.feed(data))
+
+    def take(self, kind: type[M]) -> M:
+        """Wait for the next message of a kind; others are kept."""
+        while True:
+            for message in self.messages:
+                if isinstance(message, kind):
+                    self.messages.remove(message)
+                    return message
+            assert not self.closed, f"closed before {kind.__name__}; got {self.messages}"
+            self.read()
+
+    def read_to_end(self) -> None:
+        while not self.closed:
+            try:
+                self.read()
+            except ConnectionResetError:
+                self.closed = True
+
+    def close(self) -> None:
+        self.sock.close()
+        for descriptor in self.fds:
+            os.close(descriptor)
+        self.fds.clear()
+
+
+@contextmanager
+def client(store: LiveStore) -> Iterator[Client]:
+    made = Client(store.path)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+class LiveEngine:
+    """An engine of one rank that fills and reads slots itself."""
+
+    def __init__(self, store: LiveStore, name: str = "engine", page_bytes: int = 1 << 20) -> None:
+        layers = (LayerGeometry("layer", page_bytes),)
+        geometry = RankGeometry("model", 16, (1,), (GroupGeometry(GroupRule(), layers),))
+        self.worker, self.scheduler = Client(store.path), Client(store.path)
+        self.worker.send(p.Hello(p.VERSION, name, "worker", 0, 1, geometry=geometry))
+        self.scheduler.send(p.Hello(p.VERSION, name, "scheduler", 0, 1, 4))
+        self.credits: list[int] = []
+        self._maps: list[tuple[p.Extent, mmap.mmap]] = []
+        self._page_bytes = page_bytes
+        self._asks = 0
+        self.map_extent()
+        self.active = self.scheduler.take(p.Active)
+
+    def map_extent(self) -> None:
+        message = self.worker.take(p.Extent)
+        self._maps.append((message, mmap.mmap(self.worker.fds.pop(0), message.bytes)))
+        self.worker.send(p.Mapped(message.extent))
+
+    def _place(self, slot: int) -> tuple[mmap.mmap, int]:
+        for extent, memory in self._maps:
+            if extent.first <= slot < extent.first + extent.count:
+                return memory, (slot - extent.first) * extent.slot_bytes
+        raise KeyError(slot)
+
+    def content(self, block: bytes) -> bytes:
+        return (block * (self._page_bytes // len(block) + 1))[: self._page_bytes]
+
+    def put(self, chain: Sequence[bytes]) -> None:
+        """Store a request's blocks; their bytes follow from their hashes."""
+        for index, block in enumerate(chain):
+            while not self.credits:
+                self.credits.extend(from_u32(self.scheduler.take(p.Answers).credits))
+            slot = self.credits.pop(0)
+            memory, at = self._place(slot)
+            memory[at : at + self._page_bytes] = self.content(block)
+            parent = make_key(chain[index - 1], 0) if index else b""
+            keys = (make_key(block, 0),)
+            self.worker.send(p.Stored(u32([slot]), keys, (parent,), ok=True, seconds=0.001))
+
+    def ask(self, chain: Sequence[bytes]) -> p.Granted:
+        self._asks += 1
+        lookup = p.Lookup(self._asks, b"".join(chain), len(chain[0]))
+        self.scheduler.send(p.Step((lookup,)))
+        while True:
+            answers = self.scheduler.take(p.Answers)
+            self.credits.extend(from_u32(answers.credits))
+            for granted in answers.granted:
+                if granted.ask == self._asks:
+                    return granted
+
+    def read(self, granted: p.Granted) -> list[bytes]:
+        """Return the bytes of the blocks in an answer, and end its lease."""
+        found = []
+        for slot in from_u32(granted.hits[0].slots) if granted.lease else []:
+            memory, at = self._place(slot)
+            found.append(memory[at : at + self._page_bytes])
+        if granted.lease:
+            self.worker.send(p.Loaded(granted.lease, len(found) * self._page_bytes, 0.001))
+        return found
+
+    def close(self) -> None:
+        self.scheduler.close()
+        self.worker.close()
+        for _, memory in self._maps:
+            memory.close()
+
+
+@contextmanager
+def engine(store: LiveStore, name: str = "engine") -> Iterator[LiveEngine]:
+    made = LiveEngine(store, name)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def eventually(done: Callable[[], object]) -> None:
+    """Wait until something holds."""
+    end = time.monotonic() + WAIT_S
+    while not done():
+        if time.monotonic() > end:
+            pytest.fail("did not happen in time")
+        time.sleep(0.002)

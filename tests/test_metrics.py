@@ -1,0 +1,223 @@
+"""What Prometheus sees, read with its own parser."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from socket import socket
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvstore import config
+from kvstore import protocol as p
+from kvstore.errors import ConfigError
+from kvstore.metrics import TABLE, Numbers, Spec, StoreCollector
+from tests.fakes import Town, blocks, hashes
+from tests.live import LiveStore, engine
+from tiers.memory import MemoryTier
+
+UNITS = ("bytes", "seconds", "tokens", "blocks", "lookups", "slots", "leases", "sessions")
+NO_UNIT = {"events", "refused", "started", "ended", "open"}
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def parse(text: str) -> Samples:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def scrape(numbers: Numbers) -> Samples:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(StoreCollector(numbers))
+    return parse(generate_latest(registry).decode())
+
+
+def busy_town() -> Town:
+    """A store with something to tell about each of its parts."""
+    town = Town(tiers=[("shelf", MemoryTier)])
+    live = town.attach()
+    for number in range(20):
+        live.put(hashes(3, f"request{number}"))
+    live.hit(hashes(3, "request19"))
+    live.hit(hashes(3, "nobody"))
+    live.step(usage=p.Usage(100, {"cpu": 30, "shelf": 10}), counts={"deferred": 2})
+    town.say(live.workers[0], p.Loaded(1, 4096, 0.5))
+    town.say(town.connect(), p.Step())
+    town.settle(live)
+    town.store.refresh_gauges()
+    return town
+
+
+@pytest.fixture(scope="module")
+def samples() -> Samples:
+    return scrape(busy_town().store.numbers)
+
+
+# The table
+
+
+@pytest.mark.parametrize("spec", TABLE, ids=lambda spec: spec.name)
+def test_names_and_helps_follow_the_rules(spec: Spec) -> None:
+    assert re.fullmatch(r"kvstore_[a-z]+(_[a-z]+)*", spec.name)
+    assert spec.kind in ("counter", "gauge")
+    assert not spec.name.endswith("_total"), "the exposition appends it"
+    assert spec.name.rsplit("_", 1)[1] in {*UNITS, *NO_UNIT}
+    assert spec.help.endswith(".")
+    assert spec.help[0].isupper()
+    assert "\n" not in spec.help
+
+
+def test_M3_no_label_can_take_any_value() -> None:
+    allowed = {"tier", "outcome", "reason", "event", "namespace", "direction", "state", "phase"}
+    assert {label for spec in TABLE for label in spec.labels} <= allowed
+    assert len({spec.name for spec in TABLE}) == len(TABLE)
+
+
+# A scrape
+
+
+def test_every_metric_of_the_table_is_there_under_its_kind(samples: Samples) -> None:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(StoreCollector(busy_town().store.numbers))
+    families = list(text_string_to_metric_families(generate_latest(registry).decode()))
+    found = {family.name: (family.type, family.documentation) for family in families}
+    assert found == {spec.name: (spec.kind, spec.help) for spec in TABLE}
+    for name, _ in samples:
+        spec = next(spec for spec in TABLE if spec.name in (name, name.removesuffix("_total")))
+        assert name.endswith("_total") == (spec.kind == "counter")
+
+
+def test_everything_that_is_counted_is_in_the_table() -> None:
+    numbers = busy_town().store.numbers
+    labels = {spec.name: len(spec.labels) for spec in TABLE}
+    for key in [*numbers.counts, *numbers.gauges]:
+        assert labels[key[0]] == len(key) - 1, key
+
+
+def test_no_number_is_negative(samples: Samples) -> None:
+    assert {name: value for name, value in samples.items() if value < 0} == {}
+
+
+def test_metrics_without_labels_are_there_from_the_start() -> None:
+    found = scrape(Numbers())
+    assert found["kvstore_lookup_tokens_total", ()] == 0
+    assert found["kvstore_sessions_started_total", ()] == 0
+
+
+def test_M1_tokens_hit_by_tier_over_tokens_looked_up_is_the_hit_rate(samples: Samples) -> None:
+    asked = samples["kvstore_lookup_tokens_total", ()]
+    hits = {
+        dict(labels)["tier"]: value
+        for (name, labels), value in samples.items()
+        if name == "kvstore_hit_tokens_total"
+    }
+    assert hits == {"cpu": 30, "shelf": 10}
+    assert sum(hits.values()) / asked == 0.4
+
+
+def test_outcomes_and_events_are_counted(samples: Samples) -> None:
+    def value(name: str, **labels: str) -> float:
+        return samples[name, tuple(sorted(labels.items()))]
+
+    assert value("kvstore_lookups_total", outcome="hit") == 1
+    assert value("kvstore_lookups_total", outcome="miss") == 1
+    assert value("kvstore_stored_blocks_total", outcome="stored") == 60
+    assert value("kvstore_engine_events_total", event="deferred") == 2
+    assert value("kvstore_refused_total", reason="protocol") == 1
+    assert value("kvstore_copied_bytes_total", direction="load") == 4096
+    assert value("kvstore_copy_seconds_total", direction="load") == 0.5
+    assert value("kvstore_tier_blocks_total", tier="shelf", event="stored") == 60
+    assert value("kvstore_evicted_blocks_total", reason="capacity") > 0
+    assert value("kvstore_sessions", phase="active") == 1
+    assert value("kvstore_memory_bytes", tier="cpu") <= value("kvstore_capacity_bytes", tier="cpu")
+
+
+def test_M3_label_values_do_not_grow_with_requests(samples: Samples) -> None:
+    town = busy_town()
+    live = town.attach("another")
+    for number in range(50):
+        live.put(hashes(2, f"more{number}"))
+        live.hit(hashes(2, f"more{number}"))
+    town.store.refresh_gauges()
+    more = scrape(town.store.numbers)
+    assert set(more) == set(samples)
+
+
+@pytest.mark.parametrize(
+    "step", [p.Step(counts={"made_up": 1}), p.Step(usage=p.Usage(1, {"made_up": 1}))]
+)
+def test_M3_an_engine_cannot_invent_label_values(step: p.Step) -> None:
+    town = Town()
+    live = town.attach()
+    town.say(live.scheduler, step)
+    assert not [key for key in town.store.numbers.counts if "made_up" in key]
+
+
+# The endpoint
+
+
+@pytest.fixture
+def port() -> int:
+    with socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        found: int = probe.getsockname()[1]
+    return found
+
+
+def settings_for(path: Path, port: int) -> config.Config:
+    server = {"socket": f"{path}/kv.sock", "metrics": f"127.0.0.1:{port}"}
+    return config.parse({"cpu": {"capacity": "16MiB"}, "server": server})
+
+
+def get(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+        text: str = reply.read().decode()
+    return text
+
+
+def test_M3_a_scrape_under_load_answers_within_a_second(tmp_path: Path, port: int) -> None:
+    with LiveStore(settings_for(tmp_path, port)) as store, engine(store) as live:
+        live.put(chain := hashes(4))
+        over = threading.Event()
+        asked = 0
+
+        def load() -> None:
+            nonlocal asked
+            while not over.is_set():
+                granted = live.ask(chain)
+                assert blocks(granted) == [0, 1, 2, 3]
+                live.scheduler.send(p.Step(release=(granted.lease,)))
+                asked += 1
+
+        worker = threading.Thread(target=load)
+        worker.start()
+        seconds = []
+        for _ in range(5):
+            started = time.monotonic()
+            found = parse(get(port))
+            seconds.append(time.monotonic() - started)
+        over.set()
+        worker.join()
+        assert max(seconds) < 1
+        assert asked > 10
+        assert 0 < found["kvstore_lookups_total", (("outcome", "hit"),)] <= asked
+
+
+def test_a_metrics_port_in_use_is_a_clear_error(tmp_path: Path) -> None:
+    with socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+        store = LiveStore(settings_for(tmp_path, number))
+        with pytest.raises(
+            ConfigError, match=f"metrics endpoint 127.0.0.1:{number}: Address already in use"
+        ):
+            store.server.run()

@@ -1,0 +1,326 @@
+"""Framing, whatever the bytes, and a store on a real socket that survives whatever arrives."""
+
+from __future__ import annotations
+
+import json
+import socket
+import stat
+import struct
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import UnionType
+from typing import get_args
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore import config
+from kvstore import protocol as p
+from kvstore.errors import ConfigError, ProtocolError
+from kvstore.layout import slot_layout
+from kvstore.service.server import listen
+from tests.fakes import blocks, geometry, hashes, u32
+from tests.live import Client, LiveStore, client, engine, eventually
+
+SHAPE = geometry(world=2)
+TO_STORE: tuple[p.Message, ...] = (
+    p.Hello(p.VERSION, "engine", "scheduler", 0, 2, 17),
+    p.Hello(p.VERSION, "engine", "worker", 1, 2, geometry=SHAPE),
+    p.Step(),
+    p.Step(
+        (p.Lookup(1, b"h" * 64, 32), p.Lookup(2, b"", 32, b"scope")),
+        (3, 4),
+        (5,),
+        p.Usage(100, {"cpu": 40, "disk": 2}),
+        {"deferred": 1},
+    ),
+    p.Mapped(1),
+    p.Unmapped(2),
+    p.Stored(u32([1, 2]), (b"a", b"b"), (b"", b"a"), ok=False, seconds=0.25),
+    p.Loaded(7, 4096, 0.5, u32([9])),
+    p.Query("stats"),
+)
+TO_ENGINE: tuple[p.Message, ...] = (
+    p.Welcome(1),
+    p.Welcome(1, "digest", slot_layout([geometry()]).ranks[0]),
+    p.Refused("no", retry=True),
+    p.Extent(1, 0, 15, 4096, 61440, 65536),
+    p.Unmap(1),
+    p.Active(15, 100),
+    p.Answers(),
+    p.Answers(
+        (p.Granted(1, 2, 3, (p.Hit(u32([0]), u32([4]), u32([5])),), {"disk": 1}, capped=True),),
+        u32([6]),
+        (b"new",),
+        (b"old",),
+    ),
+    p.Detach("over"),
+    p.Report(b"[]"),
+)
+
+
+def decode(kinds: object, pieces: Sequence[bytes]) -> list[p.Message]:
+    decoder = p.Decoder(kinds)
+    return [message for piece in pieces for message in decoder.feed(piece)]
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack("<I", len(body)) + body
+
+
+# Framing
+
+
+@pytest.mark.parametrize(
+    ("kinds", "messages"),
+    [(p.ToStore, TO_STORE), (p.ToEngine, TO_ENGINE)],
+    ids=["to-store", "to-engine"],
+)
+def test_every_message_survives_the_wire(kinds: UnionType, messages: Sequence[p.Message]) -> None:
+    assert {type(message) for message in messages} == set(get_args(kinds))
+    for message in messages:
+        assert decode(kinds, [p.encode(message)]) == [message]
+
+
+def test_messages_of_the_other_direction_are_refused() -> None:
+    with pytest.raises(ProtocolError, match="not a message of protocol 1"):
+        decode(p.ToStore, [p.encode(p.Active(1, 1))])
+
+
+@given(st.lists(st.sampled_from(TO_STORE), max_size=6), st.data())
+def test_a_stream_may_be_cut_anywhere(messages: list[p.Message], data: st.DataObject) -> None:
+    stream = b"".join(map(p.encode, messages))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
+    edges = [0, *cuts, len(stream)]
+    pieces = [stream[a:b] for a, b in pairwise(edges)]
+    assert decode(p.ToStore, pieces) == messages
+
+
+def test_a_stream_may_come_byte_by_byte() -> None:
+    stream = b"".join(map(p.encode, TO_ENGINE))
+    assert decode(p.ToEngine, [bytes([byte]) for byte in stream]) == list(TO_ENGINE)
+
+
+def test_half_a_message_is_no_message() -> None:
+    frame = p.encode(TO_STORE[0])
+    assert decode(p.ToStore, [frame[:-1]]) == []
+    assert decode(p.ToStore, [frame[:3]]) == []
+
+
+def test_messages_before_a_bad_one_are_delivered() -> None:
+    messages = p.Decoder(p.ToStore).feed(p.encode(p.Mapped(1)) + framed(b"garbage"))
+    assert next(messages) == p.Mapped(1)
+    with pytest.raises(ProtocolError):
+        next(messages)
+
+
+def test_an_oversized_frame_is_refused_before_it_is_read() -> None:
+    with pytest.raises(ProtocolError, match=r"frame of 4294967295 bytes, at most 268435456"):
+        decode(p.ToStore, [b"\xff\xff\xff\xff"])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",
+        b"\x80",
+        msgspec.msgpack.encode(["Nonsense", 1]),
+        msgspec.msgpack.encode(["Mapped", "one"]),
+        msgspec.msgpack.encode(["Mapped"]),
+        b"\x92\xa5Query\xa2\xff\xfe",  # not UTF-8
+        b"\x92\xa4Step\xdd\xff\xff\xff\xff",  # says four thousand million lookups
+        b"\x97\xa4Step\x90\x90\x90\xc0\x80" + b"\x91" * 100_000,  # deeper than any stack
+    ],
+)
+def test_what_is_no_message_is_a_protocol_error(body: bytes) -> None:
+    with pytest.raises(ProtocolError, match="not a message of protocol 1"):
+        decode(p.ToStore, [framed(body)])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"groups": []},
+        {"blocks_per_chunk": [1, 1]},
+        {"groups": [{"rule": {"trailing": -5}, "layers": []}]},
+        {"groups": [{"rule": {}, "layers": [{"name": "x", "page_bytes": 64, "heads": 0}]}]},
+    ],
+)
+def test_geometry_that_makes_no_sense_is_a_protocol_error(change: dict[str, object]) -> None:
+    hello = p.Hello(p.VERSION, "engine", "worker", 0, 1, geometry=geometry())
+    raw = ["Hello", *msgspec.to_builtins(hello)[1:]]
+    raw[-1].update(change)
+    with pytest.raises(ProtocolError, match="not a message of protocol 1"):
+        decode(p.ToStore, [framed(msgspec.msgpack.encode(raw))])
+
+
+@settings(max_examples=300)
+@given(st.one_of(st.binary(max_size=200), st.binary(max_size=200).map(framed)))
+def test_any_bytes_give_messages_or_a_protocol_error(data: bytes) -> None:
+    for kinds in (p.ToStore, p.ToEngine):
+        try:
+            found = decode(kinds, [data])
+        except ProtocolError:
+            continue
+        assert all(isinstance(message, p.Message) for message in found)
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(TO_STORE), st.data())
+def test_a_damaged_message_gives_a_message_or_a_protocol_error(
+    message: p.Message, data: st.DataObject
+) -> None:
+    body = bytearray(p.encode(message)[4:])
+    for _ in range(data.draw(st.integers(1, 4))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        (found,) = decode(p.ToStore, [framed(bytes(body))])
+    except ProtocolError:
+        return
+    assert isinstance(found, p.Message)
+
+
+# A store on a socket
+
+
+def settings_for(path: Path) -> config.Config:
+    return config.parse(
+        {"cpu": {"capacity": "16MiB"}, "server": {"socket": f"{path}/kv.sock", "metrics": ""}}
+    )
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[LiveStore]:
+    with LiveStore(settings_for(tmp_path)) as made:
+        yield made
+
+
+def refused(connection: Client) -> p.Refused:
+    """Read until the store hangs up, and return why."""
+    connection.read_to_end()
+    (message,) = connection.messages
+    assert isinstance(message, p.Refused)
+    return message
+
+
+BAD = {
+    "garbage": b"GET / HTTP/1.1\r\n\r\n" * 10,
+    "random": framed(bytes(range(256))),
+    "unknown-kind": framed(msgspec.msgpack.encode(["Nonsense", 1])),
+    "oversized": b"\xff" * 8,
+    "deep": framed(b"\x97\xa4Step\x90\x90\x90\xc0\x80" + b"\x91" * 100_000),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_garbage_closes_its_connection_and_no_other(store: LiveStore, name: str) -> None:
+    with engine(store) as live, client(store) as bad:
+        live.put(chain := hashes(2))
+        bad.sock.sendall(BAD[name])
+        assert not refused(bad).retry
+        assert live.read(live.ask(chain)) == [live.content(block) for block in chain]
+    assert store.server.store.numbers.value("kvstore_refused", "malformed") == 1
+
+
+def test_a_truncated_message_is_no_harm(store: LiveStore) -> None:
+    with engine(store) as live:
+        with client(store) as bad:
+            bad.sock.sendall(p.encode(p.Query("stats"))[:-2])
+        live.put(chain := hashes(1))
+        assert blocks(live.ask(chain)) == [0]
+    eventually(lambda: not store.server._connections)
+
+
+def test_B3_a_wrong_version_is_told_both_numbers(store: LiveStore) -> None:
+    with client(store) as old:
+        old.send(p.Hello(2, "engine", "scheduler", 0, 1))
+        message = old.take(p.Refused)
+        assert (message.reason, message.retry) == ("protocol 2, ours is 1", False)
+
+
+def test_a_client_that_goes_away_in_mid_sentence_is_forgotten(store: LiveStore) -> None:
+    with engine(store) as live:
+        live.put(hashes(1))
+    eventually(lambda: not store.server.store.sessions)
+    with engine(store) as again:
+        assert blocks(again.ask(hashes(1))) == [0]
+
+
+def test_stats_and_clear_can_be_asked_for(store: LiveStore) -> None:
+    with engine(store) as live, client(store) as admin:
+        live.put(chain := hashes(2))
+        assert blocks(live.ask(chain)) == [0, 1]
+        admin.send(p.Query("stats"))
+        stats = {tuple(row[:-1]): row[-1] for row in json.loads(admin.take(p.Report).body)}
+        assert stats["kvstore_stored_blocks", "stored"] == 2
+        assert stats["kvstore_capacity_bytes", "cpu"] == 16 << 20
+        admin.send(p.Query("clear"))
+        admin.take(p.Report)
+        assert live.ask(chain).lease == 0
+
+
+def test_an_unknown_query_is_refused(store: LiveStore) -> None:
+    with client(store) as admin:
+        admin.send(p.Query("everything"))
+        assert "expected stats or clear" in admin.take(p.Refused).reason
+
+
+# Where it listens
+
+
+def test_a_second_store_at_the_same_path_is_told_so(store: LiveStore) -> None:
+    with pytest.raises(ConfigError, match=r"a store is running at .*kv.sock already"):
+        listen(store.path)
+    with client(store) as admin:
+        admin.send(p.Query("stats"))
+        assert admin.take(p.Report)
+
+
+def test_a_socket_left_behind_is_replaced(tmp_path: Path) -> None:
+    path = str(tmp_path / "kv.sock")
+    listen(path).close()
+    with listen(path), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.connect(path)
+
+
+def test_a_file_at_the_path_is_not_deleted(tmp_path: Path) -> None:
+    path = tmp_path / "precious"
+    path.write_text("data")
+    with pytest.raises(ConfigError, match="it exists and is no socket"):
+        listen(str(path))
+    assert path.read_text() == "data"
+
+
+def test_a_path_that_cannot_be_bound_is_a_clear_error(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(ConfigError, match=r"cannot listen at .*/file/kv.sock: "):
+        listen(str(blocked / "kv.sock"))
+
+
+def test_only_owner_and_group_may_connect(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "kv.sock"
+    with listen(str(path)):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o660
+
+
+# The end
+
+
+def test_O17_shutdown_tells_the_engines_and_takes_less_than_a_second(tmp_path: Path) -> None:
+    with LiveStore(settings_for(tmp_path)) as store, engine(store) as polite:
+        store.server.stop()
+        assert polite.scheduler.take(p.Detach).reason == "the store is shutting down"
+        assert polite.worker.take(p.Detach)
+    assert store.seconds < 1
+
+
+def test_O17_a_client_that_does_not_close_does_not_hold_up_the_shutdown(tmp_path: Path) -> None:
+    with LiveStore(settings_for(tmp_path)) as store, engine(store):
+        store.stop()
+        assert store.seconds < 1
+        assert not store.server._connections

@@ -1,0 +1,274 @@
+"""What sessions do in the store: storing, looking up, waiting, leases and credits."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore import protocol as p
+from kvstore.service.session import Phase
+from kvstore.types import BlockKey, make_key
+from tests.fakes import (
+    SLOT_BYTES,
+    Engine,
+    HeapPool,
+    Town,
+    blocks,
+    from_u32,
+    hashes,
+    pending_town,
+    phase,
+    settings,
+    u32,
+)
+
+# Storing and looking up
+
+
+def test_O2_what_was_stored_is_hit_with_its_slots_and_generations() -> None:
+    town = Town()
+    engine, chain = town.attach(), hashes(3)
+    slots = engine.put(chain)
+    granted = engine.hit(hashes(5))
+    assert blocks(granted) == [0, 1, 2]
+    assert from_u32(granted.hits[0].slots) == slots
+    namespace = next(iter(town.store.namespaces.values()))
+    assert from_u32(granted.hits[0].generations) == [namespace.generations[s] for s in slots]
+    assert granted.lease
+    assert not granted.sources
+
+
+def test_O16_every_engine_of_the_namespace_hears_what_became_ready() -> None:
+    town = Town()
+    first, second = town.attach("first"), town.attach("second")
+    other = town.attach("other", identity="another model")
+    chain = hashes(2)
+    first.put(chain)
+    town.settle(first, second, other)
+    expected = [make_key(block, 0) for block in chain]
+    assert (first.added, second.added, other.added) == (expected, expected, [])
+
+
+def test_O18_a_block_is_present_only_when_every_ranks_part_is() -> None:
+    town = Town()
+    engine = town.attach(world=2)
+    (block,) = hashes(1)
+    slot, key = engine.credits.pop(0), make_key(block, 0)
+    engine.report(0, [slot], [key], [b""])
+    town.settle(engine)
+    assert not engine.added
+    engine.report(1, [slot], [key], [b""])
+    assert blocks(engine.hit([block])) == [0]
+
+
+def test_O18_a_block_is_not_there_when_one_ranks_part_failed() -> None:
+    town = Town()
+    engine = town.attach(world=2)
+    (block,) = hashes(1)
+    slot, key = engine.credits.pop(0), make_key(block, 0)
+    engine.report(0, [slot], [key], [b""], ok=False)
+    engine.report(1, [slot], [key], [b""])
+    assert engine.hit([block]).lease == 0
+    assert town.store.numbers.value("kvstore_stored_blocks", "failed") == 1
+
+
+def test_O18_ranks_that_name_different_keys_for_one_slot_store_nothing() -> None:
+    town = Town()
+    engine = town.attach(world=2)
+    one, other = hashes(1, "one"), hashes(1, "other")
+    slot = engine.credits.pop(0)
+    engine.report(0, [slot], [make_key(one[0], 0)], [b""])
+    engine.report(1, [slot], [make_key(other[0], 0)], [b""])
+    town.settle(engine)
+    assert "another key" in engine.detached[0]
+    assert not engine.added
+
+
+def test_O18_a_load_is_over_when_every_rank_has_reported_it() -> None:
+    town = Town()
+    engine, chain = town.attach(world=2), hashes(1)
+    engine.put(chain)
+    lease = engine.hit(chain).lease
+    leases = next(iter(town.store.namespaces.values())).manager.leases
+    town.say(engine.workers[0], p.Loaded(lease, 10, 0.1))
+    town.say(engine.workers[0], p.Loaded(lease, 10, 0.1))
+    assert len(leases) == 1
+    town.say(engine.workers[1], p.Loaded(lease, 10, 0.1))
+    assert len(leases) == 0
+
+
+def test_O15_what_a_worker_found_damaged_is_dropped_before_the_next_answer() -> None:
+    town = Town()
+    engine, chain = town.attach(), hashes(3)
+    slots = engine.put(chain)
+    lease = engine.hit(chain).lease
+    town.say(engine.workers[0], p.Loaded(lease, 0, 0.1, u32(slots[1:2])))
+    assert blocks(engine.hit(chain)) == [0]
+
+
+def test_two_engines_of_unequal_size_share_what_fits_both() -> None:
+    town = Town()
+    one = town.attach("one", world=1)
+    two = town.attach("two", world=2)
+    assert [len(town.store.namespaces), two.active is not None] == [1, True]
+    one.put(chain := hashes(2))
+    assert blocks(two.hit(chain)) == [0, 1]
+    layouts = [welcome.layout for welcome in two.layouts if welcome.layout]
+    runs = [layout.groups[0].runs[0] for layout in layouts]
+    assert [(run.offset, run.length) for run in runs] == [(0, 2048), (2048, 2048)]
+
+
+# Waiting
+
+
+def test_O8_a_lookup_of_a_pending_block_is_answered_when_that_is_ready() -> None:
+    town, engine, chain, slot = pending_town()
+    ask = engine.ask(chain)
+    town.settle(engine)
+    assert ask not in engine.granted
+    engine.report(1, [slot], [make_key(chain[0], 0)], [b""])
+    town.settle(engine)
+    assert blocks(engine.granted[ask]) == [0]
+
+
+def test_O8_a_lookup_of_a_pending_block_is_answered_at_the_deadline() -> None:
+    town, engine, chain, _ = pending_town()
+    ask = engine.ask(chain)
+    town.tick(ms=99)
+    engine.pump()
+    assert ask not in engine.granted
+    town.tick(ms=1)
+    engine.pump()
+    assert engine.granted[ask].lease == 0
+
+
+def test_O8_with_a_failed_write_nobody_waits_on() -> None:
+    town, engine, chain, slot = pending_town()
+    ask = engine.ask(chain)
+    engine.report(1, [slot], [make_key(chain[0], 0)], [b""], ok=False)
+    town.settle(engine)
+    assert engine.granted[ask].lease == 0
+
+
+def test_O8_a_question_can_be_settled_with_what_is_ready() -> None:
+    _, engine, chain, _ = pending_town()
+    ask = engine.ask(chain)
+    engine.step(settle=(ask, 12345))
+    engine.pump()
+    assert engine.granted[ask].lease == 0
+
+
+def test_O8_every_question_is_answered_once() -> None:
+    town, engine, chain, slot = pending_town()
+    ask = engine.ask(chain)
+    engine.step(settle=(ask,))
+    engine.pump()
+    del engine.granted[ask]
+    engine.report(1, [slot], [make_key(chain[0], 0)], [b""])
+    town.settle(engine)
+    town.tick(ms=1000)
+    engine.pump()
+    assert not engine.granted
+
+
+def test_a_question_before_the_session_is_active_is_answered_with_nothing() -> None:
+    town = Town()
+    engine = Engine(town, "engine")
+    town.say(engine.scheduler, p.Hello(p.VERSION, "engine", "scheduler", 0, 1, 4))
+    assert engine.hit(hashes(1)).lease == 0
+
+
+# Leases and credits
+
+
+def test_O20_leases_are_capped_in_bytes_and_come_back() -> None:
+    town = Town(settings(leased=2 * SLOT_BYTES))
+    engine, first, second = town.attach(), hashes(2, "a"), hashes(2, "b")
+    engine.put(first)
+    engine.put(second)
+    granted = engine.hit(first)
+    assert blocks(granted) == [0, 1]
+    refused = engine.hit(second)
+    assert (refused.lease, refused.capped) == (0, True)
+    engine.step(release=(granted.lease,))
+    again = engine.hit(second)
+    assert (blocks(again), again.capped) == ([0, 1], False)
+    assert town.store.numbers.value("kvstore_lookups", "capped") == 1
+
+
+def test_O20_another_engines_leases_do_not_count_against_the_cap() -> None:
+    town = Town(settings(leased=SLOT_BYTES))
+    one, two, chain = town.attach("one"), town.attach("two"), hashes(1)
+    one.put(chain)
+    assert one.hit(chain).lease
+    assert two.hit(chain).lease
+    assert one.hit(chain).capped
+
+
+def test_O20_a_lease_runs_out() -> None:
+    town = Town(settings(lease="1s"))
+    engine, chain = town.attach(), hashes(1)
+    engine.put(chain)
+    granted = engine.hit(chain)
+    manager = next(iter(town.store.namespaces.values())).manager
+    assert granted.lease_ms == 1000
+    town.tick(ms=999)
+    assert len(manager.leases) == 1
+    town.tick(ms=1)
+    assert len(manager.leases) == 0
+    assert town.store.numbers.value("kvstore_lookups", "expired") == 1
+    engine.step(release=(granted.lease,))  # too late, and no harm done
+    assert phase(town, engine) is Phase.ACTIVE
+
+
+def test_O20_an_engine_cannot_end_another_engines_lease() -> None:
+    town = Town()
+    one, two, chain = town.attach("one"), town.attach("two"), hashes(1)
+    slots = one.put(chain)
+    lease = one.hit(chain).lease
+    two.step(release=(lease,))
+    town.say(two.workers[0], p.Loaded(lease, 0, 0.0, u32(slots)))
+    leases = next(iter(town.store.namespaces.values())).manager.leases
+    assert len(leases) == 1
+    assert blocks(two.hit(chain)) == [0]
+
+
+@pytest.mark.parametrize(
+    ("credit_bytes", "wants", "gets"),
+    [(3 * SLOT_BYTES, 100, 3), (100 * SLOT_BYTES, 2, 2), (100 * SLOT_BYTES, 100, 8), (1, 5, 1)],
+)
+def test_O23_credits_are_capped_in_bytes_and_by_need_and_by_size(
+    credit_bytes: int, wants: int, gets: int
+) -> None:
+    town = Town(settings(credit=credit_bytes), HeapPool(extents=1, slots_per_extent=32))
+    engine = town.attach(credit_slots=wants)
+    town.settle(engine, turns=20)
+    assert len(engine.credits) == gets
+
+
+def test_O23_credits_are_filled_up_as_they_are_used() -> None:
+    town = Town()
+    engine = town.attach(credit_slots=2)
+    engine.put(hashes(5))
+    assert len(engine.credits) == 2
+    assert len(town.store.sessions["engine"].granted) == 2
+
+
+def test_O23_no_slot_is_granted_to_two_engines() -> None:
+    town = Town()
+    one, two = town.attach("one"), town.attach("two")
+    assert one.credits
+    assert two.credits
+    assert not set(one.credits) & set(two.credits)
+
+
+def test_scopes_keep_an_engines_blocks_apart() -> None:
+    """What reset_cache relies on: the same hashes in another scope are other blocks (O17)."""
+    town = Town()
+    engine, chain = town.attach(), hashes(1)
+    slot = engine.credits.pop(0)
+    engine.report(0, [slot], [BlockKey(make_key(chain[0], 0, b"scope"))], [b""])
+    town.settle(engine)
+    assert engine.hit(chain).lease == 0
+    engine.step(lookups=(p.Lookup(99, chain[0], 32, b"scope"),))
+    engine.pump()
+    assert blocks(engine.granted[99]) == [0]

@@ -1,0 +1,231 @@
+"""Every tier against the contract, and one from outside of this repository's packages at work."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore import config
+from kvstore.errors import ConfigError, TierFull
+from kvstore.service.server import Server, find_class, listen
+from kvstore.tier import Tier, TierContext
+from kvstore.types import JobKind, Slot
+from tests.conformance import SLOT_BYTES, ArrayMemory, TierContract, content, finish, key
+from tests.fakes import Town, blocks, hashes, keys_of, settings
+from tests.live import LiveStore, engine, eventually
+from tiers.faulty import FaultyTier
+from tiers.memory import MemoryTier
+
+PLUGINS = Path(__file__).parent / "plugins"
+
+
+@pytest.fixture
+def plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an operator does with PYTHONPATH or pip."""
+    monkeypatch.syspath_prepend(str(PLUGINS))
+
+
+class TestMemoryTier(TierContract):
+    """The reference."""
+
+    @pytest.fixture
+    def tier(self, context: TierContext) -> Iterator[Tier]:
+        made = MemoryTier(context)
+        yield made
+        made.close()
+
+    def test_a_full_tier_fails_the_rest_of_a_job_and_says_so(
+        self, context: TierContext, memory: ArrayMemory
+    ) -> None:
+        small = MemoryTier(TierContext("small", "n", context.slot_bytes, memory, {"blocks": 2}))
+        memory.view(Slot(0))[:] = content(1)
+        small.submit(self.job(1, JobKind.STORE, [1, 2, 3], [0, 1, 2]))
+        (result,) = finish(small, 1)
+        assert (result.done, type(result.error)) == (2, TierFull)
+
+
+class TestFaultyTier(TierContract):
+    """Without failures the wrapper keeps the contract: it only delays and reorders."""
+
+    @pytest.fixture
+    def tier(self, context: TierContext) -> Iterator[Tier]:
+        made = FaultyTier(MemoryTier(context), random.Random(1), fail_ratio=0.0)
+        yield made
+        made.close()
+
+
+class TestDirectoryTier(TierContract):
+    """A third party's, which knows only the protocol."""
+
+    @pytest.fixture
+    def options(self, tmp_path: Path) -> Mapping[str, Any]:
+        return {"path": str(tmp_path)}
+
+    @pytest.fixture
+    def tier(self, plugins: None, context: TierContext) -> Iterator[Tier]:
+        del plugins
+        made: Tier = import_module("directory_tier").DirectoryTier(context)
+        yield made
+        made.close()
+
+    def test_O15_a_damaged_file_fails_its_load(
+        self, tier: Tier, memory: ArrayMemory, tmp_path: Path
+    ) -> None:
+        self.put(tier, memory, [1])
+        (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+        tier.submit(self.job(1, JobKind.LOAD, [1], [0]))
+        (result,) = finish(tier, 1)
+        assert (result.done, type(result.error).__name__) == (0, "BlockCorrupt")
+        assert memory.view(Slot(0)) == bytes(SLOT_BYTES)
+
+    def test_blocks_outlive_the_process(
+        self, tier: Tier, context: TierContext, memory: ArrayMemory
+    ) -> None:
+        self.put(tier, memory, [1])
+        tier.close()
+        again: Tier = import_module("directory_tier").DirectoryTier(context)
+        again.submit(self.job(1, JobKind.LOAD, [1], [0]))
+        assert finish(again, 1)[0].done == 1
+        assert memory.view(Slot(0)) == content(1)
+        assert again.lookup(key(1)).value == "hit"
+        again.close()
+
+
+# In the store
+
+
+def toml(tmp_path: Path, tier: str = "directory_tier:DirectoryTier") -> config.Config:
+    path = tmp_path / "kvstore.toml"
+    path.write_text(f"""
+[server]
+socket = "{tmp_path}/kv.sock"
+metrics = ""
+
+[cpu]
+capacity = "16MiB"
+
+[engine]
+defer = "10s"
+
+[[tier]]
+class = "{tier}"
+name = "directory"
+options = {{ path = "{tmp_path}/blocks" }}
+""")
+    return config.load(path)
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_tier_named_in_the_settings_serves_what_memory_has_let_go(tmp_path: Path) -> None:
+    chain = hashes(4, "wanted")
+    with LiveStore(toml(tmp_path)) as store, engine(store) as live:
+        assert live.active.slots_total == 15
+        live.put(chain)
+        files = tmp_path / "blocks"
+        eventually(lambda: sum(1 for path in files.rglob("*") if not path.suffix) == 1 + 4)
+        for number in range(20):  # memory has room for 15
+            live.put(hashes(1, f"other{number}"))
+        numbers = store.server.store.numbers
+        eventually(lambda: numbers.value("kvstore_stored_blocks", "stored") == 4 + 20)
+        granted = live.ask(chain)
+        assert granted.sources == {"directory": 4}
+        assert live.read(granted) == [live.content(block) for block in chain]
+        again = live.ask(chain)
+        assert (again.sources, blocks(again)) == ({}, [0, 1, 2, 3])  # promoted
+        live.read(again)
+    with LiveStore(toml(tmp_path)) as store, engine(store) as live:  # after a restart
+        granted = live.ask(chain)
+        assert granted.sources == {"directory": 4}
+        assert live.read(granted) == [live.content(block) for block in chain]
+
+
+def test_a_tier_that_cannot_be_loaded_is_an_error_at_start(tmp_path: Path) -> None:
+    listener = listen(str(tmp_path / "kv.sock"))
+    server = Server(toml(tmp_path, "no_such_package:Tier"), listener)
+    with listener, pytest.raises(ConfigError, match="'no_such_package:Tier' cannot be loaded"):
+        server.check_tiers()
+    server._pool.close()
+    server._selector.close()
+    with pytest.raises(ConfigError, match="NoSuchTier"):
+        find_class("tiers.memory:NoSuchTier")
+
+
+def drop_from_memory(town: Town) -> None:
+    manager = next(iter(town.store.namespaces.values())).manager
+    for entry in list(manager.index):
+        manager.drop(entry.key, "test")
+    assert len(manager.index) == 0
+
+
+def test_M1_an_answer_names_the_tier_that_each_block_came_from() -> None:
+    town = Town(tiers=[("shelf", MemoryTier)])
+    live, chain = town.attach(credit_slots=2), hashes(4)
+    live.put(chain)
+    drop_from_memory(town)
+    live.put(chain[:1])
+    ask = live.ask(chain)
+    town.settle(live)
+    assert live.granted[ask].sources == {"shelf": 3}
+    assert blocks(live.granted[ask]) == [0, 1, 2, 3]
+
+
+def test_M1_what_did_not_arrive_is_nobodys_hit() -> None:
+    town = Town(tiers=[("shelf", MemoryTier)])
+    live, chain = town.attach(credit_slots=2), hashes(4)
+    live.put(chain)
+    drop_from_memory(town)
+    ask = live.ask(chain)
+    (tier,) = town.tiers
+    tier.discard(keys_of(chain[2:]))
+    town.settle(live)
+    assert blocks(live.granted[ask]) == [0, 1]
+    assert live.granted[ask].sources == {"shelf": 2}
+
+
+def test_a_promotion_does_not_push_out_the_prefix_it_continues() -> None:
+    town = Town(tiers=[("shelf", MemoryTier)])
+    live, chain = town.attach(credit_slots=1), hashes(6)
+    manager = next(iter(town.store.namespaces.values())).manager
+    live.put(chain)
+    drop_from_memory(town)
+    live.put(chain[:3])
+    number = 0
+    while manager.slots_free:
+        live.put(hashes(1, f"filler{(number := number + 1)}"))
+    ask = live.ask(chain)
+    town.settle(live)
+    assert blocks(live.granted[ask]) == [0, 1, 2, 3, 4, 5]
+
+
+def test_O15_a_lower_tier_that_loses_blocks_costs_hits_only() -> None:
+    made: list[FaultyTier] = []
+
+    def faulty(context: TierContext) -> Tier:
+        made.append(FaultyTier(MemoryTier(context), random.Random(3), fail_ratio=0.5))
+        return made[-1]
+
+    town = Town(settings(defer="1s"), tiers=[("shelf", faulty)])
+    live = town.attach()
+    for number in range(30):
+        chain = hashes(5, f"request{number % 7}")
+        ask = live.ask(chain)
+        for _ in range(20):
+            town.settle(live)
+        granted = live.granted[ask]
+        found = blocks(granted)
+        assert found == list(range(len(found)))
+        if granted.lease:
+            live.step(release=(granted.lease,))
+        live.put(chain, first=len(found))
+        if number % 3 == 0:
+            drop_from_memory(town)
+    town.store.close()
+    manager = next(iter(town.store.namespaces.values())).manager
+    assert all(entry.pins == 0 for entry in manager.index)
+    assert not town.store.busy
