@@ -78,17 +78,18 @@ class SchedulerHalf:
         self._ask(tracked)
 
     def _ask(self, tracked: Tracked) -> None:
-        blocks = self._askable(tracked.request)
-        if blocks == 0:
+        """Ask about all full blocks; the last may be of no use, but need not be stored again."""
+        if self._servable(tracked.request) == 0:
             return
         every = self._geometry.block_tokens // self._geometry.hash_tokens
         hashes = tracked.request.block_hashes
+        blocks = len(hashes) // every
         wanted = [hashes[index] for index in range(every - 1, blocks * every, every)]
         tracked.ask = self._client.ask(b"".join(wanted), len(wanted[0]), self._scope)
         if tracked.ask is not None:
             tracked.phase, tracked.asked_blocks = Phase.ASKED, blocks
 
-    def _askable(self, request: EngineRequest) -> int:
+    def _servable(self, request: EngineRequest) -> int:
         """Blocks that could be served: all full ones, but the last token is always computed."""
         hashed = len(request.block_hashes) * self._geometry.hash_tokens
         return min(hashed, request.num_tokens - 1) // self._geometry.block_tokens
@@ -106,7 +107,7 @@ class SchedulerHalf:
 
     def _loadable(self, tracked: Tracked, computed: int) -> int | None:
         size = self._geometry.block_tokens
-        if self._askable(tracked.request) * size < computed + size:
+        if self._servable(tracked.request) * size < computed + size:
             return 0
         if tracked.phase is Phase.LOADED:
             tracked.phase = Phase.NEW
@@ -217,7 +218,7 @@ class SchedulerHalf:
             return Answer(min(limit, len(grant.hits[group])))  # leading blocks, without gaps
 
         local = computed // self._geometry.block_tokens
-        limit = min(tracked.asked_blocks, self._askable(tracked.request))
+        limit = min(tracked.asked_blocks, self._servable(tracked.request))
         return common_hit(self._geometry.rules, probe, limit, local, prefix).blocks
 
     def _loaded_by_another(self, tracked: Tracked, block: int) -> bool:

@@ -65,6 +65,7 @@ class Host:
         ]
         for worker in self.workers:
             worker.errors = world.read_errors
+            worker.slowness = rng.choice((0.0, 0.5, 0.9)) if world.faults else 0.1
         credit = rng.choice((2, 6, 20))
         hello = p.Hello(p.VERSION, name, "scheduler", 0, shape.world, credit_slots=credit)
         self.client = StoreClient(Joiner(net, hello), lambda: net.now)
@@ -118,19 +119,22 @@ class World:
         self._checked: dict[tuple[str, int], int] = {}
         self._next_request = self._next_weights = 1
         self._arrivals = rng.choice((0.1, 0.3, 0.6))
-        self._slowness = rng.choice((0.0, 0.5, 0.9)) if self.faults else 0.1
+        self.churn = seed % 5 == 0  # slots change hands while a slow engine still reads them
         self._fault_rate = rng.choice((0.002, 0.005, 0.02)) if self.faults else 0.0
         self._fault_kinds = rng.choice((STALLS, OUTAGES, STALLS + OUTAGES))
         self.read_errors = rng.choice((0.0, 0.03)) if self.faults else 0.0
         self._stall_ns = rng.choice((20, 200, 3_000)) * MS
         self._documents = [self._tokens(160) for _ in range(rng.choice((1, 3, 6)))]
-        slots = rng.choice((8, 16, 60))
-        self._pool_of = lambda: Pool(self.net.fds, rng.choice((1, 2, 3)), slots, SLOT_BYTES)
+        slots, extents = (8, 1) if self.churn else rng.choice(((8, 1), (16, 2), (60, 3)))
+        self._pool_of = lambda: Pool(self.net.fds, extents, slots, SLOT_BYTES)
         self._config = self._make_config()
         self._sessions = 0
         self._start_store()
         shape = self._make_shape()
-        self.hosts = [Host(self, f"e{i}", shape) for i in range(rng.choice((1, 2)))]
+        self.hosts = [Host(self, f"e{i}", shape) for i in range(2 if self.churn else rng.choice((1, 2)))]
+        if self.churn:
+            for worker in self.hosts[0].workers:
+                worker.slowness = 0.97
         for host in self.hosts:
             host.engine.between = self._between
             host.engine.ending = partial(self._learn_request, host)
@@ -142,7 +146,7 @@ class World:
         rng = self.rng
         engine = EngineConfig(
             credit_bytes=rng.choice((4, 100)) * SLOT_BYTES,
-            lease_ns=rng.choice((15, 80, 2_000)) * MS,
+            lease_ns=(15 if self.churn else rng.choice((15, 80, 2_000))) * MS,
             leased_bytes=rng.choice((4, 15, 100)) * SLOT_BYTES,
             defer_ns=rng.choice((0, 20, 100)) * MS,
         )
@@ -208,7 +212,7 @@ class World:
         for host in self.hosts:
             for worker in host.workers:
                 worker.talk()
-                if self.rng.random() >= self._slowness and self.net.now >= worker.stalled_until:
+                if self.rng.random() >= worker.slowness and self.net.now >= worker.stalled_until:
                     worker.copy(self.rng.choice((1, 4, 40)))
 
     def step(self) -> None:
@@ -282,7 +286,8 @@ class World:
 
     def _learn_request(self, host: Host, request: Request) -> None:
         size = host.shape.block_tokens
-        for index in range(len(request.block_hashes) * 4 // size):
+        blocks = len(request.block_hashes) * 4 // size
+        for index in range(request.learned, blocks):
             block_hash = request.hash_at((index + 1) * size)
             for group in range(len(host.shape.group_tokens)):
                 key = make_key(block_hash, group, host.scope)
@@ -291,6 +296,7 @@ class World:
                     before = request.hash_at(index * size) if index else None
                     if host.geometry.rules[group].trailing is None:
                         self._above[key] = before and make_key(before, group, host.scope)
+        request.learned = blocks
 
     # The promises
 
@@ -426,10 +432,10 @@ class World:
     def settle(self) -> None:
         """Faults stop: every request ends, and nothing stays behind."""
         self._note("settling")
-        self._arrivals = self._fault_rate = self._slowness = 0.0
+        self._arrivals = self._fault_rate = 0.0
         self.net.slow, self.net.frozen_until = False, 0
         for worker in (worker for host in self.hosts for worker in host.workers):
-            worker.stalled_until, worker.errors = 0, 0.0
+            worker.stalled_until, worker.errors, worker.slowness = 0, 0.0, 0.0
         if self.net.store is None:
             self._start_store()
         for tier in self.tiers:

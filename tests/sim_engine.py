@@ -80,6 +80,7 @@ class Engine:
         self.weights = 0
         self.between: Callable[[], None] = lambda: None  # other threads' turn
         self.ending: Callable[[Request], None] = lambda _: None
+        self._page_bytes = shape.page_bytes
         self._workers = workers
         self._memory = memory
         self._rng = rng
@@ -379,13 +380,13 @@ class Engine:
     # The model
 
     def _place(self, block: int, offset: int = 0) -> int:
-        return block * self.shape.page_bytes + offset * TOKEN_BYTES
+        return block * self._page_bytes + offset * TOKEN_BYTES
 
     def _execute(self, batch: Batch) -> Report:
         self.between()
         for worker in self._workers:
             worker.before_step(batch.meta)
-        page = POISON * self.shape.page_bytes
+        page = POISON * self._page_bytes
         for memory in self._memory:
             for block in batch.fresh:
                 memory[self._place(block) : self._place(block + 1)] = page
@@ -396,7 +397,8 @@ class Engine:
             self._compute(work)
         for work in batch.work:
             if work.epoch == work.request.epoch:
-                self.check(work.request, work.table, 0, work.end)
+                first = 0 if self._rng.random() < 0.2 else work.first
+                self.check(work.request, work.table, first, work.end)
         for worker in self._workers:
             worker.after_forward(batch.meta)
         self.between()
@@ -405,12 +407,14 @@ class Engine:
     def _compute(self, work: Work) -> None:
         request = work.request
         for group, tokens in enumerate(self.shape.group_tokens):
-            for position in range(work.first, work.end):
-                block = work.table[group][position // tokens]
-                at = self._place(block, position % tokens)
+            position = work.first
+            while position < work.end:
+                until = min(work.end, (position // tokens + 1) * tokens)
+                at = self._place(work.table[group][position // tokens], position % tokens)
                 for rank, memory in enumerate(self._memory):
-                    page = request.page(group, rank, position, position + 1)
-                    memory[at : at + TOKEN_BYTES] = page
+                    page = request.page(group, rank, position, until)
+                    memory[at : at + len(page)] = page
+                position = until
         if work.samples and len(request.device) == work.end:
             request.sample()
 

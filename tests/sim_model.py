@@ -64,6 +64,7 @@ class Request:
 
     def weigh(self, weights: int) -> None:
         """Start over with other weights: the same tokens give other bytes."""
+        self.learned = 0  # blocks whose content the simulation has written down
         shape = self._shape
         self.kv = [[array("I") for _ in range(shape.world)] for _ in shape.group_tokens]
         self._mark = weights

@@ -255,6 +255,7 @@ class Worker:
     ) -> None:
         self.errors = 0.0  # share of loads whose bytes turn out wrong
         self.stalled_until = 0
+        self.slowness = 0.0  # share of its turns in which it copies nothing
         self._rng = rng
         self.loads_open: set[str] = set()
         self.stores_open: set[int] = set()

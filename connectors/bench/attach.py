@@ -32,8 +32,8 @@ ROUND_TRIPS = 2000
 ROUND_TRIPS_WARM_UP = 100
 IN_FLIGHT = 256
 STEPS = 2000
-# One request ends and one arrives every so many steps: long answers, as decoding nodes have.
-ARRIVAL_STEPS = 32
+# Prompts arrive, and as many requests end, so that prompts of any length bring as many tokens.
+ARRIVING_TOKENS_PER_STEP = 256
 PROMPT_TOKENS = (1024, 8192, 65536)
 CAPACITY = "256MiB"
 ANSWER_S = 5.0
@@ -160,15 +160,15 @@ def _lookup(engine: BenchEngine, hashes: bytes) -> None:
 def _steps(store: StoreProcess, prompt_tokens: int) -> Result:
     """CPU time per step with many requests decoding, one ending and one arriving now and then."""
     # The first requests share a prompt and end in turn; then each new one has its own.
-    ends = IN_FLIGHT * ARRIVAL_STEPS
-    arrivals = STEPS // ARRIVAL_STEPS
-    blocks = (IN_FLIGHT + arrivals) * (prompt_tokens + ends) // BLOCK_TOKENS
+    every = prompt_tokens // ARRIVING_TOKENS_PER_STEP
+    output_tokens = IN_FLIGHT * every
+    blocks = (IN_FLIGHT + STEPS // every + 1) * (prompt_tokens + STEPS) // BLOCK_TOKENS
+    # Unequal rests, or all of them would complete their blocks in the same steps.
+    rng = random.Random(IN_FLIGHT)
     with BenchEngine(store.address, blocks, IN_FLIGHT) as engine:
         shared = engine.new_hashes(prompt_tokens)
-        # Unequal rests, or all of them would complete their blocks in the same steps.
-        rng = random.Random(IN_FLIGHT)
         first = [
-            Request(f"first {number}", list(shared), 2 * ends, rng.randrange(1, BLOCK_TOKENS))
+            Request(f"first {number}", list(shared), STEPS, rng.randrange(1, BLOCK_TOKENS))
             for number in range(IN_FLIGHT)
         ]
         for request in first:
@@ -176,16 +176,15 @@ def _steps(store: StoreProcess, prompt_tokens: int) -> Result:
             while engine.waiting:
                 engine.step()
         for number, request in enumerate(first, start=1):
-            request.tokens_max = request.num_tokens + number * ARRIVAL_STEPS
+            request.tokens_max = request.num_tokens + number * every
         engine.arrival_ns.clear()
         gc.collect()
         gc.freeze()  # as engines do when they have started
         times_ns = []
         for number in range(STEPS):
-            if number % ARRIVAL_STEPS == 0:
-                hashes = engine.new_hashes(prompt_tokens)
-                rest = rng.randrange(1, BLOCK_TOKENS)
-                engine.add(Request(f"next {number}", hashes, ends, rest))
+            if number % every == 0:
+                hashes, rest = engine.new_hashes(prompt_tokens), rng.randrange(1, BLOCK_TOKENS)
+                engine.add(Request(f"next {number}", hashes, output_tokens, rest))
             times_ns.append(engine.step())
         declined = engine.half.take_stats().get("store_declined", 0)
         gc.unfreeze()
