@@ -59,6 +59,7 @@ class SchedulerHalf:
         self._shares_prefixes = shares_prefixes
         self._groups = len(geometry.rules)
         self._scope = b""
+        self._hash_bytes = 0
         self._requests: dict[str, Tracked] = {}
         self._running: set[str] = set()
         self._loading_hashes: Counter[bytes] = Counter()
@@ -75,6 +76,8 @@ class SchedulerHalf:
         """Take note of a request and queue its lookup; its keys are sent once."""
         tracked = Tracked(request, self._groups)
         self._requests[request.request_id] = tracked
+        if request.block_hashes:
+            self._hash_bytes = len(request.block_hashes[0])
         self._ask(tracked)
 
     def _ask(self, tracked: Tracked) -> None:
@@ -417,11 +420,11 @@ class SchedulerHalf:
     def take_events(self) -> list[tuple[bool, bytes, int]]:
         """Return (stored or removed, block hash, group) for blocks of the current scope."""
         events = []
-        tail = 2 + len(self._scope)
-        while self._client.events:
+        width = self._hash_bytes  # not known before the first request
+        while width and self._client.events:
             stored, key = self._client.events.popleft()
-            if key[-tail:][2:] == self._scope:
-                events.append((stored, key[:-tail], int.from_bytes(key[-tail:][:2], "big")))
+            if key[width + 2 :] == self._scope:
+                events.append((stored, key[:width], int.from_bytes(key[width : width + 2], "big")))
         return events
 
     def take_stats(self) -> dict[str, int]:

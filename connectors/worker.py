@@ -29,6 +29,7 @@ from tiers.runner import Runner
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.02
+REFUSED_WAIT_S = 1.0
 _READ_S = 0.1
 
 
@@ -210,9 +211,13 @@ class WorkerHalf:
             try:
                 attached = attach(self._find_store, self._hello, self._stop)
             except KVStoreError as exc:
+                # Not for good: the scheduler half, which attaches later, is refused only in a
+                # session that has us in it; and a store may come back with other settings.
+                if self.refused is None:
+                    log.error("kvstore: %s", exc)
                 self.refused = exc
-                log.error("kvstore: %s", exc)
-                return
+                self._stop.wait(REFUSED_WAIT_S)
+                continue
             if attached is None:
                 return
             self._serve(*attached)

@@ -6,7 +6,14 @@ from collections import Counter, defaultdict
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from kvstore.index import Entry, State
 from kvstore.leases import Lease
@@ -16,7 +23,7 @@ from kvstore.types import BlockKey, GroupRule, LookupResult, Slot
 
 WIDTH = 8
 RULES = (GroupRule(), GroupRule(2))
-PATHS = st.text("xy", min_size=1, max_size=4)
+PATHS = st.text("xy", min_size=1, max_size=3)
 
 
 def chain_of(path: str) -> Chain:
@@ -51,27 +58,47 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # Steps
 
-    @rule(count=st.integers(1, 5))
+    @initialize()
+    def start(self) -> None:
+        self.add_slots(5)
+
+    @rule(path=PATHS, groups=st.integers(1, 2))
+    def store_path(self, path: str, groups: int) -> None:
+        """What engines mostly do; the single steps below do the rest."""
+        for length in range(1, len(path) + 1):
+            for group in range(groups):
+                key = chain_of(path[:length]).key(group, length - 1)
+                if self.manager.probe(key) is LookupResult.MISS:
+                    self.grant(1)
+                if None in self.granted.values():
+                    self.begin(path[:length], group)
+                    self.complete(ok=True, last=True)
+
+    @rule(count=st.integers(1, 3))
     def add_slots(self, count: int) -> None:
         first = max(self.slots, default=-1) + 1
         new = [Slot(number) for number in range(first, first + count)]
-        if len(self.slots) < 16:
+        if len(self.slots) < 10:
             self.manager.add_slots(new)
             self.slots.update(new)
 
     @rule(count=st.integers(1, 4))
     def grant(self, count: int) -> None:
-        before = dict(self.generations)
+        before, holes = dict(self.generations), self.manager.index.holes
+        held = [e for lease, _ in self.open.values() for e in lease.entries]
+        held = [entry for entry in held if entry.state is State.READY]
         for slot in self.manager.prepare_store(count):
             assert slot not in self.granted
             assert self.generations[slot] != before.get(slot, 0)
             self.granted[slot] = None
             self.content.pop(slot, None)
+        assert self.manager.index.holes <= holes, "evicted a block with children"
+        assert all(entry.state is State.READY for entry in held), "evicted a leased block"
 
     @precondition(lambda self: None in self.granted.values())
     @rule(path=PATHS, group=st.integers(0, 1))
     def begin(self, path: str, group: int) -> None:
-        slot = next(slot for slot, key in self.granted.items() if key is None)
+        slot = next(slot for slot, key in reversed(self.granted.items()) if key is None)
         key = chain_of(path).key(group, len(path) - 1)
         self.manager.begin_store(key, parent_of(key), slot)
         self.granted[slot] = key
@@ -155,7 +182,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def drop(self, path: str, group: int) -> None:
         self.manager.drop(chain_of(path).key(group, len(path) - 1), "clear")
 
-    @precondition(lambda self: len(self.slots) > 8)
+    @precondition(lambda self: len(self.slots) > 4)
     @rule(count=st.integers(1, 4))
     def retire(self, count: int) -> None:
         wanted = sorted(self.slots)[-count:]
@@ -199,6 +226,7 @@ class ManagerMachine(RuleBasedStateMachine):
         index = self.manager.index
         children = Counter(id(e.parent) for e in index if e.parent is not None)
         for entry in index:
+            assert entry.state is State.READY or entry.slot in self.granted
             assert entry.children == children[id(entry)]
             name = parent_of(entry.key)
             above = None if name is None else index.get(name)
@@ -230,5 +258,5 @@ class ManagerMachine(RuleBasedStateMachine):
                 assert id(entry) in listed
 
 
-ManagerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+ManagerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 TestManager = ManagerMachine.TestCase

@@ -149,9 +149,9 @@ def test_a_store_that_is_killed_in_a_copy(
     assert_same(expected, got)
     eventually(lambda: gone(process))
     forget(patient.engine)
-    assert grown(patient.engine, before, FAILED[what]) > 0  # it really was in the middle
     patient.restart_store()
     patient.assert_hits_come_again(requests, expected)
+    assert grown(patient.engine, before, FAILED[what]) > 0  # it really was in the middle
     assert grown(patient.engine, before, DETACHED) == 1
 
 

@@ -1,0 +1,326 @@
+"""The command line: what it prints, its exit status, and a real store behind it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore import cli, demo
+from kvstore.bench.engine import Result as Answer
+from kvstore.bench.report import Result, as_json, paired_ratio, percentile, show
+from kvstore.bench.store import StoreFailed, StoreProcess
+from kvstore.metrics import TABLE
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProcess]:
+    with StoreProcess(tmp_path_factory.mktemp("store"), "64MiB") as process:
+        yield process
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[[str], Path]:
+    def write(more: str = "", capacity: str = "64MiB") -> Path:
+        path = tmp_path / "kvstore.toml"
+        socket_path = tmp_path / "kv.sock"
+        path.write_text(
+            f'[server]\nsocket = "{socket_path}"\nmetrics = ""\n'
+            f'[cpu]\ncapacity = "{capacity}"\n{more}'
+        )
+        return path
+
+    return write
+
+
+COMMANDS = ("serve", "check", "stats", "clear", "bench", "demo")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main([command, "--help"])
+    assert exit_info.value.code == 0
+    assert f"example:\n  kvstore {command}" in capsys.readouterr().out
+
+
+def test_the_main_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    out = capsys.readouterr().out
+    assert all(f"\n    {command} " in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["stats"], ["serve"], ["bench", "nothing"], ["bench", "attach", "--pairs", "0"]],
+)
+def test_wrong_arguments_end_with_status_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(arguments)
+    assert exit_info.value.code == 2
+
+
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_a_wrong_setting_is_one_line_and_status_2(
+    command: str, config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = config(more="extend = 1")
+    assert cli.main([command, "--config", str(path)]) == 2
+    found = capsys.readouterr()
+    assert found.err == (f"kvstore: error: {path}: [cpu]: unknown extend; did you mean extent?\n")
+
+
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_a_tier_that_cannot_be_loaded_is_named(
+    command: str, config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = config(more='[[tier]]\nclass = "no.such:Tier"\nname = "disk"')
+    assert cli.main([command, "--config", str(path)]) == 2
+    assert "no.such" in capsys.readouterr().err
+
+
+def test_check_says_what_a_store_would_do(
+    config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = config(more='[[tier]]\nclass = "tiers.memory:MemoryTier"\nname = "shelf"')
+    assert cli.main(["check", "--config", str(path)]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "capacity 64 MiB",
+        "4 extents of 16 MiB",
+        "huge pages",
+        "locked memory",
+        "tiers.cpu:CpuMemory loads",
+        "tiers.memory:MemoryTier loads",
+    ):
+        assert text in out
+    assert not (path.parent / "kv.sock").exists()
+
+
+def test_check_fails_when_the_capacity_is_not_there(
+    config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["check", "--config", str(config(capacity="1000TiB"))]) == 1
+    assert "fail  cpu" in capsys.readouterr().out
+
+
+def test_check_notes_capacity_that_fills_no_extent(
+    config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["check", "--config", str(config(capacity="70MiB"))]) == 0
+    assert "6 MiB of the capacity fill no extent" in capsys.readouterr().out
+
+
+def test_check_sees_a_running_store_and_a_taken_port(
+    store: StoreProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["check", "--config", str(store.config_path)]) == 1
+    out = capsys.readouterr().out
+    assert "a store is running there already" in out
+    assert "Address already in use" in out
+
+
+def test_a_second_store_at_the_same_socket_is_refused(
+    store: StoreProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", "--config", str(store.config_path)]) == 2
+    assert "a store is running at" in capsys.readouterr().err
+
+
+def test_stats_are_a_table_or_json(store: StoreProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["stats", "--store", store.address]) == 0
+    out = capsys.readouterr().out
+    assert "kvstore_capacity_bytes" in out
+    assert "67,108,864" in out
+    assert cli.main(["stats", "--store", store.address, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {
+        "name": "kvstore_capacity_bytes",
+        "labels": {"tier": "cpu"},
+        "value": 64 << 20,
+    } in rows
+
+
+def test_the_endpoint_shows_what_stats_show(store: StoreProcess) -> None:
+    metrics = store.metrics()
+    assert metrics['kvstore_capacity_bytes{tier="cpu"}'] == 64 << 20
+    assert {spec.name for spec in TABLE if not spec.labels} <= {
+        name.removesuffix("_total") for name in metrics
+    }
+
+
+def test_clear_answers_with_what_stays(
+    store: StoreProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["clear", "--store", store.address]) == 0
+    assert capsys.readouterr().out.startswith("cleared; 0 blocks are in use")
+
+
+@pytest.mark.parametrize("command", ["stats", "clear"])
+def test_nobody_at_the_address_is_one_line_and_status_1(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([command, "--store", f"unix://{tmp_path}/none.sock"]) == 1
+    err = capsys.readouterr().err
+    assert err == (
+        f"kvstore: error: no store answers at unix://{tmp_path}/none.sock:"
+        " No such file or directory\n"
+    )
+
+
+def test_an_address_that_is_none_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["stats", "--store", "localhost:9400"]) == 2
+    assert "absolute path" in capsys.readouterr().err
+
+
+def test_something_else_at_the_address_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(tmp_path / "other.sock"))
+        other.listen(1)
+        code = (
+            "import socket, sys; s = socket.socket(fileno=int(sys.argv[1]));"
+            "c, _ = s.accept(); c.recv(100); c.sendall(b'HTTP/1.0 400 Bad Request')"
+        )
+        child = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                code,
+                str(other.fileno()),
+            ],
+            pass_fds=[other.fileno()],
+        )
+        assert cli.main(["stats", "--store", f"unix://{tmp_path}/other.sock"]) == 1
+        assert child.wait(10) == 0
+    assert "is no kvstore" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_store_in_order(sig: signal.Signals, tmp_path: Path) -> None:
+    with StoreProcess(tmp_path, "64MiB") as process:
+        os.kill(process.pid, sig)
+        process.stop()
+    log = process.log_path.read_text()
+    assert log.rstrip().endswith("INFO stopped")
+    assert "Traceback" not in log
+    assert not (tmp_path / "kvstore.sock").exists()
+
+
+def test_a_store_that_does_not_start_says_why(tmp_path: Path) -> None:
+    with (
+        pytest.raises(StoreFailed, match="unknown nonsense"),
+        StoreProcess(tmp_path, "64MiB", settings="nonsense = 1"),
+    ):
+        pass
+
+
+def test_every_bench_is_there() -> None:
+    assert sorted(cli.BENCHES) == ["attach", "vllm"]
+    code = (
+        "import importlib; from kvstore.cli import BENCHES\n"
+        "for module, _ in BENCHES.values(): print(callable(importlib.import_module(module).run))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == ["True"] * len(cli.BENCHES)
+
+
+RESULTS = [
+    Result(
+        name="ttft",
+        value=12.3456,
+        unit="ms",
+        better="lower",
+        reference=10.0,
+        ratio=1.23,
+        parameters={"system": "ours", "against": "native", "ratio_low": 1.1, "ratio_high": 1.3},
+    ),
+    Result(name="ttft", value=10.0, unit="ms", better="lower", parameters={"system": "native"}),
+]
+
+
+def test_results_as_json_are_one_flat_object() -> None:
+    found = json.loads(as_json("vllm", RESULTS))
+    assert found["bench"] == "vllm"
+    assert found["results"][1] == {
+        "name": "ttft",
+        "value": 10.0,
+        "unit": "ms",
+        "better": "lower",
+        "reference": None,
+        "ratio": None,
+        "system": "native",
+    }
+    assert found["results"][0]["ratio_high"] == 1.3
+
+
+def test_results_as_a_table_show_the_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    show("vllm", RESULTS, json=False)
+    out = capsys.readouterr().out
+    assert "1.23 (1.1 to 1.3)" in out
+    assert "native 10" in out
+
+
+def test_a_paired_ratio_takes_out_what_both_sides_share() -> None:
+    drift = [1.0, 3.0, 10.0, 2.0, 7.0, 5.0]
+    pair = paired_ratio([1.1 * value for value in drift], drift)
+    assert pair.median == pytest.approx(1.1)
+    assert pair.low == pytest.approx(pair.high)
+
+
+def test_percentiles_are_values_that_occur() -> None:
+    values = [float(number) for number in range(1, 101)]
+    assert percentile(values, 0.99) == 99
+    assert percentile(values, 0.5) == 50
+    assert percentile([7.0], 0.01) == 7
+
+
+def passes(**changes: object) -> list[demo.Pass]:
+    """All four passes of the demo as they should be, the last one changed."""
+    answer = Answer(
+        id="p", tokens=[1, 2], margins=[1, 1], cached_tokens=0, ttft_s=0.1,
+        steps_to_first_token=1, finish_reason="length",
+    )  # fmt: skip
+    found = [
+        demo.Pass("pass", expected, expected, [answer])
+        for expected in (demo.COLD, demo.FROM_GPU, demo.FROM_TIERS, demo.FROM_TIERS)
+    ]
+    last = {name: getattr(found[-1], name) for name in found[-1].__struct_fields__} | changes
+    return [*found[:-1], demo.Pass(**last)]
+
+
+HITS = {'kvstore_hit_tokens_total{tier="cpu"}': 2.0 * demo.REUSABLE}
+
+
+def test_the_demo_is_content_when_all_is_as_promised() -> None:
+    assert demo.problems(passes(), HITS) == []
+
+
+def test_the_demo_fails_for_one_token_from_elsewhere() -> None:
+    served = demo.Served(0, demo.REUSABLE - 32, demo.ALL - demo.REUSABLE + 32)
+    assert len(demo.problems(passes(served=served), HITS)) == 1
+
+
+def test_the_demo_fails_for_another_output() -> None:
+    other = Answer(
+        id="p", tokens=[1, 3], margins=[1, 1], cached_tokens=0, ttft_s=0.1,
+        steps_to_first_token=1, finish_reason="length",
+    )  # fmt: skip
+    assert demo.problems(passes(results=[other]), HITS) == [
+        "pass: outputs differ from the cold run's"
+    ]
+
+
+def test_the_demo_fails_for_a_metric_that_disagrees() -> None:
+    assert len(demo.problems(passes(), {})) == 1

@@ -1,0 +1,191 @@
+"""The documentation against the code: its examples are read, its tables are complete."""
+
+import json
+import re
+import shlex
+import tomllib
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore import cli, config, protocol
+from kvstore.bench.report import Result, as_json
+from kvstore.metrics import TABLE
+from kvstore.service.server import find_class
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+SECTIONS = {
+    "[server]": config._SERVER,
+    "[cpu]": config._CPU,
+    "[engine]": config._ENGINE,
+    "[[tier]]": config._TIER,
+    "kv_connector_extra_config": config._EXTRA,
+}
+LANGUAGES = {"", "json", "sh", "toml"}  # one more needs a test of its own
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[Any]:
+    """Each fenced block of a language, as a parameter named by its place."""
+    found = []
+    for name in NAMES:
+        fence = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+        for match in fence.finditer(text(name)):
+            assert match[2] in LANGUAGES, f"{name}: a block in {match[2]!r}"
+            if match[2] == language:
+                line = text(name)[: match.start()].count("\n") + 1
+                found.append(pytest.param(match[3], id=f"{name}:{line}"))
+    return found
+
+
+def check_transfer_config(table: dict[str, Any]) -> None:
+    """Names as the connector has them, settings as it reads them."""
+    assert table["kv_connector"] == "TieredConnector"
+    assert table["kv_connector_module_path"] == "connectors.vllm"
+    assert table["kv_role"] == "kv_both"
+    assert table["kv_load_failure_policy"] == "recompute"
+    config.parse_extra(table["kv_connector_extra_config"])
+
+
+@pytest.mark.parametrize("block", blocks("json"))
+def test_json_is_read(block: str) -> None:
+    table = json.loads(block)
+    if "bench" in table:
+        keys = set(json.loads(as_json("b", [Result(name="n", value=1, unit="u", better="lower")]))
+                   ["results"][0])  # fmt: skip
+        assert all(keys <= set(result) for result in table["results"])
+    else:
+        check_transfer_config(table)
+
+
+@pytest.mark.parametrize("block", blocks("toml"))
+def test_toml_is_a_configuration(block: str) -> None:
+    found = config.parse(tomllib.loads("\n".join(line.strip() for line in block.splitlines())))
+    for tier in found.tiers:
+        assert callable(find_class(tier.class_name))
+
+
+@pytest.mark.parametrize("block", blocks("sh"))
+def test_commands_exist(block: str) -> None:
+    targets = set(re.findall(r"^([a-z0-9-]+):.*## ", text("Makefile"), re.MULTILINE))
+    words = shlex.split(block, comments=True)
+    if words[0] == "vllm":
+        check_transfer_config(json.loads(words[words.index("--kv-transfer-config") + 1]))
+        return
+    for line in filter(None, (shlex.split(line, comments=True) for line in block.splitlines())):
+        if line[0] == "make":
+            assert set(line[1:]) <= targets
+        else:
+            assert line[0] == "kvstore"
+            cli._parser().parse_args(line[1:])
+
+
+def rows(page: str, heading: str) -> dict[str, list[str]]:
+    """The first table under a heading: first column without backquotes, to the other columns."""
+    body = text(page).partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    found = {}
+    for line in body.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if line.startswith("| `"):
+            found[cells[0].strip("`")] = cells[1:]
+    return found
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_setting_is_explained_with_its_default(section: str) -> None:
+    found = rows("docs/reference/config.md", section)
+    assert list(found) == list(SECTIONS[section])
+    for name, setting in SECTIONS[section].items():
+        default = found[name][0]
+        if isinstance(setting.default, config._Required):
+            assert default == "required"
+        elif setting.default is not None:  # others are computed, and said in words
+            shown = json.dumps(setting.default)
+            assert default == f"`{shown}`", name
+
+
+def test_every_metric_is_explained() -> None:
+    page = text("docs/reference/metrics.md")
+    for spec in TABLE:
+        name = f"{spec.name}_total" if spec.kind == "counter" else spec.name
+        labels = ", ".join(spec.labels) or "-"
+        assert f"| `{name}` | {spec.kind} | {labels} | {spec.help} |" in page
+    assert len(re.findall(r"^\| `kvstore_", page, re.MULTILINE)) == len(TABLE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_metrics_that_are_named_exist(name: str) -> None:
+    known = {f"{spec.name}_total" if spec.kind == "counter" else spec.name for spec in TABLE}
+    assert set(re.findall(r"\bkvstore_[a-z_]+", text(name))) <= known
+
+
+def test_every_event_is_explained() -> None:
+    page = text("docs/reference/metrics.md")
+    assert all(f"`{event}`" in page for event in protocol.EVENTS)
+
+
+def subcommands() -> Iterator[tuple[str, list[str]]]:
+    """Each command and its long options."""
+    choices: Any = next(
+        action.choices for action in cli._parser()._actions if isinstance(action.choices, dict)
+    )
+    for command, parser in choices.items():
+        options = [name for action in parser._actions for name in action.option_strings]
+        yield command, [name for name in options if name.startswith("--") and name != "--help"]
+
+
+def test_every_command_and_option_is_explained() -> None:
+    page = text("docs/reference/cli.md")
+    for command, options in subcommands():
+        part = page.partition(f"\n## kvstore {command}\n")[2].partition("\n## ")[0]
+        assert part, command
+        assert all(option in part for option in options), command
+    assert all(f"`{name}` measures" in page for name in cli.BENCHES)
+
+
+def test_every_message_is_explained() -> None:
+    page = text("docs/reference/protocol.md")
+    assert f"version {protocol.VERSION}." in page
+    for heading, union in (
+        ("Engine to store", protocol.ToStore),
+        ("Store to engine", protocol.ToEngine),
+    ):
+        expected = {
+            kind.__name__: ", ".join(f"`{field}`" for field in kind.__struct_fields__) or "-"
+            for kind in typing.get_args(union)
+        }
+        found = rows("docs/reference/protocol.md", heading)
+        assert {name: cells[0] for name, cells in found.items()} == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_somewhere(name: str) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text(name)):
+        if "://" not in target:
+            assert (ROOT / name).parent.joinpath(target).exists(), target
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    readme = text("README.md")
+    for name in NAMES[1:]:
+        assert name in readme or name.startswith("docs/decisions/"), name
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "decisions" in name])
+def test_decisions_say_problem_choice_and_price(name: str) -> None:
+    headings = re.findall(r"^## (.*)$", text(name), re.MULTILINE)
+    assert [heading for heading in headings if heading in {"Problem", "Choice", "Price"}] == [
+        "Problem",
+        "Choice",
+        "Price",
+    ]
+    number = Path(name).name[:3]
+    assert text(name).startswith(f"# {number}: ")

@@ -1,0 +1,447 @@
+"""The worker half against a store on a real socket, with real memory and tensors."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from connectors.client import Grant, StoreClient
+from connectors.jobs import EngineSpec, LoadJob, StepMeta, StoreJob, StoreSpec
+from connectors.link import Attacher, monotonic_ns
+from connectors.worker import WorkerHalf
+from kvstore import protocol as p
+from kvstore.config import Config, parse
+from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
+from kvstore.types import GroupRule, make_key
+from tests.desk import hashes
+from tests.live import LiveStore, eventually
+from tiers.copier import LayerCache
+
+LAYERS, HEADS, HEAD_BYTES = 3, 2, 512
+BLOCKS = 24
+POISON = 0xEE
+
+
+def truth(block: int, layer: int) -> torch.Tensor:
+    """What an engine block holds in one layer, [heads, bytes]."""
+    made = torch.Generator().manual_seed(100 * block + layer)
+    return torch.randint(0, 256, (HEADS, HEAD_BYTES), dtype=torch.uint8, generator=made)
+
+
+class Rank:
+    """One rank: its KV tensors, layer after layer, with `pad` bytes after each page."""
+
+    def __init__(self, engine: str, rank: int, world: int, per: int, pad: int, path: str) -> None:
+        heads = HEADS // world
+        self.heads = slice(rank * heads, (rank + 1) * heads)
+        self.page = heads * HEAD_BYTES
+        self.stride = (self.page + pad) * LAYERS  # a block's layers lie side by side
+        self.storage = torch.full((BLOCKS * self.stride,), POISON, dtype=torch.uint8)
+        caches = {
+            f"layer.{i}": LayerCache(self.storage, i * (self.page + pad), self.stride, self.page)
+            for i in range(LAYERS)
+        }
+        layers = tuple(
+            LayerGeometry(name, self.page, heads, rank * heads, HEADS) for name in caches
+        )
+        group = GroupGeometry(GroupRule(), layers)
+        self.geometry = RankGeometry("model", 16, (per,), (group,))
+        self.caches = caches
+        self.half = WorkerHalf(engine, rank, world, self.geometry, caches, lambda: path)
+
+    def view(self, block: int, layer: int) -> torch.Tensor:
+        cache = self.caches[f"layer.{layer}"]
+        at = cache.offset + block * self.stride
+        return self.storage[at : at + self.page]
+
+    def fill(self, block: int) -> None:
+        for layer in range(LAYERS):
+            self.view(block, layer).copy_(truth(block, layer)[self.heads].flatten())
+
+    def holds(self, block: int, of: int) -> bool:
+        """Whether a block has the bytes that block `of` had."""
+        return all(
+            torch.equal(self.view(block, layer), truth(of, layer)[self.heads].flatten())
+            for layer in range(LAYERS)
+        )
+
+    def untouched(self, blocks: Sequence[int]) -> bool:
+        return all(
+            bool((self.storage[b * self.stride : (b + 1) * self.stride] == POISON).all())
+            for b in blocks
+        )
+
+
+class Rig:
+    """An engine of `world` ranks; its scheduler half is this test."""
+
+    def __init__(
+        self, path: str, name: str = "engine", *, world: int = 1, per: int = 1, pad: int = 0
+    ) -> None:
+        self.per = per
+        self.ranks = [Rank(name, rank, world, per, pad, path) for rank in range(world)]
+        hello = p.Hello(p.VERSION, name, "scheduler", 0, world, credit_slots=16)
+        self.client = StoreClient(Attacher(lambda: path, hello), monotonic_ns)
+        self.ended: list[tuple[int, str, bool]] = []  # (rank, request, failed)
+        self.over: list[tuple[int, int]] = []  # (rank, store job)
+        self._next = 1
+
+    def attach(self) -> None:
+        assert self.client.wait_attached(20)
+        self.credits(4)
+
+    def credits(self, count: int) -> None:
+        eventually(lambda: self.client.receive() or len(self.client.credits) >= count)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.half.shutdown()
+        self.client.close()
+
+    def store_job(self, chain: Sequence[bytes], blocks: Sequence[int], first: int = 0) -> StoreJob:
+        """Blocks first.. of a chain, from these engine blocks, into granted slots."""
+        count = len(blocks) // self.per
+        self.credits(count)
+        keys = [make_key(block, 0) for block in chain]
+        self._next += 1
+        return StoreJob(
+            self._next,
+            self.client.session,
+            EngineSpec(tuple(blocks), (len(blocks),), (first * self.per,)),
+            StoreSpec("cpu", tuple(self.client.credits.popleft() for _ in range(count))),
+            tuple(keys[first : first + count]),
+            tuple([keys[i - 1] if i else b"" for i in range(first, first + count)]),
+        )
+
+    def put(self, chain: Sequence[bytes], blocks: Sequence[int]) -> StoreJob:
+        """Store a chain whole, and wait until the store has it."""
+        for rank in self.ranks:
+            for block in blocks:
+                rank.fill(block)
+        job = self.store_job(chain, blocks)
+        for rank in self.ranks:
+            rank.half.after_forward(StepMeta(stores=(job,)))
+        last = make_key(chain[-1], 0)
+        eventually(lambda: self.client.receive() or self.client.known_ready(last))
+        return job
+
+    def ask(self, chain: Sequence[bytes]) -> Grant:
+        number = self.client.ask(b"".join(chain), len(chain[0]), b"")
+        assert number is not None
+        self.client.send_step()
+        eventually(lambda: self.client.receive() or self.client.grant(number))
+        grant = self.client.grant(number)
+        assert grant is not None
+        self.client.take(number)
+        return grant
+
+    def load_job(
+        self, name: str, grant: Grant, blocks: Sequence[int], first: int = 0, stale: int = 0
+    ) -> LoadJob:
+        """Engine blocks first.. of what was granted."""
+        end = -(-(first + len(blocks)) // self.per)
+        places = grant.hits[0].run(first // self.per, end)
+        assert places is not None
+        return LoadJob(
+            name,
+            self.client.session,
+            grant.lease,
+            EngineSpec(tuple(blocks), (len(blocks),), (first,)),
+            StoreSpec("cpu", tuple(places[0])),
+            tuple(generation + stale for generation in places[1]),
+        )
+
+    def collect(self, *, idle: bool = False) -> None:
+        for number, rank in enumerate(self.ranks):
+            ended, failed = rank.half.finished_loads(StepMeta(idle=idle))
+            assert failed <= ended
+            self.ended.extend((number, name, name in failed) for name in sorted(ended))
+            self.over.extend((number, job) for job in rank.half.take_stores_over())
+
+    def load(self, job: LoadJob) -> list[bool]:
+        """Run a load on all ranks; returns who failed, in order of the ranks."""
+        for rank in self.ranks:
+            rank.half.start_loads(StepMeta(loads=(job,)))
+        before = len(self.ended)
+        eventually(lambda: self.collect() or len(self.ended) == before + len(self.ranks))
+        assert {name for _, name, _ in self.ended[before:]} == {job.request_id}
+        return [failed for _, _, failed in sorted(self.ended[before:])]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    server = {"socket": str(tmp_path / "store.sock"), "metrics": ""}
+    return parse({"cpu": {"capacity": "16MiB", "extent": "16MiB"}, "server": server})
+
+
+@pytest.fixture
+def store(config: Config) -> Iterator[LiveStore]:
+    with LiveStore(config) as made:
+        yield made
+
+
+@pytest.fixture
+def rigs(config: Config) -> Iterator[list[Rig]]:
+    """Engines to close at the end, in the order they were made."""
+    made: list[Rig] = []
+    yield made
+    for rig in made:
+        rig.close()
+
+
+@pytest.fixture
+def rig(store: LiveStore, rigs: list[Rig]) -> Rig:
+    rigs.append(Rig(store.path))
+    rigs[-1].attach()
+    return rigs[-1]
+
+
+def new_rig(store: LiveStore, rigs: list[Rig], name: str = "engine", **how: int) -> Rig:
+    rigs.append(Rig(store.path, name, **how))
+    rigs[-1].attach()
+    return rigs[-1]
+
+
+# Bytes
+
+
+@pytest.mark.parametrize(("world", "pad"), [(1, 0), (2, 0), (1, 64), (2, 192)])
+def test_what_was_stored_is_loaded(
+    store: LiveStore, rigs: list[Rig], world: int, pad: int
+) -> None:
+    rig = new_rig(store, rigs, world=world, pad=pad)
+    chain = hashes(4)
+    rig.put(chain, [1, 3, 2, 7])
+    others = [b for b in range(BLOCKS) if b not in (1, 3, 2, 7, 10, 20, 11, 12)]
+    job = rig.load_job("r", rig.ask(chain), [10, 20, 11, 12])
+    assert rig.load(job) == [False] * world
+    for rank in rig.ranks:
+        assert [rank.holds(b, of) for b, of in ((10, 1), (20, 3), (11, 2), (12, 7))] == [True] * 4
+        assert rank.untouched(others)
+
+
+def test_padding_between_pages_is_left_alone(store: LiveStore, rigs: list[Rig]) -> None:
+    rig = new_rig(store, rigs, pad=64)
+    chain = hashes(2)
+    rig.put(chain, [1, 2])
+    rig.load(rig.load_job("r", rig.ask(chain), [10, 11]))
+    (rank,) = rig.ranks
+    padding = rank.storage.view(BLOCKS, LAYERS, rank.page + 64)[:, :, rank.page :]
+    assert bool((padding == POISON).all())
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_O9_a_block_is_entered_part_way(store: LiveStore, rigs: list[Rig], first: int) -> None:
+    rig = new_rig(store, rigs, per=2)
+    chain = hashes(2)
+    rig.put(chain, [1, 2, 3, 4])
+    rig.load(rig.load_job("r", rig.ask(chain), range(10 + first, 14), first))
+    (rank,) = rig.ranks
+    assert [rank.holds(10 + i, 1 + i) for i in range(first, 4)] == [True] * (4 - first)
+    assert rank.untouched(range(10, 10 + first))
+
+
+def test_O18_ranks_of_another_size_read_the_same_slots(store: LiveStore, rigs: list[Rig]) -> None:
+    two = new_rig(store, rigs, "two", world=2)
+    chain = hashes(3)
+    two.put(chain, [1, 2, 3])
+    one = new_rig(store, rigs, "one")
+    assert one.load(one.load_job("r", one.ask(chain), [5, 6, 7])) == [False]
+    assert all(one.ranks[0].holds(4 + block, block) for block in (1, 2, 3))
+
+
+def test_O18_a_block_is_present_when_every_rank_has_written_its_part(
+    store: LiveStore, rigs: list[Rig]
+) -> None:
+    rig = new_rig(store, rigs, world=2)
+    chain = hashes(1)
+    job = rig.store_job(chain, [1])
+    rig.ranks[0].half.after_forward(StepMeta(stores=(job,)))
+    eventually(lambda: rig.collect() or rig.over)
+    assert rig.ask(chain).lease == 0
+    rig.ranks[1].half.after_forward(StepMeta(stores=(job,)))
+    eventually(lambda: rig.client.receive() or rig.client.known_ready(make_key(chain[0], 0)))
+    assert rig.ask(chain).lease != 0
+
+
+# What goes wrong
+
+
+def test_O15_a_slot_that_was_reused_fails_the_load(rig: Rig) -> None:
+    chain = hashes(2)
+    rig.put(chain, [1, 2])
+    job = rig.load_job("r", rig.ask(chain), [10, 11], stale=1)
+    assert rig.load(job) == [True]
+    assert rig.ranks[0].half.take_stats().failed_loads == 1
+    assert rig.ask(chain).lease == 0, "the damaged copies are dropped"
+
+
+def test_O15_a_slot_that_is_not_mapped_fails_the_load(rig: Rig) -> None:
+    chain = hashes(1)
+    rig.put(chain, [1])
+    grant = rig.ask(chain)
+    whole = rig.load_job("r", grant, [10])
+    wrong = LoadJob("r", whole.session, 0, whole.engine, StoreSpec("cpu", (10**6,)), (1,))
+    assert rig.load(wrong) == [True]
+    assert rig.ranks[0].untouched([10])
+    assert rig.load(rig.load_job("again", grant, [11])) == [False]
+
+
+def test_O15_a_job_that_contradicts_itself_is_reported_too(rig: Rig) -> None:
+    chain = hashes(2)
+    rig.put(chain, [1, 2])
+    whole = rig.load_job("r", rig.ask(chain), [10, 11])
+    short = StoreSpec("cpu", whole.store.slots[:1])
+    wrong = LoadJob("r", whole.session, 0, whole.engine, short, whole.generations[:1])
+    assert rig.load(wrong) == [True]
+
+
+def test_a_job_of_another_session_copies_nothing(rig: Rig) -> None:
+    chain, other = hashes(1), hashes(1, "other")
+    rig.put(chain, [1])
+    grant = rig.ask(chain)
+    mine = rig.load_job("r", grant, [10])
+    theirs = LoadJob(
+        "r", mine.session + 1, mine.lease, mine.engine, mine.store, mine.generations
+    )  # fmt: skip
+    assert rig.load(theirs) == [True]
+    assert rig.ranks[0].untouched([10])
+    rig.ranks[0].fill(2)
+    stolen = StoreJob(
+        99, mine.session + 1, EngineSpec((2,), (1,), (0,)), mine.store, (other[0],), (b"",)
+    )  # fmt: skip
+    rig.ranks[0].half.after_forward(StepMeta(stores=(stolen,)))
+    eventually(lambda: rig.collect() or (0, 99) in rig.over)
+    assert rig.ranks[0].half.take_stats().failed_stores == 1
+    assert rig.load(rig.load_job("again", grant, [11])) == [False]
+    assert rig.ranks[0].holds(11, 1), "the slot was written by a job of another session"
+
+
+def test_O13_what_is_flushed_is_over_before_the_step(rig: Rig) -> None:
+    chain = hashes(4)
+    (rank,) = rig.ranks
+    for block in (1, 2, 3, 4):
+        rank.fill(block)
+    job = rig.store_job(chain, [1, 2, 3, 4])
+    rank.half.before_step(StepMeta(early=(job,), flush=(job.job_id,)))
+    rank.storage.fill_(POISON)  # the next owner's forward
+    eventually(lambda: rig.client.receive() or rig.client.known_ready(make_key(chain[-1], 0)))
+    assert rig.load(rig.load_job("r", rig.ask(chain), [5, 6, 7, 8])) == [False]
+    assert all(rank.holds(4 + block, block) for block in (1, 2, 3, 4))
+
+
+def test_O13_a_flush_of_what_is_long_over_waits_for_nothing(rig: Rig) -> None:
+    rig.ranks[0].half.before_step(StepMeta(flush=(1, 2, 3)))
+
+
+def test_O14_each_job_is_reported_once(rig: Rig) -> None:
+    chain = hashes(2)
+    job = rig.put(chain, [1, 2])
+    grant = rig.ask(chain)
+    (rank,) = rig.ranks
+    loads = tuple(rig.load_job(f"r{i}", grant, [10, 11]) for i in range(50))
+    rank.half.start_loads(StepMeta(loads=loads))
+    eventually(lambda: rig.collect() or len(rig.ended) >= 50)
+    rig.collect(idle=True)
+    assert sorted(name for _, name, _ in rig.ended) == sorted(f"r{i}" for i in range(50))
+    assert rig.over == [(0, job.job_id)]
+
+
+def test_a_step_that_computes_nothing_waits_for_loads(rig: Rig) -> None:
+    chain = hashes(2)
+    rig.put(chain, [1, 2])
+    rig.ranks[0].half.start_loads(StepMeta(loads=(rig.load_job("r", rig.ask(chain), [10, 11]),)))
+    rig.collect(idle=True)
+    assert rig.ended == [(0, "r", False)]
+
+
+# The store goes, and comes back
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_O14_loads_are_reported_once_when_the_store_goes(
+    config: Config, rigs: list[Rig], killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = hashes(4)
+    with LiveStore(config) as store:
+        if killed:  # nobody is told, the sockets close
+            monkeypatch.setattr(store.server, "_shut_down", lambda: None)
+        rig = new_rig(store, rigs, world=2)
+        rig.put(chain, [1, 2, 3, 4])
+        grant = rig.ask(chain)
+        loads = [rig.load_job(f"r{i}", grant, [8, 9, 10, 11]) for i in range(40)]
+        for rank in rig.ranks:
+            rank.half.start_loads(StepMeta(loads=tuple(loads[:20])))
+        store.stop()
+    for rank in rig.ranks:
+        rank.half.start_loads(StepMeta(loads=tuple(loads[20:])))
+    eventually(lambda: rig.collect() or len(rig.ended) >= 80)
+    rig.collect(idle=True)
+    names = [(rank, name) for rank, name, _ in rig.ended]
+    assert len(names) == len(set(names)) == 80
+    if any(not failed for _, _, failed in rig.ended):
+        assert all(rank.holds(8, 1) for rank in rig.ranks)
+    with LiveStore(config) as store:
+        eventually(lambda: rig.client.receive() or not rig.client.session)
+        rig.attach()
+        rig.put(chain, [1, 2, 3, 4])
+        assert rig.load(rig.load_job("after", rig.ask(chain), [12, 13, 14, 15])) == [False, False]
+        assert all(rank.holds(12, 1) for rank in rig.ranks)
+
+
+def test_O17_shutdown_leaves_no_thread_and_no_descriptor(store: LiveStore) -> None:
+    threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    rig = Rig(store.path, world=2)
+    rig.attach()
+    rig.put(hashes(2), [1, 2])
+    rig.close()
+    rig.close()
+    assert set(threading.enumerate()) <= threads
+    eventually(lambda: not store.server._connections)
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def test_O17_shutdown_finishes_the_copies_that_are_queued(store: LiveStore, rigs: list[Rig]) -> None:
+    rig = Rig(store.path, "first")
+    rig.attach()
+    chain = hashes(8)
+    (rank,) = rig.ranks
+    for block in range(1, 9):
+        rank.fill(block)
+    rig.credits(8)
+    jobs = tuple(rig.store_job(chain, [1 + i], i) for i in range(8))
+    rank.half.after_forward(StepMeta(stores=jobs))
+    rig.close()
+    rig.collect()
+    assert [job for _, job in rig.over] == [job.job_id for job in jobs]
+
+
+def test_without_a_store_every_job_fails_at_once(tmp_path: Path, rigs: list[Rig]) -> None:
+    rig = Rig(str(tmp_path / "nobody.sock"))
+    rigs.append(rig)
+    spec = EngineSpec((1,), (1,), (0,))
+    load = LoadJob("r", 0, 1, spec, StoreSpec("cpu", (0,)), (1,))
+    save = StoreJob(5, 0, spec, StoreSpec("cpu", (0,)), (b"key",), (b"",))
+    assert rig.load(load) == [True]
+    rig.ranks[0].half.after_forward(StepMeta(stores=(save,)))
+    eventually(lambda: rig.collect() or rig.over == [(0, 5)])
+    rig.ranks[0].half.before_step(StepMeta(flush=(5,)))
+
+
+def test_a_store_that_cannot_serve_us_says_why(config: Config, rigs: list[Rig]) -> None:
+    """Two ranks that both hold all the heads, and say that there are twice as many."""
+    with LiveStore(config) as store:
+        ranks = [Rank("engine", rank, 2, 1, 0, store.path) for rank in (0, 1)]
+        wrong = Rank("other", 1, 2, 1, 0, store.path)
+        alone = WorkerHalf(
+            "wrong", 0, 1, wrong.geometry, wrong.caches, lambda: store.path
+        )  # fmt: skip
+        eventually(lambda: alone.refused)
+        assert "heads" in str(alone.refused)
+        for half in (alone, wrong.half, *(rank.half for rank in ranks)):
+            half.shutdown()
