@@ -13,7 +13,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
     """Engine blocks of a transfer, by group in group order.
 
     group_sizes: ids listed per group, 0 for a group with nothing. block_indices: logical index
-    of each group's first listed engine block, so that a block can be entered part-way.
+    of each group's first listed engine block, so that a block can be entered part-way. In a
+    store they are 0: its blocks are whole, and of several requests.
     """
 
     block_ids: tuple[int, ...]

@@ -7,7 +7,6 @@ import select
 import socket
 import threading
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable
 
@@ -195,11 +194,6 @@ class Attacher:
             self._thread.join()
         while self._ready:
             self._ready.popleft()[0].close()
-
-
-def u32(values: object) -> bytes:
-    """Pack numbers for the wire."""
-    return array(p.U32, values).tobytes()  # type: ignore[call-overload,no-any-return]
 
 
 def monotonic_ns() -> int:

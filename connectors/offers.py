@@ -3,13 +3,17 @@
 An engine block that is the source of an unfinished copy may get a new owner at any time: its
 request is preempted, ends, or its window moves on. Copies are not waited for then. Instead every
 step names the copies whose sources it is about to overwrite, and the workers end those first.
+
+The blocks of a step are gathered into a few jobs, whichever request they are of: a step in which
+256 requests decode completes 16 blocks of 16 requests, and a job costs as much as ten blocks.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
 
 from connectors.client import StoreClient
 from connectors.jobs import EngineSpec, StoreJob, StoreSpec
@@ -17,9 +21,20 @@ from connectors.requests import BlockTable, Geometry, Tracked
 from kvstore.types import make_key
 
 MEDIUM = "cpu"
+JOB_BLOCKS_MAX = 64  # a fence waits for whole jobs
 
-_Offered = tuple[int, int, bytes]
-"""A block's index in its request, the slot it goes to, its key."""
+
+class _Gathered(msgspec.Struct):
+    """Blocks of one group for the next job, and how the group makes keys."""
+
+    group: int
+    engine_blocks: int  # of each block
+    suffix: bytes  # block hash + suffix is the key
+    rooted: bool  # blocks have no parent
+    ids: list[int] = []
+    slots: list[int] = []
+    keys: list[bytes] = []
+    parents: list[bytes] = []
 
 
 class Offers:
@@ -34,117 +49,122 @@ class Offers:
         self._client = client
         self._world = world
         self._declined = declined
-        self._blocks_per_chunk = geometry.blocks_per_chunk
         self._hashes_per_block = geometry.block_tokens // geometry.hash_tokens
-        self._rooted = [rule.trailing is not None for rule in geometry.rules]
-        self._sources: dict[int, set[int]] = {}
-        self._jobs: dict[int, tuple[int, ...]] = {}
+        self._sources: dict[int, tuple[int, ...]] = {}  # engine block -> jobs that read it
+        self._sources_of: dict[int, tuple[int, ...]] = {}
         self._ranks_over: Counter[int] = Counter()
         self._next_job = 1
+        self._jobs: list[StoreJob] = []
+        self._gathered: list[_Gathered] = []
         self.use_scope(b"")
 
     def use_scope(self, scope: bytes) -> None:
-        """Make keys in this scope from now on."""
-        self._suffixes = [make_key(b"", group, scope) for group in range(len(self._rooted))]
+        """Make keys in this scope from now on. Nothing may be gathered meanwhile."""
+        self._gathered = [
+            _Gathered(group, per, make_key(b"", group, scope), rule.trailing is not None)
+            for group, (per, rule) in enumerate(
+                zip(self._geometry.blocks_per_chunk, self._geometry.rules, strict=True)
+            )
+        ]
 
     def offer(
         self, tracked: Tracked, computed: int, table: Callable[[str], BlockTable | None]
-    ) -> list[StoreJob]:
+    ) -> None:
         """Store the blocks that are complete now and not stored yet, as far as credits go.
 
         Called for a request whose tracked.due was reached, and sets the next one.
         """
-        if not self._client.session:
-            return []
-        request, cursor = tracked.request, tracked.cursor
+        client, request = self._client, tracked.request
+        if not client.session:
+            return
+        size = self._geometry.block_tokens
         hashed = len(request.block_hashes) * self._geometry.hash_tokens
-        first, end = min(cursor), min(computed, hashed) // self._geometry.block_tokens
+        first, end = min(tracked.cursor), min(computed, hashed) // size
         if first < end:
-            if not self._client.credits:
+            blocks = table(request.request_id) if client.credits else None
+            if not client.credits:
                 self._declined()
-                return []
-            blocks = table(request.request_id)
             if blocks is None:
-                return []
-            taken = self._take(tracked, first, end, blocks)
-            tracked.due = (min(cursor) + 1) * self._geometry.block_tokens
-            return [self._store_job(tracked, row, blocks) for row in _rows(taken)]
-        tracked.due = (first + 1) * self._geometry.block_tokens
-        return []
+                return
+            if not self._take(tracked, first, end, blocks):
+                self._declined()
+        tracked.due = (min(tracked.cursor) + 1) * size
 
-    def _take(
-        self, tracked: Tracked, first: int, end: int, table: BlockTable
-    ) -> list[list[_Offered]]:
-        """Find index, slot and key of what is to be stored, by group; advances the cursors."""
-        slots, cursor, present = self._client.credits, tracked.cursor, tracked.present
+    def _take(self, tracked: Tracked, first: int, end: int, table: BlockTable) -> bool:
+        """Gather blocks first..end-1 of every group that has them; False when credits ran out."""
         hashes, every = tracked.request.block_hashes, self._hashes_per_block
-        groups = [
-            (group, per, len(table[group]) // per, self._suffixes[group])
-            for group, per in enumerate(self._blocks_per_chunk)
-        ]
-        taken: list[list[_Offered]] = [[] for _ in groups]
+        cursor, present = tracked.cursor, [places or None for places in tracked.present]
+        empty, known_ready = self._client.credits, self._client.known_ready
+        above = [b""] * len(self._gathered)
+        for of in self._gathered:
+            at = cursor[of.group]
+            if at > 0:
+                above[of.group] = hashes[at * every - 1] + of.suffix
         for index in range(first, end):
             block_hash = hashes[(index + 1) * every - 1]
-            for group, per, whole, suffix in groups:
+            for of in self._gathered:
+                group, per = of.group, of.engine_blocks
                 if cursor[group] != index:
                     continue
-                # A block is offered if it is whole in the engine and not ready already.
-                ids = table[group]
-                if index < whole and (ids[index] if per == 1 else all(_part(ids, index, per))):
-                    key = block_hash + suffix
-                    if index not in present[group] and not self._client.known_ready(key):
-                        if not slots:
-                            self._declined()
-                            return taken
-                        taken[group].append((index, slots.popleft(), key))
+                ids, places = table[group][index * per : (index + 1) * per], present[group]
+                key = block_hash + of.suffix
+                if (
+                    len(ids) == per
+                    and 0 not in ids
+                    and (places is None or index not in places)
+                    and not known_ready(key)
+                ):
+                    if not empty:
+                        return False
+                    of.ids += ids
+                    of.slots.append(empty.popleft())
+                    of.keys.append(key)
+                    of.parents.append(b"" if of.rooted else above[group])
+                above[group] = key
                 cursor[group] = index + 1
-        return taken
+            if len(self._gathered[0].slots) >= JOB_BLOCKS_MAX:
+                self._close_job()
+        return True
 
-    def _store_job(
-        self,
-        tracked: Tracked,
-        row: Sequence[Sequence[_Offered]],
-        table: BlockTable,
-    ) -> StoreJob:
-        listed: list[int] = []
-        sizes, firsts, slots, keys, parents = [], [], [], [], []
-        for group, run in enumerate(row):
-            per = self._blocks_per_chunk[group]
-            first = run[0][0] if run else 0
-            ids = table[group][first * per : (first + len(run)) * per]
-            listed.extend(ids)
-            sizes.append(len(ids))
-            firsts.append(first * per)
-            if not run:
-                continue
-            run_keys = [key for _, _, key in run]
-            slots += [slot for _, slot, _ in run]
-            keys += run_keys
-            if self._rooted[group]:
-                parents += [b""] * len(run)
-            else:
-                hashes, above = tracked.request.block_hashes, b""
-                if first > 0:
-                    above = hashes[first * self._hashes_per_block - 1] + self._suffixes[group]
-                parents += [above, *run_keys[:-1]]
+    def _close_job(self) -> None:
+        """Make one job of what was gathered. Blocks are whole, so their order is all it takes."""
         number = self._next_job
         self._next_job += 1
-        self._jobs[number] = block_ids = tuple(listed)
-        for block in block_ids:
+        ids: list[int] = []
+        slots: list[int] = []
+        keys: list[bytes] = []
+        parents: list[bytes] = []
+        for of in self._gathered:
+            ids += of.ids
+            slots += of.slots
+            keys += of.keys
+            parents += of.parents
+        this = (number,)
+        for block in ids:
             jobs = self._sources.get(block)
-            if jobs is None:
-                self._sources[block] = {number}
-            else:
-                jobs.add(number)
-        self.blocks += len(slots)
-        return StoreJob(
-            number,
-            self._client.session,
-            EngineSpec(block_ids, tuple(sizes), tuple(firsts)),
-            StoreSpec(MEDIUM, tuple(slots)),
-            tuple(keys),
-            tuple(parents),
+            self._sources[block] = this if jobs is None else jobs + this
+        self._sources_of[number] = tuple(ids)
+        sizes = tuple(len(of.ids) for of in self._gathered)
+        self._jobs.append(
+            StoreJob(
+                number,
+                self._client.session,
+                EngineSpec(self._sources_of[number], sizes, (0,) * len(sizes)),
+                StoreSpec(MEDIUM, tuple(slots)),
+                tuple(keys),
+                tuple(parents),
+            )
         )
+        self.blocks += len(slots)
+        for of in self._gathered:
+            of.ids, of.slots, of.keys, of.parents = [], [], [], []
+
+    def take_jobs(self) -> tuple[StoreJob, ...]:
+        """Return the jobs of what was offered since the last call."""
+        if any(of.slots for of in self._gathered):
+            self._close_job()
+        jobs, self._jobs = tuple(self._jobs), []
+        return jobs
 
     def take_count(self) -> int:
         """Return the blocks offered since the last call."""
@@ -166,34 +186,7 @@ class Offers:
             if self._ranks_over[number] < self._world:
                 continue
             del self._ranks_over[number]
-            for block in self._jobs.pop(number, ()):
-                jobs = self._sources.get(block)
-                if jobs is not None:
-                    jobs.discard(number)
-                    if not jobs:
-                        del self._sources[block]
-
-
-def _part(ids: Sequence[int], index: int, per: int) -> Sequence[int]:
-    """Return the engine blocks of one block."""
-    return ids[index * per : (index + 1) * per]
-
-
-def _rows(taken: Sequence[list[_Offered]]) -> Iterable[Sequence[Sequence[_Offered]]]:
-    """Cut what was taken into jobs of leading runs: neighbouring blocks, one run per group."""
-    if not any(taken):
-        return ()
-    for blocks in taken:
-        if blocks and blocks[-1][0] - blocks[0][0] != len(blocks) - 1:
-            return zip_longest(*map(_runs, taken), fillvalue=())
-    return (taken,)
-
-
-def _runs(blocks: Sequence[_Offered]) -> list[list[_Offered]]:
-    runs: list[list[_Offered]] = []
-    for block in blocks:
-        if runs and runs[-1][-1][0] + 1 == block[0]:
-            runs[-1].append(block)
-        else:
-            runs.append([block])
-    return runs
+            for block in self._sources_of.pop(number, ()):
+                jobs = self._sources.pop(block, ())
+                if len(jobs) > 1:
+                    self._sources[block] = tuple(job for job in jobs if job != number)

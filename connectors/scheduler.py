@@ -331,7 +331,6 @@ class SchedulerHalf:
     def build_meta(self, step: Step) -> StepMeta:
         """Plan this step's copies. Called once per step, empty ones included."""
         self._client.receive()
-        stores: list[StoreJob] = []
         for request_id, tokens in step.scheduled.items():
             tracked = self._requests.get(request_id)
             if tracked is None:
@@ -340,7 +339,8 @@ class SchedulerHalf:
             if computed >= tracked.due:  # seldom: this loop runs for every request in every step
                 if tracked.phase in (Phase.NEW, Phase.LOADED):
                     tracked.phase = Phase.RUNNING
-                stores.extend(self._offers.offer(tracked, computed, step.table))
+                self._offers.offer(tracked, computed, step.table)
+        stores = self._offers.take_jobs()
         self._running = set(step.scheduled)
         early, self._early = tuple(self._early), []
         loads, self._loads = tuple(self._loads), []
@@ -349,7 +349,7 @@ class SchedulerHalf:
         flush.difference_update(job.job_id for job in stores)
         self._client.send_step()
         self._waited_s = 0.0
-        return StepMeta(early, tuple(stores), loads, tuple(flush), idle=not step.scheduled)
+        return StepMeta(early, stores, loads, tuple(flush), idle=not step.scheduled)
 
     def on_output(
         self, stores_over: Mapping[int, int], loaded: Iterable[str], failed: Iterable[str]
@@ -393,7 +393,8 @@ class SchedulerHalf:
             return
         if tracked.phase is Phase.RUNNING:
             computed = tracked.request.num_computed_tokens
-            self._early.extend(self._offers.offer(tracked, computed, lambda _: table))
+            self._offers.offer(tracked, computed, lambda _: table)
+            self._early.extend(self._offers.take_jobs())
         if tracked.ask is not None:
             self._client.drop(tracked.ask)
         self._end_loading(tracked)

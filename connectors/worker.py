@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from connectors.jobs import LoadJob, StepMeta, StoreJob, pieces
-from connectors.link import Link, LinkLost, attach, u32
+from connectors.link import Link, LinkLost, attach
 from kvstore import protocol as p
 from kvstore.errors import KVStoreError, TierError
 from kvstore.layout import RankGeometry
@@ -173,7 +173,7 @@ class WorkerHalf:
             log.error("store of %d blocks failed: %s", len(job.keys), exc)
             copied, ok = 0, False
         seconds = time.perf_counter() - started
-        self._tell(link, p.Stored(u32(job.store.slots), job.keys, job.parents, ok, seconds))
+        self._tell(link, p.Stored(p.u32(job.store.slots), job.keys, job.parents, ok, seconds))
         return Outcome(ok=ok, store_job=job.job_id, copied_bytes=copied)
 
     def _load(self, job: LoadJob) -> Outcome:
@@ -195,7 +195,7 @@ class WorkerHalf:
         if damaged:
             log.warning("load for %s: %d slots were reused", job.request_id, len(damaged))
         seconds = time.perf_counter() - started
-        self._tell(link, p.Loaded(job.lease, copied, seconds, u32(damaged)))
+        self._tell(link, p.Loaded(job.lease, copied, seconds, p.u32(damaged)))
         return Outcome(ok=not damaged, request_id=job.request_id, copied_bytes=copied)
 
     def _tell(self, link: Link, message: p.Message) -> None:

@@ -20,7 +20,8 @@ was granted are reused only after all its connections have closed.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -217,6 +218,19 @@ ToEngine = Welcome | Refused | Extent | Unmap | Active | Answers | Detach | Repo
 EVENTS = frozenset(
     {"deferred", "deferred_steps", "timed_out", "load_failed", "detached", "store_declined"}
 )
+
+
+def u32(values: Sequence[int]) -> bytes:
+    """Pack numbers for the wire."""
+    return array(U32, values).tobytes()
+
+
+def from_u32(data: bytes) -> list[int]:
+    """Unpack numbers from the wire. Raises ProtocolError for a broken length."""
+    if len(data) % 4:
+        raise ProtocolError(f"u32 array of {len(data)} bytes, expected a multiple of 4")
+    return array(U32, data).tolist()
+
 
 _HEADER = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()

@@ -43,6 +43,10 @@ class Tier(Protocol):
         """Forget these blocks; unknown keys are ignored."""
         ...
 
+    def clear(self) -> None:
+        """Forget every block; stores under way may still land."""
+        ...
+
     def drain(self) -> None:
         """Wait until all submitted jobs have a result; poll still has to fetch them."""
         ...

@@ -180,6 +180,11 @@ class Tiering:
         for tier in self.tiers:
             tier.discard(keys)
 
+    def clear(self) -> None:
+        """Empty every tier."""
+        for tier in self.tiers:
+            tier.clear()
+
     def close(self) -> None:
         """Wait for jobs under way, take their results and close the tiers."""
         for tier in self.tiers:

@@ -164,6 +164,14 @@ class TierContract:
         assert tier.lookup(key(1)) is LookupResult.MISS
         assert tier.lookup(key(2)) is LookupResult.HIT
 
+    def test_O17_clear_forgets_every_block(self, tier: Tier, memory: ArrayMemory) -> None:
+        self.put(tier, memory, [1, 2])
+        tier.clear()
+        assert tier.lookup(key(1)) is LookupResult.MISS
+        assert tier.lookup(key(2)) is LookupResult.MISS
+        self.put(tier, memory, [1])
+        assert tier.lookup(key(1)) is LookupResult.HIT
+
     def test_each_job_is_reported_exactly_once(self, tier: Tier, memory: ArrayMemory) -> None:
         self.put(tier, memory, range(8))
         for number in range(60):

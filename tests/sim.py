@@ -14,20 +14,15 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from functools import partial
 
-from connectors.client import StoreClient
-from connectors.requests import Geometry
-from connectors.scheduler import SchedulerHalf
-from kvstore import protocol as p
 from kvstore.config import Config, CpuConfig, EngineConfig, ServerConfig, TierConfig
 from kvstore.index import Entry, State
-from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.service.namespace import Namespace
 from kvstore.service.store import Store
 from kvstore.tier import SlotMemory, Tier, TierContext
-from kvstore.types import BlockKey, GroupRule, make_key, window_rule
-from tests.sim_engine import Engine
-from tests.sim_model import TOKEN_BYTES, VOCABULARY, Request, Shape
-from tests.sim_store import MS, Joiner, Net, Pool, SpoilingTier, Worker
+from kvstore.types import BlockKey, make_key
+from tests.sim_host import Host, make_shape
+from tests.sim_model import VOCABULARY, Request
+from tests.sim_store import MS, Net, Pool, SpoilingTier
 from tiers.faulty import FaultyTier
 from tiers.memory import MemoryTier
 
@@ -37,68 +32,6 @@ SLOT_BYTES = 4096
 TRACE_LINES = 40
 STALLS = ("stall", "freeze")
 OUTAGES = ("kill", "down", "worker")
-_SHAPES = (
-    ((4,), (None,), 4),
-    ((4,), (None,), 8),
-    ((4, 4), (None, 9), 4),
-    ((4, 4), (None, 6), 8),
-    ((8, 4), (None, 10), 8),
-    ((4, 8), (None, 20), 16),
-)
-
-
-class Host:
-    """One engine with its two halves."""
-
-    def __init__(self, world: World, name: str, shape: Shape) -> None:
-        rng, net = world.rng, world.net
-        self.name, self.shape, self.scope = name, shape, b""
-        rules = tuple(
-            GroupRule() if window is None else window_rule(window, shape.block_tokens)
-            for window in shape.windows
-        )
-        self.geometry = Geometry(shape.block_tokens, 4, shape.group_tokens, rules)
-        self.memory = [bytearray(shape.blocks * shape.page_bytes) for _ in range(shape.world)]
-        self.workers = [
-            Worker(net, self._hello(name, rank, rules), shape, memory, rng)
-            for rank, memory in enumerate(self.memory)
-        ]
-        for worker in self.workers:
-            worker.errors = world.read_errors
-            worker.slowness = rng.choice((0.0, 0.5, 0.9)) if world.faults else 0.1
-        credit = rng.choice((2, 6, 20))
-        hello = p.Hello(p.VERSION, name, "scheduler", 0, shape.world, credit_slots=credit)
-        self.client = StoreClient(Joiner(net, hello), lambda: net.now)
-        self.half = SchedulerHalf(
-            self.geometry,
-            self.client,
-            lambda: net.now,
-            world=shape.world,
-            shares_prefixes=shape.prefix_cache,
-        )
-        self.engine = Engine(shape, self.half, self.workers, self.memory, rng)
-
-    def _hello(self, name: str, rank: int, rules: Sequence[GroupRule]) -> p.Hello:
-        shape = self.shape
-        groups = tuple(
-            GroupGeometry(
-                rule,
-                (LayerGeometry(f"g{group}", tokens * TOKEN_BYTES, 1, rank, shape.world),),
-            )
-            for group, (rule, tokens) in enumerate(zip(rules, shape.group_tokens, strict=True))
-        )
-        per = tuple(shape.block_tokens // tokens for tokens in shape.group_tokens)
-        geometry = RankGeometry(f"sim{shape.world}", shape.block_tokens, per, groups)
-        return p.Hello(p.VERSION, name, "worker", rank, shape.world, geometry=geometry)
-
-    def content(self, request: Request, group: int, index: int) -> bytes:
-        """What a slot holds for one of the request's blocks: engine block, then rank."""
-        tokens, first = self.shape.group_tokens[group], index * self.shape.block_tokens
-        return b"".join(
-            request.page(group, rank, at, at + tokens)
-            for at in range(first, first + self.shape.block_tokens, tokens)
-            for rank in range(self.shape.world)
-        )
 
 
 class World:
@@ -126,12 +59,16 @@ class World:
         self._stall_ns = rng.choice((20, 200, 3_000)) * MS
         self._documents = [self._tokens(160) for _ in range(rng.choice((1, 3, 6)))]
         slots, extents = (8, 1) if self.churn else rng.choice(((8, 1), (16, 2), (60, 3)))
-        self._pool_of = lambda: Pool(self.net.fds, extents, slots, SLOT_BYTES)
+        self._pool_of = partial(Pool, self.net.fds, extents, slots, SLOT_BYTES)
         self._config = self._make_config()
         self._sessions = 0
         self._start_store()
-        shape = self._make_shape()
-        self.hosts = [Host(self, f"e{i}", shape) for i in range(2 if self.churn else rng.choice((1, 2)))]
+        shape = make_shape(rng)
+        hosts = 2 if self.churn else rng.choice((1, 2))
+        self.hosts = [Host(self.net, rng, f"e{number}", shape) for number in range(hosts)]
+        for worker in (worker for host in self.hosts for worker in host.workers):
+            worker.errors = self.read_errors
+            worker.slowness = rng.choice((0.0, 0.5, 0.9)) if self.faults else 0.1
         if self.churn:
             for worker in self.hosts[0].workers:
                 worker.slowness = 0.97
@@ -154,23 +91,6 @@ class World:
         return Config(
             ServerConfig("", None), CpuConfig(1, 1), engine, tiers if self.tiered else ()
         )  # fmt: skip
-
-    def _make_shape(self) -> Shape:
-        rng = self.rng
-        groups, windows, block_tokens = rng.choice(_SHAPES)
-        return Shape(
-            group_tokens=groups,
-            windows=windows,
-            block_tokens=block_tokens,
-            world=rng.choice((1, 1, 2)),
-            blocks=rng.choice((40, 50, 120)) * len(groups),
-            budget=rng.choice((8, 24, 64)),
-            running_max=rng.choice((2, 6)),
-            lookahead=rng.choice((0, 0, 3)),
-            prefix_cache=rng.random() < 0.6,
-            ahead=rng.random() < 0.3,
-            reuse_newest=rng.random() < 0.5,
-        )
 
     # The store and its tiers
 
@@ -238,7 +158,9 @@ class World:
             kept = rng.randrange(10, 90)
             tail = 0 if rng.random() < 0.3 else rng.randrange(1, 30)
             prompt = rng.choice(self._documents)[:kept] + self._tokens(tail)
-            request = Request(f"{host.name}r{self._next_request}", prompt, rng.choice((1, 5, 20)), host.shape)
+            request = Request(
+                f"{host.name}r{self._next_request}", prompt, rng.choice((1, 5, 20)), host.shape
+            )
             self._next_request += 1
             self._note(f"{request.request_id}: {len(prompt)} tokens")
             engine.add(request)
@@ -408,11 +330,11 @@ class World:
         asks = {t.ask for t in half._requests.values() if t.ask is not None}
         assert set(client._grants) <= asks, "an answer that nobody asked for is kept"
         assert set(client._asked_ns) <= asks, "a question that nobody waits for is kept"
-        open_jobs = set().union(*(worker.stores_open for worker in host.workers))
-        reported = {job for worker in host.workers for job in worker._over}
-        reported |= {o.store_job or 0 for worker in host.workers for o in worker._outcomes}
-        assert open_jobs <= set(half._offers._jobs), "a store is under way that the fence does not know"
-        sources = {block for ids in half._offers._jobs.values() for block in ids}
+        open_jobs = {job for worker in host.workers for job in worker.stores_open}
+        assert open_jobs <= set(half._offers._sources_of), (
+            "a store is under way that the fence does not know"
+        )
+        sources = {block for ids in half._offers._sources_of.values() for block in ids}
         assert set(half._offers._sources) == sources, "sources and jobs differ"
         store = self.net.store
         if store is None or client._link is None or not client.session:
@@ -460,7 +382,12 @@ class World:
     def _check_nothing_left(self) -> None:
         for host in self.hosts:
             half = host.half
-            for left in (half._requests, half._offers._sources, half._offers._jobs, half._offers._ranks_over):
+            for left in (
+                half._requests,
+                half._offers._sources,
+                half._offers._sources_of,
+                half._offers._ranks_over,
+            ):
                 assert not left, f"{host.name}: left behind: {left}"
             assert not half._loading_hashes
             assert not half._early

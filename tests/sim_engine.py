@@ -322,7 +322,9 @@ class Engine:
     def _window_start(self, group: int, tokens: int) -> int:
         """First engine block that a token at this position attends to."""
         window = self.shape.windows[group]
-        return 0 if window is None else max(0, tokens - window + 1) // self.shape.group_tokens[group]
+        return (
+            0 if window is None else max(0, tokens - window + 1) // self.shape.group_tokens[group]
+        )
 
     def _allocate(
         self,
@@ -334,7 +336,9 @@ class Engine:
         loading: bool = False,
     ) -> list[int] | None:
         """Give a request blocks for `count` tokens beyond `computed`; None if too few are free."""
-        tables, needs, shared = [], [], []
+        tables: list[list[int]] = []
+        needs: list[int] = []
+        shared: list[int] = []
         for group, tokens in enumerate(self.shape.group_tokens):
             skipped = self._window_start(group, computed)
             old = request.table[group] if hit is None else hit[group]
@@ -346,7 +350,8 @@ class Engine:
             total = -(-(computed + count + self.shape.lookahead) // tokens)
             tables.append(table)
             needs.append(max(0, total - len(table)))
-            shared.extend([] if hit is None else filter(None, table))
+            if hit is not None:
+                shared.extend(block for block in table if block)
         used = sum(1 for block in shared if block in self.pool.free)
         reserve = self._reserved(request) if loading else 0
         if sum(needs) + used + reserve > len(self.pool.free):

@@ -52,7 +52,8 @@ class Request:
         self.num_computed_tokens = 0
         self.num_tokens = len(prompt)
         self.tokens_max = len(prompt) + new
-        self.block_hashes: list[bytes] = []
+        self._hashes: list[bytes] = []
+        self.block_hashes: Sequence[bytes] = self._hashes
         self.state = State.WAITING
         self.placeholders = 0
         self.epoch = 0
@@ -86,11 +87,11 @@ class Request:
     def know(self, tokens: int) -> None:
         """The scheduler learns of sampled tokens."""
         self.num_tokens = tokens
-        while (len(self.block_hashes) + 1) * HASH_TOKENS <= tokens:
-            first = len(self.block_hashes) * HASH_TOKENS
+        while (len(self._hashes) + 1) * HASH_TOKENS <= tokens:
+            first = len(self._hashes) * HASH_TOKENS
             text = self._hash + bytes(self.device[first : first + HASH_TOKENS])
             self._hash = hashlib.blake2b(text, digest_size=16).digest()
-            self.block_hashes.append(self._hash)
+            self._hashes.append(self._hash)
 
     def page(self, group: int, rank: int, first: int, end: int) -> bytes:
         return self.kv[group][rank][first:end].tobytes()

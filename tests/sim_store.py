@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from itertools import count
 
 import msgspec
 
 from connectors.jobs import LoadJob, StepMeta, StoreJob, pieces
-from connectors.link import LinkLost, u32
+from connectors.link import LinkLost
 from kvstore import protocol as p
 from kvstore.errors import KVStoreError, check
 from kvstore.layout import RankLayout
@@ -52,6 +53,7 @@ class Pool:
         self._used = 0
         self._coming: deque[tuple[str, MemoryExtent]] = deque()
         self._polls = 0
+        self._numbers = count(max(fds, default=0) + 1)
 
     @property
     def used_bytes(self) -> int:
@@ -61,7 +63,7 @@ class Pool:
         if self._used + self.extent_bytes > self.capacity_bytes:
             return False
         self._used += self.extent_bytes
-        extent = Extent(len(self._fds), self._slots, slot_bytes)
+        extent = Extent(next(self._numbers), self._slots, slot_bytes)
         self._fds[extent.fd] = extent
         self._coming.append((tag, extent))
         return True
@@ -73,6 +75,7 @@ class Pool:
         return []
 
     def release(self, extent: MemoryExtent) -> None:
+        del self._fds[extent.fd]
         self._used -= self.extent_bytes
         check(self._used >= 0, "an extent released twice")
 
@@ -109,7 +112,7 @@ class Wire:
 
     def receive(self, timeout_s: float = 0.0) -> list[p.Message]:
         end = self._net.now + int(timeout_s * 1e9)
-        messages = []
+        messages: list[p.Message] = []
         while True:
             message = self.pop() if not messages or self.down else None
             if message is not None:
@@ -342,8 +345,7 @@ class Worker:
                 damaged = [
                     slot
                     for slot, generation in zip(job.store.slots, job.generations, strict=True)
-                    if self._generation(slot) != generation
-                    or self._rng.random() < self.errors
+                    if self._generation(slot) != generation or self._rng.random() < self.errors
                 ]
             self._tell(wire, job, damaged)
         if isinstance(job, StoreJob):
@@ -356,9 +358,9 @@ class Worker:
     def _tell(self, wire: Wire, job: StoreJob | LoadJob, damaged: list[int]) -> None:
         try:
             if isinstance(job, StoreJob):
-                wire.send(p.Stored(u32(job.store.slots), job.keys, job.parents, True, 1e-6))
+                wire.send(p.Stored(p.u32(job.store.slots), job.keys, job.parents, True, 1e-6))
             else:
-                wire.send(p.Loaded(job.lease, 1, 1e-6, u32(damaged)))
+                wire.send(p.Loaded(job.lease, 1, 1e-6, p.u32(damaged)))
         except LinkLost:
             return
 
@@ -458,6 +460,9 @@ class SpoilingTier:
 
     def discard(self, keys: Collection[BlockKey]) -> None:
         self._inner.discard(keys)
+
+    def clear(self) -> None:
+        self._inner.clear()
 
     def drain(self) -> None:
         self._inner.drain()

@@ -170,23 +170,34 @@ def test_O22_a_block_larger_than_an_extent_is_refused_at_start() -> None:
 # The end
 
 
-@pytest.mark.parametrize("closes", ["scheduler", "worker"])
-def test_O23_slots_of_a_dead_session_come_back_after_its_last_connection(closes: str) -> None:
+def test_O23_slots_of_a_dead_session_come_back_after_its_last_worker() -> None:
     town = Town()
     engine = town.attach(world=2)
     manager = next(iter(town.store.namespaces.values())).manager
-    order = [engine.scheduler, *engine.workers]
-    if closes == "worker":
-        order.reverse()
     credits_out = manager.slots_granted
     assert credits_out > 0
-    for connection in order:
+    for connection in (engine.scheduler, *engine.workers):
         assert manager.slots_granted == credits_out
         town.close(connection)
         town.tick()
     assert manager.slots_granted == 0
     assert manager.slots_free == manager.slots_total
     assert not town.store.sessions
+
+
+def test_O23_a_scheduler_that_sleeps_does_not_hold_the_slots() -> None:
+    """An idle engine reads its Detach only when it wakes up; it writes no slots itself."""
+    town = Town()
+    engine = town.attach(world=2)
+    manager = next(iter(town.store.namespaces.values())).manager
+    for worker in engine.workers:
+        assert manager.slots_granted > 0
+        town.close(worker)
+    assert manager.slots_free == manager.slots_total
+    assert not town.store.sessions
+    town.store.on_message(engine.scheduler, p.Step(), 0)  # it had not heard yet
+    town.close(engine.scheduler)
+    assert town.attach(world=2).scheduler != engine.scheduler
 
 
 def test_O23_a_write_under_way_is_given_up_with_the_last_connection_only() -> None:

@@ -53,6 +53,10 @@ class FaultyTier:
         """Pass on."""
         self._inner.discard(keys)
 
+    def clear(self) -> None:
+        """Pass on."""
+        self._inner.clear()
+
     def drain(self) -> None:
         """Let everything finish; nothing is held back any more."""
         self._inner.drain()

@@ -70,6 +70,10 @@ class MemoryTier:
         for key in keys:
             self._blocks.pop(key, None)
 
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self._blocks.clear()
+
     def drain(self) -> None:
         """Do what is queued now; poll fetches the results."""
         while self._jobs:

@@ -16,6 +16,8 @@ from kvstore.types import Slot
 log = logging.getLogger(__name__)
 
 _MAP_LIMIT_NS = 60_000_000_000
+_RETIRE_LIMIT_NS = 3_000_000_000
+_RETRY_NS = 5_000_000_000  # after an extent could not be made
 
 
 class Memory:
@@ -26,11 +28,17 @@ class Memory:
         pool: MemoryPool,
         send: Callable[[int, p.Message, int | None], None],
         workers_of: Callable[[Namespace], set[int]],
+        holders_of: Callable[[Namespace, Mapping], set[int]],
     ) -> None:
-        """workers_of(namespace): connections of its workers, which have to map extents."""
+        """workers_of(namespace): connections of its workers, which have to map extents.
+
+        holders_of(namespace, mapping): a connection of each session with credits in an extent.
+        """
         self.pool = pool
         self._send = send
         self._workers_of = workers_of
+        self._holders_of = holders_of
+        self._now_ns = 0
         self._next_extent = 1
 
     def announce(self, namespace: Namespace, worker: int, now_ns: int) -> None:
@@ -60,26 +68,32 @@ class Memory:
                 namespace.settle(extent, connection)
 
     def tick(self, namespaces: dict[str, Namespace], now_ns: int) -> set[int]:
-        """Move every extent along; return connections that were asked to map and do not."""
+        """Move every extent along; return connections whose sessions hold that up for too long.
+
+        That is who was asked to map or unmap and does not, and who keeps credits in memory that
+        is needed elsewhere: an idle engine takes no steps in which it could return them.
+        """
+        self._now_ns = now_ns
         for tag, made in self.pool.poll():
-            self._made(namespaces.get(tag), made, now_ns)
+            self._made(namespaces.get(tag), made)
         late: set[int] = set()
         for namespace in namespaces.values():
             self._grow(namespaces, namespace)
             for extent, mapping in list(namespace.extents.items()):
-                if mapping.waiting and now_ns - mapping.since_ns > _MAP_LIMIT_NS:
+                waited_ns = now_ns - mapping.since_ns
+                if mapping.waiting and waited_ns > _MAP_LIMIT_NS:
                     late |= mapping.waiting
-                self._shrink(namespace, extent, mapping, now_ns)
+                if mapping.state == "retiring" and waited_ns > _RETIRE_LIMIT_NS:
+                    late |= self._holders_of(namespace, mapping)
+                self._shrink(namespace, extent, mapping)
         return late
 
-    def _made(
-        self, namespace: Namespace | None, made: MemoryExtent | Exception, now_ns: int
-    ) -> None:
+    def _made(self, namespace: Namespace | None, made: MemoryExtent | Exception) -> None:
         if isinstance(made, Exception):
             log.error("cannot make an extent: %s", made)
             if namespace is not None:
                 namespace.growing = False
-                namespace.broken = str(made)
+                namespace.retry_ns = self._now_ns + _RETRY_NS
             return
         if namespace is None:
             self.pool.release(made)
@@ -87,7 +101,7 @@ class Memory:
         waiting = self._workers_of(namespace)
         extent = self._next_extent
         self._next_extent += 1
-        mapping = namespace.add_extent(extent, made, set(waiting), now_ns)
+        mapping = namespace.add_extent(extent, made, set(waiting), self._now_ns)
         for worker in waiting:
             self._send_extent(namespace, extent, mapping, worker)
         if not waiting:
@@ -96,12 +110,13 @@ class Memory:
     def can_grow(self, namespace: Namespace) -> bool:
         """Tell whether more memory is coming or to be had, so that nothing need be evicted yet."""
         room = self.pool.used_bytes + self.pool.extent_bytes <= self.pool.capacity_bytes
-        return not namespace.broken and (room or namespace.coming)
+        return self._now_ns >= namespace.retry_ns and (room or namespace.coming)
 
     def _grow(self, namespaces: dict[str, Namespace], namespace: Namespace) -> None:
         """Ask for another extent while free slots run low and somebody uses the namespace."""
         low = namespace.manager.slots_free * 4 < max(4, namespace.manager.slots_total)
-        if not namespace.sessions or not low or namespace.coming or namespace.broken:
+        waits = namespace.coming or self._now_ns < namespace.retry_ns
+        if not namespace.sessions or not low or waits:
             return
         tag = namespace.layout.digest
         if self.pool.request(tag, namespace.layout.slot_bytes):
@@ -123,13 +138,14 @@ class Memory:
             extent = donor.shrinkable()
             if extent is not None:
                 donor.extents[extent].state = "retiring"
+                donor.extents[extent].since_ns = self._now_ns
 
-    def _shrink(self, namespace: Namespace, extent: int, mapping: Mapping, now_ns: int) -> None:
+    def _shrink(self, namespace: Namespace, extent: int, mapping: Mapping) -> None:
         if mapping.state == "retiring":
             slots = [Slot(slot) for slot in namespace.slots_of(mapping)]
             if namespace.manager.retire_slots(slots) == 0:
                 mapping.state = "unmapping"
-                mapping.since_ns = now_ns
+                mapping.since_ns = self._now_ns
                 mapping.waiting = set(self._workers_of(namespace))
                 for worker in mapping.waiting:
                     self._send(worker, p.Unmap(extent), None)

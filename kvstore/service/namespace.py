@@ -111,7 +111,7 @@ class Namespace:
         self.extents: dict[int, Mapping] = {}
         self.sessions: set[int] = set()
         self.growing = False
-        self.broken = ""  # why no more memory can be had
+        self.retry_ns = 0  # no extent could be made: ask for none before
         self.used_ns = 0
         self._places: list[int] = []  # slot // slots per extent -> extent id
         self._per_extent = 0

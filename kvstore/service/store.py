@@ -7,10 +7,7 @@ does the same with connections of its own.
 from __future__ import annotations
 
 import logging
-from array import array
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
@@ -18,13 +15,12 @@ from kvstore import protocol as p
 from kvstore.config import Config
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.layout import slot_layout
-from kvstore.leases import Lease
-from kvstore.manager import Chain
 from kvstore.metrics import MEMORY, Numbers
+from kvstore.service.desk import Desk
 from kvstore.service.gauges import gauges
 from kvstore.service.memory import Memory
-from kvstore.service.namespace import MemoryPool, Namespace
-from kvstore.service.session import Ask, Phase, Session, Writing
+from kvstore.service.namespace import Mapping, MemoryPool, Namespace
+from kvstore.service.session import Phase, Session, Writing
 from kvstore.tier import SlotMemory, Tier
 from kvstore.types import BlockKey, LeaseId, Slot
 
@@ -32,21 +28,6 @@ log = logging.getLogger(__name__)
 
 Send = Callable[[int, p.Message, int | None], None]
 MakeTiers = Callable[[str, int, SlotMemory], Sequence[Tier]]
-
-
-_ASK_AGAIN_MS = 1000
-
-
-def u32(values: Sequence[int]) -> bytes:
-    """Pack numbers for the wire."""
-    return array(p.U32, values).tobytes()
-
-
-def from_u32(data: bytes) -> list[int]:
-    """Unpack numbers from the wire. Raises ProtocolError for a broken length."""
-    if len(data) % 4:
-        raise ProtocolError(f"u32 array of {len(data)} bytes, expected a multiple of 4")
-    return array(p.U32, data).tolist()
 
 
 class Store:
@@ -75,7 +56,9 @@ class Store:
         self._by_connection: dict[int, Session] = {}
         self._next_session = first_session
         self._now_ns = 0
-        self._memory = Memory(pool, send, self._workers_of)
+        self._ended: set[int] = set()  # schedulers of buried sessions that did not close yet
+        self._desk = Desk(config.engine, self.numbers)
+        self._memory = Memory(pool, send, self._workers_of, self._holders_of)
         self._pool = pool
 
     def _workers_of(self, namespace: Namespace) -> set[int]:
@@ -86,12 +69,22 @@ class Store:
             for connection in session.workers.values()
         }
 
+    def _holders_of(self, namespace: Namespace, mapping: Mapping) -> set[int]:
+        slots = namespace.slots_of(mapping)
+        return {
+            session.connections()[0]
+            for session in self.sessions.values()
+            if session.namespace is namespace and any(slot in slots for slot in session.granted)
+        }
+
     # Input from the server
 
     def on_message(self, connection: int, message: p.Message, now_ns: int) -> None:
         """Act on one message; a wrong one ends its session, and nothing else."""
         self._now_ns = now_ns
         session = self._by_connection.get(connection)
+        if connection in self._ended:
+            return  # told to detach, had not read it yet
         try:
             if isinstance(message, p.Hello):
                 self._hello(connection, message)
@@ -101,8 +94,6 @@ class Store:
                 raise ProtocolError(f"{type(message).__name__} before Hello")
             elif session.phase is not Phase.ENDING:
                 self._dispatch(session, connection, message)
-            elif isinstance(message, p.Stored | p.Loaded | p.Step):
-                return  # told to detach, had not read it yet
         except ProtocolError as exc:
             log.warning("connection %d: %s", connection, exc)
             self.numbers.add("kvstore_refused", "protocol")
@@ -134,8 +125,13 @@ class Store:
         raise ProtocolError("a worker's message from a scheduler")
 
     def on_closed(self, connection: int, now_ns: int) -> None:
-        """A connection is gone; its session ends, and with the last one its slots come back."""
+        """A connection is gone; its session ends, and with the last worker its slots come back.
+
+        The scheduler half writes no slots, and an idle engine reads its Detach only when it
+        wakes up: it is not waited for.
+        """
         self._now_ns = now_ns
+        self._ended.discard(connection)
         session = self._by_connection.pop(connection, None)
         if session is None:
             return
@@ -144,7 +140,7 @@ class Store:
         session.workers = {r: c for r, c in session.workers.items() if c != connection}
         self._memory.forget(self.namespaces.values(), connection)
         self._end(session, "closed", "another connection of this engine closed")
-        if not session.connections():
+        if not session.workers:
             self._bury(session)
 
     def on_tick(self, now_ns: int) -> None:
@@ -153,13 +149,13 @@ class Store:
         for connection in self._memory.tick(self.namespaces, now_ns):
             session = self._by_connection.get(connection)
             if session is not None:
-                self._end(session, "mapping", "memory was not mapped in time")
+                self._end(session, "memory", "its memory is needed, or was not mapped in time")
         for namespace in self.namespaces.values():
             self._tick_namespace(namespace)
         for session in self.sessions.values():
             self._maybe_activate(session)
             if session.phase is Phase.ACTIVE:
-                self._retry_asks(session)
+                self._answer(session, self._desk.retry(session, now_ns))
                 self._grant_credits(session)
 
     @property
@@ -289,8 +285,11 @@ class Store:
             self._send(connection, p.Detach(text), None)
 
     def _bury(self, session: Session) -> None:
-        """The last connection has closed: nobody writes the session's slots any more."""
+        """The last worker has closed: nobody writes the session's slots any more."""
         del self.sessions[session.engine]
+        if session.scheduler is not None:
+            del self._by_connection[session.scheduler]
+            self._ended.add(session.scheduler)
         namespace = session.namespace
         if namespace is None:
             return
@@ -322,7 +321,7 @@ class Store:
             slots = manager.prepare_store(min(short, manager.slots_free) if growing else short)
             session.granted.update(slots)
             if slots:
-                self._to_scheduler(session, p.Answers(credits=u32(slots)))
+                self._to_scheduler(session, p.Answers(credits=p.u32(slots)))
 
     # Lookups
 
@@ -339,12 +338,14 @@ class Store:
             if event not in p.EVENTS:
                 raise ProtocolError(f"event {event!r}, expected one of {sorted(p.EVENTS)}")
             self.numbers.add("kvstore_engine_events", event, by=count)
-        for lookup in step.lookups:
-            self._lookup(session, lookup)
-        for number in step.settle:
-            ask = session.asks.pop(number, None)
-            if ask is not None:
-                self._answer(session, ask)
+        answers = [self._desk.ask(session, lookup, self._now_ns) for lookup in step.lookups]
+        answers += [self._desk.settle(session, number, self._now_ns) for number in step.settle]
+        self._answer(session, answers)
+
+    def _answer(self, session: Session, answers: Iterable[p.Granted | None]) -> None:
+        granted = tuple(answer for answer in answers if answer is not None)
+        if granted:
+            self._to_scheduler(session, p.Answers(granted=granted))
 
     def _end_lease(
         self, session: Session, lease_id: LeaseId, damaged: Collection[Slot] = ()
@@ -354,87 +355,11 @@ class Store:
         if namespace is not None and namespace.manager.leases.owned_by(lease_id, session.number):
             namespace.manager.complete_load(lease_id, damaged)
 
-    def _lookup(self, session: Session, lookup: p.Lookup) -> None:
-        if lookup.width <= 0 or len(lookup.hashes) % lookup.width:
-            raise ProtocolError(f"{len(lookup.hashes)} bytes of hashes, {lookup.width} each")
-        namespace = session.namespace
-        rules = 0 if namespace is None else len(namespace.layout.rules)
-        chain = Chain(lookup.hashes, lookup.width, rules, lookup.scope)
-        ask = Ask(lookup.ask, chain, self._now_ns + self._config.engine.defer_ns)
-        if session.phase is not Phase.ACTIVE or namespace is None:
-            again = p.Granted(ask.ask, 0, _ASK_AGAIN_MS, ())
-            self._to_scheduler(session, p.Answers(granted=(again,)))
-        elif self._ready(namespace, ask):
-            self._answer(session, ask)
-        else:
-            session.asks[ask.ask] = ask
-
-    def _ready(self, namespace: Namespace, ask: Ask) -> bool:
-        """Tell whether waiting cannot make the answer longer; start promotions it needs."""
-        if ask.promotion is not None and ask.promotion.jobs_left:
-            return False
-        tiering, chain = namespace.tiering, ask.chain
-
-        def below(group: int, index: int) -> Any:  # noqa: ANN401 - a LookupResult
-            return tiering.where(chain.key(group, index))[0]
-
-        lower = below if tiering.tiers else None
-        answer = namespace.manager.lookup(chain, chain.blocks, below=lower)
-        if answer.pending:
-            return False
-        if lower is not None and ask.promotion is None:
-            ask.promotion = tiering.promote(chain, answer.blocks)
-            return ask.promotion.jobs_left == 0
-        return True
-
-    def _sources(self, namespace: Namespace, ask: Ask, lease: Lease) -> dict[str, int]:
-        """Say from which tiers the blocks of the first full group were read for this answer."""
-        if ask.promotion is None:
-            return {}
-        rules = namespace.layout.rules
-        group = next((g for g, rule in enumerate(rules) if rule.trailing is None), 0)
-        keys = [ask.chain.key(group, index) for index in lease.groups[group].indices]
-        return Counter(ask.promotion.keys[key] for key in keys if key in ask.promotion.keys)
-
-    def _retry_asks(self, session: Session) -> None:
-        namespace = session.namespace
-        if namespace is None:
-            return
-        for ask in list(session.asks.values()):
-            if self._now_ns >= ask.deadline_ns or self._ready(namespace, ask):
-                del session.asks[ask.ask]
-                self._answer(session, ask)
-
-    def _answer(self, session: Session, ask: Ask) -> None:
-        namespace = session.namespace
-        if namespace is None:
-            return
-        manager, engine = namespace.manager, self._config.engine
-        pinned = manager.leases.blocks_of(session.number) * namespace.layout.slot_bytes
-        capped = pinned >= engine.leased_bytes
-        lease: Lease | None = None
-        if not capped:
-            deadline = self._now_ns + engine.lease_ns
-            lease = manager.prepare_load(ask.chain, ask.chain.blocks, session.number, deadline)
-        lease_ms = engine.lease_ns // 1_000_000
-        outcome = "capped" if capped else "miss" if lease is None else "hit"
-        self.numbers.add("kvstore_lookups", outcome)
-        if lease is None:
-            granted = p.Granted(ask.ask, 0, lease_ms, (), capped=capped)
-        else:
-            hits = tuple(
-                p.Hit(u32(hit.indices), u32(hit.slots), u32(hit.generations))
-                for hit in lease.groups
-            )
-            sources = self._sources(namespace, ask, lease)
-            granted = p.Granted(ask.ask, lease.lease_id, lease_ms, hits, sources)
-        self._to_scheduler(session, p.Answers(granted=(granted,)))
-
     # Reports of workers
 
     def _stored(self, session: Session, rank: int, message: p.Stored) -> None:
         namespace = session.namespace
-        slots = from_u32(message.slots)
+        slots = p.from_u32(message.slots)
         if namespace is None or not len(slots) == len(message.keys) == len(message.parents):
             raise ProtocolError(f"{len(message.keys)} keys for {len(slots)} slots")
         manager = namespace.manager
@@ -465,7 +390,7 @@ class Store:
         lease_id = LeaseId(message.lease)
         ranks, damaged = session.loading.setdefault(lease_id, (set(), set()))
         ranks.add(rank)
-        damaged.update(Slot(slot) for slot in from_u32(message.damaged))
+        damaged.update(Slot(slot) for slot in p.from_u32(message.damaged))
         if len(ranks) == session.world:
             del session.loading[lease_id]
             self._end_lease(session, lease_id, damaged)
@@ -477,7 +402,7 @@ class Store:
             for namespace in self.namespaces.values():
                 for key in [entry.key for entry in namespace.manager.index]:
                     namespace.manager.drop(key, "clear")
-                    namespace.tiering.forget([key])
+                namespace.tiering.clear()
         elif query.what != "stats":
             raise ProtocolError(f"query {query.what!r}, expected stats or clear")
         self.refresh_gauges()

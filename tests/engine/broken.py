@@ -1,13 +1,11 @@
-"""Connectors that do something wrong or slowly, made from ours. Loaded by name in an engine.
-
-Slow ones say what they are doing by making files in the folder named by MARKS, so that a test
-can act in the middle of it.
-"""
+"""Connectors that do something wrong or slowly, made from ours. Loaded by name in an engine."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +18,6 @@ from connectors.worker import Outcome, WorkerHalf
 from tests.engine.support import MARKS
 
 SLOW_S = 0.4
-SLUGGISH_S = 0.004
 UNMAPPED_SLOT = 1 << 30
 
 
@@ -32,6 +29,10 @@ class _Broken(vllm.TieredConnector):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         with patch.object(vllm, "WorkerHalf", self.worker):
             super().register_kv_caches(kv_caches)
+
+
+class PlainConnector(_Broken):
+    """Ours as it is."""
 
 
 class ForgetfulWorker(WorkerHalf):
@@ -74,24 +75,43 @@ class FailingConnector(_Broken):
     worker = FailingWorker
 
 
-class SluggishWorker(WorkerHalf):
-    """Each copy takes a few steps of the engine, so that fences and waits have work."""
+class SlowWorker(WorkerHalf):
+    """Each copy takes a few steps of the engine, so that fences and waits have work.
+
+    While a test asks for it, by a file "load.wanted" or "store.wanted" in the folder that MARKS
+    names, such a copy takes SLOW_S instead, and its start is shown by a file "load" or "store".
+    """
+
+    pause_s = 0.004
 
     def _load(self, job: LoadJob) -> Outcome:
-        time.sleep(SLUGGISH_S)
-        return super()._load(job)
+        with self._slowly("load"):
+            return super()._load(job)
 
     def _store(self, job: StoreJob) -> Outcome:
-        time.sleep(SLUGGISH_S)
-        return super()._store(job)
+        with self._slowly("store"):
+            return super()._store(job)
+
+    @contextmanager
+    def _slowly(self, what: str) -> Iterator[None]:
+        marks = Path(os.environ[MARKS])
+        wanted = (marks / f"{what}.wanted").exists()
+        if wanted:
+            (marks / what).touch()
+        pause_s = SLOW_S if wanted else self.pause_s
+        time.sleep(pause_s / 2)
+        yield
+        time.sleep(pause_s / 2)
 
 
-class SluggishConnector(_Broken):
-    worker = SluggishWorker
+class SlowConnector(_Broken):
+    worker = SlowWorker
 
 
-class FencelessWorker(SluggishWorker):
+class FencelessWorker(SlowWorker):
     """Does not wait for stores whose sources are about to be overwritten."""
+
+    pause_s = 0.05
 
     def before_step(self, meta: StepMeta) -> None:
         super().before_step(msgspec.structs.replace(meta, flush=()))
@@ -101,39 +121,15 @@ class FencelessConnector(_Broken):
     worker = FencelessWorker
 
 
-class SlowWorker(WorkerHalf):
-    """Marks the start of a copy and takes long; the bytes move in the middle of that time."""
+class FencedWorker(FencelessWorker):
+    """As slow, but waits."""
 
-    def _load(self, job: LoadJob) -> Outcome:
-        with _Marked("load"):
-            return super()._load(job)
-
-    def _store(self, job: StoreJob) -> Outcome:
-        with _Marked("store"):
-            return super()._store(job)
+    def before_step(self, meta: StepMeta) -> None:
+        WorkerHalf.before_step(self, meta)
 
 
-class SlowConnector(_Broken):
-    worker = SlowWorker
-
-
-class _Marked:
-    """Spends SLOW_S around what is done in it, only while a test waits for the mark."""
-
-    def __init__(self, what: str) -> None:
-        self._wanted = Path(os.environ[MARKS]) / f"{what}.wanted"
-        self._mark = Path(os.environ[MARKS]) / what
-        self._slow = False
-
-    def __enter__(self) -> None:
-        self._slow = self._wanted.exists()
-        if self._slow:
-            self._mark.touch()
-            time.sleep(SLOW_S / 2)
-
-    def __exit__(self, *_error: object) -> None:
-        if self._slow:
-            time.sleep(SLOW_S / 2)
+class FencedConnector(_Broken):
+    worker = FencedWorker
 
 
 class ImpatientConnector(vllm.TieredConnector):

@@ -12,10 +12,9 @@ import pytest
 
 from kvstore.bench.engine import Engine, Request, Result
 from kvstore.bench.models import prompt
-from kvstore.bench.store import StoreProcess
 from tests.engine.identity import assert_same, divergences
 from tests.engine.support import (
-    CAPACITY,
+    MARKS,
     TOKENS_OUT,
     attach,
     broken,
@@ -68,10 +67,16 @@ def roomy(name: str, model: Callable[[str], Path]) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def tight(name: str, model: Callable[[str], Path]) -> Iterator[Engine]:
+def marks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where tests ask for slow copies and see them."""
+    return tmp_path_factory.mktemp("marks")
+
+
+@pytest.fixture(scope="module")
+def tight(name: str, model: Callable[[str], Path], marks: Path) -> Iterator[Engine]:
     """Nothing fits, prompts come in pieces, copies take several steps; blocks of 64 tokens."""
-    connector = attach(by=broken("SluggishConnector"), block_tokens=64)
-    with Engine(model(name), connector=connector, **TIGHT) as engine:
+    connector = attach(by=broken("SlowConnector"), block_tokens=64)
+    with Engine(model(name), connector=connector, env={MARKS: str(marks)}, **TIGHT) as engine:
         yield engine
 
 
@@ -164,6 +169,27 @@ def test_aborts_at_every_stage(reference: Reference, tight: Engine) -> None:
     assert any(result.aborted and result.tokens for result in got)
 
 
+def test_an_abort_while_its_load_runs(reference: Reference, tight: Engine, marks: Path) -> None:
+    """The blocks stay the load's until it ends, whoever waits for them meanwhile."""
+    shared = prompt(8000, 500)
+    requests = [Request(id=f"a{i}", tokens=shared + prompt(8001 + i, 60)) for i in range(3)]
+    expected = reference(requests, TOKENS_OUT)
+    assert_same(expected, tight.run(requests, max_tokens=TOKENS_OUT))
+    forget(tight)
+    (marks / "load.wanted").touch()
+    first, *others = requests
+    mixed = [msgspec.structs.replace(first, abort_step=2), *others]
+    got = tight.run(mixed, max_tokens=TOKENS_OUT)
+    (marks / "load.wanted").unlink()
+    assert (marks / "load").exists()
+    assert got[0].aborted
+    assert got[0].tokens == []
+    assert_same(expected[1:], got[1:])
+    # What the first of the others has loaded, the second has; less than a block more is no hit.
+    assert all(result.cached_tokens in {480, 512} for result in got[1:])
+    forget(tight)
+
+
 def test_one_lost_block_is_noticed(name: str, model: Callable[[str], Path]) -> None:
     """The comparison has teeth: leave one block of each load empty, and it fails."""
     connector = attach(by=broken("ForgetfulConnector"))
@@ -175,3 +201,23 @@ def test_one_lost_block_is_noticed(name: str, model: Callable[[str], Path]) -> N
     assert len(divergences(expected, got)) > len(requests) / 2
     with pytest.raises(AssertionError, match="prompts differ"):
         assert_same(expected, got)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("how", ["FencedConnector", "FencelessConnector"])
+def test_O13_without_the_fence_wrong_bytes_are_kept(
+    reference: Reference, name: str, model: Callable[[str], Path], tmp_path: Path, how: str
+) -> None:
+    """Stores that take long, in a cache so small that their sources have new owners by then."""
+    requests = pressure(5)
+    expected = reference(requests, LONG_OUT)
+    connector, env = attach(by=broken(how)), {MARKS: str(tmp_path)}
+    with Engine(model(name), connector=connector, env=env, **TIGHT) as engine:
+        engine.run(requests, max_tokens=LONG_OUT)
+        forget(engine)
+        got = engine.run(requests, max_tokens=LONG_OUT)
+    if how == "FencedConnector":
+        assert_same(expected, got)
+    else:
+        with pytest.raises(AssertionError, match="prompts differ"):
+            assert_same(expected, got)

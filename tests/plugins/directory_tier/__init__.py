@@ -79,6 +79,11 @@ class DirectoryTier:
             self._names.discard(self._file(key).name)
             self._file(key).unlink(missing_ok=True)
 
+    def clear(self) -> None:
+        for name in self._names:
+            (self._folder / name).unlink(missing_ok=True)
+        self._names.clear()
+
     def drain(self) -> None:
         for _, future in self._jobs:
             future.exception()

@@ -41,15 +41,15 @@ class Request:
         self.request_id = name
         self.num_tokens = tokens
         self.num_computed_tokens = 0
-        self.block_hashes = hashes(tokens // hash_tokens, text)
+        self.block_hashes: Sequence[bytes] = hashes(tokens // hash_tokens, text)
 
 
 class Wire:
     """The store's end of the connection, on paper."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, script: Script) -> None:
         self.closed = False
-        self._desk = desk
+        self._desk = script
 
     def send(self, message: p.Message) -> None:
         self.flush()
@@ -61,18 +61,18 @@ class Wire:
 
     def receive(self, timeout_s: float = 0.0) -> list[p.Message]:
         self.flush()
-        desk = self._desk
-        if timeout_s and not desk.inbox:
-            desk.waited_ns += int(timeout_s * 1e9)
-            desk.now_ns += int(timeout_s * 1e9)
-        messages, desk.inbox = desk.inbox, []
+        script = self._desk
+        if timeout_s and not script.inbox:
+            script.waited_ns += int(timeout_s * 1e9)
+            script.now_ns += int(timeout_s * 1e9)
+        messages, script.inbox = script.inbox, []
         return messages
 
     def close(self) -> None:
         self.closed = True
 
 
-class Desk:
+class Script:
     """Plays the store, and the engine's calls that every test needs."""
 
     def __init__(
@@ -153,7 +153,7 @@ class Desk:
         sources: Mapping[str, int] | None = None,
         capped: bool = False,
     ) -> None:
-        """Answer a lookup: per group, the blocks that are present, in slots 1000 * group + index."""
+        """Answer a lookup: per group, what is present; block i is in slot 1000 * group + i."""
         hits = tuple(
             p.Hit(u32(found), u32([1000 * g + i for i in found]), u32([7] * len(found)))
             for g, found in enumerate(present)
@@ -167,12 +167,18 @@ class Desk:
 
     # The engine
 
-    def arrive(self, request: Request, *present: Sequence[int], **how: int) -> int:
+    def arrive(
+        self,
+        request: Request,
+        *present: Sequence[int],
+        lease_ms: int = 30_000,
+        capped: bool = False,
+    ) -> int:
         """Add a request and answer its lookup; returns the number of the question, if any."""
         self.lookups()
         self.half.on_new_request(request)
         for lookup in self.lookups():
-            self.answer(lookup.ask, *present, **how)
+            self.answer(lookup.ask, *present, lease_ms=lease_ms, capped=capped)
             return lookup.ask
         return 0
 

@@ -1,0 +1,195 @@
+"""The long matrix: every kind of engine and store through cold runs, hits, pressure, aborts."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvstore.bench.engine import Engine, Request, Result
+from kvstore.bench.store import StoreProcess
+from tests.engine.identity import assert_same
+from tests.engine.support import (
+    CAPACITY,
+    MARKS,
+    attach,
+    broken,
+    families,
+    forget,
+    grown,
+    servable,
+    together,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
+
+TOKENS_OUT = 80
+MODEL_LEN = 1024
+EXTERNAL = "external_prefix_cache_hits"
+SMALL_STORE = "16MiB"  # a quarter of what the prompts need: blocks leave while others wait for them
+
+Reference = Callable[[str, int], list[Result]]
+
+
+def prompts(seed: int) -> list[Request]:
+    return families(count=16, seed=seed, longest=900) + families(12, seed + 100, longest=160)
+
+
+@pytest.fixture(scope="module")
+def reference(model: Callable[[str], Path]) -> Reference:
+    """Results without connector, by model and seed, computed once."""
+    known: dict[tuple[str, int], list[Result]] = {}
+
+    def results(name: str, seed: int) -> list[Result]:
+        if (name, seed) not in known:
+            with Engine(model(name)) as engine:
+                known[name, seed] = engine.run(prompts(seed), max_tokens=TOKENS_OUT)
+        return known[name, seed]
+
+    return results
+
+
+def aborted(requests: list[Request], seed: int) -> list[Request]:
+    """The same, one in three of them aborted at some time."""
+    rng = random.Random(seed)
+    return [
+        msgspec.structs.replace(request, abort_step=request.arrive_step + rng.randrange(120))
+        if rng.random() < 1 / 3
+        else request
+        for request in requests
+    ]
+
+
+def assert_survivors_same(expected: list[Result], got: list[Result]) -> None:
+    ended = {result.id for result in got if result.finished}
+    assert ended
+    assert_same([r for r in expected if r.id in ended], [r for r in got if r.finished])
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk", "block_tokens", "cache_mib", "by"),
+    [
+        (name, chunk, block, cache, by)
+        for (name, chunk, block, cache), by in zip(
+            product(["llama_s", "gemma3"], [256, 2048], [32, 64, 128], [4, 64]),
+            ["SlowConnector", "PlainConnector", "PlainConnector"] * 8,
+            strict=True,
+        )
+    ],
+)
+def test_every_kind_of_engine(
+    model: Callable[[str], Path],
+    reference: Reference,
+    tmp_path: Path,
+    name: str,
+    chunk: int,
+    block_tokens: int,
+    cache_mib: int,
+    by: str,
+) -> None:
+    expected = reference(name, 1)
+    with Engine(
+        model(name),
+        connector=attach(by=broken(by), block_tokens=block_tokens),
+        kv_cache_bytes=cache_mib << 20,
+        max_num_batched_tokens=chunk,
+        env={MARKS: str(tmp_path)},
+        extra={"max_model_len": MODEL_LEN},
+    ) as engine:
+        assert_same(expected, engine.run(prompts(1), max_tokens=TOKENS_OUT))
+        forget(engine)
+        before = engine.metrics()
+        again = engine.run(together(prompts(1)), max_tokens=TOKENS_OUT)
+        assert_same(expected, again)
+        assert grown(engine, before, EXTERNAL) > 0
+        if cache_mib >= 64:
+            at_most = [servable(len(request.tokens)) for request in prompts(1)]
+            at_least = [servable(len(request.tokens), block_tokens) for request in prompts(1)]
+            for low, result, high in zip(at_least, again, at_most, strict=True):
+                assert low <= result.cached_tokens <= high
+        for seed in range(3):
+            got = engine.run(aborted(prompts(1), seed), max_tokens=TOKENS_OUT)
+            assert_survivors_same(expected, got)
+        forget(engine)
+
+
+@pytest.mark.parametrize("name", ["llama_s", "gemma3"])
+def test_a_store_too_small_for_what_it_is_asked(
+    model: Callable[[str], Path], reference: Reference, tmp_path: Path, name: str
+) -> None:
+    expected = reference(name, 1)
+    with (
+        StoreProcess(tmp_path, SMALL_STORE) as store,
+        Engine(model(name), connector=attach(store), extra={"max_model_len": MODEL_LEN}) as engine,
+    ):
+        for _ in range(4):
+            assert_same(expected, engine.run(prompts(1), max_tokens=TOKENS_OUT))
+            forget(engine)
+        assert store.metrics()['kvstore_evicted_blocks_total{reason="capacity"}'] > 0
+
+
+@pytest.mark.parametrize("name", ["llama_s", "gemma3"])
+def test_two_engines_at_once_on_one_store(
+    model: Callable[[str], Path], reference: Reference, tmp_path: Path, name: str
+) -> None:
+    """What one stores the other loads, while both are at it."""
+    expected = reference(name, 1)
+    results: list[list[Result]] = []
+    settings: dict[str, Any] = {"kv_cache_bytes": 8 << 20, "extra": {"max_model_len": MODEL_LEN}}
+    with ExitStack() as stack:
+        store = stack.enter_context(StoreProcess(tmp_path, CAPACITY))
+        engines = [
+            stack.enter_context(Engine(model(name), connector=attach(store), **settings))
+            for _ in range(2)
+        ]
+
+        def work(engine: Engine, requests: list[Request]) -> None:
+            for _ in range(3):
+                results.append(engine.run(requests, max_tokens=TOKENS_OUT))
+                forget(engine)
+
+        orders = [prompts(1), prompts(1)[::-1]]
+        threads = [
+            threading.Thread(target=work, args=pair) for pair in zip(engines, orders, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(results) == 6
+        for got in results:
+            assert_same(expected, got)
+        assert all(engine.metrics()[EXTERNAL] > 0 for engine in engines)
+
+
+@pytest.mark.parametrize("name", ["llama_s", "gemma3"])
+def test_as_processes(
+    model: Callable[[str], Path], reference: Reference, tmp_path: Path, name: str
+) -> None:
+    """Scheduler and worker apart, as in production; a shared store."""
+    expected = reference(name, 1)
+    with (
+        StoreProcess(tmp_path, CAPACITY) as store,
+        Engine(
+            model(name),
+            connector=attach(store),
+            in_process=False,
+            kv_cache_bytes=8 << 20,
+            max_num_batched_tokens=512,
+            extra={"max_model_len": MODEL_LEN},
+        ) as engine,
+    ):
+        for _ in range(2):
+            before = engine.metrics()
+            assert_same(expected, engine.run(prompts(1), max_tokens=TOKENS_OUT))
+            got = engine.run(aborted(prompts(1), 1), max_tokens=TOKENS_OUT)
+            assert_survivors_same(expected, got)
+            forget(engine)
+        assert grown(engine, before, EXTERNAL) > 0

@@ -1,0 +1,160 @@
+"""Gathering the complete blocks of a step into few jobs, and which jobs read an engine block."""
+
+from collections import deque
+from collections.abc import Sequence
+
+from connectors.client import Places
+from connectors.jobs import StoreJob, pieces
+from connectors.offers import JOB_BLOCKS_MAX, Offers
+from connectors.requests import Geometry, Tracked
+from kvstore.types import GroupRule, make_key
+
+FULL, WINDOW = GroupRule(None), GroupRule(2)
+ONE = Geometry(16, 16, (16,), (FULL,))
+TWO = Geometry(32, 16, (16, 32), (FULL, WINDOW))
+
+
+class Client:
+    """Credits and known keys, and nothing else."""
+
+    def __init__(self, credits_count: int) -> None:
+        self.session = 7
+        self.credits = deque(range(100, 100 + credits_count))
+        self.known: set[bytes] = set()
+
+    def known_ready(self, key: bytes) -> bool:
+        return key in self.known
+
+
+class Request:
+    def __init__(self, name: str, blocks: int) -> None:
+        self.request_id = name
+        self.block_hashes: Sequence[bytes] = [f"{name}/{index}".encode() for index in range(blocks)]
+        self.num_tokens = self.num_computed_tokens = blocks * 16
+
+
+class Desk:
+    """Offers, with what it was declined."""
+
+    def __init__(self, geometry: Geometry = ONE, credits_count: int = 1000) -> None:
+        self.client = Client(credits_count)
+        self.declined = 0
+        self.geometry = geometry
+        self.offers = Offers(geometry, self.client, 1, self._decline)  # type: ignore[arg-type]
+
+    def _decline(self) -> None:
+        self.declined += 1
+
+    def offer(self, request: Request, tracked: Tracked, *tables: list[int]) -> None:
+        self.offers.offer(tracked, request.num_tokens, lambda _: tables)
+
+    def new(self, name: str, blocks: int) -> tuple[Request, Tracked]:
+        request = Request(name, blocks)
+        return request, Tracked(request, len(self.geometry.rules))
+
+
+def copied(job: StoreJob, geometry: Geometry = ONE) -> list[tuple[int, int, int]]:
+    """Engine block, slot and part of each move of a job."""
+    moves = pieces(job.engine, job.store, geometry.blocks_per_chunk)
+    return [(move.block_id, move.slot, move.part) for move in moves]
+
+
+def test_blocks_of_several_requests_share_a_job() -> None:
+    desk = Desk()
+    for name, ids in (("a", [1, 2]), ("b", [9])):
+        desk.offer(*desk.new(name, len(ids)), ids)
+    (job,) = desk.offers.take_jobs()
+    assert copied(job) == [(1, 100, 0), (2, 101, 0), (9, 102, 0)]
+    assert job.keys == tuple(make_key(hash_, 0) for hash_ in (b"a/0", b"a/1", b"b/0"))
+    assert job.parents == (b"", make_key(b"a/0", 0), b"")
+    assert desk.offers.take_jobs() == ()
+
+
+def test_larger_blocks_and_groups_keep_their_parts_together() -> None:
+    desk = Desk(TWO)
+    for name, first in (("a", 1), ("b", 11)):
+        request, tracked = desk.new(name, 4)
+        desk.offer(request, tracked, [first, first + 1, first + 2, first + 3], [0, first + 4])
+    (job,) = desk.offers.take_jobs()
+    assert job.engine.group_sizes == (8, 2)
+    assert [block for block, _, _ in copied(job, TWO)] == [1, 2, 3, 4, 11, 12, 13, 14, 5, 15]
+    assert [part for _, _, part in copied(job, TWO)] == [0, 1] * 4 + [0, 0]
+    full, window = 0, 1
+    assert job.keys[:2] == (make_key(b"a/1", full), make_key(b"a/3", full))
+    assert job.keys[4:] == (make_key(b"a/3", window), make_key(b"b/3", window))
+    assert job.parents == (b"", job.keys[0], b"", job.keys[2], b"", b"")
+
+
+def test_a_long_prompt_is_cut_into_jobs_in_order() -> None:
+    desk = Desk()
+    count = 2 * JOB_BLOCKS_MAX + 3
+    desk.offer(*desk.new("a", count), list(range(1, count + 1)))
+    jobs = desk.offers.take_jobs()
+    assert [len(job.keys) for job in jobs] == [JOB_BLOCKS_MAX, JOB_BLOCKS_MAX, 3]
+    keys = [key for job in jobs for key in job.keys]
+    assert [parent for job in jobs for parent in job.parents] == [b"", *keys[:-1]]
+    assert [job.job_id for job in jobs] == sorted({job.job_id for job in jobs})
+
+
+def test_the_parent_of_the_first_new_block_is_the_last_old_one() -> None:
+    desk = Desk()
+    request, tracked = desk.new("a", 3)
+    desk.offers.offer(tracked, 32, lambda _: [[1, 2, 3]])
+    desk.offers.take_jobs()
+    desk.offer(request, tracked, [1, 2, 3])
+    (job,) = desk.offers.take_jobs()
+    assert job.parents == (make_key(b"a/1", 0),)
+
+
+def test_what_is_present_is_still_the_parent_of_what_is_not() -> None:
+    desk = Desk()
+    request, tracked = desk.new("a", 3)
+    tracked.present = (Places((0,), (5,), (1,)),)
+    desk.client.known = {make_key(b"a/1", 0)}
+    desk.offer(request, tracked, [1, 2, 3])
+    (job,) = desk.offers.take_jobs()
+    assert (job.keys, job.parents) == ((make_key(b"a/2", 0),), (make_key(b"a/1", 0),))
+
+
+def test_a_request_is_due_when_its_next_block_can_be_complete() -> None:
+    desk = Desk(credits_count=1)
+    request, tracked = desk.new("a", 2)
+    desk.offer(request, tracked, [1, 2])
+    assert (tracked.due, desk.declined) == (32, 1), "its second block is complete, not stored"
+    desk.offer(request, tracked, [1, 2])
+    assert (tracked.due, desk.declined) == (32, 2)
+    desk.client.credits.append(5)
+    desk.offer(request, tracked, [1, 2])
+    assert (tracked.due, desk.declined) == (48, 2)
+    tracked.rewind()
+    assert tracked.due == 0
+
+
+def test_without_a_session_nothing_is_due_later() -> None:
+    desk = Desk()
+    desk.client.session = 0
+    request, tracked = desk.new("a", 2)
+    desk.offer(request, tracked, [1, 2])
+    assert (tracked.due, desk.offers.take_jobs()) == (0, ())
+
+
+def test_the_fence_names_every_unfinished_job_of_a_block() -> None:
+    desk = Desk()
+    for name in ("a", "b", "c"):
+        desk.offer(*desk.new(name, 1), [4])
+        desk.offers.take_jobs()
+    assert desk.offers.fence([3]) == set()
+    assert desk.offers.fence([4]) == {1, 2, 3}
+    desk.offers.over({2: 1})
+    assert desk.offers.fence([4]) == {1, 3}
+    desk.offers.over({1: 1, 3: 1})
+    assert desk.offers.fence([4]) == set()
+
+
+def test_keys_of_another_scope_are_others() -> None:
+    desk = Desk()
+    desk.offers.use_scope(b"nonce")
+    desk.offer(*desk.new("a", 2), [1, 2])
+    (job,) = desk.offers.take_jobs()
+    assert job.keys == (make_key(b"a/0", 0, b"nonce"), make_key(b"a/1", 0, b"nonce"))
+    assert job.parents == (b"", job.keys[0])
