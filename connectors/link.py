@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import select
 import socket
 import threading
@@ -92,8 +93,10 @@ class Link:
         self._put_back = messages
 
     def close(self) -> None:
-        """Close the socket; safe to call twice."""
+        """Close the socket and what came with messages nobody read; safe to call twice."""
         self._sock.close()
+        while self.fds:
+            os.close(self.fds.pop())
 
 
 def connect(address: str) -> Link:

@@ -96,10 +96,12 @@ class Offers:
         cursor, present = tracked.cursor, [places or None for places in tracked.present]
         empty, known_ready = self._client.credits, self._client.known_ready
         above = [b""] * len(self._gathered)
+        tables = []  # of blocks first..end-1, read once
         for of in self._gathered:
             at = cursor[of.group]
             if at > 0:
                 above[of.group] = hashes[at * every - 1] + of.suffix
+            tables.append(table[of.group][first * of.engine_blocks : end * of.engine_blocks])
         for index in range(first, end):
             block_hash = hashes[(index + 1) * every - 1]
             for of in self._gathered:

@@ -11,6 +11,8 @@ import msgspec
 from connectors.client import NOWHERE, Grant, Places
 from kvstore.types import GroupRule
 
+NEVER = 1 << 62  # more tokens than a request can have
+
 BlockTable = Sequence[Sequence[int]]
 """Engine block ids by group; 0 is the null block."""
 
@@ -93,3 +95,8 @@ class Tracked:
         """Offer everything again that the store does not have."""
         self.cursor = [0] * len(self.cursor)
         self.due = 0
+
+    def rest(self) -> None:
+        """Offer nothing until the engine allocates afresh: its blocks are of before a reset."""
+        self.cursor = [NEVER] * len(self.cursor)
+        self.due = NEVER

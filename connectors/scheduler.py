@@ -415,7 +415,7 @@ class SchedulerHalf:
                 self._client.drop(tracked.ask)
                 tracked.ask, tracked.phase = None, Phase.NEW
             tracked.present = (NOWHERE,) * self._groups
-            tracked.rewind()
+            tracked.rest()
         return not any(t.phase is Phase.LOADING for t in self._requests.values())
 
     def take_events(self) -> list[tuple[bool, bytes, int]]:

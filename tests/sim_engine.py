@@ -139,8 +139,8 @@ class Engine:
 
     def reset(self, weights: int, nonce: bytes) -> bool:
         """Change the weights and empty all caches; False while blocks are being loaded."""
-        loading = any(r.state in (State.LOADING, State.DONE) for r in self.requests.values())
-        if loading or self._in_flight:
+        held = any(r.state is State.DONE for r in self.requests.values())
+        if held or self._in_flight or any(any(request.table) for request in self._waiting):
             return False
         for request in reversed(list(self._running)):
             self._running.remove(request)

@@ -319,6 +319,7 @@ def test_O9_a_promise_without_its_blocks_is_a_load_that_fails() -> None:
     script.arrive(request, [0, 1])
     assert script.matched(request) == (32, True)
     script.client.detach("between the answer and the allocation")
+    script.attach()
     script.half.update_state_after_alloc("r", [[1, 2]], 32)
     (job,) = script.step().loads
     assert job.session == 0

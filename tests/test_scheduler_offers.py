@@ -289,6 +289,9 @@ def test_O17_after_a_reset_nothing_from_before_is_asked_about_or_stored_under() 
     assert script.released() == [old]
     assert script.matched(waiting) == (None, False)
     assert [lookup.scope for lookup in script.lookups()] == [b"new epoch"]
+    assert script.step(request, 16, TABLE).stores == (), "its blocks may be of before the reset"
+    request.num_computed_tokens = 0
+    script.admit(request)  # preempted, and admitted again
     (job,) = script.step(request, 16, TABLE).stores
     assert job.keys == (script.key(request, 0, scope=b"new epoch"),)
 
@@ -309,7 +312,19 @@ def test_O17_what_is_ready_in_the_old_epoch_is_stored_in_the_new_one() -> None:
     script.changed(added=[script.key(request, 0)])
     script.step()
     script.half.reset_cache(b"new epoch")
+    script.admit(request)
     assert len(script.step(request, 16, TABLE).stores) == 1
+
+
+def test_O17_what_a_running_request_computed_before_a_reset_is_not_stored_after_it() -> None:
+    script, request = Script(credits=0), Request("r", 48)
+    run(script, request)
+    script.step(request, 40, TABLE)
+    script.half.reset_cache(b"new epoch")
+    script.grant_credits(9)
+    assert script.step(request, 8, TABLE).stores == ()
+    script.half.request_finished("r", TABLE)
+    assert not script.half.has_pending_work()
 
 
 def test_O17_a_reset_during_a_load_says_so() -> None:

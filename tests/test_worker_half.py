@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.types import GroupRule, make_key
 from tests.live import LiveStore, eventually
 from tests.script import hashes
-from tiers.copier import LayerCache
+from tiers.copier import HostCopier, LayerCache
 
 LAYERS, HEADS, HEAD_BYTES = 3, 2, 512
 BLOCKS = 24
@@ -399,6 +401,32 @@ def test_O14_loads_are_reported_once_when_the_store_goes(
         assert all(rank.holds(12, 1) for rank in rig.ranks)
 
 
+def test_O23_the_connection_closes_after_the_last_copy(
+    store: LiveStore, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the store may not reuse the slots that the copy writes."""
+    copying, go_on = threading.Event(), threading.Event()
+    copy = HostCopier.copy
+
+    def slow(*args: Any, **options: Any) -> int:  # noqa: ANN401 - passed on
+        copying.set()
+        assert go_on.wait(20)
+        return copy(*args, **options)
+
+    monkeypatch.setattr(HostCopier, "copy", slow)
+    job = rig.store_job(hashes(1), [1])
+    rig.ranks[0].half.after_forward(StepMeta(stores=(job,)))
+    assert copying.wait(20)
+    rig.client.close()  # ends the session: the worker is told to detach
+    sessions = store.server.store.sessions
+    eventually(lambda: not rig.ranks[0].half._session)
+    time.sleep(0.2)
+    assert "engine" in sessions
+    assert set(job.store.slots) <= sessions["engine"].granted
+    go_on.set()
+    eventually(lambda: "engine" not in sessions or not sessions["engine"].granted)
+
+
 def test_O17_shutdown_leaves_no_thread_and_no_descriptor(store: LiveStore) -> None:
     def come_and_go(text: str) -> tuple[set[threading.Thread], int]:
         rig = Rig(store.path, world=2)
@@ -406,8 +434,9 @@ def test_O17_shutdown_leaves_no_thread_and_no_descriptor(store: LiveStore) -> No
         rig.put(hashes(2, text), [1, 2])
         rig.close()
         rig.close()
+        left = set(threading.enumerate())
         eventually(lambda: not store.server._connections)
-        return set(threading.enumerate()), len(list(Path("/proc/self/fd").iterdir()))
+        return left, len(list(Path("/proc/self/fd").iterdir()))
 
     threads, descriptors = come_and_go("a")  # the store has its memory now, in this process
     threads_left, descriptors_left = come_and_go("b")

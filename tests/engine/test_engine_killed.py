@@ -39,7 +39,12 @@ STAYS_S = 2.0
 def killed_in_a_run(engine: Engine, which: Sequence[str]) -> Iterator[None]:
     """Kill processes of an engine while it stores and generates."""
     long = [Request(id=f"k{i}", tokens=prompt(500 + i, 900)) for i in range(8)]
-    timer = threading.Timer(MID_RUN_S, lambda: [engine.kill(name) for name in which])
+
+    def kill() -> None:
+        for name in which:
+            engine.kill(name)
+
+    timer = threading.Timer(MID_RUN_S, kill)
     timer.start()
     with pytest.raises(EngineFailed, match=r"(?i)died|dead"):
         engine.run(long, max_tokens=5000, timeout_s=60)
@@ -57,9 +62,7 @@ def killed_in_a_run(engine: Engine, which: Sequence[str]) -> Iterator[None]:
     ],
     ids="+".join,
 )
-def test_nothing_is_left_of_a_private_store(
-    model: Callable[[str], Path], which: list[str]
-) -> None:
+def test_nothing_is_left_of_a_private_store(model: Callable[[str], Path], which: list[str]) -> None:
     before, name = shared_memory_files(), f"killed-{'-'.join(which)}"
     connector = attach() | {"engine_id": name}
     with Engine(model("llama_s"), connector=connector, in_process=False) as engine:

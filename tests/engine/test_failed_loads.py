@@ -43,13 +43,18 @@ def test_O15_what_a_failed_load_should_have_brought_is_computed(
         StoreProcess(tmp_path, CAPACITY) as store,
         Engine(model(name), connector=attach(store, by=broken(how))) as engine,
     ):
+
+        def store_numbers() -> dict[str, float]:
+            return numbers(store.address)
+
         expected = engine.run(requests, max_tokens=TOKENS_OUT)
         forget(engine)
         for _ in range(2):
-            told, counted = settled(lambda: numbers(store.address)), engine.metrics()
+            told, counted = settled(store_numbers), engine.metrics()
             assert_same(expected, engine.run(requests, max_tokens=TOKENS_OUT))
             forget(engine)
-            after = settled(lambda told=told: since(store.address, told))
+            settled(store_numbers)
+            after = since(store.address, told)
             failed = grown(engine, counted, "kvstore_events{event=load_failed}")
             assert 0 < failed <= 2 * len(requests)  # another copy is tried once
             assert after["kvstore_engine_events{load_failed}"] == failed

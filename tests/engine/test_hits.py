@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -50,7 +49,7 @@ class Served:
         self.store = store
         self.groups = GROUPS[name]
         self._endpoint = f"ipc://{folder / 'events'}"
-        self._subscription = zmq.Context.instance().socket(zmq.SUB)
+        self._subscription: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         self._subscription.connect(self._endpoint)
         self._subscription.subscribe(b"")
         self._model = model
@@ -116,11 +115,17 @@ def unique(seed: int, count: int = 6) -> list[Request]:
     ]
 
 
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = zip(one, other, strict=False)
+    differ = (index for index, (a, b) in enumerate(pairs) if a != b)
+    return next(differ, min(len(one), len(other)))
+
+
 def local_hits(requests: Sequence[Request]) -> int:
     """Tokens that an engine has from earlier prompts of the same run, one after the other."""
     total = 0
     for index, request in enumerate(requests):
-        shared = [len(os.path.commonprefix([request.tokens, e.tokens])) for e in requests[:index]]
+        shared = [common_prefix(request.tokens, earlier.tokens) for earlier in requests[:index]]
         whole = max(shared, default=0) // ENGINE_BLOCK * ENGINE_BLOCK
         total += min(whole, servable(len(request.tokens)))
     return total

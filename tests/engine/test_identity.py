@@ -82,7 +82,9 @@ def tight(name: str, model: Callable[[str], Path], marks: Path) -> Iterator[Engi
 
 def pressure(seed: int) -> list[Request]:
     """Some prompts that hardly fit, and some short ones that grow to many times their size."""
-    return families(count=12, seed=seed, longest=900) + families(count=16, seed=seed + 1, longest=160)
+    return families(count=12, seed=seed, longest=900) + families(
+        count=16, seed=seed + 1, longest=160
+    )
 
 
 def aborted(requests: list[Request], seed: int, span: int) -> list[Request]:

@@ -22,10 +22,10 @@ pytestmark = pytest.mark.vllm
 REFUSED_S = 45.0  # an engine that fails at once takes about 8 s on two cores
 
 
-def refusal(model: Path, connector: dict[str, Any], **settings: Any) -> str:
+def refusal(model: Path, connector: dict[str, Any]) -> str:
     """Start an engine that must not start, and return what it said."""
     started_s = time.monotonic()
-    engine = Engine(model, connector=connector, **settings)
+    engine = Engine(model, connector=connector)
     with pytest.raises(EngineFailed) as caught, contextlib.closing(engine):
         engine.__enter__()
     assert time.monotonic() - started_s < REFUSED_S
@@ -60,7 +60,9 @@ def refusal(model: Path, connector: dict[str, Any], **settings: Any) -> str:
 def test_O22_an_engine_that_is_not_served_says_why(
     model: Callable[[str], Path], change: dict[str, Any], extra: dict[str, Any], message: str
 ) -> None:
-    said = refusal(model("llama_s"), attach(**extra) | change)
+    connector = attach() | change
+    connector["kv_connector_extra_config"] |= extra
+    said = refusal(model("llama_s"), connector)
     assert re.search(message, said), said
 
 
