@@ -189,6 +189,6 @@ class Offers:
                 continue
             del self._ranks_over[number]
             for block in self._sources_of.pop(number, ()):
-                jobs = self._sources.pop(block, ())
-                if len(jobs) > 1:
-                    self._sources[block] = tuple(job for job in jobs if job != number)
+                others = tuple(job for job in self._sources.pop(block, ()) if job != number)
+                if others:
+                    self._sources[block] = others

@@ -282,6 +282,7 @@ class Engine:
         return slots
 
     def step(self, **fields: Any) -> None:  # noqa: ANN401 - the fields of Step
+        """Send a batch; answers go out with the next tick."""
         self.town.say(self.scheduler, p.Step(**fields))
 
     def ask(self, chain: Sequence[bytes]) -> int:

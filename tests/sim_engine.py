@@ -444,7 +444,7 @@ class Engine:
             report.over.update(worker.take_stores_over())
             assert failed <= ended, "a failed load that is not reported as ended"
             self._failing |= failed
-            for request_id in ended:
+            for request_id in sorted(ended):
                 left = self._reports_left.get(request_id, 0) - 1
                 assert left >= 0, f"{request_id}: a load reported that is not under way"
                 self._reports_left[request_id] = left
@@ -473,8 +473,9 @@ class Engine:
                 if request.num_tokens >= request.tokens_max or stopped:
                     self.counts["finished"] += 1
                     self._finish(request)
-        self.half.on_output(report.over, report.loaded, report.failed)
-        for request_id in report.loaded:
+        loaded = sorted(report.loaded)  # the order of a set of strings is not a seed's
+        self.half.on_output(report.over, loaded, report.failed)
+        for request_id in loaded:
             self._loaded(self.requests[request_id], failed=request_id in report.failed)
 
     def _loaded(self, request: Request, *, failed: bool) -> None:

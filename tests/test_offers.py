@@ -151,6 +151,18 @@ def test_the_fence_names_every_unfinished_job_of_a_block() -> None:
     assert desk.offers.fence([4]) == set()
 
 
+def test_a_block_that_two_requests_share_is_forgotten_with_its_job() -> None:
+    """Found by seed 122: both requests offer the engine block they share in one step."""
+    desk = Desk()
+    for name in ("a", "b"):
+        desk.offer(*desk.new(name, 1), [4])
+    (job,) = desk.offers.take_jobs()
+    assert desk.offers.fence([4]) == {job.job_id}
+    desk.offers.over({job.job_id: 1})
+    assert desk.offers.fence([4]) == set()
+    assert not desk.offers._sources
+
+
 def test_keys_of_another_scope_are_others() -> None:
     desk = Desk()
     desk.offers.use_scope(b"nonce")

@@ -247,6 +247,21 @@ def test_O13_two_copies_of_one_block_are_both_flushed() -> None:
     assert script.step(written=[1]).flush == (jobs[1].job_id,)
 
 
+def test_O13_a_block_that_two_requests_store_in_one_step_stays_fenced() -> None:
+    """They share it in the engine's cache; an earlier copy of it is unfinished."""
+    script, first, second, third = Script(), *(Request(name, 16) for name in "abc")
+    for request in (first, second, third):
+        run(script, request)
+    (early,) = script.step(first, 16, [[1]]).stores
+    tables = {"b": [[1]], "c": [[1]]}
+    jobs = script.half.build_meta(Step({"b": 16, "c": 16}, [], tables.get)).stores
+    assert [block for job in jobs for block in job.engine.block_ids] == [1, 1]
+    script.half.on_output({job.job_id: 1 for job in jobs}, [], [])
+    assert script.step(written=[1]).flush == (early.job_id,)
+    script.half.on_output({early.job_id: 1}, [], [])
+    assert script.step(written=[1]).flush == ()
+
+
 def test_O13_a_store_of_the_end_is_submitted_and_flushed_in_one_step() -> None:
     script, request = Script(), Request("r", 16)
     run(script, request)

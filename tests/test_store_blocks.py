@@ -150,9 +150,10 @@ def test_O8_with_a_failed_write_nobody_waits_on() -> None:
 
 
 def test_O8_a_question_can_be_settled_with_what_is_ready() -> None:
-    _, engine, chain, _ = pending_town()
+    town, engine, chain, _ = pending_town()
     ask = engine.ask(chain)
     engine.step(settle=(ask, 12345))
+    town.tick()
     engine.pump()
     assert engine.granted[ask].lease == 0
 
@@ -161,6 +162,7 @@ def test_O8_every_question_is_answered_once() -> None:
     town, engine, chain, slot = pending_town()
     ask = engine.ask(chain)
     engine.step(settle=(ask,))
+    town.tick()
     engine.pump()
     del engine.granted[ask]
     engine.report(1, [slot], [make_key(chain[0], 0)], [b""])
@@ -270,5 +272,6 @@ def test_scopes_keep_an_engines_blocks_apart() -> None:
     town.settle(engine)
     assert engine.hit(chain).lease == 0
     engine.step(lookups=(p.Lookup(99, chain[0], 32, b"scope"),))
+    town.tick()
     engine.pump()
     assert blocks(engine.granted[99]) == [0]

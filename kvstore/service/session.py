@@ -14,11 +14,12 @@ import enum
 
 import msgspec
 
+from kvstore import protocol as p
 from kvstore.layout import RankGeometry, RankLayout
 from kvstore.manager import Chain
 from kvstore.service.namespace import Namespace
 from kvstore.tiering import Promotion
-from kvstore.types import LeaseId, Slot
+from kvstore.types import BlockKey, LeaseId, Slot
 
 
 class Phase(enum.Enum):
@@ -46,6 +47,15 @@ class Writing(msgspec.Struct, eq=False):
     ok: bool = True
 
 
+class News(msgspec.Struct, eq=False):
+    """What gathered for a scheduler half since the last message to it."""
+
+    granted: list[p.Granted] = []
+    credits: list[Slot] = []
+    added: list[BlockKey] = []
+    removed: list[BlockKey] = []
+
+
 class Session(msgspec.Struct, eq=False):
     """State of one engine's session; scheduler and workers are connection ids."""
 
@@ -63,6 +73,7 @@ class Session(msgspec.Struct, eq=False):
     writing: dict[Slot, Writing] = {}  # slots that some ranks have reported
     loading: dict[LeaseId, tuple[set[int], set[Slot]]] = {}  # lease -> ranks done, damaged
     asks: dict[int, Ask] = {}
+    news: News = msgspec.field(default_factory=News)
 
     def connections(self) -> list[int]:
         """List the connections that are open."""

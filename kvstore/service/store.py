@@ -20,7 +20,7 @@ from kvstore.service.desk import Desk
 from kvstore.service.gauges import gauges
 from kvstore.service.memory import Memory
 from kvstore.service.namespace import Mapping, MemoryPool, Namespace
-from kvstore.service.session import Phase, Session, Writing
+from kvstore.service.session import News, Phase, Session, Writing
 from kvstore.tier import SlotMemory, Tier
 from kvstore.types import BlockKey, LeaseId, Slot
 
@@ -157,6 +157,7 @@ class Store:
             if session.phase is Phase.ACTIVE:
                 self._answer(session, self._desk.retry(session, now_ns))
                 self._grant_credits(session)
+            self._tell_news(session)
 
     @property
     def busy(self) -> bool:
@@ -171,10 +172,10 @@ class Store:
         changes = manager.take_changes()
         if not changes.added and not changes.removed:
             return
-        answers = p.Answers(added=tuple(changes.added), removed=tuple(changes.removed))
         for session in self.sessions.values():
             if session.namespace is namespace and session.phase is Phase.ACTIVE:
-                self._to_scheduler(session, answers)
+                session.news.added.extend(changes.added)
+                session.news.removed.extend(changes.removed)
         namespace.tiering.cascade(changes.added)
 
     # Sessions
@@ -320,8 +321,7 @@ class Store:
             # Nothing is evicted for credits while the cap has room: memory is on its way.
             slots = manager.prepare_store(min(short, manager.slots_free) if growing else short)
             session.granted.update(slots)
-            if slots:
-                self._to_scheduler(session, p.Answers(credits=p.u32(slots)))
+            session.news.credits.extend(slots)
 
     # Lookups
 
@@ -343,9 +343,17 @@ class Store:
         self._answer(session, answers)
 
     def _answer(self, session: Session, answers: Iterable[p.Granted | None]) -> None:
-        granted = tuple(answer for answer in answers if answer is not None)
-        if granted:
-            self._to_scheduler(session, p.Answers(granted=granted))
+        session.news.granted.extend(answer for answer in answers if answer is not None)
+
+    def _tell_news(self, session: Session) -> None:
+        """Send a scheduler half all that has gathered for it, as one message."""
+        news = session.news
+        if news.granted or news.credits or news.added or news.removed:
+            session.news = News()
+            answers = p.Answers(
+                tuple(news.granted), p.u32(news.credits), tuple(news.added), tuple(news.removed)
+            )
+            self._to_scheduler(session, answers)
 
     def _end_lease(
         self, session: Session, lease_id: LeaseId, damaged: Collection[Slot] = ()
