@@ -46,6 +46,11 @@ class Places:
         at = bisect_left(self._indices, index)
         return at < len(self._indices) and self._indices[at] == index
 
+    def any_of(self, first: int, end: int) -> bool:
+        """Tell whether one of the blocks first..end-1 is present."""
+        at = bisect_left(self._indices, first)
+        return at < len(self._indices) and self._indices[at] < end
+
     def run(self, first: int, end: int) -> tuple[Sequence[int], Sequence[int]] | None:
         """Return slots and generations of blocks first..end-1; None if one is missing."""
         at = bisect_left(self._indices, first)
@@ -216,6 +221,10 @@ class StoreClient:
     def known_ready(self, key: bytes) -> bool:
         """Tell whether the store said that a block is ready, and not that it left."""
         return key in self._known or key in self._known_before
+
+    def none_known(self, keys: Sequence[bytes]) -> bool:
+        """Tell whether known_ready is false for all of them."""
+        return self._known.isdisjoint(keys) and self._known_before.isdisjoint(keys)
 
     # The wire
 

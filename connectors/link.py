@@ -87,6 +87,8 @@ class Link:
                 messages.extend(self._decoder.feed(data))
             except ProtocolError as exc:
                 raise LinkLost(str(exc)) from exc
+            if len(data) < _READ_BYTES:
+                return messages  # that was all; asking again would cost a system call
 
     def put_back(self, messages: list[p.Message]) -> None:
         """Let the next receive return these first."""

@@ -22,6 +22,7 @@ from kvstore.types import make_key
 
 MEDIUM = "cpu"
 JOB_BLOCKS_MAX = 64  # a fence waits for whole jobs
+RUN_BLOCKS_MIN = 4  # fewer are gathered one by one
 
 
 class _Gathered(msgspec.Struct):
@@ -92,40 +93,73 @@ class Offers:
 
     def _take(self, tracked: Tracked, first: int, end: int, table: BlockTable) -> bool:
         """Gather blocks first..end-1 of every group that has them; False when credits ran out."""
-        hashes, every = tracked.request.block_hashes, self._hashes_per_block
-        cursor, present = tracked.cursor, [places or None for places in tracked.present]
-        empty, known_ready = self._client.credits, self._client.known_ready
-        above = [b""] * len(self._gathered)
-        tables = []  # of blocks first..end-1, read once
+        for start in range(first, end, JOB_BLOCKS_MAX):
+            stop = min(end, start + JOB_BLOCKS_MAX)
+            if not self._take_run(tracked, start, stop, table) and not self._take_each(
+                tracked, start, stop, table
+            ):
+                return False
+            if len(self._gathered[0].slots) >= JOB_BLOCKS_MAX:
+                self._close_job()
+        return True
+
+    def _take_run(self, tracked: Tracked, first: int, end: int, table: BlockTable) -> bool:
+        """Gather a run that is new in every group, at once; False if it is not, nothing done."""
+        count, every, free = end - first, self._hashes_per_block, self._client.credits
+        if count < RUN_BLOCKS_MIN or count * len(self._gathered) > len(free):
+            return False
+        hashes = tracked.request.block_hashes[(first + 1) * every - 1 : end * every : every]
+        runs = []
         for of in self._gathered:
-            at = cursor[of.group]
-            if at > 0:
-                above[of.group] = hashes[at * every - 1] + of.suffix
-            tables.append(table[of.group][first * of.engine_blocks : end * of.engine_blocks])
+            ids = table[of.group][first * of.engine_blocks : end * of.engine_blocks]
+            keys = [block_hash + of.suffix for block_hash in hashes]
+            if (
+                tracked.cursor[of.group] != first
+                or len(ids) != count * of.engine_blocks
+                or 0 in ids
+                or tracked.present[of.group].any_of(first, end)
+                or not self._client.none_known(keys)
+            ):
+                return False
+            runs.append((of, ids, keys))
+        for of, ids, keys in runs:
+            of.parents.extend([b""] * count if of.rooted else [self._above(tracked, first, of)])
+            of.parents.extend(() if of.rooted else keys[:-1])
+            of.ids.extend(ids)
+            of.keys.extend(keys)
+            of.slots.extend([free.popleft() for _ in range(count)])
+            tracked.cursor[of.group] = end
+        return True
+
+    def _above(self, tracked: Tracked, index: int, of: _Gathered) -> bytes:
+        """Name the block before block `index`; empty for the first."""
+        if index == 0:
+            return b""
+        return tracked.request.block_hashes[index * self._hashes_per_block - 1] + of.suffix
+
+    def _take_each(self, tracked: Tracked, first: int, end: int, table: BlockTable) -> bool:
+        """Gather block by block, all groups of one before the next; False without credits."""
+        cursor, free = tracked.cursor, self._client.credits
         for index in range(first, end):
-            block_hash = hashes[(index + 1) * every - 1]
             for of in self._gathered:
-                group, per = of.group, of.engine_blocks
-                if cursor[group] != index:
+                if cursor[of.group] != index:
                     continue
-                ids, places = table[group][index * per : (index + 1) * per], present[group]
-                key = block_hash + of.suffix
+                per = of.engine_blocks
+                ids = table[of.group][index * per : (index + 1) * per]
+                key = self._above(tracked, index + 1, of)
                 if (
                     len(ids) == per
                     and 0 not in ids
-                    and (places is None or index not in places)
-                    and not known_ready(key)
+                    and index not in tracked.present[of.group]
+                    and not self._client.known_ready(key)
                 ):
-                    if not empty:
+                    if not free:
                         return False
                     of.ids += ids
-                    of.slots.append(empty.popleft())
+                    of.slots.append(free.popleft())
                     of.keys.append(key)
-                    of.parents.append(b"" if of.rooted else above[group])
-                above[group] = key
-                cursor[group] = index + 1
-            if len(self._gathered[0].slots) >= JOB_BLOCKS_MAX:
-                self._close_job()
+                    of.parents.append(b"" if of.rooted else self._above(tracked, index, of))
+                cursor[of.group] = index + 1
         return True
 
     def _close_job(self) -> None:

@@ -25,6 +25,9 @@ class Client:
     def known_ready(self, key: bytes) -> bool:
         return key in self.known
 
+    def none_known(self, keys: Sequence[bytes]) -> bool:
+        return self.known.isdisjoint(keys)
+
 
 class Request:
     def __init__(self, name: str, blocks: int) -> None:
@@ -94,6 +97,19 @@ def test_a_long_prompt_is_cut_into_jobs_in_order() -> None:
     keys = [key for job in jobs for key in job.keys]
     assert [parent for job in jobs for parent in job.parents] == [b"", *keys[:-1]]
     assert [job.job_id for job in jobs] == sorted({job.job_id for job in jobs})
+
+
+def test_a_run_gathered_at_once_is_the_same_as_block_by_block() -> None:
+    at_once, one_by_one = Desk(TWO), Desk(TWO)
+    tables = [list(range(1, 21)), list(range(101, 111))]
+    at_once.offer(*at_once.new("a", 20), *tables)
+    _, tracked = one_by_one.new("a", 20)
+    for tokens in range(32, 321, 32):  # a block at a time never is a run
+        one_by_one.offers.offer(tracked, tokens, lambda _: tables)
+    (run,), (each,) = at_once.offers.take_jobs(), one_by_one.offers.take_jobs()
+    assert len(run.keys) == 20
+    assert (run.engine, run.keys, run.parents) == (each.engine, each.keys, each.parents)
+    assert sorted(run.store.slots) == sorted(each.store.slots)
 
 
 def test_the_parent_of_the_first_new_block_is_the_last_old_one() -> None:

@@ -115,8 +115,8 @@ def test_an_engine_id_can_be_attached_once() -> None:
     [
         (p.Hello(p.VERSION, "e", "scheduler", 0, 0), "world of 0"),
         (p.Hello(p.VERSION, "e", "scheduler", 0, -1), "world of -1"),
-        (p.Hello(p.VERSION, "e", "worker", 1, 1, geometry=geometry()), "rank 1 of 1"),
-        (p.Hello(p.VERSION, "e", "worker", -1, 1, geometry=geometry()), "rank -1 of 1"),
+        (p.Hello(p.VERSION, "e", "worker", 1, 1, geometry=geometry()), "rank 1, expected 0..0"),
+        (p.Hello(p.VERSION, "e", "worker", -1, 1, geometry=geometry()), "rank -1, expected 0..0"),
         (p.Hello(p.VERSION, "e", "worker", 0, 1), "role 'worker'"),
         (p.Hello(p.VERSION, "e", "router", 0, 1), "role 'router'"),
     ],

@@ -83,3 +83,7 @@ class Session(msgspec.Struct, eq=False):
     def complete(self) -> bool:
         """Tell whether every part of the engine is connected."""
         return self.scheduler is not None and len(self.workers) == self.world
+
+    def taken(self, role: str, rank: int) -> bool:
+        """Tell whether this part of the engine is connected."""
+        return self.scheduler is not None if role == "scheduler" else rank in self.workers

@@ -197,6 +197,11 @@ class Store:
             session = Session(self._next_session, hello.engine, hello.world)
             self._next_session += 1
             self.sessions[hello.engine] = session
+        if session.taken(hello.role, hello.rank):
+            # An engine that came back under its id before its old processes were gone.
+            text = f"{hello.role} {hello.rank} of engine {hello.engine!r} is attached already"
+            self._send(connection, p.Refused(text, retry=True), None)
+            return
         try:
             self._join(session, connection, hello)
         finally:
@@ -210,13 +215,11 @@ class Store:
         if hello.world != session.world:
             raise ProtocolError(f"world of {hello.world}, the session has {session.world}")
         if hello.role == "scheduler":
-            if session.scheduler is not None:
-                raise ProtocolError(f"engine {hello.engine!r} is attached already")
             session.scheduler = connection
             session.credit_slots = hello.credit_slots
         elif hello.role == "worker" and hello.geometry is not None:
-            if not 0 <= hello.rank < hello.world or hello.rank in session.workers:
-                raise ProtocolError(f"rank {hello.rank} of {hello.world} is wrong, or here already")
+            if not 0 <= hello.rank < hello.world:
+                raise ProtocolError(f"rank {hello.rank}, expected 0..{hello.world - 1}")
             session.workers[hello.rank] = connection
             session.geometries[hello.rank] = hello.geometry
         else:

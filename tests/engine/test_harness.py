@@ -124,7 +124,7 @@ def test_the_native_peer_loads_what_it_stored(model: Callable[[str], Path], name
     assert hits == sum(result.cached_tokens for result in again)
 
 
-@pytest.mark.parametrize("name", ["llama_s", "gemma3"])
+@pytest.mark.parametrize("name", ["llama_s", pytest.param("gemma3", marks=pytest.mark.e2e)])
 def test_one_lost_block_is_noticed(model: Callable[[str], Path], name: str) -> None:
     with Engine(model(name), connector=forgetful_config()) as engine:
         reference = engine.run(requests(), max_tokens=TOKENS_OUT)
@@ -152,7 +152,7 @@ def test_a_hung_engine_is_ended(model: Callable[[str], Path]) -> None:
         assert all_gone([driver])
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 def test_two_workers_are_processes_and_agree(model: Callable[[str], Path]) -> None:
     connector = native_config(HOST_BYTES)
     with Engine(
@@ -170,7 +170,7 @@ def test_two_workers_are_processes_and_agree(model: Callable[[str], Path]) -> No
     assert all_gone(pids.values())
 
 
-@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.parametrize("which", ["core", "worker0"])
 def test_a_death_during_a_run_is_reported(model: Callable[[str], Path], which: str) -> None:
     with Engine(model("llama_s"), in_process=False) as engine:
