@@ -85,8 +85,8 @@ class CpuConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[cpu]`: the memory that holds KV blocks.
 
     capacity (bytes, required): all KV memory of this store, for all engines together. It is
-        populated at start, so that it cannot run out later. Without a default: only the
-        operator knows what the engines need.
+        taken an extent at a time as engines fill it, and never exceeded. Without a default:
+        only the operator knows what the engines need.
     extent (bytes): the unit in which memory is handed to a namespace, registered, pinned, grown
         and shrunk; a multiple of 2 MiB (one huge page). Default "auto", capacity / 8 between
         16 MiB and 1 GiB: several models can share a small store, a large one has few regions.
