@@ -17,6 +17,7 @@ from kvstore.bench.models import prompt
 from kvstore.bench.store import StoreProcess
 from tests.engine.support import (
     CAPACITY,
+    assert_given_back,
     attach,
     eventually,
     gone,
@@ -92,12 +93,6 @@ def slots(store: StoreProcess) -> float:
     return numbers(store.address).get("kvstore_slots{granted}", 0)
 
 
-def assert_all_given_back(store: StoreProcess) -> None:
-    eventually(lambda: not slots(store), GONE_S)
-    left = numbers(store.address)
-    assert not [name for name in left if name.startswith(("kvstore_sessions{", "kvstore_leases"))]
-
-
 @pytest.mark.e2e
 @pytest.mark.parametrize("which", [["core"], ["worker0"], ["core", "worker0"]], ids="+".join)
 def test_a_shared_store_gets_its_slots_back(
@@ -107,7 +102,7 @@ def test_a_shared_store_gets_its_slots_back(
     with Engine(model("llama_s"), connector=connector, in_process=False) as engine:
         assert slots(store) > 0
         with killed_in_a_run(engine, which):
-            assert_all_given_back(store)
+            assert_given_back(store.address)
 
 
 def test_O23_slots_come_back_only_once_the_worker_is_gone(
@@ -128,4 +123,4 @@ def test_O23_slots_come_back_only_once_the_worker_is_gone(
         assert slots(store) == granted
         engine.kill("worker0")
         eventually(lambda: gone(processes["worker0"]), GONE_S)
-        assert_all_given_back(store)
+        assert_given_back(store.address)
