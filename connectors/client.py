@@ -29,13 +29,14 @@ EVENTS_MAX = 100_000
 class Places:
     """Present blocks of one group: block index -> (slot, generation); indices ascend."""
 
-    __slots__ = ("_generations", "_indices", "_slots")
+    __slots__ = ("_end", "_generations", "_indices", "_slots")
 
     def __init__(self, indices: Sequence[int], slots: Sequence[int], gens: Sequence[int]) -> None:
         """All three have one item per block. Raises ValueError if they do not."""
         if not len(indices) == len(slots) == len(gens):
             raise ValueError(f"{len(indices)} blocks, {len(slots)} slots, {len(gens)} generations")
         self._indices, self._slots, self._generations = indices, slots, gens
+        self._end = indices[-1] + 1 if indices else 0  # most questions are about blocks behind it
 
     def __len__(self) -> int:
         """Count the blocks."""
@@ -43,13 +44,27 @@ class Places:
 
     def __contains__(self, index: int) -> bool:
         """Tell whether a block is present."""
-        at = bisect_left(self._indices, index)
-        return at < len(self._indices) and self._indices[at] == index
+        if index >= self._end:
+            return False
+        return self._indices[bisect_left(self._indices, index)] == index
+
+    @property
+    def leading(self) -> int:
+        """Count the blocks from the first on, up to the first that is missing."""
+        at = self._indices
+        if len(at) == self._end:
+            return self._end
+        return bisect_left(range(len(at)), 1, key=lambda n: at[n] > n)
+
+    def all_of(self, first: int, end: int) -> bool:
+        """Tell whether every one of the blocks first..end-1 is present."""
+        return self.run(first, end) is not None
 
     def any_of(self, first: int, end: int) -> bool:
         """Tell whether one of the blocks first..end-1 is present."""
-        at = bisect_left(self._indices, first)
-        return at < len(self._indices) and self._indices[at] < end
+        if first >= self._end:
+            return False
+        return self._indices[bisect_left(self._indices, first)] < end
 
     def run(self, first: int, end: int) -> tuple[Sequence[int], Sequence[int]] | None:
         """Return slots and generations of blocks first..end-1; None if one is missing."""

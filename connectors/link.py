@@ -8,6 +8,7 @@ import select
 import socket
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable
 
@@ -18,8 +19,8 @@ log = logging.getLogger(__name__)
 
 OUTBOX_BYTES_MAX = 16 << 20
 _WRITE_BYTES = 1 << 18
-_READ_BYTES = 1 << 16  # a buffer of more than 128 KiB is mapped and unmapped for every read
-_FDS_MAX = 8
+_READ_BYTES = 1 << 16
+_ANCILLARY_BYTES = socket.CMSG_SPACE(8 * array("i").itemsize)
 _RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -35,6 +36,7 @@ class Link:
         sock.setblocking(False)
         self._sock = sock
         self._decoder = p.Decoder(p.ToEngine)
+        self._inbox = memoryview(bytearray(_READ_BYTES))
         self._outbox = bytearray()
         self._lock = threading.Lock()
         self._poll = select.poll()
@@ -73,21 +75,22 @@ class Link:
             return messages
         while True:
             try:
-                data, fds, _, _ = socket.recv_fds(self._sock, _READ_BYTES, _FDS_MAX)
+                size, ancillary, _, _ = self._sock.recvmsg_into([self._inbox], _ANCILLARY_BYTES)
             except BlockingIOError:
                 return messages
             except OSError as exc:
                 raise LinkLost(f"store is gone: {exc.strerror}") from exc
-            self.fds.extend(fds)
-            if not data:
+            for _, _, descriptors in ancillary:  # SCM_RIGHTS is all that a store sends
+                self.fds.extend(array("i", descriptors))
+            if not size:
                 if messages:
                     return messages  # the next call tells that the store is gone
                 raise LinkLost("store closed the connection")
             try:
-                messages.extend(self._decoder.feed(data))
+                messages.extend(self._decoder.feed(self._inbox[:size]))
             except ProtocolError as exc:
                 raise LinkLost(str(exc)) from exc
-            if len(data) < _READ_BYTES:
+            if size < _READ_BYTES:
                 return messages  # that was all; asking again would cost a system call
 
     def put_back(self, messages: list[p.Message]) -> None:

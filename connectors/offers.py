@@ -11,7 +11,7 @@ The blocks of a step are gathered into a few jobs, whichever request they are of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -51,12 +51,12 @@ class Offers:
         self._world = world
         self._declined = declined
         self._hashes_per_block = geometry.block_tokens // geometry.hash_tokens
-        self._sources: dict[int, tuple[int, ...]] = {}  # engine block -> jobs that read it
-        self._sources_of: dict[int, tuple[int, ...]] = {}
+        self._sources: dict[int, frozenset[int]] = {}  # unfinished job -> engine blocks it reads
         self._ranks_over: Counter[int] = Counter()
         self._next_job = 1
         self._jobs: list[StoreJob] = []
         self._gathered: list[_Gathered] = []
+        self._slots = 0  # gathered for the next job
         self.use_scope(b"")
 
     def use_scope(self, scope: bytes) -> None:
@@ -70,52 +70,52 @@ class Offers:
 
     def offer(
         self, tracked: Tracked, computed: int, table: Callable[[str], BlockTable | None]
-    ) -> None:
+    ) -> int:
         """Store the blocks that are complete now and not stored yet, as far as credits go.
 
-        Called for a request whose tracked.due was reached, and sets the next one.
+        Returns how many computed tokens it takes before another block can be complete.
         """
         client, request = self._client, tracked.request
         if not client.session:
-            return
+            return 0
         size = self._geometry.block_tokens
         hashed = len(request.block_hashes) * self._geometry.hash_tokens
-        first, end = min(tracked.cursor), min(computed, hashed) // size
-        if first < end:
-            blocks = table(request.request_id) if client.credits else None
-            if not client.credits:
-                self._declined()
+        end = min(computed, hashed) // size
+        if tracked.cursor < end:
+            blocks = table(request.request_id) if client.credits else ()
             if blocks is None:
-                return
-            if not self._take(tracked, first, end, blocks):
+                return 0
+            self._take(tracked, end, blocks)
+            if tracked.cursor < end:
                 self._declined()
-        tracked.due = (min(tracked.cursor) + 1) * size
+        return (tracked.cursor + 1) * size
 
-    def _take(self, tracked: Tracked, first: int, end: int, table: BlockTable) -> bool:
-        """Gather blocks first..end-1 of every group that has them; False when credits ran out."""
-        for start in range(first, end, JOB_BLOCKS_MAX):
-            stop = min(end, start + JOB_BLOCKS_MAX)
-            if not self._take_run(tracked, start, stop, table) and not self._take_each(
-                tracked, start, stop, table
-            ):
-                return False
-            if len(self._gathered[0].slots) >= JOB_BLOCKS_MAX:
+    def _take(self, tracked: Tracked, end: int, table: BlockTable) -> None:
+        """Gather the blocks up to end-1, of every group that has them, as far as credits go."""
+        first, free, groups = tracked.cursor, self._client.credits, len(self._gathered)
+        while first < end and len(free) >= groups:
+            stop = min(end, first + JOB_BLOCKS_MAX, first + len(free) // groups)
+            if stop - first < RUN_BLOCKS_MIN or not self._take_run(tracked, first, stop, table):
+                self._take_each(tracked, first, stop, table)
+            first = stop
+            if self._slots >= JOB_BLOCKS_MAX * groups:
                 self._close_job()
-        return True
+        tracked.cursor = first
 
     def _take_run(self, tracked: Tracked, first: int, end: int, table: BlockTable) -> bool:
-        """Gather a run that is new in every group, at once; False if it is not, nothing done."""
-        count, every, free = end - first, self._hashes_per_block, self._client.credits
-        if count < RUN_BLOCKS_MIN or count * len(self._gathered) > len(free):
-            return False
+        """Gather a run that each group has as a whole, new or not at all; False if one does not."""
+        every = self._hashes_per_block
         hashes = tracked.request.block_hashes[(first + 1) * every - 1 : end * every : every]
+        above = tracked.request.block_hashes[first * every - 1] if first else b""
         runs = []
         for of in self._gathered:
             ids = table[of.group][first * of.engine_blocks : end * of.engine_blocks]
-            keys = [block_hash + of.suffix for block_hash in hashes]
+            if not any(ids) or tracked.present[of.group].all_of(first, end):
+                continue
+            suffix = of.suffix
+            keys = [block_hash + suffix for block_hash in hashes]
             if (
-                tracked.cursor[of.group] != first
-                or len(ids) != count * of.engine_blocks
+                len(ids) != (end - first) * of.engine_blocks
                 or 0 in ids
                 or tracked.present[of.group].any_of(first, end)
                 or not self._client.none_known(keys)
@@ -123,44 +123,45 @@ class Offers:
                 return False
             runs.append((of, ids, keys))
         for of, ids, keys in runs:
-            of.parents.extend([b""] * count if of.rooted else [self._above(tracked, first, of)])
-            of.parents.extend(() if of.rooted else keys[:-1])
-            of.ids.extend(ids)
-            of.keys.extend(keys)
-            of.slots.extend([free.popleft() for _ in range(count)])
-            tracked.cursor[of.group] = end
+            self._gather_run(of, ids, keys, above)
         return True
 
-    def _above(self, tracked: Tracked, index: int, of: _Gathered) -> bytes:
-        """Name the block before block `index`; empty for the first."""
-        if index == 0:
-            return b""
-        return tracked.request.block_hashes[index * self._hashes_per_block - 1] + of.suffix
+    def _gather_run(
+        self, of: _Gathered, ids: Sequence[int], keys: list[bytes], above: bytes
+    ) -> None:
+        if of.rooted:
+            of.parents.extend([b""] * len(keys))
+        else:
+            of.parents.append(above + of.suffix if above else b"")
+            of.parents.extend(keys[:-1])
+        of.ids.extend(ids)
+        of.keys.extend(keys)
+        of.slots.extend([self._client.credits.popleft() for _ in keys])
+        self._slots += len(keys)
 
-    def _take_each(self, tracked: Tracked, first: int, end: int, table: BlockTable) -> bool:
-        """Gather block by block, all groups of one before the next; False without credits."""
-        cursor, free = tracked.cursor, self._client.credits
+    def _take_each(self, tracked: Tracked, first: int, end: int, table: BlockTable) -> None:
+        """Gather block by block, all groups of one before the next."""
+        hashes, every = tracked.request.block_hashes, self._hashes_per_block
+        free, known_ready = self._client.credits, self._client.known_ready
+        above = hashes[first * every - 1] if first else b""
         for index in range(first, end):
+            block_hash = hashes[(index + 1) * every - 1]
             for of in self._gathered:
-                if cursor[of.group] != index:
-                    continue
                 per = of.engine_blocks
                 ids = table[of.group][index * per : (index + 1) * per]
-                key = self._above(tracked, index + 1, of)
+                key = block_hash + of.suffix
                 if (
                     len(ids) == per
                     and 0 not in ids
                     and index not in tracked.present[of.group]
-                    and not self._client.known_ready(key)
+                    and not known_ready(key)
                 ):
-                    if not free:
-                        return False
                     of.ids += ids
                     of.slots.append(free.popleft())
                     of.keys.append(key)
-                    of.parents.append(b"" if of.rooted else self._above(tracked, index, of))
-                cursor[of.group] = index + 1
-        return True
+                    of.parents.append(above + of.suffix if above and not of.rooted else b"")
+                    self._slots += 1
+            above = block_hash
 
     def _close_job(self) -> None:
         """Make one job of what was gathered. Blocks are whole, so their order is all it takes."""
@@ -175,17 +176,13 @@ class Offers:
             slots += of.slots
             keys += of.keys
             parents += of.parents
-        this = (number,)
-        for block in ids:
-            jobs = self._sources.get(block)
-            self._sources[block] = this if jobs is None else jobs + this
-        self._sources_of[number] = tuple(ids)
+        self._sources[number] = frozenset(ids)
         sizes = tuple(len(of.ids) for of in self._gathered)
         self._jobs.append(
             StoreJob(
                 number,
                 self._client.session,
-                EngineSpec(self._sources_of[number], sizes, (0,) * len(sizes)),
+                EngineSpec(tuple(ids), sizes, (0,) * len(sizes)),
                 StoreSpec(MEDIUM, tuple(slots)),
                 tuple(keys),
                 tuple(parents),
@@ -194,10 +191,11 @@ class Offers:
         self.blocks += len(slots)
         for of in self._gathered:
             of.ids, of.slots, of.keys, of.parents = [], [], [], []
+        self._slots = 0
 
     def take_jobs(self) -> tuple[StoreJob, ...]:
         """Return the jobs of what was offered since the last call."""
-        if any(of.slots for of in self._gathered):
+        if self._slots:
             self._close_job()
         jobs, self._jobs = tuple(self._jobs), []
         return jobs
@@ -209,11 +207,10 @@ class Offers:
 
     def fence(self, written: Iterable[int]) -> set[int]:
         """Name the unfinished jobs that read any of these engine blocks."""
-        jobs: set[int] = set()
-        if self._sources:
-            for block in written:
-                jobs.update(self._sources.get(block, ()))
-        return jobs
+        if not self._sources:
+            return set()
+        blocks = set(written)
+        return {job for job, read in self._sources.items() if not read.isdisjoint(blocks)}
 
     def over(self, ranks_over: Mapping[int, int]) -> None:
         """Take the workers' reports: jobs that ended, and on how many ranks."""
@@ -222,7 +219,4 @@ class Offers:
             if self._ranks_over[number] < self._world:
                 continue
             del self._ranks_over[number]
-            for block in self._sources_of.pop(number, ()):
-                others = tuple(job for job in self._sources.pop(block, ()) if job != number)
-                if others:
-                    self._sources[block] = others
+            self._sources.pop(number, None)

@@ -71,7 +71,7 @@ class Tracked:
     """One request."""
 
     __slots__ = (
-        "ask", "asked_blocks", "capped", "cursor", "deferred_ns", "due", "failures", "grant",
+        "ask", "asked_blocks", "capped", "cursor", "deferred_ns", "failures", "grant",
         "key_hash", "local", "phase", "present", "request", "waited",
     )  # fmt: skip
 
@@ -87,16 +87,5 @@ class Tracked:
         self.grant: Grant | None = None
         self.local = 0
         self.present: tuple[Places, ...] = (NOWHERE,) * groups
-        self.cursor = [0] * groups  # blocks before it were offered, or need not be
-        self.due = 0  # no block can be complete with fewer tokens; 0 whenever the cursor is reset
+        self.cursor = 0  # blocks before it were offered, or need not be
         self.key_hash: bytes | None = None  # first block being loaded, see O7
-
-    def rewind(self) -> None:
-        """Offer everything again that the store does not have."""
-        self.cursor = [0] * len(self.cursor)
-        self.due = 0
-
-    def rest(self) -> None:
-        """Offer nothing until the engine allocates afresh: its blocks are of before a reset."""
-        self.cursor = [NEVER] * len(self.cursor)
-        self.due = NEVER

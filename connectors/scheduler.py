@@ -23,7 +23,7 @@ import msgspec
 from connectors.client import NOWHERE, Grant, StoreClient
 from connectors.jobs import EngineSpec, LoadJob, StepMeta, StoreJob, StoreSpec
 from connectors.offers import MEDIUM, Offers
-from connectors.requests import BlockTable, EngineRequest, Geometry, Phase, Step, Tracked
+from connectors.requests import NEVER, BlockTable, EngineRequest, Geometry, Phase, Step, Tracked
 from kvstore.lookup import Answer, common_hit
 from kvstore.types import LookupResult
 
@@ -61,7 +61,8 @@ class SchedulerHalf:
         self._scope = b""
         self._hash_bytes = 0
         self._requests: dict[str, Tracked] = {}
-        self._running: set[str] = set()
+        self._scheduled: Mapping[str, int] = {}  # in the last step
+        self._left: dict[str, int] = {}  # tokens to compute until a block can be complete
         self._loading_hashes: Counter[bytes] = Counter()
         self._loads: list[LoadJob] = []
         self._load_targets: set[int] = set()
@@ -152,7 +153,7 @@ class SchedulerHalf:
         return grant
 
     def _wait(self, tracked: Tracked) -> None:
-        idle = not self._running
+        idle = self._requests.keys().isdisjoint(self._scheduled)
         if tracked.waited or tracked.ask is None:
             return
         if not idle and self._timeouts >= TIMEOUTS_IN_A_ROW_MAX:
@@ -241,7 +242,7 @@ class SchedulerHalf:
         tracked.present = (
             grant.hits if grant is not None and grant.hits else (NOWHERE,) * self._groups
         )
-        tracked.rewind()
+        self._rewind(tracked)
         hits = self._sources_of(tracked, grant, external)
         self._client.used(tracked.request.num_tokens - tracked.local, hits)
         if external:
@@ -331,17 +332,15 @@ class SchedulerHalf:
     def build_meta(self, step: Step) -> StepMeta:
         """Plan this step's copies. Called once per step, empty ones included."""
         self._client.receive()
-        for request_id, tokens in step.scheduled.items():
-            tracked = self._requests.get(request_id)
-            if tracked is None:
-                continue
-            computed = tracked.request.num_computed_tokens + tokens
-            if computed >= tracked.due:  # seldom: this loop runs for every request in every step
-                if tracked.phase in (Phase.NEW, Phase.LOADED):
-                    tracked.phase = Phase.RUNNING
-                self._offers.offer(tracked, computed, step.table)
+        left_of = self._left
+        for request_id, tokens in step.scheduled.items():  # every running request, in every step
+            left = left_of.get(request_id, 0) - tokens
+            if left > 0:
+                left_of[request_id] = left
+            else:
+                self._offer(request_id, tokens, step)
         stores = self._offers.take_jobs()
-        self._running = set(step.scheduled)
+        self._scheduled = step.scheduled
         early, self._early = tuple(self._early), []
         loads, self._loads = tuple(self._loads), []
         targets, self._load_targets = self._load_targets, set()
@@ -350,6 +349,15 @@ class SchedulerHalf:
         self._client.send_step()
         self._waited_s = 0.0
         return StepMeta(early, stores, loads, tuple(flush), idle=not step.scheduled)
+
+    def _offer(self, request_id: str, tokens: int, step: Step) -> None:
+        tracked = self._requests.get(request_id)
+        if tracked is None:
+            return
+        if tracked.phase in (Phase.NEW, Phase.LOADED):
+            tracked.phase = Phase.RUNNING
+        computed = tracked.request.num_computed_tokens + tokens
+        self._left[request_id] = self._offers.offer(tracked, computed, step.table) - computed
 
     def on_output(
         self, stores_over: Mapping[int, int], loaded: Iterable[str], failed: Iterable[str]
@@ -362,6 +370,11 @@ class SchedulerHalf:
             if tracked is not None and tracked.phase is Phase.LOADING:
                 self._loaded(tracked, failed=request_id in bad)
 
+    def _rewind(self, tracked: Tracked) -> None:
+        """Offer everything again that the store does not have."""
+        tracked.cursor = min(places.leading for places in tracked.present)
+        self._left.pop(tracked.request.request_id, None)
+
     def _loaded(self, tracked: Tracked, *, failed: bool) -> None:
         self._end_loading(tracked)
         tracked.phase = Phase.LOADED
@@ -370,7 +383,7 @@ class SchedulerHalf:
             self._count("load_failed")
             tracked.failures += 1
             tracked.present = (NOWHERE,) * self._groups
-            tracked.rewind()
+            self._rewind(tracked)
             tracked.phase = Phase.NEW
 
     def _end_loading(self, tracked: Tracked) -> None:
@@ -388,7 +401,7 @@ class SchedulerHalf:
         The engine may free the blocks at once: the next step's fence protects their bytes.
         """
         tracked = self._requests.pop(request_id, None)
-        self._running.discard(request_id)
+        self._left.pop(request_id, None)
         if tracked is None:
             return
         if tracked.phase is Phase.RUNNING:
@@ -415,7 +428,7 @@ class SchedulerHalf:
                 self._client.drop(tracked.ask)
                 tracked.ask, tracked.phase = None, Phase.NEW
             tracked.present = (NOWHERE,) * self._groups
-            tracked.rest()
+            tracked.cursor = NEVER  # until the engine allocates afresh: its blocks are of before
         return not any(t.phase is Phase.LOADING for t in self._requests.values())
 
     def take_events(self) -> list[tuple[bool, bytes, int]]:

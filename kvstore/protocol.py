@@ -250,7 +250,7 @@ class Decoder:
         self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(kinds)
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[Message]:
+    def feed(self, data: bytes | memoryview) -> Iterator[Message]:
         """Yield the messages that are complete now. Raises ProtocolError for anything else."""
         self._buffer += data
         start = 0

@@ -331,11 +331,9 @@ class World:
         assert set(client._grants) <= asks, "an answer that nobody asked for is kept"
         assert set(client._asked_ns) <= asks, "a question that nobody waits for is kept"
         open_jobs = {job for worker in host.workers for job in worker.stores_open}
-        assert open_jobs <= set(half._offers._sources_of), (
+        assert open_jobs <= set(half._offers._sources), (
             "a store is under way that the fence does not know"
         )
-        sources = {block for ids in half._offers._sources_of.values() for block in ids}
-        assert set(half._offers._sources) == sources, "sources and jobs differ"
         store = self.net.store
         if store is None or client._link is None or not client.session:
             return
@@ -385,7 +383,6 @@ class World:
             for left in (
                 half._requests,
                 half._offers._sources,
-                half._offers._sources_of,
                 half._offers._ranks_over,
             ):
                 assert not left, f"{host.name}: left behind: {left}"

@@ -98,12 +98,12 @@ def test_O11_a_partly_accepted_batch_is_a_leading_run_per_group() -> None:
     run(script, request)
     table = [[1, 2, 3], [4, 5, 6]]
     (job,) = script.step(request, 48, table).stores
-    assert job.engine.group_sizes == (2, 1)
-    assert job.engine.block_ids == (1, 2, 4)
+    assert job.engine.group_sizes == (1, 1)
+    assert job.engine.block_ids == (1, 4)
     script.grant_credits(10)
     (rest,) = script.step(request, 1, table).stores
-    assert rest.engine.block_ids == (3, 5, 6)
-    assert rest.engine.group_sizes == (1, 2)
+    assert rest.engine.block_ids == (2, 3, 5, 6)
+    assert rest.engine.group_sizes == (2, 2)
 
 
 def test_O11_what_is_ready_is_not_stored_again() -> None:

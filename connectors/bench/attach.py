@@ -19,7 +19,14 @@ from rich.console import Console
 from rich.progress import Progress
 
 from connectors.bench.echo import Echo
-from connectors.bench.engine import BLOCK_TOKENS, HASH_BYTES, PAGE_BYTES, BenchEngine, Request
+from connectors.bench.engine import (
+    BLOCK_TOKENS,
+    HASH_BYTES,
+    PAGE_BYTES,
+    STEP_TOKENS,
+    BenchEngine,
+    Request,
+)
 from kvstore import admin
 from kvstore import protocol as p
 from kvstore.bench.report import Result, percentile
@@ -32,7 +39,8 @@ ROUND_TRIPS = 2000
 ROUND_TRIPS_WARM_UP = 100
 IN_FLIGHT = 256
 STEPS = 2000
-# Prompts arrive, and as many requests end, so that prompts of any length bring as many tokens.
+# Prompts arrive, and as many requests end, so that prompts of any length bring as many tokens;
+# short ones arrive together, so that prompts of any length fill the steps that prefill.
 ARRIVING_TOKENS_PER_STEP = 256
 PROMPT_TOKENS = (1024, 8192, 65536)
 CAPACITY = "256MiB"
@@ -162,9 +170,10 @@ def _lookup(engine: BenchEngine, hashes: bytes) -> None:
 def _steps(store: StoreProcess, prompt_tokens: int) -> Result:
     """CPU time per step with many requests decoding, one ending and one arriving now and then."""
     # The first requests share a prompt and end in turn; then each new one has its own.
-    every = prompt_tokens // ARRIVING_TOKENS_PER_STEP
-    output_tokens = IN_FLIGHT * every
-    blocks = (IN_FLIGHT + STEPS // every + 1) * (prompt_tokens + STEPS) // BLOCK_TOKENS
+    together = max(1, STEP_TOKENS // prompt_tokens)
+    every = together * prompt_tokens // ARRIVING_TOKENS_PER_STEP
+    output_tokens = IN_FLIGHT // together * every
+    blocks = (IN_FLIGHT + (STEPS // every + 1) * together) * (prompt_tokens + STEPS) // BLOCK_TOKENS
     # Unequal rests, or all of them would complete their blocks in the same steps.
     rng = random.Random(IN_FLIGHT)
     with BenchEngine(store.address, blocks, IN_FLIGHT) as engine:
@@ -177,16 +186,16 @@ def _steps(store: StoreProcess, prompt_tokens: int) -> Result:
             engine.add(request)
             while engine.waiting:
                 engine.step()
-        for number, request in enumerate(first, start=1):
-            request.tokens_max = request.num_tokens + number * every
+        for number, request in enumerate(first):
+            request.tokens_max = request.num_tokens + (number // together + 1) * every
         engine.arrival_ns.clear()
         gc.collect()
         gc.freeze()  # as engines do when they have started
         times_ns, loops_ns = [], []
         for number in range(STEPS):
-            if number % every == 0:
+            for arriving in range(together if number % every == 0 else 0):
                 hashes, rest = engine.new_hashes(prompt_tokens), rng.randrange(1, BLOCK_TOKENS)
-                engine.add(Request(f"next {number}", hashes, output_tokens, rest))
+                engine.add(Request(f"next {number}/{arriving}", hashes, output_tokens, rest))
             times_ns.append(engine.step())
             loops_ns.append(_bare_loop_ns())
         declined = engine.half.take_stats().get("store_declined", 0)
