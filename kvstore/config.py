@@ -9,8 +9,6 @@ nanoseconds, relative ones are resolved, and the result is one frozen tree.
 from __future__ import annotations
 
 import difflib
-import json
-import math
 import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping
@@ -21,43 +19,22 @@ from typing import Any
 import msgspec
 
 from kvstore.errors import ConfigError
-
-KIB = 1 << 10
-MIB = 1 << 20
-GIB = 1 << 30
-
-_BYTE_UNITS = {
-    "B": 1,
-    "KiB": KIB,
-    "MiB": MIB,
-    "GiB": GIB,
-    "TiB": 1 << 40,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
-_DURATION_UNITS_NS = {
-    "us": 10**3,
-    "ms": 10**6,
-    "s": 10**9,
-    "m": 60 * 10**9,
-    "h": 3600 * 10**9,
-}
+from kvstore.quantities import GIB, MIB, parse_bytes, parse_duration_ns, shown
 
 HUGE_PAGE_BYTES = 2 * MIB
 EXTENT_BYTES_MIN = 16 * MIB
 EXTENT_BYTES_MAX = GIB
+DISK_BYTES_MIN = 64 * MIB
+THREADS_MAX = 64
+BACKLOG_JOBS = 256
 # sun_path of a unix socket address is 108 bytes, the last of them a zero.
 SOCKET_PATH_BYTES_MAX = 107
 PORT_MAX = 65535
 # Beyond any use, and small enough to multiply by.
 COUNT_MAX = 10**9
-# What the system's own interfaces take as a size.
-QUANTITY_MAX = 2**63 - 1
 CREDIT_BYTES_DEFAULT = 512 * MIB
 # Labels that the tiers of the store itself and of the engine have in the metrics.
-RESERVED_TIER_NAMES = ("gpu", "cpu", "peer")
+RESERVED_TIER_NAMES = ("gpu", "cpu", "nvme", "peer")
 
 
 class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -110,12 +87,37 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     defer (duration): how long an answer may wait for blocks that are still being written or
         promoted; then the request goes on with what is ready. Default "100ms": about what
         computing a few hundred tokens costs. "0s" never waits.
+    promote (duration): how long an answer may wait for blocks that are read from lower tiers;
+        then the request goes on with what has arrived. Default "2s": some gigabytes of a disk,
+        and the longest that one that hangs holds a request.
     """
 
     credit_bytes: int = msgspec.field(name="credit")
     lease_ns: int = msgspec.field(name="lease")
     leased_bytes: int = msgspec.field(name="leased")
     defer_ns: int = msgspec.field(name="defer")
+    promote_ns: int = msgspec.field(name="promote")
+
+
+class NvmeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[nvme]`: blocks on disk, below the CPU memory; left out, there are none.
+
+    path (required): a directory of its own, on a local file system with direct I/O. One store
+        at a time uses it, and what it holds is there again after a restart.
+    capacity (bytes, required): most that the directory takes on disk, index included. Made
+        smaller, the coldest extents go at the next start.
+    extent (bytes): size of one file, and the unit of growth. Default "auto", capacity / 16
+        between 16 MiB and 1 GiB: several models can share the disk.
+    durability (duration): how much of what was written last a power cut may take. Default "1s":
+        a commit costs the disk some milliseconds. "0s" commits at once.
+    threads: reads under way at one time. Default 4: disks are flat beyond 4 to 8.
+    """
+
+    path: str
+    capacity_bytes: int = msgspec.field(name="capacity")
+    extent_bytes: int = msgspec.field(name="extent")
+    durability_ns: int = msgspec.field(name="durability")
+    threads: int
 
 
 class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -125,8 +127,8 @@ class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         first form. Without a default: tiers are plug-ins.
     name (required): label in metrics and logs, unique; lower-case letters, digits and _.
     options: table passed to the class as keyword arguments. Default: empty.
-    backlog (jobs): most jobs queued; beyond, blocks are dropped instead of written. Default 256:
-        some seconds of work for a disk, and a bound on the slots that wait for it.
+    backlog (jobs of 64 blocks): most that may wait to be written; beyond, blocks are not copied
+        to this tier. Default 256: some seconds of work for a disk.
     """
 
     class_name: str = msgspec.field(name="class")
@@ -141,6 +143,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     server: ServerConfig
     cpu: CpuConfig
     engine: EngineConfig
+    nvme: NvmeConfig | None
     tiers: tuple[TierConfig, ...] = msgspec.field(name="tier")
 
 
@@ -149,6 +152,8 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     store: socket path of a shared store ("unix:///run/kvstore.sock"), None for a private one.
     cpu (bytes): capacity of a private store, started with the engine; None for a shared one.
+    nvme: table of a private store's `[nvme]`, such as {"path": "/nvme/kv", "capacity": "200GiB"};
+        None for no disk.
     block_tokens: tokens in one block, a multiple of the engine's block size; None for the
         engine's own block size. Larger blocks mean fewer keys and longer copies, but what does
         not fill a block is computed again.
@@ -156,6 +161,7 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     store: str | None
     cpu_bytes: int | None = msgspec.field(name="cpu")
+    nvme: dict[str, Any] | None
     block_tokens: int | None
 
 
@@ -176,7 +182,7 @@ def load(path: str | Path) -> Config:
 
 def parse(table: Mapping[str, Any], *, source: str = "config") -> Config:
     """Check settings that are already a table, as in the file; source names them in errors."""
-    _refuse_unknown(table, ("server", "cpu", "engine", "tier"), source)
+    _refuse_unknown(table, ("server", "cpu", "engine", "nvme", "tier"), source)
     server = _read(_section(table, "server", source), _SERVER, f"{source}: [server]")
     cpu = _read(_section(table, "cpu", source), _CPU, f"{source}: [cpu]")
     engine = _read(
@@ -185,9 +191,12 @@ def parse(table: Mapping[str, Any], *, source: str = "config") -> Config:
         f"{source}: [engine]",
         given={"capacity": cpu["capacity"]},
     )
+    nvme = None
+    if "nvme" in table:
+        nvme = _read(_section(table, "nvme", source), _NVME, f"{source}: [nvme]")
     entries = table.get("tier", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ConfigError(f"{source}: expected a list [[tier]], found {_shown(entries)}")
+        raise ConfigError(f"{source}: expected a list [[tier]], found {shown(entries)}")
     tiers = [
         _read(entry, _TIER, f"{source}: [[tier]] {count}")
         for count, entry in enumerate(entries, start=1)
@@ -199,7 +208,7 @@ def parse(table: Mapping[str, Any], *, source: str = "config") -> Config:
                 f'{source}: [[tier]] name: expected unique names, found "{name}" twice'
             )
     return msgspec.convert(
-        {"server": server, "cpu": cpu, "engine": engine, "tier": tiers},
+        {"server": server, "cpu": cpu, "engine": engine, "nvme": nvme, "tier": tiers},
         Config,
     )
 
@@ -207,8 +216,6 @@ def parse(table: Mapping[str, Any], *, source: str = "config") -> Config:
 def parse_extra(table: Mapping[str, Any]) -> ExtraConfig:
     """Check what an engine was given as `kv_connector_extra_config`."""
     source = "kv_connector_extra_config"
-    if "nvme" in table:
-        raise ConfigError(f"{source}: nvme comes with the NVMe tier; this version has only cpu")
     found = _read(table, _EXTRA, source)
     if (found["store"] is None) == (found["cpu"] is None):
         given = "neither" if found["store"] is None else "both"
@@ -216,57 +223,14 @@ def parse_extra(table: Mapping[str, Any]) -> ExtraConfig:
             f"{source}: expected one of store and cpu, found {given}: "
             'store = "unix:///path" attaches to a running store, cpu = "8GiB" starts a private one'
         )
+    if found["nvme"] is not None and found["store"] is not None:
+        raise ConfigError(f"{source}: nvme is for a private store; a shared one has its own file")
     return msgspec.convert(found, ExtraConfig)
-
-
-def parse_bytes(value: object) -> int:
-    """Turn "8GiB", "1.5TB" or a plain number of bytes into bytes; ConfigError otherwise."""
-    return _quantity(value, _BYTE_UNITS, 'a size such as "8GiB"', plain=1)
-
-
-def parse_duration_ns(value: object) -> int:
-    """Turn "30s" or "100ms" into nanoseconds; ConfigError otherwise, also for a bare number."""
-    return _quantity(value, _DURATION_UNITS_NS, 'a duration such as "30s"', plain=None)
 
 
 def parse_socket(value: object) -> str:
     """Turn "unix:///run/kvstore.sock" or a plain absolute path into the path."""
     return _read_socket(value, {})
-
-
-def _quantity(value: object, units: Mapping[str, int], expected: str, plain: int | None) -> int:
-    """Read a number with a unit; plain is the unit of a bare integer, None to refuse those."""
-    wrong = f"expected {expected} (units {', '.join(units)}), found {_shown(value)}"
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ConfigError(wrong)
-    text = value.strip() if isinstance(value, str) else str(value)
-    match = re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]{1,9})?) *([A-Za-z]*)", text)
-    if match is None:
-        raise ConfigError(wrong)
-    number, unit = match.groups()
-    scale = units.get(unit) if unit else plain
-    if scale is None:
-        close = [name for name in units if name.lower() == unit.lower()]
-        raise ConfigError(wrong + (f"; did you mean {number}{close[0]}?" if close else ""))
-    amount = math.floor(Fraction(number) * scale)
-    if amount > QUANTITY_MAX:
-        raise ConfigError(f"{wrong}, which does not fit in 63 bits")
-    return amount
-
-
-def _shown(value: object) -> str:
-    """Show a value as its file would, short enough for one line."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        text = json.dumps(value, ensure_ascii=False)
-    elif isinstance(value, dict):
-        text = "a table"
-    elif isinstance(value, list):
-        text = "a list"
-    else:
-        text = str(value)
-    return text if len(text) <= 80 else text[:77] + "..."  # noqa: PLR2004  one line
 
 
 # Raw value and the settings read before it (those of the store's capacity, too), to the value.
@@ -289,7 +253,7 @@ class _Setting(msgspec.Struct, frozen=True):
 def _section(table: Mapping[str, Any], name: str, source: str) -> Mapping[str, Any]:
     found = table.get(name, {})
     if not isinstance(found, dict):
-        raise ConfigError(f"{source}: expected a table [{name}], found {_shown(found)}")
+        raise ConfigError(f"{source}: expected a table [{name}], found {shown(found)}")
     return found
 
 
@@ -323,15 +287,50 @@ def _refuse_unknown(table: Mapping[str, Any], known: Collection[str], where: str
 
 def _text(value: object, expected: str) -> str:
     if not isinstance(value, str):
-        raise ConfigError(f"expected {expected}, found {_shown(value)}")
+        raise ConfigError(f"expected {expected}, found {shown(value)}")
     return value
+
+
+def _read_nvme(value: object, _found: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"expected a table with path and capacity, found {shown(value)}")
+    _read(value, _NVME, "in it")
+    return value
+
+
+def _read_folder(value: object, _found: Mapping[str, Any]) -> str:
+    expected = 'an absolute path such as "/nvme/kv"'
+    path = _text(value, expected)
+    if not path.startswith("/") or "\0" in path:
+        raise ConfigError(f"expected {expected}, found {shown(value)}")
+    return path
+
+
+def _read_threads(value: object, _found: Mapping[str, Any]) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= THREADS_MAX:
+        raise ConfigError(f"expected a whole number from 1 to {THREADS_MAX}, found {shown(value)}")
+    return value
+
+
+def _read_disk_capacity(value: object, _found: Mapping[str, Any]) -> int:
+    capacity_bytes = parse_bytes(value)
+    if capacity_bytes < DISK_BYTES_MIN:
+        raise ConfigError(f"expected at least 64MiB, found {shown(value)}")
+    return capacity_bytes
+
+
+def _read_disk_extent(value: object, found: Mapping[str, Any]) -> int:
+    if value == "auto":
+        pages = int(found["capacity"]) // 16 // HUGE_PAGE_BYTES
+        return min(max(pages * HUGE_PAGE_BYTES, EXTENT_BYTES_MIN), EXTENT_BYTES_MAX)
+    return _read_extent(value, found)
 
 
 def _read_socket(value: object, _found: Mapping[str, Any]) -> str:
     expected = 'an absolute path such as "/run/kvstore/kvstore.sock"'
     path = _text(value, expected).removeprefix("unix://")
     if not path.startswith("/") or path.endswith("/") or "\0" in path:
-        raise ConfigError(f"expected {expected}, found {_shown(value)}")
+        raise ConfigError(f"expected {expected}, found {shown(value)}")
     if len(path.encode()) > SOCKET_PATH_BYTES_MAX:
         raise ConfigError(
             f"expected at most {SOCKET_PATH_BYTES_MAX} bytes, the system's limit for a socket "
@@ -347,14 +346,14 @@ def _read_address(value: object, _found: Mapping[str, Any]) -> dict[str, Any] | 
         return None
     match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})", text, re.ASCII)
     if match is None or int(match[2]) > PORT_MAX:
-        raise ConfigError(f"expected {expected}, found {_shown(value)}")
+        raise ConfigError(f"expected {expected}, found {shown(value)}")
     return {"host": match[1].strip("[]"), "port": int(match[2])}
 
 
 def _read_capacity(value: object, _found: Mapping[str, Any]) -> int:
     capacity_bytes = parse_bytes(value)
     if capacity_bytes < EXTENT_BYTES_MIN:
-        raise ConfigError(f"expected at least 16MiB (one extent), found {_shown(value)}")
+        raise ConfigError(f"expected at least 16MiB (one extent), found {shown(value)}")
     return capacity_bytes
 
 
@@ -367,7 +366,7 @@ def _read_extent(value: object, found: Mapping[str, Any]) -> int:
     if extent_bytes == 0 or extent_bytes % HUGE_PAGE_BYTES or extent_bytes > capacity_bytes:
         raise ConfigError(
             'expected "auto" or a multiple of 2MiB (a huge page) up to the capacity '
-            f"({capacity_bytes} bytes), found {_shown(value)}"
+            f"({capacity_bytes} bytes), found {shown(value)}"
         )
     return extent_bytes
 
@@ -395,7 +394,7 @@ def _part(part_bytes: int, value: object, capacity_bytes: int) -> int:
     if not 0 < part_bytes <= capacity_bytes:
         raise ConfigError(
             f"expected more than 0 and at most the capacity ({capacity_bytes} bytes), "
-            f"found {_shown(value)}"
+            f"found {shown(value)}"
         )
     return part_bytes
 
@@ -403,7 +402,7 @@ def _part(part_bytes: int, value: object, capacity_bytes: int) -> int:
 def _read_lease(value: object, _found: Mapping[str, Any]) -> int:
     lease_ns = parse_duration_ns(value)
     if lease_ns == 0:
-        raise ConfigError(f"expected more than 0, found {_shown(value)}: no hit could be loaded")
+        raise ConfigError(f"expected more than 0, found {shown(value)}: no hit could be loaded")
     return lease_ns
 
 
@@ -416,7 +415,7 @@ def _read_class(value: object, _found: Mapping[str, Any]) -> str:
     text = _text(value, expected)
     module, colon, name = text.partition(":") if ":" in text else text.rpartition(".")
     if not (colon and name.isidentifier() and all(p.isidentifier() for p in module.split("."))):
-        raise ConfigError(f"expected {expected}, found {_shown(value)}")
+        raise ConfigError(f"expected {expected}, found {shown(value)}")
     return f"{module}:{name}"
 
 
@@ -424,7 +423,7 @@ def _read_tier_name(value: object, _found: Mapping[str, Any]) -> str:
     expected = "a label of lower-case letters, digits and _"
     name = _text(value, expected)
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,31}", name):
-        raise ConfigError(f"expected {expected} (up to 32, a letter first), found {_shown(value)}")
+        raise ConfigError(f"expected {expected} (up to 32, a letter first), found {shown(value)}")
     if name in RESERVED_TIER_NAMES:
         raise ConfigError(f'expected another name than "{name}", which is taken by the store')
     return name
@@ -432,13 +431,13 @@ def _read_tier_name(value: object, _found: Mapping[str, Any]) -> str:
 
 def _read_options(value: object, _found: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ConfigError(f"expected a table, found {_shown(value)}")
+        raise ConfigError(f"expected a table, found {shown(value)}")
     return value
 
 
 def _read_count(value: object, _found: Mapping[str, Any]) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= COUNT_MAX:
-        raise ConfigError(f"expected a whole number from 1 to {COUNT_MAX}, found {_shown(value)}")
+        raise ConfigError(f"expected a whole number from 1 to {COUNT_MAX}, found {shown(value)}")
     return value
 
 
@@ -460,15 +459,24 @@ _ENGINE = {
     "lease": _Setting(_read_lease, "30s"),
     "leased": _Setting(_read_leased, "25%"),
     "defer": _Setting(_read_defer, "100ms"),
+    "promote": _Setting(_read_defer, "2s"),
+}
+_NVME = {
+    "path": _Setting(_read_folder, _Required('path = "/nvme/kv"')),
+    "capacity": _Setting(_read_disk_capacity, _Required('capacity = "200GiB"')),
+    "extent": _Setting(_read_disk_extent, "auto"),
+    "durability": _Setting(_read_defer, "1s"),
+    "threads": _Setting(_read_threads, 4),
 }
 _TIER = {
     "class": _Setting(_read_class, _Required('class = "package.module:Class"')),
     "name": _Setting(_read_tier_name, _Required('name = "disk"')),
     "options": _Setting(_read_options, {}),
-    "backlog": _Setting(_read_count, 256),
+    "backlog": _Setting(_read_count, BACKLOG_JOBS),
 }
 _EXTRA = {
     "store": _optional(_read_socket),
     "cpu": _optional(_read_capacity),
+    "nvme": _optional(_read_nvme),
     "block_tokens": _optional(_read_count),
 }

@@ -347,12 +347,16 @@ class Manager:
             self.complete_load(lease_id)
         return late
 
+    def ready(self, key: BlockKey) -> Entry | None:
+        """Return a block that can be read."""
+        entry = self.index.get(key)
+        return entry if entry is not None and entry.state is State.READY else None
+
     def pin(self, key: BlockKey) -> Entry | None:
         """Hold one ready block for a transfer to a lower tier, until unpin."""
-        entry = self.index.get(key)
-        if entry is None or entry.state is not State.READY:
-            return None
-        entry.pins += 1
+        entry = self.ready(key)
+        if entry is not None:
+            entry.pins += 1
         return entry
 
     def unpin(self, entry: Entry) -> None:

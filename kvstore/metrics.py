@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 MEMORY = "cpu"  # the memory pool's tier label
+NVME = "nvme"
 
 
 class Spec(NamedTuple):
@@ -110,6 +111,18 @@ TABLE = (
         "gauge",
         "Physical bytes that the tier holds.",
         ("tier",),
+    ),
+    Spec(
+        "kvstore_tiers",
+        "gauge",
+        "Lower tiers, by the state they are in: ok, loading, read_only, off.",
+        ("tier", "state"),
+    ),
+    Spec(
+        "kvstore_tier_slots",
+        "gauge",
+        "Slots of a namespace on disk, by state: free, used.",
+        ("tier", "namespace", "state"),
     ),
     Spec(
         "kvstore_slots",

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from kvstore.config import GIB, KIB, MIB, Config
+from kvstore.config import Config
 from kvstore.errors import ConfigError
+from kvstore.quantities import GIB, KIB, MIB
 from kvstore.service.server import CPU_TIER, find_class
 
 SHMEM_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"

@@ -31,6 +31,10 @@ class Tier(Protocol):
         """Say whether the block is here; RETRY while a remote answer is outstanding."""
         ...
 
+    def touch(self, key: BlockKey) -> None:
+        """A request used the blocks up to this one, wherever it got them from."""
+        ...
+
     def submit(self, job: TransferJob) -> None:
         """Start moving blocks; the slots are the tier's to use until the job's result."""
         ...

@@ -66,16 +66,27 @@ class JobKind(enum.Enum):
 
 
 class TransferJob(msgspec.Struct, frozen=True):
-    """Move keys[i] to or from slots[i]; the slots stay pinned until the result."""
+    """Move keys[i] to or from slots[i]; the slots stay pinned until the result.
+
+    parents (of a store): keys of the blocks before them, None for a first block and where a
+    group has no chain. A tier that keeps only what can be reached goes by them. Empty: no chains.
+    """
 
     job_id: JobId
     kind: JobKind
     keys: tuple[BlockKey, ...]
     slots: tuple[Slot, ...]
+    parents: tuple[BlockKey | None, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.slots):
             raise ValueError(f"{len(self.keys)} keys for {len(self.slots)} slots")
+        if len(self.parents) not in (0, len(self.keys)):
+            raise ValueError(f"{len(self.keys)} keys, {len(self.parents)} parents")
+
+    def parent(self, position: int) -> BlockKey | None:
+        """Return the key of the block before keys[position]."""
+        return self.parents[position] if self.parents else None
 
 
 class JobResult(msgspec.Struct, frozen=True):

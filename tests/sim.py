@@ -86,10 +86,11 @@ class World:
             lease_ns=(15 if self.churn else rng.choice((15, 80, 2_000))) * MS,
             leased_bytes=rng.choice((4, 15, 100)) * SLOT_BYTES,
             defer_ns=rng.choice((0, 20, 100)) * MS,
+            promote_ns=rng.choice((0, 50, 2_000)) * MS,
         )
         tiers = (TierConfig("tiers.memory:MemoryTier", "nvme", {}, rng.choice((2, 64))),)
         return Config(
-            ServerConfig("", None), CpuConfig(1, 1), engine, tiers if self.tiered else ()
+            ServerConfig("", None), CpuConfig(1, 1), engine, None, tiers if self.tiered else ()
         )  # fmt: skip
 
     # The store and its tiers

@@ -441,6 +441,9 @@ class SpoilingTier:
         self._memory = memory
         self._loads: dict[JobId, TransferJob] = {}
 
+    def touch(self, key: BlockKey) -> None:
+        self._inner.touch(key)
+
     def submit(self, job: TransferJob) -> None:
         if job.kind is JobKind.LOAD:
             self._loads[job.job_id] = job

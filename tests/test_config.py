@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import config
-from kvstore.config import Address, ExtraConfig, parse, parse_bytes, parse_duration_ns, parse_extra
+from kvstore.config import Address, ExtraConfig, parse, parse_extra
 from kvstore.errors import ConfigError
+from kvstore.quantities import parse_bytes, parse_duration_ns
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -134,7 +135,7 @@ def test_leased_may_be_a_size() -> None:
     [
         ({}, ["[cpu] capacity", "missing", '"8GiB"']),
         ({"cpus": {}}, ["unknown cpus", "did you mean cpu?"]),
-        ({"zzz": 1}, ["unknown zzz", "known are server, cpu, engine, tier"]),
+        ({"zzz": 1}, ["unknown zzz", "known are server, cpu, engine, nvme, tier"]),
         ({"cpu": {"capcity": "8GiB"}}, ["[cpu]", "unknown capcity", "did you mean capacity?"]),
         ({"cpu": 3}, ["[cpu]", "found 3"]),
         ({"cpu": {"capacity": True}}, ["[cpu] capacity", "found true"]),
@@ -302,11 +303,11 @@ def test_any_table_gives_settings_or_a_config_error(table: dict[str, Any]) -> No
 
 def test_extra_config_names_a_shared_store() -> None:
     found = parse_extra({"store": "unix:///run/kvstore.sock", "block_tokens": 64})
-    assert found == ExtraConfig("/run/kvstore.sock", None, 64)
+    assert found == ExtraConfig("/run/kvstore.sock", None, None, 64)
 
 
 def test_extra_config_sizes_a_private_store() -> None:
-    assert parse_extra({"cpu": "8GiB"}) == ExtraConfig(None, 8 * GIB, None)
+    assert parse_extra({"cpu": "8GiB"}) == ExtraConfig(None, 8 * GIB, None, None)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +315,16 @@ def test_extra_config_sizes_a_private_store() -> None:
     [
         ({}, ["one of store and cpu", "neither"]),
         ({"store": "/run/kv.sock", "cpu": "8GiB"}, ["one of store and cpu", "both"]),
-        ({"cpu": "8GiB", "nvme": {"path": "/nvme"}}, ["comes with the NVMe tier"]),
+        ({"cpu": "8GiB", "nvme": {"path": "/nvme"}}, ["nvme: in it capacity: is required"]),
+        ({"cpu": "8GiB", "nvme": "/nvme"}, ["nvme: expected a table", '"/nvme"']),
+        (
+            {"cpu": "8GiB", "nvme": {"path": "kv", "capacity": "1GiB"}},
+            ["nvme: in it path: expected an absolute path", '"kv"'],
+        ),
+        (
+            {"store": "/s", "nvme": {"path": "/kv", "capacity": "1GiB"}},
+            ["nvme is for a private store"],
+        ),
         ({"cpu": "8GiB", "block_token": 64}, ["unknown block_token", "block_tokens?"]),
         ({"cpu": "8GiB", "block_tokens": "64"}, ["block_tokens", 'found "64"']),
         ({"cpu": "lots"}, ["cpu", '"8GiB"', '"lots"']),

@@ -21,7 +21,7 @@ from tests.fakes import Town, blocks, hashes
 from tests.live import LiveStore, engine
 from tiers.memory import MemoryTier
 
-UNITS = ("bytes", "seconds", "tokens", "blocks", "lookups", "slots", "leases", "sessions")
+UNITS = ("bytes", "seconds", "tokens", "blocks", "lookups", "slots", "leases", "sessions", "tiers")
 NO_UNIT = {"events", "refused", "started", "ended", "open"}
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

@@ -355,7 +355,7 @@ def test_stats_are_numbers_by_name_and_labels() -> None:
 def test_shutdown_tells_every_engine() -> None:
     town = Town()
     engines = [town.attach("one"), town.attach("two")]
-    town.store.close()
+    town.store.end_sessions()
     for engine in engines:
         engine.pump()
         assert set(engine.detached) == {"the store is shutting down"}

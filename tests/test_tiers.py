@@ -133,6 +133,7 @@ def test_a_tier_named_in_the_settings_serves_what_memory_has_let_go(tmp_path: Pa
         live.put(chain)
         for number in range(20):  # memory has room for 15
             live.put(hashes(1, f"other{number}"))
+            eventually(lambda: not store.server.store.queued_blocks)
         folder = tmp_path / "blocks"
         eventually(lambda: len(stored(folder)) == 4 + 20)
         eventually(lambda: not store.server.store.busy)  # and no block is pinned any more

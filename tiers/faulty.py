@@ -26,6 +26,10 @@ class FaultyTier:
         """Ask the inner tier."""
         return self._inner.lookup(key)
 
+    def touch(self, key: BlockKey) -> None:
+        """Tell the inner tier."""
+        self._inner.touch(key)
+
     def submit(self, job: TransferJob) -> None:
         """Pass a job on."""
         self._kinds[job.job_id] = (job.kind, job.keys)

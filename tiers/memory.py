@@ -30,6 +30,9 @@ class MemoryTier:
             return LookupResult.HIT
         return LookupResult.PENDING if key in self._writing else LookupResult.MISS
 
+    def touch(self, key: BlockKey) -> None:
+        """Nothing: what is here stays."""
+
     def submit(self, job: TransferJob) -> None:
         """Queue a job until the next poll."""
         if self._closed:

@@ -17,7 +17,7 @@ from kvstore import admin
 from kvstore.errors import KVStoreError
 
 START_TIMEOUT_S = 30.0
-STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 60.0  # it keeps on disk what only memory has
 
 
 class StoreFailed(KVStoreError):

@@ -35,7 +35,7 @@ class Desk:
         ask = Ask(lookup.ask, chain, now_ns + self._engine.defer_ns)
         if session.phase is not Phase.ACTIVE or namespace is None:
             return p.Granted(ask.ask, 0, _ASK_AGAIN_MS, ())
-        if self._ready(namespace, ask):
+        if self._ready(namespace, ask, now_ns):
             return self._answer(session, ask, now_ns)
         session.asks[ask.ask] = ask
         return None
@@ -45,7 +45,7 @@ class Desk:
         ask = session.asks.pop(number, None)
         return None if ask is None else self._answer(session, ask, now_ns)
 
-    def _ready(self, namespace: Namespace, ask: Ask) -> bool:
+    def _ready(self, namespace: Namespace, ask: Ask, now_ns: int) -> bool:
         """Tell whether waiting cannot make the answer longer; start promotions it needs."""
         if ask.promotion is not None and ask.promotion.jobs_left:
             return False
@@ -60,6 +60,7 @@ class Desk:
             return False
         if lower is not None and ask.promotion is None:
             ask.promotion = tiering.promote(chain, answer.blocks)
+            ask.deadline_ns = max(ask.deadline_ns, now_ns + self._engine.promote_ns)
             return ask.promotion.jobs_left == 0
         return True
 
@@ -78,7 +79,7 @@ class Desk:
         answers: list[p.Granted | None] = []
         if namespace is not None:
             for ask in list(session.asks.values()):
-                if now_ns >= ask.deadline_ns or self._ready(namespace, ask):
+                if now_ns >= ask.deadline_ns or self._ready(namespace, ask, now_ns):
                     del session.asks[ask.ask]
                     answers.append(self._answer(session, ask, now_ns))
         return answers
@@ -108,5 +109,6 @@ class Desk:
             p.Hit(p.u32(hit.indices), p.u32(hit.slots), p.u32(hit.generations))
             for hit in lease.groups
         )
+        namespace.tiering.used(ask.chain, lease)
         sources = self._sources(namespace, ask, lease)
         return p.Granted(ask.ask, lease.lease_id, lease_ms, hits, sources)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
-from kvstore.metrics import MEMORY
+from kvstore.metrics import MEMORY, NVME
 from kvstore.service.namespace import MemoryPool, Namespace
 from kvstore.service.session import Phase, Session
+
+DISK_STATES = ("ok", "loading", "read_only", "off")
 
 
 def gauges(
@@ -37,4 +41,60 @@ def gauges(
         found["kvstore_evicted_blocks", reason] = count
     for (tier, what), count in moved.items():
         found["kvstore_tier_blocks", tier, what] = count
+    return found
+
+
+class Space(Protocol):
+    """What a namespace has on disk."""
+
+    digest: str
+    counts: Counter[str]
+
+    @property
+    def free(self) -> int:
+        """Slots that can be taken."""
+        ...
+
+    @property
+    def total(self) -> int:
+        """Slots there are."""
+        ...
+
+
+class Disk(Protocol):
+    """The NVMe tier, as far as it is measured here."""
+
+    capacity_bytes: int
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes on disk."""
+        ...
+
+    @property
+    def state(self) -> str:
+        """One of DISK_STATES."""
+        ...
+
+    @property
+    def spaces(self) -> Sequence[Space]:
+        """Its namespaces."""
+        ...
+
+
+def disk_gauges(disk: Disk) -> dict[tuple[str, ...], float]:
+    """Return gauges, and counters kept there, of the NVMe tier."""
+    found: dict[tuple[str, ...], float] = {}
+    found["kvstore_capacity_bytes", NVME] = disk.capacity_bytes
+    found["kvstore_memory_bytes", NVME] = disk.used_bytes
+    for state in DISK_STATES:
+        found["kvstore_tiers", NVME, state] = float(disk.state == state)
+    counts: Counter[str] = Counter()
+    for space in disk.spaces:
+        counts.update(space.counts)
+        label = space.digest[:12]
+        found["kvstore_tier_slots", NVME, label, "free"] = space.free
+        found["kvstore_tier_slots", NVME, label, "used"] = space.total - space.free
+    for event, count in counts.items():
+        found["kvstore_tier_blocks", NVME, event] = count
     return found

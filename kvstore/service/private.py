@@ -15,10 +15,14 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from kvstore.config import parse
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, KVStoreError
 from kvstore.service.server import serve
+
+log = logging.getLogger(__name__)
 
 LINGER_S = 3.0
 _children: list[subprocess.Popen[bytes]] = []  # kept, so that they are reaped with the process
@@ -30,9 +34,10 @@ def address_of(engine_id: str) -> str:
     return f"\0kvstore-{os.getuid()}-{digest}"
 
 
-def ensure(engine_id: str, cpu_bytes: int) -> str:
+def ensure(engine_id: str, cpu_bytes: int, nvme: Mapping[str, Any] | None = None) -> str:
     """Start the engine's private store unless it runs; return its address.
 
+    nvme: its `[nvme]`, None for no disk.
     Raises ConfigError when no process can be started.
     """
     address = address_of(engine_id)
@@ -46,8 +51,10 @@ def ensure(engine_id: str, cpu_bytes: int) -> str:
         raise ConfigError(f"cannot make an address for a private store: {exc}") from exc
     with listener:
         listener.listen(128)
-        settings = json.dumps({"cpu": {"capacity": cpu_bytes}, "server": {"metrics": ""}})
-        command = [sys.executable, "-m", "kvstore.service.private", settings]
+        settings: dict[str, Any] = {"cpu": {"capacity": cpu_bytes}, "server": {"metrics": ""}}
+        if nvme is not None:
+            settings["nvme"] = dict(nvme)
+        command = [sys.executable, "-m", "kvstore.service.private", json.dumps(settings)]
         try:
             child = subprocess.Popen(  # noqa: S603 - our own module
                 [*command, str(listener.fileno())],
@@ -67,7 +74,11 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="kvstore %(levelname)s %(message)s")
     config = parse(json.loads(sys.argv[1]), source="private store")
     listener = socket.socket(fileno=int(sys.argv[2]))
-    serve(config, listener, linger_s=LINGER_S)
+    try:
+        serve(config, listener, linger_s=LINGER_S)
+    except KVStoreError as exc:
+        log.error("the private store cannot run: %s", exc)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

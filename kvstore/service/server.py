@@ -27,18 +27,22 @@ from prometheus_client import CollectorRegistry, start_http_server
 from kvstore import protocol as p
 from kvstore.config import Config
 from kvstore.errors import ConfigError, ProtocolError
-from kvstore.metrics import StoreCollector
+from kvstore.metrics import NVME, StoreCollector
+from kvstore.service.gauges import disk_gauges
 from kvstore.service.store import Store
 from kvstore.tier import SlotMemory, Tier, TierContext
 
 log = logging.getLogger(__name__)
 
 CPU_TIER = "tiers.cpu:CpuMemory"
+NVME_TIER = "tiers.nvme:NvmeDisk"
 OUTBOX_BYTES_MAX = 64 << 20
 _READ_BYTES = 1 << 18
 _TICK_S = 0.2
 _BUSY_TICK_S = 0.001
 _CLOSE_S = 0.5
+_FLUSH_S = 30.0
+_PROGRESS_S = 2.0
 _GAUGES_NS = 50_000_000
 
 
@@ -126,16 +130,18 @@ class Server:
         self._lonely_since = time.monotonic()
         pool = find_class(CPU_TIER)(config.cpu.capacity_bytes, config.cpu.extent_bytes)
         self._pool = pool
+        self._disk = None if config.nvme is None else find_class(NVME_TIER)(config.nvme)
         first = secrets.randbits(40) << 16
         self.store = Store(config, pool, self._make_tiers, self._send, first)
 
     def _make_tiers(self, digest: str, slot_bytes: int, memory: SlotMemory) -> Sequence[Tier]:
-        return [
-            find_class(tier.class_name)(
-                TierContext(tier.name, digest, slot_bytes, memory, tier.options)
-            )
-            for tier in self._config.tiers
-        ]
+        tiers: list[Tier] = []
+        if self._disk is not None:
+            tiers.append(self._disk.tier(TierContext(NVME, digest, slot_bytes, memory, {})))
+        for tier in self._config.tiers:
+            context = TierContext(tier.name, digest, slot_bytes, memory, tier.options)
+            tiers.append(find_class(tier.class_name)(context))
+        return tiers
 
     def check_tiers(self) -> None:
         """Load the tier classes now, so that a wrong name is an error at start-up."""
@@ -161,6 +167,8 @@ class Server:
                 self._drop(connection)
             self._selector.close()
             self._listener.close()
+            if self._disk is not None:
+                self._disk.close()
             self._pool.close()
 
     def stop(self, *_signal: object) -> None:
@@ -188,7 +196,8 @@ class Server:
         return stop
 
     def _turn(self) -> None:
-        timeout = _BUSY_TICK_S if self.store.busy else _TICK_S
+        disk_busy = self._disk is not None and self._disk.busy
+        timeout = _BUSY_TICK_S if self.store.busy or disk_busy else _TICK_S
         for key, events in self._selector.select(timeout):
             connection: _Connection | None = key.data
             if connection is None:
@@ -196,11 +205,15 @@ class Server:
             elif events & selectors.EVENT_READ:
                 self._read(connection)
         now_ns = time.monotonic_ns()
+        if self._disk is not None:
+            self._disk.poll()
         self.store.on_tick(now_ns)
         self._flush()
         if now_ns - self._gauges_ns > _GAUGES_NS:
             self._gauges_ns = now_ns
             self.store.refresh_gauges()
+            if self._disk is not None:
+                self.store.numbers.gauges.update(disk_gauges(self._disk))
 
     def _accept(self) -> None:
         try:
@@ -272,8 +285,8 @@ class Server:
         self._lonely_since = time.monotonic()
 
     def _shut_down(self) -> None:
-        """Tell the engines, and give them a moment to close on their own."""
-        self.store.close()
+        """Tell the engines, give them a moment to close on their own, and keep what they stored."""
+        self.store.end_sessions()
         deadline = time.monotonic() + _CLOSE_S
         self._flush()
         while self._connections and time.monotonic() < deadline:
@@ -281,6 +294,21 @@ class Server:
                 if key.data is not None:
                     self._read(key.data)
             self._flush()
+        self._copy_down()
+        self.store.close()
+
+    def _copy_down(self) -> None:
+        """Copy what only memory has to the lower tiers, within a time budget."""
+        started = told = time.monotonic()
+        total = self.store.queued_blocks
+        while (left := self.store.queued_blocks) and time.monotonic() - started < _FLUSH_S:
+            self.store.on_tick(time.monotonic_ns())
+            if time.monotonic() - told > _PROGRESS_S:
+                told = time.monotonic()
+                log.info("keeping blocks: %d of %d", total - left, total)
+            time.sleep(_BUSY_TICK_S)
+        if total:
+            log.info("%d blocks were still to be kept: %d are", total, total - left)
 
 
 def _same_user(sock: socket.socket) -> bool:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import msgspec
 
 from kvstore import protocol as p
-from kvstore.config import Config
+from kvstore.config import BACKLOG_JOBS, Config
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.layout import slot_layout
-from kvstore.metrics import MEMORY, Numbers
+from kvstore.metrics import MEMORY, NVME, Numbers
 from kvstore.service.desk import Desk
 from kvstore.service.gauges import gauges
 from kvstore.service.memory import Memory
@@ -50,7 +50,11 @@ class Store:
         self.sessions: dict[str, Session] = {}
         self.namespaces: dict[str, Namespace] = {}
         self._config = config
-        self._tier_names = (MEMORY, *(tier.name for tier in config.tiers))
+        self._tier_names = (
+            MEMORY,
+            *((NVME,) if config.nvme else ()),
+            *(tier.name for tier in config.tiers),
+        )
         self._make_tiers = make_tiers
         self._send = send
         self._by_connection: dict[int, Session] = {}
@@ -257,7 +261,7 @@ class Store:
             )
         namespace = self.namespaces.get(layout.digest)
         if namespace is None:
-            backlog = min((tier.backlog for tier in self._config.tiers), default=1)
+            backlog = min((tier.backlog for tier in self._config.tiers), default=BACKLOG_JOBS)
             namespace = Namespace(layout, self._make_tiers, backlog)
             self.namespaces[layout.digest] = namespace
         session.layouts = layout.ranks  # the namespace may have been made for other ranks
@@ -276,8 +280,11 @@ class Store:
             log.info("engine %s attached, session %d", session.engine, session.number)
 
     def _active(self, namespace: Namespace) -> p.Active:
-        defer_ms = self._config.engine.defer_ns // 1_000_000
-        return p.Active(namespace.manager.slots_total, defer_ms)
+        engine = self._config.engine
+        limit_ns = engine.defer_ns
+        if namespace.tiering.tiers:
+            limit_ns = max(limit_ns, engine.promote_ns)
+        return p.Active(namespace.manager.slots_total, limit_ns // 1_000_000)
 
     def _end(self, session: Session, reason: str, text: str) -> None:
         if session.phase is Phase.ENDING:
@@ -425,9 +432,17 @@ class Store:
         """Bring the gauges, and counters kept elsewhere, up to date."""
         self.numbers.gauges = gauges(self._pool, self.sessions.values(), self.namespaces)
 
-    def close(self) -> None:
-        """Tell every engine, and end the lower tiers in order."""
+    @property
+    def queued_blocks(self) -> int:
+        """Count the blocks that are not in a lower tier yet and will be."""
+        return sum(namespace.tiering.queued for namespace in self.namespaces.values())
+
+    def end_sessions(self) -> None:
+        """Tell every engine that the store is shutting down."""
         for session in self.sessions.values():
             self._end(session, "shutdown", "the store is shutting down")
+
+    def close(self) -> None:
+        """End the lower tiers in order."""
         for namespace in self.namespaces.values():
             namespace.tiering.close()

@@ -33,7 +33,7 @@ MARKS = "KVSTORE_TEST_MARKS"  # variable of the folder in which slow connectors 
 OURS = "connectors.vllm.TieredConnector"
 
 
-def attach(store: StoreProcess | None = None, *, by: str = OURS, **extra: int) -> dict[str, Any]:
+def attach(store: StoreProcess | None = None, *, by: str = OURS, **extra: object) -> dict[str, Any]:
     """A kv_transfer_config for a shared store, or for a private one.
 
     by: dotted name of the connector class. extra: more of kv_connector_extra_config.

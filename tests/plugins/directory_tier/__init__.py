@@ -37,6 +37,9 @@ class DirectoryTier:
     def lookup(self, key: BlockKey) -> LookupResult:
         return LookupResult.HIT if self._file(key).name in self._names else LookupResult.MISS
 
+    def touch(self, key: BlockKey) -> None:
+        pass  # nothing is evicted here
+
     def submit(self, job: TransferJob) -> None:
         if self._closed:
             raise TierError("tier is closed")

@@ -1,0 +1,126 @@
+"""Real engines get their KV back from disk: after the store's restart, and after their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore.bench.engine import Engine, Request, Result
+from kvstore.bench.models import prompt
+from kvstore.bench.store import StoreProcess
+from tests.engine.identity import assert_same
+from tests.engine.support import (
+    CAPACITY,
+    TOKENS_OUT,
+    attach,
+    eventually,
+    forget,
+    gone,
+    grown,
+    numbers,
+    private_store_of,
+    servable,
+    settled,
+)
+
+pytestmark = pytest.mark.vllm
+
+EXTERNAL = "external_prefix_cache_hits"
+FROM_DISK = "prompt_tokens_cached_by_source{source=disk}"
+STORED = "kvstore_tier_blocks{nvme,stored}"
+
+
+def unique(count: int = 6) -> list[Request]:
+    """Prompts that share nothing, some of them whole blocks long."""
+    return [
+        Request(id=f"n{i}", tokens=prompt(77_000 + i, 128 + 177 * i - i % 2)) for i in range(count)
+    ]
+
+
+def one_by_one(engine: Engine, requests: Sequence[Request]) -> list[Result]:
+    return [engine.run([one], max_tokens=TOKENS_OUT)[0] for one in requests]
+
+
+def assert_all_from_disk(
+    engine: Engine, requests: Sequence[Request], reference: list[Result]
+) -> None:
+    before = engine.metrics()
+    got = one_by_one(engine, requests)
+    assert_same(reference, got)
+    expected = sum(servable(len(request.tokens)) for request in requests)
+    assert [result.cached_tokens for result in got] == [servable(len(r.tokens)) for r in requests]
+    assert grown(engine, before, EXTERNAL) == expected
+    assert grown(engine, before, FROM_DISK) == expected
+
+
+def attached(engine: Engine, store: StoreProcess) -> bool:
+    """Whether an engine has found its store again; it looks when it has something to do."""
+    engine.run([Request(id="tick", tokens=[3, 4, 5])], max_tokens=2)
+    return "kvstore_sessions{active}" in numbers(store.address)
+
+
+def nvme(folder: Path, capacity: str = "256MiB") -> str:
+    return f'\n[nvme]\npath = "{folder}"\ncapacity = "{capacity}"\n'
+
+
+@pytest.mark.parametrize("name", ["llama_s", "gemma3"])
+def test_hits_come_from_disk_after_a_restart_of_the_store(
+    name: str, model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    requests = unique()
+    store = StoreProcess(tmp_path, CAPACITY, nvme(tmp_path / "kv"))
+    with store, Engine(model(name), connector=attach(store)) as engine:
+        reference = one_by_one(engine, requests)
+        forget(engine)
+        stored = settled(lambda: numbers(store.address).get(STORED, 0))
+        assert stored == numbers(store.address)["kvstore_stored_blocks{stored}"]
+        store.stop()
+        store.__enter__()
+        eventually(lambda: attached(engine, store))
+        assert_all_from_disk(engine, requests, reference)
+        forget(engine)
+        assert "kvstore_tier_blocks{nvme,damaged}" not in numbers(store.address)
+
+
+@pytest.mark.parametrize("name", ["llama_s", "gemma3"])
+def test_hits_come_from_disk_after_a_restart_of_an_engine_with_a_private_store(
+    name: str, model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    requests = unique()
+    connector = attach(nvme={"path": str(tmp_path / "kv"), "capacity": "256MiB"})
+    with Engine(model(name), connector=connector) as engine:
+        reference = one_by_one(engine, requests)
+        store = private_store_of(engine)
+    eventually(lambda: gone(store), within_s=30)
+    with Engine(model(name), connector=connector) as engine:
+        assert_all_from_disk(engine, requests, reference)
+
+
+def test_a_smaller_capacity_evicts_and_a_larger_one_keeps(
+    model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    requests = [Request(id=f"c{i}", tokens=prompt(88_000 + i, 2048)) for i in range(20)]
+    kept = {}
+    reference: list[Result] = []
+    for capacity in ("256MiB", "1GiB", "64MiB"):
+        store = StoreProcess(tmp_path, CAPACITY, nvme(tmp_path / "kv", capacity))
+        with store, Engine(model("llama_s"), connector=attach(store)) as engine:
+            before = engine.metrics()
+            # The newest first: going round more than fits finds nothing, whatever is kept.
+            got = (
+                one_by_one(engine, requests[::-1])[::-1]
+                if reference
+                else one_by_one(engine, requests)
+            )
+            reference = reference or got
+            assert_same(reference, got)
+            kept[capacity] = grown(engine, before, FROM_DISK)
+        files = [path.stat() for path in (tmp_path / "kv").rglob("*") if path.is_file()]
+        if capacity == "64MiB":
+            assert sum(file.st_blocks for file in files) * 512 <= 64 << 20
+    whole = sum(servable(len(request.tokens)) for request in requests)
+    assert kept["256MiB"] == 0
+    assert kept["1GiB"] == whole
+    assert 0 < kept["64MiB"] < whole

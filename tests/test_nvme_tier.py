@@ -1,0 +1,308 @@
+"""The NVMe tier against the contract of all tiers, and what a disk adds to it."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.config import NvmeConfig
+from kvstore.errors import BlockCorrupt, ConfigError, TierIOError
+from kvstore.tier import Tier, TierContext
+from tests.conformance import TierContract
+from tests.nvme_blocks import MIB, SLOT_BYTES, content, disk_bytes, key, settings_for, shelf
+from tiers.nvme import NvmeDisk, disk
+
+
+class TestNvmeTier(TierContract):
+    @pytest.fixture
+    def tier(self, context: TierContext, tmp_path: Path) -> Iterator[Tier]:
+        disk = NvmeDisk(settings_for(tmp_path / "kv"))
+        made = disk.tier(context)
+        yield made
+        made.close()
+        disk.close()
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> NvmeConfig:
+    return settings_for(tmp_path / "kv")
+
+
+def extents(settings: NvmeConfig) -> list[Path]:
+    return sorted(Path(settings.path).glob("*.extent"))
+
+
+def find(settings: NvmeConfig, name: bytes) -> tuple[Path, int]:
+    """Return the file and offset of a block's bytes."""
+    for path in extents(settings):
+        at = path.read_bytes().find(name)
+        if at >= 0:
+            return path, at
+    raise AssertionError("not on disk")
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+# Restart
+
+
+def test_blocks_are_there_after_a_restart(settings: NvmeConfig) -> None:
+    with shelf(settings) as before:
+        assert before.put(1, 0, 5).done == 5
+    with shelf(settings) as after:
+        assert after.get([key(1, index) for index in range(5)]).done == 5
+
+
+@pytest.mark.parametrize("slot_bytes", [4096, 5000, 100_000])
+def test_any_block_size_comes_back_whole(settings: NvmeConfig, slot_bytes: int) -> None:
+    with shelf(settings, slot_bytes=slot_bytes) as before:
+        before.put(1, 0, 9)
+    with shelf(settings, slot_bytes=slot_bytes) as after:
+        assert after.get([key(1, index) for index in range(9)]).done == 9
+
+
+def test_two_namespaces_do_not_see_each_others_blocks(settings: NvmeConfig) -> None:
+    with shelf(settings, "aaaaaaaaaaaa") as one:
+        one.put(1, 0, 2)
+    with shelf(settings, "bbbbbbbbbbbb", slot_bytes=4096) as other:
+        assert not other.has(1, 0)
+        other.put(1, 0, 2)
+    with shelf(settings, "aaaaaaaaaaaa") as one:
+        assert one.get([key(1, 0), key(1, 1)]).done == 2
+
+
+def test_a_block_whose_parent_is_not_here_is_not_kept(settings: NvmeConfig) -> None:
+    with shelf(settings) as found:
+        found.put(1, 3, 5)
+        assert found.keys() == []
+        assert found.tier.space.counts["unplaced"] == 2
+
+
+def test_only_one_process_uses_a_directory(
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "LOCK_WAIT_S", 0.1)
+    with shelf(settings), pytest.raises(ConfigError, match=f"process id {os.getpid()}"):
+        NvmeDisk(settings)
+
+
+# Cap
+
+
+def test_the_cap_holds_and_the_coldest_leaf_goes_first(settings: NvmeConfig) -> None:
+    with shelf(settings) as found:
+        for chain in range(300):
+            found.put(chain, 0, 30)
+            found.tier.touch(key(0, 29))
+            assert disk_bytes(Path(settings.path)) <= settings.capacity_bytes
+        assert found.has(0, 29), "used all the time"
+        assert not found.has(1, 29)
+        assert found.has(299, 29)
+        assert found.tier.space.counts["evicted"]
+        kept = set(found.keys())
+    with shelf(settings) as after:
+        assert set(after.keys()) == kept
+        assert after.tier.space.counts["unreachable"] == 0
+        for chain in (0, 298, 299):
+            assert after.get([key(chain, index) for index in range(30)]).done == 30
+
+
+def test_a_smaller_cap_gives_space_back_at_the_next_start(settings: NvmeConfig) -> None:
+    with shelf(settings) as before:
+        for chain in range(200):
+            before.put(chain, 0, 30)
+    small = settings_for(Path(settings.path), 16 * MIB)
+    with shelf(small) as after:
+        after.settle()
+        assert disk_bytes(Path(settings.path)) <= 16 * MIB
+        assert after.keys()
+        assert all(after.get([name]).done == 1 for name in after.keys()[:50])
+
+
+def test_a_namespace_that_nobody_uses_makes_room(settings: NvmeConfig) -> None:
+    with shelf(settings, "aaaaaaaaaaaa") as one:
+        for chain in range(300):
+            one.put(chain, 0, 30)
+    with shelf(settings, "bbbbbbbbbbbb") as other:
+        assert other.put(1, 0, 30).done == 30
+        assert disk_bytes(Path(settings.path)) <= settings.capacity_bytes
+
+
+# Damage
+
+
+def test_O15_a_flipped_bit_is_a_miss_and_takes_what_hangs_below_it(settings: NvmeConfig) -> None:
+    with shelf(settings) as found:
+        found.put(1, 0, 6)
+        found.put(2, 0, 2)
+        path, at = find(settings, content(key(1, 2)))
+        flip(path, at + random.Random(1).randrange(SLOT_BYTES))
+        result = found.get([key(1, index) for index in range(6)])
+        assert (result.done, type(result.error)) == (2, BlockCorrupt)
+        assert [found.has(1, index) for index in range(6)] == [True, True] + [False] * 4
+        assert found.has(2, 1)
+        assert found.tier.space.counts["damaged"] == 1
+        assert found.tier.space.counts["unlinked"] == 3
+        assert found.put(1, 2, 6).done == 4, "and it can be stored again"
+        assert found.get([key(1, index) for index in range(6)]).done == 6
+
+
+def test_swapped_blocks_are_misses(settings: NvmeConfig) -> None:
+    with shelf(settings) as found:
+        found.put(1, 0, 1)
+        found.put(2, 0, 1)
+        (path, one), (_, two) = (
+            find(settings, content(key(1, 0))),
+            find(settings, content(key(2, 0))),
+        )
+        with path.open("r+b") as file:
+            for at, name in ((one, key(2, 0)), (two, key(1, 0))):
+                file.seek(at)
+                file.write(content(name))
+        assert found.get([key(1, 0)]).done == 0
+        assert found.get([key(2, 0)]).done == 0
+
+
+@pytest.mark.parametrize("size", [0, 4096, 3 * SLOT_BYTES + 512])
+def test_a_truncated_extent_gives_misses(settings: NvmeConfig, size: int) -> None:
+    with shelf(settings) as before:
+        before.put(1, 0, 20)
+    os.truncate(extents(settings)[0], size)
+    with shelf(settings) as after:
+        whole = after.get([key(1, index) for index in range(20)]).done
+        assert whole <= size // SLOT_BYTES
+        assert after.put(2, 0, 5).done == 5
+        assert after.get([key(2, index) for index in range(5)]).done == 5
+
+
+def test_a_deleted_extent_costs_its_blocks_only(settings: NvmeConfig) -> None:
+    with shelf(settings) as before:
+        for chain in range(20):
+            before.put(chain, 0, 30)
+    extents(settings)[0].unlink()
+    with shelf(settings) as after:
+        found = after.keys()
+        assert 0 < len(found) < 600
+        assert all(after.get([name]).done == 1 for name in found)
+        assert after.put(50, 0, 5).done == 5
+
+
+def test_swapped_extents_give_misses(settings: NvmeConfig) -> None:
+    with shelf(settings) as before:
+        for chain in range(20):
+            before.put(chain, 0, 30)
+    one, two = extents(settings)[:2]
+    one.rename(one.with_suffix(".aside"))
+    two.rename(one)
+    one.with_suffix(".aside").rename(two)
+    with shelf(settings) as after:
+        for name in list(after.keys()):
+            after.get([name])  # checks the bytes of what it calls whole
+        assert after.tier.space.counts["damaged"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "rubbish", "head"])
+def test_a_damaged_index_is_set_aside_and_the_tier_starts_empty(
+    settings: NvmeConfig, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with shelf(settings) as before:
+        for chain in range(20):
+            before.put(chain, 0, 30)
+    path = Path(settings.path) / "index" / "data.mdb"
+    size = path.stat().st_size
+    if damage == "cut":
+        os.truncate(path, size // 2)
+    elif damage == "empty":
+        os.truncate(path, 100)
+    elif damage == "rubbish":
+        with path.open("r+b") as file:
+            file.seek(8192)
+            file.write(random.Random(1).randbytes(size - 8192))
+    else:
+        path.write_bytes(b"not an index" * 1000)
+    with shelf(settings) as after:
+        assert after.keys() == []
+        assert "the index is damaged" in caplog.text
+        assert after.put(1, 0, 5).done == 5
+        assert after.get([key(1, index) for index in range(5)]).done == 5
+    assert list(Path(settings.path).glob("index.damaged-*"))
+
+
+def test_a_stale_index_never_gives_wrong_bytes(settings: NvmeConfig) -> None:
+    with shelf(settings) as first:
+        for chain in range(100):
+            first.put(chain, 0, 30)
+    path = Path(settings.path) / "index" / "data.mdb"
+    old = path.read_bytes()
+    with shelf(settings) as second:
+        for chain in range(100, 400):
+            second.put(chain, 0, 30)
+    path.write_bytes(old)
+    with shelf(settings) as third:
+        for name in list(third.keys()):
+            third.get([name])
+        assert third.tier.space.counts["damaged"]
+        assert third.put(900, 0, 5).done == 5
+
+
+def test_a_tier_whose_reads_fail_goes_off_and_comes_back(
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "RETRY_S", 0.3)
+    with shelf(settings) as found:
+        for chain in range(8):
+            found.put(chain, 0, 2)
+        real = os.preadv
+        monkeypatch.setattr(os, "preadv", _raise_eio)
+        for chain in range(disk.READ_ERRORS_MAX):
+            assert isinstance(found.get([key(chain, 0)]).error, TierIOError)
+        assert found.disk.state == "off"
+        assert not found.has(7, 0)
+        monkeypatch.setattr(os, "preadv", real)
+        found.settle()
+        assert found.get([key(7, 0), key(7, 1)]).done == 2
+
+
+def test_a_full_disk_makes_the_tier_read_only_for_a_while(
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "RETRY_S", 0.3)
+    with shelf(settings) as found:
+        found.put(1, 0, 2)
+        real = os.pwritev
+        monkeypatch.setattr(os, "pwritev", _raise_enospc)
+        assert isinstance(found.put(2, 0, 2).error, TierIOError)
+        assert found.disk.state == "read_only"
+        assert found.get([key(1, 0), key(1, 1)]).done == 2
+        monkeypatch.setattr(os, "pwritev", real)
+        found.settle()
+        assert found.put(2, 0, 2).done == 2
+
+
+def _raise_eio(*_: object) -> int:
+    raise OSError(5, "Input/output error")
+
+
+def _raise_enospc(*_: object) -> int:
+    raise OSError(28, "No space left on device")
+
+
+def test_the_loader_says_what_is_wrong() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tiers.nvme.loader", "/nowhere"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,297 @@
+"""The blocks of one namespace on disk, as a Tier: jobs in, neighbouring slots moved together."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvstore.errors import BlockCorrupt, TierError, TierFull, TierIOError
+from kvstore.index import State
+from kvstore.tier import TierContext
+from kvstore.types import BlockKey, JobKind, JobResult, LookupResult, TransferJob
+from tiers.nvme.files import RUN_BLOCKS_MAX, ExtentFile
+from tiers.nvme.index import Record
+from tiers.nvme.space import Space
+
+RUN_BYTES_MAX = 4 << 20
+DRAIN_S = 20.0
+
+
+class Work(msgspec.Struct, eq=False):
+    """A job under way; ok[i] is None while block i is not moved yet."""
+
+    job: TransferJob
+    ok: list[bool | None]
+    next: int = 0  # first block that has no run yet
+    runs: int = 0  # under way
+    error: TierError | None = None
+
+
+class Run(msgspec.Struct, eq=False):
+    """Neighbouring slots of one extent that are read or written in one call."""
+
+    tier: NvmeTier
+    work: Work
+    file: ExtentFile
+    position: int
+    places: list[int]  # in the job
+    records: list[Record]
+    blocks: list[memoryview]
+
+
+class Moved(msgspec.Struct, eq=False):
+    """What became of a run: checksums of the blocks, or why they were not moved."""
+
+    run: Run
+    sums: list[int]
+    error: Exception | None = None
+
+
+class Threads(Protocol):
+    """What a tier needs of its disk."""
+
+    @property
+    def online(self) -> bool:
+        """Tell whether blocks can be read."""
+        ...
+
+    @property
+    def writable(self) -> bool:
+        """Tell whether blocks can be written."""
+        ...
+
+    def poll(self) -> None:
+        """Take finished runs, and do what is due."""
+        ...
+
+    def start(self, run: Run) -> None:
+        """Move a run on a thread; ended() of its tier gets the result."""
+        ...
+
+    def make_room(self, space: Space, count: int) -> bool:
+        """Try to get free slots; False when there will be none."""
+        ...
+
+    def next_generation(self) -> int:
+        """Number a write."""
+        ...
+
+    def flush(self) -> None:
+        """Wait until all that is written is durable, or cannot be."""
+        ...
+
+    def left(self, tier: NvmeTier) -> None:
+        """A tier was closed."""
+        ...
+
+
+class NvmeTier:
+    """One namespace's view of the disk."""
+
+    def __init__(self, context: TierContext, space: Space, disk: Threads) -> None:
+        """Made by NvmeDisk.tier()."""
+        self.name = context.name
+        self.space = space
+        self._memory = context.memory
+        self._disk = disk
+        self._waiting: deque[Work] = deque()  # stores that wait for slots, in their order
+        self._queued: set[BlockKey] = set()  # keys of these
+        self._open = 0
+        self._results: list[JobResult] = []
+        self._closed = False
+
+    def lookup(self, key: BlockKey) -> LookupResult:
+        """HIT when the block can be read, PENDING while it is written."""
+        if not self._disk.online:
+            return LookupResult.MISS
+        record = self.space.index.get(key)
+        if record is None:
+            return LookupResult.PENDING if key in self._queued else LookupResult.MISS
+        return LookupResult.HIT if record.state is State.READY else LookupResult.PENDING
+
+    def touch(self, key: BlockKey) -> None:
+        """Refresh a block that was used, and with it the path above it."""
+        record = self.space.index.get(key)
+        if record is not None and record.state is State.READY:
+            self.space.index.order.touch(record)
+
+    def submit(self, job: TransferJob) -> None:
+        """Start a job; a store may wait for slots to become free."""
+        if self._closed:
+            raise TierError("tier is closed")
+        work = Work(job, [None] * len(job.keys))
+        self._open += 1
+        if job.kind is JobKind.LOAD:
+            self._start_load(work)
+        else:
+            self._waiting.append(work)
+            self._queued.update(job.keys)
+            self._start_stores()
+
+    def poll(self) -> Sequence[JobResult]:
+        """Return the jobs that have ended."""
+        self._disk.poll()
+        self._start_stores()
+        results, self._results = self._results, []
+        return results
+
+    def discard(self, keys: Collection[BlockKey]) -> None:
+        """Forget blocks, and what hangs below them."""
+        for key in keys:
+            record = self.space.index.get(key)
+            if record is not None:
+                self.space.drop(record, "discarded")
+
+    def clear(self) -> None:
+        """Forget every block."""
+        for record in self.space.index:
+            if record.state is not State.DROPPED:
+                self.space.drop(record, "cleared")
+
+    def drain(self) -> None:
+        """Wait until every job has a result; not for ever, should the disk hang."""
+        deadline = time.monotonic() + DRAIN_S
+        while self._open and time.monotonic() < deadline:
+            self._disk.poll()
+            self._start_stores()
+            self._disk.flush()
+
+    def close(self) -> None:
+        """Take no more jobs; those under way end. Safe to call twice."""
+        if not self._closed:
+            self.drain()
+            self._closed = True
+            self._disk.left(self)
+
+    # Loads
+
+    def _start_load(self, work: Work) -> None:
+        """Plan runs up to the first block that is not here."""
+        found: list[Record] = []
+        for key in work.job.keys if self._disk.online else ():
+            record = self.space.index.get(key)
+            if record is None or record.state is not State.READY:
+                break
+            found.append(record)
+        if len(found) < len(work.job.keys):
+            work.error = TierIOError("a block is not here any more" if self._disk.online else "off")
+        work.next = len(work.job.keys)
+        for record in found:
+            record.pins += 1
+        self._start_runs(work, list(enumerate(found)))
+        self._end(work)
+
+    # Stores
+
+    def _start_stores(self) -> None:
+        while self._waiting:
+            work = self._waiting[0]
+            if not self._place(work):
+                return
+            self._waiting.popleft()
+            self._queued.difference_update(work.job.keys)
+            self._end(work)
+
+    def _place(self, work: Work) -> bool:
+        """Give blocks slots and start to write them; False while there are none."""
+        space, job = self.space, work.job
+        left = len(job.keys) - work.next
+        if not self._disk.writable:
+            work.error, work.next = TierIOError("the tier takes no writes now"), len(job.keys)
+            return True
+        if space.free < left and not self._disk.make_room(space, left):
+            if space.free == 0:
+                work.error, work.next = TierFull("no slot can be freed"), len(job.keys)
+                return True
+        elif space.free < left:
+            return False
+        places = space.take_places(left)
+        taken: list[tuple[int, Record]] = []
+        while work.next < len(job.keys) and len(taken) < len(places):
+            key, above = job.keys[work.next], job.parent(work.next)
+            parent = None if above is None else space.index.get(above)
+            if space.index.get(key) is not None:
+                work.ok[work.next] = True
+            elif above is not None and parent is None:
+                space.counts["unplaced"] += 1  # its parent was not written, or has left
+                work.ok[work.next] = False
+            else:
+                generation = self._disk.next_generation()
+                place = places[len(taken)]
+                taken.append((work.next, space.begin(key, parent, place, generation)))
+            work.next += 1
+        for place in reversed(places[len(taken) :]):
+            space.give_back(place)
+        self._start_runs(work, taken)
+        return work.next == len(job.keys)
+
+    # Runs
+
+    def _start_runs(self, work: Work, blocks: list[tuple[int, Record]]) -> None:
+        """Move blocks, in runs of neighbours as long as they may be, several at a time."""
+        longest = max(1, min(RUN_BLOCKS_MAX, RUN_BYTES_MAX // self.space.slot_bytes))
+        blocks.sort(key=lambda pair: pair[1].slot)
+        runs: list[list[tuple[int, Record]]] = []
+        for pair in blocks:
+            last = runs[-1] if runs else []
+            if last and len(last) < longest and pair[1].slot == last[-1][1].slot + 1:
+                last.append(pair)
+            else:
+                runs.append([pair])
+        for run in runs:
+            place = run[0][1].slot
+            work.runs += 1
+            self._disk.start(
+                Run(
+                    tier=self,
+                    work=work,
+                    file=self.space.extents[place >> 32],
+                    position=place & 0xFFFFFFFF,
+                    places=[number for number, _ in run],
+                    records=[record for _, record in run],
+                    blocks=[self._memory.view(work.job.slots[number]) for number, _ in run],
+                )
+            )
+
+    def ended(self, moved: Moved) -> None:
+        """Take the result of a run."""
+        run, work = moved.run, moved.run.work
+        work.runs -= 1
+        if moved.error is not None:
+            self.space.counts["io_error"] += 1
+            work.error = TierIOError(f"{run.file.path.name}: {moved.error}")
+        sums = moved.sums or [0] * len(run.records)
+        for number, record, found in zip(run.places, run.records, sums, strict=True):
+            if work.job.kind is JobKind.STORE:
+                self.space.written(record, found, ok=moved.error is None)
+                work.ok[number] = record.state is State.READY
+            else:
+                work.ok[number] = moved.error is None and found == record.checksum
+                if moved.error is None and found != record.checksum:
+                    work.error = BlockCorrupt(f"{run.file.path.name}: checksum")
+                    if record.state is State.READY:
+                        self.space.drop(record, "damaged")
+                self.space.unpin(record)
+        run.blocks.clear()
+        self._end(work)
+
+    def _end(self, work: Work) -> None:
+        """Report a job once nothing of it is left to do."""
+        if work.runs or work.next < len(work.job.keys):
+            return
+        job = work.job
+        done = next((n for n, ok in enumerate(work.ok) if not ok), len(work.ok))
+        if job.kind is JobKind.STORE and work.error is None:
+            done = len(job.keys)  # what has no parent here is not wanted, and counted
+        work.next = len(job.keys) + 1
+        self._open -= 1
+        self._results.append(JobResult(job.job_id, done, work.error))
+
+    @property
+    def open(self) -> int:
+        """Count the jobs that have no result yet."""
+        return self._open
