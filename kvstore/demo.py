@@ -1,8 +1,9 @@
 """`make demo`: a real vLLM engine loses its KV blocks and gets them back from a store.
 
-Four long prompts run four times: cold, again (the engine's own prefix cache), after that cache
-was emptied (our CPU tier), and in a new engine on the same store. The exit status is 0 only if
-all outputs are identical and every token came from where it had to.
+Four long prompts run five times: cold, again (the engine's own prefix cache), after that cache
+was emptied (our CPU tier), in a new engine on the same store, and after the store was restarted,
+too (our NVMe tier). The exit status is 0 only if all outputs are identical and every token came
+from where it had to.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from kvstore.errors import KVStoreError
 from kvstore.preflight import shown
 
 CAPACITY = "256MiB"
+DISK_CAPACITY = "512MiB"
 PROMPT_TOKENS = 4000
 OUTPUT_TOKENS = 8
 BLOCK_TOKENS = 32
@@ -44,6 +46,7 @@ SHOWN_METRICS = (
     "kvstore_lookup_tokens_total",
     "kvstore_hit_tokens_total",
     "kvstore_stored_blocks_total",
+    "kvstore_tier_blocks_total",
     "kvstore_copied_bytes_total",
     "kvstore_memory_bytes",
     "kvstore_capacity_bytes",
@@ -53,14 +56,16 @@ SHOWN_METRICS = (
 class Served(msgspec.Struct, frozen=True):
     """Prompt tokens by where their KV came from."""
 
-    gpu: int
-    tiers: int
-    computed: int
+    gpu: int = 0
+    cpu: int = 0
+    nvme: int = 0
+    computed: int = ALL - REUSABLE
 
 
-COLD = Served(0, 0, ALL)
-FROM_GPU = Served(REUSABLE, 0, ALL - REUSABLE)
-FROM_TIERS = Served(0, REUSABLE, ALL - REUSABLE)
+COLD = Served(computed=ALL)
+FROM_GPU = Served(gpu=REUSABLE)
+FROM_CPU = Served(cpu=REUSABLE)
+FROM_NVME = Served(nvme=REUSABLE)
 
 
 class Pass(msgspec.Struct, frozen=True):
@@ -95,8 +100,11 @@ class Demo:
         """Do everything; return the store's metrics at the end."""
         self._say("making a random 4-layer model on disk")
         model = make_model("llama_s", self._folder)
-        self._say(f"starting a store: kvstore serve, {CAPACITY} of CPU memory")
-        with StoreProcess(self._folder, CAPACITY) as store:
+        disk = f'[nvme]\npath = "{self._folder}/kv"\ncapacity = "{DISK_CAPACITY}"\n'
+        self._say(
+            f"starting a store: kvstore serve, {CAPACITY} of CPU memory, {DISK_CAPACITY} of disk"
+        )
+        with StoreProcess(self._folder, CAPACITY, disk) as store:
             self._say("starting a vLLM engine attached to it (5 to 20 s)")
             with self._engine(model, store) as engine:
                 self._pass(engine, "cold", COLD)
@@ -105,12 +113,20 @@ class Demo:
                 self._say("emptying the engine's prefix cache")
                 if not engine.reset_prefix_cache():
                     raise KVStoreError("some engine blocks are still in use")
-                self._pass(engine, "after reset", FROM_TIERS)
+                self._pass(engine, "after reset", FROM_CPU)
             self._say("the engine has ended; starting another on the same store")
             with self._engine(model, store) as engine:
-                self._pass(engine, "after engine restart", FROM_TIERS)
+                self._pass(engine, "after engine restart", FROM_CPU)
                 engine.idle_steps(3)
-            return store.metrics()
+            found = store.metrics()
+            self._say("the store ends, too, and starts again with what is on disk")
+        with StoreProcess(self._folder, CAPACITY, disk) as store:
+            with self._engine(model, store) as engine:
+                self._pass(engine, "after store restart", FROM_NVME)
+                engine.idle_steps(3)
+            for name, value in store.metrics().items():  # counters of both lives together
+                found[name] = value + (found.get(name, 0) if "_total" in name else 0)
+        return found
 
     def _say(self, text: str) -> None:
         self._console.print(f"[dim]{time.monotonic() - self._started_s:5.1f} s[/dim]  {text}")
@@ -136,13 +152,12 @@ class Demo:
                 results += engine.run([request], max_tokens=OUTPUT_TOKENS)
         after = engine.metrics()
 
-        def tokens(source: str) -> int:
-            key = f"prompt_tokens_by_source{{source={source}}}"
+        def tokens(source: str, of: str = "prompt_tokens_cached_by_source") -> int:
+            key = f"{of}{{source={source}}}"
             return int(after.get(key, 0) - before.get(key, 0))
 
-        served = Served(
-            tokens("local_cache_hit"), tokens("external_kv_transfer"), tokens("local_compute")
-        )
+        computed = tokens("local_compute", of="prompt_tokens_by_source")
+        served = Served(tokens("device"), tokens("host"), tokens("disk"), computed)
         self.passes.append(Pass(name, expected, served, results))
 
     def _settle(self, engine: Engine, store: StoreProcess) -> None:
@@ -171,10 +186,11 @@ def problems(passes: list[Pass], metrics: dict[str, float]) -> list[str]:
             found.append(f"{one.name}: tokens came from {one.served}, expected {one.expected}")
         if one.identical(passes[0]) != len(one.results):
             found.append(f"{one.name}: outputs differ from the cold run's")
-    hits = metrics.get('kvstore_hit_tokens_total{tier="cpu"}', 0)
-    expected = sum(one.expected.tiers for one in passes)
-    if hits != expected:
-        found.append(f"the store counted {hits:.0f} hit tokens, expected {expected}")
+    for tier in ("cpu", "nvme"):
+        hits = metrics.get(f'kvstore_hit_tokens_total{{tier="{tier}"}}', 0)
+        expected = sum(getattr(one.expected, tier) for one in passes)
+        if hits != expected:
+            found.append(f"the store counted {hits:.0f} hit tokens of {tier}, expected {expected}")
     return found
 
 
@@ -186,17 +202,17 @@ def show(console: Console, passes: list[Pass], metrics: dict[str, float]) -> Non
     )
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("run", no_wrap=True)
-    for heading in ("TTFT", "GPU cache", "our tiers", "computed"):
+    for heading in ("TTFT", "GPU", "CPU", "NVMe", "computed"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("outputs", no_wrap=True)
     for one in passes:
         same, count = one.identical(passes[0]), len(one.results)
-        outputs = "identical" if same == count else f"{count - same} of {count} DIFFER"
+        outputs = "same" if same == count else f"{count - same} of {count} DIFFER"
         table.add_row(
             one.name,
             f"{one.ttft_s * 1000:.1f} ms",
-            *(f"{n:,}" for n in (one.served.gpu, one.served.tiers, one.served.computed)),
-            "reference" if one is passes[0] else outputs,
+            *(f"{count:,}" for count in msgspec.structs.astuple(one.served)),
+            "-" if one is passes[0] else outputs,
         )
     console.print(table)
     console.print("from the store's /metrics:")

@@ -27,10 +27,19 @@ _PINNED_PART = 4  # of the slots: a quarter
 
 
 class Promotion(msgspec.Struct, eq=False):
-    """Blocks on their way up for one lookup; done when no job is left."""
+    """Blocks on their way up for one lookup; done when no job is left.
 
-    jobs_left: int = 0
+    Jobs end in any order, but a block becomes ready only below a ready one: they land in theirs.
+    """
+
+    jobs: deque[JobId] = msgspec.field(default_factory=deque)
+    ended: dict[JobId, tuple[_Open, int]] = {}  # with the blocks done
     keys: dict[BlockKey, str] = {}
+
+    @property
+    def jobs_left(self) -> int:
+        """Count the jobs whose blocks have not landed."""
+        return len(self.jobs)
 
 
 class _Open(msgspec.Struct, eq=False):
@@ -165,8 +174,8 @@ class Tiering:
             promotion.keys[key] = tier.name
             moves.append((key, slot))
         for first in range(0, len(moves), JOB_BLOCKS_MAX):  # the leading ones are of use sooner
-            promotion.jobs_left += 1
             job = self._job(JobKind.LOAD, moves[first : first + JOB_BLOCKS_MAX])
+            promotion.jobs.append(job.job_id)
             self._submit(_Open(tier, job, [], promotion))
 
     def _job(
@@ -213,16 +222,18 @@ class Tiering:
             self.counts[name, direction + "_failed"] += len(job.keys) - result.done
         for entry in work.pinned:
             self._manager.unpin(entry)
-        if job.kind is JobKind.LOAD:
-            if isinstance(result.error, BlockCorrupt):
-                self.counts[name, "corrupt"] += 1
-                work.tier.discard(job.keys[result.done : result.done + 1])
-            self._landed(name, job, result.done)
-        if work.promotion is not None:
-            work.promotion.jobs_left -= 1
-        return work.promotion
+        if job.kind is JobKind.LOAD and isinstance(result.error, BlockCorrupt):
+            self.counts[name, "corrupt"] += 1
+            work.tier.discard(job.keys[result.done : result.done + 1])
+        promotion = work.promotion
+        if promotion is not None:
+            promotion.ended[job.job_id] = (work, result.done)
+            while promotion.jobs and promotion.jobs[0] in promotion.ended:
+                first, done = promotion.ended.pop(promotion.jobs.popleft())
+                self._land(first.tier.name, first.job, done)
+        return promotion
 
-    def _landed(self, tier: str, job: TransferJob, done: int) -> None:
+    def _land(self, tier: str, job: TransferJob, done: int) -> None:
         for position, (key, slot) in enumerate(zip(job.keys, job.slots, strict=True)):
             self._promoting.pop(key, None)
             outcome = self._manager.complete_store(slot, ok=position < done)

@@ -287,20 +287,29 @@ def test_percentiles_are_values_that_occur() -> None:
 
 
 def passes(**changes: object) -> list[demo.Pass]:
-    """All four passes of the demo as they should be, the last one changed."""
+    """All five passes of the demo as they should be, the last one changed."""
     answer = Answer(
         id="p", tokens=[1, 2], margins=[1, 1], cached_tokens=0, ttft_s=0.1,
         steps_to_first_token=1, finish_reason="length",
     )  # fmt: skip
     found = [
         demo.Pass("pass", expected, expected, [answer])
-        for expected in (demo.COLD, demo.FROM_GPU, demo.FROM_TIERS, demo.FROM_TIERS)
+        for expected in (
+            demo.COLD,
+            demo.FROM_GPU,
+            demo.FROM_CPU,
+            demo.FROM_CPU,
+            demo.FROM_NVME,
+        )
     ]
     last = {name: getattr(found[-1], name) for name in found[-1].__struct_fields__} | changes
     return [*found[:-1], demo.Pass(**last)]
 
 
-HITS = {'kvstore_hit_tokens_total{tier="cpu"}': 2.0 * demo.REUSABLE}
+HITS = {
+    'kvstore_hit_tokens_total{tier="cpu"}': 2.0 * demo.REUSABLE,
+    'kvstore_hit_tokens_total{tier="nvme"}': 1.0 * demo.REUSABLE,
+}
 
 
 def test_the_demo_is_content_when_all_is_as_promised() -> None:
@@ -308,7 +317,7 @@ def test_the_demo_is_content_when_all_is_as_promised() -> None:
 
 
 def test_the_demo_fails_for_one_token_from_elsewhere() -> None:
-    served = demo.Served(0, demo.REUSABLE - 32, demo.ALL - demo.REUSABLE + 32)
+    served = demo.Served(nvme=demo.REUSABLE - 32, computed=demo.ALL - demo.REUSABLE + 32)
     assert len(demo.problems(passes(served=served), HITS)) == 1
 
 
@@ -323,4 +332,4 @@ def test_the_demo_fails_for_another_output() -> None:
 
 
 def test_the_demo_fails_for_a_metric_that_disagrees() -> None:
-    assert len(demo.problems(passes(), {})) == 1
+    assert len(demo.problems(passes(), {})) == 2

@@ -1,0 +1,203 @@
+"""Between memory and the tiers below: what is copied down, in which order, and what comes up."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from kvstore.errors import BlockCorrupt
+from kvstore.manager import Chain, Manager
+from kvstore.tiering import JOB_BLOCKS_MAX, Tiering
+from kvstore.types import (
+    BlockKey,
+    GroupRule,
+    JobKind,
+    JobResult,
+    LookupResult,
+    Slot,
+    TransferJob,
+)
+
+
+class SlowTier:
+    """Ends jobs when told to."""
+
+    name = "slow"
+
+    def __init__(self) -> None:
+        self.keys: set[BlockKey] = set()
+        self.jobs: list[TransferJob] = []
+        self.touched: list[BlockKey] = []
+        self._results: list[JobResult] = []
+
+    def end(self, job: TransferJob, done: int | None = None, *, corrupt: bool = False) -> None:
+        self.jobs.remove(job)
+        done = len(job.keys) if done is None else done
+        if job.kind is JobKind.STORE:
+            self.keys.update(job.keys[:done])
+        error = BlockCorrupt("made up") if corrupt else None
+        self._results.append(JobResult(job.job_id, done, error))
+
+    def lookup(self, key: BlockKey) -> LookupResult:
+        if key in self.keys:
+            return LookupResult.HIT
+        writing = any(key in job.keys for job in self.jobs if job.kind is JobKind.STORE)
+        return LookupResult.PENDING if writing else LookupResult.MISS
+
+    def touch(self, key: BlockKey) -> None:
+        self.touched.append(key)
+
+    def submit(self, job: TransferJob) -> None:
+        self.jobs.append(job)
+
+    def poll(self) -> Sequence[JobResult]:
+        results, self._results = self._results, []
+        return results
+
+    def discard(self, keys: Collection[BlockKey]) -> None:
+        self.keys.difference_update(keys)
+
+    def clear(self) -> None:
+        self.keys.clear()
+
+    def drain(self) -> None:
+        for job in list(self.jobs):
+            self.end(job)
+
+    def close(self) -> None:
+        pass
+
+
+class Rig:
+    """Memory with one chain and a slow tier below it."""
+
+    def __init__(self, slots: int, backlog: int = 256) -> None:
+        self.manager = Manager((GroupRule(None),), [0] * slots)
+        self.manager.add_slots([Slot(slot) for slot in range(slots)])
+        self.tier = SlowTier()
+        self.tiering = Tiering(self.manager, [self.tier], backlog)
+
+    def chain(self, name: str, blocks: int) -> Chain:
+        width = 32
+        hashes = b"".join(f"{name}/{index}".encode().ljust(width) for index in range(blocks))
+        return Chain(hashes, width, 1, b"")
+
+    def store(self, chain: Chain, first: int = 0, end: int | None = None) -> None:
+        """Blocks first..end-1 of a chain become ready in memory."""
+        for index in range(first, chain.blocks if end is None else end):
+            (slot,) = self.manager.prepare_store(1)
+            above = chain.key(0, index - 1) if index else None
+            self.manager.begin_store(chain.key(0, index), above, slot)
+            self.manager.complete_store(slot, ok=True)
+        self.tiering.cascade(self.manager.take_changes().added)
+
+    def keys(self, chain: Chain) -> list[BlockKey]:
+        return [chain.key(0, index) for index in range(chain.blocks)]
+
+
+def test_a_chain_is_copied_down_parents_first_and_named() -> None:
+    rig = Rig(slots=40)
+    chain = rig.chain("a", 5)
+    rig.store(chain)
+    (job,) = rig.tier.jobs
+    assert list(job.keys) == rig.keys(chain)
+    assert list(job.parents) == [None, *rig.keys(chain)[:-1]]
+    assert rig.tiering.queued == 5
+    rig.tier.end(job)
+    rig.tiering.poll()
+    assert rig.tiering.queued == 0
+    assert rig.tiering.counts["slow", "stored"] == 5
+
+
+def test_copies_pin_a_part_of_memory_only_and_the_rest_waits_its_turn() -> None:
+    rig = Rig(slots=40)
+    chain = rig.chain("a", 30)
+    rig.store(chain)
+    assert sum(len(job.keys) for job in rig.tier.jobs) == 10, "a quarter of the slots"
+    while rig.tier.jobs:
+        rig.tier.end(rig.tier.jobs[0])
+        rig.tiering.poll()
+    assert rig.tier.keys == set(rig.keys(chain))
+
+
+def test_what_has_left_memory_before_its_turn_is_counted() -> None:
+    rig = Rig(slots=8)
+    first = rig.chain("a", 4)
+    rig.store(first)  # two of them may be pinned
+    rig.store(rig.chain("b", 6))
+    (job,) = rig.tier.jobs
+    rig.tier.end(job)
+    rig.tiering.poll()
+    assert rig.tiering.counts["slow", "late"]
+
+
+def test_what_the_queue_has_no_room_for_is_skipped_and_counted() -> None:
+    rig = Rig(slots=400, backlog=1)
+    rig.store(rig.chain("a", JOB_BLOCKS_MAX + 20))
+    assert rig.tiering.counts["slow", "skipped"] == 20
+
+
+def test_a_parent_that_was_missed_is_copied_before_its_child() -> None:
+    rig = Rig(slots=40)
+    chain = rig.chain("a", 3)
+    rig.store(chain, 0, 2)
+    rig.tier.end(rig.tier.jobs[0], done=0)
+    rig.tiering.poll()
+    assert not rig.tier.keys
+    rig.store(chain, 2, 3)
+    (job,) = rig.tier.jobs
+    assert list(job.keys) == rig.keys(chain)
+
+
+def test_a_dropped_parents_new_copy_is_the_one_that_is_pinned() -> None:
+    """Found by seed 23: the child still pointed at the copy that had been dropped."""
+    rig = Rig(slots=40)
+    chain = rig.chain("a", 2)
+    rig.store(chain)
+    rig.tier.end(rig.tier.jobs[0], done=0)
+    rig.tiering.poll()
+    rig.manager.drop(chain.key(0, 0), "damaged")
+    rig.manager.take_changes()
+    rig.store(chain, 0, 1)
+    rig.tiering.cascade([chain.key(0, 1)])
+    rig.tier.drain()
+    rig.tiering.poll()
+    assert all(entry.pins == 0 for entry in rig.manager.index)
+
+
+def test_blocks_land_in_their_order_whichever_job_ends_first() -> None:
+    """Found by the demo: the second job's blocks came before their parents and were dropped."""
+    rig = Rig(slots=200)
+    chain = rig.chain("a", 2 * JOB_BLOCKS_MAX + 5)
+    rig.tier.keys.update(rig.keys(chain))
+    promotion = rig.tiering.promote(chain, chain.blocks)
+    assert len(rig.tier.jobs) == 3
+    for job in rig.tier.jobs[::-1]:
+        rig.tier.end(job)
+    assert rig.tiering.poll()[-1] is promotion
+    assert promotion.jobs_left == 0
+    assert rig.manager.lookup(chain, chain.blocks).blocks == chain.blocks
+
+
+def test_a_damaged_block_cuts_what_comes_after_it() -> None:
+    rig = Rig(slots=200)
+    chain = rig.chain("a", 2 * JOB_BLOCKS_MAX)
+    rig.tier.keys.update(rig.keys(chain))
+    promotion = rig.tiering.promote(chain, chain.blocks)
+    first, second = rig.tier.jobs
+    rig.tier.end(second)
+    rig.tier.end(first, done=10, corrupt=True)
+    rig.tiering.poll()
+    assert promotion.jobs_left == 0
+    assert rig.manager.lookup(chain, chain.blocks).blocks == 10
+    assert chain.key(0, 10) not in rig.tier.keys
+    assert rig.manager.slots_granted == 0
+
+
+def test_what_memory_serves_is_touched_below() -> None:
+    rig = Rig(slots=40)
+    chain = rig.chain("a", 5)
+    rig.store(chain)
+    lease = rig.manager.prepare_load(chain, 5, owner=1, deadline_ns=1)
+    assert lease is not None
+    rig.tiering.used(chain, lease)
+    assert rig.tier.touched == [chain.key(0, 4)]
