@@ -76,6 +76,7 @@ format: $(READY) ## apply what `make check` would ask for
 
 bench: $(READY) ## the benchmarks, as tables
 	$(VENV)/bin/kvstore bench attach
+	$(VENV)/bin/kvstore bench nvme
 	$(VENV)/bin/kvstore bench vllm
 
 clean: ## remove .venv and all caches

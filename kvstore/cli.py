@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 # By name, like tiers: what measures the connectors is a layer above this one.
 BENCHES = {
     "attach": ("connectors.bench.attach", "store round trips, scheduler half, bytes; no engine"),
+    "nvme": ("tiers.bench.nvme", "blocks to disk and back, against plain direct I/O"),
     "vllm": ("kvstore.bench.ttft", "time to first token in real vLLM engines; needs vllm"),
 }
 

@@ -168,7 +168,7 @@ class Watched(list[int]):
 
     looks = 0
 
-    def __getitem__(self, where: Any) -> Any:
+    def __getitem__(self, where: Any) -> Any:  # noqa: ANN401 - as list has it
         Watched.looks += 1
         return super().__getitem__(where)
 
