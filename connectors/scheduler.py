@@ -79,6 +79,8 @@ class SchedulerHalf:
         self._requests[request.request_id] = tracked
         if request.block_hashes:
             self._hash_bytes = len(request.block_hashes[0])
+        if not self._client.session:
+            self._client.receive()  # the store may have let us in while no step was taken
         self._ask(tracked)
 
     def _ask(self, tracked: Tracked) -> None:

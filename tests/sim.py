@@ -383,6 +383,7 @@ class World:
             half = host.half
             for left in (
                 half._requests,
+                half._left,
                 half._offers._sources,
                 half._offers._ranks_over,
             ):

@@ -24,6 +24,21 @@ def run(script: Script, request: Request, present: list[int] | None = None) -> N
 # What is offered
 
 
+def test_a_long_hit_costs_the_next_step_nothing() -> None:
+    script, request = Script(), Request("r", 16 * 1000 + 1)
+    script.arrive(request, range(1000))
+    script.load(request, [list(range(1, 1001))])
+    looked = []
+
+    def table(name: str) -> list[list[int]]:
+        looked.append(name)
+        return [list(range(1, 1002))]
+
+    request.num_computed_tokens = 16_000
+    assert script.half.build_meta(Step({"r": 1}, [], table)).stores == ()
+    assert not looked
+
+
 def test_O10_a_block_is_offered_in_the_step_that_completes_it() -> None:
     script, request = Script(), Request("r", 64)
     run(script, request)
@@ -287,6 +302,7 @@ def test_O14_nothing_is_remembered_of_copies_that_ended() -> None:
     script.half.on_output({job.job_id: 1}, [], [])
     assert not script.half._offers._sources
     assert not script.half._offers._jobs
+    assert not script.half._left
     assert not script.half._requests
 
 

@@ -2,9 +2,10 @@
 
 Three engines are alive at once: without a connector, with vLLM's own offloading, and with ours.
 A round gives each of them, in turn, a prompt that none has seen: cold, again from the engine's
-own prefix cache, and after that cache was emptied. The engines step only when told to, so two of
-them are always quiet. What is compared is compared within a round, because the speed of a
-machine that others share drifts by more than the systems differ.
+own prefix cache, and after that cache was emptied. At the end our store is restarted, and gives
+its engine every prompt once more, from disk. The engines step only when told to, so two of them
+are always quiet. What is compared is compared within a round, because the speed of a machine that
+others share drifts by more than the systems differ.
 """
 
 from __future__ import annotations
@@ -33,16 +34,25 @@ PAIRS = 15
 PROMPT_TOKENS = 8190  # no whole number of blocks: what of the last block can be reused differs
 BLOCK_TOKENS = 32
 CPU_BYTES = 512 << 20  # 30 rounds of 16 MiB each
+DISK_BYTES = 1 << 30
 KV_CACHE_BYTES = 64 << 20  # four prompts
 MODEL = "llama_s"
 SEED_FIRST = 10_000
 COLD, GPU_HIT, CPU_HIT = "ttft_cold", "ttft_gpu_hit", "ttft_cpu_hit"
+NVME_HIT = "ttft_nvme_restart"
 REUSABLE = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
-# Against whom each time is measured: nothing to hit must cost nothing, a hit is a match for a peer.
-REFERENCES = {COLD: ("none", ("native", "ours")), CPU_HIT: ("native", ("ours",))}
+# Against what each time is measured: nothing to hit must cost nothing, a hit is a match for a peer,
+# and one from disk is worth its while.
+REFERENCES = {
+    (COLD, "native"): (COLD, "none"),
+    (COLD, "ours"): (COLD, "none"),
+    (CPU_HIT, "ours"): (CPU_HIT, "native"),
+    (NVME_HIT, "ours"): (COLD, "ours"),
+}
 WARM_UP_ROUNDS = 1
 SETTLE_S = 10.0
+ATTACH_S = 30.0
 
 Times = dict[tuple[str, str], list[float]]
 """Seconds, or steps, by (name, system), one value per round."""
@@ -71,7 +81,7 @@ def run(pairs: int | None) -> list[Result]:
     with (
         tempfile.TemporaryDirectory(prefix="kvstore-bench-") as name,
         Progress(console=Console(stderr=True), transient=True) as progress,
-        StoreProcess(Path(name), str(CPU_BYTES)) as store,
+        StoreProcess(Path(name), str(CPU_BYTES), disk(Path(name))) as store,
         ExitStack() as stack,
     ):
         connectors = systems(store.address)
@@ -92,7 +102,32 @@ def run(pairs: int | None) -> list[Result]:
                         times[what, system].append(seconds)
                         steps[what, system].append(steps_taken)
                 progress.advance(task)
+        progress.update(task, description="restarting our store")
+        times[NVME_HIT, "ours"] = list(_after_restart(engines["ours"], store, rounds))
     return results(times, steps)
+
+
+def disk(folder: Path) -> str:
+    """Return the section of the store's file."""
+    return f'[nvme]\npath = "{folder}/kv"\ncapacity = {DISK_BYTES}\n'
+
+
+def _after_restart(engine: Engine, store: StoreProcess, rounds: int) -> Iterator[float]:
+    """Yield the seconds of each round's prompt when only the disk still has it."""
+    store.stop()
+    if not engine.reset_prefix_cache():
+        raise KVStoreError("some engine blocks are still in use")
+    store.__enter__()
+    deadline_s = time.monotonic() + ATTACH_S
+    while not any(
+        s.labels.get("phase") == "active" and s.value for s in admin.stats(store.address)
+    ):
+        if time.monotonic() > deadline_s:
+            raise KVStoreError(f"the engine did not find its store again in {ATTACH_S:.0f} s")
+        engine.run([Request(id="tick", tokens=[3, 4, 5])], max_tokens=1)
+    for number in range(WARM_UP_ROUNDS, rounds):
+        yield Visit(engine, "ours", number, store).run(NVME_HIT, REUSABLE)[1]
+        engine.idle_steps(3)
 
 
 def _order(names: list[str], number: int) -> list[str]:
@@ -112,17 +147,18 @@ class Visit:
 
     def measure(self) -> Iterator[tuple[str, float, int]]:
         """Yield name, seconds and steps: cold, from the engine's cache, from the connector's."""
-        yield self._run(COLD, 0)
+        yield self.run(COLD, 0)
         self._settle()
-        yield self._run(GPU_HIT, REUSABLE)
+        yield self.run(GPU_HIT, REUSABLE)
         if self._system != "none":
             self._settle()
             if not self._engine.reset_prefix_cache():
                 raise KVStoreError(f"{self._system}: some engine blocks are still in use")
-            yield self._run(CPU_HIT, REUSABLE)
+            yield self.run(CPU_HIT, REUSABLE)
         self._settle()
 
-    def _run(self, name: str, cached: int) -> tuple[str, float, int]:
+    def run(self, name: str, cached: int) -> tuple[str, float, int]:
+        """Run the prompt once; return name, seconds and steps."""
         request = Request(
             id=f"{self._system} {name} {self._number}",
             tokens=prompt(SEED_FIRST + self._number, PROMPT_TOKENS),
@@ -146,31 +182,33 @@ class Visit:
 
 
 def _stored(store: StoreProcess) -> int:
-    return sum(
-        int(stat.value)
+    """Count the blocks that are both in memory and on disk by now."""
+    found = {
+        stat.name: int(stat.value)
         for stat in admin.stats(store.address)
-        if stat.name == "kvstore_stored_blocks" and stat.labels["outcome"] == "stored"
-    )
+        if "stored" in stat.labels.values()
+    }
+    return min(found.get("kvstore_stored_blocks", 0), found.get("kvstore_tier_blocks", 0))
 
 
 def results(times: Times, steps: Times) -> list[Result]:
     """Turn the rounds into results: medians, and ratios within rounds."""
     found = []
     for (name, system), values in sorted(times.items()):
-        reference, compared = REFERENCES.get(name, ("", ()))
+        reference = REFERENCES.get((name, system))
         parameters: dict[str, Any] = {
             "system": system,
             "prompt_tokens": PROMPT_TOKENS,
             "pairs": len(values),
         }
         base = ratio = None
-        if system in compared:
-            others = times[name, reference]
+        if reference is not None:
+            others = times[reference]
             pair = paired_ratio(values, others)
             base, ratio = statistics.median(others) * 1000, pair.median
             difference = statistics.median(a - b for a, b in zip(values, others, strict=True))
             parameters |= {
-                "against": reference,
+                "against": " ".join(reference) if reference[0] != name else reference[1],
                 "ratio_low": pair.low,
                 "ratio_high": pair.high,
                 "difference_ms": round(difference * 1000, 3),
