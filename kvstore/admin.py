@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Iterator
 
 import msgspec
 
@@ -14,10 +15,15 @@ from kvstore.metrics import TABLE
 
 TIMEOUT_S = 10.0
 _READ_BYTES = 1 << 16
+_LOOK_S = 0.1
 
 
 class StoreUnreachable(KVStoreError):
     """Nobody answers at that address."""
+
+
+class StoreRefused(KVStoreError):
+    """The store does not do what it was asked for."""
 
 
 class Stat(msgspec.Struct, frozen=True):
@@ -30,22 +36,40 @@ class Stat(msgspec.Struct, frozen=True):
 
 def stats(address: str, timeout_s: float = TIMEOUT_S) -> list[Stat]:
     """Read the store's numbers. Raises StoreUnreachable."""
-    return _ask(address, "stats", timeout_s)
+    return _ask(address, p.Query("stats"), timeout_s)
 
 
 def clear(address: str, timeout_s: float = TIMEOUT_S) -> list[Stat]:
     """Drop all blocks that nobody is reading, and read the numbers after it."""
-    return _ask(address, "clear", timeout_s)
+    return _ask(address, p.Query("clear"), timeout_s)
 
 
-def _ask(address: str, what: str, timeout_s: float) -> list[Stat]:
+def resize(
+    address: str, tier: str, capacity_bytes: int, timeout_s: float = TIMEOUT_S
+) -> Iterator[tuple[int, int]]:
+    """Change a tier's cap; yield its bytes and its cap until the first is within the second.
+
+    Raises StoreUnreachable, or StoreRefused when there is no such tier or it can't be so small.
+    """
+    rows = _ask(address, p.Query("resize", tier, capacity_bytes), timeout_s)
+    while True:
+        found = {stat.name: int(stat.value) for stat in rows if stat.labels.get("tier") == tier}
+        used, cap = found["kvstore_memory_bytes"], found["kvstore_capacity_bytes"]
+        yield used, cap
+        if used <= cap:
+            return
+        time.sleep(_LOOK_S)
+        rows = stats(address, timeout_s)
+
+
+def _ask(address: str, query: p.Query, timeout_s: float) -> list[Stat]:
     path = parse_socket(address)
     deadline_s = time.monotonic() + timeout_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
             sock.settimeout(timeout_s)
             sock.connect(path)
-            sock.sendall(p.encode(p.Query(what)))
+            sock.sendall(p.encode(query))
             body = _receive(sock, deadline_s)
         except OSError as exc:
             reason = exc.strerror or f"no answer in {timeout_s:.0f} s"
@@ -61,6 +85,8 @@ def _receive(sock: socket.socket, deadline_s: float) -> bytes:
         for message in decoder.feed(data):
             if isinstance(message, p.Report):
                 return message.body
+            if isinstance(message, p.Refused):
+                raise StoreRefused(f"the store refuses: {message.reason}")
             raise ProtocolError(f"{type(message).__name__} instead of Report")
         sock.settimeout(max(0.001, deadline_s - time.monotonic()))
     raise ProtocolError("it closed the connection")

@@ -10,12 +10,14 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 
 from kvstore import __version__
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.fsck import MEANINGS, Amount, Report
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,7 @@ BENCHES = {
     "nvme": ("tiers.bench.nvme", "blocks to disk and back, against plain direct I/O"),
     "vllm": ("kvstore.bench.ttft", "time to first token in real vLLM engines; needs vllm"),
 }
+FSCK = "tiers.nvme.fsck"
 
 _EXAMPLES = """\
 examples:
@@ -32,6 +35,17 @@ examples:
   kvstore serve --config kvstore.toml     run the store of this node
   kvstore stats --store unix:///run/kvstore/kvstore.sock
   kvstore bench attach --json             one JSON object on standard output
+"""
+
+_FSCK = """\
+Verify an NVMe tier's directory that no store uses: reads its index and every block.
+
+It is never needed for correctness. A store checks each block that it reads, and what is wrong is
+a miss. Run it to know before a store does, after a disk failed say.
+
+Without --repair nothing is changed; exit status 1 says that something is wrong. With --repair
+what is wrong leaves the index, with the blocks that continue it, and files that are not in the
+index are removed. An index that cannot be read is kept under another name; no block is.
 """
 
 
@@ -90,8 +104,27 @@ def _parser() -> argparse.ArgumentParser:
     stats.add_argument("--json", action="store_true", help="a JSON list instead of a table")
     clear = add("clear", "drop all blocks that are not in use", f"kvstore clear --store {address}")
     clear.set_defaults(run=_clear)
-    for command in (stats, clear):
+    resize = add(
+        "resize",
+        "change a running store's capacity, and wait until it holds",
+        f"kvstore resize nvme 500GiB --store {address}",
+    )
+    resize.set_defaults(run=_resize)
+    resize.add_argument("tier", choices=["nvme"], help="what to resize")
+    resize.add_argument("capacity", help='the new cap, such as "500GiB"')
+    for command in (stats, clear, resize):
         command.add_argument("--store", required=True, help=f"the store's socket, as {address}")
+
+    fsck = add(
+        "fsck",
+        "verify an NVMe tier's directory that no store uses",
+        "kvstore fsck /nvme/kv --repair",
+    )
+    fsck.description = _FSCK
+    fsck.set_defaults(run=_fsck)
+    fsck.add_argument("directory", type=Path, help="the path of [nvme]")
+    fsck.add_argument("--repair", action="store_true", help="drop what is wrong")
+    fsck.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
     bench = add("bench", "measure on this machine", "kvstore bench attach --json")
     bench.set_defaults(run=_bench)
@@ -181,6 +214,116 @@ def _clear(chosen: argparse.Namespace) -> int:
         if stat.name == "kvstore_slots" and stat.labels.get("state") == "used"
     )
     print(f"cleared; {left} blocks are in use and stay until they are not")
+    return 0
+
+
+def _fsck(chosen: argparse.Namespace) -> int:
+    with _progress() as watch:
+        report: Report = import_module(FSCK).examine(
+            chosen.directory, repair=chosen.repair, watch=watch
+        )
+    if chosen.json:
+        import msgspec
+
+        print(msgspec.json.encode(report).decode())
+    else:
+        _show_fsck(report)
+    return 0 if report.ok or chosen.repair else 1
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[Amount, Amount], None]]:
+    """Show on a terminal how far the reading of blocks is."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("index", total=None, rate="")
+        start_s: float | None = None
+
+        def watch(done: Amount, whole: Amount) -> None:
+            nonlocal start_s
+            now_s = time.monotonic()
+            start_s = now_s if start_s is None else start_s
+            shown = _rate(done, now_s - start_s)
+            progress.update(
+                task, description="blocks", completed=done.bytes, total=whole.bytes, rate=shown
+            )
+
+        yield watch
+
+
+def _rate(done: Amount, seconds: float) -> str:
+    if not done.count or seconds <= 0:
+        return ""
+    return f"{done.count / seconds:,.0f} blocks/s, {done.bytes / seconds / 1e9:.2f} GB/s"
+
+
+def _show_fsck(report: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvstore.preflight import shown
+
+    table = Table(box=None, header_style="bold")
+    for heading in ("what", "state"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("count", "bytes"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("that is")
+    for what, state, amount in report.rows():
+        style = "red" if amount.count and state != "ok" else None
+        meaning = MEANINGS[what, state]
+        table.add_row(what, state, f"{amount.count:,}", shown(amount.bytes), meaning, style=style)
+    if report.index_error is not None:
+        print(f"the index is damaged: {report.index_error}")
+    Console().print(table)
+    seconds = max(report.read_s, 1e-9)
+    print(
+        f"{shown(report.used_bytes)} on disk; {shown(report.read_bytes)} of blocks read in"
+        f" {report.read_s:.1f} s, {report.read_bytes / seconds / 1e9:.2f} GB/s"
+    )
+    if not report.in_order:
+        print("the last store was not shut down in order; what it wrote last may not be here")
+    done = report.repair
+    if done is None:
+        print("all is in order" if report.ok else "something is wrong; --repair drops it")
+        return
+    if done.index_kept_as is not None:
+        print(f"the damaged index is kept as {done.index_kept_as}; the directory is empty now")
+    print(
+        f"repaired: {done.blocks_dropped} blocks and {done.extents_dropped} extents dropped from"
+        f" the index, {done.files_removed} files removed"
+    )
+
+
+def _resize(chosen: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from kvstore import admin
+    from kvstore.preflight import shown
+    from kvstore.quantities import parse_bytes
+
+    steps = admin.resize(chosen.store, chosen.tier, parse_bytes(chosen.capacity))
+    with Console(stderr=True).status("resizing") as status:
+        for used, cap in steps:
+            status.update(f"{chosen.tier}: {shown(used)} in use, {shown(cap)} are allowed")
+    print(f"{chosen.tier}: capacity {shown(cap)}, {shown(used)} in use")
+    print("a restart takes the capacity of the configuration file again", file=sys.stderr)
     return 0
 
 

@@ -114,9 +114,11 @@ class Loaded(Message, frozen=True):
 
 
 class Query(Message, frozen=True):
-    """Admin: "stats" or "clear"."""
+    """Admin: "stats", "clear", or "resize" with a tier and its new capacity."""
 
     what: str
+    tier: str = ""
+    capacity_bytes: int = 0
 
 
 # Store to engine

@@ -38,7 +38,7 @@ def config(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
-COMMANDS = ("serve", "check", "stats", "clear", "bench", "demo")
+COMMANDS = ("serve", "check", "stats", "clear", "resize", "fsck", "bench", "demo")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -225,7 +225,7 @@ def test_a_store_that_does_not_start_says_why(tmp_path: Path) -> None:
 
 
 def test_every_bench_is_there() -> None:
-    assert sorted(cli.BENCHES) == ["attach", "vllm"]
+    assert sorted(cli.BENCHES) == ["attach", "nvme", "vllm"]
     code = (
         "import importlib; from kvstore.cli import BENCHES\n"
         "for module, _ in BENCHES.values(): print(callable(importlib.import_module(module).run))"

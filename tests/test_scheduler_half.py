@@ -174,14 +174,6 @@ def test_O8_an_engine_is_idle_once_its_last_request_has_finished() -> None:
     assert script.waited_ns == pytest.approx(MS, rel=0.01)
 
 
-def test_O8_the_first_request_after_the_store_came_back_is_asked_about() -> None:
-    script = Script()
-    script.client.detach("for a test")
-    script.inbox = [p.Active(1000, 100)]
-    script.half.on_new_request(Request("r", 33))
-    assert len(script.lookups()) == 1
-
-
 def test_O8_a_busy_engine_waits_200_us_in_a_step() -> None:
     script, running = Script(), Request("running", 8)
     script.half.on_new_request(running)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from connectors.requests import Geometry, Step
+from kvstore import protocol as p
 from kvstore.types import GroupRule
 from tests.script import BLOCK, Request, Script, hashes
 
@@ -427,3 +428,14 @@ def test_a_request_is_not_looked_at_before_it_can_have_a_block() -> None:
         request.num_computed_tokens = computed
         script.half.build_meta(Step({"r": 1}, [], table))
     assert len(asked) == 2
+
+
+# The store comes back
+
+
+def test_O8_the_first_request_after_the_store_came_back_is_asked_about() -> None:
+    script = Script()
+    script.client.detach("for a test")
+    script.inbox = [p.Active(1000, 100)]
+    script.half.on_new_request(Request("r", 33))
+    assert len(script.lookups()) == 1

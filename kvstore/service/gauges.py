@@ -62,7 +62,7 @@ class Space(Protocol):
 
 
 class Disk(Protocol):
-    """The NVMe tier, as far as it is measured here."""
+    """The NVMe tier as a whole."""
 
     capacity_bytes: int
 
@@ -79,6 +79,10 @@ class Disk(Protocol):
     @property
     def spaces(self) -> Sequence[Space]:
         """Its namespaces."""
+        ...
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Change the cap; what is too much goes from now on."""
         ...
 
 

@@ -28,7 +28,6 @@ from kvstore import protocol as p
 from kvstore.config import Config
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.metrics import NVME, StoreCollector
-from kvstore.service.gauges import disk_gauges
 from kvstore.service.store import Store
 from kvstore.tier import SlotMemory, Tier, TierContext
 
@@ -132,7 +131,7 @@ class Server:
         self._pool = pool
         self._disk = None if config.nvme is None else find_class(NVME_TIER)(config.nvme)
         first = secrets.randbits(40) << 16
-        self.store = Store(config, pool, self._make_tiers, self._send, first)
+        self.store = Store(config, pool, self._make_tiers, self._send, first, self._disk)
 
     def _make_tiers(self, digest: str, slot_bytes: int, memory: SlotMemory) -> Sequence[Tier]:
         tiers: list[Tier] = []
@@ -212,8 +211,6 @@ class Server:
         if now_ns - self._gauges_ns > _GAUGES_NS:
             self._gauges_ns = now_ns
             self.store.refresh_gauges()
-            if self._disk is not None:
-                self.store.numbers.gauges.update(disk_gauges(self._disk))
 
     def _accept(self) -> None:
         try:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import msgspec
 
 from kvstore import protocol as p
-from kvstore.config import BACKLOG_JOBS, Config
+from kvstore.config import BACKLOG_JOBS, DISK_BYTES_MIN, Config
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.layout import slot_layout
 from kvstore.metrics import MEMORY, NVME, Numbers
 from kvstore.service.desk import Desk
-from kvstore.service.gauges import gauges
+from kvstore.service.gauges import Disk, disk_gauges, gauges
 from kvstore.service.memory import Memory
 from kvstore.service.namespace import Mapping, MemoryPool, Namespace
 from kvstore.service.session import News, Phase, Session, Writing
@@ -40,9 +40,11 @@ class Store:
         make_tiers: MakeTiers,
         send: Send,
         first_session: int = 1,
+        disk: Disk | None = None,
     ) -> None:
         """send(connection, message, descriptor): queue a message; never raises.
 
+        disk: what all NVMe tiers of make_tiers share.
         first_session: sessions are numbered from here. It differs between store processes, so
         that work left over from another store's session is told apart.
         """
@@ -64,6 +66,7 @@ class Store:
         self._desk = Desk(config.engine, self.numbers)
         self._memory = Memory(pool, send, self._workers_of, self._holders_of)
         self._pool = pool
+        self._disk = disk
 
     def _workers_of(self, namespace: Namespace) -> set[int]:
         return {
@@ -421,8 +424,15 @@ class Store:
                 for key in [entry.key for entry in namespace.manager.index]:
                     namespace.manager.drop(key, "clear")
                 namespace.tiering.clear()
+        elif query.what == "resize":
+            if query.tier != NVME or self._disk is None or query.capacity_bytes < DISK_BYTES_MIN:
+                have = f"{NVME} from {DISK_BYTES_MIN} bytes on" if self._disk else "no such tier"
+                raise ProtocolError(
+                    f"resize of {query.tier!r} to {query.capacity_bytes} bytes, expected {have}"
+                )
+            self._disk.resize(query.capacity_bytes)
         elif query.what != "stats":
-            raise ProtocolError(f"query {query.what!r}, expected stats or clear")
+            raise ProtocolError(f"query {query.what!r}, expected stats, clear or resize")
         self.refresh_gauges()
         values = {**self.numbers.counts, **self.numbers.gauges}
         body = msgspec.json.encode([[*key, value] for key, value in sorted(values.items())])
@@ -430,7 +440,10 @@ class Store:
 
     def refresh_gauges(self) -> None:
         """Bring the gauges, and counters kept elsewhere, up to date."""
-        self.numbers.gauges = gauges(self._pool, self.sessions.values(), self.namespaces)
+        found = gauges(self._pool, self.sessions.values(), self.namespaces)
+        if self._disk is not None:
+            found |= disk_gauges(self._disk)
+        self.numbers.gauges = found
 
     @property
     def queued_blocks(self) -> int:

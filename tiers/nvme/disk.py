@@ -12,23 +12,22 @@ time. Reads go before writes.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
 from kvstore.config import NvmeConfig
-from kvstore.errors import TierError, TierIOError
+from kvstore.errors import ConfigError, TierError, TierIOError
 from kvstore.tier import TierContext
 from kvstore.types import JobKind
-from tiers.nvme.files import ExtentFile, lock_folder, stride_of
+from tiers.nvme.chores import Chore, run_chore
+from tiers.nvme.files import ExtentFile, allow_files, lock_folder, stride_of
 from tiers.nvme.index import Record
-from tiers.nvme.journal import NAMESPACE, NUMBER, RECORD_BYTES, Commit, Journal, set_aside
+from tiers.nvme.journal import NAMESPACE, NUMBER, Commit, Journal, set_aside
 from tiers.nvme.loader import Loader
-from tiers.nvme.space import Space
+from tiers.nvme.space import Space, cost
 from tiers.nvme.tier import Moved, NvmeTier, Run
 from tiers.runner import Runner
 
@@ -43,13 +42,6 @@ READS_FIRST_S = 0.05
 _BASE_BYTES = 1 << 20  # of the index, when it is empty
 _FS_SPARE_BYTES = 64 << 20
 _LOAD_S = 0.01  # of each poll
-
-
-class Chore(msgspec.Struct, eq=False):
-    """Something for the keeper thread, and what happens here when it is done."""
-
-    work: Callable[[], None]
-    done: Callable[[Exception | None], None]
 
 
 class NvmeDisk:
@@ -78,28 +70,44 @@ class NvmeDisk:
             "kvstore-nvme-write", self._write, lambda run, exc: Moved(run, [], exc), WRITERS
         )
         self._keeper: Runner[Chore, tuple[Chore, Exception | None]] = Runner(
-            "kvstore-nvme-keeper", _do, lambda chore, exc: (chore, exc)
+            "kvstore-nvme-keeper", run_chore, lambda chore, exc: (chore, exc)
         )
         self._loader: Loader | None = None
-        self._open_journal()
+        self._strays: list[bytes] = []  # keys of rows whose namespace nobody knows
+        allow_files()
+        try:
+            self._journal = self._open_journal()
+        except BaseException:
+            self._close_files()
+            raise
 
     # Opening
 
-    def _open_journal(self) -> None:
+    def _open_journal(self) -> Journal:
+        """Open the index and the extents it names; a damaged one is set aside."""
         blocks_max = self.capacity_bytes // stride_of(1)
         try:
-            self._journal = Journal(self._folder, blocks_max)
-            self._open_extents()
+            journal = Journal(self._folder, blocks_max)
         except TierIOError as exc:
             self._start_empty(exc)
-            self._journal = Journal(self._folder, blocks_max)
-            self._open_extents()
-        if not self._journal.clean:
+            journal = Journal(self._folder, blocks_max)
+        try:
+            self._open_extents(journal)
+        except TierIOError as exc:
+            journal.close()
+            self._spaces.clear()
+            self._start_empty(exc)
+            journal = Journal(self._folder, blocks_max)
+        except BaseException:
+            journal.close()
+            raise
+        if not journal.clean:
             log.warning("%s was not shut down in order; it has what was committed", self._folder)
         if self._spaces:
-            self._loader = Loader(self._journal.path)
+            self._loader = Loader(journal.path)
         else:
-            self._journal.mark(clean=False)
+            journal.mark(clean=False)
+        return journal
 
     def _start_empty(self, cause: Exception) -> None:
         kept = set_aside(self._folder)
@@ -107,24 +115,30 @@ class NvmeDisk:
         for path in self._folder.glob("*.extent"):
             path.unlink()
 
-    def _open_extents(self) -> None:
-        namespaces, extents = self._journal.tables()
+    def _open_extents(self, journal: Journal) -> None:
+        namespaces, extents = journal.tables()
         by_number = {}
         for digest, (number, slot_bytes) in namespaces.items():
+            if slot_bytes == 0:
+                raise TierIOError(f"namespace {digest[:12]} has blocks of 0 bytes")
             self._spaces[digest] = by_number[number] = Space(number, digest, slot_bytes)
         for number, owner in extents.items():
             self._next_extent = max(self._next_extent, number + 1)
             space, path = by_number.get(owner), self._path(number)
             try:
-                size = path.stat().st_size
                 if space is not None:
-                    space.extents[number] = ExtentFile(path, space.slot_bytes, size)
+                    space.extents[number] = ExtentFile(path, space.slot_bytes, path.stat().st_size)
+            except FileNotFoundError:
+                log.error("%s is lost, and with it its blocks", path)
             except OSError as exc:
-                log.error("%s is lost, and with it its blocks: %s", path, exc.strerror)
-        known = {self._path(number).name for number in extents}
+                raise ConfigError(f"{path}: cannot be opened: {exc.strerror}") from exc
+        known = {self._path(n).name for space in self._spaces.values() for n in space.extents}
         for path in self._folder.glob("*.extent"):
             if path.name not in known:
                 path.unlink()
+        gone = [number for number in extents if self._path(number).name not in known]
+        if gone:
+            journal.commit(Commit(extents_gone=gone))
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:06d}.extent"
@@ -139,7 +153,11 @@ class NvmeDisk:
         except TierIOError as exc:
             loader.close()
             self._loader = None
-            self._lose_all(exc)
+            if loader.killed:
+                log.error("off until the store is restarted: %s", exc)
+                self._off_until = math.inf
+            else:
+                self._lose_all(exc)
             return
         if loader.done:
             self._loader = None
@@ -154,7 +172,9 @@ class NvmeDisk:
             rows = loader.take()
             for key, value in rows:
                 space = spaces.get(key[: NUMBER.size])
-                if space is not None:
+                if space is None:
+                    self._strays.append(key)
+                else:
                     found = space.load(key[NUMBER.size :], value)
                     self._generation = max(self._generation, found + 1)
             if not rows:
@@ -220,11 +240,6 @@ class NvmeDisk:
         """Bytes that the tier may take on disk with the extents it has."""
         return sum(space.disk_bytes for space in self._spaces.values()) + _BASE_BYTES
 
-    def _cost(self, space: Space) -> int:
-        """Bytes of one more extent of this namespace."""
-        size = self._settings.extent_bytes
-        return size + size // stride_of(space.slot_bytes) * RECORD_BYTES
-
     @property
     def spaces(self) -> list[Space]:
         """List the namespaces that have been seen."""
@@ -235,6 +250,18 @@ class NvmeDisk:
         """Tell whether something is under way that ends without anybody asking."""
         moving = self._reads.open or self._writes.open or self._keeper.open
         return bool(moving) or self._loader is not None
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Change the cap; extents that are too much are emptied and given back."""
+        log.info(
+            "%s: capacity is %d bytes now, was %d",
+            self._folder,
+            capacity_bytes,
+            self.capacity_bytes,
+        )
+        self.capacity_bytes = capacity_bytes
+        if self._loader is None:  # else when all is read
+            self._shrink_to_cap()
 
     # Moving blocks
 
@@ -302,7 +329,10 @@ class NvmeDisk:
         if space.growing:
             return True
         size = self._settings.extent_bytes
-        if self.used_bytes + self._making + self._cost(space) > self.capacity_bytes:
+        if (
+            self.used_bytes + self._making + cost(self._settings.extent_bytes, space.slot_bytes)
+            > self.capacity_bytes
+        ):
             return False
         try:
             found = os.statvfs(self._folder)
@@ -313,7 +343,7 @@ class NvmeDisk:
             return False
         number = self._next_extent
         self._next_extent += 1
-        self._making += self._cost(space)
+        self._making += cost(self._settings.extent_bytes, space.slot_bytes)
         space.growing = True
         namespace = (space.digest.encode(), NAMESPACE.pack(space.number, space.slot_bytes))
         changes = Commit(namespaces=[namespace], extents=[(number, space.number)])
@@ -326,7 +356,7 @@ class NvmeDisk:
         return True
 
     def _grown(self, space: Space, number: int, error: Exception | None) -> None:
-        self._making -= self._cost(space)
+        self._making -= cost(self._settings.extent_bytes, space.slot_bytes)
         space.growing = False
         if error is None:
             try:
@@ -363,6 +393,7 @@ class NvmeDisk:
             if number is None:
                 return
             richest.retire(number)
+            self._hurry = True
 
     def _keep_room(self) -> None:
         """Evict ahead where the cap is reached, and let go of extents that are empty."""
@@ -386,7 +417,8 @@ class NvmeDisk:
     # Durability
 
     def _pending(self) -> bool:
-        return any(space.to_put or space.to_delete for space in self._spaces.values())
+        moved = any(space.to_put or space.to_delete for space in self._spaces.values())
+        return moved or bool(self._strays)
 
     def _maybe_commit(self) -> None:
         if self._committing or self._loader is not None or not self._pending():
@@ -398,9 +430,10 @@ class NvmeDisk:
             return
         self._since_s, self._hurry, self._committing = None, False, True
         batches = [(s, s.take_puts(), s.take_deletes()) for s in self._spaces.values()]
+        strays, self._strays = self._strays, []
         files = {s.extents[r.slot >> 32] for s, puts, _ in batches for r in puts}
         changes = Commit(
-            deletes=[s.journal_key(r) for s, _, deletes in batches for r in deletes],
+            deletes=[*strays, *(s.journal_key(r) for s, _, gone in batches for r in gone)],
             puts=[(s.journal_key(r), s.value(r)) for s, puts, _ in batches for r in puts],
         )
 
@@ -442,17 +475,20 @@ class NvmeDisk:
         if not clean and (self._reads.open or self._writes.open or self._keeper.open):
             log.error("%s: I/O hangs; left without waiting for it", self._folder)
             return  # the lock goes with the process
+        try:
+            if self._loader is None and self._off_until < math.inf:
+                self._journal.mark(clean=clean)
+        except TierIOError as exc:
+            log.error("%s: not shut down in order: %s", self._folder, exc)
+        self._journal.close()
+        self._close_files()
+
+    def _close_files(self) -> None:
         for runner in (self._reads, self._writes, self._keeper):
             runner.close()
         for space in self._spaces.values():
             for file in space.extents.values():
                 file.close()
-        try:
-            if self._loader is None:
-                self._journal.mark(clean=clean)
-        except TierIOError as exc:
-            log.error("%s: not shut down in order: %s", self._folder, exc)
-        self._journal.close()
         os.close(self._lock_fd)
 
     def _quiet(self) -> bool:
@@ -460,11 +496,3 @@ class NvmeDisk:
         if self._loader is not None or time.monotonic() < self._read_only_until:
             return not busy
         return not busy and not self._pending()
-
-
-def _do(chore: Chore) -> tuple[Chore, Exception | None]:
-    try:
-        chore.work()
-    except (OSError, TierError) as exc:
-        return chore, exc
-    return chore, None

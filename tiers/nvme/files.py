@@ -6,11 +6,13 @@ Memory that is not (a block whose size is no multiple of 4 KiB) goes through a b
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import mmap
 import os
+import resource
 import threading
 import time
 from collections.abc import Sequence
@@ -112,6 +114,13 @@ class ExtentFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def allow_files() -> None:
+    """Let this process open as many files as the system allows it: every extent is one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def lock_folder(path: Path, wait_s: float) -> int:

@@ -7,6 +7,7 @@ that it has seen all of them. The parent takes them in slices, so that it serves
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -43,6 +44,7 @@ class Loader:
         self._path = path
         self._buffer = bytearray()
         self.done = False
+        self.killed = False  # by somebody else, such as a system without memory: no damage then
         if self._child.stdout is not None:
             os.set_blocking(self._child.stdout.fileno(), False)
 
@@ -72,6 +74,7 @@ class Loader:
 
     def _why(self) -> str:
         _, said = self._child.communicate()
+        self.killed = self._child.returncode == -signal.SIGKILL
         lines = said.decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"its reader ended with {self._child.returncode}"
 

@@ -1,0 +1,92 @@
+"""What `kvstore fsck` reports of the directory of an NVMe tier; tiers.nvme.fsck finds it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+
+class Amount(msgspec.Struct):
+    """How many, and how many bytes they have."""
+
+    count: int = 0
+    bytes: int = 0
+
+    def add(self, size: int, count: int = 1) -> None:
+        """Add some that have this size each."""
+        self.count += count
+        self.bytes += count * size
+
+
+def _amount() -> Amount:
+    return msgspec.field(default_factory=Amount)
+
+
+class Blocks(msgspec.Struct):
+    """The blocks in the index, each under one cause; bytes are their payload."""
+
+    ok: Amount = _amount()
+    damaged: Amount = _amount()
+    unreadable: Amount = _amount()
+    foreign: Amount = _amount()
+    unreachable: Amount = _amount()
+
+
+class Extents(msgspec.Struct):
+    """The extent files; bytes are what they take on disk."""
+
+    ok: Amount = _amount()
+    short: Amount = _amount()
+    lost: Amount = _amount()
+    orphan: Amount = _amount()
+
+
+MEANINGS = {
+    ("blocks", "ok"): "read, and their checksums are right",
+    ("blocks", "damaged"): "their checksums are wrong",
+    ("blocks", "unreadable"): "I/O error, or beyond the end of file",
+    ("blocks", "foreign"): "no such extent or size; place taken",
+    ("blocks", "unreachable"): "a block before them is not ok",
+    ("extents", "ok"): "as the index has them",
+    ("extents", "short"): "end before a block in the index",
+    ("extents", "lost"): "in the index; cannot be opened",
+    ("extents", "orphan"): "not in the index",
+}
+
+
+class Repair(msgspec.Struct):
+    """What was done."""
+
+    blocks_dropped: int = 0
+    extents_dropped: int = 0  # from the index
+    files_removed: int = 0
+    index_kept_as: str | None = None
+
+
+class Report(msgspec.Struct):
+    """What is in a directory."""
+
+    directory: str
+    ok: bool = True  # nothing was wrong, before a repair
+    index_error: str | None = None  # why it cannot be read; then no block can be told
+    in_order: bool = True  # the last store had time to end; else its last second may be missing
+    namespaces: int = 0
+    blocks: Blocks = msgspec.field(default_factory=Blocks)
+    extents: Extents = msgspec.field(default_factory=Extents)
+    used_bytes: int = 0  # on disk: extent files and index
+    read_bytes: int = 0  # payload
+    read_s: float = 0.0
+    repair: Repair | None = None
+
+    def rows(self) -> Iterator[tuple[str, str, Amount]]:
+        """Yield what, in which state, and how much of it."""
+        for name, part in (("blocks", self.blocks), ("extents", self.extents)):
+            for state in part.__struct_fields__:
+                yield name, state, getattr(part, state)
+
+    def wrong(self) -> bool:
+        """Tell whether anything that was counted is not ok."""
+        return self.index_error is not None or any(
+            amount.count for _, state, amount in self.rows() if state != "ok"
+        )

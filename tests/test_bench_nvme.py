@@ -1,0 +1,125 @@
+"""The disk benchmark in small: its form, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore.bench import direct
+from kvstore.bench.report import Result, as_json
+from kvstore.errors import KVStoreError
+from tests.nvme_blocks import MIB
+from tiers.bench import nvme
+
+SMALL = nvme.Sizes(
+    block_bytes=(MIB // 2, MIB), data_bytes=8 * MIB, job_bytes=2 * MIB, extent_bytes=4 * MIB
+)
+FIO = """#!/bin/sh
+printf '%s\\n' "$@" >> {log}
+echo '{{"jobs": [{{"read": {io}, "write": {io}, "job_runtime": 40, "usr_cpu": 5, "sys_cpu": 20}}]}}'
+"""
+IO = '{"io_bytes": 8388608, "bw_bytes": 2000000000}'
+
+
+def of(results: Sequence[Result], **wanted: object) -> list[Result]:
+    return [r for r in results if wanted.items() <= {"name": r.name, **r.parameters}.items()]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def install_fio(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    (folder / "fio").write_text(script, encoding="ascii")
+    (folder / "fio").chmod(0o700)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+def blocks_of(size: int, count: int) -> list[memoryview]:
+    return [memoryview(bytearray(size)) for _ in range(count)]
+
+
+def test_every_result_has_a_reference_from_the_same_run(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    results = nvme.run(1, SMALL)
+    for block_bytes in SMALL.block_bytes:
+        for name in ("read", "write"):
+            for checksum in (True, False):
+                (one,) = of(results, name=name, block_bytes=block_bytes, checksum=checksum)
+                assert one.unit == "GB/s"
+                assert one.parameters["against"] == "O_DIRECT loop"
+                assert one.parameters["cpu_us_per_block"] > 0
+                assert one.parameters["reference_cpu_us_per_block"] > 0
+            assert len(of(results, name=f"naive_{name}", block_bytes=block_bytes)) == 1
+    assert len(of(results, name="checksum_pass")) == 1
+    assert len(results) == 2 * 6 + 1
+    for row in json.loads(as_json("nvme", results))["results"]:
+        assert row["value"] > 0
+        assert row["reference"] > 0
+        assert row["ratio"] > 0
+    assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_only_the_variant_goes_without_checksums(tmp_path: Path, checked: bool) -> None:
+    ours = nvme.Ours(tmp_path, blocks_of(MIB, 8), SMALL, checked=checked)
+    ours.write()
+    sums = [record.checksum for record in ours._tier.space.index]
+    ours.read()
+    ours.reset()
+    ours.close()
+    assert len(sums) == 8
+    assert all(sums) if checked else not any(sums)
+
+
+def test_what_comes_back_is_what_was_written(tmp_path: Path) -> None:
+    memory = nvme._filled(4 * MIB)
+    blocks = [memory[at : at + MIB] for at in range(0, len(memory), MIB)]
+    expected = bytes(memory)
+    for kind in (direct.ThreadLoop, direct.FilePerBlock):
+        system = kind(tmp_path, blocks, direct.Depth(2, 2))
+        system.write()
+        memory[:] = bytes(len(memory))
+        system.read()
+        assert memory == expected
+        system.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_fio_is_the_reference_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log"
+    install_fio(tmp_path, monkeypatch, FIO.format(log=log, io=IO))
+    system = direct.reference(tmp_path, blocks_of(MIB, 8), direct.Depth(4, 2))
+    assert system.name == "fio"
+    assert system.read() == direct.Moved(2e9, 1250.0)  # a quarter of 40 ms for 8 blocks
+    assert system.write().bytes_per_s == 2e9
+    system.close()
+    options = log.read_text(encoding="ascii").split()
+    assert [o for o in options if "numjobs" in o] == ["--numjobs=4", "--numjobs=2"]
+    assert {"--direct=1", f"--bs={MIB}", "--rw=read", "--rw=write", "--thread"} <= set(options)
+
+
+@pytest.mark.parametrize("script", ["#!/bin/sh\necho {}", "#!/bin/sh\necho no >&2; exit 1"])
+def test_fio_that_fails_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    install_fio(tmp_path, monkeypatch, script)
+    system = direct.reference(tmp_path, blocks_of(MIB, 8), direct.Depth(4, 2))
+    with pytest.raises(KVStoreError, match="fio"):
+        system.read()
+
+
+@pytest.mark.usefixtures("here")
+def test_too_little_space_is_said_before_anything_is_made() -> None:
+    with pytest.raises(KVStoreError, match="free, the benchmark needs"):
+        nvme.run(1, nvme.Sizes(data_bytes=1 << 60))

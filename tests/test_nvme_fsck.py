@@ -1,0 +1,427 @@
+"""`kvstore fsck`: what it finds in a tier's directory, what it drops, and what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import lmdb
+import pytest
+
+from kvstore import cli
+from kvstore.config import NvmeConfig
+from kvstore.errors import ConfigError, TierError
+from kvstore.fsck import Amount, Report
+from tests.nvme_blocks import SLOT_BYTES, SLOTS, key, settings_for, shelf
+from tests.nvme_damage import (
+    CHAINS,
+    COUNT,
+    LENGTH,
+    PART,
+    WHOLE,
+    Damage,
+    damage_index,
+    extents,
+    flip,
+    index,
+    name_of,
+)
+from tiers.nvme import fsck
+from tiers.nvme.loader import Loader
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with chains over two extents, closed in order."""
+    path = tmp_path_factory.mktemp("filled") / "kv"
+    with shelf(settings_for(path)) as before:
+        for chain in range(CHAINS):
+            before.put(chain, 0, LENGTH)
+    return path
+
+
+@pytest.fixture
+def settings(filled: Path, tmp_path: Path) -> NvmeConfig:
+    """A copy of it."""
+    return settings_for(Path(shutil.copytree(filled, tmp_path / "kv")))
+
+
+def examine(settings: NvmeConfig, *, repair: bool = False) -> Report:
+    return fsck.examine(Path(settings.path), repair=repair)
+
+
+def counts(report: Report) -> dict[str, int]:
+    """All that is not zero."""
+    return {f"{what}.{state}": a.count for what, state, a in report.rows() if a.count}
+
+
+def contents(settings: NvmeConfig) -> dict[str, bytes]:
+    folder = Path(settings.path)
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
+
+
+def readable(settings: NvmeConfig) -> int:
+    """Open the tier, read every block that it has, store more, and say how many there were."""
+    with shelf(settings) as after:
+        assert not after.tier.space.counts
+        names = after.keys()
+        for first in range(0, len(names), SLOTS):
+            some = names[first : first + SLOTS]
+            assert after.get(some).done == len(some)
+        assert after.put(900, 0, 5).done == 5
+        assert after.get([key(900, number) for number in range(5)]).done == 5
+    return len(names)
+
+
+# What is found
+
+
+def test_a_clean_directory_is_in_order_and_stays_as_it_is(settings: NvmeConfig) -> None:
+    before = contents(settings)
+    found = examine(settings)
+    assert found.ok
+    assert found.in_order
+    assert counts(found) == {"blocks.ok": COUNT, "extents.ok": len(extents(settings))}
+    assert found.blocks.ok.bytes == found.read_bytes == COUNT * SLOT_BYTES
+    assert found.extents.ok.bytes == len(extents(settings)) * settings.extent_bytes
+    assert found.used_bytes > found.extents.ok.bytes
+    assert contents(settings) == before
+
+
+@pytest.mark.parametrize("slot_bytes", [4096, 5000, 100_000, 6_000_000])
+def test_any_block_size_and_several_namespaces(tmp_path: Path, slot_bytes: int) -> None:
+    settings = settings_for(tmp_path / "kv", 256 << 20)
+    settings = NvmeConfig(settings.path, 256 << 20, 32 << 20, settings.durability_ns, 2)
+    for number, namespace in enumerate(("aaaaaaaaaaaa", "bbbbbbbbbbbb")):
+        with shelf(settings, namespace, slot_bytes=slot_bytes if number else 8192) as made:
+            made.put(1, 0, 9 if slot_bytes < 1 << 20 else 3)
+    found = examine(settings)
+    assert found.ok, counts(found)
+    assert found.namespaces == 2
+    assert found.blocks.ok.count in (18, 12, 6)
+
+
+def test_a_directory_without_blocks_is_in_order(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path / "kv")
+    with shelf(settings):
+        pass
+    assert examine(settings).ok
+    assert counts(examine(settings)) == {}
+
+
+def test_the_watcher_sees_every_block(settings: NvmeConfig) -> None:
+    seen: list[tuple[int, int, int]] = []
+
+    def watch(done: Amount, whole: Amount) -> None:
+        seen.append((done.count, done.bytes, whole.bytes))
+
+    fsck.examine(Path(settings.path), repair=False, watch=watch)
+    assert seen[0] == (0, 0, COUNT * SLOT_BYTES)
+    assert seen[-1] == (COUNT, COUNT * SLOT_BYTES, COUNT * SLOT_BYTES)
+
+
+def test_a_store_that_was_killed_leaves_a_directory_in_order(settings: NvmeConfig) -> None:
+    code = (
+        "import os, signal\nfrom pathlib import Path\n"
+        "from tests.nvme_blocks import settings_for, shelf\n"
+        f"with shelf(settings_for(Path({settings.path!r}))) as found:\n"
+        "    found.put(500, 0, 9)\n"
+        "    found.settle()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    found = examine(settings)
+    assert (found.ok, found.in_order, found.blocks.ok.count) == (True, False, COUNT + 9)
+
+
+# Damage
+
+
+@pytest.mark.parametrize("damage", [*WHOLE, *PART], ids=name_of)
+def test_each_block_has_its_cause_and_a_repair_drops_it(
+    settings: NvmeConfig, damage: Damage
+) -> None:
+    damage(settings)
+    before = contents(settings)
+    looked = examine(settings)
+    seen = counts(looked)
+    assert not looked.ok
+    assert contents(settings) == before
+    if damage in WHOLE:
+        seen.pop("extents.ok")
+        assert seen == WHOLE[damage]
+    else:
+        assert set(PART[damage]) <= set(seen)
+        assert sum(count for name, count in seen.items() if "blocks" in name) == COUNT
+
+    repaired = examine(settings, repair=True)
+    assert counts(repaired) == counts(looked)
+    assert repaired.repair is not None
+    every = sum(count for name, count in seen.items() if "blocks" in name)
+    assert repaired.repair.blocks_dropped == every - looked.blocks.ok.count
+    assert repaired.repair.extents_dropped == looked.extents.lost.count
+    assert repaired.repair.files_removed == looked.extents.orphan.count
+
+    after = examine(settings)
+    assert after.ok, counts(after)
+    assert after.blocks.ok == looked.blocks.ok
+    assert readable(settings) == looked.blocks.ok.count
+    assert examine(settings).blocks.ok.count == looked.blocks.ok.count + 5
+
+
+def test_blocks_that_cannot_be_read_are_told_from_their_neighbours(
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.preadv
+
+    def preadv(fd: int, pieces: list[memoryview], at: int) -> int:
+        if at <= 50 * SLOT_BYTES < at + sum(len(piece) for piece in pieces):
+            raise OSError(5, "Input/output error")
+        return real(fd, pieces, at)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    found = examine(settings)
+    bad = len([path for path in extents(settings) if path.stat().st_size > 50 * SLOT_BYTES])
+    assert 1 <= found.blocks.unreadable.count <= bad
+    assert found.blocks.ok.count > COUNT - LENGTH * bad
+
+
+# The index
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "nothing", "rubbish", "head"])
+def test_a_damaged_index_is_said_and_set_aside_by_a_repair(
+    settings: NvmeConfig, damage: str
+) -> None:
+    damage_index(settings, damage)
+    before = contents(settings)
+    found = examine(settings)
+    assert not found.ok
+    assert found.index_error is not None
+    assert found.extents.orphan.count == len(extents(settings))
+    assert contents(settings) == before
+    done = examine(settings, repair=True).repair
+    assert done is not None
+    assert done.index_kept_as is not None
+    assert Path(done.index_kept_as, "data.mdb").is_file()
+    assert extents(settings) == []
+    assert examine(settings).ok
+    assert readable(settings) == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_rubbish_in_the_index_ends_it(settings: NvmeConfig, seed: int) -> None:
+    rng = random.Random(seed)
+    data = bytearray(index(settings).read_bytes())
+    for _ in range(rng.choice([1, 30])):
+        page = rng.randrange(len(data) // 4096) * 4096
+        if seed % 2:
+            data[page + rng.randrange(64)] ^= 1 << rng.randrange(8)
+        else:
+            data[page + 16 : page + 4096] = rng.randbytes(4080)
+    index(settings).write_bytes(data)
+    try:
+        examine(settings, repair=True)
+    except ConfigError:  # what was hit says that this is another format
+        return
+    assert examine(settings).ok
+
+
+@pytest.mark.parametrize("ended", [-signal.SIGBUS, -signal.SIGSEGV])
+def test_a_reader_that_dies_of_the_index_makes_it_damaged(
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch, ended: int
+) -> None:
+    result = SimpleNamespace(returncode=ended, stderr=b"", stdout=b"")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: result)
+    assert examine(settings).index_error is not None
+
+
+def test_a_reader_that_is_killed_says_nothing_about_the_index(
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = SimpleNamespace(returncode=-signal.SIGKILL, stderr=b"", stdout=b"")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: result)
+    with pytest.raises(TierError, match="could not be looked at"):
+        examine(settings, repair=True)
+    assert extents(settings)
+
+
+def test_an_index_that_was_deleted_leaves_orphans(settings: NvmeConfig) -> None:
+    index(settings).unlink()
+    index(settings).parent.rmdir()
+    found = examine(settings, repair=True)
+    assert counts(found) == {"extents.orphan": found.extents.orphan.count}
+    assert examine(settings).ok
+    assert readable(settings) == 0
+
+
+def test_another_version_is_left_alone(settings: NvmeConfig) -> None:
+    with lmdb.open(str(index(settings).parent), max_dbs=4, lock=False) as env:
+        meta = env.open_db(b"meta")
+        with env.begin(write=True) as txn:
+            txn.put(b"format", b"kvstore-nvme-9", db=meta)
+    before = contents(settings)
+    with pytest.raises(ConfigError, match="format b'kvstore-nvme-9', this version has"):
+        examine(settings, repair=True)
+    assert contents(settings) == before
+
+
+def test_another_program_is_left_alone(settings: NvmeConfig) -> None:
+    index(settings).unlink()
+    with lmdb.open(str(index(settings).parent), max_dbs=4, lock=False) as env:
+        env.open_db(b"theirs")
+    before = contents(settings)
+    with pytest.raises(ConfigError, match="not an index of kvstore"):
+        examine(settings, repair=True)
+    assert contents(settings) == before
+
+
+def test_a_missing_table_is_damage(settings: NvmeConfig) -> None:
+    with lmdb.open(str(index(settings).parent), max_dbs=4, lock=False) as env:
+        blocks = env.open_db(b"blocks")
+        with env.begin(write=True) as txn:
+            txn.drop(blocks)
+    found = examine(settings)
+    assert found.index_error is not None
+    assert found.index_error.endswith("a table is missing")
+
+
+def test_keys_out_of_order_are_damage(
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Loader.take
+    monkeypatch.setattr(Loader, "take", lambda self: real(self)[::-1])
+    found = examine(settings)
+    assert found.index_error is not None
+    assert found.index_error.endswith("out of order")
+
+
+def test_an_extent_that_may_not_be_opened_is_not_lost(
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def refuse(path: str, *more: int) -> int:
+        if str(path).endswith(".extent"):
+            raise PermissionError(13, "Permission denied", path)
+        return real(path, *more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(TierError, match="cannot be opened: Permission denied"):
+        examine(settings, repair=True)
+    monkeypatch.setattr(os, "open", real)
+    assert examine(settings).ok
+
+
+# The command
+
+
+@pytest.fixture
+def run(
+    settings: NvmeConfig, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    def command(*options: str, path: Path | None = None) -> tuple[int, str, str]:
+        status = cli.main(["fsck", str(path or settings.path), *options])
+        return status, *capsys.readouterr()
+
+    return command
+
+
+def test_help_has_an_example_and_says_that_nothing_needs_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["fsck", "--help"])
+    out = capsys.readouterr().out
+    assert "example:\n  kvstore fsck" in out
+    assert "never needed for correctness" in out
+
+
+def test_a_table_and_the_status(
+    settings: NvmeConfig, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    status, out, err = run()
+    assert (status, err) == (0, "")
+    assert "all is in order" in out
+    flip(settings, 3, 10)
+    status, out, _ = run()
+    assert status == 1
+    assert "--repair" in out
+    status, out, _ = run("--repair")
+    assert status == 0
+    assert "repaired: 20 blocks" in out
+    assert run()[0] == 0
+
+
+def test_json_is_one_object(settings: NvmeConfig, run: Callable[..., tuple[int, str, str]]) -> None:
+    flip(settings, 3, 10)
+    status, out, err = run("--json")
+    found = json.loads(out)
+    assert (status, err) == (1, "")
+    assert found["ok"] is False
+    assert found["blocks"]["damaged"] == {"count": 1, "bytes": SLOT_BYTES}
+    assert found["repair"] is None
+    status, out, _ = run("--json", "--repair")
+    assert (status, json.loads(out)["repair"]["blocks_dropped"]) == (0, 20)
+    assert json.loads(run("--json")[1])["ok"] is True
+
+
+def test_a_damaged_index_is_shown(
+    settings: NvmeConfig, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    damage_index(settings, "cut")
+    status, out, _ = run()
+    assert status == 1
+    assert "the index is damaged: " in out
+    status, out, _ = run("--repair")
+    assert status == 0
+    assert "is kept as" in out
+
+
+def test_a_directory_in_use_names_the_store(
+    settings: NvmeConfig,
+    run: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fsck, "LOCK_WAIT_S", 0.1)
+    with shelf(settings) as store:
+        status, out, err = run("--repair")
+        assert (status, out) == (2, "")
+        assert err == (
+            f"kvstore: error: {settings.path} is in use by the store with process id"
+            f" {os.getpid()}; one store per directory\n"
+        )
+        assert store.get([key(1, 0)]).done == 1
+
+
+def test_what_is_no_tiers_directory_is_one_line_and_stays_as_it_is(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    empty, file = tmp_path / "empty", tmp_path / "file"
+    empty.mkdir()
+    file.touch()
+    (tmp_path / "other" / "index").mkdir(parents=True)
+    (tmp_path / "other" / "1.extent").touch()
+    for path, text in (
+        (tmp_path / "none", "does not exist"),
+        (file, "is no directory"),
+        (empty, "is no NVMe tier's directory: it has no index/data.mdb"),
+        (tmp_path / "other", "is no NVMe tier's directory: it has no index/data.mdb"),
+    ):
+        assert run("--repair", path=path) == (2, "", f"kvstore: error: {path} {text}\n")
+    assert not (tmp_path / "none").exists()
+    assert not list(empty.iterdir())
+    assert (tmp_path / "other" / "1.extent").exists()

@@ -1,0 +1,113 @@
+"""A disk that hangs, as a frozen network mount does: requests go on, no slot is reused early."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+from kvstore import config
+from kvstore.service import server
+from tests.fakes import hashes
+from tests.live import LiveStore, engine, eventually
+from tiers.nvme import disk, tier
+
+PROMOTE_S = 0.3
+
+
+class Hang:
+    """Reads and writes of the disk wait until released."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go_on = threading.Event()
+        self.waiting = 0
+        for name in ("preadv", "pwritev"):
+            monkeypatch.setattr(os, name, self._wrap(getattr(os, name)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.go_on.set()
+
+    def _wrap(self, real: object) -> object:
+        def call(*arguments: object) -> object:
+            self.waiting += 1
+            self.go_on.wait(30)
+            return real(*arguments)  # type: ignore[operator]
+
+        return call
+
+
+def stored(store: LiveStore) -> int:
+    """Blocks that are on disk by now."""
+    (namespace,) = store.server.store.namespaces.values()
+    return namespace.tiering.counts["nvme", "stored"]
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> config.Config:
+    path = tmp_path / "kvstore.toml"
+    path.write_text(f"""
+[server]
+socket = "{tmp_path}/kv.sock"
+metrics = ""
+[cpu]
+capacity = "16MiB"
+[engine]
+promote = "{PROMOTE_S}s"
+[nvme]
+path = "{tmp_path}/kv"
+capacity = "128MiB"
+""")
+    return config.load(path)
+
+
+@pytest.fixture
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "CLOSE_S", 0.3)
+    monkeypatch.setattr(tier, "DRAIN_S", 0.3)
+    monkeypatch.setattr(server, "_FLUSH_S", 0.3)
+
+
+def test_O15_a_hung_read_is_a_miss_after_its_deadline(
+    live: config.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = hashes(2, "wanted")
+    with LiveStore(live) as store, engine(store) as attached, Hang(monkeypatch) as hang:
+        hang.go_on.set()
+        attached.put(wanted)
+        for number in range(20):  # memory has room for 15
+            attached.put(hashes(1, f"other{number}"))
+            eventually(lambda: stored(store) == 3 + number)  # noqa: B023 - asked at once
+        hang.go_on.clear()
+        started = time.monotonic()
+        granted = attached.ask(wanted)
+        took = time.monotonic() - started
+        assert granted.lease == 0
+        assert PROMOTE_S <= took < 5 * PROMOTE_S
+        (namespace,) = store.server.store.namespaces.values()
+        assert set(namespace.manager._writes) & set(namespace.manager.granted())
+        assert attached.ask(hashes(1, "other19")).lease, "what is in memory is served"
+        hang.go_on.set()
+        eventually(lambda: not namespace.tiering.busy)
+        assert not namespace.manager._writes
+        assert attached.ask(wanted).lease
+
+
+@pytest.mark.usefixtures("short_waits")
+def test_a_store_with_a_hung_disk_still_ends(
+    live: config.Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Hang(monkeypatch) as hang:
+        with LiveStore(live) as store:
+            with engine(store) as attached:
+                attached.put(hashes(2, "wanted"))
+                eventually(lambda: hang.waiting)
+            store.stop()
+        assert store.seconds < 5
+        assert "I/O hangs" in caplog.text

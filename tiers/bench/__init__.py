@@ -1,0 +1,1 @@
+"""Measuring the tiers against what their medium can do, without a store."""
