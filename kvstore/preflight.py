@@ -6,7 +6,9 @@ import contextlib
 import enum
 import os
 import resource
+import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +52,7 @@ def examine(config: Config) -> list[Finding]:
         _socket(config),
         _metrics(config),
         *_memory(config),
+        *_disk(config),
         _huge_pages(),
         _locked_memory(),
         *_tiers(config),
@@ -108,6 +111,31 @@ def _memory(config: Config) -> Iterator[Finding]:
     if rest:
         text += f"; {shown(rest)} of the capacity fill no extent and stay unused"
     yield Finding(Level.NOTE if rest else Level.OK, "cpu", text)
+
+
+def _disk(config: Config) -> Iterator[Finding]:
+    nvme = config.nvme
+    if nvme is None:
+        yield Finding(Level.OK, "nvme", "no disk")
+        return
+    path = Path(nvme.path)
+    folder = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        why = "no permission to write" if folder.is_dir() else "it is no directory"
+        yield Finding(Level.FAIL, "nvme", f"{path}: {why} ({folder})")
+        return
+    held = sum(file.stat().st_blocks * 512 for file in path.glob("*.extent"))
+    free = shutil.disk_usage(folder).free + held
+    text = f"{path}: capacity {shown(nvme.capacity_bytes)}, {shown(free)} are free or ours"
+    yield Finding(Level.OK if nvme.capacity_bytes <= free else Level.NOTE, "nvme", text)
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".kvstore-check-") as probe:
+            os.close(os.open(probe.name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC))
+    except OSError as exc:
+        text = f"{folder}: {exc.strerror}: a file system with direct I/O is needed, as ext4 or xfs"
+        yield Finding(Level.FAIL, "nvme", text)
+    else:
+        yield Finding(Level.OK, "nvme", "direct I/O works there")
 
 
 def _huge_pages() -> Finding:

@@ -1,5 +1,6 @@
 """The command line: what it prints, its exit status, and a real store behind it."""
 
+import errno
 import json
 import os
 import signal
@@ -117,6 +118,39 @@ def test_check_notes_capacity_that_fills_no_extent(
 ) -> None:
     assert cli.main(["check", "--config", str(config(capacity="70MiB"))]) == 0
     assert "6 MiB of the capacity fill no extent" in capsys.readouterr().out
+
+
+def test_check_looks_at_the_disk(
+    config: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = f'[nvme]\npath = "{tmp_path}/a/kv"\ncapacity = "1GiB"'
+    assert cli.main(["check", "--config", str(config(more=disk))]) == 0
+    out = capsys.readouterr().out
+    assert "direct I/O works there" in out
+    assert f"{tmp_path}/a/kv: capacity 1 GiB" in out
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "a").write_text("a file")
+    assert cli.main(["check", "--config", str(config(more=disk))]) == 1
+    assert "it is no directory" in capsys.readouterr().out
+
+
+def test_check_says_when_there_is_no_direct_io(
+    config: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = os.open
+
+    def refuse(path: str, flags: int, *rest: int, **more: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    disk = f'[nvme]\npath = "{tmp_path}/kv"\ncapacity = "1GiB"'
+    assert cli.main(["check", "--config", str(config(more=disk))]) == 1
+    assert "a file system with direct I/O is needed" in capsys.readouterr().out
 
 
 def test_check_sees_a_running_store_and_a_taken_port(
