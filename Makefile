@@ -21,7 +21,7 @@ export PIP_NO_INPUT := 1
 # Notes on package locations that lack a package say nothing; everything else pip has to say stays.
 QUIET = 2> >(grep -v -e 'is ignored: it is neither a file nor a directory' -e '^$$' >&2 || true)
 
-.PHONY: help setup demo test test-fast test-e2e check format bench clean
+.PHONY: help setup demo test test-fast test-e2e test-crash check format bench clean
 
 help: ## show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' \
@@ -63,6 +63,9 @@ test-fast: $(READY) ## no real engine; under 90 seconds
 
 test-e2e: $(READY) ## the long matrix with real engines
 	$(PY) -m pytest -m e2e
+
+test-crash: $(READY) ## the store's disk tier killed 300 times, and 1,000 power cuts
+	KVSTORE_KILLS=300 $(PY) -m pytest tests/test_nvme_crash.py tests/test_nvme_power.py
 
 check: $(READY) ## ruff, formatting, mypy
 	@failed=0; \

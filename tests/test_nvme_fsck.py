@@ -38,6 +38,9 @@ from tiers.nvme import fsck
 from tiers.nvme.loader import Loader
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with chains over two extents, closed in order."""

@@ -25,6 +25,7 @@ def wait_for_cap(found: Shelf, folder: Path) -> None:
         time.sleep(0.001)
 
 
+@pytest.mark.slow
 def test_up_and_down_under_load(tmp_path: Path) -> None:
     rng = random.Random(5)
     settings = settings_for(tmp_path / "kv", 32 * MIB)

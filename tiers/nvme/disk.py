@@ -11,11 +11,13 @@ time. Reads go before writes.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
 import time
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from kvstore.config import NvmeConfig
@@ -105,6 +107,9 @@ class NvmeDisk:
             log.warning("%s was not shut down in order; it has what was committed", self._folder)
         if self._spaces:
             self._loader = Loader(journal.path)
+            spaces = list(self._spaces.values())
+            self._settling = chain.from_iterable(space.settle() for space in spaces)
+            gc.disable()
         else:
             journal.mark(clean=False)
         return journal
@@ -145,14 +150,15 @@ class NvmeDisk:
 
     def _load_some(self) -> None:
         """Take in records for a moment; serving goes on meanwhile."""
-        loader = self._loader
+        loader, end_s = self._loader, time.monotonic() + _LOAD_S
         if loader is None:
             return
         try:
-            self._take_rows(loader, time.monotonic() + _LOAD_S)
+            self._take_rows(loader, end_s)
         except TierIOError as exc:
             loader.close()
             self._loader = None
+            gc.enable()
             if loader.killed:
                 log.error("off until the store is restarted: %s", exc)
                 self._off_until = math.inf
@@ -160,9 +166,12 @@ class NvmeDisk:
                 self._lose_all(exc)
             return
         if loader.done:
+            for _ in self._settling:
+                if time.monotonic() > end_s:
+                    return
             self._loader = None
-            for space in self._spaces.values():
-                space.loaded()
+            gc.freeze()  # millions of records would be walked again and again
+            gc.enable()
             self._journal.mark(clean=False)
             self._shrink_to_cap()
 
@@ -204,12 +213,7 @@ class NvmeDisk:
             raise TierError(
                 f"blocks of {context.slot_bytes} bytes, on disk they have {space.slot_bytes}"
             )
-        space.attached += 1
         return NvmeTier(context, space, self)
-
-    def left(self, tier: NvmeTier) -> None:
-        """A tier was closed."""
-        tier.space.attached -= 1
 
     def next_generation(self) -> int:
         """Number a write."""
@@ -272,18 +276,14 @@ class NvmeDisk:
 
     def _read(self, run: Run) -> Moved:
         run.file.read(run.position, run.blocks)
-        return Moved(run, self._sums(run))
+        return Moved(run, run.sums())
 
     def _write(self, run: Run) -> Moved:
         if self._reads.open:
             self._reads.wait(lambda: self._reads.open == 0, READS_FIRST_S)
-        sums = self._sums(run)
+        sums = run.sums()
         run.file.write(run.position, run.blocks)
         return Moved(run, sums)
-
-    def _sums(self, run: Run) -> list[int]:
-        space = run.tier.space
-        return [space.checksum(r, b) for r, b in zip(run.records, run.blocks, strict=True)]
 
     def poll(self) -> None:
         """Take finished runs, and do what is due."""
@@ -472,6 +472,7 @@ class NvmeDisk:
         self._closed = True
         if self._loader is not None:
             self._loader.close()
+            gc.enable()
         if not clean and (self._reads.open or self._writes.open or self._keeper.open):
             log.error("%s: I/O hangs; left without waiting for it", self._folder)
             return  # the lock goes with the process

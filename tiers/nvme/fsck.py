@@ -18,6 +18,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from itertools import islice
@@ -208,7 +209,7 @@ class Known:
         for space in self._spaces.values():
             self._count_refused(space)
             before = len(space.index)
-            space.loaded()
+            deque(space.settle(), maxlen=0)
             blocks.unreachable.add(space.slot_bytes, before - len(space.index))
 
     def _count_refused(self, space: Space) -> None:

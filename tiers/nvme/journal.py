@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -145,14 +146,20 @@ def refuse_truncated(env: lmdb.Environment, path: Path) -> None:
 
 
 def _readable(path: Path) -> bool:
+    """Try in a process of its own. Raises ConfigError when that cannot tell."""
     code = f"import sys; from {__name__} import read_whole; read_whole(sys.argv[1])"
-    child = subprocess.run(  # noqa: S603 - our own module
-        [sys.executable, "-c", code, str(path)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        check=False,
-    )
+    try:
+        child = subprocess.run(  # noqa: S603 - our own module
+            [sys.executable, "-c", code, str(path)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            check=False,
+        )
+    except OSError as exc:
+        raise ConfigError(f"cannot start a process to read {path}: {exc}") from exc
+    if child.returncode == -signal.SIGKILL:
+        raise ConfigError(f"{path}: the process that reads it was killed, for memory perhaps")
     return child.returncode == 0
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
+from collections.abc import Iterator
+from operator import attrgetter
 from typing import cast
 
 import xxhash
@@ -21,6 +23,7 @@ from tiers.nvme.index import NOWHERE, DiskIndex, Durable, Record
 from tiers.nvme.journal import NUMBER, RECORD_BYTES, VALUE
 
 _CHECKED = struct.Struct("<QQ")  # generation, payload bytes
+_SLICE = 1024
 _SUM_ALIGN = 64  # XXH3 takes a sixth longer over a page that it meets between two cache lines
 
 
@@ -267,11 +270,12 @@ class Space:
         self._at[place] = record
         if parent is None and above != NOWHERE:
             self._orphans.setdefault(above, []).append(record)
-        children = self._orphans.pop(place, [])
-        self._orphans[place] = [child for child in children if child.generation <= generation]
-        for child in children:
-            if child.generation > generation:
-                self.index.adopt(child, record)
+        if place in self._orphans:
+            children = self._orphans.pop(place)
+            self._orphans[place] = [child for child in children if child.generation <= generation]
+            for child in children:
+                if child.generation > generation:
+                    self.index.adopt(child, record)
         return int(generation)
 
     def _forget(self, key: bytes, place: int) -> None:
@@ -280,17 +284,24 @@ class Space:
         ghost.state, ghost.durable, ghost.pins = State.DROPPED, Durable.YES, 1
         self.to_delete.append(ghost)
 
-    def loaded(self) -> None:
-        """All rows are in: what has no way to a root goes, the rest of the slots are free."""
-        for record in sorted(self._at.values(), key=lambda record: record.generation):
-            self.index.order.touch(record)  # what was written last was used last, as far as we know
-        for children in self._orphans.values():
-            for child in children:
+    def settle(self) -> Iterator[None]:
+        """All rows are in: what has no way to a root goes, the rest of the slots are free.
+
+        Yields now and then: with millions of blocks this takes seconds.
+        """
+        # What was written last was used last, as far as we know.
+        for number, record in enumerate(sorted(self._at.values(), key=attrgetter("generation"))):
+            if record.state is State.READY:
+                self.index.order.touch(record)
+            self._used[record.slot >> 32] += 1
+            if number % _SLICE == 0:
+                yield
+        for child in [child for children in self._orphans.values() for child in children]:
+            if child.state is State.READY:
                 self.drop(child, "unreachable")
         self._orphans = {}
-        for place in self._at:
-            self._used[place >> 32] += 1
         for number, file in self.extents.items():
             places = (number << 32 | position for position in reversed(range(file.count)))
             self._free[:0] = [place for place in places if place not in self._at]
+            yield
         self._at = {}

@@ -42,6 +42,11 @@ class Run(msgspec.Struct, eq=False):
     records: list[Record]
     blocks: list[memoryview]
 
+    def sums(self) -> list[int]:
+        """Return the checksum of each block as it is in memory."""
+        checksum = self.tier.space.checksum
+        return [checksum(r, b) for r, b in zip(self.records, self.blocks, strict=True)]
+
 
 class Moved(msgspec.Struct, eq=False):
     """What became of a run: checksums of the blocks, or why they were not moved."""
@@ -84,10 +89,6 @@ class Threads(Protocol):
         """Wait until all that is written is durable, or cannot be."""
         ...
 
-    def left(self, tier: NvmeTier) -> None:
-        """A tier was closed."""
-        ...
-
 
 class NvmeTier:
     """One namespace's view of the disk."""
@@ -96,6 +97,7 @@ class NvmeTier:
         """Made by NvmeDisk.tier()."""
         self.name = context.name
         self.space = space
+        space.attached += 1
         self._memory = context.memory
         self._disk = disk
         self._waiting: deque[Work] = deque()  # stores that wait for slots, in their order
@@ -165,7 +167,7 @@ class NvmeTier:
         if not self._closed:
             self.drain()
             self._closed = True
-            self._disk.left(self)
+            self.space.attached -= 1
 
     # Loads
 
