@@ -37,7 +37,6 @@ from tests.nvme_damage import (
 from tiers.nvme import fsck
 from tiers.nvme.loader import Loader
 
-
 pytestmark = pytest.mark.slow
 
 
