@@ -112,6 +112,12 @@ def disk(folder: Path) -> str:
     return f'[nvme]\npath = "{folder}/kv"\ncapacity = {DISK_BYTES}\n'
 
 
+def _is_back(store: StoreProcess) -> bool:
+    """Tell whether the engine is attached and the disk's index is read."""
+    found = {tuple(s.labels.values()) for s in admin.stats(store.address) if s.value}
+    return ("active",) in found and ("nvme", "ok") in found
+
+
 def _after_restart(engine: Engine, store: StoreProcess, rounds: int) -> Iterator[float]:
     """Yield the seconds of each round's prompt when only the disk still has it."""
     store.stop()
@@ -119,9 +125,7 @@ def _after_restart(engine: Engine, store: StoreProcess, rounds: int) -> Iterator
         raise KVStoreError("some engine blocks are still in use")
     store.__enter__()
     deadline_s = time.monotonic() + ATTACH_S
-    while not any(
-        s.labels.get("phase") == "active" and s.value for s in admin.stats(store.address)
-    ):
+    while not _is_back(store):
         if time.monotonic() > deadline_s:
             raise KVStoreError(f"the engine did not find its store again in {ATTACH_S:.0f} s")
         engine.run([Request(id="tick", tokens=[3, 4, 5])], max_tokens=1)
