@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from kvstore.config import NvmeConfig
 from kvstore.errors import ConfigError
 from tests.nvme_blocks import MIB, key, settings_for, shelf
 from tiers.nvme import NvmeDisk, opening
-from tiers.nvme.journal import NAMESPACE, VALUE
+from tiers.nvme.messages import NAMESPACE, VALUE
 
 Table = Any  # lmdb has no name for it
 
@@ -119,27 +118,6 @@ def test_an_extent_that_may_not_be_opened_is_an_error_not_a_loss(
         patched.setattr(opening, "ExtentFile", _raise_emfile)
         with pytest.raises(ConfigError, match="Too many open files"):
             NvmeDisk(settings)
-    with shelf(settings) as after:
-        assert after.get([key(1, index) for index in range(3)]).done == 3
-
-
-def test_a_reader_that_was_killed_is_no_damage(
-    settings: NvmeConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    with shelf(settings) as before:
-        before.put(1, 0, 3)
-    made = NvmeDisk(settings)
-    loader = made._opening._loader
-    assert loader is not None
-    loader._child.kill()
-    loader._child.wait()
-    if loader._child.stdout is not None:
-        loader._child.stdout.close()
-        loader._child.stdout = open(os.devnull, "rb")  # noqa: SIM115, PTH123
-    made.poll()
-    assert made.state == "off"
-    made.close()
-    assert "off until the store is restarted" in caplog.text
     with shelf(settings) as after:
         assert after.get([key(1, index) for index in range(3)]).done == 3
 

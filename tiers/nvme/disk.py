@@ -14,18 +14,20 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from kvstore.config import NvmeConfig
-from kvstore.errors import TierError, TierIOError
+from kvstore.errors import ConfigError, TierError, TierIOError
 from kvstore.tier import TierContext
 from kvstore.types import JobKind
 from tiers.nvme.chores import Chore, run_chore
 from tiers.nvme.files import ExtentFile, allow_files, lock_folder
 from tiers.nvme.index import Record
-from tiers.nvme.journal import NAMESPACE, Commit
+from tiers.nvme.messages import Commit
 from tiers.nvme.opening import Opening
+from tiers.nvme.purge import Purge
 from tiers.nvme.space import Space, cost
 from tiers.nvme.tier import Moved, NvmeTier, Run
 from tiers.runner import Runner
@@ -40,6 +42,7 @@ CLOSE_S = 20.0
 READS_FIRST_S = 0.05
 _BASE_BYTES = 1 << 20  # of the index, when it is empty
 _FS_SPARE_BYTES = 64 << 20
+_SLICES_S = 0.005  # of each poll
 
 
 class NvmeDisk:
@@ -67,11 +70,16 @@ class NvmeDisk:
         self._keeper: Runner[Chore, tuple[Chore, Exception | None]] = Runner(
             "kvstore-nvme-keeper", run_chore, lambda chore, exc: (chore, exc)
         )
-        self._opening = Opening(self._folder, settings.capacity_bytes)
+        self._opening = Opening(self._folder, settings.capacity_bytes, self._lock_fd)
+        self._purge = Purge(self._opening, self._keep)
         self._spaces = self._opening.spaces
         allow_files()
         try:
             self._opening.open()
+            self._purge.add(self._opening.strays)
+        except TierIOError as exc:
+            self._close_files()
+            raise ConfigError(f"{exc}; nothing is lost") from exc
         except BaseException:
             self._close_files()
             raise
@@ -82,8 +90,8 @@ class NvmeDisk:
         """Make a namespace's tier."""
         space = self._spaces.get(context.namespace)
         if space is None:
-            numbers = [space.number for space in self._spaces.values()]
-            space = Space(max(numbers, default=0) + 1, context.namespace, context.slot_bytes)
+            number = self._opening.take_number()
+            space = Space(number, context.namespace, context.slot_bytes)
             self._spaces[context.namespace] = space
         if space.slot_bytes != context.slot_bytes:
             raise TierError(
@@ -101,8 +109,7 @@ class NvmeDisk:
     @property
     def online(self) -> bool:
         """Tell whether blocks can be read."""
-        lost = self._opening.lost or self._closed
-        return time.monotonic() >= self._off_until and not lost
+        return time.monotonic() >= self._off_until and not self._closed
 
     @property
     def writable(self) -> bool:
@@ -130,7 +137,7 @@ class NvmeDisk:
     def busy(self) -> bool:
         """Tell whether something is under way that ends without anybody asking."""
         moving = self._reads.open or self._writes.open or self._keeper.open
-        return bool(moving) or self._opening.loading
+        return bool(moving) or self._opening.loading or self._purge.busy
 
     def resize(self, capacity_bytes: int) -> None:
         """Change the cap; extents that are too much are emptied and given back."""
@@ -164,8 +171,9 @@ class NvmeDisk:
 
     def poll(self) -> None:
         """Take finished runs, and do what is due."""
-        if self._opening.load_some():
+        if self._opening.load_some(self._keep):
             self._shrink_to_cap()
+        self._do_slices()
         for moved in self._reads.poll():
             self._after_read(moved.error)
             moved.run.tier.ended(moved)
@@ -177,6 +185,29 @@ class NvmeDisk:
             chore.done(error)
         self._keep_room()
         self._maybe_commit()
+        self._purge.step()
+
+    def _keep(self, work: Callable[[], None], done: Callable[[Exception | None], None]) -> None:
+        """Run something that waits for the disk on the keeper thread, then the second here."""
+        self._keeper.submit(Chore(work, done))
+
+    def _do_slices(self) -> None:
+        """Go on with what concerns many records, for a moment."""
+        end_s = time.monotonic() + _SLICES_S
+        for space in self._spaces.values():
+            while space.step() and time.monotonic() < end_s:
+                pass
+
+    def clear(self) -> None:
+        """Forget all blocks of all namespaces; slots and records go on their way later."""
+        for space in self._spaces.values():
+            self.clear_space(space)
+
+    def clear_space(self, space: Space) -> None:
+        """Forget all blocks of a namespace."""
+        if space.extents:
+            space.clear(self._opening.take_number())
+            self._hurry = True
 
     def _after_read(self, error: Exception | None) -> None:
         self._read_errors = 0 if error is None else self._read_errors + 1
@@ -194,7 +225,7 @@ class NvmeDisk:
 
     def make_room(self, space: Space, count: int) -> bool:
         """Try to get free slots: a new extent within the cap, else by eviction."""
-        if self._opening.loading or self._grow(space):
+        if self._opening.loading or space.clearing or self._grow(space):
             return True
         space.evict(count - space.free - space.leaving)
         self._hurry = self._hurry or bool(space.to_delete)
@@ -223,8 +254,7 @@ class NvmeDisk:
         self._opening.next_extent += 1
         self._making += cost(self._settings.extent_bytes, space.slot_bytes)
         space.growing = True
-        namespace = (space.digest.encode(), NAMESPACE.pack(space.number, space.slot_bytes))
-        changes = Commit(namespaces=[namespace], extents=[(number, space.number)])
+        changes = Commit(namespaces=[space.entry], extents=[(number, space.number)])
 
         def work() -> None:
             ExtentFile.make(self._opening.path(number), size)
@@ -298,8 +328,7 @@ class NvmeDisk:
     # Durability
 
     def _pending(self) -> bool:
-        moved = any(space.to_put or space.to_delete for space in self._spaces.values())
-        return moved or bool(self._opening.strays)
+        return any(space.pending for space in self._spaces.values())
 
     def _maybe_commit(self) -> None:
         if self._committing or self._opening.loading or not self._pending():
@@ -310,12 +339,14 @@ class NvmeDisk:
         if now < self._read_only_until or not (self._hurry or now - self._since_s >= window_s):
             return
         self._since_s, self._hurry, self._committing = None, False, True
+        renumbered = [s.take_renumbering() for s in self._spaces.values()]
         batches = [(s, s.take_puts(), s.take_deletes()) for s in self._spaces.values()]
-        strays, self._opening.strays = self._opening.strays, []
         files = {s.extents[r.slot >> 32] for s, puts, _ in batches for r in puts}
         changes = Commit(
-            deletes=[*strays, *(s.journal_key(r) for s, _, gone in batches for r in gone)],
+            deletes=[s.journal_key(r) for s, _, gone in batches for r in gone],
             puts=[(s.journal_key(r), s.value(r)) for s, puts, _ in batches for r in puts],
+            namespaces=[entry for entries, _ in renumbered for entry in entries],
+            extents=[extent for _, extents in renumbered for extent in extents],
         )
 
         def work() -> None:
@@ -332,7 +363,7 @@ class NvmeDisk:
     ) -> None:
         self._committing = False
         for space, puts, deletes in batches:
-            space.committed(puts, deletes, ok=error is None)
+            self._purge.add(space.committed(puts, deletes, ok=error is None))
         if error is not None:
             self._pause_writes(error)
 
@@ -351,7 +382,7 @@ class NvmeDisk:
             self.flush()
         clean = self._quiet()
         self._closed = True
-        unread = self._opening.loading or self._opening.lost
+        unread = self._opening.loading
         self._opening.close()
         if not clean and (self._reads.open or self._writes.open or self._keeper.open):
             log.error("%s: I/O hangs; left without waiting for it", self._folder)
