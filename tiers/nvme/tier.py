@@ -13,8 +13,9 @@ from kvstore.errors import BlockCorrupt, TierError, TierFull, TierIOError
 from kvstore.index import State
 from kvstore.tier import TierContext
 from kvstore.types import BlockKey, JobKind, JobResult, LookupResult, TransferJob
-from tiers.nvme.files import RUN_BLOCKS_MAX, ExtentFile
+from tiers.nvme.files import RUN_BLOCKS_MAX
 from tiers.nvme.index import Record
+from tiers.nvme.mover import Move, Moved
 from tiers.nvme.space import Space
 
 RUN_BYTES_MAX = 4 << 20
@@ -31,29 +32,18 @@ class Work(msgspec.Struct, eq=False):
     error: TierError | None = None
 
 
-class Run(msgspec.Struct, eq=False):
-    """Neighbouring slots of one extent that are read or written in one call."""
+class Run(Move, eq=False):
+    """A move for a job, with what its blocks are."""
 
     tier: NvmeTier
     work: Work
-    file: ExtentFile
-    position: int
     places: list[int]  # in the job
     records: list[Record]
-    blocks: list[memoryview]
 
     def sums(self) -> list[int]:
         """Return the checksum of each block as it is in memory."""
         checksum = self.tier.space.checksum
         return [checksum(r, b) for r, b in zip(self.records, self.blocks, strict=True)]
-
-
-class Moved(msgspec.Struct, eq=False):
-    """What became of a run: checksums of the blocks, or why they were not moved."""
-
-    run: Run
-    sums: list[int]
-    error: Exception | None = None
 
 
 class Threads(Protocol):
@@ -105,6 +95,13 @@ class NvmeTier:
         self._open = 0
         self._results: list[JobResult] = []
         self._closed = False
+
+    def use(self, space: Space) -> None:
+        """Go on with other records: the directory was read anew, and no block is being moved."""
+        if not self._closed:
+            self.space.attached -= 1
+            space.attached += 1
+        self.space = space
 
     def lookup(self, key: BlockKey) -> LookupResult:
         """HIT when the block can be read, PENDING while it is written."""
@@ -249,6 +246,7 @@ class NvmeTier:
             work.runs += 1
             self._disk.start(
                 Run(
+                    store=work.job.kind is JobKind.STORE,
                     tier=self,
                     work=work,
                     file=self.space.extents[place >> 32],
@@ -259,7 +257,7 @@ class NvmeTier:
                 )
             )
 
-    def ended(self, moved: Moved) -> None:
+    def ended(self, moved: Moved[Run]) -> None:
         """Take the result of a run."""
         run, work = moved.run, moved.run.work
         work.runs -= 1
