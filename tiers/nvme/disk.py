@@ -23,24 +23,22 @@ from pathlib import Path
 from kvstore.config import NvmeConfig
 from kvstore.errors import ConfigError, TierError, TierIOError
 from kvstore.tier import TierContext
-from kvstore.types import JobKind
 from tiers.nvme.chores import Chore, run_chore
 from tiers.nvme.files import ExtentFile, allow_files, lock_folder, stride_of
 from tiers.nvme.index import Record
 from tiers.nvme.journal import NAMESPACE, NUMBER, Commit, Journal, set_aside
 from tiers.nvme.loader import Loader
+from tiers.nvme.mover import Mover, mover_of, writers_of
 from tiers.nvme.space import Space, cost
-from tiers.nvme.tier import Moved, NvmeTier, Run
+from tiers.nvme.tier import NvmeTier, Run
 from tiers.runner import Runner
 
 log = logging.getLogger(__name__)
 
-WRITERS = 2
 RETRY_S = 5.0
 READ_ERRORS_MAX = 3  # in a row: then it is the disk, not a block
 LOCK_WAIT_S = 10.0  # a store that ends still flushes
 CLOSE_S = 20.0
-READS_FIRST_S = 0.05
 _BASE_BYTES = 1 << 20  # of the index, when it is empty
 _FS_SPARE_BYTES = 64 << 20
 _LOAD_S = 0.01  # of each poll
@@ -65,12 +63,11 @@ class NvmeDisk:
         self._read_errors = 0
         self._off_until = self._read_only_until = 0.0
         self._closed = False
-        self._reads: Runner[Run, Moved] = Runner(
-            "kvstore-nvme-read", self._read, lambda run, exc: Moved(run, [], exc), settings.threads
-        )
-        self._writes: Runner[Run, Moved] = Runner(
-            "kvstore-nvme-write", self._write, lambda run, exc: Moved(run, [], exc), WRITERS
-        )
+        try:
+            self._mover: Mover[Run] = mover_of(settings)
+        except ConfigError:
+            os.close(self._lock_fd)
+            raise
         self._keeper: Runner[Chore, tuple[Chore, Exception | None]] = Runner(
             "kvstore-nvme-keeper", run_chore, lambda chore, exc: (chore, exc)
         )
@@ -252,7 +249,7 @@ class NvmeDisk:
     @property
     def busy(self) -> bool:
         """Tell whether something is under way that ends without anybody asking."""
-        moving = self._reads.open or self._writes.open or self._keeper.open
+        moving = self._mover.open or self._keeper.open
         return bool(moving) or self._loader is not None
 
     def resize(self, capacity_bytes: int) -> None:
@@ -269,30 +266,22 @@ class NvmeDisk:
 
     # Moving blocks
 
+    def lanes(self, *, store: bool) -> int:
+        """Count the runs that are moved at one time."""
+        threads = self._settings.threads
+        return writers_of(threads) if store else threads
+
     def start(self, run: Run) -> None:
-        """Move a run on a thread."""
-        store = run.work.job.kind is JobKind.STORE
-        (self._writes if store else self._reads).submit(run)
-
-    def _read(self, run: Run) -> Moved:
-        run.file.read(run.position, run.blocks)
-        return Moved(run, run.sums())
-
-    def _write(self, run: Run) -> Moved:
-        if self._reads.open:
-            self._reads.wait(lambda: self._reads.open == 0, READS_FIRST_S)
-        sums = run.sums()
-        run.file.write(run.position, run.blocks)
-        return Moved(run, sums)
+        """Move a run."""
+        self._mover.start(run)
 
     def poll(self) -> None:
         """Take finished runs, and do what is due."""
         self._load_some()
-        for moved in self._reads.poll():
-            self._after_read(moved.error)
-            moved.run.tier.ended(moved)
-        for moved in self._writes.poll():
-            if moved.error is not None:
+        for moved in self._mover.poll():
+            if not moved.run.store:
+                self._after_read(moved.error)
+            elif moved.error is not None:
                 self._pause_writes(moved.error)
             moved.run.tier.ended(moved)
         for chore, error in self._keeper.poll():
@@ -473,7 +462,7 @@ class NvmeDisk:
         if self._loader is not None:
             self._loader.close()
             gc.enable()
-        if not clean and (self._reads.open or self._writes.open or self._keeper.open):
+        if not clean and (self._mover.open or self._keeper.open):
             log.error("%s: I/O hangs; left without waiting for it", self._folder)
             return  # the lock goes with the process
         try:
@@ -485,15 +474,15 @@ class NvmeDisk:
         self._close_files()
 
     def _close_files(self) -> None:
-        for runner in (self._reads, self._writes, self._keeper):
-            runner.close()
+        self._mover.close()
+        self._keeper.close()
         for space in self._spaces.values():
             for file in space.extents.values():
                 file.close()
         os.close(self._lock_fd)
 
     def _quiet(self) -> bool:
-        busy = self._reads.open or self._writes.open or self._keeper.open or self._committing
+        busy = self._mover.open or self._keeper.open or self._committing
         if self._loader is not None or time.monotonic() < self._read_only_until:
             return not busy
         return not busy and not self._pending()

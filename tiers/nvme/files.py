@@ -81,7 +81,7 @@ class ExtentFile:
 
     def _move(self, position: int, blocks: Sequence[memoryview], *, store: bool) -> None:
         at = position * self.stride
-        if all(_aligned(block) for block in blocks):
+        if all(aligned(block) for block in blocks):
             self._call(list(blocks), at, store=store)
             return
         buffer = _buffer(self.stride)
@@ -104,6 +104,10 @@ class ExtentFile:
                 moved -= len(pieces.pop(0))
             if moved:
                 pieces[0] = pieces[0][moved:]
+
+    def fileno(self) -> int:
+        """Return the descriptor, for who moves blocks by other means."""
+        return self._fd
 
     def sync(self) -> None:
         """Make all that is written durable. Raises OSError."""
@@ -157,10 +161,14 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def _aligned(block: memoryview) -> bool:
-    if len(block) % PAGE_BYTES:
-        return False
-    return ctypes.addressof(ctypes.c_char.from_buffer(block)) % PAGE_BYTES == 0
+def address_of(block: memoryview) -> int:
+    """Return where writable memory is."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(block))
+
+
+def aligned(block: memoryview) -> bool:
+    """Tell whether direct I/O can go straight to and from this memory."""
+    return len(block) % PAGE_BYTES == 0 and address_of(block) % PAGE_BYTES == 0
 
 
 def _buffer(size: int) -> memoryview:
