@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from kvstore.config import NvmeConfig
-from kvstore.errors import TierError, TierIOError
+from kvstore.errors import ConfigError, TierError, TierIOError
 from kvstore.tier import TierContext
 from tiers.nvme.chores import Chore, run_chore
 from tiers.nvme.files import ExtentFile, allow_files, lock_folder
