@@ -49,14 +49,15 @@ class NvmeDisk:
         volume.open(LOCK_WAIT_S)
         opening = Opening(volume, settings.capacity_bytes)
         try:
-            self._mover: Mover[Run] = mover_of(settings)
-            opening.open()
             look = volume.look()
-        except BaseException as exc:
+            self._mover: Mover[Run] = mover_of(settings)
+            _open(opening, self._mover)
+        except (OSError, TierError) as exc:
             volume.close()
-            if isinstance(exc, OSError | TierError):
-                why = exc.strerror if isinstance(exc, OSError) else str(exc)
-                raise ConfigError(f"{volume.path}: cannot be used: {why}") from exc
+            why = exc.strerror if isinstance(exc, OSError) else str(exc)
+            raise ConfigError(f"{volume.path}: cannot be used: {why}") from exc
+        except BaseException:
+            volume.close()
             raise
         self._health = Health(settings.path)
         self._keeper = Keeper()
@@ -183,6 +184,11 @@ class NvmeDisk:
         self._room.shrink()
 
     # Moving blocks
+
+    def lanes(self, *, store: bool) -> int:
+        """Count the runs that are moved at one time."""
+        threads = self._shared.settings.threads
+        return writers_of(threads) if store else threads
 
     def start(self, run: Run) -> None:
         """Move a run."""
@@ -316,3 +322,11 @@ class NvmeDisk:
                 for file in space.extents.values():
                     file.close()
             self._shared.volume.close()
+
+
+def _open(opening: Opening, mover: Mover[Run]) -> None:
+    try:
+        opening.open()
+    except BaseException:
+        mover.close()
+        raise

@@ -18,6 +18,7 @@ from tiers.nvme.index import Record
 from tiers.nvme.mover import Move, Moved
 from tiers.nvme.space import Space
 
+RUN_BYTES_MIN = 512 << 10  # below, more calls cost more than they bring
 RUN_BYTES_MAX = 4 << 20
 DRAIN_S = 20.0
 
@@ -65,6 +66,10 @@ class Threads(Protocol):
 
     def start(self, run: Run) -> None:
         """Move a run on a thread; ended() of its tier gets the result."""
+        ...
+
+    def lanes(self, *, store: bool) -> int:
+        """Count the runs that are moved at one time."""
         ...
 
     def make_room(self, space: Space, count: int) -> bool:
@@ -232,7 +237,8 @@ class NvmeTier:
 
     def _start_runs(self, work: Work, blocks: list[tuple[int, Record]]) -> None:
         """Move blocks, in runs of neighbours as long as they may be, several at a time."""
-        longest = max(1, min(RUN_BLOCKS_MAX, RUN_BYTES_MAX // self.space.slot_bytes))
+        store = work.job.kind is JobKind.STORE
+        longest = self._run_blocks(len(blocks), self._disk.lanes(store=store))
         blocks.sort(key=lambda pair: pair[1].slot)
         runs: list[list[tuple[int, Record]]] = []
         for pair in blocks:
@@ -246,7 +252,7 @@ class NvmeTier:
             work.runs += 1
             self._disk.start(
                 Run(
-                    store=work.job.kind is JobKind.STORE,
+                    store=store,
                     tier=self,
                     work=work,
                     file=self.space.extents[place >> 32],
@@ -256,6 +262,12 @@ class NvmeTier:
                     blocks=[self._memory.view(work.job.slots[number]) for number, _ in run],
                 )
             )
+
+    def _run_blocks(self, count: int, lanes: int) -> int:
+        """Blocks of one run: few enough for every lane to get one, as long as that pays."""
+        size = self.space.slot_bytes
+        most = min(RUN_BLOCKS_MAX, RUN_BYTES_MAX // size)
+        return max(1, min(most, max(-(-count // lanes), RUN_BYTES_MIN // size)))
 
     def ended(self, moved: Moved[Run]) -> None:
         """Take the result of a run."""
