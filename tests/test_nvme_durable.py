@@ -20,7 +20,9 @@ PREFIX = b"\0\0\0\1"
 
 
 def test_a_chain_whose_writes_end_in_any_order_is_durable_in_one_commit(tmp_path: Path) -> None:
-    ExtentFile.make(tmp_path / "extent", 16384)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    ExtentFile.make(tmp_path / "extent", 16384, folder)
+    os.close(folder)
     space = Space(1, "0123456789ab", 4096)
     space.add_extent(0, ExtentFile(tmp_path / "extent", 4096, 16384))
     space.take_places(3)

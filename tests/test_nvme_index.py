@@ -12,7 +12,7 @@ import pytest
 from kvstore.config import NvmeConfig
 from kvstore.errors import ConfigError
 from tests.nvme_blocks import MIB, key, settings_for, shelf
-from tiers.nvme import NvmeDisk, opening
+from tiers.nvme import NvmeDisk, volume
 from tiers.nvme.messages import NAMESPACE, VALUE
 
 Table = Any  # lmdb has no name for it
@@ -115,7 +115,7 @@ def test_an_extent_that_may_not_be_opened_is_an_error_not_a_loss(
     with shelf(settings) as before:
         before.put(1, 0, 3)
     with monkeypatch.context() as patched:
-        patched.setattr(opening, "ExtentFile", _raise_emfile)
+        patched.setattr(volume, "ExtentFile", _raise_emfile)
         with pytest.raises(ConfigError, match="Too many open files"):
             NvmeDisk(settings)
     with shelf(settings) as after:

@@ -24,7 +24,7 @@ _answers = msgspec.msgpack.Decoder(Answer)
 _stream = msgspec.msgpack.Decoder(Stream)
 
 
-class ChildDiedError(TierIOError):
+class IndexProcessDiedError(TierIOError):
     """The process has ended. of_the_file: of what it read, as far as one can tell."""
 
     def __init__(self, text: str, *, of_the_file: bool) -> None:
@@ -77,7 +77,7 @@ class Child:
         return self._process.poll() is not None
 
     def ask(self, request: Request) -> Answer:
-        """Have a request done. Raises ChildDiedError when nobody can say whether it is."""
+        """Have a request done. Raises IndexProcessDiedError when nobody can say whether it is."""
         try:
             self._control.sendall(framed(request))
             body = receive(self._control.recv)
@@ -89,7 +89,10 @@ class Child:
         return answer
 
     def take(self) -> Stream | None:
-        """Return the next part of what was loaded; None: not there yet. Raises ChildDiedError."""
+        """Return the next part of what was loaded; None: not there yet.
+
+        Raises IndexProcessDiedError.
+        """
         message = self._next()
         if message is None:
             try:
@@ -113,17 +116,19 @@ class Child:
         message: Stream = _stream.decode(body)
         return message
 
-    def why(self) -> ChildDiedError:
+    def why(self) -> IndexProcessDiedError:
         """Wait for its end, and say what it died of."""
         self.close()
         code = self._process.returncode
         if code is None:
-            return ChildDiedError("the index's process hangs", of_the_file=False)
+            return IndexProcessDiedError("the index's process hangs", of_the_file=False)
         if code >= 0:
-            return ChildDiedError(f"the index's process ended with {code}", of_the_file=False)
+            return IndexProcessDiedError(
+                f"the index's process ended with {code}", of_the_file=False
+            )
         number = signal.Signals(-code)
         text = f"the index's process was ended by {number.name}"
-        return ChildDiedError(text, of_the_file=number in _OF_THE_FILE)
+        return IndexProcessDiedError(text, of_the_file=number in _OF_THE_FILE)
 
     def close(self) -> None:
         """Have it end in order, for a moment at least; safe to call twice."""

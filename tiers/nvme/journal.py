@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvstore.errors import ConfigError, TierIOError
-from tiers.nvme.child import Child, ChildDiedError
+from tiers.nvme.child import Child, IndexProcessDiedError
 from tiers.nvme.messages import (
     FOLDER,
     RECORD_BYTES,
@@ -61,8 +61,9 @@ class Journal:
         self._lock_fd = lock_fd
         self._verify = False
         self._deaths = 0
+        self._closed = False
         self._child: Child | None = None
-        opened = self._start()
+        _, opened = self._start()
         self.clean = opened.clean
         self.next_number = opened.next_number
         self.strays = opened.strays
@@ -77,24 +78,26 @@ class Journal:
         """The process id of the index's process, None without one."""
         return None if self._child is None else self._child.pid
 
-    def _start(self) -> Opened:
+    def _start(self) -> tuple[Child, Opened]:
         """Start a process that opens the index."""
+        if self._closed:
+            raise TierIOError(f"{self.path} is not open")
         for _ in range(_STARTS_MAX):
-            self.close()
+            self._end()
             child = self._child = Child(self._lock_fd)
             try:
                 answer = child.ask(Open(str(self.path), self._map_bytes, self._verify))
-            except ChildDiedError as exc:
+            except IndexProcessDiedError as exc:
                 last = exc
                 self._died(exc, verified=self._verify)
                 continue
             self._verify = False
             if isinstance(answer, Opened):
-                return answer
+                return child, answer
             raise self._error(answer)
         raise TierIOError(f"{self.path} cannot be opened: {last}") from last
 
-    def _died(self, exc: ChildDiedError, *, verified: bool) -> None:
+    def _died(self, exc: IndexProcessDiedError, *, verified: bool) -> None:
         """Remember a death. Raises IndexDamagedError when the index is what it died of."""
         self._child = None
         self._deaths += exc.of_the_file
@@ -103,22 +106,21 @@ class Journal:
         self._verify = self._verify or exc.of_the_file
 
     def _ask(self, request: Request) -> Answer:
-        if self._child is None or self._child.ended:
-            self._start()
-        if self._child is None:
-            raise TierIOError(f"{self.path} is not open")
+        child = self._child
+        if child is None or child.ended:
+            child, _ = self._start()
         try:
-            answer = self._child.ask(request)
-        except ChildDiedError as exc:
+            answer = child.ask(request)
+        except IndexProcessDiedError as exc:
             self._died(exc, verified=False)
-            raise TierIOError(f"{self.path}: {exc}") from exc
+            raise
         if isinstance(answer, Failed):
             raise self._error(answer)
         return answer
 
     def _error(self, answer: Answer) -> Exception:
         """Turn an answer that was not hoped for into an error; its process is of no more use."""
-        self.close()
+        self._end()
         if not isinstance(answer, Failed):
             return TierIOError(f"{self.path}: {answer} is no answer")
         if answer.format:
@@ -156,18 +158,22 @@ class Journal:
     def take(self) -> Stream | None:
         """Return the next records; None: not there yet. Raises TierIOError when there are none."""
         if self._child is None:
-            raise TierIOError(f"{self.path} is not open")
+            raise IndexProcessDiedError("the index's process has ended", of_the_file=False)
         try:
             message = self._child.take()
-        except ChildDiedError as exc:
+        except IndexProcessDiedError as exc:
             self._died(exc, verified=False)
-            raise TierIOError(f"{self.path}: {exc}") from exc
+            raise
         if isinstance(message, Unreadable):
             raise self._error(message.why)
         return message
 
     def close(self) -> None:
-        """Have the process end; a call starts another."""
+        """Have the process end, and let go of the lock; safe to call twice."""
+        self._closed = True
+        self._end()
+
+    def _end(self) -> None:
         if self._child is not None:
             self._child.close()
             self._child = None

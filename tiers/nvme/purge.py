@@ -1,31 +1,28 @@
-"""Takes out of the journal what means nothing any more, some records at a time."""
+"""Takes out of the index what means nothing any more, some records at a time."""
 
 from __future__ import annotations
 
-import logging
-import time
 from collections import deque
 from collections.abc import Iterable
 
-from tiers.nvme.opening import Keep, Opening
-
-log = logging.getLogger(__name__)
+from tiers.nvme.shared import Shared, remembered
 
 ROWS = 10_000  # of one commit
-RETRY_S = 5.0
 
 
 class Purge:
-    """Numbers that records in the journal begin with, and no namespace has any more."""
+    """Numbers that records in the index begin with, and no namespace has any more."""
 
-    def __init__(self, opening: Opening, keep: Keep) -> None:
-        """keep: runs what waits for the disk elsewhere."""
-        self._opening = opening
-        self._keep = keep
-        self._numbers: deque[int] = deque()
+    def __init__(self, shared: Shared) -> None:
+        """Begin with those that the start has found."""
+        self._shared = shared
         self._running = False
         self._left = False
-        self._retry_s = 0.0
+        self.start_over()
+
+    def start_over(self) -> None:
+        """The directory is read anew."""
+        self._numbers = deque(self._shared.opening.strays)
 
     def add(self, numbers: Iterable[int]) -> None:
         """Have the records of these deleted."""
@@ -34,24 +31,24 @@ class Purge:
     @property
     def busy(self) -> bool:
         """Tell whether there is something left to delete, and it can be."""
-        return bool(self._numbers) and time.monotonic() >= self._retry_s
+        return bool(self._numbers) and self._shared.health.writable
 
     def step(self) -> None:
         """Delete some more; returns at once."""
-        if self._running or not self.busy or self._opening.loading:
+        if self._running or not self.busy or self._shared.opening.loading:
             return
         self._running = True
         number = self._numbers[0]
 
         def work() -> None:
-            self._left = self._opening.journal.purge(number, ROWS)
+            with remembered(self._shared) as journal:
+                self._left = journal.purge(number, ROWS)
 
-        self._keep(work, self._done)
+        def done(error: Exception | None, now_s: float) -> None:
+            self._running = False
+            if error is not None:
+                self._shared.health.write_failed("a commit", error, now_s)
+            elif not self._left and number in self._numbers:
+                self._numbers.remove(number)
 
-    def _done(self, error: Exception | None) -> None:
-        self._running = False
-        if error is not None:
-            log.error("records that mean nothing stay in the index for now: %s", error)
-            self._retry_s = time.monotonic() + RETRY_S
-        elif not self._left:
-            self._numbers.popleft()
+        self._shared.keeper.submit(work, done)
