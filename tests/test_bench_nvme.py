@@ -14,6 +14,7 @@ from kvstore.bench.report import Result, as_json
 from kvstore.errors import KVStoreError
 from tests.nvme_blocks import MIB
 from tiers.bench import nvme
+from tiers.nvme.measure import filled
 
 SMALL = nvme.Sizes(
     block_bytes=(MIB // 2, MIB), data_bytes=8 * MIB, job_bytes=2 * MIB, extent_bytes=4 * MIB
@@ -60,6 +61,8 @@ def test_every_result_has_a_reference_from_the_same_run(
                 assert one.parameters["against"] == "O_DIRECT loop"
                 assert one.parameters["cpu_us_per_block"] > 0
                 assert one.parameters["reference_cpu_us_per_block"] > 0
+                assert one.parameters["value_low"] <= one.value <= one.parameters["value_high"]
+                assert ("plain_pass_us" in one.parameters) == checksum
             assert len(of(results, name=f"naive_{name}", block_bytes=block_bytes)) == 1
     assert len(of(results, name="checksum_pass")) == 1
     assert len(results) == 2 * 6 + 1
@@ -83,7 +86,7 @@ def test_only_the_variant_goes_without_checksums(tmp_path: Path, checked: bool) 
 
 
 def test_what_comes_back_is_what_was_written(tmp_path: Path) -> None:
-    memory = nvme._filled(4 * MIB)
+    memory, _ = filled(4 * MIB)
     blocks = [memory[at : at + MIB] for at in range(0, len(memory), MIB)]
     expected = bytes(memory)
     for kind in (direct.ThreadLoop, direct.FilePerBlock):

@@ -2,12 +2,16 @@
 
 The real tier with its threads, index and commits, fed as the store feeds it: jobs of neighbouring
 blocks, several open, polled once per tick. In each round every system writes all blocks and reads
-them back, one after the other. What a write's commit costs comes after its time is taken.
+them back, one after the other, and the bytes are gone through once for the checksums' comparison.
+What a write's commit costs comes after its time is taken.
+
+fio goes through one small buffer per thread again and again, a cache's blocks each have a place of
+their own. So that both sides pay the same for memory, the blocks are in huge pages where there are
+any: with 4 KiB pages a disk may have to be given each block in hundreds of pieces.
 """
 
 from __future__ import annotations
 
-import mmap
 import shutil
 import statistics
 import tempfile
@@ -16,11 +20,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
 from kvstore.bench.direct import (
+    PASS_BYTES,
     Depth,
     FilePerBlock,
     Moved,
@@ -39,6 +43,7 @@ from kvstore.tier import TierContext
 from kvstore.types import BlockKey, JobId, JobKind, Slot, TransferJob
 from tiers.nvme.disk import NvmeDisk
 from tiers.nvme.index import Record
+from tiers.nvme.measure import filled
 from tiers.nvme.mover import writers_of
 from tiers.nvme.space import Space
 from tiers.nvme.tier import NvmeTier
@@ -57,7 +62,7 @@ class Sizes(msgspec.Struct, frozen=True):
     """How much is moved."""
 
     block_bytes: tuple[int, ...] = (MIB // 2, MIB, 2 * MIB, 4 * MIB)
-    data_bytes: int = 256 * MIB
+    data_bytes: int = 512 * MIB
     job_bytes: int = 32 * MIB
     extent_bytes: int = 64 * MIB
 
@@ -170,30 +175,21 @@ def run(pairs: int | None, sizes: Sizes | None = None) -> list[Result]:
         raise KVStoreError(
             f"{Path.cwd()}: {shown(free)} free, the benchmark needs {shown(needed)} for a while"
         )
-    memory = _filled(sizes.data_bytes)
+    memory, pages = filled(sizes.data_bytes)
     with (
         tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=Path.cwd()) as name,
         Progress(console=Console(stderr=True), transient=True) as progress,
     ):
-        task = progress.add_task("checksums", total=1 + len(sizes.block_bytes) * (1 + rounds))
-        sums, plain = pass_us(memory, 2 * rounds)
-        progress.advance(task)
-        results = []
+        task = progress.add_task("nvme", total=len(sizes.block_bytes) * (1 + rounds))
+        results, sums, plain = [], list[float](), list[float]()
         for block_bytes in sizes.block_bytes:
             progress.update(task, description=f"blocks of {shown(block_bytes)}")
             series = _Series(Path(name), memory, block_bytes, sizes)
             found = series.measure(rounds, lambda: progress.advance(task))
-            results += _results(block_bytes, found, statistics.median(plain))
+            results += _results(block_bytes, pages, found, series.plain)
+            sums += series.sums
+            plain += series.plain
     return [*results, _pass_result(sums, plain)]
-
-
-def _filled(size: int) -> memoryview:
-    """Page-aligned memory, all of it there, without zeros that a disk could leave out."""
-    memory = memoryview(mmap.mmap(-1, size))
-    pattern = np.random.default_rng(size).bytes(MIB)
-    for at in range(0, size, MIB):
-        memory[at : at + MIB] = pattern[: size - at]
-    return memory
 
 
 class _Series:
@@ -201,6 +197,9 @@ class _Series:
 
     def __init__(self, folder: Path, memory: memoryview, block_bytes: int, sizes: Sizes) -> None:
         ends = range(block_bytes, len(memory) + 1, block_bytes)
+        self._memory = memory
+        self.sums: list[float] = []
+        self.plain: list[float] = []
         self._blocks = [memory[end - block_bytes : end] for end in ends]
         self._folder = folder
         self._sizes = sizes
@@ -224,6 +223,10 @@ class _Series:
                     if number:
                         found[name].moved[JobKind.STORE].append(written)
                         found[name].moved[JobKind.LOAD].append(read)
+                if number:
+                    one, other = pass_us(self._memory)
+                    self.sums.append(one)
+                    self.plain.append(other)
                 tell()
         finally:
             for system in systems.values():
@@ -251,17 +254,20 @@ def _rotated(names: list[str], number: int) -> list[str]:
     return names[first:] + names[:first]
 
 
-def _results(block_bytes: int, found: dict[str, _Rounds], plain_us: float) -> list[Result]:
+def _results(
+    block_bytes: int, pages: str, found: dict[str, _Rounds], plain_us: Sequence[float]
+) -> list[Result]:
     results = []
     for kind in KINDS:
         for name in ("checked", "unchecked", "naive"):
-            parameters: dict[str, object] = {"block_bytes": block_bytes}
+            parameters: dict[str, object] = {"block_bytes": block_bytes, "pages": pages}
             if name != "naive":
                 parameters["checksum"] = name == "checked"
             if name == "checked":
                 cost_us = difference(found[name].cpu_us(kind), found["unchecked"].cpu_us(kind))
-                passes = cost_us / (plain_us * block_bytes / (2 * MIB))
-                parameters["checksum_passes"] = round(passes, 2)
+                pass_us_per_block = statistics.median(plain_us) * block_bytes / PASS_BYTES
+                parameters["checksum_passes"] = round(cost_us / pass_us_per_block, 2)
+                parameters["plain_pass_us"] = round(pass_us_per_block, 1)
             prefix = "naive_" if name == "naive" else ""
             results.append(_result(prefix, kind, found[name], found["reference"], parameters))
     return results
@@ -284,6 +290,10 @@ def _result(
             "reference_cpu_us_per_block": round(statistics.median(other.cpu_us(kind)), 1),
             "depth": READERS if kind is JobKind.LOAD else WRITERS,
             "rounds": len(ours.moved[kind]),
+            "value_low": min(ours.rates(kind)) / 1e9,
+            "value_high": max(ours.rates(kind)) / 1e9,
+            "reference_low": min(other.rates(kind)) / 1e9,
+            "reference_high": max(other.rates(kind)) / 1e9,
             "against": other.system,
             "ratio_low": round(ratio.low, 4),
             "ratio_high": round(ratio.high, 4),

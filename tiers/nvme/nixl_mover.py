@@ -186,21 +186,34 @@ def load() -> tuple[Any, str]:
     found = metadata.version("nixl")
     if [int(part) for part in found.split(".")[:3]] < [int(p) for p in VERSION_MIN.split(".")]:
         raise ConfigError(f"{wrong}, found {found}")
-    quiet = logging.getLogger("nixl")
-    quiet.setLevel(logging.WARNING)
-    quiet.handlers.clear()  # it writes to standard output, which is for results
-    quiet.propagate = True
-    settings = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
     refused = []
     for engine in ENGINES:
         try:
-            agent = nixl.nixl_agent(f"kvstore-{os.getpid()}-{next(_numbers)}", settings)
+            agent = _agent()
             agent.create_backend(PLUGIN, {engine: "true"})
         except LOAD_ERRORS as exc:
             refused.append(f"{engine}: {exc}")
             continue
         return agent, engine.removeprefix("use_")
     raise ConfigError(f"{wrong}, found NIXL {found} without ({'; '.join(refused)})")
+
+
+def gds() -> str:
+    """Say whether NIXL could move blocks between disk and GPU; the tier does not use it."""
+    try:
+        _agent().create_backend("GDS", {})
+    except LOAD_ERRORS as exc:
+        return f"NIXL's plugin does not load: {exc}"
+    return "NIXL's plugin loads; not used, blocks go through memory of the host"
+
+
+def _agent() -> nixl.nixl_agent:
+    quiet = logging.getLogger("nixl")
+    quiet.setLevel(logging.WARNING)
+    quiet.handlers.clear()  # it writes to standard output, which is for results
+    quiet.propagate = True
+    settings = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
+    return nixl.nixl_agent(f"kvstore-{os.getpid()}-{next(_numbers)}", settings)
 
 
 def _buffer_for(run: R) -> memoryview:
