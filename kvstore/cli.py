@@ -101,11 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.set_defaults(run=_check, parser=check)
     serve.add_argument("--config", required=True, type=Path, help="settings, a TOML file")
-    check.add_argument("--config", type=Path, help="settings, a TOML file")
-    check.add_argument("--disk", action="store_true", help="measure the drive instead")
-    check.add_argument("--path", type=Path, help="with --disk: where, if not in --config or here")
-    check.add_argument("--seconds", type=_seconds, help="with --disk: how long (default: 20)")
-    check.add_argument("--json", action="store_true", help="with --disk: one JSON object")
+    _add_check_options(check)
 
     address = "unix:///run/kvstore/kvstore.sock"
     stats = add("stats", "show a running store's numbers", f"kvstore stats --store {address}")
@@ -144,6 +140,14 @@ def _parser() -> argparse.ArgumentParser:
     demo = add("demo", "show a real vLLM engine getting its KV back", "kvstore demo")
     demo.set_defaults(run=_demo)
     return parser
+
+
+def _add_check_options(check: argparse.ArgumentParser) -> None:
+    check.add_argument("--config", type=Path, help="settings, a TOML file")
+    check.add_argument("--disk", action="store_true", help="measure the drive instead")
+    check.add_argument("--path", type=Path, help="with --disk: where, if not in --config or here")
+    check.add_argument("--seconds", type=_seconds, help="with --disk: how long (default: 20)")
+    check.add_argument("--json", action="store_true", help="with --disk: one JSON object")
 
 
 def _seconds(text: str) -> float:
