@@ -225,7 +225,9 @@ class MoverContract:
 
     @pytest.fixture
     def extent(self, tmp_path: Path) -> Iterator[ExtentFile]:
-        ExtentFile.make(tmp_path / "000001.extent", MOVED_SLOTS * SLOT_BYTES)
+        folder = os.open(tmp_path, os.O_RDONLY)
+        ExtentFile.make(tmp_path / "000001.extent", MOVED_SLOTS * SLOT_BYTES, folder)
+        os.close(folder)
         file = ExtentFile(tmp_path / "000001.extent", SLOT_BYTES, MOVED_SLOTS * SLOT_BYTES)
         yield file
         file.close()

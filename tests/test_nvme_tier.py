@@ -17,7 +17,7 @@ from kvstore.errors import BlockCorrupt, ConfigError, TierIOError
 from kvstore.tier import Tier, TierContext
 from tests.conformance import TierContract
 from tests.nvme_blocks import MIB, SLOT_BYTES, content, disk_bytes, key, settings_for, shelf
-from tiers.nvme import NvmeDisk, disk
+from tiers.nvme import NvmeDisk, disk, health
 
 
 class TestNvmeTier(TierContract):
@@ -277,13 +277,13 @@ def test_a_stale_index_never_gives_wrong_bytes(settings: NvmeConfig) -> None:
 def test_a_tier_whose_reads_fail_goes_off_and_comes_back(
     settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "RETRY_S", 0.3)
+    monkeypatch.setattr(health, "RETRY_S", 0.3)
     with shelf(settings) as found:
         for chain in range(8):
             found.put(chain, 0, 2)
         real = os.preadv
         monkeypatch.setattr(os, "preadv", _raise_eio)
-        for chain in range(disk.READ_ERRORS_MAX):
+        for chain in range(health.READ_ERRORS_MAX):
             assert isinstance(found.get([key(chain, 0)]).error, TierIOError)
         assert found.disk.state == "off"
         assert not found.has(7, 0)
@@ -295,7 +295,7 @@ def test_a_tier_whose_reads_fail_goes_off_and_comes_back(
 def test_a_full_disk_makes_the_tier_read_only_for_a_while(
     settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "RETRY_S", 0.3)
+    monkeypatch.setattr(health, "RETRY_S", 0.3)
     with shelf(settings) as found:
         found.put(1, 0, 2)
         real = os.pwritev

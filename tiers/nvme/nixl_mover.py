@@ -22,7 +22,7 @@ from nixl import _api as nixl
 from nixl import _bindings
 
 from kvstore.errors import ConfigError, TierIOError
-from tiers.nvme.files import address_of, aligned
+from tiers.nvme.files import Descriptor, address_of, aligned
 from tiers.nvme.mover import READS_FIRST_S, Moved, R
 from tiers.runner import Runner
 
@@ -50,6 +50,7 @@ class _Flight(msgspec.Struct, Generic[R], eq=False):
     buffer: memoryview | None  # instead of memory that is not aligned
     handle: Any
     registered: list[Any]
+    descriptor: Descriptor  # of the extent, which stays open until then
 
 
 class NixlMover(Generic[R]):
@@ -121,9 +122,15 @@ class NixlMover(Generic[R]):
         agent, sums = self._agent, run.sums() if run.store else []
         buffer = None if all(aligned(block) for block in run.blocks) else _buffer_for(run)
         memory = _places(run.blocks if buffer is None else [buffer])
+        descriptor = run.file.descriptor
+        try:
+            fd = descriptor.take()
+        except TierIOError as exc:
+            self._ended.append(Moved(run, [], exc))
+            return
         at, file = run.position * run.file.stride, []
         for _, size, _ in memory:
-            file.append((at, size, run.file.fileno()))
+            file.append((at, size, fd))
             at += size
         registered: list[Any] = []
         try:
@@ -137,10 +144,11 @@ class NixlMover(Generic[R]):
                 agent.name,
                 backends=[PLUGIN],
             )
-            flight = _Flight(run, sums, buffer, handle, registered)
+            flight = _Flight(run, sums, buffer, handle, registered, descriptor)
             agent.transfer(handle)
         except ERRORS as exc:
             self._deregister(registered)
+            descriptor.give_back()
             self._ended.append(Moved(run, [], _io_error(run, exc)))
         else:
             self._flying.append(flight)
@@ -157,6 +165,7 @@ class NixlMover(Generic[R]):
             self._flying.remove(flight)
             self._agent.release_xfer_handle(flight.handle)
             self._deregister(flight.registered)
+            flight.descriptor.give_back()
             self._landed.append((flight, error))
         self._at = None
         if self._landed:
