@@ -5,9 +5,12 @@ blocks, several open, polled once per tick. In each round every system writes al
 them back, one after the other, and the bytes are gone through once for the checksums' comparison.
 What a write's commit costs comes after its time is taken.
 
-fio goes through one small buffer per thread again and again, a cache's blocks each have a place of
-their own. So that both sides pay the same for memory, the blocks are in huge pages where there are
-any: with 4 KiB pages a disk may have to be given each block in hundreds of pieces.
+Fair to both sides: as many calls under way, and calls as long (the tier moves neighbours in one
+call); files preallocated, the page cache passed by, the first round not counted. Not equal is the
+memory: fio goes through a few buffers again and again, a cache's blocks each have a place of their
+own. A virtual disk, which copies, is slower to those. So there is a plain loop through the same
+memory as well, and the memory is in huge pages where there are any: with small ones a disk may
+have to be given each block in hundreds of pieces.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from kvstore.bench.direct import (
     FilePerBlock,
     Moved,
     System,
+    ThreadLoop,
     difference,
     pass_us,
     reference,
@@ -46,7 +50,7 @@ from tiers.nvme.index import Record
 from tiers.nvme.measure import filled
 from tiers.nvme.mover import writers_of
 from tiers.nvme.space import Space
-from tiers.nvme.tier import NvmeTier
+from tiers.nvme.tier import RUN_BYTES_MAX, NvmeTier
 
 PAIRS = 5
 READERS = 4  # the default of `threads`
@@ -168,8 +172,8 @@ class Ours:
 def run(pairs: int | None, sizes: Sizes | None = None) -> list[Result]:
     """Measure everything in the current directory; pairs: rounds, instead of the default."""
     sizes, rounds = sizes or Sizes(), pairs or PAIRS
-    # The reference, two tiers with one extent to spare and their index, the naive files.
-    needed = 4 * sizes.data_bytes + 2 * sizes.extent_bytes + 128 * MIB
+    # Two references, two tiers with one extent to spare and their index, the naive files.
+    needed = 5 * sizes.data_bytes + 2 * sizes.extent_bytes + 128 * MIB
     free = shutil.disk_usage(Path.cwd()).free
     if free < needed:
         raise KVStoreError(
@@ -206,10 +210,13 @@ class _Series:
 
     def measure(self, rounds: int, tell: Callable[[], None]) -> dict[str, _Rounds]:
         """Alternate the systems; the first round makes files and is not counted."""
-        depth = Depth(READERS, WRITERS)
+        call_bytes = min(RUN_BYTES_MAX, self._sizes.data_bytes // READERS)
+        depth = Depth(READERS, WRITERS, call_bytes)
         systems: dict[str, System] = {}
         try:
             systems["reference"] = reference(self._folder, self._blocks, depth)
+            if systems["reference"].name != ThreadLoop.name:
+                systems["loop"] = ThreadLoop(self._folder, self._blocks, depth)
             for name, checked in (("checked", True), ("unchecked", False)):
                 folder = self._folder / name
                 systems[name] = Ours(folder, self._blocks, self._sizes, checked=checked)
@@ -268,6 +275,9 @@ def _results(
                 pass_us_per_block = statistics.median(plain_us) * block_bytes / PASS_BYTES
                 parameters["checksum_passes"] = round(cost_us / pass_us_per_block, 2)
                 parameters["plain_pass_us"] = round(pass_us_per_block, 1)
+            loop = found.get("loop", found["reference"])
+            same_memory = paired_ratio(found[name].rates(kind), loop.rates(kind))
+            parameters["loop_ratio"] = round(same_memory.median, 4)
             prefix = "naive_" if name == "naive" else ""
             results.append(_result(prefix, kind, found[name], found["reference"], parameters))
     return results

@@ -116,12 +116,15 @@ def _room(folder: Path) -> int:
 def _file_in(folder: Path) -> Iterator[ExtentFile]:
     path = folder / f".kvstore-check-{os.getpid()}"
     try:
-        ExtentFile.make(path, FILE_BYTES)
-        file = ExtentFile(path, BLOCK_BYTES, FILE_BYTES)
+        here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            ExtentFile.make(path, FILE_BYTES, here)
+            file = ExtentFile(path, BLOCK_BYTES, FILE_BYTES, here)
+        finally:
+            path.unlink(missing_ok=True)
+            os.close(here)
     except OSError as exc:
         raise ConfigError(f"{folder}: no file can be made: {exc.strerror}") from exc
-    finally:
-        path.unlink(missing_ok=True)
     try:
         yield file
     finally:
