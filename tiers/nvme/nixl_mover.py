@@ -65,8 +65,8 @@ class NixlMover(Generic[R]):
         self._landed: deque[tuple[_Flight[R], TierIOError | None]] = deque()
         self._ended: deque[Moved[R]] = deque()
         self._at: R | None = None  # whose turn it is: a bug is its error
-        # One job for each move, whose result is the next move that ends.
-        self._runner: Runner[None, Moved[R]] = Runner(
+        # A job for each move; its result is the next move that ends, whichever that is.
+        self._runner: Runner[R, Moved[R]] = Runner(
             "kvstore-nvme-nixl", lambda _: self._next(), lambda _, error: self._broken(error)
         )
 
@@ -78,7 +78,7 @@ class NixlMover(Generic[R]):
     def start(self, run: R) -> None:
         """Move a run as soon as its turn comes."""
         self._waiting[run.store].append((time.monotonic(), run))
-        self._runner.submit(None)
+        self._runner.submit(run)
 
     def poll(self) -> list[Moved[R]]:
         """Take the results that are there."""
