@@ -272,6 +272,11 @@ class Space:
         self.to_put, self.to_delete = [], []
 
     @property
+    def renumbering(self) -> bool:
+        """Tell whether a clear is not durable yet."""
+        return self._renumbering is not Durable.YES
+
+    @property
     def clearing(self) -> bool:
         """Tell whether slots will be free once a commit, or a read, has ended."""
         return bool(self._cleared)
@@ -302,8 +307,7 @@ class Space:
     @property
     def pending(self) -> bool:
         """Tell whether there is something to commit."""
-        renumber = self._renumbering is not Durable.YES
-        return renumber or bool(self.to_put or self.to_delete)
+        return self.renumbering or bool(self.to_put or self.to_delete)
 
     def journal_key(self, record: Record) -> bytes:
         """Name a record in the journal."""
