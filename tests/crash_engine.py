@@ -234,8 +234,9 @@ class CrashEngine:
             raise AssertionError(f"engine {self.name}: {self.error}") from self.error
 
     @property
-    def attached(self) -> bool:
-        return bool(self.client.session)
+    def session(self) -> int:
+        """Its number, which no other store gives; 0: not attached."""
+        return self.client.session
 
     def _run(self) -> None:
         try:
