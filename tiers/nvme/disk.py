@@ -59,6 +59,7 @@ class NvmeDisk:
         self._generation = 1
         self._next_extent = 1
         self._making = 0
+        self._clearing = False  # once the index is read
         self._committing = False
         self._hurry = False
         self._since_s: float | None = None  # the oldest change that is not durable
@@ -173,6 +174,8 @@ class NvmeDisk:
             gc.freeze()  # millions of records would be walked again and again
             gc.enable()
             self._journal.mark(clean=False)
+            if self._clearing:
+                self.clear()
             self._shrink_to_cap()
 
     def _take_rows(self, loader: Loader, end_s: float) -> None:
@@ -254,6 +257,22 @@ class NvmeDisk:
         """Tell whether something is under way that ends without anybody asking."""
         moving = self._reads.open or self._writes.open or self._keeper.open
         return bool(moving) or self._loader is not None
+
+    @property
+    def next_s(self) -> float:
+        """Seconds until poll() is to be called again, at the latest; infinite: when asked."""
+        if self.busy:
+            return 0.0
+        if self._since_s is None:
+            return math.inf
+        due_s = max(self._since_s + self._settings.durability_ns / 1e9, self._read_only_until)
+        return max(0.0, due_s - time.monotonic())
+
+    def clear(self) -> None:
+        """Forget every block, of all namespaces, those that nobody uses included."""
+        self._clearing = self._loader is not None  # again when all of them are known
+        for space in self._spaces.values():
+            space.clear()
 
     def resize(self, capacity_bytes: int) -> None:
         """Change the cap; extents that are too much are emptied and given back."""

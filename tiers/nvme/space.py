@@ -169,6 +169,12 @@ class Space:
                 self.to_delete.append(gone)
             self._leave(gone)
 
+    def clear(self) -> None:
+        """Drop every block; stores under way may still land."""
+        for record in self.index:
+            if record.state is not State.DROPPED:
+                self.drop(record, "cleared")
+
     def _leave(self, record: Record) -> None:
         """Free the slot of a dropped record once nothing needs it."""
         if record.pins == 0 and record.durable is Durable.NO:

@@ -150,9 +150,7 @@ class NvmeTier:
 
     def clear(self) -> None:
         """Forget every block."""
-        for record in self.space.index:
-            if record.state is not State.DROPPED:
-                self.space.drop(record, "cleared")
+        self.space.clear()
 
     def drain(self) -> None:
         """Wait until every job has a result; not for ever, should the disk hang."""
