@@ -23,7 +23,7 @@ import msgspec
 import pytest
 
 from kvstore.errors import check
-from tiers.nvme import disk, files, loader
+from tiers.nvme import disk, files, loader, opening
 from tiers.nvme.journal import FOLDER, Commit, Journal
 from tiers.runner import Runner
 
@@ -255,8 +255,9 @@ class Platter:
         monkeypatch.setattr(files, "os", SimpleNamespace(**{**vars(os), **calls}))
         clock = SimpleNamespace(monotonic=self._monotonic, sleep=self._sleep)
         monkeypatch.setattr(disk, "time", clock)
+        monkeypatch.setattr(opening, "time", clock)
         monkeypatch.setattr(disk, "Runner", self._runner)
-        monkeypatch.setattr(disk, "Loader", self._load)
+        monkeypatch.setattr(opening, "Loader", self._load)
         # By default a set of them is in the order of addresses, which no seed repeats.
         monkeypatch.setattr(files.ExtentFile, "__hash__", lambda file: int(file.path.stem))
         # LMDB's own syncs cost time and show nothing here: its commits are taken as a whole.

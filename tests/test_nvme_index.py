@@ -13,7 +13,7 @@ import pytest
 from kvstore.config import NvmeConfig
 from kvstore.errors import ConfigError
 from tests.nvme_blocks import MIB, key, settings_for, shelf
-from tiers.nvme import NvmeDisk, disk
+from tiers.nvme import NvmeDisk, opening
 from tiers.nvme.journal import NAMESPACE, VALUE
 
 Table = Any  # lmdb has no name for it
@@ -116,7 +116,7 @@ def test_an_extent_that_may_not_be_opened_is_an_error_not_a_loss(
     with shelf(settings) as before:
         before.put(1, 0, 3)
     with monkeypatch.context() as patched:
-        patched.setattr(disk, "ExtentFile", _raise_emfile)
+        patched.setattr(opening, "ExtentFile", _raise_emfile)
         with pytest.raises(ConfigError, match="Too many open files"):
             NvmeDisk(settings)
     with shelf(settings) as after:
@@ -129,12 +129,13 @@ def test_a_reader_that_was_killed_is_no_damage(
     with shelf(settings) as before:
         before.put(1, 0, 3)
     made = NvmeDisk(settings)
-    assert made._loader is not None
-    made._loader._child.kill()
-    made._loader._child.wait()
-    if made._loader._child.stdout is not None:
-        made._loader._child.stdout.close()
-        made._loader._child.stdout = open(os.devnull, "rb")  # noqa: SIM115, PTH123
+    loader = made._opening._loader
+    assert loader is not None
+    loader._child.kill()
+    loader._child.wait()
+    if loader._child.stdout is not None:
+        loader._child.stdout.close()
+        loader._child.stdout = open(os.devnull, "rb")  # noqa: SIM115, PTH123
     made.poll()
     assert made.state == "off"
     made.close()

@@ -177,7 +177,7 @@ def go_on(loads: list[Load]) -> None:
 
 def abandon(disk: NvmeDisk) -> None:
     """Let go of what a process without power would have open."""
-    disk._journal.close()
+    disk._opening.journal.close()
     for space in disk.spaces:
         for file in space.extents.values():
             file.close()

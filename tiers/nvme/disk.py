@@ -11,24 +11,21 @@ time. Reads go before writes.
 
 from __future__ import annotations
 
-import gc
 import logging
-import math
 import os
 import time
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 from kvstore.config import NvmeConfig
-from kvstore.errors import ConfigError, TierError, TierIOError
+from kvstore.errors import TierError, TierIOError
 from kvstore.tier import TierContext
 from kvstore.types import JobKind
 from tiers.nvme.chores import Chore, run_chore
-from tiers.nvme.files import ExtentFile, allow_files, lock_folder, stride_of
+from tiers.nvme.files import ExtentFile, allow_files, lock_folder
 from tiers.nvme.index import Record
-from tiers.nvme.journal import NAMESPACE, NUMBER, Commit, Journal, set_aside
-from tiers.nvme.loader import Loader
+from tiers.nvme.journal import NAMESPACE, Commit
+from tiers.nvme.opening import Opening
 from tiers.nvme.space import Space, cost
 from tiers.nvme.tier import Moved, NvmeTier, Run
 from tiers.runner import Runner
@@ -43,7 +40,6 @@ CLOSE_S = 20.0
 READS_FIRST_S = 0.05
 _BASE_BYTES = 1 << 20  # of the index, when it is empty
 _FS_SPARE_BYTES = 64 << 20
-_LOAD_S = 0.01  # of each poll
 
 
 class NvmeDisk:
@@ -54,10 +50,7 @@ class NvmeDisk:
         self._folder = Path(settings.path)
         self._settings = settings
         self.capacity_bytes = settings.capacity_bytes
-        self._spaces: dict[str, Space] = {}
         self._lock_fd = lock_folder(self._folder, LOCK_WAIT_S)
-        self._generation = 1
-        self._next_extent = 1
         self._making = 0
         self._clearing = False  # once the index is read
         self._committing = False
@@ -75,133 +68,14 @@ class NvmeDisk:
         self._keeper: Runner[Chore, tuple[Chore, Exception | None]] = Runner(
             "kvstore-nvme-keeper", run_chore, lambda chore, exc: (chore, exc)
         )
-        self._loader: Loader | None = None
-        self._strays: list[bytes] = []  # keys of rows whose namespace nobody knows
+        self._opening = Opening(self._folder, settings.capacity_bytes)
+        self._spaces = self._opening.spaces
         allow_files()
         try:
-            self._journal = self._open_journal()
+            self._opening.open()
         except BaseException:
             self._close_files()
             raise
-
-    # Opening
-
-    def _open_journal(self) -> Journal:
-        """Open the index and the extents it names; a damaged one is set aside."""
-        blocks_max = self.capacity_bytes // stride_of(1)
-        try:
-            journal = Journal(self._folder, blocks_max)
-        except TierIOError as exc:
-            self._start_empty(exc)
-            journal = Journal(self._folder, blocks_max)
-        try:
-            self._open_extents(journal)
-        except TierIOError as exc:
-            journal.close()
-            self._spaces.clear()
-            self._start_empty(exc)
-            journal = Journal(self._folder, blocks_max)
-        except BaseException:
-            journal.close()
-            raise
-        if not journal.clean:
-            log.warning("%s was not shut down in order; it has what was committed", self._folder)
-        if self._spaces:
-            self._loader = Loader(journal.path)
-            spaces = list(self._spaces.values())
-            self._settling = chain.from_iterable(space.settle() for space in spaces)
-            gc.disable()
-        else:
-            journal.mark(clean=False)
-        return journal
-
-    def _start_empty(self, cause: Exception) -> None:
-        kept = set_aside(self._folder)
-        log.error("the index is damaged (%s): kept as %s, the tier starts empty", cause, kept)
-        for path in self._folder.glob("*.extent"):
-            path.unlink()
-
-    def _open_extents(self, journal: Journal) -> None:
-        namespaces, extents = journal.tables()
-        by_number = {}
-        for digest, (number, slot_bytes) in namespaces.items():
-            if slot_bytes == 0:
-                raise TierIOError(f"namespace {digest[:12]} has blocks of 0 bytes")
-            self._spaces[digest] = by_number[number] = Space(number, digest, slot_bytes)
-        for number, owner in extents.items():
-            self._next_extent = max(self._next_extent, number + 1)
-            space, path = by_number.get(owner), self._path(number)
-            try:
-                if space is not None:
-                    space.extents[number] = ExtentFile(path, space.slot_bytes, path.stat().st_size)
-            except FileNotFoundError:
-                log.error("%s is lost, and with it its blocks", path)
-            except OSError as exc:
-                raise ConfigError(f"{path}: cannot be opened: {exc.strerror}") from exc
-        known = {self._path(n).name for space in self._spaces.values() for n in space.extents}
-        for path in self._folder.glob("*.extent"):
-            if path.name not in known:
-                path.unlink()
-        gone = [number for number in extents if self._path(number).name not in known]
-        if gone:
-            journal.commit(Commit(extents_gone=gone))
-
-    def _path(self, number: int) -> Path:
-        return self._folder / f"{number:06d}.extent"
-
-    def _load_some(self) -> None:
-        """Take in records for a moment; serving goes on meanwhile."""
-        loader, end_s = self._loader, time.monotonic() + _LOAD_S
-        if loader is None:
-            return
-        try:
-            self._take_rows(loader, end_s)
-        except TierIOError as exc:
-            loader.close()
-            self._loader = None
-            gc.enable()
-            if loader.killed:
-                log.error("off until the store is restarted: %s", exc)
-                self._off_until = math.inf
-            else:
-                self._lose_all(exc)
-            return
-        if loader.done:
-            for _ in self._settling:
-                if time.monotonic() > end_s:
-                    return
-            self._loader = None
-            gc.freeze()  # millions of records would be walked again and again
-            gc.enable()
-            self._journal.mark(clean=False)
-            if self._clearing:
-                self.clear()
-            self._shrink_to_cap()
-
-    def _take_rows(self, loader: Loader, end_s: float) -> None:
-        spaces = {NUMBER.pack(space.number): space for space in self._spaces.values()}
-        while not loader.done and time.monotonic() < end_s:
-            rows = loader.take()
-            for key, value in rows:
-                space = spaces.get(key[: NUMBER.size])
-                if space is None:
-                    self._strays.append(key)
-                else:
-                    found = space.load(key[NUMBER.size :], value)
-                    self._generation = max(self._generation, found + 1)
-            if not rows:
-                return
-
-    def _lose_all(self, cause: Exception) -> None:
-        """The index turned out to be damaged while it was read."""
-        self._journal.close()
-        for space in self._spaces.values():
-            for file in space.extents.values():
-                file.close()
-            space.start_empty()
-        self._start_empty(cause)
-        self._journal = Journal(self._folder, self.capacity_bytes // stride_of(1))
-        self._journal.mark(clean=False)
 
     # Tiers
 
@@ -220,15 +94,16 @@ class NvmeDisk:
 
     def next_generation(self) -> int:
         """Number a write."""
-        self._generation += 1
-        return self._generation
+        self._opening.generation += 1
+        return self._opening.generation
 
     # State
 
     @property
     def online(self) -> bool:
         """Tell whether blocks can be read."""
-        return time.monotonic() >= self._off_until and not self._closed
+        lost = self._opening.lost or self._closed
+        return time.monotonic() >= self._off_until and not lost
 
     @property
     def writable(self) -> bool:
@@ -238,7 +113,7 @@ class NvmeDisk:
     @property
     def state(self) -> str:
         """One word for operators."""
-        if self._loader is not None:
+        if self._opening.loading:
             return "loading"
         return "ok" if self.writable else "read_only" if self.online else "off"
 
@@ -256,7 +131,7 @@ class NvmeDisk:
     def busy(self) -> bool:
         """Tell whether something is under way that ends without anybody asking."""
         moving = self._reads.open or self._writes.open or self._keeper.open
-        return bool(moving) or self._loader is not None
+        return bool(moving) or self._opening.loading
 
     @property
     def next_s(self) -> float:
@@ -270,7 +145,7 @@ class NvmeDisk:
 
     def clear(self) -> None:
         """Forget every block, of all namespaces, those that nobody uses included."""
-        self._clearing = self._loader is not None  # again when all of them are known
+        self._clearing = self._opening.loading  # again when all of them are known
         for space in self._spaces.values():
             space.clear()
 
@@ -283,7 +158,7 @@ class NvmeDisk:
             self.capacity_bytes,
         )
         self.capacity_bytes = capacity_bytes
-        if self._loader is None:  # else when all is read
+        if not self._opening.loading:  # else when all is read
             self._shrink_to_cap()
 
     # Moving blocks
@@ -306,7 +181,10 @@ class NvmeDisk:
 
     def poll(self) -> None:
         """Take finished runs, and do what is due."""
-        self._load_some()
+        if self._opening.load_some():
+            if self._clearing:
+                self.clear()
+            self._shrink_to_cap()
         for moved in self._reads.poll():
             self._after_read(moved.error)
             moved.run.tier.ended(moved)
@@ -335,7 +213,7 @@ class NvmeDisk:
 
     def make_room(self, space: Space, count: int) -> bool:
         """Try to get free slots: a new extent within the cap, else by eviction."""
-        if self._loader is not None or self._grow(space):
+        if self._opening.loading or self._grow(space):
             return True
         space.evict(count - space.free - space.leaving)
         self._hurry = self._hurry or bool(space.to_delete)
@@ -360,16 +238,16 @@ class NvmeDisk:
             return False
         if found.f_bavail * found.f_frsize < size + _FS_SPARE_BYTES:
             return False
-        number = self._next_extent
-        self._next_extent += 1
+        number = self._opening.next_extent
+        self._opening.next_extent += 1
         self._making += cost(self._settings.extent_bytes, space.slot_bytes)
         space.growing = True
         namespace = (space.digest.encode(), NAMESPACE.pack(space.number, space.slot_bytes))
         changes = Commit(namespaces=[namespace], extents=[(number, space.number)])
 
         def work() -> None:
-            ExtentFile.make(self._path(number), size)
-            self._journal.commit(changes)
+            ExtentFile.make(self._opening.path(number), size)
+            self._opening.journal.commit(changes)
 
         self._keeper.submit(Chore(work, partial(self._grown, space, number)))
         return True
@@ -379,7 +257,8 @@ class NvmeDisk:
         space.growing = False
         if error is None:
             try:
-                file = ExtentFile(self._path(number), space.slot_bytes, self._settings.extent_bytes)
+                path, size = self._opening.path(number), self._settings.extent_bytes
+                file = ExtentFile(path, space.slot_bytes, size)
                 space.add_extent(number, file)
             except OSError as exc:
                 error = exc
@@ -421,11 +300,13 @@ class NvmeDisk:
                 self._keeper.submit(Chore(partial(self._remove, number, file), self._removed))
             low = space.total // 64
             coming = space.free + space.leaving
-            if space.attached and coming < low and not self._loader and not self._grow(space):
+            if not space.attached or coming >= low or self._opening.loading:
+                continue
+            if not self._grow(space):
                 space.evict(2 * low - coming)
 
     def _remove(self, number: int, file: ExtentFile) -> None:
-        self._journal.commit(Commit(extents_gone=[number]))
+        self._opening.journal.commit(Commit(extents_gone=[number]))
         file.close()
         file.path.unlink(missing_ok=True)
 
@@ -437,10 +318,10 @@ class NvmeDisk:
 
     def _pending(self) -> bool:
         moved = any(space.to_put or space.to_delete for space in self._spaces.values())
-        return moved or bool(self._strays)
+        return moved or bool(self._opening.strays)
 
     def _maybe_commit(self) -> None:
-        if self._committing or self._loader is not None or not self._pending():
+        if self._committing or self._opening.loading or not self._pending():
             return
         now = time.monotonic()
         self._since_s = self._since_s or now
@@ -449,7 +330,7 @@ class NvmeDisk:
             return
         self._since_s, self._hurry, self._committing = None, False, True
         batches = [(s, s.take_puts(), s.take_deletes()) for s in self._spaces.values()]
-        strays, self._strays = self._strays, []
+        strays, self._opening.strays = self._opening.strays, []
         files = {s.extents[r.slot >> 32] for s, puts, _ in batches for r in puts}
         changes = Commit(
             deletes=[*strays, *(s.journal_key(r) for s, _, gone in batches for r in gone)],
@@ -459,7 +340,7 @@ class NvmeDisk:
         def work() -> None:
             for file in files:
                 file.sync()
-            self._journal.commit(changes)
+            self._opening.journal.commit(changes)
 
         self._keeper.submit(Chore(work, partial(self._committed, batches)))
 
@@ -489,18 +370,17 @@ class NvmeDisk:
             self.flush()
         clean = self._quiet()
         self._closed = True
-        if self._loader is not None:
-            self._loader.close()
-            gc.enable()
+        unread = self._opening.loading or self._opening.lost
+        self._opening.close()
         if not clean and (self._reads.open or self._writes.open or self._keeper.open):
             log.error("%s: I/O hangs; left without waiting for it", self._folder)
             return  # the lock goes with the process
         try:
-            if self._loader is None and self._off_until < math.inf:
-                self._journal.mark(clean=clean)
+            if not unread:
+                self._opening.journal.mark(clean=clean)
         except TierIOError as exc:
             log.error("%s: not shut down in order: %s", self._folder, exc)
-        self._journal.close()
+        self._opening.journal.close()
         self._close_files()
 
     def _close_files(self) -> None:
@@ -513,6 +393,6 @@ class NvmeDisk:
 
     def _quiet(self) -> bool:
         busy = self._reads.open or self._writes.open or self._keeper.open or self._committing
-        if self._loader is not None or time.monotonic() < self._read_only_until:
+        if self._opening.loading or time.monotonic() < self._read_only_until:
             return not busy
         return not busy and not self._pending()
