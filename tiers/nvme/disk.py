@@ -12,6 +12,7 @@ time. Reads go before writes.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from functools import partial
