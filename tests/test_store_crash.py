@@ -50,7 +50,7 @@ ENGINES = {"one": FULL, "two": FULL, "three": WINDOW}
 # How lives end: at each point of store_child once, and otherwise, in thirty lives.
 ENDS = (*POINTS, *["time"] * 6, *["resize"] * 2, *["loading"] * 4, "row")
 OFTEN = {"load": 60, "read": 60, "half-written": 20, "written": 60, "sync": 10, "gone": 40}
-ONCE = ("loaded", "clear")
+ONCE = ("loaded", "clear", "resize")
 RARE = 3  # times that other points are passed before
 AT_RESIZE = {"made", "known", "forgotten", "resize"}
 POINT_S = 1.5
