@@ -32,6 +32,7 @@ from kvstore.service import server
 from kvstore.tier import TierContext
 from kvstore.types import JobId, JobKind, JobResult, LookupResult, TransferJob
 from tiers.nvme import NvmeDisk
+from tiers.nvme.commits import Commits
 from tiers.nvme.files import ExtentFile
 from tiers.nvme.index import DiskIndex, Record
 from tiers.nvme.journal import Commit, Journal
@@ -157,16 +158,6 @@ class WatchedDisk(NvmeDisk):
         super().resize(capacity_bytes)
         WATCH.reach("resize")
 
-    def _maybe_commit(self) -> None:
-        before = self._committing
-        super()._maybe_commit()
-        if self._committing and not before:
-            WATCH.say("commit")
-
-    def _committed(self, *result: Any) -> None:  # noqa: ANN401 - passed on
-        super()._committed(*result)
-        WATCH.say("committed")
-
 
 def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
     """Plain assignments: this process is ours alone."""
@@ -232,6 +223,25 @@ def _watch_files() -> None:
 
 
 def _watch_commits() -> None:
+    def begin(original: Callable[[Commits], None]) -> Callable[[Commits], None]:
+        def wrapped(commits: Commits) -> None:
+            WATCH.say("commit")
+            original(commits)
+
+        return wrapped
+
+    def ended(original: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(commits: Commits, *result: object) -> None:
+            original(commits, *result)
+            WATCH.say("committed")
+
+        return wrapped
+
+    _replace(Commits, "_begin", begin)
+    _replace(Commits, "_ended", ended)
+
+
+def _watch_index() -> None:
     def commit(original: Callable[..., None]) -> Callable[..., None]:
         def wrapped(journal: Journal, changes: Commit) -> None:
             if changes.extents:
@@ -261,6 +271,7 @@ def main() -> int:
     _watch_leaving()
     _watch_files()
     _watch_commits()
+    _watch_index()
     threading.Thread(target=WATCH.watch_lag, daemon=True).start()
     server.NVME_TIER = f"{__name__}:{WatchedDisk.__name__}"
     return cli.main(["serve", "--config", config])

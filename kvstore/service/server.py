@@ -197,7 +197,7 @@ class Server:
     def _turn(self) -> None:
         timeout = _BUSY_TICK_S if self.store.busy else _TICK_S
         if self._disk is not None:
-            timeout = min(timeout, max(_BUSY_TICK_S, self._disk.next_s))
+            timeout = min(timeout, self._disk.next_s)
         for key, events in self._selector.select(timeout):
             connection: _Connection | None = key.data
             if connection is None:

@@ -10,13 +10,13 @@ import gc
 import logging
 import time
 from itertools import chain
-from pathlib import Path
 
-from kvstore.errors import ConfigError, TierIOError
-from tiers.nvme.files import ExtentFile, stride_of
+from kvstore.errors import TierIOError
+from tiers.nvme.files import stride_of
 from tiers.nvme.journal import NUMBER, Commit, Journal, set_aside
 from tiers.nvme.loader import Loader
 from tiers.nvme.space import Space
+from tiers.nvme.volume import Volume
 
 log = logging.getLogger(__name__)
 
@@ -26,15 +26,15 @@ _LOAD_S = 0.01  # of each poll
 class Opening:
     """The journal and the namespaces of one directory, from its start on."""
 
-    def __init__(self, folder: Path, capacity_bytes: int) -> None:
+    def __init__(self, volume: Volume, capacity_bytes: int) -> None:
         """Nothing is read before open()."""
-        self._folder = folder
+        self._volume = volume
         self._blocks_max = capacity_bytes // stride_of(1)
         self.spaces: dict[str, Space] = {}
         self.next_extent = 1
         self.generation = 1  # the highest that a write has had
         self.strays: list[bytes] = []  # keys of rows whose namespace nobody knows
-        self.lost = False  # the records cannot be read until the store is restarted
+        self.damage: TierIOError | None = None  # found while its records were read
         self._loader: Loader | None = None
 
     @property
@@ -42,32 +42,38 @@ class Opening:
         """Tell whether records are still to come."""
         return self._loader is not None
 
-    def path(self, number: int) -> Path:
-        """Return where an extent lies."""
-        return self._folder / f"{number:06d}.extent"
-
-    def open(self) -> None:
+    def open(self, damage: TierIOError | None = None) -> None:
         """Open or make the index, and the extents it names; a damaged one is set aside.
 
-        Raises ConfigError when the directory cannot be used.
+        damage: known from before. Raises ConfigError, OSError or TierIOError when the directory
+        cannot be used.
         """
+        if damage is not None:
+            self._start_empty(damage)
         try:
-            journal = Journal(self._folder, self._blocks_max)
+            journal = self._journal()
         except TierIOError as exc:
             self._start_empty(exc)
-            journal = Journal(self._folder, self._blocks_max)
+            journal = self._journal()
+        try:
+            journal = self._open_with(journal)
+        except BaseException:
+            self._let_go(journal)
+            raise
+        self.journal = journal
+
+    def _open_with(self, journal: Journal) -> Journal:
+        """Go on with an index that could be opened; return the one that counts."""
         try:
             self._open_extents(journal)
         except TierIOError as exc:
-            journal.close()
-            self.spaces.clear()
+            self._let_go(journal)
             self._start_empty(exc)
-            journal = Journal(self._folder, self._blocks_max)
-        except BaseException:
-            journal.close()
-            raise
+            journal = self._journal()
         if not journal.clean:
-            log.warning("%s was not shut down in order; it has what was committed", self._folder)
+            log.warning(
+                "%s was not shut down in order; it has what was committed", self._volume.path
+            )
         if self.spaces:
             self._loader = Loader(journal.path)
             spaces = list(self.spaces.values())
@@ -75,13 +81,28 @@ class Opening:
             gc.disable()
         else:
             journal.mark(clean=False)
-        self.journal = journal
+        self._volume.remember_index()
+        return journal
+
+    def _let_go(self, journal: Journal) -> None:
+        journal.close()
+        for space in self.spaces.values():
+            for file in space.extents.values():
+                file.close()
+        self.spaces.clear()
+
+    def open_journal(self) -> None:
+        """Open the index again, whose records are known. Raises TierIOError, ConfigError."""
+        self.journal = self._journal()
+
+    def _journal(self) -> Journal:
+        return Journal(self._volume.path, self._blocks_max)
 
     def _start_empty(self, cause: Exception) -> None:
-        kept = set_aside(self._folder)
+        self._volume.read_index()
+        kept = set_aside(self._volume.path)
         log.error("the index is damaged (%s): kept as %s, the tier starts empty", cause, kept)
-        for path in self._folder.glob("*.extent"):
-            path.unlink()
+        self._volume.sweep(())
 
     def _open_extents(self, journal: Journal) -> None:
         namespaces, extents = journal.tables()
@@ -92,37 +113,32 @@ class Opening:
             self.spaces[digest] = by_number[number] = Space(number, digest, slot_bytes)
         for number, owner in extents.items():
             self.next_extent = max(self.next_extent, number + 1)
-            space, path = by_number.get(owner), self.path(number)
+            space = by_number.get(owner)
             try:
                 if space is not None:
-                    space.extents[number] = ExtentFile(path, space.slot_bytes, path.stat().st_size)
+                    space.extents[number] = self._volume.open_extent(number, space.slot_bytes)
             except FileNotFoundError:
-                log.error("%s is lost, and with it its blocks", path)
-            except OSError as exc:
-                raise ConfigError(f"{path}: cannot be opened: {exc.strerror}") from exc
-        known = {self.path(n).name for space in self.spaces.values() for n in space.extents}
-        for path in self._folder.glob("*.extent"):
-            if path.name not in known:
-                path.unlink()
-        gone = [number for number in extents if self.path(number).name not in known]
+                log.error("%s is lost, and with it its blocks", self._volume.extent(number))
+        known = {number for space in self.spaces.values() for number in space.extents}
+        self._volume.sweep(known)
+        gone = [number for number in extents if number not in known]
         if gone:
             journal.commit(Commit(extents_gone=gone))
 
     def load_some(self) -> bool:
-        """Take in records for a moment; True when they are all in now."""
+        """Take in records for a moment; True when they are all in now.
+
+        Raises TierIOError when there is no more to come; damage says if the index is to blame.
+        """
         loader, end_s = self._loader, time.monotonic() + _LOAD_S
         if loader is None:
             return False
         try:
             self._take_rows(loader, end_s)
         except TierIOError as exc:
-            self.close()
-            if loader.killed:
-                log.error("off until the store is restarted: %s", exc)
-                self.lost = True
-            else:
-                self._lose_all(exc)
-            return False
+            if not loader.killed:
+                self.damage = exc
+            raise
         if not loader.done:
             return False
         for _ in self._settling:
@@ -131,7 +147,6 @@ class Opening:
         self._loader = None
         gc.freeze()  # millions of records would be walked again and again
         gc.enable()
-        self.journal.mark(clean=False)
         return True
 
     def _take_rows(self, loader: Loader, end_s: float) -> None:
@@ -147,17 +162,6 @@ class Opening:
                     self.generation = max(self.generation, found + 1)
             if not rows:
                 return
-
-    def _lose_all(self, cause: Exception) -> None:
-        """The index turned out to be damaged while it was read."""
-        self.journal.close()
-        for space in self.spaces.values():
-            for file in space.extents.values():
-                file.close()
-            space.start_empty()
-        self._start_empty(cause)
-        self.journal = Journal(self._folder, self._blocks_max)
-        self.journal.mark(clean=False)
 
     def close(self) -> None:
         """Stop reading; safe to call twice."""

@@ -13,10 +13,12 @@ from kvstore.errors import BlockCorrupt, TierError, TierFull, TierIOError
 from kvstore.index import State
 from kvstore.tier import TierContext
 from kvstore.types import BlockKey, JobKind, JobResult, LookupResult, TransferJob
-from tiers.nvme.files import RUN_BLOCKS_MAX, ExtentFile
+from tiers.nvme.files import RUN_BLOCKS_MAX
 from tiers.nvme.index import Record
+from tiers.nvme.mover import Move, Moved
 from tiers.nvme.space import Space
 
+RUN_BYTES_MIN = 512 << 10  # below, more calls cost more than they bring
 RUN_BYTES_MAX = 4 << 20
 DRAIN_S = 20.0
 
@@ -31,29 +33,18 @@ class Work(msgspec.Struct, eq=False):
     error: TierError | None = None
 
 
-class Run(msgspec.Struct, eq=False):
-    """Neighbouring slots of one extent that are read or written in one call."""
+class Run(Move, eq=False):
+    """A move for a job, with what its blocks are."""
 
     tier: NvmeTier
     work: Work
-    file: ExtentFile
-    position: int
     places: list[int]  # in the job
     records: list[Record]
-    blocks: list[memoryview]
 
     def sums(self) -> list[int]:
         """Return the checksum of each block as it is in memory."""
         checksum = self.tier.space.checksum
         return [checksum(r, b) for r, b in zip(self.records, self.blocks, strict=True)]
-
-
-class Moved(msgspec.Struct, eq=False):
-    """What became of a run: checksums of the blocks, or why they were not moved."""
-
-    run: Run
-    sums: list[int]
-    error: Exception | None = None
 
 
 class Threads(Protocol):
@@ -75,6 +66,10 @@ class Threads(Protocol):
 
     def start(self, run: Run) -> None:
         """Move a run on a thread; ended() of its tier gets the result."""
+        ...
+
+    def lanes(self, *, store: bool) -> int:
+        """Count the runs that are moved at one time."""
         ...
 
     def make_room(self, space: Space, count: int) -> bool:
@@ -105,6 +100,13 @@ class NvmeTier:
         self._open = 0
         self._results: list[JobResult] = []
         self._closed = False
+
+    def use(self, space: Space) -> None:
+        """Go on with other records: the directory was read anew, and no block is being moved."""
+        if not self._closed:
+            self.space.attached -= 1
+            space.attached += 1
+        self.space = space
 
     def lookup(self, key: BlockKey) -> LookupResult:
         """HIT when the block can be read, PENDING while it is written."""
@@ -233,7 +235,8 @@ class NvmeTier:
 
     def _start_runs(self, work: Work, blocks: list[tuple[int, Record]]) -> None:
         """Move blocks, in runs of neighbours as long as they may be, several at a time."""
-        longest = max(1, min(RUN_BLOCKS_MAX, RUN_BYTES_MAX // self.space.slot_bytes))
+        store = work.job.kind is JobKind.STORE
+        longest = self._run_blocks(len(blocks), self._disk.lanes(store=store))
         blocks.sort(key=lambda pair: pair[1].slot)
         runs: list[list[tuple[int, Record]]] = []
         for pair in blocks:
@@ -247,6 +250,7 @@ class NvmeTier:
             work.runs += 1
             self._disk.start(
                 Run(
+                    store=store,
                     tier=self,
                     work=work,
                     file=self.space.extents[place >> 32],
@@ -257,7 +261,13 @@ class NvmeTier:
                 )
             )
 
-    def ended(self, moved: Moved) -> None:
+    def _run_blocks(self, count: int, lanes: int) -> int:
+        """Blocks of one run: few enough for every lane to get one, as long as that pays."""
+        size = self.space.slot_bytes
+        most = min(RUN_BLOCKS_MAX, RUN_BYTES_MAX // size)
+        return max(1, min(most, max(-(-count // lanes), RUN_BYTES_MIN // size)))
+
+    def ended(self, moved: Moved[Run]) -> None:
         """Take the result of a run."""
         run, work = moved.run, moved.run.work
         work.runs -= 1
