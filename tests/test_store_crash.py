@@ -227,6 +227,8 @@ class Campaign:
         """Start once more, let all requests end, and leave in order with nothing left over."""
         store = self.start()
         self._serve(store, 1.0)
+        self._resize(store, CAPS[0])
+        assert store.wait(lambda: self.cap.reached, SHRINK_S), "a smaller cap is not reached"
         for engine in self.engines:
             engine.stop()
         assert store.wait(lambda: self._at_rest(numbers(self.socket)), 10.0), numbers(self.socket)
