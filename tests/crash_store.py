@@ -88,6 +88,11 @@ class StoreProcess:
         self._end(-signal.SIGKILL, "it ended by itself")
         return alive_s
 
+    def abandon(self) -> None:
+        """End it, whatever it has come to; safe to call twice."""
+        self._process.kill()
+        self._process.wait()
+
     def stop(self) -> None:
         """End it in order."""
         self._process.terminate()

@@ -71,6 +71,7 @@ class Campaign:
         self._here = folder
         self._seed = seed
         self._rng = random.Random(seed)
+        self._store: StoreProcess | None = None
         self.cap = Cap(self.folder, CAPS[0])
         self.engines = [
             CrashEngine(name, layout, seed * 10 + number, self.socket, self.truth)
@@ -88,7 +89,8 @@ class Campaign:
         config.write_text(text)
         self.counts["starts"] += 1
         self._sessions = {engine.session for engine in self.engines}
-        return StoreProcess(config, self._here / "log", self._here / "stderr", kill_at)
+        self._store = StoreProcess(config, self._here / "log", self._here / "stderr", kill_at)
+        return self._store
 
     def _change_cap(self, capacity_bytes: int) -> None:
         self.cap.change(capacity_bytes)
@@ -255,7 +257,12 @@ class Campaign:
         )
 
     def close(self) -> None:
+        """End what runs, well or not."""
         self.cap.close()
+        if self._store is not None:
+            self._store.abandon()
+        for engine in self.engines:
+            engine.abandon()
 
     def loads(self) -> Counter[str]:
         """What the engines have done."""
@@ -300,8 +307,6 @@ def test_no_kill_of_a_whole_store_costs_durable_blocks_or_gives_wrong_ones(
         raise
     finally:
         campaign.close()
-        for engine in campaign.engines:
-            engine.abandon()
         with capsys.disabled():
             sys.stdout.write(f"\nseed {SEED}, {KILLS} kills\n{campaign.summary()}")
     assert {thread.name for thread in threading.enumerate()} == before
