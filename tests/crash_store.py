@@ -19,6 +19,7 @@ from kvstore import admin
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
 SAMPLE_S = 0.01
+KEPT_S = 0.3
 END_S = 10.0
 START_S = 30.0
 ORDERLY_S = 60.0
@@ -122,7 +123,8 @@ class StoreProcess:
 class Cap:
     """Watches from a thread that a directory takes no more than it may.
 
-    After a change to less, the old cap holds until the new one has been reached.
+    After a change to less, the old cap holds until the new one has been reached, and kept for a
+    moment: an extent may be under way that was begun before.
     """
 
     def __init__(self, folder: Path, capacity_bytes: int) -> None:
@@ -131,6 +133,7 @@ class Cap:
         self.largest_bytes = self.samples = self.shrunk = 0
         self.largest_part = 0.0
         self.error: str | None = None
+        self._over_s = 0.0  # when it was last over the cap, or that changed
         self._folder = folder
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -139,6 +142,7 @@ class Cap:
 
     def change(self, capacity_bytes: int) -> None:
         with self._lock:
+            self._over_s = time.monotonic()
             self.capacity_bytes = capacity_bytes
             self.limit_bytes = max(self.limit_bytes, capacity_bytes)
 
@@ -153,10 +157,18 @@ class Cap:
                 used = min(used, physical_bytes(self._folder))
             self.samples += 1
             if used > self.limit_bytes and self.error is None:
-                self.error = f"{used} bytes on disk, the cap is {self.limit_bytes}"
+                parts = {
+                    path.name: path.lstat().st_blocks * 512
+                    for path in self._folder.rglob("*")
+                    if path.exists()
+                }
+                self.error = f"{used} bytes on disk, the cap is {self.limit_bytes}: {parts}"
             self.largest_bytes = max(self.largest_bytes, used)
             self.largest_part = max(self.largest_part, used / self.limit_bytes)
-            if used <= self.capacity_bytes < self.limit_bytes:
+            now_s = time.monotonic()
+            if used > self.capacity_bytes:
+                self._over_s = now_s
+            if self.capacity_bytes < self.limit_bytes and now_s - self._over_s > KEPT_S:
                 self.limit_bytes = self.capacity_bytes
                 self.shrunk += 1
 
