@@ -17,10 +17,9 @@ from kvstore.types import BlockKey
 from tests.crash_engine import Truth
 from tiers.nvme.files import ExtentFile, stride_of
 from tiers.nvme.fsck import read_index
-from tiers.nvme.index import NOWHERE
-from tiers.nvme.journal import FOLDER, NUMBER, VALUE
+from tiers.nvme.messages import FOLDER, NOWHERE, NUMBER, VALUE
 
-HARMLESS = {"evicted", "cleared", "resize"}
+HARMLESS = {"evicted", "resize"}
 SLACK_S = 0.1
 RUN_BLOCKS = 16
 
@@ -81,6 +80,11 @@ class Ledger:
                 words[rest[1]] += len(rest) - 2
                 for key in rest[2:]:
                     self._stored.pop((rest[0], BlockKey(bytes.fromhex(key))), None)
+            elif word == "cleared":
+                gone = [name for name in self._stored if name[0] == rest[0]]
+                words["blocks cleared"] += len(gone)
+                for name in gone:
+                    del self._stored[name]
             elif word == "lag":
                 lag_s = float(rest[0])
             elif word == "killed":

@@ -8,7 +8,7 @@ Lines are appended to LOG, which lies outside of the tier's directory, each with
     stored NAMESPACE KEY...      acknowledged, and can be read
     gone NAMESPACE REASON KEY... said before it can be durable
     commit | committed           planned | durable
-    resize BYTES | clear
+    resize BYTES | cleared NAMESPACE
     lag SECONDS                  this process was kept waiting as long as that, and never longer
     killed POINT                 the last line, when it was this process that killed itself
 
@@ -35,7 +35,8 @@ from tiers.nvme import NvmeDisk
 from tiers.nvme.commits import Commits
 from tiers.nvme.files import ExtentFile
 from tiers.nvme.index import DiskIndex, Record
-from tiers.nvme.journal import Commit, Journal
+from tiers.nvme.journal import Journal
+from tiers.nvme.messages import Commit
 from tiers.nvme.space import Space
 from tiers.nvme.tier import NvmeTier
 
@@ -123,7 +124,7 @@ class WatchedDisk(NvmeDisk):
         """Make a tier that tells what it acknowledges."""
         tier = super().tier(context)
         jobs: dict[JobId, TransferJob] = {}
-        submit, poll, clear = tier.submit, tier.poll, tier.clear
+        submit, poll = tier.submit, tier.poll
 
         def told_submit(job: TransferJob) -> None:
             if job.kind is JobKind.STORE:
@@ -143,12 +144,7 @@ class WatchedDisk(NvmeDisk):
                         WATCH.say(f"stored {context.namespace} {keys}")
             return results
 
-        def told_clear() -> None:
-            WATCH.say("clear")
-            clear()
-            WATCH.reach("clear")
-
-        for name, told in (("submit", told_submit), ("poll", told_poll), ("clear", told_clear)):
+        for name, told in (("submit", told_submit), ("poll", told_poll)):
             setattr(tier, name, told)
         return tier
 
@@ -187,6 +183,15 @@ def _watch_leaving() -> None:
 
         return wrapped
 
+    def told_clear(clear: Callable[[Space, int], None]) -> Callable[[Space, int], None]:
+        def wrapped(space: Space, number: int) -> None:
+            WATCH.say(f"cleared {space.digest}")
+            clear(space, number)
+            WATCH.reach("clear")
+
+        return wrapped
+
+    _replace(Space, "clear", told_clear)
     _replace(Space, "drop", told_drop)
     _replace(DiskIndex, "take_subtree", told_subtree)
 

@@ -220,7 +220,7 @@ class Campaign:
         counts["kills while loading"] += life.in_load
         counts["kills inside a copy"] += life.killed_at in ("read", "half-written", "written")
         counts["kills at a resize"] += end == "resize" or life.killed_at in AT_RESIZE
-        for word in ("blocks stored", "evicted", "resize", "cleared"):
+        for word in ("blocks stored", "evicted", "resize", "blocks cleared"):
             counts[f"on disk: {word}"] += life.words[word]
 
     # The end

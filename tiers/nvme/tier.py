@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from tiers.nvme.space import Space
 RUN_BYTES_MIN = 512 << 10  # below, more calls cost more than they bring
 RUN_BYTES_MAX = 4 << 20
 DRAIN_S = 20.0
+BLOCK_ERRORS_MAX = 3  # reads of one block that failed
 
 
 class Work(msgspec.Struct, eq=False):
@@ -80,6 +81,10 @@ class Threads(Protocol):
         """Number a write."""
         ...
 
+    def clear_space(self, space: Space) -> None:
+        """Forget every block of a namespace."""
+        ...
+
     def flush(self) -> None:
         """Wait until all that is written is durable, or cannot be."""
         ...
@@ -99,6 +104,7 @@ class NvmeTier:
         self._queued: set[BlockKey] = set()  # keys of these
         self._open = 0
         self._results: list[JobResult] = []
+        self._unreadable: Counter[BlockKey] = Counter()  # failed reads, of those that had any
         self._closed = False
 
     def use(self, space: Space) -> None:
@@ -109,11 +115,16 @@ class NvmeTier:
         self.space = space
 
     def lookup(self, key: BlockKey) -> LookupResult:
-        """HIT when the block can be read, PENDING while it is written."""
+        """HIT when the block can be read, PENDING while it is written.
+
+        RETRY while nobody knows: the records of a start are still to come.
+        """
         if not self._disk.online:
             return LookupResult.MISS
         record = self.space.index.get(key)
         if record is None:
+            if self.space.loading:
+                return LookupResult.RETRY
             return LookupResult.PENDING if key in self._queued else LookupResult.MISS
         return LookupResult.HIT if record.state is State.READY else LookupResult.PENDING
 
@@ -146,13 +157,11 @@ class NvmeTier:
     def discard(self, keys: Collection[BlockKey]) -> None:
         """Forget blocks, and what hangs below them."""
         for key in keys:
-            record = self.space.index.get(key)
-            if record is not None:
-                self.space.drop(record, "discarded")
+            self.space.discard(key)
 
     def clear(self) -> None:
-        """Forget every block."""
-        self.space.clear()
+        """Forget every block, at once; those stored from now on are kept."""
+        self._disk.clear_space(self.space)
 
     def drain(self) -> None:
         """Wait until every job has a result; not for ever, should the disk hang."""
@@ -183,7 +192,7 @@ class NvmeTier:
             work.error = TierIOError("a block is not here any more" if self._disk.online else "off")
         work.next = len(work.job.keys)
         for record in found:
-            record.pins += 1
+            self.space.pin(record)
         self._start_runs(work, list(enumerate(found)))
         self._end(work)
 
@@ -218,7 +227,7 @@ class NvmeTier:
             parent = None if above is None else space.index.get(above)
             if space.index.get(key) is not None:
                 work.ok[work.next] = True
-            elif above is not None and parent is None:
+            elif self.space.index.sinks(key) or (above is not None and parent is None):
                 space.counts["unplaced"] += 1  # its parent was not written, or has left
                 work.ok[work.next] = False
             else:
@@ -281,7 +290,9 @@ class NvmeTier:
                 work.ok[number] = record.state is State.READY
             else:
                 work.ok[number] = moved.error is None and found == record.checksum
-                if moved.error is None and found != record.checksum:
+                if moved.error is not None:
+                    self._unread(record)
+                elif found != record.checksum:
                     work.error = BlockCorrupt(f"{run.file.path.name}: checksum")
                     if record.state is State.READY:
                         self.space.drop(record, "damaged")
@@ -289,14 +300,22 @@ class NvmeTier:
         run.blocks.clear()
         self._end(work)
 
+    def _unread(self, record: Record) -> None:
+        """Give up a block that cannot be read again and again, while others can."""
+        if not self._disk.online:
+            return  # not its fault
+        self._unreadable[record.key] += 1
+        if self._unreadable[record.key] >= BLOCK_ERRORS_MAX:
+            del self._unreadable[record.key]
+            if record.state is State.READY:
+                self.space.drop(record, "unreadable")
+
     def _end(self, work: Work) -> None:
         """Report a job once nothing of it is left to do."""
         if work.runs or work.next < len(work.job.keys):
             return
         job = work.job
         done = next((n for n, ok in enumerate(work.ok) if not ok), len(work.ok))
-        if job.kind is JobKind.STORE and work.error is None:
-            done = len(job.keys)  # what has no parent here is not wanted, and counted
         work.next = len(job.keys) + 1
         self._open -= 1
         self._results.append(JobResult(job.job_id, done, work.error))
