@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import build
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fail tests without their engine, skip tests without their device.
@@ -16,3 +18,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.fail("vLLM is not installed here: run `make setup`", pytrace=False)
     if item.get_closest_marker("gpu") and not Path("/dev/nvidiactl").exists():
         pytest.skip("no NVIDIA device on this machine")
+
+
+@pytest.fixture(scope="session")
+def fault_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that injects faults into I/O calls, made at its first use."""
+    return build(tmp_path_factory.mktemp("fault_library"))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import pytest
 
@@ -23,6 +23,12 @@ from tests.fakes import from_u32, u32
 
 WAIT_S = 20.0
 M = TypeVar("M", bound=p.Message)
+
+
+class Reachable(Protocol):
+    """A store that listens at a path."""
+
+    path: str
 
 
 class LiveStore:
@@ -101,7 +107,7 @@ class Client:
 
 
 @contextmanager
-def client(store: LiveStore) -> Iterator[Client]:
+def client(store: Reachable) -> Iterator[Client]:
     made = Client(store.path)
     try:
         yield made
@@ -112,7 +118,7 @@ def client(store: LiveStore) -> Iterator[Client]:
 class LiveEngine:
     """An engine of one rank that fills and reads slots itself."""
 
-    def __init__(self, store: LiveStore, name: str = "engine", page_bytes: int = 1 << 20) -> None:
+    def __init__(self, store: Reachable, name: str = "engine", page_bytes: int = 1 << 20) -> None:
         layers = (LayerGeometry("layer", page_bytes),)
         geometry = RankGeometry("model", 16, (1,), (GroupGeometry(GroupRule(), layers),))
         self.worker, self.scheduler = Client(store.path), Client(store.path)
@@ -180,7 +186,7 @@ class LiveEngine:
 
 
 @contextmanager
-def engine(store: LiveStore, name: str = "engine") -> Iterator[LiveEngine]:
+def engine(store: Reachable, name: str = "engine") -> Iterator[LiveEngine]:
     made = LiveEngine(store, name)
     try:
         yield made
