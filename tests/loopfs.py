@@ -28,10 +28,10 @@ _FREEZE, _THAW = 0xC0045877, 0xC0045878  # FIFREEZE, FITHAW
 class LoopDisk:
     """One file system on a loop device; `folder` is where it is mounted, if it is."""
 
-    def __init__(self, where: Path) -> None:
-        """Make it, not mounted, with its files in a folder."""
-        self.folder = where / "disk"
-        self.folder.mkdir()
+    def __init__(self, where: Path, at: Path | None = None) -> None:
+        """Make it, not mounted. where: folder of its image; at: to mount it, else in `where`."""
+        self.folder = at or where / "disk"
+        self.folder.mkdir(exist_ok=True)
         self._image = where / "disk.img"
         with self._image.open("wb") as file:
             file.truncate(BYTES)
@@ -43,7 +43,7 @@ class LoopDisk:
 
     @property
     def mounted(self) -> bool:
-        """Whether the folder leads to it."""
+        """Whether the folder leads to a disk."""
         return self.folder.is_mount()
 
     @property
@@ -113,8 +113,12 @@ class LoopDisk:
         _run("losetup", "-d", str(self.device))
 
 
+def _try(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = _try(*command)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr.strip()}"
     return done.stdout
 
@@ -126,17 +130,17 @@ def _why_not() -> str:
     for tool in ("mkfs.ext4", "losetup", "mount", "umount"):
         if shutil.which(tool) is None:
             return tool
-    found = subprocess.run(["losetup", "-f"], capture_output=True, text=True, check=False)
+    found = _try("losetup", "-f")
     return "" if found.returncode == 0 else f"loop devices ({found.stderr.strip()})"
 
 
 @contextmanager
-def loop_disk(where: Path) -> Iterator[LoopDisk]:
+def loop_disk(where: Path, at: Path | None = None) -> Iterator[LoopDisk]:
     """A mounted file system of its own; skips the test where that is not possible."""
     why = _why_not()
     if why:
         missing(why)
-    disk = LoopDisk(where)
+    disk = LoopDisk(where, at)
     try:
         disk.mount()
         yield disk
