@@ -36,7 +36,7 @@ struct rule {
     volatile uint32_t seen;   /* calls that it is for */
     volatile uint32_t hurt;   /* those that it was applied to */
     volatile uint32_t waiting; /* those that are slow or hang at this moment */
-    char prefix[216];        /* of the path */
+    char prefix[216];        /* of the path, whole names */
 };
 
 enum { RULES = 8 };
@@ -81,7 +81,8 @@ static int apply(const char *path, unsigned call) {
     for (struct rule *rule = rules; rule < rules + RULES; rule++) {
         if (!(rule->calls & call) || !(rule->kinds & kind_of(path)))
             continue;
-        if (strncmp(path, rule->prefix, strlen(rule->prefix)))
+        size_t length = strlen(rule->prefix);
+        if (strncmp(path, rule->prefix, length) || (path[length] && path[length] != '/'))
             continue;
         uint32_t serial = rule->serial;
         uint32_t number = __atomic_fetch_add(&rule->seen, 1, __ATOMIC_SEQ_CST);

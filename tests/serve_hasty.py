@@ -7,7 +7,10 @@ from importlib import import_module
 
 from kvstore import cli
 
-SECONDS = {"RETRY_S": 0.4, "CLOSE_S": 2.0, "DRAIN_S": 2.0, "_FLUSH_S": 2.0}
+SECONDS = {
+    "RETRY_S": 0.3, "RETRY_MAX_S": 0.6, "FULL_S": 0.3, "EVERY_S": 0.1, "HANG_S": 1.0,
+    "CLOSE_S": 0.7, "DRAIN_S": 0.7, "_FLUSH_S": 0.7,
+}  # fmt: skip
 
 
 def main() -> int:

@@ -129,6 +129,11 @@ class Served:
             if found.get(f"kvstore_tiers{{{state}}}")
         )
 
+    @property
+    def disk_bytes(self) -> float:
+        """That the tier says it takes."""
+        return self.numbers()["kvstore_memory_bytes{}"]
+
     def count(self, event: str) -> float:
         return self.numbers().get(f"kvstore_tier_blocks{{{event}}}", 0)
 
@@ -160,9 +165,7 @@ class Served:
         lost = len(names) * CHAIN - sum(found for found, _ in came)
         assert lost <= lost_max, f"{lost} blocks are lost, {lost_max} may be; {self.numbers()}"
         assert sum(disk for _, disk in came), "all came from memory"
-        before, fresh = self.count("stored"), self.put(2)
-        self.work_until(lambda: self.count("stored") >= before + 2 * CHAIN, "new blocks on disk")
-        assert [self.get(name)[0] for name in fresh] == [CHAIN, CHAIN]
+        assert [self.get(name)[0] for name in self.fill(2)] == [CHAIN, CHAIN]
 
 
 @contextmanager

@@ -151,8 +151,8 @@ def test_a_fault_is_for_some_files_only(faults: Faults, victim: Victim) -> None:
 
 def test_a_fault_does_not_leave_its_folder(fault_library: Path, tmp_path: Path) -> None:
     faults = Faults(fault_library, tmp_path / "control", tmp_path / "kv")
-    (tmp_path / "other").mkdir()
-    victim = Victim(faults, tmp_path / "other")
+    (tmp_path / "kv2").mkdir()
+    victim = Victim(faults, tmp_path / "kv2")
     with faults.of(Call.ALL, error=errno.EIO) as fault:
         assert victim.do("pwrite") == victim.do("open") == "ok"
         assert fault.hurt == 0
