@@ -1,17 +1,15 @@
 """All settings: of the store, from one TOML file, and of an engine's connector.
 
 The classes say what each setting means; the tables at the end say how it is read and what it is
-when left out. One small function reads one setting, so that an error can name file, section,
-setting, what was found and what was expected. Sizes and durations become plain bytes and
-nanoseconds, relative ones are resolved, and the result is one frozen tree.
+when left out. Sizes and durations become plain bytes and nanoseconds, relative ones are resolved,
+and the result is one frozen tree.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -20,12 +18,22 @@ import msgspec
 
 from kvstore.errors import ConfigError
 from kvstore.quantities import GIB, MIB, parse_bytes, parse_duration_ns, shown
+from kvstore.settings import (
+    Required,
+    Setting,
+    optional,
+    read_section,
+    refuse_unknown,
+    section_of,
+    text_of,
+)
 
 HUGE_PAGE_BYTES = 2 * MIB
 EXTENT_BYTES_MIN = 16 * MIB
 EXTENT_BYTES_MAX = GIB
 DISK_BYTES_MIN = 64 * MIB
 THREADS_MAX = 64
+MOVERS = ("threads", "nixl")
 BACKLOG_JOBS = 256
 # sun_path of a unix socket address is 108 bytes, the last of them a zero.
 SOCKET_PATH_BYTES_MAX = 107
@@ -103,14 +111,20 @@ class NvmeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[nvme]`: blocks on disk, below the CPU memory; left out, there are none.
 
     path (required): a directory of its own, on a local file system with direct I/O. One store
-        at a time uses it, and what it holds is there again after a restart.
+        at a time uses it, and what it holds is there again after a restart. Without a default:
+        a guess could fill the wrong disk.
     capacity (bytes, required): most that the directory takes on disk, index included. Made
-        smaller, the coldest extents go at the next start.
+        smaller, the coldest extents go at the next start. Without a default, as the path.
     extent (bytes): size of one file, and the unit of growth. Default "auto", capacity / 16
         between 16 MiB and 1 GiB: several models can share the disk.
     durability (duration): how much of what was written last a power cut may take. Default "1s":
         a commit costs the disk some milliseconds. "0s" commits at once.
     threads: reads under way at one time. Default 4: disks are flat beyond 4 to 8.
+    mover: what moves bytes between memory and disk, "threads" or "nixl" (its POSIX plugin).
+        Default "threads": as fast, for less CPU; `kvstore check --disk` measures both.
+    write_budget (bytes per day): most that is written for blocks used only once; beyond it, only
+        what was used again is copied. Default none, all is copied: only the operator knows how
+        much a drive is to endure.
     """
 
     path: str
@@ -118,6 +132,8 @@ class NvmeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     extent_bytes: int = msgspec.field(name="extent")
     durability_ns: int = msgspec.field(name="durability")
     threads: int
+    mover: str = "threads"
+    write_budget_bytes: int | None = msgspec.field(name="write_budget", default=None)
 
 
 class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -182,23 +198,23 @@ def load(path: str | Path) -> Config:
 
 def parse(table: Mapping[str, Any], *, source: str = "config") -> Config:
     """Check settings that are already a table, as in the file; source names them in errors."""
-    _refuse_unknown(table, ("server", "cpu", "engine", "nvme", "tier"), source)
-    server = _read(_section(table, "server", source), _SERVER, f"{source}: [server]")
-    cpu = _read(_section(table, "cpu", source), _CPU, f"{source}: [cpu]")
-    engine = _read(
-        _section(table, "engine", source),
+    refuse_unknown(table, ("server", "cpu", "engine", "nvme", "tier"), source)
+    server = read_section(section_of(table, "server", source), _SERVER, f"{source}: [server]")
+    cpu = read_section(section_of(table, "cpu", source), _CPU, f"{source}: [cpu]")
+    engine = read_section(
+        section_of(table, "engine", source),
         _ENGINE,
         f"{source}: [engine]",
         given={"capacity": cpu["capacity"]},
     )
     nvme = None
     if "nvme" in table:
-        nvme = _read(_section(table, "nvme", source), _NVME, f"{source}: [nvme]")
+        nvme = read_section(section_of(table, "nvme", source), _NVME, f"{source}: [nvme]")
     entries = table.get("tier", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError(f"{source}: expected a list [[tier]], found {shown(entries)}")
     tiers = [
-        _read(entry, _TIER, f"{source}: [[tier]] {count}")
+        read_section(entry, _TIER, f"{source}: [[tier]] {count}")
         for count, entry in enumerate(entries, start=1)
     ]
     names = [tier["name"] for tier in tiers]
@@ -216,7 +232,7 @@ def parse(table: Mapping[str, Any], *, source: str = "config") -> Config:
 def parse_extra(table: Mapping[str, Any]) -> ExtraConfig:
     """Check what an engine was given as `kv_connector_extra_config`."""
     source = "kv_connector_extra_config"
-    found = _read(table, _EXTRA, source)
+    found = read_section(table, _EXTRA, source)
     if (found["store"] is None) == (found["cpu"] is None):
         given = "neither" if found["store"] is None else "both"
         raise ConfigError(
@@ -233,74 +249,16 @@ def parse_socket(value: object) -> str:
     return _read_socket(value, {})
 
 
-# Raw value and the settings read before it (those of the store's capacity, too), to the value.
-_Reader = Callable[[Any, Mapping[str, Any]], Any]
-
-
-class _Required(msgspec.Struct, frozen=True):
-    """Instead of a default: an example for the error message."""
-
-    example: str
-
-
-class _Setting(msgspec.Struct, frozen=True):
-    """How one setting is read; the default is read like a given value."""
-
-    read: _Reader
-    default: Any
-
-
-def _section(table: Mapping[str, Any], name: str, source: str) -> Mapping[str, Any]:
-    found = table.get(name, {})
-    if not isinstance(found, dict):
-        raise ConfigError(f"{source}: expected a table [{name}], found {shown(found)}")
-    return found
-
-
-def _read(
-    table: Mapping[str, Any],
-    settings: Mapping[str, _Setting],
-    where: str,
-    given: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Read all settings of one section, in the table's order; given is known from before."""
-    _refuse_unknown(table, settings, where)
-    found: dict[str, Any] = {}
-    for name, setting in settings.items():
-        raw = table.get(name, setting.default)
-        if isinstance(raw, _Required):
-            raise ConfigError(f"{where} {name}: is required and missing, for example {raw.example}")
-        try:
-            found[name] = setting.read(raw, {**(given or {}), **found})
-        except ConfigError as exc:
-            raise ConfigError(f"{where} {name}: {exc}") from None
-    return found
-
-
-def _refuse_unknown(table: Mapping[str, Any], known: Collection[str], where: str) -> None:
-    for name in table:
-        if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
-            raise ConfigError(f"{where}: unknown {name}; {hint}")
-
-
-def _text(value: object, expected: str) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(f"expected {expected}, found {shown(value)}")
-    return value
-
-
 def _read_nvme(value: object, _found: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"expected a table with path and capacity, found {shown(value)}")
-    _read(value, _NVME, "in it")
+    read_section(value, _NVME, "in it")
     return value
 
 
 def _read_folder(value: object, _found: Mapping[str, Any]) -> str:
     expected = 'an absolute path such as "/nvme/kv"'
-    path = _text(value, expected)
+    path = text_of(value, expected)
     if not path.startswith("/") or "\0" in path:
         raise ConfigError(f"expected {expected}, found {shown(value)}")
     return path
@@ -310,6 +268,23 @@ def _read_threads(value: object, _found: Mapping[str, Any]) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= THREADS_MAX:
         raise ConfigError(f"expected a whole number from 1 to {THREADS_MAX}, found {shown(value)}")
     return value
+
+
+def _read_mover(value: object, _found: Mapping[str, Any]) -> str:
+    expected = " or ".join(f'"{name}"' for name in MOVERS)
+    mover = text_of(value, expected)
+    if mover not in MOVERS:
+        raise ConfigError(f"expected {expected}, found {shown(value)}")
+    return mover
+
+
+def _read_budget(value: object, _found: Mapping[str, Any]) -> int:
+    budget_bytes = parse_bytes(value)
+    if budget_bytes == 0:
+        raise ConfigError(
+            f"expected more than 0 bytes per day, found {shown(value)}; left out, there is no limit"
+        )
+    return budget_bytes
 
 
 def _read_disk_capacity(value: object, _found: Mapping[str, Any]) -> int:
@@ -328,7 +303,7 @@ def _read_disk_extent(value: object, found: Mapping[str, Any]) -> int:
 
 def _read_socket(value: object, _found: Mapping[str, Any]) -> str:
     expected = 'an absolute path such as "/run/kvstore/kvstore.sock"'
-    path = _text(value, expected).removeprefix("unix://")
+    path = text_of(value, expected).removeprefix("unix://")
     if not path.startswith("/") or path.endswith("/") or "\0" in path:
         raise ConfigError(f"expected {expected}, found {shown(value)}")
     if len(path.encode()) > SOCKET_PATH_BYTES_MAX:
@@ -341,7 +316,7 @@ def _read_socket(value: object, _found: Mapping[str, Any]) -> str:
 
 def _read_address(value: object, _found: Mapping[str, Any]) -> dict[str, Any] | None:
     expected = f'"host:port" with a port up to {PORT_MAX}, such as "127.0.0.1:9400", or "" for none'
-    text = _text(value, expected)
+    text = text_of(value, expected)
     if not text:
         return None
     match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})", text, re.ASCII)
@@ -412,7 +387,7 @@ def _read_defer(value: object, _found: Mapping[str, Any]) -> int:
 
 def _read_class(value: object, _found: Mapping[str, Any]) -> str:
     expected = 'a dotted name such as "package.module:Class"'
-    text = _text(value, expected)
+    text = text_of(value, expected)
     module, colon, name = text.partition(":") if ":" in text else text.rpartition(".")
     if not (colon and name.isidentifier() and all(p.isidentifier() for p in module.split("."))):
         raise ConfigError(f"expected {expected}, found {shown(value)}")
@@ -421,7 +396,7 @@ def _read_class(value: object, _found: Mapping[str, Any]) -> str:
 
 def _read_tier_name(value: object, _found: Mapping[str, Any]) -> str:
     expected = "a label of lower-case letters, digits and _"
-    name = _text(value, expected)
+    name = text_of(value, expected)
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,31}", name):
         raise ConfigError(f"expected {expected} (up to 32, a letter first), found {shown(value)}")
     if name in RESERVED_TIER_NAMES:
@@ -441,42 +416,39 @@ def _read_count(value: object, _found: Mapping[str, Any]) -> int:
     return value
 
 
-def _optional(read: _Reader) -> _Setting:
-    """Make a setting that may be left out, and is None then."""
-    return _Setting(lambda value, found: None if value is None else read(value, found), None)
-
-
 _SERVER = {
-    "socket": _Setting(_read_socket, "/run/kvstore/kvstore.sock"),
-    "metrics": _Setting(_read_address, "127.0.0.1:9400"),
+    "socket": Setting(_read_socket, "/run/kvstore/kvstore.sock"),
+    "metrics": Setting(_read_address, "127.0.0.1:9400"),
 }
 _CPU = {
-    "capacity": _Setting(_read_capacity, _Required('capacity = "8GiB"')),
-    "extent": _Setting(_read_extent, "auto"),
+    "capacity": Setting(_read_capacity, Required('capacity = "8GiB"')),
+    "extent": Setting(_read_extent, "auto"),
 }
 _ENGINE = {
-    "credit": _Setting(_read_credit, None),
-    "lease": _Setting(_read_lease, "30s"),
-    "leased": _Setting(_read_leased, "25%"),
-    "defer": _Setting(_read_defer, "100ms"),
-    "promote": _Setting(_read_defer, "2s"),
+    "credit": Setting(_read_credit, None),
+    "lease": Setting(_read_lease, "30s"),
+    "leased": Setting(_read_leased, "25%"),
+    "defer": Setting(_read_defer, "100ms"),
+    "promote": Setting(_read_defer, "2s"),
 }
 _NVME = {
-    "path": _Setting(_read_folder, _Required('path = "/nvme/kv"')),
-    "capacity": _Setting(_read_disk_capacity, _Required('capacity = "200GiB"')),
-    "extent": _Setting(_read_disk_extent, "auto"),
-    "durability": _Setting(_read_defer, "1s"),
-    "threads": _Setting(_read_threads, 4),
+    "path": Setting(_read_folder, Required('path = "/nvme/kv"')),
+    "capacity": Setting(_read_disk_capacity, Required('capacity = "200GiB"')),
+    "extent": Setting(_read_disk_extent, "auto"),
+    "durability": Setting(_read_defer, "1s"),
+    "threads": Setting(_read_threads, 4),
+    "mover": Setting(_read_mover, "threads"),
+    "write_budget": optional(_read_budget),
 }
 _TIER = {
-    "class": _Setting(_read_class, _Required('class = "package.module:Class"')),
-    "name": _Setting(_read_tier_name, _Required('name = "disk"')),
-    "options": _Setting(_read_options, {}),
-    "backlog": _Setting(_read_count, BACKLOG_JOBS),
+    "class": Setting(_read_class, Required('class = "package.module:Class"')),
+    "name": Setting(_read_tier_name, Required('name = "disk"')),
+    "options": Setting(_read_options, {}),
+    "backlog": Setting(_read_count, BACKLOG_JOBS),
 }
 _EXTRA = {
-    "store": _optional(_read_socket),
-    "cpu": _optional(_read_capacity),
-    "nvme": _optional(_read_nvme),
-    "block_tokens": _optional(_read_count),
+    "store": optional(_read_socket),
+    "cpu": optional(_read_capacity),
+    "nvme": optional(_read_nvme),
+    "block_tokens": optional(_read_count),
 }

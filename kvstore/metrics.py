@@ -119,6 +119,12 @@ TABLE = (
         ("tier", "state"),
     ),
     Spec(
+        "kvstore_tier_stalled_seconds",
+        "gauge",
+        "Time since the last result of a kind of disk call, while all its threads are busy.",
+        ("tier", "call"),
+    ),
+    Spec(
         "kvstore_tier_slots",
         "gauge",
         "Slots of a namespace on disk, by state: free, used.",

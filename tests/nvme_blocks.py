@@ -98,7 +98,7 @@ class Shelf:
         end = time.monotonic() + WAIT_S
         while time.monotonic() < end:
             self.disk.flush()
-            if self.disk.state == "ok" and not self.disk.busy and not self.disk._pending():
+            if self.disk.state == "ok" and not self.disk.busy and not self.disk._commits.pending:
                 return
         raise AssertionError(f"not settled: {self.disk.state}")
 

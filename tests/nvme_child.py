@@ -13,11 +13,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from kvstore.types import BlockKey
 from tests.nvme_blocks import MIB, settings_for
 from tests.nvme_load import Load, Name
 from tiers.nvme import NvmeDisk
+from tiers.nvme.commits import Commits
 from tiers.nvme.index import DiskIndex, Record
 
 CAPACITY_BYTES = 16 * MIB
@@ -54,31 +56,28 @@ class Child:
 
     def _watch(self) -> None:
         """Have every block that leaves, and every commit, told to the parent."""
-        take_subtree, maybe_commit = DiskIndex.take_subtree, NvmeDisk._maybe_commit
-        committed = NvmeDisk._committed
+        take_subtree, begin, ended = DiskIndex.take_subtree, Commits._begin, Commits._ended
 
         def told_subtree(index: DiskIndex, record: Record) -> Iterator[Record]:
             gone = list(take_subtree(index, record))
             say_names("gone", [self._names[each.key] for each in gone])
             return iter(gone)
 
-        def told_commit(disk: NvmeDisk) -> None:
-            before = disk._committing
-            maybe_commit(disk)
-            if disk._committing and not before:
-                say("commit")
+        def told_begin(commits: Commits) -> None:
+            say("commit")
+            begin(commits)
 
-        def told_committed(disk: NvmeDisk, *result: object) -> None:
-            committed(disk, *result)  # type: ignore[arg-type]
+        def told_ended(commits: Commits, *result: Any) -> None:  # noqa: ANN401 - as it comes
+            ended(commits, *result)
             say("committed")
 
         # Plain assignments: this process is ours alone.
-        for name, told in (
-            ("take_subtree", told_subtree),
-            ("_maybe_commit", told_commit),
-            ("_committed", told_committed),
+        for kind, name, told in (
+            (DiskIndex, "take_subtree", told_subtree),
+            (Commits, "_begin", told_begin),
+            (Commits, "_ended", told_ended),
         ):
-            setattr(DiskIndex if name == "take_subtree" else NvmeDisk, name, told)
+            setattr(kind, name, told)
 
     def start(self) -> None:
         """Read the index; load what is there already meanwhile."""

@@ -103,7 +103,9 @@ def swap(settings: NvmeConfig) -> None:
 
 
 def add_an_orphan(settings: NvmeConfig) -> None:
-    ExtentFile.make(Path(settings.path) / "000999.extent", settings.extent_bytes)
+    folder = os.open(settings.path, os.O_RDONLY)
+    ExtentFile.make(Path(settings.path) / "000999.extent", settings.extent_bytes, folder)
+    os.close(folder)
 
 
 def forget_a_row(settings: NvmeConfig) -> None:

@@ -23,7 +23,7 @@ import msgspec
 import pytest
 
 from kvstore.errors import check
-from tiers.nvme import disk, files, loader
+from tiers.nvme import chores, disk, files, loader, mover, opening, watch
 from tiers.nvme.journal import FOLDER, Commit, Journal
 from tiers.runner import Runner
 
@@ -147,13 +147,14 @@ class Platter:
     def pass_time(self) -> None:
         """Let the threads do a few things, and the clock go on."""
         self.now_s += self._rng.uniform(0.0, 0.004)
-        readers, writers, keeper = self._queues
+        readers, writers, keeper, looker = self._queues
         for _ in range(self._rng.randrange(8)):
             self._rng.choice((readers, writers)).run_one(self._rng)
         if self._rng.random() < 0.2:
             self._keep(keeper)
         while keeper.overdue:
             self._keep(keeper)
+        looker.run_one(self._rng)
 
     def _keep(self, keeper: Queue[Any, Any]) -> None:
         self._in_keeper = True
@@ -196,9 +197,11 @@ class Platter:
         else:
             time.sleep(seconds)
 
-    def open(self, path: Path, flags: int, mode: int = 0o777) -> int:
+    def open(
+        self, path: str | Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
+    ) -> int:
         """Without direct I/O: what the real disk does meanwhile costs time, and shows nothing."""
-        return os.open(path, flags & ~os.O_DIRECT, mode)
+        return os.open(path, flags & ~os.O_DIRECT, mode, dir_fd=dir_fd)
 
     def pwritev(self, fd: int, pieces: Sequence[memoryview], at: int) -> int:
         if self.live:
@@ -255,8 +258,11 @@ class Platter:
         monkeypatch.setattr(files, "os", SimpleNamespace(**{**vars(os), **calls}))
         clock = SimpleNamespace(monotonic=self._monotonic, sleep=self._sleep)
         monkeypatch.setattr(disk, "time", clock)
-        monkeypatch.setattr(disk, "Runner", self._runner)
-        monkeypatch.setattr(disk, "Loader", self._load)
+        monkeypatch.setattr(opening, "time", clock)
+        monkeypatch.setattr(chores, "time", clock)
+        for module in (mover, chores, watch):
+            monkeypatch.setattr(module, "Runner", self._runner)
+        monkeypatch.setattr(opening, "Loader", self._load)
         # By default a set of them is in the order of addresses, which no seed repeats.
         monkeypatch.setattr(files.ExtentFile, "__hash__", lambda file: int(file.path.stem))
         # LMDB's own syncs cost time and show nothing here: its commits are taken as a whole.

@@ -51,6 +51,13 @@ def with_setting(section: str, name: str, value: object) -> dict[str, Any]:
     return table
 
 
+def with_disk(**changes: object) -> dict[str, Any]:
+    return {
+        "cpu": {"capacity": "8GiB"},
+        "nvme": {"path": "/nvme/kv", "capacity": "1GiB", **changes},
+    }
+
+
 def with_tier(**changes: object) -> dict[str, Any]:
     return {
         "cpu": {"capacity": "8GiB"},
@@ -95,7 +102,9 @@ def test_the_tree_is_frozen_and_refuses_unknown_fields() -> None:
         msgspec.convert({**msgspec.to_builtins(found), "more": 1}, config.Config)
 
 
-@pytest.mark.parametrize("kind", [config.ServerConfig, config.CpuConfig, config.EngineConfig])
+@pytest.mark.parametrize(
+    "kind", [config.ServerConfig, config.CpuConfig, config.EngineConfig, config.NvmeConfig]
+)
 def test_every_setting_is_explained_with_its_default(kind: type[msgspec.Struct]) -> None:
     text = inspect.cleandoc(kind.__doc__ or "")
     for field in msgspec.structs.fields(kind):
@@ -124,6 +133,18 @@ def test_auto_extent_is_an_eighth_in_huge_pages_within_bounds(capacity: str, ext
 
 def test_default_credit_leaves_room_in_a_small_store() -> None:
     assert parse({"cpu": {"capacity": "64MiB"}}).engine.credit_bytes == 16 * MIB
+
+
+def test_without_a_write_budget_all_may_be_written_and_threads_move_it() -> None:
+    found = parse(with_disk()).nvme
+    assert found is not None
+    assert (found.mover, found.write_budget_bytes) == ("threads", None)
+
+
+def test_a_write_budget_is_bytes() -> None:
+    found = parse(with_disk(write_budget="1TB", mover="nixl")).nvme
+    assert found is not None
+    assert (found.mover, found.write_budget_bytes) == ("nixl", 10**12)
 
 
 def test_leased_may_be_a_size() -> None:
@@ -156,6 +177,10 @@ def test_leased_may_be_a_size() -> None:
         (with_setting("server", "socket", "a\nb"), ["[server] socket", r'"a\nb"']),
         (with_setting("server", "metrics", "localhost"), ["[server] metrics", '"localhost"']),
         (with_setting("server", "metrics", "a:65536"), ["[server] metrics", "65535"]),
+        (with_disk(mover="gds"), ["[nvme] mover", '"threads" or "nixl"', '"gds"']),
+        (with_disk(mover=1), ["[nvme] mover", "found 1"]),
+        (with_disk(write_budget="0GB"), ["[nvme] write_budget", "more than 0", '"0GB"']),
+        (with_disk(write_budget="much"), ["[nvme] write_budget", '"8GiB"', '"much"']),
         ({"cpu": {"capacity": "8GiB"}, "tier": {}}, ["[[tier]]", "a table"]),
         ({"cpu": {"capacity": "8GiB"}, "tier": [3]}, ["[[tier]]"]),
         (with_tier(clas="x"), ["[[tier]] 1", "unknown clas", "did you mean class?"]),

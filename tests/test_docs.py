@@ -15,6 +15,7 @@ from kvstore import cli, config, protocol
 from kvstore.bench.report import Result, as_json
 from kvstore.metrics import TABLE
 from kvstore.service.server import find_class
+from kvstore.settings import Required
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -23,6 +24,7 @@ SECTIONS = {
     "[server]": config._SERVER,
     "[cpu]": config._CPU,
     "[engine]": config._ENGINE,
+    "[nvme]": config._NVME,
     "[[tier]]": config._TIER,
     "kv_connector_extra_config": config._EXTRA,
 }
@@ -105,7 +107,7 @@ def test_every_setting_is_explained_with_its_default(section: str) -> None:
     assert list(found) == list(SECTIONS[section])
     for name, setting in SECTIONS[section].items():
         default = found[name][0]
-        if isinstance(setting.default, config._Required):
+        if isinstance(setting.default, Required):
             assert default == "required"
         elif setting.default is not None:  # others are computed, and said in words
             shown = json.dumps(setting.default)

@@ -316,10 +316,10 @@ def test_an_extent_that_may_not_be_opened_is_not_lost(
 ) -> None:
     real = os.open
 
-    def refuse(path: str, *more: int) -> int:
+    def refuse(path: str, *more: int, dir_fd: int | None = None) -> int:
         if str(path).endswith(".extent"):
             raise PermissionError(13, "Permission denied", path)
-        return real(path, *more)
+        return real(path, *more, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(TierError, match="cannot be opened: Permission denied"):

@@ -12,8 +12,8 @@ import pytest
 
 from kvstore.config import NvmeConfig
 from kvstore.errors import ConfigError
-from tests.nvme_blocks import MIB, key, settings_for, shelf
-from tiers.nvme import NvmeDisk, disk
+from tests.nvme_blocks import MIB, Shelf, key, settings_for, shelf
+from tiers.nvme import NvmeDisk, health, volume
 from tiers.nvme.journal import NAMESPACE, VALUE
 
 Table = Any  # lmdb has no name for it
@@ -116,7 +116,7 @@ def test_an_extent_that_may_not_be_opened_is_an_error_not_a_loss(
     with shelf(settings) as before:
         before.put(1, 0, 3)
     with monkeypatch.context() as patched:
-        patched.setattr(disk, "ExtentFile", _raise_emfile)
+        patched.setattr(volume, "ExtentFile", _raise_emfile)
         with pytest.raises(ConfigError, match="Too many open files"):
             NvmeDisk(settings)
     with shelf(settings) as after:
@@ -124,23 +124,27 @@ def test_an_extent_that_may_not_be_opened_is_an_error_not_a_loss(
 
 
 def test_a_reader_that_was_killed_is_no_damage(
-    settings: NvmeConfig, caplog: pytest.LogCaptureFixture
+    settings: NvmeConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(health, "RETRY_S", 0.1)
     with shelf(settings) as before:
         before.put(1, 0, 3)
     made = NvmeDisk(settings)
-    assert made._loader is not None
-    made._loader._child.kill()
-    made._loader._child.wait()
-    if made._loader._child.stdout is not None:
-        made._loader._child.stdout.close()
-        made._loader._child.stdout = open(os.devnull, "rb")  # noqa: SIM115, PTH123
+    loader = made._shared.opening._loader
+    assert loader is not None
+    loader._child.kill()
+    loader._child.wait()
+    if loader._child.stdout is not None:
+        loader._child.stdout.close()
+        loader._child.stdout = open(os.devnull, "rb")  # noqa: SIM115, PTH123
     made.poll()
     assert made.state == "off"
+    assert "loading -> off: its index cannot be read" in caplog.text
+    after = Shelf(made)
+    after.settle()
+    assert after.get([key(1, index) for index in range(3)]).done == 3
+    after.tier.close()
     made.close()
-    assert "off until the store is restarted" in caplog.text
-    with shelf(settings) as after:
-        assert after.get([key(1, index) for index in range(3)]).done == 3
 
 
 def _raise_emfile(*_: object) -> int:

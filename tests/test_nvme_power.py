@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import shutil
 import time
@@ -177,11 +176,11 @@ def go_on(loads: list[Load]) -> None:
 
 def abandon(disk: NvmeDisk) -> None:
     """Let go of what a process without power would have open."""
-    disk._journal.close()
+    disk._shared.opening.journal.close()
     for space in disk.spaces:
         for file in space.extents.values():
             file.close()
-    os.close(disk._lock_fd)
+    disk._shared.volume.close()
 
 
 @pytest.fixture

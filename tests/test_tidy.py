@@ -30,7 +30,7 @@ BORDER = {
     "vllm": ("connectors/vllm*.py", "kvstore/bench/*"),
     "sglang": ("connectors/sglang*.py",),
     "transformers": ("kvstore/bench/*",),
-    "nixl": ("connectors/nixl/*",),
+    "nixl": ("connectors/nixl/*", "tiers/nvme/nixl*.py"),
     "cupy": ("tiers/gpu*.py",),
 }
 

@@ -64,7 +64,10 @@ class Space(Protocol):
 class Disk(Protocol):
     """The NVMe tier as a whole."""
 
-    capacity_bytes: int
+    @property
+    def capacity_bytes(self) -> int:
+        """Cap of the directory."""
+        ...
 
     @property
     def used_bytes(self) -> int:
@@ -74,6 +77,11 @@ class Disk(Protocol):
     @property
     def state(self) -> str:
         """One of DISK_STATES."""
+        ...
+
+    @property
+    def stalled_s(self) -> Mapping[str, float]:
+        """Seconds without a result of each kind of call while all its threads are busy."""
         ...
 
     @property
@@ -93,6 +101,8 @@ def disk_gauges(disk: Disk) -> dict[tuple[str, ...], float]:
     found["kvstore_memory_bytes", NVME] = disk.used_bytes
     for state in DISK_STATES:
         found["kvstore_tiers", NVME, state] = float(disk.state == state)
+    for what, seconds in disk.stalled_s.items():
+        found["kvstore_tier_stalled_seconds", NVME, what] = seconds
     counts: Counter[str] = Counter()
     for space in disk.spaces:
         counts.update(space.counts)

@@ -195,8 +195,9 @@ class Server:
         return stop
 
     def _turn(self) -> None:
-        disk_busy = self._disk is not None and self._disk.busy
-        timeout = _BUSY_TICK_S if self.store.busy or disk_busy else _TICK_S
+        timeout = _BUSY_TICK_S if self.store.busy else _TICK_S
+        if self._disk is not None:
+            timeout = min(timeout, self._disk.next_s)
         for key, events in self._selector.select(timeout):
             connection: _Connection | None = key.data
             if connection is None:

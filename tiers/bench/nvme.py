@@ -37,13 +37,15 @@ from kvstore.preflight import shown
 from kvstore.quantities import MIB
 from kvstore.tier import TierContext
 from kvstore.types import BlockKey, JobId, JobKind, Slot, TransferJob
-from tiers.nvme.disk import WRITERS, NvmeDisk
+from tiers.nvme.disk import NvmeDisk
 from tiers.nvme.index import Record
+from tiers.nvme.mover import writers_of
 from tiers.nvme.space import Space
 from tiers.nvme.tier import NvmeTier
 
 PAIRS = 5
 READERS = 4  # the default of `threads`
+WRITERS = writers_of(READERS)
 OPEN_JOBS = 4
 TICK_S = 0.001  # the store's, while something is under way
 SETTLE_S = 60.0

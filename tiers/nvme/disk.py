@@ -1,49 +1,42 @@
-"""One directory on a disk: its lock, its extents within the cap, its threads and its journal.
+"""One directory on a disk, shared by the tiers of all namespaces.
 
-Shared by the tiers of all namespaces, and called from one thread, which is never blocked: data
-moves on reader and writer threads, and whatever syncs runs on a keeper thread, one thing at a
-time. Reads go before writes.
+Called from one thread, the store's, which never touches the file system after the start: blocks
+are moved by the mover, what changes the directory is done by the keeper, the watch looks at it.
 
-    loading --all records in--> ok
-    ok --write or commit failed--> read-only --after a while--> ok
-    ok --reads failed in a row--> off --after a while--> ok
+    health.py    states, and what they follow from      volume.py   the directory itself
+    room.py      who gets which extent                  watch.py    looks at it now and then
+    commits.py   what becomes durable when              chores.py   the keeper
+    recovery.py  letting go, coming back
 """
 
 from __future__ import annotations
 
-import gc
 import logging
-import math
-import os
 import time
-from functools import partial
-from itertools import chain
 from pathlib import Path
 
 from kvstore.config import NvmeConfig
 from kvstore.errors import ConfigError, TierError, TierIOError
 from kvstore.tier import TierContext
-from kvstore.types import JobKind
-from tiers.nvme.chores import Chore, run_chore
-from tiers.nvme.files import ExtentFile, allow_files, lock_folder, stride_of
-from tiers.nvme.index import Record
-from tiers.nvme.journal import NAMESPACE, NUMBER, Commit, Journal, set_aside
-from tiers.nvme.loader import Loader
-from tiers.nvme.space import Space, cost
-from tiers.nvme.tier import Moved, NvmeTier, Run
-from tiers.runner import Runner
+from tiers.nvme.chores import Keeper
+from tiers.nvme.commits import Commits
+from tiers.nvme.files import allow_files
+from tiers.nvme.health import HANG_S, Health, Pace
+from tiers.nvme.mover import Mover, mover_of, writers_of
+from tiers.nvme.opening import Opening
+from tiers.nvme.recovery import Recovery
+from tiers.nvme.room import Room
+from tiers.nvme.shared import Shared
+from tiers.nvme.space import Space
+from tiers.nvme.tier import NvmeTier, Run
+from tiers.nvme.volume import Volume
+from tiers.nvme.watch import Watch
 
 log = logging.getLogger(__name__)
 
-WRITERS = 2
-RETRY_S = 5.0
-READ_ERRORS_MAX = 3  # in a row: then it is the disk, not a block
 LOCK_WAIT_S = 10.0  # a store that ends still flushes
 CLOSE_S = 20.0
-READS_FIRST_S = 0.05
-_BASE_BYTES = 1 << 20  # of the index, when it is empty
-_FS_SPARE_BYTES = 64 << 20
-_LOAD_S = 0.01  # of each poll
+_BUSY_S = 0.001  # between two polls while something is under way
 
 
 class NvmeDisk:
@@ -51,415 +44,233 @@ class NvmeDisk:
 
     def __init__(self, settings: NvmeConfig) -> None:
         """Open or make the directory. Raises ConfigError when it cannot be used."""
-        self._folder = Path(settings.path)
-        self._settings = settings
-        self.capacity_bytes = settings.capacity_bytes
-        self._spaces: dict[str, Space] = {}
-        self._lock_fd = lock_folder(self._folder, LOCK_WAIT_S)
-        self._generation = 1
-        self._next_extent = 1
-        self._making = 0
-        self._committing = False
-        self._hurry = False
-        self._since_s: float | None = None  # the oldest change that is not durable
-        self._read_errors = 0
-        self._off_until = self._read_only_until = 0.0
-        self._closed = False
-        self._reads: Runner[Run, Moved] = Runner(
-            "kvstore-nvme-read", self._read, lambda run, exc: Moved(run, [], exc), settings.threads
-        )
-        self._writes: Runner[Run, Moved] = Runner(
-            "kvstore-nvme-write", self._write, lambda run, exc: Moved(run, [], exc), WRITERS
-        )
-        self._keeper: Runner[Chore, tuple[Chore, Exception | None]] = Runner(
-            "kvstore-nvme-keeper", run_chore, lambda chore, exc: (chore, exc)
-        )
-        self._loader: Loader | None = None
-        self._strays: list[bytes] = []  # keys of rows whose namespace nobody knows
         allow_files()
+        volume = Volume(Path(settings.path))
+        volume.open(LOCK_WAIT_S)
+        opening = Opening(volume, settings.capacity_bytes)
         try:
-            self._journal = self._open_journal()
+            look = volume.look()
+            self._mover: Mover[Run] = mover_of(settings)
+            _open(opening, self._mover)
+        except (OSError, TierError) as exc:
+            volume.close()
+            why = exc.strerror if isinstance(exc, OSError) else str(exc)
+            raise ConfigError(f"{volume.path}: cannot be used: {why}") from exc
         except BaseException:
-            self._close_files()
+            volume.close()
             raise
-
-    # Opening
-
-    def _open_journal(self) -> Journal:
-        """Open the index and the extents it names; a damaged one is set aside."""
-        blocks_max = self.capacity_bytes // stride_of(1)
-        try:
-            journal = Journal(self._folder, blocks_max)
-        except TierIOError as exc:
-            self._start_empty(exc)
-            journal = Journal(self._folder, blocks_max)
-        try:
-            self._open_extents(journal)
-        except TierIOError as exc:
-            journal.close()
-            self._spaces.clear()
-            self._start_empty(exc)
-            journal = Journal(self._folder, blocks_max)
-        except BaseException:
-            journal.close()
-            raise
-        if not journal.clean:
-            log.warning("%s was not shut down in order; it has what was committed", self._folder)
-        if self._spaces:
-            self._loader = Loader(journal.path)
-            spaces = list(self._spaces.values())
-            self._settling = chain.from_iterable(space.settle() for space in spaces)
-            gc.disable()
-        else:
-            journal.mark(clean=False)
-        return journal
-
-    def _start_empty(self, cause: Exception) -> None:
-        kept = set_aside(self._folder)
-        log.error("the index is damaged (%s): kept as %s, the tier starts empty", cause, kept)
-        for path in self._folder.glob("*.extent"):
-            path.unlink()
-
-    def _open_extents(self, journal: Journal) -> None:
-        namespaces, extents = journal.tables()
-        by_number = {}
-        for digest, (number, slot_bytes) in namespaces.items():
-            if slot_bytes == 0:
-                raise TierIOError(f"namespace {digest[:12]} has blocks of 0 bytes")
-            self._spaces[digest] = by_number[number] = Space(number, digest, slot_bytes)
-        for number, owner in extents.items():
-            self._next_extent = max(self._next_extent, number + 1)
-            space, path = by_number.get(owner), self._path(number)
-            try:
-                if space is not None:
-                    space.extents[number] = ExtentFile(path, space.slot_bytes, path.stat().st_size)
-            except FileNotFoundError:
-                log.error("%s is lost, and with it its blocks", path)
-            except OSError as exc:
-                raise ConfigError(f"{path}: cannot be opened: {exc.strerror}") from exc
-        known = {self._path(n).name for space in self._spaces.values() for n in space.extents}
-        for path in self._folder.glob("*.extent"):
-            if path.name not in known:
-                path.unlink()
-        gone = [number for number in extents if self._path(number).name not in known]
-        if gone:
-            journal.commit(Commit(extents_gone=gone))
-
-    def _path(self, number: int) -> Path:
-        return self._folder / f"{number:06d}.extent"
-
-    def _load_some(self) -> None:
-        """Take in records for a moment; serving goes on meanwhile."""
-        loader, end_s = self._loader, time.monotonic() + _LOAD_S
-        if loader is None:
-            return
-        try:
-            self._take_rows(loader, end_s)
-        except TierIOError as exc:
-            loader.close()
-            self._loader = None
-            gc.enable()
-            if loader.killed:
-                log.error("off until the store is restarted: %s", exc)
-                self._off_until = math.inf
-            else:
-                self._lose_all(exc)
-            return
-        if loader.done:
-            for _ in self._settling:
-                if time.monotonic() > end_s:
-                    return
-            self._loader = None
-            gc.freeze()  # millions of records would be walked again and again
-            gc.enable()
-            self._journal.mark(clean=False)
-            self._shrink_to_cap()
-
-    def _take_rows(self, loader: Loader, end_s: float) -> None:
-        spaces = {NUMBER.pack(space.number): space for space in self._spaces.values()}
-        while not loader.done and time.monotonic() < end_s:
-            rows = loader.take()
-            for key, value in rows:
-                space = spaces.get(key[: NUMBER.size])
-                if space is None:
-                    self._strays.append(key)
-                else:
-                    found = space.load(key[NUMBER.size :], value)
-                    self._generation = max(self._generation, found + 1)
-            if not rows:
-                return
-
-    def _lose_all(self, cause: Exception) -> None:
-        """The index turned out to be damaged while it was read."""
-        self._journal.close()
-        for space in self._spaces.values():
-            for file in space.extents.values():
-                file.close()
-            space.start_empty()
-        self._start_empty(cause)
-        self._journal = Journal(self._folder, self.capacity_bytes // stride_of(1))
-        self._journal.mark(clean=False)
+        self._health = Health(settings.path)
+        self._keeper = Keeper()
+        self._watch = Watch()
+        self._shared = Shared(
+            settings, settings.capacity_bytes, volume, opening, self._health, self._keeper
+        )
+        self._commits = Commits(self._shared)
+        self._room = Room(self._shared, self._commits)
+        self._recovery = Recovery(self._shared, self._room, self._replace)
+        self._reads = Pace(settings.threads)
+        self._writes = Pace(writers_of(settings.threads))
+        self._tiers: list[NvmeTier] = []
+        self._closed = False
+        self._health.loading(on=opening.loading)
+        self._room.seen(look)
 
     # Tiers
 
     def tier(self, context: TierContext) -> NvmeTier:
         """Make a namespace's tier."""
-        space = self._spaces.get(context.namespace)
-        if space is None:
-            numbers = [space.number for space in self._spaces.values()]
-            space = Space(max(numbers, default=0) + 1, context.namespace, context.slot_bytes)
-            self._spaces[context.namespace] = space
+        space = self._space(context.namespace, context.slot_bytes)
         if space.slot_bytes != context.slot_bytes:
             raise TierError(
                 f"blocks of {context.slot_bytes} bytes, on disk they have {space.slot_bytes}"
             )
-        return NvmeTier(context, space, self)
+        made = NvmeTier(context, space, self)
+        self._tiers.append(made)
+        return made
+
+    def _space(self, namespace: str, slot_bytes: int) -> Space:
+        spaces = self._shared.opening.spaces
+        if namespace not in spaces:
+            numbers = [space.number for space in spaces.values()]
+            spaces[namespace] = Space(max(numbers, default=0) + 1, namespace, slot_bytes)
+        return spaces[namespace]
+
+    def _replace(self, fresh: Opening) -> None:
+        """Go on with what was found in the directory, and not with what was known."""
+        old, self._shared.opening = self._shared.opening, fresh
+        fresh.generation = max(fresh.generation, old.generation)
+        fresh.next_extent = max(fresh.next_extent, old.next_extent)
+        for known in old.spaces.values():
+            space = self._space(known.digest, known.slot_bytes)
+            space.counts.update(known.counts)
+            for tier in self._tiers:
+                if tier.space is known and space.slot_bytes == known.slot_bytes:
+                    tier.use(space)
+        self._health.loading(on=fresh.loading)
+        log.warning("%s: what it holds is read anew", self._shared.volume.path)
 
     def next_generation(self) -> int:
         """Number a write."""
-        self._generation += 1
-        return self._generation
+        self._shared.opening.generation += 1
+        return self._shared.opening.generation
 
     # State
 
     @property
     def online(self) -> bool:
         """Tell whether blocks can be read."""
-        return time.monotonic() >= self._off_until and not self._closed
+        return self._health.online and not self._closed
 
     @property
     def writable(self) -> bool:
         """Tell whether blocks can be written."""
-        return self.online and time.monotonic() >= self._read_only_until
+        return self._health.writable and not self._closed
 
     @property
     def state(self) -> str:
         """One word for operators."""
-        if self._loader is not None:
-            return "loading"
-        return "ok" if self.writable else "read_only" if self.online else "off"
+        return self._health.state.value
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The cap."""
+        return self._shared.capacity_bytes
 
     @property
     def used_bytes(self) -> int:
         """Bytes that the tier may take on disk with the extents it has."""
-        return sum(space.disk_bytes for space in self._spaces.values()) + _BASE_BYTES
+        return self._room.used_bytes
 
     @property
     def spaces(self) -> list[Space]:
         """List the namespaces that have been seen."""
-        return list(self._spaces.values())
+        return self._shared.spaces
+
+    @property
+    def stalled_s(self) -> dict[str, float]:
+        """Seconds since the last result of each kind of call, while all of its threads are busy."""
+        now_s = time.monotonic()
+        return {name: pace.stalled_s(now_s) for name, pace in self._paces().items()}
+
+    def _paces(self) -> dict[str, Pace]:
+        return {
+            "reads": self._reads,
+            "writes": self._writes,
+            "keeper": self._keeper.pace,
+            "watch": self._watch.pace,
+        }
 
     @property
     def busy(self) -> bool:
         """Tell whether something is under way that ends without anybody asking."""
-        moving = self._reads.open or self._writes.open or self._keeper.open
-        return bool(moving) or self._loader is not None
+        moving = self._mover.open or self._keeper.open
+        return bool(moving) or self._shared.opening.loading
+
+    @property
+    def next_s(self) -> float:
+        """Seconds until poll() is to be called again."""
+        if self.busy:
+            return _BUSY_S
+        due_s = min(self._commits.due_at_s, self._health.due_at_s) - time.monotonic()
+        return max(_BUSY_S, due_s)
 
     def resize(self, capacity_bytes: int) -> None:
         """Change the cap; extents that are too much are emptied and given back."""
         log.info(
             "%s: capacity is %d bytes now, was %d",
-            self._folder,
-            capacity_bytes,
-            self.capacity_bytes,
-        )
-        self.capacity_bytes = capacity_bytes
-        if self._loader is None:  # else when all is read
-            self._shrink_to_cap()
+            self._shared.volume.path, capacity_bytes, self.capacity_bytes,
+        )  # fmt: skip
+        self._shared.capacity_bytes = capacity_bytes
+        self._room.shrink()
 
     # Moving blocks
 
+    def lanes(self, *, store: bool) -> int:
+        """Count the runs that are moved at one time."""
+        threads = self._shared.settings.threads
+        return writers_of(threads) if store else threads
+
     def start(self, run: Run) -> None:
-        """Move a run on a thread."""
-        store = run.work.job.kind is JobKind.STORE
-        (self._writes if store else self._reads).submit(run)
+        """Move a run."""
+        (self._writes if run.store else self._reads).began(time.monotonic())
+        self._mover.start(run)
 
-    def _read(self, run: Run) -> Moved:
-        run.file.read(run.position, run.blocks)
-        return Moved(run, run.sums())
-
-    def _write(self, run: Run) -> Moved:
-        if self._reads.open:
-            self._reads.wait(lambda: self._reads.open == 0, READS_FIRST_S)
-        sums = run.sums()
-        run.file.write(run.position, run.blocks)
-        return Moved(run, sums)
+    def make_room(self, space: Space, count: int) -> bool:
+        """Try to get free slots; False when there will be none."""
+        return self._room.make(space, count)
 
     def poll(self) -> None:
         """Take finished runs, and do what is due."""
-        self._load_some()
-        for moved in self._reads.poll():
-            self._after_read(moved.error)
+        now_s = time.monotonic()
+        self._load_some(now_s)
+        for moved in self._mover.poll():
+            pace = self._writes if moved.run.store else self._reads
+            pace.ended(now_s)
+            self._judge(moved.run, moved.error, now_s)
             moved.run.tier.ended(moved)
-        for moved in self._writes.poll():
-            if moved.error is not None:
-                self._pause_writes(moved.error)
-            moved.run.tier.ended(moved)
-        for chore, error in self._keeper.poll():
-            chore.done(error)
-        self._keep_room()
-        self._maybe_commit()
+        self._keeper.poll(now_s)
+        self._look(now_s)
+        self._room.step(now_s)
+        self._commits.step(now_s)
+        stalled = any(pace.stalled_s(now_s) > HANG_S for pace in self._paces().values())
+        self._recovery.step(now_s, moving=self._mover.open, stalled=stalled)
 
-    def _after_read(self, error: Exception | None) -> None:
-        self._read_errors = 0 if error is None else self._read_errors + 1
-        if self._read_errors >= READ_ERRORS_MAX:
-            log.error("%s: off for %d s: %s", self._folder, RETRY_S, error)
-            self._off_until = time.monotonic() + RETRY_S
-            self._read_errors = 0
-
-    def _pause_writes(self, error: Exception) -> None:
-        if self.writable:
-            log.error("%s: read-only for %d s: %s", self._folder, RETRY_S, error)
-        self._read_only_until = time.monotonic() + RETRY_S
-
-    # Room
-
-    def make_room(self, space: Space, count: int) -> bool:
-        """Try to get free slots: a new extent within the cap, else by eviction."""
-        if self._loader is not None or self._grow(space):
-            return True
-        space.evict(count - space.free - space.leaving)
-        self._hurry = self._hurry or bool(space.to_delete)
-        if space.free + space.leaving:
-            return True
-        return self._take_from_another(space)
-
-    def _grow(self, space: Space) -> bool:
-        """Make an extent if the cap and the file system have room; True while one is made."""
-        if space.growing:
-            return True
-        size = self._settings.extent_bytes
-        if (
-            self.used_bytes + self._making + cost(self._settings.extent_bytes, space.slot_bytes)
-            > self.capacity_bytes
-        ):
-            return False
+    def _load_some(self, now_s: float) -> None:
+        if not self._health.online:
+            return
         try:
-            found = os.statvfs(self._folder)
-        except OSError as exc:
-            self._pause_writes(exc)
-            return False
-        if found.f_bavail * found.f_frsize < size + _FS_SPARE_BYTES:
-            return False
-        number = self._next_extent
-        self._next_extent += 1
-        self._making += cost(self._settings.extent_bytes, space.slot_bytes)
-        space.growing = True
-        namespace = (space.digest.encode(), NAMESPACE.pack(space.number, space.slot_bytes))
-        changes = Commit(namespaces=[namespace], extents=[(number, space.number)])
-
-        def work() -> None:
-            ExtentFile.make(self._path(number), size)
-            self._journal.commit(changes)
-
-        self._keeper.submit(Chore(work, partial(self._grown, space, number)))
-        return True
-
-    def _grown(self, space: Space, number: int, error: Exception | None) -> None:
-        self._making -= cost(self._settings.extent_bytes, space.slot_bytes)
-        space.growing = False
-        if error is None:
-            try:
-                file = ExtentFile(self._path(number), space.slot_bytes, self._settings.extent_bytes)
-                space.add_extent(number, file)
-            except OSError as exc:
-                error = exc
-        if error is not None:
-            self._pause_writes(error)
-
-    def _take_from_another(self, needy: Space) -> bool:
-        """Retire an extent of the namespace that has the most; True while one is going."""
-        others = [space for space in self._spaces.values() if space is not needy]
-        if any(space.retiring for space in others):
-            return True
-        unused = [space for space in others if space.extents and not space.attached]
-        richer = [space for space in others if len(space.extents) > len(needy.extents) + 1]
-        donor = max(unused or richer, key=lambda space: len(space.extents), default=None)
-        number = None if donor is None else donor.coldest()
-        if donor is None or number is None:
-            return False
-        donor.retire(number)
-        self._hurry = True
-        return True
-
-    def _shrink_to_cap(self) -> None:
-        """Retire extents until the cap holds: it may be smaller than when they were made."""
-        while True:
-            leaving = sum(space.retiring_bytes for space in self._spaces.values())
-            if self.used_bytes - leaving <= self.capacity_bytes:
+            if not self._shared.opening.load_some():
                 return
-            richest = max(self._spaces.values(), key=lambda s: s.disk_bytes - s.retiring_bytes)
-            number = richest.coldest()
-            if number is None:
-                return
-            richest.retire(number)
-            self._hurry = True
-
-    def _keep_room(self) -> None:
-        """Evict ahead where the cap is reached, and let go of extents that are empty."""
-        for space in self._spaces.values():
-            for number, file in space.take_retired():
-                self._keeper.submit(Chore(partial(self._remove, number, file), self._removed))
-            low = space.total // 64
-            coming = space.free + space.leaving
-            if space.attached and coming < low and not self._loader and not self._grow(space):
-                space.evict(2 * low - coming)
-
-    def _remove(self, number: int, file: ExtentFile) -> None:
-        self._journal.commit(Commit(extents_gone=[number]))
-        file.close()
-        file.path.unlink(missing_ok=True)
-
-    def _removed(self, error: Exception | None) -> None:
-        if error is not None:
-            self._pause_writes(error)
-
-    # Durability
-
-    def _pending(self) -> bool:
-        moved = any(space.to_put or space.to_delete for space in self._spaces.values())
-        return moved or bool(self._strays)
-
-    def _maybe_commit(self) -> None:
-        if self._committing or self._loader is not None or not self._pending():
+        except TierIOError as exc:
+            self._health.lost(f"its index cannot be read: {exc}", now_s)
             return
-        now = time.monotonic()
-        self._since_s = self._since_s or now
-        window_s = self._settings.durability_ns / 1e9
-        if now < self._read_only_until or not (self._hurry or now - self._since_s >= window_s):
-            return
-        self._since_s, self._hurry, self._committing = None, False, True
-        batches = [(s, s.take_puts(), s.take_deletes()) for s in self._spaces.values()]
-        strays, self._strays = self._strays, []
-        files = {s.extents[r.slot >> 32] for s, puts, _ in batches for r in puts}
-        changes = Commit(
-            deletes=[*strays, *(s.journal_key(r) for s, _, gone in batches for r in gone)],
-            puts=[(s.journal_key(r), s.value(r)) for s, puts, _ in batches for r in puts],
-        )
+        self._health.loading(on=False)
+        self._keeper.submit(self._mark_in_use, self._marked)
+        self._room.shrink()
 
-        def work() -> None:
-            for file in files:
-                file.sync()
-            self._journal.commit(changes)
+    def _mark_in_use(self) -> None:
+        self._shared.opening.journal.mark(clean=False)
+        self._shared.volume.remember_index()
 
-        self._keeper.submit(Chore(work, partial(self._committed, batches)))
-
-    def _committed(
-        self,
-        batches: list[tuple[Space, list[Record], list[Record]]],
-        error: Exception | None,
-    ) -> None:
-        self._committing = False
-        for space, puts, deletes in batches:
-            space.committed(puts, deletes, ok=error is None)
+    def _marked(self, error: Exception | None, now_s: float) -> None:
         if error is not None:
-            self._pause_writes(error)
+            self._health.write_failed("a commit", error, now_s)
+
+    def _judge(self, run: Run, error: Exception | None, now_s: float) -> None:
+        if not self._health.online:
+            return  # it is known
+        if run.store and error is not None:
+            self._health.write_failed("a write", error, now_s)
+        elif not run.store:
+            extents = sum(len(space.extents) for space in self._shared.spaces)
+            self._health.read(int(run.file.path.stem), error, now_s, extents)
+
+    def _look(self, now_s: float) -> None:
+        """Have the directory looked at, and see that calls come back."""
+        health = self._health
+        for seen in self._watch.poll(now_s):
+            if not self._recovery.at_home:
+                continue
+            if isinstance(seen, Exception):
+                health.look_failed(seen, now_s)
+            else:
+                self._room.seen(seen)
+                if seen.read_only:
+                    health.only_reads("the file system is mounted read-only", now_s)
+        if self._recovery.at_home:
+            self._watch.start(self._shared.volume, now_s)
+        for name, pace in self._paces().items():
+            if (seconds := pace.stalled_s(now_s)) > HANG_S:
+                hangs = health.lost if name in ("reads", "watch") else health.only_reads
+                hangs(f"nothing has come back from its {name} for {seconds:.0f} s", now_s)
+
+    # Durability and the end
 
     def flush(self) -> None:
         """Go one step towards having everything durable; for those who wait."""
-        self._hurry = True
+        self._commits.hurry()
         self.poll()
-        time.sleep(0.001)
+        time.sleep(_BUSY_S)
 
     def close(self) -> None:
         """Commit what is written and let go of the directory; safe to call twice."""
@@ -470,30 +281,52 @@ class NvmeDisk:
             self.flush()
         clean = self._quiet()
         self._closed = True
-        if self._loader is not None:
-            self._loader.close()
-            gc.enable()
-        if not clean and (self._reads.open or self._writes.open or self._keeper.open):
-            log.error("%s: I/O hangs; left without waiting for it", self._folder)
-            return  # the lock goes with the process
-        try:
-            if self._loader is None and self._off_until < math.inf:
-                self._journal.mark(clean=clean)
-        except TierIOError as exc:
-            log.error("%s: not shut down in order: %s", self._folder, exc)
-        self._journal.close()
-        self._close_files()
-
-    def _close_files(self) -> None:
-        for runner in (self._reads, self._writes, self._keeper):
-            runner.close()
-        for space in self._spaces.values():
-            for file in space.extents.values():
-                file.close()
-        os.close(self._lock_fd)
+        if self._mover.open or self._keeper.open:
+            self._leave_hanging()
+            return
+        ended: list[Exception | None] = []
+        self._keeper.submit(lambda: self._end(clean=clean), lambda exc, _now_s: ended.append(exc))
+        while (not ended or self._watch.pace.open) and time.monotonic() < deadline + CLOSE_S:
+            time.sleep(_BUSY_S)
+            self._keeper.poll(time.monotonic())
+            self._watch.poll(time.monotonic())
+        if not ended or self._watch.pace.open:
+            self._leave_hanging()
+            return
+        if ended[0] is not None:
+            log.error("%s: not shut down in order: %s", self._shared.volume.path, ended[0])
+        self._mover.close()
+        self._keeper.close()
+        self._watch.close()
 
     def _quiet(self) -> bool:
-        busy = self._reads.open or self._writes.open or self._keeper.open or self._committing
-        if self._loader is not None or time.monotonic() < self._read_only_until:
-            return not busy
-        return not busy and not self._pending()
+        if self._mover.open or self._keeper.open:
+            return False
+        idle = self._shared.opening.loading or not self.writable
+        return idle or not self._commits.pending
+
+    def _leave_hanging(self) -> None:
+        # The lock goes with the process.
+        log.error("%s: I/O hangs; left without waiting for it", self._shared.volume.path)
+
+    def _end(self, *, clean: bool) -> None:
+        """On the keeper's thread: close all that is open."""
+        opening, loading = self._shared.opening, self._shared.opening.loading
+        opening.close()
+        try:
+            if self._recovery.at_home and not loading:
+                opening.journal.mark(clean=clean)
+        finally:
+            opening.journal.close()
+            for space in self._shared.spaces:
+                for file in space.extents.values():
+                    file.close()
+            self._shared.volume.close()
+
+
+def _open(opening: Opening, mover: Mover[Run]) -> None:
+    try:
+        opening.open()
+    except BaseException:
+        mover.close()
+        raise

@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import resource
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,11 +28,14 @@ def stride_of(slot_bytes: int) -> int:
     return -(-slot_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def open_direct(path: Path, *, create: bool = False) -> int:
-    """Open a file for direct I/O. Raises ConfigError where its file system has none."""
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT | (os.O_CREAT if create else 0)
+def open_direct(path: Path, *, make: bool = False, folder: int | None = None) -> int:
+    """Open a file for direct I/O. Raises ConfigError where its file system has none.
+
+    folder: descriptor of its directory, which counts then, whatever the path leads to by now.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT | (os.O_CREAT | os.O_TRUNC if make else 0)
     try:
-        return os.open(path, flags, 0o600)
+        return os.open(path if folder is None else path.name, flags, 0o600, dir_fd=folder)
     except OSError as exc:
         if exc.errno == errno.EINVAL:
             raise ConfigError(
@@ -44,31 +45,84 @@ def open_direct(path: Path, *, create: bool = False) -> int:
         raise
 
 
+class Descriptor:
+    """An open file that is closed once its last user is done: a call that hangs still has it."""
+
+    def __init__(self, fd: int) -> None:
+        """fd: ours from now on."""
+        self._fd = fd
+        self._users = 0
+        self._closing = False
+        self._lock = threading.Lock()
+
+    def take(self) -> int:
+        """Have it stay open until give_back(). Raises TierIOError when it was let go of."""
+        with self._lock:
+            if self._closing:
+                raise TierIOError("the tier has let go of its files")
+            self._users += 1
+        return self._fd
+
+    def give_back(self) -> None:
+        """One user less."""
+        with self._lock:
+            self._users -= 1
+            last = self._closing and self._users == 0
+        if last:
+            os.close(self._fd)
+
+    def close(self) -> None:
+        """Have no new users, and close when there are none; safe to call twice."""
+        with self._lock:
+            last = not self._closing and self._users == 0
+            self._closing = True
+        if last:
+            os.close(self._fd)
+
+    def __enter__(self) -> int:
+        """Take it."""
+        return self.take()
+
+    def __exit__(self, *_exc: object) -> None:
+        """Give it back."""
+        self.give_back()
+
+
 class ExtentFile:
     """count slots of one namespace's blocks, in one file."""
 
-    def __init__(self, path: Path, slot_bytes: int, extent_bytes: int) -> None:
-        """Open a file that make() has made. Raises OSError."""
+    def __init__(
+        self, path: Path, slot_bytes: int, extent_bytes: int, folder: int | None = None
+    ) -> None:
+        """Open a file that make() has made; folder as in open_direct(). Raises OSError."""
         self.path = path
         self.slot_bytes = slot_bytes
         self.stride = stride_of(slot_bytes)
         self.bytes = extent_bytes
         self.count = extent_bytes // self.stride
-        self._fd = open_direct(path)
+        self.open_again(folder)
+
+    def open_again(self, folder: int | None) -> None:
+        """Use a descriptor of its own from now on. Raises OSError."""
+        self.descriptor = Descriptor(open_direct(self.path, folder=folder))
 
     @staticmethod
-    def make(path: Path, extent_bytes: int) -> None:
-        """Take the space on disk, durably; leaves nothing behind when there is none."""
+    def make(path: Path, extent_bytes: int, folder: int) -> None:
+        """Take the space on disk, durably; leaves nothing behind when there is none.
+
+        folder: descriptor of the directory in which to make it. Raises OSError.
+        """
         try:
-            fd = open_direct(path, create=True)
+            fd = open_direct(path, make=True, folder=folder)
             try:
                 os.posix_fallocate(fd, 0, extent_bytes)
                 os.fsync(fd)
             finally:
                 os.close(fd)
-            sync_folder(path.parent)
+            os.fsync(folder)
         except OSError:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path.name, dir_fd=folder)
             raise
 
     def read(self, position: int, blocks: Sequence[memoryview]) -> None:
@@ -81,21 +135,22 @@ class ExtentFile:
 
     def _move(self, position: int, blocks: Sequence[memoryview], *, store: bool) -> None:
         at = position * self.stride
-        if all(_aligned(block) for block in blocks):
-            self._call(list(blocks), at, store=store)
-            return
-        buffer = _buffer(self.stride)
-        for number, block in enumerate(blocks):
-            if store:
-                buffer[: self.slot_bytes] = block
-            self._call([buffer], at + number * self.stride, store=store)
-            if not store:
-                block[:] = buffer[: self.slot_bytes]
+        with self.descriptor as fd:
+            if all(aligned(block) for block in blocks):
+                self._call(fd, list(blocks), at, store=store)
+                return
+            buffer = _buffer(self.stride)
+            for number, block in enumerate(blocks):
+                if store:
+                    buffer[: self.slot_bytes] = block
+                self._call(fd, [buffer], at + number * self.stride, store=store)
+                if not store:
+                    block[:] = buffer[: self.slot_bytes]
 
-    def _call(self, pieces: list[memoryview], at: int, *, store: bool) -> None:
+    def _call(self, fd: int, pieces: list[memoryview], at: int, *, store: bool) -> None:
         left = sum(len(piece) for piece in pieces)
         while left:
-            moved = os.pwritev(self._fd, pieces, at) if store else os.preadv(self._fd, pieces, at)
+            moved = os.pwritev(fd, pieces, at) if store else os.preadv(fd, pieces, at)
             if moved == 0 or (moved < left and moved % PAGE_BYTES):
                 raise TierIOError(f"{self.path.name}: {moved} of {left} bytes at {at}")
             left -= moved
@@ -106,14 +161,13 @@ class ExtentFile:
                 pieces[0] = pieces[0][moved:]
 
     def sync(self) -> None:
-        """Make all that is written durable. Raises OSError."""
-        os.fdatasync(self._fd)
+        """Make all that is written durable. Raises OSError, TierIOError when it was closed."""
+        with self.descriptor as fd:
+            os.fdatasync(fd)
 
     def close(self) -> None:
-        """Close the file; safe to call twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Let go of the file, when the calls under way have ended; safe to call twice."""
+        self.descriptor.close()
 
 
 def allow_files() -> None:
@@ -121,31 +175,6 @@ def allow_files() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def lock_folder(path: Path, wait_s: float) -> int:
-    """Make a directory ours until the descriptor is closed. Raises ConfigError if it is taken."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as exc:
-        raise ConfigError(f"{path}: cannot be used: {exc.strerror}") from exc
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() < deadline:
-                time.sleep(0.05)
-                continue
-            holder = os.pread(fd, 20, 0).decode(errors="replace").strip() or "unknown"
-            os.close(fd)
-            raise ConfigError(
-                f"{path} is in use by the store with process id {holder}; one store per directory"
-            ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode(), 0)
-        return fd
 
 
 def sync_folder(path: Path) -> None:
@@ -157,10 +186,14 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def _aligned(block: memoryview) -> bool:
-    if len(block) % PAGE_BYTES:
-        return False
-    return ctypes.addressof(ctypes.c_char.from_buffer(block)) % PAGE_BYTES == 0
+def address_of(block: memoryview) -> int:
+    """Return where writable memory is."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(block))
+
+
+def aligned(block: memoryview) -> bool:
+    """Tell whether direct I/O can go straight to and from this memory."""
+    return len(block) % PAGE_BYTES == 0 and address_of(block) % PAGE_BYTES == 0
 
 
 def _buffer(size: int) -> memoryview:

@@ -31,7 +31,7 @@ import msgspec
 from kvstore.errors import ConfigError, TierError, TierIOError
 from kvstore.fsck import Amount, Repair, Report
 from kvstore.index import State
-from tiers.nvme.files import ExtentFile, lock_folder, stride_of, sync_folder
+from tiers.nvme.files import ExtentFile, stride_of, sync_folder
 from tiers.nvme.index import NOWHERE, Record
 from tiers.nvme.journal import (
     FOLDER,
@@ -48,6 +48,7 @@ from tiers.nvme.journal import (
 from tiers.nvme.loader import Loader
 from tiers.nvme.space import Space
 from tiers.nvme.tier import RUN_BYTES_MAX
+from tiers.nvme.volume import Volume
 from tiers.runner import Runner
 
 LOCK_WAIT_S = 1.0
@@ -106,7 +107,8 @@ def examine(folder: Path, *, repair: bool, watch: Watch = lambda _done, _all: No
     Raises ConfigError when it is no tier's or in use, TierError when it cannot be looked at.
     """
     refuse_others(folder)
-    lock_fd = lock_folder(folder, LOCK_WAIT_S)
+    volume = Volume(folder)
+    volume.open(LOCK_WAIT_S)
     report = Report(str(folder))
     known = Known(folder, report)
     try:
@@ -119,7 +121,7 @@ def examine(folder: Path, *, repair: bool, watch: Watch = lambda _done, _all: No
         raise TierError(f"{folder}: {exc}") from exc
     finally:
         known.close()
-        os.close(lock_fd)
+        volume.close()
     return report
 
 

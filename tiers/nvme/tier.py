@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
@@ -13,12 +13,15 @@ from kvstore.errors import BlockCorrupt, TierError, TierFull, TierIOError
 from kvstore.index import State
 from kvstore.tier import TierContext
 from kvstore.types import BlockKey, JobKind, JobResult, LookupResult, TransferJob
-from tiers.nvme.files import RUN_BLOCKS_MAX, ExtentFile
+from tiers.nvme.files import RUN_BLOCKS_MAX
 from tiers.nvme.index import Record
+from tiers.nvme.mover import Move, Moved
 from tiers.nvme.space import Space
 
+RUN_BYTES_MIN = 512 << 10  # below, more calls cost more than they bring
 RUN_BYTES_MAX = 4 << 20
 DRAIN_S = 20.0
+BLOCK_ERRORS_MAX = 3  # reads of one block that failed
 
 
 class Work(msgspec.Struct, eq=False):
@@ -31,29 +34,18 @@ class Work(msgspec.Struct, eq=False):
     error: TierError | None = None
 
 
-class Run(msgspec.Struct, eq=False):
-    """Neighbouring slots of one extent that are read or written in one call."""
+class Run(Move, eq=False):
+    """A move for a job, with what its blocks are."""
 
     tier: NvmeTier
     work: Work
-    file: ExtentFile
-    position: int
     places: list[int]  # in the job
     records: list[Record]
-    blocks: list[memoryview]
 
     def sums(self) -> list[int]:
         """Return the checksum of each block as it is in memory."""
         checksum = self.tier.space.checksum
         return [checksum(r, b) for r, b in zip(self.records, self.blocks, strict=True)]
-
-
-class Moved(msgspec.Struct, eq=False):
-    """What became of a run: checksums of the blocks, or why they were not moved."""
-
-    run: Run
-    sums: list[int]
-    error: Exception | None = None
 
 
 class Threads(Protocol):
@@ -75,6 +67,10 @@ class Threads(Protocol):
 
     def start(self, run: Run) -> None:
         """Move a run on a thread; ended() of its tier gets the result."""
+        ...
+
+    def lanes(self, *, store: bool) -> int:
+        """Count the runs that are moved at one time."""
         ...
 
     def make_room(self, space: Space, count: int) -> bool:
@@ -104,7 +100,15 @@ class NvmeTier:
         self._queued: set[BlockKey] = set()  # keys of these
         self._open = 0
         self._results: list[JobResult] = []
+        self._unreadable: Counter[BlockKey] = Counter()  # failed reads, of those that had any
         self._closed = False
+
+    def use(self, space: Space) -> None:
+        """Go on with other records: the directory was read anew, and no block is being moved."""
+        if not self._closed:
+            self.space.attached -= 1
+            space.attached += 1
+        self.space = space
 
     def lookup(self, key: BlockKey) -> LookupResult:
         """HIT when the block can be read, PENDING while it is written."""
@@ -235,7 +239,8 @@ class NvmeTier:
 
     def _start_runs(self, work: Work, blocks: list[tuple[int, Record]]) -> None:
         """Move blocks, in runs of neighbours as long as they may be, several at a time."""
-        longest = max(1, min(RUN_BLOCKS_MAX, RUN_BYTES_MAX // self.space.slot_bytes))
+        store = work.job.kind is JobKind.STORE
+        longest = self._run_blocks(len(blocks), self._disk.lanes(store=store))
         blocks.sort(key=lambda pair: pair[1].slot)
         runs: list[list[tuple[int, Record]]] = []
         for pair in blocks:
@@ -249,6 +254,7 @@ class NvmeTier:
             work.runs += 1
             self._disk.start(
                 Run(
+                    store=store,
                     tier=self,
                     work=work,
                     file=self.space.extents[place >> 32],
@@ -259,7 +265,13 @@ class NvmeTier:
                 )
             )
 
-    def ended(self, moved: Moved) -> None:
+    def _run_blocks(self, count: int, lanes: int) -> int:
+        """Blocks of one run: few enough for every lane to get one, as long as that pays."""
+        size = self.space.slot_bytes
+        most = min(RUN_BLOCKS_MAX, RUN_BYTES_MAX // size)
+        return max(1, min(most, max(-(-count // lanes), RUN_BYTES_MIN // size)))
+
+    def ended(self, moved: Moved[Run]) -> None:
         """Take the result of a run."""
         run, work = moved.run, moved.run.work
         work.runs -= 1
@@ -273,7 +285,9 @@ class NvmeTier:
                 work.ok[number] = record.state is State.READY
             else:
                 work.ok[number] = moved.error is None and found == record.checksum
-                if moved.error is None and found != record.checksum:
+                if moved.error is not None:
+                    self._unread(record)
+                elif found != record.checksum:
                     work.error = BlockCorrupt(f"{run.file.path.name}: checksum")
                     if record.state is State.READY:
                         self.space.drop(record, "damaged")
@@ -281,14 +295,22 @@ class NvmeTier:
         run.blocks.clear()
         self._end(work)
 
+    def _unread(self, record: Record) -> None:
+        """Give up a block that cannot be read again and again, while others can."""
+        if not self._disk.online:
+            return  # not its fault
+        self._unreadable[record.key] += 1
+        if self._unreadable[record.key] >= BLOCK_ERRORS_MAX:
+            del self._unreadable[record.key]
+            if record.state is State.READY:
+                self.space.drop(record, "unreadable")
+
     def _end(self, work: Work) -> None:
         """Report a job once nothing of it is left to do."""
         if work.runs or work.next < len(work.job.keys):
             return
         job = work.job
         done = next((n for n, ok in enumerate(work.ok) if not ok), len(work.ok))
-        if job.kind is JobKind.STORE and work.error is None:
-            done = len(job.keys)  # what has no parent here is not wanted, and counted
         work.next = len(job.keys) + 1
         self._open -= 1
         self._results.append(JobResult(job.job_id, done, work.error))

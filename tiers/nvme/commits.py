@@ -1,0 +1,100 @@
+"""Grouped durability: what was written and what has left becomes durable together.
+
+A change waits for the window at most, and for the commit under way when the window ends; then it
+is part of the next one. A hurried commit does not wait for the window: slots come back with it.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+from kvstore.errors import TierError
+from tiers.nvme.index import Record
+from tiers.nvme.journal import Commit
+from tiers.nvme.shared import Shared
+from tiers.nvme.space import Space
+
+log = logging.getLogger(__name__)
+
+Batch = tuple[Space, list[Record], list[Record]]
+NEVER = float("inf")
+
+
+class Commits:
+    """One commit at a time, on the keeper's thread."""
+
+    def __init__(self, shared: Shared) -> None:
+        """Nothing is under way."""
+        self._shared = shared
+        self._window_s = shared.settings.durability_ns / 1e9
+        self._since_s = NEVER  # the oldest change that is in no commit
+        self._hurry = False
+        self.under_way = False
+
+    def hurry(self) -> None:
+        """Do not wait for the window."""
+        self._hurry = True
+
+    @property
+    def pending(self) -> bool:
+        """Tell whether there is anything that is in no commit."""
+        moved = any(space.to_put or space.to_delete for space in self._shared.spaces)
+        return moved or bool(self._shared.opening.strays)
+
+    @property
+    def due_at_s(self) -> float:
+        """When the next commit is to begin."""
+        return NEVER if self.under_way else self._since_s + self._window_s
+
+    def step(self, now_s: float) -> None:
+        """Begin a commit if it is time."""
+        if not self.pending:
+            self._since_s, self._hurry = NEVER, False
+            return
+        self._since_s = min(self._since_s, now_s)
+        if self.under_way or not self._shared.health.writable or self._shared.opening.loading:
+            return
+        if self._hurry or now_s >= self._since_s + self._window_s:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._since_s, self._hurry, self.under_way = NEVER, False, True
+        opening = self._shared.opening
+        batches = [(s, s.take_puts(), s.take_deletes()) for s in self._shared.spaces]
+        strays, opening.strays = opening.strays, []
+        files = {s.extents[r.slot >> 32] for s, puts, _ in batches for r in puts}
+        changes = Commit(
+            deletes=[*strays, *(s.journal_key(r) for s, _, gone in batches for r in gone)],
+            puts=[(s.journal_key(r), s.value(r)) for s, puts, _ in batches for r in puts],
+        )
+
+        def work() -> None:
+            for file in files:
+                file.sync()
+            commit(self._shared, changes)
+
+        self._shared.keeper.submit(work, partial(self._ended, batches, strays))
+
+    def _ended(
+        self, batches: list[Batch], strays: list[bytes], error: Exception | None, now_s: float
+    ) -> None:
+        self.under_way = False
+        for space, puts, deletes in batches:
+            space.committed(puts, deletes, ok=error is None)
+        if error is not None:
+            self._shared.opening.strays += strays
+            self._shared.health.write_failed("a commit", error, now_s)
+
+
+def commit(shared: Shared, changes: Commit) -> None:
+    """On the keeper's thread: commit, and know the index again after that.
+
+    A commit that failed may be on the disk or not.
+    """
+    try:
+        shared.opening.journal.commit(changes)
+    except TierError:
+        shared.volume.forget_index()
+        raise
+    shared.volume.remember_index()

@@ -1,0 +1,28 @@
+"""What the parts of a disk have in common."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvstore.config import NvmeConfig
+from tiers.nvme.chores import Keeper
+from tiers.nvme.health import Health
+from tiers.nvme.opening import Opening
+from tiers.nvme.space import Space
+from tiers.nvme.volume import Volume
+
+
+class Shared(msgspec.Struct, eq=False):
+    """A disk's settings, its directory, what is in it, how it is, and the thread that keeps it."""
+
+    settings: NvmeConfig
+    capacity_bytes: int
+    volume: Volume
+    opening: Opening  # another one after a return to a directory that is not as it was left
+    health: Health
+    keeper: Keeper
+
+    @property
+    def spaces(self) -> list[Space]:
+        """List the namespaces that have been seen."""
+        return list(self.opening.spaces.values())
