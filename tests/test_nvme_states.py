@@ -21,7 +21,7 @@ from kvstore.types import LookupResult
 from tests.live import LiveStore, eventually
 from tests.nvme_blocks import MIB, WAIT_S, Shelf, disk_bytes, key, settings_for, shelf
 from tiers.nvme import NvmeDisk, disk, health, watch
-from tiers.nvme.journal import Journal
+from tiers.nvme.journal import Commit, Journal
 from tiers.nvme.recovery import Phase
 from tiers.nvme.volume import Look, Volume
 
@@ -255,6 +255,95 @@ def test_a_commit_that_fails_makes_it_read_only_and_is_made_up_for(
         found.settle()
     with shelf(settings) as after:
         assert all(whole(after, chain, 5) for chain in (1, 2, 3))
+
+
+def test_after_a_commit_that_failed_the_index_is_opened_anew(
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMDB refuses all commits once it could not write its head."""
+    real, broken = Journal.commit, set()
+
+    def commit(journal: Journal, changes: Commit) -> None:
+        if id(journal) in broken:
+            raise TierIOError("MDB_PANIC")
+        real(journal, changes)
+
+    with shelf(settings) as found:
+        found.put(1, 0, 5)
+        found.settle()
+        monkeypatch.setattr(Journal, "commit", commit)
+        broken.add(id(found.disk._shared.opening.journal))
+        found.put(2, 0, 5)
+        wait_for(found, "read_only")
+        found.settle()
+        assert found.put(3, 0, 5).done == 5
+        found.settle()
+    with shelf(settings) as after:
+        assert all(whole(after, chain, 5) for chain in (1, 2, 3))
+
+
+def test_an_index_that_may_have_a_commit_that_failed_is_read_anew(
+    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Journal.commit
+
+    def land_and_fail(journal: Journal, changes: Commit) -> None:
+        real(journal, changes)
+        raise TierIOError("for the test")
+
+    with shelf(settings) as found:
+        found.put(1, 0, 5)
+        found.settle()
+        with monkeypatch.context() as patched:
+            patched.setattr(Journal, "commit", land_and_fail)
+            found.put(2, 0, 5)
+            wait_for(found, "read_only")
+            folder.rename(folder.with_name("elsewhere"))
+            away(found)
+        before = found.tier.space
+        folder.with_name("elsewhere").rename(folder)
+        wait_for(found, "ok")
+        assert found.tier.space is not before
+        assert whole(found, 1, 5)
+        assert whole(found, 2, 5)
+
+
+def test_an_extent_whose_removal_fails_still_counts_and_goes_later(
+    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with shelf(settings) as found:
+        for chain in range(40):
+            found.put(chain, 0, 30)
+        found.settle()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "unlink", _raise_eio)
+            found.disk.resize(6 * MIB)
+            wait_for(found, "read_only")
+            assert found.disk.used_bytes > 6 * MIB
+        wait(found, lambda: found.disk.used_bytes <= 6 * MIB)
+        assert disk_bytes(folder) <= 6 * MIB
+        assert found.disk._room.stuck == []
+        found.settle()
+    known = {path.name for path in folder.glob("*.extent")}
+    with shelf(settings_for(folder, 6 * MIB)) as after:
+        assert {path.name for path in folder.glob("*.extent")} == known
+        assert after.keys()
+
+
+def test_an_extent_that_the_index_does_not_know_leaves_no_file(
+    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise TierIOError("no commit today")
+
+    with shelf(settings) as found:
+        with monkeypatch.context() as patched:
+            patched.setattr(Journal, "commit", fail)
+            assert found.put(1, 0, 5).done == 0
+            assert found.disk.state == "read_only"
+            assert not list(folder.glob("*.extent"))
+        wait_for(found, "ok")
+        assert found.put(1, 0, 5).done == 5
 
 
 def test_lost_permissions_turn_it_off(
