@@ -194,13 +194,15 @@ class StoreClient:
 
     # Asking
 
-    def ask(self, hashes: bytes, width: int, scope: bytes) -> int | None:
-        """Queue a lookup; None while not attached."""
+    def ask(
+        self, hashes: bytes, width: int, scope: bytes, *, memory_only: bool = False
+    ) -> int | None:
+        """Queue a lookup; None while not attached. memory_only: leave lower tiers out."""
         if not self.session:
             return None
         number = self._next_ask
         self._next_ask += 1
-        self._lookups.append(p.Lookup(number, hashes, width, scope))
+        self._lookups.append(p.Lookup(number, hashes, width, scope, memory_only))
         self._asked_ns[number] = self._clock()
         return number
 

@@ -84,14 +84,19 @@ class SchedulerHalf:
         self._ask(tracked)
 
     def _ask(self, tracked: Tracked) -> None:
-        """Ask about all full blocks; the last may be of no use, but need not be stored again."""
+        """Ask about all full blocks; the last may be of no use, but need not be stored again.
+
+        After a load that failed only about what is in memory: nobody waits for a disk twice.
+        """
         if self._servable(tracked.request) == 0:
             return
         every = self._geometry.block_tokens // self._geometry.hash_tokens
         hashes = tracked.request.block_hashes
         blocks = len(hashes) // every
         wanted = [hashes[index] for index in range(every - 1, blocks * every, every)]
-        tracked.ask = self._client.ask(b"".join(wanted), len(wanted[0]), self._scope)
+        tracked.ask = self._client.ask(
+            b"".join(wanted), len(wanted[0]), self._scope, memory_only=tracked.failures > 0
+        )
         if tracked.ask is not None:
             tracked.phase, tracked.asked_blocks = Phase.ASKED, blocks
 

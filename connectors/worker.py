@@ -1,8 +1,9 @@
 """The worker half: copies engine blocks to and from slots, and tells the store itself.
 
-Threads: the engine's step thread submits and collects; one copies, in order; one talks to the
-store (memory handed over, session ended). Only memory is touched here, never a disk, so a copy
-always ends.
+Threads: the engine's step thread submits and collects; one copies; one talks to the store (memory
+handed over, session ended). Only memory is touched here, never a disk. A load whose slots are
+still being filled from a lower tier is taken up again and again, other copies in between, and
+fails when that takes too long: so every copy ends, and nobody waits for another's.
 
 A session that has ended stops all work that was planned under it: jobs carry the session's
 number, and one of another session copies nothing. The socket is closed only after the last copy,
@@ -14,15 +15,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import msgspec
 
 from connectors.jobs import LoadJob, StepMeta, StoreJob, pieces
-from connectors.link import Link, LinkLost, attach
+from connectors.link import Link, LinkLost, attach, monotonic_ns
+from connectors.loads import Load
 from kvstore import protocol as p
 from kvstore.errors import KVStoreError, TierError
-from kvstore.layout import RankGeometry
+from kvstore.layout import Move, RankGeometry
 from tiers.copier import HostCopier, LayerCache, MappedExtent, SlotMap
 from tiers.runner import Runner
 
@@ -73,6 +76,8 @@ class WorkerHalf:
         self._session = 0
         self._copier: HostCopier | None = None
         self._slots = SlotMap()
+        self._wait_ns = 0
+        self._loads: dict[str, Load] = {}  # the copy thread's, begun and not over
         self._stores_over: set[int] = set()
         self._stores_open: set[int] = set()
         self._loads_open: set[str] = set()
@@ -153,13 +158,20 @@ class WorkerHalf:
 
     # The copy thread
 
-    def _copy(self, job: StoreJob | LoadJob) -> Outcome:
-        try:
-            return self._store(job) if isinstance(job, StoreJob) else self._load(job)
-        finally:
-            if isinstance(job, StoreJob):
+    def _copy(self, job: StoreJob | LoadJob) -> Outcome | None:
+        if isinstance(job, StoreJob):
+            try:
+                return self._store(job)
+            finally:
                 self._stores_open.discard(job.job_id)
-            else:
+        over = True
+        try:
+            outcome = self._load(job)
+            over = outcome is not None
+            return outcome
+        finally:
+            if over:
+                self._loads.pop(job.request_id, None)
                 self._loads_open.discard(job.request_id)
 
     def _store(self, job: StoreJob) -> Outcome:
@@ -176,27 +188,33 @@ class WorkerHalf:
         self._tell(link, p.Stored(p.u32(job.store.slots), job.keys, job.parents, ok, seconds))
         return Outcome(ok=ok, store_job=job.job_id, copied_bytes=copied)
 
-    def _load(self, job: LoadJob) -> Outcome:
-        link, copier, started = self._link, self._copier, time.perf_counter()
+    def _load(self, job: LoadJob) -> Outcome | None:
+        """Copy what is ready; None while slots are still being filled."""
+        link, copier, now_ns = self._link, self._copier, monotonic_ns()
+        load, started = self._loads.get(job.request_id), time.perf_counter()
         if job.session != self._session or link is None or copier is None:
-            return Outcome(ok=False, request_id=job.request_id)
-        damaged: list[int] = []
+            copied = 0 if load is None else load.copied_bytes
+            return Outcome(ok=False, request_id=job.request_id, copied_bytes=copied)
+        ok, damaged = False, list(job.store.slots)
         try:
-            moves = pieces(job.engine, job.store, self._blocks_per_chunk)
-            copied = copier.copy(moves, self._slots, store=False)
-            damaged = [
-                slot
-                for slot, generation in zip(job.store.slots, job.generations, strict=True)
-                if self._slots.generation(slot) != generation
-            ]
+            if load is None:
+                load = Load(job, self._blocks_per_chunk, now_ns + self._wait_ns)
+                self._loads[job.request_id] = load
+            over = load.advance(partial(self._fill, copier), self._slots.generations, now_ns)
+            load.seconds += time.perf_counter() - started
+            if not over:
+                return None
+            ok, damaged = load.ok, load.damaged
         except (TierError, ValueError) as exc:
             log.error("load for %s failed: %s", job.request_id, exc)
-            copied, damaged = 0, list(job.store.slots)
         if damaged:
-            log.warning("load for %s: %d slots were reused", job.request_id, len(damaged))
-        seconds = time.perf_counter() - started
+            log.warning("load for %s: %d slots hold something else", job.request_id, len(damaged))
+        copied, seconds = (0, 0.0) if load is None else (load.copied_bytes, load.seconds)
         self._tell(link, p.Loaded(job.lease, copied, seconds, p.u32(damaged)))
-        return Outcome(ok=not damaged, request_id=job.request_id, copied_bytes=copied)
+        return Outcome(ok=ok, request_id=job.request_id, copied_bytes=copied)
+
+    def _fill(self, copier: HostCopier, moves: Sequence[Move]) -> int:
+        return copier.copy(moves, self._slots, store=False)
 
     def _tell(self, link: Link, message: p.Message) -> None:
         try:
@@ -227,6 +245,7 @@ class WorkerHalf:
             if welcome.layout is None:
                 raise TierError("the store's welcome has no layout")
             self._copier = HostCopier(self._caches, welcome.layout)
+            self._wait_ns = welcome.wait_ms * 1_000_000
             self._link, self._session = link, welcome.session
             while not self._stop.is_set() and self._handle(link, link.receive(_READ_S)):
                 pass

@@ -92,8 +92,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         asks again.
     leased (bytes, or percent of the capacity): most that is pinned at one time for such
         requests of one engine. Default "25%": a long queue cannot pin the whole cache.
-    defer (duration): how long an answer may wait for blocks that are still being written or
-        promoted; then the request goes on with what is ready. Default "100ms": about what
+    defer (duration): how long an answer may wait for blocks that are still being written;
+        then the request goes on with what is ready. Default "100ms": about what
         computing a few hundred tokens costs. "0s" never waits.
     promote (duration): how long an answer may wait for blocks that are read from lower tiers;
         then the request goes on with what has arrived. Default "2s": some gigabytes of a disk,

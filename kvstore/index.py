@@ -4,7 +4,8 @@ A block of a full-attention group hangs below its parent, and the set of present
 closed under "parent of": a block enters READY only below a READY parent, and leaves only
 without children. So the present part of a request's chain is a prefix, and a binary search
 finds its end. Blocks of sliding-window and state groups have no parent here: what they are
-good for does not depend on what lies before them.
+good for does not depend on what lies before them. A COMING block enters below a READY or COMING
+one and becomes READY below a READY one: both sets are closed.
 
 Closure is a speed-up and never a safety argument. Dropping a damaged block may leave a hole;
 whoever plans a load verifies every block of the chain, so a hole costs hits, never bytes.
@@ -19,9 +20,10 @@ from kvstore.types import BlockKey, LookupResult, Slot
 
 
 class State(enum.Enum):
-    """WRITING -> READY -> DROPPED, or WRITING -> DROPPED; absent is not being in the index."""
+    """WRITING or COMING -> READY -> DROPPED, or -> DROPPED; absent is not being in the index."""
 
     WRITING = "writing"
+    COMING = "coming"  # being read from a lower tier: a lease may name what is not there yet
     READY = "ready"
     DROPPED = "dropped"  # out of the index; its slot is freed with its last pin
 
@@ -63,11 +65,13 @@ class Index:
         """Return the entry, ready or being written."""
         return self._entries.get(key)
 
-    def probe(self, key: BlockKey) -> LookupResult:
-        """Say what is known about one key."""
+    def probe(self, key: BlockKey, *, coming: bool = True) -> LookupResult:
+        """Say what is known about one key; coming: what is on its way up counts as here."""
         entry = self._entries.get(key)
         if entry is None:
             return LookupResult.MISS
+        if entry.state is State.COMING:
+            return LookupResult.HIT if coming else LookupResult.MISS
         return LookupResult.HIT if entry.state is State.READY else LookupResult.PENDING
 
     def insert(self, entry: Entry) -> None:
@@ -99,37 +103,38 @@ class Index:
             if parent.children == 0 and parent.state is State.DROPPED:
                 self.holes -= 1
 
-    def ready_prefix(self, key_at: Callable[[int], BlockKey], limit: int) -> int:
-        """Find the end of the ready chain in O(log limit) probes; O(limit) while there are holes.
+    def prefix(self, key_at: Callable[[int], BlockKey], limit: int, *, coming: bool = True) -> int:
+        """Find the end of the chain that is here: O(log limit) probes, O(limit) while holes exist.
 
-        key_at(i): key of block i of one full-attention chain.
+        key_at(i): key of block i of one full-attention chain. coming: see probe.
         """
-        entries = self._entries
+        entries, also = self._entries, State.COMING if coming else State.READY
         if self.holes:
             for index in range(limit):
                 entry = entries.get(key_at(index))
-                if entry is None or entry.state is not State.READY:
+                if entry is None or (entry.state is not State.READY and entry.state is not also):
                     return index
             return limit
         low, high = 0, limit
         while low < high:
             middle = (low + high) // 2
             entry = entries.get(key_at(middle))
-            if entry is not None and entry.state is State.READY:
+            if entry is not None and (entry.state is State.READY or entry.state is also):
                 low = middle + 1
             else:
                 high = middle
         return low
 
-    def ready_run(self, keys: Sequence[BlockKey]) -> list[Entry]:
-        """Return the entries of one chain's leading keys up to the first that is not ready.
+    def run(self, keys: Sequence[BlockKey], *, coming: bool = True) -> list[Entry]:
+        """Return the entries of one chain's leading keys up to the first that is not here.
 
         Blocks that were cut off by a drop hang below the new copy of their parent from now on.
         """
         found: list[Entry] = []
+        also = State.COMING if coming else State.READY
         for key in keys:
             entry = self._entries.get(key)
-            if entry is None or entry.state is not State.READY:
+            if entry is None or (entry.state is not State.READY and entry.state is not also):
                 break
             if self.holes and found:
                 self.relink(entry, found[-1])

@@ -11,6 +11,13 @@ GRANTED slots are credits: an engine writes into them without asking again, and 
 the key when the copy is done. A slot's generation grows on FREE -> GRANTED, so whoever read a
 slot after its lease can tell.
 
+    GRANTED --begin_promotion--> COMING --complete_promotion(ok), generation + 1--> READY
+                                    +----not ok, orphan: generation + 2, free at 0 pins
+
+A slot that is being filled from a lower tier can be leased before it is ready. The lease names
+the generation that the slot will have then: a reader that finds one less waits, and one that
+finds any other gives up.
+
 Pure: no clock, thread, file or socket. Time comes in as now_ns, on one thread.
 """
 
@@ -48,6 +55,9 @@ class Chain:
         """Name block `index` in one group."""
         start = index * self._width
         return BlockKey(self._packed[start : start + self._width] + self._suffixes[group])
+
+
+_HERE = (State.READY, State.COMING)
 
 
 class StoreOutcome(enum.Enum):
@@ -141,7 +151,7 @@ class Manager:
                 self._forget(victim, "capacity")
                 continue
             slot = self._free.pop()
-            self._generations[slot] = (self._generations[slot] + 1) & 0xFFFFFFFF
+            self._grow_generation(slot, 1)
             granted.append(slot)
         self._granted.update(granted)
         return granted
@@ -200,8 +210,8 @@ class Manager:
         entry = self.index.get(key)
         above = None if parent is None else self.index.get(parent)
         reachable = parent is None or (above is not None and above.state is State.READY)
-        if ok and entry is not None and entry.state is State.READY:
-            outcome = StoreOutcome.DUPLICATE
+        if ok and entry is not None and entry.state in _HERE:
+            outcome = StoreOutcome.DUPLICATE  # leases may name the slot that is coming
         elif ok and reachable:
             outcome = StoreOutcome.STORED
         else:
@@ -214,9 +224,8 @@ class Manager:
                 entry = Entry(key, above, slot)
                 self.index.insert(entry)
             self.index.relink(entry, above)
-            entry.slot, entry.state = slot, State.READY
-            self._policy.touch(entry)
-            self._changes.added.append(key)
+            entry.slot = slot
+            self._became_ready(entry)
             if slot in self._retiring:
                 self.drop(key, "resize")
         else:
@@ -231,35 +240,102 @@ class Manager:
             self.index.remove(entry)
             self._parent_freed(entry)
 
+    # Promoting: a lower tier fills a slot
+
+    def begin_promotion(self, key: BlockKey, parent: BlockKey | None, slot: Slot) -> bool:
+        """Note that a lower tier fills a granted slot; leases may name the block from now on.
+
+        False, and the slot stays granted, if it could not be reached: its parent has left, or the
+        key is here by now.
+        """
+        check(slot in self._granted, "a promotion into a slot that was not granted")
+        above = None if parent is None else self.index.get(parent)
+        reachable = parent is None or (above is not None and above.state in _HERE)
+        if not reachable or self.index.get(key) is not None:
+            return False
+        entry = Entry(key, above, slot)
+        entry.state = State.COMING
+        self.index.insert(entry)
+        self._writes[slot] = (key, parent)
+        return True
+
+    def complete_promotion(self, slot: Slot, *, ok: bool) -> StoreOutcome:
+        """End a promotion; whoever waits for the slot sees by its generation how it ended."""
+        key, _ = self._writes.pop(slot)
+        entry = self.index.get(key)
+        check(
+            entry is not None and entry.slot == slot and entry.state is State.COMING,
+            "a promotion ended whose block is not coming",
+        )
+        if entry is None:
+            return StoreOutcome.FAILED
+        self._granted.discard(slot)
+        above = entry.parent
+        reachable = above is None or above.state is State.READY
+        outcome = StoreOutcome.FAILED if not ok else StoreOutcome.ORPHAN
+        if ok and reachable:
+            outcome = StoreOutcome.STORED
+            self._became_ready(entry)
+            self._grow_generation(slot, 1)
+            if slot in self._retiring:
+                self.drop(key, "resize")
+        else:
+            self._grow_generation(slot, 2)
+            self.index.remove(entry)
+            if entry.pins == 0:
+                self._release_slot(slot)
+            else:
+                self._lingering.add(slot)
+            self._parent_freed(entry)
+        self.outcomes[outcome] += 1
+        return outcome
+
+    def _became_ready(self, entry: Entry) -> None:
+        entry.state = State.READY
+        self._policy.touch(entry)
+        self._changes.added.append(entry.key)
+
+    def _grow_generation(self, slot: Slot, by: int) -> None:
+        self._generations[slot] = (self._generations[slot] + by) & 0xFFFFFFFF
+
     # Looking up and loading
 
     def probe(self, key: BlockKey) -> LookupResult:
-        """Say what memory knows about one key."""
+        """Say what memory knows about one key; what is coming is a hit."""
         return self.index.probe(key)
 
     def lookup(
-        self, chain: Chain, limit: int, local: int = 0, below: Probe | None = None
+        self,
+        chain: Chain,
+        limit: int,
+        local: int = 0,
+        below: Probe | None = None,
+        *,
+        coming: bool = True,
     ) -> Answer:
         """Say how many leading blocks of a chain can be served; changes nothing.
 
         below(group, index): asked for what is not in memory, when there are lower tiers.
+        coming: what is on its way up counts as here.
         """
 
         def probe(group: int, index: int) -> LookupResult:
-            result = self.index.probe(chain.key(group, index))
+            result = self.index.probe(chain.key(group, index), coming=coming)
             if result is LookupResult.MISS and below is not None:
                 return below(group, index)
             return result
 
         def prefix(group: int, blocks: int) -> Answer:
-            ready = self.index.ready_prefix(partial(chain.key, group), blocks)
-            rest = prefix_hit(lambda g, index: probe(g, ready + index), group, blocks - ready)
-            return Answer(ready + rest.blocks, rest.pending)
+            here = self.index.prefix(partial(chain.key, group), blocks, coming=coming)
+            rest = prefix_hit(lambda g, index: probe(g, here + index), group, blocks - here)
+            return Answer(here + rest.blocks, rest.pending)
 
         return common_hit(self.rules, probe, min(limit, chain.blocks), local, prefix)
 
-    def prepare_load(self, chain: Chain, limit: int, owner: int, deadline_ns: int) -> Lease | None:
-        """Pin what is present of the first `limit` blocks; None if nothing is.
+    def prepare_load(
+        self, chain: Chain, limit: int, owner: int, deadline_ns: int, *, coming: bool = True
+    ) -> Lease | None:
+        """Pin what is present of the first `limit` blocks, or coming; None if nothing is.
 
         Groups that need the whole prefix are pinned as far as every one of them reaches, the
         others wherever a block of theirs is present in that range: which of these a request
@@ -270,8 +346,9 @@ class Manager:
         full = [group for group, rule in enumerate(self.rules) if rule.trailing is None]
         runs: dict[int, list[Entry]] = {}
         for group in full:
-            end = self.index.ready_prefix(partial(chain.key, group), limit)
-            runs[group] = self.index.ready_run([chain.key(group, i) for i in range(end)])
+            end = self.index.prefix(partial(chain.key, group), limit, coming=coming)
+            keys = [chain.key(group, i) for i in range(end)]
+            runs[group] = self.index.run(keys, coming=coming)
             limit = min(limit, len(runs[group]))
         if limit == 0:
             return None
@@ -281,13 +358,13 @@ class Manager:
             if group in runs:
                 found = enumerate(runs[group][:limit])
             else:
-                found = self._present(chain, group, limit)
+                found = self._present(chain, group, limit, coming=coming)
             indices, present = [], []
             for index, entry in found:
                 indices.append(index)
                 present.append(entry)
             slots = [entry.slot for entry in present]
-            hits.append(GroupHit(indices, slots, [self._generations[slot] for slot in slots]))
+            hits.append(GroupHit(indices, slots, [self._leased(entry) for entry in present]))
             entries.extend(present)
         if not entries:
             return None
@@ -296,11 +373,18 @@ class Manager:
         self.leases.add(lease)
         return lease
 
-    def _present(self, chain: Chain, group: int, limit: int) -> list[tuple[int, Entry]]:
+    def _leased(self, entry: Entry) -> int:
+        """Return the generation of an entry's slot once it can be read."""
+        return (self._generations[entry.slot] + (entry.state is State.COMING)) & 0xFFFFFFFF
+
+    def _present(
+        self, chain: Chain, group: int, limit: int, *, coming: bool
+    ) -> list[tuple[int, Entry]]:
         found = []
         for index in range(limit):
-            entry = self.index.get(chain.key(group, index))
-            if entry is not None and entry.state is State.READY:
+            key = chain.key(group, index)
+            entry = self.index.get(key)
+            if entry is not None and self.index.probe(key, coming=coming) is LookupResult.HIT:
                 found.append((index, entry))
         return found
 

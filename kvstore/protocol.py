@@ -56,13 +56,15 @@ class Hello(Message, frozen=True):
 class Lookup(Message, frozen=True):
     """Ask which leading blocks of a request are present; answered exactly once.
 
-    hashes: one hash of `width` bytes per block, first block first.
+    hashes: one hash of `width` bytes per block, first block first. memory_only: leave lower tiers
+    out, and what is coming from them.
     """
 
     ask: int
     hashes: bytes
     width: int
     scope: bytes = b""
+    memory_only: bool = False
 
 
 class Usage(Message, frozen=True):
@@ -125,11 +127,16 @@ class Query(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The connection is part of a session. layout: for workers, what to copy where."""
+    """The connection is part of a session.
+
+    layout: for workers, what to copy where. wait_ms: for workers, how long a load may wait for
+    slots that are coming.
+    """
 
     session: int
     namespace: str = ""
     layout: RankLayout | None = None
+    wait_ms: int = 0
 
 
 class Refused(Message, frozen=True):
@@ -171,7 +178,11 @@ class Active(Message, frozen=True):
 
 
 class Hit(Message, frozen=True):
-    """Present blocks of one group: u32 arrays of block indices, slots and generations."""
+    """Blocks of one group: u32 arrays of block indices, slots and generations.
+
+    A slot that is being filled from a lower tier has one generation less until it can be read,
+    and never gets the leased one if that fails.
+    """
 
     indices: bytes
     slots: bytes
@@ -181,7 +192,7 @@ class Hit(Message, frozen=True):
 class Granted(Message, frozen=True):
     """The answer to a lookup. lease 0: nothing is present. Valid for lease_ms from the asking.
 
-    sources: tiers by name -> how many of the blocks were read from there for this lookup.
+    sources: tiers by name -> how many of the blocks are being read from there.
     capped: the engine's leases are at their limit; ask again when some have ended.
     """
 

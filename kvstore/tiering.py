@@ -4,7 +4,10 @@ Cascade: every block that becomes ready is queued for each tier and copied there
 first, so that eviction never waits for a write. Only so much of memory is pinned by copies at one
 time, and the queue is bounded: what does not fit, or has left memory when its turn comes, is
 counted and not copied.
-Promote: blocks that only a lower tier has are read into granted slots and become ready there.
+Promote: blocks that only a lower tier has are read into granted slots, and can be leased at once:
+they are coming. Jobs are small, so that the first blocks can be used while the last are read, and
+end in any order; a block becomes ready only below a ready one, so a job that ended waits for the
+jobs that hold its blocks' parents.
 Every job ends in exactly one result, which unpins or releases all its slots.
 """
 
@@ -26,34 +29,29 @@ JOB_BLOCKS_MAX = 64
 _PINNED_PART = 4  # of the slots: a quarter
 
 
-class Promotion(msgspec.Struct, eq=False):
-    """Blocks on their way up for one lookup; done when no job is left.
-
-    Jobs end in any order, but a block becomes ready only below a ready one: they land in theirs.
-    """
-
-    jobs: deque[JobId] = msgspec.field(default_factory=deque)
-    ended: dict[JobId, tuple[_Open, int]] = {}  # with the blocks done
-    keys: dict[BlockKey, str] = {}
-
-    @property
-    def jobs_left(self) -> int:
-        """Count the jobs whose blocks have not landed."""
-        return len(self.jobs)
-
-
 class _Open(msgspec.Struct, eq=False):
     tier: Tier
     job: TransferJob
-    pinned: list[Entry] = []
-    promotion: Promotion | None = None
+    pinned: list[Entry] = []  # of a store
+    above: set[JobId] = set()  # of a load: those that bring its blocks' parents, not landed
+    below: list[_Open] = []  # those that wait for this one
+    done: int | None = None  # blocks that arrived whole, once it has ended
 
 
 class Tiering:
     """The lower tiers of one namespace and the jobs under way to and from them."""
 
-    def __init__(self, manager: Manager, tiers: Sequence[Tier], backlog_max: int = 64) -> None:
-        """tiers: fastest first. backlog_max: jobs of blocks that may wait for each tier."""
+    def __init__(
+        self,
+        manager: Manager,
+        tiers: Sequence[Tier],
+        backlog_max: int = 64,
+        load_blocks: int = JOB_BLOCKS_MAX,
+    ) -> None:
+        """tiers: fastest first. backlog_max: jobs of blocks that may wait for each tier.
+
+        load_blocks: of one job that reads.
+        """
         self.counts: Counter[tuple[str, str]] = Counter()  # (tier, event)
         self.tiers = tuple(tiers)
         self._manager = manager
@@ -62,7 +60,8 @@ class Tiering:
         self._storing: Counter[str] = Counter()  # blocks being copied to a tier
         self._open: dict[JobId, _Open] = {}
         self._under_way: Counter[str] = Counter()
-        self._promoting: dict[BlockKey, Promotion] = {}
+        self._load_blocks = load_blocks
+        self._coming: dict[BlockKey, _Open] = {}
         self._next_job = 1
 
     @property
@@ -121,8 +120,6 @@ class Tiering:
 
     def where(self, key: BlockKey) -> tuple[LookupResult, Tier | None]:
         """Find the first tier that has a block, or may have it."""
-        if key in self._promoting:
-            return LookupResult.PENDING, None
         for tier in self.tiers:
             result = tier.lookup(key)
             if result is not LookupResult.MISS:
@@ -137,12 +134,16 @@ class Tiering:
                 for tier in self.tiers:
                     tier.touch(chain.key(group, index))
 
-    def promote(self, chain: Chain, blocks: int) -> Promotion:
-        """Read what the first `blocks` blocks lack in memory; blocks already coming are joined.
+    def source(self, key: BlockKey) -> str | None:
+        """Name the tier that a block is coming from; None if it is not."""
+        work = self._coming.get(key)
+        return None if work is None else work.tier.name
+
+    def promote(self, chain: Chain, blocks: int) -> None:
+        """Start reading what the first `blocks` blocks lack in memory.
 
         Slots are granted as far as they go; what finds none stays where it is.
         """
-        promotion = Promotion()
         wanted: dict[Tier, list[tuple[BlockKey, BlockKey | None]]] = {}
         for group, rule in enumerate(self._manager.rules):
             first = 0 if rule.trailing is None else max(0, blocks - rule.trailing)
@@ -157,26 +158,34 @@ class Tiering:
                 above = chain.key(group, index - 1) if rule.trailing is None and index else None
                 wanted.setdefault(tier, []).append((key, above))
         for tier, pairs in wanted.items():
-            self._load(tier, pairs, promotion)
-        return promotion
+            self._load(tier, pairs)
 
-    def _load(
-        self,
-        tier: Tier,
-        pairs: Sequence[tuple[BlockKey, BlockKey | None]],
-        promotion: Promotion,
-    ) -> None:
+    def _load(self, tier: Tier, pairs: Sequence[tuple[BlockKey, BlockKey | None]]) -> None:
         slots = self._manager.prepare_store(len(pairs))
         moves: list[tuple[BlockKey, Slot]] = []
+        parents: list[BlockKey | None] = []
         for (key, above), slot in zip(pairs, slots, strict=False):
-            self._manager.begin_store(key, above, slot)
-            self._promoting[key] = promotion
-            promotion.keys[key] = tier.name
-            moves.append((key, slot))
-        for first in range(0, len(moves), JOB_BLOCKS_MAX):  # the leading ones are of use sooner
-            job = self._job(JobKind.LOAD, moves[first : first + JOB_BLOCKS_MAX])
-            promotion.jobs.append(job.job_id)
-            self._submit(_Open(tier, job, [], promotion))
+            if self._manager.begin_promotion(key, above, slot):
+                moves.append((key, slot))
+                parents.append(above)
+            else:
+                self._manager.give_back([slot])
+        jobs = []
+        for first in range(0, len(moves), self._load_blocks):
+            end = first + self._load_blocks
+            work = _Open(tier, self._job(JobKind.LOAD, moves[first:end], parents[first:end]))
+            for position, key in enumerate(work.job.keys):
+                self._await_parent(work, work.job.parent(position))
+                self._coming[key] = work
+            jobs.append(work)
+        for work in jobs:
+            self._submit(work)
+
+    def _await_parent(self, work: _Open, parent: BlockKey | None) -> None:
+        bringer = None if parent is None else self._coming.get(parent)
+        if bringer is not None and bringer is not work and bringer.job.job_id not in work.above:
+            work.above.add(bringer.job.job_id)
+            bringer.below.append(work)
 
     def _job(
         self,
@@ -197,22 +206,18 @@ class Tiering:
         except TierError as exc:
             self._finish(JobResult(work.job.job_id, 0, exc))
 
-    def poll(self) -> list[Promotion]:
-        """Take finished jobs from all tiers; return the promotions that are done now."""
-        done = []
+    def poll(self) -> None:
+        """Take finished jobs from all tiers, and start the next ones."""
         for tier in self.tiers:
             for result in tier.poll():
-                promotion = self._finish(result)
-                if promotion is not None and promotion.jobs_left == 0:
-                    done.append(promotion)
+                self._finish(result)
             self._pump(tier)
-        return done
 
-    def _finish(self, result: JobResult) -> Promotion | None:
+    def _finish(self, result: JobResult) -> None:
         work = self._open.pop(result.job_id, None)
         check(work is not None, f"job {result.job_id} reported twice, or never submitted")
         if work is None:
-            return None
+            return
         name, job = work.tier.name, work.job
         self._under_way[name] -= 1
         self._storing[name] -= len(work.pinned)
@@ -225,20 +230,25 @@ class Tiering:
         if job.kind is JobKind.LOAD and isinstance(result.error, BlockCorrupt):
             self.counts[name, "corrupt"] += 1
             work.tier.discard(job.keys[result.done : result.done + 1])
-        promotion = work.promotion
-        if promotion is not None:
-            promotion.ended[job.job_id] = (work, result.done)
-            while promotion.jobs and promotion.jobs[0] in promotion.ended:
-                first, done = promotion.ended.pop(promotion.jobs.popleft())
-                self._land(first.tier.name, first.job, done)
-        return promotion
+        if job.kind is JobKind.LOAD:
+            work.done = result.done
+            self._land(work)
 
-    def _land(self, tier: str, job: TransferJob, done: int) -> None:
-        for position, (key, slot) in enumerate(zip(job.keys, job.slots, strict=True)):
-            self._promoting.pop(key, None)
-            outcome = self._manager.complete_store(slot, ok=position < done)
-            if outcome is StoreOutcome.ORPHAN:
-                self.counts[tier, "orphan"] += 1
+    def _land(self, ended: _Open) -> None:
+        """Make a job's blocks ready, and those of the jobs that waited for it alone."""
+        landing = [ended]
+        while landing:
+            work = landing.pop()
+            if work.done is None or work.above:
+                continue
+            for position, (key, slot) in enumerate(zip(work.job.keys, work.job.slots, strict=True)):
+                self._coming.pop(key, None)
+                outcome = self._manager.complete_promotion(slot, ok=position < work.done)
+                if outcome is StoreOutcome.ORPHAN:
+                    self.counts[work.tier.name, "orphan"] += 1
+            for below in work.below:
+                below.above.discard(work.job.job_id)
+            landing.extend(work.below)
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
         """Drop damaged blocks from every tier."""

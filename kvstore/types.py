@@ -68,8 +68,8 @@ class JobKind(enum.Enum):
 class TransferJob(msgspec.Struct, frozen=True):
     """Move keys[i] to or from slots[i]; the slots stay pinned until the result.
 
-    parents (of a store): keys of the blocks before them, None for a first block and where a
-    group has no chain. A tier that keeps only what can be reached goes by them. Empty: no chains.
+    parents: keys of the blocks before them, None for a first block and where a group has no
+    chain. A tier that keeps only what can be reached goes by them. Empty: no chains.
     """
 
     job_id: JobId

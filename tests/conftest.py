@@ -4,6 +4,11 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Other work beside the tests makes them slow, not wrong.
+settings.register_profile("kvstore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kvstore")
 
 from tests.faults import build
 

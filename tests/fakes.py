@@ -285,10 +285,10 @@ class Engine:
         """Send a batch; answers go out with the next tick."""
         self.town.say(self.scheduler, p.Step(**fields))
 
-    def ask(self, chain: Sequence[bytes]) -> int:
+    def ask(self, chain: Sequence[bytes], *, memory_only: bool = False) -> int:
         """Send a lookup and return its number."""
         self._asks += 1
-        lookup = p.Lookup(self._asks, b"".join(chain), len(chain[0]))
+        lookup = p.Lookup(self._asks, b"".join(chain), len(chain[0]), b"", memory_only)
         self.step(lookups=(lookup,))
         self.pump()
         return self._asks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -142,6 +143,13 @@ class LiveEngine:
                 return memory, (slot - extent.first) * extent.slot_bytes
         raise KeyError(slot)
 
+    def generation(self, slot: int) -> int:
+        for extent, memory in self._maps:
+            if extent.first <= slot < extent.first + extent.count:
+                at = extent.generations_offset + 4 * (slot - extent.first)
+                return int.from_bytes(memory[at : at + 4], sys.byteorder)
+        raise KeyError(slot)
+
     def content(self, block: bytes) -> bytes:
         return (block * (self._page_bytes // len(block) + 1))[: self._page_bytes]
 
@@ -157,9 +165,9 @@ class LiveEngine:
             keys = (make_key(block, 0),)
             self.worker.send(p.Stored(u32([slot]), keys, (parent,), ok=True, seconds=0.001))
 
-    def ask(self, chain: Sequence[bytes]) -> p.Granted:
+    def ask(self, chain: Sequence[bytes], *, memory_only: bool = False) -> p.Granted:
         self._asks += 1
-        lookup = p.Lookup(self._asks, b"".join(chain), len(chain[0]))
+        lookup = p.Lookup(self._asks, b"".join(chain), len(chain[0]), b"", memory_only)
         self.scheduler.send(p.Step((lookup,)))
         while True:
             answers = self.scheduler.take(p.Answers)
@@ -169,11 +177,13 @@ class LiveEngine:
                     return granted
 
     def read(self, granted: p.Granted) -> list[bytes]:
-        """Return the bytes of the blocks in an answer, and end its lease."""
+        """Return the bytes of the blocks in an answer once they are there, and end its lease."""
         found = []
-        for slot in from_u32(granted.hits[0].slots) if granted.lease else []:
-            memory, at = self._place(slot)
-            found.append(memory[at : at + self._page_bytes])
+        for hit in granted.hits[:1] if granted.lease else []:
+            for slot, leased in zip(from_u32(hit.slots), from_u32(hit.generations), strict=True):
+                eventually(lambda: self.generation(slot) == leased)  # noqa: B023 - asked at once
+                memory, at = self._place(slot)
+                found.append(memory[at : at + self._page_bytes])
         if granted.lease:
             self.worker.send(p.Loaded(granted.lease, len(found) * self._page_bytes, 0.001))
         return found

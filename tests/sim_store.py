@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from connectors.jobs import LoadJob, StepMeta, StoreJob, pieces
 from connectors.link import LinkLost
+from connectors.loads import Load
 from kvstore import protocol as p
 from kvstore.errors import KVStoreError, check
-from kvstore.layout import RankLayout
+from kvstore.layout import Move, RankLayout
 from kvstore.service.namespace import MemoryExtent
 from kvstore.service.store import Store
-from kvstore.tier import SlotMemory, Tier
-from kvstore.types import BlockKey, JobId, JobKind, JobResult, LookupResult, TransferJob
 from tests.sim_model import TOKEN_BYTES, Shape
 
 US = 1_000
@@ -273,7 +275,11 @@ class Worker:
         self._layout: RankLayout | None = None
         self._extents: dict[int, tuple[int, Extent]] = {}
         self._queue: deque[StoreJob | LoadJob] = deque()
-        self._copying: Iterator[None] | None = None
+        self._copying: Iterator[bool] | None = None
+        self._waiting: deque[Iterator[bool]] = deque()  # loads whose slots are being filled
+        self._wait_ns = 0
+        self.counts: Counter[str] = Counter()
+        self.meanwhile: Callable[[], None] = lambda: None  # in the middle of a load's copies
         self._ending = False
         self._outcomes: list[Outcome] = []
         self._over: set[int] = set()
@@ -320,49 +326,71 @@ class Worker:
 
     @property
     def busy(self) -> bool:
-        return self._copying is not None or bool(self._queue)
+        return self._copying is not None or bool(self._queue) or bool(self._waiting)
 
     def copy(self, moves: int) -> None:
-        """Copy up to this many engine blocks, in the order of the jobs."""
+        """Copy up to this many engine blocks; loads that wait for slots let others pass."""
         for _ in range(moves):
             if self._copying is None:
-                if not self._queue:
-                    return
-                self._copying = self._run(self._queue.popleft())
-            if next(self._copying, self) is self:
+                self._copying = self._take()
+            if self._copying is None:
+                return
+            goes_on = next(self._copying, None)
+            if goes_on is False:
+                self._waiting.append(self._copying)
+            if not goes_on:
                 self._copying = None
 
-    def _run(self, job: StoreJob | LoadJob) -> Iterator[None]:
+    def _take(self) -> Iterator[bool] | None:
+        if self._waiting and (not self._queue or self._rng.random() < 0.5):
+            return self._waiting.popleft()
+        if not self._queue:
+            return None
+        job = self._queue.popleft()
+        return self._store(job) if isinstance(job, StoreJob) else self._load(job)
+
+    def _store(self, job: StoreJob) -> Iterator[bool]:
+        """Yield True after each engine block."""
         wire = self.wire
-        store = isinstance(job, StoreJob)
-        damaged: list[int] = []
         ok = job.session == self._session and wire is not None
         if ok and wire is not None:
             for move in pieces(job.engine, job.store, self._per):
-                self._move(move.group, move.block_id, move.slot, move.part, store=store)
-                yield
-            if isinstance(job, LoadJob):
-                damaged = [
-                    slot
-                    for slot, generation in zip(job.store.slots, job.generations, strict=True)
-                    if self._generation(slot) != generation or self._rng.random() < self.errors
-                ]
-            self._tell(wire, job, damaged)
-        if isinstance(job, StoreJob):
-            self.stores_open.discard(job.job_id)
-            self._outcomes.append(Outcome(ok, store_job=job.job_id))
-        else:
-            self.loads_open.discard(job.request_id)
-            self._outcomes.append(Outcome(ok and not damaged, request_id=job.request_id))
+                self._move(move, store=True)
+                yield True
+            self._tell(wire, p.Stored(p.u32(job.store.slots), job.keys, job.parents, True, 1e-6))
+        self.stores_open.discard(job.job_id)
+        self._outcomes.append(Outcome(ok, store_job=job.job_id))
 
-    def _tell(self, wire: Wire, job: StoreJob | LoadJob, damaged: list[int]) -> None:
-        try:
-            if isinstance(job, StoreJob):
-                wire.send(p.Stored(p.u32(job.store.slots), job.keys, job.parents, True, 1e-6))
-            else:
-                wire.send(p.Loaded(job.lease, 1, 1e-6, p.u32(damaged)))
-        except LinkLost:
-            return
+    def _load(self, job: LoadJob) -> Iterator[bool]:
+        """Yield False while slots are still being filled."""
+        ok, load = False, None
+        while job.session == self._session and self.wire is not None:
+            if load is None:
+                load = Load(job, self._per, self._net.now + self._wait_ns)
+            if load.advance(self._fill, self._generations, self._net.now):
+                damaged = load.damaged or [s for s in job.store.slots if self._errs()]
+                ok = load.ok and not damaged
+                self.counts["late"] += load.late > 0
+                self._tell(self.wire, p.Loaded(job.lease, 1, 1e-6, p.u32(damaged)))
+                break
+            self.counts["waits"] += 1
+            yield False
+        self.loads_open.discard(job.request_id)
+        self._outcomes.append(Outcome(ok, request_id=job.request_id))
+
+    def _errs(self) -> bool:
+        return self._rng.random() < self.errors
+
+    def _fill(self, moves: Sequence[Move]) -> int:
+        for number, move in enumerate(moves):
+            if number and self._rng.random() < 0.1:
+                self.meanwhile()
+            self._move(move, store=False)
+        return len(moves)
+
+    def _tell(self, wire: Wire, message: p.Message) -> None:
+        with contextlib.suppress(LinkLost):
+            wire.send(message)
 
     def _extent(self, slot: int) -> tuple[int, Extent]:
         for first, extent in self._extents.values():
@@ -370,20 +398,20 @@ class Worker:
                 return slot - first, extent
         raise AssertionError(f"slot {slot} is not mapped here")
 
-    def _generation(self, slot: int) -> int:
-        position, extent = self._extent(slot)
-        return extent.generations[position]
+    def _generations(self, slots: NDArray[np.int64]) -> NDArray[np.uint32]:
+        places = [self._extent(int(slot)) for slot in slots]
+        return np.array([extent.generations[at] for at, extent in places], np.uint32)
 
-    def _move(self, group: int, block: int, slot: int, part: int, *, store: bool) -> None:
+    def _move(self, move: Move, *, store: bool) -> None:
         check(self._layout is not None, "a copy before the welcome")
         if self._layout is None:
             return
-        layout = self._layout.groups[group]
+        layout = self._layout.groups[move.group]
         run = layout.runs[0]
-        position, extent = self._extent(slot)
-        there = position * extent.slot_bytes + part * layout.stride + run.offset
-        here = block * self._shape.page_bytes
-        size = self._shape.group_tokens[group] * TOKEN_BYTES
+        position, extent = self._extent(move.slot)
+        there = position * extent.slot_bytes + move.part * layout.stride + run.offset
+        here = move.block_id * self._shape.page_bytes
+        size = self._shape.group_tokens[move.group] * TOKEN_BYTES
         check(run.length == size, "the layout's run is not a page")
         if store:
             extent.data[there : there + size] = self._memory[here : here + size]
@@ -402,7 +430,7 @@ class Worker:
             if taken is None:
                 return
             self.wire, self._session = taken[0], taken[1].session
-            self._layout = taken[1].layout
+            self._layout, self._wait_ns = taken[1].layout, taken[1].wait_ms * MS
         try:
             while not self._ending:
                 message = self.wire.pop()
@@ -426,49 +454,9 @@ class Worker:
         elif isinstance(message, p.Unmap):
             while self.busy:
                 self.copy(1)
+                self._net.now += MS // 10
+                self._net.pump()
             self._extents.pop(message.extent, None)
             wire.send(p.Unmapped(message.extent))
         elif isinstance(message, p.Detach):
             self._ending = True
-
-
-class SpoilingTier:
-    """Leaves rubbish in the slots of the blocks that a failed load does not report as done."""
-
-    def __init__(self, inner: Tier, memory: SlotMemory) -> None:
-        self.name = inner.name
-        self._inner = inner
-        self._memory = memory
-        self._loads: dict[JobId, TransferJob] = {}
-
-    def touch(self, key: BlockKey) -> None:
-        self._inner.touch(key)
-
-    def submit(self, job: TransferJob) -> None:
-        if job.kind is JobKind.LOAD:
-            self._loads[job.job_id] = job
-        self._inner.submit(job)
-
-    def poll(self) -> Sequence[JobResult]:
-        results = self._inner.poll()
-        for result in results:
-            job = self._loads.pop(result.job_id, None)
-            for slot in [] if job is None else job.slots[result.done :]:
-                view = self._memory.view(slot)
-                view[:] = b"\xbb" * len(view)
-        return results
-
-    def lookup(self, key: BlockKey) -> LookupResult:
-        return self._inner.lookup(key)
-
-    def discard(self, keys: Collection[BlockKey]) -> None:
-        self._inner.discard(keys)
-
-    def clear(self) -> None:
-        self._inner.clear()
-
-    def drain(self) -> None:
-        self._inner.drain()
-
-    def close(self) -> None:
-        self._inner.close()

@@ -56,14 +56,14 @@ def test_a_block_is_pending_while_written_and_a_hit_when_ready() -> None:
 def test_O2_the_binary_search_finds_what_a_scan_finds(ready: int, limit: int) -> None:
     index = Index()
     chain_of(index, ready)
-    assert index.ready_prefix(key, limit) == linear(index, key, limit) == min(ready, limit)
+    assert index.prefix(key, limit) == linear(index, key, limit) == min(ready, limit)
 
 
-def test_a_block_being_written_ends_the_ready_prefix() -> None:
+def test_a_block_being_written_ends_the_prefix() -> None:
     index = Index()
     entries = chain_of(index, 5)
     add(index, key(5), entries[-1], State.WRITING)
-    assert index.ready_prefix(key, 8) == 5
+    assert index.prefix(key, 8) == 5
 
 
 def test_the_search_asks_for_few_keys() -> None:
@@ -75,7 +75,7 @@ def test_the_search_asks_for_few_keys() -> None:
         asked.append(number)
         return key(number)
 
-    assert index.ready_prefix(key_at, 4000) == 1000
+    assert index.prefix(key_at, 4000) == 1000
     assert len(asked) <= math.log2(4000) + 1
 
 
@@ -84,7 +84,7 @@ def test_with_a_hole_the_search_is_a_scan_and_stops_at_the_hole() -> None:
     entries = chain_of(index, 9)
     index.remove(entries[4])
     assert index.holes == 1
-    assert index.ready_prefix(key, 9) == linear(index, key, 9) == 4
+    assert index.prefix(key, 9) == linear(index, key, 9) == 4
 
 
 def test_a_hole_is_gone_with_its_last_child() -> None:
@@ -111,7 +111,7 @@ def test_a_hole_heals_when_the_block_is_there_again_and_its_path_is_walked() -> 
     index.remove(entries[1])
     again = add(index, key(1), entries[0])
     assert (index.holes, again.children) == (1, 0)
-    assert index.ready_run(keys(4)) == [entries[0], again, entries[2], entries[3]]
+    assert index.run(keys(4)) == [entries[0], again, entries[2], entries[3]]
     assert (index.holes, again.children, entries[2].parent) == (0, 1, again)
     assert entries[1].children == 0
 
@@ -130,7 +130,7 @@ def test_ready_run_stops_at_what_is_not_ready() -> None:
     index = Index()
     entries = chain_of(index, 4)
     entries[2].state = State.WRITING
-    assert index.ready_run(keys(4)) == entries[:2]
+    assert index.run(keys(4)) == entries[:2]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -146,8 +146,8 @@ def test_the_search_agrees_with_a_scan_after_random_drops_and_stores(seed: int) 
         elif number == 0 or parent is not None:
             add(index, key(number), parent)
         if rng.random() < 0.1:
-            index.ready_run(keys(16))
-        assert index.ready_prefix(key, 16) == linear(index, key, 16)
+            index.run(keys(16))
+        assert index.prefix(key, 16) == linear(index, key, 16)
         cut_off = [
             entry
             for entry in index

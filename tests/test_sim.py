@@ -11,11 +11,11 @@ import pytest
 from tests.sim import World
 
 SEEDS = 200
-CHUNK = 20
+CHUNK = 40
 # What every chunk of seeds must have met, or its promises were not put to the test.
 MET = (
     *("loads", "loads_failed", "aborted_loading", "preempted", "resets", "store_declined"),
-    *("kill", "worker", "stall", "timed_out", "load_failed"),
+    *("kill", "worker", "stall", "timed_out", "load_failed", "waits", "late"),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvstore.errors import BlockCorrupt
-from kvstore.manager import Chain, Manager
+from kvstore.manager import Chain, Manager, StoreOutcome
 from kvstore.tiering import JOB_BLOCKS_MAX, Tiering
 from kvstore.types import (
     BlockKey,
@@ -70,11 +70,12 @@ class SlowTier:
 class Rig:
     """Memory with one chain and a slow tier below it."""
 
-    def __init__(self, slots: int, backlog: int = 256) -> None:
-        self.manager = Manager((GroupRule(None),), [0] * slots)
+    def __init__(self, slots: int, backlog: int = 256, load_blocks: int = JOB_BLOCKS_MAX) -> None:
+        self.generations = [0] * slots
+        self.manager = Manager((GroupRule(None),), self.generations)
         self.manager.add_slots([Slot(slot) for slot in range(slots)])
         self.tier = SlowTier()
-        self.tiering = Tiering(self.manager, [self.tier], backlog)
+        self.tiering = Tiering(self.manager, [self.tier], backlog, load_blocks)
 
     def chain(self, name: str, blocks: int) -> Chain:
         width = 32
@@ -89,6 +90,10 @@ class Rig:
             self.manager.begin_store(chain.key(0, index), above, slot)
             self.manager.complete_store(slot, ok=True)
         self.tiering.cascade(self.manager.take_changes().added)
+
+    def ready(self, chain: Chain) -> int:
+        """Count the leading blocks that can be read now."""
+        return self.manager.lookup(chain, chain.blocks, coming=False).blocks
 
     def keys(self, chain: Chain) -> list[BlockKey]:
         return [chain.key(0, index) for index in range(chain.blocks)]
@@ -169,28 +174,107 @@ def test_blocks_land_in_their_order_whichever_job_ends_first() -> None:
     rig = Rig(slots=200)
     chain = rig.chain("a", 2 * JOB_BLOCKS_MAX + 5)
     rig.tier.keys.update(rig.keys(chain))
-    promotion = rig.tiering.promote(chain, chain.blocks)
+    rig.tiering.promote(chain, chain.blocks)
     assert len(rig.tier.jobs) == 3
     for job in rig.tier.jobs[::-1]:
+        assert rig.ready(chain) == 0
         rig.tier.end(job)
-    assert rig.tiering.poll()[-1] is promotion
-    assert promotion.jobs_left == 0
-    assert rig.manager.lookup(chain, chain.blocks).blocks == chain.blocks
+        rig.tiering.poll()
+    assert rig.ready(chain) == chain.blocks
+
+
+def test_a_job_waits_for_the_one_that_brings_its_parents_for_another_request() -> None:
+    rig = Rig(slots=200)
+    chain = rig.chain("a", 2 * JOB_BLOCKS_MAX)
+    rig.tier.keys.update(rig.keys(chain))
+    rig.tiering.promote(chain, JOB_BLOCKS_MAX)
+    rig.tiering.promote(chain, chain.blocks)
+    first, second = rig.tier.jobs
+    rig.tier.end(second)
+    rig.tiering.poll()
+    assert rig.ready(chain) == 0
+    rig.tier.end(first)
+    rig.tiering.poll()
+    assert rig.ready(chain) == chain.blocks
 
 
 def test_a_damaged_block_cuts_what_comes_after_it() -> None:
     rig = Rig(slots=200)
     chain = rig.chain("a", 2 * JOB_BLOCKS_MAX)
     rig.tier.keys.update(rig.keys(chain))
-    promotion = rig.tiering.promote(chain, chain.blocks)
+    rig.tiering.promote(chain, chain.blocks)
     first, second = rig.tier.jobs
     rig.tier.end(second)
     rig.tier.end(first, done=10, corrupt=True)
     rig.tiering.poll()
-    assert promotion.jobs_left == 0
-    assert rig.manager.lookup(chain, chain.blocks).blocks == 10
+    assert rig.manager.lookup(chain, chain.blocks).blocks == rig.ready(chain) == 10
     assert chain.key(0, 10) not in rig.tier.keys
     assert rig.manager.slots_granted == 0
+    assert rig.tiering.counts["slow", "orphan"] == JOB_BLOCKS_MAX
+
+
+def test_what_is_coming_can_be_leased_and_is_named_by_its_source() -> None:
+    rig = Rig(slots=20)
+    chain = rig.chain("a", 5)
+    rig.tier.keys.update(rig.keys(chain))
+    rig.tiering.promote(chain, chain.blocks)
+    lease = rig.manager.prepare_load(chain, 5, owner=1, deadline_ns=1)
+    assert lease is not None
+    assert lease.groups[0].indices == list(range(5))
+    assert [rig.tiering.source(key) for key in rig.keys(chain)] == ["slow"] * 5
+    assert rig.manager.prepare_load(chain, 5, owner=1, deadline_ns=1, coming=False) is None
+    found = [rig.generations[slot] for slot in lease.groups[0].slots]
+    assert [leased - 1 for leased in lease.groups[0].generations] == found
+    rig.tier.end(rig.tier.jobs[0])
+    rig.tiering.poll()
+    found = [rig.generations[slot] for slot in lease.groups[0].slots]
+    assert found == lease.groups[0].generations
+    assert rig.tiering.source(chain.key(0, 0)) is None
+
+
+def test_a_slot_that_will_not_be_filled_says_so_and_rests_until_its_lease_ends() -> None:
+    rig = Rig(slots=5)
+    chain = rig.chain("a", 5)
+    rig.tier.keys.update(rig.keys(chain))
+    rig.tiering.promote(chain, chain.blocks)
+    lease = rig.manager.prepare_load(chain, 5, owner=1, deadline_ns=1)
+    assert lease is not None
+    rig.tier.end(rig.tier.jobs[0], done=2)
+    rig.tiering.poll()
+    found = [rig.generations[slot] for slot in lease.groups[0].slots]
+    wanted = lease.groups[0].generations
+    assert found == [*wanted[:2], *(generation + 1 for generation in wanted[2:])]
+    assert rig.manager.prepare_store(5) == [], "nothing is free while the lease lasts"
+    rig.manager.complete_load(lease.lease_id)
+    assert len(rig.manager.prepare_store(5)) == 5
+
+
+def test_an_engines_copy_does_not_take_the_place_of_a_leased_slot_that_is_coming() -> None:
+    rig = Rig(slots=5)
+    chain = rig.chain("a", 1)
+    rig.tier.keys.update(rig.keys(chain))
+    rig.tiering.promote(chain, 1)
+    lease = rig.manager.prepare_load(chain, 1, owner=1, deadline_ns=1)
+    assert lease is not None
+    (slot,) = rig.manager.prepare_store(1)
+    rig.manager.begin_store(chain.key(0, 0), None, slot)
+    assert rig.manager.complete_store(slot, ok=True) is StoreOutcome.DUPLICATE
+    rig.tier.end(rig.tier.jobs[0])
+    rig.tiering.poll()
+    entry = rig.manager.ready(chain.key(0, 0))
+    assert entry is not None
+    assert [entry.slot] == lease.groups[0].slots
+
+
+def test_jobs_that_read_are_small_enough_to_be_used_one_by_one() -> None:
+    rig = Rig(slots=40, load_blocks=4)
+    chain = rig.chain("a", 10)
+    rig.tier.keys.update(rig.keys(chain))
+    rig.tiering.promote(chain, 10)
+    assert [len(job.keys) for job in rig.tier.jobs] == [4, 4, 2]
+    rig.tier.end(rig.tier.jobs[0])
+    rig.tiering.poll()
+    assert rig.ready(chain) == 4
 
 
 def test_what_memory_serves_is_touched_below() -> None:

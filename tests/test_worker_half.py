@@ -4,182 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from connectors.client import Grant, StoreClient
 from connectors.jobs import EngineSpec, LoadJob, StepMeta, StoreJob, StoreSpec
-from connectors.link import Attacher, monotonic_ns
 from connectors.worker import WorkerHalf
-from kvstore import protocol as p
 from kvstore.config import Config, parse
-from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
-from kvstore.types import GroupRule, make_key
+from kvstore.types import make_key
 from tests.live import LiveStore, eventually
 from tests.script import hashes
-from tiers.copier import HostCopier, LayerCache
-
-LAYERS, HEADS, HEAD_BYTES = 3, 2, 512
-BLOCKS = 24
-POISON = 0xEE
-
-
-def truth(block: int, layer: int) -> torch.Tensor:
-    """What an engine block holds in one layer, [heads, bytes]."""
-    made = torch.Generator().manual_seed(100 * block + layer)
-    return torch.randint(0, 256, (HEADS, HEAD_BYTES), dtype=torch.uint8, generator=made)
-
-
-def heard(client: StoreClient) -> bool:
-    """Take in what the store says; True, so that a condition can follow."""
-    client.receive()
-    return True
-
-
-class Rank:
-    """One rank: its KV tensors, layer after layer, with `pad` bytes after each page."""
-
-    def __init__(self, engine: str, rank: int, world: int, per: int, pad: int, path: str) -> None:
-        heads = HEADS // world
-        self.heads = slice(rank * heads, (rank + 1) * heads)
-        self.page = heads * HEAD_BYTES
-        self.stride = (self.page + pad) * LAYERS  # a block's layers lie side by side
-        self.storage = torch.full((BLOCKS * self.stride,), POISON, dtype=torch.uint8)
-        caches = {
-            f"layer.{i}": LayerCache(self.storage, i * (self.page + pad), self.stride, self.page)
-            for i in range(LAYERS)
-        }
-        layers = tuple(
-            LayerGeometry(name, self.page, heads, rank * heads, HEADS) for name in caches
-        )
-        group = GroupGeometry(GroupRule(), layers)
-        self.geometry = RankGeometry("model", 16, (per,), (group,))
-        self.caches = caches
-        self.half = WorkerHalf(engine, rank, world, self.geometry, caches, lambda: path)
-
-    def view(self, block: int, layer: int) -> torch.Tensor:
-        cache = self.caches[f"layer.{layer}"]
-        at = cache.offset + block * self.stride
-        return self.storage[at : at + self.page]
-
-    def fill(self, block: int) -> None:
-        for layer in range(LAYERS):
-            self.view(block, layer).copy_(truth(block, layer)[self.heads].flatten())
-
-    def holds(self, block: int, of: int) -> bool:
-        """Whether a block has the bytes that block `of` had."""
-        return all(
-            torch.equal(self.view(block, layer), truth(of, layer)[self.heads].flatten())
-            for layer in range(LAYERS)
-        )
-
-    def untouched(self, blocks: Sequence[int]) -> bool:
-        return all(
-            bool((self.storage[b * self.stride : (b + 1) * self.stride] == POISON).all())
-            for b in blocks
-        )
-
-
-class Rig:
-    """An engine of `world` ranks; its scheduler half is this test."""
-
-    def __init__(
-        self, path: str, name: str = "engine", *, world: int = 1, per: int = 1, pad: int = 0
-    ) -> None:
-        self.per = per
-        self.ranks = [Rank(name, rank, world, per, pad, path) for rank in range(world)]
-        hello = p.Hello(p.VERSION, name, "scheduler", 0, world, credit_slots=16)
-        self.client = StoreClient(Attacher(lambda: path, hello), monotonic_ns)
-        self.ended: list[tuple[int, str, bool]] = []  # (rank, request, failed)
-        self.over: list[tuple[int, int]] = []  # (rank, store job)
-        self._next = 1
-
-    def attach(self) -> None:
-        assert self.client.wait_attached(20)
-        self.credits(4)
-
-    def credits(self, count: int) -> None:
-        eventually(lambda: heard(self.client) and len(self.client.credits) >= count)
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.half.shutdown()
-        self.client.close()
-
-    def store_job(self, chain: Sequence[bytes], blocks: Sequence[int], first: int = 0) -> StoreJob:
-        """Blocks first.. of a chain, from these engine blocks, into granted slots."""
-        count = len(blocks) // self.per
-        self.credits(count)
-        keys = [make_key(block, 0) for block in chain]
-        self._next += 1
-        return StoreJob(
-            self._next,
-            self.client.session,
-            EngineSpec(tuple(blocks), (len(blocks),), (first * self.per,)),
-            StoreSpec("cpu", tuple(self.client.credits.popleft() for _ in range(count))),
-            tuple(keys[first : first + count]),
-            tuple([keys[i - 1] if i else b"" for i in range(first, first + count)]),
-        )
-
-    def put(self, chain: Sequence[bytes], blocks: Sequence[int]) -> StoreJob:
-        """Store a chain whole, and wait until the store has it."""
-        for rank in self.ranks:
-            for block in blocks:
-                rank.fill(block)
-        job = self.store_job(chain, blocks)
-        for rank in self.ranks:
-            rank.half.after_forward(StepMeta(stores=(job,)))
-        last = make_key(chain[-1], 0)
-        eventually(lambda: heard(self.client) and self.client.known_ready(last))
-        return job
-
-    def ask(self, chain: Sequence[bytes]) -> Grant:
-        number = self.client.ask(b"".join(chain), len(chain[0]), b"")
-        assert number is not None
-        self.client.send_step()
-        eventually(lambda: heard(self.client) and self.client.grant(number))
-        grant = self.client.grant(number)
-        assert grant is not None
-        self.client.take(number)
-        return grant
-
-    def load_job(
-        self, name: str, grant: Grant, blocks: Sequence[int], first: int = 0, stale: int = 0
-    ) -> LoadJob:
-        """Engine blocks first.. of what was granted."""
-        end = -(-(first + len(blocks)) // self.per)
-        places = grant.hits[0].run(first // self.per, end)
-        assert places is not None
-        return LoadJob(
-            name,
-            self.client.session,
-            grant.lease,
-            EngineSpec(tuple(blocks), (len(blocks),), (first,)),
-            StoreSpec("cpu", tuple(places[0])),
-            tuple(generation + stale for generation in places[1]),
-        )
-
-    def collect(self, *, idle: bool = False) -> bool:
-        """Take in what the ranks report; True, so that a condition can follow."""
-        for number, rank in enumerate(self.ranks):
-            ended, failed = rank.half.finished_loads(StepMeta(idle=idle))
-            assert failed <= ended
-            self.ended.extend((number, name, name in failed) for name in sorted(ended))
-            self.over.extend((number, job) for job in rank.half.take_stores_over())
-        return True
-
-    def load(self, job: LoadJob) -> list[bool]:
-        """Run a load on all ranks; returns who failed, in order of the ranks."""
-        for rank in self.ranks:
-            rank.half.start_loads(StepMeta(loads=(job,)))
-        before = len(self.ended)
-        eventually(lambda: self.collect() and len(self.ended) == before + len(self.ranks))
-        assert {name for _, name, _ in self.ended[before:]} == {job.request_id}
-        return [failed for _, _, failed in sorted(self.ended[before:])]
+from tests.worker_rig import BLOCKS, LAYERS, POISON, Rank, Rig, heard
+from tiers.copier import HostCopier
 
 
 @pytest.fixture
@@ -282,10 +120,29 @@ def test_O18_a_block_is_present_when_every_rank_has_written_its_part(
 def test_O15_a_slot_that_was_reused_fails_the_load(rig: Rig) -> None:
     chain = hashes(2)
     rig.put(chain, [1, 2])
-    job = rig.load_job("r", rig.ask(chain), [10, 11], stale=1)
+    job = rig.load_job("r", rig.ask(chain), [10, 11], stale=-1)
     assert rig.load(job) == [True]
     assert rig.ranks[0].half.take_stats().failed_loads == 1
     assert rig.ask(chain).lease == 0, "the damaged copies are dropped"
+
+
+def test_O15_a_load_whose_slot_is_never_filled_fails_in_time_and_holds_up_nobody(
+    rig: Rig,
+) -> None:
+    chain, more = hashes(2), hashes(2, "more")
+    rig.put(chain, [1, 2])
+    half = rig.ranks[0].half
+    half._wait_ns = 1_000_000_000
+    coming = rig.load_job("waits", rig.ask(chain), [10, 11], stale=1)
+    half.start_loads(StepMeta(loads=(coming,)))
+    started = time.monotonic()
+    rig.put(more, [3, 4])  # the fence would wait for this one
+    assert rig.load(rig.load_job("passes", rig.ask(more), [12, 13])) == [False]
+    assert time.monotonic() - started < 1
+    assert rig.ranks[0].untouched([10, 11])
+    eventually(lambda: rig.collect() and ("waits", True) in [e[1:] for e in rig.ended])
+    assert time.monotonic() - started >= 1
+    assert rig.ask(chain).lease, "it was late, not damaged"
 
 
 def test_O15_a_slot_that_is_not_mapped_fails_the_load(rig: Rig) -> None:

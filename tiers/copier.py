@@ -12,7 +12,9 @@ import os
 from collections.abc import Iterable, Sequence
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvstore.errors import TierError
 from kvstore.layout import GroupLayout, LayerRun, Move, RankLayout
@@ -53,8 +55,7 @@ class MappedExtent:
         self._map.madvise(mmap.MADV_DONTFORK)
         self.data = torch.frombuffer(self._map, dtype=torch.uint8)
         self.data[:: mmap.PAGESIZE].sum()  # fault the pages in now, not in the first copy
-        end = gens + 4 * count
-        self.generations = torch.frombuffer(self._map, dtype=torch.int32)[gens // 4 : end // 4]
+        self.generations = np.frombuffer(self._map, np.uint32, count, gens)
 
 
 class SlotMap:
@@ -91,10 +92,17 @@ class SlotMap:
             raise TierError(f"slot {slot} is not mapped here")
         return extent, position * extent.slot_bytes
 
-    def generation(self, slot: int) -> int:
-        """Return a slot's generation as it is now."""
-        extent, offset = self.place(slot)
-        return int(extent.generations[offset // extent.slot_bytes]) & 0xFFFFFFFF
+    def generations(self, slots: NDArray[np.int64]) -> NDArray[np.uint32]:
+        """Return slots' generations as they are now. Raises TierError for one not mapped here."""
+        found = np.empty(len(slots), np.uint32)
+        numbers, positions = np.divmod(slots, self._per_extent)
+        for number in np.unique(numbers):
+            extent = self._by_first.get(int(number))
+            if extent is None:
+                raise TierError(f"slot {number * self._per_extent} is not mapped here")
+            here = numbers == number
+            found[here] = extent.generations[positions[here]]
+        return found
 
 
 class HostCopier:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -14,13 +15,19 @@ R = TypeVar("R")
 log = logging.getLogger(__name__)
 
 
+AGAIN_S = 0.0003
+
+
 class Runner(Generic[J, R]):
-    """Runs `work` on threads; each job gives exactly one result, also when work has a bug."""
+    """Runs `work` on threads; each job gives exactly one result, also when work has a bug.
+
+    Work that answers None is not over: it is called again a moment later, other jobs in between.
+    """
 
     def __init__(
         self,
         name: str,
-        work: Callable[[J], R],
+        work: Callable[[J], R | None],
         failed: Callable[[J, Exception], R],
         threads: int = 1,
     ) -> None:
@@ -28,6 +35,7 @@ class Runner(Generic[J, R]):
         self._work = work
         self._failed = failed
         self._jobs: deque[J] = deque()
+        self._again: deque[tuple[float, J]] = deque()  # with when to call
         self._results: list[R] = []
         self._open = 0
         self._closed = False
@@ -79,19 +87,33 @@ class Runner(Generic[J, R]):
             if thread is not threading.current_thread():
                 thread.join()
 
+    def _next(self) -> J | None:
+        """Wait for something to do; None when closed and nothing is left. Called with the lock."""
+        while True:
+            now = time.monotonic()
+            if self._again and self._again[0][0] <= now:
+                return self._again.popleft()[1]
+            if self._jobs:
+                return self._jobs.popleft()
+            if self._closed and not self._again:
+                return None
+            self._changed.wait(self._again[0][0] - now if self._again else None)
+
     def _loop(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._jobs or self._closed)
-                if not self._jobs:
-                    return
-                job = self._jobs.popleft()
+                job = self._next()
+            if job is None:
+                return
             try:
                 result = self._work(job)
             except Exception as exc:  # a bug in a tier must still release the job's slots
                 log.exception("a job raised")
                 result = self._failed(job, exc)
             with self._changed:
+                if result is None:
+                    self._again.append((time.monotonic() + AGAIN_S, job))
+                    continue
                 self._results.append(result)
                 self._open -= 1
                 self._changed.notify_all()

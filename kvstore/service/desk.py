@@ -1,18 +1,24 @@
-"""Answers lookups: at once, or when blocks that are being written or promoted have arrived."""
+"""Answers lookups: at once, or when blocks that are being written have arrived.
+
+What lower tiers have is answered at once, too: its reading starts with the answer, which leases
+the slots that it will fill.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
 
 from kvstore import protocol as p
 from kvstore.config import EngineConfig
 from kvstore.errors import ProtocolError
 from kvstore.leases import Lease
+from kvstore.lookup import Answer
 from kvstore.manager import Chain
 from kvstore.metrics import Numbers
 from kvstore.service.namespace import Namespace
 from kvstore.service.session import Ask, Phase, Session
+from kvstore.types import LookupResult
 
 _ASK_AGAIN_MS = 1000
 
@@ -20,10 +26,13 @@ _ASK_AGAIN_MS = 1000
 class Desk:
     """Where engines ask; an answer is a lease on what it names."""
 
-    def __init__(self, engine: EngineConfig, numbers: Numbers) -> None:
-        """engine: limits of each attached engine."""
+    def __init__(
+        self, engine: EngineConfig, numbers: Numbers, can_grow: Callable[[Namespace], bool]
+    ) -> None:
+        """engine: limits of each attached engine. can_grow: more memory is coming or to be had."""
         self._engine = engine
         self._numbers = numbers
+        self._can_grow = can_grow
 
     def ask(self, session: Session, lookup: p.Lookup, now_ns: int) -> p.Granted | None:
         """Answer a lookup, or keep it while an answer could get longer."""
@@ -32,10 +41,12 @@ class Desk:
         namespace = session.namespace
         rules = 0 if namespace is None else len(namespace.layout.rules)
         chain = Chain(lookup.hashes, lookup.width, rules, lookup.scope)
-        ask = Ask(lookup.ask, chain, now_ns + self._engine.defer_ns)
+        deadline_ns = now_ns + self._engine.defer_ns
+        memory_only = lookup.memory_only or self._engine.promote_ns == 0
+        ask = Ask(lookup.ask, chain, now_ns, deadline_ns, memory_only)
         if session.phase is not Phase.ACTIVE or namespace is None:
             return p.Granted(ask.ask, 0, _ASK_AGAIN_MS, ())
-        if self._ready(namespace, ask, now_ns):
+        if self._settled(namespace, ask) or now_ns >= ask.deadline_ns:
             return self._answer(session, ask, now_ns)
         session.asks[ask.ask] = ask
         return None
@@ -45,33 +56,62 @@ class Desk:
         ask = session.asks.pop(number, None)
         return None if ask is None else self._answer(session, ask, now_ns)
 
-    def _ready(self, namespace: Namespace, ask: Ask, now_ns: int) -> bool:
-        """Tell whether waiting cannot make the answer longer; start promotions it needs."""
-        if ask.promotion is not None and ask.promotion.jobs_left:
-            return False
-        tiering, chain = namespace.tiering, ask.chain
-
-        def below(group: int, index: int) -> Any:  # noqa: ANN401 - a LookupResult
-            return tiering.where(chain.key(group, index))[0]
-
-        lower = below if tiering.tiers else None
-        answer = namespace.manager.lookup(chain, chain.blocks, below=lower)
+    def _settled(self, namespace: Namespace, ask: Ask) -> bool:
+        """Tell whether waiting cannot make the answer longer."""
+        answer = self._look(namespace, ask)
         if answer.pending:
             return False
-        if lower is not None and ask.promotion is None:
-            ask.promotion = tiering.promote(chain, answer.blocks)
-            ask.deadline_ns = max(ask.deadline_ns, now_ns + self._engine.promote_ns)
-            return ask.promotion.jobs_left == 0
+        if ask.memory_only or not namespace.tiering.tiers or not self._can_grow(namespace):
+            return True
+        # What lower tiers have needs slots; there may be more of them soon.
+        here = namespace.manager.lookup(ask.chain, answer.blocks).blocks
+        namespace.slots_wanted = _needs(namespace, answer.blocks) - _needs(namespace, here)
+        if namespace.slots_wanted <= namespace.manager.slots_free:
+            return True
+        ask.deadline_ns = max(ask.deadline_ns, ask.asked_ns + self._engine.promote_ns)
+        return False
+
+    def _look(self, namespace: Namespace, ask: Ask, *, wait: bool = True) -> Answer:
+        """Count the blocks that all tiers have; wait: those that may be there soon are told."""
+        tiering, chain = namespace.tiering, ask.chain
+
+        def below(group: int, index: int) -> LookupResult:
+            found = tiering.where(chain.key(group, index))[0]
+            if found is LookupResult.RETRY:  # a tier that does not know yet what it has
+                ask.deadline_ns = max(ask.deadline_ns, ask.asked_ns + self._engine.promote_ns)
+            return found if wait or found is LookupResult.HIT else LookupResult.MISS
+
+        lower = below if tiering.tiers and not ask.memory_only else None
+        coming = not ask.memory_only
+        return namespace.manager.lookup(chain, chain.blocks, below=lower, coming=coming)
+
+    def _fetch(self, namespace: Namespace, ask: Ask, pinned: int) -> bool:
+        """Start reading what lower tiers have of the answer; False if it could not be leased."""
+        if ask.memory_only or not namespace.tiering.tiers:
+            return True
+        blocks = self._look(namespace, ask, wait=False).blocks
+        if self._too_many(namespace, pinned, _needs(namespace, blocks)):
+            return False
+        namespace.tiering.promote(ask.chain, blocks)
         return True
 
+    def _too_many(self, namespace: Namespace, pinned: int, wanted: int) -> bool:
+        """Tell whether an engine that leases `pinned` blocks may not lease so many more.
+
+        One request alone may exceed the cap: it could never be served otherwise.
+        """
+        leased = (pinned + wanted) * namespace.layout.slot_bytes
+        return pinned > 0 and leased > self._engine.leased_bytes
+
     def _sources(self, namespace: Namespace, ask: Ask, lease: Lease) -> dict[str, int]:
-        """Say from which tiers the blocks of the first full group were read for this answer."""
-        if ask.promotion is None:
+        """Say from which tiers the blocks of the first full group are read for this answer."""
+        if not namespace.tiering.tiers:
             return {}
         rules = namespace.layout.rules
         group = next((g for g, rule in enumerate(rules) if rule.trailing is None), 0)
-        keys = [ask.chain.key(group, index) for index in lease.groups[group].indices]
-        return Counter(ask.promotion.keys[key] for key in keys if key in ask.promotion.keys)
+        keys = (ask.chain.key(group, index) for index in lease.groups[group].indices)
+        found = Counter(namespace.tiering.source(key) for key in keys)
+        return {tier: blocks for tier, blocks in found.items() if tier is not None}
 
     def retry(self, session: Session, now_ns: int) -> list[p.Granted | None]:
         """Answer the lookups whose time has come."""
@@ -79,7 +119,7 @@ class Desk:
         answers: list[p.Granted | None] = []
         if namespace is not None:
             for ask in list(session.asks.values()):
-                if now_ns >= ask.deadline_ns or self._ready(namespace, ask, now_ns):
+                if now_ns >= ask.deadline_ns or self._settled(namespace, ask):
                     del session.asks[ask.ask]
                     answers.append(self._answer(session, ask, now_ns))
         return answers
@@ -91,15 +131,15 @@ class Desk:
         manager, engine = namespace.manager, self._engine
         pinned = manager.leases.blocks_of(session.number)
         deadline = now_ns + engine.lease_ns
-        lease = manager.prepare_load(ask.chain, ask.chain.blocks, session.number, deadline)
-        wanted = 0 if lease is None else len(lease.entries)
-        # One request alone may exceed the cap: it could never be served otherwise.
-        capped = (
-            pinned > 0 and (pinned + wanted) * namespace.layout.slot_bytes > engine.leased_bytes
-        )
-        if capped and lease is not None:
+        lease, capped = None, not self._fetch(namespace, ask, pinned)
+        if not capped:
+            coming = not ask.memory_only
+            lease = manager.prepare_load(
+                ask.chain, ask.chain.blocks, session.number, deadline, coming=coming
+            )
+        if lease is not None and self._too_many(namespace, pinned, len(lease.entries)):
             manager.complete_load(lease.lease_id)
-            lease = None
+            lease, capped = None, True
         lease_ms = engine.lease_ns // 1_000_000
         outcome = "capped" if capped else "miss" if lease is None else "hit"
         self._numbers.add("kvstore_lookups", outcome)
@@ -112,3 +152,9 @@ class Desk:
         namespace.tiering.used(ask.chain, lease)
         sources = self._sources(namespace, ask, lease)
         return p.Granted(ask.ask, lease.lease_id, lease_ms, hits, sources)
+
+
+def _needs(namespace: Namespace, blocks: int) -> int:
+    """Count the blocks of all groups that a hit of this length needs."""
+    rules = namespace.layout.rules
+    return sum(blocks if rule.trailing is None else min(blocks, rule.trailing) for rule in rules)

@@ -114,7 +114,9 @@ class Memory:
 
     def _grow(self, namespaces: dict[str, Namespace], namespace: Namespace) -> None:
         """Ask for another extent while free slots run low and somebody uses the namespace."""
-        low = namespace.manager.slots_free * 4 < max(4, namespace.manager.slots_total)
+        manager = namespace.manager
+        low = manager.slots_free < max(1, manager.slots_total // 4, namespace.slots_wanted)
+        namespace.slots_wanted = 0
         waits = namespace.coming or self._now_ns < namespace.retry_ns
         if not namespace.sessions or not low or waits:
             return

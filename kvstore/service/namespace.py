@@ -12,8 +12,12 @@ import msgspec
 from kvstore.layout import SlotLayout
 from kvstore.manager import Manager
 from kvstore.tier import SlotMemory, Tier
-from kvstore.tiering import Tiering
+from kvstore.tiering import JOB_BLOCKS_MAX, Tiering
 from kvstore.types import Slot
+
+LOAD_BYTES = 8 << 20
+"""Of one job that reads from a lower tier: a few milliseconds of a disk, so that engines copy the
+first blocks of a hit while the next are read."""
 
 
 class MemoryExtent(Protocol):
@@ -107,10 +111,12 @@ class Namespace:
         self.generations = SharedGenerations(self._publish)
         self.manager = Manager(layout.rules, self.generations)
         tiers = make_tiers(layout.digest, layout.slot_bytes, self)
-        self.tiering = Tiering(self.manager, tiers, backlog_max)
+        load_blocks = max(1, min(JOB_BLOCKS_MAX, LOAD_BYTES // layout.slot_bytes))
+        self.tiering = Tiering(self.manager, tiers, backlog_max, load_blocks)
         self.extents: dict[int, Mapping] = {}
         self.sessions: set[int] = set()
         self.growing = False
+        self.slots_wanted = 0  # free ones, for what comes from lower tiers
         self.retry_ns = 0  # no extent could be made: ask for none before
         self.used_ns = 0
         self._places: list[int] = []  # slot // slots per extent -> extent id

@@ -18,7 +18,6 @@ from kvstore import protocol as p
 from kvstore.layout import RankGeometry, RankLayout
 from kvstore.manager import Chain
 from kvstore.service.namespace import Namespace
-from kvstore.tiering import Promotion
 from kvstore.types import BlockKey, LeaseId, Slot
 
 
@@ -35,8 +34,9 @@ class Ask(msgspec.Struct, eq=False):
 
     ask: int
     chain: Chain
+    asked_ns: int
     deadline_ns: int
-    promotion: Promotion | None = None
+    memory_only: bool = False
 
 
 class Writing(msgspec.Struct, eq=False):

@@ -63,8 +63,8 @@ class Store:
         self._next_session = first_session
         self._now_ns = 0
         self._ended: set[int] = set()  # schedulers of buried sessions that did not close yet
-        self._desk = Desk(config.engine, self.numbers)
         self._memory = Memory(pool, send, self._workers_of, self._holders_of)
+        self._desk = Desk(config.engine, self.numbers, self._memory.can_grow)
         self._pool = pool
         self._disk = disk
 
@@ -249,7 +249,11 @@ class Store:
         for rank, worker in session.workers.items():
             if first_time or worker == joined:
                 layout = session.layouts[rank]
-                self._send(worker, p.Welcome(session.number, namespace.layout.digest, layout), None)
+                digest, wait_ms = (
+                    namespace.layout.digest,
+                    self._config.engine.promote_ns // 1_000_000,
+                )
+                self._send(worker, p.Welcome(session.number, digest, layout, wait_ms), None)
                 self._memory.announce(namespace, worker, self._now_ns)
         if session.scheduler is not None and (first_time or session.scheduler == joined):
             welcome = p.Welcome(session.number, namespace.layout.digest)
@@ -326,9 +330,8 @@ class Store:
         cap = self._config.engine.credit_bytes // namespace.layout.slot_bytes
         target = min(session.credit_slots, cap)
         growing = self._memory.can_grow(namespace)
-        if not growing:
-            target = min(target, manager.slots_total // 4)
-        target = max(1, target)
+        # What comes from lower tiers needs slots, too.
+        target = max(1, min(target, manager.slots_total // (2 if growing else 4)))
         short = target - len(session.granted)
         if short * 8 >= target:
             # Nothing is evicted for credits while the cap has room: memory is on its way.

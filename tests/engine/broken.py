@@ -38,7 +38,7 @@ class PlainConnector(_Broken):
 class ForgetfulWorker(WorkerHalf):
     """Loads report success, yet one engine block of each stays empty."""
 
-    def _load(self, job: LoadJob) -> Outcome:
+    def _load(self, job: LoadJob) -> Outcome | None:
         outcome = super()._load(job)
         for cache in self._caches.values():
             block = job.engine.block_ids[len(job.engine.block_ids) // 2]
@@ -54,9 +54,9 @@ class ForgetfulConnector(_Broken):
 class ReusedWorker(WorkerHalf):
     """Every load finds that one slot has another generation than the store promised."""
 
-    def _load(self, job: LoadJob) -> Outcome:
+    def _load(self, job: LoadJob) -> Outcome | None:
         *others, last = job.generations
-        return super()._load(msgspec.structs.replace(job, generations=(*others, last + 1)))
+        return super()._load(msgspec.structs.replace(job, generations=(*others, last - 1)))
 
 
 class ReusedConnector(_Broken):
@@ -66,7 +66,7 @@ class ReusedConnector(_Broken):
 class FailingWorker(WorkerHalf):
     """Every load fails half-way: the memory of its last slot is not there."""
 
-    def _load(self, job: LoadJob) -> Outcome:
+    def _load(self, job: LoadJob) -> Outcome | None:
         slots = (*job.store.slots[:-1], UNMAPPED_SLOT)
         return super()._load(msgspec.structs.replace(job, store=StoreSpec("cpu", slots)))
 
@@ -84,7 +84,7 @@ class SlowWorker(WorkerHalf):
 
     pause_s = 0.004
 
-    def _load(self, job: LoadJob) -> Outcome:
+    def _load(self, job: LoadJob) -> Outcome | None:
         with self._slowly("load"):
             return super()._load(job)
 
