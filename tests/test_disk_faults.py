@@ -57,7 +57,7 @@ def test_calls_that_fail_now_and_then(store: Served, faults: Faults) -> None:
     names = store.fill()
     with faults.of(Call.ALL, error=errno.EIO, chance=0.1) as fault:
         store.work_until(lambda: fault.hurt > 20, "20 calls that failed")
-        store.work(10)
+        store.work(3)
     store.wait_for("ok")
     # What could not be given room, for a call failed, took that of the coldest.
     store.assert_back(names, lost_max=int(store.count("evicted") + store.count("unlinked")))
