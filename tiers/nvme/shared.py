@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import msgspec
 
 from kvstore.config import NvmeConfig
+from kvstore.errors import TierError
 from tiers.nvme.chores import Keeper
 from tiers.nvme.health import Health
+from tiers.nvme.journal import Journal
 from tiers.nvme.opening import Opening
 from tiers.nvme.space import Space
 from tiers.nvme.volume import Volume
@@ -26,3 +31,17 @@ class Shared(msgspec.Struct, eq=False):
     def spaces(self) -> list[Space]:
         """List the namespaces that have been seen."""
         return list(self.opening.spaces.values())
+
+
+@contextmanager
+def remembered(shared: Shared) -> Iterator[Journal]:
+    """On the keeper's thread: change the index, and know it again after that.
+
+    A change that failed may be on the disk or not.
+    """
+    try:
+        yield shared.opening.journal
+    except TierError:
+        shared.volume.forget_index()
+        raise
+    shared.volume.remember_index()
