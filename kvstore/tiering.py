@@ -110,8 +110,8 @@ class Tiering:
             self.counts[tier.name, "late"] += 1
         path: list[Entry] = []
         while above is not None and above.key not in pinned:
-            if tier.lookup(above.key) is not LookupResult.MISS:
-                break
+            if tier.lookup(above.key) in (LookupResult.HIT, LookupResult.PENDING):
+                break  # RETRY is not: a tier that cannot tell yet passes over what it has
             path.append(above)
             above = self._manager.ready(above.parent.key) if above.parent else None
         for lacking in reversed(path):

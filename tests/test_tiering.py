@@ -27,6 +27,7 @@ class SlowTier:
         self.keys: set[BlockKey] = set()
         self.jobs: list[TransferJob] = []
         self.touched: list[BlockKey] = []
+        self.loading = False  # then it cannot tell what it lacks
         self._results: list[JobResult] = []
 
     def end(self, job: TransferJob, done: int | None = None, *, corrupt: bool = False) -> None:
@@ -41,7 +42,9 @@ class SlowTier:
         if key in self.keys:
             return LookupResult.HIT
         writing = any(key in job.keys for job in self.jobs if job.kind is JobKind.STORE)
-        return LookupResult.PENDING if writing else LookupResult.MISS
+        if writing:
+            return LookupResult.PENDING
+        return LookupResult.RETRY if self.loading else LookupResult.MISS
 
     def touch(self, key: BlockKey) -> None:
         self.touched.append(key)
@@ -111,6 +114,15 @@ def test_a_chain_is_copied_down_parents_first_and_named() -> None:
     rig.tiering.poll()
     assert rig.tiering.queued == 0
     assert rig.tiering.counts["slow", "stored"] == 5
+
+
+def test_what_a_tier_cannot_tell_yet_is_copied_down() -> None:
+    rig = Rig(slots=40)
+    rig.tier.loading = True
+    chain = rig.chain("a", 5)
+    rig.store(chain)
+    (job,) = rig.tier.jobs
+    assert list(job.keys) == rig.keys(chain)
 
 
 def test_copies_pin_a_part_of_memory_only_and_the_rest_waits_its_turn() -> None:
