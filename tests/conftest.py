@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.faults import build
+
 # Other work beside the tests makes them slow, not wrong.
 settings.register_profile("kvstore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvstore")
-
-from tests.faults import build
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -85,18 +85,22 @@ def test_a_store_that_finds_its_index_damaged_starts_empty(store: Served, damage
     store.assert_back(store.fill())
 
 
-def test_a_store_that_finds_an_old_index(store: Served, tmp_path: Path) -> None:
-    store.fill(6)
-    store.stop()
-    shutil.copy(index(settings_for(store.disk)), tmp_path / "old")
-    store.start()
-    store.fill(80)  # far more than fits: slots are used again
-    store.stop()
-    shutil.copy(tmp_path / "old", index(settings_for(store.disk)))
-    store.start()
-    store.wait_for("ok")
-    lose(store, store.names)
-    store.assert_back(store.fill())
+def test_a_store_that_finds_an_old_index(tmp_path: Path) -> None:
+    disk = tmp_path / "kv"
+    with served(tmp_path, disk, capacity="64MiB") as store:
+        store.fill(6)
+        store.stop()
+        shutil.copy(index(settings_for(disk)), tmp_path / "old")
+        store.start()
+        store.fill(40)  # far more than fits: slots are used again
+        assert store.count("evicted")
+        store.stop()
+        shutil.copy(tmp_path / "old", index(settings_for(disk)))
+        store.start()
+        store.wait_for("ok")
+        lose(store, store.names[:6])
+        assert store.count("damaged")
+        store.assert_back(store.fill(10))
 
 
 # While it serves
