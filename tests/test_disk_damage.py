@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kvstore.config import NvmeConfig
@@ -147,3 +148,12 @@ def test_an_index_that_is_damaged_while_it_serves(store: Served, damage: str) ->
     store.wait_for("ok")
     lose(store, store.names)
     store.assert_back(store.fill())
+
+
+def test_an_index_process_that_is_killed(store: Served) -> None:
+    names = store.fill()
+    for _ in range(3):
+        for child in psutil.Process(store.store.pid).children():
+            child.kill()
+        store.work()
+    store.assert_back(names)
