@@ -41,6 +41,7 @@ class Served:
             f'[nvme]\npath = "{disk}"\ncapacity = "{capacity}"\nextent = "4MiB"\n'
             'durability = "50ms"\n',
             module="tests.serve_hasty",
+            scraped=False,
             environment=None if faults is None else faults.environment,
         )
         self.path = self.store.address.removeprefix("unix://")
@@ -173,7 +174,7 @@ class Served:
             while self.count("stored") < before + CHAIN:
                 assert time.monotonic() < end_s, f"not stored: {self.numbers()}"
                 time.sleep(0.005)
-        time.sleep(0.3)  # the window, and a commit
+        time.sleep(0.2)  # the window, and a commit
         return names
 
     def assert_back(self, names: Sequence[str], *, lost_max: int = 0) -> None:

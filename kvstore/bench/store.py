@@ -37,17 +37,20 @@ class StoreProcess:
         *,
         module: str = "kvstore.cli",
         environment: Mapping[str, str] | None = None,
+        scraped: bool = True,
     ) -> None:
         """capacity: of the CPU tier, as in the file; settings: more sections of the file.
 
-        module: has the command line, which tests change; environment: added to ours.
+        module: has the command line, which tests change; environment: added to ours. scraped:
+        it has a metrics endpoint, which takes half a second to end.
         """
         self.config_path = folder / "kvstore.toml"
         self.log_path = folder / "store.log"
         self.address = f"unix://{folder / 'kvstore.sock'}"
         self.metrics_port = _free_port()
+        metrics = f"127.0.0.1:{self.metrics_port}" if scraped else ""
         self._text = (
-            f'[server]\nsocket = "{self.address}"\nmetrics = "127.0.0.1:{self.metrics_port}"\n\n'
+            f'[server]\nsocket = "{self.address}"\nmetrics = "{metrics}"\n\n'
             f'[cpu]\ncapacity = "{capacity}"\n{settings}'
         )
         self._module = module
