@@ -6,16 +6,12 @@ is part of the next one. A hurried commit does not wait for the window: slots co
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 
-from kvstore.errors import TierError
 from tiers.nvme.index import Record
 from tiers.nvme.journal import Commit
 from tiers.nvme.shared import Shared
 from tiers.nvme.space import Space
-
-log = logging.getLogger(__name__)
 
 Batch = tuple[Space, list[Record], list[Record]]
 NEVER = float("inf")
@@ -90,11 +86,7 @@ class Commits:
 def commit(shared: Shared, changes: Commit) -> None:
     """On the keeper's thread: commit, and know the index again after that.
 
-    A commit that failed may be on the disk or not.
+    One that failed may be on the disk or not; if it is, the index is not the one that is known.
     """
-    try:
-        shared.opening.journal.commit(changes)
-    except TierError:
-        shared.volume.forget_index()
-        raise
+    shared.opening.journal.commit(changes)
     shared.volume.remember_index()

@@ -94,7 +94,7 @@ class Room:
         size = shared.settings.extent_bytes
         takes = cost(size, space.slot_bytes)
         fits = self.used_bytes + takes <= shared.capacity_bytes
-        if not fits or not shared.health.writable or self._now_s < self._full_until_s:
+        if not fits or self._now_s < self._full_until_s:
             return False
         number = shared.opening.next_extent
         shared.opening.next_extent += 1
@@ -127,7 +127,7 @@ class Room:
         richer = [space for space in others if len(space.extents) > len(needy.extents) + 1]
         donor = max(unused or richer, key=lambda space: len(space.extents), default=None)
         number = None if donor is None else donor.coldest()
-        if donor is None or number is None or not self._shared.health.writable:
+        if donor is None or number is None:
             return False
         donor.retire(number)
         self._commits.hurry()
