@@ -13,7 +13,7 @@ from kvstore import config
 from kvstore.config import NvmeConfig
 from kvstore.errors import TierFull
 from tests.live import LiveStore, eventually
-from tests.nvme_blocks import MIB, Shelf, disk_bytes, settings_for, shelf
+from tests.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
 from tests.nvme_trouble import Gate, away, be_quick, raise_eio, wait, wait_for
 from tiers.nvme import NvmeDisk, room, watch
 from tiers.nvme.volume import Look, Volume
@@ -245,3 +245,17 @@ def test_the_server_polls_when_the_disk_asks_for_it(
         monkeypatch.setattr(store.server._selector, "select", watched)
         eventually(lambda: waits)
         assert max(waits) == 0.0123
+
+
+def test_a_disk_that_takes_no_writes_does_not_ask_to_be_polled_for_a_commit(folder: Path) -> None:
+    settings = NvmeConfig(str(folder), 64 * MIB, 2 * MIB, durability_ns=1, threads=2)
+    with shelf(settings) as found:
+        found.put(1, 0, 1)
+        found.settle()
+        found.disk._health.only_reads("for the test", time.monotonic() + 1000.0)
+        found.tier.discard([key(1, 0)])
+        wait(found, lambda: not found.disk.busy)
+        found.disk.poll()
+        assert found.disk._commits.pending
+        assert found.disk.next_s > 100.0
+        found.disk._health.back(time.monotonic())

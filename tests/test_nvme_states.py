@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from pathlib import Path
@@ -10,9 +11,10 @@ import pytest
 
 from kvstore.config import NvmeConfig
 from kvstore.errors import TierIOError
-from tests.nvme_blocks import Shelf, key, settings_for, shelf
-from tests.nvme_trouble import away, be_quick, open_files, wait, wait_for, whole
-from tiers.nvme import NvmeDisk, watch
+from tests.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
+from tests.nvme_trouble import Gate, away, be_quick, open_files, wait, wait_for, whole
+from tiers.nvme import NvmeDisk, room, watch
+from tiers.nvme.recovery import Phase
 
 
 @pytest.fixture(autouse=True)
@@ -168,6 +170,54 @@ def test_blocks_forgotten_while_it_is_off_stay_forgotten(
     with shelf(settings) as after:
         assert [after.has(1, index) for index in range(3)] == [True, True, False]
         assert whole(after, 2, 5)
+
+
+def test_an_extent_that_is_being_made_is_let_go_of_too(
+    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(os.posix_fallocate)
+    with shelf(settings) as found:
+        found.put(1, 0, 5)
+        found.settle()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "posix_fallocate", gate)
+            for chain in range(2, 40):
+                if gate.waiting:
+                    break
+                found.put(chain, 0, 15)
+            wait(found, lambda: gate.waiting)
+            found.disk._health.lost("for the test", time.monotonic())
+            found.disk.poll()
+            assert found.disk._recovery.phase is Phase.LEAVING
+            gate.go_on.set()
+            away(found)
+            assert not open_files(folder)
+        wait_for(found, "ok")
+        assert whole(found, 1, 5)
+        found.put(50, 0, 30)
+        assert whole(found, 50, 30)
+    assert not open_files(folder)
+
+
+def test_what_could_not_be_removed_is_let_go_of_too(
+    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise TierIOError("no commit today")
+
+    with shelf(settings) as found:
+        for chain in range(40):
+            found.put(chain, 0, 30)
+        found.settle()
+        with monkeypatch.context() as patched:
+            patched.setattr(room, "commit", fail)
+            found.disk.resize(6 * MIB)
+            wait_for(found, "read_only")
+            found.disk._health.lost("for the test", time.monotonic())
+            away(found)
+            assert not open_files(folder)
+        wait_for(found, "ok")
+        wait(found, lambda: disk_bytes(folder) <= 6 * MIB)
 
 
 def test_it_comes_back_while_its_index_is_being_read(settings: NvmeConfig, folder: Path) -> None:

@@ -38,6 +38,7 @@ class Room:
         """Nothing is being made."""
         self._shared = shared
         self._commits = commits
+        self.growths: list[Growth] = []  # under way
         self._making: dict[int, int] = {}  # extent -> what it will take
         self._removing: dict[int, int] = {}  # extent -> what it takes until it is gone
         self._stuck: dict[int, int] = {}  # the same, of which making or removing has failed
@@ -100,11 +101,13 @@ class Room:
         shared.opening.next_extent += 1
         self._making[number] = takes
         space.growing = True
-        growth = _Growth(shared, space, number)
+        growth = Growth(shared, space, number)
+        self.growths.append(growth)
         shared.keeper.submit(growth.work, partial(self._grown, growth))
         return True
 
-    def _grown(self, growth: _Growth, error: Exception | None, now_s: float) -> None:
+    def _grown(self, growth: Growth, error: Exception | None, now_s: float) -> None:
+        self.growths.remove(growth)
         takes = self._making.pop(growth.number)
         growth.space.growing = False
         if growth.file is not None:
@@ -193,10 +196,11 @@ class Room:
         self._look = None
 
 
-class _Growth:
+class Growth:
     """An extent that is being made."""
 
     def __init__(self, shared: Shared, space: Space, number: int) -> None:
+        """file: open, once it is made."""
         self.space = space
         self.number = number
         self.file: ExtentFile | None = None
@@ -219,6 +223,6 @@ class _Growth:
 
 
 def _remove(shared: Shared, number: int, file: ExtentFile) -> None:
-    commit(shared, Commit(extents_gone=[number]))
     file.close()
+    commit(shared, Commit(extents_gone=[number]))
     shared.volume.remove_extent(number)
