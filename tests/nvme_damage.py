@@ -12,7 +12,7 @@ import lmdb
 from kvstore.config import NvmeConfig
 from tests.nvme_blocks import SLOT_BYTES, content, key
 from tiers.nvme.files import ExtentFile
-from tiers.nvme.journal import NUMBER, VALUE
+from tiers.nvme.messages import NUMBER, VALUE
 
 CHAINS, LENGTH = 10, 30  # more than one extent has
 COUNT = CHAINS * LENGTH

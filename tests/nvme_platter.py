@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,12 +18,14 @@ from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import lmdb
-import msgspec
 import pytest
 
 from kvstore.errors import check
-from tiers.nvme import chores, disk, files, loader, mover, opening, watch
-from tiers.nvme.journal import FOLDER, Commit, Journal
+from tiers.nvme import chores, disk, files, journal, mover, opening, watch
+from tiers.nvme.child import Child
+from tiers.nvme.indexer import Indexer
+from tiers.nvme.journal import Journal
+from tiers.nvme.messages import FOLDER, Answer, Commit, Load, Request, Stream
 from tiers.runner import Runner
 
 J = TypeVar("J")
@@ -93,23 +94,26 @@ class Queue(Generic[J, R]):
         self.open -= 1
 
 
-class LoaderHere:
-    """Reads the index in this process, from a copy: LMDB opens a file once in a process."""
+class ChildHere:
+    """The process that owns the index, in this one: it takes no time to start."""
 
-    def __init__(self, path: Path) -> None:
-        copy = path.with_name("copy")
-        shutil.copytree(path, copy)
-        self._frames = list(loader.frames(copy))
-        shutil.rmtree(copy)
-        self.done = False
+    pid = 0
+    ended = False
 
-    def take(self) -> list[loader.Row]:
-        rows = msgspec.msgpack.decode(self._frames.pop(0), type=list[loader.Row])
-        self.done = not rows
-        return rows
+    def __init__(self, _lock_fd: int) -> None:
+        self._indexer = Indexer()
+        self._messages: deque[Stream] = deque()
+
+    def ask(self, request: Request) -> Answer:
+        if isinstance(request, Load):
+            self._messages.extend(self._indexer.stream(request))
+        return self._indexer.answer(request)
+
+    def take(self) -> Stream | None:
+        return self._messages.popleft() if self._messages else None
 
     def close(self) -> None:
-        pass
+        self._indexer.close()
 
 
 class Platter:
@@ -121,7 +125,7 @@ class Platter:
         self.now_s = 1000.0
         self.at_any_moment: Callable[[], None] = lambda: None
         self.at_commit: Callable[[Commit, float], None] = lambda *_: None  # and when planned
-        self.loader: type[LoaderHere | loader.Loader] = LoaderHere
+        self.child: type[ChildHere | Child] = ChildHere
         self._rng = rng
         self._in_keeper = False
         self._install(monkeypatch)
@@ -182,8 +186,8 @@ class Platter:
         self._queues.append(queue)
         return queue
 
-    def _load(self, path: Path) -> LoaderHere | loader.Loader:
-        return self.loader(path)
+    def _child(self, lock_fd: int) -> ChildHere | Child:
+        return self.child(lock_fd)
 
     # Calls to the disk
 
@@ -243,14 +247,14 @@ class Platter:
     def _install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         commit, mark = Journal.commit, Journal.mark
 
-        def watched_commit(journal: Journal, changes: Commit) -> None:
-            self._around(lambda: commit(journal, changes))
+        def watched_commit(index: Journal, changes: Commit) -> None:
+            self._around(lambda: commit(index, changes))
             if self.live:
                 self.at_commit(changes, self._queues[2].since_s)
                 self._moment()
 
-        def watched_mark(journal: Journal, *, clean: bool) -> None:
-            self._around(lambda: mark(journal, clean=clean))
+        def watched_mark(index: Journal, *, clean: bool) -> None:
+            self._around(lambda: mark(index, clean=clean))
 
         monkeypatch.setattr(Journal, "commit", watched_commit)
         monkeypatch.setattr(Journal, "mark", watched_mark)
@@ -259,10 +263,10 @@ class Platter:
         clock = SimpleNamespace(monotonic=self._monotonic, sleep=self._sleep)
         monkeypatch.setattr(disk, "time", clock)
         monkeypatch.setattr(opening, "time", clock)
+        monkeypatch.setattr(journal, "Child", self._child)
         monkeypatch.setattr(chores, "time", clock)
         for module in (mover, chores, watch):
             monkeypatch.setattr(module, "Runner", self._runner)
-        monkeypatch.setattr(opening, "Loader", self._load)
         # By default a set of them is in the order of addresses, which no seed repeats.
         monkeypatch.setattr(files.ExtentFile, "__hash__", lambda file: int(file.path.stem))
         # LMDB's own syncs cost time and show nothing here: its commits are taken as a whole.

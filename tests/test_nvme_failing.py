@@ -19,7 +19,8 @@ from kvstore.types import LookupResult
 from tests.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
 from tests.nvme_trouble import Gate, Wrap, away, be_quick, raise_eio, refuse, wait, wait_for, whole
 from tiers.nvme import NvmeDisk, disk
-from tiers.nvme.journal import Commit, Journal
+from tiers.nvme.journal import IndexDamagedError, Journal
+from tiers.nvme.messages import Commit
 from tiers.nvme.volume import Look, Volume
 
 
@@ -208,7 +209,7 @@ def test_an_unreadable_disk_at_the_start_is_no_damage(
     settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
-        raise TierIOError("data.mdb: Input/output error")
+        raise IndexDamagedError("for the test")
 
     with shelf(settings) as before:
         before.put(1, 0, 5)

@@ -9,11 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import lmdb
+import msgspec
 import pytest
 
 from kvstore import cli
@@ -35,7 +36,7 @@ from tests.nvme_damage import (
     name_of,
 )
 from tiers.nvme import fsck
-from tiers.nvme.loader import Loader
+from tiers.nvme.messages import NUMBER
 
 pytestmark = pytest.mark.slow
 
@@ -304,8 +305,16 @@ def test_a_missing_table_is_damage(settings: NvmeConfig) -> None:
 def test_keys_out_of_order_are_damage(
     settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Loader.take
-    monkeypatch.setattr(Loader, "take", lambda self: real(self)[::-1])
+    real = fsck.frames_of
+
+    def reversed_rows(path: Path) -> Iterator[bytes]:
+        head, *chunks = real(path)
+        rows = msgspec.msgpack.decode(chunks[0], type=list[bytes])
+        pairs = [[rows[at], rows[at + 1]] for at in range(0, len(rows), 2)]
+        yield head
+        yield fsck.framed([part for pair in pairs[::-1] for part in pair])[NUMBER.size :]
+
+    monkeypatch.setattr(fsck, "frames_of", reversed_rows)
     found = examine(settings)
     assert found.index_error is not None
     assert found.index_error.endswith("out of order")

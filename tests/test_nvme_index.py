@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,9 @@ import pytest
 
 from kvstore.config import NvmeConfig
 from kvstore.errors import ConfigError
-from tests.nvme_blocks import MIB, Shelf, key, settings_for, shelf
-from tiers.nvme import NvmeDisk, health, volume
-from tiers.nvme.journal import NAMESPACE, VALUE
+from tests.nvme_blocks import MIB, key, settings_for, shelf
+from tiers.nvme import NvmeDisk, volume
+from tiers.nvme.messages import NAMESPACE, VALUE
 
 Table = Any  # lmdb has no name for it
 
@@ -121,30 +120,6 @@ def test_an_extent_that_may_not_be_opened_is_an_error_not_a_loss(
             NvmeDisk(settings)
     with shelf(settings) as after:
         assert after.get([key(1, index) for index in range(3)]).done == 3
-
-
-def test_a_reader_that_was_killed_is_no_damage(
-    settings: NvmeConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(health, "RETRY_S", 0.1)
-    with shelf(settings) as before:
-        before.put(1, 0, 3)
-    made = NvmeDisk(settings)
-    loader = made._shared.opening._loader
-    assert loader is not None
-    loader._child.kill()
-    loader._child.wait()
-    if loader._child.stdout is not None:
-        loader._child.stdout.close()
-        loader._child.stdout = open(os.devnull, "rb")  # noqa: SIM115, PTH123
-    made.poll()
-    assert made.state == "off"
-    assert "loading -> off: its index cannot be read" in caplog.text
-    after = Shelf(made)
-    after.settle()
-    assert after.get([key(1, index) for index in range(3)]).done == 3
-    after.tier.close()
-    made.close()
 
 
 def _raise_emfile(*_: object) -> int:

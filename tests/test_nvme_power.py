@@ -15,11 +15,12 @@ import pytest
 from kvstore.config import NvmeConfig
 from kvstore.types import BlockKey
 from tests.nvme_load import Load, Name, names_of, path_to
-from tests.nvme_platter import DELAY_S, LoaderHere, Platter
+from tests.nvme_platter import DELAY_S, ChildHere, Platter
 from tiers.nvme import NvmeDisk
+from tiers.nvme.child import Child
 from tiers.nvme.index import DiskIndex, Record
-from tiers.nvme.journal import NUMBER, Commit
-from tiers.nvme.loader import Loader
+from tiers.nvme.messages import NUMBER, Commit
+from tiers.nvme.space import Space
 
 MIB = 1 << 20
 SLOT_BYTES = (4096, 5000)  # of each namespace
@@ -29,7 +30,7 @@ ROOMY_BYTES = {0: 32 * MIB, 3: 6 * MIB, 6: 6 * MIB, 9: 6 * MIB}  # of these seed
 SEEDS = 10
 LIVES = 5  # of each seed, each from where the power failed in the one before
 CUTS = 20  # of each life
-REAL_LOADER_SHARE = 0.03  # it starts a process
+REAL_CHILD_SHARE = 0.03  # it starts a process
 GO_ON_SHARE = 0.1
 WINDOW_S = 0.02
 STEP_S = 0.004
@@ -134,13 +135,14 @@ class Campaign:
     def _look(self, folder: Path) -> set[Name]:
         """Start on what a cut has left, and check it; return what is there."""
         rng = random.Random(f"{self.label}, cut {self.seen['cuts']}")  # threads of its own
-        real = rng.random() < REAL_LOADER_SHARE
-        self._platter.loader = Loader if real else LoaderHere
+        real = rng.random() < REAL_CHILD_SHARE
+        self._platter.child = Child if real else ChildHere
         self._left.clear()
         disk = NvmeDisk(settings_for(folder, self._capacity_bytes))
         loads = [Load(disk, n, size, rng) for n, size in enumerate(SLOT_BYTES)]
         while disk.state == "loading":
             disk.poll()
+            time.sleep(0.0002)  # for the keeper
         assert not list(folder.glob("index.damaged*")), self.label
         found = {name for load in loads for name in load.records()}
         for load in loads:
@@ -159,7 +161,7 @@ class Campaign:
             go_on(loads)
         disk.close()
         shutil.rmtree(folder)
-        self._platter.loader = LoaderHere
+        self._platter.child = ChildHere
         return found | self._left
 
 
@@ -199,7 +201,15 @@ def run(seed: int, folder: Path, platter: Platter, monkeypatch: pytest.MonkeyPat
             campaign.gone(NAMES[each.key])
         return iter(gone)
 
+    clear = Space.clear
+
+    def watched_clear(space: Space, number: int) -> None:
+        for each in space.index:
+            campaign.gone(NAMES[each.key])
+        clear(space, number)
+
     monkeypatch.setattr(DiskIndex, "take_subtree", watched)
+    monkeypatch.setattr(Space, "clear", watched_clear)
     places = [folder / f"life-{number}" for number in range(LIVES + 1)]
     places[0].mkdir()
     for start, end in itertools.pairwise(places):

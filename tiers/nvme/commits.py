@@ -9,8 +9,9 @@ from __future__ import annotations
 from functools import partial
 
 from tiers.nvme.index import Record
-from tiers.nvme.journal import Commit
-from tiers.nvme.shared import Shared
+from tiers.nvme.messages import Commit
+from tiers.nvme.purge import Purge
+from tiers.nvme.shared import Shared, remembered
 from tiers.nvme.space import Space
 
 Batch = tuple[Space, list[Record], list[Record]]
@@ -20,9 +21,10 @@ NEVER = float("inf")
 class Commits:
     """One commit at a time, on the keeper's thread."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: Shared, purge: Purge) -> None:
         """Nothing is under way."""
         self._shared = shared
+        self._purge = purge
         self._window_s = shared.settings.durability_ns / 1e9
         self._since_s = NEVER  # the oldest change that is in no commit
         self._hurry = False
@@ -35,8 +37,7 @@ class Commits:
     @property
     def pending(self) -> bool:
         """Tell whether there is anything that is in no commit."""
-        moved = any(space.to_put or space.to_delete for space in self._shared.spaces)
-        return moved or bool(self._shared.opening.strays)
+        return any(space.pending for space in self._shared.spaces)
 
     @property
     def due_at_s(self) -> float:
@@ -56,13 +57,14 @@ class Commits:
 
     def _begin(self) -> None:
         self._since_s, self._hurry, self.under_way = NEVER, False, True
-        opening = self._shared.opening
+        renumbered = [space.take_renumbering() for space in self._shared.spaces]
         batches = [(s, s.take_puts(), s.take_deletes()) for s in self._shared.spaces]
-        strays, opening.strays = opening.strays, []
         files = {s.extents[r.slot >> 32] for s, puts, _ in batches for r in puts}
         changes = Commit(
-            deletes=[*strays, *(s.journal_key(r) for s, _, gone in batches for r in gone)],
+            deletes=[s.journal_key(r) for s, _, gone in batches for r in gone],
             puts=[(s.journal_key(r), s.value(r)) for s, puts, _ in batches for r in puts],
+            namespaces=[entry for entries, _ in renumbered for entry in entries],
+            extents=[extent for _, extents in renumbered for extent in extents],
         )
 
         def work() -> None:
@@ -70,23 +72,17 @@ class Commits:
                 file.sync()
             commit(self._shared, changes)
 
-        self._shared.keeper.submit(work, partial(self._ended, batches, strays))
+        self._shared.keeper.submit(work, partial(self._ended, batches))
 
-    def _ended(
-        self, batches: list[Batch], strays: list[bytes], error: Exception | None, now_s: float
-    ) -> None:
+    def _ended(self, batches: list[Batch], error: Exception | None, now_s: float) -> None:
         self.under_way = False
         for space, puts, deletes in batches:
-            space.committed(puts, deletes, ok=error is None)
+            self._purge.add(space.committed(puts, deletes, ok=error is None))
         if error is not None:
-            self._shared.opening.strays += strays
             self._shared.health.write_failed("a commit", error, now_s)
 
 
 def commit(shared: Shared, changes: Commit) -> None:
-    """On the keeper's thread: commit, and know the index again after that.
-
-    One that failed may be on the disk or not; if it is, the index is not the one that is known.
-    """
-    shared.opening.journal.commit(changes)
-    shared.volume.remember_index()
+    """On the keeper's thread: commit. Raises TierIOError."""
+    with remembered(shared) as journal:
+        journal.commit(changes)

@@ -24,6 +24,7 @@ from tiers.nvme.files import allow_files
 from tiers.nvme.health import HANG_S, Health, Pace
 from tiers.nvme.mover import Mover, mover_of, writers_of
 from tiers.nvme.opening import Opening
+from tiers.nvme.purge import Purge
 from tiers.nvme.recovery import Recovery
 from tiers.nvme.room import Room
 from tiers.nvme.shared import Shared
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 10.0  # a store that ends still flushes
 CLOSE_S = 20.0
+SLICES_S = 0.005  # of each poll
 _BUSY_S = 0.001  # between two polls while something is under way
 
 
@@ -65,13 +67,15 @@ class NvmeDisk:
         self._shared = Shared(
             settings, settings.capacity_bytes, volume, opening, self._health, self._keeper
         )
-        self._commits = Commits(self._shared)
+        self._purge = Purge(self._shared)
+        self._commits = Commits(self._shared, self._purge)
         self._room = Room(self._shared, self._commits)
         self._recovery = Recovery(self._shared, self._room, self._replace)
         self._reads = Pace(settings.threads)
         self._writes = Pace(writers_of(settings.threads))
         self._tiers: list[NvmeTier] = []
         self._closed = False
+        self._sliced = False  # something that concerns many records is under way
         self._health.loading(on=opening.loading)
         self._room.seen(look)
 
@@ -91,8 +95,8 @@ class NvmeDisk:
     def _space(self, namespace: str, slot_bytes: int) -> Space:
         spaces = self._shared.opening.spaces
         if namespace not in spaces:
-            numbers = [space.number for space in spaces.values()]
-            spaces[namespace] = Space(max(numbers, default=0) + 1, namespace, slot_bytes)
+            number = self._shared.opening.take_number()
+            spaces[namespace] = Space(number, namespace, slot_bytes)
         return spaces[namespace]
 
     def _replace(self, fresh: Opening) -> None:
@@ -106,6 +110,7 @@ class NvmeDisk:
             for tier in self._tiers:
                 if tier.space is known and space.slot_bytes == known.slot_bytes:
                     tier.use(space)
+        self._purge.start_over()
         self._health.loading(on=fresh.loading)
         log.warning("%s: what it holds is read anew", self._shared.volume.path)
 
@@ -164,7 +169,7 @@ class NvmeDisk:
     def busy(self) -> bool:
         """Tell whether something is under way that ends without anybody asking."""
         moving = self._mover.open or self._keeper.open
-        return bool(moving) or self._shared.opening.loading
+        return bool(moving) or self._shared.opening.loading or self._purge.busy or self._sliced
 
     @property
     def next_s(self) -> float:
@@ -212,8 +217,10 @@ class NvmeDisk:
             moved.run.tier.ended(moved)
         self._keeper.poll(now_s)
         self._look(now_s)
+        self._do_slices(now_s)
         self._room.step(now_s)
         self._commits.step(now_s)
+        self._purge.step()
         stalled = any(pace.stalled_s(now_s) > HANG_S for pace in self._paces().values())
         self._recovery.step(now_s, moving=self._mover.open, stalled=stalled)
 
@@ -221,22 +228,33 @@ class NvmeDisk:
         if not self._health.online:
             return
         try:
-            if not self._shared.opening.load_some():
+            if not self._shared.opening.load_some(self._keeper):
                 return
         except TierIOError as exc:
             self._health.lost(f"its index cannot be read: {exc}", now_s)
             return
         self._health.loading(on=False)
-        self._keeper.submit(self._mark_in_use, self._marked)
         self._room.shrink()
 
-    def _mark_in_use(self) -> None:
-        self._shared.opening.journal.mark(clean=False)
-        self._shared.volume.remember_index()
+    def _do_slices(self, now_s: float) -> None:
+        """Go on for a moment with what concerns many records."""
+        self._sliced = False
+        for space in self._shared.spaces:
+            while space.step():
+                if time.monotonic() > now_s + SLICES_S:
+                    self._sliced = True
+                    return
 
-    def _marked(self, error: Exception | None, now_s: float) -> None:
-        if error is not None:
-            self._health.write_failed("a commit", error, now_s)
+    def clear(self) -> None:
+        """Forget all blocks of all namespaces, at once; those stored from now on are kept."""
+        for space in self._shared.spaces:
+            self.clear_space(space)
+
+    def clear_space(self, space: Space) -> None:
+        """Forget all blocks of a namespace, at once."""
+        if space.extents:
+            space.clear(self._shared.opening.take_number())
+            self._commits.hurry()
 
     def _judge(self, run: Run, error: Exception | None, now_s: float) -> None:
         if not self._health.online:

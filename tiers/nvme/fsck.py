@@ -21,9 +21,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from itertools import islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO
 
 import lmdb
 import msgspec
@@ -32,20 +32,12 @@ from kvstore.errors import ConfigError, TierError, TierIOError
 from kvstore.fsck import Amount, Repair, Report
 from kvstore.index import State
 from tiers.nvme.files import ExtentFile, stride_of, sync_folder
-from tiers.nvme.index import NOWHERE, Record
-from tiers.nvme.journal import (
-    FOLDER,
-    FORMAT,
-    NAMESPACE,
-    NUMBER,
-    RECORD_BYTES,
-    VALUE,
-    Commit,
-    Journal,
-    refuse_truncated,
-    set_aside,
-)
-from tiers.nvme.loader import Loader
+from tiers.nvme.index import Record
+from tiers.nvme.indexfile import is_damage, verify
+from tiers.nvme.journal import Journal
+from tiers.nvme.messages import FOLDER, FORMAT, NAMESPACE, NUMBER, RECORD_BYTES, Commit
+from tiers.nvme.opening import set_aside
+from tiers.nvme.sorting import Refused, Sorted, packed
 from tiers.nvme.space import Space
 from tiers.nvme.tier import RUN_BYTES_MAX
 from tiers.nvme.volume import Volume
@@ -55,6 +47,7 @@ LOCK_WAIT_S = 1.0
 READERS = 8  # disks are flat beyond
 _BUFFERS = 2 * READERS
 _DAMAGED = 3  # exit status of the child
+_CHUNK_ROWS = 1 << 14
 _OURS = {b"meta", b"namespaces", b"extents", b"blocks"}
 # That an extent cannot be opened for one of these says nothing about it.
 _NOT_ITS_FAULT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
@@ -67,18 +60,7 @@ class Head(msgspec.Struct):
     clean: bool = True
     namespaces: list[tuple[str, int, int]] = []  # digest, number, slot bytes
     extents: list[tuple[int, int]] = []  # number, namespace
-    blocks: int = 0
     tables: list[bytes] = []
-
-
-class Row(NamedTuple):
-    """A record as the journal has it."""
-
-    key: bytes
-    value: bytes
-    place: int
-    above: int
-    generation: int
 
 
 class Batch(msgspec.Struct, eq=False):
@@ -110,7 +92,7 @@ def examine(folder: Path, *, repair: bool, watch: Watch = lambda _done, _all: No
     volume = Volume(folder)
     volume.open(LOCK_WAIT_S)
     report = Report(str(folder))
-    known = Known(folder, report)
+    known = Known(folder, report, volume.lock_fd)
     try:
         known.read()
         known.verify(watch)
@@ -138,9 +120,10 @@ def refuse_others(folder: Path) -> None:
 class Known:
     """What the index says, brought together with what is on disk."""
 
-    def __init__(self, folder: Path, report: Report) -> None:
+    def __init__(self, folder: Path, report: Report, lock_fd: int) -> None:
         """Counts go to the report."""
         self._folder = folder
+        self._lock_fd = lock_fd
         self._report = report
         self._spaces: dict[bytes, Space] = {}  # by the beginning of their keys
         self._strays: list[bytes] = []  # keys of rows that no space takes
@@ -186,47 +169,32 @@ class Known:
         self._report.used_bytes += self._report.extents.orphan.bytes
 
     def _load(self, rows: list[tuple[bytes, bytes]]) -> None:
-        """Sort rows into spaces: newest first, as of two in one place that one wrote last."""
-        blocks = self._report.blocks
-        sound: list[Row] = []
+        """Have each space take its rows, as a store does."""
+        mine: dict[bytes, list[tuple[bytes, bytes]]] = {prefix: [] for prefix in self._spaces}
         for key, value in rows:
-            space = self._spaces.get(key[: NUMBER.size])
-            if space is None or len(value) != VALUE.size:
+            if key[: NUMBER.size] in mine:
+                mine[key[: NUMBER.size]].append((key, value))
+            else:
                 self._strays.append(key)
-                blocks.foreign.add(0 if space is None else space.slot_bytes)
-            else:
-                place, above, generation, _, _ = VALUE.unpack(value)
-                sound.append(Row(key, value, place, above, generation))
-        sound.sort(key=lambda row: row.generation, reverse=True)
-        born: dict[tuple[bytes, int], int] = {}
-        for row in sound:
-            born.setdefault((row.key[: NUMBER.size], row.place), row.generation)
-        for row in sound:
-            prefix, key = row.key[: NUMBER.size], row.key[NUMBER.size :]
-            if row.above != NOWHERE and born.get((prefix, row.above), 0) >= row.generation:
-                self._strays.append(row.key)  # a parent is older; this could be a circle
-                blocks.unreachable.add(self._spaces[prefix].slot_bytes)
-            else:
-                self._spaces[prefix].load(key, row.value)
-        for space in self._spaces.values():
-            self._count_refused(space)
-            before = len(space.index)
+                self._report.blocks.foreign.add(0)
+        for prefix, space in self._spaces.items():
+            found = Sorted(space.number, space.slot_bytes, space.slot_counts, packed(mine[prefix]))
+            space.start_loading()
+            for batch in found.batches():
+                space.load(batch)
+            self._count_refused(space, found.refused)
+            space.refuse(found.refused)
             deque(space.settle(), maxlen=0)
-            blocks.unreachable.add(space.slot_bytes, before - len(space.index))
 
-    def _count_refused(self, space: Space) -> None:
-        """Count the rows that a space did not take, and its extents."""
-        short = set()
-        for ghost in space.to_delete:
-            file = space.extents.get(ghost.slot >> 32)
-            beyond = file is not None and ghost.slot & 0xFFFFFFFF >= file.count
-            blocks = self._report.blocks
-            (blocks.unreadable if beyond else blocks.foreign).add(space.slot_bytes)
-            if beyond:
-                short.add(ghost.slot >> 32)
+    def _count_refused(self, space: Space, refused: list[Refused]) -> None:
+        """Count the rows that stand for nothing, and the extents."""
+        blocks, extents = self._report.blocks, self._report.extents
+        for _, _, cause in refused:
+            amount = blocks.unreadable if cause == "beyond" else getattr(blocks, cause)
+            amount.add(space.slot_bytes)
+        short = {place >> 32 for _, place, cause in refused if cause == "beyond"}
         for number, extent in space.extents.items():
             size = on_disk(extent.path)
-            extents = self._report.extents
             (extents.short if number in short else extents.ok).add(size)
             self._report.used_bytes += size
 
@@ -278,7 +246,7 @@ class Known:
         size = index.stat().st_size if index.exists() else 0
         changes = Commit(deletes=self._strays + self._deletes, extents_gone=self._gone)
         if changes or size == 0:
-            journal = Journal(self._folder, size // RECORD_BYTES)
+            journal = Journal(self._folder, size // RECORD_BYTES, self._lock_fd)
             try:
                 journal.commit(changes)
                 if size == 0:
@@ -380,36 +348,23 @@ def read_batch(batch: Batch) -> Read:
 
 def read_index(path: Path) -> tuple[Head, list[tuple[bytes, bytes]]]:
     """Return tables and rows. Raises TierIOError when damaged, ConfigError when not ours."""
-    head = read_head(path)
+    frames = frames_of(path)
+    head = msgspec.msgpack.decode(next(frames), type=Head)
     refuse_format(path, head)
-    if not head.blocks:
-        return head, []
-    try:
-        loader = Loader(path)
-    except TierIOError as exc:  # that no process starts is not the index's fault
-        raise TierError(str(exc)) from exc
-    try:
-        return head, list(records(loader))
-    finally:
-        loader.close()
+    numbers = {number for _, number, _ in head.namespaces}
+    if len(numbers) < len(head.namespaces) or not all(size for _, _, size in head.namespaces):
+        raise TierIOError(f"{path} cannot be read: its namespaces contradict each other")
+    rows: list[tuple[bytes, bytes]] = []
+    for frame in frames:
+        chunk = msgspec.msgpack.decode(frame, type=list[bytes])
+        rows += zip(chunk[::2], chunk[1::2], strict=True)
+    if any(one[0] >= two[0] for one, two in pairwise(rows)):
+        raise TierIOError(f"{path} cannot be read: its keys are out of order")
+    return head, rows
 
 
-def records(loader: Loader) -> Iterator[tuple[bytes, bytes]]:
-    """Yield all rows of the index. Raises TierIOError when they cannot be read."""
-    last = b""
-    while not loader.done:
-        rows = loader.take()
-        for key, value in rows:
-            if key <= last:
-                raise TierIOError("its keys are out of order")
-            last = key
-            yield key, value
-        if not rows and not loader.done:
-            time.sleep(0.001)
-
-
-def read_head(path: Path) -> Head:
-    """Read the small tables. Raises TierIOError when damaged, else TierError."""
+def frames_of(path: Path) -> Iterator[bytes]:
+    """Yield what the child says of the index. Raises TierIOError when damaged, else TierError."""
     done = subprocess.run(  # noqa: S603 - our own module
         [sys.executable, "-m", "tiers.nvme.fsck", str(path)],
         stdin=subprocess.DEVNULL,
@@ -423,11 +378,11 @@ def read_head(path: Path) -> Head:
         raise TierIOError(f"{path} cannot be read: {why}")
     if done.returncode:
         raise TierError(f"{path} could not be looked at: {why}")
-    head = msgspec.msgpack.decode(done.stdout, type=Head)
-    numbers = {number for _, number, _ in head.namespaces}
-    if len(numbers) < len(head.namespaces) or not all(size for _, _, size in head.namespaces):
-        raise TierIOError(f"{path} cannot be read: its namespaces contradict each other")
-    return head
+    at = 0
+    while at < len(done.stdout):
+        (size,) = NUMBER.unpack_from(done.stdout, at)
+        yield done.stdout[at + NUMBER.size : at + NUMBER.size + size]
+        at += NUMBER.size + size
 
 
 def refuse_format(path: Path, head: Head) -> None:
@@ -440,10 +395,10 @@ def refuse_format(path: Path, head: Head) -> None:
         raise TierIOError(f"{path} cannot be read: a table is missing")
 
 
-def head_of(path: Path) -> Head:
-    """Read the small tables in this process. Raises lmdb.Error, struct.error, ValueError."""
+def say(path: Path, out: BinaryIO) -> None:
+    """Write the small tables and all rows. Raises lmdb.Error, OSError, struct.error, ValueError."""
+    verify(path)
     with lmdb.open(str(path), readonly=True, max_dbs=len(_OURS), lock=False, create=False) as env:
-        refuse_truncated(env, path)
         with env.begin() as txn:
             names = {bytes(name) for name, _ in txn.cursor()}
         tables = {name: env.open_db(name, create=False) for name in names & _OURS}
@@ -452,7 +407,15 @@ def head_of(path: Path) -> Head:
                 name: [(bytes(key), bytes(value)) for key, value in txn.cursor(tables[name])]
                 for name in names & {b"meta", b"namespaces", b"extents"}
             }
-            blocks = txn.stat(tables[b"blocks"])["entries"] if b"blocks" in tables else 0
+            out.write(framed(head_of(small, sorted(names))))
+            if b"blocks" in tables:
+                rows = chain.from_iterable(txn.cursor(tables[b"blocks"]))
+                while chunk := list(islice(rows, 2 * _CHUNK_ROWS)):
+                    out.write(framed(chunk))
+
+
+def head_of(small: dict[bytes, list[tuple[bytes, bytes]]], names: list[bytes]) -> Head:
+    """Put the small tables into a Head. Raises struct.error, ValueError."""
     meta = dict(small.get(b"meta", ()))
     return Head(
         format=meta.get(b"format"),
@@ -461,19 +424,26 @@ def head_of(path: Path) -> Head:
         extents=[
             (NUMBER.unpack(n)[0], NUMBER.unpack(owner)[0]) for n, owner in small.get(b"extents", ())
         ],
-        blocks=blocks,
-        tables=sorted(names),
+        tables=names,
     )
 
 
+def framed(message: Head | list[bytes]) -> bytes:
+    """Encode, with its length before it."""
+    body = msgspec.msgpack.encode(message)
+    return NUMBER.pack(len(body)) + body
+
+
 def main() -> int:
-    """Run as the child that read_head starts."""
+    """Run as the child that frames_of starts."""
     try:
-        head = head_of(Path(sys.argv[1]))
+        say(Path(sys.argv[1]), sys.stdout.buffer)
     except (lmdb.Error, struct.error, ValueError) as exc:
         sys.stderr.write(f"{exc}\n")
-        return _DAMAGED
-    sys.stdout.buffer.write(msgspec.msgpack.encode(head))
+        return _DAMAGED if is_damage(exc) or isinstance(exc, struct.error) else 1
+    except OSError as exc:
+        sys.stderr.write(f"{exc}\n")
+        return 1
     return 0
 
 

@@ -7,38 +7,50 @@ A DROPPED record's slot is free again when nobody reads or writes it (pins) and 
 record names it (durable): a crash must not find a record that points at another block's bytes.
 The set is closed under "parent of": a record enters below its parent, and leaves with all that
 hangs below it. So what a restart finds is reachable.
+
+What hangs below a record may be millions. Then it leaves in slices, from its leaves up, and the
+record is the last: DROPPED, so that nobody finds it, and still in its place (see sinks()).
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
+from itertools import chain
 from typing import cast
 
 from kvstore.eviction import LeafLRU
-from kvstore.index import Entry, Index, State
+from kvstore.index import Entry, State
 from kvstore.types import BlockKey, Slot
 
-NOWHERE = (1 << 64) - 1
-"""The place of a root's parent."""
+_TABLES = 1024  # a dict that grows takes up to 300 ms for one insertion when it has 10^7 keys
+_SHIFT = 54  # of a hash of 64 bits: -512..511, which are the indices of 1,024 tables
 
 
 class Durable(enum.Enum):
     """What the journal knows of a record."""
 
     NO = "no"
+    PERHAPS = "perhaps"  # a commit failed; nobody knows how far it came
     COMING = "coming"  # in the commit under way
     YES = "yes"
 
 
 class Record(Entry):
-    """One block on disk; slot is its place there (see place_of)."""
+    """One block on disk; slot is its place there, extent << 32 | position."""
 
     __slots__ = ("after", "before", "checksum", "durable", "first", "generation")
 
-    def __init__(self, key: BlockKey, parent: Record | None, place: int, generation: int) -> None:
+    def __init__(  # flat: a start makes millions
+        self, key: BlockKey, parent: Record | None, place: int, generation: int
+    ) -> None:
         """Start WRITING, without pins or children."""
-        super().__init__(key, parent, Slot(place))
+        self.key = key
+        self.parent = parent
+        self.slot = Slot(place)
+        self.state = State.WRITING
+        self.children = self.pins = 0
+        self.prev = self.next = None
         self.generation = generation
         self.checksum = 0
         self.durable = Durable.NO
@@ -52,38 +64,44 @@ class DiskIndex:
 
     def __init__(self) -> None:
         """Start empty."""
-        self._index = Index()
+        self._tables: list[dict[BlockKey, Record]] = [{} for _ in range(_TABLES)]
+        self._count = 0
         self.order = LeafLRU()
 
     def __len__(self) -> int:
         """Count the records, those being written included."""
-        return len(self._index)
+        return self._count
 
     def get(self, key: BlockKey) -> Record | None:
         """Return the record, ready or being written."""
-        return cast("Record | None", self._index.get(key))
+        found = self._tables[hash(key) >> _SHIFT].get(key)
+        return None if found is None or found.state is State.DROPPED else found
+
+    def sinks(self, key: BlockKey) -> bool:
+        """Tell whether this block is about to leave, and cannot come back yet."""
+        found = self._tables[hash(key) >> _SHIFT].get(key)
+        return found is not None and found.state is State.DROPPED
+
+    def holds(self, record: Record) -> bool:
+        """Tell whether this very record is here, be it one that sinks."""
+        return self._tables[hash(record.key) >> _SHIFT].get(record.key) is record
 
     def __iter__(self) -> Iterator[Record]:
-        """Go through all records, in no order."""
-        return iter(cast("Iterator[Record]", list(self._index)))
+        """Go through all records, in no order; for tests and fsck."""
+        records = chain.from_iterable(list(table.values()) for table in self._tables)
+        return (record for record in records if record.state is not State.DROPPED)
 
     def insert(self, record: Record) -> None:
         """Add a record below its parent, which is here."""
-        self._index.insert(record)
+        self._tables[hash(record.key) >> _SHIFT][record.key] = record
+        self._count += 1
         parent = cast("Record | None", record.parent)
         if parent is not None:
-            self._link(record, parent)
-
-    def adopt(self, record: Record, parent: Record) -> None:
-        """Hang a root below a parent that was found later; only while loading."""
-        self._index.relink(record, parent)
-        self._link(record, parent)
-
-    def _link(self, record: Record, parent: Record) -> None:
-        record.after = parent.first
-        if parent.first is not None:
-            parent.first.before = record
-        parent.first = record
+            parent.children += 1
+            record.after = parent.first
+            if parent.first is not None:
+                parent.first.before = record
+            parent.first = record
 
     def remove(self, record: Record) -> None:
         """Take out a record that has no children."""
@@ -95,9 +113,12 @@ class DiskIndex:
                 parent.first = record.after
             if record.after is not None:
                 record.after.before = record.before
+            parent.children -= 1
         record.before = record.after = None
         self.order.remove(record)
-        self._index.remove(record)
+        del self._tables[hash(record.key) >> _SHIFT][record.key]
+        self._count -= 1
+        record.state = State.DROPPED
         if parent is not None:
             self.order.freed(parent)
 
@@ -118,3 +139,15 @@ class DiskIndex:
         """The record's data is on disk: it may be read, and evicted as a leaf."""
         record.state = State.READY
         self.order.touch(record)
+
+    def dismantle(self) -> Iterator[None]:
+        """Cut the records of an index that nobody uses apart, so that their memory is free.
+
+        Yields after each table. They hang together in circles, which would else wait for a
+        collection of all garbage.
+        """
+        while self._tables:
+            for record in self._tables.pop().values():
+                record.parent = record.prev = record.next = None
+                record.first = record.before = record.after = None
+            yield

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from kvstore.errors import TierIOError
 from tiers.nvme.commits import commit
 from tiers.nvme.files import ExtentFile
-from tiers.nvme.journal import Commit
+from tiers.nvme.journal import IndexDamagedError
+from tiers.nvme.messages import Commit
 from tiers.nvme.opening import Opening
 from tiers.nvme.room import Room
 from tiers.nvme.shared import Shared
@@ -148,6 +149,13 @@ class _Return:
             raise
         try:
             shared.opening.open_journal()
+        except IndexDamagedError:
+            self._close()
+            return False
+        except BaseException:
+            self._close()
+            raise
+        try:
             _sweep(shared, self._known, self.stuck)
         except BaseException:
             self._close()

@@ -14,7 +14,7 @@ from functools import partial
 from kvstore.errors import TierFull
 from tiers.nvme.commits import Commits, commit
 from tiers.nvme.files import ExtentFile
-from tiers.nvme.journal import NAMESPACE, Commit
+from tiers.nvme.messages import Commit
 from tiers.nvme.shared import Shared
 from tiers.nvme.space import Space, cost
 from tiers.nvme.volume import Look
@@ -78,7 +78,7 @@ class Room:
 
     def make(self, space: Space, count: int) -> bool:
         """Try to get free slots: a new extent, else by eviction; False when none will come."""
-        if self._shared.opening.loading or self._grow(space):
+        if self._shared.opening.loading or space.clearing or self._grow(space):
             return True
         space.evict(count - space.free - space.leaving)
         if space.to_delete:
@@ -161,7 +161,7 @@ class Room:
                 self._removing[number] = cost(file.bytes, file.slot_bytes)
                 removal = partial(_remove, self._shared, number, file)
                 self._shared.keeper.submit(removal, partial(self._removed, number))
-            if space.attached:
+            if space.attached and not space.clearing:
                 self._evict_ahead(space)
 
     def _evict_ahead(self, space: Space) -> None:
@@ -205,16 +205,15 @@ class Growth:
         self.number = number
         self.file: ExtentFile | None = None
         self._shared = shared
-        self._namespace = (space.digest.encode(), NAMESPACE.pack(space.number, space.slot_bytes))
+        self._changes = Commit(namespaces=[space.entry], extents=[(number, space.number)])
 
     def work(self) -> None:
         """On the keeper's thread; leaves no file that the index does not know."""
         shared, number = self._shared, self.number
         size = shared.settings.extent_bytes
         file = shared.volume.make_extent(number, self.space.slot_bytes, size)
-        changes = Commit(namespaces=[self._namespace], extents=[(number, self.space.number)])
         try:
-            commit(shared, changes)
+            commit(shared, self._changes)
         except BaseException:
             file.close()
             shared.volume.remove_extent(number)

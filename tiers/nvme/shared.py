@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import msgspec
 
 from kvstore.config import NvmeConfig
 from tiers.nvme.chores import Keeper
 from tiers.nvme.health import Health
+from tiers.nvme.journal import Journal
 from tiers.nvme.opening import Opening
 from tiers.nvme.space import Space
 from tiers.nvme.volume import Volume
@@ -26,3 +30,13 @@ class Shared(msgspec.Struct, eq=False):
     def spaces(self) -> list[Space]:
         """List the namespaces that have been seen."""
         return list(self.opening.spaces.values())
+
+
+@contextmanager
+def remembered(shared: Shared) -> Iterator[Journal]:
+    """On the keeper's thread: change the index, and know it again after that.
+
+    One that failed may be on the disk or not; if it is, the index is not the one that is known.
+    """
+    yield shared.opening.journal
+    shared.volume.remember_index()

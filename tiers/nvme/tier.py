@@ -81,6 +81,10 @@ class Threads(Protocol):
         """Number a write."""
         ...
 
+    def clear_space(self, space: Space) -> None:
+        """Forget every block of a namespace."""
+        ...
+
     def flush(self) -> None:
         """Wait until all that is written is durable, or cannot be."""
         ...
@@ -111,11 +115,16 @@ class NvmeTier:
         self.space = space
 
     def lookup(self, key: BlockKey) -> LookupResult:
-        """HIT when the block can be read, PENDING while it is written."""
+        """HIT when the block can be read, PENDING while it is written.
+
+        RETRY while nobody knows: the records of a start are still to come.
+        """
         if not self._disk.online:
             return LookupResult.MISS
         record = self.space.index.get(key)
         if record is None:
+            if self.space.loading:
+                return LookupResult.RETRY
             return LookupResult.PENDING if key in self._queued else LookupResult.MISS
         return LookupResult.HIT if record.state is State.READY else LookupResult.PENDING
 
@@ -148,15 +157,11 @@ class NvmeTier:
     def discard(self, keys: Collection[BlockKey]) -> None:
         """Forget blocks, and what hangs below them."""
         for key in keys:
-            record = self.space.index.get(key)
-            if record is not None:
-                self.space.drop(record, "discarded")
+            self.space.discard(key)
 
     def clear(self) -> None:
-        """Forget every block."""
-        for record in self.space.index:
-            if record.state is not State.DROPPED:
-                self.space.drop(record, "cleared")
+        """Forget every block, at once; those stored from now on are kept."""
+        self._disk.clear_space(self.space)
 
     def drain(self) -> None:
         """Wait until every job has a result; not for ever, should the disk hang."""
@@ -187,7 +192,7 @@ class NvmeTier:
             work.error = TierIOError("a block is not here any more" if self._disk.online else "off")
         work.next = len(work.job.keys)
         for record in found:
-            record.pins += 1
+            self.space.pin(record)
         self._start_runs(work, list(enumerate(found)))
         self._end(work)
 
@@ -222,7 +227,7 @@ class NvmeTier:
             parent = None if above is None else space.index.get(above)
             if space.index.get(key) is not None:
                 work.ok[work.next] = True
-            elif above is not None and parent is None:
+            elif self.space.index.sinks(key) or (above is not None and parent is None):
                 space.counts["unplaced"] += 1  # its parent was not written, or has left
                 work.ok[work.next] = False
             else:

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from kvstore.errors import ConfigError, TierFull, TierIOError
 from tiers.nvme.files import ExtentFile
-from tiers.nvme.journal import FOLDER
+from tiers.nvme.messages import FOLDER
 
 _LOCK = "lock"
 _PROBE = "probe"
@@ -135,7 +135,8 @@ class Volume:
     def _taken(self) -> str:
         holder = self._marks()[0] or "unknown"
         return (
-            f"{self.path} is in use by the store with process id {holder}; one store per directory"
+            f"{self.path} is in use by the store with process id {holder} or what is left of it;"
+            " one store per directory"
         )
 
     def _marks(self) -> tuple[str, str, str]:
@@ -148,6 +149,11 @@ class Volume:
         os.ftruncate(self._lock_fd, len(marks))
         os.pwrite(self._lock_fd, marks, 0)
         os.fsync(self._lock_fd)
+
+    @property
+    def lock_fd(self) -> int:
+        """The lock's descriptor, for who is to keep the directory as long as it lives."""
+        return self._lock_fd
 
     # How it is
 

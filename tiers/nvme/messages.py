@@ -1,0 +1,159 @@
+"""What a store says to the process that owns its index, and what that answers.
+
+The index, an LMDB file, never holds payload:
+
+meta        "format", "clean"
+namespaces  digest -> NAMESPACE: number, slot bytes
+extents     number (u32) -> namespace (u32)
+blocks      namespace (u32), block key -> VALUE
+
+On the socket each request has one answer, both with their length before them. What Load asks for
+comes on a pipe of its own, as batches up to a Loaded.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+FORMAT = b"kvstore-nvme-1"
+NAMESPACE = struct.Struct(">II")
+NUMBER = struct.Struct(">I")
+VALUE = struct.Struct("<QQQQI")
+"""Place (extent << 32 | position), parent's place, generation, checksum, payload bytes."""
+NOWHERE = (1 << 64) - 1
+"""The place of a root's parent, and of a record that has none."""
+NO_PARENT = (1 << 32) - 1
+RECORD_BYTES = 512  # of the index file for each block, with room for half-full pages
+FOLDER = "index"
+
+
+class Commit(msgspec.Struct):
+    """Changes that become durable together, in this order."""
+
+    deletes: list[bytes] = []
+    puts: list[tuple[bytes, bytes]] = []
+    namespaces: list[tuple[bytes, bytes]] = []
+    extents: list[tuple[int, int]] = []  # number, namespace
+    extents_gone: list[int] = []
+
+    def __bool__(self) -> bool:
+        """Tell whether there is any change."""
+        return any((self.deletes, self.puts, self.namespaces, self.extents, self.extents_gone))
+
+
+class Open(msgspec.Struct, tag=True):
+    """The first request: open or make the index. path: of its folder; map_bytes: it can grow to.
+
+    verify: read all of the file first; the process before this one has died of it.
+    """
+
+    path: str
+    map_bytes: int
+    verify: bool = False
+
+
+class Opened(msgspec.Struct, tag=True):
+    """The index is open.
+
+    next_number: of a namespace, higher than any that has records. strays: numbers that records
+    have and no namespace.
+    """
+
+    clean: bool
+    next_number: int
+    strays: list[int]
+
+
+class Tables(msgspec.Struct, tag=True):
+    """Ask for the small tables."""
+
+
+class TablesFound(msgspec.Struct, tag=True):
+    """Namespaces (digest -> number, slot bytes) and extents (number -> namespace)."""
+
+    namespaces: dict[str, tuple[int, int]]
+    extents: dict[int, int]
+
+
+class Mark(msgspec.Struct, tag=True):
+    """Say durably whether all is in order."""
+
+    clean: bool
+
+
+class Apply(msgspec.Struct, tag=True):
+    """Make changes durable, all or none."""
+
+    changes: Commit
+
+
+class Purge(msgspec.Struct, tag=True):
+    """Delete up to rows_max records of a namespace that is in no table any more."""
+
+    number: int
+    rows_max: int
+
+
+class Load(msgspec.Struct, tag=True):
+    """Send the records of a namespace, without the first `skip`. counts: slots of its extents."""
+
+    number: int
+    slot_bytes: int
+    counts: dict[int, int]
+    skip: int = 0
+
+
+class Done(msgspec.Struct, tag=True):
+    """It is done, or begun. left: whether a Purge has left records."""
+
+    left: bool = False
+
+
+class Failed(msgspec.Struct, tag=True):
+    """It is not done. damaged: the file is, beyond doubt; format: it is of another kind."""
+
+    text: str
+    damaged: bool = False
+    format: bool = False
+
+
+class Batch(msgspec.Struct, tag=True):
+    """Records of one namespace, parents first, the oldest first; numbers are little-endian.
+
+    keys are `width` bytes each, padded; lengths (u16) says how long they are where these differ.
+    parents (u32) are positions in the namespace's records, NO_PARENT for a root. leaves (u8) says
+    which ones nothing hangs below.
+    """
+
+    number: int
+    width: int
+    lengths: bytes
+    keys: bytes
+    places: bytes  # u64, as generations and checksums
+    parents: bytes
+    generations: bytes
+    checksums: bytes
+    leaves: bytes
+
+
+class Loaded(msgspec.Struct, tag=True):
+    """A namespace's records have all been sent, but those that cannot be: key, place, cause.
+
+    place: the slot that the record's deletion makes free, one beyond the end, or NOWHERE.
+    """
+
+    number: int
+    refused: list[tuple[bytes, int, str]]
+
+
+class Unreadable(msgspec.Struct, tag=True):
+    """The records cannot be read."""
+
+    why: Failed
+
+
+Request = Open | Tables | Mark | Apply | Purge | Load
+Answer = Opened | TablesFound | Done | Failed
+Stream = Batch | Loaded | Unreadable
