@@ -78,14 +78,14 @@ class Room:
 
     def make(self, space: Space, count: int) -> bool:
         """Try to get free slots: a new extent, else by eviction; False when none will come."""
-        if self._shared.opening.loading or space.clearing or self._grow(space):
+        if self._shared.opening.loading or space.renumbering or self._grow(space):
             return True
         space.evict(count - space.free - space.leaving)
         if space.to_delete:
             self._commits.hurry()
         if space.leaving:
             return True
-        return space.free == 0 and self._take_from_another(space)
+        return space.free == 0 and (space.clearing or self._take_from_another(space))
 
     def _grow(self, space: Space) -> bool:
         """Make an extent if the cap and the file system have room; True while one is made."""
