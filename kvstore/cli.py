@@ -21,6 +21,10 @@ from kvstore.fsck import MEANINGS, Amount, Report
 
 log = logging.getLogger(__name__)
 
+SECONDS = 20.0  # of `check --disk`
+SECONDS_MIN = 5
+SECONDS_MAX = 600
+
 # By name, like tiers: what measures the connectors is a layer above this one.
 BENCHES = {
     "attach": ("connectors.bench.attach", "store round trips, scheduler half, bytes; no engine"),
@@ -29,6 +33,7 @@ BENCHES = {
     "vllm": ("kvstore.bench.ttft", "time to first token in real vLLM engines; needs vllm"),
 }
 FSCK = "tiers.nvme.fsck"
+MEASURE = "tiers.nvme.measure"
 
 _EXAMPLES = """\
 examples:
@@ -95,9 +100,9 @@ def _parser() -> argparse.ArgumentParser:
         "check a configuration and say what a store would do with it here",
         "kvstore check --config kvstore.toml",
     )
-    check.set_defaults(run=_check)
-    for command in (serve, check):
-        command.add_argument("--config", required=True, type=Path, help="settings, a TOML file")
+    check.set_defaults(run=_check, parser=check)
+    serve.add_argument("--config", required=True, type=Path, help="settings, a TOML file")
+    _add_check_options(check)
 
     address = "unix:///run/kvstore/kvstore.sock"
     stats = add("stats", "show a running store's numbers", f"kvstore stats --store {address}")
@@ -128,6 +133,29 @@ def _parser() -> argparse.ArgumentParser:
     fsck.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
     bench = add("bench", "measure on this machine", "kvstore bench attach --json")
+    _add_bench_options(bench)
+    demo = add("demo", "show a real vLLM engine getting its KV back", "kvstore demo")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _add_check_options(check: argparse.ArgumentParser) -> None:
+    check.add_argument("--config", type=Path, help="settings, a TOML file")
+    check.add_argument("--disk", action="store_true", help="measure the drive instead")
+    check.add_argument("--path", type=Path, help="with --disk: where, if not in --config or here")
+    check.add_argument("--seconds", type=_seconds, help="with --disk: how long (default: 20)")
+    check.add_argument("--json", action="store_true", help="with --disk: one JSON object")
+
+
+def _seconds(text: str) -> float:
+    if not text.isdecimal() or not SECONDS_MIN <= int(text) <= SECONDS_MAX:
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number from {SECONDS_MIN} to {SECONDS_MAX}, found {text!r}"
+        )
+    return float(text)
+
+
+def _add_bench_options(bench: argparse.ArgumentParser) -> None:
     bench.set_defaults(run=_bench)
     names = "; ".join(f"{name}: {text}" for name, (_, text) in BENCHES.items())
     bench.add_argument("name", choices=BENCHES, help=names)
@@ -138,12 +166,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--path", type=Path, help="of nvme-index: where to make it (default: here)")
     bench.epilog = (
-        "examples:\n  kvstore bench attach --json\n"
+        "example:\n  kvstore bench attach --json\n"
         "  kvstore bench nvme-index --blocks 10000,1000000 --path /nvme"
     )
-    demo = add("demo", "show a real vLLM engine getting its KV back", "kvstore demo")
-    demo.set_defaults(run=_demo)
-    return parser
 
 
 def _pairs(text: str) -> int:
@@ -191,6 +216,12 @@ def _check(chosen: argparse.Namespace) -> int:
     from kvstore.config import load
     from kvstore.preflight import Level, examine
 
+    if chosen.disk:
+        return _check_disk(chosen)
+    if chosen.config is None:
+        chosen.parser.error("expected --config FILE, or --disk to measure a drive")
+    if chosen.path or chosen.seconds or chosen.json:
+        chosen.parser.error("--path, --seconds and --json are for --disk, found no --disk")
     findings = examine(load(chosen.config))
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
@@ -199,6 +230,46 @@ def _check(chosen: argparse.Namespace) -> int:
     if failed:
         print(f"{len(failed)} of {len(findings)} would stop the store", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _check_disk(chosen: argparse.Namespace) -> int:
+    from kvstore.config import load
+    from kvstore.diskcheck import Report as Measured
+    from kvstore.diskcheck import show
+
+    if chosen.path is not None and chosen.config is not None:
+        chosen.parser.error("expected one of --path and --config, found both")
+    folder: Path = chosen.path or Path.cwd()
+    if chosen.config is not None:
+        nvme = load(chosen.config).nvme
+        if nvme is None:
+            raise ConfigError(f"{chosen.config}: expected [nvme] with a path, found none")
+        folder = next(p for p in (Path(nvme.path), *Path(nvme.path).parents) if p.exists())
+    measure = import_module(MEASURE).measure
+    with _share() as watch:
+        report: Measured = measure(folder, chosen.seconds or SECONDS, watch)
+    if chosen.json:
+        import msgspec
+
+        print(msgspec.json.encode(report).decode())
+    else:
+        show(report)
+    return 0
+
+
+@contextlib.contextmanager
+def _share() -> Iterator[Callable[[float, str], None]]:
+    """Show on a terminal what is going on and which share of it is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:<40}"), BarColumn(), TaskProgressColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=1.0)
+        yield lambda share, what: progress.update(task, completed=share, description=what)
 
 
 def _stats(chosen: argparse.Namespace) -> int:

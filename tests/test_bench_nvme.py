@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from kvstore.bench.report import Result, as_json
 from kvstore.errors import KVStoreError
 from tests.nvme_blocks import MIB
 from tiers.bench import nvme
+from tiers.nvme.measure import filled
 
 SMALL = nvme.Sizes(
     block_bytes=(MIB // 2, MIB), data_bytes=8 * MIB, job_bytes=2 * MIB, extent_bytes=4 * MIB
@@ -61,6 +63,9 @@ def test_every_result_has_a_reference_from_the_same_run(
                 assert one.parameters["against"] == "O_DIRECT loop"
                 assert one.parameters["cpu_us_per_block"] > 0
                 assert one.parameters["reference_cpu_us_per_block"] > 0
+                assert one.parameters["value_low"] <= one.value <= one.parameters["value_high"]
+                assert one.parameters["loop_ratio"] == pytest.approx(one.ratio, abs=1e-4)
+                assert ("plain_pass_us" in one.parameters) == checksum
             assert len(of(results, name=f"naive_{name}", block_bytes=block_bytes)) == 1
     assert len(of(results, name="checksum_pass")) == 1
     assert len(results) == 2 * 6 + 1
@@ -84,11 +89,11 @@ def test_only_the_variant_goes_without_checksums(tmp_path: Path, checked: bool) 
 
 
 def test_what_comes_back_is_what_was_written(tmp_path: Path) -> None:
-    memory = nvme._filled(4 * MIB)
+    memory, _ = filled(4 * MIB)
     blocks = [memory[at : at + MIB] for at in range(0, len(memory), MIB)]
     expected = bytes(memory)
     for kind in (direct.ThreadLoop, direct.FilePerBlock):
-        system = kind(tmp_path, blocks, direct.Depth(2, 2))
+        system = kind(tmp_path, blocks, direct.Depth(2, 2, 2 * MIB))
         system.write()
         memory[:] = bytes(len(memory))
         system.read()
@@ -100,7 +105,7 @@ def test_what_comes_back_is_what_was_written(tmp_path: Path) -> None:
 def test_fio_is_the_reference_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log"
     install_fio(tmp_path, monkeypatch, FIO.format(log=log, io=IO))
-    system = direct.reference(tmp_path, blocks_of(MIB, 8), direct.Depth(4, 2))
+    system = direct.reference(tmp_path, blocks_of(MIB, 8), direct.Depth(4, 2, MIB))
     assert system.name == "fio"
     assert system.read() == direct.Moved(2e9, 1250.0)  # a quarter of 40 ms for 8 blocks
     assert system.write().bytes_per_s == 2e9
@@ -110,12 +115,47 @@ def test_fio_is_the_reference_where_it_is(tmp_path: Path, monkeypatch: pytest.Mo
     assert {"--direct=1", f"--bs={MIB}", "--rw=read", "--rw=write", "--thread"} <= set(options)
 
 
+def test_fio_and_the_loop_make_calls_as_long_as_the_tiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    install_fio(tmp_path, monkeypatch, FIO.format(log=log, io=IO))
+    depth = direct.Depth(4, 2, 2 * MIB)
+    memory, _ = filled(8 * MIB)
+    blocks = [memory[at : at + MIB // 2] for at in range(0, len(memory), MIB // 2)]
+    direct.Fio(tmp_path, blocks, depth).read()
+    assert {f"--bs={2 * MIB}", f"--size={2 * MIB}"} <= set(log.read_text("ascii").split())
+    loop = direct.ThreadLoop(tmp_path, blocks, depth)
+    lengths: list[int] = []
+    real = os.pwritev
+
+    def counted(fd: int, pieces: Sequence[memoryview], at: int) -> int:
+        lengths.append(sum(map(len, pieces)))
+        return real(fd, pieces, at)
+
+    monkeypatch.setattr(os, "pwritev", counted)
+    loop.write()
+    loop.close()
+    assert lengths == [2 * MIB] * 4
+
+
+@pytest.mark.usefixtures("here")
+def test_with_fio_there_is_a_loop_through_the_same_memory_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_fio(tmp_path, monkeypatch, FIO.format(log=tmp_path / "log", io=IO))
+    for one in of(nvme.run(1, SMALL), name="read"):
+        assert one.parameters["against"] == "fio"
+        assert one.ratio == pytest.approx(one.value / 2, rel=1e-6)
+        assert one.parameters["loop_ratio"] != pytest.approx(one.ratio, abs=1e-4)
+
+
 @pytest.mark.parametrize("script", ["#!/bin/sh\necho {}", "#!/bin/sh\necho no >&2; exit 1"])
 def test_fio_that_fails_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
     install_fio(tmp_path, monkeypatch, script)
-    system = direct.reference(tmp_path, blocks_of(MIB, 8), direct.Depth(4, 2))
+    system = direct.reference(tmp_path, blocks_of(MIB, 8), direct.Depth(4, 2, MIB))
     with pytest.raises(KVStoreError, match="fio"):
         system.read()
 

@@ -153,6 +153,19 @@ def test_a_commit_whose_process_is_killed_is_done_again(settings: NvmeConfig) ->
         assert after.tier.space.counts == {}
 
 
+def test_a_process_that_hangs_is_not_joined_by_another(tmp_path: Path) -> None:
+    lock_fd = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
+    first = Journal(tmp_path, 100, lock_fd)
+    assert first.pid is not None
+    os.kill(first.pid, signal.SIGSTOP)  # as if it hung in a write
+    with pytest.raises(TierIOError, match="temporarily unavailable"):
+        Journal(tmp_path, 100, lock_fd)
+    os.kill(first.pid, signal.SIGCONT)
+    first.close()
+    Journal(tmp_path, 100, lock_fd).close()
+    os.close(lock_fd)
+
+
 # The process fails
 
 

@@ -1,6 +1,7 @@
 """What a disk gives without a tier: fio or a plain loop with direct I/O, and one file per block.
 
-All of them move the same blocks, in the same directory, with as many calls under way.
+All of them move as many bytes, in the same directory, with as many calls under way; fio and the
+loop make calls as long as the tier's.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ class Moved(msgspec.Struct, frozen=True):
 
 
 class Depth(msgspec.Struct, frozen=True):
-    """Calls under way at one time."""
+    """Calls under way at one time, and bytes of one: blocks that are neighbours share a call."""
 
     read: int
     write: int
+    call_bytes: int
 
 
 class System(Protocol):
@@ -92,7 +94,7 @@ def each(count: int, threads: int, move: Callable[[int], None]) -> None:
 
 
 class ThreadLoop:
-    """One preallocated file with direct I/O: each thread moves the next block, nothing else."""
+    """One preallocated file with direct I/O: each thread moves the next blocks, nothing else."""
 
     name = "O_DIRECT loop"
 
@@ -100,7 +102,7 @@ class ThreadLoop:
         """Preallocate the file. Raises KVStoreError without direct I/O."""
         self._blocks = blocks
         self._depth = depth
-        self._path = folder / "reference"
+        self._path = folder / "loop"
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         try:
             self._fd = os.open(self._path, flags | os.O_DIRECT, 0o600)
@@ -117,12 +119,16 @@ class ThreadLoop:
         return self._move(os.preadv, self._depth.read)
 
     def _move(self, call: Callable[[int, list[memoryview], int], int], depth: int) -> Moved:
+        size = len(self._blocks[0])
+        step = max(1, self._depth.call_bytes // size)
+        firsts = range(0, len(self._blocks), step)
+
         def move(number: int) -> None:
-            block = self._blocks[number]
-            if call(self._fd, [block], number * len(block)) != len(block):
+            pieces = self._blocks[firsts[number] : firsts[number] + step]
+            if call(self._fd, list(pieces), firsts[number] * size) != size * len(pieces):
                 raise OSError("a block was cut short")
 
-        return timed(self._blocks, lambda: each(len(self._blocks), depth, move))
+        return timed(self._blocks, lambda: each(len(firsts), depth, move))
 
     def reset(self) -> None:
         """Blocks are overwritten in place."""
@@ -140,7 +146,7 @@ class Fio:
 
     def __init__(self, folder: Path, blocks: Sequence[memoryview], depth: Depth) -> None:
         """Only the number of blocks and their size are used: fio has memory of its own."""
-        self._path = folder / "reference"
+        self._path = folder / "fio"
         self._blocks = len(blocks)
         self._block_bytes = len(blocks[0])
         self._depth = depth
@@ -154,14 +160,15 @@ class Fio:
         return self._run("read", self._depth.read)
 
     def _run(self, kind: str, depth: int) -> Moved:
-        part = self._blocks // depth * self._block_bytes
+        call_bytes = max(self._block_bytes, self._depth.call_bytes)
+        part = self._blocks * self._block_bytes // depth // call_bytes * call_bytes
         options = {
             "name": "kvstore",
             "filename": str(self._path),
             "ioengine": "psync",
             "direct": 1,
             "rw": kind,
-            "bs": self._block_bytes,
+            "bs": call_bytes,
             "numjobs": depth,
             "size": part,
             "offset_increment": part,
@@ -248,8 +255,8 @@ class FilePerBlock:
         self.reset()
 
 
-def pass_us(memory: memoryview, rounds: int) -> tuple[list[float], list[float]]:
-    """CPU time for each 2 MiB of XXH3, and of reading as much with numpy's sum, in turn.
+def pass_us(memory: memoryview) -> tuple[float, float]:
+    """CPU time for each 2 MiB of XXH3, and of reading as much with numpy's sum.
 
     Goes through all of the memory, so that what is read is not in a cache from the time before.
     """
@@ -262,11 +269,10 @@ def pass_us(memory: memoryview, rounds: int) -> tuple[list[float], list[float]]:
         work()
         return (time.thread_time() - start_s) * scale
 
-    sums, plain = [], []
-    for _ in range(rounds):
-        sums.append(once(lambda: [xxhash.xxh3_64_intdigest(piece) for piece in pieces]))
-        plain.append(once(lambda: [int(piece.sum()) for piece in words]))
-    return sums, plain
+    return (
+        once(lambda: [xxhash.xxh3_64_intdigest(piece) for piece in pieces]),
+        once(lambda: [int(piece.sum()) for piece in words]),
+    )
 
 
 def difference(ours: Sequence[float], others: Sequence[float]) -> float:

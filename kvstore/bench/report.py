@@ -14,6 +14,7 @@ SEED = 20
 RESAMPLES = 4000
 CONFIDENCE = 0.9
 IN_OTHER_COLUMNS = ("against", "difference_ms", "ratio_low", "ratio_high")
+IN_JSON_ONLY = ("value_low", "value_high", "reference_low", "reference_high")
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +87,7 @@ def show(bench: str, results: Sequence[Result], *, json: bool) -> None:
         own = [
             str(value) if key == "system" else f"{key}={value}"
             for key, value in result.parameters.items()
-            if key not in common and key not in IN_OTHER_COLUMNS
+            if key not in {*common, *IN_OTHER_COLUMNS, *IN_JSON_ONLY}
         ]
         reference = "-"
         if result.reference is not None:

@@ -50,7 +50,7 @@ class Commits:
     def step(self, now_s: float) -> None:
         """Begin a commit if it is time."""
         if not self.pending:
-            self._since_s = NEVER
+            self._since_s, self._hurry = NEVER, False
             return
         self._since_s = min(self._since_s, now_s)
         if self.under_way or not self._shared.health.writable or self._shared.opening.loading:

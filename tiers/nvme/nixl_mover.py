@@ -65,8 +65,8 @@ class NixlMover(Generic[R]):
         self._landed: deque[tuple[_Flight[R], TierIOError | None]] = deque()
         self._ended: deque[Moved[R]] = deque()
         self._at: R | None = None  # whose turn it is: a bug is its error
-        # One job for each move, whose result is the next move that ends.
-        self._runner: Runner[None, Moved[R]] = Runner(
+        # A job for each move; its result is the next move that ends, whichever that is.
+        self._runner: Runner[R, Moved[R]] = Runner(
             "kvstore-nvme-nixl", lambda _: self._next(), lambda _, error: self._broken(error)
         )
 
@@ -78,7 +78,7 @@ class NixlMover(Generic[R]):
     def start(self, run: R) -> None:
         """Move a run as soon as its turn comes."""
         self._waiting[run.store].append((time.monotonic(), run))
-        self._runner.submit(None)
+        self._runner.submit(run)
 
     def poll(self) -> list[Moved[R]]:
         """Take the results that are there."""
@@ -195,21 +195,34 @@ def load() -> tuple[Any, str]:
     found = metadata.version("nixl")
     if [int(part) for part in found.split(".")[:3]] < [int(p) for p in VERSION_MIN.split(".")]:
         raise ConfigError(f"{wrong}, found {found}")
-    quiet = logging.getLogger("nixl")
-    quiet.setLevel(logging.WARNING)
-    quiet.handlers.clear()  # it writes to standard output, which is for results
-    quiet.propagate = True
-    settings = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
     refused = []
     for engine in ENGINES:
         try:
-            agent = nixl.nixl_agent(f"kvstore-{os.getpid()}-{next(_numbers)}", settings)
+            agent = _agent()
             agent.create_backend(PLUGIN, {engine: "true"})
         except LOAD_ERRORS as exc:
             refused.append(f"{engine}: {exc}")
             continue
         return agent, engine.removeprefix("use_")
     raise ConfigError(f"{wrong}, found NIXL {found} without ({'; '.join(refused)})")
+
+
+def gds() -> str:
+    """Say whether NIXL could move blocks between disk and GPU; the tier does not use it."""
+    try:
+        _agent().create_backend("GDS", {})
+    except LOAD_ERRORS as exc:
+        return f"NIXL's plugin does not load: {exc}"
+    return "NIXL's plugin loads; not used, blocks go through memory of the host"
+
+
+def _agent() -> nixl.nixl_agent:
+    quiet = logging.getLogger("nixl")
+    quiet.setLevel(logging.WARNING)
+    quiet.handlers.clear()  # it writes to standard output, which is for results
+    quiet.propagate = True
+    settings = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
+    return nixl.nixl_agent(f"kvstore-{os.getpid()}-{next(_numbers)}", settings)
 
 
 def _buffer_for(run: R) -> memoryview:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from tiers.nvme.space import Space
 RUN_BYTES_MIN = 512 << 10  # below, more calls cost more than they bring
 RUN_BYTES_MAX = 4 << 20
 DRAIN_S = 20.0
+BLOCK_ERRORS_MAX = 3  # reads of one block that failed
 
 
 class Work(msgspec.Struct, eq=False):
@@ -103,6 +104,7 @@ class NvmeTier:
         self._queued: set[BlockKey] = set()  # keys of these
         self._open = 0
         self._results: list[JobResult] = []
+        self._unreadable: Counter[BlockKey] = Counter()  # failed reads, of those that had any
         self._closed = False
 
     def use(self, space: Space) -> None:
@@ -288,7 +290,9 @@ class NvmeTier:
                 work.ok[number] = record.state is State.READY
             else:
                 work.ok[number] = moved.error is None and found == record.checksum
-                if moved.error is None and found != record.checksum:
+                if moved.error is not None:
+                    self._unread(record)
+                elif found != record.checksum:
                     work.error = BlockCorrupt(f"{run.file.path.name}: checksum")
                     if record.state is State.READY:
                         self.space.drop(record, "damaged")
@@ -296,14 +300,22 @@ class NvmeTier:
         run.blocks.clear()
         self._end(work)
 
+    def _unread(self, record: Record) -> None:
+        """Give up a block that cannot be read again and again, while others can."""
+        if not self._disk.online:
+            return  # not its fault
+        self._unreadable[record.key] += 1
+        if self._unreadable[record.key] >= BLOCK_ERRORS_MAX:
+            del self._unreadable[record.key]
+            if record.state is State.READY:
+                self.space.drop(record, "unreadable")
+
     def _end(self, work: Work) -> None:
         """Report a job once nothing of it is left to do."""
         if work.runs or work.next < len(work.job.keys):
             return
         job = work.job
         done = next((n for n, ok in enumerate(work.ok) if not ok), len(work.ok))
-        if job.kind is JobKind.STORE and work.error is None:
-            done = len(job.keys)  # what has no parent here is not wanted, and counted
         work.next = len(job.keys) + 1
         self._open -= 1
         self._results.append(JobResult(job.job_id, done, work.error))
