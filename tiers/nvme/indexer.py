@@ -171,7 +171,7 @@ def _write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def _end_with(lifeline: int) -> None:
+def end_with(lifeline: int) -> None:
     """Wait for the store's end of a pipe to close, which it does however the store ends."""
     os.read(lifeline, 1)
     os._exit(0)
@@ -182,7 +182,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # they mean the store, which still commits
         signal.signal(number, signal.SIG_IGN)
     control, pipe, lifeline = (int(argument) for argument in sys.argv[1:4])
-    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+    threading.Thread(target=end_with, args=(lifeline,), daemon=True).start()
     try:
         serve(socket.socket(fileno=control), pipe)
     except (BrokenPipeError, ConnectionResetError):  # the store is ending
