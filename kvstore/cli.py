@@ -133,19 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     fsck.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
     bench = add("bench", "measure on this machine", "kvstore bench attach --json")
-    bench.set_defaults(run=_bench)
-    names = "; ".join(f"{name}: {text}" for name, (_, text) in BENCHES.items())
-    bench.add_argument("name", choices=BENCHES, help=names)
-    bench.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    bench.add_argument("--pairs", type=_pairs, help="rounds to measure (default: each bench's own)")
-    bench.add_argument(
-        "--blocks", type=_counts, help="of nvme-index: counts to measure, such as 10000,1000000"
-    )
-    bench.add_argument("--path", type=Path, help="of nvme-index: where to make it (default: here)")
-    bench.epilog = (
-        "examples:\n  kvstore bench attach --json\n"
-        "  kvstore bench nvme-index --blocks 10000,1000000 --path /nvme"
-    )
+    _add_bench_options(bench)
     demo = add("demo", "show a real vLLM engine getting its KV back", "kvstore demo")
     demo.set_defaults(run=_demo)
     return parser
@@ -165,6 +153,22 @@ def _seconds(text: str) -> float:
             f"expected a whole number from {SECONDS_MIN} to {SECONDS_MAX}, found {text!r}"
         )
     return float(text)
+
+
+def _add_bench_options(bench: argparse.ArgumentParser) -> None:
+    bench.set_defaults(run=_bench)
+    names = "; ".join(f"{name}: {text}" for name, (_, text) in BENCHES.items())
+    bench.add_argument("name", choices=BENCHES, help=names)
+    bench.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    bench.add_argument("--pairs", type=_pairs, help="rounds to measure (default: each bench's own)")
+    bench.add_argument(
+        "--blocks", type=_counts, help="of nvme-index: counts to measure, such as 10000,1000000"
+    )
+    bench.add_argument("--path", type=Path, help="of nvme-index: where to make it (default: here)")
+    bench.epilog = (
+        "example:\n  kvstore bench attach --json\n"
+        "  kvstore bench nvme-index --blocks 10000,1000000 --path /nvme"
+    )
 
 
 def _pairs(text: str) -> int:

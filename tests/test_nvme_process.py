@@ -18,8 +18,9 @@ from kvstore.errors import ConfigError, TierIOError
 from kvstore.types import LookupResult
 from tests.nvme_blocks import Shelf, key, settings_for, shelf
 from tiers.nvme import NvmeDisk, disk, health, opening
+from tiers.nvme.child import IndexProcessDiedError
 from tiers.nvme.journal import Journal
-from tiers.nvme.messages import FOLDER, Commit
+from tiers.nvme.messages import FOLDER, Batch, Commit, Stream
 
 STORE = """
 import sys, time
@@ -99,23 +100,28 @@ def test_a_process_that_is_killed_while_it_loads_is_replaced(
 def test_records_go_on_where_the_process_that_sent_them_was_killed(
     settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiers.nvme.opening.LOAD_S", 0.0)
     with shelf(settings) as before:
         chains(before, 100)
         before.settle()
         kept = set(before.keys())
+    real, taken = Journal.take, list[Stream | None]()
+
+    def take(journal: Journal) -> Stream | None:
+        if len(taken) == 1 and journal.pid is not None:
+            os.kill(journal.pid, signal.SIGKILL)
+            taken.append(None)
+            raise IndexProcessDiedError("killed", of_the_file=False)
+        message = real(journal)
+        if isinstance(message, Batch):
+            taken.append(message)
+        return message
+
+    monkeypatch.setattr(Journal, "take", take)
     after = Shelf(NvmeDisk(settings))
-    space = after.tier.space
-    deaths = 0
-    while after.disk.state == "loading":
-        after.disk.poll()
-        if deaths < 2 and space.loaded:
-            os.kill(pid_of(after), signal.SIGKILL)
-            deaths += 1
-            monkeypatch.setattr("tiers.nvme.opening.LOAD_S", 0.008)
-        time.sleep(0.001)
-    assert deaths
+    after.settle()
+    assert len(taken) > 2
     assert set(after.keys()) == kept
+    assert len(after.tier.space.index) == len(kept), "none came twice"
     assert after.tier.space.counts == {}
     after.tier.close()
     after.disk.close()
@@ -151,6 +157,19 @@ def test_a_commit_whose_process_is_killed_is_done_again(settings: NvmeConfig) ->
     with shelf(settings) as after:
         assert after.get([key(2, index) for index in range(5)]).done == 5
         assert after.tier.space.counts == {}
+
+
+def test_a_process_that_hangs_is_not_joined_by_another(tmp_path: Path) -> None:
+    lock_fd = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
+    first = Journal(tmp_path, 100, lock_fd)
+    assert first.pid is not None
+    os.kill(first.pid, signal.SIGSTOP)  # as if it hung in a write
+    with pytest.raises(TierIOError, match="temporarily unavailable"):
+        Journal(tmp_path, 100, lock_fd)
+    os.kill(first.pid, signal.SIGCONT)
+    first.close()
+    Journal(tmp_path, 100, lock_fd).close()
+    os.close(lock_fd)
 
 
 # The process fails
@@ -238,6 +257,21 @@ def test_the_process_ends_with_a_store_that_is_killed(store: subprocess.Popen[st
     eventually(lambda: not alive(pid), 2.0)
 
 
+def test_a_process_that_is_busy_ends_with_its_store_too() -> None:
+    code = (
+        "import sys, threading; from tiers.nvme.indexer import end_with\n"
+        "threading.Thread(target=end_with, args=(int(sys.argv[1]),), daemon=True).start()\n"
+        "while True: pass"
+    )
+    life_out, life = os.pipe()
+    busy = subprocess.Popen([sys.executable, "-c", code, str(life_out)], pass_fds=(life_out,))
+    os.close(life_out)
+    with pytest.raises(subprocess.TimeoutExpired):
+        busy.wait(0.3)
+    os.close(life)
+    assert busy.wait(5) == 0
+
+
 def test_what_a_terminal_sends_does_not_end_the_process(store: subprocess.Popen[str]) -> None:
     pid = index_pid(store)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -301,3 +335,19 @@ def test_clear_while_the_index_loads_clears_what_comes_later(settings: NvmeConfi
     after.disk.close()
     with shelf(settings) as again:
         assert set(again.keys()) == {key(1, index) for index in range(5)}
+
+
+def test_clear_between_two_batches_of_records_clears_those_to_come(
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "LOAD_S", 0.0)
+    with shelf(settings) as before:
+        chains(before, 100)
+    after = Shelf(NvmeDisk(settings))
+    eventually(lambda: polled(after).spaces[0].loaded)
+    assert after.disk.state == "loading"
+    after.tier.clear()
+    after.settle()
+    assert after.keys() == []
+    after.tier.close()
+    after.disk.close()
