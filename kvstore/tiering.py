@@ -150,8 +150,8 @@ class Tiering:
             self.counts[tier.name, "late"] += 1
         path: list[Entry] = []
         while above is not None and above.key not in pinned:
-            if tier.lookup(above.key) is not LookupResult.MISS:
-                break
+            if tier.lookup(above.key) in (LookupResult.HIT, LookupResult.PENDING):
+                break  # RETRY is not: a tier that cannot tell yet passes over what it has
             path.append(above)
             if not walk or len(path) == _WALK_MAX:
                 break

@@ -432,6 +432,8 @@ class Store:
                 for key in [entry.key for entry in namespace.manager.index]:
                     namespace.manager.drop(key, "clear")
                 namespace.tiering.clear()
+            if self._disk is not None:  # it has more than what was attached since the start
+                self._disk.clear()
         elif query.what == "resize":
             if query.tier != NVME or self._disk is None or query.capacity_bytes < DISK_BYTES_MIN:
                 have = f"{NVME} from {DISK_BYTES_MIN} bytes on" if self._disk else "no such tier"
