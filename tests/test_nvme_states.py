@@ -181,10 +181,10 @@ def test_an_extent_that_is_being_made_is_let_go_of_too(
         found.settle()
         with monkeypatch.context() as patched:
             patched.setattr(os, "posix_fallocate", gate)
-            for chain in range(2, 40):
-                if gate.waiting:
+            for chain in range(2, 400):
+                if found.disk._room.growths:
                     break
-                found.put(chain, 0, 15)
+                found.put(chain, 0, 1)
             wait(found, lambda: gate.waiting)
             found.disk._health.lost("for the test", time.monotonic())
             found.disk.poll()
