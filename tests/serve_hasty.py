@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 
 from kvstore import cli
+from kvstore.service import server
+from tiers.nvme import disk, health, room, tier, watch
 
 SECONDS = {
-    "RETRY_S": 0.3, "RETRY_MAX_S": 0.6, "FULL_S": 0.3, "EVERY_S": 0.1, "HANG_S": 1.0,
-    "CLOSE_S": 0.7, "DRAIN_S": 0.7, "_FLUSH_S": 0.7,
-}  # fmt: skip
+    (health, "RETRY_S"): 0.3,
+    (health, "RETRY_MAX_S"): 0.6,
+    (health, "HANG_S"): 1.0,
+    (disk, "HANG_S"): 1.0,
+    (room, "FULL_S"): 0.3,
+    (watch, "EVERY_S"): 0.1,
+    (disk, "CLOSE_S"): 0.7,
+    (tier, "DRAIN_S"): 0.7,
+    (server, "_FLUSH_S"): 0.7,
+}
 
 
 def main() -> int:
-    import_module("tiers.nvme")
-    import_module("kvstore.service.server")
-    for module in [module for name, module in sys.modules.items() if name.startswith("tiers.nvme")
-                   or name == "kvstore.service.server"]:  # fmt: skip
-        for name, seconds in SECONDS.items():
-            if hasattr(module, name):
-                setattr(module, name, seconds)
+    for (module, name), seconds in SECONDS.items():
+        assert hasattr(module, name), f"{module.__name__} has no {name} any more"
+        setattr(module, name, seconds)
     return cli.main()
 
 
