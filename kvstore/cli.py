@@ -104,23 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--config", required=True, type=Path, help="settings, a TOML file")
     _add_check_options(check)
 
-    address = "unix:///run/kvstore/kvstore.sock"
-    stats = add("stats", "show a running store's numbers", f"kvstore stats --store {address}")
-    stats.set_defaults(run=_stats)
-    stats.add_argument("--json", action="store_true", help="a JSON list instead of a table")
-    clear = add("clear", "drop all blocks that are not in use", f"kvstore clear --store {address}")
-    clear.set_defaults(run=_clear)
-    resize = add(
-        "resize",
-        "change a running store's capacity, and wait until it holds",
-        f"kvstore resize nvme 500GiB --store {address}",
-    )
-    resize.set_defaults(run=_resize)
-    resize.add_argument("tier", choices=["nvme"], help="what to resize")
-    resize.add_argument("capacity", help='the new cap, such as "500GiB"')
-    for command in (stats, clear, resize):
-        command.add_argument("--store", required=True, help=f"the store's socket, as {address}")
-
+    _add_admin_commands(add)
     fsck = add(
         "fsck",
         "verify an NVMe tier's directory that no store uses",
@@ -137,6 +121,25 @@ def _parser() -> argparse.ArgumentParser:
     demo = add("demo", "show a real vLLM engine getting its KV back", "kvstore demo")
     demo.set_defaults(run=_demo)
     return parser
+
+
+def _add_admin_commands(add: Callable[[str, str, str], argparse.ArgumentParser]) -> None:
+    address = "unix:///run/kvstore/kvstore.sock"
+    stats = add("stats", "show a running store's numbers", f"kvstore stats --store {address}")
+    stats.set_defaults(run=_stats)
+    stats.add_argument("--json", action="store_true", help="a JSON list instead of a table")
+    clear = add("clear", "drop all blocks that are not in use", f"kvstore clear --store {address}")
+    clear.set_defaults(run=_clear)
+    resize = add(
+        "resize",
+        "change a running store's capacity, and wait until it holds",
+        f"kvstore resize nvme 500GiB --store {address}",
+    )
+    resize.set_defaults(run=_resize)
+    resize.add_argument("tier", choices=["nvme"], help="what to resize")
+    resize.add_argument("capacity", help='the new cap, such as "500GiB"')
+    for command in (stats, clear, resize):
+        command.add_argument("--store", required=True, help=f"the store's socket, as {address}")
 
 
 def _add_check_options(check: argparse.ArgumentParser) -> None:

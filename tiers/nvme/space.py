@@ -66,6 +66,7 @@ class Space:
         self.free = 0  # slots that can be taken
         self._free: dict[int, array[int]] = {}  # positions by extent; the last is taken next
         self._held: dict[int, list[Record | None]] = {}  # by extent and position
+        self._doubtful: set[int] = set()  # places of writes that failed, until they are free
         self._used: Counter[int] = Counter()  # extent -> places in use
         self._newest: dict[int, int] = {}  # extent -> generation of what it was last given
         self._retiring: set[int] = set()
@@ -121,7 +122,12 @@ class Space:
         self._used[extent] -= 1
         self._held[extent][position] = None
         if extent not in self._retiring:
-            self._free.setdefault(extent, array("I")).append(position)
+            free = self._free.setdefault(extent, array("I"))
+            if place in self._doubtful:  # a bad sector would fail the next write, too
+                self._doubtful.discard(place)
+                free.insert(0, position)
+            else:
+                free.append(position)
             self.free += 1
 
     def retire(self, number: int) -> None:
@@ -192,6 +198,7 @@ class Space:
             self.index.ready(record)
             self.to_put.append(record)
         elif record.state is not State.DROPPED:
+            self._doubtful.add(record.slot)
             self.drop(record, "failed")
         self.unpin(record)
 
