@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.faults import build
+
 # Other work beside the tests makes them slow, not wrong.
 settings.register_profile("kvstore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvstore")
@@ -21,3 +23,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.fail("vLLM is not installed here: run `make setup`", pytrace=False)
     if item.get_closest_marker("gpu") and not Path("/dev/nvidiactl").exists():
         pytest.skip("no NVIDIA device on this machine")
+
+
+@pytest.fixture(scope="session")
+def fault_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that injects faults into I/O calls, made at its first use."""
+    return build(tmp_path_factory.mktemp("fault_library"))

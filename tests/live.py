@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import pytest
 
@@ -24,6 +24,12 @@ from tests.fakes import from_u32, u32
 
 WAIT_S = 20.0
 M = TypeVar("M", bound=p.Message)
+
+
+class Reachable(Protocol):
+    """A store that listens at a path."""
+
+    path: str
 
 
 class LiveStore:
@@ -102,7 +108,7 @@ class Client:
 
 
 @contextmanager
-def client(store: LiveStore) -> Iterator[Client]:
+def client(store: Reachable) -> Iterator[Client]:
     made = Client(store.path)
     try:
         yield made
@@ -113,7 +119,7 @@ def client(store: LiveStore) -> Iterator[Client]:
 class LiveEngine:
     """An engine of one rank that fills and reads slots itself."""
 
-    def __init__(self, store: LiveStore, name: str = "engine", page_bytes: int = 1 << 20) -> None:
+    def __init__(self, store: Reachable, name: str = "engine", page_bytes: int = 1 << 20) -> None:
         layers = (LayerGeometry("layer", page_bytes),)
         geometry = RankGeometry("model", 16, (1,), (GroupGeometry(GroupRule(), layers),))
         self.worker, self.scheduler = Client(store.path), Client(store.path)
@@ -182,6 +188,26 @@ class LiveEngine:
             self.worker.send(p.Loaded(granted.lease, len(found) * self._page_bytes, 0.001))
         return found
 
+    def load(self, granted: p.Granted, within_s: float) -> list[bytes]:
+        """Read as a worker does: up to the first block that fails, or is not there in time."""
+        end_s = time.monotonic() + within_s
+        found: list[bytes] = []
+        damaged: list[int] = []
+        hit = granted.hits[0] if granted.lease else p.Hit(b"", b"", b"")
+        for slot, leased in zip(from_u32(hit.slots), from_u32(hit.generations), strict=True):
+            while (leased - self.generation(slot)) & 0xFFFFFFFF == 1 and time.monotonic() < end_s:
+                time.sleep(0.0003)
+            if self.generation(slot) != leased:
+                damaged = [slot] if (leased - self.generation(slot)) & 0xFFFFFFFF != 1 else []
+                break
+            memory, at = self._place(slot)
+            found.append(memory[at : at + self._page_bytes])
+            assert self.generation(slot) == leased, "a leased slot has changed"
+        if granted.lease:
+            done = p.Loaded(granted.lease, len(found) * self._page_bytes, 0.001, u32(damaged))
+            self.worker.send(done)
+        return found
+
     def close(self) -> None:
         self.scheduler.close()
         self.worker.close()
@@ -190,7 +216,7 @@ class LiveEngine:
 
 
 @contextmanager
-def engine(store: LiveStore, name: str = "engine") -> Iterator[LiveEngine]:
+def engine(store: Reachable, name: str = "engine") -> Iterator[LiveEngine]:
     made = LiveEngine(store, name)
     try:
         yield made

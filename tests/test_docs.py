@@ -191,3 +191,17 @@ def test_decisions_say_problem_choice_and_price(name: str) -> None:
     ]
     number = Path(name).name[:3]
     assert text(name).startswith(f"# {number}: ")
+
+
+def test_every_test_that_shows_a_fault_exists() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")]
+    tests = re.compile(r"^ *def (test_\w+)", re.MULTILINE)
+    known = {name for source in sources for name in tests.findall(source)}
+    table = [line for line in text("docs/reliability.md").splitlines() if line.startswith("| ")]
+    assert len(table) > 20
+    for line in table[1:]:
+        fault, _, shown = (cell.strip() for cell in line.strip("|").split(" | "))
+        names = re.findall(r"`(test_\w+|tests/[\w/]+\.py)`", shown)
+        assert names, f"no test shows: {fault}"
+        for name in names:
+            assert name in known or (ROOT / name).is_file(), f"{name} does not exist"

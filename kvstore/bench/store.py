@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import http.client
+import os
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -27,21 +29,37 @@ class StoreFailed(KVStoreError):
 class StoreProcess:
     """Runs on entering the context. folder: keeps configuration, socket and log."""
 
-    def __init__(self, folder: Path, capacity: str, settings: str = "") -> None:
-        """capacity: of the CPU tier, as in the file; settings: more sections of the file."""
+    def __init__(
+        self,
+        folder: Path,
+        capacity: str,
+        settings: str = "",
+        *,
+        module: str = "kvstore.cli",
+        environment: Mapping[str, str] | None = None,
+        scraped: bool = True,
+    ) -> None:
+        """capacity: of the CPU tier, as in the file; settings: more sections of the file.
+
+        module: has the command line, which tests change; environment: added to ours. scraped:
+        it has a metrics endpoint, which takes half a second to end.
+        """
         self.config_path = folder / "kvstore.toml"
         self.log_path = folder / "store.log"
         self.address = f"unix://{folder / 'kvstore.sock'}"
         self.metrics_port = _free_port()
+        metrics = f"127.0.0.1:{self.metrics_port}" if scraped else ""
         self._text = (
-            f'[server]\nsocket = "{self.address}"\nmetrics = "127.0.0.1:{self.metrics_port}"\n\n'
+            f'[server]\nsocket = "{self.address}"\nmetrics = "{metrics}"\n\n'
             f'[cpu]\ncapacity = "{capacity}"\n{settings}'
         )
+        self._module = module
+        self._environment = os.environ | (environment or {})
         self._child: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         self.config_path.write_text(self._text, encoding="utf-8")
-        command = [sys.executable, "-m", "kvstore.cli", "serve", "--config", str(self.config_path)]
+        command = [sys.executable, "-m", self._module, "serve", "--config", str(self.config_path)]
         with self.log_path.open("wb") as sink:
             # A session of its own: Ctrl-C reaches our process, which then stops it in order.
             self._child = subprocess.Popen(
@@ -50,6 +68,7 @@ class StoreProcess:
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                env=self._environment,
             )
         try:
             self._wait_ready()

@@ -122,7 +122,12 @@ class Opening:
             except FileNotFoundError:
                 log.error("%s is lost, and with it its blocks", self._volume.extent(number))
         known = {number for space in self.spaces.values() for number in space.extents}
-        self._volume.sweep(known)
+        removed = self._volume.sweep(known)
+        if removed and not extents:
+            log.error(
+                "%s: the index is damaged or lost: it is empty, and %d extents that it does not"
+                " know are removed", self._volume.path, removed,
+            )  # fmt: skip
         gone = [number for number in extents if number not in known]
         if gone:
             self.journal.commit(Commit(extents_gone=gone))

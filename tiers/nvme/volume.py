@@ -261,11 +261,15 @@ class Volume:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.extent(number).name, dir_fd=self._fd)
 
-    def sweep(self, known: Collection[int]) -> None:
-        """Remove extents that nobody knows, such as one whose removal failed. Raises OSError."""
-        for number in self._numbers():
-            if number not in known:
-                self.remove_extent(number)
+    def sweep(self, known: Collection[int]) -> int:
+        """Remove extents that nobody knows, such as one whose removal failed; return how many.
+
+        Raises OSError.
+        """
+        strangers = [number for number in self._numbers() if number not in known]
+        for number in strangers:
+            self.remove_extent(number)
+        return len(strangers)
 
     def _numbers(self) -> Iterator[int]:
         for name in _names(self._fd):

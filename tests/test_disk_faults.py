@@ -1,0 +1,142 @@
+"""I/O calls of a whole store fail, are slow or hang: misses and counts, and it comes back."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore.bench.store import StoreFailed
+from tests.faults import Call, Faults, Kind
+from tests.served import PROMOTE_S, Served, served
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+ERRORS = [
+    pytest.param(Call.READ, Kind.EXTENTS, (errno.EIO,), "off", id="read"),
+    pytest.param(
+        Call.WRITE, Kind.EXTENTS, (errno.EIO, *FULL, errno.EROFS), "read_only", id="write"
+    ),
+    pytest.param(Call.SYNC, Kind.EXTENTS, (errno.EIO,), "read_only", id="sync"),
+    pytest.param(Call.SPACE, Kind.EXTENTS, FULL, "read_only", id="allocate"),
+    pytest.param(Call.WRITE, Kind.INDEX, (errno.EIO, *FULL), "read_only", id="index-write"),
+    pytest.param(Call.SYNC, Kind.INDEX, (errno.EIO,), "read_only", id="index-sync"),
+]
+
+
+@pytest.fixture
+def faults(fault_library: Path, tmp_path: Path) -> Faults:
+    (tmp_path / "kv").mkdir()
+    return Faults(fault_library, tmp_path / "control", tmp_path / "kv")
+
+
+@pytest.fixture
+def store(faults: Faults, tmp_path: Path) -> Iterator[Served]:
+    with served(tmp_path, faults.folder, faults) as made:
+        yield made
+
+
+@pytest.mark.parametrize(("calls", "kinds", "numbers", "state"), ERRORS)
+def test_calls_that_fail_are_misses_until_they_work_again(
+    store: Served, faults: Faults, calls: Call, kinds: Kind, numbers: Sequence[int], state: str
+) -> None:
+    names = store.fill()
+    for number in numbers:
+        with faults.of(calls, kinds, error=number) as fault:
+            store.work_until(lambda: fault.hurt and store.state == state, state)
+            store.work(3)
+            assert os.strerror(number) in store.log
+        store.assert_back(names)
+
+
+def test_calls_that_fail_now_and_then(store: Served, faults: Faults) -> None:
+    names = store.fill()
+    with faults.of(Call.ALL, error=errno.EIO, chance=0.1) as fault:
+        store.work_until(lambda: fault.hurt > 20, "20 calls that failed")
+        store.work(3)
+    store.wait_for("ok")
+    # What could not be given room, for a call failed, took that of the coldest.
+    store.assert_back(names, lost_max=int(store.count("evicted") + store.count("unlinked")))
+
+
+def test_a_disk_that_fails_in_every_call_is_off(store: Served, faults: Faults) -> None:
+    names = store.fill()
+    for _ in range(2):
+        with faults.of(Call.ALL, error=errno.EIO):
+            store.wait_for("off")
+            assert store.get(names[0]) == (0, 0)
+            store.work()
+        store.assert_back(names)
+
+
+@pytest.mark.parametrize(
+    ("calls", "kinds"),
+    [
+        pytest.param(Call.READ, Kind.EXTENTS, id="read"),
+        pytest.param(Call.WRITE, Kind.EXTENTS, id="write"),
+        pytest.param(Call.SYNC, Kind.EXTENTS, id="sync"),
+        pytest.param(Call.OPEN | Call.SPACE | Call.META, Kind.ALL, id="open-allocate-stat"),
+        pytest.param(Call.ALL, Kind.INDEX, id="index"),
+        pytest.param(Call.ALL, Kind.ALL, id="all"),
+    ],
+)
+def test_a_disk_that_hangs_holds_up_nobody(
+    store: Served, faults: Faults, calls: Call, kinds: Kind
+) -> None:
+    names = store.fill()
+    with faults.of(calls, kinds, hang=True) as fault:
+        store.work_until(lambda: fault.waiting, "a call that hangs")
+        started = time.monotonic()
+        while time.monotonic() - started < 2 * PROMOTE_S:
+            store.work(1)
+        assert fault.waiting
+    store.assert_back(names)
+
+
+def test_a_store_whose_disk_hangs_still_ends(store: Served, faults: Faults) -> None:
+    store.fill()
+    with faults.of(Call.ALL, hang=True) as fault:
+        store.work_until(lambda: fault.waiting, "a call that hangs")
+        started = time.monotonic()
+        store.stop()
+        assert time.monotonic() - started < 15
+        assert "I/O hangs" in store.log
+
+
+def test_a_slow_disk_is_slow_and_no_more(store: Served, faults: Faults) -> None:
+    names = store.fill()
+    with faults.of(Call.ALL, delay_ms=40) as fault:
+        store.work()
+        assert fault.hurt
+        assert store.state == "ok"
+    store.assert_back(names)
+
+
+# Permission
+
+
+def test_permission_that_is_lost_while_running_costs_no_block(
+    store: Served, faults: Faults
+) -> None:
+    names = store.fill()
+    with faults.of(Call.OPEN, error=errno.EACCES) as fault:
+        store.work_until(lambda: fault.hurt, "a file that could not be opened")
+        store.work()
+    store.assert_back(names)
+
+
+@pytest.mark.parametrize("kinds", [Kind.EXTENTS, Kind.INDEX, Kind.ALL])
+def test_a_store_that_may_not_open_its_files_loses_none(
+    store: Served, faults: Faults, kinds: Kind
+) -> None:
+    names = store.fill()
+    store.stop()
+    with faults.of(Call.OPEN, kinds, error=errno.EACCES), pytest.raises(StoreFailed) as failed:
+        store.start()
+    assert "Permission denied" in str(failed.value)
+    assert "Traceback" not in str(failed.value)
+    store.start()
+    store.assert_back(names)

@@ -1,0 +1,236 @@
+"""A disk that is pulled, exchanged or forbidden under a running tier."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from kvstore.config import NvmeConfig
+from kvstore.errors import TierIOError
+from tests.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
+from tests.nvme_trouble import Gate, away, be_quick, open_files, wait, wait_for, whole
+from tiers.nvme import NvmeDisk, room, watch
+from tiers.nvme.recovery import Phase
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_quick(monkeypatch)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> NvmeConfig:
+    return settings_for(tmp_path / "kv")
+
+
+@pytest.fixture
+def folder(settings: NvmeConfig) -> Path:
+    return Path(settings.path)
+
+
+def test_a_directory_that_goes_turns_it_off_and_it_comes_back_with_its_blocks(
+    settings: NvmeConfig, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with shelf(settings) as found:
+        for chain in range(10):
+            found.put(chain, 0, 5)
+        found.settle()
+        folder.rename(folder.with_name("elsewhere"))
+        wait_for(found, "off")
+        assert not found.has(1, 0)
+        assert found.get([key(1, 0)]).done == 0
+        assert isinstance(found.put(90, 0, 1).error, TierIOError)
+        away(found)
+        assert not open_files(folder.with_name("elsewhere")), "nothing is held"
+        folder.with_name("elsewhere").rename(folder)
+        wait_for(found, "ok")
+        assert all(whole(found, chain, 5) for chain in range(10))
+        assert found.put(90, 0, 5).done == 5
+        found.settle()
+    assert "read anew" not in caplog.text, "it knew its blocks"
+    with shelf(settings) as after:
+        assert whole(after, 90, 5)
+        assert whole(after, 3, 5)
+
+
+def test_another_directory_in_its_place_is_not_touched(
+    settings: NvmeConfig, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with shelf(settings) as found:
+        found.put(1, 0, 5)
+        found.settle()
+        folder.rename(folder.with_name("elsewhere"))
+        folder.mkdir()  # as a mount point is, once the disk is unmounted
+        away(found)
+        wait(found, lambda: "No such file" in found.disk._health.reason)
+        assert list(folder.iterdir()) == []
+        (folder / "lock").write_text("1\nanother\nuse\n")
+        wait(found, lambda: "another directory" in found.disk._health.reason)
+        assert (folder / "lock").read_text() == "1\nanother\nuse\n"
+        assert [path.name for path in folder.iterdir()] == ["lock"]
+        assert found.disk.state == "off"
+        shutil.rmtree(folder)
+        folder.with_name("elsewhere").rename(folder)
+        wait_for(found, "ok")
+        assert whole(found, 1, 5)
+    assert "is off" not in caplog.text
+
+
+def test_no_extent_is_made_in_the_directory_below_a_mount_point(
+    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "EVERY_S", 1000.0)  # it has not been seen yet
+    with shelf(settings) as found:
+        found.put(1, 0, 5)
+        found.settle()
+        made = len(list(folder.glob("*.extent")))
+        folder.rename(folder.with_name("elsewhere"))
+        shutil.copytree(folder.with_name("elsewhere"), folder)
+        for chain in range(2, 40):  # more than an extent
+            found.put(chain, 0, 30)
+        assert found.disk.state != "ok"
+        assert len(list(folder.glob("*.extent"))) == made
+        shutil.rmtree(folder)
+        folder.with_name("elsewhere").rename(folder)
+        monkeypatch.setattr(watch, "EVERY_S", 0.05)
+        wait_for(found, "ok")
+        assert whole(found, 1, 5)
+
+
+def test_a_directory_that_another_store_has_used_is_read_anew(
+    settings: NvmeConfig, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with shelf(settings) as found:
+        found.put(1, 0, 5)
+        found.put(2, 0, 5)
+        found.put(9, 3, 5)
+        found.settle()
+        counted = found.tier.space.counts.copy()
+        assert counted["unplaced"] == 2
+        for _ in range(100):
+            generation = found.disk.next_generation()
+        elsewhere = folder.with_name("elsewhere")
+        folder.rename(elsewhere)
+        away(found)
+        with shelf(settings_for(elsewhere)) as other:
+            other.tier.discard([key(1, 3)])
+            other.put(3, 0, 5)
+        elsewhere.rename(folder)
+        wait_for(found, "ok")
+        assert "read anew" in caplog.text
+        assert whole(found, 3, 5)
+        assert whole(found, 2, 5)
+        assert [found.has(1, index) for index in range(5)] == [True] * 3 + [False] * 2
+        assert found.tier.space.counts >= counted, "counters do not go back"
+        assert found.disk.next_generation() > generation
+        assert found.tier.space.attached == 1
+        assert found.put(4, 0, 5).done == 5
+        found.settle()
+        kept = set(found.keys())
+    with shelf(settings) as after:
+        assert set(after.keys()) == kept
+
+
+def test_a_directory_that_another_store_is_using_is_left_to_it(
+    settings: NvmeConfig, folder: Path
+) -> None:
+    with shelf(settings) as found:
+        found.put(1, 0, 5)
+        found.settle()
+        elsewhere = folder.with_name("elsewhere")
+        folder.rename(elsewhere)
+        away(found)
+        with shelf(settings_for(elsewhere)) as other:
+            folder.symlink_to(elsewhere)
+            wait(found, lambda: "in use by" in found.disk._health.reason)
+            assert whole(other, 1, 5)
+        wait_for(found, "ok")
+        assert whole(found, 1, 5)
+    folder.unlink()
+
+
+def test_blocks_forgotten_while_it_is_off_stay_forgotten(
+    settings: NvmeConfig, folder: Path
+) -> None:
+    with shelf(settings) as found:
+        for chain in range(4):
+            found.put(chain, 0, 5)
+        found.settle()
+        folder.rename(folder.with_name("elsewhere"))
+        away(found)
+        found.tier.discard([key(1, 2)])
+        folder.with_name("elsewhere").rename(folder)
+        wait_for(found, "ok")
+        assert [found.has(1, index) for index in range(3)] == [True, True, False]
+        found.settle()
+    with shelf(settings) as after:
+        assert [after.has(1, index) for index in range(3)] == [True, True, False]
+        assert whole(after, 2, 5)
+
+
+def test_an_extent_that_is_being_made_is_let_go_of_too(
+    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(os.posix_fallocate)
+    with shelf(settings) as found:
+        found.put(1, 0, 5)
+        found.settle()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "posix_fallocate", gate)
+            for chain in range(2, 40):
+                if gate.waiting:
+                    break
+                found.put(chain, 0, 15)
+            wait(found, lambda: gate.waiting)
+            found.disk._health.lost("for the test", time.monotonic())
+            found.disk.poll()
+            assert found.disk._recovery.phase is Phase.LEAVING
+            gate.go_on.set()
+            away(found)
+            assert not open_files(folder)
+        wait_for(found, "ok")
+        assert whole(found, 1, 5)
+        found.put(50, 0, 30)
+        assert whole(found, 50, 30)
+    assert not open_files(folder)
+
+
+def test_what_could_not_be_removed_is_let_go_of_too(
+    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise TierIOError("no commit today")
+
+    with shelf(settings) as found:
+        for chain in range(40):
+            found.put(chain, 0, 30)
+        found.settle()
+        with monkeypatch.context() as patched:
+            patched.setattr(room, "commit", fail)
+            found.disk.resize(6 * MIB)
+            wait_for(found, "read_only")
+            found.disk._health.lost("for the test", time.monotonic())
+            away(found)
+            assert not open_files(folder)
+        wait_for(found, "ok")
+        wait(found, lambda: disk_bytes(folder) <= 6 * MIB)
+
+
+def test_it_comes_back_while_its_index_is_being_read(settings: NvmeConfig, folder: Path) -> None:
+    with shelf(settings) as before:
+        for chain in range(10):
+            before.put(chain, 0, 20)
+    made = NvmeDisk(settings)
+    found = Shelf(made)
+    assert made.state == "loading"
+    made._health.lost("for the test", time.monotonic())
+    away(found)
+    assert not open_files(folder)
+    wait_for(found, "ok")
+    assert all(whole(found, chain, 20) for chain in range(10))
+    found.tier.close()
+    made.close()
