@@ -21,6 +21,7 @@ from tests.nvme_load import Load, Name
 from tiers.nvme import NvmeDisk
 from tiers.nvme.commits import Commits
 from tiers.nvme.index import DiskIndex, Record
+from tiers.nvme.space import Space
 
 CAPACITY_BYTES = 16 * MIB
 SLOT_BYTES = (8192, 5000, 16384)  # of each namespace; 5000 cannot go straight from memory
@@ -63,6 +64,12 @@ class Child:
             say_names("gone", [self._names[each.key] for each in gone])
             return iter(gone)
 
+        clear = Space.clear
+
+        def told_clear(space: Space, number: int) -> None:
+            say_names("gone", [self._names[each.key] for each in space.index])
+            clear(space, number)
+
         def told_begin(commits: Commits) -> None:
             say("commit")
             begin(commits)
@@ -74,6 +81,7 @@ class Child:
         # Plain assignments: this process is ours alone.
         for kind, name, told in (
             (DiskIndex, "take_subtree", told_subtree),
+            (Space, "clear", told_clear),
             (Commits, "_begin", told_begin),
             (Commits, "_ended", told_ended),
         ):

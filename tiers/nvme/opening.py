@@ -26,7 +26,7 @@ from tiers.nvme.volume import Volume
 
 log = logging.getLogger(__name__)
 
-LOAD_S = 0.008  # of each poll
+LOAD_S = 0.006  # of each poll
 RETRY_S = 0.5
 
 
