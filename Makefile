@@ -70,8 +70,9 @@ test-fast: $(READY) ## no real engine; under 90 seconds
 test-e2e: $(READY) ## the long matrix with real engines
 	$(PY) -m pytest -m e2e
 
-test-crash: $(READY) ## the store's disk tier killed 300 times, and 1,000 power cuts
-	KVSTORE_KILLS=300 $(PY) -m pytest tests/test_nvme_crash.py tests/test_nvme_power.py
+test-crash: $(READY) ## stores killed 300 times, their disk tier alone, too; 1,000 power cuts
+	KVSTORE_KILLS=300 $(PY) -m pytest tests/test_store_crash.py tests/test_nvme_crash.py \
+	    tests/test_nvme_power.py
 
 check: $(READY) ## ruff, formatting, mypy
 	@failed=0; \

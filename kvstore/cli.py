@@ -29,6 +29,7 @@ SECONDS_MAX = 600
 BENCHES = {
     "attach": ("connectors.bench.attach", "store round trips, scheduler half, bytes; no engine"),
     "nvme": ("tiers.bench.nvme", "blocks to disk and back, against plain direct I/O"),
+    "nvme-index": ("tiers.bench.nvme_index", "how fast a disk's blocks are known after a start"),
     "vllm": ("kvstore.bench.ttft", "time to first token in real vLLM engines; needs vllm"),
 }
 FSCK = "tiers.nvme.fsck"
@@ -103,6 +104,26 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--config", required=True, type=Path, help="settings, a TOML file")
     _add_check_options(check)
 
+    _add_admin_commands(add)
+    fsck = add(
+        "fsck",
+        "verify an NVMe tier's directory that no store uses",
+        "kvstore fsck /nvme/kv --repair",
+    )
+    fsck.description = _FSCK
+    fsck.set_defaults(run=_fsck)
+    fsck.add_argument("directory", type=Path, help="the path of [nvme]")
+    fsck.add_argument("--repair", action="store_true", help="drop what is wrong")
+    fsck.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+
+    bench = add("bench", "measure on this machine", "kvstore bench attach --json")
+    _add_bench_options(bench)
+    demo = add("demo", "show a real vLLM engine getting its KV back", "kvstore demo")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _add_admin_commands(add: Callable[[str, str, str], argparse.ArgumentParser]) -> None:
     address = "unix:///run/kvstore/kvstore.sock"
     stats = add("stats", "show a running store's numbers", f"kvstore stats --store {address}")
     stats.set_defaults(run=_stats)
@@ -119,27 +140,6 @@ def _parser() -> argparse.ArgumentParser:
     resize.add_argument("capacity", help='the new cap, such as "500GiB"')
     for command in (stats, clear, resize):
         command.add_argument("--store", required=True, help=f"the store's socket, as {address}")
-
-    fsck = add(
-        "fsck",
-        "verify an NVMe tier's directory that no store uses",
-        "kvstore fsck /nvme/kv --repair",
-    )
-    fsck.description = _FSCK
-    fsck.set_defaults(run=_fsck)
-    fsck.add_argument("directory", type=Path, help="the path of [nvme]")
-    fsck.add_argument("--repair", action="store_true", help="drop what is wrong")
-    fsck.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-
-    bench = add("bench", "measure on this machine", "kvstore bench attach --json")
-    bench.set_defaults(run=_bench)
-    names = "; ".join(f"{name}: {text}" for name, (_, text) in BENCHES.items())
-    bench.add_argument("name", choices=BENCHES, help=names)
-    bench.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    bench.add_argument("--pairs", type=_pairs, help="rounds to measure (default: each bench's own)")
-    demo = add("demo", "show a real vLLM engine getting its KV back", "kvstore demo")
-    demo.set_defaults(run=_demo)
-    return parser
 
 
 def _add_check_options(check: argparse.ArgumentParser) -> None:
@@ -158,10 +158,35 @@ def _seconds(text: str) -> float:
     return float(text)
 
 
+def _add_bench_options(bench: argparse.ArgumentParser) -> None:
+    bench.set_defaults(run=_bench)
+    names = "; ".join(f"{name}: {text}" for name, (_, text) in BENCHES.items())
+    bench.add_argument("name", choices=BENCHES, help=names)
+    bench.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    bench.add_argument("--pairs", type=_pairs, help="rounds to measure (default: each bench's own)")
+    bench.add_argument(
+        "--blocks", type=_counts, help="of nvme-index: counts to measure, such as 10000,1000000"
+    )
+    bench.add_argument("--path", type=Path, help="of nvme-index: where to make it (default: here)")
+    bench.epilog = (
+        "example:\n  kvstore bench attach --json\n"
+        "  kvstore bench nvme-index --blocks 10000,1000000 --path /nvme"
+    )
+
+
 def _pairs(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1, found {text!r}")
     return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"expected whole numbers from 1 with commas between, found {text!r}"
+        )
+    return [int(part) for part in parts]
 
 
 def _serve(chosen: argparse.Namespace) -> int:
@@ -398,7 +423,14 @@ def _bench(chosen: argparse.Namespace) -> int:
     from kvstore.bench import report
 
     module, _ = BENCHES[chosen.name]
-    results = import_module(module).run(chosen.pairs)
+    if chosen.name == "nvme-index":
+        if chosen.pairs is not None:
+            raise ConfigError("--pairs: expected without nvme-index, which measures once")
+        results = import_module(module).run(chosen.blocks, chosen.path)
+    elif chosen.blocks is not None or chosen.path is not None:
+        raise ConfigError(f"--blocks and --path: expected with nvme-index, found {chosen.name}")
+    else:
+        results = import_module(module).run(chosen.pairs)
     report.show(chosen.name, results, json=chosen.json)
     return 0
 

@@ -34,7 +34,6 @@ EXTENT_BYTES_MAX = GIB
 DISK_BYTES_MIN = 64 * MIB
 THREADS_MAX = 64
 MOVERS = ("threads", "nixl")
-BACKLOG_JOBS = 256
 # sun_path of a unix socket address is 108 bytes, the last of them a zero.
 SOCKET_PATH_BYTES_MAX = 107
 PORT_MAX = 65535
@@ -122,6 +121,8 @@ class NvmeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: reads under way at one time. Default 4: disks are flat beyond 4 to 8.
     mover: what moves bytes between memory and disk, "threads" or "nixl" (its POSIX plugin).
         Default "threads": as fast, for less CPU; `kvstore check --disk` measures both.
+    backlog (duration): how long a block may wait to be written, at the rate that the disk shows;
+        beyond, blocks are not copied. Default "10s": what waits for longer has left memory.
     write_budget (bytes per day): most that is written for blocks used only once; beyond it, only
         what was used again is copied. Default none, all is copied: only the operator knows how
         much a drive is to endure.
@@ -133,6 +134,7 @@ class NvmeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     durability_ns: int = msgspec.field(name="durability")
     threads: int
     mover: str = "threads"
+    backlog_ns: int = msgspec.field(name="backlog", default=10**10)
     write_budget_bytes: int | None = msgspec.field(name="write_budget", default=None)
 
 
@@ -143,14 +145,13 @@ class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         first form. Without a default: tiers are plug-ins.
     name (required): label in metrics and logs, unique; lower-case letters, digits and _.
     options: table passed to the class as keyword arguments. Default: empty.
-    backlog (jobs of 64 blocks): most that may wait to be written; beyond, blocks are not copied
-        to this tier. Default 256: some seconds of work for a disk.
+    backlog (duration): as in [nvme]. Default "10s".
     """
 
     class_name: str = msgspec.field(name="class")
     name: str
     options: dict[str, Any]
-    backlog: int
+    backlog_ns: int = msgspec.field(name="backlog")
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -381,6 +382,13 @@ def _read_lease(value: object, _found: Mapping[str, Any]) -> int:
     return lease_ns
 
 
+def _read_backlog(value: object, _found: Mapping[str, Any]) -> int:
+    backlog_ns = parse_duration_ns(value)
+    if backlog_ns == 0:
+        raise ConfigError(f"expected more than 0, found {shown(value)}: nothing could be written")
+    return backlog_ns
+
+
 def _read_defer(value: object, _found: Mapping[str, Any]) -> int:
     return parse_duration_ns(value)
 
@@ -438,13 +446,14 @@ _NVME = {
     "durability": Setting(_read_defer, "1s"),
     "threads": Setting(_read_threads, 4),
     "mover": Setting(_read_mover, "threads"),
+    "backlog": Setting(_read_backlog, "10s"),
     "write_budget": optional(_read_budget),
 }
 _TIER = {
     "class": Setting(_read_class, Required('class = "package.module:Class"')),
     "name": Setting(_read_tier_name, Required('name = "disk"')),
     "options": Setting(_read_options, {}),
-    "backlog": Setting(_read_count, BACKLOG_JOBS),
+    "backlog": Setting(_read_backlog, "10s"),
 }
 _EXTRA = {
     "store": optional(_read_socket),

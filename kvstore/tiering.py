@@ -2,8 +2,9 @@
 
 Cascade: every block that becomes ready is queued for each tier and copied there early, parents
 first, so that eviction never waits for a write. Only so much of memory is pinned by copies at one
-time, and the queue is bounded: what does not fit, or has left memory when its turn comes, is
-counted and not copied.
+time, and what waits is bounded in seconds: what does not fit, or has left memory when its turn
+comes, is counted and not copied. Beyond a tier's write budget nothing new is queued. What a tier
+lacks of a path that is used again is queued in any case.
 Promote: blocks that only a lower tier has are read into granted slots, and can be leased at once:
 they are coming. Jobs are small, so that the first blocks can be used while the last are read, and
 end in any order; a block becomes ready only below a ready one, so a job that ended waits for the
@@ -14,19 +15,25 @@ Every job ends in exactly one result, which unpins or releases all its slots.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from kvstore.errors import BlockCorrupt, TierError, check
-from kvstore.index import Entry
+from kvstore.index import Entry, State
 from kvstore.leases import Lease
 from kvstore.manager import Chain, Manager, StoreOutcome
 from kvstore.tier import Tier
 from kvstore.types import BlockKey, JobId, JobKind, JobResult, LookupResult, Slot, TransferJob
+from kvstore.writes import Backlog, WriteBudget
 
 JOB_BLOCKS_MAX = 64
+LOAD_BYTES = 8 << 20
+"""Of one job that reads from a lower tier: a few milliseconds of a disk, so that engines copy the
+first blocks of a hit while the next are read."""
 _PINNED_PART = 4  # of the slots: a quarter
+_BACKLOG_NS = 10_000_000_000
+_WALK_MAX = 4096  # ancestors that are looked at in one go
 
 
 class _Open(msgspec.Struct, eq=False):
@@ -45,22 +52,29 @@ class Tiering:
         self,
         manager: Manager,
         tiers: Sequence[Tier],
-        backlog_max: int = 64,
-        load_blocks: int = JOB_BLOCKS_MAX,
+        slot_bytes: int,
+        backlog_ns: Mapping[str, int] | None = None,
+        budgets: Mapping[str, WriteBudget] | None = None,
     ) -> None:
-        """tiers: fastest first. backlog_max: jobs of blocks that may wait for each tier.
+        """tiers: fastest first. backlog_ns: how long blocks may wait for a tier, by its name.
 
-        load_blocks: of one job that reads.
+        budgets: what may be written to a tier, by its name; other namespaces share them.
         """
         self.counts: Counter[tuple[str, str]] = Counter()  # (tier, event)
         self.tiers = tuple(tiers)
         self._manager = manager
-        self._queued_max = backlog_max * JOB_BLOCKS_MAX
-        self._queues: dict[str, deque[BlockKey]] = {tier.name: deque() for tier in tiers}
+        self._slot_bytes = slot_bytes
+        self._now_ns = 0
+        limits = backlog_ns or {}
+        self._backlogs = {t.name: Backlog(limits.get(t.name, _BACKLOG_NS)) for t in tiers}
+        self._budgets = {t.name: (budgets or {}).get(t.name) or WriteBudget(None) for t in tiers}
+        # Keys, and whether what the tier lacks above them is wanted, too.
+        self._queues: dict[str, deque[tuple[BlockKey, bool]]] = {t.name: deque() for t in tiers}
         self._storing: Counter[str] = Counter()  # blocks being copied to a tier
+        self._stored: Counter[str] = Counter()  # since the last poll
         self._open: dict[JobId, _Open] = {}
         self._under_way: Counter[str] = Counter()
-        self._load_blocks = load_blocks
+        self._load_blocks = max(1, min(JOB_BLOCKS_MAX, LOAD_BYTES // slot_bytes))
         self._coming: dict[BlockKey, _Open] = {}
         self._next_job = 1
 
@@ -80,12 +94,28 @@ class Tiering:
         return sum(map(len, self._queues.values())) + sum(self._storing.values())
 
     def cascade(self, added: Sequence[BlockKey]) -> None:
-        """Queue newly ready blocks, parents first, for every tier."""
+        """Queue newly ready blocks, parents first, for every tier that may take them."""
         for tier in self.tiers:
+            if self._budgets[tier.name].left(self._now_ns):
+                self._enqueue(tier, added)
+            else:
+                self.counts[tier.name, "over_budget"] += len(added)
+            self._pump(tier)
+
+    def _enqueue(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
+        queue = self._queues[tier.name]
+        room = max(0, self._backlogs[tier.name].blocks_max - len(queue))
+        queue.extend((key, True) for key in keys[:room])
+        self.counts[tier.name, "skipped"] += len(keys[room:])
+
+    def enqueue_all(self) -> None:
+        """Queue whatever memory has and a tier lacks; for a store that ends."""
+        for tier in self.tiers:
+            entries = [entry for entry in self._manager.index if entry.state is State.READY]
+            lacking = (e.key for e in entries if tier.lookup(e.key) is LookupResult.MISS)
             queue = self._queues[tier.name]
-            room = self._queued_max - len(queue)
-            queue.extend(added[:room])
-            self.counts[tier.name, "skipped"] += len(added[room:])
+            queue.clear()
+            queue.extend((key, True) for key in lacking)
             self._pump(tier)
 
     def _pump(self, tier: Tier) -> None:
@@ -93,18 +123,28 @@ class Tiering:
         queue = self._queues[tier.name]
         limit = max(1, self._manager.slots_total // _PINNED_PART)
         while queue and self._storing[tier.name] < limit:
+            if tier.lookup(queue[0][0]) is LookupResult.RETRY:
+                return  # it does not know yet what it has
             pinned: dict[BlockKey, Entry] = {}
             room = min(JOB_BLOCKS_MAX, limit - self._storing[tier.name])
             while queue and len(pinned) < room:
-                self._gather(tier, queue.popleft(), pinned)
+                key, walk = queue.popleft()
+                self._gather(tier, key, pinned, room - len(pinned), walk=walk)
             if pinned:
+                self._budgets[tier.name].spend(len(pinned) * self._slot_bytes)
                 moves = [(entry.key, entry.slot) for entry in pinned.values()]
                 parents = [e.parent.key if e.parent else None for e in pinned.values()]
                 job = self._job(JobKind.STORE, moves, parents)
                 self._submit(_Open(tier, job, list(pinned.values())))
 
-    def _gather(self, tier: Tier, key: BlockKey, pinned: dict[BlockKey, Entry]) -> None:
-        """Pin a block that a tier lacks, after those above it that the tier lacks, too."""
+    def _gather(
+        self, tier: Tier, key: BlockKey, pinned: dict[BlockKey, Entry], room: int, *, walk: bool
+    ) -> None:
+        """Pin a block that a tier lacks; walk: after those above it that the tier lacks, too.
+
+        When these are more than there is room for they are queued, the first of them first. They
+        are not walked from again: a tier that fails would never see the end of it.
+        """
         above = self._manager.ready(key)
         if above is None:
             self.counts[tier.name, "late"] += 1
@@ -113,7 +153,13 @@ class Tiering:
             if tier.lookup(above.key) in (LookupResult.HIT, LookupResult.PENDING):
                 break  # RETRY is not: a tier that cannot tell yet passes over what it has
             path.append(above)
+            if not walk or len(path) == _WALK_MAX:
+                break
             above = self._manager.ready(above.parent.key) if above.parent else None
+        if len(path) > room:
+            on = len(path) == _WALK_MAX
+            self._queues[tier.name].extendleft((e.key, on and e is path[-1]) for e in path)
+            return
         for lacking in reversed(path):
             self._manager.pin(lacking.key)
             pinned[lacking.key] = lacking
@@ -127,12 +173,18 @@ class Tiering:
         return LookupResult.MISS, None
 
     def used(self, chain: Chain, lease: Lease) -> None:
-        """Tell the tiers which paths a request uses, though it has them from memory."""
+        """Tell the tiers which paths a request uses, though it has them from memory.
+
+        What a tier lacks of them is worth a write now: it was used twice.
+        """
         for group, rule in enumerate(self._manager.rules):
             indices = lease.groups[group].indices
             for index in indices[-(rule.trailing or 1) :]:
+                key = chain.key(group, index)
                 for tier in self.tiers:
-                    tier.touch(chain.key(group, index))
+                    tier.touch(key)
+                    if tier.lookup(key) is LookupResult.MISS and self._manager.ready(key):
+                        self._enqueue(tier, [key])
 
     def source(self, key: BlockKey) -> str | None:
         """Name the tier that a block is coming from; None if it is not."""
@@ -206,11 +258,14 @@ class Tiering:
         except TierError as exc:
             self._finish(JobResult(work.job.job_id, 0, exc))
 
-    def poll(self) -> None:
+    def poll(self, now_ns: int) -> None:
         """Take finished jobs from all tiers, and start the next ones."""
+        self._now_ns = now_ns
         for tier in self.tiers:
+            busy = bool(self._storing[tier.name])
             for result in tier.poll():
                 self._finish(result)
+            self._backlogs[tier.name].measure(self._stored.pop(tier.name, 0), now_ns, busy=busy)
             self._pump(tier)
 
     def _finish(self, result: JobResult) -> None:
@@ -233,6 +288,8 @@ class Tiering:
         if job.kind is JobKind.LOAD:
             work.done = result.done
             self._land(work)
+        else:
+            self._stored[name] += result.done
 
     def _land(self, ended: _Open) -> None:
         """Make a job's blocks ready, and those of the jobs that waited for it alone."""
@@ -268,6 +325,6 @@ class Tiering:
             queue.clear()
         for tier in self.tiers:
             tier.drain()
-        self.poll()
+        self.poll(self._now_ns)
         for tier in self.tiers:
             tier.close()

@@ -131,7 +131,7 @@ class Town:
         self._next = 1
         config = msgspec.structs.replace(
             config or settings(),
-            tiers=tuple(TierConfig("a.b:C", name, {}, backlog=256) for name, _ in tiers),
+            tiers=tuple(TierConfig("a.b:C", name, {}, backlog_ns=10**10) for name, _ in tiers),
         )
         self.store = Store(config, self.pool, self._make_tiers, self._send)
 

@@ -19,7 +19,7 @@ import msgspec
 from connectors.jobs import StepMeta
 from connectors.requests import Step
 from connectors.scheduler import SchedulerHalf
-from tests.sim_model import POISON, TOKEN_BYTES, BlockPool, Request, Shape, State
+from tests.sim_model import POISON, BlockPool, Request, Shape, State
 
 
 class Worker(Protocol):
@@ -385,7 +385,7 @@ class Engine:
     # The model
 
     def _place(self, block: int, offset: int = 0) -> int:
-        return block * self._page_bytes + offset * TOKEN_BYTES
+        return block * self._page_bytes + offset * self.shape.token_bytes
 
     def _execute(self, batch: Batch) -> Report:
         self.between()
@@ -429,7 +429,7 @@ class Engine:
             start = max(first // tokens, self._window_start(group, end))
             for index in range(start, -(-end // tokens)):
                 block, until = table[group][index], min(end, (index + 1) * tokens)
-                size = (until - index * tokens) * TOKEN_BYTES
+                size = (until - index * tokens) * self.shape.token_bytes
                 for rank, memory in enumerate(self._memory):
                     found = memory[self._place(block) : self._place(block) + size]
                     assert found == request.page(group, rank, index * tokens, until), (

@@ -31,10 +31,11 @@ class Shape(msgspec.Struct, frozen=True):
     prefix_cache: bool
     ahead: bool
     reuse_newest: bool
+    token_bytes: int = TOKEN_BYTES
 
     @property
     def page_bytes(self) -> int:
-        return max(self.group_tokens) * TOKEN_BYTES
+        return max(self.group_tokens) * self.token_bytes
 
 
 class State(enum.Enum):

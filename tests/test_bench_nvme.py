@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore import cli
 from kvstore.bench import direct
 from kvstore.bench.report import Result, as_json
 from kvstore.errors import KVStoreError
@@ -163,3 +164,44 @@ def test_fio_that_fails_is_an_error(
 def test_too_little_space_is_said_before_anything_is_made() -> None:
     with pytest.raises(KVStoreError, match="free, the benchmark needs"):
         nvme.run(1, nvme.Sizes(data_bytes=1 << 60))
+
+
+# The index
+
+
+def test_the_index_benchmark_measures_each_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["bench", "nvme-index", "--blocks", "300,5000", "--path", str(tmp_path), "--json"]
+    assert cli.main(arguments) == 0
+    found = json.loads(capsys.readouterr().out)["results"]
+    assert [row["blocks"] for row in found] == [300] * 6 + [5000] * 6
+    values = {row["name"]: row["value"] for row in found[6:]}
+    assert set(values) == {
+        *("index_first_hit", "index_all_known", "index_longest_poll"),
+        *("index_cpu", "index_memory", "index_file"),
+    }
+    assert 0 < values["index_first_hit"] <= values["index_all_known"] < 60
+    assert 0 < values["index_file"] < 1024
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["attach", "--blocks", "10"], "expected with nvme-index, found attach"),
+        (["nvme-index", "--pairs", "3"], "expected without nvme-index"),
+        (["nvme-index", "--path", "/nowhere/at/all"], "expected a directory"),
+    ],
+)
+def test_wrong_arguments_of_benchmarks_are_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    assert cli.main(["bench", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_count_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "nvme-index", "--blocks", "10,many"])
+    assert "found '10,many'" in capsys.readouterr().err

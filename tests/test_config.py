@@ -36,7 +36,7 @@ defer = "0s"
 [[tier]]
 class = "my.package.Disk"
 name = "disk"
-backlog = 7
+backlog = "7s"
 options = { path = "/nvme", depth = { reads = 8 } }
 
 [[tier]]
@@ -77,7 +77,7 @@ def test_a_full_file_is_read_into_bytes_and_nanoseconds(tmp_path: Path) -> None:
     assert found.engine.leased_bytes == GIB
     assert found.engine.defer_ns == 0
     disk, shelf = found.tiers
-    assert (disk.class_name, disk.name, disk.backlog) == ("my.package:Disk", "disk", 7)
+    assert (disk.class_name, disk.name, disk.backlog_ns) == ("my.package:Disk", "disk", 7 * 10**9)
     assert disk.options == {"path": "/nvme", "depth": {"reads": 8}}
     assert (shelf.class_name, shelf.options) == ("my.package:Shelf", {})
 
@@ -189,8 +189,9 @@ def test_leased_may_be_a_size() -> None:
         (with_tier(name="cpu"), ["[[tier]] 1 name", '"cpu"', "taken"]),
         (with_tier(name="My Disk"), ["[[tier]] 1 name", '"My Disk"']),
         (with_tier(options=3), ["[[tier]] 1 options", "found 3"]),
-        (with_tier(backlog=0), ["[[tier]] 1 backlog", "found 0"]),
+        (with_tier(backlog="0s"), ["[[tier]] 1 backlog", "more than 0", '"0s"']),
         (with_tier(backlog=True), ["[[tier]] 1 backlog", "found true"]),
+        (with_disk(backlog="0s"), ["[nvme] backlog", "more than 0", '"0s"']),
     ],
 )
 def test_a_wrong_setting_is_refused_with_place_found_and_expected(

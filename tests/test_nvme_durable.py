@@ -19,12 +19,27 @@ MAP_BYTES = 64 << 20
 PREFIX = b"\0\0\0\1"
 
 
-def test_a_chain_whose_writes_end_in_any_order_is_durable_in_one_commit(tmp_path: Path) -> None:
-    folder = os.open(tmp_path, os.O_RDONLY)
-    ExtentFile.make(tmp_path / "extent", 16384, folder)
+def small_space(path: Path) -> Space:
+    """Four slots."""
+    folder = os.open(path, os.O_RDONLY)
+    ExtentFile.make(path / "extent", 16384, folder)
     os.close(folder)
     space = Space(1, "0123456789ab", 4096)
-    space.add_extent(0, ExtentFile(tmp_path / "extent", 4096, 16384))
+    space.add_extent(0, ExtentFile(path / "extent", 4096, 16384))
+    return space
+
+
+def test_the_slot_of_a_write_that_failed_is_the_last_to_be_taken_again(tmp_path: Path) -> None:
+    space = small_space(tmp_path)
+    (place,) = space.take_places(1)
+    space.written(space.begin(key(1, 0), None, place, 1), 0, ok=False)
+    assert space.free == 4
+    assert place not in space.take_places(3)
+    assert space.take_places(1) == [place]
+
+
+def test_a_chain_whose_writes_end_in_any_order_is_durable_in_one_commit(tmp_path: Path) -> None:
+    space = small_space(tmp_path)
     space.take_places(3)
     first = space.begin(key(1, 0), None, 0, 1)
     second = space.begin(key(1, 1), first, 1, 2)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import pytest
+
+from kvstore import tiering
 from kvstore.errors import BlockCorrupt
 from kvstore.manager import Chain, Manager, StoreOutcome
 from kvstore.tiering import JOB_BLOCKS_MAX, Tiering
@@ -16,6 +19,7 @@ from kvstore.types import (
     Slot,
     TransferJob,
 )
+from kvstore.writes import WriteBudget
 
 
 class SlowTier:
@@ -27,7 +31,8 @@ class SlowTier:
         self.keys: set[BlockKey] = set()
         self.jobs: list[TransferJob] = []
         self.touched: list[BlockKey] = []
-        self.loading = False  # then it cannot tell what it lacks
+        self.knows = True
+        self.asked = 0
         self._results: list[JobResult] = []
 
     def end(self, job: TransferJob, done: int | None = None, *, corrupt: bool = False) -> None:
@@ -39,12 +44,13 @@ class SlowTier:
         self._results.append(JobResult(job.job_id, done, error))
 
     def lookup(self, key: BlockKey) -> LookupResult:
+        self.asked += 1
+        if not self.knows:
+            return LookupResult.RETRY
         if key in self.keys:
             return LookupResult.HIT
         writing = any(key in job.keys for job in self.jobs if job.kind is JobKind.STORE)
-        if writing:
-            return LookupResult.PENDING
-        return LookupResult.RETRY if self.loading else LookupResult.MISS
+        return LookupResult.PENDING if writing else LookupResult.MISS
 
     def touch(self, key: BlockKey) -> None:
         self.touched.append(key)
@@ -73,12 +79,22 @@ class SlowTier:
 class Rig:
     """Memory with one chain and a slow tier below it."""
 
-    def __init__(self, slots: int, backlog: int = 256, load_blocks: int = JOB_BLOCKS_MAX) -> None:
+    def __init__(
+        self, slots: int, backlog_ns: int = 10**10, slot_bytes: int = 1, budget: int | None = None
+    ) -> None:
         self.generations = [0] * slots
         self.manager = Manager((GroupRule(None),), self.generations)
         self.manager.add_slots([Slot(slot) for slot in range(slots)])
         self.tier = SlowTier()
-        self.tiering = Tiering(self.manager, [self.tier], backlog, load_blocks)
+        budgets = {"slow": WriteBudget(budget)}
+        limits = {"slow": backlog_ns}
+        self.tiering = Tiering(self.manager, [self.tier], slot_bytes, limits, budgets)
+        self.now_ns = 0
+
+    def poll(self, ns: int = 0) -> None:
+        """Let time pass, and take what has ended."""
+        self.now_ns += ns
+        self.tiering.poll(self.now_ns)
 
     def chain(self, name: str, blocks: int) -> Chain:
         width = 32
@@ -111,18 +127,9 @@ def test_a_chain_is_copied_down_parents_first_and_named() -> None:
     assert list(job.parents) == [None, *rig.keys(chain)[:-1]]
     assert rig.tiering.queued == 5
     rig.tier.end(job)
-    rig.tiering.poll()
+    rig.poll()
     assert rig.tiering.queued == 0
     assert rig.tiering.counts["slow", "stored"] == 5
-
-
-def test_what_a_tier_cannot_tell_yet_is_copied_down() -> None:
-    rig = Rig(slots=40)
-    rig.tier.loading = True
-    chain = rig.chain("a", 5)
-    rig.store(chain)
-    (job,) = rig.tier.jobs
-    assert list(job.keys) == rig.keys(chain)
 
 
 def test_copies_pin_a_part_of_memory_only_and_the_rest_waits_its_turn() -> None:
@@ -132,7 +139,7 @@ def test_copies_pin_a_part_of_memory_only_and_the_rest_waits_its_turn() -> None:
     assert sum(len(job.keys) for job in rig.tier.jobs) == 10, "a quarter of the slots"
     while rig.tier.jobs:
         rig.tier.end(rig.tier.jobs[0])
-        rig.tiering.poll()
+        rig.poll()
     assert rig.tier.keys == set(rig.keys(chain))
 
 
@@ -143,14 +150,129 @@ def test_what_has_left_memory_before_its_turn_is_counted() -> None:
     rig.store(rig.chain("b", 6))
     (job,) = rig.tier.jobs
     rig.tier.end(job)
-    rig.tiering.poll()
+    rig.poll()
     assert rig.tiering.counts["slow", "late"]
 
 
-def test_what_the_queue_has_no_room_for_is_skipped_and_counted() -> None:
-    rig = Rig(slots=400, backlog=1)
-    rig.store(rig.chain("a", JOB_BLOCKS_MAX + 20))
-    assert rig.tiering.counts["slow", "skipped"] == 20
+def test_what_would_wait_for_too_long_is_skipped_and_counted() -> None:
+    """A tier that writes 64 blocks in a second may have 640 waiting for it, at 10 s."""
+    rig = Rig(slots=2000)
+    rig.poll()
+    rig.store(rig.chain("a", 200))
+    for _ in range(3):
+        rig.poll(ns=10**9)
+        rig.tier.end(rig.tier.jobs[0])
+        rig.poll()
+    rig.store(rig.chain("b", 1500))
+    assert rig.tiering.counts["slow", "skipped"] == 1500 - 640
+
+
+def test_a_tier_that_writes_nothing_gets_a_short_queue() -> None:
+    rig = Rig(slots=4000)
+    rig.store(rig.chain("a", 100))
+    rig.poll(ns=10**9)
+    rig.poll(ns=10**9)
+    rig.store(rig.chain("b", 2000))
+    assert rig.tiering.counts["slow", "skipped"] > 500
+    assert rig.tiering.queued < 1500
+
+
+def test_beyond_the_write_budget_only_what_is_used_again_is_written_with_its_path() -> None:
+    rig = Rig(slots=100, slot_bytes=100, budget=24 * 500)  # an hour's: 5 blocks
+    first, second = rig.chain("a", 5), rig.chain("b", 4)
+    rig.store(first)
+    rig.tier.drain()
+    rig.poll()
+    assert len(rig.tier.keys) == 5
+    rig.store(second)
+    assert not rig.tier.jobs
+    assert rig.tiering.counts["slow", "over_budget"] == 4
+    lease = rig.manager.prepare_load(second, 3, owner=1, deadline_ns=1)
+    assert lease is not None
+    rig.tiering.used(second, lease)
+    rig.poll()
+    (job,) = rig.tier.jobs
+    assert list(job.keys) == rig.keys(second)[:3]
+    rig.poll(ns=3600 * 10**9)  # the 300 bytes are paid for, and 200 may be spent
+    rig.store(rig.chain("c", 2))
+    assert len(rig.tier.jobs) == 2
+
+
+def test_a_store_that_ends_queues_what_was_left_out() -> None:
+    rig = Rig(slots=100, slot_bytes=100, budget=24)
+    chain = rig.chain("a", 5)
+    rig.store(chain, 0, 3)
+    rig.tier.drain()
+    rig.poll()
+    rig.store(chain, 3, 5)
+    assert rig.tiering.counts["slow", "over_budget"] == 2
+    rig.tiering.enqueue_all()
+    rig.tier.drain()
+    rig.poll()
+    assert rig.tier.keys == set(rig.keys(chain))
+
+
+def test_a_tier_that_does_not_know_what_it_has_is_written_to_later() -> None:
+    rig = Rig(slots=40)
+    chain = rig.chain("a", 3)
+    rig.tier.knows = False
+    rig.store(chain)
+    assert not rig.tier.jobs
+    assert rig.tiering.queued == 3
+    rig.tier.knows = True
+    rig.poll()
+    (job,) = rig.tier.jobs
+    assert list(job.keys) == rig.keys(chain)
+
+
+def test_a_long_path_that_was_missed_is_copied_in_parts_each_block_looked_at_once() -> None:
+    rig = Rig(slots=4000, slot_bytes=100, budget=24)
+    chain = rig.chain("a", 1000)
+    rig.store(chain, 0, 999)
+    rig.tier.drain()
+    rig.poll()
+    rig.tier.keys.clear()
+    lease = rig.manager.prepare_load(chain, 999, owner=1, deadline_ns=1)
+    assert lease is not None
+    rig.tier.asked = 0
+    rig.tiering.used(chain, lease)
+    for _ in range(40):
+        rig.poll()
+        rig.tier.drain()
+    rig.poll()
+    assert rig.tier.keys == set(rig.keys(chain)[:999])
+    assert rig.tier.asked < 6 * 999
+
+
+def test_a_very_long_path_is_walked_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiering, "_WALK_MAX", 100)
+    rig = Rig(slots=4000)
+    chain = rig.chain("a", 450)
+    rig.store(chain, 0, 449)
+    rig.tier.drain()
+    rig.poll()
+    rig.tiering._queues["slow"].clear()
+    rig.tier.drain()
+    rig.tier.keys.clear()
+    rig.store(chain, 449, 450)
+    for _ in range(40):
+        rig.poll()
+        for job in list(rig.tier.jobs):
+            assert rig.tier.keys.issuperset(set(filter(None, job.parents)) - set(job.keys))
+            rig.tier.end(job)
+    assert rig.tier.keys == set(rig.keys(chain))
+
+
+def test_a_path_whose_tier_fails_is_given_up() -> None:
+    """Found by seed 3: it was queued again and again."""
+    rig = Rig(slots=40)
+    chain = rig.chain("a", 30)
+    rig.store(chain)
+    for _ in range(100):
+        for job in list(rig.tier.jobs):
+            rig.tier.end(job, done=0)
+        rig.poll()
+    assert not rig.tiering.busy
 
 
 def test_a_parent_that_was_missed_is_copied_before_its_child() -> None:
@@ -158,7 +280,7 @@ def test_a_parent_that_was_missed_is_copied_before_its_child() -> None:
     chain = rig.chain("a", 3)
     rig.store(chain, 0, 2)
     rig.tier.end(rig.tier.jobs[0], done=0)
-    rig.tiering.poll()
+    rig.poll()
     assert not rig.tier.keys
     rig.store(chain, 2, 3)
     (job,) = rig.tier.jobs
@@ -171,13 +293,13 @@ def test_a_dropped_parents_new_copy_is_the_one_that_is_pinned() -> None:
     chain = rig.chain("a", 2)
     rig.store(chain)
     rig.tier.end(rig.tier.jobs[0], done=0)
-    rig.tiering.poll()
+    rig.poll()
     rig.manager.drop(chain.key(0, 0), "damaged")
     rig.manager.take_changes()
     rig.store(chain, 0, 1)
     rig.tiering.cascade([chain.key(0, 1)])
     rig.tier.drain()
-    rig.tiering.poll()
+    rig.poll()
     assert all(entry.pins == 0 for entry in rig.manager.index)
 
 
@@ -191,7 +313,7 @@ def test_blocks_land_in_their_order_whichever_job_ends_first() -> None:
     for job in rig.tier.jobs[::-1]:
         assert rig.ready(chain) == 0
         rig.tier.end(job)
-        rig.tiering.poll()
+        rig.poll()
     assert rig.ready(chain) == chain.blocks
 
 
@@ -203,10 +325,10 @@ def test_a_job_waits_for_the_one_that_brings_its_parents_for_another_request() -
     rig.tiering.promote(chain, chain.blocks)
     first, second = rig.tier.jobs
     rig.tier.end(second)
-    rig.tiering.poll()
+    rig.poll()
     assert rig.ready(chain) == 0
     rig.tier.end(first)
-    rig.tiering.poll()
+    rig.poll()
     assert rig.ready(chain) == chain.blocks
 
 
@@ -218,7 +340,7 @@ def test_a_damaged_block_cuts_what_comes_after_it() -> None:
     first, second = rig.tier.jobs
     rig.tier.end(second)
     rig.tier.end(first, done=10, corrupt=True)
-    rig.tiering.poll()
+    rig.poll()
     assert rig.manager.lookup(chain, chain.blocks).blocks == rig.ready(chain) == 10
     assert chain.key(0, 10) not in rig.tier.keys
     assert rig.manager.slots_granted == 0
@@ -238,7 +360,7 @@ def test_what_is_coming_can_be_leased_and_is_named_by_its_source() -> None:
     found = [rig.generations[slot] for slot in lease.groups[0].slots]
     assert [leased - 1 for leased in lease.groups[0].generations] == found
     rig.tier.end(rig.tier.jobs[0])
-    rig.tiering.poll()
+    rig.poll()
     found = [rig.generations[slot] for slot in lease.groups[0].slots]
     assert found == lease.groups[0].generations
     assert rig.tiering.source(chain.key(0, 0)) is None
@@ -252,7 +374,7 @@ def test_a_slot_that_will_not_be_filled_says_so_and_rests_until_its_lease_ends()
     lease = rig.manager.prepare_load(chain, 5, owner=1, deadline_ns=1)
     assert lease is not None
     rig.tier.end(rig.tier.jobs[0], done=2)
-    rig.tiering.poll()
+    rig.poll()
     found = [rig.generations[slot] for slot in lease.groups[0].slots]
     wanted = lease.groups[0].generations
     assert found == [*wanted[:2], *(generation + 1 for generation in wanted[2:])]
@@ -272,20 +394,20 @@ def test_an_engines_copy_does_not_take_the_place_of_a_leased_slot_that_is_coming
     rig.manager.begin_store(chain.key(0, 0), None, slot)
     assert rig.manager.complete_store(slot, ok=True) is StoreOutcome.DUPLICATE
     rig.tier.end(rig.tier.jobs[0])
-    rig.tiering.poll()
+    rig.poll()
     entry = rig.manager.ready(chain.key(0, 0))
     assert entry is not None
     assert [entry.slot] == lease.groups[0].slots
 
 
 def test_jobs_that_read_are_small_enough_to_be_used_one_by_one() -> None:
-    rig = Rig(slots=40, load_blocks=4)
+    rig = Rig(slots=40, slot_bytes=2 << 20)
     chain = rig.chain("a", 10)
     rig.tier.keys.update(rig.keys(chain))
     rig.tiering.promote(chain, 10)
     assert [len(job.keys) for job in rig.tier.jobs] == [4, 4, 2]
     rig.tier.end(rig.tier.jobs[0])
-    rig.tiering.poll()
+    rig.poll()
     assert rig.ready(chain) == 4
 
 

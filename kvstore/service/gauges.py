@@ -93,6 +93,10 @@ class Disk(Protocol):
         """Change the cap; what is too much goes from now on."""
         ...
 
+    def clear(self) -> None:
+        """Forget every block, of all namespaces."""
+        ...
+
 
 def disk_gauges(disk: Disk) -> dict[tuple[str, ...], float]:
     """Return gauges, and counters kept there, of the NVMe tier."""

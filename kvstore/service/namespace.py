@@ -12,12 +12,9 @@ import msgspec
 from kvstore.layout import SlotLayout
 from kvstore.manager import Manager
 from kvstore.tier import SlotMemory, Tier
-from kvstore.tiering import JOB_BLOCKS_MAX, Tiering
+from kvstore.tiering import Tiering
 from kvstore.types import Slot
-
-LOAD_BYTES = 8 << 20
-"""Of one job that reads from a lower tier: a few milliseconds of a disk, so that engines copy the
-first blocks of a hit while the next are read."""
+from kvstore.writes import WriteBudget
 
 
 class MemoryExtent(Protocol):
@@ -104,15 +101,18 @@ class Namespace:
         self,
         layout: SlotLayout,
         make_tiers: Callable[[str, int, SlotMemory], Sequence[Tier]],
-        backlog_max: int,
+        backlog_ns: dict[str, int] | None = None,
+        budgets: dict[str, WriteBudget] | None = None,
     ) -> None:
-        """make_tiers(digest, slot_bytes, memory): the lower tiers of this namespace."""
+        """make_tiers(digest, slot_bytes, memory): the lower tiers of this namespace.
+
+        backlog_ns, budgets: of the tiers, by their names; see Tiering.
+        """
         self.layout = layout
         self.generations = SharedGenerations(self._publish)
         self.manager = Manager(layout.rules, self.generations)
         tiers = make_tiers(layout.digest, layout.slot_bytes, self)
-        load_blocks = max(1, min(JOB_BLOCKS_MAX, LOAD_BYTES // layout.slot_bytes))
-        self.tiering = Tiering(self.manager, tiers, backlog_max, load_blocks)
+        self.tiering = Tiering(self.manager, tiers, layout.slot_bytes, backlog_ns, budgets)
         self.extents: dict[int, Mapping] = {}
         self.sessions: set[int] = set()
         self.growing = False

@@ -298,6 +298,7 @@ class Server:
     def _copy_down(self) -> None:
         """Copy what only memory has to the lower tiers, within a time budget."""
         started = told = time.monotonic()
+        self.store.enqueue_all()
         total = self.store.queued_blocks
         while (left := self.store.queued_blocks) and time.monotonic() - started < _FLUSH_S:
             self.store.on_tick(time.monotonic_ns())

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import msgspec
 
 from kvstore import protocol as p
-from kvstore.config import BACKLOG_JOBS, DISK_BYTES_MIN, Config
+from kvstore.config import DISK_BYTES_MIN, Config
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.layout import slot_layout
 from kvstore.metrics import MEMORY, NVME, Numbers
@@ -23,6 +23,7 @@ from kvstore.service.namespace import Mapping, MemoryPool, Namespace
 from kvstore.service.session import News, Phase, Session, Writing
 from kvstore.tier import SlotMemory, Tier
 from kvstore.types import BlockKey, LeaseId, Slot
+from kvstore.writes import WriteBudget
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,11 @@ class Store:
             *(tier.name for tier in config.tiers),
         )
         self._make_tiers = make_tiers
+        self._backlog_ns = {tier.name: tier.backlog_ns for tier in config.tiers}
+        self._budgets: dict[str, WriteBudget] = {}
+        if config.nvme is not None:
+            self._backlog_ns[NVME] = config.nvme.backlog_ns
+            self._budgets[NVME] = WriteBudget(config.nvme.write_budget_bytes)
         self._send = send
         self._by_connection: dict[int, Session] = {}
         self._next_session = first_session
@@ -175,7 +181,7 @@ class Store:
         manager = namespace.manager
         for _ in manager.expire(self._now_ns):
             self.numbers.add("kvstore_lookups", "expired")
-        namespace.tiering.poll()
+        namespace.tiering.poll(self._now_ns)
         changes = manager.take_changes()
         if not changes.added and not changes.removed:
             return
@@ -268,8 +274,7 @@ class Store:
             )
         namespace = self.namespaces.get(layout.digest)
         if namespace is None:
-            backlog = min((tier.backlog for tier in self._config.tiers), default=BACKLOG_JOBS)
-            namespace = Namespace(layout, self._make_tiers, backlog)
+            namespace = Namespace(layout, self._make_tiers, self._backlog_ns, self._budgets)
             self.namespaces[layout.digest] = namespace
         session.layouts = layout.ranks  # the namespace may have been made for other ranks
         return namespace
@@ -427,6 +432,8 @@ class Store:
                 for key in [entry.key for entry in namespace.manager.index]:
                     namespace.manager.drop(key, "clear")
                 namespace.tiering.clear()
+            if self._disk is not None:  # it has more than what was attached since the start
+                self._disk.clear()
         elif query.what == "resize":
             if query.tier != NVME or self._disk is None or query.capacity_bytes < DISK_BYTES_MIN:
                 have = f"{NVME} from {DISK_BYTES_MIN} bytes on" if self._disk else "no such tier"
@@ -447,6 +454,11 @@ class Store:
         if self._disk is not None:
             found |= disk_gauges(self._disk)
         self.numbers.gauges = found
+
+    def enqueue_all(self) -> None:
+        """Queue all that only memory has for the lower tiers; for a store that ends."""
+        for namespace in self.namespaces.values():
+            namespace.tiering.enqueue_all()
 
     @property
     def queued_blocks(self) -> int:

@@ -47,6 +47,7 @@ class Child:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
                 command,
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # whoever reads the store's would wait for this one
                 pass_fds=(*passed, lock_fd),
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 start_new_session=True,  # Ctrl-C is for the store, which still commits

@@ -6,7 +6,6 @@ is part of the next one. A hurried commit does not wait for the window: slots co
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 
 from tiers.nvme.index import Record
@@ -14,8 +13,6 @@ from tiers.nvme.messages import Commit
 from tiers.nvme.purge import Purge
 from tiers.nvme.shared import Shared, remembered
 from tiers.nvme.space import Space
-
-log = logging.getLogger(__name__)
 
 Batch = tuple[Space, list[Record], list[Record]]
 NEVER = float("inf")
@@ -86,9 +83,6 @@ class Commits:
 
 
 def commit(shared: Shared, changes: Commit) -> None:
-    """On the keeper's thread: commit, and know the index again after that.
-
-    A commit that failed may be on the disk or not.
-    """
+    """On the keeper's thread: commit. Raises TierIOError."""
     with remembered(shared) as journal:
         journal.commit(changes)

@@ -176,8 +176,10 @@ class NvmeDisk:
         """Seconds until poll() is to be called again."""
         if self.busy:
             return _BUSY_S
-        due_s = min(self._commits.due_at_s, self._health.due_at_s) - time.monotonic()
-        return max(_BUSY_S, due_s)
+        due_at_s = self._health.due_at_s
+        if self.writable:
+            due_at_s = min(due_at_s, self._commits.due_at_s)
+        return max(_BUSY_S, due_at_s - time.monotonic())
 
     def resize(self, capacity_bytes: int) -> None:
         """Change the cap; extents that are too much are emptied and given back."""

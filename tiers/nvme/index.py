@@ -41,19 +41,26 @@ class Record(Entry):
 
     __slots__ = ("after", "before", "checksum", "durable", "first", "generation")
 
-    def __init__(  # flat: a start makes millions
-        self, key: BlockKey, parent: Record | None, place: int, generation: int
+    def __init__(  # flat, and without calls: a start makes millions
+        self,
+        key: BlockKey,
+        parent: Record | None,
+        place: Slot,
+        generation: int,
+        checksum: int = 0,
+        state: State = State.WRITING,
+        durable: Durable = Durable.NO,
     ) -> None:
-        """Start WRITING, without pins or children."""
+        """Start without pins or children."""
         self.key = key
         self.parent = parent
-        self.slot = Slot(place)
-        self.state = State.WRITING
+        self.slot = place
+        self.state = state
         self.children = self.pins = 0
         self.prev = self.next = None
         self.generation = generation
-        self.checksum = 0
-        self.durable = Durable.NO
+        self.checksum = checksum
+        self.durable = durable
         self.first: Record | None = None  # child
         self.before: Record | None = None  # siblings
         self.after: Record | None = None
@@ -91,16 +98,17 @@ class DiskIndex:
         records = chain.from_iterable(list(table.values()) for table in self._tables)
         return (record for record in records if record.state is not State.DROPPED)
 
-    def insert(self, record: Record) -> None:
+    def insert(self, record: Record, parent: Record | None) -> None:
         """Add a record below its parent, which is here."""
-        self._tables[hash(record.key) >> _SHIFT][record.key] = record
+        key = record.key
+        self._tables[hash(key) >> _SHIFT][key] = record
         self._count += 1
-        parent = cast("Record | None", record.parent)
         if parent is not None:
             parent.children += 1
-            record.after = parent.first
-            if parent.first is not None:
-                parent.first.before = record
+            sibling = parent.first
+            if sibling is not None:
+                record.after = sibling
+                sibling.before = record
             parent.first = record
 
     def remove(self, record: Record) -> None:

@@ -6,6 +6,7 @@ the lock on the directory, which it has inherited, is then free for the next.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -48,6 +49,7 @@ class Indexer:
     def __init__(self) -> None:
         """Without a file: Open comes first."""
         self._file: IndexFile | None = None
+        self._lock_fd = -1
         self.broken = False  # LMDB takes no more writes after one that failed
 
     def answer(self, request: Request) -> Answer:
@@ -80,6 +82,8 @@ class Indexer:
 
     def _open(self, request: Open) -> Answer:
         path = Path(request.path)
+        self._lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # one before may hang in a write
         if request.verify:
             verify(path)
         self._file = IndexFile(path, request.map_bytes)
@@ -111,6 +115,9 @@ class Indexer:
         if self._file is not None:
             self._file.close()
             self._file = None
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
 
 
 def failed(exc: Exception) -> Failed:
@@ -164,7 +171,7 @@ def _write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def _end_with(lifeline: int) -> None:
+def end_with(lifeline: int) -> None:
     """Wait for the store's end of a pipe to close, which it does however the store ends."""
     os.read(lifeline, 1)
     os._exit(0)
@@ -175,7 +182,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # they mean the store, which still commits
         signal.signal(number, signal.SIG_IGN)
     control, pipe, lifeline = (int(argument) for argument in sys.argv[1:4])
-    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+    threading.Thread(target=end_with, args=(lifeline,), daemon=True).start()
     try:
         serve(socket.socket(fileno=control), pipe)
     except (BrokenPipeError, ConnectionResetError):  # the store is ending

@@ -106,17 +106,26 @@ class Journal:
         self._verify = self._verify or exc.of_the_file
 
     def _ask(self, request: Request) -> Answer:
+        """Have a request done; once more if its process was killed, which may be long ago."""
+        try:
+            answer = self._ask_once(request)
+        except IndexProcessDiedError as exc:
+            if exc.of_the_file:
+                raise
+            answer = self._ask_once(request)
+        if isinstance(answer, Failed):
+            raise self._error(answer)
+        return answer
+
+    def _ask_once(self, request: Request) -> Answer:
         child = self._child
         if child is None or child.ended:
             child, _ = self._start()
         try:
-            answer = child.ask(request)
+            return child.ask(request)
         except IndexProcessDiedError as exc:
             self._died(exc, verified=False)
             raise
-        if isinstance(answer, Failed):
-            raise self._error(answer)
-        return answer
 
     def _error(self, answer: Answer) -> Exception:
         """Turn an answer that was not hoped for into an error; its process is of no more use."""

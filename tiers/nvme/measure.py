@@ -17,8 +17,8 @@ from importlib import import_module
 from itertools import cycle
 from pathlib import Path
 
-import numpy as np
 import xxhash
+from numpy.random import default_rng  # here: a Ctrl-C that meets an import can be lost
 
 from kvstore.config import HUGE_PAGE_BYTES, MOVERS
 from kvstore.diskcheck import Report, Sample, suggest
@@ -46,9 +46,9 @@ def measure(folder: Path, seconds: float, watch: Watch) -> Report:
     drive = _room(folder)
     movers, makers = _movers()
     start_s = time.monotonic()
+    memory, _ = filled((2 * max(DEPTHS) + 8) * BLOCK_BYTES)
+    blocks = [memory[at : at + BLOCK_BYTES] for at in range(0, len(memory), BLOCK_BYTES)]
     with _file_in(folder) as file:
-        memory, _ = filled((2 * max(DEPTHS) + 8) * BLOCK_BYTES)
-        blocks = [memory[at : at + BLOCK_BYTES] for at in range(0, len(memory), BLOCK_BYTES)]
 
         def tell(what: str) -> None:
             watch(min(1.0, (time.monotonic() - start_s) / seconds), what)
@@ -90,7 +90,7 @@ def filled(size: int) -> tuple[memoryview, str]:
     whole = memoryview(raw)
     start = -address_of(whole) % HUGE_PAGE_BYTES
     memory = whole[start : start + size]
-    pattern = np.random.default_rng(size).bytes(MIB)
+    pattern = default_rng(size).bytes(MIB)
     for at in range(0, size, MIB):
         memory[at : at + MIB] = pattern[: size - at]
     return memory, pages

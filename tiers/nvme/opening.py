@@ -143,9 +143,11 @@ class Opening:
             return False
         end_s = time.monotonic() + LOAD_S
         try:
-            while self._todo and time.monotonic() < end_s:
-                if not self._go_on(keeper):
-                    return False
+            while self._go_on(keeper):
+                if not self._todo or time.monotonic() >= end_s:
+                    break
+            else:
+                return False
         except IndexProcessDiedError as exc:  # it may have been killed; the next says what it was
             log.error("%s is read on in %.1f s: %s", self._volume.path, RETRY_S, exc)
             self._streaming = False

@@ -54,7 +54,7 @@ class Recovery:
         health, keeper = self._shared.health, self._shared.keeper
         if self.phase is Phase.OPEN and not health.online:
             self.phase = Phase.LEAVING
-            keeper.submit(_Leaving(self._shared).work, self._left)
+            keeper.submit(_Leaving(self._shared, self._room).work, self._left)
         elif stalled or not health.due(now_s):
             return
         elif self.phase is Phase.AWAY:
@@ -97,12 +97,14 @@ class Recovery:
 class _Leaving:
     """Closes all that is open."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: Shared, room: Room) -> None:
         self._shared = shared
         self._files = _files(shared)
+        self._growths = list(room.growths)
 
     def work(self) -> None:
-        for file in self._files:
+        made = [growth.file for growth in self._growths if growth.file is not None]
+        for file in [*self._files, *made]:
             file.close()
         opening = self._shared.opening
         if opening.loading:

@@ -38,6 +38,7 @@ class Room:
         """Nothing is being made."""
         self._shared = shared
         self._commits = commits
+        self.growths: list[Growth] = []  # under way
         self._making: dict[int, int] = {}  # extent -> what it will take
         self._removing: dict[int, int] = {}  # extent -> what it takes until it is gone
         self._stuck: dict[int, int] = {}  # the same, of which making or removing has failed
@@ -77,14 +78,14 @@ class Room:
 
     def make(self, space: Space, count: int) -> bool:
         """Try to get free slots: a new extent, else by eviction; False when none will come."""
-        if self._shared.opening.loading or space.clearing or self._grow(space):
+        if self._shared.opening.loading or space.renumbering or self._grow(space):
             return True
         space.evict(count - space.free - space.leaving)
         if space.to_delete:
             self._commits.hurry()
         if space.leaving:
             return True
-        return space.free == 0 and self._take_from_another(space)
+        return space.free == 0 and (space.clearing or self._take_from_another(space))
 
     def _grow(self, space: Space) -> bool:
         """Make an extent if the cap and the file system have room; True while one is made."""
@@ -94,17 +95,19 @@ class Room:
         size = shared.settings.extent_bytes
         takes = cost(size, space.slot_bytes)
         fits = self.used_bytes + takes <= shared.capacity_bytes
-        if not fits or not shared.health.writable or self._now_s < self._full_until_s:
+        if not fits or self._now_s < self._full_until_s:
             return False
         number = shared.opening.next_extent
         shared.opening.next_extent += 1
         self._making[number] = takes
         space.growing = True
-        growth = _Growth(shared, space, number)
+        growth = Growth(shared, space, number)
+        self.growths.append(growth)
         shared.keeper.submit(growth.work, partial(self._grown, growth))
         return True
 
-    def _grown(self, growth: _Growth, error: Exception | None, now_s: float) -> None:
+    def _grown(self, growth: Growth, error: Exception | None, now_s: float) -> None:
+        self.growths.remove(growth)
         takes = self._making.pop(growth.number)
         growth.space.growing = False
         if growth.file is not None:
@@ -127,7 +130,7 @@ class Room:
         richer = [space for space in others if len(space.extents) > len(needy.extents) + 1]
         donor = max(unused or richer, key=lambda space: len(space.extents), default=None)
         number = None if donor is None else donor.coldest()
-        if donor is None or number is None or not self._shared.health.writable:
+        if donor is None or number is None:
             return False
         donor.retire(number)
         self._commits.hurry()
@@ -193,10 +196,11 @@ class Room:
         self._look = None
 
 
-class _Growth:
+class Growth:
     """An extent that is being made."""
 
     def __init__(self, shared: Shared, space: Space, number: int) -> None:
+        """file: open, once it is made."""
         self.space = space
         self.number = number
         self.file: ExtentFile | None = None
@@ -218,6 +222,6 @@ class _Growth:
 
 
 def _remove(shared: Shared, number: int, file: ExtentFile) -> None:
-    commit(shared, Commit(extents_gone=[number]))
     file.close()
+    commit(shared, Commit(extents_gone=[number]))
     shared.volume.remove_extent(number)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import msgspec
 
 from kvstore.config import NvmeConfig
-from kvstore.errors import TierError
 from tiers.nvme.chores import Keeper
 from tiers.nvme.health import Health
 from tiers.nvme.journal import Journal
@@ -37,11 +36,7 @@ class Shared(msgspec.Struct, eq=False):
 def remembered(shared: Shared) -> Iterator[Journal]:
     """On the keeper's thread: change the index, and know it again after that.
 
-    A change that failed may be on the disk or not.
+    One that failed may be on the disk or not; if it is, the index is not the one that is known.
     """
-    try:
-        yield shared.opening.journal
-    except TierError:
-        shared.volume.forget_index()
-        raise
+    yield shared.opening.journal
     shared.volume.remember_index()

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tiers.nvme.messages import NO_PARENT, NOWHERE, NUMBER, VALUE, Batch
 
-BATCH_ROWS = 2048  # of which a store takes in one without a look at the clock
+BATCH_ROWS = 1024  # of which a store takes in one without a look at the clock
 Refused = tuple[bytes, int, str]
 Flags = NDArray[np.bool_]
 Numbers = NDArray[np.uint64]

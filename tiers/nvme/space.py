@@ -21,7 +21,7 @@ import xxhash
 
 from kvstore.errors import check
 from kvstore.index import State
-from kvstore.types import BlockKey
+from kvstore.types import BlockKey, Slot
 from tiers.nvme.files import ExtentFile, stride_of
 from tiers.nvme.index import DiskIndex, Durable, Record
 from tiers.nvme.messages import NAMESPACE, NO_PARENT, NOWHERE, NUMBER, RECORD_BYTES, VALUE, Batch
@@ -66,6 +66,7 @@ class Space:
         self.free = 0  # slots that can be taken
         self._free: dict[int, array[int]] = {}  # positions by extent; the last is taken next
         self._held: dict[int, list[Record | None]] = {}  # by extent and position
+        self._doubtful: set[int] = set()  # places of writes that failed, until they are free
         self._used: Counter[int] = Counter()  # extent -> places in use
         self._newest: dict[int, int] = {}  # extent -> generation of what it was last given
         self._retiring: set[int] = set()
@@ -121,7 +122,12 @@ class Space:
         self._used[extent] -= 1
         self._held[extent][position] = None
         if extent not in self._retiring:
-            self._free.setdefault(extent, array("I")).append(position)
+            free = self._free.setdefault(extent, array("I"))
+            if place in self._doubtful:  # a bad sector would fail the next write, too
+                self._doubtful.discard(place)
+                free.insert(0, position)
+            else:
+                free.append(position)
             self.free += 1
 
     def retire(self, number: int) -> None:
@@ -176,11 +182,11 @@ class Space:
 
     def begin(self, key: BlockKey, parent: Record | None, place: int, generation: int) -> Record:
         """Enter a block whose write starts now."""
-        record = Record(key, parent, place, generation)
+        record = Record(key, parent, Slot(place), generation)
         self.pin(record)
         self._newest[place >> 32] = generation
         self._held[place >> 32][place & _POSITION] = record
-        self.index.insert(record)
+        self.index.insert(record, parent)
         return record
 
     def written(self, record: Record, checksum: int, *, ok: bool) -> None:
@@ -192,6 +198,7 @@ class Space:
             self.index.ready(record)
             self.to_put.append(record)
         elif record.state is not State.DROPPED:
+            self._doubtful.add(record.slot)
             self.drop(record, "failed")
         self.unpin(record)
 
@@ -272,6 +279,11 @@ class Space:
         self.to_put, self.to_delete = [], []
 
     @property
+    def renumbering(self) -> bool:
+        """Tell whether a clear is not durable yet."""
+        return self._renumbering is not Durable.YES
+
+    @property
     def clearing(self) -> bool:
         """Tell whether slots will be free once a commit, or a read, has ended."""
         return bool(self._cleared)
@@ -302,8 +314,7 @@ class Space:
     @property
     def pending(self) -> bool:
         """Tell whether there is something to commit."""
-        renumber = self._renumbering is not Durable.YES
-        return renumber or bool(self.to_put or self.to_delete)
+        return self.renumbering or bool(self.to_put or self.to_delete)
 
     def journal_key(self, record: Record) -> bytes:
         """Name a record in the journal."""
@@ -391,34 +402,33 @@ class Space:
 
     def load(self, batch: Batch) -> int:
         """Take in records of the journal, parents first; return the newest's generation."""
-        keys: list[bytes] = [key for (key,) in struct.iter_unpack(f"{batch.width}s", batch.keys)]
+        keys = [key for (key,) in struct.iter_unpack(f"{batch.width}s", batch.keys)]
         if batch.lengths:
             lengths = memoryview(batch.lengths).cast("H")
             keys = [key[:length] for key, length in zip(keys, lengths, strict=True)]
-        places = memoryview(batch.places).cast("Q")
-        parents = memoryview(batch.parents).cast("I")
-        sums = memoryview(batch.checksums).cast("Q")
-        ages = memoryview(batch.generations).cast("Q")
+        places = cast("list[Slot]", memoryview(batch.places).cast("Q").tolist())
+        parents = memoryview(batch.parents).cast("I").tolist()
+        sums = memoryview(batch.checksums).cast("Q").tolist()
+        ages = memoryview(batch.generations).cast("Q").tolist()
         loaded, held, newest = self._loaded, self._held, self._newest
+        ready, dropped, durable = State.READY, State.DROPPED, Durable.YES
         insert, touch = self.index.insert, self.index.order.touch
         for key, place, above, generation, checksum, leaf in zip(
             keys, places, parents, ages, sums, batch.leaves, strict=True
         ):
             parent = None if above == NO_PARENT else loaded[above]
-            record = Record(cast("BlockKey", key), parent, place, generation)
-            record.checksum, record.durable = checksum, Durable.YES
+            record = Record(key, parent, place, generation, checksum, ready, durable)
             loaded.append(record)
             extent = place >> 32
             held[extent][place & _POSITION] = record
             newest[extent] = generation
-            if parent is not None and parent.state is State.DROPPED:
-                record.state = State.DROPPED
+            if parent is not None and parent.state is dropped:
+                record.state = dropped
                 self.counts["unlinked"] += 1
                 self.leaving += 1
                 self.to_delete.append(record)
                 continue
-            record.state = State.READY
-            insert(record)
+            insert(record, parent)
             if leaf:  # the others enter the order when they have become leaves
                 touch(record)
         return ages[-1]
@@ -442,8 +452,8 @@ class Space:
         """Have rows that stand for nothing taken out of the journal: key there, place, cause."""
         for key, place, cause in refused:
             self.counts["unreachable" if cause == "unreachable" else "foreign"] += 1
-            ghost = Record(BlockKey(key[NUMBER.size :]), None, place, 0)
-            ghost.state, ghost.durable = State.DROPPED, Durable.YES
+            name = BlockKey(key[NUMBER.size :])
+            ghost = Record(name, None, Slot(place), 0, 0, State.DROPPED, Durable.YES)
             self.to_delete.append(ghost)
             if place == NOWHERE or cause == "beyond":
                 ghost.pins = 1  # there is no slot to be freed

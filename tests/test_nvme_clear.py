@@ -1,0 +1,217 @@
+"""What concerns many records is done at once, or in slices: clear, drops, extents that go."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from kvstore.config import NvmeConfig
+from kvstore.types import BlockKey
+from tests.nvme_blocks import Shelf, content, key, settings_for, shelf
+from tiers.nvme import NvmeDisk
+from tiers.nvme.files import ExtentFile
+from tiers.nvme.index import Durable
+from tiers.nvme.messages import FOLDER
+from tiers.nvme.space import Space
+
+SLOTS = 8192
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> NvmeConfig:
+    return settings_for(tmp_path / "kv")
+
+
+@pytest.fixture
+def space(tmp_path: Path) -> Space:
+    """A namespace with one extent, of which nothing is on disk."""
+    found = Space(1, "0123456789ab", 4096)
+    with (tmp_path / "1.extent").open("wb") as file:
+        os.truncate(file.fileno(), SLOTS * 4096)
+    found.add_extent(1, ExtentFile(tmp_path / "1.extent", 4096, SLOTS * 4096))
+    return found
+
+
+def fill(space: Space, count: int, *, durable: bool) -> list[BlockKey]:
+    """Have a root, and count - 1 blocks that continue it."""
+    keys = [key(1, index) for index in range(count)]
+    root = None
+    for generation, (name, place) in enumerate(zip(keys, space.take_places(count), strict=True)):
+        record = space.begin(name, root, place, generation)
+        space.written(record, 0, ok=True)
+        root = root or record
+    if durable:
+        space.committed(space.take_puts(), [], ok=True)
+    return keys
+
+
+def rows(settings: NvmeConfig) -> int:
+    path = str(Path(settings.path) / FOLDER)
+    with lmdb.open(path, max_dbs=4, lock=False, readonly=True) as env:
+        blocks = env.open_db(b"blocks", create=False)
+        with env.begin() as txn:
+            return int(txn.stat(blocks)["entries"])
+
+
+# Clear
+
+
+def test_what_is_stored_after_a_clear_is_kept(settings: NvmeConfig) -> None:
+    with shelf(settings) as found:
+        for chain in range(30):
+            found.put(chain, 0, 30)
+        found.tier.clear()
+        assert found.keys() == []
+        assert found.put(1, 0, 5).done == 5
+        assert found.get([key(1, index) for index in range(5)]).done == 5
+        found.settle()
+        assert len(found.keys()) == 5
+    with shelf(settings) as after:
+        assert after.get([key(1, index) for index in range(5)]).done == 5
+        assert len(after.keys()) == 5
+        assert after.tier.space.counts == {}
+    assert rows(settings) == 5
+
+
+def test_cleared_slots_are_used_again_and_the_cap_holds(settings: NvmeConfig) -> None:
+    with shelf(settings) as found:
+        for _ in range(3):
+            for chain in range(200):
+                assert found.put(chain, 0, 30).done == 30
+            found.tier.clear()
+        assert found.put(1, 0, 30).done == 30
+        assert found.disk.used_bytes <= settings.capacity_bytes
+
+
+def test_a_clear_reaches_namespaces_that_nobody_uses(settings: NvmeConfig) -> None:
+    for namespace in ("aaaaaaaaaaaa", "bbbbbbbbbbbb"):
+        with shelf(settings, namespace) as found:
+            found.put(1, 0, 3)
+    with shelf(settings, "cccccccccccc") as found:
+        found.disk.clear()
+        found.settle()
+    assert rows(settings) == 0
+    with shelf(settings, "aaaaaaaaaaaa") as after:
+        assert after.keys() == []
+
+
+def test_a_block_that_is_read_while_all_is_cleared_keeps_its_slot(settings: NvmeConfig) -> None:
+    with shelf(settings) as found:
+        found.put(1, 0, 1)
+        found.settle()
+        (record,) = found.tier.space.index
+        found.tier.space.pin(record)
+        file = found.tier.space.extents[record.slot >> 32]
+        found.tier.clear()
+        for chain in range(10, 13):
+            found.put(chain, 0, 30)
+        block = memoryview(bytearray(found.size))
+        file.read(record.slot & 0xFFFFFFFF, [block])
+        assert block == content(key(1, 0), found.size)
+        found.tier.space.unpin(record)
+        found.settle()
+        assert not found.tier.space.clearing
+
+
+def test_a_clear_that_was_not_committed_is_done_by_the_next_commit(space: Space) -> None:
+    fill(space, 10, durable=True)
+    space.clear(7)
+    namespaces, extents = space.take_renumbering()
+    assert [name for name, _ in namespaces] == [b"0123456789ab"]
+    assert extents == [(1, 7)]
+    assert space.committed([], [], ok=False) == []
+    assert space.pending
+    assert space.free == 0, "a crash would bring the old blocks back"
+    assert space.take_renumbering() == (namespaces, extents)
+    assert space.committed([], [], ok=True) == [1]
+    assert space.free == SLOTS
+
+
+def test_an_extent_that_is_being_made_belongs_to_the_cleared_namespace(space: Space) -> None:
+    space.growing = True
+    space.clear(7)
+    assert space.take_renumbering() == ([], [])
+    space.growing = False
+    assert space.take_renumbering()[1] == [(1, 7)]
+
+
+# Slices
+
+
+def test_a_block_with_many_below_it_leaves_in_slices_from_its_leaves_up(space: Space) -> None:
+    keys = fill(space, 5000, durable=True)
+    root = space.index.get(keys[0])
+    assert root is not None
+    space.drop(root, "damaged")
+    assert space.index.get(keys[0]) is None
+    assert space.index.sinks(keys[0])
+    assert len(space.index) > 2000, "one call takes a part only"
+    assert root not in space.to_delete, "children leave the journal first"
+    steps = 0
+    while space.step():
+        steps += 1
+    assert steps
+    assert len(space.index) == 0
+    assert not space.index.sinks(keys[0])
+    assert space.to_delete[-1] is root
+    space.committed([], space.take_deletes(), ok=True)
+    assert (space.free, space.leaving) == (SLOTS, 0)
+
+
+def test_what_sinks_may_be_dropped_from_above_meanwhile(space: Space) -> None:
+    places = space.take_places(5000)
+    top = space.begin(key(0, 0), None, places[0], 1)
+    below = space.begin(key(0, 1), top, places[1], 2)
+    for number, place in enumerate(places[2:], 2):
+        space.written(space.begin(key(1, number), below, place, number + 1), 0, ok=True)
+    for record in (top, below):
+        space.written(record, 0, ok=True)
+    space.drop(below, "damaged")
+    space.drop(top, "evicted")
+    while space.step():
+        pass
+    assert len(space.index) == 0
+    assert (space.free, space.leaving) == (SLOTS, 0)
+
+
+def test_an_extent_is_emptied_in_slices(space: Space) -> None:
+    keys = fill(space, 5000, durable=False)
+    space.retire(1)
+    assert len(space.index) == len(keys)
+    assert space.take_retired() == []
+    while space.step():
+        pass
+    assert len(space.index) == 0
+    assert [number for number, _ in space.take_retired()] == [1]
+
+
+def test_a_commit_of_which_nobody_knows_is_taken_back_when_its_block_leaves(space: Space) -> None:
+    (name,) = fill(space, 1, durable=False)
+    puts = space.take_puts()
+    space.committed(puts, [], ok=False)
+    assert puts[0].durable is Durable.PERHAPS
+    record = space.index.get(name)
+    assert record is not None
+    space.drop(record, "evicted")
+    assert space.free == SLOTS - 1, "the journal may have it"
+    assert space.to_delete == [record]
+    space.committed([], space.take_deletes(), ok=True)
+    assert space.free == SLOTS
+
+
+def test_the_extent_that_was_given_blocks_last_stays_longest(tmp_path: Path) -> None:
+    with shelf(settings_for(tmp_path / "kv")) as found:
+        for chain in range(30):
+            found.put(chain, 0, 30)
+        newest = max(found.tier.space.index, key=lambda record: record.generation).slot >> 32
+        assert found.tier.space.coldest() != newest
+        kept = found.tier.space.coldest()
+    disk = NvmeDisk(settings_for(tmp_path / "kv"))
+    after = Shelf(disk)
+    after.settle()
+    assert after.tier.space.coldest() == kept, "a restart knows it, too"
+    after.tier.close()
+    disk.close()

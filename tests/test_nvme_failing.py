@@ -1,0 +1,341 @@
+"""Calls of the disk that fail or hang under a running tier."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.config import NvmeConfig
+from kvstore.errors import ConfigError, TierIOError
+from kvstore.service.gauges import disk_gauges
+from kvstore.types import LookupResult
+from tests.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
+from tests.nvme_trouble import Gate, Wrap, away, be_quick, raise_eio, refuse, wait, wait_for, whole
+from tiers.nvme import NvmeDisk, disk
+from tiers.nvme.journal import IndexDamagedError, Journal
+from tiers.nvme.messages import Commit
+from tiers.nvme.volume import Look, Volume
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_quick(monkeypatch)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> NvmeConfig:
+    return settings_for(tmp_path / "kv")
+
+
+@pytest.fixture
+def folder(settings: NvmeConfig) -> Path:
+    return Path(settings.path)
+
+
+def test_a_commit_that_fails_makes_it_read_only_and_is_made_up_for(
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise TierIOError("no commit today")
+
+    with shelf(settings) as found:
+        found.put(1, 0, 5)
+        found.settle()
+        with monkeypatch.context() as patched:
+            patched.setattr(Journal, "commit", fail)
+            found.put(2, 0, 5)
+            wait_for(found, "read_only")
+            assert whole(found, 1, 5)
+            assert whole(found, 2, 5)
+            assert isinstance(found.put(3, 0, 5).error, TierIOError)
+        found.settle()
+        assert found.put(3, 0, 5).done == 5
+        found.settle()
+    with shelf(settings) as after:
+        assert all(whole(after, chain, 5) for chain in (1, 2, 3))
+
+
+def test_after_a_commit_that_failed_the_index_is_opened_anew(
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMDB refuses all commits once it could not write its head."""
+    real, broken = Journal.commit, set()
+
+    def commit(journal: Journal, changes: Commit) -> None:
+        if id(journal) in broken:
+            raise TierIOError("MDB_PANIC")
+        real(journal, changes)
+
+    with shelf(settings) as found:
+        found.put(1, 0, 5)
+        found.settle()
+        monkeypatch.setattr(Journal, "commit", commit)
+        broken.add(id(found.disk._shared.opening.journal))
+        found.put(2, 0, 5)
+        wait_for(found, "read_only")
+        found.settle()
+        assert found.put(3, 0, 5).done == 5
+        found.settle()
+    with shelf(settings) as after:
+        assert all(whole(after, chain, 5) for chain in (1, 2, 3))
+
+
+def test_an_index_that_may_have_a_commit_that_failed_is_read_anew(
+    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Journal.commit
+
+    def land_and_fail(journal: Journal, changes: Commit) -> None:
+        real(journal, changes)
+        raise TierIOError("for the test")
+
+    with shelf(settings) as found:
+        found.put(1, 0, 5)
+        found.settle()
+        with monkeypatch.context() as patched:
+            patched.setattr(Journal, "commit", land_and_fail)
+            found.put(2, 0, 5)
+            wait_for(found, "read_only")
+            folder.rename(folder.with_name("elsewhere"))
+            away(found)
+        before = found.tier.space
+        folder.with_name("elsewhere").rename(folder)
+        wait_for(found, "ok")
+        assert found.tier.space is not before
+        assert whole(found, 1, 5)
+        assert whole(found, 2, 5)
+
+
+def test_an_extent_whose_removal_fails_still_counts_and_goes_later(
+    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with shelf(settings) as found:
+        for chain in range(40):
+            found.put(chain, 0, 30)
+        found.settle()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "unlink", raise_eio)
+            found.disk.resize(6 * MIB)
+            wait_for(found, "read_only")
+            assert found.disk.used_bytes > 6 * MIB
+        wait(found, lambda: found.disk.used_bytes <= 6 * MIB)
+        assert disk_bytes(folder) <= 6 * MIB
+        assert found.disk._room.stuck == []
+        found.settle()
+    known = {path.name for path in folder.glob("*.extent")}
+    with shelf(settings_for(folder, 6 * MIB)) as after:
+        assert {path.name for path in folder.glob("*.extent")} == known
+        assert after.keys()
+
+
+def test_an_extent_that_the_index_does_not_know_leaves_no_file(
+    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise TierIOError("no commit today")
+
+    with shelf(settings) as found:
+        with monkeypatch.context() as patched:
+            patched.setattr(Journal, "commit", fail)
+            assert found.put(1, 0, 5).done == 0
+            assert found.disk.state == "read_only"
+            assert not list(folder.glob("*.extent"))
+        wait_for(found, "ok")
+        assert found.put(1, 0, 5).done == 5
+
+
+def test_lost_permissions_turn_it_off(
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with shelf(settings) as found:
+        found.put(1, 0, 5)
+        found.settle()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "open", refuse(os.open, "kv", errno.EACCES))
+            wait_for(found, "off")
+            assert "Permission denied" in found.disk._health.reason
+        wait_for(found, "ok")
+        assert whole(found, 1, 5)
+
+
+def test_a_file_system_that_turns_read_only_is_seen(
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Volume.look
+
+    def read_only(volume: Volume) -> Look:
+        return real(volume)._replace(read_only=True)
+
+    with shelf(settings) as found:
+        found.put(1, 0, 5)
+        found.settle()
+        with monkeypatch.context() as patched:
+            patched.setattr(Volume, "look", read_only)
+            wait_for(found, "read_only")
+            assert whole(found, 1, 5)
+        wait_for(found, "ok")
+
+
+def test_a_bad_extent_costs_its_blocks_and_not_the_tier(
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with shelf(settings) as found:
+        for chain in range(20):  # two extents and more
+            found.put(chain, 0, 30)
+        found.settle()
+        bad = found.tier.space.index.get(key(0, 0))
+        assert bad is not None
+        extent = found.tier.space.extents[bad.slot >> 32]
+        monkeypatch.setattr(extent, "read", raise_eio)
+        for _ in range(5):
+            found.get([key(0, 0)])
+            assert found.disk.state == "ok"
+        assert not found.has(0, 0), "it is not tried for ever"
+        assert found.tier.space.counts["unreadable"] == 1
+        index = found.tier.space.index
+        good = [record.key for record in index if record.slot >> 32 != bad.slot >> 32]
+        assert good
+        assert all(found.get([name]).done == 1 for name in good)
+
+
+def test_an_unreadable_disk_at_the_start_is_no_damage(
+    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise IndexDamagedError("for the test")
+
+    with shelf(settings) as before:
+        before.put(1, 0, 5)
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "__init__", fail)
+        patched.setattr(os, "read", raise_eio)
+        with pytest.raises(ConfigError, match="cannot be used: Input/output error"):
+            NvmeDisk(settings)
+    assert not list(folder.glob("index.damaged-*"))
+    with shelf(settings) as after:
+        assert whole(after, 1, 5)
+
+
+# Calls that hang
+
+
+@pytest.fixture
+def short_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "HANG_S", 0.2)
+
+
+@pytest.mark.usefixtures("short_hang")
+def test_a_commit_that_hangs_stops_nothing_but_writes(
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(os.fdatasync)
+    with shelf(settings) as found:
+        found.put(1, 0, 5)
+        found.settle()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fdatasync", gate)
+            found.put(2, 0, 5)
+            wait_for(found, "read_only")
+            assert gate.waiting == 1
+            shown = disk_gauges(found.disk)
+            assert shown["kvstore_tier_stalled_seconds", "nvme", "keeper"] > 0.2
+            assert shown["kvstore_tier_stalled_seconds", "nvme", "reads"] == 0.0
+            assert shown["kvstore_tiers", "nvme", "read_only"] == 1.0
+            assert shown["kvstore_tiers", "nvme", "ok"] == 0.0
+            started = time.monotonic()
+            assert whole(found, 1, 5)
+            found.disk.resize(32 * MIB)
+            assert found.tier.lookup(key(2, 0)) is LookupResult.HIT
+            assert time.monotonic() - started < 1.0
+            gate.go_on.set()
+        wait_for(found, "ok")
+        assert found.disk.stalled_s["keeper"] == 0.0
+        assert found.put(3, 0, 5).done == 5
+
+
+@pytest.mark.usefixtures("short_hang")
+def test_a_directory_that_cannot_be_looked_at_for_long_is_off(
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(os.fstatvfs)
+    with shelf(settings) as found:
+        found.put(1, 0, 5)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fstatvfs", gate)
+            wait_for(found, "off")
+            assert not found.has(1, 0)
+            gate.go_on.set()
+        wait_for(found, "ok")
+        assert whole(found, 1, 5)
+
+
+def test_a_keeper_that_hangs_does_not_hold_the_end(
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(disk, "CLOSE_S", 0.3)
+    gate = Gate(os.fdatasync)
+    made = NvmeDisk(settings)
+    found = Shelf(made)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", gate)
+        found.put(2, 0, 5)
+        wait(found, lambda: gate.waiting)
+        started = time.monotonic()
+        made.close()
+        assert time.monotonic() - started < 2.0
+        assert "I/O hangs" in caplog.text
+        gate.go_on.set()
+
+
+CALLS = (
+    *("open", "stat", "fstat", "statvfs", "fstatvfs", "listdir", "unlink", "mkdir", "ftruncate"),
+    *("fsync", "fdatasync", "posix_fallocate", "pread", "pwrite", "preadv", "pwritev", "close"),
+)
+
+
+def test_the_stores_thread_never_calls_the_file_system(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Growth, eviction, commits, resize, off and back: all of it on threads of the tier."""
+    here, wrong = threading.get_ident(), set()
+
+    def watched(name: str, real: Wrap) -> Wrap:
+        def call(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - as the real one
+            caller = sys._getframe(1).f_globals["__name__"]
+            if threading.get_ident() == here and caller.startswith("tiers."):
+                wrong.add(f"{caller}: {name}")
+            return real(*arguments, **named)
+
+        return call
+
+    with shelf(settings_for(folder, 8 * MIB)) as found:
+        with monkeypatch.context() as patched:
+            for name in CALLS:
+                patched.setattr(os, name, watched(name, getattr(os, name)))
+            for name in ("__init__", "commit", "mark", "close", "tables"):
+                watching = watched(f"Journal.{name}", getattr(Journal, name))
+                patched.setattr(Journal, name, watching)
+            for chain in range(40):
+                found.put(chain, 0, 30)
+            assert found.tier.space.counts["evicted"]
+            found.disk.resize(6 * MIB)
+            wait(found, lambda: found.disk.used_bytes <= 6 * MIB)
+            found.disk.resize(16 * MIB)
+            for chain in range(40, 80):
+                found.put(chain, 0, 30)
+            folder.rename(folder.with_name("elsewhere"))
+            away(found)
+            folder.with_name("elsewhere").rename(folder)
+            wait_for(found, "ok")
+            found.disk._health.write_failed("a write", OSError(5, "for the test"), time.monotonic())
+            wait_for(found, "ok")
+            assert found.put(99, 0, 5).done == 5
+            found.settle()
+        assert not wrong

@@ -1,0 +1,353 @@
+"""The index lives in a process of its own: what happens when that ends, fails, or stays behind."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvstore.config import NvmeConfig
+from kvstore.errors import ConfigError, TierIOError
+from kvstore.types import LookupResult
+from tests.nvme_blocks import Shelf, key, settings_for, shelf
+from tiers.nvme import NvmeDisk, disk, health, opening
+from tiers.nvme.child import IndexProcessDiedError
+from tiers.nvme.journal import Journal
+from tiers.nvme.messages import FOLDER, Batch, Commit, Stream
+
+STORE = """
+import sys, time
+from pathlib import Path
+from tests.nvme_blocks import Shelf, settings_for
+from tiers.nvme import NvmeDisk
+shelf = Shelf(NvmeDisk(settings_for(Path(sys.argv[1]))))
+shelf.settle()
+shelf.put(1, 0, 5)
+shelf.settle()
+print(shelf.disk._shared.opening.journal.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> NvmeConfig:
+    return settings_for(tmp_path / "kv")
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "RETRY_S", 0.1)
+    monkeypatch.setattr(opening, "RETRY_S", 0.05)
+
+
+def pid_of(found: Shelf) -> int:
+    pid = found.disk._shared.opening.journal.pid
+    assert pid is not None
+    return pid
+
+
+def eventually(holds: Callable[[], object], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.005)
+
+
+def polled(found: Shelf) -> NvmeDisk:
+    found.disk.poll()
+    return found.disk
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    except FileNotFoundError:
+        return False
+
+
+def chains(found: Shelf, count: int, length: int = 30) -> None:
+    for chain in range(count):
+        found.put(chain, 0, length)
+
+
+# The process is killed
+
+
+def test_a_process_that_is_killed_while_it_loads_is_replaced(
+    settings: NvmeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with shelf(settings) as before:
+        chains(before, 20)
+        before.settle()
+        kept = set(before.keys())
+    after = Shelf(NvmeDisk(settings))
+    os.kill(pid_of(after), signal.SIGKILL)
+    after.settle()
+    assert set(after.keys()) == kept
+    after.tier.close()
+    after.disk.close()
+    assert not list(Path(settings.path).glob("index.damaged*"))
+    assert "damaged" not in caplog.text
+
+
+def test_records_go_on_where_the_process_that_sent_them_was_killed(
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with shelf(settings) as before:
+        chains(before, 100)
+        before.settle()
+        kept = set(before.keys())
+    real, taken = Journal.take, list[Stream | None]()
+
+    def take(journal: Journal) -> Stream | None:
+        if len(taken) == 1 and journal.pid is not None:
+            os.kill(journal.pid, signal.SIGKILL)
+            taken.append(None)
+            raise IndexProcessDiedError("killed", of_the_file=False)
+        message = real(journal)
+        if isinstance(message, Batch):
+            taken.append(message)
+        return message
+
+    monkeypatch.setattr(Journal, "take", take)
+    after = Shelf(NvmeDisk(settings))
+    after.settle()
+    assert len(taken) > 2
+    assert set(after.keys()) == kept
+    assert len(after.tier.space.index) == len(kept), "none came twice"
+    assert after.tier.space.counts == {}
+    after.tier.close()
+    after.disk.close()
+
+
+def test_an_idle_store_whose_process_is_killed_commits_through_another(
+    settings: NvmeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with shelf(settings) as found:
+        first = pid_of(found)
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: not alive(first))
+        assert found.put(1, 0, 5).done == 5
+        found.settle()
+        assert pid_of(found) != first
+    assert "read_only" not in caplog.text
+    with shelf(settings) as after:
+        assert after.get([key(1, index) for index in range(5)]).done == 5
+
+
+def test_a_commit_whose_process_is_killed_is_done_again(settings: NvmeConfig) -> None:
+    with shelf(settings) as found:
+        found.put(1, 0, 5)
+        found.settle()
+        first = pid_of(found)
+        os.kill(first, signal.SIGSTOP)
+        found.put(2, 0, 5)
+        eventually(lambda: polled(found)._commits.under_way)
+        time.sleep(0.2)  # for the data to be synced first
+        os.kill(first, signal.SIGKILL)
+        assert found.get([key(1, index) for index in range(5)]).done == 5
+        found.settle()
+    with shelf(settings) as after:
+        assert after.get([key(2, index) for index in range(5)]).done == 5
+        assert after.tier.space.counts == {}
+
+
+def test_a_process_that_hangs_is_not_joined_by_another(tmp_path: Path) -> None:
+    lock_fd = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
+    first = Journal(tmp_path, 100, lock_fd)
+    assert first.pid is not None
+    os.kill(first.pid, signal.SIGSTOP)  # as if it hung in a write
+    with pytest.raises(TierIOError, match="temporarily unavailable"):
+        Journal(tmp_path, 100, lock_fd)
+    os.kill(first.pid, signal.SIGCONT)
+    first.close()
+    Journal(tmp_path, 100, lock_fd).close()
+    os.close(lock_fd)
+
+
+# The process fails
+
+
+def test_a_commit_that_fails_in_the_process_is_done_again_by_another(
+    settings: NvmeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with shelf(settings) as found:
+        found.put(1, 0, 2)
+        found.settle()
+        resource.prlimit(pid_of(found), resource.RLIMIT_FSIZE, (0, 0))  # writes fail from now on
+        found.put(2, 0, 2)
+        eventually(lambda: polled(found).state == "read_only")
+        found.settle()
+        assert found.put(3, 0, 2).done == 2
+        found.settle()
+    assert "damaged" not in caplog.text
+    with shelf(settings) as after:
+        for chain in (1, 2, 3):
+            assert after.get([key(chain, 0), key(chain, 1)]).done == 2
+
+
+def test_an_index_that_is_cut_under_a_running_store_kills_its_process_only(
+    settings: NvmeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with shelf(settings) as found:
+        chains(found, 40)
+        found.settle()
+        os.truncate(Path(settings.path) / FOLDER / "data.mdb", 8192)
+        found.put(90, 0, 5)
+        eventually(lambda: polled(found) and "SIGBUS" in caplog.text)
+        assert not list(Path(settings.path).glob("index.damaged*")) or found.disk.state != "ok"
+    with shelf(settings) as after:
+        assert after.put(1, 0, 5).done == 5
+    assert list(Path(settings.path).glob("index.damaged*")), "it is kept"
+
+
+def test_a_disk_that_cannot_be_read_is_no_damage(settings: NvmeConfig, tmp_path: Path) -> None:
+    with shelf(settings) as before:
+        before.put(1, 0, 3)
+    path = Path(settings.path) / FOLDER / "data.mdb"
+    path.rename(tmp_path / "aside")
+    path.mkdir()  # reading it is an error, and not one of its content
+    with pytest.raises(ConfigError, match="cannot be used"):
+        NvmeDisk(settings)
+    path.rmdir()
+    (tmp_path / "aside").rename(path)
+    with shelf(settings) as after:
+        assert after.get([key(1, index) for index in range(3)]).done == 3
+
+
+def test_a_closed_journal_starts_no_process(tmp_path: Path) -> None:
+    lock_fd = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
+    journal = Journal(tmp_path, 100, lock_fd)
+    journal.close()
+    with pytest.raises(TierIOError, match="is not open"):
+        journal.commit(Commit(extents=[(1, 1)]))
+    os.close(lock_fd)
+
+
+# The store ends
+
+
+@pytest.fixture
+def store(settings: NvmeConfig) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", STORE, settings.path]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def index_pid(store: subprocess.Popen[str]) -> int:
+    assert store.stdout is not None
+    return int(store.stdout.readline())
+
+
+def end(store: subprocess.Popen[str]) -> None:
+    store.kill()
+    store.communicate()
+
+
+def test_the_process_ends_with_a_store_that_is_killed(store: subprocess.Popen[str]) -> None:
+    pid = index_pid(store)
+    assert alive(pid)
+    end(store)
+    eventually(lambda: not alive(pid), 2.0)
+
+
+def test_a_process_that_is_busy_ends_with_its_store_too() -> None:
+    code = (
+        "import sys, threading; from tiers.nvme.indexer import end_with\n"
+        "threading.Thread(target=end_with, args=(int(sys.argv[1]),), daemon=True).start()\n"
+        "while True: pass"
+    )
+    life_out, life = os.pipe()
+    busy = subprocess.Popen([sys.executable, "-c", code, str(life_out)], pass_fds=(life_out,))
+    os.close(life_out)
+    with pytest.raises(subprocess.TimeoutExpired):
+        busy.wait(0.3)
+    os.close(life)
+    assert busy.wait(5) == 0
+
+
+def test_what_a_terminal_sends_does_not_end_the_process(store: subprocess.Popen[str]) -> None:
+    pid = index_pid(store)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(pid, number)
+    time.sleep(0.1)
+    assert alive(pid)
+    end(store)
+
+
+def test_a_process_that_outlives_its_store_keeps_the_directory(
+    settings: NvmeConfig, store: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = index_pid(store)
+    os.kill(pid, signal.SIGSTOP)  # as if its disk hung
+    end(store)
+    monkeypatch.setattr(disk, "LOCK_WAIT_S", 0.2)
+    with pytest.raises(ConfigError, match=f"process id {store.pid} or what is left of it"):
+        NvmeDisk(settings)
+    os.kill(pid, signal.SIGCONT)
+    monkeypatch.setattr(disk, "LOCK_WAIT_S", 5.0)
+    with shelf(settings) as after:
+        assert after.get([key(1, index) for index in range(5)]).done == 5
+
+
+# While it loads
+
+
+def test_what_is_not_loaded_yet_is_to_be_asked_again(settings: NvmeConfig) -> None:
+    with shelf(settings) as before:
+        before.put(1, 0, 3)
+    after = Shelf(NvmeDisk(settings))
+    assert after.tier.lookup(key(1, 0)) is LookupResult.RETRY
+    after.settle()
+    assert after.tier.lookup(key(1, 0)) is LookupResult.HIT
+    assert after.tier.lookup(key(9, 0)) is LookupResult.MISS
+    after.tier.close()
+    after.disk.close()
+
+
+def test_a_block_that_is_discarded_before_it_is_loaded_goes(settings: NvmeConfig) -> None:
+    with shelf(settings) as before:
+        before.put(1, 0, 3)
+    after = Shelf(NvmeDisk(settings))
+    after.tier.discard([key(1, 1)])
+    after.settle()
+    assert [after.has(1, index) for index in range(3)] == [True, False, False]
+    after.tier.close()
+    after.disk.close()
+
+
+def test_clear_while_the_index_loads_clears_what_comes_later(settings: NvmeConfig) -> None:
+    with shelf(settings) as before:
+        chains(before, 20)
+    after = Shelf(NvmeDisk(settings))
+    after.tier.clear()
+    assert after.tier.lookup(key(1, 0)) is LookupResult.MISS
+    after.settle()
+    assert after.keys() == []
+    assert after.put(1, 0, 5).done == 5
+    after.tier.close()
+    after.disk.close()
+    with shelf(settings) as again:
+        assert set(again.keys()) == {key(1, index) for index in range(5)}
+
+
+def test_clear_between_two_batches_of_records_clears_those_to_come(
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "LOAD_S", 0.0)
+    with shelf(settings) as before:
+        chains(before, 100)
+    after = Shelf(NvmeDisk(settings))
+    eventually(lambda: polled(after).spaces[0].loaded)
+    assert after.disk.state == "loading"
+    after.tier.clear()
+    after.settle()
+    assert after.keys() == []
+    after.tier.close()
+    after.disk.close()

@@ -1,0 +1,82 @@
+"""A store and its disk tier: what the crash campaign has found."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from kvstore import admin
+from kvstore.config import Config, parse
+from kvstore.index import State
+from tests.live import LiveStore, engine, eventually
+from tests.nvme_blocks import settings_for, shelf
+from tests.script import hashes
+from tiers.nvme import NvmeDisk
+from tiers.nvme.index import Durable, Record
+
+WINDOW_S = 0.05
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return parse(
+        {
+            "cpu": {"capacity": "16MiB", "extent": "16MiB"},
+            "server": {"socket": str(tmp_path / "store.sock"), "metrics": ""},
+            "nvme": {"path": str(tmp_path / "kv"), "capacity": "64MiB", "durability": "50ms"},
+        }
+    )
+
+
+def disk_of(store: LiveStore) -> NvmeDisk:
+    disk = store.server._disk
+    assert isinstance(disk, NvmeDisk)
+    return disk
+
+
+def records(store: LiveStore) -> list[Record]:
+    return [record for space in disk_of(store).spaces for record in space.index]
+
+
+def test_an_idle_store_commits_within_its_window(config: Config) -> None:
+    with LiveStore(config) as store, engine(store) as one:
+        one.put(hashes(1))  # makes the extent
+        eventually(lambda: any(r.durable is Durable.YES for r in records(store)))
+        for text in "bcd":
+            one.put(hashes(1, text))
+            eventually(lambda: any(r.durable is Durable.NO for r in records(store)))
+            eventually(lambda: all(r.state is State.READY for r in records(store)))
+            began = time.monotonic()
+            eventually(lambda: all(r.durable is not Durable.NO for r in records(store)))
+            assert time.monotonic() - began < WINDOW_S + 0.06
+
+
+def test_clear_empties_the_disk_of_models_that_are_not_attached(config: Config) -> None:
+    with LiveStore(config) as store, engine(store) as one:
+        one.put(hashes(3))
+        eventually(lambda: len(records(store)) == 3)
+    with LiveStore(config) as store:
+        eventually(lambda: disk_of(store).state == "ok")
+        assert len(records(store)) == 3
+        admin.clear(store.path)
+        assert not records(store)
+    with LiveStore(config) as store:
+        eventually(lambda: disk_of(store).state == "ok")
+        assert not records(store)
+
+
+def test_clear_while_the_index_is_read_empties_the_disk(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path / "kv")
+    with shelf(settings) as made:
+        made.put(0, 0, 3)
+    disk = NvmeDisk(settings)
+    assert disk.state == "loading"
+    disk.clear()
+    end_s = time.monotonic() + 20
+    while disk.state == "loading" and time.monotonic() < end_s:
+        disk.poll()
+    assert disk.state == "ok"
+    assert not [record for space in disk.spaces for record in space.index]
+    disk.close()
