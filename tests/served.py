@@ -100,7 +100,7 @@ class Served:
         expected = [self.engine.content(block) for block in chain[: len(found)]]
         assert list(found) == expected, "wrong bytes"
 
-    def work(self, rounds: int = 6) -> None:
+    def work(self, rounds: int = 3) -> None:
         """Store and read this and that."""
         for _ in range(rounds):
             self.put(1)
@@ -164,7 +164,7 @@ class Served:
             best = best if best[0] == CHAIN else max(best, self.get(name))
         return best
 
-    def fill(self, count: int = 12) -> list[str]:
+    def fill(self, count: int = 9) -> list[str]:
         """Store more than memory holds, and wait until it is durable on disk."""
         names = []
         for _ in range(count):
