@@ -266,10 +266,13 @@ def test_a_process_that_is_busy_ends_with_its_store_too() -> None:
     life_out, life = os.pipe()
     busy = subprocess.Popen([sys.executable, "-c", code, str(life_out)], pass_fds=(life_out,))
     os.close(life_out)
-    with pytest.raises(subprocess.TimeoutExpired):
-        busy.wait(0.3)
-    os.close(life)
-    assert busy.wait(5) == 0
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            busy.wait(0.3)
+        os.close(life)
+        assert busy.wait(5) == 0
+    finally:
+        busy.kill()
 
 
 def test_what_a_terminal_sends_does_not_end_the_process(store: subprocess.Popen[str]) -> None:
