@@ -347,7 +347,7 @@ class MoverContract:
         for module in MOVER_MODULES:
             monkeypatch.setattr(module, "READS_FIRST_S", 0.005)
         blocks, order = cut(pages), list[str]()
-        moves = [a_move(extent, at % 40, [blocks[at % 40]]) for at in range(3000)]
+        moves = [a_move(extent, at % 40, [blocks[at % 40]]) for at in range(12_000)]
         moves.insert(100, a_move(extent, 40, [blocks[40]], store=True))
         for move in moves:
             move.seen = order

@@ -58,6 +58,7 @@ class Served:
             self._engine.close()
             self._engine = None
         self.store.stop()
+        assert "Traceback" not in self.log, "what a disk does is told in words"
 
     @property
     def engine(self) -> LiveEngine:

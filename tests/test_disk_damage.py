@@ -17,6 +17,8 @@ from tests.nvme_blocks import settings_for
 from tests.nvme_damage import extents, index
 from tests.served import CHAIN, Served, served
 
+pytestmark = pytest.mark.slow  # whole stores on a disk that is made to fail
+
 Damage = Callable[[NvmeConfig], None]
 
 

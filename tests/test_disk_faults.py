@@ -14,6 +14,8 @@ from kvstore.bench.store import StoreFailed
 from tests.faults import Call, Faults, Kind
 from tests.served import PROMOTE_S, Served, served
 
+pytestmark = pytest.mark.slow  # whole stores on a disk that is made to fail
+
 FULL = (errno.ENOSPC, errno.EDQUOT)
 ERRORS = [
     pytest.param(Call.READ, Kind.EXTENTS, (errno.EIO,), "off", id="read"),

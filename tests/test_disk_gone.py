@@ -11,6 +11,8 @@ import pytest
 from tests.loopfs import LoopDisk, loop_disk
 from tests.served import PROMOTE_S, Served, served
 
+pytestmark = pytest.mark.slow  # whole stores on a disk that is made to fail
+
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[LoopDisk]:

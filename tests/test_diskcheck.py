@@ -264,6 +264,8 @@ COMMAND = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started the tests
 from kvstore import cli
+
+pytestmark = pytest.mark.slow  # measures a drive
 sys.exit(cli.main(["check", "--disk", "--path", sys.argv[1]]))
 """
 

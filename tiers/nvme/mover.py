@@ -15,6 +15,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from kvstore.config import NvmeConfig
+from kvstore.errors import TierError
 from tiers.nvme.files import ExtentFile
 from tiers.runner import Runner
 
@@ -105,14 +106,20 @@ class ThreadMover(Generic[R]):
         (self._writes if run.store else self._reads).submit(run)
 
     def _read(self, run: R) -> Moved[R]:
-        run.file.read(run.position, run.blocks)
+        try:
+            run.file.read(run.position, run.blocks)
+        except (OSError, TierError) as exc:
+            return Moved(run, [], exc)
         return Moved(run, run.sums())
 
     def _write(self, run: R) -> Moved[R]:
         if self._reads.open:
             self._reads.wait(lambda: self._reads.open == 0, READS_FIRST_S)
         sums = run.sums()
-        run.file.write(run.position, run.blocks)
+        try:
+            run.file.write(run.position, run.blocks)
+        except (OSError, TierError) as exc:
+            return Moved(run, [], exc)
         return Moved(run, sums)
 
     def poll(self) -> list[Moved[R]]:
