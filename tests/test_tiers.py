@@ -211,6 +211,21 @@ def test_a_question_about_memory_only_starts_no_reading() -> None:
     assert blocks(live.granted[coming]) == [0], "what is coming is not in memory yet"
 
 
+def test_O20_what_an_engine_may_not_lease_now_is_not_read_either() -> None:
+    town = Town(settings(leased=3 * SLOT_BYTES), tiers=[("shelf", MemoryTier)])
+    live, chain, other = town.attach(credit_slots=2), hashes(2), hashes(2, "other")
+    live.put(chain)
+    live.put(other)
+    drop_from_memory(town)
+    live.hit(chain)
+    town.settle(live)
+    assert not town.store.busy
+    ask = live.ask(other)
+    assert not town.store.busy
+    town.settle(live)
+    assert live.granted[ask].capped
+
+
 def test_a_tier_that_does_not_know_yet_is_waited_for_as_long_as_for_a_promotion() -> None:
     town = Town(settings(defer="10ms", promote="1s"), tiers=[("shelf", MemoryTier)])
     live, chain = town.attach(credit_slots=2), hashes(4)
