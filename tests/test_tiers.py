@@ -245,7 +245,7 @@ def test_a_tier_that_does_not_know_yet_is_waited_for_as_long_as_for_a_promotion(
     again = live.ask(chain)
     town.tick(ms=500)
     found.clear()
-    town.tick()
+    town.tick(ms=100)
     live.pump()
     assert blocks(live.granted[again]) == [0, 1, 2, 3]
 
@@ -269,6 +269,18 @@ def test_a_hit_below_waits_for_memory_that_is_coming() -> None:
     town.settle(live, turns=20)
     assert blocks(live.granted[ask]) == list(range(20))
     assert live.granted[ask].sources == {"shelf": 20}
+
+
+def test_a_question_that_waits_is_looked_at_less_and_less_often() -> None:
+    town = Town(settings(defer="1s", promote="1s"), tiers=[("shelf", MemoryTier)])
+    live, chain = town.attach(credit_slots=2), hashes(1)
+    (tier,) = town.tiers
+    asked = []
+    tier.lookup = lambda key: asked.append(key) or LookupResult.RETRY  # type: ignore[func-returns-value,method-assign]
+    live.ask(chain)
+    for _ in range(900):
+        town.tick(ms=1)
+    assert 20 < len(asked) < 80
 
 
 def test_a_promotion_does_not_push_out_the_prefix_it_continues() -> None:

@@ -119,9 +119,15 @@ class Desk:
         answers: list[p.Granted | None] = []
         if namespace is not None:
             for ask in list(session.asks.values()):
-                if now_ns >= ask.deadline_ns or self._settled(namespace, ask):
+                late = now_ns >= ask.deadline_ns
+                if not late and now_ns < ask.look_ns:
+                    continue
+                if late or self._settled(namespace, ask):
                     del session.asks[ask.ask]
                     answers.append(self._answer(session, ask, now_ns))
+                else:
+                    # A look costs its length: the longer it has waited, the less often.
+                    ask.look_ns = now_ns + (now_ns - ask.asked_ns) // 8
         return answers
 
     def _answer(self, session: Session, ask: Ask, now_ns: int) -> p.Granted | None:

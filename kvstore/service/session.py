@@ -37,6 +37,7 @@ class Ask(msgspec.Struct, eq=False):
     asked_ns: int
     deadline_ns: int
     memory_only: bool = False
+    look_ns: int = 0  # not before
 
 
 class Writing(msgspec.Struct, eq=False):
