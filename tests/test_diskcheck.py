@@ -24,6 +24,8 @@ from tests.nvme_blocks import settings_for
 from tiers.nvme import measure, nixl_mover
 from tiers.nvme.mover import Move, ThreadMover
 
+pytestmark = pytest.mark.slow  # measures a drive
+
 WRITERS = {1: 2, 2: 2, 4: 2, 8: 4, 16: 8}
 
 
@@ -264,8 +266,6 @@ COMMAND = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started the tests
 from kvstore import cli
-
-pytestmark = pytest.mark.slow  # measures a drive
 sys.exit(cli.main(["check", "--disk", "--path", sys.argv[1]]))
 """
 

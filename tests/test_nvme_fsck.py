@@ -413,7 +413,7 @@ def test_a_directory_in_use_names_the_store(
         assert (status, out) == (2, "")
         assert err == (
             f"kvstore: error: {settings.path} is in use by the store with process id"
-            f" {os.getpid()}; one store per directory\n"
+            f" {os.getpid()} or what is left of it; one store per directory\n"
         )
         assert store.get([key(1, 0)]).done == 1
 

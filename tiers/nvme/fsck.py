@@ -397,6 +397,8 @@ def refuse_format(path: Path, head: Head) -> None:
 
 def say(path: Path, out: BinaryIO) -> None:
     """Write the small tables and all rows. Raises lmdb.Error, OSError, struct.error, ValueError."""
+    if (path / "data.mdb").stat().st_size == 0:
+        raise lmdb.CorruptedError("it is empty")
     verify(path)
     with lmdb.open(str(path), readonly=True, max_dbs=len(_OURS), lock=False, create=False) as env:
         with env.begin() as txn:
