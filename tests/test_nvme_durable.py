@@ -38,6 +38,15 @@ def test_the_slot_of_a_write_that_failed_is_the_last_to_be_taken_again(tmp_path:
     assert space.take_places(1) == [place]
 
 
+def test_an_extent_that_is_empty_already_goes_before_its_turn_to_be_emptied(tmp_path: Path) -> None:
+    """Found by the crash campaign, seed 1, life 73."""
+    space = small_space(tmp_path)
+    space.retire(0)
+    assert [number for number, _ in space.take_retired()] == [0]
+    assert not space.step()
+    assert not space.extents
+
+
 def test_a_chain_whose_writes_end_in_any_order_is_durable_in_one_commit(tmp_path: Path) -> None:
     space = small_space(tmp_path)
     space.take_places(3)

@@ -137,7 +137,8 @@ class Space:
         self._emptying.append(self._empty(number))
 
     def _empty(self, number: int) -> Iterator[None]:
-        for position, record in enumerate(self._held[number]):
+        # An extent that is empty already may have gone before its turn has come.
+        for position, record in enumerate(self._held.get(number, ())):
             if record is not None and record.state is not State.DROPPED:
                 self.drop(record, "resize")
                 yield
