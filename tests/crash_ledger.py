@@ -143,6 +143,8 @@ def read_directory(folder: Path, truth: Mapping[BlockKey, Truth]) -> dict[Name, 
     found: dict[Name, Place] = {}
     for row, value in rows:
         number = NUMBER.unpack_from(row)[0]
+        if number not in spaces:
+            continue  # of before a clear, and not purged yet
         digest, size = spaces[number]
         key = BlockKey(row[NUMBER.size :])
         place, above, generation, _, payload = VALUE.unpack(value)

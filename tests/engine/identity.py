@@ -10,10 +10,8 @@ from kvstore.bench.engine import Result
 NEAR_TIE = 0.13
 """Logits between 8 and 16 are 1/16 apart in bfloat16; two of these can be rounding."""
 
-NEAR_TIES_RATIO_MAX = 0.75
-"""Rounding turns one prompt in eight, and more than half of the long ones that are preempted where
-the processor multiplies in tiles (AMX), without any connector; one lost block turns nine in ten,
-many at near ties."""
+NEAR_TIES_RATIO_MAX = 0.5
+"""Rounding turns one prompt in eight; one lost block turns nine in ten, many at near ties."""
 
 
 class Divergence(NamedTuple):
