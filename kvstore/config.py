@@ -94,9 +94,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     defer (duration): how long an answer may wait for blocks that are still being written;
         then the request goes on with what is ready. Default "100ms": about what
         computing a few hundred tokens costs. "0s" never waits.
-    promote (duration): how long an answer may wait for blocks that are read from lower tiers;
-        then the request goes on with what has arrived. Default "2s": some gigabytes of a disk,
-        and the longest that one that hangs holds a request.
+    promote (duration): how long a request may wait for blocks that are read from lower tiers;
+        then it goes on with what is in memory. Default "2s": some gigabytes of a disk, and the
+        longest that one that hangs holds a request. "0s" reads nothing from lower tiers.
     """
 
     credit_bytes: int = msgspec.field(name="credit")
