@@ -72,6 +72,13 @@ def alive(pid: int) -> bool:
         return False
 
 
+def freeze(pid: int) -> None:
+    """Stop a process as if it hung. A signal stops its threads one after another."""
+    os.kill(pid, signal.SIGSTOP)
+    states = list(Path(f"/proc/{pid}/task").glob("*/status"))
+    eventually(lambda: all("State:\tT" in state.read_text() for state in states))
+
+
 def chains(found: Shelf, count: int, length: int = 30) -> None:
     for chain in range(count):
         found.put(chain, 0, length)
@@ -147,7 +154,7 @@ def test_a_commit_whose_process_is_killed_is_done_again(settings: NvmeConfig) ->
         found.put(1, 0, 5)
         found.settle()
         first = pid_of(found)
-        os.kill(first, signal.SIGSTOP)
+        freeze(first)
         found.put(2, 0, 5)
         eventually(lambda: polled(found)._commits.under_way)
         time.sleep(0.2)  # for the data to be synced first
@@ -163,7 +170,7 @@ def test_a_process_that_hangs_is_not_joined_by_another(tmp_path: Path) -> None:
     lock_fd = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
     first = Journal(tmp_path, 100, lock_fd)
     assert first.pid is not None
-    os.kill(first.pid, signal.SIGSTOP)  # as if it hung in a write
+    freeze(first.pid)  # as if in a write
     with pytest.raises(TierIOError, match="temporarily unavailable"):
         Journal(tmp_path, 100, lock_fd)
     os.kill(first.pid, signal.SIGCONT)
@@ -288,7 +295,7 @@ def test_a_process_that_outlives_its_store_keeps_the_directory(
     settings: NvmeConfig, store: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pid = index_pid(store)
-    os.kill(pid, signal.SIGSTOP)  # as if its disk hung
+    freeze(pid)  # as if its disk did
     end(store)
     monkeypatch.setattr(disk, "LOCK_WAIT_S", 0.2)
     with pytest.raises(ConfigError, match=f"process id {store.pid} or what is left of it"):
