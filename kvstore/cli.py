@@ -283,8 +283,9 @@ def _stats(chosen: argparse.Namespace) -> int:
         rows = [{"name": s.name, "labels": s.labels, "value": s.value} for s in found]
         print(json.dumps(rows))
         return 0
-    from rich.console import Console
     from rich.table import Table
+
+    from kvstore.printing import output
 
     table = Table(box=None, header_style="bold")
     table.add_column("metric", no_wrap=True)
@@ -293,7 +294,7 @@ def _stats(chosen: argparse.Namespace) -> int:
     for stat in found:
         labels = " ".join(f"{name}={label}" for name, label in stat.labels.items())
         table.add_row(stat.name, labels, f"{stat.value:,.10g}")
-    Console().print(table)
+    output().print(table)
     return 0
 
 
@@ -366,10 +367,10 @@ def _rate(done: Amount, seconds: float) -> str:
 
 
 def _show_fsck(report: Report) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from kvstore.preflight import shown
+    from kvstore.printing import output
 
     table = Table(box=None, header_style="bold")
     for heading in ("what", "state"):
@@ -383,7 +384,7 @@ def _show_fsck(report: Report) -> None:
         table.add_row(what, state, f"{amount.count:,}", shown(amount.bytes), meaning, style=style)
     if report.index_error is not None:
         print(f"the index is damaged: {report.index_error}")
-    Console().print(table)
+    output().print(table)
     seconds = max(report.read_s, 1e-9)
     print(
         f"{shown(report.used_bytes)} on disk; {shown(report.read_bytes)} of blocks read in"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
+from kvstore.printing import output
 from kvstore.quantities import GIB, MIB
 
 NEARLY = 0.9  # of the best rate: more in flight costs more than it brings
@@ -84,7 +84,7 @@ def show(report: Report) -> None:
                 else [f"{one.bytes_per_s / 1e9:.2f}", f"{one.cpu_us_per_block:.0f}"]
             )
         table.add_row(f"{pattern} {kind}s", str(depth), *cells)
-    console = Console()
+    console = output()
     console.print(
         f"{report.path}, measured for {report.seconds:.0f} s", highlight=False, soft_wrap=True
     )

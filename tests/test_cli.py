@@ -306,6 +306,21 @@ def test_results_as_a_table_show_the_interval(capsys: pytest.CaptureFixture[str]
     assert "native 10" in out
 
 
+def test_a_table_in_a_pipe_is_whole_however_wide(capsys: pytest.CaptureFixture[str]) -> None:
+    wide = {f"parameter{number}": f"value{number}" for number in range(20)}
+    result = Result(
+        name="n" * 60, value=1.5, unit="us", better="lower", reference=2.5, ratio=0.6,
+        parameters={**wide, "against": "vLLM"},
+    )  # fmt: skip
+    show("index", [result], json=False)
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = [line for line in lines if "n" * 60 in line]
+    of = " ".join(f"{name}={value}" for name, value in wide.items())
+    assert row.split() == ["n" * 60, *of.split(), "1.5", "us", "vLLM", "2.5", "0.6"]
+    heading = next(line for line in lines if "name" in line)
+    assert heading.split() == ["name", "of", "value", "reference", "ratio"]
+
+
 def test_a_paired_ratio_takes_out_what_both_sides_share() -> None:
     drift = [1.0, 3.0, 10.0, 2.0, 7.0, 5.0]
     pair = paired_ratio([1.1 * value for value in drift], drift)

@@ -74,8 +74,9 @@ def show(bench: str, results: Sequence[Result], *, json: bool) -> None:
         print(as_json(bench, results))
         return
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
+
+    from kvstore.printing import output
 
     common = _common([result.parameters for result in results])
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
@@ -100,7 +101,7 @@ def show(bench: str, results: Sequence[Result], *, json: bool) -> None:
             reference,
             "-" if result.ratio is None else _number(result.ratio) + _interval(result.parameters),
         )
-    console = Console()
+    console = output()
     everywhere = ", ".join(f"{key}={value}" for key, value in common.items())
     console.print(f"kvstore bench {bench}" + (f": {everywhere}" if everywhere else ""))
     console.print(table)
