@@ -210,6 +210,13 @@ class StoreClient:
         """Return when a question was asked; None if it was lost with its session."""
         return self._asked_ns.get(ask)
 
+    def unanswered_ns(self, ask: int | None) -> int:
+        """Return for how long the store owes an answer to this question; 0 if it does not."""
+        if ask is None or ask in self._grants:
+            return 0
+        now_ns = self._clock()
+        return now_ns - self._asked_ns.get(ask, now_ns)
+
     def grant(self, ask: int) -> Grant | None:
         """Return the answer, if it is there; it stays until taken."""
         return self._grants.get(ask)

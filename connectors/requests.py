@@ -71,7 +71,7 @@ class Tracked:
     """One request."""
 
     __slots__ = (
-        "ask", "asked_blocks", "capped", "cursor", "deferred_ns", "failures", "grant",
+        "ask", "asked_blocks", "cursor", "deferred_ns", "failures", "grant",
         "key_hash", "local", "phase", "present", "request", "waited",
     )  # fmt: skip
 
@@ -80,7 +80,6 @@ class Tracked:
         self.phase = Phase.NEW
         self.ask: int | None = None
         self.asked_blocks = 0
-        self.capped = False  # the store would not pin more for us
         self.waited = False  # the bounded wait is for first asks only
         self.deferred_ns: int | None = None
         self.failures = 0

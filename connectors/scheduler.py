@@ -31,7 +31,7 @@ IDLE_WAIT_S = 0.001
 BUSY_WAIT_S = 0.0002
 TIMEOUTS_IN_A_ROW_MAX = 3
 ANSWER_LIMIT_NS = 500_000_000  # beyond what the store may defer: it does not answer
-LOADING_LIMIT_NS = 5_000_000_000  # waiting for another request's load
+LOADING_LIMIT_NS = 5_000_000_000  # waiting for another request's load, or for room for a lease
 FAILURES_MAX = 2  # after a failed load other copies are tried once, then it is computed
 NO_GRANT = Grant(0, 0, (), {})
 
@@ -153,8 +153,7 @@ class SchedulerHalf:
             self._client.drop(tracked.ask)  # its pins may be gone, or more is there now
             self._ask(tracked)
             return None
-        tracked.capped = grant is not None and grant.capped
-        if tracked.capped:
+        if grant is not None and grant.capped:
             self._make_room(tracked)
             return None
         return grant
@@ -199,19 +198,18 @@ class SchedulerHalf:
         if tracked.deferred_ns is None:
             tracked.deferred_ns = now
             self._count("deferred")
-        answered = tracked.ask is not None and self._client.grant(tracked.ask) is not None
-        waiting_for_store = not answered and not tracked.capped
-        limit = ANSWER_LIMIT_NS + self._client.defer_ms * 1_000_000
-        if not waiting_for_store:
-            limit = LOADING_LIMIT_NS
-        if now - tracked.deferred_ns > limit:
+        silent = self._client.unanswered_ns(tracked.ask) > self._answer_limit_ns()
+        if silent or now - tracked.deferred_ns > max(LOADING_LIMIT_NS, self._answer_limit_ns()):
             self._count("timed_out")
             self._give_up(tracked)
-            if waiting_for_store:
+            if silent:
                 self._client.detach("no answer in time")
             return 0
         self._count("deferred_steps")
         return None
+
+    def _answer_limit_ns(self) -> int:
+        return ANSWER_LIMIT_NS + self._client.defer_ms * 1_000_000
 
     def _give_up(self, tracked: Tracked) -> None:
         if tracked.ask is not None:

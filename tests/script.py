@@ -63,8 +63,10 @@ class Wire:
         self.flush()
         script = self._desk
         if timeout_s and not script.inbox:
-            script.waited_ns += int(timeout_s * 1e9)
-            script.now_ns += int(timeout_s * 1e9)
+            waited_ns = 1_000 if script.on_its_way else int(timeout_s * 1e9)
+            script.waited_ns += waited_ns
+            script.now_ns += waited_ns
+            script.inbox, script.on_its_way = script.on_its_way, []
         messages, script.inbox = script.inbox, []
         return messages
 
@@ -89,6 +91,7 @@ class Script:
         self.waited_ns = 0
         self.sent: list[p.Message] = []
         self.inbox: list[p.Message] = []
+        self.on_its_way: list[p.Message] = []  # arrives when somebody waits
         self.cut = False
         self._session = 0
         self._wanted = False

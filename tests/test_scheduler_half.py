@@ -321,7 +321,12 @@ def test_O9_an_allocation_while_loading_changes_no_load() -> None:
     assert len(script.load(request, [[1, 2]]).loads) == 1
     script.half.update_state_after_alloc("r", (), 0)
     assert script.step().loads == ()
-    assert script.released() == [], "the lease was given back under the load"
+    steps = script.steps()
+    assert [lease for step in steps for lease in step.release] == [], "it is being loaded from"
+    assert [step.usage for step in steps] == [p.Usage(40, {"cpu": 32})], "counted once"
+    finish(script, request)
+    script.half.update_state_after_alloc("r", (), 0)
+    assert script.step(request, 8, [[1, 2, 3]]).stores == (), "what was loaded is not stored"
 
 
 def test_O9_a_promise_without_its_blocks_is_a_load_that_fails() -> None:
@@ -352,7 +357,7 @@ def test_O19_groups_are_listed_in_order_with_0_for_nothing() -> None:
     assert moves == [Move(0, 1, 0, 0), Move(0, 2, 1, 0), Move(2, 3, 2000, 0), Move(2, 4, 2001, 0)]
 
 
-def test_hits_are_counted_by_the_tier_they_come_from() -> None:
+def test_M1_M2_hits_are_counted_by_the_tier_they_come_from() -> None:
     script, request = Script(), Request("r", 65)
     script.half.on_new_request(request)
     (lookup,) = script.lookups()
