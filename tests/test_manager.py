@@ -169,6 +169,14 @@ def test_O11_one_failed_copy_does_not_take_the_other_along(fails: str) -> None:
     assert rig.lease(blocks).groups[0].slots == [slots[other]]
 
 
+def test_O11_a_failed_second_copy_leaves_the_first_one_pending() -> None:
+    rig, blocks = Rig(2), chain(1)
+    first, second = rig.begin(blocks, 0), rig.begin(blocks, 0)
+    assert rig.manager.complete_store(second, ok=False) is StoreOutcome.FAILED
+    assert rig.probe(blocks) is LookupResult.PENDING
+    assert rig.manager.complete_store(first, ok=True) is StoreOutcome.STORED
+
+
 def test_O11_a_block_that_is_ready_is_not_stored_again() -> None:
     rig, blocks = Rig(2), chain(1)
     (slot,) = rig.put(blocks)
@@ -351,6 +359,16 @@ def test_O5_a_lookup_changes_nothing_and_a_load_refreshes_the_path() -> None:
     rig.manager.complete_load(rig.lease(old).lease_id)
     rig.grant(2)
     assert (rig.manager.lookup(old, 2), rig.manager.lookup(new, 2)) == (Answer(2), Answer(0))
+
+
+def test_O5_a_store_refreshes_the_path_above_it() -> None:
+    rig, old, new = Rig(4), chain(1, "a"), chain(1, "b")
+    rig.put(old)
+    rig.put(new)
+    rig.put(chain(2, "a"), first=1)
+    rig.grant(2)
+    assert rig.probe(new) is LookupResult.MISS
+    assert rig.manager.lookup(chain(2, "a"), 2) == Answer(2)
 
 
 def test_O15_damaged_blocks_are_dropped_and_counted() -> None:

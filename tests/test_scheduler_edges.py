@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from connectors import client
 from connectors.requests import Geometry
 from connectors.scheduler import LOADING_LIMIT_NS
 from kvstore import protocol as p
@@ -153,6 +154,24 @@ def test_O13_every_block_of_a_copy_is_fenced_until_all_ranks_have_ended(
             assert script.step(written=[99, block]).flush == (job.job_id,)
         script.half.on_output({job.job_id: 1}, [], [])
         assert (script.step(written=table[0]).flush == ()) == (rank == world - 1)
+
+
+def test_O11_of_what_is_ready_the_latest_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "KNOWN_KEYS_MAX", 3)
+    script, request = Script(), Request("r", 10 * BLOCK)
+    script.arrive(request, [])
+    script.admit(request)
+    keys = [script.key(request, index) for index in range(10)]
+    for first in (0, 4):
+        script.changed(added=keys[first : first + 4])
+        script.client.receive()
+    assert [script.client.known_ready(key) for key in keys] == [False] * 4 + [True] * 4 + [
+        False
+    ] * 2
+    script.changed(removed=keys[5:6])
+    table = [list(range(1, 11))]
+    meta = script.step(request, 10 * BLOCK, table)
+    assert script.indices(request, meta) == [0, 1, 2, 3, 5, 8, 9]
 
 
 def test_O14_a_report_of_a_load_that_is_not_under_way_changes_nothing() -> None:

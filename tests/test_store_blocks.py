@@ -48,6 +48,30 @@ def test_O16_every_engine_of_the_namespace_hears_what_became_ready() -> None:
     assert (first.added, second.added, other.added) == (expected, expected, [])
 
 
+def test_O16_every_engine_of_the_namespace_hears_what_left() -> None:
+    town = Town()
+    first, second = town.attach("first"), town.attach("second")
+    other = town.attach("other", identity="another model")
+    first.put(chain := hashes(1))
+    town.say(town.connect(), p.Query("clear"))
+    town.settle(first, second, other)
+    gone = [make_key(chain[0], 0)]
+    assert (first.removed, second.removed, other.removed) == (gone, gone, [])
+
+
+def test_O18_replicas_store_whole_blocks_and_hit_each_others() -> None:
+    town = Town()
+    one, two = town.attach("engine_dp0", world=2), town.attach("engine_dp1", world=2)
+    one.put(first := hashes(2, "first"))
+    two.put(second := hashes(2, "second"))
+    assert len(town.store.namespaces) == 1
+    assert [blocks(engine.hit(chain)) for engine in (one, two) for chain in (first, second)] == [
+        [0, 1]
+    ] * 4
+    one.leave()
+    assert blocks(two.hit(first)) == [0, 1]
+
+
 def test_O18_a_block_is_present_only_when_every_ranks_part_is() -> None:
     town = Town()
     engine = town.attach(world=2)
@@ -139,6 +163,21 @@ def test_O8_a_lookup_of_a_pending_block_is_answered_at_the_deadline() -> None:
     town.tick(ms=1)
     engine.pump()
     assert engine.granted[ask].lease == 0
+
+
+def test_O8_at_the_deadline_what_is_ready_is_answered() -> None:
+    town = Town(settings(defer="100ms"))
+    engine, chain = town.attach(world=2), hashes(2)
+    engine.put(chain[:1])
+    keys = [make_key(block, 0) for block in chain]
+    engine.report(0, [engine.credits.pop(0)], keys[1:], keys[:1])
+    ask = engine.ask(chain)
+    town.tick(ms=99)
+    engine.pump()
+    assert ask not in engine.granted
+    town.tick(ms=1)
+    engine.pump()
+    assert blocks(engine.granted[ask]) == [0]
 
 
 def test_O8_with_a_failed_write_nobody_waits_on() -> None:
@@ -263,8 +302,8 @@ def test_O23_no_slot_is_granted_to_two_engines() -> None:
     assert not set(one.credits) & set(two.credits)
 
 
-def test_scopes_keep_an_engines_blocks_apart() -> None:
-    """What reset_cache relies on: the same hashes in another scope are other blocks (O17)."""
+def test_O17_the_same_hashes_in_another_scope_are_other_blocks() -> None:
+    """A copy that was under way at a reset completes in the scope that is left."""
     town = Town()
     engine, chain = town.attach(), hashes(1)
     slot = engine.credits.pop(0)

@@ -1,0 +1,230 @@
+"""The connector's own decisions, called as vLLM calls it, without an engine around it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from connectors.requests import Geometry
+from kvstore.errors import NotSupported
+from kvstore.types import GroupRule
+from tests.script import Request, Script
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what vLLM imports
+]
+
+TOKENS = Geometry(32, 16, (16, 32), (GroupRule(), GroupRule(2)))
+
+
+def config(**changes: object) -> Any:  # noqa: ANN401 - stands for vLLM's configuration
+    """What the connector reads of an engine that is served; changes: by dotted name."""
+    made = SimpleNamespace(
+        cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256", enable_prefix_caching=True),
+        model_config=SimpleNamespace(is_encoder_decoder=False),
+        parallel_config=SimpleNamespace(
+            nnodes=1,
+            distributed_executor_backend="mp",
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            world_size=2,
+        ),
+        kv_transfer_config=SimpleNamespace(
+            kv_role="kv_both",
+            engine_id="engine",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"cpu": "16MiB"},
+        ),
+    )
+    for name, value in changes.items():
+        part, _, field = name.partition("__")
+        setattr(getattr(made, part), field, value)
+    return made
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Makes a scheduler's side whose half is a scripted one."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorRole,
+    )
+
+    from connectors import vllm as ours
+    from connectors import vllm_compat
+
+    monkeypatch.setattr(KVConnectorBase_V1, "__init__", lambda *_: None)
+    monkeypatch.setattr(vllm_compat, "geometry", lambda *_: TOKENS)
+    monkeypatch.setattr(vllm_compat, "state_groups", lambda _: frozenset())
+
+    def made(**changes: object) -> Any:  # noqa: ANN401 - vLLM's classes are Any here
+        script = Script(TOKENS)
+        monkeypatch.setattr(ours.TieredConnector, "_start_scheduler", lambda _: script.half)
+        connector = ours.TieredConnector(
+            config(**changes), KVConnectorRole.SCHEDULER, SimpleNamespace()
+        )
+        connector.script = script
+        return connector
+
+    return made
+
+
+# O13: what a step gives new content, so that the fence knows it
+
+
+def step(**fields: object) -> Any:  # noqa: ANN401 - stands for vLLM's SchedulerOutput
+    cached = SimpleNamespace(
+        req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
+    )
+    empty = SimpleNamespace(
+        scheduled_new_reqs=[], scheduled_cached_reqs=cached, kv_cache_block_copies=None
+    )
+    vars(empty).update(fields)
+    return empty
+
+
+def cached(ids: object, computed: int, *, resumed: bool) -> Any:  # noqa: ANN401 - likewise
+    return SimpleNamespace(
+        req_ids=["r"],
+        new_block_ids=[ids],
+        num_computed_tokens=[computed],
+        resumed_req_ids={"r"} if resumed else set(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "written"),
+    [
+        ({}, []),
+        (
+            {
+                "scheduled_new_reqs": [
+                    SimpleNamespace(block_ids=([1, 2, 3, 4], [5, 6]), num_computed_tokens=32)
+                ]
+            },
+            [3, 4, 6],
+        ),
+        (
+            # A block that is computed in part is written.
+            {
+                "scheduled_new_reqs": [
+                    SimpleNamespace(block_ids=([1, 2, 3, 4], [5, 6]), num_computed_tokens=48)
+                ]
+            },
+            [4, 6],
+        ),
+        ({"scheduled_cached_reqs": cached(([7], [8]), 64, resumed=False)}, [7, 8]),
+        ({"scheduled_cached_reqs": cached(None, 64, resumed=False)}, []),
+        ({"scheduled_cached_reqs": cached(([1, 2, 3], [4, 5]), 32, resumed=True)}, [3, 5]),
+        ({"kv_cache_block_copies": [SimpleNamespace(src_block_id=1, dst_block_id=9)]}, [9]),
+    ],
+    ids=["nothing", "new", "new-in-part", "more-blocks", "no-block", "resumed", "copied"],
+)
+def test_O13_blocks_that_get_new_content_are_named(
+    make: Callable[..., Any], fields: dict[str, object], written: list[int]
+) -> None:
+    assert make()._written(step(**fields)) == written
+
+
+# O14
+
+
+def test_O14_a_finished_request_never_keeps_its_blocks(make: Callable[..., Any]) -> None:
+    connector = make()
+    request = Request("r", 64)
+    connector.on_new_request(SimpleNamespace(**vars(request), lora_request=None))
+    assert connector.request_finished_all_groups(request, ([1, 2, 3, 4], [5, 6])) == (False, None)
+    assert connector.request_finished_all_groups(request, ([1, 2, 3, 4], [5, 6])) == (False, None)
+
+
+# O15
+
+
+def test_O15_a_failed_load_is_computed_whatever_the_engine_was_told(
+    make: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        connector = make(kv_transfer_config__kv_load_failure_policy="fail")
+    assert connector._config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    assert "kv_load_failure_policy is 'fail': set to 'recompute'" in caplog.text
+    caplog.clear()
+    make()
+    assert "kv_load_failure_policy" not in caplog.text
+
+
+# O16
+
+
+def test_O16_events_have_the_engines_hashes_and_nothing_made_up(make: Callable[..., Any]) -> None:
+    connector = make()
+    script, request = connector.script, Request("r", 64)
+    script.arrive(request)
+    script.client.collect_events = True
+    key = script.key(request, 1, 1)
+    script.changed(added=[key])
+    script.changed(removed=[key])
+    script.step()
+    stored, removed = connector.take_events()
+    block = request.block_hashes[3]  # the last of the block's own
+    assert (stored.block_hashes, removed.block_hashes) == ([block], [block])
+    assert (stored.medium, removed.medium) == ("CPU", "CPU")
+    assert (stored.group_idx, removed.group_idx) == (1, 1)
+    assert (stored.block_size, stored.token_ids) == (32, [])
+    assert (stored.parent_block_hash, stored.lora_id, stored.lora_name) == (None, None, None)
+    assert list(connector.take_events()) == []
+
+
+# O18
+
+
+@pytest.mark.parametrize(
+    ("engine", "store"), [("e", "e"), ("e_dp0", "e"), ("e_dp12", "e"), ("e_dpx", "e_dpx")]
+)
+def test_O18_replicas_of_an_engine_share_a_private_store(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, engine: str, store: str
+) -> None:
+    from connectors import vllm as ours
+
+    monkeypatch.setattr(ours, "ensure", lambda name, *_: name)
+    assert make(kv_transfer_config__engine_id=engine)._find_store() == store
+
+
+# O22
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"model_config__is_encoder_decoder": True}, "an encoder-decoder model, served are"),
+        ({"kv_transfer_config__kv_role": "kv_producer"}, "'kv_producer', expected 'kv_both'"),
+        ({"cache_config__prefix_caching_hash_algo": "xxhash"}, "'xxhash', expected one of"),
+        ({"parallel_config__nnodes": 2}, "an engine on several nodes, expected one node"),
+        ({"parallel_config__distributed_executor_backend": "ray"}, "on several nodes"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism, expected"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "context parallelism, expected"),
+    ],
+    ids=str,
+)
+def test_O22_what_is_not_served_is_refused_in_one_message(
+    make: Callable[..., Any], changes: dict[str, object], told: str
+) -> None:
+    make()
+    with pytest.raises(NotSupported, match="kvstore does not serve this engine: ") as caught:
+        make(**changes)
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.32.0"])
+def test_O22_an_unknown_engine_version_is_refused(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", version)
+    with pytest.raises(NotSupported, match=rf"vLLM {version}, served are 0\.32, 0\.33"):
+        make()
