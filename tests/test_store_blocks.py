@@ -165,6 +165,18 @@ def test_O8_a_lookup_of_a_pending_block_is_answered_at_the_deadline() -> None:
     assert engine.granted[ask].lease == 0
 
 
+def test_O8_the_store_does_not_sleep_past_a_deadline() -> None:
+    """Its loop turns slowly unless it is busy."""
+    town, engine, chain, _ = pending_town()
+    assert not town.store.busy
+    ask = engine.ask(chain)
+    assert town.store.busy
+    town.tick(ms=100)
+    engine.pump()
+    assert ask in engine.granted
+    assert not town.store.busy
+
+
 def test_O8_at_the_deadline_what_is_ready_is_answered() -> None:
     town = Town(settings(defer="100ms"))
     engine, chain = town.attach(world=2), hashes(2)

@@ -175,7 +175,8 @@ class Store:
     @property
     def busy(self) -> bool:
         """Tell whether something is under way that no message will announce."""
-        return any(n.tiering.busy or n.growing for n in self.namespaces.values())
+        waiting = any(session.asks for session in self.sessions.values())  # for a deadline, say
+        return waiting or any(n.tiering.busy or n.growing for n in self.namespaces.values())
 
     def _tick_namespace(self, namespace: Namespace) -> None:
         manager = namespace.manager
