@@ -4,7 +4,7 @@ A length-prefixed stream of msgpack messages over a unix socket; memory is passe
 descriptors beside Extent messages. The scheduler half and every worker of an engine have a
 connection each; together they are a session, which lives and dies as one: when any of them
 closes, the others are told to Detach, finish their copies, close and come back. Slots a session
-was granted are reused only after all its connections have closed.
+was granted are reused only after all its workers' connections have closed.
 
     scheduler half                      store                           worker
       Hello(scheduler) ------------------>|<------------------ Hello(worker, rank, geometry)

@@ -2,10 +2,10 @@
 
     JOINING --all connections there, all extents mapped--> ACTIVE
     JOINING, ACTIVE --any connection closed, or a protocol error--> ENDING
-    ENDING --last connection closed--> gone: slots and leases are free again
+    ENDING --last worker's connection closed--> gone: slots and leases are free again
 
-Until the last connection has closed a worker may still write into a granted slot, so none of
-them is reused before.
+Until then a worker may still write into a granted slot, so none of them is reused before. The
+scheduler half writes none: it is not waited for.
 """
 
 from __future__ import annotations
