@@ -432,7 +432,6 @@ class SchedulerHalf:
             if tracked.ask is not None:
                 self._client.drop(tracked.ask)
                 tracked.ask, tracked.phase = None, Phase.NEW
-            tracked.present = (NOWHERE,) * self._groups
             tracked.cursor = NEVER  # until the engine allocates afresh: its blocks are of before
         return not any(t.phase is Phase.LOADING for t in self._requests.values())
 

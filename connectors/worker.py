@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.02
 REFUSED_WAIT_S = 1.0
+SHUTDOWN_WAIT_S = 5.0  # for stores that are queued; a copy takes milliseconds
 _READ_S = 0.1
 
 
@@ -151,7 +152,11 @@ class WorkerHalf:
         return stats
 
     def shutdown(self) -> None:
-        """Finish copies, close the connection, end the threads; safe to call twice."""
+        """Finish stores, close the connection, end the threads; safe to call twice.
+
+        Loads that are queued end as failed: nobody waits for them any more.
+        """
+        self._runner.wait(lambda: not self._stores_open, SHUTDOWN_WAIT_S)
         self._stop.set()
         self._thread.join()
         self._runner.close()

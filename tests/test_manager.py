@@ -361,6 +361,14 @@ def test_O5_a_lookup_changes_nothing_and_a_load_refreshes_the_path() -> None:
     assert (rig.manager.lookup(old, 2), rig.manager.lookup(new, 2)) == (Answer(2), Answer(0))
 
 
+@pytest.mark.parametrize("hole", range(6))
+def test_O2_a_hole_ends_the_hit(hole: int) -> None:
+    rig, blocks = Rig(6), chain(6)
+    rig.put(blocks)
+    rig.manager.drop(blocks.key(0, hole), "damaged")
+    assert rig.manager.lookup(blocks, 6) == Answer(hole)
+
+
 def test_O5_a_store_refreshes_the_path_above_it() -> None:
     rig, old, new = Rig(4), chain(1, "a"), chain(1, "b")
     rig.put(old)

@@ -8,7 +8,7 @@ import pytest
 from kvstore import protocol as p
 from kvstore.layout import GroupGeometry
 from kvstore.service.session import Phase
-from kvstore.types import GroupRule, make_key
+from kvstore.types import GroupRule, LookupResult, make_key
 from tests.fakes import (
     SLOT_BYTES,
     Engine,
@@ -21,6 +21,7 @@ from tests.fakes import (
     phase,
     u32,
 )
+from tiers.memory import MemoryTier
 
 
 def refusals(town: Town, connection: int) -> list[p.Refused]:
@@ -339,6 +340,18 @@ def test_O17_clear_empties_memory_for_everybody() -> None:
     assert town.take(admin, p.Report)
     assert (one.hit(chain).lease, other.hit(chain).lease) == (0, 0)
     assert [n.manager.index.holes for n in town.store.namespaces.values()] == [0, 0]
+
+
+def test_O17_clear_empties_lower_tiers_too() -> None:
+    town = Town(tiers=[("shelf", MemoryTier)])
+    engine, chain = town.attach(), hashes(3)
+    engine.put(chain)
+    town.settle(engine)
+    (shelf,) = town.tiers
+    assert shelf.lookup(make_key(chain[0], 0)) is LookupResult.HIT
+    town.say(town.connect(), p.Query("clear"))
+    assert shelf.lookup(make_key(chain[0], 0)) is LookupResult.MISS
+    assert engine.hit(chain).lease == 0
 
 
 def test_stats_are_numbers_by_name_and_labels() -> None:

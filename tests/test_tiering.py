@@ -332,7 +332,7 @@ def test_a_job_waits_for_the_one_that_brings_its_parents_for_another_request() -
     assert rig.ready(chain) == chain.blocks
 
 
-def test_a_damaged_block_cuts_what_comes_after_it() -> None:
+def test_O15_a_damaged_block_cuts_what_comes_after_it() -> None:
     rig = Rig(slots=200)
     chain = rig.chain("a", 2 * JOB_BLOCKS_MAX)
     rig.tier.keys.update(rig.keys(chain))
@@ -366,7 +366,7 @@ def test_what_is_coming_can_be_leased_and_is_named_by_its_source() -> None:
     assert rig.tiering.source(chain.key(0, 0)) is None
 
 
-def test_a_slot_that_will_not_be_filled_says_so_and_rests_until_its_lease_ends() -> None:
+def test_O15_O20_a_slot_that_will_not_be_filled_says_so_and_rests_until_its_lease_ends() -> None:
     rig = Rig(slots=5)
     chain = rig.chain("a", 5)
     rig.tier.keys.update(rig.keys(chain))
@@ -383,7 +383,7 @@ def test_a_slot_that_will_not_be_filled_says_so_and_rests_until_its_lease_ends()
     assert len(rig.manager.prepare_store(5)) == 5
 
 
-def test_an_engines_copy_does_not_take_the_place_of_a_leased_slot_that_is_coming() -> None:
+def test_O11_O20_an_engines_copy_does_not_take_the_place_of_a_leased_slot_that_is_coming() -> None:
     rig = Rig(slots=5)
     chain = rig.chain("a", 1)
     rig.tier.keys.update(rig.keys(chain))

@@ -311,7 +311,16 @@ def test_O17_shutdown_leaves_no_thread_and_no_descriptor(store: LiveStore) -> No
     assert descriptors_left <= descriptors
 
 
-def test_O17_shutdown_finishes_the_copies_that_are_queued(store: LiveStore) -> None:
+def test_O17_shutdown_finishes_the_copies_that_are_queued(
+    store: LiveStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = HostCopier.copy
+
+    def slow(*args: Any, **options: Any) -> int:  # noqa: ANN401 - passed on
+        time.sleep(0.05)
+        return copy(*args, **options)
+
+    monkeypatch.setattr(HostCopier, "copy", slow)
     rig = Rig(store.path, "first")
     rig.attach()
     chain = hashes(8)
@@ -324,6 +333,11 @@ def test_O17_shutdown_finishes_the_copies_that_are_queued(store: LiveStore) -> N
     rig.close()
     rig.collect()
     assert [job for _, job in rig.over] == [job.job_id for job in jobs]
+    assert rank.half.take_stats().failed_stores == 0
+    again = Rig(store.path, "second")
+    again.attach()
+    assert len(again.ask(chain).hits[0]) == 8
+    again.close()
 
 
 def test_without_a_store_every_job_fails_at_once(tmp_path: Path, rigs: list[Rig]) -> None:
