@@ -306,6 +306,18 @@ def test_O23_credits_are_filled_up_as_they_are_used() -> None:
     assert len(town.store.sessions["engine"].granted) == 2
 
 
+def test_O23_a_report_about_another_engines_slot_ends_the_session_that_sent_it() -> None:
+    town = Town()
+    owner, thief, chain = town.attach("owner"), town.attach("thief"), hashes(2)
+    slot = owner.credits.pop(0)
+    thief.report(0, [slot], [make_key(chain[0], 0)], [b""])
+    town.settle(owner, thief)
+    assert set(thief.detached) == {f"slot {slot} was written without a credit"}
+    assert not owner.added
+    owner.report(0, [slot], [make_key(chain[1], 0)], [b""])
+    assert blocks(owner.hit(chain[1:])) == [0]
+
+
 def test_O23_no_slot_is_granted_to_two_engines() -> None:
     town = Town()
     one, two = town.attach("one"), town.attach("two")
