@@ -310,6 +310,7 @@ def test_O20_a_lease_names_slots_and_generations_of_every_group() -> None:
     assert [list(group.indices) for group in lease.groups] == [[0, 1, 2], [2]]
     assert [list(group.slots) for group in lease.groups] == [full, [state]]
     assert list(lease.groups[1].generations) == [rig.generations[state]]
+    assert not set(rig.grant(8)) & {*full, state}, "blocks of each group are held"
 
 
 def test_O20_nothing_present_is_no_lease() -> None:
@@ -318,6 +319,9 @@ def test_O20_nothing_present_is_no_lease() -> None:
     rig.begin(blocks, 0)
     assert rig.manager.prepare_load(blocks, 2, 7, 100) is None
     assert len(rig.manager.leases) == 0
+    windows_only = Rig(2, [GroupRule(1)])
+    assert windows_only.manager.prepare_load(blocks, 2, 7, 100) is None
+    assert len(windows_only.manager.leases) == 0
 
 
 def test_O20_a_lease_ends_at_its_deadline_and_not_before() -> None:
