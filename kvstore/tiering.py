@@ -43,6 +43,7 @@ class _Open(msgspec.Struct, eq=False):
     above: set[JobId] = set()  # of a load: those that bring its blocks' parents, not landed
     below: list[_Open] = []  # those that wait for this one
     done: int | None = None  # blocks that arrived whole, once it has ended
+    cleared: bool = False  # what it moves is of before a clear
 
 
 class Tiering:
@@ -290,6 +291,8 @@ class Tiering:
             self._land(work)
         else:
             self._stored[name] += result.done
+            if work.cleared:
+                work.tier.discard(job.keys)
 
     def _land(self, ended: _Open) -> None:
         """Make a job's blocks ready, and those of the jobs that waited for it alone."""
@@ -300,7 +303,8 @@ class Tiering:
                 continue
             for position, (key, slot) in enumerate(zip(work.job.keys, work.job.slots, strict=True)):
                 self._coming.pop(key, None)
-                outcome = self._manager.complete_promotion(slot, ok=position < work.done)
+                ok = position < work.done and not work.cleared
+                outcome = self._manager.complete_promotion(slot, ok=ok)
                 if outcome is StoreOutcome.ORPHAN:
                     self.counts[work.tier.name, "orphan"] += 1
             for below in work.below:
@@ -313,9 +317,11 @@ class Tiering:
             tier.discard(keys)
 
     def clear(self) -> None:
-        """Empty every tier."""
+        """Empty every tier; what is under way does not come back when it ends."""
         for queue in self._queues.values():
             queue.clear()
+        for work in (*self._open.values(), *self._coming.values()):
+            work.cleared = True
         for tier in self.tiers:
             tier.clear()
 

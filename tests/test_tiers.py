@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from kvstore import config
+from kvstore import protocol as p
 from kvstore.errors import ConfigError, TierFull
 from kvstore.service.server import Server, find_class, listen
 from kvstore.tier import Tier, TierContext
-from kvstore.types import JobKind, LookupResult, Slot
+from kvstore.types import JobKind, JobResult, LookupResult, Slot
 from tests.conformance import SLOT_BYTES, ArrayMemory, TierContract, content, finish, key
-from tests.fakes import HeapPool, Town, blocks, hashes, keys_of, settings
+from tests.fakes import HeapPool, Town, blocks, from_u32, hashes, keys_of, settings
 from tests.live import LiveStore, engine, eventually
 from tiers.faulty import FaultyTier
 from tiers.memory import MemoryTier
@@ -209,6 +210,45 @@ def test_a_question_about_memory_only_starts_no_reading() -> None:
     town.settle(live)
     assert blocks(live.granted[ask]) == [0]
     assert blocks(live.granted[coming]) == [0], "what is coming is not in memory yet"
+
+
+def test_O17_a_copy_under_way_at_a_clear_does_not_come_back() -> None:
+    town = Town(tiers=[("shelf", MemoryTier)])
+    live, chain = town.attach(), hashes(2)
+    (name,) = keys_of(chain[:1])
+    live.report(0, [live.credits.pop(0)], [name], [b""])
+    town.tick()  # it is ready, and on its way to the shelf
+    (tier,) = town.tiers
+    assert tier.lookup(name) is LookupResult.PENDING
+    town.say(town.connect(), p.Query("clear"))
+    town.settle(live)
+    assert tier.lookup(name) is LookupResult.MISS
+    assert live.hit(chain).lease == 0
+    live.put(chain)
+    town.settle(live)
+    assert tier.lookup(name) is LookupResult.HIT, "what is stored after it is kept"
+
+
+def test_O17_a_promotion_under_way_at_a_clear_does_not_come_back() -> None:
+    town = Town(tiers=[("shelf", MemoryTier)])
+    live, chain = town.attach(credit_slots=2), hashes(2)
+    live.put(chain)
+    drop_from_memory(town)
+    (tier,) = town.tiers
+    poll, read = tier.poll, list[JobResult]()
+    tier.poll = lambda: read.extend(poll()) or []  # type: ignore[method-assign,func-returns-value]
+    ask = live.ask(chain)
+    town.settle(live)
+    granted = live.granted[ask]
+    assert granted.sources == {"shelf": 2}
+    town.say(town.connect(), p.Query("clear"))
+    tier.poll = lambda: [read.pop()] if read else []  # type: ignore[method-assign]
+    town.settle(live)
+    namespace = next(iter(town.store.namespaces.values()))
+    leased = from_u32(granted.hits[0].generations)
+    found = [namespace.generations[slot] for slot in from_u32(granted.hits[0].slots)]
+    assert found == [generation + 1 for generation in leased], "whoever waits is told"
+    assert live.hit(chain).lease == 0
 
 
 def test_O20_what_an_engine_may_not_lease_now_is_not_read_either() -> None:
