@@ -251,9 +251,9 @@ class SchedulerHalf:
         hits = self._sources_of(tracked, grant, external)
         self._client.used(tracked.request.num_tokens - tracked.local, hits)
         if external:
-            self._plan_load(tracked, grant or NO_GRANT, table, external)
+            whole = self._plan_load(tracked, grant or NO_GRANT, table, external)
             if tracked.ask is not None:
-                self._client.take(tracked.ask)
+                (self._client.take if whole else self._client.drop)(tracked.ask)
         else:
             if tracked.ask is not None:
                 self._client.drop(tracked.ask)
@@ -284,7 +284,8 @@ class SchedulerHalf:
             return {MEDIUM: external}
         return tracked.grant.sources
 
-    def _plan_load(self, tracked: Tracked, grant: Grant, table: BlockTable, external: int) -> None:
+    def _plan_load(self, tracked: Tracked, grant: Grant, table: BlockTable, external: int) -> bool:
+        """Plan a load; False if the grant lacks some of it, so that no worker reads anything."""
         total = tracked.local + external
         ids: list[int] = []
         sizes: list[int] = []
@@ -331,6 +332,7 @@ class SchedulerHalf:
         )
         self._loading_hashes[tracked.key_hash] += 1
         self.stats["load_tokens"] += external
+        return whole
 
     # Every step
 

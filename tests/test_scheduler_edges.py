@@ -260,6 +260,18 @@ def test_O8_waiting_for_room_does_not_blame_the_store() -> None:
     assert script.client.session, "its answers came in time"
 
 
+def test_O20_a_hit_that_is_shrunk_to_what_was_not_answered_fails_and_keeps_no_lease() -> None:
+    script = Script(Geometry(BLOCK, BLOCK, (BLOCK, BLOCK), (GroupRule(), GroupRule(2))))
+    request = Request("r", 81)
+    ask = script.arrive(request, [0, 1, 2, 3, 4], [3, 4])
+    assert script.matched(request) == (80, True)
+    script.steps()
+    script.half.update_state_after_alloc("r", [[1, 2, 3], [4, 5, 6]], 48)
+    (job,) = script.step().loads
+    assert job.session == 0, "the workers fail it"
+    assert script.released() == [ask]
+
+
 def test_O20_a_lease_that_ran_out_while_the_request_waited_is_not_loaded_from() -> None:
     script, first, second = Script(), Request("a", 33), Request("b", 33)
     script.arrive(first, [0, 1])
