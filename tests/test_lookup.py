@@ -166,12 +166,6 @@ def test_O4_nothing_beyond_what_the_engine_has_is_no_hit() -> None:
     assert common([FULL, GroupRule(2)], "HHHH", "HH..", local=2) == Answer(2)
 
 
-def test_O5_asked_twice_the_answer_is_the_same() -> None:
-    rules = [FULL, GroupRule(2)]
-    probe = world("HHHPH.", "HH.HH.")
-    assert common_hit(rules, probe, 6) == common_hit(rules, probe, 6)
-
-
 # Against brute force
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -9,15 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from connectors.jobs import EngineSpec, LoadJob, StepMeta, StoreJob, StoreSpec
 from connectors.worker import WorkerHalf
 from kvstore.config import Config, parse
+from kvstore.layout import GroupLayout, LayerRun, Move, RankLayout
 from kvstore.types import make_key
 from tests.live import LiveStore, eventually
 from tests.script import hashes
 from tests.worker_rig import BLOCKS, LAYERS, POISON, Rank, Rig, heard
-from tiers.copier import HostCopier
+from tiers.copier import HostCopier, LayerCache, MappedExtent, SlotMap
+
+PAGE = 4096
 
 
 @pytest.fixture
@@ -112,6 +117,21 @@ def test_O18_a_block_is_present_when_every_rank_has_written_its_part(
     rig.ranks[1].half.after_forward(StepMeta(stores=(job,)))
     eventually(lambda: heard(rig.client) and rig.client.known_ready(make_key(chain[0], 0)))
     assert rig.ask(chain).lease != 0
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_B13_heads_that_another_rank_writes_are_read_only(writes: bool) -> None:
+    size, slots = 1024, SlotMap()
+    memory = os.memfd_create("slots")
+    os.truncate(memory, 2 * PAGE)
+    slots.add(1, MappedExtent(memory, 0, 1, PAGE, 2 * PAGE, PAGE))
+    engine = torch.ones(2 * size, dtype=torch.uint8)
+    run = LayerRun("layer", 0, size, writes)
+    layout = RankLayout(PAGE, (GroupLayout(size, (run,)),))
+    copier = HostCopier({"layer": LayerCache(engine, 0, size, size)}, layout)
+    assert copier.copy([Move(0, 0, 0, 0)], slots, store=True) == (size if writes else 0)
+    assert copier.copy([Move(0, 1, 0, 0)], slots, store=False) == size
+    assert engine[size:].tolist() == [int(writes)] * size
 
 
 # What goes wrong
