@@ -146,7 +146,9 @@ def test_M3_label_values_do_not_grow_with_requests(samples: Samples) -> None:
     live = town.attach("another")
     for number in range(50):
         live.put(hashes(2, f"more{number}"))
-        live.hit(hashes(2, f"more{number}"))
+        granted = live.hit(hashes(2, f"more{number}"))
+        town.say(live.workers[0], p.Loaded(granted.lease, 1, 0.1))
+        live.step(usage=p.Usage(1, {"cpu": 1}), counts={"deferred": 1})
     town.store.refresh_gauges()
     more = scrape(town.store.numbers)
     assert set(more) == set(samples)

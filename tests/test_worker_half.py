@@ -216,6 +216,18 @@ def test_a_job_of_another_session_copies_nothing(rig: Rig) -> None:
     assert rig.ranks[0].holds(11, 1), "the slot was written by a job of another session"
 
 
+@pytest.fixture
+def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = HostCopier.copy
+
+    def slow(*args: Any, **options: Any) -> int:  # noqa: ANN401 - passed on
+        time.sleep(0.05)
+        return copy(*args, **options)
+
+    monkeypatch.setattr(HostCopier, "copy", slow)
+
+
+@pytest.mark.usefixtures("slow_copies")
 def test_O13_what_is_flushed_is_over_before_the_step(rig: Rig) -> None:
     chain = hashes(4)
     (rank,) = rig.ranks
@@ -331,16 +343,8 @@ def test_O17_shutdown_leaves_no_thread_and_no_descriptor(store: LiveStore) -> No
     assert descriptors_left <= descriptors
 
 
-def test_O17_shutdown_finishes_the_copies_that_are_queued(
-    store: LiveStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copy = HostCopier.copy
-
-    def slow(*args: Any, **options: Any) -> int:  # noqa: ANN401 - passed on
-        time.sleep(0.05)
-        return copy(*args, **options)
-
-    monkeypatch.setattr(HostCopier, "copy", slow)
+@pytest.mark.usefixtures("slow_copies")
+def test_O17_shutdown_finishes_the_copies_that_are_queued(store: LiveStore) -> None:
     rig = Rig(store.path, "first")
     rig.attach()
     chain = hashes(8)
