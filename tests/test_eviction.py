@@ -18,7 +18,7 @@ class Counting(LeafLRU):
         super().__init__()
         self.changes = 0
 
-    def _link_after(self, entry: Entry, at: Entry) -> None:
+    def _link_after(self, entry: Entry, at: Entry | None) -> None:
         self.changes += 1
         super()._link_after(entry, at)
 
@@ -63,6 +63,13 @@ class Forest:
         entry.state = State.READY
         self.touch(name)
 
+    def pin(self, name: str) -> None:
+        """What a manager does, and in unpin."""
+        entry = self.entry(name)
+        entry.pins += 1
+        if not entry.children:
+            self.policy.remove(entry)
+
     def _gone(self, entry: Entry) -> None:
         self.index.remove(entry)
         if entry.parent is not None:
@@ -70,11 +77,11 @@ class Forest:
 
     def drop(self, name: str) -> None:
         entry = self.entry(name)
-        self.policy.remove(entry)
+        self.policy.inherit(entry)
         self._gone(entry)
 
     def evict(self) -> str | None:
-        entry = self.policy.victim()
+        entry = next(self.policy.victims(), None)
         if entry is None:
             return None
         self._gone(entry)
@@ -83,8 +90,8 @@ class Forest:
     def unpin(self, name: str) -> None:
         entry = self.entry(name)
         entry.pins -= 1
-        if entry.pins == 0:
-            self.policy.freed(entry)
+        if entry.pins == 0 and not entry.children:
+            self.touch(name)
 
     def evictable(self) -> list[str]:
         leaves = [e for e in self.index if e.pins == 0 and e.children == 0]
@@ -130,7 +137,7 @@ def test_pinned_blocks_and_their_parents_stay() -> None:
     forest = Forest()
     for name in ("a", "ab", "x"):
         forest.store(name)
-    forest.entry("ab").pins = 1
+    forest.pin("ab")
     assert [forest.evict(), forest.evict()] == ["x", None]
     forest.unpin("ab")
     assert [forest.evict(), forest.evict(), forest.evict()] == ["ab", "a", None]
@@ -173,7 +180,7 @@ def random_pins_and_drops(forest: Forest, rng: random.Random, name: str) -> None
     if choice < 0.4:
         forest.touch(name)
     elif choice < 0.65:
-        forest.entry(name).pins += 1
+        forest.pin(name)
     elif forest.entry(name).pins:
         forest.unpin(name)
     elif choice > 0.9 and forest.entry(name).children == 0:
