@@ -134,13 +134,13 @@ class Index:
     ) -> tuple[int, Entry | None]:
         """Count a chain's leading blocks that are here: O(log limit) probes, O(limit) with holes.
 
-        Also returns what is known of the next block. The last block is asked for first: when it
-        is here, so is all before it. coming: see probe.
+        Also returns what is known of the next block. The first block is asked for first, then the
+        last: most requests find nothing or all. coming: see probe.
         """
         tables, also, holes = self._tables, _COMING if coming else _READY, self.holes
         packed, width, suffix = chain.packed, chain.width, chain.suffixes[group]
-        low, high, after = 0, limit, None
-        middle = 0 if holes else limit - 1
+        low, middle, high, last = 0, 0, limit, limit - 1
+        after: Entry | None = None
         while low < high:
             start = middle * width
             key = packed[start : start + width] + suffix
@@ -151,7 +151,12 @@ class Index:
                 low = middle + 1
             else:
                 high, after = middle, entry
-            middle = low if holes else (low + high) >> 1
+            if holes:
+                middle = low
+            elif last:
+                middle, last = last, 0
+            else:
+                middle = (low + high) >> 1
         return low, after
 
     def run(self, chain: Chain, group: int, limit: int, *, coming: bool = True) -> list[Entry]:
