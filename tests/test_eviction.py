@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvstore.eviction import LeafLRU
+from kvstore.eviction import SKIPS_MAX, LeafLRU
 from kvstore.index import Entry, Index, State
 from kvstore.types import BlockKey, Slot
 
@@ -232,3 +232,37 @@ def test_each_operation_changes_the_list_a_fixed_number_of_times(blocks: int) ->
         pass
     assert not forest.names()
     assert forest.policy.changes <= 4 * operations
+
+
+def test_one_search_passes_over_a_limited_number_of_blocks_and_the_next_goes_on() -> None:
+    forest = Forest()
+    entries: list[Entry] = []
+    for number in range(SKIPS_MAX + 500):
+        entries.append(Entry(forest.key(str(number)), entries[-1] if entries else None, Slot(0)))
+        forest.index.insert(entries[-1])
+        entries[-1].state = State.READY
+    for entry in reversed(entries[:-1]):  # each was used by itself, and all before the leaf was
+        forest.policy.touch(entry)
+    forest.policy.touch(entries[-1])
+    forest.policy.changes = 0
+    assert next(forest.policy.victims(), None) is None
+    assert forest.policy.changes == SKIPS_MAX
+    assert next(forest.policy.victims(), None) is entries[-1]
+
+
+def test_a_parent_takes_the_place_of_its_last_child_that_is_dropped() -> None:
+    forest = Forest()
+    for name in ("x", "a", "ab", "y"):
+        forest.store(name)
+    forest.drop("ab")
+    assert [forest.evict() for _ in range(3)] == ["x", "a", "y"]
+
+
+def test_what_was_pinned_is_as_young_as_its_last_pin() -> None:
+    forest = Forest()
+    for name in ("a", "ab", "x", "y"):
+        forest.store(name)
+    forest.pin("ab")
+    forest.touch("x")
+    forest.unpin("ab")
+    assert [forest.evict() for _ in range(4)] == ["y", "x", "ab", "a"]
