@@ -86,6 +86,7 @@ format: $(READY) ## apply what `make check` would ask for
 
 bench: $(READY) ## the benchmarks, as tables
 	$(VENV)/bin/kvstore bench attach
+	$(VENV)/bin/kvstore bench index
 	$(VENV)/bin/kvstore bench nvme
 	$(VENV)/bin/kvstore bench vllm
 

@@ -28,10 +28,12 @@ SECONDS_MAX = 600
 # By name, like tiers: what measures the connectors is a layer above this one.
 BENCHES = {
     "attach": ("connectors.bench.attach", "store round trips, scheduler half, bytes; no engine"),
+    "index": ("kvstore.bench.index", "the manager up to millions of blocks, against vLLM's"),
     "nvme": ("tiers.bench.nvme", "blocks to disk and back, against plain direct I/O"),
     "nvme-index": ("tiers.bench.nvme_index", "how fast a disk's blocks are known after a start"),
     "vllm": ("kvstore.bench.ttft", "time to first token in real vLLM engines; needs vllm"),
 }
+COUNTING = ("index", "nvme-index")  # measure so many blocks
 FSCK = "tiers.nvme.fsck"
 MEASURE = "tiers.nvme.measure"
 
@@ -165,11 +167,14 @@ def _add_bench_options(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     bench.add_argument("--pairs", type=_pairs, help="rounds to measure (default: each bench's own)")
     bench.add_argument(
-        "--blocks", type=_counts, help="of nvme-index: counts to measure, such as 10000,1000000"
+        "--blocks",
+        type=_counts,
+        help="of index and nvme-index: counts to measure, such as 10000,1000000",
     )
     bench.add_argument("--path", type=Path, help="of nvme-index: where to make it (default: here)")
     bench.epilog = (
         "example:\n  kvstore bench attach --json\n"
+        "  kvstore bench index --blocks 10000,100000,1000000,10000000\n"
         "  kvstore bench nvme-index --blocks 10000,1000000 --path /nvme"
     )
 
@@ -424,12 +429,16 @@ def _bench(chosen: argparse.Namespace) -> int:
     from kvstore.bench import report
 
     module, _ = BENCHES[chosen.name]
-    if chosen.name == "nvme-index":
+    if chosen.path is not None and chosen.name != "nvme-index":
+        raise ConfigError(f"--path: expected with nvme-index, found {chosen.name}")
+    if chosen.name in COUNTING:
         if chosen.pairs is not None:
-            raise ConfigError("--pairs: expected without nvme-index, which measures once")
-        results = import_module(module).run(chosen.blocks, chosen.path)
-    elif chosen.blocks is not None or chosen.path is not None:
-        raise ConfigError(f"--blocks and --path: expected with nvme-index, found {chosen.name}")
+            raise ConfigError(f"--pairs: expected without {chosen.name}, which measures once")
+        place = [chosen.path] if chosen.name == "nvme-index" else []
+        results = import_module(module).run(chosen.blocks, *place)
+    elif chosen.blocks is not None:
+        expected = " or ".join(COUNTING)
+        raise ConfigError(f"--blocks: expected with {expected}, found {chosen.name}")
     else:
         results = import_module(module).run(chosen.pairs)
     report.show(chosen.name, results, json=chosen.json)

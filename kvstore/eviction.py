@@ -1,19 +1,33 @@
 """Which block leaves memory next: leaf-first LRU.
 
-A request uses a whole path, so a parent is never colder than its child. Touching refreshes the
-deepest block only, in O(1); when a leaf goes, its parent takes the place in the order that its
-own and its child's recency give it. The list holds leaves, and inner blocks that were touched
-themselves; an inner or pinned block that has reached the cold end is skipped once and leaves
-the list. When it can be evicted again it re-enters at the cold end, which is its exact place:
-everything still in the list was used after it. (Stack-distance argument: leaf-first LRU keeps
-the resident set closed under "parent of", so its prefix hits are plain LRU's.)
+A request uses a whole path, so a parent is never colder than its child, and the place of a block
+in the order stands for all blocks above it:
+
+    touched: a b c d      order:  cold  ... - x - d  hot       d is the end of the path abcd
+    d goes as a victim            cold  c - x ...              c takes the end that d had
+
+Touching refreshes the deepest block only, in O(1), and takes its parent out of the order. When a
+leaf goes, its parent takes the older end position that its own and its child's recency give it.
+The order holds leaves that can go, and inner blocks that were touched themselves after what
+hangs below them; an inner block that has reached the cold end is skipped once and leaves. When it
+can be evicted again it re-enters at the cold end, which is its exact place: everything still in
+the order was used after it. (Stack-distance argument: leaf-first LRU keeps the resident set
+closed under "parent of", so its prefix hits are plain LRU's.) A pin is a use that lasts: a pinned
+leaf is not in the order, and is touched when its last pin goes. So however many blocks are
+pinned, no call walks over them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 from kvstore.index import Entry, State
+from kvstore.types import BlockKey, Slot
+
+SKIPS_MAX = 1024
+"""Blocks that one search for victims passes over: what limits its time."""
+_READY = State.READY
 
 
 class EvictionPolicy(Protocol):
@@ -24,15 +38,23 @@ class EvictionPolicy(Protocol):
         ...
 
     def freed(self, entry: Entry) -> None:
-        """The block has lost its last pin or its last child: it may be evictable now."""
+        """The block has lost its last child, or its last pin: it may be evictable now."""
         ...
 
     def remove(self, entry: Entry) -> None:
-        """The block leaves memory for a reason other than victim()."""
+        """The block cannot be evicted for now: it is pinned, or it has left memory."""
         ...
 
-    def victim(self) -> Entry | None:
-        """Take the next ready, unpinned leaf out of the order; None if there is none."""
+    def inherit(self, entry: Entry) -> None:
+        """The block leaves memory for a reason other than victims(); its parent stays."""
+        ...
+
+    def victims(self) -> Iterator[Entry]:
+        """Take ready, unpinned leaves out of the order, the coldest first.
+
+        The caller takes each out of the index before it asks for the next. Ends when there is
+        none, or after a limited search: the next call goes on from there.
+        """
         ...
 
 
@@ -41,23 +63,23 @@ class LeafLRU:
 
     def __init__(self) -> None:
         """Start with an empty order."""
-        root = Entry.__new__(Entry)
+        root = Entry(BlockKey(b""), None, Slot(-1))
         root.prev = root.next = root
         self._root = root  # root.next is the coldest, root.prev the hottest
 
-    def _link_after(self, entry: Entry, at: Entry) -> None:
-        follower = at.next
-        if follower is None:
-            return
-        entry.prev, entry.next = at, follower
-        at.next = follower.prev = entry
+    def _link_after(self, entry: Entry, at: Entry | None) -> None:
+        if at is not None and (follower := at.next) is not None:
+            entry.prev, entry.next = at, follower
+            at.next = follower.prev = entry
 
     def touch(self, entry: Entry) -> None:
-        """Move to the hot end."""
-        self.remove(entry)
-        hottest = self._root.prev
-        if hottest is not None:
-            self._link_after(entry, hottest)
+        """Move to the hot end; the place stands for the parent from now on."""
+        above = entry.parent
+        if above is not None and above.next is not None:
+            self.remove(above)
+        if entry.next is not None:
+            self.remove(entry)
+        self._link_after(entry, self._root.prev)
 
     def freed(self, entry: Entry) -> None:
         """Re-enter at the cold end, unless still in the order."""
@@ -71,16 +93,27 @@ class LeafLRU:
             before.next, after.prev = after, before
             entry.prev = entry.next = None
 
-    def victim(self) -> Entry | None:
-        """Return the coldest evictable block; others at the cold end leave the order."""
-        while True:
-            coldest = self._root.next
-            if coldest is None or coldest is self._root:
-                return None
+    def inherit(self, entry: Entry) -> None:
+        """Leave the order; a parent that becomes a leaf takes the place, or else the hot end."""
+        at, above = entry.prev, entry.parent
+        self.remove(entry)
+        last = above is not None and above.children == 1 and above.next is None
+        if above is not None and last and above.state is _READY and not above.pins:
+            self._link_after(above, at or self._root.prev)
+
+    def victims(self) -> Iterator[Entry]:
+        """Yield the coldest evictable blocks; others at the cold end leave the order."""
+        root, skipped = self._root, 0
+        while skipped < SKIPS_MAX:
+            coldest = root.next
+            if coldest is None or coldest is root:
+                return
             self.remove(coldest)
             if _evictable(coldest):
-                return coldest
+                yield coldest
+            else:
+                skipped += 1
 
 
 def _evictable(entry: Entry) -> bool:
-    return entry.state is State.READY and entry.pins == 0 and entry.children == 0
+    return entry.pins == 0 and entry.children == 0 and entry.state is _READY

@@ -14,9 +14,15 @@ whoever plans a load verifies every block of the chain, so a hole costs hits, ne
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from itertools import chain as chained
 
-from kvstore.types import BlockKey, LookupResult, Slot
+from kvstore.types import BlockKey, Chain, LookupResult, Slot
+
+TABLES = 1024
+"""Dicts that share the entries of an index: one dict of 10^7 keys stops everything for 300 ms when
+it grows, one of 10^4 for a third of a millisecond."""
+TABLE_SHIFT = 54  # of a hash of 64 bits: -512..511, which are the indices of the tables
 
 
 class State(enum.Enum):
@@ -28,19 +34,25 @@ class State(enum.Enum):
     DROPPED = "dropped"  # out of the index; its slot is freed with its last pin
 
 
+# Reading a member of an enum class takes 0.1 us in Python 3.11, and each block needs a dozen.
+_WRITING, _COMING, _READY, _DROPPED = State
+_HIT, _PENDING, _MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS
+
+
 class Entry:
     """One block in memory. prev and next belong to the eviction policy."""
 
     __slots__ = ("children", "key", "next", "parent", "pins", "prev", "slot", "state")
 
-    def __init__(self, key: BlockKey, parent: Entry | None, slot: Slot) -> None:
-        """Start WRITING, without pins or children."""
+    def __init__(
+        self, key: BlockKey, parent: Entry | None, slot: Slot, state: State = _WRITING
+    ) -> None:
+        """Start without pins or children."""
         self.key = key
         self.parent = parent
         self.slot = slot
-        self.state = State.WRITING
-        self.children = 0
-        self.pins = 0
+        self.state = state
+        self.children = self.pins = 0
         self.prev: Entry | None = None
         self.next: Entry | None = None
 
@@ -50,91 +62,115 @@ class Index:
 
     def __init__(self) -> None:
         """Start empty."""
-        self._entries: dict[BlockKey, Entry] = {}
+        self._tables: list[dict[bytes, Entry]] = [{} for _ in range(TABLES)]
         self.holes = 0  # dropped entries that still have children; > 0 makes lookups linear
 
     def __len__(self) -> int:
         """Count the entries, those being written included."""
-        return len(self._entries)
+        return sum(map(len, self._tables))
 
     def __iter__(self) -> Iterator[Entry]:
-        """Go through all entries, in no order."""
-        return iter(self._entries.values())
+        """Go through all entries, in no order; each table's as they are when it is reached."""
+        return chained.from_iterable(self.parts())
+
+    def parts(self) -> Iterator[list[Entry]]:
+        """Go through all entries in parts, so that a walk can be spread over many calls.
+
+        What enters on the way may be missed.
+        """
+        return (list(table.values()) for table in self._tables)
 
     def get(self, key: BlockKey) -> Entry | None:
         """Return the entry, ready or being written."""
-        return self._entries.get(key)
+        return self._tables[hash(key) >> TABLE_SHIFT].get(key)
 
     def probe(self, key: BlockKey, *, coming: bool = True) -> LookupResult:
         """Say what is known about one key; coming: what is on its way up counts as here."""
-        entry = self._entries.get(key)
+        entry = self._tables[hash(key) >> TABLE_SHIFT].get(key)
         if entry is None:
-            return LookupResult.MISS
-        if entry.state is State.COMING:
-            return LookupResult.HIT if coming else LookupResult.MISS
-        return LookupResult.HIT if entry.state is State.READY else LookupResult.PENDING
+            return _MISS
+        state = entry.state
+        if state is _READY:
+            return _HIT
+        if state is _COMING:
+            return _HIT if coming else _MISS
+        return _PENDING
 
     def insert(self, entry: Entry) -> None:
         """Add an entry below its parent."""
-        self._entries[entry.key] = entry
-        if entry.parent is not None:
-            entry.parent.children += 1
+        key, parent = entry.key, entry.parent
+        self._tables[hash(key) >> TABLE_SHIFT][key] = entry
+        if parent is not None:
+            parent.children += 1
 
     def remove(self, entry: Entry) -> None:
         """Take an entry out; its children, if any, are cut off from now on."""
-        del self._entries[entry.key]
-        entry.state = State.DROPPED
+        key = entry.key
+        del self._tables[hash(key) >> TABLE_SHIFT][key]
+        entry.state = _DROPPED
         if entry.children:
             self.holes += 1
-        self._leave_parent(entry)
+        if entry.parent is not None:
+            self._leave(entry.parent)
 
     def relink(self, entry: Entry, parent: Entry | None) -> None:
         """Hang an entry below the entry that now holds its parent's key."""
-        if entry.parent is not parent:
-            self._leave_parent(entry)
+        before = entry.parent
+        if before is not parent:
+            if before is not None:
+                self._leave(before)
             entry.parent = parent
             if parent is not None:
                 parent.children += 1
 
-    def _leave_parent(self, entry: Entry) -> None:
-        parent = entry.parent
-        if parent is not None:
-            parent.children -= 1
-            if parent.children == 0 and parent.state is State.DROPPED:
-                self.holes -= 1
+    def _leave(self, parent: Entry) -> None:
+        """A child less."""
+        parent.children -= 1
+        if parent.state is _DROPPED and parent.children == 0:
+            self.holes -= 1
 
-    def prefix(self, key_at: Callable[[int], BlockKey], limit: int, *, coming: bool = True) -> int:
-        """Find the end of the chain that is here: O(log limit) probes, O(limit) while holes exist.
+    def prefix(
+        self, chain: Chain, group: int, limit: int, *, coming: bool = True
+    ) -> tuple[int, Entry | None]:
+        """Count a chain's leading blocks that are here: O(log limit) probes, O(limit) with holes.
 
-        key_at(i): key of block i of one full-attention chain. coming: see probe.
+        Also returns what is known of the next block. The first block is asked for first, then the
+        last: most requests find nothing or all. coming: see probe.
         """
-        entries, also = self._entries, State.COMING if coming else State.READY
-        if self.holes:
-            for index in range(limit):
-                entry = entries.get(key_at(index))
-                if entry is None or (entry.state is not State.READY and entry.state is not also):
-                    return index
-            return limit
-        low, high = 0, limit
+        tables, also, holes = self._tables, _COMING if coming else _READY, self.holes
+        packed, width, suffix = chain.packed, chain.width, chain.suffixes[group]
+        low, middle, high, last = 0, 0, limit, limit - 1
+        after: Entry | None = None
         while low < high:
-            middle = (low + high) // 2
-            entry = entries.get(key_at(middle))
-            if entry is not None and (entry.state is State.READY or entry.state is also):
+            start = middle * width
+            key = packed[start : start + width] + suffix
+            entry = tables[hash(key) >> TABLE_SHIFT].get(key)
+            if entry is None:
+                high, after = middle, None
+            elif entry.state is _READY or entry.state is also:
                 low = middle + 1
             else:
-                high = middle
-        return low
+                high, after = middle, entry
+            if holes:
+                middle = low
+            elif last:
+                middle, last = last, 0
+            else:
+                middle = (low + high) >> 1
+        return low, after
 
-    def run(self, keys: Sequence[BlockKey], *, coming: bool = True) -> list[Entry]:
-        """Return the entries of one chain's leading keys up to the first that is not here.
+    def run(self, chain: Chain, group: int, limit: int, *, coming: bool = True) -> list[Entry]:
+        """Return the entries of a chain's leading blocks up to the first that is not here.
 
         Blocks that were cut off by a drop hang below the new copy of their parent from now on.
         """
         found: list[Entry] = []
-        also = State.COMING if coming else State.READY
-        for key in keys:
-            entry = self._entries.get(key)
-            if entry is None or (entry.state is not State.READY and entry.state is not also):
+        tables, also = self._tables, _COMING if coming else _READY
+        packed, width, suffix = chain.packed, chain.width, chain.suffixes[group]
+        for start in range(0, limit * width, width):
+            key = packed[start : start + width] + suffix
+            entry = tables[hash(key) >> TABLE_SHIFT].get(key)
+            if entry is None or ((state := entry.state) is not _READY and state is not also):
                 break
             if self.holes and found:
                 self.relink(entry, found[-1])

@@ -25,8 +25,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -36,28 +35,12 @@ from kvstore.eviction import EvictionPolicy, LeafLRU
 from kvstore.index import Entry, Index, State
 from kvstore.leases import GroupHit, Lease, LeaseBook
 from kvstore.lookup import Answer, Probe, common_hit, prefix_hit
-from kvstore.types import BlockKey, GroupRule, LeaseId, LookupResult, Slot, make_key
+from kvstore.types import BlockKey, Chain, GroupRule, LeaseId, LookupResult, Slot
 
-
-class Chain:
-    """The keys of one request's blocks, in all groups, from its packed block hashes."""
-
-    __slots__ = ("blocks", "_packed", "_suffixes", "_width")
-
-    def __init__(self, packed: bytes, width: int, groups: int, scope: bytes = b"") -> None:
-        """packed: one hash of `width` bytes per block, first block first."""
-        self.blocks = len(packed) // width
-        self._packed = packed
-        self._width = width
-        self._suffixes = [make_key(b"", group, scope) for group in range(groups)]
-
-    def key(self, group: int, index: int) -> BlockKey:
-        """Name block `index` in one group."""
-        start = index * self._width
-        return BlockKey(self._packed[start : start + self._width] + self._suffixes[group])
-
-
-_HERE = (State.READY, State.COMING)
+_WRITING, _COMING, _READY, _DROPPED = State  # a member of an enum takes 0.1 us to read
+_HERE = (_READY, _COMING)
+_HIT, _MISS = LookupResult.HIT, LookupResult.MISS
+_SWEEP_MAX = 4096  # blocks that one call looks at when slots are taken away
 
 
 class StoreOutcome(enum.Enum):
@@ -67,6 +50,9 @@ class StoreOutcome(enum.Enum):
     DUPLICATE = "duplicate"  # another copy was complete first
     ORPHAN = "orphan"  # its parent is not in memory, so no lookup would reach it
     FAILED = "failed"
+
+
+_STORED = StoreOutcome.STORED
 
 
 class Generations(Protocol):
@@ -102,14 +88,14 @@ class Manager:
         self.index = Index()
         self.leases = LeaseBook()
         self.evictions: Counter[str] = Counter()
-        self.outcomes: Counter[StoreOutcome] = Counter()
         self.slots_total = 0
         self._generations = generations
         self._policy: EvictionPolicy = policy or LeafLRU()
         self._free: list[Slot] = []
-        self._granted: set[Slot] = set()
-        self._writes: dict[Slot, tuple[BlockKey, BlockKey | None]] = {}
+        # What is being written into a granted slot: a key and its parent's; None: not known yet.
+        self._granted: dict[Slot, tuple[BlockKey, BlockKey | None] | None] = {}
         self._retiring: set[Slot] = set()
+        self._sweep: Iterator[list[Entry]] = iter(())  # for blocks in slots to be retired
         self._lingering: set[Slot] = set()  # of dropped blocks that are still pinned
         self._changes = Changes([], [])
 
@@ -121,10 +107,9 @@ class Manager:
         self.slots_total += len(slots)
 
     def retire_slots(self, slots: Collection[Slot]) -> int:
-        """Empty these slots for good and return how many are still in use.
+        """Empty these slots for good and return how many are in use, as far as is known.
 
-        Ready blocks without pins are dropped; call again until the answer is 0, then the
-        memory may go.
+        Each call drops some thousand blocks; once the answer is 0 the memory may go.
         """
         wanted = set(slots)
         fresh = wanted - self._retiring
@@ -132,35 +117,56 @@ class Manager:
             self._retiring |= fresh
             self.slots_total -= len(fresh)
             self._free = [slot for slot in self._free if slot not in fresh]
-            for entry in [entry for entry in self.index if entry.slot in fresh]:
-                if entry.state is State.READY:
-                    self.drop(entry.key, "resize")
-        busy = (wanted & self._granted) | (wanted & self._lingering)
-        if not busy:
+            self._sweep = self.index.parts()
+        swept = self._swept()
+        busy = (wanted & self._granted.keys()) | (wanted & self._lingering)
+        if swept and not busy:
             self._retiring -= wanted
-        return len(busy)
+        return len(busy) if swept else max(1, len(busy))
+
+    def _swept(self) -> bool:
+        """Drop blocks in slots to be retired, a slice of them; True when none is left.
+
+        Those that become ready later are dropped then.
+        """
+        looked = 0
+        for part in self._sweep:
+            for entry in part:
+                if entry.slot in self._retiring and entry.state is _READY:
+                    self.drop(entry.key, "resize")
+            looked += len(part)
+            if looked >= _SWEEP_MAX:
+                return False
+        return True
 
     def prepare_store(self, count: int) -> list[Slot]:
-        """Grant up to `count` empty slots, evicting as needed; fewer if nothing can go."""
-        granted: list[Slot] = []
-        while len(granted) < count:
-            if not self._free:
-                victim = self._policy.victim()
-                if victim is None:
-                    break
-                self._forget(victim, "capacity")
-                continue
-            slot = self._free.pop()
-            self._grow_generation(slot, 1)
-            granted.append(slot)
-        self._granted.update(granted)
+        """Grant up to `count` empty slots, evicting as needed; fewer if nothing can go.
+
+        Also fewer when what can go was not found soon enough; then the next call finds more.
+        """
+        free, generations = self._free, self._generations
+        if len(free) < count:
+            self._evict(count)
+        granted = [free.pop() for _ in range(min(count, len(free)))]
+        for slot in granted:
+            generations[slot] = (generations[slot] + 1) & 0xFFFFFFFF
+            self._granted[slot] = None
         return granted
+
+    def _evict(self, count: int) -> None:
+        """Take the coldest blocks out until `count` slots are free, or none is found."""
+        evicted = 0
+        for victim in self._policy.victims():
+            self._forget(victim)
+            evicted += 1
+            if len(self._free) >= count:
+                break
+        self.evictions["capacity"] += evicted
 
     def give_back(self, slots: Iterable[Slot]) -> None:
         """Return granted slots that nobody writes any more."""
         for slot in slots:
             check(slot in self._granted, "a slot came back that was not granted")
-            self._granted.discard(slot)
             self._abandon_write(slot)
             self._release_slot(slot)
 
@@ -185,7 +191,7 @@ class Manager:
     @property
     def slots_used(self) -> int:
         """Count the slots that hold blocks, those being retired left out."""
-        granted = self.slots_granted - len(self._granted & self._retiring)
+        granted = self.slots_granted - len(self._granted.keys() & self._retiring)
         return self.slots_total - self.slots_free - granted
 
     def _release_slot(self, slot: Slot) -> None:
@@ -198,45 +204,50 @@ class Manager:
     def begin_store(self, key: BlockKey, parent: BlockKey | None, slot: Slot) -> None:
         """Note that a granted slot is being written; lookups of key are pending from now."""
         check(slot in self._granted, "a store into a slot that was not granted")
-        self._writes[slot] = (key, parent)
-        if self.index.get(key) is None:
-            above = None if parent is None else self.index.get(parent)
+        self._granted[slot] = (key, parent)
+        index = self.index
+        if index.get(key) is None:
+            above = None if parent is None else index.get(parent)
             if parent is None or above is not None:
-                self.index.insert(Entry(key, above, slot))
+                index.insert(Entry(key, above, slot))
 
     def complete_store(self, slot: Slot, *, ok: bool) -> StoreOutcome:
         """End a write: the first complete copy of a key wins, other slots go back."""
-        key, parent = self._writes[slot]
+        write = self._granted[slot]
+        check(write is not None, "a store ended that had not begun")
+        if write is None:
+            return StoreOutcome.FAILED
+        key, parent = write
         entry = self.index.get(key)
-        above = None if parent is None else self.index.get(parent)
-        reachable = parent is None or (above is not None and above.state is State.READY)
-        if ok and entry is not None and entry.state in _HERE:
+        above = None if entry is None else entry.parent
+        if parent is not None and (above is None or above.key != parent or above.state is _DROPPED):
+            above = self.index.get(parent)
+        outcome = _STORED
+        if not ok:
+            outcome = StoreOutcome.FAILED
+        elif entry is not None and entry.state is not _WRITING:
             outcome = StoreOutcome.DUPLICATE  # leases may name the slot that is coming
-        elif ok and reachable:
-            outcome = StoreOutcome.STORED
-        else:
-            outcome = StoreOutcome.ORPHAN if ok else StoreOutcome.FAILED
-        self.outcomes[outcome] += 1
-        self._granted.discard(slot)
-        if outcome is StoreOutcome.STORED:
-            del self._writes[slot]
-            if entry is None:
-                entry = Entry(key, above, slot)
-                self.index.insert(entry)
-            self.index.relink(entry, above)
-            entry.slot = slot
-            self._became_ready(entry)
-            if slot in self._retiring:
-                self.drop(key, "resize")
-        else:
+        elif parent is not None and (above is None or above.state is not _READY):
+            outcome = StoreOutcome.ORPHAN
+        if outcome is not _STORED:
             self._abandon_write(slot)
             self._release_slot(slot)
+            return outcome
+        del self._granted[slot]
+        if entry is None:
+            entry = Entry(key, above, slot)
+            self.index.insert(entry)
+        elif entry.parent is not above:
+            self.index.relink(entry, above)
+        entry.slot = slot
+        self._became_ready(entry)
         return outcome
 
     def _abandon_write(self, slot: Slot) -> None:
-        write = self._writes.pop(slot, None)
+        """A slot is not on credit any more, and nothing is being written into it."""
+        write = self._granted.pop(slot)
         entry = None if write is None else self.index.get(write[0])
-        if entry is not None and entry.slot == slot and entry.state is State.WRITING:
+        if entry is not None and entry.slot == slot and entry.state is _WRITING:
             self.index.remove(entry)
             self._parent_freed(entry)
 
@@ -253,47 +264,38 @@ class Manager:
         reachable = parent is None or (above is not None and above.state in _HERE)
         if not reachable or self.index.get(key) is not None:
             return False
-        entry = Entry(key, above, slot)
-        entry.state = State.COMING
-        self.index.insert(entry)
-        self._writes[slot] = (key, parent)
+        self.index.insert(Entry(key, above, slot, _COMING))
+        self._granted[slot] = (key, parent)
         return True
 
     def complete_promotion(self, slot: Slot, *, ok: bool) -> StoreOutcome:
         """End a promotion; whoever waits for the slot sees by its generation how it ended."""
-        key, _ = self._writes.pop(slot)
-        entry = self.index.get(key)
+        write = self._granted.pop(slot)
+        entry = None if write is None else self.index.get(write[0])
         check(
-            entry is not None and entry.slot == slot and entry.state is State.COMING,
+            entry is not None and entry.slot == slot and entry.state is _COMING,
             "a promotion ended whose block is not coming",
         )
         if entry is None:
             return StoreOutcome.FAILED
-        self._granted.discard(slot)
         above = entry.parent
-        reachable = above is None or above.state is State.READY
-        outcome = StoreOutcome.FAILED if not ok else StoreOutcome.ORPHAN
-        if ok and reachable:
-            outcome = StoreOutcome.STORED
-            self._became_ready(entry)
+        if ok and (above is None or above.state is _READY):
             self._grow_generation(slot, 1)
-            if slot in self._retiring:
-                self.drop(key, "resize")
-        else:
-            self._grow_generation(slot, 2)
-            self.index.remove(entry)
-            if entry.pins == 0:
-                self._release_slot(slot)
-            else:
-                self._lingering.add(slot)
-            self._parent_freed(entry)
-        self.outcomes[outcome] += 1
-        return outcome
+            self._became_ready(entry)
+            return StoreOutcome.STORED
+        self._grow_generation(slot, 2)
+        self.index.remove(entry)
+        self._let_go(entry)
+        self._parent_freed(entry)
+        return StoreOutcome.ORPHAN if ok else StoreOutcome.FAILED
 
     def _became_ready(self, entry: Entry) -> None:
-        entry.state = State.READY
-        self._policy.touch(entry)
+        entry.state = _READY
+        if not entry.pins:  # else it is touched with its last pin
+            self._policy.touch(entry)
         self._changes.added.append(entry.key)
+        if entry.slot in self._retiring:
+            self.drop(entry.key, "resize")
 
     def _grow_generation(self, slot: Slot, by: int) -> None:
         self._generations[slot] = (self._generations[slot] + by) & 0xFFFFFFFF
@@ -321,12 +323,14 @@ class Manager:
 
         def probe(group: int, index: int) -> LookupResult:
             result = self.index.probe(chain.key(group, index), coming=coming)
-            if result is LookupResult.MISS and below is not None:
+            if result is _MISS and below is not None:
                 return below(group, index)
             return result
 
         def prefix(group: int, blocks: int) -> Answer:
-            here = self.index.prefix(partial(chain.key, group), blocks, coming=coming)
+            here, after = self.index.prefix(chain, group, blocks, coming=coming)
+            if here == blocks or (after is None and below is None):
+                return Answer(here)
             rest = prefix_hit(lambda g, index: probe(g, here + index), group, blocks - here)
             return Answer(here + rest.blocks, rest.pending)
 
@@ -346,36 +350,38 @@ class Manager:
         full = [group for group, rule in enumerate(self.rules) if rule.trailing is None]
         runs: dict[int, list[Entry]] = {}
         for group in full:
-            end = self.index.prefix(partial(chain.key, group), limit, coming=coming)
-            keys = [chain.key(group, i) for i in range(end)]
-            runs[group] = self.index.run(keys, coming=coming)
+            runs[group] = self.index.run(chain, group, limit, coming=coming)
             limit = min(limit, len(runs[group]))
         if limit == 0:
             return None
-        hits, entries = [], []
+        hits: list[GroupHit] = []
+        entries: list[Entry] = []
+        generations = self._generations
         for group in range(len(self.rules)):
-            found: Iterable[tuple[int, Entry]]
             if group in runs:
-                found = enumerate(runs[group][:limit])
+                present = runs[group][:limit]
+                indices: Sequence[int] = range(len(present))
             else:
                 found = self._present(chain, group, limit, coming=coming)
-            indices, present = [], []
-            for index, entry in found:
-                indices.append(index)
-                present.append(entry)
+                indices = [index for index, _ in found]
+                present = [entry for _, entry in found]
             slots = [entry.slot for entry in present]
-            hits.append(GroupHit(indices, slots, [self._leased(entry) for entry in present]))
-            entries.extend(present)
+            # Of what is coming, the generation that the slot will have once it can be read.
+            ages = [
+                (generations[entry.slot] + (entry.state is _COMING)) & 0xFFFFFFFF
+                for entry in present
+            ]
+            hits.append(GroupHit(indices, slots, ages))
+            entries += present
         if not entries:
             return None
         self._touch_paths(chain, limit)
         lease = Lease(self.leases.new_id(), owner, deadline_ns, tuple(hits), tuple(entries))
         self.leases.add(lease)
+        for entry in entries:
+            if entry.next is not None:
+                self._pinned(entry)
         return lease
-
-    def _leased(self, entry: Entry) -> int:
-        """Return the generation of an entry's slot once it can be read."""
-        return (self._generations[entry.slot] + (entry.state is State.COMING)) & 0xFFFFFFFF
 
     def _present(
         self, chain: Chain, group: int, limit: int, *, coming: bool
@@ -384,7 +390,7 @@ class Manager:
         for index in range(limit):
             key = chain.key(group, index)
             entry = self.index.get(key)
-            if entry is not None and self.index.probe(key, coming=coming) is LookupResult.HIT:
+            if entry is not None and self.index.probe(key, coming=coming) is _HIT:
                 found.append((index, entry))
         return found
 
@@ -400,7 +406,7 @@ class Manager:
     def touch(self, key: BlockKey) -> None:
         """Refresh the recency of a ready block, and with it of the path above it."""
         entry = self.index.get(key)
-        if entry is not None and entry.state is State.READY:
+        if entry is not None and entry.state is _READY:
             self._policy.touch(entry)
 
     def complete_load(self, lease_id: LeaseId, damaged: Collection[Slot] = ()) -> bool:
@@ -409,20 +415,26 @@ class Manager:
         if lease is None:
             return False
         for entry in lease.entries:
-            if entry.pins == 0:
+            if not entry.pins and (not entry.children or entry.state is _DROPPED):
                 self._unpinned(entry)
-        bad = set(damaged)
-        for entry in lease.entries:
-            if entry.slot in bad and entry.state is State.READY:
-                self.drop(entry.key, "damaged")
+        if damaged:
+            bad = set(damaged)
+            for entry in lease.entries:
+                if entry.slot in bad and entry.state is _READY:
+                    self.drop(entry.key, "damaged")
         return True
 
+    def _pinned(self, entry: Entry) -> None:
+        """A leaf that is pinned is not in the policy's way."""
+        if not entry.children:
+            self._policy.remove(entry)
+
     def _unpinned(self, entry: Entry) -> None:
-        """The last pin is gone: the block may be evicted, or its slot goes back."""
-        if entry.state is State.DROPPED:
+        """The last pin is gone: the block was in use until now, or its slot goes back."""
+        if entry.state is _DROPPED:
             self._release_slot(entry.slot)
-        else:
-            self._policy.freed(entry)
+        elif entry.state is _READY and not entry.children:
+            self._policy.touch(entry)
 
     def expire(self, now_ns: int) -> list[LeaseId]:
         """End the leases that nobody completed in time, and name them."""
@@ -434,13 +446,14 @@ class Manager:
     def ready(self, key: BlockKey) -> Entry | None:
         """Return a block that can be read."""
         entry = self.index.get(key)
-        return entry if entry is not None and entry.state is State.READY else None
+        return entry if entry is not None and entry.state is _READY else None
 
     def pin(self, key: BlockKey) -> Entry | None:
         """Hold one ready block for a transfer to a lower tier, until unpin."""
         entry = self.ready(key)
         if entry is not None:
             entry.pins += 1
+            self._pinned(entry)
         return entry
 
     def unpin(self, entry: Entry) -> None:
@@ -455,21 +468,26 @@ class Manager:
     def drop(self, key: BlockKey, reason: str) -> bool:
         """Take a ready block out; a pinned one is unlinked now, its slot freed later."""
         entry = self.index.get(key)
-        if entry is None or entry.state is not State.READY:
+        if entry is None or entry.state is not _READY:
             return False
-        self._policy.remove(entry)
-        self._forget(entry, reason)
+        self._policy.inherit(entry)
+        self._forget(entry)
+        self.evictions[reason] += 1
         return True
 
-    def _forget(self, entry: Entry, reason: str) -> None:
+    def _forget(self, entry: Entry) -> None:
         self.index.remove(entry)
-        self.evictions[reason] += 1
         self._changes.removed.append(entry.key)
-        if entry.pins == 0:
-            self._release_slot(entry.slot)
-        else:
+        self._let_go(entry)
+        if entry.parent is not None:
+            self._policy.freed(entry.parent)
+
+    def _let_go(self, entry: Entry) -> None:
+        """A block has left: its slot is free now, or with its last pin."""
+        if entry.pins:
             self._lingering.add(entry.slot)
-        self._parent_freed(entry)
+        else:
+            self._release_slot(entry.slot)
 
     def _parent_freed(self, entry: Entry) -> None:
         if entry.parent is not None:

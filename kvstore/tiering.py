@@ -22,9 +22,18 @@ import msgspec
 from kvstore.errors import BlockCorrupt, TierError, check
 from kvstore.index import Entry, State
 from kvstore.leases import Lease
-from kvstore.manager import Chain, Manager, StoreOutcome
+from kvstore.manager import Manager, StoreOutcome
 from kvstore.tier import Tier
-from kvstore.types import BlockKey, JobId, JobKind, JobResult, LookupResult, Slot, TransferJob
+from kvstore.types import (
+    BlockKey,
+    Chain,
+    JobId,
+    JobKind,
+    JobResult,
+    LookupResult,
+    Slot,
+    TransferJob,
+)
 from kvstore.writes import Backlog, WriteBudget
 
 JOB_BLOCKS_MAX = 64

@@ -29,6 +29,24 @@ def make_key(block_hash: bytes, group: int, scope: bytes = b"") -> BlockKey:
     return BlockKey(block_hash + group.to_bytes(2, "big") + scope)
 
 
+class Chain:
+    """The keys of one request's blocks, in all groups, from its packed block hashes."""
+
+    __slots__ = ("blocks", "packed", "suffixes", "width")
+
+    def __init__(self, packed: bytes, width: int, groups: int, scope: bytes = b"") -> None:
+        """packed: one hash of `width` bytes per block, first block first."""
+        self.blocks = len(packed) // width
+        self.packed = packed
+        self.width = width
+        self.suffixes = [make_key(b"", group, scope) for group in range(groups)]
+
+    def key(self, group: int, index: int) -> BlockKey:
+        """Name block `index` in one group."""
+        start = index * self.width
+        return BlockKey(self.packed[start : start + self.width] + self.suffixes[group])
+
+
 class LookupResult(enum.Enum):
     """What a tier knows about one key."""
 

@@ -427,7 +427,7 @@ class World:
         for namespace in self.namespaces():
             assert not namespace.tiering.busy
             assert not namespace.tiering._coming
-            assert not namespace.manager._writes
+            assert not any(namespace.manager._granted.values())
             assert not len(namespace.manager.leases), "a lease is left"
             self._check_bytes(namespace, again=True)
 

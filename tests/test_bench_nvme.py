@@ -211,7 +211,9 @@ def test_the_index_benchmark_measures_each_count(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["attach", "--blocks", "10"], "expected with nvme-index, found attach"),
+        (["attach", "--blocks", "10"], "expected with index or nvme-index, found attach"),
+        (["index", "--path", "."], "expected with nvme-index, found index"),
+        (["index", "--pairs", "3"], "expected without index"),
         (["nvme-index", "--pairs", "3"], "expected without nvme-index"),
         (["nvme-index", "--path", "/nowhere/at/all"], "expected a directory"),
     ],

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvstore.eviction import LeafLRU
+from kvstore.eviction import SKIPS_MAX, LeafLRU
 from kvstore.index import Entry, Index, State
 from kvstore.types import BlockKey, Slot
 
@@ -18,7 +18,7 @@ class Counting(LeafLRU):
         super().__init__()
         self.changes = 0
 
-    def _link_after(self, entry: Entry, at: Entry) -> None:
+    def _link_after(self, entry: Entry, at: Entry | None) -> None:
         self.changes += 1
         super()._link_after(entry, at)
 
@@ -63,6 +63,13 @@ class Forest:
         entry.state = State.READY
         self.touch(name)
 
+    def pin(self, name: str) -> None:
+        """What a manager does, and in unpin."""
+        entry = self.entry(name)
+        entry.pins += 1
+        if not entry.children:
+            self.policy.remove(entry)
+
     def _gone(self, entry: Entry) -> None:
         self.index.remove(entry)
         if entry.parent is not None:
@@ -70,11 +77,11 @@ class Forest:
 
     def drop(self, name: str) -> None:
         entry = self.entry(name)
-        self.policy.remove(entry)
+        self.policy.inherit(entry)
         self._gone(entry)
 
     def evict(self) -> str | None:
-        entry = self.policy.victim()
+        entry = next(self.policy.victims(), None)
         if entry is None:
             return None
         self._gone(entry)
@@ -83,8 +90,8 @@ class Forest:
     def unpin(self, name: str) -> None:
         entry = self.entry(name)
         entry.pins -= 1
-        if entry.pins == 0:
-            self.policy.freed(entry)
+        if entry.pins == 0 and not entry.children:
+            self.touch(name)
 
     def evictable(self) -> list[str]:
         leaves = [e for e in self.index if e.pins == 0 and e.children == 0]
@@ -130,7 +137,7 @@ def test_pinned_blocks_and_their_parents_stay() -> None:
     forest = Forest()
     for name in ("a", "ab", "x"):
         forest.store(name)
-    forest.entry("ab").pins = 1
+    forest.pin("ab")
     assert [forest.evict(), forest.evict()] == ["x", None]
     forest.unpin("ab")
     assert [forest.evict(), forest.evict(), forest.evict()] == ["ab", "a", None]
@@ -173,7 +180,7 @@ def random_pins_and_drops(forest: Forest, rng: random.Random, name: str) -> None
     if choice < 0.4:
         forest.touch(name)
     elif choice < 0.65:
-        forest.entry(name).pins += 1
+        forest.pin(name)
     elif forest.entry(name).pins:
         forest.unpin(name)
     elif choice > 0.9 and forest.entry(name).children == 0:
@@ -225,3 +232,37 @@ def test_each_operation_changes_the_list_a_fixed_number_of_times(blocks: int) ->
         pass
     assert not forest.names()
     assert forest.policy.changes <= 4 * operations
+
+
+def test_one_search_passes_over_a_limited_number_of_blocks_and_the_next_goes_on() -> None:
+    forest = Forest()
+    entries: list[Entry] = []
+    for number in range(SKIPS_MAX + 500):
+        entries.append(Entry(forest.key(str(number)), entries[-1] if entries else None, Slot(0)))
+        forest.index.insert(entries[-1])
+        entries[-1].state = State.READY
+    for entry in reversed(entries[:-1]):  # each was used by itself, and all before the leaf was
+        forest.policy.touch(entry)
+    forest.policy.touch(entries[-1])
+    forest.policy.changes = 0
+    assert next(forest.policy.victims(), None) is None
+    assert forest.policy.changes == SKIPS_MAX
+    assert next(forest.policy.victims(), None) is entries[-1]
+
+
+def test_a_parent_takes_the_place_of_its_last_child_that_is_dropped() -> None:
+    forest = Forest()
+    for name in ("x", "a", "ab", "y"):
+        forest.store(name)
+    forest.drop("ab")
+    assert [forest.evict() for _ in range(3)] == ["x", "a", "y"]
+
+
+def test_what_was_pinned_is_as_young_as_its_last_pin() -> None:
+    forest = Forest()
+    for name in ("a", "ab", "x", "y"):
+        forest.store(name)
+    forest.pin("ab")
+    forest.touch("x")
+    forest.unpin("ab")
+    assert [forest.evict() for _ in range(4)] == ["y", "x", "ab", "a"]

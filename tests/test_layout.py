@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvstore.errors import ConfigError
 from kvstore.layout import (
@@ -332,3 +334,75 @@ def test_the_layout_has_the_runs_that_were_decided(model: Model, tp: int) -> Non
             else:
                 stretches.append(run.length)
         assert set(stretches) == {run_bytes(model, ours, tp, page=False)}
+
+
+# Any topology that divides the model
+
+
+class Shape(NamedTuple):
+    """A model: KV groups with so many layers each, and how a block is cut."""
+
+    groups: tuple[tuple[int, int | None], ...]  # layers, trailing
+    heads: int
+    chunks: tuple[int, ...]
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    kinds = st.tuples(st.integers(1, 6), st.one_of(st.none(), st.integers(1, 3)))
+    groups = tuple(draw(st.lists(kinds, min_size=1, max_size=3)))
+    chunks = tuple(draw(st.integers(1, 3)) for _ in groups)
+    return Shape(groups, draw(st.sampled_from([1, 2, 4, 8])), chunks)
+
+
+def cut(shape: Shape, tp: int, pp: int) -> list[RankGeometry]:
+    """All ranks of an engine: stages take layers in turn of their order, some perhaps none."""
+    mine = max(1, shape.heads // tp)
+    ranks = []
+    for stage in range(pp):
+        for rank in range(tp):
+            groups = []
+            for number, (layers, trailing) in enumerate(shape.groups):
+                own = range(stage * layers // pp, (stage + 1) * layers // pp)
+                first = rank * shape.heads // tp // mine * mine
+                page = (mine * HEAD_BYTES, mine, first, shape.heads, True)
+                pages = tuple(LayerGeometry(f"g{number}.{layer}", *page) for layer in own)
+                groups.append(GroupGeometry(GroupRule(trailing), pages))
+            ranks.append(RankGeometry("model", 16, shape.chunks, tuple(groups)))
+    return ranks
+
+
+def copies(
+    ranks: Sequence[RankGeometry], group: int, *, writing: bool
+) -> Iterator[tuple[int, bytes, int]]:
+    """Yield place in the slot, bytes of the engine, and rank, of every copy of a block."""
+    for number, (rank, layout) in enumerate(zip(ranks, slot_layout(ranks).ranks, strict=True)):
+        mine = layout.groups[group]
+        for layer, run in zip(rank.groups[group].layers, mine.runs, strict=True):
+            assert (run.name, run.length) == (layer.name, layer.page_bytes)
+            heads = range(layer.head_first, layer.head_first + layer.heads)
+            for block in range(rank.blocks_per_chunk[group]):
+                page = b"".join(content(layer.name, block, head) for head in heads)
+                if run.writes or not writing:
+                    yield block * mine.stride + run.offset, page, number
+
+
+@given(shapes(), *[st.sampled_from([1, 2, 4, 8, 16])] * 2, *[st.integers(1, 4)] * 2)
+@settings(max_examples=150, deadline=None)
+def test_B13_any_topology_reads_what_any_other_wrote(
+    shape: Shape, tp: int, other_tp: int, pp: int, other_pp: int
+) -> None:
+    writers, readers = cut(shape, tp, pp), cut(shape, other_tp, other_pp)
+    layout = slot_layout(writers)
+    assert slot_layout(readers).digest == layout.digest
+    for group, (layers, _) in enumerate(shape.groups):
+        slot = bytearray(layout.slot_bytes)
+        owners: list[int | None] = [None] * layout.slot_bytes
+        for at, page, rank in copies(writers, group, writing=True):
+            assert not any(owner is not None for owner in owners[at : at + len(page)])
+            owners[at : at + len(page)] = [rank] * len(page)
+            slot[at : at + len(page)] = page
+        written = sum(owner is not None for owner in owners)
+        assert written == layers * shape.heads * HEAD_BYTES * shape.chunks[group]
+        for at, page, _ in copies(readers, group, writing=False):
+            assert slot[at : at + len(page)] == page

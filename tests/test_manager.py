@@ -11,8 +11,8 @@ from kvstore.errors import InvariantBroken
 from kvstore.index import State
 from kvstore.leases import Lease
 from kvstore.lookup import Answer
-from kvstore.manager import Chain, Manager, StoreOutcome
-from kvstore.types import BlockKey, GroupRule, LookupResult, Slot
+from kvstore.manager import Manager, StoreOutcome
+from kvstore.types import BlockKey, Chain, GroupRule, LookupResult, Slot
 
 WIDTH = 4
 FULL = GroupRule()

@@ -18,8 +18,8 @@ from hypothesis.stateful import (
 from kvstore.index import Entry, State
 from kvstore.leases import Lease
 from kvstore.lookup import Answer, common_hit
-from kvstore.manager import Chain, Manager, StoreOutcome
-from kvstore.types import BlockKey, GroupRule, LookupResult, Slot
+from kvstore.manager import Manager, StoreOutcome
+from kvstore.types import BlockKey, Chain, GroupRule, LookupResult, Slot
 
 WIDTH = 8
 RULES = (GroupRule(), GroupRule(2))

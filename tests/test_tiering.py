@@ -8,10 +8,11 @@ import pytest
 
 from kvstore import tiering
 from kvstore.errors import BlockCorrupt
-from kvstore.manager import Chain, Manager, StoreOutcome
+from kvstore.manager import Manager, StoreOutcome
 from kvstore.tiering import JOB_BLOCKS_MAX, Tiering
 from kvstore.types import (
     BlockKey,
+    Chain,
     GroupRule,
     JobKind,
     JobResult,
@@ -354,7 +355,7 @@ def test_what_is_coming_can_be_leased_and_is_named_by_its_source() -> None:
     rig.tiering.promote(chain, chain.blocks)
     lease = rig.manager.prepare_load(chain, 5, owner=1, deadline_ns=1)
     assert lease is not None
-    assert lease.groups[0].indices == list(range(5))
+    assert list(lease.groups[0].indices) == list(range(5))
     assert [rig.tiering.source(key) for key in rig.keys(chain)] == ["slow"] * 5
     assert rig.manager.prepare_load(chain, 5, owner=1, deadline_ns=1, coming=False) is None
     found = [rig.generations[slot] for slot in lease.groups[0].slots]

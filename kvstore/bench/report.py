@@ -13,6 +13,7 @@ import msgspec
 SEED = 20
 RESAMPLES = 4000
 CONFIDENCE = 0.9
+WHOLE_FROM = 10_000  # with four digits these would be shown with an exponent
 IN_OTHER_COLUMNS = ("against", "difference_ms", "ratio_low", "ratio_high")
 IN_JSON_ONLY = ("value_low", "value_high", "reference_low", "reference_high")
 
@@ -121,7 +122,7 @@ def _common(parameters: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _number(value: float) -> str:
-    return f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) >= WHOLE_FROM else f"{value:.4g}"
 
 
 def _interval(parameters: dict[str, Any]) -> str:

@@ -14,11 +14,10 @@ from kvstore.config import EngineConfig
 from kvstore.errors import ProtocolError
 from kvstore.leases import Lease
 from kvstore.lookup import Answer
-from kvstore.manager import Chain
 from kvstore.metrics import Numbers
 from kvstore.service.namespace import Namespace
 from kvstore.service.session import Ask, Phase, Session
-from kvstore.types import LookupResult
+from kvstore.types import Chain, LookupResult
 
 _ASK_AGAIN_MS = 1000
 

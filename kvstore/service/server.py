@@ -25,6 +25,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, start_http_server
 
 from kvstore import protocol as p
+from kvstore.collector import collect_young_only
 from kvstore.config import Config
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.metrics import NVME, StoreCollector
@@ -325,4 +326,5 @@ def serve(config: Config, listener: socket.socket, linger_s: float | None = None
     server.check_tiers()
     signal.signal(signal.SIGTERM, server.stop)
     signal.signal(signal.SIGINT, server.stop)
+    collect_young_only()
     server.run()

@@ -16,9 +16,8 @@ import msgspec
 
 from kvstore import protocol as p
 from kvstore.layout import RankGeometry, RankLayout
-from kvstore.manager import Chain
 from kvstore.service.namespace import Namespace
-from kvstore.types import BlockKey, LeaseId, Slot
+from kvstore.types import BlockKey, Chain, LeaseId, Slot
 
 
 class Phase(enum.Enum):

@@ -20,11 +20,8 @@ from itertools import chain
 from typing import cast
 
 from kvstore.eviction import LeafLRU
-from kvstore.index import Entry, State
+from kvstore.index import TABLE_SHIFT, TABLES, Entry, State
 from kvstore.types import BlockKey, Slot
-
-_TABLES = 1024  # a dict that grows takes up to 300 ms for one insertion when it has 10^7 keys
-_SHIFT = 54  # of a hash of 64 bits: -512..511, which are the indices of 1,024 tables
 
 
 class Durable(enum.Enum):
@@ -71,7 +68,7 @@ class DiskIndex:
 
     def __init__(self) -> None:
         """Start empty."""
-        self._tables: list[dict[BlockKey, Record]] = [{} for _ in range(_TABLES)]
+        self._tables: list[dict[BlockKey, Record]] = [{} for _ in range(TABLES)]
         self._count = 0
         self.order = LeafLRU()
 
@@ -81,17 +78,17 @@ class DiskIndex:
 
     def get(self, key: BlockKey) -> Record | None:
         """Return the record, ready or being written."""
-        found = self._tables[hash(key) >> _SHIFT].get(key)
+        found = self._tables[hash(key) >> TABLE_SHIFT].get(key)
         return None if found is None or found.state is State.DROPPED else found
 
     def sinks(self, key: BlockKey) -> bool:
         """Tell whether this block is about to leave, and cannot come back yet."""
-        found = self._tables[hash(key) >> _SHIFT].get(key)
+        found = self._tables[hash(key) >> TABLE_SHIFT].get(key)
         return found is not None and found.state is State.DROPPED
 
     def holds(self, record: Record) -> bool:
         """Tell whether this very record is here, be it one that sinks."""
-        return self._tables[hash(record.key) >> _SHIFT].get(record.key) is record
+        return self._tables[hash(record.key) >> TABLE_SHIFT].get(record.key) is record
 
     def __iter__(self) -> Iterator[Record]:
         """Go through all records, in no order; for tests and fsck."""
@@ -101,7 +98,7 @@ class DiskIndex:
     def insert(self, record: Record, parent: Record | None) -> None:
         """Add a record below its parent, which is here."""
         key = record.key
-        self._tables[hash(key) >> _SHIFT][key] = record
+        self._tables[hash(key) >> TABLE_SHIFT][key] = record
         self._count += 1
         if parent is not None:
             parent.children += 1
@@ -124,7 +121,7 @@ class DiskIndex:
             parent.children -= 1
         record.before = record.after = None
         self.order.remove(record)
-        del self._tables[hash(record.key) >> _SHIFT][record.key]
+        del self._tables[hash(record.key) >> TABLE_SHIFT][record.key]
         self._count -= 1
         record.state = State.DROPPED
         if parent is not None:

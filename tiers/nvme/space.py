@@ -15,6 +15,7 @@ import struct
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import cast
 
 import xxhash
@@ -252,12 +253,11 @@ class Space:
 
     def evict(self, count: int) -> int:
         """Drop up to count of the coldest blocks; return how many went."""
-        for done in range(count):
-            victim = self.index.order.victim()
-            if victim is None:
-                return done
+        done = 0
+        for victim in islice(self.index.order.victims(), max(0, count)):
             self.drop(cast("Record", victim), "evicted")
-        return count
+            done += 1
+        return done
 
     # What concerns many records
 

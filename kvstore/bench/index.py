@@ -1,0 +1,230 @@
+"""`kvstore bench index`: the manager while it grows to millions of blocks, beside vLLM's.
+
+For each count of blocks a manager of each kind grows from empty until it is full. Then prefixes
+are looked up, and others are stored, which evicts the coldest; each eviction of ours is compared
+with a model of the order. The time of every single call is taken while it grows, and in the end
+with the coldest 50,000 blocks pinned. Memory is measured apart, with tracemalloc: that is slow.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+import tracemalloc
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+
+from kvstore.bench.managers import PREFIX, Native, Ours, Request, natives, request
+from kvstore.bench.report import SEED, Result, paired_ratio, percentile
+from kvstore.collector import collect_young_only
+from kvstore.errors import ConfigError, check
+
+BLOCKS = (10_000, 100_000, 1_000_000)
+BATCH = 256  # blocks stored at a time where single calls are timed
+PINNED = 50_000
+LOOKUPS = 300  # of each kind, all of different requests
+ROUNDS = 20  # of PREFIX blocks stored; the systems take turns
+KINDS = {"lookup_full_hit": PREFIX, "lookup_half_hit": PREFIX // 2, "lookup_miss": 0}
+SHARE = 0.9999
+_NS_US, _NS_MS, _NS_S = 1e3, 1e6, 1e9
+
+Make = Callable[[int], Ours | Native]
+Tell = Callable[[str, int], None]
+"""(what is measured, blocks done)"""
+
+
+class Calls:
+    """The times of single calls."""
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self.wall_ns = array("q")
+        self.cpu_ns = 0  # the most that one call kept the processor busy
+
+    def take(self, steps: Iterator[None]) -> None:
+        """Run all steps, each of which is one call."""
+        wall, cpu = time.perf_counter_ns, time.thread_time_ns
+        cpu_ns, wall_ns = cpu(), wall()
+        for _ in steps:
+            wall_ns, cpu_ns = wall() - wall_ns, cpu() - cpu_ns
+            self.wall_ns.append(wall_ns)
+            self.cpu_ns = max(self.cpu_ns, cpu_ns)
+            cpu_ns, wall_ns = cpu(), wall()
+
+
+class Measured(msgspec.Struct):
+    """What one system showed at one count of blocks."""
+
+    name: str
+    blocks: int
+    lookup_us: dict[str, float]
+    stored: list[float]  # blocks/s of each round
+    calls: Calls
+    entry_bytes: float
+    peak_bytes: float
+
+
+def run(blocks: Sequence[int] | None = None) -> list[Result]:
+    """Measure each count of resident blocks, rounded down to whole requests."""
+    counts = [count // PREFIX * PREFIX for count in blocks or BLOCKS]
+    if min(counts) < 4 * PREFIX:
+        raise ConfigError(f"--blocks: expected at least {4 * PREFIX}, found {min(blocks or ())}")
+    console = Console(stderr=True)
+    peers, told = natives()
+    console.print(f"vLLM, to compare with: {told}")
+    kinds: list[tuple[str, Make]] = [(Ours.name, Ours), *peers]
+    collect_young_only()
+    results: list[Result] = []
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("", total=2 * len(kinds) * sum(counts))
+
+        def tell(what: str, done: int) -> None:
+            progress.update(task, description=what, advance=done)
+
+        for count in counts:
+            sizes = [_sizes(count, name, make, tell) for name, make in kinds]
+            results += rows(count, _timed(count, kinds, sizes, tell), told)
+    return results
+
+
+def _sizes(count: int, name: str, make: Make, tell: Tell) -> tuple[float, float]:
+    """Return bytes per block once all are there, and at the highest while it grew."""
+    wanted = [request(number) for number in range(count // PREFIX)]  # keys are not counted
+    tracemalloc.start()
+    try:
+        system = make(count)
+        for each in wanted:
+            system.store_all(each)
+            if isinstance(system, Ours):
+                system.manager.take_changes()
+            tell(f"{count:,} blocks: memory of {name}", PREFIX)
+        now, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    return now / count, peak / count
+
+
+def _timed(
+    count: int, kinds: Sequence[tuple[str, Make]], sizes: Sequence[tuple[float, float]], tell: Tell
+) -> list[Measured]:
+    """Measure all systems, in turns where they are compared."""
+    systems = [make(count) for _, make in kinds]
+    calls = [Calls() for _ in systems]
+    whole = count // PREFIX
+    for number in range(whole):
+        wanted = request(number)
+        for system, timed in zip(systems, calls, strict=True):
+            timed.take(system.store(wanted, BATCH))
+            tell(f"{count:,} blocks: {system.name}", PREFIX)
+    lookups = [_lookups(system, whole) for system in systems]
+    rates: list[list[float]] = [[] for _ in systems]
+    for number in range(whole, whole + ROUNDS):
+        wanted = request(number)
+        for system, rate in zip(systems, rates, strict=True):
+            start_ns = time.perf_counter_ns()
+            system.store_all(wanted)
+            rate.append(PREFIX * _NS_S / (time.perf_counter_ns() - start_ns))
+            system.settle(wanted)
+    for system, timed in zip(systems, calls, strict=True):
+        _pinned(system, whole, timed)
+    return [
+        Measured(system.name, count, *measured)
+        for system, *measured in zip(
+            systems, lookups, rates, calls, *zip(*sizes, strict=True), strict=True
+        )
+    ]
+
+
+def _lookups(system: Ours | Native, whole: int) -> dict[str, float]:
+    """Return the median time of a lookup of each kind, in us; no request is asked for twice."""
+    found = {}
+    for kind, shared in KINDS.items():
+        numbers = random.Random(SEED).choices(range(whole), k=LOOKUPS)
+        wanted = [request(-1 - n, shared, n) for n in numbers]
+        times = []
+        for each in wanted:
+            start_ns = time.perf_counter_ns()
+            blocks = system.lookup(each)
+            times.append((time.perf_counter_ns() - start_ns) / _NS_US)
+            check(blocks == shared, f"{system.name} found {blocks} blocks, expected {shared}")
+        found[kind] = statistics.median(times)
+    return found
+
+
+def _pinned(system: Ours | Native, whole: int, timed: Calls) -> None:
+    """Store, look up and load with the coldest blocks pinned, up to half of all."""
+    held = 0
+    for number in range(whole + ROUNDS):
+        if held * PREFIX >= min(PINNED, whole * PREFIX // 2):
+            break
+        wanted = request(number)
+        if system.lookup(wanted) == PREFIX:
+            timed.take(system.pin(wanted))
+            held += 1
+    for number in range(whole + ROUNDS, whole + 2 * ROUNDS):
+        wanted = request(number)
+        timed.take(system.store(wanted, BATCH))
+        timed.take(_looked_up(system, wanted))
+        if system.lookup(wanted) == PREFIX:  # a policy may have let go of some of it
+            timed.take(system.load(wanted))
+    timed.take(system.unpin())
+
+
+def _looked_up(system: Ours | Native, wanted: Request) -> Iterator[None]:
+    system.lookup(wanted)
+    yield
+
+
+def rows(count: int, measured: Sequence[Measured], told: str) -> list[Result]:
+    """Compare ours, the first, with each of the others; without others there is no reference."""
+    ours, *others = measured
+    results = []
+    compared: Sequence[Measured | None] = others or [None]
+    for other in compared:
+        common: dict[str, object] = {"blocks": count, "vllm": told}
+        if other is not None:
+            common["against"] = other.name
+        for mine, theirs in zip(_values(ours), _values(other or ours), strict=True):
+            reference, ratio, more = None, None, mine.parameters
+            if other is not None:
+                reference, ratio = theirs.value, mine.value / theirs.value
+            if other is not None and mine.name == "store_evict":
+                pairs = paired_ratio(ours.stored, other.stored)
+                ratio, more = (
+                    pairs.median,
+                    more | {"ratio_low": pairs.low, "ratio_high": pairs.high},
+                )
+            results.append(
+                msgspec.structs.replace(
+                    mine, reference=reference, ratio=ratio, parameters=common | more
+                )
+            )
+    return results
+
+
+def _values(of: Measured) -> Iterator[Result]:
+    """One system's numbers, without what they are compared with."""
+    for kind, value in of.lookup_us.items():
+        yield Result(name=kind, value=value, unit="us", better="lower")
+    rate = statistics.median(of.stored)
+    yield Result(name="store_evict", value=rate, unit="blocks/s", better="higher")
+    wall_ns = of.calls.wall_ns
+    for statistic, value in (("p99.99", percentile(wall_ns, SHARE)), ("maximum", max(wall_ns))):
+        more = {"statistic": statistic, "pinned": min(PINNED, of.blocks // 2)}
+        if statistic == "maximum":
+            more["cpu_ms"] = of.calls.cpu_ns / _NS_MS
+        yield Result(
+            name="worst_call", value=value / _NS_MS, unit="ms", better="lower", parameters=more
+        )
+    yield Result(
+        name="bytes_per_entry",
+        value=of.entry_bytes,
+        unit="B",
+        better="lower",
+        parameters={"peak": round(of.peak_bytes)},
+    )

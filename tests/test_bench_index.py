@@ -1,0 +1,104 @@
+"""The index benchmark in small: its rows, what it compares with, and that it checks the order."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from kvstore import cli
+from kvstore.bench import index
+from kvstore.bench.report import Result, as_json
+from kvstore.errors import InvariantBroken
+from kvstore.eviction import LeafLRU
+from kvstore.index import Entry
+
+BLOCKS = 4000
+NAMES = {
+    "lookup_full_hit": "us",
+    "lookup_half_hit": "us",
+    "lookup_miss": "us",
+    "store_evict": "blocks/s",
+    "worst_call": "ms",
+    "bytes_per_entry": "B",
+}
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests have the collector that Python has."""
+    monkeypatch.setattr(index, "collect_young_only", lambda: None)
+    monkeypatch.setattr(index, "LOOKUPS", 5)
+    monkeypatch.setattr(index, "ROUNDS", 6)
+
+
+def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+
+
+def of(results: Sequence[Result], name: str, **wanted: object) -> Result:
+    (one,) = (r for r in results if r.name == name and wanted.items() <= r.parameters.items())
+    return one
+
+
+def test_every_row_is_there_for_every_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_vllm(monkeypatch)
+    results = index.run([BLOCKS, BLOCKS + 2500])
+    for count in (BLOCKS, BLOCKS + 2000):
+        mine = [r for r in results if r.parameters["blocks"] == count]
+        assert {r.name: r.unit for r in mine} == NAMES
+        slow = {r.parameters.get("statistic"): r.value for r in mine if r.name == "worst_call"}
+        assert 0 < slow["p99.99"] <= slow["maximum"]
+        assert of(mine, "worst_call", statistic="maximum").parameters["pinned"] == count // 2
+        size = of(mine, "bytes_per_entry")
+        assert 100 < size.value <= size.parameters["peak"]
+    assert all(row["value"] > 0 for row in json.loads(as_json("index", results))["results"])
+
+
+def test_without_vllm_the_table_and_the_rows_say_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without_vllm(monkeypatch)
+    assert cli.main(["bench", "index", "--blocks", str(BLOCKS)]) == 0
+    shown = capsys.readouterr()
+    assert "vllm=not installed" in shown.out.replace("\n", " ")
+    assert "not installed" in shown.err
+    assert cli.main(["bench", "index", "--blocks", str(BLOCKS), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["results"]
+    assert all(row["vllm"].startswith("not installed") for row in rows)
+    assert {row["reference"] for row in rows} == {row["ratio"] for row in rows} == {None}
+
+
+@pytest.mark.vllm
+def test_vllms_managers_run_beside_ours_in_the_same_run() -> None:
+    command = ["bench", "index", "--blocks", str(BLOCKS), "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvstore.cli", *command], capture_output=True, check=True
+    )
+    rows = json.loads(done.stdout)["results"]
+    assert {row["against"] for row in rows} == {"LRU", "ARC"}
+    for row in rows:
+        if row["name"] != "store_evict":  # that is a median of pairs
+            assert row["ratio"] == pytest.approx(row["value"] / row["reference"])
+        if row["name"] == "lookup_full_hit":
+            assert row["ratio"] < 0.5, "one search against a thousand calls"
+
+
+def test_evictions_in_another_order_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_vllm(monkeypatch)
+
+    def first_come(self: LeafLRU, entry: Entry) -> None:
+        if entry.next is None:
+            self._link_after(entry, self._root)
+
+    monkeypatch.setattr(LeafLRU, "touch", first_come)
+    with pytest.raises(InvariantBroken, match="leaf-first"):
+        index.run([BLOCKS])
+
+
+def test_too_few_blocks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "index", "--blocks", "10000,300"]) == 2
+    assert "--blocks: expected at least 4000, found 300" in capsys.readouterr().err
