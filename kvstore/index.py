@@ -128,7 +128,8 @@ class Index:
     def run(self, keys: Sequence[BlockKey], *, coming: bool = True) -> list[Entry]:
         """Return the entries of one chain's leading keys up to the first that is not here.
 
-        Blocks that were cut off by a drop hang below the new copy of their parent from now on.
+        Blocks that were cut off by a drop hang below the new copy of their parent from now on; what
+        is ready only once that copy is ready, too.
         """
         found: list[Entry] = []
         also = State.COMING if coming else State.READY
@@ -136,7 +137,8 @@ class Index:
             entry = self._entries.get(key)
             if entry is None or (entry.state is not State.READY and entry.state is not also):
                 break
-            if self.holes and found:
+            above_ready = bool(found) and found[-1].state is State.READY
+            if self.holes and found and (above_ready or entry.state is not State.READY):
                 self.relink(entry, found[-1])
             found.append(entry)
         return found
