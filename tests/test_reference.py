@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from connectors.reference import Group, Request, Shape, State, WorkerResults
+from connectors.reference import Group, Request, Shape, State, WorkerResults, block_bytes
 from kvstore.errors import InvariantBroken
 from tests.reference_rig import FULL, Rig
 
@@ -14,6 +14,9 @@ LATER = (None, False)
 
 def but(**changes: object) -> Shape:
     return msgspec.structs.replace(FULL, **changes)
+
+
+STATES = but(groups=(Group(4), Group(8, state=True)), block_tokens=8, blocks=81)
 
 
 def test_E1_a_deferred_request_is_skipped_and_keeps_its_place() -> None:
@@ -67,7 +70,7 @@ def test_E2_a_load_that_does_not_fit_stays_at_the_head_and_is_asked_again() -> N
 
 def test_E2_loads_leave_room_for_each_other_to_end() -> None:
     """None of them can be preempted: two that fit now, and not with what they generate, lock."""
-    rig = Rig(but(blocks=25))  # 24
+    rig = Rig(but(blocks=29))  # 28: each needs 16 in the end
     rig.add("a", 41, 20, (40, True))
     rig.add("b", [9] * 41, 20, (40, True))
     rig.step()
@@ -86,6 +89,19 @@ def test_E3_a_load_enters_the_prefix_cache_only_when_it_is_over() -> None:
     assert rig.script.asked[-1] == ("b", 0)
     rig.step(expect={"a": 1, "b": 1})
     assert rig.script.asked[-1] == ("b", 16)
+
+
+def test_E3_a_state_that_was_loaded_is_found_by_others() -> None:
+    rig = Rig(STATES)
+    prompt = list(range(29))
+    rig.add("a", prompt, 1, (24, True))
+    rig.step()
+    rig.fill()
+    rig.load_over("a")
+    rig.step()
+    rig.step(expect={"a": 5})
+    rig.add("b", prompt, 1)
+    rig.step(expect={"b": 5})
 
 
 def test_E3_the_last_token_of_a_prompt_that_was_loaded_whole_is_computed() -> None:
@@ -138,15 +154,13 @@ def test_E5_preemption_frees_resets_and_goes_back_to_the_head() -> None:
 
 
 def test_E5_a_step_that_preempted_admits_nobody() -> None:
-    rig = Rig(but(blocks=11, prefix_cache=False))
+    rig = Rig(but(blocks=11, budget=12, prefix_cache=False))
     rig.add("a", 20, 12)
     rig.add("b", 20, 12)
-    rig.step()
-    rig.add("c", 4, 1)
-    rig.step(expect={"a": 1})
-    assert "c" not in rig.running
-    rig.engine.abort("b")
-    rig.step(expect={"a": 1, "c": 4})
+    for expected in ({"a": 12}, {"a": 8, "b": 4}, {"a": 1, "b": 11}):
+        rig.step(expect=expected)
+    rig.step(expect={"a": 1})  # "b" found no room, and a first part of it would fit again
+    rig.step(expect={"a": 1, "b": 11})
 
 
 def test_E5_by_priority_the_victim_is_the_least_important_one() -> None:
@@ -185,15 +199,16 @@ def test_E5_a_victim_that_was_scheduled_gives_budget_and_blocks_back() -> None:
 
 
 def test_E5_what_a_victim_would_have_computed_is_not_found_in_the_prefix_cache() -> None:
-    """It was scheduled first, and its blocks were entered under hashes that nobody computes."""
-    rig = Rig(but(blocks=12, by_priority=True, budget=24))
-    rig.add("least", list(range(19)), 12, priority=2)
+    rig = Rig(but(blocks=11, by_priority=True, budget=20))
+    urgent = rig.add("urgent", 4, 12, priority=0)
+    least = rig.add("least", list(range(34)), 1, priority=2)
+    rig.step(expect={"urgent": 4, "least": 16})
+    rig.engine.book.running[:] = [least, urgent]
+    rig.step(expect={"urgent": 1})  # after "least" was scheduled, with four full blocks
+    assert rig.script.steps[-1].preempted == {"least"}
     rig.step()
-    rig.add("urgent", [7] * 40, 1, priority=0)
-    for _ in range(6):
-        rig.step()
-    assert rig.engine.counts["preempted"]
-    rig.run()  # every read is checked
+    assert rig.script.asked[-1] == ("least", 16)
+    rig.run()
 
 
 def test_E5_the_loop_ends_when_the_request_itself_is_the_victim() -> None:
@@ -328,7 +343,7 @@ def test_E7_blocks_that_a_window_has_passed_are_let_go(window: int) -> None:
 
 
 def test_E7_a_state_is_kept_where_a_step_ends_at_a_block() -> None:
-    rig = Rig(but(groups=(Group(4), Group(8, state=True)), block_tokens=8, blocks=81))
+    rig = Rig(STATES)
     prompt = list(range(29))
     request = rig.add("a", prompt, 12)
     rig.step(expect={"a": 24})  # it stops at the last whole block
@@ -346,8 +361,24 @@ def test_E7_a_state_is_kept_where_a_step_ends_at_a_block() -> None:
     assert rig.all_free
 
 
+def test_E7_a_prompt_in_chunks_stops_where_states_are_kept() -> None:
+    rig = Rig(msgspec.structs.replace(STATES, budget=12))
+    rig.add("a", 29, 1)
+    for tokens in (8, 8, 8, 5):
+        rig.step(expect={"a": tokens})
+
+
+def test_E7_a_state_is_not_read_in_the_step_that_writes_it() -> None:
+    rig = Rig(STATES)
+    prompt = list(range(29))
+    rig.add("a", prompt, 1)
+    rig.add("b", prompt, 1)
+    rig.step(expect={"a": 24, "b": 24})
+    rig.step(expect={"a": 5, "b": 5})
+
+
 def test_E7_a_state_that_is_wrong_is_seen() -> None:
-    rig = Rig(but(groups=(Group(4), Group(8, state=True)), block_tokens=8, blocks=81))
+    rig = Rig(STATES)
     request = rig.add("a", 29, 12)
     rig.step()
     at = request.table[1][2] * rig.shape.page_bytes
@@ -360,3 +391,23 @@ def test_E7_a_request_that_can_never_run_is_refused() -> None:
     rig = Rig()
     with pytest.raises(ValueError, match="needs 51 engine blocks, there are 40"):
         rig.engine.add(Request("a", [1] * 200, 3, FULL))
+
+
+def test_E10_bytes_follow_from_tokens_position_group_rank_and_weights() -> None:
+    shape = but(groups=(Group(4), Group(4), Group(4, state=True)), token_bytes=8)
+    one = Request("a", [1, 2, 3, 4] * 3, 1, shape)
+    other = Request("b", [9, 2, 3, 4, 1, 2, 3, 4], 1, shape)
+    heavy = Request("c", [1, 2, 3, 4], 1, shape)
+    heavy.text.weigh(5)
+    found = {
+        block_bytes(shape, request.text, group, rank, index)
+        for request, indices in ((one, 3), (other, 2), (heavy, 1))
+        for group in range(3)
+        for rank in range(2)
+        for index in range(indices)
+    }
+    assert len(found) == 6 * 6
+    assert {len(data) for data in found} == {32}
+    tokens = {data[at : at + 8] for data in found for at in range(0, 32, 8)}
+    words = {token[at : at + 4] for token in tokens for at in (0, 4)}
+    assert len(words) == 2 * len(tokens) == 2 * (6 * 2 * 2 * 4 + 6 * 2)

@@ -1,10 +1,13 @@
-"""The reference engine's failed loads, statistics, resets and steps ahead, by rows of contract E."""
+"""The reference engine's failed loads, statistics, resets, steps ahead: by rows of contract E."""
 
 from __future__ import annotations
+
+import random
 
 import msgspec
 import pytest
 
+from connectors.jobs import StepMeta
 from connectors.reference import Group, Shape, State, WorkerResults
 from kvstore.errors import InvariantBroken
 from tests.reference_rig import FULL, Rig
@@ -80,7 +83,7 @@ def sync_load(rig: Rig, *bad: int) -> None:
     """Fill the last load that was planned while its step runs, but for these blocks."""
     side, results = rig.sides[0], rig.sides[0].next
 
-    def start_loads(_meta: object) -> None:
+    def start_loads(meta: StepMeta) -> None:  # noqa: ARG001 - the engine decides
         if rig.script.loads and side.next is results:
             rig.fill()
             table = rig.script.loads[-1][3][0]
@@ -112,7 +115,7 @@ def test_E4_after_a_failed_synchronous_load_the_output_is_skipped(bad: int) -> N
     assert rig.tokens["a"] == []
     assert rig.running == ["a"]
     assert output.hits.external == 4 * bad  # what was lost is no hit
-    rig.sides[0].start_loads = lambda _meta: None  # type: ignore[method-assign]
+    rig.sides[0].start_loads = lambda meta: None  # type: ignore[method-assign]  # noqa: ARG005
     rig.step(expect={"a": 20 - 4 * bad})
     rig.run()
     twin = Rig()
@@ -129,7 +132,7 @@ def test_E4_a_shared_bad_block_is_computed_again_by_the_first_only() -> None:
     sync_load(rig, 1)
     rig.step(expect={"a": 1, "b": 2})
     assert rig.tokens == {"a": [], "b": []}
-    rig.sides[0].start_loads = lambda _meta: None  # type: ignore[method-assign]
+    rig.sides[0].start_loads = lambda meta: None  # type: ignore[method-assign]  # noqa: ARG005
     rig.step(expect={"a": 13, "b": 2})
     assert [len(tokens) for tokens in rig.tokens.values()] == [1, 1]
 
@@ -314,17 +317,54 @@ def test_E9_blocks_of_drafts_are_offered_only_when_they_are_accepted() -> None:
     assert len(rig.engine.book.tables.pool.cached) == 1
 
 
-def test_E9_a_preempted_request_gets_what_was_under_way_and_goes_on_after_it() -> None:
-    rig = Rig(but(batches=2, blocks=12))
-    rig.add("a", 20, 12)
-    rig.add("b", [5] * 20, 12)
-    rig.run()
-    assert rig.engine.counts["preempted"]
+@pytest.mark.parametrize("batches", [2, 3])
+def test_E9_a_preempted_request_gets_what_was_under_way_and_goes_on_after_it(batches: int) -> None:
+    rig = Rig(but(batches=batches, blocks=13, budget=6, prefix_cache=False))
     twin = Rig()
-    twin.add("a", 20, 12)
-    twin.add("b", [5] * 20, 12)
+    for one in (rig, twin):
+        one.add("a", 20, 12)
+        one.add("b", [5] * 20, 12)
+        one.run()
+    assert rig.engine.counts["preempted"]
+    assert rig.tokens == twin.tokens
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_E9_whatever_the_engine_the_tokens_are_the_same(seed: int) -> None:
+    """Every read is checked on the way: sharing, preemption, windows, states, drafts, steps."""
+    rng = random.Random(seed)
+    windows = ((Group(4),), (Group(4), Group(4, window=6)), (Group(8), Group(4, window=10)))
+    groups = rng.choice((*windows, (Group(4), Group(8, state=True))))
+    state = groups[-1].state
+    shape = Shape(
+        groups=groups,
+        block_tokens=8,
+        blocks=18 * len(groups),
+        world=rng.choice((1, 2)),
+        budget=rng.choice((8, 20, 100)),
+        running_max=rng.choice((2, 5)),
+        lookahead=rng.choice((0, 3)),
+        batches=rng.choice((1, 2, 3)),
+        drafts=0 if state else rng.choice((0, 2)),
+        by_priority=rng.random() < 0.5,
+        prefix_cache=state or rng.random() < 0.7,
+        defer_frees=rng.random() < 0.5,
+        reuse_newest=rng.random() < 0.5,
+    )
+    rig, twin = Rig(shape, accepted=0.5, seed=seed), Rig(but(blocks=999, prefix_cache=False))
+    common = [rng.randrange(50) for _ in range(30)]
+    for number in range(8):
+        prompt = common[: rng.randrange(30)] + [rng.randrange(50) for _ in range(5)]
+        new, priority = rng.randrange(1, 15), rng.randrange(3)
+        rig.add(f"r{number}", prompt, new, priority=priority)
+        twin.add(f"r{number}", prompt, new)
+        for _ in range(rng.randrange(4)):
+            rig.step()
+    rig.run(500)
     twin.run()
     assert rig.tokens == twin.tokens
+    assert rig.all_free
+    assert all(rank.reads for rank in rig.ranks)
 
 
 def test_E9_blocks_that_a_step_may_still_write_are_freed_after_it() -> None:

@@ -119,6 +119,7 @@ class LocalRank:
         marks = [np.frombuffer(span.marks, dtype=np.uint32) for span in step.spans]
         for span, known in zip(step.spans, marks, strict=True):
             self._read_states(span, known)
+        for span, known in zip(step.spans, marks, strict=True):
             self._write(span, known)
         self._side.after_forward(step.meta)
         results = self._side.results(step.meta)
