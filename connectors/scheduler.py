@@ -402,15 +402,15 @@ class SchedulerHalf:
 
     # The end of things
 
-    def request_finished(self, request_id: str, table: BlockTable) -> None:
+    def request_finished(self, request_id: str, table: BlockTable) -> bool:
         """Offer what is complete and was not offered; give back what was not used.
 
-        The engine may free the blocks at once: the next step's fence protects their bytes.
+        False: the engine may free the blocks at once. The next step's fence protects their bytes.
         """
         tracked = self._requests.pop(request_id, None)
         self._left.pop(request_id, None)
         if tracked is None:
-            return
+            return False
         if tracked.phase is Phase.RUNNING:
             computed = tracked.request.num_computed_tokens
             self._offers.offer(tracked, computed, lambda _: table)
@@ -418,6 +418,7 @@ class SchedulerHalf:
         if tracked.ask is not None:
             self._client.drop(tracked.ask)
         self._end_loading(tracked)
+        return False
 
     def has_pending_work(self) -> bool:
         """Tell whether one more step is needed although no request is left."""

@@ -336,8 +336,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Let go of a request; its blocks may be freed at once, the fence protects them."""
         table = compat.table_of(block_ids, self._states, (), self._tokens)
-        self._plan().request_finished(request.request_id, table or ())
-        return False, None
+        return self._plan().request_finished(request.request_id, table or ()), None
 
     def has_pending_push_work(self) -> bool:
         """Ask for one more step while blocks of finished requests wait to be stored."""

@@ -162,7 +162,8 @@ class Index:
     def run(self, chain: Chain, group: int, limit: int, *, coming: bool = True) -> list[Entry]:
         """Return the entries of a chain's leading blocks up to the first that is not here.
 
-        Blocks that were cut off by a drop hang below the new copy of their parent from now on.
+        Blocks that were cut off by a drop hang below the new copy of their parent from now on; what
+        is ready only once that copy is ready, too.
         """
         found: list[Entry] = []
         tables, also = self._tables, _COMING if coming else _READY
@@ -172,7 +173,8 @@ class Index:
             entry = tables[hash(key) >> TABLE_SHIFT].get(key)
             if entry is None or ((state := entry.state) is not _READY and state is not also):
                 break
-            if self.holes and found:
+            above_ready = bool(found) and found[-1].state is State.READY
+            if self.holes and found and (above_ready or entry.state is not State.READY):
                 self.relink(entry, found[-1])
             found.append(entry)
         return found

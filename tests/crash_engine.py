@@ -1,7 +1,7 @@
 """Engines for the crash campaign: real halves, real tensors, and bytes that follow from the tokens.
 
-The engine itself is the simulation's. Here it runs on a thread of its own, its blocks are of a
-size that fills a disk, and what each block must hold is written down where the campaign reads it.
+The engine is the reference engine. Here it runs on a thread of its own, its blocks are of a size
+that fills a disk, and what each block must hold is written down where the campaign reads it.
 """
 
 from __future__ import annotations
@@ -11,23 +11,29 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import xxhash
 
 from connectors.client import StoreClient
 from connectors.link import Attacher, monotonic_ns
-from connectors.requests import Geometry
+from connectors.reference import (
+    VOCABULARY,
+    Engine,
+    Group,
+    LocalRank,
+    Output,
+    Request,
+    Shape,
+    TieredWorker,
+    block_bytes,
+)
 from connectors.scheduler import SchedulerHalf
 from connectors.worker import WorkerHalf
 from kvstore import protocol as p
 from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
-from kvstore.types import BlockKey, GroupRule, make_key, window_rule
-from tests.sim_engine import Engine, Work
-from tests.sim_model import HASH_TOKENS, VOCABULARY, Request, Shape, State
+from kvstore.types import BlockKey, make_key
 from tiers.copier import LayerCache
 
 OPEN_MAX = 4  # requests of an engine at one time
@@ -52,17 +58,12 @@ def shape(
 ) -> Shape:
     """A small engine with blocks of 8 tokens. groups: tokens of an engine block, per group."""
     return Shape(
-        group_tokens=tuple(groups),
-        windows=tuple(windows),
+        groups=tuple(Group(t, window) for t, window in zip(groups, windows, strict=True)),
         block_tokens=8,
         world=world,
         blocks=110 * len(groups),
-        budget=64,
         running_max=3,
-        lookahead=0,
-        prefix_cache=True,
-        ahead=world > 1,
-        reuse_newest=False,
+        batches=2 if world > 1 else 1,
         token_bytes=token_bytes,
     )
 
@@ -73,45 +74,6 @@ class Truth(NamedTuple):
     above: BlockKey | None
     size: int
     digest: bytes
-
-
-@cache
-def _pattern(words: int) -> np.ndarray:
-    return np.arange(words, dtype=np.uint32) * np.uint32(0x9E3779B1)
-
-
-class BigRequest(Request):
-    """A request whose tokens have token_bytes each, none of which equal another's."""
-
-    def page(self, group: int, rank: int, first: int, end: int) -> bytes:
-        marks = np.array(self.kv[group][rank][first:end], dtype=np.uint32)
-        words = marks[:, None] ^ _pattern(self._shape.token_bytes // 4)
-        return bytes(words.tobytes())
-
-
-class CheckingEngine(Engine):
-    """Counts what it loads, by tier, and what it checks."""
-
-    def _admit(
-        self,
-        request: Request,
-        start: int,
-        external: int,
-        hit: list[list[int]] | None,
-        scheduled: list[Work],
-    ) -> bool:
-        admitted = super()._admit(request, start, external, hit, scheduled)
-        if admitted and external:
-            sources = self.half.hit_sources(request.request_id, external)
-            for tier, tokens in sources.items():
-                self.counts[f"loaded from {tier}"] += tokens // self.shape.block_tokens
-        return admitted
-
-    def check(self, request: Request, table: Sequence[Sequence[int]], first: int, end: int) -> None:
-        super().check(request, table, first, end)
-        self.counts["checks"] += 1
-        if request.state is State.LOADING:
-            self.counts["loaded and checked"] += (end - first) // self.shape.block_tokens
 
 
 class CrashEngine:
@@ -127,12 +89,10 @@ class CrashEngine:
         self._truth = truth
         self._rng = rng = random.Random(seed)
         self._next = 0
+        self._learned: dict[str, int] = {}  # blocks of a request that are in `truth`
+        self._loaded: Counter[str] = Counter()
         shape = layout.shape
-        rules = tuple(
-            GroupRule() if window is None else window_rule(window, shape.block_tokens)
-            for window in shape.windows
-        )
-        self._geometry = Geometry(shape.block_tokens, HASH_TOKENS, shape.group_tokens, rules)
+        self._geometry = shape.geometry
         memory = [bytearray(shape.blocks * shape.page_bytes) for _ in range(shape.world)]
         self.workers = [
             WorkerHalf(
@@ -147,11 +107,15 @@ class CrashEngine:
         ]
         hello = p.Hello(p.VERSION, name, "scheduler", 0, shape.world, credit_slots=CREDITS)
         self.client = StoreClient(Attacher(lambda: path, hello), monotonic_ns)
-        half = SchedulerHalf(
+        self._half = half = SchedulerHalf(
             self._geometry, self.client, monotonic_ns, world=shape.world, shares_prefixes=True
         )
-        self.engine = CheckingEngine(shape, half, self.workers, memory, rng)
-        self.engine.ending = self._learn
+        self.ranks = [
+            LocalRank(shape, rank, TieredWorker(worker), memory[rank])
+            for rank, worker in enumerate(self.workers)
+        ]
+        self.engine = Engine(shape, half, self.ranks, rng)
+        self.engine.book.ending = self._learn
         # Engines of one layout have the same heads and documents: they hit each other's blocks.
         common = random.Random(layout.identity)
         heads = [_tokens(common, 48) for _ in range(HEADS)]
@@ -200,7 +164,10 @@ class CrashEngine:
         first = index * shape.block_tokens
         parts = []
         for at in range(first, first + shape.block_tokens, tokens):
-            pages = [request.page(group, rank, at, at + tokens) for rank in range(shape.world)]
+            pages = [
+                block_bytes(shape, request.text, group, rank, at // tokens)
+                for rank in range(shape.world)
+            ]
             for layer in range(self.layout.layers):
                 parts += [page[layer * size : (layer + 1) * size] for page in pages]
         return b"".join(parts)
@@ -225,7 +192,7 @@ class CrashEngine:
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
-        self.engine.half.shutdown()
+        self._half.shutdown()
         for worker in self.workers:
             worker.shutdown()
 
@@ -245,19 +212,24 @@ class CrashEngine:
                 if self.engine.idle:
                     time.sleep(IDLE_S)
                     continue
-                self.engine.step()
+                for output in self.engine.step():
+                    self._count(output)
                 for request in list(self.engine.requests.values()):
                     self._learn(request)
                 time.sleep(FORWARD_S)
         except BaseException as exc:  # noqa: BLE001 - told to the campaign's thread
             self.error = exc
 
+    def _count(self, output: Output) -> None:
+        for tier, tokens in output.hits.sources.items():
+            self._loaded[f"loaded from {tier}"] += tokens // self.layout.shape.block_tokens
+
     def _arrive(self) -> None:
         rng, engine = self._rng, self.engine
         if self.busy and len(engine.requests) < OPEN_MAX and rng.random() < 0.3:
             self._next += 1
             name = f"{self.name}r{self._next}"
-            request = BigRequest(name, self._prompt(), rng.choice((1, 4, 12)), self.layout.shape)
+            request = Request(name, self._prompt(), rng.choice((1, 4, 12)), self.layout.shape)
             engine.add(request)
             self._learn(request)
         if engine.requests and rng.random() < 0.01:
@@ -279,8 +251,8 @@ class CrashEngine:
     def _learn(self, request: Request) -> None:
         """Write down what each block of a request must hold."""
         size = self.layout.shape.block_tokens
-        blocks = len(request.block_hashes) * HASH_TOKENS // size
-        for index in range(request.learned, blocks):
+        blocks = len(request.block_hashes) * self.layout.shape.hash_tokens // size
+        for index in range(self._learned.get(request.request_id, 0), blocks):
             above_hash = request.hash_at(index * size) if index else None
             for group, rule in enumerate(self._geometry.rules):
                 key = make_key(request.hash_at((index + 1) * size), group)
@@ -290,11 +262,14 @@ class CrashEngine:
                     above = None if rooted else make_key(above_hash or b"", group)
                     digest = xxhash.xxh3_128_digest(data)
                     self._truth[key] = Truth(above, len(data), digest)
-        request.learned = blocks
+        self._learned[request.request_id] = blocks
 
     @property
     def counts(self) -> Counter[str]:
-        return self.engine.counts
+        """What the engine did; blocks loaded, by tier, and of those read; tokens read in all."""
+        blocks = self.engine.counts["loaded_tokens"] // self.layout.shape.block_tokens
+        read = Counter({"loaded and read": blocks, "reads": sum(r.reads for r in self.ranks)})
+        return self.engine.counts + self._loaded + read
 
 
 def _tokens(rng: random.Random, count: int) -> list[int]:

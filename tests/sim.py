@@ -1,6 +1,7 @@
 """The whole cache in one thread from one seed: real store, client and scheduler half.
 
-Engines, wires, workers, memory and lower tiers are simulated; see sim_engine and sim_store.
+The engines are the reference engine; wires, workers' threads, memory and lower tiers are simulated,
+see sim_host, sim_store and sim_disk.
 After every step the promises are checked; block bytes follow from the key, so wrong ones are
 seen where they arise. `python -m tests.sim SEED` replays a world.
 """
@@ -14,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from functools import partial
 
+from connectors.reference import VOCABULARY, Request
 from kvstore.config import Config, CpuConfig, EngineConfig, ServerConfig, TierConfig
 from kvstore.index import Entry, State
 from kvstore.service.namespace import Namespace
@@ -22,7 +24,6 @@ from kvstore.tier import SlotMemory, Tier, TierContext
 from kvstore.types import BlockKey, make_key
 from tests.sim_disk import SlowTier
 from tests.sim_host import Host, make_shape
-from tests.sim_model import VOCABULARY, Request
 from tests.sim_store import MS, Net, Pool
 from tiers.faulty import FaultyTier
 from tiers.memory import MemoryTier
@@ -52,6 +53,7 @@ class World:
         self._truth: dict[bytes, bytes] = {}
         self._above: dict[bytes, bytes | None] = {}  # full-attention keys: the one before
         self._checked: dict[tuple[str, int], int] = {}
+        self._learned: dict[str, int] = {}  # blocks of a request that are in _truth
         self._next_request = self._next_weights = 1
         self._arrivals = rng.choice((0.1, 0.3, 0.6))
         self.churn = seed % 5 == 0  # slots change hands while a slow engine still reads them
@@ -77,8 +79,9 @@ class World:
         for worker in (worker for host in self.hosts for worker in host.workers):
             worker.meanwhile = self._meanwhile
         for host in self.hosts:
-            host.engine.between = self._between
-            host.engine.ending = partial(self._learn_request, host)
+            for rank in host.ranks:
+                rank.between = self._between
+            host.engine.book.ending = partial(self._learn_request, host)
 
     def _tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(VOCABULARY) for _ in range(count)]
@@ -159,7 +162,7 @@ class World:
             self._arrive(host)
             self._turn()
             if not host.engine.idle:
-                host.engine.step()
+                host.step()
             self._learn(host)
         self._turn()
         self.check()
@@ -186,11 +189,17 @@ class World:
 
     def _reset(self, host: Host) -> None:
         nonce = self._next_weights.to_bytes(8, "big")
-        if host.engine.reset(self._next_weights, nonce):
-            self._note(f"{host.name}: reset, weights {self._next_weights}")
-            self.counts["resets"] += 1
-            host.scope = nonce
-            self._next_weights += 1
+        try:
+            host.engine.reset(self._next_weights, nonce)
+        except RuntimeError:
+            self.counts["resets_refused"] += 1
+            return
+        self._note(f"{host.name}: reset, weights {self._next_weights}")
+        self.counts["resets"] += 1
+        host.scope = nonce
+        self._next_weights += 1
+        for request in host.engine.requests:
+            self._learned.pop(request, None)
 
     def _fault(self) -> None:
         host, kind = self.rng.choice(self.hosts), self.rng.choice(self._fault_kinds)
@@ -223,8 +232,8 @@ class World:
 
     def _learn_request(self, host: Host, request: Request) -> None:
         size = host.shape.block_tokens
-        blocks = len(request.block_hashes) * 4 // size
-        for index in range(request.learned, blocks):
+        blocks = len(request.block_hashes) * host.shape.hash_tokens // size
+        for index in range(self._learned.get(request.request_id, 0), blocks):
             block_hash = request.hash_at((index + 1) * size)
             for group in range(len(host.shape.group_tokens)):
                 key = make_key(block_hash, group, host.scope)
@@ -233,7 +242,7 @@ class World:
                     before = request.hash_at(index * size) if index else None
                     if host.geometry.rules[group].trailing is None:
                         self._above[key] = before and make_key(before, group, host.scope)
-        request.learned = blocks
+        self._learned[request.request_id] = blocks
 
     # The promises
 
@@ -376,7 +385,7 @@ class World:
         assert not left, f"requests never end: {left}"
         for number in range(SETTLE_STEPS):
             for host in self.hosts:
-                host.engine.step()
+                host.step()
             self.step()
             if number > 30 and not any(n.tiering.busy for n in self.namespaces()):
                 break
@@ -389,7 +398,7 @@ class World:
             for worker in host.workers:
                 self.counts.update(worker.counts)
             self.counts.update(host.engine.counts)
-            self.counts.update(host.half.stats)
+            self.counts.update(host.counts)
 
     def _end_faults(self) -> None:
         self.net.slow, self.net.frozen_until = False, 0
@@ -414,7 +423,7 @@ class World:
                 assert not left, f"{host.name}: left behind: {left}"
             assert not half._loading_hashes
             assert not half._early
-            assert len(host.engine.pool.free) == host.shape.blocks - 1, "engine blocks leaked"
+            assert host.engine.free_blocks == host.shape.blocks - 1, "engine blocks leaked"
             assert host.client.session, f"{host.name} is not attached again"
             assert not any(worker.busy for worker in host.workers)
         store = self.net.store

@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import Counter
 
 from connectors.client import StoreClient
-from connectors.requests import Geometry
+from connectors.reference import (
+    Engine,
+    Group,
+    LocalRank,
+    Request,
+    Shape,
+    TieredWorker,
+    block_bytes,
+)
 from connectors.scheduler import SchedulerHalf
 from kvstore import protocol as p
 from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
-from kvstore.types import GroupRule, window_rule
-from tests.sim_engine import Engine
-from tests.sim_model import TOKEN_BYTES, Request, Shape
 from tests.sim_store import Joiner, Net, Worker
 
-_SHAPES = (
-    ((4,), (None,), 4),
-    ((4,), (None,), 8),
-    ((4, 4), (None, 9), 4),
-    ((4, 4), (None, 6), 8),
-    ((8, 4), (None, 10), 8),
-    ((4, 8), (None, 20), 16),
+_GROUPS = (
+    ((Group(4),), 4),
+    ((Group(4),), 8),
+    ((Group(4), Group(4, window=9)), 4),
+    ((Group(4), Group(4, window=6)), 8),
+    ((Group(8), Group(4, window=10)), 8),
+    ((Group(4), Group(8, window=20)), 16),
 )
 
 
 def make_shape(rng: random.Random) -> Shape:
-    groups, windows, block_tokens = rng.choice(_SHAPES)
+    groups, block_tokens = rng.choice(_GROUPS)
     return Shape(
-        group_tokens=groups,
-        windows=windows,
+        groups=groups,
         block_tokens=block_tokens,
         world=rng.choice((1, 1, 2)),
         blocks=rng.choice((40, 50, 120)) * len(groups),
@@ -37,7 +41,7 @@ def make_shape(rng: random.Random) -> Shape:
         running_max=rng.choice((2, 6)),
         lookahead=rng.choice((0, 0, 3)),
         prefix_cache=rng.random() < 0.6,
-        ahead=rng.random() < 0.3,
+        batches=2 if rng.random() < 0.3 else 1,
         reuse_newest=rng.random() < 0.5,
     )
 
@@ -47,15 +51,11 @@ class Host:
 
     def __init__(self, net: Net, rng: random.Random, name: str, shape: Shape) -> None:
         self.name, self.shape, self.scope = name, shape, b""
-        rules = tuple(
-            GroupRule() if window is None else window_rule(window, shape.block_tokens)
-            for window in shape.windows
-        )
-        self.geometry = Geometry(shape.block_tokens, 4, shape.group_tokens, rules)
-        self.memory = [bytearray(shape.blocks * shape.page_bytes) for _ in range(shape.world)]
+        self.geometry = shape.geometry
+        memory = [bytearray(shape.blocks * shape.page_bytes) for _ in range(shape.world)]
         self.workers = [
-            Worker(net, self._hello(name, rank, rules), shape, memory, rng)
-            for rank, memory in enumerate(self.memory)
+            Worker(net, self._hello(name, rank), shape, pages, rng)
+            for rank, pages in enumerate(memory)
         ]
         credit = rng.choice((2, 6, 20))
         hello = p.Hello(p.VERSION, name, "scheduler", 0, shape.world, credit_slots=credit)
@@ -67,26 +67,37 @@ class Host:
             world=shape.world,
             shares_prefixes=shape.prefix_cache,
         )
-        self.engine = Engine(shape, self.half, self.workers, self.memory, rng)
+        self.ranks = [
+            LocalRank(shape, rank, TieredWorker(worker), worker.memory)
+            for rank, worker in enumerate(self.workers)
+        ]
+        self.engine = Engine(shape, self.half, self.ranks, rng)
+        self.counts: Counter[str] = Counter()  # of the halves
 
-    def _hello(self, name: str, rank: int, rules: Sequence[GroupRule]) -> p.Hello:
+    def step(self) -> None:
+        for output in self.engine.step():
+            self.counts.update(output.connector)
+
+    def _hello(self, name: str, rank: int) -> p.Hello:
         shape = self.shape
         groups = tuple(
             GroupGeometry(
                 rule,
-                (LayerGeometry(f"g{group}", tokens * TOKEN_BYTES, 1, rank, shape.world),),
+                (LayerGeometry(f"g{group}", tokens * shape.token_bytes, 1, rank, shape.world),),
             )
-            for group, (rule, tokens) in enumerate(zip(rules, shape.group_tokens, strict=True))
+            for group, (rule, tokens) in enumerate(
+                zip(shape.rules, shape.group_tokens, strict=True)
+            )
         )
-        per = tuple(shape.block_tokens // tokens for tokens in shape.group_tokens)
+        per = self.geometry.blocks_per_chunk
         geometry = RankGeometry(f"sim{shape.world}", shape.block_tokens, per, groups)
         return p.Hello(p.VERSION, name, "worker", rank, shape.world, geometry=geometry)
 
     def content(self, request: Request, group: int, index: int) -> bytes:
         """What a slot holds for one of the request's blocks: engine block, then rank."""
-        tokens, first = self.shape.group_tokens[group], index * self.shape.block_tokens
+        per = self.geometry.blocks_per_chunk[group]
         return b"".join(
-            request.page(group, rank, at, at + tokens)
-            for at in range(first, first + self.shape.block_tokens, tokens)
+            block_bytes(self.shape, request.text, group, rank, at)
+            for at in range(index * per, (index + 1) * per)
             for rank in range(self.shape.world)
         )

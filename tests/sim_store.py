@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from connectors.jobs import LoadJob, StepMeta, StoreJob, pieces
 from connectors.link import LinkLost
 from connectors.loads import Load
+from connectors.reference import Shape
 from kvstore import protocol as p
 from kvstore.errors import KVStoreError, check
 from kvstore.layout import Move, RankLayout
 from kvstore.service.namespace import MemoryExtent
 from kvstore.service.store import Store
-from tests.sim_model import TOKEN_BYTES, Shape
 
 US = 1_000
 MS = 1_000_000
@@ -252,6 +252,12 @@ class Outcome(msgspec.Struct, frozen=True):
     request_id: str | None = None
 
 
+class Copied(msgspec.Struct):
+    """What a worker counts for the engine."""
+
+    failed_loads: int = 0
+
+
 class Worker:
     """One rank's worker half; copies a few engine blocks at a time, whenever it is let."""
 
@@ -268,7 +274,7 @@ class Worker:
         self._net = net
         self._rank = hello.rank
         self._shape = shape
-        self._memory = memory
+        self.memory = memory
         self._per = tuple(shape.block_tokens // tokens for tokens in shape.group_tokens)
         self._joiner = Joiner(net, hello)
         self._session = 0
@@ -283,6 +289,7 @@ class Worker:
         self._ending = False
         self._outcomes: list[Outcome] = []
         self._over: set[int] = set()
+        self._stats = Copied()
         self._joiner.start()
 
     # The engine's step, as in connectors.worker
@@ -316,11 +323,16 @@ class Worker:
                 ended.add(outcome.request_id)
                 if not outcome.ok:
                     failed.add(outcome.request_id)
+                    self._stats.failed_loads += 1
         return ended, failed
 
     def take_stores_over(self) -> frozenset[int]:
         over, self._over = frozenset(self._over), set()
         return over
+
+    def take_stats(self) -> Copied:
+        stats, self._stats = self._stats, Copied()
+        return stats
 
     # The copy thread
 
@@ -411,12 +423,12 @@ class Worker:
         position, extent = self._extent(move.slot)
         there = position * extent.slot_bytes + move.part * layout.stride + run.offset
         here = move.block_id * self._shape.page_bytes
-        size = self._shape.group_tokens[move.group] * TOKEN_BYTES
+        size = self._shape.group_tokens[move.group] * self._shape.token_bytes
         check(run.length == size, "the layout's run is not a page")
         if store:
-            extent.data[there : there + size] = self._memory[here : here + size]
+            extent.data[there : there + size] = self.memory[here : here + size]
         else:
-            self._memory[here : here + size] = extent.data[there : there + size]
+            self.memory[here : here + size] = extent.data[there : there + size]
 
     # The link thread
 

@@ -130,6 +130,20 @@ def test_a_hole_heals_when_the_block_is_there_again_and_its_path_is_walked() -> 
     assert entries[1].children == 0
 
 
+def test_what_is_ready_does_not_hang_below_what_is_only_coming() -> None:
+    """Else a search among what is ready, with no hole left, would find it beyond the gap."""
+    index = Index()
+    entries = chain_of(index, 3)
+    index.remove(entries[1])
+    again = add(index, key(1), entries[0], State.COMING)
+    assert index.run(keys(3)) == [entries[0], again, entries[2]]
+    assert (index.holes, again.children) == (1, 0)
+    assert index.prefix(key, 3, coming=False) == 1
+    again.state = State.READY
+    index.run(keys(3))
+    assert (index.holes, again.children) == (0, 1)
+
+
 def test_relinking_moves_a_child_once() -> None:
     index = Index()
     entries = chain_of(index, 2)

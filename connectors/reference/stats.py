@@ -1,0 +1,36 @@
+"""What a step gives to the engine's user: tokens, statistics, events."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+
+class HitStats(msgspec.Struct):
+    """Tokens of requests that started to run, by where their KV came from.
+
+    Requests that were preempted before are counted apart (`again`).
+    """
+
+    asked: int = 0
+    local: int = 0
+    external: int = 0
+    sources: Counter[str] = msgspec.field(default_factory=Counter)
+    asked_again: int = 0
+    hit_again: int = 0
+
+
+class Output(msgspec.Struct):
+    """What came out of one step.
+
+    tokens: by request, those it got. finished: requests that ended in this step. connector: the
+    counts of its scheduler side and of all ranks, added up. events: (stored or removed, block
+    hash, group) of the engine's blocks, then the connector's.
+    """
+
+    tokens: dict[str, list[int]]
+    finished: list[str]
+    hits: HitStats
+    connector: Counter[str]
+    events: list[tuple[bool, bytes, int]]
