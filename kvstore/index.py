@@ -173,8 +173,7 @@ class Index:
             entry = tables[hash(key) >> TABLE_SHIFT].get(key)
             if entry is None or ((state := entry.state) is not _READY and state is not also):
                 break
-            above_ready = bool(found) and found[-1].state is State.READY
-            if self.holes and found and (above_ready or entry.state is not State.READY):
+            if self.holes and found and (state is not _READY or found[-1].state is _READY):
                 self.relink(entry, found[-1])
             found.append(entry)
         return found

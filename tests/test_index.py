@@ -136,11 +136,11 @@ def test_what_is_ready_does_not_hang_below_what_is_only_coming() -> None:
     entries = chain_of(index, 3)
     index.remove(entries[1])
     again = add(index, key(1), entries[0], State.COMING)
-    assert index.run(keys(3)) == [entries[0], again, entries[2]]
+    assert index.run(path(3), 0, 3) == [entries[0], again, entries[2]]
     assert (index.holes, again.children) == (1, 0)
-    assert index.prefix(key, 3, coming=False) == 1
+    assert index.prefix(path(3), 0, 3, coming=False)[0] == 1
     again.state = State.READY
-    index.run(keys(3))
+    index.run(path(3), 0, 3)
     assert (index.holes, again.children) == (0, 1)
 
 
