@@ -222,7 +222,7 @@ def _values(of: Measured) -> Iterator[Result]:
     for statistic, value in (("p99.99", percentile(wall_ns, SHARE)), ("maximum", max(wall_ns))):
         more = {"statistic": statistic, "pinned": min(PINNED, of.blocks // 2)}
         if statistic == "maximum":
-            more["cpu_ms"] = of.calls.cpu_ns / _NS_MS
+            more["cpu_ms"] = round(of.calls.cpu_ns / _NS_MS, 3)
         yield Result(
             name="worst_call", value=value / _NS_MS, unit="ms", better="lower", parameters=more
         )
