@@ -96,6 +96,19 @@ class Index:
             return _HIT if coming else _MISS
         return _PENDING
 
+    def enter(self, key: BlockKey, parent: BlockKey | None, slot: Slot) -> None:
+        """Add an entry that is being written, if its key is not here and its parent is."""
+        table = self._tables[hash(key) >> TABLE_SHIFT]
+        if key in table:
+            return
+        above = None
+        if parent is not None:
+            above = self._tables[hash(parent) >> TABLE_SHIFT].get(parent)
+            if above is None:
+                return
+            above.children += 1
+        table[key] = Entry(key, above, slot)
+
     def insert(self, entry: Entry) -> None:
         """Add an entry below its parent."""
         key, parent = entry.key, entry.parent
@@ -110,24 +123,23 @@ class Index:
         entry.state = _DROPPED
         if entry.children:
             self.holes += 1
-        if entry.parent is not None:
-            self._leave(entry.parent)
+        parent = entry.parent
+        if parent is not None:
+            parent.children -= 1
+            if parent.state is _DROPPED and not parent.children:
+                self.holes -= 1
 
     def relink(self, entry: Entry, parent: Entry | None) -> None:
         """Hang an entry below the entry that now holds its parent's key."""
         before = entry.parent
         if before is not parent:
             if before is not None:
-                self._leave(before)
+                before.children -= 1
+                if before.state is _DROPPED and not before.children:
+                    self.holes -= 1
             entry.parent = parent
             if parent is not None:
                 parent.children += 1
-
-    def _leave(self, parent: Entry) -> None:
-        """A child less."""
-        parent.children -= 1
-        if parent.state is _DROPPED and parent.children == 0:
-            self.holes -= 1
 
     def prefix(
         self, chain: Chain, group: int, limit: int, *, coming: bool = True

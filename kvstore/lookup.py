@@ -76,14 +76,14 @@ def common_hit(
 
     prefix(group, limit): a faster way than scanning to the answer of prefix_hit, if there is one.
     """
+    answer = _shrunk(rules, probe, limit, local, prefix)
+    if answer.blocks > local or not answer.pending:
+        return answer
 
     def hopeful(group: int, index: int) -> LookupResult:
         result = probe(group, index)
         return result if result is _MISS else _HIT
 
-    answer = _shrunk(rules, probe, limit, local, prefix)
-    if answer.blocks > local or not answer.pending:
-        return answer
     coming = _shrunk(rules, hopeful, limit, local, prefix).blocks
     return Answer(local, pending=coming > local)
 

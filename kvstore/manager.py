@@ -155,13 +155,18 @@ class Manager:
 
     def _evict(self, count: int) -> None:
         """Take the coldest blocks out until `count` slots are free, or none is found."""
-        evicted = 0
+        removed, free = self._changes.removed, self._free
+        before = len(removed)
         for victim in self._policy.victims():
-            self._forget(victim)
-            evicted += 1
-            if len(self._free) >= count:
+            self.index.remove(victim)
+            removed.append(victim.key)
+            if victim.slot not in self._retiring:
+                free.append(victim.slot)
+            if victim.parent is not None:
+                self._policy.freed(victim.parent)
+            if len(free) >= count:
                 break
-        self.evictions["capacity"] += evicted
+        self.evictions["capacity"] += len(removed) - before
 
     def give_back(self, slots: Iterable[Slot]) -> None:
         """Return granted slots that nobody writes any more."""
@@ -205,11 +210,7 @@ class Manager:
         """Note that a granted slot is being written; lookups of key are pending from now."""
         check(slot in self._granted, "a store into a slot that was not granted")
         self._granted[slot] = (key, parent)
-        index = self.index
-        if index.get(key) is None:
-            above = None if parent is None else index.get(parent)
-            if parent is None or above is not None:
-                index.insert(Entry(key, above, slot))
+        self.index.enter(key, parent, slot)
 
     def complete_store(self, slot: Slot, *, ok: bool) -> StoreOutcome:
         """End a write: the first complete copy of a key wins, other slots go back."""
@@ -334,7 +335,7 @@ class Manager:
             rest = prefix_hit(lambda g, index: probe(g, here + index), group, blocks - here)
             return Answer(here + rest.blocks, rest.pending)
 
-        return common_hit(self.rules, probe, min(limit, chain.blocks), local, prefix)
+        return common_hit(self.rules, probe, min(chain.blocks, limit), local, prefix)
 
     def prepare_load(
         self, chain: Chain, limit: int, owner: int, deadline_ns: int, *, coming: bool = True
@@ -471,16 +472,12 @@ class Manager:
         if entry is None or entry.state is not _READY:
             return False
         self._policy.inherit(entry)
-        self._forget(entry)
-        self.evictions[reason] += 1
-        return True
-
-    def _forget(self, entry: Entry) -> None:
         self.index.remove(entry)
+        self.evictions[reason] += 1
         self._changes.removed.append(entry.key)
         self._let_go(entry)
-        if entry.parent is not None:
-            self._policy.freed(entry.parent)
+        self._parent_freed(entry)
+        return True
 
     def _let_go(self, entry: Entry) -> None:
         """A block has left: its slot is free now, or with its last pin."""

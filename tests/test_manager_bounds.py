@@ -70,3 +70,13 @@ def test_a_block_that_comes_ready_while_slots_are_retired_does_not_keep_its_slot
     while rig.manager.retire_slots(slots):
         pass
     assert len(rig.manager.index) == 0
+
+
+def test_a_slot_to_be_retired_is_not_granted_when_its_block_is_evicted_first() -> None:
+    rig, _ = filled(10_000)
+    slots = {Slot(number) for number in range(5000)}  # of the coldest blocks
+    assert rig.manager.retire_slots(slots) > 0
+    assert not slots & set(rig.grant(3000))
+    while rig.manager.retire_slots(slots):
+        pass
+    assert rig.manager.slots_total == 5001
