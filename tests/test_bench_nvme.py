@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -100,6 +102,26 @@ def test_what_comes_back_is_what_was_written(tmp_path: Path) -> None:
         assert memory == expected
         system.close()
     assert not list(tmp_path.iterdir())
+
+
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+WITHOUT = """
+import ctypes
+PR_SET_THP_DISABLE = 41
+assert ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
+"""
+PAGES = "from tiers.nvme.measure import filled; print(filled(8 << 20)[1])"
+
+
+def test_pages_are_called_huge_only_when_they_are() -> None:
+    def printed(code: str) -> str:
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    has = THP.exists() and "[never]" not in THP.read_text(encoding="ascii")
+    assert printed(PAGES) == ("huge" if has else "small")
+    assert printed(WITHOUT + PAGES) == "small"
 
 
 def test_fio_is_the_reference_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from kvstore.config import MOVERS, NvmeConfig
 from kvstore.errors import ConfigError
-from tests.conformance import MoverContract
+from tests.conformance import CheckedMove, MoverContract
 from tests.nvme_blocks import MIB, key, shelf
 from tiers.nvme import NvmeDisk, nixl_mover
+from tiers.nvme.files import ExtentFile
 from tiers.nvme.mover import Mover, ThreadMover, mover_of, writers_of
 from tiers.nvme.nixl_mover import NixlMover
 from tiers.nvme.tier import Run
@@ -67,6 +70,40 @@ def test_a_tier_written_with_one_is_read_with_the_other(tmp_path: Path, mover: s
 
 def test_half_as_many_writes_as_reads_but_two() -> None:
     assert [writers_of(threads) for threads in (1, 4, 8, 64)] == [2, 2, 4, 32]
+
+
+class Held:
+    """A file whose writes are held; under: how many are under way."""
+
+    def __init__(self) -> None:
+        self.under = 0
+        self.most = 0
+        self.go = threading.Event()
+        self.changes = threading.Lock()
+
+    def write(self, _position: int, _blocks: list[memoryview]) -> None:
+        with self.changes:
+            self.under += 1
+            self.most = max(self.most, self.under)
+        self.go.wait(5)
+        with self.changes:
+            self.under -= 1
+
+
+def test_sums_of_the_next_run_are_taken_while_others_write() -> None:
+    mover, file, seen = ThreadMover[CheckedMove](4, 2), Held(), list[str]()
+    block = memoryview(bytes(512))
+    for _ in range(6):
+        move = CheckedMove(True, cast("ExtentFile", file), 0, [block])
+        move.seen = seen
+        mover.start(move)
+    end = time.monotonic() + 5
+    while (len(seen), file.under) != (3, 2):
+        assert time.monotonic() < end, (seen, file.under)
+        time.sleep(0.001)
+    file.go.set()
+    mover.close()
+    assert (len(mover.poll()), file.most) == (6, 2)
 
 
 # One request's blocks

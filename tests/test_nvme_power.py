@@ -157,12 +157,13 @@ class Campaign:
             if lost:
                 pytest.fail(f"{self.label}: {len(lost)} durable blocks are lost: {lost[:5]}")
             self.seen["required"] += len(self._required())
+        there = found | self._left
         if rng.random() < GO_ON_SHARE:
             go_on(loads)
         disk.close()
         shutil.rmtree(folder)
         self._platter.child = ChildHere
-        return found | self._left
+        return there
 
 
 def go_on(loads: list[Load]) -> None:

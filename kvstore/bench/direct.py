@@ -140,7 +140,7 @@ class ThreadLoop:
 
 
 class Fio:
-    """fio with as many threads, each in its own part of one file."""
+    """fio with as many threads, each in its own part of one file; huge pages where glibc asks."""
 
     name = "fio"
 
@@ -179,7 +179,12 @@ class Fio:
         command += [f"--{name}={value}" for name, value in options.items()]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, check=True, timeout=FIO_S
+                command,
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=FIO_S,
+                env={**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
             )
             job = json.loads(done.stdout)["jobs"][0]
             # Run time is the sum over threads here, and the shares are of it.

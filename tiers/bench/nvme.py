@@ -6,11 +6,10 @@ them back, one after the other, and the bytes are gone through once for the chec
 What a write's commit costs comes after its time is taken.
 
 Fair to both sides: as many calls under way, and calls as long (the tier moves neighbours in one
-call); files preallocated, the page cache passed by, the first round not counted. Not equal is the
-memory: fio goes through a few buffers again and again, a cache's blocks each have a place of their
-own. A virtual disk, which copies, is slower to those. So there is a plain loop through the same
-memory as well, and the memory is in huge pages where there are any: with small ones a disk may
-have to be given each block in hundreds of pieces.
+call); files preallocated, the page cache passed by, the first round not counted, memory in huge
+pages where the machine has any (with small ones a disk is given each block in hundreds of pieces).
+Not equal is how much memory there is: fio goes through a few buffers again and again, a cache's
+blocks each have a place of their own. So there is a plain loop through that memory as well.
 """
 
 from __future__ import annotations

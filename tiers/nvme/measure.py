@@ -6,6 +6,7 @@ nothing stays behind.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import random
@@ -80,20 +81,36 @@ def measure(folder: Path, seconds: float, watch: Watch) -> Report:
 
 
 def filled(size: int) -> tuple[memoryview, str]:
-    """Return memory, all of it there, without zeros that a disk could leave out, and its pages."""
-    raw = mmap.mmap(-1, size + HUGE_PAGE_BYTES)
-    pages = "huge"
-    try:
+    """Return memory, all of it there, without zeros that a disk could leave out, and its pages.
+
+    Private memory gets huge pages where madvise is heard, which shared memory does by a setting of
+    its own (see `kvstore check`); "small" when not all of it did.
+    """
+    raw = mmap.mmap(-1, size + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without
         raw.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without
-        pages = "small"
     whole = memoryview(raw)
     start = -address_of(whole) % HUGE_PAGE_BYTES
     memory = whole[start : start + size]
     pattern = default_rng(size).bytes(MIB)
     for at in range(0, size, MIB):
         memory[at : at + MIB] = pattern[: size - at]
-    return memory, pages
+    huge = _huge_bytes(address_of(memory)) >= size // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    return memory, "huge" if huge else "small"
+
+
+def _huge_bytes(address: int) -> int:
+    """Count the bytes in huge pages of the mapping that an address is in."""
+    inside = False
+    with Path("/proc/self/smaps").open(encoding="utf-8") as lines:
+        for line in lines:
+            first, *rest = line.split()
+            if not first.endswith(":"):
+                begin, end = (int(text, 16) for text in first.split("-"))
+                inside = begin <= address < end
+            elif inside and first == "AnonHugePages:":
+                return int(rest[0]) << 10
+    return 0
 
 
 def _room(folder: Path) -> int:
