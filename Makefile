@@ -4,6 +4,10 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 
+# `make sim`: how many worlds, and the first one's seed.
+SEEDS ?= 20000
+FIRST ?= 0
+
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -26,7 +30,7 @@ FIO = command -v fio >/dev/null || { [[ $$(id -u) == 0 ]] && command -v apt-get 
     && { $(APT) install --no-install-recommends fio \
         || { $(APT) update && $(APT) install --no-install-recommends fio; }; }; } >/dev/null 2>&1 </dev/null
 
-.PHONY: help setup demo test test-fast test-e2e test-crash check format bench clean
+.PHONY: help setup demo test test-fast test-e2e test-crash sim check format bench clean
 
 help: ## show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' \
@@ -69,6 +73,9 @@ test-fast: $(READY) ## no real engine; under 90 seconds
 
 test-e2e: $(READY) ## the long matrix with real engines
 	$(PY) -m pytest -m e2e
+
+sim: $(READY) ## SEEDS=n simulated worlds (20000) on all cores, from seed FIRST (0)
+	@$(PY) -m tests.sim $(FIRST) --seeds $(SEEDS)
 
 test-crash: $(READY) ## stores killed 300 times, their disk tier alone, too; 1,000 power cuts
 	KVSTORE_KILLS=300 $(PY) -m pytest tests/test_store_crash.py tests/test_nvme_crash.py \

@@ -8,9 +8,7 @@ seen where they arise. `python -m tests.sim SEED` replays a world.
 
 from __future__ import annotations
 
-import logging
 import random
-import sys
 from collections import Counter, deque
 from collections.abc import Sequence
 from functools import partial
@@ -23,7 +21,7 @@ from kvstore.service.store import Store
 from kvstore.tier import SlotMemory, Tier, TierContext
 from kvstore.types import BlockKey, make_key
 from tests.sim_disk import SlowTier
-from tests.sim_host import Host, make_shape
+from tests.sim_host import PRIORITIES, Host, make_shape
 from tests.sim_store import MS, Net, Pool
 from tiers.faulty import FaultyTier
 from tiers.memory import MemoryTier
@@ -174,7 +172,11 @@ class World:
             tail = 0 if rng.random() < 0.3 else rng.randrange(1, 30)
             prompt = rng.choice(self._documents)[:kept] + self._tokens(tail)
             request = Request(
-                f"{host.name}r{self._next_request}", prompt, rng.choice((1, 5, 20)), host.shape
+                f"{host.name}r{self._next_request}",
+                prompt,
+                rng.choice((1, 5, 20)),
+                host.shape,
+                rng.randrange(PRIORITIES),
             )
             self._next_request += 1
             self._note(f"{request.request_id}: {len(prompt)} tokens")
@@ -441,15 +443,7 @@ class World:
             self._check_bytes(namespace, again=True)
 
 
-def main(seed: int) -> None:
-    """Replay a world and print what it did."""
-    logging.disable(logging.CRITICAL)
-    world = World(seed)
-    try:
-        world.run()
-    finally:
-        sys.stdout.write("\n".join(world.trace) + f"\n{dict(world.counts)}\n")
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    from tests.sim_runs import main
+
+    main()

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
 
 from connectors.client import StoreClient
+from connectors.jobs import StepMeta
 from connectors.reference import (
     Engine,
     Group,
@@ -13,8 +17,10 @@ from connectors.reference import (
     Request,
     Shape,
     TieredWorker,
+    WorkerResults,
     block_bytes,
 )
+from connectors.requests import BlockTable, Phase
 from connectors.scheduler import SchedulerHalf
 from kvstore import protocol as p
 from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
@@ -27,11 +33,17 @@ _GROUPS = (
     ((Group(4), Group(4, window=6)), 8),
     ((Group(8), Group(4, window=10)), 8),
     ((Group(4), Group(8, window=20)), 16),
+    ((Group(4), Group(8, state=True)), 8),
+    ((Group(8), Group(8, window=10), Group(8, state=True)), 8),
 )
+PRIORITIES = 3
+SENT = 0.2  # chance that a rank has sent a request's blocks, in each step
 
 
 def make_shape(rng: random.Random) -> Shape:
     groups, block_tokens = rng.choice(_GROUPS)
+    state = groups[-1].state
+    batches = rng.choice((1, 1, 2, 3))
     return Shape(
         groups=groups,
         block_tokens=block_tokens,
@@ -40,10 +52,46 @@ def make_shape(rng: random.Random) -> Shape:
         budget=rng.choice((8, 24, 64)),
         running_max=rng.choice((2, 6)),
         lookahead=rng.choice((0, 0, 3)),
-        prefix_cache=rng.random() < 0.6,
-        batches=2 if rng.random() < 0.3 else 1,
+        prefix_cache=state or rng.random() < 0.6,
+        batches=batches,
+        drafts=0 if state else rng.choice((0, 0, 1, 3)),
+        by_priority=rng.random() < 0.3,
+        defer_frees=batches > 1 and rng.random() < 0.5,
         reuse_newest=rng.random() < 0.5,
     )
+
+
+class Half(SchedulerHalf):
+    """A scheduler half that sometimes keeps a request's blocks, as a hand-over would."""
+
+    rng = random.Random(0)
+    delays = 0.0
+    sends: Sequence[list[str]] = ()  # what each rank has still to report as sent
+
+    def request_finished(self, request_id: str, table: BlockTable) -> bool:
+        tracked = self._requests.get(request_id)
+        loading = tracked is not None and tracked.phase is Phase.LOADING
+        delay = super().request_finished(request_id, table)
+        if loading or self.rng.random() >= self.delays:
+            return delay
+        for rank in self.sends:
+            rank.append(request_id)
+        return True
+
+
+class Sender(TieredWorker):
+    """A worker that reports blocks as sent, some time after their request has ended."""
+
+    def __init__(self, worker: Worker, rng: random.Random) -> None:
+        super().__init__(worker)
+        self.left: list[str] = []
+        self._rng = rng
+
+    def results(self, meta: StepMeta) -> WorkerResults:
+        results = super().results(meta)
+        sent = {name for name in self.left if self._rng.random() < SENT}
+        self.left[:] = [name for name in self.left if name not in sent]
+        return msgspec.structs.replace(results, sent=sent)
 
 
 class Host:
@@ -60,16 +108,19 @@ class Host:
         credit = rng.choice((2, 6, 20))
         hello = p.Hello(p.VERSION, name, "scheduler", 0, shape.world, credit_slots=credit)
         self.client = StoreClient(Joiner(net, hello), lambda: net.now)
-        self.half = SchedulerHalf(
+        self.half = Half(
             self.geometry,
             self.client,
             lambda: net.now,
             world=shape.world,
             shares_prefixes=shape.prefix_cache,
         )
+        senders = [Sender(worker, rng) for worker in self.workers]
+        self.half.rng, self.half.delays = rng, rng.choice((0.0, 0.0, 0.3))
+        self.half.sends = [sender.left for sender in senders]
         self.ranks = [
-            LocalRank(shape, rank, TieredWorker(worker), worker.memory)
-            for rank, worker in enumerate(self.workers)
+            LocalRank(shape, rank, sender, self.workers[rank].memory)
+            for rank, sender in enumerate(senders)
         ]
         self.engine = Engine(shape, self.half, self.ranks, rng)
         self.counts: Counter[str] = Counter()  # of the halves

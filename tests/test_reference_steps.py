@@ -137,6 +137,19 @@ def test_E4_a_shared_bad_block_is_computed_again_by_the_first_only() -> None:
     assert [len(tokens) for tokens in rig.tokens.values()] == [1, 1]
 
 
+def test_E4_bad_blocks_are_not_found_by_others_when_the_request_ends_before_it_resumes() -> None:
+    rig = Rig()
+    prompt = list(range(20))
+    rig.add("a", prompt, 2, (16, False))
+    sync_load(rig, 2)
+    rig.step(expect={"a": 4})
+    rig.engine.abort("a")
+    rig.sides[0].start_loads = lambda meta: None  # type: ignore[method-assign]  # noqa: ARG005
+    rig.add("b", prompt, 2)
+    rig.step(expect={"b": 12})
+    assert rig.script.asked[-1] == ("b", 8)
+
+
 def test_E4_output_that_was_read_from_a_failed_load_is_not_used() -> None:
     """The engine's own guard: a rank that read a bad block says so."""
     rig = Rig()

@@ -112,8 +112,15 @@ class Updates:
         return True
 
     def _lose(self, request: Request, hits: HitStats, lost: int) -> None:
-        """Void a running request's output, of steps under way too; shrink what was counted."""
+        """Void a running request's output, of steps under way too; shrink what was counted.
+
+        Its blocks from there on are no longer found by others, who would read what is wrong if
+        it were preempted or ended now.
+        """
         self._book.counts["sync_failed"] += 1
+        index = request.num_computed_tokens // self._book.shape.groups[0].tokens
+        self._book.tables.unpublish(request.table[0][index:])
+        request.published[0] = min(request.published[0], index)
         request.placeholders = request.drafts = 0
         request.disown(drop=True)
         lost = min(request.hit.external, max(0, lost))
