@@ -15,13 +15,14 @@ import psutil
 
 from kvstore import admin
 from kvstore.bench.store import StoreProcess
+from tests.clock import Stopwatch
 from tests.fakes import hashes
 from tests.faults import Faults
 from tests.live import LiveEngine
 
 PROMOTE_S = 0.4  # most that an answer waits for the disk
 SLACK_S = 2.0  # of a machine that does other things, too
-WAIT_S = 15.0
+WAIT_S = 120.0
 CHAIN = 2  # blocks of a request
 MEMORY = "16MiB"  # 15 blocks of 1 MiB
 
@@ -119,9 +120,9 @@ class Served:
 
     @contextmanager
     def _in_time(self, what: str) -> Iterator[None]:
-        started = time.monotonic()
+        watch = Stopwatch()
         yield
-        took = time.monotonic() - started
+        took = watch.seconds()
         assert took < PROMOTE_S + SLACK_S, f"{what} took {took:.2f} s"
 
     # What an operator sees
@@ -129,9 +130,11 @@ class Served:
     def numbers(self) -> dict[str, float]:
         """The store's numbers of this tier, by name{label}; it answers at once."""
         assert psutil.Process(self.store.pid).status() != psutil.STATUS_ZOMBIE, self.log
+        with self._in_time("stats"):
+            found = admin.stats(self.store.address, timeout_s=WAIT_S)
         return {
             f"{stat.name}{{{stat.labels.get('state') or stat.labels.get('event', '')}}}": stat.value
-            for stat in admin.stats(self.store.address, timeout_s=PROMOTE_S + SLACK_S)
+            for stat in found
             if stat.labels.get("tier") == "nvme"
         }
 

@@ -31,7 +31,7 @@ from tests.engine.support import (
 
 pytestmark = pytest.mark.vllm
 
-GONE_S = 10.0
+GONE_S = 120.0
 MID_RUN_S = 1.0
 STAYS_S = 2.0
 

@@ -38,7 +38,7 @@ def forgetful_config() -> dict[str, Any]:
     return config
 
 
-def all_gone(pids: Iterable[int], within_s: float = 5.0) -> bool:
+def all_gone(pids: Iterable[int], within_s: float = 120.0) -> bool:
     """Whether all processes end in time; one that init has yet to reap has ended."""
     deadline_s = time.monotonic() + within_s
     for pid in pids:
