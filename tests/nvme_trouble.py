@@ -81,5 +81,5 @@ class Gate:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - as the real one
         self.waiting += 1
-        self.go_on.wait(30)
+        self.go_on.wait(600)
         return self._real(*arguments, **named)

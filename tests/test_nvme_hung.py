@@ -40,7 +40,7 @@ class Hang:
     def _wrap(self, real: object) -> object:
         def call(*arguments: object) -> object:
             self.waiting += 1
-            self.go_on.wait(30)
+            self.go_on.wait(600)
             return real(*arguments)  # type: ignore[operator]
 
         return call

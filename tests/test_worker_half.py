@@ -310,13 +310,13 @@ def test_O23_the_connection_closes_after_the_last_copy(
 
     def slow(*args: Any, **options: Any) -> int:  # noqa: ANN401 - passed on
         copying.set()
-        assert go_on.wait(20)
+        assert go_on.wait(600)
         return copy(*args, **options)
 
     monkeypatch.setattr(HostCopier, "copy", slow)
     job = rig.store_job(hashes(1), [1])
     rig.ranks[0].half.after_forward(StepMeta(stores=(job,)))
-    assert copying.wait(20)
+    assert copying.wait(600)
     rig.client.close()  # ends the session: the worker is told to detach
     sessions = store.server.store.sessions
     eventually(lambda: not rig.ranks[0].half._session)

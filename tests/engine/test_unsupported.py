@@ -93,4 +93,4 @@ def test_without_its_store_an_engine_serves_and_waits_for_it(
                 assert_same(expected, got)
                 return [r.cached_tokens for r in got] == [servable(len(r.tokens)) for r in requests]
 
-            eventually(hits, within_s=120)
+            eventually(hits, within_s=600)
