@@ -14,10 +14,10 @@ import torch
 
 from connectors.jobs import EngineSpec, LoadJob, StepMeta, StoreJob, StoreSpec
 from connectors.worker import WorkerHalf
+from kvstore.bench.steal import Watch
 from kvstore.config import Config, parse
 from kvstore.layout import GroupLayout, LayerRun, Move, RankLayout
 from kvstore.types import make_key
-from tests.clock import Stopwatch
 from tests.live import LiveStore, eventually
 from tests.script import hashes
 from tests.worker_rig import BLOCKS, LAYERS, POISON, Rank, Rig, heard
@@ -166,10 +166,10 @@ def test_O15_a_load_whose_slot_is_never_filled_fails_in_time_and_holds_up_nobody
     half._wait_ns = 1_000_000_000
     coming = rig.load_job("waits", rig.ask(chain), [10, 11], stale=1)
     half.start_loads(StepMeta(loads=(coming,)))
-    started, watch = time.monotonic(), Stopwatch()
+    started, watch = time.monotonic(), Watch()
     rig.put(more, [3, 4])  # the fence would wait for this one
     assert rig.load(rig.load_job("passes", rig.ask(more), [12, 13])) == [False]
-    assert watch.seconds() < 1
+    assert watch.own_s() < 1
     assert rig.ranks[0].untouched([10, 11])
     eventually(lambda: rig.collect() and ("waits", True) in [e[1:] for e in rig.ended])
     assert time.monotonic() - started >= 1

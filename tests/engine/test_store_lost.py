@@ -13,8 +13,8 @@ import pytest
 
 from kvstore.bench.engine import Engine, Request, Result
 from kvstore.bench.models import prompt
+from kvstore.bench.steal import Watch
 from kvstore.bench.store import StoreProcess
-from tests.clock import Stopwatch
 from tests.engine.identity import assert_same
 from tests.engine.support import (
     CAPACITY,
@@ -161,7 +161,7 @@ def test_a_store_that_freezes_in_a_copy(patient: Patient, reference: Reference, 
     if what != "store":
         patient.assert_hits_come_again(requests, expected)
     before, process = patient.engine.metrics(), patient.store_process
-    watch = Stopwatch()
+    watch = Watch()
     try:
         if what == "lookup":
             process.suspend()
@@ -173,7 +173,7 @@ def test_a_store_that_freezes_in_a_copy(patient: Patient, reference: Reference, 
         forget(patient.engine)
         assert_same(expected, patient.run(requests))
         forget(patient.engine)
-        assert watch.seconds() < FROZEN_RUN_S
+        assert watch.own_s() < FROZEN_RUN_S
     finally:
         process.resume()
     patient.assert_hits_come_again(requests, expected)
