@@ -1,12 +1,14 @@
-"""The simulation's disk: a tier whose reads take their time, and leave rubbish until they end."""
+"""The simulation's disk: slow, with rubbish in slots until a read ends, and with faults."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Sequence
 
+from kvstore.errors import TierFull, TierIOError
 from kvstore.tier import SlotMemory, Tier
 from kvstore.types import BlockKey, JobId, JobKind, JobResult, LookupResult, TransferJob
+from tiers.memory import MemoryTier
 
 MS = 1_000_000
 RUBBISH = b"\xbb"
@@ -16,34 +18,77 @@ class SlowTier:
     """Gives the results of loads late; until then, and for what failed, slots hold rubbish."""
 
     def __init__(
-        self, inner: Tier, memory: SlotMemory, rng: random.Random, clock: Callable[[], int]
+        self,
+        inner: Tier,
+        blocks: MemoryTier,
+        memory: SlotMemory,
+        rng: random.Random,
+        clock: Callable[[], int],
     ) -> None:
+        """inner: a tier around `blocks`."""
         self.name = inner.name
+        self.loading = False  # it does not know yet what it has
         self.frozen_until = 0
+        self._failing_until = self._full_until = self._loading_until = 0
         self._inner = inner
+        self._blocks = blocks
         self._memory = memory
         self._rng = rng
         self._clock = clock
         self._slowness_ms = rng.choice((0, 20, 200))
         self._loads: dict[JobId, TransferJob] = {}
+        self._refused: list[JobResult] = []
         self._late: list[tuple[int, JobResult, list[bytes]]] = []  # with when, and the bytes
+
+    def open(self, kept: dict[BlockKey, bytes], loading_ns: int) -> None:
+        """Start with what an earlier store left; it is known after some time."""
+        self._blocks._blocks.update(kept)
+        self._loading_until = self._clock() + loading_ns
+        self.loading = loading_ns > 0
+
+    @property
+    def kept(self) -> dict[BlockKey, bytes]:
+        """What a store that starts now would find."""
+        return self._blocks._blocks
+
+    def suffer(self, kind: str, for_ns: int) -> None:
+        """Freeze, fail or fill up for some time, or turn out to have lied: blocks are gone."""
+        until = self._clock() + for_ns
+        if kind == "freezes":
+            self.frozen_until = until
+        elif kind == "fails":
+            self._failing_until = until
+        elif kind == "fills":
+            self._full_until = until
+        else:
+            blocks = sorted(self._blocks._blocks)
+            self._blocks.discard(self._rng.sample(blocks, len(blocks) // 2))
 
     def thaw(self) -> None:
         self.frozen_until = self._slowness_ms = 0
+        self._failing_until = self._full_until = 0
 
     def submit(self, job: TransferJob) -> None:
-        if job.kind is JobKind.LOAD:
-            self._loads[job.job_id] = job
+        now, load = self._clock(), job.kind is JobKind.LOAD
+        if load:
             self._spoil(job)
-        self._inner.submit(job)
+        if now < self._failing_until:
+            self._refused.append(JobResult(job.job_id, 0, TierIOError("injected")))
+        elif now < self._full_until and not load:
+            self._refused.append(JobResult(job.job_id, 0, TierFull("injected")))
+        else:
+            if load:
+                self._loads[job.job_id] = job
+            self._inner.submit(job)
 
-    def _spoil(self, job: TransferJob, first: int = 0) -> None:
-        for slot in job.slots[first:]:
+    def _spoil(self, job: TransferJob) -> None:
+        for slot in job.slots:
             view = self._memory.view(slot)
             view[:] = RUBBISH * len(view)
 
     def poll(self) -> Sequence[JobResult]:
-        over: list[JobResult] = []
+        over, self._refused = self._refused, []
+        self.loading = self.loading and self._clock() < self._loading_until
         for result in self._inner.poll():
             job = self._loads.get(result.job_id)
             if job is None:
@@ -53,7 +98,7 @@ class SlowTier:
             blocks = [bytes(self._memory.view(slot)) for slot in job.slots[: result.done]]
             self._spoil(job)
             self._late.append((due, result, blocks))
-        return [*over, *self._due()]
+        return [*over, *self._due()] if self._late else over
 
     def _due(self) -> list[JobResult]:
         now = self._clock()
@@ -68,7 +113,7 @@ class SlowTier:
         return [result for _, result, _ in ended]
 
     def lookup(self, key: BlockKey) -> LookupResult:
-        return self._inner.lookup(key)
+        return LookupResult.RETRY if self.loading else self._inner.lookup(key)
 
     def touch(self, key: BlockKey) -> None:
         self._inner.touch(key)

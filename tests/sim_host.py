@@ -97,9 +97,10 @@ class Sender(TieredWorker):
 class Host:
     """One engine with its two halves."""
 
-    def __init__(self, net: Net, rng: random.Random, name: str, shape: Shape) -> None:
+    def __init__(self, net: Net, rng: random.Random, name: str, shape: Shape, model: str) -> None:
         self.name, self.shape, self.scope = name, shape, b""
         self.geometry = shape.geometry
+        self._model = model
         memory = [bytearray(shape.blocks * shape.page_bytes) for _ in range(shape.world)]
         self.workers = [
             Worker(net, self._hello(name, rank), shape, pages, rng)
@@ -141,7 +142,7 @@ class Host:
             )
         )
         per = self.geometry.blocks_per_chunk
-        geometry = RankGeometry(f"sim{shape.world}", shape.block_tokens, per, groups)
+        geometry = RankGeometry(self._model, shape.block_tokens, per, groups)
         return p.Hello(p.VERSION, name, "worker", rank, shape.world, geometry=geometry)
 
     def content(self, request: Request, group: int, index: int) -> bytes:

@@ -139,6 +139,7 @@ class Net:
         self.store: Store | None = None
         self.frozen_until = 0
         self.slow = False
+        self.slow_until = 0
         self.fds: dict[int, Extent] = {}
         self.wires: dict[int, Wire] = {}
         self._next = 1
@@ -150,7 +151,10 @@ class Net:
         return next(iter(list(self._to_store.feed(p.encode(message)))))
 
     def due(self, queue: deque[tuple[int, p.Message | None]] | deque[tuple[int, p.Message]]) -> int:
-        delay = self._rng.choice((0, 1, 5, 60)) * MS if self.slow else self._rng.randrange(200) * US
+        if self.slow or self.now < self.slow_until:
+            delay = self._rng.choice((0, 1, 5, 60)) * MS
+        else:
+            delay = int(self._rng.random() * 200) * US
         return max(self.now + delay, queue[-1][0] if queue else 0)
 
     def close_due(self, wire: Wire | None) -> int:
@@ -233,12 +237,16 @@ class Joiner:
         if isinstance(message, p.Refused):
             check(message.retry, f"refused for good: {message.reason}")
         if message is not None or self._wire is None:
-            self.close()
+            self._hang_up()
             retry_ns = self._net.now + self._net.retry_delay()
             self._retry_ns = max(retry_ns, self._net.close_due(self._last))
         return None
 
     def close(self) -> None:
+        self._wanted = False
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         if self._wire is not None:
             self._wire.close()
             self._last, self._wire = self._wire, None
@@ -287,6 +295,7 @@ class Worker:
         self.counts: Counter[str] = Counter()
         self.meanwhile: Callable[[], None] = lambda: None  # in the middle of a load's copies
         self._ending = False
+        self._dies_ns: int | None = None  # its engine is dead, and it will be then
         self._outcomes: list[Outcome] = []
         self._over: set[int] = set()
         self._stats = Copied()
@@ -436,6 +445,19 @@ class Worker:
         """The connection breaks."""
         self._ending = self.wire is not None
 
+    def orphan(self, until_ns: int) -> None:
+        """Its engine is dead: it ends what it was given, and dies itself some time later."""
+        self._dies_ns = until_ns
+        self._joiner.close()
+
+    def dies(self) -> bool:
+        """Die if it is time; True if it is dead."""
+        if self._dies_ns is None or self._net.now < self._dies_ns:
+            return False
+        if self.wire is not None:
+            self.wire.close()
+        return True
+
     def talk(self) -> None:
         if self.wire is None:
             taken = self._joiner.take()
@@ -457,7 +479,8 @@ class Worker:
                 self._extents.clear()
                 self.wire.close()
                 self.wire, self._ending = None, False
-                self._joiner.start()
+                if self._dies_ns is None:
+                    self._joiner.start()
 
     def _handle(self, wire: Wire, message: p.Message) -> None:
         if isinstance(message, p.Extent):
