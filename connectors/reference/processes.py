@@ -2,7 +2,7 @@
 
     engine                     starter                   rank 0 .. n-1, forked off the starter
       Start(spec) + socket ------> fork ----------------------> its own worker half, own store link
-      <--------- Started(pid) -----+
+      <------------------------------------------------------- Started(pid)
       RankStep ------------------------------------------------> runs the step
       <-------------------------------------------------- Answer(report)
       <--------- Ended(pid) -------+<------------------------- gone, and how
@@ -41,6 +41,7 @@ START_S = 60.0  # it imports torch
 REPORT_S = 60.0
 CLOSE_S = 10.0  # of which a copy that is under way takes milliseconds
 _SAID_S = 10.0
+_GONE = "the process that starts ranks is gone"
 
 
 class RankLost(KVStoreError):
@@ -63,7 +64,7 @@ class RankSpec(msgspec.Struct, frozen=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """The starter's answer to a spec."""
+    """A rank's answer to the spec it was started with."""
 
     pid: int
 
@@ -133,14 +134,12 @@ class RankStarter:
             end_s = time.monotonic() + START_S
             while not isinstance(news := self._hear(end_s), Started):
                 if news is None:
-                    raise RankLost(f"rank {spec.rank} was not started within {START_S:.0f} s")
+                    raise RankLost(f"no answer within {START_S:.0f} s")
             rank = ProcessRank(self, spec, news.pid, ours)
-        except OSError as exc:
+        except (OSError, RankLost) as exc:
             ours.close()
-            raise RankLost(f"rank {spec.rank} was not started: {exc.strerror}") from exc
-        except RankLost:
-            ours.close()
-            raise
+            why = _GONE if isinstance(exc, BrokenPipeError) else exc
+            raise RankLost(f"rank {spec.rank} was not started: {why}") from exc
         self._ranks.append(rank)
         return rank
 
@@ -159,10 +158,12 @@ class RankStarter:
             data = self._sock.recv(_NEWS_BYTES)
         except TimeoutError:
             return None
+        except ConnectionResetError:
+            data = b""
         finally:
             self._sock.settimeout(None)
         if not data:
-            raise RankLost("the process that starts ranks is gone")
+            raise RankLost(_GONE)
         news = _news.decode(data)
         if isinstance(news, Ended):
             self._ended[news.pid] = news.code

@@ -24,10 +24,12 @@ from connectors.reference.processes import Answer, Ended, RankSpec, Started
 from connectors.reference.ranks import LocalRank, RankStep
 from connectors.reference.shape import Shape
 from connectors.worker import WorkerHalf
-from kvstore.errors import InvariantBroken
+from kvstore.errors import InvariantBroken, KVStoreError
 from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.service.server import find_class
 from tiers.copier import LayerCache
+
+log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 _SPEC_BYTES = 1 << 16
@@ -137,12 +139,12 @@ def _start_ranks(sock: socket.socket) -> _Child | None:
                 _end_with(starter)
                 for pidfd in ranks:
                     os.close(pidfd)
+                sock.send(_encoder.encode(Started(os.getpid())))
                 return _Child(Connection(fds[0]), specs.decode(data))
             os.close(fds[0])
             pidfd = os.pidfd_open(pid)
             ranks[pidfd] = pid
             poll.register(pidfd, select.POLLIN)
-            sock.send(_encoder.encode(Started(pid)))
 
 
 def _end_with(parent: int) -> None:
@@ -157,7 +159,11 @@ def main() -> None:
     """Run as the child of a RankStarter, or, forked, as one of its ranks."""
     logging.basicConfig(level=logging.WARNING, format="rank %(process)d %(levelname)s %(message)s")
     torch.set_num_threads(1)  # many ranks share few cores, and their blocks are small
-    make_side: MakeSide = find_class(sys.argv[2])
+    try:
+        make_side: MakeSide = find_class(sys.argv[2])
+    except KVStoreError as exc:
+        log.error("no rank can be started: %s", exc)
+        sys.exit(1)
     with socket.socket(fileno=int(sys.argv[1])) as sock:
         try:
             child = _start_ranks(sock)
