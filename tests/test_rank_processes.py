@@ -32,8 +32,9 @@ from connectors.reference.processes import (
 )
 from connectors.reference.ranks import RankStep
 from kvstore.errors import InvariantBroken
+from tests.live import WAIT_S
 from tests.rank_faults import SIDE
-from tests.rank_rig import WAIT_S, doze, wait_for
+from tests.rank_rig import doze, wait_for
 from tests.reference_rig import Script, Side
 
 SHAPE = Shape(groups=(Group(4), Group(4, window=9)), block_tokens=4, blocks=60, world=2, batches=2)
@@ -178,7 +179,6 @@ ENGINE = f"""
 import sys
 from pathlib import Path
 from connectors.reference.processes import RankSpec, RankStarter
-from tests.rank_faults import STORE, faults_at
 from tests.test_rank_processes import SHAPE
 starter = RankStarter({SIDE!r})
 folder = Path(sys.argv[1])

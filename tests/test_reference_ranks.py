@@ -17,12 +17,12 @@ import pytest
 
 from connectors.reference import State
 from connectors.reference.processes import RankLost, RankStarter, end_ranks
+from tests.live import WAIT_S
 from tests.rank_faults import LOAD, SIDE, STORE
 from tests.rank_rig import (
     BLOCK_TOKENS,
     BLOCKS,
     SLOTS,
-    WAIT_S,
     RankedEngine,
     Site,
     doze,

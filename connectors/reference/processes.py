@@ -37,10 +37,10 @@ from connectors.reference.shape import Shape
 from kvstore.errors import InvariantBroken, KVStoreError
 
 ATTACHED = "connectors.reference.rank_process:AttachedSide"
-START_S = 60.0  # it imports torch
-REPORT_S = 60.0
+START_S = 300.0  # it imports torch, perhaps on a machine that does other things
+REPORT_S = 300.0  # what vLLM allows for a step
 CLOSE_S = 10.0  # of which a copy that is under way takes milliseconds
-_SAID_S = 10.0
+_SAID_S = 60.0
 _GONE = "the process that starts ranks is gone"
 
 
