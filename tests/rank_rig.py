@@ -183,6 +183,10 @@ class RankedEngine:
 
     # What a rank does
 
+    @property
+    def pids(self) -> list[int]:
+        return [rank.pid for rank in self.ranks]
+
     def hold(self, kind: int, *ranks: int) -> None:
         """Let the next copy of this kind stop half-way, on these ranks."""
         for rank in ranks:

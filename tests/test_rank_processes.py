@@ -143,6 +143,18 @@ def test_a_rank_that_is_stopped_can_be_given_up_and_ended(
     assert not alive(process)
 
 
+def test_a_step_is_not_sent_for_ever_to_a_rank_that_reads_nothing(
+    start: Callable[..., ProcessRank],
+) -> None:
+    rank = start()
+    rank.signal(signal.SIGSTOP)
+    rank.report_s = 0.1
+    more_than_a_socket_takes = Span("r", 0, 1, 1, bytes(8 << 20), [[1], [2]])
+    with pytest.raises(RankLost, match=r"^rank 0 \(.*\) has not read its step within 0\.1 s$"):
+        rank.submit(RankStep(StepMeta(), [], [more_than_a_socket_takes]))
+    end_ranks([rank], 0.1)
+
+
 def test_a_rank_that_was_closed_says_so(start: Callable[..., ProcessRank]) -> None:
     rank = start()
     rank.hang_up()

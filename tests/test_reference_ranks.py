@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from connectors.reference import State
@@ -23,6 +24,7 @@ from tests.rank_rig import (
     BLOCK_TOKENS,
     BLOCKS,
     SLOTS,
+    WORLD,
     RankedEngine,
     Site,
     doze,
@@ -96,6 +98,23 @@ def reread(engine: RankedEngine, numbers: range) -> int:
     for number in there:
         assert engine.compute(number, f"again{number}") == TOKENS
     return len(there)
+
+
+def test_nothing_is_left_of_a_test_that_fails(starter: RankStarter, tmp_path: Path) -> None:
+    left: list[psutil.Process] = []
+
+    def fail() -> None:
+        with site(starter, tmp_path) as here:
+            engine = here.engine("engine")
+            left.extend(psutil.Process(pid) for pid in (here.store.pid, *engine.pids))
+            begin(engine, STORE, ONE)
+            engine.ranks[1].signal(signal.SIGSTOP)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert len(left) == 1 + WORLD
+    wait_for(lambda: not any(process.is_running() for process in left), "all gone", doze)
 
 
 # O14: reports, releases, pins

@@ -28,7 +28,7 @@ import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 import msgspec
 
@@ -188,18 +188,28 @@ class ProcessRank:
         """Take over the socket to a rank that the starter has just started."""
         self.number = spec.rank
         self.pid = pid
-        self.report_s = REPORT_S  # most that a step may take
         self._starter = starter
         self._lost = ""
         try:
             self._pidfd = os.pidfd_open(pid)
         except OSError as exc:
             raise RankLost(f"{self} ended at once: {exc.strerror}") from exc
-        # A rank that is stopped reads nothing: no send may wait for it for ever.
-        bound = struct.pack("ll", int(REPORT_S), 0)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
-        self._pipe = Connection(sock.detach())
+        self._sock = sock
+        self._pipe = Connection(os.dup(sock.fileno()))
+        self.report_s = REPORT_S
+
+    @property
+    def report_s(self) -> float:
+        """Seconds, the most that a rank may take to read a step, and to report."""
+        return self._report_s
+
+    @report_s.setter
+    def report_s(self, seconds: float) -> None:
+        self._report_s = seconds
+        whole, rest = divmod(max(seconds, 0.001), 1)  # 0 would be for ever
+        bound = struct.pack("ll", int(whole), int(rest * 1e6))
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, bound)
 
     def __str__(self) -> str:
         return f"rank {self.number} (process {self.pid})"
@@ -211,7 +221,7 @@ class ProcessRank:
         try:
             self._pipe.send_bytes(_encoder.encode(step))
         except BlockingIOError:
-            self._lose(f"has taken no step for {REPORT_S:g} s")
+            self._lose(f"has not read its step within {self.report_s:g} s")
         except OSError:
             self._lose(self._how_it_ended())
 
@@ -219,20 +229,19 @@ class ProcessRank:
         """Wait for the step's end. Raises RankLost, or InvariantBroken if a read was wrong."""
         if self._lost:
             raise RankLost(self._lost)
-        answer = Answer(None)
         try:
             if not self._pipe.poll(self.report_s):
                 self._lose(f"has not reported within {self.report_s:g} s")
             answer = _answers.decode(self._pipe.recv_bytes())
         except BlockingIOError:
-            self._lose(f"has not ended its report within {REPORT_S:g} s")
+            self._lose(f"has not ended its report within {self.report_s:g} s")
         except (EOFError, OSError):
             self._lose(self._how_it_ended())
         if answer.report is None:
             raise InvariantBroken(answer.broken)
         return answer.report
 
-    def _lose(self, what: str) -> None:
+    def _lose(self, what: str) -> NoReturn:
         self._lost = f"{self} {what}"
         raise RankLost(self._lost)
 
@@ -264,6 +273,7 @@ class ProcessRank:
         """Let the process end, after the copies that are under way; safe to call twice."""
         self._lost = self._lost or f"{self} was closed"
         self._pipe.close()
+        self._sock.close()
 
     def release(self) -> None:
         """Forget a process that is gone; safe to call twice."""
