@@ -205,6 +205,7 @@ class ProcessRank:
 
     @report_s.setter
     def report_s(self, seconds: float) -> None:
+        """Set it, for what is waited for from now on."""
         self._report_s = seconds
         whole, rest = divmod(max(seconds, 0.001), 1)  # 0 would be for ever
         bound = struct.pack("ll", int(whole), int(rest * 1e6))
