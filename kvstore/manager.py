@@ -26,6 +26,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -34,12 +35,11 @@ from kvstore.errors import check
 from kvstore.eviction import EvictionPolicy, LeafLRU
 from kvstore.index import Entry, Index, State
 from kvstore.leases import GroupHit, Lease, LeaseBook
-from kvstore.lookup import Answer, Probe, common_hit, prefix_hit
+from kvstore.lookup import Answer, Probe, common_hit
 from kvstore.types import BlockKey, Chain, GroupRule, LeaseId, LookupResult, Slot
 
 _WRITING, _COMING, _READY, _DROPPED = State  # a member of an enum takes 0.1 us to read
 _HERE = (_READY, _COMING)
-_HIT, _MISS = LookupResult.HIT, LookupResult.MISS
 _SWEEP_MAX = 4096  # blocks that one call looks at when slots are taken away
 
 
@@ -85,6 +85,7 @@ class Manager:
     ) -> None:
         """generations: has a counter for every slot added; the caller sees to that."""
         self.rules = tuple(rules)
+        self._one_full = [rule.trailing for rule in rules] == [None]
         self.index = Index()
         self.leases = LeaseBook()
         self.evictions: Counter[str] = Counter()
@@ -321,21 +322,13 @@ class Manager:
         below(group, index): asked for what is not in memory, when there are lower tiers.
         coming: what is on its way up counts as here.
         """
-
-        def probe(group: int, index: int) -> LookupResult:
-            result = self.index.probe(chain.key(group, index), coming=coming)
-            if result is _MISS and below is not None:
-                return below(group, index)
-            return result
-
-        def prefix(group: int, blocks: int) -> Answer:
-            here, after = self.index.prefix(chain, group, blocks, coming=coming)
-            if here == blocks or (after is None and below is None):
-                return Answer(here)
-            rest = prefix_hit(lambda g, index: probe(g, here + index), group, blocks - here)
-            return Answer(here + rest.blocks, rest.pending)
-
-        return common_hit(self.rules, probe, min(chain.blocks, limit), local, prefix)
+        limit = min(chain.blocks, limit)
+        if self._one_full:  # as most models: nothing shrinks
+            answer = self.index.hit(chain, 0, limit, below, coming=coming)
+            return answer if answer.blocks > local else Answer(local)
+        probe = self.index.prober(chain, below, coming=coming)
+        prefix = partial(self.index.hit, chain, below=below, coming=coming)
+        return common_hit(self.rules, probe, limit, local, prefix)
 
     def prepare_load(
         self, chain: Chain, limit: int, owner: int, deadline_ns: int, *, coming: bool = True
@@ -363,7 +356,7 @@ class Manager:
                 present = runs[group][:limit]
                 indices: Sequence[int] = range(len(present))
             else:
-                found = self._present(chain, group, limit, coming=coming)
+                found = self.index.present(chain, group, limit, coming=coming)
                 indices = [index for index, _ in found]
                 present = [entry for _, entry in found]
             slots = [entry.slot for entry in present]
@@ -383,17 +376,6 @@ class Manager:
             if entry.next is not None:
                 self._pinned(entry)
         return lease
-
-    def _present(
-        self, chain: Chain, group: int, limit: int, *, coming: bool
-    ) -> list[tuple[int, Entry]]:
-        found = []
-        for index in range(limit):
-            key = chain.key(group, index)
-            entry = self.index.get(key)
-            if entry is not None and self.index.probe(key, coming=coming) is _HIT:
-                found.append((index, entry))
-        return found
 
     def _touch_paths(self, chain: Chain, limit: int) -> None:
         usable = self.lookup(chain, limit).blocks
