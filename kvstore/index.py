@@ -130,6 +130,16 @@ class Index:
             if parent.state is _DROPPED and not parent.children:
                 self.holes -= 1
 
+    def take(self, count: int) -> list[Entry]:
+        """Take up to `count` entries out of an index that nobody looks into any more."""
+        taken: list[Entry] = []
+        while self._tables and len(taken) < count:
+            if table := self._tables[-1]:
+                taken.append(table.popitem()[1])
+            else:
+                self._tables.pop()
+        return taken
+
     def relink(self, entry: Entry, parent: Entry | None) -> None:
         """Hang an entry below the entry that now holds its parent's key."""
         before = entry.parent

@@ -261,7 +261,8 @@ class World:
     def _check_slots(self, namespace: Namespace) -> None:
         """Every slot has exactly one owner."""
         manager = namespace.manager
-        ready = [entry.slot for entry in manager.index if entry.state is State.READY]
+        cleared = [entry for index in manager._cleared for entry in index]
+        ready = [e.slot for e in (*manager.index, *cleared) if e.state is State.READY]
         owned = [*manager._free, *manager._granted, *ready, *manager._lingering]
         assert len(owned) == len(set(owned)), "a slot has two owners"
         live = [m for m in namespace.extents.values() if m.state in ("live", "retiring")]
