@@ -107,10 +107,7 @@ class LeafLRU:
 
     def clear(self) -> None:
         """Cut the list off from its root."""
-        root, coldest, hottest = self._root, self._root.next, self._root.prev
-        if coldest is not None and hottest is not None:
-            coldest.prev = hottest.next = None
-            root.prev = root.next = root
+        self._root.prev = self._root.next = self._root
 
     def victims(self) -> Iterator[Entry]:
         """Yield the coldest evictable blocks; others at the cold end leave the order."""

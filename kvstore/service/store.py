@@ -146,7 +146,6 @@ class Store:
         """
         self._now_ns = now_ns
         self._ended.discard(connection)
-        self._clearing = [other for other in self._clearing if other != connection]
         session = self._by_connection.pop(connection, None)
         if session is None:
             return
@@ -182,7 +181,6 @@ class Store:
     def busy(self) -> bool:
         """Tell whether something is under way that no message will announce."""
         waiting = any(session.asks for session in self.sessions.values())  # for a deadline, say
-        waiting = waiting or bool(self._clearing)
         return waiting or any(
             n.tiering.busy or n.growing or n.manager.clearing for n in self.namespaces.values()
         )
