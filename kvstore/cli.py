@@ -427,7 +427,9 @@ def _resize(chosen: argparse.Namespace) -> int:
 
 def _bench(chosen: argparse.Namespace) -> int:
     from kvstore.bench import report
+    from kvstore.bench.steal import Watch
 
+    watch = Watch()
     module, _ = BENCHES[chosen.name]
     if chosen.path is not None and chosen.name != "nvme-index":
         raise ConfigError(f"--path: expected with nvme-index, found {chosen.name}")
@@ -441,7 +443,7 @@ def _bench(chosen: argparse.Namespace) -> int:
         raise ConfigError(f"--blocks: expected with {expected}, found {chosen.name}")
     else:
         results = import_module(module).run(chosen.pairs)
-    report.show(chosen.name, results, json=chosen.json)
+    report.show(chosen.name, results, stolen=watch.share(), json=chosen.json)
     return 0
 
 

@@ -33,7 +33,7 @@ from tiers.nvme.mover import Move, Moved, Mover
 
 SLOT_BYTES = 4096
 SLOTS = 32
-WAIT_S = 20.0
+WAIT_S = 600.0
 MOVED_SLOTS = 64
 MOVER_MODULES = (threads_mover, nixl_mover)
 

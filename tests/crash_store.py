@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
 SAMPLE_S = 0.01
 KEPT_S = 0.3
-END_S = 10.0
-START_S = 30.0
-ORDERLY_S = 60.0
+END_S = 600.0
+START_S = 600.0
+ORDERLY_S = 900.0
 
 
 def physical_bytes(folder: Path) -> int:

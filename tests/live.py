@@ -22,7 +22,7 @@ from kvstore.service.server import Server, listen
 from kvstore.types import GroupRule, make_key
 from tests.fakes import from_u32, u32
 
-WAIT_S = 20.0
+WAIT_S = 600.0
 M = TypeVar("M", bound=p.Message)
 
 

@@ -17,7 +17,7 @@ from tiers.nvme.tier import NvmeTier
 MIB = 1 << 20
 SLOT_BYTES = 8192
 SLOTS = 64
-WAIT_S = 20.0
+WAIT_S = 600.0
 
 
 def settings_for(path: Path, capacity_bytes: int = 64 * MIB) -> NvmeConfig:

@@ -41,6 +41,16 @@ def away(found: Shelf) -> None:
     wait(found, lambda: found.disk._recovery.phase is Phase.AWAY)
 
 
+def lose(found: Shelf) -> None:
+    """Turn it off, until let_back: not for a moment, which a slow machine would miss."""
+    found.disk._health.lost("for the test", time.monotonic() + WAIT_S)
+
+
+def let_back(found: Shelf) -> None:
+    """Let it try again now."""
+    found.disk._health._retry_at_s = time.monotonic()
+
+
 def whole(found: Shelf, chain: int, count: int) -> bool:
     return found.get([key(chain, index) for index in range(count)]).done == count
 
@@ -81,5 +91,5 @@ class Gate:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - as the real one
         self.waiting += 1
-        self.go_on.wait(30)
+        self.go_on.wait(600)
         return self._real(*arguments, **named)

@@ -104,7 +104,7 @@ class Victim:
 
     def close(self) -> None:
         self._to.close()
-        self._child.wait(10)
+        self._child.wait(600)
         self._from.close()
 
 

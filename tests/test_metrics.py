@@ -181,7 +181,7 @@ def settings_for(path: Path, port: int) -> config.Config:
 
 
 def get(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=600) as reply:
         text: str = reply.read().decode()
     return text
 

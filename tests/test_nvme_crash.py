@@ -24,7 +24,7 @@ KILLS = int(os.environ.get("KVSTORE_KILLS", "30"))
 ROOT = Path(__file__).resolve().parent.parent
 WINDOW_S = 0.02  # of settings_for
 SLACK_S = 0.05
-START_S = 30.0
+START_S = 600.0
 NEVER = float("inf")
 
 

@@ -144,7 +144,7 @@ def test_a_store_that_was_killed_leaves_a_directory_in_order(settings: NvmeConfi
         "    found.settle()\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=600)
     assert done.returncode == -signal.SIGKILL
     found = examine(settings)
     assert (found.ok, found.in_order, found.blocks.ok.count) == (True, False, COUNT + 9)

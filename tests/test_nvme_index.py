@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,22 @@ def test_a_namespace_of_empty_blocks_is_damage(
     with shelf(settings) as after:
         assert after.keys() == []
         assert "the index is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("lost", [True, False])
+@pytest.mark.parametrize("count", [1, 2])
+def test_extents_without_an_index_are_a_loss_but_for_one_that_was_being_made(
+    settings: NvmeConfig, caplog: pytest.LogCaptureFixture, count: int, lost: bool
+) -> None:
+    with shelf(settings):
+        pass
+    for number in range(count):
+        (Path(settings.path) / f"{number:06}.extent").write_bytes(bytes(4096))
+    if lost:
+        shutil.rmtree(Path(settings.path) / "index")
+    with shelf(settings):
+        assert extents(settings) == []
+    assert ("the index is damaged or lost" in caplog.text) is (lost or count > 1)
 
 
 def test_an_extent_that_may_not_be_opened_is_an_error_not_a_loss(

@@ -20,7 +20,7 @@ from tests.conformance import CheckedMove, MoverContract
 from tests.nvme_blocks import MIB, key, shelf
 from tiers.nvme import NvmeDisk, nixl_mover
 from tiers.nvme.files import ExtentFile
-from tiers.nvme.mover import Mover, ThreadMover, mover_of, writers_of
+from tiers.nvme.mover import AHEAD, Mover, ThreadMover, mover_of, writers_of
 from tiers.nvme.nixl_mover import NixlMover
 from tiers.nvme.tier import Run
 
@@ -85,7 +85,7 @@ class Held:
         with self.changes:
             self.under += 1
             self.most = max(self.most, self.under)
-        self.go.wait(5)
+        self.go.wait(600)
         with self.changes:
             self.under -= 1
 
@@ -97,8 +97,8 @@ def test_sums_of_the_next_run_are_taken_while_others_write() -> None:
         move = CheckedMove(True, cast("ExtentFile", file), 0, [block])
         move.seen = seen
         mover.start(move)
-    end = time.monotonic() + 5
-    while (len(seen), file.under) != (3, 2):
+    end = time.monotonic() + 600
+    while (len(seen), file.under) != (2 + AHEAD, 2):
         assert time.monotonic() < end, (seen, file.under)
         time.sleep(0.001)
     file.go.set()
@@ -157,7 +157,7 @@ def test_without_plugins_the_setting_is_refused_and_the_directory_is_free(tmp_pa
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "kv")],
         env={**os.environ, "NIXL_PLUGIN_DIR": str(tmp_path / "plugins")},
-        capture_output=True, text=True, check=False, timeout=60,
+        capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert 'mover = "nixl": expected NIXL 1.5.1 or newer with its POSIX plugin' in done.stdout

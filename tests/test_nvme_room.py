@@ -14,7 +14,7 @@ from kvstore.config import NvmeConfig
 from kvstore.errors import TierFull
 from tests.live import LiveStore, eventually
 from tests.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
-from tests.nvme_trouble import Gate, away, be_quick, raise_eio, wait, wait_for
+from tests.nvme_trouble import Gate, away, be_quick, let_back, lose, raise_eio, wait, wait_for
 from tiers.nvme import NvmeDisk, room, watch
 from tiers.nvme.volume import Look, Volume
 
@@ -153,11 +153,13 @@ def test_a_smaller_cap_in_any_state_holds_in_the_end(
     if state != "loading":
         found.settle()
     if state == "off":
-        made._health.lost("for the test", time.monotonic())
+        lose(found)
         away(found)
     elif state == "read_only":
         made._health.only_reads("for the test", time.monotonic())
     made.resize(8 * MIB)
+    if state == "off":
+        let_back(found)
     found.settle()
     wait(found, lambda: disk_bytes(folder) <= 8 * MIB)
     found.settle()

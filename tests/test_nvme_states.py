@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,17 @@ import pytest
 from kvstore.config import NvmeConfig
 from kvstore.errors import TierIOError
 from tests.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
-from tests.nvme_trouble import Gate, away, be_quick, open_files, wait, wait_for, whole
+from tests.nvme_trouble import (
+    Gate,
+    away,
+    be_quick,
+    let_back,
+    lose,
+    open_files,
+    wait,
+    wait_for,
+    whole,
+)
 from tiers.nvme import NvmeDisk, room, watch
 from tiers.nvme.recovery import Phase
 
@@ -186,12 +195,13 @@ def test_an_extent_that_is_being_made_is_let_go_of_too(
                     break
                 found.put(chain, 0, 1)
             wait(found, lambda: gate.waiting)
-            found.disk._health.lost("for the test", time.monotonic())
+            lose(found)
             found.disk.poll()
             assert found.disk._recovery.phase is Phase.LEAVING
             gate.go_on.set()
             away(found)
             assert not open_files(folder)
+        let_back(found)
         wait_for(found, "ok")
         assert whole(found, 1, 5)
         found.put(50, 0, 30)
@@ -213,9 +223,10 @@ def test_what_could_not_be_removed_is_let_go_of_too(
             patched.setattr(room, "commit", fail)
             found.disk.resize(6 * MIB)
             wait_for(found, "read_only")
-            found.disk._health.lost("for the test", time.monotonic())
+            lose(found)
             away(found)
             assert not open_files(folder)
+        let_back(found)
         wait_for(found, "ok")
         wait(found, lambda: disk_bytes(folder) <= 6 * MIB)
 
@@ -227,9 +238,10 @@ def test_it_comes_back_while_its_index_is_being_read(settings: NvmeConfig, folde
     made = NvmeDisk(settings)
     found = Shelf(made)
     assert made.state == "loading"
-    made._health.lost("for the test", time.monotonic())
+    lose(found)
     away(found)
     assert not open_files(folder)
+    let_back(found)
     wait_for(found, "ok")
     assert all(whole(found, chain, 20) for chain in range(10))
     found.tier.close()

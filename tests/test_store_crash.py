@@ -56,7 +56,7 @@ ONCE = ("loaded", "clear", "resize")
 RARE = 3  # times that other points are passed before
 AT_RESIZE = {"made", "known", "forgotten", "resize"}
 POINT_S = 1.5
-SHRINK_S = 10.0
+SHRINK_S = 120.0
 
 
 def mapped_memory() -> set[str]:

@@ -183,7 +183,7 @@ def test_loading_kvstore_leaves_torch_out() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
@@ -199,7 +199,7 @@ def test_package_names_point_into_this_repository(name: str, tmp_path: Path) -> 
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()) == ROOT / name / "__init__.py"

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from kvstore.bench.steal import DISTURBED
+
 SEED = 20
 RESAMPLES = 4000
 CONFIDENCE = 0.9
@@ -60,19 +62,23 @@ def paired_ratio(values: Sequence[float], references: Sequence[float]) -> Ratio:
     )
 
 
-def as_json(bench: str, results: Sequence[Result]) -> str:
-    """Return the one object that later benchmarks have too; parameters stand beside the rest."""
+def as_json(bench: str, results: Sequence[Result], stolen: float = 0.0) -> str:
+    """Return the one object that later benchmarks have too; parameters stand beside the rest.
+
+    stolen: share of the processors' time that a hypervisor took away meanwhile.
+    """
     rows = []
     for result in results:
         row = msgspec.to_builtins(result)
         rows.append({**row.pop("parameters"), **row})
-    return msgspec.json.encode({"bench": bench, "results": rows}).decode()
+    whole = {"bench": bench, "stolen": round(stolen, 4), "results": rows}
+    return msgspec.json.encode(whole).decode()
 
 
-def show(bench: str, results: Sequence[Result], *, json: bool) -> None:
-    """Print the results."""
+def show(bench: str, results: Sequence[Result], *, stolen: float = 0.0, json: bool) -> None:
+    """Print the results; stolen: see as_json."""
     if json:
-        print(as_json(bench, results))
+        print(as_json(bench, results, stolen))
         return
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -106,6 +112,11 @@ def show(bench: str, results: Sequence[Result], *, json: bool) -> None:
     everywhere = ", ".join(f"{key}={value}" for key, value in common.items())
     console.print(f"kvstore bench {bench}" + (f": {everywhere}" if everywhere else ""))
     console.print(table)
+    if stolen >= DISTURBED:
+        console.print(
+            f"a hypervisor gave {stolen:.0%} of the processors' time to other machines meanwhile:"
+            " compare ratios only, or measure again when it does not"
+        )
 
 
 def _common(parameters: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvstore import admin
 from kvstore.errors import KVStoreError
 
-START_TIMEOUT_S = 30.0
-STOP_TIMEOUT_S = 60.0  # it keeps on disk what only memory has
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 300.0  # it keeps on disk what only memory has
 
 
 class StoreFailed(KVStoreError):

@@ -93,7 +93,7 @@ def blocks_kept(requests: Sequence[Request], tokens_out: int) -> int:
 # Engines and stores
 
 
-def forget(engine: Engine, *, connector_too: bool = False, within_s: float = 10.0) -> None:
+def forget(engine: Engine, *, connector_too: bool = False, within_s: float = 600.0) -> None:
     """Empty the engine's own cache. Fails if one of its blocks stays in use."""
     deadline_s = time.monotonic() + within_s
     while engine.idle_steps(2):  # a load that nobody wants any more may still run
@@ -109,7 +109,7 @@ def grown(engine: Engine, before: dict[str, float], name: str) -> int:
 def numbers(address: str) -> dict[str, float]:
     """A store's numbers by name{label}, only those that are not 0; namespaces are summed."""
     found: dict[str, float] = {}
-    for stat in admin.stats(address):
+    for stat in admin.stats(address, timeout_s=600):
         labels = [value for key, value in stat.labels.items() if key != "namespace"]
         name = f"{stat.name}{{{','.join(labels)}}}" if labels else stat.name
         if stat.value:
@@ -125,7 +125,7 @@ def since(address: str, before: dict[str, float]) -> dict[str, float]:
     return {name: change for name, change in changes.items() if change}
 
 
-def settled(read: Callable[[], T], quiet_s: float = 0.4, within_s: float = 15.0) -> T:
+def settled(read: Callable[[], T], quiet_s: float = 0.4, within_s: float = 600.0) -> T:
     """What read returns once it has stayed the same for a while."""
     deadline_s = time.monotonic() + within_s
     value, since_s = read(), time.monotonic()
@@ -138,7 +138,7 @@ def settled(read: Callable[[], T], quiet_s: float = 0.4, within_s: float = 15.0)
     return value
 
 
-def eventually(happened: Callable[[], T], within_s: float = 10.0) -> T:
+def eventually(happened: Callable[[], T], within_s: float = 600.0) -> T:
     """Wait until a condition is true, and return what made it so."""
     deadline_s = time.monotonic() + within_s
     while not (value := happened()):
@@ -147,7 +147,7 @@ def eventually(happened: Callable[[], T], within_s: float = 10.0) -> T:
     return value
 
 
-def assert_given_back(address: str, within_s: float = 10.0) -> None:
+def assert_given_back(address: str, within_s: float = 600.0) -> None:
     """Nothing in a store is held for an engine; what survives of one may come back for a moment."""
 
     def held() -> list[str]:

@@ -27,7 +27,7 @@ EXTERNAL = "external_prefix_cache_hits"
 FROM_DISK = "prompt_tokens_cached_by_source{source=disk}"
 STORED = "kvstore_tier_blocks{nvme,stored}"
 PULL_S = 0.3  # after the engine has begun to run
-BACK_S = 30.0
+BACK_S = 120.0
 TIMES = 2
 
 Away = Callable[[], AbstractContextManager[object]]  # the disk is away within it

@@ -38,7 +38,7 @@ def forgetful_config() -> dict[str, Any]:
     return config
 
 
-def all_gone(pids: Iterable[int], within_s: float = 5.0) -> bool:
+def all_gone(pids: Iterable[int], within_s: float = 600.0) -> bool:
     """Whether all processes end in time; one that init has yet to reap has ended."""
     deadline_s = time.monotonic() + within_s
     for pid in pids:
@@ -176,5 +176,5 @@ def test_a_death_during_a_run_is_reported(model: Callable[[str], Path], which: s
     with Engine(model("llama_s"), in_process=False) as engine:
         threading.Timer(0.5, engine.kill, [which]).start()
         with pytest.raises(EngineFailed, match=r"(?i)died|dead"):
-            engine.run(requests(), max_tokens=8000, timeout_s=60)
+            engine.run(requests(), max_tokens=8000, timeout_s=600)
     assert all_gone(engine.pids().values())

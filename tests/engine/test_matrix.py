@@ -83,11 +83,14 @@ class Kind(NamedTuple):
     by: str
 
 
+# Each triple of model, chunk and block size once; small and large caches and slow copies alternate,
+# so that each pair of any two settings occurs.
 KINDS = [
-    Kind(*settings, by)
-    for settings, by in zip(
-        product(["llama_s", "gemma3"], [256, 2048], [32, 64, 128], [6, 64]),
-        ["SlowConnector", "PlainConnector", "PlainConnector"] * 8,
+    Kind(*settings, cache_mib, by)
+    for settings, cache_mib, by in zip(
+        product(["llama_s", "gemma3"], [256, 2048], [32, 64, 128]),
+        [6, 64, 6, 64, 6, 64, 64, 6, 64, 6, 64, 6],
+        ["SlowConnector", "PlainConnector", "PlainConnector", "SlowConnector"] * 3,
         strict=True,
     )
 ]

@@ -93,7 +93,7 @@ def test_hits_come_from_disk_after_a_restart_of_an_engine_with_a_private_store(
     with Engine(model(name), connector=connector) as engine:
         reference = one_by_one(engine, requests)
         store = private_store_of(engine)
-    eventually(lambda: gone(store), within_s=30)
+    eventually(lambda: gone(store), within_s=600)
     with Engine(model(name), connector=connector) as engine:
         assert_all_from_disk(engine, requests, reference)
 

@@ -13,6 +13,7 @@ import pytest
 
 from kvstore.bench.engine import Engine, Request, Result
 from kvstore.bench.models import prompt
+from kvstore.bench.steal import Watch
 from kvstore.bench.store import StoreProcess
 from tests.engine.identity import assert_same
 from tests.engine.support import (
@@ -64,7 +65,7 @@ class Patient:
         acted: list[bool] = []
 
         def wait() -> None:
-            eventually((self.marks / what).exists, within_s=60)
+            eventually((self.marks / what).exists, within_s=600)
             (self.marks / f"{what}.wanted").unlink()
             act()
             acted.append(True)
@@ -88,7 +89,7 @@ class Patient:
         return self.engine.run(requests, max_tokens=TOKENS_OUT)
 
     def assert_hits_come_again(self, requests: list[Request], reference: list[Result]) -> None:
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + 600
         expected = sum(servable(len(request.tokens)) for request in requests)
         hits = 0
         while hits < expected:
@@ -160,7 +161,7 @@ def test_a_store_that_freezes_in_a_copy(patient: Patient, reference: Reference, 
     if what != "store":
         patient.assert_hits_come_again(requests, expected)
     before, process = patient.engine.metrics(), patient.store_process
-    started_s = time.monotonic()
+    watch = Watch()
     try:
         if what == "lookup":
             process.suspend()
@@ -172,7 +173,7 @@ def test_a_store_that_freezes_in_a_copy(patient: Patient, reference: Reference, 
         forget(patient.engine)
         assert_same(expected, patient.run(requests))
         forget(patient.engine)
-        assert time.monotonic() - started_s < FROZEN_RUN_S
+        assert watch.own_s() < FROZEN_RUN_S
     finally:
         process.resume()
     patient.assert_hits_come_again(requests, expected)

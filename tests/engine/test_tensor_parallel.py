@@ -73,7 +73,7 @@ def test_O18_blocks_are_the_sum_of_the_ranks_parts(
         assert_same(expected, hit_again(engine, requests))
         threading.Timer(0.5, engine.kill, ["worker1"]).start()
         with pytest.raises(EngineFailed, match=r"(?i)died|dead"):
-            engine.run(requests, max_tokens=4000, timeout_s=60)
+            engine.run(requests, max_tokens=4000, timeout_s=600)
         assert_given_back(store.address)
     # Heads are the outermost part of a page, so it makes no difference how many ranks wrote it.
     with Engine(model(name), connector=attach(store)) as engine:

@@ -19,7 +19,7 @@ from tests.engine.support import attach, broken, eventually, forget, servable
 
 pytestmark = pytest.mark.vllm
 
-REFUSED_S = 45.0  # an engine that fails at once takes about 8 s on two cores
+REFUSED_S = 300.0  # an engine that fails at once takes about 8 s on two idle cores
 
 
 def refusal(model: Path, connector: dict[str, Any]) -> str:
@@ -93,4 +93,4 @@ def test_without_its_store_an_engine_serves_and_waits_for_it(
                 assert_same(expected, got)
                 return [r.cached_tokens for r in got] == [servable(len(r.tokens)) for r in requests]
 
-            eventually(hits, within_s=20)
+            eventually(hits, within_s=600)

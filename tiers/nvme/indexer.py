@@ -91,7 +91,8 @@ class Indexer:
         strays = self._file.strays({number for number, _ in namespaces.values()})
         numbers = [number for number, _ in namespaces.values()]
         following = max([*numbers, self._file.last_number], default=0) + 1
-        return Opened(clean=self._file.clean, next_number=following, strays=strays)
+        new, clean = self._file.new, self._file.clean
+        return Opened(new=new, clean=clean, next_number=following, strays=strays)
 
     def stream(self, request: Load) -> Iterator[Stream]:
         """Yield the records of a namespace."""

@@ -58,15 +58,18 @@ class IndexFile:
         self._blocks = self._env.open_db(b"blocks")
         with self._env.begin() as txn:
             found = txn.get(b"format", db=self._meta)
-            self.clean = found is None or txn.get(b"clean", db=self._meta) == b"1"
+            self.new = found is None
+            self.clean = self.new or txn.get(b"clean", db=self._meta) == b"1"
             cursor = txn.cursor(self._blocks)
             last = bytes(cursor.key()) if cursor.last() else b""
         if found not in (None, FORMAT):
             raise OtherFormatError(
                 f"{path}: format {found!r}, this version has {FORMAT!r}; use another directory"
             )
-        self._marked: bool | None = None if found is None else self.clean
+        self._marked = self.clean
         self.last_number = _number_of(last)
+        if self.new:  # one that was lost must not look like one that nothing was in yet
+            self.mark(clean=False)
 
     def tables(self) -> tuple[dict[str, tuple[int, int]], dict[int, int]]:
         """Return namespaces (digest -> number, slot bytes) and extents (number -> namespace)."""
@@ -95,7 +98,7 @@ class IndexFile:
     def commit(self, changes: Commit) -> None:
         """Make changes durable, all or none; from then on it is not in order before mark()."""
         with self._env.begin(write=True) as txn:
-            if self._marked is not False:
+            if self._marked:
                 self._put_mark(txn, clean=False)
             for key in changes.deletes:
                 txn.delete(key, db=self._blocks)

@@ -64,6 +64,7 @@ class Journal:
         self._closed = False
         self._child: Child | None = None
         _, opened = self._start()
+        self.new = opened.new
         self.clean = opened.clean
         self.next_number = opened.next_number
         self.strays = opened.strays

@@ -57,10 +57,11 @@ class Open(msgspec.Struct, tag=True):
 class Opened(msgspec.Struct, tag=True):
     """The index is open.
 
-    next_number: of a namespace, higher than any that has records. strays: numbers that records
-    have and no namespace.
+    new: there was none. next_number: of a namespace, higher than any that has records. strays:
+    numbers that records have and no namespace.
     """
 
+    new: bool
     clean: bool
     next_number: int
     strays: list[int]

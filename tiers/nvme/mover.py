@@ -21,6 +21,7 @@ from tiers.nvme.files import ExtentFile
 from tiers.runner import Runner
 
 READS_FIRST_S = 0.05  # a write waits no longer for reads
+AHEAD = 2  # with one, a late one leaves the disk idle: 3 % on two cores; a third adds nothing
 NIXL = "tiers.nvme.nixl_mover"
 
 
@@ -90,8 +91,8 @@ def mover_of(settings: NvmeConfig) -> Mover[R]:
 class ThreadMover(Generic[R]):
     """Threads for reads and threads for writes; a run is one vectored call.
 
-    Writes have a thread more than calls: it goes through the next blocks for their checksums while
-    the others write, so that these do not lie idle meanwhile.
+    Writes have more threads than calls: these go through the next blocks for their checksums while
+    the others write, so that the disk does not wait for that.
     """
 
     def __init__(self, readers: int, writers: int) -> None:
@@ -99,7 +100,7 @@ class ThreadMover(Generic[R]):
         self._may_write = threading.Semaphore(writers)
         self._reads: Runner[R, Moved[R]] = Runner("kvstore-nvme-read", self._read, _failed, readers)
         self._writes: Runner[R, Moved[R]] = Runner(
-            "kvstore-nvme-write", self._write, _failed, writers + 1
+            "kvstore-nvme-write", self._write, _failed, writers + AHEAD
         )
 
     @property

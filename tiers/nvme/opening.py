@@ -123,7 +123,8 @@ class Opening:
                 log.error("%s is lost, and with it its blocks", self._volume.extent(number))
         known = {number for space in self.spaces.values() for number in space.extents}
         removed = self._volume.sweep(known)
-        if removed and not extents:
+        # Without any, one may be left: a first extent whose store died before it was entered.
+        if not extents and removed > (0 if self.journal.new else 1):
             log.error(
                 "%s: the index is damaged or lost: it is empty, and %d extents that it does not"
                 " know are removed", self._volume.path, removed,
