@@ -14,6 +14,8 @@ from kvstore.errors import KVStoreError, ProtocolError
 from kvstore.metrics import TABLE
 
 TIMEOUT_S = 10.0
+CLEAR_S = 120.0
+"""What a clear of 10^7 blocks takes, with much to spare: it is answered when all slots are free."""
 _READ_BYTES = 1 << 16
 _LOOK_S = 0.1
 
@@ -39,7 +41,7 @@ def stats(address: str, timeout_s: float = TIMEOUT_S) -> list[Stat]:
     return _ask(address, p.Query("stats"), timeout_s)
 
 
-def clear(address: str, timeout_s: float = TIMEOUT_S) -> list[Stat]:
+def clear(address: str, timeout_s: float = CLEAR_S) -> list[Stat]:
     """Drop all blocks that nobody is reading, and read the numbers after it."""
     return _ask(address, p.Query("clear"), timeout_s)
 

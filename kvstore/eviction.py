@@ -49,6 +49,10 @@ class EvictionPolicy(Protocol):
         """The block leaves memory for a reason other than victims(); its parent stays."""
         ...
 
+    def clear(self) -> None:
+        """Forget all blocks at once. The caller unlinks them from one another."""
+        ...
+
     def victims(self) -> Iterator[Entry]:
         """Take ready, unpinned leaves out of the order, the coldest first.
 
@@ -100,6 +104,10 @@ class LeafLRU:
         last = above is not None and above.children == 1 and above.next is None
         if above is not None and last and above.state is _READY and not above.pins:
             self._link_after(above, at or self._root.prev)
+
+    def clear(self) -> None:
+        """Cut the list off from its root."""
+        self._root.prev = self._root.next = self._root
 
     def victims(self) -> Iterator[Entry]:
         """Yield the coldest evictable blocks; others at the cold end leave the order."""

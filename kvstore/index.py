@@ -17,6 +17,7 @@ import enum
 from collections.abc import Iterator
 from itertools import chain as chained
 
+from kvstore.lookup import Answer, Probe, prefix_hit
 from kvstore.types import BlockKey, Chain, LookupResult, Slot
 
 TABLES = 1024
@@ -129,6 +130,16 @@ class Index:
             if parent.state is _DROPPED and not parent.children:
                 self.holes -= 1
 
+    def take(self, count: int) -> list[Entry]:
+        """Take up to `count` entries out of an index that nobody looks into any more."""
+        taken: list[Entry] = []
+        while self._tables and len(taken) < count:
+            if table := self._tables[-1]:
+                taken.append(table.popitem()[1])
+            else:
+                self._tables.pop()
+        return taken
+
     def relink(self, entry: Entry, parent: Entry | None) -> None:
         """Hang an entry below the entry that now holds its parent's key."""
         before = entry.parent
@@ -170,6 +181,36 @@ class Index:
             else:
                 middle = (low + high) >> 1
         return low, after
+
+    def prober(self, chain: Chain, below: Probe | None = None, *, coming: bool = True) -> Probe:
+        """Return what asks for single blocks of a chain; below: asked for what is not here."""
+
+        def probe(group: int, index: int) -> LookupResult:
+            result = self.probe(chain.key(group, index), coming=coming)
+            if result is _MISS and below is not None:
+                return below(group, index)
+            return result
+
+        return probe
+
+    def hit(
+        self, chain: Chain, group: int, limit: int, below: Probe | None, *, coming: bool = True
+    ) -> Answer:
+        """Say what prefix_hit would: a search for what is here, and a scan only from there on."""
+        here, after = self.prefix(chain, group, limit, coming=coming)
+        if here == limit or (after is None and below is None):
+            return Answer(here)
+        probe = self.prober(chain, below, coming=coming)
+        rest = prefix_hit(lambda g, index: probe(g, here + index), group, limit - here)
+        return Answer(here + rest.blocks, rest.pending)
+
+    def present(
+        self, chain: Chain, group: int, limit: int, *, coming: bool = True
+    ) -> list[tuple[int, Entry]]:
+        """Return which of a chain's blocks are here, wherever they are, with their indices."""
+        also = _COMING if coming else _READY
+        entries = ((index, self.get(chain.key(group, index))) for index in range(limit))
+        return [(index, e) for index, e in entries if e and (e.state is _READY or e.state is also)]
 
     def run(self, chain: Chain, group: int, limit: int, *, coming: bool = True) -> list[Entry]:
         """Return the entries of a chain's leading blocks up to the first that is not here.

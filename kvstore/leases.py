@@ -11,12 +11,25 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
 from kvstore.errors import check
-from kvstore.index import Entry
+from kvstore.index import Entry, State
 from kvstore.types import LeaseId
+
+
+class Generations(Protocol):
+    """One counter per slot, shared with the processes that read slots."""
+
+    def __getitem__(self, slot: int, /) -> int:
+        """Return a slot's generation."""
+        ...
+
+    def __setitem__(self, slot: int, value: int, /) -> None:
+        """Set a slot's generation, visible to readers before the call returns."""
+        ...
 
 
 class GroupHit(msgspec.Struct, frozen=True):
@@ -25,6 +38,14 @@ class GroupHit(msgspec.Struct, frozen=True):
     indices: Sequence[int]
     slots: Sequence[int]
     generations: Sequence[int]
+
+
+def hit_of(indices: Sequence[int], entries: Sequence[Entry], generations: Generations) -> GroupHit:
+    """Name the slots of blocks; of what is coming, the generation once it can be read."""
+    coming = State.COMING
+    slots = [entry.slot for entry in entries]
+    ages = [(generations[e.slot] + (e.state is coming)) & 0xFFFFFFFF for e in entries]
+    return GroupHit(indices, slots, ages)
 
 
 class Lease(msgspec.Struct, frozen=True):

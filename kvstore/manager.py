@@ -14,6 +14,8 @@ slot after its lease can tell.
     GRANTED --begin_promotion--> COMING --complete_promotion(ok), generation + 1--> READY
                                     +----not ok, orphan: generation + 2, free at 0 pins
 
+A clear puts all blocks out of reach at once and gives their slots back in slices.
+
 A slot that is being filled from a lower tier can be leased before it is ready. The lease names
 the generation that the slot will have then: a reader that finds one less waits, and one that
 finds any other gives up.
@@ -26,21 +28,19 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Protocol
-
-import msgspec
+from functools import partial
 
 from kvstore.errors import check
 from kvstore.eviction import EvictionPolicy, LeafLRU
 from kvstore.index import Entry, Index, State
-from kvstore.leases import GroupHit, Lease, LeaseBook
-from kvstore.lookup import Answer, Probe, common_hit, prefix_hit
-from kvstore.types import BlockKey, Chain, GroupRule, LeaseId, LookupResult, Slot
+from kvstore.leases import Generations, GroupHit, Lease, LeaseBook, hit_of
+from kvstore.lookup import Answer, Probe, common_hit
+from kvstore.types import BlockKey, Chain, Changes, GroupRule, LeaseId, LookupResult, Slot
 
 _WRITING, _COMING, _READY, _DROPPED = State  # a member of an enum takes 0.1 us to read
 _HERE = (_READY, _COMING)
-_HIT, _MISS = LookupResult.HIT, LookupResult.MISS
 _SWEEP_MAX = 4096  # blocks that one call looks at when slots are taken away
+CLEAR_MAX = 1024  # cleared blocks whose slots one call gives back
 
 
 class StoreOutcome(enum.Enum):
@@ -55,25 +55,6 @@ class StoreOutcome(enum.Enum):
 _STORED = StoreOutcome.STORED
 
 
-class Generations(Protocol):
-    """One counter per slot, shared with the processes that read slots."""
-
-    def __getitem__(self, slot: int, /) -> int:
-        """Return a slot's generation."""
-        ...
-
-    def __setitem__(self, slot: int, value: int, /) -> None:
-        """Set a slot's generation, visible to readers before the call returns."""
-        ...
-
-
-class Changes(msgspec.Struct):
-    """Keys that became ready or left since the last take_changes, in order."""
-
-    added: list[BlockKey]
-    removed: list[BlockKey]
-
-
 class Manager:
     """Decides for one namespace; moves nothing."""
 
@@ -85,6 +66,7 @@ class Manager:
     ) -> None:
         """generations: has a counter for every slot added; the caller sees to that."""
         self.rules = tuple(rules)
+        self._one_full = [rule.trailing for rule in rules] == [None]
         self.index = Index()
         self.leases = LeaseBook()
         self.evictions: Counter[str] = Counter()
@@ -97,6 +79,8 @@ class Manager:
         self._retiring: set[Slot] = set()
         self._sweep: Iterator[list[Entry]] = iter(())  # for blocks in slots to be retired
         self._lingering: set[Slot] = set()  # of dropped blocks that are still pinned
+        self._cleared: list[Index] = []  # ready blocks that no lookup finds any more
+        self._outdated: dict[Slot, Entry] = {}  # was coming when all was cleared
         self._changes = Changes([], [])
 
     # Slots
@@ -118,7 +102,7 @@ class Manager:
             self.slots_total -= len(fresh)
             self._free = [slot for slot in self._free if slot not in fresh]
             self._sweep = self.index.parts()
-        swept = self._swept()
+        swept = not self._cleared and self._swept()
         busy = (wanted & self._granted.keys()) | (wanted & self._lingering)
         if swept and not busy:
             self._retiring -= wanted
@@ -145,6 +129,8 @@ class Manager:
         Also fewer when what can go was not found soon enough; then the next call finds more.
         """
         free, generations = self._free, self._generations
+        if len(free) < count and self._cleared:
+            self.clear_some(count + CLEAR_MAX)
         if len(free) < count:
             self._evict(count)
         granted = [free.pop() for _ in range(min(count, len(free)))]
@@ -272,7 +258,8 @@ class Manager:
     def complete_promotion(self, slot: Slot, *, ok: bool) -> StoreOutcome:
         """End a promotion; whoever waits for the slot sees by its generation how it ended."""
         write = self._granted.pop(slot)
-        entry = None if write is None else self.index.get(write[0])
+        late = self._outdated.pop(slot, None)
+        entry = late or (None if write is None else self.index.get(write[0]))
         check(
             entry is not None and entry.slot == slot and entry.state is _COMING,
             "a promotion ended whose block is not coming",
@@ -280,12 +267,14 @@ class Manager:
         if entry is None:
             return StoreOutcome.FAILED
         above = entry.parent
-        if ok and (above is None or above.state is _READY):
+        if ok and late is None and (above is None or above.state is _READY):
             self._grow_generation(slot, 1)
             self._became_ready(entry)
             return StoreOutcome.STORED
         self._grow_generation(slot, 2)
-        self.index.remove(entry)
+        if late is None:
+            self.index.remove(entry)
+        entry.state = _DROPPED
         self._let_go(entry)
         self._parent_freed(entry)
         return StoreOutcome.ORPHAN if ok else StoreOutcome.FAILED
@@ -321,21 +310,13 @@ class Manager:
         below(group, index): asked for what is not in memory, when there are lower tiers.
         coming: what is on its way up counts as here.
         """
-
-        def probe(group: int, index: int) -> LookupResult:
-            result = self.index.probe(chain.key(group, index), coming=coming)
-            if result is _MISS and below is not None:
-                return below(group, index)
-            return result
-
-        def prefix(group: int, blocks: int) -> Answer:
-            here, after = self.index.prefix(chain, group, blocks, coming=coming)
-            if here == blocks or (after is None and below is None):
-                return Answer(here)
-            rest = prefix_hit(lambda g, index: probe(g, here + index), group, blocks - here)
-            return Answer(here + rest.blocks, rest.pending)
-
-        return common_hit(self.rules, probe, min(chain.blocks, limit), local, prefix)
+        limit = min(chain.blocks, limit)
+        if self._one_full:  # as most models: nothing shrinks
+            answer = self.index.hit(chain, 0, limit, below, coming=coming)
+            return answer if answer.blocks > local else Answer(local)
+        probe = self.index.prober(chain, below, coming=coming)
+        prefix = partial(self.index.hit, chain, below=below, coming=coming)
+        return common_hit(self.rules, probe, limit, local, prefix)
 
     def prepare_load(
         self, chain: Chain, limit: int, owner: int, deadline_ns: int, *, coming: bool = True
@@ -357,22 +338,15 @@ class Manager:
             return None
         hits: list[GroupHit] = []
         entries: list[Entry] = []
-        generations = self._generations
         for group in range(len(self.rules)):
             if group in runs:
                 present = runs[group][:limit]
                 indices: Sequence[int] = range(len(present))
             else:
-                found = self._present(chain, group, limit, coming=coming)
+                found = self.index.present(chain, group, limit, coming=coming)
                 indices = [index for index, _ in found]
                 present = [entry for _, entry in found]
-            slots = [entry.slot for entry in present]
-            # Of what is coming, the generation that the slot will have once it can be read.
-            ages = [
-                (generations[entry.slot] + (entry.state is _COMING)) & 0xFFFFFFFF
-                for entry in present
-            ]
-            hits.append(GroupHit(indices, slots, ages))
+            hits.append(hit_of(indices, present, self._generations))
             entries += present
         if not entries:
             return None
@@ -383,17 +357,6 @@ class Manager:
             if entry.next is not None:
                 self._pinned(entry)
         return lease
-
-    def _present(
-        self, chain: Chain, group: int, limit: int, *, coming: bool
-    ) -> list[tuple[int, Entry]]:
-        found = []
-        for index in range(limit):
-            key = chain.key(group, index)
-            entry = self.index.get(key)
-            if entry is not None and self.index.probe(key, coming=coming) is _HIT:
-                found.append((index, entry))
-        return found
 
     def _touch_paths(self, chain: Chain, limit: int) -> None:
         usable = self.lookup(chain, limit).blocks
@@ -421,7 +384,7 @@ class Manager:
         if damaged:
             bad = set(damaged)
             for entry in lease.entries:
-                if entry.slot in bad and entry.state is _READY:
+                if entry.slot in bad and entry.state is _READY and self._is_here(entry):
                     self.drop(entry.key, "damaged")
         return True
 
@@ -434,8 +397,12 @@ class Manager:
         """The last pin is gone: the block was in use until now, or its slot goes back."""
         if entry.state is _DROPPED:
             self._release_slot(entry.slot)
-        elif entry.state is _READY and not entry.children:
+        elif entry.state is _READY and not entry.children and self._is_here(entry):
             self._policy.touch(entry)
+
+    def _is_here(self, entry: Entry) -> bool:
+        """Tell whether a block is in the index: it may have been cleared."""
+        return self.index.get(entry.key) is entry
 
     def expire(self, now_ns: int) -> list[LeaseId]:
         """End the leases that nobody completed in time, and name them."""
@@ -478,6 +445,42 @@ class Manager:
         self._let_go(entry)
         self._parent_freed(entry)
         return True
+
+    def clear(self) -> None:
+        """Put every block out of reach, in a time that only depends on what is being written.
+
+        What is coming does not become ready. clear_some gives the slots back.
+        """
+        for slot, write in self._granted.items():
+            entry = None if write is None else self.index.get(write[0])
+            if entry is not None and entry.slot == slot and entry.state is not _READY:
+                state = entry.state
+                self.index.remove(entry)
+                if state is _COMING:
+                    entry.state, entry.parent, self._outdated[slot] = state, None, entry
+        self._policy.clear()
+        self._cleared.append(self.index)
+        self.index = Index()
+
+    @property
+    def clearing(self) -> bool:
+        """Tell whether cleared blocks still have their slots."""
+        return bool(self._cleared)
+
+    def clear_some(self, count: int = CLEAR_MAX) -> None:
+        """Give back the slots of up to `count` cleared blocks."""
+        while self._cleared and count > 0:
+            gone = self._cleared[-1].take(count)
+            if not gone:
+                self._cleared.pop()
+            count -= len(gone)
+            self.evictions["clear"] += len(gone)
+            for entry in gone:
+                entry.state = _DROPPED
+                entry.parent = entry.prev = entry.next = None
+                if self.ready(entry.key) is None:  # else it was stored again since then
+                    self._changes.removed.append(entry.key)
+                self._let_go(entry)
 
     def _let_go(self, entry: Entry) -> None:
         """A block has left: its slot is free now, or with its last pin."""

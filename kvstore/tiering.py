@@ -311,7 +311,8 @@ class Tiering:
             if work.done is None or work.above:
                 continue
             for position, (key, slot) in enumerate(zip(work.job.keys, work.job.slots, strict=True)):
-                self._coming.pop(key, None)
+                if self._coming.get(key) is work:  # cleared, it may be on its way again
+                    del self._coming[key]
                 ok = position < work.done and not work.cleared
                 outcome = self._manager.complete_promotion(slot, ok=ok)
                 if outcome is StoreOutcome.ORPHAN:

@@ -56,6 +56,13 @@ class LookupResult(enum.Enum):
     RETRY = "retry"  # a remote tier has not answered yet
 
 
+class Changes(msgspec.Struct):
+    """Keys that became ready or left since the last take_changes, in order."""
+
+    added: list[BlockKey]
+    removed: list[BlockKey]
+
+
 class GroupRule(msgspec.Struct, frozen=True):
     """Which blocks of a KV group a hit needs, as data; no other code knows model kinds.
 

@@ -109,7 +109,8 @@ class Checks:
         """Every slot has exactly one owner."""
         manager = namespace.manager
         owned = [*manager._free, *manager._granted, *manager._lingering]
-        owned += [entry.slot for entry in entries if entry.state is _READY]
+        cleared = chain.from_iterable(manager._cleared)
+        owned += [entry.slot for entry in chain(entries, cleared) if entry.state is _READY]
         owners = set(owned)
         assert len(owned) == len(owners), "a slot has two owners"
         places: set[int] = set()

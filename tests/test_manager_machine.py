@@ -86,7 +86,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def grant(self, count: int) -> None:
         before, holes = dict(self.generations), self.manager.index.holes
         held = [e for lease, _ in self.open.values() for e in lease.entries]
-        held = [entry for entry in held if entry.state is State.READY]
+        held = [entry for entry in held if self.manager.ready(entry.key) is entry]
         for slot in self.manager.prepare_store(count):
             assert slot not in self.granted
             assert self.generations[slot] != before.get(slot, 0)
@@ -182,6 +182,18 @@ class ManagerMachine(RuleBasedStateMachine):
     def drop(self, path: str, group: int) -> None:
         self.manager.drop(chain_of(path).key(group, len(path) - 1), "clear")
 
+    @rule()
+    def clear(self) -> None:
+        self.manager.clear()
+        assert not len(self.manager.index)
+
+    @precondition(lambda self: self.manager.clearing)
+    @rule(count=st.integers(1, 3))
+    def clear_some(self, count: int) -> None:
+        before = self.manager.evictions["clear"]
+        self.manager.clear_some(count)
+        assert 0 <= self.manager.evictions["clear"] - before <= count
+
     @precondition(lambda self: len(self.slots) > 4)
     @rule(count=st.integers(1, 4))
     def retire(self, count: int) -> None:
@@ -202,7 +214,9 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def no_slot_is_owned_twice_and_none_is_lost(self) -> None:
         manager = self.manager
-        ready = [e.slot for e in manager.index if e.state is State.READY]
+        cleared = [entry for index in manager._cleared for entry in index]
+        assert all(entry.state is State.READY for entry in cleared)
+        ready = [e.slot for e in (*manager.index, *cleared) if e.state is State.READY]
         owned = [*manager._free, *self.granted, *ready, *manager._lingering]
         assert len(owned) == len(set(owned))
         assert set(owned) | manager._retiring >= self.slots >= set(owned)
@@ -249,8 +263,11 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def what_can_go_does_go(self) -> None:
         """The policy knows every evictable block: list it, and compare."""
-        listed, at = set(), self.manager._policy._root.next  # type: ignore[attr-defined]
-        while at is not self.manager._policy._root:  # type: ignore[attr-defined]
+        root: Entry = self.manager._policy._root  # type: ignore[attr-defined]
+        listed, at = set(), root.next
+        while at is not root:
+            assert at is not None
+            assert self.manager.index.get(at.key) is at, "in the order, and not in the index"
             listed.add(id(at))
             at = at.next
         for entry in self.manager.index:

@@ -337,6 +337,7 @@ def test_O17_clear_empties_memory_for_everybody() -> None:
     other.put(chain)
     admin = town.connect()
     town.say(admin, p.Query("clear"))
+    town.tick()
     assert town.take(admin, p.Report)
     assert (one.hit(chain).lease, other.hit(chain).lease) == (0, 0)
     assert [n.manager.index.holes for n in town.store.namespaces.values()] == [0, 0]

@@ -420,3 +420,21 @@ def test_what_memory_serves_is_touched_below() -> None:
     assert lease is not None
     rig.tiering.used(chain, lease)
     assert rig.tier.touched == [chain.key(0, 4)]
+
+
+def test_a_cleared_read_that_ends_leaves_the_one_that_came_after_it_alone() -> None:
+    rig = Rig(slots=8)
+    chain = rig.chain("a", 1)
+    for _ in range(2):
+        rig.tier.keys.update(rig.keys(chain))
+        rig.tiering.promote(chain, 1)
+        if len(rig.tier.jobs) == 1:
+            rig.manager.clear()
+            rig.tiering.clear()
+    before, after = rig.tier.jobs
+    rig.tier.end(before)
+    rig.poll()
+    assert (rig.ready(chain), rig.tiering.source(chain.key(0, 0))) == (0, "slow")
+    rig.tier.end(after)
+    rig.poll()
+    assert (rig.ready(chain), rig.manager.slots_free) == (1, 7)

@@ -68,6 +68,7 @@ class Store:
         self._by_connection: dict[int, Session] = {}
         self._next_session = first_session
         self._now_ns = 0
+        self._clearing: list[int] = []  # who waits for the end of a clear
         self._ended: set[int] = set()  # schedulers of buried sessions that did not close yet
         self._memory = Memory(pool, send, self._workers_of, self._holders_of)
         self._desk = Desk(config.engine, self.numbers, self._memory.can_grow)
@@ -171,18 +172,25 @@ class Store:
                 self._answer(session, self._desk.retry(session, now_ns))
                 self._grant_credits(session)
             self._tell_news(session)
+        if self._clearing and not any(n.manager.clearing for n in self.namespaces.values()):
+            waiting, self._clearing = self._clearing, []
+            for connection in waiting:
+                self._report(connection)
 
     @property
     def busy(self) -> bool:
         """Tell whether something is under way that no message will announce."""
         waiting = any(session.asks for session in self.sessions.values())  # for a deadline, say
-        return waiting or any(n.tiering.busy or n.growing for n in self.namespaces.values())
+        return waiting or any(
+            n.tiering.busy or n.growing or n.manager.clearing for n in self.namespaces.values()
+        )
 
     def _tick_namespace(self, namespace: Namespace) -> None:
         manager = namespace.manager
         for _ in manager.expire(self._now_ns):
             self.numbers.add("kvstore_lookups", "expired")
         namespace.tiering.poll(self._now_ns)
+        manager.clear_some()
         changes = manager.take_changes()
         if not changes.added and not changes.removed:
             return
@@ -430,12 +438,13 @@ class Store:
     def _query(self, connection: int, query: p.Query) -> None:
         if query.what == "clear":
             for namespace in self.namespaces.values():
-                for key in [entry.key for entry in namespace.manager.index]:
-                    namespace.manager.drop(key, "clear")
+                namespace.manager.clear()
                 namespace.tiering.clear()
             if self._disk is not None:  # it has more than what was attached since the start
                 self._disk.clear()
-        elif query.what == "resize":
+            self._clearing.append(connection)  # it hears when all slots are free
+            return
+        if query.what == "resize":
             if query.tier != NVME or self._disk is None or query.capacity_bytes < DISK_BYTES_MIN:
                 have = f"{NVME} from {DISK_BYTES_MIN} bytes on" if self._disk else "no such tier"
                 raise ProtocolError(
@@ -444,6 +453,9 @@ class Store:
             self._disk.resize(query.capacity_bytes)
         elif query.what != "stats":
             raise ProtocolError(f"query {query.what!r}, expected stats, clear or resize")
+        self._report(connection)
+
+    def _report(self, connection: int) -> None:
         self.refresh_gauges()
         values = {**self.numbers.counts, **self.numbers.gauges}
         body = msgspec.json.encode([[*key, value] for key, value in sorted(values.items())])
