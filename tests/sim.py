@@ -30,7 +30,8 @@ from tests.sim_checks import Checks, Truth
 from tests.sim_disk import SlowTier
 from tests.sim_faults import AIMED, AIMED_MAX, AIMS, BETWEEN_STEPS, KINDS, STATES, inject
 from tests.sim_host import PRIORITIES, Host, make_shape
-from tests.sim_store import MS, Net, Pool, Worker
+from tests.sim_store import MS, Net, Pool
+from tests.sim_worker import Worker
 from tiers.faulty import FaultyTier
 from tiers.memory import MemoryTier
 

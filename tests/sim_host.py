@@ -24,7 +24,8 @@ from connectors.requests import BlockTable, Phase
 from connectors.scheduler import SchedulerHalf
 from kvstore import protocol as p
 from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
-from tests.sim_store import Joiner, Net, Worker
+from tests.sim_store import Joiner, Net
+from tests.sim_worker import Worker
 
 _GROUPS = (
     ((Group(4),), 4),

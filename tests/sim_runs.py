@@ -161,7 +161,7 @@ def campaign(first: int, count: int, out: Path | None = None) -> int:
     return len(broken) or int(bool(missed) and count >= ENOUGH)
 
 
-ENOUGH = 500
+ENOUGH = 2000
 """Worlds after which every pair of fault and state has been met."""
 
 

@@ -1,4 +1,4 @@
-"""Forty-eight worlds of the simulation; `python -m tests.sim SEED` replays one."""
+"""Five hundred worlds of the simulation; `python -m tests.sim SEED` replays one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from functools import partial
 
 import pytest
 
-from tests import sim_store
+from tests import sim_worker
 from tests.sim import STEPS, Cut, World
-from tests.sim_faults import FAULTS, IMPOSSIBLE, STATES
+from tests.sim_faults import FAULTS, IMPOSSIBLE, STATES, never_met
 from tests.sim_runs import attempt, attempts, cut_short, replay
 
-SEEDS = 48
+SEEDS = 500
+# A fault that seldom comes in a state that seldom is: `make sim` has worlds enough for them.
+RARE = {("engine", "copy to disk under way"), ("disk lies", "dropped block pinned")}
 # What so many worlds must have met, or their promises were not put to the test.
 MET = (
     *("loads", "loads_failed", "aborted_loading", "preempted", "resets", "store_declined"),
@@ -46,8 +48,7 @@ def test_no_seed_breaks_a_promise_and_every_fault_and_every_state_is_met() -> No
         else:
             assert outcome.steps >= STEPS, outcome.seed
     assert not broken
-    assert {fault for fault, _ in met} == set(FAULTS)
-    assert {state for _, state in met} == set(STATES)
+    assert set(never_met(met)) <= RARE
     assert not [event for event in MET if not counts[event]], counts
 
 
@@ -85,7 +86,7 @@ def test_a_seed_is_the_same_world_in_another_process() -> None:
 
 def _unfenced(monkeypatch: pytest.MonkeyPatch) -> int:
     """The fence is left out; return a seed that finds that."""
-    monkeypatch.setattr(sim_store.Worker, "before_step", lambda self, meta: None)  # noqa: ARG005
+    monkeypatch.setattr(sim_worker.Worker, "before_step", lambda self, meta: None)  # noqa: ARG005
     return next(seed for seed in range(40) if attempt(seed).error)
 
 
