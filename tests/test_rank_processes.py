@@ -37,6 +37,8 @@ from tests.rank_faults import SIDE
 from tests.rank_rig import doze, wait_for
 from tests.reference_rig import Script, Side
 
+pytestmark = pytest.mark.slow  # processes by the dozen
+
 SHAPE = Shape(groups=(Group(4), Group(4, window=9)), block_tokens=4, blocks=60, world=2, batches=2)
 STEP = RankStep(StepMeta(), [], [])
 
@@ -65,14 +67,15 @@ def starter() -> Iterator[RankStarter]:
 @pytest.fixture
 def start(starter: RankStarter) -> Iterator[Callable[..., ProcessRank]]:
     started: list[ProcessRank] = []
+    processes: list[psutil.Process] = []
 
     def one(rank: int = 0, **options: str) -> ProcessRank:
         started.append(starter.start(RankSpec("engine", "model", SHAPE, rank, "", options)))
+        processes.append(psutil.Process(started[-1].pid))
         started[-1].report_s = WAIT_S
         return started[-1]
 
     yield one
-    processes = [psutil.Process(rank.pid) for rank in started if not rank.gone()]
     end_ranks(started)
     assert not [process for process in processes if alive(process)]
 
@@ -230,4 +233,7 @@ def test_nothing_is_left_of_an_engine_that_was_killed(tmp_path: Path) -> None:
 
 def alive(process: psutil.Process) -> bool:
     """Whether it runs; whoever adopted it may not have asked yet how it ended."""
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -32,6 +32,8 @@ from tests.rank_rig import (
     wait_for,
 )
 
+pytestmark = pytest.mark.slow  # processes by the dozen
+
 TOKENS = BLOCKS * BLOCK_TOKENS  # of a prompt that can be loaded
 ONE = 2  # the rank that something happens to
 AMID = pytest.mark.parametrize("kind", [STORE, LOAD], ids=["store", "load"])

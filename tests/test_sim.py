@@ -37,6 +37,7 @@ def quiet() -> Iterator[None]:
     logging.disable(before)
 
 
+@pytest.mark.slow
 def test_no_seed_breaks_a_promise_and_every_fault_and_every_state_is_met() -> None:
     counts, met = Counter[str](), Counter[tuple[str, str]]()
     broken = []
