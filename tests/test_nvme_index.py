@@ -14,6 +14,7 @@ from kvstore.config import NvmeConfig
 from kvstore.errors import ConfigError
 from tests.nvme_blocks import MIB, key, settings_for, shelf
 from tiers.nvme import NvmeDisk, volume
+from tiers.nvme.indexfile import IndexFile
 from tiers.nvme.messages import NAMESPACE, VALUE
 
 Table = Any  # lmdb has no name for it
@@ -124,6 +125,18 @@ def test_extents_without_an_index_are_a_loss_but_for_one_that_was_being_made(
     with shelf(settings):
         assert extents(settings) == []
     assert ("the index is damaged or lost" in caplog.text) is (lost or count > 1)
+
+
+def test_a_store_killed_before_its_first_commit_has_lost_nothing(
+    settings: NvmeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    index = Path(settings.path) / "index"
+    index.mkdir(parents=True)
+    IndexFile(index, 64 * MIB).close()
+    (Path(settings.path) / "000000.extent").write_bytes(bytes(4096))
+    with shelf(settings):
+        assert extents(settings) == []
+    assert "damaged or lost" not in caplog.text
 
 
 def test_an_extent_that_may_not_be_opened_is_an_error_not_a_loss(
