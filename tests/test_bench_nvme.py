@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvstore import cli
-from kvstore.bench import direct
+from kvstore.bench import direct, steal
+from kvstore.bench.direct import Moved
 from kvstore.bench.report import Result, as_json
 from kvstore.errors import KVStoreError
 from tests.nvme_blocks import MIB
@@ -229,3 +230,27 @@ def test_a_count_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         cli.main(["bench", "nvme-index", "--blocks", "10,many"])
     assert "found '10,many'" in capsys.readouterr().err
+
+
+def test_a_round_that_was_disturbed_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    stolen = iter([0.0, 5.0, 0.0, 0.0])  # at the start and the end of each round
+
+    class Counted:
+        name = "counted"
+        rounds = 0
+
+        def write(self) -> Moved:
+            self.rounds += 1
+            return Moved(1.0, 1.0)
+
+        def read(self) -> Moved:
+            return Moved(1.0, 1.0)
+
+        def reset(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(steal, "_stolen_s", lambda: next(stolen))
+    series, system = nvme._Series(Path(), memoryview(bytes(8)), 4, nvme.Sizes()), Counted()
+    series._round({"counted": system}, 0)
+    assert (system.rounds, series.disturbed) == (2, 1)
