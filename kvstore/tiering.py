@@ -196,6 +196,11 @@ class Tiering:
                     if tier.lookup(key) is LookupResult.MISS and self._manager.ready(key):
                         self._enqueue(tier, [key])
 
+    @property
+    def coming(self) -> bool:
+        """Tell whether any block is on its way up."""
+        return bool(self._coming)
+
     def source(self, key: BlockKey) -> str | None:
         """Name the tier that a block is coming from; None if it is not."""
         work = self._coming.get(key)
