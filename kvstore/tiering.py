@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -53,6 +54,7 @@ class _Open(msgspec.Struct, eq=False):
     below: list[_Open] = []  # those that wait for this one
     done: int | None = None  # blocks that arrived whole, once it has ended
     cleared: bool = False  # what it moves is of before a clear
+    tags: Sequence[Any] = ()  # of a load for somebody who holds the slots: what to call its blocks
 
 
 class Tiering:
@@ -86,6 +88,7 @@ class Tiering:
         self._under_way: Counter[str] = Counter()
         self._load_blocks = max(1, min(JOB_BLOCKS_MAX, LOAD_BYTES // slot_bytes))
         self._coming: dict[BlockKey, _Open] = {}
+        self._staged: list[tuple[Any, bool]] = []
         self._next_job = 1
 
     @property
@@ -249,6 +252,24 @@ class Tiering:
             self._coming[key] = work
         self._submit(work)
 
+    def stage(
+        self, tier: Tier, keys: Sequence[BlockKey], slots: Sequence[Slot], tags: Sequence[Any]
+    ) -> None:
+        """Read blocks into granted slots of the caller, outside of the index: a copy to pass on.
+
+        take_staged() says of each tag how that ended; until then its slot stays granted.
+        """
+        for first in range(0, len(keys), self._load_blocks):
+            part = slice(first, first + self._load_blocks)
+            moves = list(zip(keys[part], slots[part], strict=True))
+            job = self._job(JobKind.LOAD, moves, [None] * len(moves))
+            self._submit(_Open(tier, job, tags=tags[part]))
+
+    def take_staged(self) -> list[tuple[Any, bool]]:
+        """Return the tags of staged blocks that were read, or could not be, since the last call."""
+        staged, self._staged = self._staged, []
+        return staged
+
     def _await_parent(self, work: _Open, parent: BlockKey | None) -> None:
         bringer = None if parent is None else self._coming.get(parent)
         if bringer is not None and bringer is not work and bringer.job.job_id not in work.above:
@@ -301,7 +322,10 @@ class Tiering:
         if job.kind is JobKind.LOAD and isinstance(result.error, BlockCorrupt):
             self.counts[name, "corrupt"] += 1
             work.tier.discard(job.keys[result.done : result.done + 1])
-        if job.kind is JobKind.LOAD:
+        if work.tags:
+            whole = 0 if work.cleared else result.done
+            self._staged += [(tag, place < whole) for place, tag in enumerate(work.tags)]
+        elif job.kind is JobKind.LOAD:
             work.done = result.done
             self._land(work)
         else:

@@ -127,6 +127,11 @@ class Namespace:
         mapping, position = self._place(slot)
         return mapping.memory.slot(position)
 
+    def place(self, slot: Slot) -> tuple[int, int]:
+        """Return a slot's extent and its number in there."""
+        number, position = divmod(slot, self._per_extent)
+        return self._places[number], position
+
     def _place(self, slot: int) -> tuple[Mapping, int]:
         number, position = divmod(slot, self._per_extent)
         return self.extents[self._places[number]], position

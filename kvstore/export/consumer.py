@@ -1,0 +1,468 @@
+"""The side of a hand-over that fetches blocks: into landing slots, checked, then into its own.
+
+Of each wanted block:
+
+    WANTED --offered--> OFFERED --a load claims it, with a slot of ours--> CLAIMED
+    CLAIMED --readable there, a landing slot here; pulled--> MOVING --read----> LANDED
+    CLAIMED --a landing slot here, told to the peer; pushed--> MOVING --written--> LANDED
+    LANDED --its sum is right, copied to its slot--> CHECKED --the peer: lease held--> DONE, ready
+    any --failed, late, lease over, peer gone--> DONE, not ready; its load fails there
+
+Landing slots are never visible to anybody: what arrives late, or from somebody who should not
+write, lands there. One that may still be written when its block is given up is quarantined.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvstore.errors import ProtocolError, TierIOError
+from kvstore.export import messages as m
+from kvstore.protocol import Message, from_u32, u32
+from kvstore.types import BlockKey, Chain, JobId, JobResult, LookupResult, Slot, TransferJob
+
+ANSWER_NS = 1_000_000_000
+STALL_NS = 10_000_000_000
+LEASE_MS = 30_000
+
+Send = Callable[[int, Message], None]
+
+
+class Tag(msgspec.Struct, frozen=True):
+    """Names one block of a fetch to whoever works on it."""
+
+    fetch: int
+    position: int
+
+
+class Read(msgspec.Struct, frozen=True):
+    """Slots of one of a peer's extents, and the landing slots that they are read into."""
+
+    region: m.Region
+    numbers: list[int]
+    landing: list[int]
+
+
+class Check(msgspec.Struct, frozen=True):
+    """A landed block: what it has to be, and where it goes if it is."""
+
+    key: BlockKey
+    landing: int
+    sum: int
+    slot: Slot
+
+
+class Work(Protocol):
+    """What takes time and is done elsewhere: each call has one answer, by its tags, later."""
+
+    def read(self, tags: list[Tag], peer: int, read: Read) -> None:
+        """Read a peer's slots; the answer is Consumer.moved."""
+        ...
+
+    def check(self, tags: list[Tag], blocks: list[Check]) -> None:
+        """Copy landed blocks to their slots if their sums are right; the answer: checked."""
+        ...
+
+
+class Landing(Protocol):
+    """Slots that only we and the exporters touch, under a cap in bytes."""
+
+    def take(self, count: int) -> list[int]:
+        """Take up to count free ones."""
+        ...
+
+    def give(self, slots: Collection[int]) -> None:
+        """Give some back."""
+        ...
+
+    def region(self) -> m.Region:
+        """Say where our exporter has them."""
+        ...
+
+
+class State(enum.Enum):
+    """Where a wanted block is on its way; see the top of this module."""
+
+    WANTED = "wanted"
+    OFFERED = "offered"
+    CLAIMED = "claimed"
+    MOVING = "moving"
+    LANDED = "landed"
+    CHECKED = "checked"
+    DONE = "done"
+
+
+class Block(msgspec.Struct, eq=False):
+    """One wanted block."""
+
+    key: BlockKey
+    state: State = State.WANTED
+    slot: Slot | None = None
+    load: tuple[JobId, int] | None = None  # and its number in there
+    landing: int | None = None
+    place: tuple[int, int] | None = None  # extent and number, once it can be read
+    sum: int = 0
+    ok: bool = False
+
+
+class Fetch(msgspec.Struct, eq=False):
+    """What is wanted from one peer in one go."""
+
+    number: int
+    peer: int
+    blocks: list[Block]
+    push: bool
+    asked_ns: int
+    heard_ns: int
+    extend_ns: int
+    left: int  # blocks that are not DONE
+    offered: bool = False
+    released: bool = False
+    tiers: dict[int, str] = {}  # position -> the peer's tier
+
+
+class _Load(msgspec.Struct, eq=False):
+    job: TransferJob
+    left: int
+    done: list[bool]
+
+
+class Consumer:
+    """All fetches into one namespace. To its tiering it is a tier: what was offered is here."""
+
+    def __init__(
+        self, work: Work, landing: Landing, send: Send, groups: int, lease_ms: int = LEASE_MS
+    ) -> None:
+        """groups: KV groups of the namespace."""
+        self.name = "peer"
+        self._work = work
+        self._landing = landing
+        self._send = send
+        self._groups = groups
+        self._lease_ms = lease_ms
+        self._fetches: dict[int, Fetch] = {}
+        self._located: dict[BlockKey, Tag] = {}
+        self._regions: dict[tuple[int, int], m.Region] = {}  # by peer and extent
+        self._loads: dict[JobId, _Load] = {}
+        self._claimed: list[Tag] = []  # that wait for a landing slot, and what else they need
+        self._results: list[JobResult] = []
+        self._late_reads: dict[Tag, int] = {}  # landing slots that a read may still fill
+        self._late_writes: dict[int, list[int]] = {}  # by fetch: those that its peer may write
+        self._next = 1
+        self._now_ns = 0
+        self.counts: Counter[str] = Counter()
+
+    # Asking
+
+    def want(self, peer: int, want: m.Want, now_ns: int) -> int:
+        """Ask a peer for blocks; return the fetch's number, which is the message's job, too."""
+        self._now_ns = now_ns
+        chain = Chain(want.hashes, want.width, self._groups, want.scope)
+        number, self._next = self._next, self._next + 1
+        blocks = [Block(chain.key(g, index)) for g, index in m.wanted_of(want, self._groups)]
+        extend_ns = now_ns + self._lease_ms * 1_000_000 // 3
+        fetch = Fetch(number, peer, blocks, want.push, now_ns, now_ns, extend_ns, len(blocks))
+        self._fetches[number] = fetch
+        for position, block in enumerate(blocks):
+            self._located.setdefault(block.key, Tag(number, position))
+        self._send(peer, msgspec.structs.replace(want, job=number, lease_ms=self._lease_ms))
+        return number
+
+    def claimed(self, number: int) -> None:
+        """Nothing more will be loaded of a fetch: what is offered and not claimed is let go of."""
+        fetch = self._fetches.get(number)
+        if fetch is not None:
+            for position, block in enumerate(fetch.blocks):
+                if block.state in {State.WANTED, State.OFFERED}:
+                    self._done(fetch, position, ok=False)
+            self._settle(fetch)
+
+    # What a producer says
+
+    def on_message(self, peer: int, message: Message, now_ns: int) -> None:
+        """Act on one message of a peer. Raises ProtocolError for a wrong one."""
+        self._now_ns = now_ns
+        if not isinstance(message, m.Offer | m.Have | m.Valid | m.End):
+            raise ProtocolError(f"{type(message).__name__} is not for a consumer")
+        if isinstance(message, m.Have):  # they are told once, whatever they were told with
+            self._regions |= {(peer, region.extent): region for region in message.regions}
+        fetch = self._fetches.get(message.job)
+        if fetch is None:  # given up before
+            if isinstance(message, m.End):
+                self._landing.give(self._late_writes.pop(message.job, ()))
+            return
+        if fetch.peer != peer:
+            raise ProtocolError(f"job {message.job} is not this peer's")
+        fetch.heard_ns = now_ns
+        if isinstance(message, m.Offer):
+            self._offer(fetch, message)
+        elif isinstance(message, m.Have):
+            self._have(fetch, message)
+        elif isinstance(message, m.Valid):
+            self._valid(fetch, message)
+        else:
+            self._fail(fetch, message.reason)
+            self._landing.give(self._late_writes.pop(fetch.number, ()))
+        self._settle(fetch)
+
+    def on_exporter_lost(self) -> None:
+        """Our exporter is another process now: no transfer of the old one writes any more."""
+        for fetch in list(self._fetches.values()):
+            self._fail(fetch, "exporter")
+            self._settle(fetch)
+        for slots in (self._late_reads.values(), *self._late_writes.values()):
+            self._landing.give(list(slots))
+        self._late_reads.clear()
+        self._late_writes.clear()
+
+    @property
+    def quarantined(self) -> int:
+        """Count the landing slots that were given up while something may still write them."""
+        return len(self._late_reads) + sum(map(len, self._late_writes.values()))
+
+    def on_peer_lost(self, peer: int, reason: str) -> None:
+        """A peer is gone, or has another memory: what was to come from it does not."""
+        self._regions = {at: region for at, region in self._regions.items() if at[0] != peer}
+        for fetch in [fetch for fetch in self._fetches.values() if fetch.peer == peer]:
+            self._fail(fetch, reason)
+            fetch.released = True
+            self._settle(fetch)
+
+    def _offer(self, fetch: Fetch, offer: m.Offer) -> None:
+        offered = m.positions_of(offer.positions, len(fetch.blocks))
+        if fetch.offered or len(offer.which) != len(offered):
+            raise ProtocolError(
+                f"a second offer, or {len(offer.which)} tiers of {len(offered)} blocks"
+            )
+        fetch.offered = True
+        for position, tier in zip(offered, offer.which, strict=True):
+            if tier >= len(offer.tiers):
+                raise ProtocolError(f"tier {tier}, expected below {len(offer.tiers)}")
+            fetch.tiers[position] = offer.tiers[tier]
+            fetch.blocks[position].state = State.OFFERED
+        for position, block in enumerate(fetch.blocks):
+            if block.state is State.WANTED:
+                self._done(fetch, position, ok=False)
+
+    def _have(self, fetch: Fetch, have: m.Have) -> None:
+        positions = m.positions_of(have.positions, len(fetch.blocks))
+        places, sums = from_u32(have.places), array("Q")
+        if len(have.sums) != 8 * len(positions) or len(places) != 2 * len(positions):
+            raise ProtocolError(f"{len(places)} numbers of places for {len(positions)} blocks")
+        sums.frombytes(have.sums)
+        landed = []
+        for number, position in enumerate(positions):
+            block, extent, slot = fetch.blocks[position], places[2 * number], places[2 * number + 1]
+            known = self._regions.get((fetch.peer, extent))
+            if known is None or slot >= known.slots:
+                raise ProtocolError(
+                    f"slot {slot} of extent {extent}, which is not known or shorter"
+                )
+            block.place, block.sum = (extent, slot), sums[number]
+            if fetch.push and block.state is State.MOVING:
+                landed.append(position)
+        self._check(fetch, landed)
+        self._move()
+
+    def _valid(self, fetch: Fetch, valid: m.Valid) -> None:
+        positions = m.positions_of(valid.positions, len(fetch.blocks))
+        for position in positions:
+            if fetch.blocks[position].state is not State.CHECKED:
+                raise ProtocolError(f"position {position} was not confirmed")
+            self._done(fetch, position, ok=True)
+
+    # Time, and what was done elsewhere
+
+    def tick(self, now_ns: int) -> None:
+        """Give up what is late, keep leases alive, and go on where landing slots are free."""
+        self._now_ns = now_ns
+        for fetch in list(self._fetches.values()):
+            limit_ns = STALL_NS if fetch.offered else ANSWER_NS
+            if now_ns - fetch.heard_ns >= limit_ns:
+                self._fail(fetch, "late")
+            elif now_ns >= fetch.extend_ns:
+                fetch.extend_ns = now_ns + self._lease_ms * 1_000_000 // 3
+                self._send(fetch.peer, m.Extend(fetch.number, self._lease_ms))
+            self._settle(fetch)
+        self._move()
+
+    def moved(self, tags: Sequence[Tag], *, ok: bool) -> None:
+        """A read into landing slots has ended."""
+        late = [self._late_reads.pop(tag) for tag in tags if tag in self._late_reads]
+        self._landing.give(late)
+        fetch = self._fetches.get(tags[0].fetch)
+        if fetch is None:
+            return
+        fetch.heard_ns = self._now_ns
+        moving = [t.position for t in tags if fetch.blocks[t.position].state is State.MOVING]
+        if ok:
+            self._check(fetch, moving)
+        else:
+            for position in moving:
+                self._done(fetch, position, ok=False)
+        self._settle(fetch)
+
+    def checked(self, tags: Sequence[Tag], right: Sequence[bool]) -> None:
+        """Blocks were copied to their slots, or have other sums than they should."""
+        fetch = self._fetches[tags[0].fetch]
+        confirm = []
+        for tag, ok in zip(tags, right, strict=True):
+            block = fetch.blocks[tag.position]
+            if ok and not fetch.released:
+                block.state = State.CHECKED
+                confirm.append(tag.position)
+            else:
+                self.counts["corrupt"] += not ok
+                self._done(fetch, tag.position, ok=False)
+        if confirm:
+            self._send(fetch.peer, m.Confirm(fetch.number, u32(confirm)))
+        self._settle(fetch)
+
+    # As a tier
+
+    def lookup(self, key: BlockKey) -> LookupResult:
+        """HIT for what a peer offers; RETRY until it has answered."""
+        tag = self._located.get(key)
+        if tag is None:
+            return LookupResult.MISS
+        state = self._fetches[tag.fetch].blocks[tag.position].state
+        return LookupResult.RETRY if state is State.WANTED else LookupResult.HIT
+
+    def submit(self, job: TransferJob) -> None:
+        """Fetch offered blocks into slots."""
+        load = _Load(job, len(job.keys), [False] * len(job.keys))
+        self._loads[job.job_id] = load
+        for position, (key, slot) in enumerate(zip(job.keys, job.slots, strict=True)):
+            tag = self._located.get(key)
+            block = None if tag is None else self._fetches[tag.fetch].blocks[tag.position]
+            if tag is None or block is None or block.state is not State.OFFERED:
+                self._loaded((job.job_id, position), ok=False)
+                continue
+            block.state, block.slot, block.load = State.CLAIMED, slot, (job.job_id, position)
+            self._claimed.append(tag)
+        self._move()
+
+    def poll(self) -> list[JobResult]:
+        """Take the results of loads that are over."""
+        results, self._results = self._results, []
+        return results
+
+    def discard(self, keys: Collection[BlockKey]) -> None:
+        """Forget what was offered under these keys."""
+        for key in keys:
+            tag = self._located.pop(key, None)
+            if tag is not None:
+                fetch = self._fetches[tag.fetch]
+                if fetch.blocks[tag.position].state in {State.WANTED, State.OFFERED}:
+                    self._done(fetch, tag.position, ok=False)
+                self._settle(fetch)
+
+    def touch(self, key: BlockKey) -> None:
+        """Nothing: what a peer keeps is its own affair."""
+
+    def clear(self) -> None:
+        """Forget all offers; what is being fetched is not ready when it ends."""
+        for fetch in list(self._fetches.values()):
+            self._fail(fetch, "cleared")
+            self._settle(fetch)
+
+    def drain(self) -> None:
+        """Nothing is waited for: what has not arrived does not count."""
+        self.clear()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.clear()
+
+    # Of one fetch
+
+    def _move(self) -> None:
+        """Start what can be moved now into free landing slots, in the order of the loads."""
+        waiting, self._claimed = self._claimed, []
+        reads: dict[tuple[int, m.Region], tuple[list[Tag], Read]] = {}
+        lands: dict[int, tuple[list[int], list[int]]] = {}
+        for at, tag in enumerate(waiting):
+            fetch = self._fetches.get(tag.fetch)
+            block = None if fetch is None else fetch.blocks[tag.position]
+            if fetch is None or block is None or block.state is not State.CLAIMED:
+                continue
+            if not fetch.push and block.place is None:
+                self._claimed.append(tag)
+                continue
+            landing = self._landing.take(1)
+            if not landing:
+                self._claimed += waiting[at:]
+                break
+            block.state, (block.landing,) = State.MOVING, landing
+            if fetch.push:
+                positions, slots = lands.setdefault(fetch.number, ([], []))
+                positions.append(tag.position)
+                slots += landing
+            elif block.place is not None:
+                region = self._regions[fetch.peer, block.place[0]]
+                tags, read = reads.setdefault((fetch.peer, region), ([], Read(region, [], [])))
+                tags.append(tag)
+                read.numbers.append(block.place[1])
+                read.landing.extend(landing)
+        for (peer, _), (tags, read) in reads.items():
+            self._work.read(tags, peer, read)
+        for number, (positions, slots) in lands.items():
+            land = m.Land(number, self._landing.region(), u32(positions), u32(slots))
+            self._send(self._fetches[number].peer, land)
+
+    def _check(self, fetch: Fetch, positions: Sequence[int]) -> None:
+        checks = []
+        for position in positions:
+            block = fetch.blocks[position]
+            block.state = State.LANDED
+            if block.landing is not None and block.slot is not None:
+                checks.append(Check(block.key, block.landing, block.sum, block.slot))
+        if checks:
+            self._work.check([Tag(fetch.number, position) for position in positions], checks)
+
+    def _done(self, fetch: Fetch, position: int, *, ok: bool) -> None:
+        """A block is ready, or will not be; nothing of ours uses its slots any more."""
+        block = fetch.blocks[position]
+        if block.landing is not None:
+            if block.state is not State.MOVING:
+                self._landing.give([block.landing])
+            elif fetch.push:
+                self._late_writes.setdefault(fetch.number, []).append(block.landing)
+            else:
+                self._late_reads[Tag(fetch.number, position)] = block.landing
+        block.state, block.landing = State.DONE, None
+        fetch.left -= 1
+        if self._located.get(block.key) == Tag(fetch.number, position):
+            del self._located[block.key]
+        if block.load is not None:
+            self._loaded(block.load, ok=ok)
+
+    def _loaded(self, part: tuple[JobId, int], *, ok: bool) -> None:
+        load = self._loads[part[0]]
+        load.done[part[1]] = ok
+        load.left -= 1
+        if load.left == 0:
+            del self._loads[part[0]]
+            done = load.done.index(False) if False in load.done else len(load.done)
+            error = None if done == len(load.done) else TierIOError("a block did not arrive")
+            self._results.append(JobResult(part[0], done, error))
+
+    def _fail(self, fetch: Fetch, reason: str) -> None:
+        """Nothing more comes; a copy into a slot of ours that is under way ends first."""
+        self.counts[reason] += 1
+        for position, block in enumerate(fetch.blocks):
+            if block.state not in {State.LANDED, State.DONE}:
+                self._done(fetch, position, ok=False)
+
+    def _settle(self, fetch: Fetch) -> None:
+        """Tell the peer when nothing more is wanted, and forget the fetch."""
+        if fetch.left or self._fetches.pop(fetch.number, None) is None:
+            return
+        if not fetch.released:
+            self._send(fetch.peer, m.Release(fetch.number))

@@ -1,0 +1,186 @@
+"""The side channel's protocol between two stores: what a hand-over is agreed with.
+
+Bytes never travel here: they are read or written by the stores' exporters. A block is named by
+its content key and the generation of its slot, never by a bare slot.
+
+    consumer (decode node)                          producer (prefill node)
+      Hello(namespace, traits, exporter) -------------->|
+      Welcome(exporter) <-------------------------------|   or Refused(reason)
+      Want(job, keys, request, lease) ----------------->|   pins what is ready, starts to read
+      Offer(job, positions) <---------------------------|   what there is, or will be
+      Have(job, positions, places, sums) <--------------|   readable now; again and again
+         READs them into landing slots, takes the sums
+      Confirm(job, positions) ------------------------->|   unpins them
+      Valid(job, positions) <---------------------------|   the lease held until now: bytes are good
+      Release(job) ------------------------------------>|
+
+To be pushed, the consumer sends Land(job, positions, landing slots) as it has room, and Have
+comes once the producer has written them. Extend(job) is the heartbeat. End(job) says that no
+more will come. Durations travel, clocks are never compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+
+from kvstore.errors import ProtocolError
+from kvstore.protocol import Message, from_u32
+
+VERSION = 1
+MESSAGE_BYTES_MAX = 16 << 20
+JOB_BLOCKS_MAX = 1 << 16
+
+
+class Region(msgspec.Struct, frozen=True, array_like=True):
+    """Memory of an exporter: where it begins in that process, and its slots."""
+
+    extent: int
+    base: int
+    slots: int
+
+
+class Hello(Message, frozen=True):
+    """First message of a consumer; traits: what decides the bytes, by name, as text.
+
+    agent, metadata: of its exporter, empty without one (it cannot be pushed to then).
+    """
+
+    version: int
+    namespace: str
+    traits: dict[str, str]
+    agent: str = ""
+    metadata: bytes = b""
+
+
+class Want(Message, frozen=True):
+    """Ask for blocks: for each group the indices wanted (u32) of a chain, first blocks first.
+
+    request: hand-over request whose blocks are waited for while it is still computed.
+    """
+
+    job: int
+    hashes: bytes
+    width: int
+    indices: tuple[bytes, ...]
+    scope: bytes = b""
+    request: str = ""
+    lease_ms: int = 30_000
+    push: bool = False
+
+
+class Land(Message, frozen=True):
+    """Where wanted blocks may be written: u32 positions in the list of wanted, u32 slots."""
+
+    job: int
+    region: Region
+    positions: bytes
+    slots: bytes
+
+
+class Confirm(Message, frozen=True):
+    """Ask whether the lease held until now: these positions have arrived with the right sums."""
+
+    job: int
+    positions: bytes
+
+
+class Extend(Message, frozen=True):
+    """Heartbeat: the consumer still wants this."""
+
+    job: int
+    lease_ms: int
+
+
+class Release(Message, frozen=True):
+    """The consumer reads no more of a job."""
+
+    job: int
+
+
+class Welcome(Message, frozen=True):
+    """The namespaces agree."""
+
+    agent: str
+    metadata: bytes
+
+
+class Refused(Message, frozen=True):
+    """No hand-over; retry: asking again can help. job 0: the whole session."""
+
+    reason: str
+    retry: bool = False
+    job: int = 0
+
+
+class Offer(Message, frozen=True):
+    """Which positions can be had; the others are not here. tiers[i]: where positions[i] is."""
+
+    job: int
+    positions: bytes
+    tiers: tuple[str, ...]
+    which: bytes  # u8 for each position: index into tiers
+
+
+class Have(Message, frozen=True):
+    """Positions that can be read (or, pushed, have been written), and what names their bytes.
+
+    places: u32 (extent, slot) pairs; generations: u32; sums: u64. regions: of extents not named
+    before.
+    """
+
+    job: int
+    positions: bytes
+    places: bytes
+    generations: bytes
+    sums: bytes
+    regions: tuple[Region, ...] = ()
+
+
+class Valid(Message, frozen=True):
+    """The lease held when these positions were confirmed."""
+
+    job: int
+    positions: bytes
+
+
+class End(Message, frozen=True):
+    """Nothing more comes for a job: "all", or why not."""
+
+    job: int
+    reason: str
+
+
+ToProducer = Hello | Want | Land | Confirm | Extend | Release
+ToConsumer = Welcome | Refused | Offer | Have | Valid | End
+
+
+def positions_of(data: bytes, count: int) -> list[int]:
+    """Unpack positions. Raises ProtocolError unless each is below count and named once."""
+    found = from_u32(data)
+    if len(set(found)) != len(found) or any(position >= count for position in found):
+        raise ProtocolError(f"positions {found[:8]}, expected different ones below {count}")
+    return found
+
+
+def wanted_of(want: Want, groups: int) -> list[tuple[int, int]]:
+    """Return (group, index) of each position. Raises ProtocolError for what cannot be."""
+    if want.width <= 0 or not want.hashes or len(want.hashes) % want.width:
+        raise ProtocolError(f"{len(want.hashes)} bytes of hashes, {want.width} each")
+    if len(want.indices) != groups:
+        raise ProtocolError(f"indices of {len(want.indices)} groups, this model has {groups}")
+    blocks = len(want.hashes) // want.width
+    wanted: list[tuple[int, int]] = []
+    for group, data in enumerate(want.indices):
+        wanted += [(group, index) for index in _ascending(from_u32(data), blocks)]
+    if not 0 < len(wanted) <= JOB_BLOCKS_MAX:
+        raise ProtocolError(f"{len(wanted)} blocks wanted, expected 1 to {JOB_BLOCKS_MAX}")
+    return wanted
+
+
+def _ascending(indices: Sequence[int], blocks: int) -> Sequence[int]:
+    if any(index >= blocks for index in indices[-1:]) or any(a >= b for a, b in pairwise(indices)):
+        raise ProtocolError(f"indices {indices[:8]}, expected ascending ones below {blocks}")
+    return indices

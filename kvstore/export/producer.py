@@ -1,0 +1,521 @@
+"""The side of a hand-over that has the blocks: holds them, tells where they are, lets go.
+
+Of each wanted block:
+
+    AWAITED --ready in memory, pinned----------------------> SUMMING
+    AWAITED --on a lower tier, being read into a slot------> STAGING --read--> SUMMING
+    SUMMING --its sum is known--> SUMMED --to be pulled----> TOLD
+    SUMMED --to be pushed, and there is a landing slot-----> WRITING --written--> TOLD
+    TOLD --confirmed---------------------------------------> DONE, not held any more
+    AWAITED --its request ended without it-----------------> DONE
+    any but AWAITED --read or write failed, job released---> DONE, once nothing is under way
+
+What is awaited has no room under the peer's cap yet, or is still computed by a running request.
+Once its lease is over a job is not confirmed any more, but what it holds stays for GRACE, because
+a reader cannot be stopped.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from kvstore.errors import ProtocolError
+from kvstore.export import messages as m
+from kvstore.index import Entry
+from kvstore.layout import SlotLayout
+from kvstore.manager import Manager
+from kvstore.protocol import Message, from_u32, u32
+from kvstore.tier import Tier
+from kvstore.tiering import Tiering
+from kvstore.types import BlockKey, Chain, LookupResult, Slot
+
+GRACE_NS = 5_000_000_000
+LEASE_MS_MAX = 600_000
+MEMORY, PREFILL = "cpu", "prefill"
+
+Send = Callable[[int, Message], None]
+
+
+class Tag(msgspec.Struct, frozen=True):
+    """Names one wanted block to whoever works on it."""
+
+    peer: int
+    job: int
+    position: int
+
+
+class Source(Protocol):
+    """A namespace, as much of it as a hand-over needs."""
+
+    layout: SlotLayout
+    manager: Manager
+    tiering: Tiering
+
+    def place(self, slot: Slot) -> tuple[int, int]:
+        """Return a slot's extent and its number in there."""
+        ...
+
+
+class Work(Protocol):
+    """What takes time and is done elsewhere: each call has one answer, by its tags, later.
+
+    The slots keep their bytes until then.
+    """
+
+    def sum(self, tags: list[Tag], source: Source, blocks: list[tuple[BlockKey, Slot]]) -> None:
+        """Take blocks' checksums; the answer is Producer.summed."""
+        ...
+
+    def write(self, tags: list[Tag], agent: str, write: Write) -> None:
+        """Write slots of one of our extents to a peer; the answer is Producer.written."""
+        ...
+
+    def region(self, extent: int) -> m.Region:
+        """Say where the exporter has an extent."""
+        ...
+
+
+class Write(msgspec.Struct, frozen=True):
+    """Slots of one extent, and the landing slots that they go to."""
+
+    extent: int
+    numbers: list[int]
+    slot_bytes: int
+    landing: m.Region
+    landing_slots: list[int]
+
+
+class State(enum.Enum):
+    """Where a wanted block is on its way; see the top of this module."""
+
+    AWAITED = "awaited"
+    STAGING = "staging"
+    SUMMING = "summing"
+    SUMMED = "summed"
+    WRITING = "writing"
+    TOLD = "told"
+    DONE = "done"
+
+
+_BUSY = (State.STAGING, State.SUMMING, State.WRITING)
+
+
+class Block(msgspec.Struct, eq=False):
+    """One wanted block; slot: held for it, by a pin of its entry or as its own."""
+
+    key: BlockKey
+    state: State = State.DONE
+    slot: Slot | None = None
+    entry: Entry | None = None
+    sum: int = 0
+    landing: tuple[m.Region, int] | None = None
+
+
+class Job(msgspec.Struct, eq=False):
+    """What a consumer wants in one go; over: its lease has ended."""
+
+    number: int
+    blocks: list[Block]
+    request: str
+    push: bool
+    deadline_ns: int
+    awaited: deque[int] = msgspec.field(default_factory=deque)  # positions, first blocks first
+    news: list[int] = []  # positions to tell
+    unsummed: list[int] = []  # and those whose sums are to be asked for
+    unwritten: list[int] = []  # and those to write
+    left: int = 0  # blocks that are not DONE
+    over: bool = False
+    released: bool = False
+
+
+class Peer(msgspec.Struct, eq=False):
+    """One consumer: a namespace of a store."""
+
+    number: int
+    source: Source
+    agent: str
+    jobs: dict[int, Job] = {}
+    held_bytes: int = 0
+    regions: set[int] = set()  # extents it was told about
+    closed: bool = False
+
+
+class Producer:
+    """Serves all peers of a store."""
+
+    def __init__(
+        self,
+        find: Callable[[str], tuple[Source, dict[str, str]] | None],
+        exporter: Callable[[], tuple[str, bytes]],
+        work: Work,
+        send: Send,
+        held_bytes_max: int,
+    ) -> None:
+        """find(namespace digest): what is served, and its traits. exporter(): agent, metadata.
+
+        held_bytes_max: for each peer, of what is held for it at one time.
+        """
+        self._find = find
+        self._exporter = exporter
+        self._work = work
+        self._send = send
+        self._held_bytes_max = held_bytes_max
+        self._peers: dict[int, Peer] = {}
+        self._computing: set[str] = set()  # requests that have not ended
+        self.counts: Counter[str] = Counter()
+
+    # What the engines of this node say
+
+    def computing(self, request: str) -> None:
+        """A request runs: what it has not computed yet may be waited for."""
+        self._computing.add(request)
+
+    def computed(self, request: str) -> None:
+        """A request has ended: what is not there, or being written, will not come."""
+        self._computing.discard(request)
+
+    # What a consumer says
+
+    def on_message(self, number: int, message: Message, now_ns: int) -> None:
+        """Act on one message of a peer. Raises ProtocolError for a wrong one."""
+        if isinstance(message, m.Hello):
+            self._hello(number, message)
+            return
+        peer = self._peers.get(number)
+        if peer is None or peer.closed:
+            raise ProtocolError(f"{type(message).__name__} before Hello")
+        if isinstance(message, m.Want):
+            self._want(peer, message, now_ns)
+            return
+        if not isinstance(message, m.Land | m.Confirm | m.Extend | m.Release):
+            raise ProtocolError(f"{type(message).__name__} is not for a producer")
+        job = peer.jobs.get(message.job)
+        if job is None or job.released:
+            self._send(number, m.End(message.job, "unknown"))
+            return
+        if isinstance(message, m.Land):
+            self._land(job, message)
+        elif isinstance(message, m.Confirm):
+            self._confirm(peer, job, message)
+        elif isinstance(message, m.Extend):
+            if not job.over:
+                job.deadline_ns = max(job.deadline_ns, now_ns + _lease_ns(message.lease_ms))
+        else:
+            self._release(peer, job)
+        self._settle(peer, job)
+
+    def on_closed(self, number: int) -> None:
+        """A peer is gone: nothing is held for it but what is in use at this moment."""
+        peer = self._peers.get(number)
+        if peer is not None:
+            peer.closed = True
+            self._drop(peer)
+
+    def on_exporter_lost(self, reason: str) -> None:
+        """Our exporter has another memory now: peers have to say Hello again."""
+        for peer in list(self._peers.values()):
+            if not peer.closed:
+                self._send(peer.number, m.Refused(reason, retry=True))
+                peer.closed = True
+            self._drop(peer)
+
+    def _drop(self, peer: Peer) -> None:
+        for job in list(peer.jobs.values()):
+            self._release(peer, job)
+            self._settle(peer, job)
+        if not peer.jobs:
+            self._peers.pop(peer.number, None)
+
+    def _hello(self, number: int, hello: m.Hello) -> None:
+        if number in self._peers:
+            raise ProtocolError("a second Hello")
+        found = self._find(hello.namespace)
+        if hello.version != m.VERSION:
+            refused = m.Refused(f"side channel {hello.version}, expected {m.VERSION}")
+        elif found is None:
+            refused = m.Refused(f"namespace {hello.namespace[:12]} is not served here yet", True)
+        else:
+            source, traits = found
+            differ = _difference(hello.traits, traits)
+            if not differ:
+                self._peers[number] = Peer(number, source, hello.agent)
+                self._send(number, m.Welcome(*self._exporter()))
+                return
+            refused = m.Refused(differ)
+        self.counts["refused"] += 1
+        self._send(number, refused)
+
+    def _want(self, peer: Peer, want: m.Want, now_ns: int) -> None:
+        rules = peer.source.layout.rules
+        wanted = m.wanted_of(want, len(rules))
+        if want.job <= 0 or want.job in peer.jobs:
+            raise ProtocolError(f"job {want.job}, expected a new number above 0")
+        if want.push and not peer.agent:
+            raise ProtocolError("a push to a peer that named no exporter")
+        chain = Chain(want.hashes, want.width, len(rules), want.scope)
+        blocks = [Block(chain.key(group, index)) for group, index in wanted]
+        end_ns = now_ns + _lease_ns(want.lease_ms)
+        job = Job(want.job, blocks, want.request, want.push, end_ns)
+        tiers: dict[str, int] = {}
+        which: list[int] = []
+        offered: list[int] = []
+        for position, block in enumerate(blocks):
+            tier = self._tier(peer.source, job, block.key)
+            if tier is not None:
+                block.state = State.AWAITED
+                offered.append(position)
+                which.append(tiers.setdefault(tier, len(tiers)))
+        job.awaited.extend(sorted(offered, key=lambda position: wanted[position][::-1]))
+        job.left = len(offered)
+        peer.jobs[job.number] = job
+        self._send(peer.number, m.Offer(job.number, u32(offered), tuple(tiers), bytes(which)))
+        self._advance(peer, job)
+        self._settle(peer, job)
+
+    def _tier(self, source: Source, job: Job, key: BlockKey) -> str | None:
+        """Name the place that has a block, or will have it."""
+        if source.manager.probe(key) is not LookupResult.MISS:
+            return source.tiering.source(key) or MEMORY
+        found, tier = source.tiering.where(key)
+        if tier is not None and found is LookupResult.HIT:
+            return tier.name
+        return PREFILL if job.request in self._computing else None
+
+    def _land(self, job: Job, land: m.Land) -> None:
+        positions = m.positions_of(land.positions, len(job.blocks))
+        slots = from_u32(land.slots)
+        if not job.push or len(positions) != len(slots):
+            raise ProtocolError(f"{len(slots)} landing slots for {len(positions)} blocks to push")
+        if any(slot >= land.region.slots for slot in slots):
+            raise ProtocolError(f"landing slots {slots[:8]}, expected below {land.region.slots}")
+        for position, slot in zip(positions, slots, strict=True):
+            block = job.blocks[position]
+            if block.landing is not None:
+                raise ProtocolError(f"a second landing slot for position {position}")
+            block.landing = (land.region, slot)
+            if block.state is State.SUMMED:
+                self._write(job, position)
+
+    def _confirm(self, peer: Peer, job: Job, confirm: m.Confirm) -> None:
+        positions = m.positions_of(confirm.positions, len(job.blocks))
+        valid = [
+            position
+            for position in positions
+            if job.blocks[position].state is State.TOLD and not job.over
+        ]
+        for position in valid:
+            self._done(peer, job, position)
+        self.counts["confirmed"] += len(valid)
+        self.counts["stale"] += len(positions) - len(valid)
+        self._send(peer.number, m.Valid(job.number, u32(valid)))
+        self._advance(peer, job)
+
+    # Time, and what was done elsewhere
+
+    def tick(self, now_ns: int) -> None:
+        """Move every job along; end the leases that are over."""
+        for peer in list(self._peers.values()):
+            for job in list(peer.jobs.values()):
+                if not job.over and not job.released and now_ns >= job.deadline_ns:
+                    job.over = True
+                    self.counts["expired"] += 1
+                    self._send(peer.number, m.End(job.number, "lease"))
+                if job.over and now_ns >= job.deadline_ns + GRACE_NS:
+                    self._release(peer, job)
+                self._advance(peer, job)
+                self._settle(peer, job)
+
+    def staged(self, tag: Tag, *, ok: bool) -> None:
+        """A lower tier has read a block into its slot, or could not."""
+        self._ended([tag], State.STAGING, ok=ok)
+
+    def summed(self, tags: list[Tag], sums: list[int]) -> None:
+        """Sums are there."""
+        for tag, found in zip(tags, sums, strict=True):
+            self._peers[tag.peer].jobs[tag.job].blocks[tag.position].sum = found
+        self._ended(tags, State.SUMMING, ok=True)
+
+    def written(self, tags: list[Tag], *, ok: bool) -> None:
+        """A write into landing slots has ended."""
+        self._ended(tags, State.WRITING, ok=ok)
+
+    def _ended(self, tags: list[Tag], state: State, *, ok: bool) -> None:
+        """Go on with blocks of one job, which is there as long as anything is under way."""
+        peer = self._peers[tags[0].peer]
+        job = peer.jobs[tags[0].job]
+        self.counts["failed"] += 0 if ok else len(tags)
+        for position in (tag.position for tag in tags):
+            block = job.blocks[position]
+            if not ok or job.released:
+                self._done(peer, job, position)
+            elif state is State.STAGING:
+                self._sum(job, position)
+            elif state is State.WRITING or not job.push:
+                block.state = State.TOLD
+                job.news.append(position)
+            elif block.landing is not None:
+                self._write(job, position)
+            else:
+                block.state = State.SUMMED
+        self._settle(peer, job)
+
+    # Of one job
+
+    def _advance(self, peer: Peer, job: Job) -> None:
+        """Hold what can be held now of what is awaited, first blocks first."""
+        source, size = peer.source, peer.source.layout.slot_bytes
+        room = (self._held_bytes_max - peer.held_bytes) // size
+        below: dict[str, tuple[Tier, list[int]]] = {}
+        while job.awaited and room > 0 and not job.over:
+            position = job.awaited[0]
+            block = job.blocks[position]
+            entry = source.manager.pin(block.key)
+            found, tier = source.tiering.where(block.key)
+            if entry is not None:
+                block.entry, block.slot = entry, entry.slot
+                peer.held_bytes += size
+                room -= 1
+                self._sum(job, position)
+            elif source.manager.probe(block.key) is not LookupResult.MISS:
+                break  # is being written, or brought up
+            elif tier is not None and found is LookupResult.HIT:
+                below.setdefault(tier.name, (tier, []))[1].append(position)
+                room -= 1
+            elif job.request in self._computing:
+                break
+            else:
+                self.counts["gone"] += 1
+                self._done(peer, job, position)
+            job.awaited.popleft()
+        for tier, positions in below.values():
+            self._stage(peer, job, tier, positions)
+
+    def _stage(self, peer: Peer, job: Job, tier: Tier, positions: list[int]) -> None:
+        """Read blocks of a lower tier into slots of their own; those without one wait."""
+        source = peer.source
+        slots = source.manager.prepare_store(len(positions))
+        job.awaited.extendleft(reversed(positions[len(slots) :]))
+        tags = _tags(peer, job, positions[: len(slots)])
+        for tag, slot in zip(tags, slots, strict=True):
+            block = job.blocks[tag.position]
+            block.state, block.slot = State.STAGING, slot
+            peer.held_bytes += source.layout.slot_bytes
+        if tags:
+            keys = [job.blocks[tag.position].key for tag in tags]
+            source.tiering.stage(tier, keys, slots, tags)
+
+    @staticmethod
+    def _sum(job: Job, position: int) -> None:
+        job.blocks[position].state = State.SUMMING
+        job.unsummed.append(position)
+
+    @staticmethod
+    def _write(job: Job, position: int) -> None:
+        job.blocks[position].state = State.WRITING
+        job.unwritten.append(position)
+
+    def _ask_sums(self, peer: Peer, job: Job) -> None:
+        positions, job.unsummed = job.unsummed, []
+        blocks = [job.blocks[position] for position in positions]
+        named = [(block.key, block.slot) for block in blocks if block.slot is not None]
+        self._work.sum(_tags(peer, job, positions), peer.source, named)
+
+    def _start_writes(self, peer: Peer, job: Job) -> None:
+        """Write what waits, in one go for each pair of extents."""
+        positions, job.unwritten = job.unwritten, []
+        batches: dict[tuple[int, m.Region], list[tuple[int, int, int]]] = {}
+        for position in positions:
+            block = job.blocks[position]
+            if block.slot is not None and block.landing is not None:
+                extent, number = peer.source.place(block.slot)
+                region, slot = block.landing
+                batches.setdefault((extent, region), []).append((position, number, slot))
+        for (extent, region), moves in batches.items():
+            numbers, slots = [move[1] for move in moves], [move[2] for move in moves]
+            size = peer.source.layout.slot_bytes
+            tags = _tags(peer, job, [move[0] for move in moves])
+            self._work.write(tags, peer.agent, Write(extent, numbers, size, region, slots))
+
+    def _tell(self, peer: Peer, job: Job) -> None:
+        """Send what can be read, or has been written, since the last time."""
+        positions, job.news = job.news, []
+        places: list[int] = []
+        generations: list[int] = []
+        sums = array("Q")
+        regions: list[m.Region] = []
+        for position in positions:
+            block = job.blocks[position]
+            slot = block.slot
+            if slot is None:
+                continue
+            extent, number = peer.source.place(slot)
+            if extent not in peer.regions:
+                peer.regions.add(extent)
+                regions.append(self._work.region(extent))
+            places += extent, number
+            generations.append(peer.source.manager.generation(slot))
+            sums.append(block.sum)
+        packed = u32(positions), u32(places), u32(generations), sums.tobytes()
+        self._send(peer.number, m.Have(job.number, *packed, tuple(regions)))
+
+    def _done(self, peer: Peer, job: Job, position: int) -> None:
+        """Let go of a block; nothing is under way with it."""
+        block, manager = job.blocks[position], peer.source.manager
+        if block.slot is not None:
+            peer.held_bytes -= peer.source.layout.slot_bytes
+            if block.entry is not None:
+                manager.unpin(block.entry)
+            else:
+                manager.give_back([block.slot])
+        block.state, block.slot, block.entry = State.DONE, None, None
+        job.left -= 1
+
+    def _release(self, peer: Peer, job: Job) -> None:
+        """Let go of what is not in use at this moment; the rest follows as that ends."""
+        job.released = True
+        job.awaited.clear()
+        job.news.clear()
+        for position, block in enumerate(job.blocks):
+            if block.state is not State.DONE and block.state not in _BUSY:
+                self._done(peer, job, position)
+
+    def _settle(self, peer: Peer, job: Job) -> None:
+        """Tell what is new, and forget a job that has nothing left."""
+        if job.unsummed:
+            self._ask_sums(peer, job)
+        if job.unwritten:
+            self._start_writes(peer, job)
+        if job.news:
+            self._tell(peer, job)
+        if job.left or peer.jobs.pop(job.number, None) is None:
+            return
+        if not peer.closed:
+            self._send(peer.number, m.End(job.number, "released" if job.released else "all"))
+        elif not peer.jobs:
+            self._peers.pop(peer.number, None)
+
+
+def _tags(peer: Peer, job: Job, positions: list[int]) -> list[Tag]:
+    return [Tag(peer.number, job.number, position) for position in positions]
+
+
+def _lease_ns(lease_ms: int) -> int:
+    if not 0 < lease_ms <= LEASE_MS_MAX:
+        raise ProtocolError(f"a lease of {lease_ms} ms, expected 1 to {LEASE_MS_MAX}")
+    return lease_ms * 1_000_000
+
+
+def _difference(theirs: dict[str, str], ours: dict[str, str]) -> str:
+    """Name what differs, with both values."""
+    names = sorted(theirs.keys() | ours.keys())
+    return ", ".join(
+        f"{name} is {theirs.get(name, 'not named')}, expected {ours.get(name, 'nothing')}"
+        for name in names
+        if theirs.get(name) != ours.get(name)
+    )
