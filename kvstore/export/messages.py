@@ -157,6 +157,33 @@ ToProducer = Hello | Want | Land | Confirm | Extend | Release
 ToConsumer = Welcome | Refused | Offer | Have | Valid | End
 
 
+_encoder = msgspec.msgpack.Encoder()
+_for_producer = msgspec.msgpack.Decoder(ToProducer)
+_for_consumer = msgspec.msgpack.Decoder(ToConsumer)
+
+
+def encode(message: Message) -> bytes:
+    """Return a message's bytes; the transport keeps messages apart."""
+    return _encoder.encode(message)
+
+
+def decode_for_producer(data: bytes) -> Message:
+    """Read what a consumer says. Raises ProtocolError for anything else."""
+    return _decode(_for_producer, data)
+
+
+def decode_for_consumer(data: bytes) -> Message:
+    """Read what a producer says. Raises ProtocolError for anything else."""
+    return _decode(_for_consumer, data)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Message], data: bytes) -> Message:
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError) as exc:
+        raise ProtocolError(f"not a message of side channel {VERSION}: {exc}") from exc
+
+
 def positions_of(data: bytes, count: int) -> list[int]:
     """Unpack positions. Raises ProtocolError unless each is below count and named once."""
     found = from_u32(data)

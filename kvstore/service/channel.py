@@ -1,0 +1,279 @@
+"""The side channel's sockets: ZeroMQ with CURVE, so that who has no cluster key learns nothing.
+
+One ROUTER listens, one DEALER for each peer that is asked. All of it is polled from the store's
+loop: nothing here waits. A message that cannot be read, is too long or comes too often is
+counted and dropped; the listener goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from kvstore.errors import ConfigError, ProtocolError
+from kvstore.export import messages as m
+from kvstore.protocol import Message
+
+log = logging.getLogger(__name__)
+
+RATE_MAX = 10_000  # messages of one peer in a second
+QUEUE_MAX = 10_000  # messages that a peer has not read
+_DOMAIN = "kvstore"
+_KEY_BYTES = 32
+_PARTS = 2  # of what a router receives: who, and what
+READ_MAX = 256  # messages taken from one socket in one go
+FORGET_NS = 600_000_000_000  # a peer that has said nothing
+LOST = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | (
+        zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    )
+)
+
+
+class ClusterKey:
+    """What all stores of a cluster share. A client and a server key pair follow from it."""
+
+    def __init__(self, secret: bytes) -> None:
+        """secret: 32 bytes."""
+        self.client_public, self.client_secret = _pair(secret, b"client")
+        self.server_public, self.server_secret = _pair(secret, b"server")
+
+    @staticmethod
+    def generate() -> str:
+        """Return a new key, as it stands in a file."""
+        return secrets.token_hex(32) + "\n"
+
+    @classmethod
+    def read(cls, path: Path) -> ClusterKey:
+        """Read a key file. Raises ConfigError if it is not one, or others may read it."""
+        try:
+            mode, text = path.stat().st_mode, path.read_text(encoding="ascii").strip()
+            secret = bytes.fromhex(text)
+        except OSError as exc:
+            raise ConfigError(
+                f"cluster key {path}: {exc.strerror}; kvstore keygen makes one"
+            ) from exc
+        except ValueError as exc:
+            raise ConfigError(f"cluster key {path}: expected 64 hexadecimal digits") from exc
+        if len(secret) != _KEY_BYTES:
+            raise ConfigError(f"cluster key {path}: {len(text)} digits, expected 64")
+        if mode & 0o077:
+            raise ConfigError(f"cluster key {path}: mode {mode & 0o777:o}, expected 600")
+        return cls(secret)
+
+
+def _pair(secret: bytes, role: bytes) -> tuple[bytes, bytes]:
+    made = z85.encode(hashlib.blake2b(secret, digest_size=32, person=b"kvstore-" + role).digest())
+    return zmq.curve_public(made), made
+
+
+class Channel:
+    """Connections to other stores, by number: those that came, and those that were made."""
+
+    def __init__(
+        self,
+        key: ClusterKey | None,
+        on_message: Callable[[int, Message], None],
+        on_lost: Callable[[int, str], None],
+    ) -> None:
+        """on_message may raise ProtocolError, which is counted and answered with Refused.
+
+        on_lost(number, reason): an asked peer is gone; a new connect() is a new connection.
+        """
+        self.counts: Counter[str] = Counter()
+        self.address = ""  # host:port, once it listens
+        self._key = key
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._context: Any = zmq.Context()
+        self._auth: ThreadAuthenticator | None = None
+        self._router: Any = None
+        self._came: dict[bytes, int] = {}  # routing id -> number
+        self._ids: dict[int, bytes] = {}
+        self._made: dict[int, _Dealer] = {}
+        self._heard: dict[int, tuple[int, int]] = {}  # this second, and messages in it
+        self._next = 1
+
+    def listen(self, host: str, port: int) -> None:
+        """Let others ask. Raises ConfigError for a port in use, or an open host without a key."""
+        if self._key is None and not _loopback(host):
+            raise ConfigError(
+                f"peer listen {host}:{port}: not a loopback address and no cluster key; "
+                "make one with kvstore keygen, or listen on 127.0.0.1"
+            )
+        router = self._socket(zmq.ROUTER)
+        router.router_mandatory = True
+        if self._key is not None:
+            self._auth = ThreadAuthenticator(self._context)
+            self._auth.start()
+            self._auth.configure_curve_callback(_DOMAIN, self)
+            router.curve_server = True
+            router.curve_secretkey = self._key.server_secret
+            router.zap_domain = _DOMAIN.encode()
+        try:
+            router.bind(f"tcp://{host}:{port}")
+        except zmq.ZMQError as exc:
+            router.close()
+            raise ConfigError(f"peer listen {host}:{port}: {exc.strerror}") from exc
+        self._router = router
+        self.address = router.last_endpoint.decode().removeprefix("tcp://")
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        """Say whether a client's key is the cluster's (for the authenticator)."""
+        known = self._key is not None and key == self._key.client_public
+        self.counts["unauthorised"] += not known
+        return known
+
+    def connect(self, address: str) -> int:
+        """Begin to connect to a peer; return its number."""
+        dealer = self._socket(zmq.DEALER)
+        if self._key is not None:
+            dealer.curve_publickey = self._key.client_public
+            dealer.curve_secretkey = self._key.client_secret
+            dealer.curve_serverkey = self._key.server_public
+        number, self._next = self._next, self._next + 1
+        self._made[number] = _Dealer(dealer, dealer.get_monitor_socket(LOST), address)
+        dealer.connect(f"tcp://{address}")
+        return number
+
+    def _socket(self, kind: int) -> Any:  # noqa: ANN401 - its options are attributes
+        made = self._context.socket(kind)
+        made.linger = 0
+        made.maxmsgsize = m.MESSAGE_BYTES_MAX
+        made.sndhwm = made.rcvhwm = QUEUE_MAX
+        made.handshake_ivl = made.connect_timeout = 2000
+        made.heartbeat_ivl = 1000
+        made.heartbeat_timeout = 5000
+        return made
+
+    def fds(self) -> Iterator[int]:
+        """Go through the descriptors that become readable when poll() has something to do."""
+        if self._router is not None:
+            yield self._router.fd
+        for dealer in self._made.values():
+            yield from (dealer.socket.fd, dealer.monitor.fd)
+
+    def send(self, number: int, message: Message) -> None:
+        """Send, or drop for a peer that is gone or does not read: it finds out by its deadline."""
+        frame = m.encode(message)
+        try:
+            if number in self._made:
+                self._made[number].socket.send(frame, zmq.DONTWAIT)
+            elif number in self._ids and self._router is not None:
+                self._router.send_multipart([self._ids[number], frame], zmq.DONTWAIT)
+        except zmq.ZMQError as exc:
+            self.counts["unsent"] += 1
+            self._lose(number, exc.strerror or "send failed")
+
+    def poll(self, now_ns: int) -> None:
+        """Hand over what has arrived, and say who is gone."""
+        self._poll_router(now_ns)
+        for number, dealer in list(self._made.items()):
+            for _ in range(READ_MAX):
+                try:
+                    frame = dealer.socket.recv(zmq.DONTWAIT)
+                except zmq.Again:
+                    break
+                self._take(number, frame, m.decode_for_consumer, now_ns)
+            if dealer.monitor.poll(0):
+                event: Any = recv_monitor_message(dealer.monitor)
+                name = zmq.Event(event["event"]).name or "?"
+                self._lose(number, f"connection: {name.lower()}")
+
+    def _poll_router(self, now_ns: int) -> None:
+        for _ in range(READ_MAX if self._router is not None else 0):
+            try:
+                parts = self._router.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                break
+            number = self._came.get(parts[0])
+            if number is None:
+                number, self._next = self._next, self._next + 1
+                self._came[parts[0]], self._ids[number] = number, parts[0]
+            if len(parts) == _PARTS:
+                self._take(number, parts[1], m.decode_for_producer, now_ns)
+            else:
+                self.counts["malformed"] += 1
+
+    def _take(
+        self, number: int, frame: bytes, decode: Callable[[bytes], Message], now_ns: int
+    ) -> None:
+        second = now_ns // 1_000_000_000
+        at, count = self._heard.get(number, (second, 0))
+        self._heard[number] = (second, count + 1 if at == second else 1)
+        if self._heard[number][1] > RATE_MAX:
+            self.counts["too_many"] += 1
+            return
+        try:
+            self._on_message(number, decode(frame))
+        except ProtocolError as exc:
+            self.counts["malformed"] += 1
+            log.warning("peer %d: %s", number, exc)
+            if number in self._ids:
+                self.send(number, m.Refused(f"not understood: {exc}"))
+
+    def _lose(self, number: int, reason: str) -> None:
+        dealer = self._made.pop(number, None)
+        if dealer is not None:
+            dealer.close()
+        routing = self._ids.pop(number, None)
+        if routing is not None:
+            self._came.pop(routing, None)
+        self._heard.pop(number, None)
+        if dealer is not None or routing is not None:
+            self._on_lost(number, reason)
+
+    def drop(self, number: int) -> None:
+        """Close a connection."""
+        self._lose(number, "dropped")
+
+    def forget_silent(self, now_ns: int) -> None:
+        """Forget who came and has said nothing for long."""
+        limit = (now_ns - FORGET_NS) // 1_000_000_000
+        for number in [n for n in self._ids if self._heard.get(n, (0, 0))[0] < limit]:
+            self._lose(number, "silent")
+
+    def close(self) -> None:
+        """End everything, at once."""
+        for dealer in self._made.values():
+            dealer.close()
+        self._made.clear()
+        if self._router is not None:
+            self._router.close()
+        if self._auth is not None:
+            self._auth.stop()
+        self._context.term()
+
+
+class _Dealer(msgspec.Struct):
+    socket: Any
+    monitor: Any
+    address: str
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close()
+        self.socket.close()
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
