@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import msgspec
 import pytest
 
 from kvstore import protocol as p
+from kvstore.errors import ProtocolError
 from kvstore.export import consumer as c
 from kvstore.export import messages as m
 from kvstore.export import producer as o
@@ -381,6 +383,111 @@ def test_B18_what_a_request_did_not_compute_is_gone_once_it_has_ended() -> None:
     pair.run(20)
     assert pair.producer.counts["gone"] == 2
     assert pair.arrived(chain) == 4
+    pair.check_nothing_left()
+
+
+@pytest.mark.parametrize("push", [False, True])
+def test_B20_a_landing_slot_is_not_used_again_while_something_may_write_it(
+    monkeypatch: pytest.MonkeyPatch, push: bool
+) -> None:
+    pair, chain = Pair(), hashes(3)
+    pair.put(chain)
+    moving: list[Callable[[], None]] = []
+    target, name = (pair, "write") if push else (pair.consumer._work, "read")
+    move = getattr(target, name)
+    monkeypatch.setattr(target, name, lambda *job: moving.append(partial(move, *job)))
+    number = pair.want(chain, push=push)
+    pair.decode.ask(chain)
+    while len(pair.landing.free) > LANDING - 3 or not moving:
+        pair.run(1)
+    fetch = pair.consumer._fetches[number]
+    pair.consumer._fail(fetch, "test")
+    pair.consumer._settle(fetch)
+    assert pair.consumer.quarantined == 3
+    pair.run(3)
+    assert len(pair.landing.free) == LANDING - 3
+    for work in moving:
+        work()
+    pair.run(10)
+    assert pair.consumer.quarantined == 0
+    pair.check_nothing_left()
+
+
+def test_B16_blocks_are_held_for_a_while_after_the_lease_and_confirmed_no_more() -> None:
+    pair, chain = Pair(), hashes(2)
+    pair.put(chain)
+    pair.want(chain)
+    pair.run(3)
+    pair.up.cut = True
+    end_ns = pair.giver.now_ns + 30 * 10**9
+    pair.producer.tick(end_ns)
+    assert pair.producer.counts["expired"] == 1
+    said: list[p.Message] = []
+    pair.producer._send = lambda _peer, message: said.append(message)
+    pair.producer.on_message(pair.peer, m.Confirm(1, u32([0, 1])), end_ns)
+    assert said == [m.Valid(1, b"")]
+    assert pair.producer.counts["stale"] == 2
+    pinned = [entry.pins for entry in pair.source.manager.index]
+    assert pinned == [1, 1]
+    pair.producer.tick(end_ns + o.GRACE_NS - 1_000_000_000)
+    assert [entry.pins for entry in pair.source.manager.index] == [1, 1]
+    pair.producer.tick(end_ns + o.GRACE_NS)
+    assert [entry.pins for entry in pair.source.manager.index] == [0, 0]
+
+
+def test_B11_heartbeats_keep_a_lease_and_never_shorten_it() -> None:
+    pair, chain = Pair(), hashes(3)
+    pair.producer.computing("r")
+    pair.put(chain[:2])
+    pair.want(chain, request="r")
+    pair.decode.ask(chain)
+    pair.run(6)
+    for _ in range(9):  # nothing else is said for longer than a lease
+        pair.run(9, ms=1000)
+        pair.put(hashes(1, "other"))
+        pair.consumer._fetches[1].heard_ns = pair.taker.now_ns
+    pair.put(chain)
+    pair.run(20)
+    assert pair.arrived(chain) == 3
+    pair.want(chain)
+    pair.run(2)
+    (job,) = pair.producer._peers[pair.peer].jobs.values()
+    before = job.deadline_ns
+    pair.producer.on_message(pair.peer, m.Extend(job.number, 1), pair.giver.now_ns)
+    assert job.deadline_ns == before
+
+
+def test_a_peer_speaks_for_its_own_jobs_only() -> None:
+    pair, chain = Pair(), hashes(2)
+    pair.put(chain)
+    number = pair.want(chain)
+    with pytest.raises(ProtocolError, match="is not this peer's"):
+        pair.consumer.on_message(pair.peer + 1, m.Offer(number, b"", (), b""), 0)
+
+
+def test_what_was_checked_after_its_peer_was_lost_is_not_waited_for() -> None:
+    pair, chain = Pair(), hashes(2)
+    pair.put(chain)
+    number = pair.want(chain)
+    pair.decode.ask(chain)
+    while any(b.state is not c.State.LANDED for b in pair.consumer._fetches[number].blocks):
+        pair.run(1)
+    pair.lose()
+    pair.run(3)
+    assert not pair.consumer._fetches
+    assert pair.arrived(chain) == 0
+
+
+def test_O17_what_is_staged_at_a_clear_is_not_handed_over() -> None:
+    pair, chain = Pair(), hashes(2)
+    pair.put(chain)
+    for key in keys_of(chain)[::-1]:
+        pair.source.manager.drop(key, "test")
+    want = m.Want(1, b"".join(chain), 32, (u32([0, 1]),))
+    pair.producer.on_message(pair.peer, want, pair.giver.now_ns)
+    pair.source.tiering.clear()
+    pair.run(4)
+    assert pair.producer.counts["failed"] == 2
     pair.check_nothing_left()
 
 
