@@ -161,10 +161,6 @@ class Manager:
             self._abandon_write(slot)
             self._release_slot(slot)
 
-    def generation(self, slot: Slot) -> int:
-        """Return a slot's generation (u32): it grows before the slot is written again."""
-        return self._generations[slot]
-
     def is_granted(self, slot: Slot) -> bool:
         """Tell whether a slot is out on credit or being written."""
         return slot in self._granted

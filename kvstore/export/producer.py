@@ -17,133 +17,22 @@ a reader cannot be stopped.
 
 from __future__ import annotations
 
-import enum
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
-from typing import Protocol
-
-import msgspec
 
 from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
-from kvstore.index import Entry
-from kvstore.layout import SlotLayout
-from kvstore.manager import Manager
+from kvstore.export.jobs import BUSY, Block, Job, Peer, Source, State, Tag, Work, Write
 from kvstore.protocol import Message, from_u32, u32
 from kvstore.tier import Tier
-from kvstore.tiering import Tiering
-from kvstore.types import BlockKey, Chain, LookupResult, Slot
+from kvstore.types import BlockKey, Chain, LookupResult
 
 GRACE_NS = 5_000_000_000
 LEASE_MS_MAX = 600_000
 MEMORY, PREFILL = "cpu", "prefill"
 
 Send = Callable[[int, Message], None]
-
-
-class Tag(msgspec.Struct, frozen=True):
-    """Names one wanted block to whoever works on it."""
-
-    peer: int
-    job: int
-    position: int
-
-
-class Source(Protocol):
-    """A namespace, as much of it as a hand-over needs."""
-
-    layout: SlotLayout
-    manager: Manager
-    tiering: Tiering
-
-    def place(self, slot: Slot) -> tuple[int, int]:
-        """Return a slot's extent and its number in there."""
-        ...
-
-
-class Work(Protocol):
-    """What takes time and is done elsewhere: each call has one answer, by its tags, later.
-
-    The slots keep their bytes until then.
-    """
-
-    def sum(self, tags: list[Tag], source: Source, blocks: list[tuple[BlockKey, Slot]]) -> None:
-        """Take blocks' checksums; the answer is Producer.summed."""
-        ...
-
-    def write(self, tags: list[Tag], agent: str, write: Write) -> None:
-        """Write slots of one of our extents to a peer; the answer is Producer.written."""
-        ...
-
-    def region(self, extent: int) -> m.Region:
-        """Say where the exporter has an extent."""
-        ...
-
-
-class Write(msgspec.Struct, frozen=True):
-    """Slots of one extent, and the landing slots that they go to."""
-
-    extent: int
-    numbers: list[int]
-    slot_bytes: int
-    landing: m.Region
-    landing_slots: list[int]
-
-
-class State(enum.Enum):
-    """Where a wanted block is on its way; see the top of this module."""
-
-    AWAITED = "awaited"
-    STAGING = "staging"
-    SUMMING = "summing"
-    SUMMED = "summed"
-    WRITING = "writing"
-    TOLD = "told"
-    DONE = "done"
-
-
-_BUSY = (State.STAGING, State.SUMMING, State.WRITING)
-
-
-class Block(msgspec.Struct, eq=False):
-    """One wanted block; slot: held for it, by a pin of its entry or as its own."""
-
-    key: BlockKey
-    state: State = State.DONE
-    slot: Slot | None = None
-    entry: Entry | None = None
-    sum: int = 0
-    landing: tuple[m.Region, int] | None = None
-
-
-class Job(msgspec.Struct, eq=False):
-    """What a consumer wants in one go; over: its lease has ended."""
-
-    number: int
-    blocks: list[Block]
-    request: str
-    push: bool
-    deadline_ns: int
-    awaited: deque[int] = msgspec.field(default_factory=deque)  # positions, first blocks first
-    news: list[int] = []  # positions to tell
-    unsummed: list[int] = []  # and those whose sums are to be asked for
-    unwritten: list[int] = []  # and those to write
-    left: int = 0  # blocks that are not DONE
-    over: bool = False
-    released: bool = False
-
-
-class Peer(msgspec.Struct, eq=False):
-    """One consumer: a namespace of a store."""
-
-    number: int
-    source: Source
-    agent: str
-    jobs: dict[int, Job] = {}
-    held_bytes: int = 0
-    regions: set[int] = set()  # extents it was told about
-    closed: bool = False
 
 
 class Producer:
@@ -459,7 +348,7 @@ class Producer:
                 peer.regions.add(extent)
                 regions.append(self._work.region(extent))
             places += extent, number
-            generations.append(peer.source.manager.generation(slot))
+            generations.append(peer.source.generations[slot])
             sums.append(block.sum)
         packed = u32(positions), u32(places), u32(generations), sums.tobytes()
         self._send(peer.number, m.Have(job.number, *packed, tuple(regions)))
@@ -482,7 +371,7 @@ class Producer:
         job.awaited.clear()
         job.news.clear()
         for position, block in enumerate(job.blocks):
-            if block.state is not State.DONE and block.state not in _BUSY:
+            if block.state is not State.DONE and block.state not in BUSY:
                 self._done(peer, job, position)
 
     def _settle(self, peer: Peer, job: Job) -> None:

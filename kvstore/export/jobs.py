@@ -1,0 +1,126 @@
+"""What a producer keeps of its peers' wants, and what it needs of others."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from typing import Protocol
+
+import msgspec
+
+from kvstore.export import messages as m
+from kvstore.index import Entry
+from kvstore.layout import SlotLayout
+from kvstore.leases import Generations
+from kvstore.manager import Manager
+from kvstore.tiering import Tiering
+from kvstore.types import BlockKey, Slot
+
+
+class Tag(msgspec.Struct, frozen=True):
+    """Names one wanted block to whoever works on it."""
+
+    peer: int
+    job: int
+    position: int
+
+
+class Source(Protocol):
+    """A namespace, as much of it as a hand-over needs."""
+
+    layout: SlotLayout
+    manager: Manager
+    tiering: Tiering
+
+    @property
+    def generations(self) -> Generations:
+        """How often each slot was written."""
+        ...
+
+    def place(self, slot: Slot) -> tuple[int, int]:
+        """Return a slot's extent and its number in there."""
+        ...
+
+
+class Work(Protocol):
+    """What takes time and is done elsewhere: each call has one answer, by its tags, later.
+
+    The slots keep their bytes until then.
+    """
+
+    def sum(self, tags: list[Tag], source: Source, blocks: list[tuple[BlockKey, Slot]]) -> None:
+        """Take blocks' checksums; the answer is Producer.summed."""
+        ...
+
+    def write(self, tags: list[Tag], agent: str, write: Write) -> None:
+        """Write slots of one of our extents to a peer; the answer is Producer.written."""
+        ...
+
+    def region(self, extent: int) -> m.Region:
+        """Say where the exporter has an extent."""
+        ...
+
+
+class Write(msgspec.Struct, frozen=True):
+    """Slots of one extent, and the landing slots that they go to."""
+
+    extent: int
+    numbers: list[int]
+    slot_bytes: int
+    landing: m.Region
+    landing_slots: list[int]
+
+
+class State(enum.Enum):
+    """Where a wanted block is on its way; see the top of producer.py."""
+
+    AWAITED = "awaited"
+    STAGING = "staging"
+    SUMMING = "summing"
+    SUMMED = "summed"
+    WRITING = "writing"
+    TOLD = "told"
+    DONE = "done"
+
+
+BUSY = (State.STAGING, State.SUMMING, State.WRITING)
+
+
+class Block(msgspec.Struct, eq=False):
+    """One wanted block; slot: held for it, by a pin of its entry or as its own."""
+
+    key: BlockKey
+    state: State = State.DONE
+    slot: Slot | None = None
+    entry: Entry | None = None
+    sum: int = 0
+    landing: tuple[m.Region, int] | None = None
+
+
+class Job(msgspec.Struct, eq=False):
+    """What a consumer wants in one go; over: its lease has ended."""
+
+    number: int
+    blocks: list[Block]
+    request: str
+    push: bool
+    deadline_ns: int
+    awaited: deque[int] = msgspec.field(default_factory=deque)  # positions, first blocks first
+    news: list[int] = []  # positions to tell
+    unsummed: list[int] = []  # and those whose sums are to be asked for
+    unwritten: list[int] = []  # and those to write
+    left: int = 0  # blocks that are not DONE
+    over: bool = False
+    released: bool = False
+
+
+class Peer(msgspec.Struct, eq=False):
+    """One consumer: a namespace of a store."""
+
+    number: int
+    source: Source
+    agent: str
+    jobs: dict[int, Job] = {}
+    held_bytes: int = 0
+    regions: set[int] = set()  # extents it was told about
+    closed: bool = False
