@@ -67,13 +67,15 @@ class Tiering:
         slot_bytes: int,
         backlog_ns: Mapping[str, int] | None = None,
         budgets: Mapping[str, WriteBudget] | None = None,
+        remote: Sequence[Tier] = (),
     ) -> None:
-        """tiers: fastest first. backlog_ns: how long blocks may wait for a tier, by its name.
+        """tiers: fastest first; remote: asked after them, never written to. backlog_ns: how long blocks may wait for a tier, by its name.
 
         budgets: what may be written to a tier, by its name; other namespaces share them.
         """
         self.counts: Counter[tuple[str, str]] = Counter()  # (tier, event)
         self.tiers = tuple(tiers)
+        self.sources = (*tiers, *remote)
         self._manager = manager
         self._slot_bytes = slot_bytes
         self._now_ns = 0
@@ -179,7 +181,7 @@ class Tiering:
 
     def where(self, key: BlockKey) -> tuple[LookupResult, Tier | None]:
         """Find the first tier that has a block, or may have it."""
-        for tier in self.tiers:
+        for tier in self.sources:
             result = tier.lookup(key)
             if result is not LookupResult.MISS:
                 return result, tier
@@ -298,11 +300,12 @@ class Tiering:
     def poll(self, now_ns: int) -> None:
         """Take finished jobs from all tiers, and start the next ones."""
         self._now_ns = now_ns
-        for tier in self.tiers:
-            busy = bool(self._storing[tier.name])
+        busy = {tier.name: bool(self._storing[tier.name]) for tier in self.tiers}
+        for tier in self.sources:
             for result in tier.poll():
                 self._finish(result)
-            self._backlogs[tier.name].measure(self._stored.pop(tier.name, 0), now_ns, busy=busy)
+        for tier in self.tiers:
+            self._backlogs[tier.name].measure(self._stored.pop(tier.name, 0), now_ns, busy=busy[tier.name])
             self._pump(tier)
 
     def _finish(self, result: JobResult) -> None:
@@ -353,7 +356,7 @@ class Tiering:
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
         """Drop damaged blocks from every tier."""
-        for tier in self.tiers:
+        for tier in self.sources:
             tier.discard(keys)
 
     def clear(self) -> None:
@@ -362,15 +365,15 @@ class Tiering:
             queue.clear()
         for work in (*self._open.values(), *self._coming.values()):
             work.cleared = True
-        for tier in self.tiers:
+        for tier in self.sources:
             tier.clear()
 
     def close(self) -> None:
         """Wait for jobs under way, take their results and close the tiers."""
         for queue in self._queues.values():
             queue.clear()
-        for tier in self.tiers:
+        for tier in self.sources:
             tier.drain()
         self.poll(self._now_ns)
-        for tier in self.tiers:
+        for tier in self.sources:
             tier.close()

@@ -61,7 +61,7 @@ class Desk:
         answer = self._look(namespace, ask)
         if answer.pending:
             return None
-        if ask.memory_only or not namespace.tiering.tiers or not self._can_grow(namespace):
+        if ask.memory_only or not namespace.tiering.sources or not self._can_grow(namespace):
             return answer.blocks
         # What lower tiers have needs slots; there may be more of them soon.
         here = namespace.manager.lookup(ask.chain, answer.blocks).blocks
@@ -81,7 +81,7 @@ class Desk:
                 ask.deadline_ns = max(ask.deadline_ns, ask.asked_ns + self._engine.promote_ns)
             return found if wait or found is LookupResult.HIT else LookupResult.MISS
 
-        lower = below if tiering.tiers and not ask.memory_only else None
+        lower = below if tiering.sources and not ask.memory_only else None
         coming = not ask.memory_only
         return namespace.manager.lookup(chain, chain.blocks, below=lower, coming=coming)
 
@@ -90,7 +90,7 @@ class Desk:
 
         blocks: how many all tiers have, where that is known.
         """
-        if ask.memory_only or not namespace.tiering.tiers:
+        if ask.memory_only or not namespace.tiering.sources:
             return True
         if blocks is None:
             blocks = self._look(namespace, ask, wait=False).blocks

@@ -303,7 +303,7 @@ class Store:
     def _active(self, namespace: Namespace) -> p.Active:
         engine = self._config.engine
         limit_ns = engine.defer_ns
-        if namespace.tiering.tiers:
+        if namespace.tiering.sources:
             limit_ns = max(limit_ns, engine.promote_ns)
         return p.Active(namespace.manager.slots_total, limit_ns // 1_000_000)
 
