@@ -69,8 +69,9 @@ class Tiering:
         budgets: Mapping[str, WriteBudget] | None = None,
         remote: Sequence[Tier] = (),
     ) -> None:
-        """tiers: fastest first; remote: asked after them, never written to. backlog_ns: how long blocks may wait for a tier, by its name.
+        """tiers: fastest first. backlog_ns: how long blocks may wait for a tier, by its name.
 
+        remote: tiers that are asked after the others, and never written to.
         budgets: what may be written to a tier, by its name; other namespaces share them.
         """
         self.counts: Counter[tuple[str, str]] = Counter()  # (tier, event)
@@ -305,7 +306,9 @@ class Tiering:
             for result in tier.poll():
                 self._finish(result)
         for tier in self.tiers:
-            self._backlogs[tier.name].measure(self._stored.pop(tier.name, 0), now_ns, busy=busy[tier.name])
+            self._backlogs[tier.name].measure(
+                self._stored.pop(tier.name, 0), now_ns, busy=busy[tier.name]
+            )
             self._pump(tier)
 
     def _finish(self, result: JobResult) -> None:

@@ -170,8 +170,8 @@ class Pair:
         assert agent == "other"
         self.wire.do(work)
 
-    def region(self, extent: int) -> m.Region:
-        return m.Region(extent, 4096 * extent, self.source.extents[extent].memory.count)
+    def region(self, extent: int) -> tuple[m.Region, bytes]:
+        return m.Region(extent, 4096 * extent, self.source.extents[extent].memory.count), b"md"
 
     def _slot(self, extent: int, number: int) -> bytes:
         return bytes(self.source.extents[extent].memory.slot(number))

@@ -37,6 +37,10 @@ class Source(Protocol):
         """How often each slot was written."""
         ...
 
+    def view(self, slot: Slot) -> memoryview:
+        """Return a slot's bytes."""
+        ...
+
     def place(self, slot: Slot) -> tuple[int, int]:
         """Return a slot's extent and its number in there."""
         ...
@@ -56,8 +60,8 @@ class Work(Protocol):
         """Write slots of one of our extents to a peer; the answer is Producer.written."""
         ...
 
-    def region(self, extent: int) -> m.Region:
-        """Say where the exporter has an extent."""
+    def region(self, extent: int) -> tuple[m.Region, bytes] | None:
+        """Say where the exporter has an extent, and its metadata then; None: not yet."""
         ...
 
 

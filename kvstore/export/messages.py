@@ -128,7 +128,7 @@ class Have(Message, frozen=True):
     """Positions that can be read (or, pushed, have been written), and what names their bytes.
 
     places: u32 (extent, slot) pairs; generations: u32; sums: u64. regions: of extents not named
-    before.
+    before, with the exporter's metadata that they can be reached by.
     """
 
     job: int
@@ -137,6 +137,7 @@ class Have(Message, frozen=True):
     generations: bytes
     sums: bytes
     regions: tuple[Region, ...] = ()
+    metadata: bytes = b""
 
 
 class Valid(Message, frozen=True):

@@ -41,13 +41,14 @@ class Producer:
     def __init__(
         self,
         find: Callable[[str], tuple[Source, dict[str, str]] | None],
-        exporter: Callable[[], tuple[str, bytes]],
+        exporter: Callable[[], tuple[str, bytes] | None],
         work: Work,
         send: Send,
         held_bytes_max: int,
     ) -> None:
-        """find(namespace digest): what is served, and its traits. exporter(): agent, metadata.
+        """find(namespace digest): what is served, and its traits. exporter(): agent and metadata.
 
+        Both are None while there is none.
         held_bytes_max: for each peer, of what is held for it at one time.
         """
         self._find = find
@@ -124,9 +125,11 @@ class Producer:
     def _hello(self, number: int, hello: m.Hello) -> None:
         if number in self._peers:
             raise ProtocolError("a second Hello")
-        found = self._find(hello.namespace)
+        found, ours = self._find(hello.namespace), self._exporter()
         if hello.version != m.VERSION:
             refused = m.Refused(f"side channel {hello.version}, expected {m.VERSION}")
+        elif ours is None:
+            refused = m.Refused("the exporter is being started", True)
         elif found is None:
             refused = m.Refused(f"namespace {hello.namespace[:12]} is not served here yet", True)
         else:
@@ -134,7 +137,7 @@ class Producer:
             differ = _difference(hello.traits, traits)
             if not differ:
                 self._peers[number] = Peer(number, source, hello.agent)
-                self._send(number, m.Welcome(*self._exporter()))
+                self._send(number, m.Welcome(*ours))
                 return
             refused = m.Refused(differ)
         self.counts["refused"] += 1
@@ -333,25 +336,33 @@ class Producer:
 
     def _tell(self, peer: Peer, job: Job) -> None:
         """Send what can be read, or has been written, since the last time."""
-        positions, job.news = job.news, []
+        waiting, job.news = job.news, []
+        positions: list[int] = []
         places: list[int] = []
         generations: list[int] = []
         sums = array("Q")
         regions: list[m.Region] = []
-        for position in positions:
+        metadata = b""
+        for position in waiting:
             block = job.blocks[position]
-            slot = block.slot
-            if slot is None:
+            if block.slot is None:
                 continue
-            extent, number = peer.source.place(slot)
+            extent, number = peer.source.place(block.slot)
             if extent not in peer.regions:
+                found = self._work.region(extent)
+                if found is None:
+                    job.news.append(position)  # it is being mapped
+                    continue
                 peer.regions.add(extent)
-                regions.append(self._work.region(extent))
+                regions.append(found[0])
+                metadata = found[1]
+            positions.append(position)
             places += extent, number
-            generations.append(peer.source.generations[slot])
+            generations.append(peer.source.generations[block.slot])
             sums.append(block.sum)
-        packed = u32(positions), u32(places), u32(generations), sums.tobytes()
-        self._send(peer.number, m.Have(job.number, *packed, tuple(regions)))
+        if positions:
+            packed = u32(positions), u32(places), u32(generations), sums.tobytes()
+            self._send(peer.number, m.Have(job.number, *packed, tuple(regions), metadata))
 
     def _done(self, peer: Peer, job: Job, position: int) -> None:
         """Let go of a block; nothing is under way with it."""
