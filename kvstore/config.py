@@ -138,6 +138,28 @@ class NvmeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     write_budget_bytes: int | None = msgspec.field(name="write_budget", default=None)
 
 
+class PeerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[peer]`: hand-over of blocks to and from other stores; left out, there is none.
+
+    listen: host:port of the side channel, where other stores ask. Default "127.0.0.1:0", loopback
+        and a free port: reachable from outside only by decision.
+    key: path of the cluster key (`kvstore keygen` makes one), which all stores that speak to each
+        other share. Default none: loopback only.
+    held (bytes, or percent of the capacity): most that is held for one peer at one time. Default
+        "25%": a slow peer cannot pin the whole cache.
+    landing (bytes): memory of each model that blocks arrive in before they are checked. Default
+        "64MiB": some milliseconds of a fast network. It comes on top of the capacity.
+    devices: network devices that the bytes travel over, as UCX names them. Default "lo": whoever
+        reaches them can read and change what the exporter has mapped.
+    """
+
+    listen: Address
+    key: str | None
+    held_bytes: int = msgspec.field(name="held")
+    landing_bytes: int = msgspec.field(name="landing")
+    devices: str
+
+
 class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One `[[tier]]`: a place below CPU memory, asked in the order of the file.
 
@@ -162,6 +184,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: EngineConfig
     nvme: NvmeConfig | None
     tiers: tuple[TierConfig, ...] = msgspec.field(name="tier")
+    peer: PeerConfig | None = None
 
 
 class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -199,7 +222,7 @@ def load(path: str | Path) -> Config:
 
 def parse(table: Mapping[str, Any], *, source: str = "config") -> Config:
     """Check settings that are already a table, as in the file; source names them in errors."""
-    refuse_unknown(table, ("server", "cpu", "engine", "nvme", "tier"), source)
+    refuse_unknown(table, ("server", "cpu", "engine", "nvme", "tier", "peer"), source)
     server = read_section(section_of(table, "server", source), _SERVER, f"{source}: [server]")
     cpu = read_section(section_of(table, "cpu", source), _CPU, f"{source}: [cpu]")
     engine = read_section(
@@ -211,6 +234,10 @@ def parse(table: Mapping[str, Any], *, source: str = "config") -> Config:
     nvme = None
     if "nvme" in table:
         nvme = read_section(section_of(table, "nvme", source), _NVME, f"{source}: [nvme]")
+    peer = None
+    if "peer" in table:
+        given = {"capacity": cpu["capacity"]}
+        peer = read_section(section_of(table, "peer", source), _PEER, f"{source}: [peer]", given)
     entries = table.get("tier", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError(f"{source}: expected a list [[tier]], found {shown(entries)}")
@@ -225,7 +252,14 @@ def parse(table: Mapping[str, Any], *, source: str = "config") -> Config:
                 f'{source}: [[tier]] name: expected unique names, found "{name}" twice'
             )
     return msgspec.convert(
-        {"server": server, "cpu": cpu, "engine": engine, "nvme": nvme, "tier": tiers},
+        {
+            "server": server,
+            "cpu": cpu,
+            "engine": engine,
+            "nvme": nvme,
+            "tier": tiers,
+            "peer": peer,
+        },
         Config,
     )
 
@@ -324,6 +358,28 @@ def _read_address(value: object, _found: Mapping[str, Any]) -> dict[str, Any] | 
     if match is None or int(match[2]) > PORT_MAX:
         raise ConfigError(f"expected {expected}, found {shown(value)}")
     return {"host": match[1].strip("[]"), "port": int(match[2])}
+
+
+def _read_listen(value: object, found: Mapping[str, Any]) -> dict[str, Any]:
+    address = _read_address(value, found)
+    if address is None:
+        raise ConfigError('expected "host:port", such as "127.0.0.1:9500", found ""')
+    return address
+
+
+def _read_landing(value: object, _found: Mapping[str, Any]) -> int:
+    landing_bytes = parse_bytes(value)
+    if landing_bytes < HUGE_PAGE_BYTES:
+        raise ConfigError(f"expected at least 2MiB, found {shown(value)}")
+    return landing_bytes
+
+
+def _read_devices(value: object, _found: Mapping[str, Any]) -> str:
+    expected = 'names of network devices such as "lo" or "eth0,eth1"'
+    devices = text_of(value, expected)
+    if not re.fullmatch(r"[\w.:-]+(,[\w.:-]+)*", devices, re.ASCII):
+        raise ConfigError(f"expected {expected}, found {shown(value)}")
+    return devices
 
 
 def _read_capacity(value: object, _found: Mapping[str, Any]) -> int:
@@ -454,6 +510,13 @@ _TIER = {
     "name": Setting(_read_tier_name, Required('name = "disk"')),
     "options": Setting(_read_options, {}),
     "backlog": Setting(_read_backlog, "10s"),
+}
+_PEER = {
+    "listen": Setting(_read_listen, "127.0.0.1:0"),
+    "key": optional(_read_folder),
+    "held": Setting(_read_leased, "25%"),
+    "landing": Setting(_read_landing, "64MiB"),
+    "devices": Setting(_read_devices, "lo"),
 }
 _EXTRA = {
     "store": optional(_read_socket),

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 MEMORY = "cpu"  # the memory pool's tier label
 NVME = "nvme"
+PEER = "peer"
 
 
 class Spec(NamedTuple):

@@ -57,7 +57,8 @@ class Lookup(Message, frozen=True):
     """Ask which leading blocks of a request are present; answered exactly once.
 
     hashes: one hash of `width` bytes per block, first block first. memory_only: leave lower tiers
-    out, and what is coming from them.
+    out, and what is coming from them. peer: host:port of a store that may have what is not here;
+    request: the hand-over, which may still be computing it there; push: have it written.
     """
 
     ask: int
@@ -65,6 +66,9 @@ class Lookup(Message, frozen=True):
     width: int
     scope: bytes = b""
     memory_only: bool = False
+    peer: str = ""
+    request: str = ""
+    push: bool = False
 
 
 class Usage(Message, frozen=True):

@@ -7,7 +7,7 @@ release the GIL.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -18,12 +18,23 @@ from kvstore.export.consumer import Tag as Part
 from kvstore.export.jobs import Tag, Write
 from kvstore.export.sums import block_sum
 from kvstore.protocol import u32
-from kvstore.service.peers import Arrived, Checked, Down, Event, Reachable, Summed, Up, Written
+from kvstore.service.peers import (
+    BUSY_S,
+    Arrived,
+    Checked,
+    Down,
+    Event,
+    Reachable,
+    Summed,
+    Unreachable,
+    Up,
+    Written,
+)
 from kvstore.types import BlockKey
 from tiers.cpu import CpuExtent
-from tiers.exporter.client import Exporter, Move, Settings
 from tiers.exporter.client import Down as Ended_
-from tiers.exporter.messages import Ended, Mapped, Metadata, Ready
+from tiers.exporter.client import Exporter, Move, Settings
+from tiers.exporter.messages import Ended, Mapped, Metadata, Ready, Unmapped
 from tiers.runner import Runner
 
 LANDING_FIRST = 1 << 30  # their extents are numbered from here, apart from those of slots
@@ -91,9 +102,9 @@ class _Checks(msgspec.Struct):
 class PeerMover:
     """Called from one thread, the store's."""
 
-    def __init__(self, settings: Settings, landing_bytes: int) -> None:
-        """landing_bytes: of each namespace's landing slots."""
-        self._exporter = Exporter(settings)
+    def __init__(self, service: str, devices: str, landing_bytes: int) -> None:
+        """service, devices: as in exporter Settings. landing_bytes: of each namespace's slots."""
+        self._exporter = Exporter(Settings(service, devices))
         self._landing_bytes = landing_bytes
         self._landings: dict[str, Landing] = {}
         self._transfers: dict[int, tuple[str | None, list[Tag] | list[Part]]] = {}
@@ -102,14 +113,13 @@ class PeerMover:
             "kvstore-handover", lambda job: job.run(), lambda job, _: job.failed(), THREADS
         )
 
-    def fileno(self) -> int:
-        """Return a descriptor that can be read when poll() has something to do."""
-        return self._exporter.fileno()
+    def fds(self) -> Iterator[int]:
+        """Return the descriptor that can be read when the exporter has said something."""
+        yield self._exporter.fileno()
 
-    @property
-    def busy(self) -> bool:
-        """Tell whether something is under way that no descriptor announces."""
-        return self._runner.open > 0
+    def wait_s(self, now_ns: int) -> float | None:
+        """Return when to call poll() at the latest; None: when the descriptor says so."""
+        return BUSY_S if self._runner.open else self._exporter.wait_s(now_ns)
 
     def poll(self, now_ns: int) -> Sequence[Event]:
         """Return what has happened."""
@@ -122,6 +132,8 @@ class PeerMover:
                     self._addresses[extent] = address
                 case Metadata(metadata):
                     events += self._reachable(metadata)
+                case Unmapped(extent):
+                    events.append(Unreachable(extent))
                 case Ended(number, _, _, error):
                     events.append(self._ended(number, ok=error is None))
                 case Ended_(reason):
@@ -148,6 +160,10 @@ class PeerMover:
     def export(self, extent: int, fd: int, size: int) -> None:
         """Let peers read an extent."""
         self._exporter.map(extent, fd, size, writable=False)
+
+    def unexport(self, extent: int) -> None:
+        """Have Unreachable come once no transfer uses an extent."""
+        self._exporter.unmap(extent)
 
     def landing(self, namespace: str, slot_bytes: int) -> Landing:
         """Return a namespace's landing slots, made at the first call. Raises TierFull."""
@@ -183,13 +199,24 @@ class PeerMover:
 
     def write(self, tags: list[Tag], agent: str, write: Write) -> None:
         """Write to a peer's landing slots."""
-        self._start(None, tags, agent, write.extent, write.landing, write.slot_bytes, write.numbers, write.landing_slots)
+        self._start(
+            None,
+            tags,
+            agent,
+            write.extent,
+            write.landing,
+            write.slot_bytes,
+            write.numbers,
+            write.landing_slots,
+        )
 
     def read(self, tags: list[Part], agent: str, digest: str, read: Read) -> None:
         """Read a peer's slots into landing slots."""
         landing = self._landings[digest]
         size = landing.memory.slot_bytes
-        self._start(digest, tags, agent, landing.extent, read.region, size, read.landing, read.numbers)
+        self._start(
+            digest, tags, agent, landing.extent, read.region, size, read.landing, read.numbers
+        )
 
     def _start(
         self,

@@ -222,6 +222,11 @@ class Consumer:
         self._late_writes.clear()
 
     @property
+    def busy(self) -> bool:
+        """Tell whether anything is wanted."""
+        return bool(self._fetches)
+
+    @property
     def quarantined(self) -> int:
         """Count the landing slots that were given up while something may still write them."""
         return len(self._late_reads) + sum(map(len, self._late_writes.values()))

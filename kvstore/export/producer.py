@@ -107,6 +107,16 @@ class Producer:
             peer.closed = True
             self._drop(peer)
 
+    @property
+    def busy(self) -> bool:
+        """Tell whether anything is wanted by anybody."""
+        return any(peer.jobs for peer in self._peers.values())
+
+    def on_unmapped(self, extent: int) -> None:
+        """The exporter maps an extent no more: it is told anew should it come back."""
+        for peer in self._peers.values():
+            peer.regions.discard(extent)
+
     def on_exporter_lost(self, reason: str) -> None:
         """Our exporter has another memory now: peers have to say Hello again."""
         for peer in list(self._peers.values()):

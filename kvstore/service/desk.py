@@ -8,27 +8,51 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Protocol
+
+from msgspec.structs import replace
 
 from kvstore import protocol as p
 from kvstore.config import EngineConfig
 from kvstore.errors import ProtocolError
+from kvstore.export.messages import Want
 from kvstore.leases import Lease
 from kvstore.lookup import Answer
 from kvstore.metrics import Numbers
 from kvstore.service.namespace import Namespace
 from kvstore.service.session import Ask, Phase, Session
-from kvstore.types import Chain, LookupResult
+from kvstore.types import BlockKey, Chain, LookupResult
 
 _ASK_AGAIN_MS = 1000
+
+
+class Peers(Protocol):
+    """Other stores."""
+
+    def fetch(self, namespace: Namespace, address: str, want: Want, now_ns: int) -> int:
+        """Ask a peer for blocks; return the fetch's number."""
+        ...
+
+    def claimed(self, namespace: Namespace, fetch: int) -> None:
+        """Nothing more will be loaded of a fetch."""
+        ...
 
 
 class Desk:
     """Where engines ask; an answer is a lease on what it names."""
 
     def __init__(
-        self, engine: EngineConfig, numbers: Numbers, can_grow: Callable[[Namespace], bool]
+        self,
+        engine: EngineConfig,
+        numbers: Numbers,
+        can_grow: Callable[[Namespace], bool],
+        peers: Peers | None = None,
     ) -> None:
-        """engine: limits of each attached engine. can_grow: more memory is coming or to be had."""
+        """engine: limits of each attached engine. can_grow: more memory is coming or to be had.
+
+        peers: other stores, where they may be asked.
+        """
+        self._peers = peers
         self._engine = engine
         self._numbers = numbers
         self._can_grow = can_grow
@@ -45,6 +69,8 @@ class Desk:
         ask = Ask(lookup.ask, chain, now_ns, deadline_ns, memory_only)
         if session.phase is not Phase.ACTIVE or namespace is None:
             return p.Granted(ask.ask, 0, _ASK_AGAIN_MS, ())
+        if lookup.peer and self._peers is not None:
+            ask.fetch = self._fetch_from(self._peers, namespace, ask, lookup, now_ns)
         blocks = self._settled(namespace, ask)
         if blocks is not None or now_ns >= ask.deadline_ns:
             return self._answer(session, ask, now_ns, blocks)
@@ -55,6 +81,28 @@ class Desk:
         """Answer a lookup now, with what is ready."""
         ask = session.asks.pop(number, None)
         return None if ask is None else self._answer(session, ask, now_ns)
+
+    def _fetch_from(
+        self, peers: Peers, namespace: Namespace, ask: Ask, lookup: p.Lookup, now_ns: int
+    ) -> int | None:
+        """Ask a peer for what no tier of ours has; None if there is nothing to ask for."""
+        blocks = ask.chain.blocks
+        lacking = []
+        for group, rule in enumerate(namespace.layout.rules):
+            first = 0 if rule.trailing is None else max(0, blocks - rule.trailing - 1)
+            keys = ((index, ask.chain.key(group, index)) for index in range(first, blocks))
+            lacking.append([index for index, key in keys if not self._is_here(namespace, key)])
+        if not any(lacking):
+            return None
+        indices = tuple(p.u32(group) for group in lacking)
+        want = Want(0, lookup.hashes, lookup.width, indices, lookup.scope, lookup.request)
+        return peers.fetch(namespace, lookup.peer, replace(want, push=lookup.push), now_ns)
+
+    @staticmethod
+    def _is_here(namespace: Namespace, key: BlockKey) -> bool:
+        if namespace.manager.probe(key) is LookupResult.HIT:
+            return True
+        return namespace.tiering.where(key)[0] is LookupResult.HIT
 
     def _settled(self, namespace: Namespace, ask: Ask) -> int | None:
         """Count the blocks that all tiers have; None if waiting could make the answer longer."""
@@ -100,6 +148,10 @@ class Desk:
             return False
         namespace.tiering.promote(ask.chain, blocks)
         return True
+
+    def _let_go(self, namespace: Namespace, ask: Ask) -> None:
+        if ask.fetch is not None and self._peers is not None:
+            self._peers.claimed(namespace, ask.fetch)
 
     def _too_many(self, namespace: Namespace, pinned: int, wanted: int) -> bool:
         """Tell whether an engine that leases `pinned` blocks may not lease so many more.
@@ -147,6 +199,7 @@ class Desk:
         pinned = manager.leases.blocks_of(session.number)
         deadline = now_ns + engine.lease_ns
         lease, capped = None, not self._fetch(namespace, ask, pinned, blocks)
+        self._let_go(namespace, ask)
         if not capped:
             coming = not ask.memory_only
             lease = manager.prepare_load(

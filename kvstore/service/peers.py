@@ -13,7 +13,7 @@ wants something says Hello again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -24,12 +24,15 @@ from kvstore.export.consumer import Check, Consumer, Read
 from kvstore.export.consumer import Tag as Part
 from kvstore.export.jobs import Source, Tag, Write
 from kvstore.export.producer import Producer
-from kvstore.protocol import Message
-from kvstore.service.channel import Channel
+from kvstore.protocol import Extent, Message, Unmap
+from kvstore.service.channel import Channel, ClusterKey
 from kvstore.service.namespace import Namespace
 from kvstore.types import BlockKey, Slot
 
 log = logging.getLogger(__name__)
+
+BUSY_S = 0.001
+EXPORTER = -1  # the exporter's number among the store's connections: it maps extents, too
 
 
 class Up(msgspec.Struct, frozen=True):
@@ -51,6 +54,12 @@ class Reachable(msgspec.Struct, frozen=True):
     extent: int
     base: int
     metadata: bytes
+
+
+class Unreachable(msgspec.Struct, frozen=True):
+    """The exporter does not use an extent any more."""
+
+    extent: int
 
 
 class Summed(msgspec.Struct, frozen=True):
@@ -83,7 +92,7 @@ class Arrived(msgspec.Struct, frozen=True):
     ok: bool
 
 
-Event = Up | Down | Reachable | Summed | Checked | Written | Arrived
+Event = Up | Down | Reachable | Unreachable | Summed | Checked | Written | Arrived
 
 
 class Mover(Protocol):
@@ -95,6 +104,18 @@ class Mover(Protocol):
 
     def export(self, extent: int, fd: int, size: int) -> None:
         """Let peers read an extent."""
+        ...
+
+    def unexport(self, extent: int) -> None:
+        """Have Unreachable come once no transfer uses an extent."""
+        ...
+
+    def fds(self) -> Iterator[int]:
+        """Go through the descriptors that become readable when poll() has something to do."""
+        ...
+
+    def wait_s(self, now_ns: int) -> float | None:
+        """Return when to call poll() at the latest; None: when a descriptor says so."""
         ...
 
     def landing(self, namespace: str, slot_bytes: int) -> Landing:
@@ -189,24 +210,29 @@ class _Inlet:
 class Peers:
     """All hand-overs of one store."""
 
-    def __init__(
-        self,
-        channel: Channel,
-        mover: Mover,
-        namespaces: Mapping[str, Namespace],
-        held_bytes_max: int,
-    ) -> None:
+    def __init__(self, key: ClusterKey | None, mover: Mover, held_bytes_max: int) -> None:
         """held_bytes_max: of what is held for one peer at one time."""
-        self.channel = channel
-        self.producer = Producer(self._find, self._introduce, self, channel.send, held_bytes_max)
+        self.channel = Channel(key, self._on_message, self._on_lost)
+        send = self.channel.send
+        self.producer = Producer(self._find, self._introduce, self, send, held_bytes_max)
         self._mover = mover
-        self._namespaces = namespaces
+        self._namespaces: Mapping[str, Namespace] = {}
+        self._on_mapping: Callable[[int], None] = lambda _: None
         self._up: Up | None = None
+        self._noted: list[int] = []
         self._regions: dict[int, m.Region] = {}
         self._links: dict[int, _Link] = {}
         self._by_address: dict[tuple[str, str], int] = {}
         self._inlets: dict[str, _Inlet] = {}
         self._now_ns = 0
+
+    def serve(self, namespaces: Mapping[str, Namespace], on_mapping: Callable[[int], None]) -> None:
+        """Hand over blocks of a store's namespaces.
+
+        on_mapping(extent): nobody who waits for all to map or unmap it waits for the exporter.
+        """
+        self._namespaces = namespaces
+        self._on_mapping = on_mapping
 
     # What the store asks for
 
@@ -228,6 +254,20 @@ class Peers:
             if self._up is not None:
                 self._greet(number)
         return self.inlet(namespace).want(number, want, now_ns)
+
+    def claimed(self, namespace: Namespace, fetch: int) -> None:
+        """Nothing more will be loaded of a fetch."""
+        self.inlet(namespace).claimed(fetch)
+
+    def on_memory(self, message: Message, fd: int | None) -> None:
+        """Do with an extent what workers are told to do. Nobody waits for it to be mapped."""
+        if isinstance(message, Extent) and fd is not None:
+            self._mover.export(message.extent, fd, message.count * message.slot_bytes)
+            self._noted.append(message.extent)
+        elif isinstance(message, Unmap):
+            self._regions.pop(message.extent, None)
+            self.producer.on_unmapped(message.extent)
+            self._mover.unexport(message.extent)
 
     def say(self, number: int, message: Message) -> None:
         """Send on a connection that was made, once it is welcome."""
@@ -254,8 +294,7 @@ class Peers:
 
     # What comes over the side channel
 
-    def on_message(self, number: int, message: Message) -> None:
-        """Act on a peer's message. Raises ProtocolError for a wrong one."""
+    def _on_message(self, number: int, message: Message) -> None:
         link = self._links.get(number)
         if link is None:
             self.producer.on_message(number, message, self._now_ns)
@@ -279,8 +318,7 @@ class Peers:
                 self._mover.add_peer(link.agent, message.metadata)
             self._inlets[link.digest].consumer.on_message(number, message, self._now_ns)
 
-    def on_lost(self, number: int, reason: str) -> None:
-        """A connection is gone."""
+    def _on_lost(self, number: int, reason: str) -> None:
         link = self._links.pop(number, None)
         if link is None:
             self.producer.on_closed(number)
@@ -292,9 +330,28 @@ class Peers:
 
     # Turns
 
+    def fds(self) -> Iterator[int]:
+        """Go through the descriptors that become readable when poll() has something to do."""
+        yield from self.channel.fds()
+        yield from self._mover.fds()
+
+    def wait_s(self, now_ns: int) -> float | None:
+        """Return when to call poll() at the latest; None: when a descriptor says so."""
+        if self._noted or self.producer.busy or any(i.consumer.busy for i in self._inlets.values()):
+            return BUSY_S
+        return self._mover.wait_s(now_ns)
+
+    def close(self) -> None:
+        """End all hand-overs."""
+        self.channel.close()
+        self._mover.close()
+
     def poll(self, now_ns: int) -> None:
         """Do what there is to do."""
         self._now_ns = now_ns
+        noted, self._noted = self._noted, []
+        for extent in noted:
+            self._on_mapping(extent)
         for event in self._mover.poll(now_ns):
             self._on_event(event)
         self.channel.poll(now_ns)
@@ -315,6 +372,8 @@ class Peers:
                 self._on_down(reason)
             case Reachable(extent, base, metadata):
                 self._reachable(extent, base, metadata)
+            case Unreachable(extent):
+                self._on_mapping(extent)
             case Summed(tags, sums):
                 self.producer.summed(tags, sums)
             case Written(tags, ok):

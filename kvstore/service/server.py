@@ -26,9 +26,11 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from kvstore import protocol as p
 from kvstore.collector import collect_young_only
-from kvstore.config import Config
+from kvstore.config import Config, PeerConfig
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.metrics import NVME, StoreCollector
+from kvstore.service.channel import ClusterKey
+from kvstore.service.peers import EXPORTER, Peers
 from kvstore.service.store import Store
 from kvstore.tier import SlotMemory, Tier, TierContext
 
@@ -36,6 +38,7 @@ log = logging.getLogger(__name__)
 
 CPU_TIER = "tiers.cpu:CpuMemory"
 NVME_TIER = "tiers.nvme:NvmeDisk"
+PEER_MOVER = "tiers.peer:PeerMover"
 OUTBOX_BYTES_MAX = 64 << 20
 _READ_BYTES = 1 << 18
 _TICK_S = 0.2
@@ -132,7 +135,28 @@ class Server:
         self._pool = pool
         self._disk = None if config.nvme is None else find_class(NVME_TIER)(config.nvme)
         first = secrets.randbits(40) << 16
-        self.store = Store(config, pool, self._make_tiers, self._send, first, self._disk)
+        self._peers = self._make_peers(config.peer)
+        self._watched: set[int] = set()  # descriptors of the peers
+        self.store = Store(
+            config, pool, self._make_tiers, self._send, first, self._disk, self._peers
+        )
+
+    @staticmethod
+    def _make_peers(config: PeerConfig | None) -> Peers | None:
+        """Listen for other stores, where that is wanted. Raises ConfigError."""
+        if config is None:
+            return None
+        key = None if config.key is None else ClusterKey.read(Path(config.key))
+        name = f"kvstore-{secrets.token_hex(4)}"
+        mover = find_class(PEER_MOVER)(name, config.devices, config.landing_bytes)
+        peers = Peers(key, mover, config.held_bytes)
+        try:
+            peers.channel.listen(config.listen.host, config.listen.port)
+        except ConfigError:
+            peers.close()
+            raise
+        log.info("side channel at %s", peers.channel.address)
+        return peers
 
     def _make_tiers(self, digest: str, slot_bytes: int, memory: SlotMemory) -> Sequence[Tier]:
         tiers: list[Tier] = []
@@ -167,6 +191,8 @@ class Server:
                 self._drop(connection)
             self._selector.close()
             self._listener.close()
+            if self._peers is not None:
+                self._peers.close()
             if self._disk is not None:
                 self._disk.close()
             self._pool.close()
@@ -199,7 +225,11 @@ class Server:
         timeout = _BUSY_TICK_S if self.store.busy else _TICK_S
         if self._disk is not None:
             timeout = min(timeout, self._disk.next_s)
+        if self._peers is not None:
+            timeout = min(timeout, self._watch(self._peers))
         for key, events in self._selector.select(timeout):
+            if key.data is self._peers is not None:
+                continue
             connection: _Connection | None = key.data
             if connection is None:
                 self._accept()
@@ -209,11 +239,24 @@ class Server:
         now_ns = time.monotonic_ns()
         if self._disk is not None:
             self._disk.poll()
+        if self._peers is not None:
+            self._peers.poll(now_ns)
         self.store.on_tick(now_ns)
         self._flush()
         if now_ns - self._gauges_ns > _GAUGES_NS:
             self._gauges_ns = now_ns
             self.store.refresh_gauges()
+
+    def _watch(self, peers: Peers) -> float:
+        """Have the loop wake up for what the peers wait for; return when it has to anyhow."""
+        fds = set(peers.fds())
+        for fd in self._watched - fds:
+            self._selector.unregister(fd)
+        for fd in fds - self._watched:
+            self._selector.register(fd, selectors.EVENT_READ, peers)
+        self._watched = fds
+        wait_s = peers.wait_s(time.monotonic_ns())
+        return _TICK_S if wait_s is None else wait_s
 
     def _accept(self) -> None:
         try:
@@ -254,6 +297,8 @@ class Server:
             self._drop(connection)
 
     def _send(self, number: int, message: p.Message, fd: int | None) -> None:
+        if number == EXPORTER and self._peers is not None:
+            self._peers.on_memory(message, fd)
         connection = self._connections.get(number)
         if connection is not None:
             connection.send(message, fd)

@@ -37,6 +37,7 @@ class Ask(msgspec.Struct, eq=False):
     deadline_ns: int
     memory_only: bool = False
     look_ns: int = 0  # not before
+    fetch: int | None = None  # what a peer was asked for it
 
 
 class Writing(msgspec.Struct, eq=False):

@@ -15,11 +15,12 @@ from kvstore import protocol as p
 from kvstore.config import DISK_BYTES_MIN, Config
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.layout import slot_layout
-from kvstore.metrics import MEMORY, NVME, Numbers
+from kvstore.metrics import MEMORY, NVME, PEER, Numbers
 from kvstore.service.desk import Desk
 from kvstore.service.gauges import Disk, disk_gauges, gauges
 from kvstore.service.memory import Memory
 from kvstore.service.namespace import Mapping, MemoryPool, Namespace
+from kvstore.service.peers import EXPORTER, Peers
 from kvstore.service.session import News, Phase, Session, Writing
 from kvstore.tier import SlotMemory, Tier
 from kvstore.types import BlockKey, LeaseId, Slot
@@ -42,10 +43,11 @@ class Store:
         send: Send,
         first_session: int = 1,
         disk: Disk | None = None,
+        peers: Peers | None = None,
     ) -> None:
         """send(connection, message, descriptor): queue a message; never raises.
 
-        disk: what all NVMe tiers of make_tiers share.
+        disk: what all NVMe tiers of make_tiers share. peers: other stores.
         first_session: sessions are numbered from here. It differs between store processes, so
         that work left over from another store's session is told apart.
         """
@@ -57,6 +59,7 @@ class Store:
             MEMORY,
             *((NVME,) if config.nvme else ()),
             *(tier.name for tier in config.tiers),
+            *((PEER,) if config.peer else ()),
         )
         self._make_tiers = make_tiers
         self._backlog_ns = {tier.name: tier.backlog_ns for tier in config.tiers}
@@ -71,7 +74,10 @@ class Store:
         self._clearing: list[int] = []  # who waits for the end of a clear
         self._ended: set[int] = set()  # schedulers of buried sessions that did not close yet
         self._memory = Memory(pool, send, self._workers_of, self._holders_of)
-        self._desk = Desk(config.engine, self.numbers, self._memory.can_grow)
+        self._desk = Desk(config.engine, self.numbers, self._memory.can_grow, peers)
+        self._peers = peers
+        if peers is not None:
+            peers.serve(self.namespaces, self.on_mapping)
         self._pool = pool
         self._disk = disk
 
@@ -81,7 +87,7 @@ class Store:
             for session in self.sessions.values()
             if session.namespace is namespace
             for connection in session.workers.values()
-        }
+        } | (set() if self._peers is None else {EXPORTER})
 
     def _holders_of(self, namespace: Namespace, mapping: Mapping) -> set[int]:
         slots = namespace.slots_of(mapping)
@@ -156,6 +162,11 @@ class Store:
         self._end(session, "closed", "another connection of this engine closed")
         if not session.workers:
             self._bury(session)
+
+    def on_mapping(self, extent: int) -> None:
+        """The exporter has mapped an extent, or unmapped it."""
+        for namespace in self.namespaces.values():
+            namespace.settle(extent, EXPORTER)
 
     def on_tick(self, now_ns: int) -> None:
         """After every batch of messages, and at least a few times a second."""
@@ -283,10 +294,15 @@ class Store:
             )
         namespace = self.namespaces.get(layout.digest)
         if namespace is None:
-            namespace = Namespace(layout, self._make_tiers, self._backlog_ns, self._budgets)
+            namespace = Namespace(
+                layout, self._make_tiers, self._backlog_ns, self._budgets, self._remote
+            )
             self.namespaces[layout.digest] = namespace
         session.layouts = layout.ranks  # the namespace may have been made for other ranks
         return namespace
+
+    def _remote(self, namespace: Namespace) -> Sequence[Tier]:
+        return () if self._peers is None else (self._peers.inlet(namespace),)
 
     def _maybe_activate(self, session: Session) -> None:
         namespace = session.namespace
