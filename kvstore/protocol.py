@@ -259,6 +259,10 @@ def encode(message: Message) -> bytes:
     return _HEADER.pack(len(body)) + body
 
 
+class NotFramed(ProtocolError):
+    """Where the next message begins is not known: nothing can be read any more."""
+
+
 class Decoder:
     """Turns a byte stream into messages of one direction; h11-like, does no I/O."""
 
@@ -275,7 +279,7 @@ class Decoder:
             while len(self._buffer) - start >= _HEADER.size:
                 (size,) = _HEADER.unpack_from(self._buffer, start)
                 if size > FRAME_BYTES_MAX:
-                    raise ProtocolError(f"frame of {size} bytes, at most {FRAME_BYTES_MAX}")
+                    raise NotFramed(f"frame of {size} bytes, at most {FRAME_BYTES_MAX}")
                 end = start + _HEADER.size + size
                 if len(self._buffer) < end:
                     break

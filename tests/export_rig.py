@@ -80,8 +80,8 @@ class LandingSlots:
         assert not set(slots) & set(self.free)
         self.free += slots
 
-    def region(self) -> m.Region:
-        return m.Region(900, 0, LANDING)
+    def region(self) -> tuple[m.Region, bytes]:
+        return m.Region(900, 0, LANDING), b"md"
 
 
 class Pair:
@@ -273,5 +273,5 @@ class _Room:
     def give(self, slots: Collection[int]) -> None:
         self._pair.landing.give(slots)
 
-    def region(self) -> m.Region:
+    def region(self) -> tuple[m.Region, bytes]:
         return self._pair.landing.region()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import pytest
 
@@ -165,9 +165,9 @@ class LiveEngine:
             keys = (make_key(block, 0),)
             self.worker.send(p.Stored(u32([slot]), keys, (parent,), ok=True, seconds=0.001))
 
-    def ask(self, chain: Sequence[bytes], *, memory_only: bool = False) -> p.Granted:
+    def ask(self, chain: Sequence[bytes], **how: Any) -> p.Granted:  # noqa: ANN401 - of Lookup
         self._asks += 1
-        lookup = p.Lookup(self._asks, b"".join(chain), len(chain[0]), b"", memory_only)
+        lookup = p.Lookup(self._asks, b"".join(chain), len(chain[0]), **how)
         self.scheduler.send(p.Step((lookup,)))
         while True:
             answers = self.scheduler.take(p.Answers)

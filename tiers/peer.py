@@ -50,6 +50,7 @@ class Landing:
         self.extent = extent
         self.memory = memory
         self.base = 0  # where the exporter has it; 0: not yet
+        self.metadata = b""
         self._free = list(range(memory.count))
 
     def take(self, count: int) -> list[int]:
@@ -61,9 +62,9 @@ class Landing:
         """Give some back."""
         self._free.extend(slots)
 
-    def region(self) -> m.Region:
-        """Say where the exporter has them."""
-        return m.Region(self.extent, self.base, self.memory.count)
+    def region(self) -> tuple[m.Region, bytes]:
+        """Say where the exporter has them, and its metadata since then."""
+        return m.Region(self.extent, self.base, self.memory.count), self.metadata
 
     def view(self, slot: int) -> memoryview:
         """Return a slot's bytes."""
@@ -148,7 +149,8 @@ class PeerMover:
     def _reachable(self, metadata: bytes) -> list[Reachable]:
         addresses, self._addresses = self._addresses, {}
         for landing in self._landings.values():
-            landing.base = addresses.get(landing.extent, landing.base)
+            if landing.extent in addresses:
+                landing.base, landing.metadata = addresses[landing.extent], metadata
         return [Reachable(extent, address, metadata) for extent, address in addresses.items()]
 
     def _ended(self, number: int, *, ok: bool) -> Event:
@@ -199,45 +201,20 @@ class PeerMover:
 
     def write(self, tags: list[Tag], agent: str, write: Write) -> None:
         """Write to a peer's landing slots."""
-        self._start(
-            None,
-            tags,
-            agent,
-            write.extent,
-            write.landing,
-            write.slot_bytes,
-            write.numbers,
-            write.landing_slots,
+        size, region = write.slot_bytes, write.landing
+        local, remote = u32(write.numbers), u32(write.landing_slots)
+        move = Move(
+            agent, True, write.extent, region.base, region.slots * size, size, local, remote
         )
+        self._transfers[self._exporter.start(move)] = (None, tags)
 
     def read(self, tags: list[Part], agent: str, digest: str, read: Read) -> None:
         """Read a peer's slots into landing slots."""
-        landing = self._landings[digest]
+        landing, region = self._landings[digest], read.region
         size = landing.memory.slot_bytes
-        self._start(
-            digest, tags, agent, landing.extent, read.region, size, read.landing, read.numbers
-        )
-
-    def _start(
-        self,
-        digest: str | None,
-        tags: list[Tag] | list[Part],
-        agent: str,
-        extent: int,
-        remote: m.Region,
-        size: int,
-        local: list[int],
-        numbers: list[int],
-    ) -> None:
+        local, remote = u32(read.landing), u32(read.numbers)
         move = Move(
-            peer=agent,
-            write=digest is None,
-            extent=extent,
-            address=remote.base,
-            region_bytes=remote.slots * size,
-            block_bytes=size,
-            local=u32(local),
-            remote=u32(numbers),
+            agent, False, landing.extent, region.base, region.slots * size, size, local, remote
         )
         self._transfers[self._exporter.start(move)] = (digest, tags)
 

@@ -81,8 +81,8 @@ class Landing(Protocol):
         """Give some back."""
         ...
 
-    def region(self) -> m.Region:
-        """Say where our exporter has them."""
+    def region(self) -> tuple[m.Region, bytes]:
+        """Say where our exporter has them, and its metadata since then."""
         ...
 
 
@@ -152,6 +152,7 @@ class Consumer:
         self._loads: dict[JobId, _Load] = {}
         self._claimed: list[Tag] = []  # that wait for a landing slot, and what else they need
         self._results: list[JobResult] = []
+        self._introduced: dict[int, bytes] = {}  # peers that know our exporter's metadata
         self._late_reads: dict[Tag, int] = {}  # landing slots that a read may still fill
         self._late_writes: dict[int, list[int]] = {}  # by fetch: those that its peer may write
         self._next = 1
@@ -234,6 +235,7 @@ class Consumer:
     def on_peer_lost(self, peer: int, reason: str) -> None:
         """A peer is gone, or has another memory: what was to come from it does not."""
         self._regions = {at: region for at, region in self._regions.items() if at[0] != peer}
+        self._introduced.pop(peer, None)
         for fetch in [fetch for fetch in self._fetches.values() if fetch.peer == peer]:
             self._fail(fetch, reason)
             fetch.released = True
@@ -418,8 +420,11 @@ class Consumer:
         for (peer, _), (tags, read) in reads.items():
             self._work.read(tags, peer, read)
         for number, (positions, slots) in lands.items():
-            land = m.Land(number, self._landing.region(), u32(positions), u32(slots))
-            self._send(self._fetches[number].peer, land)
+            peer, (region, metadata) = self._fetches[number].peer, self._landing.region()
+            known = self._introduced.get(peer) == metadata
+            self._introduced[peer] = metadata
+            land = m.Land(number, region, u32(positions), u32(slots), b"" if known else metadata)
+            self._send(peer, land)
 
     def _check(self, fetch: Fetch, positions: Sequence[int]) -> None:
         checks = []

@@ -72,12 +72,16 @@ class Want(Message, frozen=True):
 
 
 class Land(Message, frozen=True):
-    """Where wanted blocks may be written: u32 positions in the list of wanted, u32 slots."""
+    """Where wanted blocks may be written: u32 positions in the list of wanted, u32 slots.
+
+    metadata: of the exporter, once it has mapped the region; with the first of them only.
+    """
 
     job: int
     region: Region
     positions: bytes
     slots: bytes
+    metadata: bytes = b""
 
 
 class Confirm(Message, frozen=True):

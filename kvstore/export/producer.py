@@ -57,6 +57,7 @@ class Producer:
         self._send = send
         self._held_bytes_max = held_bytes_max
         self._peers: dict[int, Peer] = {}
+        self._early: dict[int, m.Hello] = {}  # who came before the exporter was there
         self._computing: set[str] = set()  # requests that have not ended
         self.counts: Counter[str] = Counter()
 
@@ -102,10 +103,16 @@ class Producer:
 
     def on_closed(self, number: int) -> None:
         """A peer is gone: nothing is held for it but what is in use at this moment."""
+        self._early.pop(number, None)
         peer = self._peers.get(number)
         if peer is not None:
             peer.closed = True
             self._drop(peer)
+
+    def agent_of(self, number: int) -> str:
+        """Name a peer's exporter; none for one that is not there."""
+        peer = self._peers.get(number)
+        return "" if peer is None else peer.agent
 
     @property
     def busy(self) -> bool:
@@ -139,7 +146,8 @@ class Producer:
         if hello.version != m.VERSION:
             refused = m.Refused(f"side channel {hello.version}, expected {m.VERSION}")
         elif ours is None:
-            refused = m.Refused("the exporter is being started", True)
+            self._early[number] = hello
+            return
         elif found is None:
             refused = m.Refused(f"namespace {hello.namespace[:12]} is not served here yet", True)
         else:
@@ -222,6 +230,10 @@ class Producer:
 
     def tick(self, now_ns: int) -> None:
         """Move every job along; end the leases that are over."""
+        if self._early and self._exporter() is not None:
+            early, self._early = self._early, {}
+            for number, hello in early.items():
+                self._hello(number, hello)
         for peer in list(self._peers.values()):
             for job in list(peer.jobs.values()):
                 if not job.over and not job.released and now_ns >= job.deadline_ns:

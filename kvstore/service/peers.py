@@ -164,8 +164,8 @@ class Landing(Protocol):
         """Give some back."""
         ...
 
-    def region(self) -> m.Region:
-        """Say where the exporter has them."""
+    def region(self) -> tuple[m.Region, bytes]:
+        """Say where the exporter has them, and its metadata since then."""
         ...
 
     def view(self, slot: int) -> memoryview:
@@ -297,9 +297,11 @@ class Peers:
     def _on_message(self, number: int, message: Message) -> None:
         link = self._links.get(number)
         if link is None:
-            self.producer.on_message(number, message, self._now_ns)
             if isinstance(message, m.Hello) and message.agent:
                 self._mover.add_peer(message.agent, message.metadata)
+            elif isinstance(message, m.Land) and message.metadata:
+                self._mover.add_peer(self.producer.agent_of(number), message.metadata)
+            self.producer.on_message(number, message, self._now_ns)
         elif isinstance(message, m.Welcome):
             if link.agent is not None:
                 raise ProtocolError("a second Welcome")
