@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstore.config import Config, parse
+from kvstore.types import LookupResult, make_key
 from tests.fakes import hashes
-from tests.live import LiveStore, engine, eventually
+from tests.live import WAIT_S, LiveStore, engine, eventually
+from tiers.exporter.client import Exporter
+from tiers.peer import PeerMover
 
 
 def config(folder: Path, **more: Any) -> Config:  # noqa: ANN401 - sections
     folder.mkdir()
     return parse(
         {
-            "cpu": {"capacity": "64MiB", "extent": "32MiB"},
+            "cpu": {"capacity": "64MiB", "extent": "64MiB"},
             "server": {"socket": str(folder / "store.sock"), "metrics": ""},
             "engine": {"promote": "60s"},
             "peer": {},
@@ -32,6 +39,28 @@ def address(store: LiveStore) -> str:
     return peers.channel.address
 
 
+def exporter_of(store: LiveStore) -> Exporter:
+    peers = store.server._peers
+    assert peers is not None
+    assert isinstance(peers._mover, PeerMover)
+    return peers._mover._exporter
+
+
+def inside(store: LiveStore, work: Callable[[], object]) -> None:
+    """Do something in the store's own thread, between two of its turns."""
+    done, core = threading.Event(), store.server.store
+    tick = core.on_tick
+
+    def once(now_ns: int) -> None:
+        core.on_tick = tick  # type: ignore[method-assign]
+        work()
+        done.set()
+        tick(now_ns)
+
+    core.on_tick = once  # type: ignore[method-assign]
+    assert done.wait(WAIT_S)
+
+
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveStore, LiveStore]]:
     folder = tmp_path_factory.mktemp("peers")
@@ -44,7 +73,9 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveStore
 
 
 @pytest.mark.parametrize("push", [False, True])
-def test_L1_blocks_are_handed_over_from_memory(stores: Any, push: bool) -> None:
+def test_L1_blocks_are_handed_over_from_memory(
+    stores: tuple[LiveStore, LiveStore], push: bool
+) -> None:
     prefill, decode = stores
     chain = hashes(12, f"memory {push}")
     with engine(prefill, f"p{push}") as one, engine(decode, f"d{push}") as two:
@@ -53,3 +84,53 @@ def test_L1_blocks_are_handed_over_from_memory(stores: Any, push: bool) -> None:
         granted = two.ask(chain, peer=address(prefill), push=push)
         assert granted.sources == {"peer": 12}
         assert two.read(granted) == [two.content(block) for block in chain]
+
+
+@pytest.mark.parametrize("push", [False, True])
+def test_L1_blocks_are_handed_over_from_disk_and_merged_with_what_is_here(
+    stores: tuple[LiveStore, LiveStore], push: bool
+) -> None:
+    prefill, decode = stores
+    chain = hashes(12, f"disk {push}")
+    with engine(prefill, f"q{push}") as one, engine(decode, f"e{push}") as two:
+        one.put(chain)
+        two.put(chain[:5])
+        (namespace,) = prefill.server.store.namespaces.values()
+        (disk,) = namespace.tiering.tiers
+        keys = [make_key(block, 0) for block in chain]
+        eventually(lambda: all(disk.lookup(key) is LookupResult.HIT for key in keys))
+        inside(prefill, lambda: [namespace.manager.drop(key, "test") for key in keys[::-1]])
+        granted = two.ask(chain, peer=address(prefill), push=push)
+        assert granted.sources == {"peer": 7}
+        assert two.read(granted) == [two.content(block) for block in chain]
+        assert namespace.tiering.counts["nvme", "loaded"] >= 7
+        assert all(namespace.manager.ready(key) is None for key in keys), "staged, not promoted"
+
+
+def test_a_peer_that_is_not_there_costs_a_moment(stores: tuple[LiveStore, LiveStore]) -> None:
+    _, decode = stores
+    with engine(decode, "n") as two, socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        granted = two.ask(hashes(2, "x"), peer=f"127.0.0.1:{nobody.getsockname()[1]}")
+        assert granted.lease == 0
+
+
+@pytest.mark.parametrize("whose", [0, 1])
+def test_B15_an_exporter_that_is_killed_is_started_again_and_blocks_come(
+    stores: tuple[LiveStore, LiveStore], whose: int
+) -> None:
+    prefill, decode = stores
+    chain = hashes(12, f"killed {whose}")
+    with engine(prefill, f"k{whose}") as one, engine(decode, f"l{whose}") as two:
+        one.put(chain)
+        eventually(lambda: len(one.ask(chain).hits))
+        assert two.read(two.ask(chain[:4], peer=address(prefill)))
+        exporter = exporter_of(stores[whose])
+        before = exporter.pid
+        assert before is not None
+        os.kill(before, signal.SIGKILL)
+        eventually(lambda: exporter.state == "up" and exporter.pid != before)
+        found: list[bytes] = []
+        while len(found) < len(chain):
+            found = two.read(two.ask(chain, peer=address(prefill)))
+        assert found == [two.content(block) for block in chain]

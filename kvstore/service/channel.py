@@ -191,7 +191,9 @@ class Channel:
                 except zmq.Again:
                     break
                 self._take(number, frame, m.decode_for_consumer, now_ns)
-            if dealer.monitor.poll(0):
+                if number not in self._made:
+                    break  # what it said has ended it
+            if number in self._made and dealer.monitor.poll(0):
                 event: Any = recv_monitor_message(dealer.monitor)
                 name = zmq.Event(event["event"]).name or "?"
                 self._lose(number, f"connection: {name.lower()}")
