@@ -255,6 +255,10 @@ def encode(message: Message) -> bytes:
     return _HEADER.pack(len(body)) + body
 
 
+class NotFramed(ProtocolError):
+    """Where the next message begins is not known: nothing can be read any more."""
+
+
 class Decoder:
     """Turns a byte stream into messages of one direction; h11-like, does no I/O."""
 
@@ -264,14 +268,17 @@ class Decoder:
         self._buffer = bytearray()
 
     def feed(self, data: bytes | memoryview) -> Iterator[Message]:
-        """Yield the messages that are complete now. Raises ProtocolError for anything else."""
+        """Yield the messages that are complete now. Raises ProtocolError for anything else.
+
+        What follows a message that is none can still be read, unless it is NotFramed.
+        """
         self._buffer += data
         start = 0
         try:
             while len(self._buffer) - start >= _HEADER.size:
                 (size,) = _HEADER.unpack_from(self._buffer, start)
                 if size > FRAME_BYTES_MAX:
-                    raise ProtocolError(f"frame of {size} bytes, at most {FRAME_BYTES_MAX}")
+                    raise NotFramed(f"frame of {size} bytes, at most {FRAME_BYTES_MAX}")
                 end = start + _HEADER.size + size
                 if len(self._buffer) < end:
                     break
