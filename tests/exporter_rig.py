@@ -53,6 +53,7 @@ class Side:
         self.slot_bytes = slot_bytes
         self.count = self.memory[EXPORT].count
         self.size = self.memory[EXPORT].generations_offset
+        self.name = ""  # the last one
         self.addresses: dict[int, int] = {}
         self.metadata = b""
         self.ended: dict[int, Ended] = {}
@@ -60,11 +61,6 @@ class Side:
         self.world: Sequence[Side] = [self]  # all are served while one waits
         for number, extent in self.memory.items():
             self.exporter.map(number, extent.fd, self.size, writable=number == LANDING)
-
-    @property
-    def name(self) -> str:
-        assert self.exporter.name is not None
-        return self.exporter.name
 
     @property
     def ready(self) -> bool:
@@ -85,8 +81,10 @@ class Side:
                     self.addresses[extent] = address
                 case Metadata(metadata):
                     self.metadata = metadata
-                case Ready() | Down():
+                case Ready(name):
+                    self.name = name
                     self.addresses.clear()
+                case Down():
                     self.metadata = b""
 
     def of(self, kind: type[E]) -> list[E]:
@@ -103,11 +101,12 @@ class Side:
         *,
         write: bool = False,
         block_bytes: int | None = None,
+        name: str | None = None,
     ) -> int:
-        """Move blocks: pairs of a position here and one there."""
+        """Move blocks: pairs of a position here and one there. name: instead of the peer's."""
         ours, theirs = (EXPORT, LANDING) if write else (LANDING, EXPORT)
         move = Move(
-            peer.name,
+            name or peer.name,
             write,
             ours,
             peer.addresses[theirs],
