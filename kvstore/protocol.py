@@ -272,7 +272,10 @@ class Decoder:
         self._buffer = bytearray()
 
     def feed(self, data: bytes | memoryview) -> Iterator[Message]:
-        """Yield the messages that are complete now. Raises ProtocolError for anything else."""
+        """Yield the messages that are complete now. Raises ProtocolError for anything else.
+
+        What follows a message that is none can still be read, unless it is NotFramed.
+        """
         self._buffer += data
         start = 0
         try:

@@ -31,6 +31,8 @@ BORDER = {
     "sglang": ("connectors/sglang*.py",),
     "transformers": ("kvstore/bench/*",),
     "nixl": ("connectors/nixl/*", "tiers/nvme/nixl*.py"),
+    "nixl_cu12": ("tiers/exporter/agent.py",),
+    "nixl_cu13": ("tiers/exporter/agent.py",),
     "cupy": ("tiers/gpu*.py",),
 }
 

@@ -1,0 +1,164 @@
+"""One NIXL agent with UCX: what the exporter uses of NIXL, and nothing else knows.
+
+NIXL's bindings are used directly. Its Python agent has UCX's thread look for work without a
+pause: an idle exporter would take a whole core, and so would each of its peers. And its package
+loads torch to learn which CUDA there is: five times the memory, and a second at each start. Only
+memory of the host is moved here, which every build of NIXL can.
+
+All calls are one thread's. NIXL protects nothing: what is asked for has to be checked before.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NewType
+
+import numpy as np
+import numpy.typing as npt
+
+from tiers.exporter.errors import MoveError
+
+try:
+    from nixl_cu13 import _bindings
+except ModuleNotFoundError:
+    from nixl_cu12 import _bindings
+
+BACKEND = "UCX"
+PROGRESS_US = 1000  # UCX's thread sleeps until something arrives, this long at most
+ERRORS: tuple[type[Exception], ...] = tuple(
+    kind for name, kind in vars(_bindings).items() if name.endswith("Error")
+)
+LOAD_ERRORS: tuple[type[Exception], ...] = (RuntimeError, *ERRORS)
+_REFUSED: tuple[type[Exception], ...] = (
+    _bindings.nixlInvalidParamError,
+    _bindings.nixlMismatchError,
+    _bindings.nixlNotAllowedError,
+    _bindings.nixlNotFoundError,
+    _bindings.nixlNotSupportedError,
+)
+
+Indices = npt.NDArray[np.int32]
+Blocks = NewType("Blocks", int)
+"""A prepared list of equal blocks side by side, on one side of a transfer."""
+Flight = NewType("Flight", int)
+"""A transfer that has been started, and not been let go of."""
+Region = Any
+"""Memory that has been registered."""
+
+
+def failed(what: str, exc: Exception) -> MoveError:
+    """Say what kind of failure an error of NIXL is."""
+    if isinstance(exc, _bindings.nixlRemoteDisconnectError):
+        return MoveError(f"{what}: the peer is gone", "gone")
+    return MoveError(f"{what}: {exc}", "refused" if isinstance(exc, _REFUSED) else "failed")
+
+
+class Agent:
+    """Registers memory, knows peers, and moves blocks between own memory and theirs."""
+
+    def __init__(self, name: str) -> None:
+        """name: nobody ever had it before. Raises MoveError where UCX does not load."""
+        config = _bindings.nixlAgentConfig()
+        config.useProgThread = True  # as a target over TCP, UCX's thread copies
+        config.pthrDelay = PROGRESS_US
+        config.syncMode = _bindings.NIXL_THREAD_SYNC_STRICT
+        config.captureTelemetry = True
+        self.name = name
+        try:
+            self._agent = _bindings.nixlAgent(name, config)
+            self._backends = [self._agent.createBackend(BACKEND, {})]
+        except LOAD_ERRORS as exc:
+            raise failed(f"NIXL's {BACKEND} plugin does not load", exc) from exc
+
+    def metadata(self) -> bytes:
+        """Return what peers need to reach all registered memory."""
+        found: bytes = self._agent.getLocalMD()
+        return found
+
+    def register(self, address: int, size: int) -> Region:
+        """Make memory known; one region, since no block may span two. Raises MoveError."""
+        places = np.array([[address, size, 0]], dtype=np.uint64)
+        region = _bindings.nixlRegDList(_bindings.DRAM_SEG, places)
+        try:
+            self._agent.registerMem(region, self._backends)
+        except ERRORS as exc:
+            raise failed(f"cannot register {size} bytes", exc) from exc
+        return region
+
+    def deregister(self, region: Region) -> None:
+        """Forget memory. Peers that know where it is can still reach it while it is mapped."""
+        self._agent.deregisterMem(region, self._backends)
+
+    def add_peer(self, metadata: bytes) -> str:
+        """Learn of a peer, or more of one; returns its name. Raises MoveError."""
+        try:
+            name: bytes = self._agent.loadRemoteMD(metadata)
+        except ERRORS as exc:
+            raise failed("the peer's metadata cannot be used", exc) from exc
+        return name.decode(errors="replace")
+
+    def remove_peer(self, name: str) -> None:
+        """Forget a peer, and close the connection to it. Raises MoveError."""
+        try:
+            self._agent.invalidateRemoteMD(name)
+        except ERRORS as exc:
+            raise failed(f"cannot forget {name}", exc) from exc
+
+    def blocks(self, peer: str | None, address: int, block_bytes: int, count: int) -> Blocks:
+        """Prepare `count` blocks from an address on; peer: whose memory, None for own memory.
+
+        Raises MoveError.
+        """
+        places = np.array([[address, block_bytes, 0, block_bytes, count]], dtype=np.uint64)
+        whose = _bindings.NIXL_INIT_AGENT if peer is None else peer
+        try:
+            found = self._agent.prepXferDlist(whose, _bindings.DRAM_SEG, places, self._backends)
+        except ERRORS as exc:
+            where = f"{count} blocks of {block_bytes} bytes at {address:#x}"
+            raise failed(f"{where} are not registered memory of {peer or 'ours'}", exc) from exc
+        return Blocks(found)
+
+    def drop(self, blocks: Blocks) -> None:
+        """Let go of a prepared list."""
+        self._agent.releasedDlistH(blocks)
+
+    def start(
+        self,
+        local: Blocks,
+        local_indices: Indices,
+        remote: Blocks,
+        remote_indices: Indices,
+        *,
+        write: bool,
+    ) -> tuple[Flight, bool]:
+        """Start moving blocks; the second tells whether it is over, as it is in shared memory.
+
+        Indices are int32, and within their lists. Raises MoveError; nothing is under way then.
+        """
+        operation = _bindings.NIXL_WRITE if write else _bindings.NIXL_READ
+        try:
+            flight = self._agent.makeXferReq(
+                operation, local, local_indices, remote, remote_indices, "", self._backends
+            )
+        except ERRORS as exc:
+            raise failed("not started", exc) from exc
+        try:
+            status = self._agent.postXferReq(flight, "")
+        except ERRORS as exc:
+            self._agent.releaseXferReq(flight)
+            raise failed("ended", exc) from exc
+        return Flight(flight), status == _bindings.NIXL_SUCCESS
+
+    def over(self, flight: Flight) -> bool:
+        """Tell whether a transfer is over. Raises MoveError when it is, and failed."""
+        try:
+            return bool(self._agent.getXferStatus(flight) == _bindings.NIXL_SUCCESS)
+        except ERRORS as exc:
+            raise failed("ended", exc) from exc
+
+    def moved_bytes(self, flight: Flight) -> int:
+        """Return how many bytes NIXL has moved in a transfer that is over."""
+        return int(self._agent.getXferTelemetry(flight).totalBytes)
+
+    def let_go(self, flight: Flight) -> None:
+        """Forget a transfer that is over."""
+        self._agent.releaseXferReq(flight)

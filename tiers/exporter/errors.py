@@ -1,0 +1,19 @@
+"""How a transfer can fail."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kvstore.errors import TierIOError
+
+ErrorClass = Literal["gone", "refused", "failed"]
+"""The peer was lost; it was asked for wrongly; anything else."""
+
+
+class MoveError(TierIOError):
+    """What a transfer ends with."""
+
+    def __init__(self, text: str, error: ErrorClass) -> None:
+        """text: in words."""
+        super().__init__(text)
+        self.error: ErrorClass = error
