@@ -252,6 +252,7 @@ class Mover:
             if exc.error == "refused" and not peer.fresh:
                 peer.changing = True  # it may be reached by what NIXL knew before
                 peer.waiting.appendleft(found)
+                self._change(peer)
             else:
                 self._failed(peer, found, exc)
             return
