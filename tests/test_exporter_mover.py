@@ -165,22 +165,14 @@ def test_a_chunk_is_some_milliseconds_of_the_one_thread() -> None:
 
 
 def test_peers_take_turns_and_so_do_the_transfers_of_a_peer(rig: Rig) -> None:
-    first = rig.start("a", 12)
-    rig.start("a", 9)
-    rig.start("b", 4)
-    rig.start("b", 1)
+    sizes = {rig.start(peer, blocks): blocks for peer, blocks in (
+        ("a", 12), ("a", 3), ("b", 4), ("b", 1)
+    )}  # fmt: skip
     rig.steps()
-    assert rig.agent.started == [
-        ("a", 4), ("b", 4), ("a", 4), ("b", 1), ("a", 4), ("a", 4), ("a", 4), ("a", 1)
-    ]  # fmt: skip
+    assert rig.agent.started == [("a", 4), ("b", 4), ("a", 3), ("b", 1), ("a", 4), ("a", 4)]
     ended = rig.ended()
-    assert [ended[number].bytes for number in sorted(ended)] == [
-        12 * SLOT,
-        9 * SLOT,
-        4 * SLOT,
-        SLOT,
-    ]
-    assert list(ended) == [3, 4, first, 2], "the small ones do not wait for the large ones"
+    assert {number: done.bytes // SLOT for number, done in ended.items()} == sizes
+    assert list(ended) == [3, 2, 4, 1], "the small ones do not wait for the large one"
     assert rig.mover.nap_s is None
 
 

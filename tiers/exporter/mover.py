@@ -320,9 +320,9 @@ class Mover:
             self._end(found)
 
     def _end(self, found: _Open) -> None:
-        if self._open.pop(found.asked.id, None) is not None:
-            seconds = self._clock() - found.since_s
-            self._send(Ended(found.asked.id, found.moved, seconds, found.error, found.text))
+        del self._open[found.asked.id]
+        seconds = self._clock() - found.since_s
+        self._send(Ended(found.asked.id, found.moved, seconds, found.error, found.text))
 
     def _rest(self) -> None:
         """Peers with nothing open have no turn."""
