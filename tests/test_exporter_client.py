@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,11 +17,11 @@ import psutil
 import pytest
 
 from kvstore.errors import InvariantBroken
-from kvstore.protocol import u32
+from kvstore.protocol import Message, u32
 from tests.exporter_rig import EXPORT, KIB, LANDING, MIB, WAIT_S, Side, end, start_all, wait
 from tiers.exporter import client
 from tiers.exporter.client import Down, Exporter, Move, Settings
-from tiers.exporter.messages import Ended, Ready, Unmapped
+from tiers.exporter.messages import Ended, Mapped, NotMapped, Ready, Unmapped, Wrong
 
 PROMPTLY_S = 1.0
 
@@ -180,6 +181,34 @@ def test_abandoning_what_has_ended_or_was_never_there_is_nothing(side: Side) -> 
         side.exporter.map(EXPORT, 0, 1, writable=False)
     with pytest.raises(InvariantBroken, match="extent 9 is not mapped"):
         side.exporter.unmap(9)
+
+
+LIES: dict[str, list[Message]] = {
+    "the end of transfer 99, which is not open": [Ended(99, 0, 0.0)],
+    "Unmapped of extent 1, which was not asked for": [Unmapped(1)],
+    "Mapped of extent 9, which was not asked for": [Mapped(9, 4096)],
+    "NotMapped of extent 9, which was not asked for": [NotMapped(9, "")],
+    "101 messages not understood": [Wrong("x" * 10_000)] * 200,
+}
+
+
+def test_an_exporter_that_was_tampered_with_is_ended(
+    side: Side, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Peers can overwrite its memory: whatever it says, the store goes on."""
+    for cycle, (text, said) in enumerate(LIES.items()):
+        wait(side, lambda: side.ready)
+        child = side.exporter._child
+        assert child is not None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(child, "hear", partial(iter, list(said)))
+            side.poll()
+        wait(side, lambda cycle=cycle: len(side.of(Down)) > cycle)  # type: ignore[misc]
+        assert side.of(Down)[-1].reason.startswith(f"it says what makes no sense: {text}")
+        side.exporter._pause_ns = side.exporter._start_ns = 0
+    assert not side.of(Unmapped)
+    assert not side.ended
+    assert max(len(record.getMessage()) for record in caplog.records) < 1000
 
 
 def test_an_extent_that_is_unmapped_while_nothing_runs(side: Side) -> None:
