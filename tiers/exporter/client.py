@@ -50,8 +50,8 @@ _STEADY_NS = 30_000_000_000  # who lived this long starts without a pause
 _GRACE_NS = 1_000_000_000  # for transfers that can end at once when they are abandoned
 _WRONG_MAX = 100  # of one process
 _TEXT_MAX = 500
-_END_S = 0.3
-_KILLED_S = 0.6
+_END_S = 0.2
+_KILLED_S = 0.5
 
 State = Literal["down", "starting", "up", "ending"]
 

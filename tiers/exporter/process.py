@@ -46,7 +46,7 @@ _PR_SET_PDEATHSIG = 1
 _BUG = 70  # an exit code for it
 
 
-class Exporter:
+class Server:
     """Does what messages say, until there are no more."""
 
     def __init__(self, store: socket.socket, agent: Agent) -> None:
@@ -154,7 +154,7 @@ def main(store: socket.socket) -> int:
     sys.excepthook = _end_of_a_bug
     try:
         agent = Agent(f"{sys.argv[1]}-{secrets.token_hex(8)}")
-        Exporter(store, agent).run()
+        Server(store, agent).run()
     except (MoveError, ProtocolError) as exc:
         with contextlib.suppress(OSError):
             store.sendall(encode(Failed(str(exc))))
