@@ -21,6 +21,7 @@ import msgspec
 
 from connectors.reference import VOCABULARY, Request
 from kvstore.config import Config, CpuConfig, EngineConfig, ServerConfig, TierConfig
+from kvstore.index import State
 from kvstore.service.namespace import Namespace
 from kvstore.service.session import Session
 from kvstore.service.store import Store
@@ -37,7 +38,9 @@ from tiers.memory import MemoryTier
 
 STEPS = 500
 SETTLE_STEPS = 5_000
+QUIET_TURNS = 3  # after the last request, before a world may be over
 SLOT_BYTES = 4096
+CHECK_TURNS = 4  # from one look at the whole store to the next
 TRACE_LINES = 40
 FEATURES = ("tier", "models", "resets", "aborts", "errors", "slow", "sends", "priorities")
 
@@ -71,7 +74,7 @@ class World:
         self.trace: deque[str] = deque(maxlen=TRACE_LINES)
         self.counts: Counter[str] = Counter()
         self.met: Counter[tuple[str, str]] = Counter()  # fault and state
-        self.steps = 0
+        self.steps = self.turns = 0
         self.fault_count = 0
         self.tiers: list[FaultyTier] = []
         self.disks: list[SlowTier] = []
@@ -177,9 +180,11 @@ class World:
     # What happens in a turn
 
     def _between(self) -> None:
-        """Other threads and processes get their turn, at points in the engine's step."""
+        """Another thread or process gets its turn, at points in the engine's step."""
         if self.rng.random() < 0.5:
-            self._turn()
+            workers = [worker for host in self.hosts for worker in host.workers]
+            number = self.rng.randrange(-1, len(workers))
+            self.net.pump() if number < 0 else workers[number].turn()
         if self._maybe_fault(amid=True):
             for _ in range(self.rng.choice((0, 3, 20))):
                 self.net.now += 10 * MS
@@ -192,12 +197,9 @@ class World:
 
     def _turn(self) -> None:
         self.net.pump()
-        now, rng = self.net.now, self.rng
         for host in self.hosts:
             for worker in host.workers:
-                worker.talk()
-                if worker.busy and now >= worker.stalled_until and rng.random() >= worker.slowness:
-                    worker.copy(rng.choice((1, 4, 40)))
+                worker.turn()
         for worker in self.orphans:
             worker.talk()
             worker.copy(1)
@@ -216,11 +218,11 @@ class World:
             host.step()
             self.steps += 1
         self.truth.learn(host)
-        self.check()
-
-    def check(self) -> None:
+        self.turns += 1
         if self.net.store is not None:
-            self.checks.after_step(self.hosts)
+            self.checks.after_turn(host)
+            if self.turns % CHECK_TURNS == 0:
+                self.checks.check_store()
 
     def _arrive(self, host: Host) -> None:
         rng, engine = self._arrival_rng, host.engine
@@ -240,6 +242,7 @@ class World:
             self._next_request += 1
             self.note(f"{request.request_id}: {len(prompt)} tokens")
             engine.add(request)
+            self.truth.learn_request(host, request)
         if engine.requests and rng.random() < 0.03 and self._has("aborts"):
             loading = [r for r, q in engine.requests.items() if q.state.value == "loading"]
             victim = rng.choice(loading or sorted(engine.requests))
@@ -262,7 +265,7 @@ class World:
         self.counts["resets"] += 1
         host.scope = nonce
         self._next_weights += 1
-        self.truth.forget(host)
+        self.truth.learn_anew(host)
 
     def replace(self, host: Host, lives_ns: int) -> None:
         """An engine dies; its workers live on for a while, and it is started again."""
@@ -322,7 +325,7 @@ class World:
             for host in self.hosts:
                 host.step()
             self.turn()
-            if number > 12 and self._quiet():
+            if number > QUIET_TURNS and self._quiet():
                 break
         self._check_nothing_left()
         for host in self.hosts:
@@ -333,7 +336,8 @@ class World:
 
     def _quiet(self) -> bool:
         attached = all(host.client.session for host in self.hosts)
-        return attached and not any(n.tiering.busy for n in self.namespaces())
+        told = not any(wire.up or wire.down for wire in self.net.wires.values())
+        return attached and told and not any(n.tiering.busy for n in self.namespaces())
 
     def _add_up(self, host: Host) -> None:
         for worker in host.workers:
@@ -380,8 +384,8 @@ class World:
             assert not namespace.tiering._coming
             assert not any(namespace.manager._granted.values())
             assert not len(namespace.manager.leases), "a lease is left"
-            entries = list(namespace.manager.index)
-            self.checks.check_bytes(namespace, entries, again=True)
+            ready = [e for e in namespace.manager.index if e.state is State.READY]
+            self.checks.check_bytes(namespace, ready, again=True)
 
     def _check_nothing_failed(self) -> None:
         """Without faults nothing fails, and nothing is given up."""

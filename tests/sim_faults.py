@@ -142,10 +142,9 @@ def _clear(world: World, _: Host, __: random.Random) -> bool:
 
 
 def _damage(world: World, _: Host, rng: random.Random) -> bool:
-    """A block in memory turns out damaged, as a reader's report says."""
-    blocks = [
-        (n, e.key) for n in world.namespaces() for e in n.manager.index if e.state is State.READY
-    ]
+    """A block in memory turns out damaged, as a reader's report says: one in use, if any is."""
+    ready = [(n, e) for n in world.namespaces() for e in n.manager.index if e.state is State.READY]
+    blocks = [(n, e.key) for n, e in ready if e.pins] or [(n, e.key) for n, e in ready]
     if not blocks:
         return False
     blocks.sort(key=lambda block: block[1])

@@ -129,7 +129,8 @@ class Host:
 
     def step(self) -> None:
         for output in self.engine.step():
-            self.counts.update(output.connector)
+            for event, number in output.connector.items():
+                self.counts[event] += number
 
     def _hello(self, name: str, rank: int) -> p.Hello:
         shape = self.shape

@@ -15,6 +15,7 @@ from kvstore.service.store import Store
 
 US = 1_000
 MS = 1_000_000
+WOKEN = 0.2  # chance that a lower tier wakes a store that no message and no time does
 
 
 class Extent:
@@ -129,6 +130,7 @@ class Net:
         self.now = 1_000 * MS
         self.store: Store | None = None
         self.frozen_until = 0
+        self._ticked_ns = 0
         self.slow = False
         self.slow_until = 0
         self.fds: dict[int, Extent] = {}
@@ -173,18 +175,23 @@ class Net:
                 wire.fds.append(self.fds[fd])
 
     def pump(self) -> None:
-        """One turn of the store's loop."""
-        if self.store is None or self.now < self.frozen_until:
+        """One turn of the store's loop: messages or time wake it, or sometimes a lower tier."""
+        store, now, told = self.store, self.now, self.now - self._ticked_ns >= MS
+        if store is None or now < self.frozen_until:
             return
         for wire in list(self.wires.values()):
-            while wire.up and wire.up[0][0] <= self.now:
-                message = wire.up.popleft()[1]
+            up = wire.up
+            while up and up[0][0] <= now:
+                told = True
+                message = up.popleft()[1]
                 if message is None:
                     del self.wires[wire.number]
-                    self.store.on_closed(wire.number, self.now)
+                    store.on_closed(wire.number, now)
                 else:
-                    self.store.on_message(wire.number, message, self.now)
-        self.store.on_tick(self.now)
+                    store.on_message(wire.number, message, now)
+        if told or self._rng.random() < WOKEN:
+            self._ticked_ns = now
+            store.on_tick(now)
 
     def kill(self) -> None:
         """The store's process is gone."""
