@@ -37,9 +37,11 @@ from tiers.faulty import FaultyTier
 from tiers.memory import MemoryTier
 
 STEPS = 500
+BUSY_STEPS = 450  # of these, with faults and without an end of requests
 SETTLE_STEPS = 5_000
 QUIET_TURNS = 3  # after the last request, before a world may be over
 SLOT_BYTES = 4096
+REQUESTS_MAX = 8  # of an engine at one time
 CHECK_TURNS = 4  # from one look at the whole store to the next
 TRACE_LINES = 40
 FEATURES = ("tier", "models", "resets", "aborts", "errors", "slow", "sends", "priorities")
@@ -52,7 +54,7 @@ class Cut(msgspec.Struct, frozen=True):
     off: some of FEATURES.
     """
 
-    steps: int = STEPS
+    steps: int = BUSY_STEPS
     requests: int = 1_000_000
     skipped: tuple[int, ...] = ()
     off: tuple[str, ...] = ()
@@ -106,6 +108,7 @@ class World:
             rng.choice((0.0, 0.5, 0.9)) if self.faults else 0.1,
         )
         self.hosts: list[Host] = [self._make_host(number) for number in range(2)]
+        self._workers = [worker for host in self.hosts for worker in host.workers]
         self.orphans: list[Worker] = []  # of engines that died
 
     def _has(self, feature: str) -> bool:
@@ -181,10 +184,12 @@ class World:
 
     def _between(self) -> None:
         """Another thread or process gets its turn, at points in the engine's step."""
-        if self.rng.random() < 0.5:
-            workers = [worker for host in self.hosts for worker in host.workers]
-            number = self.rng.randrange(-1, len(workers))
-            self.net.pump() if number < 0 else workers[number].turn()
+        workers = self._workers
+        number = int(self.rng.random() * 2 * (len(workers) + 1))  # half of the time none
+        if number < len(workers):
+            workers[number].turn()
+        elif number == len(workers):
+            self.net.pump()
         if self._maybe_fault(amid=True):
             for _ in range(self.rng.choice((0, 3, 20))):
                 self.net.now += 10 * MS
@@ -197,9 +202,8 @@ class World:
 
     def _turn(self) -> None:
         self.net.pump()
-        for host in self.hosts:
-            for worker in host.workers:
-                worker.turn()
+        for worker in self._workers:
+            worker.turn()
         for worker in self.orphans:
             worker.talk()
             worker.copy(1)
@@ -214,6 +218,8 @@ class World:
         host = rng.choice(self.hosts)
         self._arrive(host)
         self._turn()
+        if host.engine.idle:
+            host = next((other for other in self.hosts if not other.engine.idle), host)
         if not host.engine.idle:
             host.step()
             self.steps += 1
@@ -226,7 +232,7 @@ class World:
 
     def _arrive(self, host: Host) -> None:
         rng, engine = self._arrival_rng, host.engine
-        room = len(engine.requests) < 12 and self._next_request <= self.cut.requests
+        room = len(engine.requests) < REQUESTS_MAX and self._next_request <= self.cut.requests
         if rng.random() < self._arrivals and room:
             kept = rng.randrange(10, 70)
             tail = 0 if rng.random() < 0.3 else rng.randrange(1, 24)
@@ -276,6 +282,7 @@ class World:
         self.orphans.extend(host.workers)
         number = self.hosts.index(host)
         self.hosts[number] = self._make_host(number)
+        self._workers = [worker for host in self.hosts for worker in host.workers]
 
     def _maybe_fault(self, *, amid: bool = False) -> bool:
         """Let something go wrong now and then, more often in the state that is aimed at.
@@ -313,12 +320,16 @@ class World:
     def settle(self) -> None:
         """Faults stop: every request ends, and nothing stays behind."""
         self.note("settling")
-        self._arrivals = self._fault_rate = 0.0
+        self._fault_rate = 0.0
         self._end_faults()
+        least = STEPS if self.cut.steps == BUSY_STEPS else 0
         for _ in range(SETTLE_STEPS):
-            if all(host.engine.idle for host in self.hosts):
+            idle = all(host.engine.idle for host in self.hosts)
+            self._arrivals = float(idle)  # one more request, for a whole world's steps
+            if idle and self.steps >= least:
                 break
             self.turn()
+        self._arrivals = 0.0
         left = {r: q.state.value for h in self.hosts for r, q in h.engine.requests.items()}
         assert not left, f"requests never end: {left}"
         for number in range(SETTLE_STEPS):

@@ -75,13 +75,11 @@ class Checks:
         answer = desk._answer
         desk._answer = self._answered(answer)  # type: ignore[method-assign,assignment]
 
-    def _answered(
-        self, answer: Callable[[Session, Ask, int], p.Granted | None]
-    ) -> Callable[[Session, Ask, int], p.Granted | None]:
+    def _answered(self, answer: Callable[..., p.Granted | None]) -> Callable[..., p.Granted | None]:
         """Compare each answer with a search block by block: nothing that is here is missed."""
 
-        def checked(session: Session, ask: Ask, now_ns: int) -> p.Granted | None:
-            granted = answer(session, ask, now_ns)
+        def checked(session: Session, ask: Ask, *seen: object) -> p.Granted | None:
+            granted = answer(session, ask, *seen)
             namespace = session.namespace
             if granted is not None and namespace is not None and not granted.capped:
                 states = (_READY,) if ask.memory_only else _HERE

@@ -15,6 +15,7 @@ from kvstore.service.store import Store
 
 US = 1_000
 MS = 1_000_000
+ENCODED = 0.25  # share of messages that are encoded and decoded on their way
 WOKEN = 0.2  # chance that a lower tier wakes a store that no message and no time does
 
 
@@ -91,7 +92,7 @@ class Wire:
 
     def send(self, message: p.Message) -> None:
         self.flush()
-        self.up.append((self._net.due(self.up), self._net.to_store(message)))
+        self.up.append((self._net.due(self.up), self._net.carry(message, self._net.to_store)))
 
     def flush(self) -> None:
         if self.lost or not self.open:
@@ -137,11 +138,14 @@ class Net:
         self.wires: dict[int, Wire] = {}
         self._next = 1
         self._rng = rng
-        self._to_store = p.Decoder(p.ToStore)
+        self.to_store = p.Decoder(p.ToStore)
         self._to_engine = p.Decoder(p.ToEngine)
 
-    def to_store(self, message: p.Message) -> p.Message:
-        return next(iter(list(self._to_store.feed(p.encode(message)))))
+    def carry(self, message: p.Message, decoder: p.Decoder) -> p.Message:
+        """Return what the other side gets; some messages go through bytes."""
+        if self._rng.random() >= ENCODED:
+            return message
+        return next(iter(list(decoder.feed(p.encode(message)))))
 
     def due(self, queue: deque[tuple[int, p.Message | None]] | deque[tuple[int, p.Message]]) -> int:
         if self.slow or self.now < self.slow_until:
@@ -169,8 +173,7 @@ class Net:
         """The store's way out."""
         wire = self.wires.get(number)
         if wire is not None and wire.open:
-            copy = next(iter(list(self._to_engine.feed(p.encode(message)))))
-            wire.down.append((self.due(wire.down), copy))
+            wire.down.append((self.due(wire.down), self.carry(message, self._to_engine)))
             if fd is not None:
                 wire.fds.append(self.fds[fd])
 

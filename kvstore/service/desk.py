@@ -45,8 +45,9 @@ class Desk:
         ask = Ask(lookup.ask, chain, now_ns, deadline_ns, memory_only)
         if session.phase is not Phase.ACTIVE or namespace is None:
             return p.Granted(ask.ask, 0, _ASK_AGAIN_MS, ())
-        if self._settled(namespace, ask) or now_ns >= ask.deadline_ns:
-            return self._answer(session, ask, now_ns)
+        seen = self._look(namespace, ask)
+        if self._settled(namespace, ask, seen) or now_ns >= ask.deadline_ns:
+            return self._answer(session, ask, now_ns, seen)
         session.asks[ask.ask] = ask
         return None
 
@@ -55,16 +56,15 @@ class Desk:
         ask = session.asks.pop(number, None)
         return None if ask is None else self._answer(session, ask, now_ns)
 
-    def _settled(self, namespace: Namespace, ask: Ask) -> bool:
-        """Tell whether waiting cannot make the answer longer."""
-        answer = self._look(namespace, ask)
-        if answer.pending:
+    def _settled(self, namespace: Namespace, ask: Ask, seen: Answer) -> bool:
+        """Tell whether waiting cannot make the answer longer than what was just seen."""
+        if seen.pending:
             return False
         if ask.memory_only or not namespace.tiering.tiers or not self._can_grow(namespace):
             return True
         # What lower tiers have needs slots; there may be more of them soon.
-        here = namespace.manager.lookup(ask.chain, answer.blocks).blocks
-        namespace.slots_wanted = _needs(namespace, answer.blocks) - _needs(namespace, here)
+        here = namespace.manager.lookup(ask.chain, seen.blocks).blocks
+        namespace.slots_wanted = _needs(namespace, seen.blocks) - _needs(namespace, here)
         if namespace.slots_wanted <= namespace.manager.slots_free:
             return True
         ask.deadline_ns = max(ask.deadline_ns, ask.asked_ns + self._engine.promote_ns)
@@ -84,14 +84,18 @@ class Desk:
         coming = not ask.memory_only
         return namespace.manager.lookup(chain, chain.blocks, below=lower, coming=coming)
 
-    def _fetch(self, namespace: Namespace, ask: Ask, pinned: int) -> bool:
-        """Start reading what lower tiers have of the answer; False if it could not be leased."""
+    def _fetch(self, namespace: Namespace, ask: Ask, pinned: int, seen: Answer | None) -> bool:
+        """Start reading what lower tiers have of the answer; False if it could not be leased.
+
+        seen: what a look has just found, if there was one.
+        """
         if ask.memory_only or not namespace.tiering.tiers:
             return True
-        blocks = self._look(namespace, ask, wait=False).blocks
-        if self._too_many(namespace, pinned, _needs(namespace, blocks)):
+        if seen is None or seen.pending:
+            seen = self._look(namespace, ask, wait=False)
+        if self._too_many(namespace, pinned, _needs(namespace, seen.blocks)):
             return False
-        namespace.tiering.promote(ask.chain, blocks)
+        namespace.tiering.promote(ask.chain, seen.blocks)
         return True
 
     def _too_many(self, namespace: Namespace, pinned: int, wanted: int) -> bool:
@@ -121,22 +125,25 @@ class Desk:
                 late = now_ns >= ask.deadline_ns
                 if not late and now_ns < ask.look_ns:
                     continue
-                if late or self._settled(namespace, ask):
+                seen = None if late else self._look(namespace, ask)
+                if seen is None or self._settled(namespace, ask, seen):
                     del session.asks[ask.ask]
-                    answers.append(self._answer(session, ask, now_ns))
+                    answers.append(self._answer(session, ask, now_ns, seen))
                 else:
                     # A look costs its length: the longer it has waited, the less often.
                     ask.look_ns = now_ns + (now_ns - ask.asked_ns) // 8
         return answers
 
-    def _answer(self, session: Session, ask: Ask, now_ns: int) -> p.Granted | None:
+    def _answer(
+        self, session: Session, ask: Ask, now_ns: int, seen: Answer | None = None
+    ) -> p.Granted | None:
         namespace = session.namespace
         if namespace is None:
             return None
         manager, engine = namespace.manager, self._engine
         pinned = manager.leases.blocks_of(session.number)
         deadline = now_ns + engine.lease_ns
-        lease, capped = None, not self._fetch(namespace, ask, pinned)
+        lease, capped = None, not self._fetch(namespace, ask, pinned, seen)
         if not capped:
             coming = not ask.memory_only
             lease = manager.prepare_load(
