@@ -29,7 +29,16 @@ from kvstore.tier import SlotMemory, Tier, TierContext
 from kvstore.types import BlockKey
 from tests.sim_checks import Checks, Truth
 from tests.sim_disk import SlowTier
-from tests.sim_faults import AIMED, AIMED_MAX, AIMS, BETWEEN_STEPS, KINDS, STATES, inject
+from tests.sim_faults import (
+    AIMED,
+    AIMED_MAX,
+    AIMS,
+    BETWEEN_STEPS,
+    KINDS,
+    PROMOTION,
+    STATES,
+    inject,
+)
 from tests.sim_host import PRIORITIES, Host, make_shape
 from tests.sim_store import MS, Net, Pool
 from tests.sim_worker import Worker
@@ -70,7 +79,10 @@ class World:
         self._fault_rng = random.Random(seed ^ 0xFA017)
         self._arrival_rng = random.Random(seed ^ 0xA881)
         self.faults = seed % 2 == 1
-        self.tiered = seed // 2 % 4 != 0 and self._has("tier")
+        aim = AIMS[seed // 2 % len(AIMS)]
+        self._aim: Callable[[World], bool] = STATES[aim]
+        self._promotes = aim == PROMOTION  # seldom under way unless all is made for it
+        self.tiered = (seed // 2 % 4 != 0 or self._promotes) and self._has("tier")
         self.net: Net = Net(rng)
         self.net.slow = self.faults and rng.random() < 0.3 and self._has("slow")
         self.trace: deque[str] = deque(maxlen=TRACE_LINES)
@@ -88,20 +100,20 @@ class World:
         self.churn = seed % 5 == 0  # slots change hands while a slow engine still reads them
         self._fault_rate = rng.choice((0.002, 0.005, 0.02)) if self.faults else 0.0
         self._kinds = rng.sample(KINDS, rng.choice((2, 5, len(KINDS))))
-        self._aim: Callable[[World], bool] = STATES[AIMS[seed // 2 % len(AIMS)]]
         self._aimed_left = AIMED_MAX
         errors = rng.choice((0.0, 0.03))
         self.read_errors = errors if self.faults and self._has("errors") else 0.0
         self.stall_ns = rng.choice((20, 200, 3_000)) * MS
         self._documents = [self._tokens(160) for _ in range(rng.choice((1, 3, 6)))]
+        self._shape = make_shape(rng)
+        if not self._has("priorities"):
+            self._shape = msgspec.structs.replace(self._shape, by_priority=False)
         slots, extents = (8, 1) if self.churn else rng.choice(((8, 1), (16, 2), (60, 3)))
+        slots = max(slots, 8 * (len(self._shape.groups) - 1))  # a hit takes one of each group
         self._pool_of = partial(Pool, self.net.fds, extents, slots, SLOT_BYTES)
         self._config = self._make_config()
         self._sessions = 0
         self.start_store()
-        self._shape = make_shape(rng)
-        if not self._has("priorities"):
-            self._shape = msgspec.structs.replace(self._shape, by_priority=False)
         self._models = 2 if extents == 3 and rng.random() < 0.4 and self._has("models") else 1
         self._slowness = (
             rng.choice((0.0, 0.5, 0.9)) if self.faults else 0.1,
@@ -138,7 +150,7 @@ class World:
             lease_ns=(15 if self.churn else rng.choice((15, 80, 2_000))) * MS,
             leased_bytes=rng.choice((4, 15, 100)) * SLOT_BYTES,
             defer_ns=rng.choice((0, 20, 100)) * MS,
-            promote_ns=rng.choice((0, 5, 30, 2_000)) * MS,
+            promote_ns=rng.choice((30, 2_000) if self._promotes else (0, 5, 30, 2_000)) * MS,
         )
         tiers = (TierConfig("tiers.memory:MemoryTier", "nvme", {}, rng.choice((2, 640)) * MS),)
         return Config(
@@ -295,7 +307,7 @@ class World:
         kinds: Sequence[str] = self._kinds if rng.random() < self._fault_rate else ()
         if self._aimed_left and rng.random() < AIMED and self._aim(self):
             self._aimed_left -= 1
-            kinds = KINDS
+            kinds = KINDS if amid or rng.random() < 0.5 else BETWEEN_STEPS
         if not kinds:
             return False
         self.fault_count += 1
@@ -348,7 +360,9 @@ class World:
     def _quiet(self) -> bool:
         attached = all(host.client.session for host in self.hosts)
         told = not any(wire.up or wire.down for wire in self.net.wires.values())
-        return attached and told and not any(n.tiering.busy for n in self.namespaces())
+        busy = any(session.asks for session in self.sessions())
+        busy = busy or any(namespace.tiering.busy for namespace in self.namespaces())
+        return attached and told and not busy
 
     def _add_up(self, host: Host) -> None:
         for worker in host.workers:

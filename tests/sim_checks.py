@@ -208,7 +208,8 @@ class Checks:
                 continue
             manager, slot_bytes = session.namespace.manager, session.namespace.layout.slot_bytes
             cap = engine.credit_bytes // slot_bytes
-            assert len(session.granted) <= max(1, min(cap, session.credit_slots)), "credits"
+            least = len(manager.rules)  # one block of each group can be stored at any time
+            assert len(session.granted) <= max(least, min(cap, session.credit_slots)), "credits"
             leases = manager.leases.of_owner(session.number)
             blocks = [len(manager.leases._leases[lease].entries) for lease in leases]
             assert sum(blocks) == manager.leases.blocks_of(session.number), "leased blocks"

@@ -86,7 +86,7 @@ class SlowTier:
             self._loads[job.job_id] = job
             self._inner.submit(job)
         else:
-            due = max(now + self._delay_ns(), self._stores[-1][0] if self._stores else 0)
+            due = max(now + self._delay_ns() // 8, self._stores[-1][0] if self._stores else 0)
             self._stores.append((due, job))
             self._writing.update(job.keys)
 

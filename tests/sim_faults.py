@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 AIMED = 0.1  # chance of a fault at a moment at which the state aimed at holds
 AIMED_MAX = 24  # of them in a world
 
+PROMOTION = "promotion under way"
 STATES: dict[str, Callable[[World], bool]] = {
     "idle": lambda w: all(host.engine.idle for host in w.hosts),
     "asking": lambda w: any(_phase(host, Asking.ASKED) for host in w.hosts),
@@ -36,7 +37,7 @@ STATES: dict[str, Callable[[World], bool]] = {
     "lookup waits": lambda w: any(s.asks for s in w.sessions()),
     "block half written": lambda w: any(s.writing for s in w.sessions()),
     "lease held": lambda w: any(len(n.manager.leases) for n in w.namespaces()),
-    "promotion under way": lambda w: any(n.tiering._coming for n in w.namespaces()),
+    PROMOTION: lambda w: any(n.tiering._coming for n in w.namespaces()),
     "copy to disk under way": lambda w: any(
         sum(n.tiering._storing.values()) for n in w.namespaces()
     ),

@@ -39,10 +39,11 @@ class Tables:
         return 0, [[] for _ in request.table]
 
     def _leading(self, request: Request, group: int, end: int) -> int:
-        size = self._shape.groups[group].tokens
-        for tokens in range(size, end + 1, size):
-            if (group, request.hash_at(tokens)) not in self.pool.cached:
-                return tokens - size
+        size, cached, hashes = self._shape.hash_tokens, self.pool.cached, request.block_hashes
+        every = self._shape.groups[group].tokens // size
+        for index in range(every - 1, end // size, every):
+            if (group, hashes[index]) not in cached:
+                return (index + 1 - every) * size
         return end
 
     def _cached(self, request: Request, group: int, end: int) -> list[int] | None:

@@ -344,13 +344,14 @@ class Store:
             return
         manager = namespace.manager
         cap = self._config.engine.credit_bytes // namespace.layout.slot_bytes
+        least = len(namespace.layout.rules)  # with fewer than one for each group nothing is stored
         # What comes from lower tiers needs slots, too.
-        target = max(1, min(session.credit_slots, cap, manager.slots_total // 2))
+        target = max(least, min(session.credit_slots, cap, manager.slots_total // 2))
         if (target - len(session.granted)) * 8 < target:
             return
         growing = self._memory.can_grow(namespace)
         if not growing:
-            target = max(1, min(target, manager.slots_total // 4))
+            target = max(least, min(target, manager.slots_total // 4))
         short = target - len(session.granted)
         if short * 8 >= target:
             # Nothing is evicted for credits while the cap has room: memory is on its way.
