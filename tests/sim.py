@@ -2,12 +2,12 @@
 
 The engines are the reference engine; wires, workers' threads, memory and lower tiers are simulated,
 see sim_host, sim_store and sim_disk. Two engines share the store; the worlds of odd seeds have
-faults, see sim_faults. After every turn the promises are checked, see sim_checks; block bytes
-follow from the key, so wrong ones are seen where they arise.
+faults, see sim_faults. The promises are checked all the time, see sim_checks; block bytes follow
+from the key, so wrong ones are seen where they arise.
 
-A step is one scheduler step of one engine that has something to do: a world makes STEPS of them
-before it settles. Turns in which the engine whose turn it is sleeps are not counted, and neither
-are the steps of settling. `python -m tests.sim SEED` replays a world.
+A step is one scheduler step of one engine that has something to do: a world makes STEPS of them or
+a few more, the last ones without faults, until its requests have ended. Turns in which both engines
+sleep are not counted. `python -m tests.sim SEED` replays a world.
 """
 
 from __future__ import annotations

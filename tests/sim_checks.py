@@ -1,4 +1,9 @@
-"""What must hold after every step of a simulated world, and what every block must hold."""
+"""What must hold in a simulated world, and what every block must hold.
+
+Each in its moment: a block's bytes when it becomes ready, an answer when it is given, attention's
+reads in each rank. After every turn: caps, and the halves of the engine that made a step. Every few
+turns, as it does not pass soon: slots, index and pins.
+"""
 
 from __future__ import annotations
 
