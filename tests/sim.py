@@ -359,10 +359,11 @@ class World:
 
     def _quiet(self) -> bool:
         attached = all(host.client.session for host in self.hosts)
+        copied = all(worker.idle for worker in self._workers)
         told = not any(wire.up or wire.down for wire in self.net.wires.values())
         busy = any(session.asks for session in self.sessions())
         busy = busy or any(namespace.tiering.busy for namespace in self.namespaces())
-        return attached and told and not busy
+        return attached and copied and told and not busy
 
     def _add_up(self, host: Host) -> None:
         for worker in host.workers:

@@ -121,6 +121,11 @@ class Worker:
     def busy(self) -> bool:
         return self._copying is not None or bool(self._queue) or bool(self._waiting)
 
+    @property
+    def idle(self) -> bool:
+        """Tell whether everything is copied, and the engine knows."""
+        return not (self.busy or self._outcomes or self._over)
+
     def turn(self) -> None:
         """The link's and the copy thread's turn."""
         self.talk()

@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 
+from connectors.jobs import StepMeta
 from tests import sim_worker
 from tests.sim import STEPS, Cut, World
 from tests.sim_faults import FAULTS, IMPOSSIBLE, STATES, never_met
@@ -87,7 +88,12 @@ def test_a_seed_is_the_same_world_in_another_process() -> None:
 
 def _unfenced(monkeypatch: pytest.MonkeyPatch) -> int:
     """The fence is left out; return a seed that finds that."""
-    monkeypatch.setattr(sim_worker.Worker, "before_step", lambda self, meta: None)  # noqa: ARG005
+
+    def before_step(self: sim_worker.Worker, meta: StepMeta) -> None:
+        for job in meta.early:
+            self._submit(job)
+
+    monkeypatch.setattr(sim_worker.Worker, "before_step", before_step)
     return next(seed for seed in range(40) if attempt(seed).error)
 
 
