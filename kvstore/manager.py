@@ -29,6 +29,7 @@ import enum
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
+from typing import cast
 
 from kvstore.errors import check
 from kvstore.eviction import EvictionPolicy, LeafLRU
@@ -143,15 +144,16 @@ class Manager:
         """Take the coldest blocks out until `count` slots are free, or none is found."""
         removed, free = self._changes.removed, self._free
         before = len(removed)
-        for victim in self._policy.victims():
+        victim: Entry | None = None
+        for victim in cast("Iterator[Entry]", self._policy.victims()):
             self.index.remove(victim)
             removed.append(victim.key)
             if victim.slot not in self._retiring:
                 free.append(victim.slot)
-            if victim.parent is not None:
-                self._policy.freed(victim.parent)
             if len(free) >= count:
                 break
+        if victim is not None:
+            self._parent_freed(victim)
         self.evictions["capacity"] += len(removed) - before
 
     def give_back(self, slots: Iterable[Slot]) -> None:

@@ -14,7 +14,7 @@ from kvstore.bench import index
 from kvstore.bench.report import Result, as_json
 from kvstore.errors import InvariantBroken
 from kvstore.eviction import LeafLRU
-from kvstore.index import Entry
+from kvstore.index import Node
 
 BLOCKS = 4000
 NAMES = {
@@ -90,7 +90,7 @@ def test_vllms_managers_run_beside_ours_in_the_same_run() -> None:
 def test_evictions_in_another_order_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     without_vllm(monkeypatch)
 
-    def first_come(self: LeafLRU, entry: Entry) -> None:
+    def first_come(self: LeafLRU, entry: Node) -> None:
         if entry.next is None:
             self._link_after(entry, self._root)
 

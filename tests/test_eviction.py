@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvstore.eviction import SKIPS_MAX, LeafLRU
-from kvstore.index import Entry, Index, State
+from kvstore.index import Entry, Index, Node, State
 from kvstore.types import BlockKey, Slot
 
 
@@ -18,11 +18,11 @@ class Counting(LeafLRU):
         super().__init__()
         self.changes = 0
 
-    def _link_after(self, entry: Entry, at: Entry | None) -> None:
+    def _link_after(self, entry: Node, at: Node | None) -> None:
         self.changes += 1
         super()._link_after(entry, at)
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: Node) -> None:
         self.changes += entry.next is not None
         super().remove(entry)
 
@@ -84,6 +84,7 @@ class Forest:
         entry = next(self.policy.victims(), None)
         if entry is None:
             return None
+        assert isinstance(entry, Entry)
         self._gone(entry)
         return entry.key.decode()
 
