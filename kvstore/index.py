@@ -279,15 +279,31 @@ class Index:
     def run(self, chain: Chain, group: int, limit: int, *, coming: bool = True) -> list[Entry]:
         """Return the entries of a chain's leading blocks up to the first that is not here.
 
+        They are what hangs above the last one that a search finds; all are compared with the chain.
+        While there is a hole, or if one is not the chain's, they are looked up one by one.
+        """
+        also = _COMING if coming else _READY
+        if not self.holes:
+            end, _ = self.prefix(chain, group, limit, coming=coming)
+            at = self.get(chain.key(group, end - 1)) if end else None
+            path: list[Entry] = []
+            while at is not None and (at.state is _READY or at.state is also):
+                path.append(at)
+                at = at.parent
+            path.reverse()
+            if [entry.key for entry in path] == chain.keys(group, end):
+                return path
+        return self._scan(chain, group, limit, also)
+
+    def _scan(self, chain: Chain, group: int, limit: int, also: State) -> list[Entry]:
+        """Do as run, whatever the entries say of their parents.
+
         Blocks that were cut off by a drop hang below the new copy of their parent from now on; what
         is ready only once that copy is ready, too.
         """
         found: list[Entry] = []
-        tables, also = self._tables, _COMING if coming else _READY
-        packed, width, suffix = chain.packed, chain.width, chain.suffixes[group]
-        for start in range(0, limit * width, width):
-            key = packed[start : start + width] + suffix
-            entry = tables[hash(key) >> TABLE_SHIFT].get(key)
+        for key in chain.keys(group, limit):
+            entry = self.get(key)
             if entry is None or ((state := entry.state) is not _READY and state is not also):
                 break
             if self.holes and found and (state is not _READY or found[-1].state is _READY):

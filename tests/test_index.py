@@ -287,6 +287,26 @@ def test_ready_run_stops_at_what_is_not_ready() -> None:
     assert index.run(path(4), 0, 4) == entries[:2]
 
 
+@pytest.mark.parametrize("other", ["above", "nothing", "a longer path"])
+def test_a_block_that_hangs_in_a_wrong_place_does_not_mislead_a_run(other: str) -> None:
+    """Whoever stored it may have named another block as its parent."""
+    index = Index()
+    entries = chain_of(index, 3)
+    strange = chain_of(index, 6, "b")
+    above = {"above": entries[1], "nothing": None, "a longer path": strange[5]}[other]
+    entries.append(add(index, key(3), above))
+    assert index.run(path(4), 0, 4) == entries
+
+
+def test_a_run_asks_for_few_keys() -> None:
+    index = Index()
+    entries = chain_of(index, 1000)
+    index._tables = [Counting(table) for table in index._tables]
+    Counting.asked = 0
+    assert index.run(path(2000), 0, 2000) == entries
+    assert Counting.asked == 4
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_the_search_agrees_with_a_scan_after_random_drops_and_stores(seed: int) -> None:
     rng = random.Random(seed)
