@@ -86,7 +86,7 @@ class Entry(Node):
     def __init__(  # flat: each block that is stored makes one
         self, key: BlockKey, parent: Entry | None, slot: Slot, state: State = _WRITING
     ) -> None:
-        """Start without pins or children."""
+        """Hang below a parent; start without pins or children."""
         self.key = key
         self.parent = parent
         self.slot = slot
@@ -94,6 +94,14 @@ class Entry(Node):
         self.children = self.pins = 0
         self.prev = self.next = None
         self.strand: Strand | None = None
+        if parent is not None:
+            if not parent.children:  # else a strand of its own begins here
+                strand = parent.strand
+                if strand is None:
+                    strand = parent.strand = Strand()
+                strand.blocks += 1
+                self.strand = strand
+            parent.children += 1
 
 
 class Index:
@@ -135,29 +143,26 @@ class Index:
             return _HIT if coming else _MISS
         return _PENDING
 
-    def enter(self, key: BlockKey, parent: BlockKey | None, slot: Slot) -> None:
-        """Add an entry that is being written, if its key is not here and its parent is."""
-        if key in self._tables[hash(key) >> TABLE_SHIFT]:
-            return
+    def enter(self, key: BlockKey, parent: BlockKey | None, slot: Slot) -> Entry | None:
+        """Add an entry that is being written, and return it.
+
+        None, and nothing changes, if its key is here or its parent is not.
+        """
+        table = self._tables[hash(key) >> TABLE_SHIFT]
+        if key in table:
+            return None
         above = None
         if parent is not None:
             above = self._tables[hash(parent) >> TABLE_SHIFT].get(parent)
             if above is None:
-                return
-        self.insert(Entry(key, above, slot))
+                return None
+        entry = table[key] = Entry(key, above, slot)
+        return entry
 
     def insert(self, entry: Entry) -> None:
-        """Add an entry below its parent."""
-        key, parent = entry.key, entry.parent
+        """Add an entry; its parent knows of it."""
+        key = entry.key
         self._tables[hash(key) >> TABLE_SHIFT][key] = entry
-        if parent is not None:
-            if not parent.children:  # else a strand of its own begins here
-                strand = parent.strand
-                if strand is None:
-                    strand = parent.strand = Strand()
-                strand.blocks += 1
-                entry.strand = strand
-            parent.children += 1
 
     def remove(self, entry: Entry) -> None:
         """Take an entry out; its children, if any, are cut off from now on."""

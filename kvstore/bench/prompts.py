@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 
 import msgspec
+from msgspec import structs
 
 from kvstore.bench.report import SEED
 from kvstore.types import BlockKey, Chain
@@ -30,6 +31,12 @@ class Request(msgspec.Struct, eq=False):
     native_keys: list[bytes]  # vLLM's: the group has four bytes
     shared: int = 0
     of: int | None = None
+
+    def received(self) -> Request:
+        """Return a copy whose bytes have just been written, as a message's that has come in."""
+        packed = bytes(bytearray(self.chain.packed))
+        native_keys = [key[:WIDTH] + key[WIDTH:] for key in self.native_keys]
+        return structs.replace(self, chain=Chain(packed, WIDTH, 1), native_keys=native_keys)
 
 
 def request(
