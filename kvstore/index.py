@@ -247,7 +247,7 @@ class Index:
                     break
             else:
                 middle = (low + high) >> 1
-        if strand is not None and after is None and low < limit and low < base + strand.blocks:
+        if strand is not None and low < limit and low < base + strand.blocks:
             strand.fork = low - base
         return low, after
 

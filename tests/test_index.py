@@ -135,6 +135,7 @@ def test_nothing_is_found_in_one_probe_and_all_in_two() -> None:
     store(index, path_of(("a", 4000)))
     assert probes(index, path_of(("a", 4000))) == (4000, 2)
     assert probes(index, path_of(("a", 3000))) == (3000, 2)
+    assert probes(index, path_of(("a", 4000), ("x", 9))) == (4000, 3)
 
 
 def test_a_head_that_many_share_is_found_in_three_probes_and_what_follows_it_in_four() -> None:
