@@ -241,7 +241,7 @@ class Manager:
     def _abandon_write(self, slot: Slot) -> None:
         """A slot is not on credit any more, and nothing is being written into it."""
         entry = self._granted.pop(slot)
-        if isinstance(entry, Entry) and entry.slot == slot and entry.state is _WRITING:
+        if isinstance(entry, Entry) and entry.state is _WRITING:
             self.index.remove(entry)
             self._parent_freed(entry)
 
@@ -266,7 +266,7 @@ class Manager:
         """End a promotion; whoever waits for the slot sees by its generation how it ended."""
         entry = self._granted.pop(slot)
         late = self._outdated.pop(slot, None)
-        if not isinstance(entry, Entry) or entry.slot != slot or entry.state is not _COMING:
+        if not isinstance(entry, Entry) or entry.state is not _COMING:
             raise InvariantBroken("a promotion ended whose block is not coming")
         above = entry.parent
         if ok and late is None and (above is None or above.state is _READY):
@@ -454,7 +454,7 @@ class Manager:
         What is coming does not become ready. clear_some gives the slots back.
         """
         for slot, entry in self._granted.items():
-            if not isinstance(entry, Entry) or entry.slot != slot or slot in self._outdated:
+            if not isinstance(entry, Entry) or slot in self._outdated:
                 continue
             state = entry.state
             if state is _WRITING or state is _COMING:

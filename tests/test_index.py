@@ -141,24 +141,22 @@ def test_nothing_is_found_in_one_probe_and_all_in_two() -> None:
 def test_a_head_that_many_share_is_found_in_three_probes_and_what_follows_it_in_four() -> None:
     index = Index()
     head = ("a", 500)
-    for name in "bcd":
-        store(index, path_of(head, (name, 300)))
+    tails = {"b": 300, "c": 200, "d": 100}
+    for tail in tails.items():
+        store(index, path_of(head, tail))
     assert probes(index, path_of(head, ("x", 500))) == (500, 3)
-    for name in "bcd":
-        assert probes(index, path_of(head, (name, 300), ("x", 200))) == (800, 4)
+    for tail in tails.items():
+        assert probes(index, path_of(head, tail, ("x", 200))) == (500 + tail[1], 4)
 
 
 def test_a_search_follows_forks_below_forks() -> None:
     index = Index()
-    for name in "bc":
-        for below in "de":
-            store(index, path_of(("a", 100), (name, 100), (below, 100)))
-    for name in "bc":
-        for below in "de":
-            chain = path_of(("a", 100), (name, 100), (below, 100), ("x", 700))
-            found, asked = probes(index, chain)
-            assert found == 300
-            assert asked <= 5
+    above, middle = ("a", 100), ("b", 110)
+    store(index, path_of(above, ("z", 500)))
+    for name in "cde":
+        store(index, path_of(above, middle, (name, 120)))
+    assert probes(index, path_of(above, middle, ("x", 800))) == (210, 4)
+    assert probes(index, path_of(above, middle, ("d", 120), ("x", 800))) == (330, 5)
 
 
 @pytest.mark.parametrize("gone", [1, 100, 298])
