@@ -206,10 +206,8 @@ class Manager:
         write = self._granted[slot]
         if write is None:
             raise InvariantBroken("a store ended that had not begun")
-        entry: Entry | None
         if isinstance(write, Entry):
-            key, above = write.key, write.parent
-            parent = None if above is None else above.key
+            key, parent = write.key, write.parent.key if write.parent else None
             entry = write if write.state is _WRITING else self.index.get(key)
         else:
             key, parent = write
@@ -456,8 +454,7 @@ class Manager:
         for slot, entry in self._granted.items():
             if not isinstance(entry, Entry) or slot in self._outdated:
                 continue
-            state = entry.state
-            if state is _WRITING or state is _COMING:
+            if (state := entry.state) is _WRITING or state is _COMING:
                 self.index.remove(entry)
             if state is _COMING:
                 entry.state, entry.parent, self._outdated[slot] = state, None, entry
