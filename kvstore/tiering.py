@@ -196,6 +196,11 @@ class Tiering:
                     if tier.lookup(key) is LookupResult.MISS and self._manager.ready(key):
                         self._enqueue(tier, [key])
 
+    @property
+    def coming(self) -> bool:
+        """Tell whether any block is on its way up."""
+        return bool(self._coming)
+
     def source(self, key: BlockKey) -> str | None:
         """Name the tier that a block is coming from; None if it is not."""
         work = self._coming.get(key)
@@ -223,25 +228,26 @@ class Tiering:
             self._load(tier, pairs)
 
     def _load(self, tier: Tier, pairs: Sequence[tuple[BlockKey, BlockKey | None]]) -> None:
+        """Read blocks into slots; the first job is under way before the next one is made."""
         slots = self._manager.prepare_store(len(pairs))
-        moves: list[tuple[BlockKey, Slot]] = []
-        parents: list[BlockKey | None] = []
-        for (key, above), slot in zip(pairs, slots, strict=False):
-            if self._manager.begin_promotion(key, above, slot):
-                moves.append((key, slot))
-                parents.append(above)
-            else:
-                self._manager.give_back([slot])
-        jobs = []
-        for first in range(0, len(moves), self._load_blocks):
+        for first in range(0, len(slots), self._load_blocks):
+            moves: list[tuple[BlockKey, Slot]] = []
+            parents: list[BlockKey | None] = []
             end = first + self._load_blocks
-            work = _Open(tier, self._job(JobKind.LOAD, moves[first:end], parents[first:end]))
-            for position, key in enumerate(work.job.keys):
-                self._await_parent(work, work.job.parent(position))
-                self._coming[key] = work
-            jobs.append(work)
-        for work in jobs:
-            self._submit(work)
+            for (key, above), slot in zip(pairs[first:end], slots[first:end], strict=False):
+                if self._manager.begin_promotion(key, above, slot):
+                    moves.append((key, slot))
+                    parents.append(above)
+                else:
+                    self._manager.give_back([slot])
+            if moves:
+                self._start_load(_Open(tier, self._job(JobKind.LOAD, moves, parents)))
+
+    def _start_load(self, work: _Open) -> None:
+        for position, key in enumerate(work.job.keys):
+            self._await_parent(work, work.job.parent(position))
+            self._coming[key] = work
+        self._submit(work)
 
     def _await_parent(self, work: _Open, parent: BlockKey | None) -> None:
         bringer = None if parent is None else self._coming.get(parent)

@@ -28,7 +28,7 @@ from kvstore.tier import Tier, TierContext
 from kvstore.types import BlockKey, JobId, JobKind, JobResult, LookupResult, Slot, TransferJob
 from tiers.nvme import mover as threads_mover
 from tiers.nvme import nixl_mover
-from tiers.nvme.files import ExtentFile
+from tiers.nvme.files import Descriptor, ExtentFile, open_direct
 from tiers.nvme.mover import Move, Moved, Mover
 
 SLOT_BYTES = 4096
@@ -330,11 +330,13 @@ class MoverContract:
         for module in MOVER_MODULES:
             monkeypatch.setattr(module, "READS_FIRST_S", WAIT_S)
         blocks, order = cut(pages), list[str]()
+        written = noted(extent, order)
         moves = [a_move(extent, at, [blocks[at]]) for at in range(24)]
-        moves += [a_move(extent, at, [blocks[at]], store=True) for at in range(24, 32)]
         for move in moves:
             move.seen = order
+        moves += [a_move(written, at, [blocks[at]], store=True) for at in range(24, 32)]
         run_all(mover, moves)
+        written.close()
         assert order == ["read"] * 24 + ["write"] * 8
 
     def test_reads_hold_a_write_for_a_moment_only(
@@ -347,11 +349,13 @@ class MoverContract:
         for module in MOVER_MODULES:
             monkeypatch.setattr(module, "READS_FIRST_S", 0.005)
         blocks, order = cut(pages), list[str]()
+        written = noted(extent, order)
         moves = [a_move(extent, at % 40, [blocks[at % 40]]) for at in range(12_000)]
-        moves.insert(100, a_move(extent, 40, [blocks[40]], store=True))
         for move in moves:
             move.seen = order
+        moves.insert(100, a_move(written, 40, [blocks[40]], store=True))
         run_all(mover, moves)
+        written.close()
         assert order.index("write") < len(order) - 1
 
     def test_O17_closing_ends_what_was_started(
@@ -375,6 +379,26 @@ class CheckedMove(Move, eq=False):
     def sums(self) -> list[int]:
         self.seen.append("write" if self.store else "read")
         return [zlib.crc32(block) for block in self.blocks]
+
+
+class NotedDescriptor(Descriptor):
+    """A file that notes when a write takes it."""
+
+    def __init__(self, fd: int, seen: list[str]) -> None:
+        super().__init__(fd)
+        self._seen = seen
+
+    def take(self) -> int:
+        self._seen.append("write")
+        return super().take()
+
+
+def noted(extent: ExtentFile, seen: list[str]) -> ExtentFile:
+    """Open an extent once more, only to be written to."""
+    file = ExtentFile(extent.path, extent.slot_bytes, extent.bytes)
+    file.descriptor.close()
+    file.descriptor = NotedDescriptor(open_direct(extent.path), seen)
+    return file
 
 
 def a_move(

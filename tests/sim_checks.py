@@ -72,15 +72,13 @@ class Checks:
         self.hits = 0  # answers compared
         desk = store._desk
         answer = desk._answer
-        desk._answer = self._answered(answer)  # type: ignore[method-assign,assignment]
+        desk._answer = self._answered(answer)  # type: ignore[method-assign]
 
-    def _answered(
-        self, answer: Callable[[Session, Ask, int], p.Granted | None]
-    ) -> Callable[[Session, Ask, int], p.Granted | None]:
+    def _answered(self, answer: Callable[..., p.Granted | None]) -> Callable[..., p.Granted | None]:
         """Compare each answer with a search block by block: nothing that is here is missed."""
 
-        def checked(session: Session, ask: Ask, now_ns: int) -> p.Granted | None:
-            granted = answer(session, ask, now_ns)
+        def checked(session: Session, ask: Ask, *more: int | None) -> p.Granted | None:
+            granted = answer(session, ask, *more)
             namespace = session.namespace
             if granted is not None and namespace is not None and not granted.capped:
                 states = (_READY,) if ask.memory_only else _HERE

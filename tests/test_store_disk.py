@@ -57,6 +57,23 @@ def test_an_idle_store_commits_within_its_window(config: Config) -> None:
         assert min(took) < WINDOW_S + 0.1, "it was looked at every 0.2 s"
 
 
+def test_an_answer_does_not_wait_for_the_disk_to_be_looked_at(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LiveStore(config) as store, engine(store) as one:
+        one.put(hashes(2))
+        looks, unsent = disk_of(store).poll, list[int]()
+
+        def look() -> None:
+            unsent.extend(c.outbox_bytes for c in store.server._connections.values())
+            looks()
+
+        monkeypatch.setattr(disk_of(store), "poll", look)
+        assert len(one.read(one.ask(hashes(2)))) == 2
+        eventually(lambda: bool(unsent))
+    assert not any(unsent)
+
+
 def test_a_store_that_ends_writes_what_was_left_out(config: Config) -> None:
     assert config.nvme is not None
     frugal = msgspec.structs.replace(config.nvme, write_budget_bytes=24)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +16,8 @@ from kvstore import protocol as p
 from kvstore.errors import ConfigError, TierFull
 from kvstore.service.server import Server, find_class, listen
 from kvstore.tier import Tier, TierContext
-from kvstore.types import JobKind, JobResult, LookupResult, Slot
+from kvstore.tiering import Tiering
+from kvstore.types import BlockKey, JobKind, JobResult, LookupResult, Slot
 from tests.conformance import SLOT_BYTES, ArrayMemory, TierContract, content, finish, key
 from tests.fakes import HeapPool, Town, blocks, from_u32, hashes, keys_of, settings
 from tests.live import LiveStore, engine, eventually
@@ -321,6 +323,36 @@ def test_a_question_that_waits_is_looked_at_less_and_less_often() -> None:
     for _ in range(900):
         town.tick(ms=1)
     assert 20 < len(asked) < 80
+
+
+def test_lower_tiers_are_asked_twice_about_what_only_they_have_and_not_about_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once how long the hit is, once what to read: an engine waits for the answer."""
+    town = Town(tiers=[("shelf", MemoryTier)])
+    live, chain = town.attach(credit_slots=2), hashes(24)
+    live.put(chain)
+    drop_from_memory(town)
+    live.put(chain[:16])
+    (tier,), asked = town.tiers, Counter[BlockKey]()
+    looked = tier.lookup
+
+    def counted(key: BlockKey) -> LookupResult:
+        asked[key] += 1
+        return looked(key)
+
+    monkeypatch.setattr(tier, "lookup", counted)
+    live.ask(chain)
+    deep = keys_of(chain[16:])
+    assert [asked.pop(key) for key in deep] == [2] * 7 + [3], "the deepest for its recency, too"
+    assert not asked
+    town.settle(live)
+    asked.clear()
+    monkeypatch.setattr(Tiering, "promote", None)  # nothing to read: no block is looked at
+    ask = live.ask(chain)
+    assert asked == {deep[-1]: 1}
+    town.settle(live)
+    assert blocks(live.granted[ask]) == list(range(24))
 
 
 def test_a_promotion_does_not_push_out_the_prefix_it_continues() -> None:

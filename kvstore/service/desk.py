@@ -45,8 +45,9 @@ class Desk:
         ask = Ask(lookup.ask, chain, now_ns, deadline_ns, memory_only)
         if session.phase is not Phase.ACTIVE or namespace is None:
             return p.Granted(ask.ask, 0, _ASK_AGAIN_MS, ())
-        if self._settled(namespace, ask) or now_ns >= ask.deadline_ns:
-            return self._answer(session, ask, now_ns)
+        blocks = self._settled(namespace, ask)
+        if blocks is not None or now_ns >= ask.deadline_ns:
+            return self._answer(session, ask, now_ns, blocks)
         session.asks[ask.ask] = ask
         return None
 
@@ -55,20 +56,20 @@ class Desk:
         ask = session.asks.pop(number, None)
         return None if ask is None else self._answer(session, ask, now_ns)
 
-    def _settled(self, namespace: Namespace, ask: Ask) -> bool:
-        """Tell whether waiting cannot make the answer longer."""
+    def _settled(self, namespace: Namespace, ask: Ask) -> int | None:
+        """Count the blocks that all tiers have; None if waiting could make the answer longer."""
         answer = self._look(namespace, ask)
         if answer.pending:
-            return False
+            return None
         if ask.memory_only or not namespace.tiering.tiers or not self._can_grow(namespace):
-            return True
+            return answer.blocks
         # What lower tiers have needs slots; there may be more of them soon.
         here = namespace.manager.lookup(ask.chain, answer.blocks).blocks
         namespace.slots_wanted = _needs(namespace, answer.blocks) - _needs(namespace, here)
         if namespace.slots_wanted <= namespace.manager.slots_free:
-            return True
+            return answer.blocks
         ask.deadline_ns = max(ask.deadline_ns, ask.asked_ns + self._engine.promote_ns)
-        return False
+        return None
 
     def _look(self, namespace: Namespace, ask: Ask, *, wait: bool = True) -> Answer:
         """Count the blocks that all tiers have; wait: those that may be there soon are told."""
@@ -84,11 +85,17 @@ class Desk:
         coming = not ask.memory_only
         return namespace.manager.lookup(chain, chain.blocks, below=lower, coming=coming)
 
-    def _fetch(self, namespace: Namespace, ask: Ask, pinned: int) -> bool:
-        """Start reading what lower tiers have of the answer; False if it could not be leased."""
+    def _fetch(self, namespace: Namespace, ask: Ask, pinned: int, blocks: int | None) -> bool:
+        """Start reading what lower tiers have of the answer; False if it could not be leased.
+
+        blocks: how many all tiers have, where that is known.
+        """
         if ask.memory_only or not namespace.tiering.tiers:
             return True
-        blocks = self._look(namespace, ask, wait=False).blocks
+        if blocks is None:
+            blocks = self._look(namespace, ask, wait=False).blocks
+        if namespace.manager.lookup(ask.chain, blocks).blocks == blocks:
+            return True  # memory has it all
         if self._too_many(namespace, pinned, _needs(namespace, blocks)):
             return False
         namespace.tiering.promote(ask.chain, blocks)
@@ -104,7 +111,7 @@ class Desk:
 
     def _sources(self, namespace: Namespace, ask: Ask, lease: Lease) -> dict[str, int]:
         """Say from which tiers the blocks of the first full group are read for this answer."""
-        if not namespace.tiering.tiers:
+        if not namespace.tiering.coming:
             return {}
         rules = namespace.layout.rules
         group = next((g for g, rule in enumerate(rules) if rule.trailing is None), 0)
@@ -121,22 +128,25 @@ class Desk:
                 late = now_ns >= ask.deadline_ns
                 if not late and now_ns < ask.look_ns:
                     continue
-                if late or self._settled(namespace, ask):
+                blocks = None if late else self._settled(namespace, ask)
+                if late or blocks is not None:
                     del session.asks[ask.ask]
-                    answers.append(self._answer(session, ask, now_ns))
+                    answers.append(self._answer(session, ask, now_ns, blocks))
                 else:
                     # A look costs its length: the longer it has waited, the less often.
                     ask.look_ns = now_ns + (now_ns - ask.asked_ns) // 8
         return answers
 
-    def _answer(self, session: Session, ask: Ask, now_ns: int) -> p.Granted | None:
+    def _answer(
+        self, session: Session, ask: Ask, now_ns: int, blocks: int | None = None
+    ) -> p.Granted | None:
         namespace = session.namespace
         if namespace is None:
             return None
         manager, engine = namespace.manager, self._engine
         pinned = manager.leases.blocks_of(session.number)
         deadline = now_ns + engine.lease_ns
-        lease, capped = None, not self._fetch(namespace, ask, pinned)
+        lease, capped = None, not self._fetch(namespace, ask, pinned, blocks)
         if not capped:
             coming = not ask.memory_only
             lease = manager.prepare_load(

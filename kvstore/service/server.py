@@ -205,6 +205,7 @@ class Server:
                 self._accept()
             elif events & selectors.EVENT_READ:
                 self._read(connection)
+        self._flush()  # engines wait for answers
         now_ns = time.monotonic_ns()
         if self._disk is not None:
             self._disk.poll()

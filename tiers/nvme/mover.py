@@ -8,7 +8,6 @@ a move ends exactly once, and its memory is not touched after that.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Generic, Protocol, TypeVar
@@ -21,7 +20,7 @@ from tiers.nvme.files import ExtentFile
 from tiers.runner import Runner
 
 READS_FIRST_S = 0.05  # a write waits no longer for reads
-AHEAD = 2  # with one, a late one leaves the disk idle: 3 % on two cores; a third adds nothing
+SUMMERS = 2  # threads for the checksums of writes; one takes some 8 GB/s
 NIXL = "tiers.nvme.nixl_mover"
 
 
@@ -91,26 +90,29 @@ def mover_of(settings: NvmeConfig) -> Mover[R]:
 class ThreadMover(Generic[R]):
     """Threads for reads and threads for writes; a run is one vectored call.
 
-    Writes have more threads than calls: these go through the next blocks for their checksums while
-    the others write, so that the disk does not wait for that.
+    Checksums of what is read are taken by the thread that has read it. Those of what is to be
+    written are taken ahead, by threads of their own: a thread that has written takes the next run
+    at once, so the disk never waits for a sum (5 % more than with threads that do both).
     """
 
     def __init__(self, readers: int, writers: int) -> None:
         """Start the threads; readers, writers: calls under way at one time."""
-        self._may_write = threading.Semaphore(writers)
         self._reads: Runner[R, Moved[R]] = Runner("kvstore-nvme-read", self._read, _failed, readers)
-        self._writes: Runner[R, Moved[R]] = Runner(
-            "kvstore-nvme-write", self._write, _failed, writers + AHEAD
+        self._sums: Runner[R, list[Moved[R]]] = Runner(
+            "kvstore-nvme-sum", self._sum, _unsummed, SUMMERS
+        )
+        self._writes: Runner[Moved[R], Moved[R]] = Runner(
+            "kvstore-nvme-write", self._write, _unwritten, writers
         )
 
     @property
     def open(self) -> int:
         """Count the moves whose result is not there yet."""
-        return self._reads.open + self._writes.open
+        return self._reads.open + self._sums.open + self._writes.open
 
     def start(self, run: R) -> None:
         """Move a run on a thread."""
-        (self._writes if run.store else self._reads).submit(run)
+        (self._sums if run.store else self._reads).submit(run)
 
     def _read(self, run: R) -> Moved[R]:
         try:
@@ -119,26 +121,38 @@ class ThreadMover(Generic[R]):
             return Moved(run, [], exc)
         return Moved(run, run.sums())
 
-    def _write(self, run: R) -> Moved[R]:
+    def _sum(self, run: R) -> list[Moved[R]]:
+        self._writes.submit(Moved(run, run.sums()))
+        return []
+
+    def _write(self, summed: Moved[R]) -> Moved[R]:
         if self._reads.open:
             self._reads.wait(lambda: self._reads.open == 0, READS_FIRST_S)
-        sums = run.sums()
+        run = summed.run
         try:
-            with self._may_write:
-                run.file.write(run.position, run.blocks)
+            run.file.write(run.position, run.blocks)
         except (OSError, TierError) as exc:
             return Moved(run, [], exc)
-        return Moved(run, sums)
+        return summed
 
     def poll(self) -> list[Moved[R]]:
         """Take the results that are there."""
-        return self._reads.poll() + self._writes.poll()
+        unsummed = [moved for result in self._sums.poll() for moved in result]
+        return self._reads.poll() + self._writes.poll() + unsummed
 
     def close(self) -> None:
         """Finish what was started and end the threads."""
-        self._reads.close()
-        self._writes.close()
+        for runner in (self._reads, self._sums, self._writes):
+            runner.close()
 
 
 def _failed(run: R, error: Exception) -> Moved[R]:
     return Moved(run, [], error)
+
+
+def _unsummed(run: R, error: Exception) -> list[Moved[R]]:
+    return [_failed(run, error)]
+
+
+def _unwritten(summed: Moved[R], error: Exception) -> Moved[R]:
+    return _failed(summed.run, error)
