@@ -78,7 +78,7 @@ def assert_exact(served: Served, requests: Sequence[Request], reference: list[Re
 
 
 def test_M1_M2_hits_are_exact_after_a_reset(served: Served) -> None:
-    requests = families(count=16, seed=1)
+    requests = families(count=12, seed=1)
     reference = served.one_by_one(requests)
     forget(served.engine)
     assert_exact(served, requests, reference)
@@ -134,7 +134,7 @@ def test_O12_what_only_the_engine_still_has_is_offered_again(served: Served) -> 
 
 def test_O17_a_connector_reset_is_for_one_engine_only(served: Served) -> None:
     """And, on the way, hits are exact after a restart: the new engine was never reset."""
-    requests = families(count=12, seed=4)
+    requests = families(count=8, seed=4)
     metrics = served.engine.metrics()
     reference = served.one_by_one(requests)
     cold = grown(served.engine, metrics, EXTERNAL)  # windows: shared prefixes come from the store
