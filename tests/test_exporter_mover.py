@@ -263,7 +263,10 @@ def test_a_peer_is_forgotten_once_nothing_is_under_way(rig: Rig) -> None:
 
 
 def test_what_a_peer_adds_is_added_and_met_afresh_only_where_it_has_to_be(rig: Rig) -> None:
+    rig.start("a", 8)
+    rig.steps()
     rig.mover.add_peer("a", b"a")
+    assert "a" not in rig.agent.lists.values(), "its memory may be elsewhere"
     assert rig.agent.peers["a"] == 2
     assert not rig.agent.forgotten
     rig.agent.unknown.add("a")  # what NIXL knew before is in the way
@@ -275,9 +278,7 @@ def test_what_a_peer_adds_is_added_and_met_afresh_only_where_it_has_to_be(rig: R
     rig.steps()
     assert rig.ended()[number].error is None
     rig.agent.unknown.add("a")
-    for blocks in list(rig.mover._peers["a"].blocks.values()):
-        rig.agent.drop(blocks)
-    rig.mover._peers["a"].blocks.clear()
+    rig.mover._drop_blocks(rig.mover._peers["a"])
     number = rig.start("a", 8)
     rig.steps()
     assert rig.ended()[number].error == "refused", "afresh it is what it is"

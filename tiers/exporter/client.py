@@ -278,7 +278,6 @@ class Exporter:
         return events
 
     def _start(self, now_ns: int) -> None:
-        self._epoll.poll(0)  # nothing: what was watched is closed
         settings = self._settings
         try:
             child = Child(settings.service, settings.devices, settings.transports)

@@ -139,6 +139,7 @@ class Mover:
         peer.metadata = metadata
         if peer.known and not peer.gone and not peer.changing:
             peer.fresh = False
+            self._drop_blocks(peer)
             self._knows(peer)
         else:
             peer.changing = True
@@ -158,9 +159,7 @@ class Mover:
         if peer.flying or not peer.changing:
             return
         peer.changing = False
-        for blocks in peer.blocks.values():
-            self._agent.drop(blocks)
-        peer.blocks.clear()
+        self._drop_blocks(peer)
         if peer.known:
             peer.known = False
             with contextlib.suppress(MoveError):  # NIXL may have forgotten it by itself
@@ -170,6 +169,12 @@ class Mover:
         else:
             peer.fresh, peer.gone = True, ""
             self._knows(peer)
+
+    def _drop_blocks(self, peer: _Peer) -> None:
+        """Drop lists that may be of memory where there is other memory now."""
+        for blocks in peer.blocks.values():
+            self._agent.drop(blocks)
+        peer.blocks.clear()
 
     def _knows(self, peer: _Peer) -> None:
         """Tell NIXL what there is to know of a peer."""
