@@ -121,7 +121,10 @@ def test_it_ends_with_the_store_and_at_once(stopped: bool) -> None:
     if stopped:
         os.kill(pid, signal.SIGSTOP)
     store.kill()
-    assert gone(pid, PROMPTLY_S)
+    ended = gone(pid, PROMPTLY_S)
+    if not ended:
+        os.kill(pid, signal.SIGKILL)  # a failed test leaves nothing behind either
+    assert ended
     store.wait()
     store.stdout.close()
     store.stdin.close()
