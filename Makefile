@@ -20,6 +20,8 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 # last is 1 GB.
 UNUSED := torchvision torchaudio torchcodec triton
 
+# Tests and benchmarks start hundreds of processes, each of which would compile our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 # Notes on package locations that lack a package say nothing; everything else pip has to say stays.
@@ -78,8 +80,8 @@ sim: $(READY) ## SEEDS=n simulated worlds (20000) on all cores, from seed FIRST 
 	@$(PY) -m tests.sim $(FIRST) --seeds $(SEEDS)
 
 test-crash: $(READY) ## stores killed 300 times, their disk tier alone, too; 1,000 power cuts
-	KVSTORE_KILLS=300 $(PY) -m pytest tests/test_store_crash.py tests/test_nvme_crash.py \
-	    tests/test_nvme_power.py
+	KVSTORE_KILLS=300 KVSTORE_CUTS=1000 $(PY) -m pytest tests/test_store_crash.py \
+	    tests/test_nvme_crash.py tests/test_nvme_power.py
 
 check: $(READY) ## ruff, formatting, mypy
 	@failed=0; \
@@ -99,3 +101,4 @@ bench: $(READY) ## the benchmarks, as tables
 
 clean: ## remove .venv and all caches
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -450,9 +450,11 @@ class SchedulerHalf:
 
     def take_stats(self) -> dict[str, int]:
         """Return what was counted since the last call."""
-        self.stats["store_blocks"] += self._offers.take_count()
-        self.stats["detached"] += self._client.detached
-        self._client.detached = 0
+        if blocks := self._offers.take_count():
+            self.stats["store_blocks"] += blocks
+        if self._client.detached:
+            self.stats["detached"] += self._client.detached
+            self._client.detached = 0
         stats = dict(self.stats)
         self.stats.clear()
         return stats

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from kvstore.index import Entry, State
+from kvstore.index import Node, State
 from kvstore.types import BlockKey, Slot
 
 SKIPS_MAX = 1024
@@ -33,19 +33,19 @@ _READY = State.READY
 class EvictionPolicy(Protocol):
     """Answers "which leaf goes next". The manager tells it of every change, on one thread."""
 
-    def touch(self, entry: Entry) -> None:
+    def touch(self, entry: Node) -> None:
         """The block was stored or used, and with it the whole path above it."""
         ...
 
-    def freed(self, entry: Entry) -> None:
+    def freed(self, entry: Node) -> None:
         """The block has lost its last child, or its last pin: it may be evictable now."""
         ...
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: Node) -> None:
         """The block cannot be evicted for now: it is pinned, or it has left memory."""
         ...
 
-    def inherit(self, entry: Entry) -> None:
+    def inherit(self, entry: Node) -> None:
         """The block leaves memory for a reason other than victims(); its parent stays."""
         ...
 
@@ -53,11 +53,12 @@ class EvictionPolicy(Protocol):
         """Forget all blocks at once. The caller unlinks them from one another."""
         ...
 
-    def victims(self) -> Iterator[Entry]:
+    def victims(self) -> Iterator[Node]:
         """Take ready, unpinned leaves out of the order, the coldest first.
 
-        The caller takes each out of the index before it asks for the next. Ends when there is
-        none, or after a limited search: the next call goes on from there.
+        The caller takes each out of the index before it asks for the next, and after the last one
+        that it takes tells freed() of its parent. Ends when there is none, or after a limited
+        search: the next call goes on from there.
         """
         ...
 
@@ -67,16 +68,16 @@ class LeafLRU:
 
     def __init__(self) -> None:
         """Start with an empty order."""
-        root = Entry(BlockKey(b""), None, Slot(-1))
+        root = Node(BlockKey(b""), None, Slot(-1))
         root.prev = root.next = root
         self._root = root  # root.next is the coldest, root.prev the hottest
 
-    def _link_after(self, entry: Entry, at: Entry | None) -> None:
+    def _link_after(self, entry: Node, at: Node | None) -> None:
         if at is not None and (follower := at.next) is not None:
             entry.prev, entry.next = at, follower
             at.next = follower.prev = entry
 
-    def touch(self, entry: Entry) -> None:
+    def touch(self, entry: Node) -> None:
         """Move to the hot end; the place stands for the parent from now on."""
         above = entry.parent
         if above is not None and above.next is not None:
@@ -85,19 +86,19 @@ class LeafLRU:
             self.remove(entry)
         self._link_after(entry, self._root.prev)
 
-    def freed(self, entry: Entry) -> None:
+    def freed(self, entry: Node) -> None:
         """Re-enter at the cold end, unless still in the order."""
         if entry.next is None and _evictable(entry):
             self._link_after(entry, self._root)
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: Node) -> None:
         """Leave the order; nothing happens if not in it."""
         before, after = entry.prev, entry.next
         if before is not None and after is not None:
             before.next, after.prev = after, before
             entry.prev = entry.next = None
 
-    def inherit(self, entry: Entry) -> None:
+    def inherit(self, entry: Node) -> None:
         """Leave the order; a parent that becomes a leaf takes the place, or else the hot end."""
         at, above = entry.prev, entry.parent
         self.remove(entry)
@@ -109,7 +110,7 @@ class LeafLRU:
         """Cut the list off from its root."""
         self._root.prev = self._root.next = self._root
 
-    def victims(self) -> Iterator[Entry]:
+    def victims(self) -> Iterator[Node]:
         """Yield the coldest evictable blocks; others at the cold end leave the order."""
         root, skipped = self._root, 0
         while skipped < SKIPS_MAX:
@@ -117,11 +118,12 @@ class LeafLRU:
             if coldest is None or coldest is root:
                 return
             self.remove(coldest)
-            if _evictable(coldest):
-                yield coldest
-            else:
-                skipped += 1
+            above: Node | None = coldest
+            skipped += not _evictable(coldest)
+            while above is not None and above.next is None and _evictable(above):
+                yield above  # and its parent, which is a leaf by then, takes this place
+                above = above.parent
 
 
-def _evictable(entry: Entry) -> bool:
+def _evictable(entry: Node) -> bool:
     return entry.pins == 0 and entry.children == 0 and entry.state is _READY

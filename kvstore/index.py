@@ -23,6 +23,8 @@ from kvstore.types import BlockKey, Chain, LookupResult, Slot
 TABLES = 1024
 """Dicts that share the entries of an index: one dict of 10^7 keys stops everything for 300 ms when
 it grows, one of 10^4 for a third of a millisecond."""
+STRANDS_MAX = 6
+"""Strands that one search takes hints from: a path with a fork at each block is bisected."""
 TABLE_SHIFT = 54  # of a hash of 64 bits: -512..511, which are the indices of the tables
 
 
@@ -40,13 +42,30 @@ _WRITING, _COMING, _READY, _DROPPED = State
 _HIT, _PENDING, _MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS
 
 
-class Entry:
-    """One block in memory. prev and next belong to the eviction policy."""
+class Strand:
+    """Blocks that hang one below the other, from a first block or a fork down to a leaf.
+
+    A hint for searches and no more: they are right with any numbers. blocks: how many are here.
+    fork: where the last request went that left it before its end, as a count of its blocks.
+    """
+
+    __slots__ = ("blocks", "fork")
+
+    def __init__(self) -> None:
+        """Start with the first block."""
+        self.blocks, self.fork = 1, 0
+
+
+class Node:
+    """A block's place in a forest and in an order of eviction.
+
+    prev and next belong to the eviction policy.
+    """
 
     __slots__ = ("children", "key", "next", "parent", "pins", "prev", "slot", "state")
 
     def __init__(
-        self, key: BlockKey, parent: Entry | None, slot: Slot, state: State = _WRITING
+        self, key: BlockKey, parent: Node | None, slot: Slot, state: State = _WRITING
     ) -> None:
         """Start without pins or children."""
         self.key = key
@@ -54,8 +73,35 @@ class Entry:
         self.slot = slot
         self.state = state
         self.children = self.pins = 0
-        self.prev: Entry | None = None
-        self.next: Entry | None = None
+        self.prev: Node | None = None
+        self.next: Node | None = None
+
+
+class Entry(Node):
+    """One block in memory. strand: None before it has a first child, unless it is one."""
+
+    __slots__ = ("strand",)
+    parent: Entry | None
+
+    def __init__(  # flat: each block that is stored makes one
+        self, key: BlockKey, parent: Entry | None, slot: Slot, state: State = _WRITING
+    ) -> None:
+        """Hang below a parent; start without pins or children."""
+        self.key = key
+        self.parent = parent
+        self.slot = slot
+        self.state = state
+        self.children = self.pins = 0
+        self.prev = self.next = None
+        self.strand: Strand | None = None
+        if parent is not None:
+            if not parent.children:  # else a strand of its own begins here
+                strand = parent.strand
+                if strand is None:
+                    strand = parent.strand = Strand()
+                strand.blocks += 1
+                self.strand = strand
+            parent.children += 1
 
 
 class Index:
@@ -97,31 +143,35 @@ class Index:
             return _HIT if coming else _MISS
         return _PENDING
 
-    def enter(self, key: BlockKey, parent: BlockKey | None, slot: Slot) -> None:
-        """Add an entry that is being written, if its key is not here and its parent is."""
+    def enter(self, key: BlockKey, parent: BlockKey | None, slot: Slot) -> Entry | None:
+        """Add an entry that is being written, and return it.
+
+        None, and nothing changes, if its key is here or its parent is not.
+        """
         table = self._tables[hash(key) >> TABLE_SHIFT]
         if key in table:
-            return
+            return None
         above = None
         if parent is not None:
             above = self._tables[hash(parent) >> TABLE_SHIFT].get(parent)
             if above is None:
-                return
-            above.children += 1
-        table[key] = Entry(key, above, slot)
+                return None
+        entry = table[key] = Entry(key, above, slot)
+        return entry
 
     def insert(self, entry: Entry) -> None:
-        """Add an entry below its parent."""
-        key, parent = entry.key, entry.parent
+        """Add an entry; its parent knows of it."""
+        key = entry.key
         self._tables[hash(key) >> TABLE_SHIFT][key] = entry
-        if parent is not None:
-            parent.children += 1
 
     def remove(self, entry: Entry) -> None:
         """Take an entry out; its children, if any, are cut off from now on."""
         key = entry.key
         del self._tables[hash(key) >> TABLE_SHIFT][key]
         entry.state = _DROPPED
+        strand = entry.strand
+        if strand is not None:
+            strand.blocks -= 1
         if entry.children:
             self.holes += 1
         parent = entry.parent
@@ -157,13 +207,18 @@ class Index:
     ) -> tuple[int, Entry | None]:
         """Count a chain's leading blocks that are here: O(log limit) probes, O(limit) with holes.
 
-        Also returns what is known of the next block. The first block is asked for first, then the
-        last: most requests find nothing or all. coming: see probe.
+        Also returns what is known of the next block. The first block is asked for first: most
+        requests find nothing. Its strand then says where to look: where others left it, where it
+        ends. What no hint helps with is bisected. coming: see probe.
         """
         tables, also, holes = self._tables, _COMING if coming else _READY, self.holes
         packed, width, suffix = chain.packed, chain.width, chain.suffixes[group]
-        low, middle, high, last = 0, 0, limit, limit - 1
+        low, middle, high = 0, 0, limit
         after: Entry | None = None
+        strand: Strand | None = None
+        base = fork = 0  # blocks above the strand, and above the next one that may begin
+        guesses: list[int] = []
+        strands = STRANDS_MAX
         while low < high:
             start = middle * width
             key = packed[start : start + width] + suffix
@@ -172,14 +227,28 @@ class Index:
                 high, after = middle, None
             elif entry.state is _READY or entry.state is also:
                 low = middle + 1
+                if middle == fork and strands and (not strand or entry.strand is not strand):
+                    strand = entry.strand
+                    strands -= 1
+                    if strand is None:
+                        guesses = [low]
+                    else:
+                        base, fork = middle, middle + strand.fork
+                        end = middle + strand.blocks
+                        guesses = [end, min(end, limit) - 1, fork - 1, fork]
             else:
                 high, after = middle, entry
             if holes:
                 middle = low
-            elif last:
-                middle, last = last, 0
+                continue
+            while guesses:
+                middle = guesses.pop()
+                if low <= middle < high:
+                    break
             else:
                 middle = (low + high) >> 1
+        if strand is not None and low < limit and low < base + strand.blocks:
+            strand.fork = low - base
         return low, after
 
     def prober(self, chain: Chain, below: Probe | None = None, *, coming: bool = True) -> Probe:
@@ -215,15 +284,31 @@ class Index:
     def run(self, chain: Chain, group: int, limit: int, *, coming: bool = True) -> list[Entry]:
         """Return the entries of a chain's leading blocks up to the first that is not here.
 
+        They are what hangs above the last one that a search finds; all are compared with the chain.
+        While there is a hole, or if one is not the chain's, they are looked up one by one.
+        """
+        also = _COMING if coming else _READY
+        if not self.holes:
+            end, _ = self.prefix(chain, group, limit, coming=coming)
+            at = self.get(chain.key(group, end - 1)) if end else None
+            path: list[Entry] = []
+            while at is not None and (at.state is _READY or at.state is also):
+                path.append(at)
+                at = at.parent
+            path.reverse()
+            if [entry.key for entry in path] == chain.keys(group, end):
+                return path
+        return self._scan(chain, group, limit, also)
+
+    def _scan(self, chain: Chain, group: int, limit: int, also: State) -> list[Entry]:
+        """Do as run, whatever the entries say of their parents.
+
         Blocks that were cut off by a drop hang below the new copy of their parent from now on; what
         is ready only once that copy is ready, too.
         """
         found: list[Entry] = []
-        tables, also = self._tables, _COMING if coming else _READY
-        packed, width, suffix = chain.packed, chain.width, chain.suffixes[group]
-        for start in range(0, limit * width, width):
-            key = packed[start : start + width] + suffix
-            entry = tables[hash(key) >> TABLE_SHIFT].get(key)
+        for key in chain.keys(group, limit):
+            entry = self.get(key)
             if entry is None or ((state := entry.state) is not _READY and state is not also):
                 break
             if self.holes and found and (state is not _READY or found[-1].state is _READY):

@@ -44,7 +44,10 @@ def hit_of(indices: Sequence[int], entries: Sequence[Entry], generations: Genera
     """Name the slots of blocks; of what is coming, the generation once it can be read."""
     coming = State.COMING
     slots = [entry.slot for entry in entries]
-    ages = [(generations[e.slot] + (e.state is coming)) & 0xFFFFFFFF for e in entries]
+    ages = [generations[slot] for slot in slots]
+    for at, entry in enumerate(entries):
+        if entry.state is coming:
+            ages[at] = (ages[at] + 1) & 0xFFFFFFFF
     return GroupHit(indices, slots, ages)
 
 

@@ -29,8 +29,9 @@ import enum
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
+from typing import cast
 
-from kvstore.errors import check
+from kvstore.errors import InvariantBroken, check
 from kvstore.eviction import EvictionPolicy, LeafLRU
 from kvstore.index import Entry, Index, State
 from kvstore.leases import Generations, GroupHit, Lease, LeaseBook, hit_of
@@ -74,8 +75,9 @@ class Manager:
         self._generations = generations
         self._policy: EvictionPolicy = policy or LeafLRU()
         self._free: list[Slot] = []
-        # What is being written into a granted slot: a key and its parent's; None: not known yet.
-        self._granted: dict[Slot, tuple[BlockKey, BlockKey | None] | None] = {}
+        # What is being written into a granted slot. None: not known yet; an entry that was made
+        # for this slot; else its key and its parent's, as another copy was first or nothing above.
+        self._granted: dict[Slot, Entry | tuple[BlockKey, BlockKey | None] | None] = {}
         self._retiring: set[Slot] = set()
         self._sweep: Iterator[list[Entry]] = iter(())  # for blocks in slots to be retired
         self._lingering: set[Slot] = set()  # of dropped blocks that are still pinned
@@ -143,15 +145,16 @@ class Manager:
         """Take the coldest blocks out until `count` slots are free, or none is found."""
         removed, free = self._changes.removed, self._free
         before = len(removed)
-        for victim in self._policy.victims():
+        victim: Entry | None = None
+        for victim in cast("Iterator[Entry]", self._policy.victims()):
             self.index.remove(victim)
             removed.append(victim.key)
             if victim.slot not in self._retiring:
                 free.append(victim.slot)
-            if victim.parent is not None:
-                self._policy.freed(victim.parent)
             if len(free) >= count:
                 break
+        if victim is not None:
+            self._parent_freed(victim)
         self.evictions["capacity"] += len(removed) - before
 
     def give_back(self, slots: Iterable[Slot]) -> None:
@@ -194,18 +197,21 @@ class Manager:
 
     def begin_store(self, key: BlockKey, parent: BlockKey | None, slot: Slot) -> None:
         """Note that a granted slot is being written; lookups of key are pending from now."""
-        check(slot in self._granted, "a store into a slot that was not granted")
-        self._granted[slot] = (key, parent)
-        self.index.enter(key, parent, slot)
+        if slot not in self._granted:
+            raise InvariantBroken("a store into a slot that was not granted")
+        self._granted[slot] = self.index.enter(key, parent, slot) or (key, parent)
 
     def complete_store(self, slot: Slot, *, ok: bool) -> StoreOutcome:
         """End a write: the first complete copy of a key wins, other slots go back."""
         write = self._granted[slot]
-        check(write is not None, "a store ended that had not begun")
         if write is None:
-            return StoreOutcome.FAILED
-        key, parent = write
-        entry = self.index.get(key)
+            raise InvariantBroken("a store ended that had not begun")
+        if isinstance(write, Entry):
+            key, parent = write.key, write.parent.key if write.parent else None
+            entry = write if write.state is _WRITING else self.index.get(key)
+        else:
+            key, parent = write
+            entry = self.index.get(key)
         above = None if entry is None else entry.parent
         if parent is not None and (above is None or above.key != parent or above.state is _DROPPED):
             above = self.index.get(parent)
@@ -232,9 +238,8 @@ class Manager:
 
     def _abandon_write(self, slot: Slot) -> None:
         """A slot is not on credit any more, and nothing is being written into it."""
-        write = self._granted.pop(slot)
-        entry = None if write is None else self.index.get(write[0])
-        if entry is not None and entry.slot == slot and entry.state is _WRITING:
+        entry = self._granted.pop(slot)
+        if isinstance(entry, Entry) and entry.state is _WRITING:
             self.index.remove(entry)
             self._parent_freed(entry)
 
@@ -251,21 +256,16 @@ class Manager:
         reachable = parent is None or (above is not None and above.state in _HERE)
         if not reachable or self.index.get(key) is not None:
             return False
-        self.index.insert(Entry(key, above, slot, _COMING))
-        self._granted[slot] = (key, parent)
+        self._granted[slot] = entry = Entry(key, above, slot, _COMING)
+        self.index.insert(entry)
         return True
 
     def complete_promotion(self, slot: Slot, *, ok: bool) -> StoreOutcome:
         """End a promotion; whoever waits for the slot sees by its generation how it ended."""
-        write = self._granted.pop(slot)
+        entry = self._granted.pop(slot)
         late = self._outdated.pop(slot, None)
-        entry = late or (None if write is None else self.index.get(write[0]))
-        check(
-            entry is not None and entry.slot == slot and entry.state is _COMING,
-            "a promotion ended whose block is not coming",
-        )
-        if entry is None:
-            return StoreOutcome.FAILED
+        if not isinstance(entry, Entry) or entry.state is not _COMING:
+            raise InvariantBroken("a promotion ended whose block is not coming")
         above = entry.parent
         if ok and late is None and (above is None or above.state is _READY):
             self._grow_generation(slot, 1)
@@ -451,13 +451,13 @@ class Manager:
 
         What is coming does not become ready. clear_some gives the slots back.
         """
-        for slot, write in self._granted.items():
-            entry = None if write is None else self.index.get(write[0])
-            if entry is not None and entry.slot == slot and entry.state is not _READY:
-                state = entry.state
+        for slot, entry in self._granted.items():
+            if not isinstance(entry, Entry) or slot in self._outdated:
+                continue
+            if (state := entry.state) is _WRITING or state is _COMING:
                 self.index.remove(entry)
-                if state is _COMING:
-                    entry.state, entry.parent, self._outdated[slot] = state, None, entry
+            if state is _COMING:
+                entry.state, entry.parent, self._outdated[slot] = state, None, entry
         self._policy.clear()
         self._cleared.append(self.index)
         self.index = Index()

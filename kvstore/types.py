@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import NewType
+from typing import NewType, cast
 
 import msgspec
 
@@ -45,6 +45,12 @@ class Chain:
         """Name block `index` in one group."""
         start = index * self.width
         return BlockKey(self.packed[start : start + self.width] + self.suffixes[group])
+
+    def keys(self, group: int, count: int) -> list[BlockKey]:
+        """Name the first `count` blocks in one group."""
+        packed, width, suffix = self.packed, self.width, self.suffixes[group]
+        starts = range(0, count * width, width)
+        return cast("list[BlockKey]", [packed[at : at + width] + suffix for at in starts])
 
 
 class LookupResult(enum.Enum):

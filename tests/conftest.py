@@ -1,12 +1,16 @@
 """What every test session needs: the rules for tests that want an engine or a device."""
 
 import importlib.util
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.faults import build
+from tests.forked import OF_ENGINES, OF_INDEXES, fork_index, start_server
+from tiers.nvme.child import Child
 
 # Other work beside the tests makes them slow, not wrong.
 settings.register_profile("kvstore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -29,3 +33,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def fault_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library that injects faults into I/O calls, made at its first use."""
     return build(tmp_path_factory.mktemp("fault_library"))
+
+
+@pytest.fixture(scope="session")
+def forking(request: pytest.FixtureRequest) -> None:
+    """Processes can be forked from one that has imported what they need."""
+    imports, environment = [*OF_INDEXES], dict(os.environ)
+    if any(item.get_closest_marker("vllm") for item in request.session.items):
+        from kvstore.bench import engine
+        from tests.engine.support import ENVIRONMENT
+
+        imports += OF_ENGINES
+        environment = engine.environment(in_process=True) | ENVIRONMENT
+    start_server(imports, environment)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _how_indexes_start(forking: None) -> Iterator[None]:  # noqa: ARG001 - the server is needed
+    """Stores that are processes of their own start the process of their index by themselves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Child, "start", staticmethod(fork_index))
+        yield

@@ -151,9 +151,9 @@ class Platter:
     def pass_time(self) -> None:
         """Let the threads do a few things, and the clock go on."""
         self.now_s += self._rng.uniform(0.0, 0.004)
-        readers, writers, keeper, looker = self._queues
-        for _ in range(self._rng.randrange(8)):
-            self._rng.choice((readers, writers)).run_one(self._rng)
+        readers, summers, writers, keeper, looker = self._queues
+        for _ in range(self._rng.randrange(12)):
+            self._rng.choice((readers, summers, writers)).run_one(self._rng)
         if self._rng.random() < 0.2:
             self._keep(keeper)
         while keeper.overdue:
@@ -169,7 +169,8 @@ class Platter:
         """Something is about to happen, or has: the power may fail, other threads may run."""
         if self._in_keeper and self._rng.random() < 0.5:
             self._in_keeper = False
-            self._queues[1].run_one(self._rng)
+            for queue in self._queues[1:3]:  # the next run's sums, and a write
+                queue.run_one(self._rng)
             self._in_keeper = True
         self.at_any_moment()
 
@@ -250,7 +251,7 @@ class Platter:
         def watched_commit(index: Journal, changes: Commit) -> None:
             self._around(lambda: commit(index, changes))
             if self.live:
-                self.at_commit(changes, self._queues[2].since_s)
+                self.at_commit(changes, self._queues[3].since_s)
                 self._moment()
 
         def watched_mark(index: Journal, *, clean: bool) -> None:

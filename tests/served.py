@@ -40,7 +40,7 @@ class Served:
             MEMORY,
             f'[engine]\npromote = "{PROMOTE_S}s"\n'
             f'[nvme]\npath = "{disk}"\ncapacity = "{capacity}"\nextent = "4MiB"\n'
-            'durability = "50ms"\n',
+            'durability = "10ms"\n',
             module="tests.serve_hasty",
             scraped=False,
             environment=None if faults is None else faults.environment,
@@ -182,7 +182,7 @@ class Served:
                     failed = self.count("stored_failed")
                     self.engine.put(hashes(CHAIN, name))
             names.append(name)
-        time.sleep(0.2)  # the window, and a commit
+        time.sleep(0.1)  # the window, and a commit
         return names
 
     def assert_back(self, names: Sequence[str], *, lost_max: int = 0) -> None:

@@ -2,12 +2,12 @@
 
 The engines are the reference engine; wires, workers' threads, memory and lower tiers are simulated,
 see sim_host, sim_store and sim_disk. Two engines share the store; the worlds of odd seeds have
-faults, see sim_faults. After every turn the promises are checked, see sim_checks; block bytes
-follow from the key, so wrong ones are seen where they arise.
+faults, see sim_faults. The promises are checked all the time, see sim_checks; block bytes follow
+from the key, so wrong ones are seen where they arise.
 
-A step is one scheduler step of one engine that has something to do: a world makes STEPS of them
-before it settles. Turns in which the engine whose turn it is sleeps are not counted, and neither
-are the steps of settling. `python -m tests.sim SEED` replays a world.
+A step is one scheduler step of one engine that has something to do: a world makes STEPS of them or
+a few more, the last ones without faults, until its requests have ended. Turns in which both engines
+sleep are not counted. `python -m tests.sim SEED` replays a world.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import msgspec
 
 from connectors.reference import VOCABULARY, Request
 from kvstore.config import Config, CpuConfig, EngineConfig, ServerConfig, TierConfig
+from kvstore.index import State
 from kvstore.service.namespace import Namespace
 from kvstore.service.session import Session
 from kvstore.service.store import Store
@@ -28,7 +29,16 @@ from kvstore.tier import SlotMemory, Tier, TierContext
 from kvstore.types import BlockKey
 from tests.sim_checks import Checks, Truth
 from tests.sim_disk import SlowTier
-from tests.sim_faults import AIMED, AIMED_MAX, AIMS, BETWEEN_STEPS, KINDS, STATES, inject
+from tests.sim_faults import (
+    AIMED,
+    AIMED_MAX,
+    AIMS,
+    BETWEEN_STEPS,
+    KINDS,
+    PROMOTION,
+    STATES,
+    inject,
+)
 from tests.sim_host import PRIORITIES, Host, make_shape
 from tests.sim_store import MS, Net, Pool
 from tests.sim_worker import Worker
@@ -36,8 +46,12 @@ from tiers.faulty import FaultyTier
 from tiers.memory import MemoryTier
 
 STEPS = 500
+BUSY_STEPS = 450  # of these, with faults and without an end of requests
 SETTLE_STEPS = 5_000
+QUIET_TURNS = 3  # after the last request, before a world may be over
 SLOT_BYTES = 4096
+REQUESTS_MAX = 8  # of an engine at one time
+CHECK_TURNS = 4  # from one look at the whole store to the next
 TRACE_LINES = 40
 FEATURES = ("tier", "models", "resets", "aborts", "errors", "slow", "sends", "priorities")
 
@@ -49,7 +63,7 @@ class Cut(msgspec.Struct, frozen=True):
     off: some of FEATURES.
     """
 
-    steps: int = STEPS
+    steps: int = BUSY_STEPS
     requests: int = 1_000_000
     skipped: tuple[int, ...] = ()
     off: tuple[str, ...] = ()
@@ -65,13 +79,16 @@ class World:
         self._fault_rng = random.Random(seed ^ 0xFA017)
         self._arrival_rng = random.Random(seed ^ 0xA881)
         self.faults = seed % 2 == 1
-        self.tiered = seed // 2 % 4 != 0 and self._has("tier")
+        aim = AIMS[seed // 2 % len(AIMS)]
+        self._aim: Callable[[World], bool] = STATES[aim]
+        self._promotes = aim == PROMOTION  # seldom under way unless all is made for it
+        self.tiered = (seed // 2 % 4 != 0 or self._promotes) and self._has("tier")
         self.net: Net = Net(rng)
         self.net.slow = self.faults and rng.random() < 0.3 and self._has("slow")
         self.trace: deque[str] = deque(maxlen=TRACE_LINES)
         self.counts: Counter[str] = Counter()
         self.met: Counter[tuple[str, str]] = Counter()  # fault and state
-        self.steps = 0
+        self.steps = self.turns = 0
         self.fault_count = 0
         self.tiers: list[FaultyTier] = []
         self.disks: list[SlowTier] = []
@@ -83,26 +100,27 @@ class World:
         self.churn = seed % 5 == 0  # slots change hands while a slow engine still reads them
         self._fault_rate = rng.choice((0.002, 0.005, 0.02)) if self.faults else 0.0
         self._kinds = rng.sample(KINDS, rng.choice((2, 5, len(KINDS))))
-        self._aim: Callable[[World], bool] = STATES[AIMS[seed // 2 % len(AIMS)]]
         self._aimed_left = AIMED_MAX
         errors = rng.choice((0.0, 0.03))
         self.read_errors = errors if self.faults and self._has("errors") else 0.0
         self.stall_ns = rng.choice((20, 200, 3_000)) * MS
         self._documents = [self._tokens(160) for _ in range(rng.choice((1, 3, 6)))]
+        self._shape = make_shape(rng)
+        if not self._has("priorities"):
+            self._shape = msgspec.structs.replace(self._shape, by_priority=False)
         slots, extents = (8, 1) if self.churn else rng.choice(((8, 1), (16, 2), (60, 3)))
+        slots = max(slots, 8 * (len(self._shape.groups) - 1))  # a hit takes one of each group
         self._pool_of = partial(Pool, self.net.fds, extents, slots, SLOT_BYTES)
         self._config = self._make_config()
         self._sessions = 0
         self.start_store()
-        self._shape = make_shape(rng)
-        if not self._has("priorities"):
-            self._shape = msgspec.structs.replace(self._shape, by_priority=False)
         self._models = 2 if extents == 3 and rng.random() < 0.4 and self._has("models") else 1
         self._slowness = (
             rng.choice((0.0, 0.5, 0.9)) if self.faults else 0.1,
             rng.choice((0.0, 0.5, 0.9)) if self.faults else 0.1,
         )
         self.hosts: list[Host] = [self._make_host(number) for number in range(2)]
+        self._workers = [worker for host in self.hosts for worker in host.workers]
         self.orphans: list[Worker] = []  # of engines that died
 
     def _has(self, feature: str) -> bool:
@@ -132,7 +150,7 @@ class World:
             lease_ns=(15 if self.churn else rng.choice((15, 80, 2_000))) * MS,
             leased_bytes=rng.choice((4, 15, 100)) * SLOT_BYTES,
             defer_ns=rng.choice((0, 20, 100)) * MS,
-            promote_ns=rng.choice((0, 5, 30, 2_000)) * MS,
+            promote_ns=rng.choice((30, 2_000) if self._promotes else (0, 5, 30, 2_000)) * MS,
         )
         tiers = (TierConfig("tiers.memory:MemoryTier", "nvme", {}, rng.choice((2, 640)) * MS),)
         return Config(
@@ -177,9 +195,13 @@ class World:
     # What happens in a turn
 
     def _between(self) -> None:
-        """Other threads and processes get their turn, at points in the engine's step."""
-        if self.rng.random() < 0.5:
-            self._turn()
+        """Another thread or process gets its turn, at points in the engine's step."""
+        workers = self._workers
+        number = int(self.rng.random() * 2 * (len(workers) + 1))  # half of the time none
+        if number < len(workers):
+            workers[number].turn()
+        elif number == len(workers):
+            self.net.pump()
         if self._maybe_fault(amid=True):
             for _ in range(self.rng.choice((0, 3, 20))):
                 self.net.now += 10 * MS
@@ -192,12 +214,8 @@ class World:
 
     def _turn(self) -> None:
         self.net.pump()
-        now, rng = self.net.now, self.rng
-        for host in self.hosts:
-            for worker in host.workers:
-                worker.talk()
-                if worker.busy and now >= worker.stalled_until and rng.random() >= worker.slowness:
-                    worker.copy(rng.choice((1, 4, 40)))
+        for worker in self._workers:
+            worker.turn()
         for worker in self.orphans:
             worker.talk()
             worker.copy(1)
@@ -212,19 +230,21 @@ class World:
         host = rng.choice(self.hosts)
         self._arrive(host)
         self._turn()
+        if host.engine.idle:
+            host = next((other for other in self.hosts if not other.engine.idle), host)
         if not host.engine.idle:
             host.step()
             self.steps += 1
         self.truth.learn(host)
-        self.check()
-
-    def check(self) -> None:
+        self.turns += 1
         if self.net.store is not None:
-            self.checks.after_step(self.hosts)
+            self.checks.after_turn(host)
+            if self.turns % CHECK_TURNS == 0:
+                self.checks.check_store()
 
     def _arrive(self, host: Host) -> None:
         rng, engine = self._arrival_rng, host.engine
-        room = len(engine.requests) < 12 and self._next_request <= self.cut.requests
+        room = len(engine.requests) < REQUESTS_MAX and self._next_request <= self.cut.requests
         if rng.random() < self._arrivals and room:
             kept = rng.randrange(10, 70)
             tail = 0 if rng.random() < 0.3 else rng.randrange(1, 24)
@@ -240,6 +260,7 @@ class World:
             self._next_request += 1
             self.note(f"{request.request_id}: {len(prompt)} tokens")
             engine.add(request)
+            self.truth.learn_request(host, request)
         if engine.requests and rng.random() < 0.03 and self._has("aborts"):
             loading = [r for r, q in engine.requests.items() if q.state.value == "loading"]
             victim = rng.choice(loading or sorted(engine.requests))
@@ -262,7 +283,7 @@ class World:
         self.counts["resets"] += 1
         host.scope = nonce
         self._next_weights += 1
-        self.truth.forget(host)
+        self.truth.learn_anew(host)
 
     def replace(self, host: Host, lives_ns: int) -> None:
         """An engine dies; its workers live on for a while, and it is started again."""
@@ -273,6 +294,7 @@ class World:
         self.orphans.extend(host.workers)
         number = self.hosts.index(host)
         self.hosts[number] = self._make_host(number)
+        self._workers = [worker for host in self.hosts for worker in host.workers]
 
     def _maybe_fault(self, *, amid: bool = False) -> bool:
         """Let something go wrong now and then, more often in the state that is aimed at.
@@ -285,7 +307,7 @@ class World:
         kinds: Sequence[str] = self._kinds if rng.random() < self._fault_rate else ()
         if self._aimed_left and rng.random() < AIMED and self._aim(self):
             self._aimed_left -= 1
-            kinds = KINDS
+            kinds = KINDS if amid or rng.random() < 0.5 else BETWEEN_STEPS
         if not kinds:
             return False
         self.fault_count += 1
@@ -310,19 +332,23 @@ class World:
     def settle(self) -> None:
         """Faults stop: every request ends, and nothing stays behind."""
         self.note("settling")
-        self._arrivals = self._fault_rate = 0.0
+        self._fault_rate = 0.0
         self._end_faults()
+        least = STEPS if self.cut.steps == BUSY_STEPS else 0
         for _ in range(SETTLE_STEPS):
-            if all(host.engine.idle for host in self.hosts):
+            idle = all(host.engine.idle for host in self.hosts)
+            self._arrivals = float(idle)  # one more request, for a whole world's steps
+            if idle and self.steps >= least:
                 break
             self.turn()
+        self._arrivals = 0.0
         left = {r: q.state.value for h in self.hosts for r, q in h.engine.requests.items()}
         assert not left, f"requests never end: {left}"
         for number in range(SETTLE_STEPS):
             for host in self.hosts:
                 host.step()
             self.turn()
-            if number > 12 and self._quiet():
+            if number > QUIET_TURNS and self._quiet():
                 break
         self._check_nothing_left()
         for host in self.hosts:
@@ -333,7 +359,11 @@ class World:
 
     def _quiet(self) -> bool:
         attached = all(host.client.session for host in self.hosts)
-        return attached and not any(n.tiering.busy for n in self.namespaces())
+        copied = all(worker.idle for worker in self._workers)
+        told = not any(wire.up or wire.down for wire in self.net.wires.values())
+        busy = any(session.asks for session in self.sessions())
+        busy = busy or any(namespace.tiering.busy for namespace in self.namespaces())
+        return attached and copied and told and not busy
 
     def _add_up(self, host: Host) -> None:
         for worker in host.workers:
@@ -380,8 +410,8 @@ class World:
             assert not namespace.tiering._coming
             assert not any(namespace.manager._granted.values())
             assert not len(namespace.manager.leases), "a lease is left"
-            entries = list(namespace.manager.index)
-            self.checks.check_bytes(namespace, entries, again=True)
+            ready = [e for e in namespace.manager.index if e.state is State.READY]
+            self.checks.check_bytes(namespace, ready, again=True)
 
     def _check_nothing_failed(self) -> None:
         """Without faults nothing fails, and nothing is given up."""

@@ -1,9 +1,14 @@
-"""What must hold after every step of a simulated world, and what every block must hold."""
+"""What must hold in a simulated world, and what every block must hold.
+
+Each in its moment: a block's bytes when it becomes ready, an answer when it is given, attention's
+reads in each rank. After every turn: caps, and the halves of the engine that made a step. Every few
+turns, as it does not pass soon: slots, index and pins.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
 from connectors.reference import Request
@@ -13,11 +18,11 @@ from kvstore.index import Entry, State
 from kvstore.service.namespace import Namespace
 from kvstore.service.session import Ask, Session
 from kvstore.service.store import Store
-from kvstore.types import BlockKey, make_key
+from kvstore.types import make_key
 from tests.sim_host import Host
 from tests.sim_store import Pool
 
-_READY, _COMING = State.READY, State.COMING
+_READY, _COMING, _DROPPED = State.READY, State.COMING, State.DROPPED
 _HERE = (_READY, _COMING)
 
 
@@ -27,33 +32,33 @@ class Truth:
     def __init__(self) -> None:
         self.bytes: dict[bytes, bytes] = {}
         self.above: dict[bytes, bytes | None] = {}  # full-attention keys: the one before
-        self._learned: dict[str, int] = {}  # blocks of a request that are known
+        self._hashes: dict[str, int] = {}  # of a request, whose blocks are known
 
     def learn(self, host: Host) -> None:
-        for request in host.engine.requests.values():
-            self.learn_request(host, request)
+        hashes = self._hashes
+        for request_id, request in host.engine.requests.items():
+            if hashes.get(request_id) != len(request.block_hashes):
+                self.learn_request(host, request)
 
     def learn_request(self, host: Host, request: Request) -> None:
-        size = host.shape.block_tokens
-        blocks = len(request.block_hashes) * host.shape.hash_tokens // size
-        known = self._learned.get(request.request_id, 0)
-        if blocks == known:
-            return
-        for index in range(known, blocks):
-            block_hash = request.hash_at((index + 1) * size)
-            before = request.hash_at(index * size) if index else None
+        hashes, every = request.block_hashes, host.shape.block_tokens // host.shape.hash_tokens
+        known = self._hashes.get(request.request_id, 0) // every
+        self._hashes[request.request_id] = len(hashes)
+        for index in range(known, len(hashes) // every):
+            block_hash = hashes[(index + 1) * every - 1]
+            before = hashes[index * every - 1] if index else None
             for group, rule in enumerate(host.geometry.rules):
                 key = make_key(block_hash, group, host.scope)
                 if key not in self.bytes:
                     self.bytes[key] = host.content(request, group, index)
                     if rule.trailing is None:
                         self.above[key] = before and make_key(before, group, host.scope)
-        self._learned[request.request_id] = blocks
 
-    def forget(self, host: Host) -> None:
+    def learn_anew(self, host: Host) -> None:
         """Requests of this engine have other blocks from now on: its weights changed."""
         for request in host.engine.requests:
-            self._learned.pop(request, None)
+            self._hashes.pop(request, None)
+        self.learn(host)
 
 
 class Checks:
@@ -68,7 +73,8 @@ class Checks:
         self._truth = truth
         self._engine = engine
         self._faults = faults
-        self._checked: dict[tuple[str, int], int] = {}  # generation of a slot's bytes last seen
+        self._checked: dict[str, dict[int, int]] = {}  # generation of a slot's bytes last seen
+        self._storing: dict[tuple[str, str], tuple[int, int]] = {}  # blocks to a tier, of slots
         self.hits = 0  # answers compared
         desk = store._desk
         answer = desk._answer
@@ -91,33 +97,54 @@ class Checks:
 
         return checked
 
-    def after_step(self, hosts: Sequence[Host]) -> None:
+    def after_turn(self, host: Host) -> None:
+        """Check what may be over soon: caps, and the halves of the engine that made a step."""
         for namespace in self._store.namespaces.values():
-            tables = namespace.manager.index._tables
-            entries = list(chain.from_iterable(table.values() for table in tables if table))
-            self._check_slots(namespace, entries)
-            self._check_index(namespace, entries)
-            self._check_pins(namespace, entries)
-            self.check_bytes(namespace, entries)
+            if namespace.layout.digest not in self._checked:
+                self._checked[namespace.layout.digest] = {}
+                self._watch(namespace)
         self._check_caps()
-        for host in hosts:
-            self._check_host(host)
+        self._check_host(host)
 
-    def _check_slots(self, namespace: Namespace, entries: Sequence[Entry]) -> None:
+    def _watch(self, namespace: Namespace) -> None:
+        """Compare the bytes of each block in the moment in which it becomes ready."""
+        manager = namespace.manager
+        became_ready = manager._became_ready
+
+        def checked(entry: Entry) -> None:
+            self.check_bytes(namespace, [entry])
+            became_ready(entry)
+
+        manager._became_ready = checked  # type: ignore[method-assign]
+
+    def check_store(self) -> None:
+        """Check every slot, block and pin."""
+        for namespace in self._store.namespaces.values():
+            tables = filter(None, namespace.manager.index._tables)
+            here = dict(chain.from_iterable(map(dict.items, tables)))
+            ready = [entry for entry in here.values() if entry.state is _READY]
+            self._check_slots(namespace, ready)
+            self._check_index(namespace, here)
+            self._check_pins(namespace, here.values())
+            self.check_bytes(namespace, ready)
+
+    def _check_slots(self, namespace: Namespace, ready: Sequence[Entry]) -> None:
         """Every slot has exactly one owner."""
         manager = namespace.manager
         owned = [*manager._free, *manager._granted, *manager._lingering]
+        owned += [entry.slot for entry in ready]
         cleared = chain.from_iterable(manager._cleared)
-        owned += [entry.slot for entry in chain(entries, cleared) if entry.state is _READY]
+        owned += [entry.slot for entry in cleared if entry.state is _READY]
         owners = set(owned)
         assert len(owned) == len(owners), "a slot has two owners"
         places: set[int] = set()
         for mapping in namespace.extents.values():
             if mapping.state in ("live", "retiring"):
                 places.update(namespace.slots_of(mapping))
-        missing = places - owners - manager._retiring
-        assert not missing, f"slots {missing} belong to nobody"
-        assert owners <= places, "a slot outside of the memory"
+        if owners != places:
+            missing = places - owners - manager._retiring
+            assert not missing, f"slots {missing} belong to nobody"
+            assert owners <= places, "a slot outside of the memory"
         granted: list[int] = []
         for session in self._store.sessions.values():
             if session.namespace is namespace:
@@ -127,56 +154,54 @@ class Checks:
         assert len(granted) == len(manager._granted), "grants do not add up"
         assert set(granted) == manager._granted.keys(), "grants do not add up"
 
-    def _check_index(self, namespace: Namespace, entries: Sequence[Entry]) -> None:
+    def _check_index(self, namespace: Namespace, here: Mapping[bytes, Entry]) -> None:
         """Children are counted right, and what is ready hangs below what is ready."""
-        index, above_of = namespace.manager.index, self._truth.above
-        children = Counter([id(entry.parent) for entry in entries if entry.parent is not None])
-        holes = index.holes
-        for entry in entries:
-            state = entry.state
-            assert entry.children == children[id(entry)], "children are miscounted"
-            if holes or (state is not _READY and state is not _COMING):
-                continue
-            above = above_of.get(entry.key)
-            if above is not None:
-                parent = index.get(BlockKey(above))
-                assert parent is not None, f"{state.value} below what is not there"
-                assert parent is entry.parent, f"{state.value} below another block"
-                fits = parent.state is _READY or parent.state is state
-                assert fits, f"{state.value} below what is not"
+        holes, above_of = namespace.manager.index.holes, self._truth.above
+        parents = [entry.parent for entry in here.values() if entry.parent is not None]
+        if holes:  # children of what is not here any more are nobody's
+            parents = [parent for parent in parents if here.get(parent.key) is parent]
+        counted = {id(entry): entry.children for entry in here.values() if entry.children}
+        assert counted == Counter(map(id, parents)), "children are miscounted"
         assert self._faults or not holes, "a block was evicted before its children"
+        if holes:
+            return
+        for key, entry in here.items():
+            state, above = entry.state, above_of.get(key)
+            if above is None or (state is not _READY and state is not _COMING):
+                continue
+            parent = here.get(above)
+            assert parent is not None, f"{state.value} below what is not there"
+            assert parent is entry.parent, f"{state.value} below another block"
+            fits = parent.state is _READY or parent.state is state
+            assert fits, f"{state.value} below what is not"
 
-    def _check_pins(self, namespace: Namespace, entries: Sequence[Entry]) -> None:
+    def _check_pins(self, namespace: Namespace, entries: Iterable[Entry]) -> None:
         """Pins are leases and transfers, and nothing else."""
         pinned: list[Entry] = []
         for lease in namespace.manager.leases._leases.values():
-            for entry in lease.entries:
-                here = entry.state in _HERE
-                assert self._faults or here, "leased, but neither there nor coming"
             pinned.extend(lease.entries)
+        here = self._faults or all(entry.state in _HERE for entry in pinned)
+        assert here, "leased, but neither there nor coming"
         for work in namespace.tiering._open.values():
             pinned.extend(work.pinned)
-        pins = Counter(map(id, pinned))
-        for entry in chain(entries, pinned):
-            reasons = pins[id(entry)]
-            assert entry.pins == reasons, f"{entry.pins} pins, {reasons} reasons"
-        dropped = {entry.slot for entry in pinned if entry.state is State.DROPPED}
+        held = {id(entry): entry.pins for entry in chain(entries, pinned) if entry.pins}
+        assert held == Counter(map(id, pinned)), "pins, and reasons for them, differ"
+        dropped = {entry.slot for entry in pinned if entry.state is _DROPPED}
         assert dropped == namespace.manager._lingering, "dropped blocks and lingering slots differ"
 
     def check_bytes(
-        self, namespace: Namespace, entries: Sequence[Entry], *, again: bool = False
+        self, namespace: Namespace, ready: Iterable[Entry], *, again: bool = False
     ) -> None:
         """What is ready under a key is what the model computes for it."""
-        digest, generations = namespace.layout.digest, namespace.generations._values
-        checked = self._checked
-        for entry in entries:
-            if entry.state is _READY:
-                place, generation = (digest, entry.slot), generations[entry.slot]
-                if again or checked.get(place) != generation:
-                    checked[place] = generation
-                    truth = self._truth.bytes[entry.key]
-                    found = namespace.view(entry.slot)[: len(truth)]
-                    assert found == truth, f"wrong bytes in slot {entry.slot}"
+        generations = namespace.generations._values
+        checked = self._checked[namespace.layout.digest]
+        for entry in ready:
+            slot = entry.slot
+            if checked.get(slot) != generations[slot] or again:
+                checked[slot] = generations[slot]
+                truth = self._truth.bytes[entry.key]
+                found = namespace.view(slot)[: len(truth)]
+                assert found == truth, f"wrong bytes in slot {slot}"
 
     def _check_caps(self) -> None:
         store, engine = self._store, self._engine
@@ -188,7 +213,8 @@ class Checks:
                 continue
             manager, slot_bytes = session.namespace.manager, session.namespace.layout.slot_bytes
             cap = engine.credit_bytes // slot_bytes
-            assert len(session.granted) <= max(1, min(cap, session.credit_slots)), "credits"
+            least = len(manager.rules)  # one block of each group can be stored at any time
+            assert len(session.granted) <= max(least, min(cap, session.credit_slots)), "credits"
             leases = manager.leases.of_owner(session.number)
             blocks = [len(manager.leases._leases[lease].entries) for lease in leases]
             assert sum(blocks) == manager.leases.blocks_of(session.number), "leased blocks"
@@ -197,11 +223,16 @@ class Checks:
             assert len(session.writing) <= len(session.granted)
         for namespace in store.namespaces.values():
             for tier in namespace.tiering.tiers:
-                pinned = namespace.tiering._storing[tier.name]
-                most = max(1, namespace.manager.slots_total // 4) + 8  # memory may have shrunk
-                assert pinned <= most, f"{pinned} blocks are being written to a tier"
+                name = namespace.layout.digest, tier.name
+                pinned, slots = namespace.tiering._storing[tier.name], namespace.manager.slots_total
+                pinned_before, slots_before = self._storing.get(name, (0, 0))
+                most = max(1, slots // 4, slots_before // 4)  # memory may have shrunk since
+                fits = pinned <= pinned_before or pinned <= most
+                assert fits, f"{pinned} blocks are being written to a tier, expected {most}"
+                self._storing[name] = pinned, slots
 
     def _check_host(self, host: Host) -> None:
+        """Check an engine's halves; only its own steps change what is checked."""
         half, client, requests = host.half, host.client, host.engine.requests
         tracked = half._requests
         assert tracked.keys() <= requests.keys(), "a request is tracked that has ended"

@@ -1,8 +1,12 @@
-"""The simulation's disk: slow, with rubbish in slots until a read ends, and with faults."""
+"""The simulation's disk: slow, with faults, and with rubbish in slots until a read ends.
+
+What it writes it reads from memory when the write's time has come, not before.
+"""
 
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 from kvstore.errors import TierFull, TierIOError
@@ -15,7 +19,7 @@ RUBBISH = b"\xbb"
 
 
 class SlowTier:
-    """Gives the results of loads late; until then, and for what failed, slots hold rubbish."""
+    """Takes its time; until a load's result, and for what failed, slots hold rubbish."""
 
     def __init__(
         self,
@@ -37,6 +41,8 @@ class SlowTier:
         self._clock = clock
         self._slowness_ms = rng.choice((0, 20, 200))
         self._loads: dict[JobId, TransferJob] = {}
+        self._stores: deque[tuple[int, TransferJob]] = deque()  # with when they are written
+        self._writing: set[BlockKey] = set()
         self._refused: list[JobResult] = []
         self._late: list[tuple[int, JobResult, list[bytes]]] = []  # with when, and the bytes
 
@@ -76,9 +82,23 @@ class SlowTier:
             self._refused.append(JobResult(job.job_id, 0, TierIOError("injected")))
         elif now < self._full_until and not load:
             self._refused.append(JobResult(job.job_id, 0, TierFull("injected")))
+        elif load:
+            self._loads[job.job_id] = job
+            self._inner.submit(job)
         else:
-            if load:
-                self._loads[job.job_id] = job
+            due = max(now + self._delay_ns() // 8, self._stores[-1][0] if self._stores else 0)
+            self._stores.append((due, job))
+            self._writing.update(job.keys)
+
+    def _delay_ns(self) -> int:
+        return self._rng.randrange(self._slowness_ms + 1) * MS
+
+    def _write(self) -> None:
+        """Read the slots of the stores whose time has come."""
+        now = self._clock()
+        while self._stores and self._stores[0][0] <= now and now >= self.frozen_until:
+            job = self._stores.popleft()[1]
+            self._writing.difference_update(job.keys)
             self._inner.submit(job)
 
     def _spoil(self, job: TransferJob) -> None:
@@ -88,13 +108,15 @@ class SlowTier:
 
     def poll(self) -> Sequence[JobResult]:
         over, self._refused = self._refused, []
+        if self._stores:
+            self._write()
         self.loading = self.loading and self._clock() < self._loading_until
         for result in self._inner.poll():
             job = self._loads.get(result.job_id)
             if job is None:
                 over.append(result)
                 continue
-            due = self._clock() + self._rng.randrange(self._slowness_ms + 1) * MS
+            due = self._clock() + self._delay_ns()
             blocks = [bytes(self._memory.view(slot)) for slot in job.slots[: result.done]]
             self._spoil(job)
             self._late.append((due, result, blocks))
@@ -113,7 +135,9 @@ class SlowTier:
         return [result for _, result, _ in ended]
 
     def lookup(self, key: BlockKey) -> LookupResult:
-        return LookupResult.RETRY if self.loading else self._inner.lookup(key)
+        if self.loading:
+            return LookupResult.RETRY
+        return LookupResult.PENDING if key in self._writing else self._inner.lookup(key)
 
     def touch(self, key: BlockKey) -> None:
         self._inner.touch(key)
@@ -125,6 +149,8 @@ class SlowTier:
         self._inner.clear()
 
     def drain(self) -> None:
+        while self._stores:
+            self._inner.submit(self._stores.popleft()[1])
         self._inner.drain()
 
     def close(self) -> None:

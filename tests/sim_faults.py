@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 AIMED = 0.1  # chance of a fault at a moment at which the state aimed at holds
 AIMED_MAX = 24  # of them in a world
 
+PROMOTION = "promotion under way"
 STATES: dict[str, Callable[[World], bool]] = {
     "idle": lambda w: all(host.engine.idle for host in w.hosts),
     "asking": lambda w: any(_phase(host, Asking.ASKED) for host in w.hosts),
@@ -36,7 +37,7 @@ STATES: dict[str, Callable[[World], bool]] = {
     "lookup waits": lambda w: any(s.asks for s in w.sessions()),
     "block half written": lambda w: any(s.writing for s in w.sessions()),
     "lease held": lambda w: any(len(n.manager.leases) for n in w.namespaces()),
-    "promotion under way": lambda w: any(n.tiering._coming for n in w.namespaces()),
+    PROMOTION: lambda w: any(n.tiering._coming for n in w.namespaces()),
     "copy to disk under way": lambda w: any(
         sum(n.tiering._storing.values()) for n in w.namespaces()
     ),
@@ -142,10 +143,9 @@ def _clear(world: World, _: Host, __: random.Random) -> bool:
 
 
 def _damage(world: World, _: Host, rng: random.Random) -> bool:
-    """A block in memory turns out damaged, as a reader's report says."""
-    blocks = [
-        (n, e.key) for n in world.namespaces() for e in n.manager.index if e.state is State.READY
-    ]
+    """A block in memory turns out damaged, as a reader's report says: one in use, if any is."""
+    ready = [(n, e) for n in world.namespaces() for e in n.manager.index if e.state is State.READY]
+    blocks = [(n, e.key) for n, e in ready if e.pins] or [(n, e.key) for n, e in ready]
     if not blocks:
         return False
     blocks.sort(key=lambda block: block[1])

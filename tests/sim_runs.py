@@ -96,7 +96,7 @@ def attempts(seeds: range, processes: int | None = None) -> Iterator[Outcome]:
     os.environ["PYTHONHASHSEED"] = "0"
     try:
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(processes or os.cpu_count(), context) as pool:
+        with ProcessPoolExecutor(processes or os.cpu_count(), context, gc.freeze) as pool:
             yield from pool.map(attempt, seeds, chunksize=CHUNK)
     finally:
         if before is None:

@@ -15,6 +15,8 @@ from kvstore.service.store import Store
 
 US = 1_000
 MS = 1_000_000
+ENCODED = 0.25  # share of messages that are encoded and decoded on their way
+WOKEN = 0.2  # chance that a lower tier wakes a store that no message and no time does
 
 
 class Extent:
@@ -90,7 +92,7 @@ class Wire:
 
     def send(self, message: p.Message) -> None:
         self.flush()
-        self.up.append((self._net.due(self.up), self._net.to_store(message)))
+        self.up.append((self._net.due(self.up), self._net.carry(message, self._net.to_store)))
 
     def flush(self) -> None:
         if self.lost or not self.open:
@@ -129,17 +131,21 @@ class Net:
         self.now = 1_000 * MS
         self.store: Store | None = None
         self.frozen_until = 0
+        self._ticked_ns = 0
         self.slow = False
         self.slow_until = 0
         self.fds: dict[int, Extent] = {}
         self.wires: dict[int, Wire] = {}
         self._next = 1
         self._rng = rng
-        self._to_store = p.Decoder(p.ToStore)
+        self.to_store = p.Decoder(p.ToStore)
         self._to_engine = p.Decoder(p.ToEngine)
 
-    def to_store(self, message: p.Message) -> p.Message:
-        return next(iter(list(self._to_store.feed(p.encode(message)))))
+    def carry(self, message: p.Message, decoder: p.Decoder) -> p.Message:
+        """Return what the other side gets; some messages go through bytes."""
+        if self._rng.random() >= ENCODED:
+            return message
+        return next(iter(list(decoder.feed(p.encode(message)))))
 
     def due(self, queue: deque[tuple[int, p.Message | None]] | deque[tuple[int, p.Message]]) -> int:
         if self.slow or self.now < self.slow_until:
@@ -167,24 +173,28 @@ class Net:
         """The store's way out."""
         wire = self.wires.get(number)
         if wire is not None and wire.open:
-            copy = next(iter(list(self._to_engine.feed(p.encode(message)))))
-            wire.down.append((self.due(wire.down), copy))
+            wire.down.append((self.due(wire.down), self.carry(message, self._to_engine)))
             if fd is not None:
                 wire.fds.append(self.fds[fd])
 
     def pump(self) -> None:
-        """One turn of the store's loop."""
-        if self.store is None or self.now < self.frozen_until:
+        """One turn of the store's loop: messages or time wake it, or sometimes a lower tier."""
+        store, now, told = self.store, self.now, self.now - self._ticked_ns >= MS
+        if store is None or now < self.frozen_until:
             return
         for wire in list(self.wires.values()):
-            while wire.up and wire.up[0][0] <= self.now:
-                message = wire.up.popleft()[1]
+            up = wire.up
+            while up and up[0][0] <= now:
+                told = True
+                message = up.popleft()[1]
                 if message is None:
                     del self.wires[wire.number]
-                    self.store.on_closed(wire.number, self.now)
+                    store.on_closed(wire.number, now)
                 else:
-                    self.store.on_message(wire.number, message, self.now)
-        self.store.on_tick(self.now)
+                    store.on_message(wire.number, message, now)
+        if told or self._rng.random() < WOKEN:
+            self._ticked_ns = now
+            store.on_tick(now)
 
     def kill(self) -> None:
         """The store's process is gone."""

@@ -91,7 +91,10 @@ class Worker:
         self.stores_open.add(job.job_id)
         self._queue.append(job)
 
-    def finished_loads(self, _meta: StepMeta) -> tuple[set[str], set[str]]:
+    def finished_loads(self, meta: StepMeta) -> tuple[set[str], set[str]]:
+        """In a step that computes nothing loads are waited for: some end in the one they began."""
+        if meta.idle and self.loads_open and self._wakes():
+            self.copy(40)
         outcomes, self._outcomes = self._outcomes, []
         ended, failed = set(), set()
         for outcome in outcomes:
@@ -117,6 +120,20 @@ class Worker:
     @property
     def busy(self) -> bool:
         return self._copying is not None or bool(self._queue) or bool(self._waiting)
+
+    @property
+    def idle(self) -> bool:
+        """Tell whether everything is copied, and the engine knows."""
+        return not (self.busy or self._outcomes or self._over)
+
+    def turn(self) -> None:
+        """The link's and the copy thread's turn."""
+        self.talk()
+        if self.busy and self._wakes():
+            self.copy(self._rng.choice((1, 4, 40)))
+
+    def _wakes(self) -> bool:
+        return self._net.now >= self.stalled_until and self._rng.random() >= self.slowness
 
     def copy(self, moves: int) -> None:
         """Copy up to this many engine blocks; loads that wait for slots let others pass."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,11 +11,11 @@ from collections.abc import Sequence
 import pytest
 
 from kvstore import cli
-from kvstore.bench import index
+from kvstore.bench import index, prompts
 from kvstore.bench.report import Result, as_json
 from kvstore.errors import InvariantBroken
 from kvstore.eviction import LeafLRU
-from kvstore.index import Entry
+from kvstore.index import Node
 
 BLOCKS = 4000
 NAMES = {
@@ -24,6 +25,10 @@ NAMES = {
     "store_evict": "blocks/s",
     "worst_call": "ms",
     "bytes_per_entry": "B",
+}
+CASES = {"next turn", "shared head, new tail", "shared head, next turn", "edited"}
+CALLS = {"lookup", "begin_store", "complete_store", "pin", "unpin"} | {
+    f"{when}_{what}" for when in ("prepare", "complete") for what in ("store", "load")
 }
 
 
@@ -53,6 +58,17 @@ def test_every_row_is_there_for_every_count(monkeypatch: pytest.MonkeyPatch) -> 
         slow = {r.parameters.get("statistic"): r.value for r in mine if r.name == "worst_call"}
         assert 0 < slow["p99.99"] <= slow["maximum"]
         assert of(mine, "worst_call", statistic="maximum").parameters["pinned"] == count // 2
+        for asked in ("first", "again"):
+            half = [
+                r for r in mine if r.name == "lookup_half_hit" and r.parameters["asked"] == asked
+            ]
+            times = {str(r.parameters["case"]): r.value for r in half}
+            mix = times.pop("mix")
+            assert set(times) == CASES
+            assert min(times.values()) <= mix <= max(times.values())
+        longest = of(mine, "worst_call", statistic="maximum").parameters
+        assert longest["call"] in CALLS
+        assert 0 < longest["cpu_ms"] <= longest["most_cpu_ms"]
         size = of(mine, "bytes_per_entry")
         assert 100 < size.value <= size.parameters["peak"]
     assert all(row["value"] > 0 for row in json.loads(as_json("index", results))["results"])
@@ -90,13 +106,38 @@ def test_vllms_managers_run_beside_ours_in_the_same_run() -> None:
 def test_evictions_in_another_order_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     without_vllm(monkeypatch)
 
-    def first_come(self: LeafLRU, entry: Entry) -> None:
+    def first_come(self: LeafLRU, entry: Node) -> None:
         if entry.next is None:
             self._link_after(entry, self._root)
 
     monkeypatch.setattr(LeafLRU, "touch", first_come)
     with pytest.raises(InvariantBroken, match="leaf-first"):
         index.run([BLOCKS])
+
+
+def test_what_is_stored_has_no_other_blocks_in_common_than_it_says() -> None:
+    for number in range(len(prompts.KINDS)):
+        requests = prompts.unit(number)
+        keys = [key for each in requests for key in each.keys[each.shared :]]
+        assert len(set(keys)) == len(keys) == prompts.PREFIX
+        for each in requests:
+            above = {other.number: other for other in requests}.get(each.of or -1)
+            assert each.shared == 0 or (
+                above and above.keys[: each.shared] == each.keys[: each.shared]
+            )
+            assert each.chain.keys(0, each.chain.blocks) == each.keys
+        again = prompts.unit(number)
+        assert [each.keys for each in again] == [each.keys for each in requests]
+
+
+@pytest.mark.parametrize("case", prompts.CASES, ids=lambda case: case.case or case.name)
+def test_a_question_has_as_many_stored_blocks_as_it_says(case: prompts.Case) -> None:
+    stored = {key for number in range(8) for each in prompts.unit(number) for key in each.keys}
+    for seed in range(5):
+        asked = prompts.question(case, 8, random.Random(seed)).received()
+        here = [key in stored for key in asked.keys]
+        assert here == [index < asked.shared for index in range(prompts.PREFIX)]
+        assert asked.shared in case.shared
 
 
 def test_too_few_blocks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,20 @@ def test_old_objects_are_left_out_of_all_collections() -> None:
     assert done.stdout.split() == ["0", "True", "True"]
 
 
+def test_no_collection_walks_more_than_some_hundred_young_objects() -> None:
+    code = (
+        "import gc; from kvstore.collector import collect_young_only\n"
+        "collect_young_only(); most, kept = 0, []\n"
+        "for i in range(400):\n"
+        "    kept += [[i] for _ in range(100)]\n"
+        "    most = max(most, len(gc.get_objects(0)) + len(gc.get_objects(1)))\n"
+        "print(500 < most < 2500)"
+    )
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, capture_output=True, text=True, check=True, timeout=600)
+    assert done.stdout.split() == ["True"]
+
+
 def test_what_leaves_a_manager_is_freed_without_a_collection() -> None:
     rng = random.Random(1)
     manager = Manager([GroupRule(), GroupRule(2)], defaultdict(int))

@@ -92,7 +92,7 @@ def test_the_budget_is_a_drive_write_per_day_and_says_so(
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "FILE_BYTES", 256 * MIB)
     monkeypatch.setattr(measure, "DEPTHS", (1, 4))
-    monkeypatch.setattr(cli, "SECONDS", 1.0)
+    monkeypatch.setattr(cli, "SECONDS", 0.5)
 
 
 @pytest.mark.usefixtures("quick")

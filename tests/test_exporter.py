@@ -154,8 +154,8 @@ class Told:
         self.child = Child("told", "lo", None)
         self.said: list[Message] = []
 
-    def raw(self, body: bytes) -> None:
-        self.child._outbox.append((memoryview(struct.pack("<I", len(body)) + body), None))
+    def raw(self, body: bytes, fd: int | None = None) -> None:
+        self.child._outbox.append((memoryview(struct.pack("<I", len(body)) + body), fd))
         self.child.flush()
         self.hear()
 
@@ -216,10 +216,11 @@ def test_anything_that_is_said_is_answered_and_ends_nothing(told: Told) -> None:
     while m.Wrong(wrong) not in told.until(m.Wrong):  # all before has been read
         told.hear()
     extent = filled(MIB, 4 * KIB, 1)
-    told.child.send(m.Map(77, extent.bytes, False, 0), extent.fd)
+    told.raw(b"nothing, with something", extent.fd)
+    told.child.send(m.Map(77, extent.bytes, False, 1), extent.fd)
     assert [one.extent for one in told.until(m.Mapped) if isinstance(one, m.Mapped)] == [77]
     assert told.child.ended() is None
-    told.child.send(m.Map(77, extent.bytes, False, 1), extent.fd)
+    told.child.send(m.Map(77, extent.bytes, False, 2), extent.fd)
     told.child.send(m.Unmap(77))
     told.until(m.Unmapped)
     assert m.NotMapped(77, "extent 77 is mapped already") in told.said
@@ -232,7 +233,7 @@ def test_only_sealed_memory_that_is_there_is_mapped(told: Told) -> None:
     os.ftruncate(loose, MIB)
     pipe, pipe_in = os.pipe()
     told.said.clear()
-    first = 2  # descriptors were passed in the test before
+    first = 3  # descriptors were passed in the test before
     for number, (fd, size) in enumerate(
         [(extent.fd, 0), (extent.fd, extent.bytes + 1), (loose, MIB), (pipe, 1)]
     ):
@@ -243,7 +244,7 @@ def test_only_sealed_memory_that_is_there_is_mapped(told: Told) -> None:
     assert found[1] == f"{extent.bytes + 1} bytes to map, expected 1 to {extent.bytes}, its size"
     assert found[2] == "seals 0x0, expected F_SEAL_SHRINK among them"
     assert found[3].startswith("expected a memfd, found none")
-    assert found[4].startswith("descriptor 11, expected 6 or a later one")
+    assert found[4].startswith("descriptor 12, expected 7 or a later one")
     descriptors = Path(f"/proc/{told.child.pid}/fd")
     assert not [one for one in descriptors.iterdir() if "memfd" in str(one.readlink())]
     for fd in (loose, pipe, pipe_in):

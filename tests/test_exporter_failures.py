@@ -140,10 +140,12 @@ def test_the_own_process_is_killed(trio: tuple[Side, Side, Side]) -> None:
     assert all(done.error == "failed" and "SIGKILL" in done.text for done in lost)
     assert end(ours, ours.start(theirs, [(0, 0)])).text in {"the exporter is not running", ""}
 
+    peer = theirs.name
     settled(theirs)
     back(ours)
     assert ours.name != old
-    ours.meet(theirs)
+    if theirs.name != peer:  # UCX has ended it, see settled()
+        ours.meet(theirs)
     ours.clear()
     assert end(ours, ours.start(theirs, everything(ours))).error is None
     assert ours.memory[LANDING].slot(5) == theirs.memory[EXPORT].slot(5)
@@ -200,17 +202,21 @@ def test_too_much_in_quarantine_restarts_the_exporter(
     ours.poll()
     assert not ours.of(Down), "within the cap"
 
+    behind = [ours.start(theirs, everything(ours)) for _ in range(4)]
+    for number in behind:
+        ours.exporter.abandon(number)
+    assert ours.exporter.quarantined_bytes > ours.exporter._settings.quarantine_bytes_max
+    ours.poll()
+    assert end(ours, *behind).text == "abandoned"
+    assert not ours.of(Down), "what can end at once is given the time"
+
     number = ours.start(theirs, [(0, 0)])
     ours.exporter.remove_peer(theirs.name)
     assert end(ours, number).error == "gone"
-    ours.exporter.abandon(stuck[1])
-    late = ours.start(other, [(0, 0)])
-    assert end(ours, late).error is None
-    assert not ours.of(Down), "transfers that can end are given a moment"
-    third = ours.exporter._settings
-    ours.exporter._settings = msgspec.structs.replace(third, quarantine_bytes_max=MIB)
+    settings = ours.exporter._settings
+    ours.exporter._settings = msgspec.structs.replace(settings, quarantine_bytes_max=MIB)
     wait(ours, lambda: ours.of(Down))
-    ours.exporter._settings = third
+    ours.exporter._settings = settings
     assert "in quarantine" in ours.of(Down)[0].reason
     assert set(stuck) <= set(ours.ended)
     assert ours.exporter.quarantined_bytes == 0

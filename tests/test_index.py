@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+from functools import cache
+from hashlib import blake2b
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvstore.index import Entry, Index, State
+from kvstore.index import STRANDS_MAX, Entry, Index, State, Strand
 from kvstore.types import BlockKey, Chain, LookupResult, Slot
 
 WIDTH = 8
@@ -83,14 +87,135 @@ def test_a_block_being_written_ends_the_prefix() -> None:
     assert prefix(index, 8) == 5
 
 
-@pytest.mark.parametrize("ready", [0, 1, 1000, 2000, 3999, 4000])
-def test_the_search_asks_for_few_keys_and_for_one_or_two_of_all_or_nothing(ready: int) -> None:
-    index = Index()
-    chain_of(index, ready)
+@cache
+def below(above: bytes, name: str) -> bytes:
+    return blake2b(above + name.encode(), digest_size=WIDTH).digest()
+
+
+def path_of(*parts: tuple[str, int]) -> Chain:
+    """Return a prompt of so many blocks of this content, then of that; a hash names all above."""
+    hashes = [b""]
+    for name, length in parts:
+        for _ in range(length):
+            hashes.append(below(hashes[-1], name))
+    return Chain(b"".join(hashes), WIDTH, 1)
+
+
+def store(index: Index, chain: Chain) -> list[Entry]:
+    """Look up, and add what is not here, as engines do."""
+    here, _ = index.prefix(chain, 0, chain.blocks)
+    above = index.get(chain.key(0, here - 1)) if here else None
+    added: list[Entry] = []
+    for number in range(here, chain.blocks):
+        above = add(index, chain.key(0, number), above)
+        added.append(above)
+    return added
+
+
+def probes(index: Index, chain: Chain) -> tuple[int, int]:
+    """Return how many blocks a search finds, and how often it asks for that."""
     index._tables = [Counting(table) for table in index._tables]
     Counting.asked = 0
-    assert prefix(index, 4000) == ready
-    assert Counting.asked <= {0: 1, 4000: 2}.get(ready, math.log2(4000) + 3)
+    found, _ = index.prefix(chain, 0, chain.blocks)
+    return found, Counting.asked
+
+
+@pytest.mark.parametrize("ready", [1, 2, 1000, 2000, 3999, 4000])
+def test_a_prompt_that_goes_on_where_the_stored_one_ends_is_found_in_three_probes(
+    ready: int,
+) -> None:
+    index = Index()
+    store(index, path_of(("a", ready)))
+    assert probes(index, path_of(("a", 4000))) == (ready, min(3, 1 + ready, 4000 - ready + 2))
+
+
+def test_nothing_is_found_in_one_probe_and_all_in_two() -> None:
+    index = Index()
+    assert probes(index, path_of(("a", 4000))) == (0, 1)
+    store(index, path_of(("a", 4000)))
+    assert probes(index, path_of(("a", 4000))) == (4000, 2)
+    assert probes(index, path_of(("a", 3000))) == (3000, 2)
+    assert probes(index, path_of(("a", 4000), ("x", 9))) == (4000, 3)
+
+
+def test_a_head_that_many_share_is_found_in_three_probes_and_what_follows_it_in_four() -> None:
+    index = Index()
+    head = ("a", 500)
+    tails = {"b": 300, "c": 200, "d": 100}
+    for tail in tails.items():
+        store(index, path_of(head, tail))
+    assert probes(index, path_of(head, ("x", 500))) == (500, 3)
+    for tail in tails.items():
+        assert probes(index, path_of(head, tail, ("x", 200))) == (500 + tail[1], 4)
+
+
+def test_a_search_follows_forks_below_forks() -> None:
+    index = Index()
+    above, middle = ("a", 100), ("b", 110)
+    store(index, path_of(above, ("z", 500)))
+    for name in "cde":
+        store(index, path_of(above, middle, (name, 120)))
+    assert probes(index, path_of(above, middle, ("x", 800))) == (210, 4)
+    assert probes(index, path_of(above, middle, ("d", 120), ("x", 800))) == (330, 5)
+
+
+@pytest.mark.parametrize("gone", [1, 100, 298])
+def test_after_evictions_the_end_is_still_found_in_three_probes(gone: int) -> None:
+    index = Index()
+    for entry in store(index, path_of(("a", 300)))[: -gone - 1 : -1]:
+        index.remove(entry)
+    assert probes(index, path_of(("a", 4000))) == (300 - gone, 3)
+
+
+def test_a_prompt_that_leaves_a_stored_one_at_a_new_place_is_bisected_and_at_an_old_one_not() -> (
+    None
+):
+    index = Index()
+    store(index, path_of(("a", 4000)))
+    for place in (1234, 1, 3999, 2500):
+        edited = path_of(("a", place), ("x", 4000 - place))
+        found, asked = probes(index, edited)
+        assert found == place
+        assert asked <= math.log2(4000) + 5
+        assert probes(index, edited) == (place, min(3, place + 1))
+
+
+def test_a_fork_at_each_block_does_not_make_the_search_a_scan() -> None:
+    index = Index()
+    for length in range(1, 400):  # each leaves the one before it at its end but one
+        store(index, path_of(("a", length), ("b", 1)))
+    found, asked = probes(index, path_of(("a", 1000)))
+    assert found == 399
+    assert asked <= math.log2(1000) + 2 + 4 * STRANDS_MAX
+
+
+@given(
+    lengths=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 9)), min_size=1, max_size=9),
+    hints=st.lists(st.tuples(st.integers(-3, 40), st.integers(-3, 40)), min_size=1, max_size=20),
+    kept=st.integers(0, 9),
+    new=st.integers(0, 30),
+)
+def test_hints_that_are_wrong_in_any_way_cost_probes_only(
+    lengths: list[tuple[str, int]], hints: list[tuple[int, int]], kept: int, new: int
+) -> None:
+    """Any block may be said to begin a strand, or be of another's, of any length and fork."""
+    index = Index()
+    for end in range(1, len(lengths) + 1):
+        store(index, path_of(*lengths[:end]))
+        store(index, path_of(*lengths[: end - 1], ("z", 2)))
+    strands = []
+    for blocks, fork in hints:
+        strands.append(Strand())
+        strands[-1].blocks, strands[-1].fork = blocks, fork
+    for number, entry in enumerate(index):
+        entry.strand = [*strands, None][number % (len(strands) + 1)]
+    chain = path_of(*lengths[:kept], ("y", new))
+    expected = next(
+        (i for i in range(chain.blocks) if index.get(chain.key(0, i)) is None), chain.blocks
+    )
+    found, count = probes(index, chain)
+    assert found == expected
+    assert count <= math.log2(max(1, chain.blocks)) + 2 + 4 * STRANDS_MAX
 
 
 def test_with_a_hole_the_search_is_a_scan_and_stops_at_the_hole() -> None:
@@ -159,6 +284,26 @@ def test_ready_run_stops_at_what_is_not_ready() -> None:
     entries = chain_of(index, 4)
     entries[2].state = State.WRITING
     assert index.run(path(4), 0, 4) == entries[:2]
+
+
+@pytest.mark.parametrize("other", ["above", "nothing", "a longer path"])
+def test_a_block_that_hangs_in_a_wrong_place_does_not_mislead_a_run(other: str) -> None:
+    """Whoever stored it may have named another block as its parent."""
+    index = Index()
+    entries = chain_of(index, 3)
+    strange = chain_of(index, 6, "b")
+    above = {"above": entries[1], "nothing": None, "a longer path": strange[5]}[other]
+    entries.append(add(index, key(3), above))
+    assert index.run(path(4), 0, 4) == entries
+
+
+def test_a_run_asks_for_few_keys() -> None:
+    index = Index()
+    entries = chain_of(index, 1000)
+    index._tables = [Counting(table) for table in index._tables]
+    Counting.asked = 0
+    assert index.run(path(2000), 0, 2000) == entries
+    assert Counting.asked == 4
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -13,7 +13,7 @@ from hypothesis.stateful import (
 )
 
 from kvstore.eviction import LeafLRU
-from kvstore.index import Entry, Index, State
+from kvstore.index import Entry, Index, State, Strand
 from kvstore.types import BlockKey, Chain, LookupResult, Slot
 
 WIDTH = 8
@@ -151,6 +151,16 @@ class IndexMachine(RuleBasedStateMachine):
         if entry.parent is not None:
             self.order.freed(entry.parent)
 
+    @rule(name=PATHS, of=st.none() | PATHS, blocks=st.integers(-2, 8), fork=st.integers(-2, 8))
+    def mislead(self, name: str, of: str | None, blocks: int, fork: int) -> None:
+        """Give a block a wrong hint, or another block's."""
+        if name in self.model and of in self.model:
+            self.entry(name).strand = self.entry(of).strand
+        elif name in self.model:
+            strand = self.entry(name).strand = None if of else Strand()
+            if strand is not None:
+                strand.blocks, strand.fork = blocks, fork
+
     @rule(name=st.sampled_from(FULL))
     def walk(self, name: str) -> None:
         """What a lease does: holes on its way are closed, but above what is ready only by that."""
@@ -173,6 +183,7 @@ class IndexMachine(RuleBasedStateMachine):
         if victim is None:
             assert not can_go
             return
+        assert isinstance(victim, Entry)
         name = victim.key[: WIDTH * DEEPEST].split()[0].decode()
         assert name in can_go
         if self.exact:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from kvstore.errors import InvariantBroken
-from kvstore.index import State
-from kvstore.leases import Lease
+from kvstore.index import Entry, State
+from kvstore.leases import Lease, hit_of
 from kvstore.lookup import Answer
 from kvstore.manager import Manager, StoreOutcome
 from kvstore.types import BlockKey, Chain, GroupRule, LookupResult, Slot
@@ -112,6 +112,24 @@ def test_a_slot_that_was_not_granted_cannot_come_back() -> None:
 def test_a_write_needs_a_granted_slot() -> None:
     with pytest.raises(InvariantBroken):
         Rig(2).manager.begin_store(chain(1).key(0, 0), None, Slot(0))
+
+
+def test_what_ends_must_have_begun() -> None:
+    rig, blocks = Rig(3), chain(2)
+    (slot,) = rig.grant()
+    with pytest.raises(InvariantBroken, match="store"):
+        rig.manager.complete_store(slot, ok=True)
+    for begun in (slot, rig.begin(blocks, 0)):
+        with pytest.raises(InvariantBroken, match="promotion"):
+            rig.manager.complete_promotion(begun, ok=True)
+
+
+def test_a_hit_has_the_generation_that_a_coming_block_will_have() -> None:
+    entries = [Entry(chain(1).key(0, 0), None, Slot(slot)) for slot in range(3)]
+    entries[0].state, entries[1].state = State.READY, State.COMING
+    entries[2].state = State.COMING
+    hit = hit_of(range(3), entries, [7, 7, 0xFFFFFFFF])
+    assert (list(hit.slots), list(hit.generations)) == ([0, 1, 2], [7, 8, 0])
 
 
 # GRANTED -> WRITING -> READY

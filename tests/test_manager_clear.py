@@ -132,6 +132,23 @@ def test_a_promotion_starts_again_while_the_cleared_one_is_under_way() -> None:
     assert rig.manager.lookup(blocks, 1) == Answer(1)
 
 
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_second_clear_leaves_what_the_first_put_out_of_reach(*, ok: bool) -> None:
+    rig, blocks = Rig(8), chain(3)
+    (coming,) = rig.grant()
+    assert rig.manager.begin_promotion(blocks.key(0, 0), None, coming)
+    written = rig.begin(chain(1, "b"), 0)
+    rig.manager.clear()
+    rig.manager.clear()
+    assert len(rig.manager.index) == 0
+    expected = StoreOutcome.ORPHAN if ok else StoreOutcome.FAILED
+    assert rig.manager.complete_promotion(coming, ok=ok) is expected
+    expected = StoreOutcome.STORED if ok else StoreOutcome.FAILED
+    assert rig.manager.complete_store(written, ok=ok) is expected
+    finish(rig)
+    assert rig.manager.slots_used == len(rig.manager.index) == int(ok)
+
+
 def test_slots_to_be_retired_wait_for_the_clear() -> None:
     rig, _ = filled(2 * CLEAR_MAX)
     slots = [Slot(number) for number in range(2 * CLEAR_MAX + 1)]

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvstore.index import Entry, State
+from kvstore.index import Entry, Node, State
 from kvstore.leases import Lease
 from kvstore.lookup import Answer, common_hit
 from kvstore.manager import Manager, StoreOutcome
@@ -263,13 +263,13 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def what_can_go_does_go(self) -> None:
         """The policy knows every evictable block: list it, and compare."""
-        root: Entry = self.manager._policy._root  # type: ignore[attr-defined]
+        root: Node = self.manager._policy._root  # type: ignore[attr-defined]
         listed, at = set(), root.next
         while at is not root:
             assert at is not None
-            assert self.manager.index.get(at.key) is at, "in the order, and not in the index"
-            listed.add(id(at))
-            at = at.next
+            key, number, at = at.key, id(at), at.next
+            assert id(self.manager.index.get(key)) == number, "in the order, and not in the index"
+            listed.add(number)
         for entry in self.manager.index:
             if entry.state is State.READY and not entry.pins and not entry.children:
                 assert id(entry) in listed

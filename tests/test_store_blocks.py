@@ -6,7 +6,7 @@ import pytest
 
 from kvstore import protocol as p
 from kvstore.service.session import Phase
-from kvstore.types import BlockKey, make_key
+from kvstore.types import BlockKey, GroupRule, make_key
 from tests.fakes import (
     SLOT_BYTES,
     Engine,
@@ -296,6 +296,15 @@ def test_O23_credits_are_capped_in_bytes_and_by_need_and_by_size(
     engine = town.attach(credit_slots=wants)
     town.settle(engine, turns=20)
     assert len(engine.credits) == gets
+
+
+def test_O23_credits_are_enough_for_a_block_of_each_group_however_little_memory_there_is() -> None:
+    """Simulation seed 0: a block of three groups takes three slots, a quarter of eight is two."""
+    rules = (GroupRule(), GroupRule(1), GroupRule(2))
+    town = Town(settings(credit=1), HeapPool(extents=1, slots_per_extent=8))
+    engine = town.attach(credit_slots=100, rules=rules)
+    town.settle(engine, turns=20)
+    assert len(engine.credits) == len(rules)
 
 
 def test_O23_credits_are_filled_up_as_they_are_used() -> None:

@@ -58,6 +58,12 @@ def tree(path: str) -> ast.Module:
     return ast.parse((ROOT / path).read_text(encoding="utf-8"), path)
 
 
+@cache
+def nodes(path: str) -> tuple[ast.AST, ...]:
+    """All of a file's tree, which is walked by most tests."""
+    return tuple(ast.walk(tree(path)))
+
+
 def matches(path: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch(path, pattern) for pattern in patterns)
 
@@ -73,7 +79,7 @@ def package_of(path: str) -> str:
 
 def imported(path: str) -> Iterator[tuple[int, str]]:
     """Yield line and dotted name of each import, those inside functions and by string too."""
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -90,7 +96,7 @@ def imported(path: str) -> Iterator[tuple[int, str]]:
 
 
 def functions(path: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -151,17 +157,16 @@ def test_no_module_reads_the_environment(path: str) -> None:
     """Handing it on whole to a child, `{**os.environ, ...}`, is no reading."""
     if matches(path, ENVIRONMENT_READERS):
         return
-    nodes = list(ast.walk(tree(path)))
     handed_on = {
         value
-        for node in nodes
+        for node in nodes(path)
         if isinstance(node, ast.Dict)
         for key, value in zip(node.keys, node.values, strict=True)
         if key is None
     }
     assert not [
         f"{path}:{node.lineno} uses {ast.unparse(node)}"
-        for node in nodes
+        for node in nodes(path)
         if isinstance(node, ast.Attribute | ast.Name)
         and ast.unparse(node) in {"os.environ", "os.getenv", "environ", "getenv"}
         and node not in handed_on
@@ -220,7 +225,7 @@ def test_files_and_functions_stay_short(path: str) -> None:
 
 def caught(path: str) -> Iterator[tuple[int, ast.expr | None]]:
     """Yield line and type of what is caught and not raised on."""
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.ExceptHandler):
             last = node.body[-1]
             if not (isinstance(last, ast.Raise) and last.exc is None):

@@ -38,6 +38,8 @@ class FaultyTier:
     def poll(self) -> Sequence[JobResult]:
         """Return some of the finished jobs, in random order."""
         self._held.extend(map(self._maybe_fail, self._inner.poll()))
+        if not self._held:
+            return []
         self._rng.shuffle(self._held)
         ready = self._rng.randint(0, len(self._held))
         results, self._held = self._held[:ready], self._held[ready:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
@@ -141,5 +140,6 @@ class TieredWorker:
     def results(self, meta: StepMeta) -> WorkerResults:
         """Report what ended; our loads are asynchronous, and fail as a whole."""
         ended, failed = self.half.finished_loads(meta)
-        counts = Counter(msgspec.structs.asdict(self.half.take_stats()))
-        return WorkerResults(ended, failed, over=self.half.take_stores_over(), stats=+counts)
+        counts = msgspec.structs.asdict(self.half.take_stats())
+        stats = {name: number for name, number in counts.items() if number}
+        return WorkerResults(ended, failed, over=self.half.take_stores_over(), stats=stats)

@@ -72,7 +72,7 @@ class Device:
                 )
             self._sample(work)
             valid = end - work.rejected
-        return Span(request.request_id, first, end, valid, text.marks(valid), work.table)
+        return Span(request.request_id, first, end, valid, text.marks(0, valid), work.table)
 
     def _sample(self, work: Work) -> None:
         """Accept leading drafts, and add the token after them."""

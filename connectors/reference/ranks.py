@@ -6,21 +6,18 @@ is in the message. So a rank may as well be a process.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from connectors.jobs import StepMeta
 from connectors.reference.connector import WorkerSide
-from connectors.reference.shape import Group, Shape
-from connectors.reference.text import JUNK, Words, page_words, state_of, words_of
+from connectors.reference.shape import WORD_BYTES, Shape
+from connectors.reference.text import JUNK, words_of
 from kvstore.errors import InvariantBroken
 
-POISON = 0xEEEEEEEE
+POISON = b"\xee"
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -88,14 +85,11 @@ class LocalRank:
         self.number = rank
         self._side = side
         self._groups = shape.groups
+        self._states = [group for group, kind in enumerate(shape.groups) if kind.state]
+        self._page_bytes = shape.page_bytes
+        self._poisoned = POISON * shape.page_bytes
+        self._token_bytes = shape.token_bytes
         self._token_words = shape.token_words
-        self._pages = np.frombuffer(self.memory, dtype=np.uint32).reshape(-1, page_words(shape))
-        self._tokens = [
-            self._pages[:, : kind.tokens * shape.token_words].reshape(
-                shape.blocks, kind.tokens, shape.token_words
-            )
-            for kind in shape.groups
-        ]
         self._bad: set[int] = set()  # blocks that a load left wrong
         self._step: RankStep | None = None
 
@@ -112,26 +106,24 @@ class LocalRank:
             raise InvariantBroken("a step is collected that was not submitted")
         self.between()
         self._side.before_step(step.meta)
-        self._pages[step.fresh] = POISON
-        self._bad.difference_update(step.fresh)
+        self._poison(step.fresh)
         self._side.start_loads(step.meta)
         self.between()
-        marks = [np.frombuffer(span.marks, dtype=np.uint32) for span in step.spans]
-        for span, known in zip(step.spans, marks, strict=True):
-            self._read_states(span, known)
-        for span, known in zip(step.spans, marks, strict=True):
-            self._write(span, known)
+        for span in step.spans if self._states else ():
+            self._read_states(span)
+        expected = [self._write(span) for span in step.spans]
         self._side.after_forward(step.meta)
         results = self._side.results(step.meta)
         self._bad |= results.invalid
-        for span in step.spans:
-            self._clear(span)
+        if self._bad:
+            for span in step.spans:
+                self._clear(span)
         unread = set()
-        for span, known in zip(step.spans, marks, strict=True):
+        for span, words in zip(step.spans, expected, strict=True):
             if self._bad and self._reads_bad(span):
                 unread.add(span.request_id)
             else:
-                self._read(span, known)
+                self._read(span, words)
         self.between()
         return RankReport(
             results.ended, results.failed, results.sent, results.invalid,
@@ -140,67 +132,89 @@ class LocalRank:
 
     # The model
 
-    def _write(self, span: Span, marks: Words) -> None:
-        valid = max(span.first, span.valid)
-        new = np.full(span.end - span.first, JUNK, dtype=np.uint32)
-        new[: valid - span.first] = marks[span.first : valid]
-        at = np.arange(span.first, span.end)
+    def _poison(self, blocks: list[int]) -> None:
+        size = self._page_bytes
+        for block in blocks:
+            self.memory[block * size : (block + 1) * size] = self._poisoned
+
+    def _write(self, span: Span) -> list[bytes]:
+        """Compute a span; return, by group, the words that it reads and then writes."""
+        marks, size, expected = span.marks + JUNK * (span.end - span.valid), self._token_bytes, []
         for group, kind in enumerate(self._groups):
             if kind.state:
-                block = span.table[group][(span.end - 1) // kind.tokens]
-                self._tokens[group][block] = state_of(
-                    int(new[-1]), kind.tokens, group, self.number, self._token_words
-                )
+                words = self._state(group, marks[-WORD_BYTES:])
+                at = span.table[group][(span.end - 1) // kind.tokens] * self._page_bytes
+                self.memory[at : at + len(words)] = words
+                expected.append(b"")
                 continue
-            blocks, offsets = self._place(span, group, kind, at)
-            words = words_of(new, group, self.number, self._token_words)
-            self._tokens[group][blocks, offsets] = words
+            first = self._first_read(group, span)
+            words = words_of(marks[first * WORD_BYTES :], group, self.number, self._token_words)
+            expected.append(words)
+            self._fill(span, group, words[(span.first - first) * size :])
+        return expected
 
-    def _place(
-        self, span: Span, group: int, kind: Group, at: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        index, offsets = np.divmod(at, kind.tokens)
-        blocks = np.array(span.table[group], dtype=np.int64)[index]
-        if not blocks.all():
+    def _state(self, group: int, mark: bytes) -> bytes:
+        marks = mark * self._groups[group].tokens
+        return words_of(marks, group, self.number, self._token_words)
+
+    def _first_read(self, group: int, span: Span) -> int:
+        """Return the first token that a span's first one attends to."""
+        window = self._groups[group].window
+        return 0 if window is None else max(0, span.first - window + 1)
+
+    def _blocks(self, span: Span, group: int, first: int, end: int) -> list[int]:
+        tokens = self._groups[group].tokens
+        start, stop = first // tokens, -(-end // tokens)
+        blocks = span.table[group][start:stop]
+        if 0 in blocks or len(blocks) < stop - start:
             raise InvariantBroken(f"{span.request_id} group {group}: tokens in the null block")
-        return blocks, offsets
+        return blocks
 
-    def _read(self, span: Span, marks: Words) -> None:
+    def _fill(self, span: Span, group: int, words: bytes) -> None:
+        """Write a span's words into its blocks."""
+        tokens, size, at = self._groups[group].tokens, self._token_bytes, 0
+        start = span.first % tokens * size  # in the first block; the others are entered at 0
+        for block in self._blocks(span, group, span.first, span.end):
+            part = words[at : at + tokens * size - start]
+            place = block * self._page_bytes + start
+            self.memory[place : place + len(part)] = part
+            at, start = at + len(part), 0
+
+    def _read(self, span: Span, expected: list[bytes]) -> None:
         """Find what the computed tokens attend to: it must be what follows from the tokens."""
-        for group, kind in enumerate(self._groups):
-            first = 0
-            if kind.state:
+        memory, page, size = self.memory, self._page_bytes, self._token_bytes
+        for group, words in enumerate(expected):
+            first = self._first_read(group, span)
+            if not words or first >= span.valid:
                 continue
-            if kind.window is not None:
-                first = max(0, span.first - kind.window + 1)
-            if first >= span.valid:
-                continue
-            blocks, offsets = self._place(span, group, kind, np.arange(first, span.valid))
-            found = self._tokens[group][blocks, offsets]
-            words = words_of(marks[first:], group, self.number, self._token_words)
-            self._compare(span, group, first, found, words)
+            tokens = self._groups[group].tokens
+            starts = [block * page for block in self._blocks(span, group, first, span.valid)]
+            found = b"".join([memory[at : at + tokens * size] for at in starts])
+            skip, length = first % tokens * size, (span.valid - first) * size
+            self.reads += span.valid - first
+            if found[skip : skip + length] != words[:length]:
+                pairs = zip(found[skip:], words, strict=False)
+                wrong = next(at for at, (one, other) in enumerate(pairs) if one != other)
+                raise self._wrong(span, group, first + wrong // size)
 
-    def _read_states(self, span: Span, marks: Words) -> None:
+    def _read_states(self, span: Span) -> None:
         """Find the states that the step goes on from; it overwrites them."""
         if not span.first or span.first > span.valid:
             return
-        for group, kind in enumerate(self._groups):
-            if kind.state:
-                block = span.table[group][(span.first - 1) // kind.tokens]
-                mark = int(marks[span.first - 1])
-                words = state_of(mark, kind.tokens, group, self.number, self._token_words)
-                found = self._tokens[group][block]
-                self._compare(span, group, span.first - 1, found, words)
+        end = span.first * WORD_BYTES
+        for group in self._states:
+            words = self._state(group, span.marks[end - WORD_BYTES : end])
+            block = span.table[group][(span.first - 1) // self._groups[group].tokens]
+            at = block * self._page_bytes
+            self.reads += 1
+            if self.memory[at : at + len(words)] != words:
+                raise self._wrong(span, group, span.first - 1)
 
-    def _compare(self, span: Span, group: int, first: int, found: Words, words: Words) -> None:
-        self.reads += len(words)
-        if np.array_equal(found, words):
-            return
-        token = first + int(np.flatnonzero((found != words).any(axis=1))[0])
-        size = self._groups[group].tokens
-        raise InvariantBroken(
+    def _wrong(self, span: Span, group: int, token: int) -> InvariantBroken:
+        index = token // self._groups[group].tokens
+        return InvariantBroken(
             f"wrong bytes: {span.request_id} rank {self.number} group {group} token {token}, engine"
-            f" block {token // size} ({span.table[group][token // size]}), in a step of tokens"
+            f" block {index} ({span.table[group][index]}), in a step of tokens"
             f" {span.first}..{span.end}"
         )
 
@@ -221,12 +235,12 @@ class LocalRank:
 class Report(msgspec.Struct):
     """What all ranks said after a step, added up as vLLM does."""
 
-    over: Counter[int] = msgspec.field(default_factory=Counter)
+    over: dict[int, int] = {}  # by job, the ranks on which it ended
     loaded: set[str] = set()
     failed: set[str] = set()
     sent: set[str] = set()
     invalid: set[int] = set()
-    stats: Counter[str] = msgspec.field(default_factory=Counter)
+    stats: dict[str, int] = {}
     unread: set[str] = set()
 
 
@@ -259,8 +273,10 @@ class Aggregator:
             self._failing |= report.failed
             self._count(self._loads, rank, report.ended, total.loaded, "load ended")
             self._count(self._sends, rank, report.sent, total.sent, "blocks were sent")
-            total.over.update(report.over)
-            total.stats.update(report.stats)
+            for job in report.over:
+                total.over[job] = total.over.get(job, 0) + 1
+            for name, number in report.stats.items():
+                total.stats[name] = total.stats.get(name, 0) + number
             total.invalid |= report.invalid
             total.unread |= report.unread
         total.failed = self._failing & total.loaded

@@ -48,8 +48,7 @@ class Request:
         self.num_tokens = len(prompt)
         self.num_computed_tokens = 0
         self.tokens_max = len(prompt) + new
-        room = self.tokens_max + (shape.batches + 1) * (shape.drafts + 1)
-        self.text = Text(prompt, room, shape.hash_tokens)
+        self.text = Text(prompt, shape.hash_tokens)
         self.block_hashes: Sequence[bytes] = self.text.hashes
         self.state = State.WAITING
         self.table: list[list[int]] = [[] for _ in shape.groups]
@@ -74,8 +73,11 @@ class Request:
     @property
     def settled_tokens(self) -> int:
         """Computed tokens that no rejected draft can take back."""
-        in_flight = sum(work.end - work.first for work in self.in_flight if not work.stale)
-        return max(0, self.num_computed_tokens - in_flight)
+        settled = self.num_computed_tokens
+        for work in self.in_flight:
+            if not work.stale:
+                settled -= work.end - work.first
+        return max(0, settled)
 
     @property
     def awaits_output(self) -> bool:

@@ -136,7 +136,7 @@ class Scheduler:
 
     def _schedule_waiting(self) -> None:
         book = self._book
-        for request in book.queue():
+        for request in book.queue() if book.waiting else ():
             if self._budget <= 0 or len(book.running) >= self._shape.running_max:
                 return
             if request.state is State.LOADING and not self._promote(request):
@@ -248,4 +248,5 @@ class Scheduler:
         hits.external += hit.external
         if hit.external:
             sources = self._book.connector.hit_sources(request.request_id, hit.external)
-            hits.sources.update(sources)
+            for tier, tokens in sources.items():
+                hits.sources[tier] = hits.sources.get(tier, 0) + tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import msgspec
 
@@ -37,7 +38,7 @@ class Group(msgspec.Struct, frozen=True):
         return max(0, position - self.window + 1) // self.tokens
 
 
-class Shape(msgspec.Struct, frozen=True):
+class Shape(msgspec.Struct, frozen=True, dict=True):
     """An engine's settings.
 
     block_tokens: of one offload block. blocks: in the engine's memory, the null block included.
@@ -84,37 +85,37 @@ class Shape(msgspec.Struct, frozen=True):
                 " expected none, and a prefix cache"
             )
 
-    @property
+    @cached_property
     def has_state(self) -> bool:
         """Tell whether there is a state group."""
         return any(group.state for group in self.groups)
 
-    @property
+    @cached_property
     def group_tokens(self) -> tuple[int, ...]:
         """Tokens of an engine block, by group."""
         return tuple(group.tokens for group in self.groups)
 
-    @property
+    @cached_property
     def token_words(self) -> int:
         """Words of a token's KV in one group on one rank."""
         return self.token_bytes // WORD_BYTES
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         """Bytes of an engine block on one rank; groups share the pool."""
         return max(self.group_tokens) * self.token_bytes
 
-    @property
+    @cached_property
     def alignment(self) -> int:
         """Tokens that a hit in the prefix cache is a multiple of."""
         return math.lcm(*self.group_tokens)
 
-    @property
+    @cached_property
     def state_tokens(self) -> int:
         """Tokens at whose multiples prefill stops for the states' sake; 1: no matter where."""
         return math.lcm(*(group.tokens for group in self.groups if group.state))
 
-    @property
+    @cached_property
     def rules(self) -> tuple[GroupRule, ...]:
         """Which blocks a hit needs, by group."""
         return tuple(
@@ -126,7 +127,7 @@ class Shape(msgspec.Struct, frozen=True):
             for group in self.groups
         )
 
-    @property
+    @cached_property
     def geometry(self) -> Geometry:
         """What the scheduler half knows of it."""
         return Geometry(self.block_tokens, self.hash_tokens, self.group_tokens, self.rules)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import msgspec
 
 
@@ -16,7 +14,7 @@ class HitStats(msgspec.Struct):
     asked: int = 0
     local: int = 0
     external: int = 0
-    sources: Counter[str] = msgspec.field(default_factory=Counter)
+    sources: dict[str, int] = {}
     asked_again: int = 0
     hit_again: int = 0
 
@@ -32,5 +30,5 @@ class Output(msgspec.Struct):
     tokens: dict[str, list[int]]
     finished: list[str]
     hits: HitStats
-    connector: Counter[str]
+    connector: dict[str, int]
     events: list[tuple[bool, bytes, int]]

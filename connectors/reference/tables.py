@@ -39,10 +39,11 @@ class Tables:
         return 0, [[] for _ in request.table]
 
     def _leading(self, request: Request, group: int, end: int) -> int:
-        size = self._shape.groups[group].tokens
-        for tokens in range(size, end + 1, size):
-            if (group, request.hash_at(tokens)) not in self.pool.cached:
-                return tokens - size
+        size, cached, hashes = self._shape.hash_tokens, self.pool.cached, request.block_hashes
+        every = self._shape.groups[group].tokens // size
+        for index in range(every - 1, end // size, every):
+            if (group, hashes[index]) not in cached:
+                return (index + 1 - every) * size
         return end
 
     def _cached(self, request: Request, group: int, end: int) -> list[int] | None:
@@ -72,11 +73,14 @@ class Tables:
                 if state_at and state_at % size == 0 and state_at <= tokens and table[index]:
                     self._states.append((table[index], (group, request.hash_at(state_at))))
                 continue
-            for index in range(request.published[group], tokens // size):
+            whole, published = tokens // size, request.published[group]
+            if published >= whole:
+                continue
+            for index in range(published, whole):
                 name = group, request.hash_at((index + 1) * size)
                 if self.pool.publish(table[index], name):
                     fresh.append(table[index])
-            request.published[group] = max(request.published[group], tokens // size)
+            request.published[group] = whole
         return fresh
 
     def start_step(self) -> None:
@@ -115,20 +119,21 @@ class Tables:
         needs: list[int] = []
         shared: list[int] = []
         for group, kind in enumerate(self._shape.groups):
-            skipped = kind.first_block(settled)
-            old = request.table[group] if hit is None else list(hit[group])
-            if hit is None:
-                self.pool.release(old[:skipped])
-                old[:skipped] = [0] * min(skipped, len(old))
-            table = [0] * min(skipped, len(old)) + old[skipped:]
-            table += [0] * (skipped - len(table))
+            table = request.table[group] if hit is None else list(hit[group])
+            if skipped := kind.first_block(settled):
+                if hit is None:
+                    self.pool.release(table[:skipped])
+                table[:skipped] = [0] * skipped
             total = -(-(end + (0 if kind.state else self._shape.lookahead)) // kind.tokens)
-            if kind.state and total > len(table):
-                table += [0] * (total - 1 - len(table))
+            need = max(0, total - len(table))
+            if kind.state and need:
+                table, need = table + [0] * (need - 1), 1
             tables.append(table)
-            needs.append(max(0, total - len(table)))
+            needs.append(need)
             if hit is not None:
-                shared.extend(block for block in table if block)
+                shared.extend(filter(None, table))
+        if hit is None and not (keep or any(needs)):
+            return []  # as in most steps
         used = sum(1 for block in shared if block in self.pool.free)
         if sum(needs) + used + keep > len(self.pool.free):
             return None

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import numpy as np
@@ -18,57 +19,56 @@ from numpy.typing import NDArray
 from connectors.reference.shape import WORD_BYTES, Shape
 
 VOCABULARY = 50
-JUNK = 0xDEADBEEF  # mark of what a rejected draft leaves behind
-_GROUP_RANK = 0x9E3779B1
+JUNK = (0xDEADBEEF).to_bytes(WORD_BYTES, "little")  # mark of what a rejected draft leaves behind
+_TOKENS = [token.to_bytes(4, "big") for token in range(VOCABULARY)]
+_U32 = "I"
 _WORD = 0x85EBCA6B
-_RANKS_MAX = 64
-
-Words = NDArray[np.uint32]
 
 
 class Text:
     """Tokens as the device has them; the scheduler learns of sampled ones later."""
 
-    def __init__(self, prompt: Sequence[int], room: int, hash_tokens: int) -> None:
-        """room: tokens it can grow to. Raises ValueError for tokens outside of the vocabulary."""
-        if not prompt or not all(0 <= token < VOCABULARY for token in prompt):
+    def __init__(self, prompt: Sequence[int], hash_tokens: int) -> None:
+        """Raises ValueError for tokens outside of the vocabulary."""
+        if not prompt or min(prompt) < 0 or max(prompt) >= VOCABULARY:
             raise ValueError(f"a prompt of {len(prompt)} tokens, expected some below {VOCABULARY}")
         self.tokens: list[int] = []
         self.hashes: list[bytes] = []
         self._hash_tokens = hash_tokens
         self._weights = 0
-        self._marks = np.zeros(room, dtype=np.uint32)
-        for token in prompt:
-            self.append(token)
+        self._marks = array(_U32)
+        self.extend(prompt)
         self.know(len(prompt))
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def _last(self) -> int:
-        return int(self._marks[len(self.tokens) - 1]) if self.tokens else self._weights
-
     def weigh(self, weights: int) -> None:
         """Use other weights: the same tokens give other bytes."""
+        if weights == self._weights:
+            return
         tokens, self.tokens, self._weights = self.tokens, [], weights
-        for token in tokens:
-            self.append(token)
+        del self._marks[:]
+        self.extend(tokens)
 
-    def append(self, token: int) -> None:
-        """Add a token."""
-        mark = zlib.crc32(token.to_bytes(4, "big"), self._last())
-        self._marks[len(self.tokens)] = mark
-        self.tokens.append(token)
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Add tokens."""
+        marks = self._marks
+        mark = marks[-1] if marks else self._weights
+        for token in tokens:
+            mark = zlib.crc32(_TOKENS[token], mark)
+            marks.append(mark)
+            self.tokens.append(token)
 
     def sample(self) -> int:
         """Add the token that the model gives next, and return it."""
-        token = self._last() % VOCABULARY
-        self.append(token)
+        token = self._marks[-1] % VOCABULARY
+        self.extend((token,))
         return token
 
     def cut(self, count: int) -> None:
         """Forget the tokens from number `count` on."""
-        del self.tokens[count:]
+        del self.tokens[count:], self._marks[count:]
 
     def know(self, count: int) -> None:
         """Hash the full blocks among the first `count` tokens."""
@@ -79,38 +79,34 @@ class Text:
             data = before + bytes(self.tokens[first : first + size])
             self.hashes.append(hashlib.blake2b(data, digest_size=16).digest())
 
-    def marks(self, count: int) -> bytes:
-        """Return the marks of the first `count` tokens, as u32."""
-        return self._marks[:count].tobytes()
+    def marks(self, first: int, end: int) -> bytes:
+        """Return the marks of tokens first..end-1, as u32."""
+        return self._marks[first:end].tobytes()
 
 
 @cache
-def _salts(group: int, rank: int, token_words: int) -> Words:
-    base = _GROUP_RANK * (_RANKS_MAX * group + rank + 1) & 0xFFFFFFFF
-    return np.array([base ^ (_WORD * n & 0xFFFFFFFF) for n in range(token_words)], dtype=np.uint32)
+def _table(group: int, rank: int) -> bytes:
+    """Return what each byte of a mark becomes: on no two ranks of a group the same."""
+    factor, term = 2 * group + 1, 29 * group + 101 * rank
+    return bytes((factor * byte + term) & 0xFF for byte in range(256))
 
 
-def words_of(marks: Words, group: int, rank: int, token_words: int) -> Words:
-    """Return the KV of tokens with these marks: [tokens, token_words]."""
-    words: Words = marks[:, None] ^ _salts(group, rank, token_words)[None, :]
-    return words
+@cache
+def _places(token_words: int) -> NDArray[np.uint32]:
+    return np.array([_WORD * n & 0xFFFFFFFF for n in range(token_words)], dtype=np.uint32)
 
 
-def state_of(mark: int, tokens: int, group: int, rank: int, token_words: int) -> Words:
-    """Return the page of a state after the token with this mark: [tokens, token_words]."""
-    return words_of(np.full(tokens, mark, dtype=np.uint32), group, rank, token_words)
+def words_of(marks: bytes, group: int, rank: int, token_words: int) -> bytes:
+    """Return the KV of tokens with these marks: u32 [tokens, token_words]."""
+    words = marks.translate(_table(group, rank))
+    if token_words == 1:
+        return words
+    return (np.frombuffer(words, dtype=np.uint32)[:, None] ^ _places(token_words)).tobytes()
 
 
 def block_bytes(shape: Shape, text: Text, group: int, rank: int, index: int) -> bytes:
     """Return what an engine block of a group must hold on a rank once it is complete."""
     kind = shape.groups[group]
     first, end = index * kind.tokens, (index + 1) * kind.tokens
-    marks = np.frombuffer(text.marks(end), dtype=np.uint32)
-    if kind.state:
-        return state_of(int(marks[-1]), kind.tokens, group, rank, shape.token_words).tobytes()
-    return words_of(marks[first:], group, rank, shape.token_words).tobytes()
-
-
-def page_words(shape: Shape) -> int:
-    """Count the words of an engine block on one rank."""
-    return shape.page_bytes // WORD_BYTES
+    marks = text.marks(end - 1, end) * kind.tokens if kind.state else text.marks(first, end)
+    return words_of(marks, group, rank, shape.token_words)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from connectors.reference.book import Book
 from connectors.reference.device import Batch
 from connectors.reference.ranks import Report
@@ -45,8 +43,9 @@ class Updates:
             book.let_go(request_id, "blocks sent")
         finished, book.finished = book.finished, []
         events, book.tables.pool.events = book.tables.pool.events, []
-        stats = Counter(report.stats)
-        stats.update(book.connector.take_stats())
+        stats = report.stats
+        for name, number in book.connector.take_stats().items():
+            stats[name] = stats.get(name, 0) + number
         events.extend(book.connector.take_events())
         return Output(tokens, finished, batch.hits, stats, events)
 

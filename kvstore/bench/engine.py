@@ -10,10 +10,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import IO, Any, ClassVar, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -36,6 +36,60 @@ class EngineFailed(KVStoreError):
     """The engine process died, hung or refused a command; the message has its last log lines."""
 
 
+class Child(Protocol):
+    """What an engine needs of its process; subprocess.Popen is one."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id, and that of its process group and session."""
+        ...
+
+    @property
+    def stdin(self) -> IO[bytes] | None:
+        """Takes commands."""
+        ...
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """Gives replies."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; its exit status. Raises subprocess.TimeoutExpired after seconds."""
+        ...
+
+
+def in_a_new_process(environment: Mapping[str, str], log_fd: int) -> Child:
+    """Start the driver with this environment alone; its stderr goes to log_fd."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvstore.bench.driver"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log_fd,
+        env=environment,
+        bufsize=0,
+        start_new_session=True,  # so that its whole family can be ended together
+    )
+
+
+def environment(*, in_process: bool, ranks: int = 1) -> dict[str, str]:
+    """Return ours with what an engine of one process, or of several with so many ranks, needs."""
+    root = Path(kvstore.__file__).parent.parent
+    path = [os.fspath(SHIM), os.fspath(root), os.environ.get("PYTHONPATH", "")]
+    env = dict(os.environ) | {
+        "PYTHONPATH": os.pathsep.join(part for part in path if part),
+        "OMP_NUM_THREADS": "1",  # more than one thread is 10 to 70 times slower on two cores
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if ranks > 1:  # by itself vLLM wants one NUMA node per worker
+        cores = sorted(os.sched_getaffinity(0))
+        mine = [cores[rank % len(cores)] for rank in range(ranks)]
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in mine)
+    return env
+
+
 class Engine:
     """One vLLM engine, started on entering the context and gone after leaving it.
 
@@ -43,6 +97,8 @@ class Engine:
     vLLM EngineArgs field, env any variable of the child. Any failure ends the engine: after an
     EngineFailed only close() is of use.
     """
+
+    launch: ClassVar[Callable[[Mapping[str, str], int], Child]] = staticmethod(in_a_new_process)
 
     def __init__(  # noqa: PLR0913 - keyword settings of an engine
         self,
@@ -69,8 +125,8 @@ class Engine:
             block_size=block_size,
             extra=extra or {},
         )
-        self._env = self._child_env(self._start) | dict(env or {})
-        self._child: subprocess.Popen[bytes] | None = None
+        self._env = environment(in_process=in_process, ranks=tensor_parallel_size) | dict(env or {})
+        self._child: Child | None = None
         self._unread = b""
         self._pids: dict[str, int] = {}
         self._decoder = msgspec.json.Decoder(wire.Reply)
@@ -80,15 +136,7 @@ class Engine:
         log_fd, log_path = tempfile.mkstemp(prefix="kvstore-engine-", suffix=".log")
         self.log_path = Path(log_path)
         try:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "kvstore.bench.driver"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log_fd,
-                env=self._env,
-                bufsize=0,
-                start_new_session=True,  # so that its whole family can be ended together
-            )
+            self._child = type(self).launch(self._env, log_fd)
         finally:
             os.close(log_fd)
         self._pids = self._call(self._start, wire.Ready, START_TIMEOUT_S).pids
@@ -156,23 +204,6 @@ class Engine:
             pass
         finally:
             self._end()
-
-    @staticmethod
-    def _child_env(start: wire.Start) -> dict[str, str]:
-        root = Path(kvstore.__file__).parent.parent
-        path = [os.fspath(SHIM), os.fspath(root), os.environ.get("PYTHONPATH", "")]
-        env = dict(os.environ) | {
-            "PYTHONPATH": os.pathsep.join(part for part in path if part),
-            "OMP_NUM_THREADS": "1",  # more than one thread is 10 to 70 times slower on two cores
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if start.in_process else "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
-        if start.tensor_parallel_size > 1:  # by itself vLLM wants one NUMA node per worker
-            cores = sorted(os.sched_getaffinity(0))
-            mine = [cores[rank % len(cores)] for rank in range(start.tensor_parallel_size)]
-            env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(core) for core in mine)
-        return env
 
     def _call(
         self, command: wire.Command, expected: type[_R], timeout_s: float = CALL_TIMEOUT_S

@@ -1,12 +1,12 @@
 """The managers that `kvstore bench index` compares: ours, and vLLM's where that is installed.
 
-Each step of an iterator is one call of the manager, so that single calls can be timed.
+Each step of an iterator is one call of the manager, and yields what was called, so that single
+calls can be timed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import random
 import sys
 from array import array
 from collections import OrderedDict
@@ -15,36 +15,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvstore.bench.report import SEED
+from kvstore.bench.prompts import Request
 from kvstore.errors import check
 from kvstore.index import Entry
 from kvstore.manager import Manager
-from kvstore.types import BlockKey, Chain, GroupRule, Slot
-
-PREFIX = 1000  # blocks of one request
-WIDTH = 32  # bytes of a block's hash
-
-
-class Request(msgspec.Struct, eq=False):
-    """The blocks of one prompt."""
-
-    number: int
-    chain: Chain
-    keys: list[BlockKey]
-    native_keys: list[bytes]  # vLLM's: the group has four bytes
-
-
-def request(number: int, shared: int | None = None, of: int = 0) -> Request:
-    """Make up a prompt; the same numbers give the same blocks.
-
-    shared: it begins with so many blocks of request `of`.
-    """
-    packed = random.Random(f"{SEED} {number}").randbytes(WIDTH * PREFIX)
-    if shared is not None:
-        packed = (request(of).chain.packed[: WIDTH * shared] + packed)[: WIDTH * PREFIX]
-    chain = Chain(packed, WIDTH, 1)
-    keys = [chain.key(0, index) for index in range(PREFIX)]
-    return Request(number, chain, keys, [key[:WIDTH] + bytes(4) for key in keys])
+from kvstore.types import GroupRule, Slot
 
 
 class System(Protocol):
@@ -52,7 +27,7 @@ class System(Protocol):
 
     name: str
 
-    def store(self, wanted: Request, batch: int) -> Iterator[None]:
+    def store(self, wanted: Request, batch: int) -> Iterator[str]:
         """Store a request, `batch` blocks at a time, evicting as needed."""
         ...
 
@@ -60,23 +35,35 @@ class System(Protocol):
         """Count the leading blocks that are here."""
         ...
 
-    def load(self, wanted: Request) -> Iterator[None]:
+    def load(self, wanted: Request) -> Iterator[str]:
         """Pin all blocks of a request for a load, and let them go."""
         ...
 
-    def pin(self, wanted: Request) -> Iterator[None]:
+    def pin(self, wanted: Request) -> Iterator[str]:
         """Pin all blocks of a request for a transfer."""
         ...
 
-    def unpin(self) -> Iterator[None]:
+    def unpin(self) -> Iterator[str]:
         """End all pins."""
         ...
+
+
+class Stored(msgspec.Struct, eq=False):
+    """A prompt in the model of the order: blocks of it that are here, and those that stay longer.
+
+    What it shares with a younger prompt leaves with that one.
+    """
+
+    request: Request
+    here: int
+    kept: int = 0
 
 
 class Ours:
     """The product's manager with one full-attention group; compares evictions with a model.
 
-    The model: requests share no block, so the coldest goes whole before the next, its end first.
+    The model: the coldest prompt goes whole before the next, its end first; its blocks that others
+    share go with the last of these.
     """
 
     name = "kvstore"
@@ -85,32 +72,33 @@ class Ours:
         """Take all slots at once."""
         self.manager = Manager([GroupRule()], array("L", [0] * slots))
         self.manager.add_slots([Slot(slot) for slot in range(slots)])
-        self._order: OrderedDict[int, Request] = OrderedDict()  # the coldest first
-        self._left: dict[int, int] = {}  # blocks of it that are here
-        self._pinned: list[tuple[Request, list[Entry]]] = []
+        self._order: OrderedDict[int, Stored] = OrderedDict()  # the coldest first
+        self._pinned: list[tuple[Stored, list[Entry]]] = []
 
-    def store(self, wanted: Request, batch: int) -> Iterator[None]:
-        """Grant, write and complete."""
+    def store(self, wanted: Request, batch: int) -> Iterator[str]:
+        """Look up, then grant, write and complete what is not here."""
         manager, keys = self.manager, wanted.keys
-        parent: BlockKey | None = None
-        for first in range(0, PREFIX, batch):
-            slots = manager.prepare_store(min(batch, PREFIX - first))
-            yield
+        check(self.lookup(wanted) == wanted.shared, "other blocks are here than were stored")
+        yield "lookup"
+        parent = keys[wanted.shared - 1] if wanted.shared else None
+        for first in range(wanted.shared, len(keys), batch):
+            slots = manager.prepare_store(min(batch, len(keys) - first))
+            yield "prepare_store"
             for key, slot in zip(keys[first:], slots, strict=False):
                 manager.begin_store(key, parent, slot)
-                yield
+                yield "begin_store"
                 parent = key
             for slot in slots:
                 manager.complete_store(slot, ok=True)
-                yield
+                yield "complete_store"
         self.settle(wanted)
 
     def store_all(self, wanted: Request) -> None:
         """Store in one batch, without stopping after each call."""
-        manager = self.manager
-        slots = manager.prepare_store(PREFIX)
-        parent: BlockKey | None = None
-        for key, slot in zip(wanted.keys, slots, strict=True):
+        manager, own = self.manager, wanted.keys[wanted.shared :]
+        slots = manager.prepare_store(len(own))
+        parent = wanted.keys[wanted.shared - 1] if wanted.shared else None
+        for key, slot in zip(own, slots, strict=True):
             manager.begin_store(key, parent, slot)
             parent = key
         for slot in slots:
@@ -120,46 +108,47 @@ class Ours:
         """Compare what was evicted for a request with the model."""
         for key in self.manager.take_changes().removed:
             number, oldest = next(iter(self._order.items()))
-            self._left[number] -= 1
-            check(key == oldest.keys[self._left[number]], "eviction was not leaf-first LRU")
-            if self._left[number] == 0:
-                del self._order[number], self._left[number]
-        self._order[stored.number] = stored
-        self._left[stored.number] = PREFIX
-        check(self.lookup(stored) == PREFIX, "a request was not stored whole")
+            oldest.here -= 1
+            check(key == oldest.request.keys[oldest.here], "eviction was not leaf-first LRU")
+            if oldest.here == oldest.kept:
+                del self._order[number]
+        self._order[stored.number] = Stored(stored, len(stored.keys))
+        if stored.of is not None:
+            self._order[stored.of].kept = stored.shared
+        check(self.lookup(stored) == len(stored.keys), "a request was not stored whole")
 
     def lookup(self, wanted: Request) -> int:
         """Look up as a store process does."""
-        return self.manager.lookup(wanted.chain, PREFIX).blocks
+        return self.manager.lookup(wanted.chain, wanted.chain.blocks).blocks
 
-    def load(self, wanted: Request) -> Iterator[None]:
+    def load(self, wanted: Request) -> Iterator[str]:
         """Lease, and give back."""
-        lease = self.manager.prepare_load(wanted.chain, PREFIX, 1, 1 << 62)
-        yield
-        check(lease is not None and len(lease.entries) == PREFIX, "a request was not leased whole")
+        blocks = wanted.chain.blocks
+        lease = self.manager.prepare_load(wanted.chain, blocks, 1, 1 << 62)
+        yield "prepare_load"
+        check(lease is not None and len(lease.entries) == blocks, "a request was not leased whole")
         if lease is not None:
             self.manager.complete_load(lease.lease_id)
-        yield
+        yield "complete_load"
         self._order.move_to_end(wanted.number)
 
-    def pin(self, wanted: Request) -> Iterator[None]:
-        """Pin as copies to a lower tier do."""
-        del self._order[wanted.number]
+    def pin(self, wanted: Request) -> Iterator[str]:
+        """Pin as copies to a lower tier do; shared blocks with the first that has them."""
         entries: list[Entry] = []
-        for key in wanted.keys:
+        for key in wanted.keys[wanted.shared :]:
             entry = self.manager.pin(key)
             if entry is not None:
                 entries.append(entry)
-            yield
-        self._pinned.append((wanted, entries))
+            yield "pin"
+        self._pinned.append((self._order.pop(wanted.number), entries))
 
-    def unpin(self) -> Iterator[None]:
+    def unpin(self) -> Iterator[str]:
         """End the copies."""
         for pinned, entries in self._pinned:
             for entry in entries:
                 self.manager.unpin(entry)
-                yield
-            self._order[pinned.number] = pinned
+                yield "unpin"
+            self._order[pinned.request.number] = pinned
         self._pinned.clear()
 
 
@@ -174,23 +163,23 @@ class Native:
         self._hit = hit
         self._pinned: list[Request] = []
 
-    def store(self, wanted: Request, batch: int) -> Iterator[None]:
+    def store(self, wanted: Request, batch: int) -> Iterator[str]:
         """Prepare and complete; the request's end sets the recency of its blocks."""
         manager, context = self._manager, self._context(str(wanted.number))
         manager.on_new_request(context)
-        yield
-        for first in range(0, PREFIX, batch):
+        yield "on_new_request"
+        for first in range(0, len(wanted.native_keys), batch):
             plan = manager.prepare_store(wanted.native_keys[first : first + batch], context)
-            yield
+            yield "prepare_store"
             check(plan is not None, f"{self.name} found no room")
             manager.complete_store(plan.keys_to_store, context)
-            yield
+            yield "complete_store"
         manager.on_request_finished(context)
-        yield
+        yield "on_request_finished"
 
     def store_all(self, wanted: Request) -> None:
         """Store in one batch."""
-        for _ in self.store(wanted, PREFIX):
+        for _ in self.store(wanted, len(wanted.native_keys)):
             pass
 
     def settle(self, stored: Request) -> None:
@@ -202,31 +191,31 @@ class Native:
         for index, key in enumerate(wanted.native_keys):
             if manager.lookup(key, context) is not hit:
                 return index
-        return PREFIX
+        return len(wanted.native_keys)
 
-    def load(self, wanted: Request) -> Iterator[None]:
+    def load(self, wanted: Request) -> Iterator[str]:
         """Pin, unpin, and finish the request."""
         manager, context = self._manager, self._context(f"load {wanted.number}")
         manager.on_new_request(context)
-        yield
+        yield "on_new_request"
         manager.prepare_load(wanted.native_keys, context)
-        yield
+        yield "prepare_load"
         manager.complete_load(wanted.native_keys, context)
-        yield
+        yield "complete_load"
         manager.on_request_finished(context)
-        yield
+        yield "on_request_finished"
 
-    def pin(self, wanted: Request) -> Iterator[None]:
+    def pin(self, wanted: Request) -> Iterator[str]:
         """Pin for a load that goes on."""
         self._manager.prepare_load(wanted.native_keys, self._context("pin"))
         self._pinned.append(wanted)
-        yield
+        yield "prepare_load"
 
-    def unpin(self) -> Iterator[None]:
+    def unpin(self) -> Iterator[str]:
         """End those loads."""
         for pinned in self._pinned:
             self._manager.complete_load(pinned.native_keys, self._context("pin"))
-            yield
+            yield "complete_load"
         self._pinned.clear()
 
 

@@ -80,6 +80,8 @@ class Memory:
         for namespace in namespaces.values():
             self._grow(namespaces, namespace)
             for extent, mapping in list(namespace.extents.items()):
+                if mapping.state == "live" and not mapping.waiting:
+                    continue  # as nearly always
                 waited_ns = now_ns - mapping.since_ns
                 if mapping.waiting and waited_ns > _MAP_LIMIT_NS:
                     late |= mapping.waiting
@@ -117,8 +119,9 @@ class Memory:
         manager = namespace.manager
         low = manager.slots_free < max(1, manager.slots_total // 4, namespace.slots_wanted)
         namespace.slots_wanted = 0
-        waits = namespace.coming or self._now_ns < namespace.retry_ns
-        if not namespace.sessions or not low or waits:
+        if not low or not namespace.sessions:
+            return
+        if namespace.coming or self._now_ns < namespace.retry_ns:
             return
         tag = namespace.layout.digest
         if self.pool.request(tag, namespace.layout.slot_bytes):

@@ -178,9 +178,11 @@ class Store:
         for namespace in self.namespaces.values():
             self._tick_namespace(namespace)
         for session in self.sessions.values():
-            self._maybe_activate(session)
+            if session.phase is Phase.JOINING:
+                self._maybe_activate(session)
             if session.phase is Phase.ACTIVE:
-                self._answer(session, self._desk.retry(session, now_ns))
+                if session.asks:
+                    self._answer(session, self._desk.retry(session, now_ns))
                 self._grant_credits(session)
             self._tell_news(session)
         if self._clearing and not any(n.manager.clearing for n in self.namespaces.values()):
@@ -358,10 +360,14 @@ class Store:
             return
         manager = namespace.manager
         cap = self._config.engine.credit_bytes // namespace.layout.slot_bytes
-        target = min(session.credit_slots, cap)
-        growing = self._memory.can_grow(namespace)
+        least = len(namespace.layout.rules)  # with fewer than one for each group nothing is stored
         # What comes from lower tiers needs slots, too.
-        target = max(1, min(target, manager.slots_total // (2 if growing else 4)))
+        target = max(least, min(session.credit_slots, cap, manager.slots_total // 2))
+        if (target - len(session.granted)) * 8 < target:
+            return
+        growing = self._memory.can_grow(namespace)
+        if not growing:
+            target = max(least, min(target, manager.slots_total // 4))
         short = target - len(session.granted)
         if short * 8 >= target:
             # Nothing is evicted for credits while the cap has room: memory is on its way.

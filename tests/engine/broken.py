@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,121 +15,64 @@ import msgspec
 from connectors import vllm
 from connectors.jobs import LoadJob, StepMeta, StoreJob, StoreSpec
 from connectors.worker import Outcome, WorkerHalf
-from tests.engine.support import MARKS
+from tests.engine.support import TROUBLES, Trouble, seen_file, wanted_file
 
 SLOW_S = 0.4
+PAUSE_S = {Trouble.PAUSES: 0.004, Trouble.LONG_PAUSES: 0.05}
 UNMAPPED_SLOT = 1 << 30
 
 
-class _Broken(vllm.TieredConnector):
-    """Ours, with another worker half."""
+class TroubledWorker(WorkerHalf):
+    """Ours, until a test asks for trouble; see support.Trouble."""
 
-    worker: type[WorkerHalf] = WorkerHalf
+    @staticmethod
+    def _wants(trouble: Trouble) -> bool:
+        return wanted_file(Path(os.environ[TROUBLES]), trouble).exists()
 
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        with patch.object(vllm, "WorkerHalf", self.worker):
-            super().register_kv_caches(kv_caches)
-
-
-class PlainConnector(_Broken):
-    """Ours as it is."""
-
-
-class ForgetfulWorker(WorkerHalf):
-    """Loads report success, yet one engine block of each stays empty."""
-
-    def _load(self, job: LoadJob) -> Outcome | None:
-        outcome = super()._load(job)
-        for cache in self._caches.values():
-            block = job.engine.block_ids[len(job.engine.block_ids) // 2]
-            start = cache.offset + block * cache.block_stride
-            cache.storage[start : start + cache.page_bytes] = 0
-        return outcome
-
-
-class ForgetfulConnector(_Broken):
-    worker = ForgetfulWorker
-
-
-class ReusedWorker(WorkerHalf):
-    """Every load finds that one slot has another generation than the store promised."""
-
-    def _load(self, job: LoadJob) -> Outcome | None:
-        *others, last = job.generations
-        return super()._load(msgspec.structs.replace(job, generations=(*others, last - 1)))
-
-
-class ReusedConnector(_Broken):
-    worker = ReusedWorker
-
-
-class FailingWorker(WorkerHalf):
-    """Every load fails half-way: the memory of its last slot is not there."""
-
-    def _load(self, job: LoadJob) -> Outcome | None:
-        slots = (*job.store.slots[:-1], UNMAPPED_SLOT)
-        return super()._load(msgspec.structs.replace(job, store=StoreSpec("cpu", slots)))
-
-
-class FailingConnector(_Broken):
-    worker = FailingWorker
-
-
-class SlowWorker(WorkerHalf):
-    """Each copy takes a few steps of the engine, so that fences and waits have work.
-
-    While a test asks for it, by a file "load.wanted" or "store.wanted" in the folder that MARKS
-    names, such a copy takes SLOW_S instead, and its start is shown by a file "load" or "store".
-    """
-
-    pause_s = 0.004
-
-    def _load(self, job: LoadJob) -> Outcome | None:
-        with self._slowly("load"):
-            return super()._load(job)
+    def before_step(self, meta: StepMeta) -> None:
+        if self._wants(Trouble.NO_FENCE):
+            meta = msgspec.structs.replace(meta, flush=())
+        super().before_step(meta)
 
     def _store(self, job: StoreJob) -> Outcome:
-        with self._slowly("store"):
+        with self._paused(Trouble.SLOW_STORE):
             return super()._store(job)
 
+    def _load(self, job: LoadJob) -> Outcome | None:
+        if self._wants(Trouble.REUSED):
+            *others, last = job.generations
+            job = msgspec.structs.replace(job, generations=(*others, last - 1))
+        if self._wants(Trouble.FAILING):
+            slots = (*job.store.slots[:-1], UNMAPPED_SLOT)
+            job = msgspec.structs.replace(job, store=StoreSpec("cpu", slots))
+        with self._paused(Trouble.SLOW_LOAD):
+            outcome = super()._load(job)
+        if self._wants(Trouble.FORGETFUL):
+            self._forget_one(job.engine.block_ids)
+        return outcome
+
+    def _forget_one(self, blocks: Sequence[int]) -> None:
+        for cache in self._caches.values():
+            start = cache.offset + blocks[len(blocks) // 2] * cache.block_stride
+            cache.storage[start : start + cache.page_bytes] = 0
+
     @contextmanager
-    def _slowly(self, what: str) -> Iterator[None]:
-        marks = Path(os.environ[MARKS])
-        wanted = (marks / f"{what}.wanted").exists()
-        if wanted:
-            (marks / what).touch()
-        pause_s = SLOW_S if wanted else self.pause_s
+    def _paused(self, slow: Trouble) -> Iterator[None]:
+        pause_s = sum(s for trouble, s in PAUSE_S.items() if self._wants(trouble))
+        if self._wants(slow):
+            seen_file(Path(os.environ[TROUBLES]), slow).touch()
+            pause_s = SLOW_S
         time.sleep(pause_s / 2)
         yield
         time.sleep(pause_s / 2)
 
 
-class SlowConnector(_Broken):
-    worker = SlowWorker
+class TroubledConnector(vllm.TieredConnector):
+    """Ours, with such a worker."""
 
-
-class FencelessWorker(SlowWorker):
-    """Does not wait for stores whose sources are about to be overwritten."""
-
-    pause_s = 0.05
-
-    def before_step(self, meta: StepMeta) -> None:
-        super().before_step(msgspec.structs.replace(meta, flush=()))
-
-
-class FencelessConnector(_Broken):
-    worker = FencelessWorker
-
-
-class FencedWorker(FencelessWorker):
-    """As slow, but waits."""
-
-    def before_step(self, meta: StepMeta) -> None:
-        WorkerHalf.before_step(self, meta)
-
-
-class FencedConnector(_Broken):
-    worker = FencedWorker
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        with patch.object(vllm, "WorkerHalf", TroubledWorker):
+            super().register_kv_caches(kv_caches)
 
 
 class ImpatientConnector(vllm.TieredConnector):

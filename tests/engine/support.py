@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 
 from kvstore import admin
-from kvstore.bench.engine import Engine, Request
+from kvstore.bench.engine import Engine, Request, Result
 from kvstore.bench.models import prompt
 from kvstore.bench.store import StoreProcess
 from kvstore.service.private import address_of
@@ -27,10 +28,17 @@ GROUPS = {"llama_s": 1, "gemma3": 4}
 BLOCK_BYTES = {"llama_s": LLAMA_BLOCK_BYTES, "gemma3": GEMMA_BLOCK_BYTES}
 
 T = TypeVar("T")
+Reference = Callable[[str, Sequence[Request], int], list[Result]]  # model, prompts, tokens each
 
 
-MARKS = "KVSTORE_TEST_MARKS"  # variable of the folder in which slow connectors leave marks
+ENVIRONMENT = {
+    # Where the processor has AMX, half of the prompts differ at near ties with it.
+    "KVSTORE_NO_TILES": "1",
+    # Otherwise each engine compiles one function, which ranks tokens for logprobs: 2 s.
+    "TORCHDYNAMO_DISABLE": "1",
+}
 OURS = "connectors.vllm.TieredConnector"
+TROUBLES = "KVSTORE_TEST_TROUBLES"  # variable of the folder in which tests ask for trouble
 
 
 def attach(store: StoreProcess | None = None, *, by: str = OURS, **extra: object) -> dict[str, Any]:
@@ -52,6 +60,74 @@ def attach(store: StoreProcess | None = None, *, by: str = OURS, **extra: object
 def broken(name: str) -> str:
     """Dotted name of one of the connectors that do something wrong, or slowly."""
     return f"tests.engine.broken.{name}"
+
+
+class Trouble(StrEnum):
+    """What broken.TroubledConnector does while a test asks for it; each names a file."""
+
+    PAUSES = "pauses"  # each copy takes a few steps of the engine: fences and waits have work
+    LONG_PAUSES = "long-pauses"  # sources have new owners before they are copied
+    SLOW_STORE = "slow-store"  # so slow that something can be done to the store meanwhile
+    SLOW_LOAD = "slow-load"
+    NO_FENCE = "no-fence"  # nobody waits for stores whose sources are about to be overwritten
+    FORGETFUL = "forgetful"  # loads report success, yet one engine block of each stays empty
+    REUSED = "reused"  # one slot of each load has another generation than the store promised
+    FAILING = "failing"  # every load fails half-way: the memory of its last slot is not there
+
+
+def wanted_file(folder: Path, trouble: Trouble) -> Path:
+    """Is there while a test wants trouble."""
+    return folder / f"{trouble}.wanted"
+
+
+def seen_file(folder: Path, trouble: Trouble) -> Path:
+    """Is there once a slow copy has begun."""
+    return folder / trouble
+
+
+class Troubled:
+    """An engine that gets into trouble when a test asks for it."""
+
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        store: StoreProcess | None = None,
+        *,
+        settings: dict[str, Any] | None = None,
+        **extra: object,
+    ) -> None:
+        """Start it. folder: of the troubles; settings: of the engine; extra: of the connector."""
+        self.folder, self.store = folder, store
+        connector = attach(store, by=broken("TroubledConnector"), **extra)
+        self.engine = Engine(
+            model, connector=connector, env={TROUBLES: str(folder)}, **(settings or {})
+        )
+        self.engine.__enter__()
+
+    @contextlib.contextmanager
+    def trouble(self, *kinds: Trouble) -> Iterator[None]:
+        """Ask for trouble."""
+        for kind in kinds:
+            wanted_file(self.folder, kind).touch()
+        try:
+            yield
+        finally:
+            for kind in kinds:
+                wanted_file(self.folder, kind).unlink(missing_ok=True)
+                seen_file(self.folder, kind).unlink(missing_ok=True)
+
+    def end(self, kind: Trouble) -> None:
+        """Ask for no more of it."""
+        wanted_file(self.folder, kind).unlink()
+
+    def close(self) -> None:
+        """End the engine, not the store."""
+        self.engine.close()
+
+    def has_begun(self, kind: Trouble) -> bool:
+        """Whether a slow copy has begun."""
+        return seen_file(self.folder, kind).exists()
 
 
 # Prompts

@@ -22,7 +22,7 @@ from tests.loopfs import loop_disk
 pytestmark = pytest.mark.vllm
 
 MEMORY = "16MiB"  # 255 blocks of 32 tokens
-PROMPTS, TOKENS = 14, 1000  # 434 blocks
+PROMPTS, TOKENS = 10, 1000  # 310 blocks
 EXTERNAL = "external_prefix_cache_hits"
 FROM_DISK = "prompt_tokens_cached_by_source{source=disk}"
 STORED = "kvstore_tier_blocks{nvme,stored}"

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-import msgspec
 import pytest
-import zmq
 
 from kvstore import admin
-from kvstore.bench.engine import Engine, Request, Result
+from kvstore.bench.engine import Request, Result
 from kvstore.bench.models import prompt
-from kvstore.bench.store import StoreProcess
 from tests.engine.identity import assert_same
+from tests.engine.served import Served
 from tests.engine.support import (
     BLOCK_BYTES,
-    CAPACITY,
     ENGINE_BLOCK,
-    GROUPS,
     TOKENS_OUT,
-    attach,
     blocks_kept,
     families,
     forget,
     grown,
     numbers,
     servable,
-    settled,
-    since,
 )
 
 pytestmark = pytest.mark.vllm
@@ -39,72 +31,6 @@ FROM_HOST = "prompt_tokens_cached_by_source{source=host}"
 LOCAL = "prompt_tokens_cached_by_source{source=device}"
 STORED = "kvstore_stored_blocks{stored}"
 COPIED = "kvstore_copied_bytes{store}"
-
-
-class Served:
-    """A store, an engine attached to it, and the KV events that the engine publishes."""
-
-    def __init__(self, name: str, model: Path, folder: Path, store: StoreProcess) -> None:
-        self.name = name
-        self.store = store
-        self.groups = GROUPS[name]
-        self._endpoint = f"ipc://{folder / 'events'}"
-        self._subscription: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
-        self._subscription.connect(self._endpoint)
-        self._subscription.subscribe(b"")
-        self._model = model
-        self.engine = self._start()
-
-    def _start(self) -> Engine:
-        events = {"enable_kv_cache_events": True, "endpoint": self._endpoint}
-        connector = attach(self.store)
-        extra = {"kv_events_config": events}
-        return Engine(self._model, connector=connector, extra=extra).__enter__()
-
-    def restart(self) -> None:
-        """End the engine and start another one."""
-        self.engine.close()
-        self.engine = self._start()
-
-    def close(self) -> None:
-        self.engine.close()
-        self._subscription.close(0)
-
-    def one_by_one(self, requests: Sequence[Request]) -> list[Result]:
-        """So that what is shared with an earlier prompt is in the engine's own cache."""
-        return [self.engine.run([one], max_tokens=TOKENS_OUT)[0] for one in requests]
-
-    def stats(self) -> dict[str, float]:
-        """The store's numbers once all copies are reported."""
-        return settled(lambda: numbers(self.store.address))
-
-    def since(self, before: dict[str, float]) -> dict[str, float]:
-        return settled(lambda: since(self.store.address, before))
-
-    def events(self) -> list[dict[str, object]]:
-        """What has been published about the tiers since the last call; arrives a step late."""
-        self.engine.run([Request(id="tick", tokens=[3, 4, 5])], max_tokens=2)
-        self.engine.idle_steps(2)
-        found = []
-        while self._subscription.poll(500):
-            *_, payload = self._subscription.recv_multipart()
-            found += msgspec.msgpack.decode(payload)[1]
-        return [event for event in found if event.get("medium", "GPU") != "GPU"]
-
-
-@pytest.fixture(scope="module", params=["llama_s", "gemma3"])
-def served(
-    request: pytest.FixtureRequest,
-    model: Callable[[str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("hits")
-    with StoreProcess(folder, CAPACITY) as store:
-        served = Served(request.param, model(request.param), folder, store)
-        try:
-            yield served
-        finally:
-            served.close()
 
 
 def unique(seed: int, count: int = 6) -> list[Request]:
@@ -152,7 +78,7 @@ def assert_exact(served: Served, requests: Sequence[Request], reference: list[Re
 
 
 def test_M1_M2_hits_are_exact_after_a_reset(served: Served) -> None:
-    requests = families(count=16, seed=1)
+    requests = families(count=12, seed=1)
     reference = served.one_by_one(requests)
     forget(served.engine)
     assert_exact(served, requests, reference)
@@ -208,7 +134,7 @@ def test_O12_what_only_the_engine_still_has_is_offered_again(served: Served) -> 
 
 def test_O17_a_connector_reset_is_for_one_engine_only(served: Served) -> None:
     """And, on the way, hits are exact after a restart: the new engine was never reset."""
-    requests = families(count=12, seed=4)
+    requests = families(count=8, seed=4)
     metrics = served.engine.metrics()
     reference = served.one_by_one(requests)
     cold = grown(served.engine, metrics, EXTERNAL)  # windows: shared prefixes come from the store

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,14 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstore.bench.engine import Engine, Request, Result
+from kvstore.bench.engine import Request, Result
 from kvstore.bench.models import prompt
 from tests.engine.identity import assert_same, divergences
+from tests.engine.served import Served
 from tests.engine.support import (
-    MARKS,
     TOKENS_OUT,
-    attach,
-    broken,
+    Reference,
+    Trouble,
+    Troubled,
     families,
     forget,
     grown,
@@ -27,7 +29,6 @@ from tests.engine.support import (
 
 pytestmark = pytest.mark.vllm
 
-MODELS = ("llama_s", "gemma3")
 LONG_OUT = 100  # growing by this much is what makes a small KV cache preempt
 # A cache that holds a few of the prompts, and a small token budget.
 TIGHT: dict[str, Any] = {
@@ -38,46 +39,16 @@ TIGHT: dict[str, Any] = {
 }
 HITS = "external_prefix_cache_hits"
 
-Reference = Callable[[list[Request], int], list[Result]]
 
-
-@pytest.fixture(scope="module", params=MODELS)
-def name(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def reference(name: str, model: Callable[[str], Path]) -> Iterator[Reference]:
-    """Results of an engine without connector, with nothing in its cache at first."""
-    with Engine(model(name)) as engine:
-
-        def run(requests: list[Request], tokens_out: int) -> list[Result]:
-            forget(engine)
-            whole = [msgspec.structs.replace(request, abort_step=None) for request in requests]
-            return engine.run(whole, max_tokens=tokens_out)
-
-        yield run
-
-
-@pytest.fixture(scope="module")
-def roomy(name: str, model: Callable[[str], Path]) -> Iterator[Engine]:
-    """Everything fits; a private store."""
-    with Engine(model(name), connector=attach()) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def marks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where tests ask for slow copies and see them."""
-    return tmp_path_factory.mktemp("marks")
-
-
-@pytest.fixture(scope="module")
-def tight(name: str, model: Callable[[str], Path], marks: Path) -> Iterator[Engine]:
+@pytest.fixture(scope="session")
+def tight(
+    model_name: str, model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Troubled]:
     """Nothing fits, prompts come in pieces, copies take several steps; blocks of 64 tokens."""
-    connector = attach(by=broken("SlowConnector"), block_tokens=64)
-    with Engine(model(name), connector=connector, env={MARKS: str(marks)}, **TIGHT) as engine:
-        yield engine
+    folder = tmp_path_factory.mktemp("tight")
+    one = Troubled(model(model_name), folder, settings=TIGHT, block_tokens=64)
+    with contextlib.closing(one):
+        yield one
 
 
 def pressure(seed: int) -> list[Request]:
@@ -110,9 +81,9 @@ def assert_survivors_same(reference: list[Result], got: list[Result]) -> None:
     assert_same(cut, got)
 
 
-def test_cold_and_from_our_tier(reference: Reference, roomy: Engine) -> None:
-    requests = families()
-    expected = reference(requests, TOKENS_OUT)
+def test_cold_and_from_our_tier(reference: Reference, served: Served) -> None:
+    requests, roomy = families(), served.engine
+    expected = reference(served.name, requests, TOKENS_OUT)
     assert_same(expected, roomy.run(requests, max_tokens=TOKENS_OUT))
     for again in (requests, together(requests)):  # the second: all of them at once
         forget(roomy)
@@ -125,15 +96,16 @@ def test_cold_and_from_our_tier(reference: Reference, roomy: Engine) -> None:
     forget(roomy)
 
 
-def test_what_was_generated_is_kept_too(reference: Reference, roomy: Engine) -> None:
+def test_what_was_generated_is_kept_too(reference: Reference, served: Served) -> None:
     """A second turn: the prompt, what was answered to it, and a new question."""
+    roomy = served.engine
     first = [Request(id=f"t{i}", tokens=prompt(7000 + i, 150 + 61 * i)) for i in range(6)]
     answers = roomy.run(first, max_tokens=90)
     turns = [
         Request(id=one.id, tokens=[*one.tokens, *answer.tokens, *prompt(7100 + index, 40)])
         for index, (one, answer) in enumerate(zip(first, answers, strict=True))
     ]
-    expected = reference(turns, TOKENS_OUT)
+    expected = reference(served.name, turns, TOKENS_OUT)
     forget(roomy)
     got = roomy.run(turns, max_tokens=TOKENS_OUT)
     assert_same(expected, got)
@@ -142,83 +114,87 @@ def test_what_was_generated_is_kept_too(reference: Reference, roomy: Engine) -> 
     forget(roomy)
 
 
-def test_under_pressure(reference: Reference, tight: Engine) -> None:
+def test_under_pressure(reference: Reference, model_name: str, tight: Troubled) -> None:
     """Chunked prefill, preemption, loads into blocks whose old bytes are still being stored."""
-    requests = pressure(1)
-    expected = reference(requests, LONG_OUT)
-    before = tight.metrics()
-    assert_same(expected, tight.run(requests, max_tokens=LONG_OUT))
-    assert grown(tight, before, "num_preemptions") > 0
-    forget(tight)
-    before = tight.metrics()
-    assert_same(expected, tight.run(together(requests), max_tokens=LONG_OUT))
-    assert grown(tight, before, "num_preemptions") > 0
-    assert grown(tight, before, HITS) > sum(len(r.tokens) for r in requests) / 3
-    forget(tight)
+    requests, engine = pressure(1), tight.engine
+    expected = reference(model_name, requests, LONG_OUT)
+    before = engine.metrics()
+    with tight.trouble(Trouble.PAUSES):
+        assert_same(expected, engine.run(requests, max_tokens=LONG_OUT))
+        assert grown(engine, before, "num_preemptions") > 0
+        forget(engine)
+        before = engine.metrics()
+        assert_same(expected, engine.run(together(requests), max_tokens=LONG_OUT))
+        assert grown(engine, before, "num_preemptions") > 0
+        assert grown(engine, before, HITS) > sum(len(r.tokens) for r in requests) / 3
+        forget(engine)
 
 
-def test_aborts_at_every_stage(reference: Reference, tight: Engine) -> None:
+def test_aborts_at_every_stage(reference: Reference, model_name: str, tight: Troubled) -> None:
     """Before the first schedule, during a load, in the middle of a prompt, while generating."""
-    requests = pressure(3)
-    expected = reference(requests, LONG_OUT)
-    for round_, span in enumerate((6, 30, 90)):  # cold, then with hits
-        mixed = aborted(requests, round_, span)
-        got = tight.run(mixed, max_tokens=LONG_OUT)
-        assert_survivors_same(expected, got)
-        assert any(result.aborted and not result.tokens for result in got)
-        assert any(result.finished for result in got)
-        forget(tight)
+    requests, engine = pressure(3), tight.engine
+    expected = reference(model_name, requests, LONG_OUT)
+    with tight.trouble(Trouble.PAUSES):
+        for round_, span in enumerate((6, 30, 90)):  # cold, then with hits
+            mixed = aborted(requests, round_, span)
+            got = engine.run(mixed, max_tokens=LONG_OUT)
+            assert_survivors_same(expected, got)
+            assert any(result.aborted and not result.tokens for result in got)
+            assert any(result.finished for result in got)
+            forget(engine)
     assert any(result.aborted and result.tokens for result in got)
 
 
-def test_an_abort_while_its_load_runs(reference: Reference, tight: Engine, marks: Path) -> None:
+def test_an_abort_while_its_load_runs(
+    reference: Reference, model_name: str, tight: Troubled
+) -> None:
     """The blocks stay the load's until it ends, whoever waits for them meanwhile."""
-    shared = prompt(8000, 500)
+    engine, shared = tight.engine, prompt(8000, 500)
     requests = [Request(id=f"a{i}", tokens=shared + prompt(8001 + i, 60)) for i in range(3)]
-    expected = reference(requests, TOKENS_OUT)
-    assert_same(expected, tight.run(requests, max_tokens=TOKENS_OUT))
-    forget(tight)
-    (marks / "load.wanted").touch()
+    expected = reference(model_name, requests, TOKENS_OUT)
+    assert_same(expected, engine.run(requests, max_tokens=TOKENS_OUT))
+    forget(engine)
     first, *others = requests
     mixed = [msgspec.structs.replace(first, abort_step=2), *others]
-    got = tight.run(mixed, max_tokens=TOKENS_OUT)
-    (marks / "load.wanted").unlink()
-    assert (marks / "load").exists()
+    with tight.trouble(Trouble.SLOW_LOAD):
+        got = engine.run(mixed, max_tokens=TOKENS_OUT)
+        assert tight.has_begun(Trouble.SLOW_LOAD)
     assert got[0].aborted
     assert got[0].tokens == []
     assert_same(expected[1:], got[1:])
     # What the first of the others has loaded, the second has; less than a block more is no hit.
     assert all(result.cached_tokens in {480, 512} for result in got[1:])
-    forget(tight)
+    forget(engine)
 
 
-def test_one_lost_block_is_noticed(name: str, model: Callable[[str], Path]) -> None:
+def test_one_lost_block_is_noticed(troubled: Callable[[str], Troubled], model_name: str) -> None:
     """The comparison has teeth: leave one block of each load empty, and it fails."""
-    connector = attach(by=broken("ForgetfulConnector"))
-    requests = together(families(count=12))
-    with Engine(model(name), connector=connector) as engine:
-        expected = engine.run(requests, max_tokens=TOKENS_OUT)
-        forget(engine)
-        got = engine.run(requests, max_tokens=TOKENS_OUT)
+    one, requests = troubled(model_name), together(families(count=12, seed=30))
+    expected = one.engine.run(requests, max_tokens=TOKENS_OUT)
+    forget(one.engine)
+    with one.trouble(Trouble.FORGETFUL):
+        got = one.engine.run(requests, max_tokens=TOKENS_OUT)
+        forget(one.engine)
     assert len(divergences(expected, got)) > len(requests) / 2
     with pytest.raises(AssertionError, match="prompts differ"):
         assert_same(expected, got)
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("how", ["FencedConnector", "FencelessConnector"])
+@pytest.mark.parametrize("fence", [True, False])
 def test_O13_without_the_fence_wrong_bytes_are_kept(
-    reference: Reference, name: str, model: Callable[[str], Path], tmp_path: Path, how: str
+    reference: Reference, model_name: str, tight: Troubled, fence: bool
 ) -> None:
     """Stores that take long, in a cache so small that their sources have new owners by then."""
-    requests = pressure(5)
-    expected = reference(requests, LONG_OUT)
-    connector, env = attach(by=broken(how)), {MARKS: str(tmp_path)}
-    with Engine(model(name), connector=connector, env=env, **TIGHT) as engine:
+    requests, engine = pressure(5 if fence else 7), tight.engine
+    expected = reference(model_name, requests, LONG_OUT)
+    kinds = [Trouble.LONG_PAUSES] if fence else [Trouble.LONG_PAUSES, Trouble.NO_FENCE]
+    with tight.trouble(*kinds):
         engine.run(requests, max_tokens=LONG_OUT)
         forget(engine)
         got = engine.run(requests, max_tokens=LONG_OUT)
-    if how == "FencedConnector":
+        forget(engine)
+    if fence:
         assert_same(expected, got)
     else:
         with pytest.raises(AssertionError, match="prompts differ"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +19,10 @@ from kvstore.bench.store import StoreProcess
 from tests.engine.identity import assert_same
 from tests.engine.support import (
     CAPACITY,
-    MARKS,
+    Reference,
+    Trouble,
+    Troubled,
     attach,
-    broken,
     families,
     forget,
     grown,
@@ -34,8 +36,7 @@ TOKENS_OUT = 80
 MODEL_LEN = 1024
 EXTERNAL = "external_prefix_cache_hits"
 SMALL_STORE = "16MiB"  # a quarter of what the prompts need: blocks leave while others wait for them
-
-Reference = Callable[[str, int], list[Result]]
+Expected = Callable[[str], list[Result]]
 
 
 def prompts(seed: int) -> list[Request]:
@@ -43,17 +44,9 @@ def prompts(seed: int) -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def reference(model: Callable[[str], Path]) -> Reference:
-    """Results without connector, by model and seed, computed once."""
-    known: dict[tuple[str, int], list[Result]] = {}
-
-    def results(name: str, seed: int) -> list[Result]:
-        if (name, seed) not in known:
-            with Engine(model(name)) as engine:
-                known[name, seed] = engine.run(prompts(seed), max_tokens=TOKENS_OUT)
-        return known[name, seed]
-
-    return results
+def expected_of(reference: Reference) -> Expected:
+    """Results without connector, by model, computed once."""
+    return cache(lambda name: reference(name, prompts(1), TOKENS_OUT))
 
 
 def aborted(requests: list[Request], seed: int) -> list[Request]:
@@ -80,17 +73,17 @@ class Kind(NamedTuple):
     chunk: int
     block_tokens: int
     cache_mib: int
-    by: str
+    copies: str  # slow or fast
 
 
 # Each triple of model, chunk and block size once; small and large caches and slow copies alternate,
 # so that each pair of any two settings occurs.
 KINDS = [
-    Kind(*settings, cache_mib, by)
-    for settings, cache_mib, by in zip(
+    Kind(*settings, cache_mib, copies)
+    for settings, cache_mib, copies in zip(
         product(["llama_s", "gemma3"], [256, 2048], [32, 64, 128]),
         [6, 64, 6, 64, 6, 64, 64, 6, 64, 6, 64, 6],
-        ["SlowConnector", "PlainConnector", "PlainConnector", "SlowConnector"] * 3,
+        ["slow", "fast", "fast", "slow"] * 3,
         strict=True,
     )
 ]
@@ -98,18 +91,19 @@ KINDS = [
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(str(part) for part in kind))
 def test_every_kind_of_engine(
-    model: Callable[[str], Path], reference: Reference, tmp_path: Path, kind: Kind
+    model: Callable[[str], Path], expected_of: Expected, tmp_path: Path, kind: Kind
 ) -> None:
-    name, chunk, block_tokens, cache_mib, by = kind
-    expected = reference(name, 1)
-    with Engine(
-        model(name),
-        connector=attach(by=broken(by), block_tokens=block_tokens),
-        kv_cache_bytes=cache_mib << 20,
-        max_num_batched_tokens=chunk,
-        env={MARKS: str(tmp_path)},
-        extra={"max_model_len": MODEL_LEN},
-    ) as engine:
+    name, chunk, block_tokens, cache_mib, copies = kind
+    expected = expected_of(name)
+    settings: dict[str, Any] = {
+        "kv_cache_bytes": cache_mib << 20,
+        "max_num_batched_tokens": chunk,
+        "extra": {"max_model_len": MODEL_LEN},
+    }
+    one = Troubled(model(name), tmp_path, settings=settings, block_tokens=block_tokens)
+    kinds = [Trouble.PAUSES] if copies == "slow" else []
+    with closing(one), one.trouble(*kinds):
+        engine = one.engine
         assert_same(expected, engine.run(prompts(1), max_tokens=TOKENS_OUT))
         forget(engine)
         before = engine.metrics()
@@ -129,9 +123,9 @@ def test_every_kind_of_engine(
 
 @pytest.mark.parametrize("name", ["llama_s", "gemma3"])
 def test_a_store_too_small_for_what_it_is_asked(
-    model: Callable[[str], Path], reference: Reference, tmp_path: Path, name: str
+    model: Callable[[str], Path], expected_of: Expected, tmp_path: Path, name: str
 ) -> None:
-    expected = reference(name, 1)
+    expected = expected_of(name)
     with (
         StoreProcess(tmp_path, SMALL_STORE) as store,
         Engine(model(name), connector=attach(store), extra={"max_model_len": MODEL_LEN}) as engine,
@@ -144,10 +138,10 @@ def test_a_store_too_small_for_what_it_is_asked(
 
 @pytest.mark.parametrize("name", ["llama_s", "gemma3"])
 def test_two_engines_at_once_on_one_store(
-    model: Callable[[str], Path], reference: Reference, tmp_path: Path, name: str
+    model: Callable[[str], Path], expected_of: Expected, tmp_path: Path, name: str
 ) -> None:
     """What one stores the other loads, while both are at it."""
-    expected = reference(name, 1)
+    expected = expected_of(name)
     results: list[list[Result]] = []
     settings: dict[str, Any] = {"kv_cache_bytes": 8 << 20, "extra": {"max_model_len": MODEL_LEN}}
     with ExitStack() as stack:
@@ -178,10 +172,10 @@ def test_two_engines_at_once_on_one_store(
 
 @pytest.mark.parametrize("name", ["llama_s", "gemma3"])
 def test_as_processes(
-    model: Callable[[str], Path], reference: Reference, tmp_path: Path, name: str
+    model: Callable[[str], Path], expected_of: Expected, tmp_path: Path, name: str
 ) -> None:
     """Scheduler and worker apart, as in production; a shared store."""
-    expected = reference(name, 1)
+    expected = expected_of(name)
     with (
         StoreProcess(tmp_path, CAPACITY) as store,
         Engine(

@@ -18,6 +18,7 @@ from kvstore.protocol import Decoder, Message, encode
 from tiers.exporter.messages import ToStore
 
 _READ_BYTES = 1 << 18
+_READS_MAX = 16  # of one hear(): it may be saying more than the store can hear
 _SHARED = 2  # standard error: what it prints belongs in the store's log
 # All else in the store's environment stays there: peers can read the memory of this process.
 _HANDED_ON = ("UCX_", "NIXL_", "CUDA_", "NVIDIA_", "LD_", "LC_", "LANG", "PATH", "PYTHONHASHSEED")
@@ -97,7 +98,7 @@ class Child:
 
     def hear(self) -> Iterator[Message]:
         """Yield what it has said. Raises ProtocolError for anything else."""
-        while self._open:
+        for _ in range(_READS_MAX if self._open else 0):
             try:
                 data = self._sock.recv(_READ_BYTES)
             except BlockingIOError:

@@ -7,6 +7,8 @@ down --poll(), after a pause--> starting --Ready--> up
 
 A process that ends takes its transfers along: each ends with an error, after the process's end
 only, since it could still write until then. Extents and peers are told to the next one.
+
+Peers can overwrite its memory, so it may say anything; what cannot be ends it.
 """
 
 from __future__ import annotations
@@ -46,8 +48,10 @@ _PAUSE_MIN_NS = 100_000_000
 _PAUSE_MAX_NS = 10_000_000_000
 _STEADY_NS = 30_000_000_000  # who lived this long starts without a pause
 _GRACE_NS = 1_000_000_000  # for transfers that can end at once when they are abandoned
-_END_S = 0.3
-_KILLED_S = 0.6
+_WRONG_MAX = 100  # of one process
+_TEXT_MAX = 500
+_END_S = 0.2
+_KILLED_S = 0.5
 
 State = Literal["down", "starting", "up", "ending"]
 
@@ -121,6 +125,7 @@ class Exporter:
         self._events: list[Event] = []
         self._next_id = 1
         self._descriptors = 0  # passed to this process
+        self._wrong = 0  # messages that it has not understood
         self._quarantined = 0
         self._over_ns: int | None = None  # since when there has been too much in quarantine
         self._start_ns = 0  # when to start, or when it was started
@@ -273,7 +278,6 @@ class Exporter:
         return events
 
     def _start(self, now_ns: int) -> None:
-        self._epoll.poll(0)  # nothing: what was watched is closed
         settings = self._settings
         try:
             child = Child(settings.service, settings.devices, settings.transports)
@@ -283,7 +287,7 @@ class Exporter:
             return
         child.watch(self._epoll)
         self._child, self._state, self._start_ns = child, "starting", now_ns
-        self._descriptors, self._why = 0, ""
+        self._descriptors, self._wrong, self._why = 0, 0, ""
         for extent in self._extents:
             self._send_extent(extent)
         for peer, metadata in self._peers.items():
@@ -335,24 +339,37 @@ class Exporter:
         match message:
             case Ended():
                 self._on_ended(message)
-            case Ready():
+            case Ready(name):
                 if self._running:
-                    self._state, self._name = "up", message.name
+                    self._state, self._name = "up", name
                 self._events.append(message)
-            case Unmapped(extent) | NotMapped(extent):
-                self._extents.pop(extent, None)
-                self._events.append(message)
-            case Mapped() | Metadata() | PeerRefused():
+            case Mapped(extent) | NotMapped(extent) | Unmapped(extent):
+                self._on_extent(message, extent)
+            case Metadata() | PeerRefused():
                 self._events.append(message)
             case Wrong(text):
-                log.error("the exporter did not understand: %s", text)
+                self._wrong += 1
+                log.error("the exporter did not understand: %r", text[:_TEXT_MAX])
+                if self._wrong > _WRONG_MAX:
+                    raise ProtocolError(f"{self._wrong} messages not understood")
             case Failed(text):
                 self._why = text
 
+    def _on_extent(self, message: Mapped | NotMapped | Unmapped, number: int) -> None:
+        extent = self._extents.get(number)
+        leaves = isinstance(message, Unmapped)
+        if extent is None or (leaves and not extent.leaving):
+            what = type(message).__name__
+            raise ProtocolError(f"{what} of extent {number}, which was not asked for")
+        if not isinstance(message, Mapped):
+            del self._extents[number]
+        self._events.append(message)
+
     def _on_ended(self, message: Ended) -> None:
         found = self._open.pop(message.id, None)
-        check(found is not None, f"transfer {message.id} has ended already")
-        if found is not None and found.abandoned:
+        if found is None:
+            raise ProtocolError(f"the end of transfer {message.id}, which is not open")
+        if found.abandoned:
             self._quarantined -= found.bytes
         self._events.append(message)
 

@@ -139,6 +139,7 @@ class Mover:
         peer.metadata = metadata
         if peer.known and not peer.gone and not peer.changing:
             peer.fresh = False
+            self._drop_blocks(peer)
             self._knows(peer)
         else:
             peer.changing = True
@@ -158,9 +159,7 @@ class Mover:
         if peer.flying or not peer.changing:
             return
         peer.changing = False
-        for blocks in peer.blocks.values():
-            self._agent.drop(blocks)
-        peer.blocks.clear()
+        self._drop_blocks(peer)
         if peer.known:
             peer.known = False
             with contextlib.suppress(MoveError):  # NIXL may have forgotten it by itself
@@ -170,6 +169,12 @@ class Mover:
         else:
             peer.fresh, peer.gone = True, ""
             self._knows(peer)
+
+    def _drop_blocks(self, peer: _Peer) -> None:
+        """Drop lists that may be of memory where there is other memory now."""
+        for blocks in peer.blocks.values():
+            self._agent.drop(blocks)
+        peer.blocks.clear()
 
     def _knows(self, peer: _Peer) -> None:
         """Tell NIXL what there is to know of a peer."""
@@ -252,6 +257,7 @@ class Mover:
             if exc.error == "refused" and not peer.fresh:
                 peer.changing = True  # it may be reached by what NIXL knew before
                 peer.waiting.appendleft(found)
+                self._change(peer)
             else:
                 self._failed(peer, found, exc)
             return
@@ -319,9 +325,9 @@ class Mover:
             self._end(found)
 
     def _end(self, found: _Open) -> None:
-        if self._open.pop(found.asked.id, None) is not None:
-            seconds = self._clock() - found.since_s
-            self._send(Ended(found.asked.id, found.moved, seconds, found.error, found.text))
+        del self._open[found.asked.id]
+        seconds = self._clock() - found.since_s
+        self._send(Ended(found.asked.id, found.moved, seconds, found.error, found.text))
 
     def _rest(self) -> None:
         """Peers with nothing open have no turn."""

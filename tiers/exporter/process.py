@@ -46,7 +46,7 @@ _PR_SET_PDEATHSIG = 1
 _BUG = 70  # an exit code for it
 
 
-class Exporter:
+class Server:
     """Does what messages say, until there are no more."""
 
     def __init__(self, store: socket.socket, agent: Agent) -> None:
@@ -145,17 +145,16 @@ class Exporter:
         return self._descriptors.popleft()
 
 
-def main() -> int:
+def main(store: socket.socket) -> int:
     """Run as the child that tiers.exporter.child starts. Argument: what its name begins with."""
     # First of all: it must not outlive the store, and signals from a terminal mean the store.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     sys.excepthook = _end_of_a_bug
-    store = socket.socket(fileno=0)
     try:
         agent = Agent(f"{sys.argv[1]}-{secrets.token_hex(8)}")
-        Exporter(store, agent).run()
+        Server(store, agent).run()
     except (MoveError, ProtocolError) as exc:
         with contextlib.suppress(OSError):
             store.sendall(encode(Failed(str(exc))))
@@ -174,6 +173,9 @@ def _end_of_a_bug(
 
 
 if __name__ == "__main__":
-    code = main()
+    standard_input = socket.socket(fileno=0)
+    code = main(standard_input)
     sys.stderr.flush()
-    os._exit(code)  # UCX's threads, transfers under way and their memory are the kernel's to end
+    # UCX's threads, transfers under way and their memory are the kernel's to end; the socket too,
+    # so that it is closed when the exit code is known.
+    os._exit(code)

@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Protocol
 
 import msgspec
 
@@ -33,8 +35,48 @@ class IndexProcessDiedError(TierIOError):
         self.of_the_file = of_the_file
 
 
+class Process(Protocol):
+    """What is needed of it; subprocess.Popen is one."""
+
+    @property
+    def pid(self) -> int:
+        """Its id."""
+        ...
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit status, minus the signal's number if one has ended it; None before."""
+        ...
+
+    def poll(self) -> int | None:
+        """Look whether it has ended; its exit status."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; its exit status. Raises subprocess.TimeoutExpired after seconds."""
+        ...
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        ...
+
+
+def start(passed: Sequence[int], lock_fd: int) -> Process:
+    """Start indexer.py with these descriptors. Raises OSError."""
+    return subprocess.Popen(  # noqa: S603 - our own module
+        [sys.executable, "-m", "tiers.nvme.indexer", *map(str, passed)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,  # whoever reads the store's would wait for this one
+        pass_fds=(*passed, lock_fd),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        start_new_session=True,  # Ctrl-C is for the store, which still commits
+    )
+
+
 class Child:
     """The process, and the ways to it. ask() and close() are one thread's, take() another's."""
+
+    start: ClassVar[Callable[[Sequence[int], int], Process]] = staticmethod(start)
 
     def __init__(self, lock_fd: int) -> None:
         """Start it. It inherits the directory's lock. Raises TierIOError when it does not start."""
@@ -42,16 +84,8 @@ class Child:
         pipe, pipe_in = os.pipe()
         life_out, life = os.pipe()
         passed = (its.fileno(), pipe_in, life_out)
-        command = [sys.executable, "-m", "tiers.nvme.indexer", *map(str, passed)]
         try:
-            self._process = subprocess.Popen(  # noqa: S603 - our own module
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # whoever reads the store's would wait for this one
-                pass_fds=(*passed, lock_fd),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                start_new_session=True,  # Ctrl-C is for the store, which still commits
-            )
+            self._process = type(self).start(passed, lock_fd)
         except OSError as exc:
             ours.close()
             for fd in (pipe, life):

@@ -20,7 +20,7 @@ from itertools import chain
 from typing import cast
 
 from kvstore.eviction import LeafLRU
-from kvstore.index import TABLE_SHIFT, TABLES, Entry, State
+from kvstore.index import TABLE_SHIFT, TABLES, Node, State
 from kvstore.types import BlockKey, Slot
 
 
@@ -33,7 +33,7 @@ class Durable(enum.Enum):
     YES = "yes"
 
 
-class Record(Entry):
+class Record(Node):
     """One block on disk; slot is its place there, extent << 32 | position."""
 
     __slots__ = ("after", "before", "checksum", "durable", "first", "generation")

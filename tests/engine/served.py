@@ -1,0 +1,64 @@
+"""An engine attached to a store of its own, and the KV events that it publishes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from kvstore.bench.engine import Engine, Request, Result
+from kvstore.bench.store import StoreProcess
+from tests.engine.support import GROUPS, TOKENS_OUT, attach, numbers, settled, since
+
+
+class Served:
+    """A store, an engine attached to it, and the KV events that the engine publishes."""
+
+    def __init__(self, name: str, model: Path, folder: Path, store: StoreProcess) -> None:
+        self.name = name
+        self.store = store
+        self.groups = GROUPS[name]
+        self._endpoint = f"ipc://{folder / 'events'}"
+        self._subscription: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+        self._subscription.connect(self._endpoint)
+        self._subscription.subscribe(b"")
+        self._model = model
+        self.engine = self._start()
+
+    def _start(self) -> Engine:
+        events = {"enable_kv_cache_events": True, "endpoint": self._endpoint}
+        connector = attach(self.store)
+        extra = {"kv_events_config": events}
+        return Engine(self._model, connector=connector, extra=extra).__enter__()
+
+    def restart(self) -> None:
+        """End the engine and start another one."""
+        self.engine.close()
+        self.engine = self._start()
+
+    def close(self) -> None:
+        self.engine.close()
+        self._subscription.close(0)
+
+    def one_by_one(self, requests: Sequence[Request]) -> list[Result]:
+        """So that what is shared with an earlier prompt is in the engine's own cache."""
+        return [self.engine.run([one], max_tokens=TOKENS_OUT)[0] for one in requests]
+
+    def stats(self) -> dict[str, float]:
+        """The store's numbers once all copies are reported."""
+        return settled(lambda: numbers(self.store.address))
+
+    def since(self, before: dict[str, float]) -> dict[str, float]:
+        return settled(lambda: since(self.store.address, before))
+
+    def events(self) -> list[dict[str, object]]:
+        """What has been published about the tiers since the last call; arrives a step late."""
+        self.engine.run([Request(id="tick", tokens=[3, 4, 5])], max_tokens=2)
+        self.engine.idle_steps(2)
+        found = []
+        while self._subscription.poll(500):
+            *_, payload = self._subscription.recv_multipart()
+            found += msgspec.msgpack.decode(payload)[1]
+        return [event for event in found if event.get("medium", "GPU") != "GPU"]

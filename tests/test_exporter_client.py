@@ -1,0 +1,265 @@
+"""The store's side of an exporter: it starts, ends and is started again, and waits for nothing."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from kvstore.errors import InvariantBroken
+from kvstore.protocol import Message, u32
+from tests.exporter_rig import EXPORT, KIB, LANDING, MIB, WAIT_S, Side, end, start_all, wait
+from tiers.exporter import client
+from tiers.exporter.client import Down, Exporter, Move, Settings
+from tiers.exporter.messages import Ended, Mapped, NotMapped, Ready, Unmapped, Wrong
+
+PROMPTLY_S = 1.0
+
+
+@pytest.fixture
+def side() -> Iterator[Side]:
+    side = Side("alone", extent_bytes=MIB)
+    yield side
+    side.close()
+
+
+def sent(side: Side, number: signal.Signals) -> None:
+    assert side.exporter.pid is not None
+    os.kill(side.exporter.pid, number)
+
+
+def move(name: str = "nobody") -> Move:
+    return Move(name, False, LANDING, 4096, MIB, 64 * KIB, u32([0]), u32([0]))
+
+
+def promptly(call: Callable[[], object]) -> float:
+    started = time.monotonic()
+    call()
+    return time.monotonic() - started
+
+
+def gone(pid: int, limit_s: float) -> bool:
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_it_closes_in_time_even_while_it_is_stopped(side: Side) -> None:
+    wait(side, lambda: side.ready)
+    pid = side.exporter.pid
+    assert pid is not None
+    sent(side, signal.SIGSTOP)
+    number = side.exporter.start(move())
+    assert promptly(lambda: side.take(side.exporter.close())) < PROMPTLY_S
+    assert gone(pid, 0.1)
+    assert side.ended[number].error == "failed"
+    assert {event.extent for event in side.of(Unmapped)} == {EXPORT, LANDING}
+    assert side.exporter.close() == []
+    assert side.exporter.poll(time.monotonic_ns()) == []
+
+
+def test_a_stopped_process_holds_nothing_up(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent waits in memory, up to a limit; then the next process is started."""
+    wait(side, lambda: side.ready)
+    sent(side, signal.SIGSTOP)
+    large = msgspec.structs.replace(move(), local=bytes(4 * MIB), remote=bytes(4 * MIB))
+    numbers: list[int] = []
+    assert promptly(lambda: numbers.extend(side.exporter.start(large) for _ in range(3))) < 5
+    side.poll()
+    assert not side.of(Down)
+    monkeypatch.setattr(client, "OUTBOX_BYTES_MAX", 16 * MIB)
+    wait(side, lambda: side.of(Down))
+    assert side.of(Down)[0].reason == "it does not read: it was ended by SIGKILL"
+    assert set(numbers) == set(side.ended)
+
+
+def test_signals_of_a_terminal_are_for_the_store(side: Side) -> None:
+    wait(side, lambda: side.ready)
+    pid = side.exporter.pid
+    assert pid is not None
+    sent(side, signal.SIGINT)
+    sent(side, signal.SIGTERM)
+    side.exporter.unmap(LANDING)
+    wait(side, lambda: side.of(Unmapped))
+    assert side.exporter.pid == pid
+    assert os.getsid(pid) == pid
+
+
+STORE = """
+import sys, time
+from tiers.exporter.client import Exporter, Settings
+exporter = Exporter(Settings("store"))
+while exporter.name is None:
+    exporter.poll(time.monotonic_ns())
+    time.sleep(0.001)
+print(exporter.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_it_ends_with_the_store_and_at_once(stopped: bool) -> None:
+    store = subprocess.Popen(
+        [sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert store.stdout is not None
+    assert store.stdin is not None
+    pid = int(store.stdout.readline())
+    if stopped:
+        os.kill(pid, signal.SIGSTOP)
+    store.kill()
+    ended = gone(pid, PROMPTLY_S)
+    if not ended:
+        os.kill(pid, signal.SIGKILL)  # a failed test leaves nothing behind either
+    assert ended
+    store.wait()
+    store.stdout.close()
+    store.stdin.close()
+
+
+def test_one_that_cannot_start_says_why_and_is_tried_less_and_less_often(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    exporter = Exporter(Settings("lost", devices="no-such-device"))
+    now_ns = time.monotonic_ns()
+    waits: list[float] = []
+    reasons: list[str] = []
+    assert exporter.poll(now_ns) == []
+    while len(waits) < 3:
+        select.select([exporter.fileno()], [], [], WAIT_S)
+        for event in exporter.poll(now_ns):
+            assert isinstance(event, Down)
+            reasons.append(event.reason)
+            wait_s = exporter.wait_s(now_ns)
+            assert wait_s is not None
+            waits.append(wait_s)
+            now_ns += int(wait_s * 1e9)
+            exporter.poll(now_ns)  # the next one
+    assert [round(wait_s, 3) for wait_s in waits] == [0.1, 0.2, 0.4]
+    assert all("NIXL's UCX plugin does not load" in reason for reason in reasons), reasons
+    assert all(reason.endswith("it ended with 1") for reason in reasons)
+    assert exporter.restarts == 3
+    exporter.close()
+    capfd.readouterr()
+
+
+def test_what_is_asked_while_it_is_down_ends_at_once(side: Side) -> None:
+    number = side.exporter.start(move())
+    assert side.exporter.wait_s(time.monotonic_ns()) == 0.0
+    (ended,) = [event for event in side.exporter.poll(0) if isinstance(event, Ended)]
+    assert (ended.id, ended.error) == (number, "failed")
+    assert ended.text == "the exporter is not running"
+
+
+def test_what_is_asked_while_it_is_starting_is_done_in_order(side: Side) -> None:
+    side.poll()
+    assert side.exporter.name is None
+    number = side.exporter.start(move())
+    assert end(side, number).error == "refused", "nobody is no peer of it"
+    assert [type(event) for event in side.events[:1]] == [Ready]
+    assert side.name.startswith("alone-")
+
+
+def test_abandoning_what_has_ended_or_was_never_there_is_nothing(side: Side) -> None:
+    wait(side, lambda: side.ready)
+    number = side.exporter.start(move())
+    end(side, number)
+    side.exporter.abandon(number)
+    side.exporter.abandon(12345)
+    assert side.exporter.quarantined_bytes == 0
+    with pytest.raises(InvariantBroken, match="extent 1 is mapped already"):
+        side.exporter.map(EXPORT, 0, 1, writable=False)
+    with pytest.raises(InvariantBroken, match="extent 9 is not mapped"):
+        side.exporter.unmap(9)
+
+
+LIES: dict[str, list[Message]] = {
+    "the end of transfer 99, which is not open": [Ended(99, 0, 0.0)],
+    "Unmapped of extent 1, which was not asked for": [Unmapped(1)],
+    "Mapped of extent 9, which was not asked for": [Mapped(9, 4096)],
+    "NotMapped of extent 9, which was not asked for": [NotMapped(9, "")],
+    "101 messages not understood": [Wrong("x" * 10_000)] * 200,
+}
+
+
+def test_an_exporter_that_was_tampered_with_is_ended(
+    side: Side, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Peers can overwrite its memory: whatever it says, the store goes on."""
+    for cycle, (text, said) in enumerate(LIES.items()):
+        wait(side, lambda: side.ready)
+        child = side.exporter._child
+        assert child is not None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(child, "hear", partial(iter, list(said)))
+            side.poll()
+        wait(side, lambda cycle=cycle: len(side.of(Down)) > cycle)  # type: ignore[misc]
+        assert side.of(Down)[-1].reason.startswith(f"it says what makes no sense: {text}")
+        side.exporter._pause_ns = side.exporter._start_ns = 0
+    assert not side.of(Unmapped)
+    assert not side.ended
+    assert max(len(record.getMessage()) for record in caplog.records) < 1000
+
+
+def test_an_extent_that_is_unmapped_while_nothing_runs(side: Side) -> None:
+    wait(side, lambda: side.ready)
+    sent(side, signal.SIGSTOP)
+    side.exporter.unmap(LANDING)
+    side.exporter.restart("a test")
+    assert not side.of(Unmapped), "not before its end"
+    wait(side, lambda: side.of(Down))
+    assert [event.extent for event in side.of(Unmapped)] == [LANDING]
+    assert side.of(Down)[0].reason == "a test: it was ended by SIGKILL"
+    side.exporter.unmap(EXPORT)
+    side.poll()
+    assert [event.extent for event in side.of(Unmapped)] == [LANDING, EXPORT]
+
+
+def test_no_process_or_descriptor_is_left_behind() -> None:
+    """Fifty processes, each ended as it starts."""
+    here = Path("/proc/self/fd")
+    before = len(list(here.iterdir()))
+    side = Side("brief", extent_bytes=MIB)
+    held = len(list(here.iterdir()))
+    for cycle in range(50):
+        side.exporter._start_ns = 0  # without a pause
+        side.poll()
+        assert side.exporter.state == "starting"
+        sent(side, signal.SIGKILL)
+        wait(side, lambda cycle=cycle: len(side.of(Down)) > cycle)  # type: ignore[misc]
+        assert len(list(here.iterdir())) == held
+    assert side.exporter.restarts == 50
+    side.close()
+    assert len(list(here.iterdir())) == before
+    assert not psutil.Process().children()
+
+
+def test_it_takes_no_core_while_nothing_is_to_do() -> None:
+    pair = Side("one", extent_bytes=MIB), Side("other", extent_bytes=MIB)
+    start_all(*pair)
+    assert end(pair[0], pair[0].start(pair[1], [(0, 0)])).error is None
+    spent = []
+    for side in pair:
+        process = psutil.Process(side.exporter.pid)
+        before = sum(process.cpu_times()[:2])
+        time.sleep(0.5)
+        spent.append(sum(process.cpu_times()[:2]) - before)
+    assert max(spent) < 0.15, spent
+    for side in pair:
+        assert psutil.Process(side.exporter.pid).memory_info().rss < 120 * MIB, (
+            "torch is not loaded"
+        )
+        side.close()

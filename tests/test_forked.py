@@ -1,0 +1,49 @@
+"""Processes that are forked for tests end, fail and are killed as those that are started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.forked import Forked
+
+
+def tell(fds: list[int], word: str) -> None:
+    os.write(fds[0], f"{word} {os.getpid()} {os.getsid(0)}".encode())
+
+
+def leave(_fds: list[int], status: int) -> None:
+    sys.exit(status)
+
+
+def stay(_fds: list[int]) -> None:
+    time.sleep(600)
+
+
+def test_it_has_what_it_is_given_and_a_session_of_its_own() -> None:
+    ours, theirs = os.pipe()
+    process = Forked(tell, [theirs], "here")
+    os.close(theirs)
+    with os.fdopen(ours, "rb") as told:
+        assert told.read().decode() == f"here {process.pid} {process.pid}"
+    assert process.wait(600) == 0
+    assert process.pid != os.getpid()
+
+
+def test_its_exit_status_is_told() -> None:
+    process = Forked(leave, [], 3)
+    assert process.wait(600) == process.returncode == process.poll() == 3
+
+
+def test_one_that_stays_is_waited_for_and_killed() -> None:
+    process = Forked(stay, [])
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.01)
+    assert process.poll() is process.returncode is None
+    process.kill()
+    assert process.wait(600) == -signal.SIGKILL
