@@ -78,9 +78,12 @@ class Forest:
         if not entry.children:
             self.policy.remove(entry)
 
-    def _gone(self, entry: Entry) -> None:
+    def _remove(self, entry: Entry) -> None:
         self.index.remove(entry)
         del self._names[bisect_left(self._names, entry.key.decode())]
+
+    def _gone(self, entry: Entry) -> None:
+        self._remove(entry)
         if entry.parent is not None:
             self.policy.freed(entry.parent)
 
@@ -103,7 +106,7 @@ class Forest:
         for victim in islice(self.policy.victims(), count):
             assert isinstance(victim, Entry)
             assert victim.key.decode() == self.coldest()
-            self.index.remove(victim)
+            self._remove(victim)
         if victim is not None and victim.parent is not None:
             self.policy.freed(victim.parent)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -235,6 +236,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.holes == len(cut_off)
 
 
+@pytest.mark.slow
 def test_index_and_order_agree_with_models_that_walk_everything() -> None:
     run_state_machine_as_test(
         IndexMachine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -276,4 +277,4 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 ManagerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
-TestManager = ManagerMachine.TestCase
+TestManager = pytest.mark.slow(ManagerMachine.TestCase)

@@ -114,6 +114,7 @@ def test_a_seed_that_breaks_says_how_to_see_it_again(monkeypatch: pytest.MonkeyP
     assert 1 < len(note.splitlines()) <= 42
 
 
+@pytest.mark.slow
 def test_a_world_that_breaks_is_cut_as_long_as_it_breaks_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
