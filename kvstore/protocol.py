@@ -22,6 +22,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -78,6 +79,21 @@ class Usage(Message, frozen=True):
     hit_tokens: dict[str, int]
 
 
+class Handing(Message, frozen=True):
+    """A request whose blocks another store will ask for.
+
+    state: "running", it computes them; "done", these are all, held for lease_ms even if nobody
+    asks; "gone", it ended otherwise, or they are not wanted any more.
+    """
+
+    request: str
+    state: Literal["running", "done", "gone"]
+    hashes: bytes = b""
+    width: int = 0
+    scope: bytes = b""
+    lease_ms: int = 0
+
+
 class Step(Message, frozen=True):
     """One batch per engine step from the scheduler half."""
 
@@ -86,6 +102,7 @@ class Step(Message, frozen=True):
     release: tuple[int, ...] = ()  # leases not used, or asks not wanted any more
     usage: Usage | None = None
     counts: dict[str, int] = {}  # events by name (EVENTS), since the last step
+    handing: tuple[Handing, ...] = ()
 
 
 class Mapped(Message, frozen=True):
@@ -134,13 +151,14 @@ class Welcome(Message, frozen=True):
     """The connection is part of a session.
 
     layout: for workers, what to copy where. wait_ms: for workers, how long a load may wait for
-    slots that are coming.
+    slots that are coming. side_channel: where other stores can ask this one, host:port.
     """
 
     session: int
     namespace: str = ""
     layout: RankLayout | None = None
     wait_ms: int = 0
+    side_channel: str = ""
 
 
 class Refused(Message, frozen=True):

@@ -201,6 +201,9 @@ class Pair:
             self.source.view(Slot(self.prefill.credits[0]))[:] = content(key)
             self.prefill.put(chain[: index + 1], first=index)
 
+    def hand(self, request: str) -> None:
+        self.producer.hands.running(request, self.source.manager, 1)
+
     def want(self, chain: Sequence[bytes], *, push: bool = False, request: str = "") -> int:
         want = m.Want(1, b"".join(chain), 32, (u32(range(len(chain))),), b"", request, push=push)
         return self.consumer.want(self.peer, want, self.taker.now_ns)

@@ -97,7 +97,7 @@ def test_B16_a_block_confirmed_after_its_lease_is_not_ready() -> None:
 
 def test_P7_what_a_running_request_computes_comes_as_it_is_computed() -> None:
     pair, chain = Pair(), hashes(6)
-    pair.producer.computing("r")
+    pair.hand("r")
     pair.put(chain[:2])
     pair.want(chain, request="r")
     ask = pair.decode.ask(chain)
@@ -105,7 +105,7 @@ def test_P7_what_a_running_request_computes_comes_as_it_is_computed() -> None:
     assert len(blocks(pair.decode.granted[ask])) == 6
     assert pair.arrived(chain) == 0, "a load is ready as a whole"
     pair.put(chain)
-    pair.producer.computed("r")
+    pair.producer.hands.gone("r")
     pair.run(20)
     assert pair.arrived(chain) == 6
     pair.check_nothing_left()
@@ -113,12 +113,12 @@ def test_P7_what_a_running_request_computes_comes_as_it_is_computed() -> None:
 
 def test_B18_what_a_request_did_not_compute_is_gone_once_it_has_ended() -> None:
     pair, chain = Pair(), hashes(6)
-    pair.producer.computing("r")
+    pair.hand("r")
     pair.put(chain[:4])
     pair.want(chain, request="r")
     pair.decode.ask(chain)
     pair.run(20)
-    pair.producer.computed("r")
+    pair.producer.hands.gone("r")
     pair.run(20)
     assert pair.producer.counts["gone"] == 2
     assert pair.arrived(chain) == 4
@@ -176,7 +176,7 @@ def test_B16_blocks_are_held_for_a_while_after_the_lease_and_confirmed_no_more()
 
 def test_B11_heartbeats_keep_a_lease_and_never_shorten_it() -> None:
     pair, chain = Pair(), hashes(3)
-    pair.producer.computing("r")
+    pair.hand("r")
     pair.put(chain[:2])
     pair.want(chain, request="r")
     pair.decode.ask(chain)
@@ -271,7 +271,7 @@ class Chance:
             self.rng.choice([self.pair.consumer.on_exporter_lost, self.pair.lose])()
 
     def compute(self, _chain: Sequence[bytes]) -> None:
-        self.rng.choice([self.pair.producer.computing, self.pair.producer.computed])("r")
+        self.rng.choice([self.pair.hand, self.pair.producer.hands.gone])("r")
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -286,7 +286,7 @@ def test_whatever_happens_bytes_are_right_and_nothing_is_left(seed: int) -> None
         for chain in chance.chains:
             pair.arrived(chain)
     pair.fail, pair.damage = 0, set()
-    pair.producer.computed("r")
+    pair.producer.hands.gone("r")
     pair.run(80, ms=1000)
     pair.consumer.on_exporter_lost()  # the end of a quarantine whose peer was lost
     pair.check_nothing_left()

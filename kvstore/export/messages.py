@@ -28,6 +28,7 @@ import msgspec
 
 from kvstore.errors import ProtocolError
 from kvstore.protocol import Message, from_u32
+from kvstore.types import GroupRule
 
 VERSION = 1
 MESSAGE_BYTES_MAX = 16 << 20
@@ -187,6 +188,14 @@ def _decode(decoder: msgspec.msgpack.Decoder[Message], data: bytes) -> Message:
         return decoder.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as exc:
         raise ProtocolError(f"not a message of side channel {VERSION}: {exc}") from exc
+
+
+def clip(rule: GroupRule, blocks: int) -> range:
+    """Return which of a group's blocks are handed over: all, or those that what comes next needs.
+
+    A window's are one more than its trailing blocks, since it may begin inside of one.
+    """
+    return range(0 if rule.trailing is None else max(0, blocks - rule.trailing - 1), blocks)
 
 
 def positions_of(data: bytes, count: int) -> list[int]:

@@ -23,6 +23,7 @@ from collections.abc import Callable
 
 from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
+from kvstore.export.hands import Hands
 from kvstore.export.jobs import BUSY, Block, Job, Peer, Source, State, Tag, Work, Write
 from kvstore.protocol import Message, from_u32, u32
 from kvstore.tier import Tier
@@ -58,18 +59,8 @@ class Producer:
         self._held_bytes_max = held_bytes_max
         self._peers: dict[int, Peer] = {}
         self._early: dict[int, m.Hello] = {}  # who came before the exporter was there
-        self._computing: set[str] = set()  # requests that have not ended
+        self.hands = Hands()
         self.counts: Counter[str] = Counter()
-
-    # What the engines of this node say
-
-    def computing(self, request: str) -> None:
-        """A request runs: what it has not computed yet may be waited for."""
-        self._computing.add(request)
-
-    def computed(self, request: str) -> None:
-        """A request has ended: what is not there, or being written, will not come."""
-        self._computing.discard(request)
 
     # What a consumer says
 
@@ -99,6 +90,7 @@ class Producer:
                 job.deadline_ns = max(job.deadline_ns, now_ns + _lease_ns(message.lease_ms))
         else:
             self._release(peer, job)
+            self.hands.gone(job.request)  # what it did not fetch it does not want
         self._settle(peer, job)
 
     def on_closed(self, number: int) -> None:
@@ -195,7 +187,7 @@ class Producer:
         found, tier = source.tiering.where(key)
         if tier is not None and found is LookupResult.HIT:
             return tier.name
-        return PREFILL if job.request in self._computing else None
+        return PREFILL if self.hands.may_come(job.request, key) else None
 
     def _land(self, job: Job, land: m.Land) -> None:
         positions = m.positions_of(land.positions, len(job.blocks))
@@ -230,6 +222,7 @@ class Producer:
 
     def tick(self, now_ns: int) -> None:
         """Move every job along; end the leases that are over."""
+        self.hands.tick(now_ns)
         if self._early and self._exporter() is not None:
             early, self._early = self._early, {}
             for number, hello in early.items():
@@ -301,7 +294,7 @@ class Producer:
             elif tier is not None and found is LookupResult.HIT:
                 below.setdefault(tier.name, (tier, []))[1].append(position)
                 room -= 1
-            elif job.request in self._computing:
+            elif self.hands.may_come(job.request, block.key):
                 break
             else:
                 self.counts["gone"] += 1

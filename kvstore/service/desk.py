@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from kvstore import protocol as p
 from kvstore.config import EngineConfig
 from kvstore.errors import ProtocolError
-from kvstore.export.messages import Want
+from kvstore.export.messages import Want, clip
 from kvstore.leases import Lease
 from kvstore.lookup import Answer
 from kvstore.metrics import Numbers
@@ -89,8 +89,7 @@ class Desk:
         blocks = ask.chain.blocks
         lacking = []
         for group, rule in enumerate(namespace.layout.rules):
-            first = 0 if rule.trailing is None else max(0, blocks - rule.trailing - 1)
-            keys = ((index, ask.chain.key(group, index)) for index in range(first, blocks))
+            keys = ((index, ask.chain.key(group, index)) for index in clip(rule, blocks))
             lacking.append([index for index, key in keys if not self._is_here(namespace, key)])
         if not any(lacking):
             return None

@@ -14,6 +14,7 @@ import msgspec
 from kvstore import protocol as p
 from kvstore.config import DISK_BYTES_MIN, Config
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError
+from kvstore.export.messages import clip
 from kvstore.layout import slot_layout
 from kvstore.metrics import MEMORY, NVME, PEER, Numbers
 from kvstore.service.desk import Desk
@@ -23,7 +24,7 @@ from kvstore.service.namespace import Mapping, MemoryPool, Namespace
 from kvstore.service.peers import EXPORTER, Peers
 from kvstore.service.session import News, Phase, Session, Writing
 from kvstore.tier import SlotMemory, Tier
-from kvstore.types import BlockKey, LeaseId, Slot
+from kvstore.types import BlockKey, Chain, LeaseId, Slot
 from kvstore.writes import WriteBudget
 
 log = logging.getLogger(__name__)
@@ -284,7 +285,8 @@ class Store:
                 self._send(worker, p.Welcome(session.number, digest, layout, wait_ms), None)
                 self._memory.announce(namespace, worker, self._now_ns)
         if session.scheduler is not None and (first_time or session.scheduler == joined):
-            welcome = p.Welcome(session.number, namespace.layout.digest)
+            here = "" if self._peers is None else self._peers.channel.address
+            welcome = p.Welcome(session.number, namespace.layout.digest, side_channel=here)
             self._send(session.scheduler, welcome, None)
 
     def _namespace(self, session: Session) -> Namespace:
@@ -344,6 +346,8 @@ class Store:
         if namespace is None:
             return
         namespace.sessions.discard(session.number)
+        if self._peers is not None:
+            self._peers.producer.hands.end_of(session.number)
         namespace.used_ns = self._now_ns
         namespace.manager.give_back(session.granted)
         for lease_id in namespace.manager.leases.of_owner(session.number):
@@ -390,9 +394,34 @@ class Store:
             if event not in p.EVENTS:
                 raise ProtocolError(f"event {event!r}, expected one of {sorted(p.EVENTS)}")
             self.numbers.add("kvstore_engine_events", event, by=count)
+        for handing in step.handing:
+            self._hand(session, handing)
         answers = [self._desk.ask(session, lookup, self._now_ns) for lookup in step.lookups]
         answers += [self._desk.settle(session, number, self._now_ns) for number in step.settle]
         self._answer(session, answers)
+
+    def _hand(self, session: Session, handing: p.Handing) -> None:
+        """Take note of a request whose blocks another store will ask for."""
+        namespace = session.namespace
+        if self._peers is None or namespace is None:
+            return
+        hands = self._peers.producer.hands
+        if handing.state == "running":
+            hands.running(handing.request, namespace.manager, session.number)
+        elif handing.state == "gone" or not handing.hashes:
+            hands.gone(handing.request)
+        elif handing.width <= 0 or len(handing.hashes) % handing.width:
+            raise ProtocolError(f"{len(handing.hashes)} bytes of hashes, {handing.width} each")
+        else:
+            rules = namespace.layout.rules
+            chain = Chain(handing.hashes, handing.width, len(rules), handing.scope)
+            keys = [
+                chain.key(group, index)
+                for group, rule in enumerate(rules)
+                for index in clip(rule, chain.blocks)
+            ]
+            end_ns = self._now_ns + handing.lease_ms * 1_000_000
+            hands.done(handing.request, keys, end_ns, self._now_ns)
 
     def _answer(self, session: Session, answers: Iterable[p.Granted | None]) -> None:
         session.news.granted.extend(answer for answer in answers if answer is not None)

@@ -1,0 +1,94 @@
+"""Requests whose blocks another store will ask for, from their first step to the end of a lease.
+
+    running --its engine: done, with all keys--> held --fetched and released, lease over--> gone
+       +--its engine: ended otherwise, or detached--------------------------------------> gone
+
+While it runs, any of its blocks may still come. Held, those may that it named and that are not
+ready yet: their copies end a little later than the request. What is ready is pinned; what only a
+lower tier has is left to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from kvstore.index import Entry
+from kvstore.manager import Manager
+from kvstore.types import BlockKey
+
+LATE_NS = 5_000_000_000  # what a request named and did not store by then is not coming
+
+
+class Hand(msgspec.Struct, eq=False):
+    """One request; missing: named, and not ready yet."""
+
+    manager: Manager
+    owner: int
+    running: bool = True
+    deadline_ns: int = 0
+    late_ns: int = 0
+    missing: dict[BlockKey, None] = {}
+    pinned: list[Entry] = []
+
+
+class Hands:
+    """All such requests of a store, by the id that the hand-over has."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._hands: dict[str, Hand] = {}
+
+    def __len__(self) -> int:
+        """Count the requests that are running or held."""
+        return len(self._hands)
+
+    def running(self, request: str, manager: Manager, owner: int) -> None:
+        """A request has begun; owner: its session."""
+        self._hands.setdefault(request, Hand(manager, owner))
+
+    def done(self, request: str, keys: Iterable[BlockKey], end_ns: int, now_ns: int) -> None:
+        """A request has ended with these blocks; unknown ones are ignored."""
+        hand = self._hands.get(request)
+        if hand is not None and hand.running:
+            hand.running, hand.deadline_ns, hand.late_ns = False, end_ns, now_ns + LATE_NS
+            hand.missing = dict.fromkeys(keys)
+            self._pin(hand)
+
+    def gone(self, request: str) -> None:
+        """Nobody wants a request's blocks any more."""
+        hand = self._hands.pop(request, None)
+        for entry in hand.pinned if hand else ():
+            hand.manager.unpin(entry)  # type: ignore[union-attr]
+
+    def end_of(self, owner: int) -> None:
+        """A session has ended: what its requests still compute will not come."""
+        for request in [
+            r for r, hand in self._hands.items() if hand.owner == owner and hand.running
+        ]:
+            self.gone(request)
+
+    def may_come(self, request: str, key: BlockKey) -> bool:
+        """Tell whether a request may still store a block."""
+        hand = self._hands.get(request)
+        return hand is not None and (hand.running or key in hand.missing)
+
+    def tick(self, now_ns: int) -> None:
+        """Pin what has become ready, and let go of what was held long enough."""
+        for request, hand in list(self._hands.items()):
+            if hand.running:
+                continue
+            self._pin(hand)
+            if now_ns >= hand.late_ns:
+                hand.missing.clear()
+            if now_ns >= hand.deadline_ns:
+                self.gone(request)
+
+    @staticmethod
+    def _pin(hand: Hand) -> None:
+        for key in list(hand.missing):
+            entry = hand.manager.pin(key)
+            if entry is not None:
+                hand.pinned.append(entry)
+                del hand.missing[key]
