@@ -133,6 +133,7 @@ class StoreClient:
         """Start attaching. clock(): monotonic nanoseconds."""
         self.session = 0  # 0: not attached
         self.defer_ms = 0
+        self.side_channel = ""  # host:port where other stores can ask ours
         self.credits: deque[int] = deque()
         self.events: deque[tuple[bool, bytes]] = deque(maxlen=EVENTS_MAX)  # (stored, key)
         self.collect_events = False
@@ -149,6 +150,7 @@ class StoreClient:
         self._lookups: list[p.Lookup] = []
         self._settle: list[int] = []
         self._release: list[int] = []
+        self._handing: list[p.Handing] = []
         self._usage_tokens = 0
         self._usage_hits: Counter[str] = Counter()
         self._next_ask = 1
@@ -182,7 +184,8 @@ class StoreClient:
         self._known, self._known_before = set(), set()
         self._asked_ns.clear()
         self._grants.clear()
-        self._lookups, self._settle, self._release = [], [], []
+        self._lookups, self._settle, self._release, self._handing = [], [], [], []
+        self.side_channel = ""
         self._attacher.start()
 
     def close(self) -> None:
@@ -194,17 +197,20 @@ class StoreClient:
 
     # Asking
 
-    def ask(
-        self, hashes: bytes, width: int, scope: bytes, *, memory_only: bool = False
-    ) -> int | None:
-        """Queue a lookup; None while not attached. memory_only: leave lower tiers out."""
+    def ask(self, lookup: p.Lookup) -> int | None:
+        """Queue a lookup; returns its number, which is ours to give, None while not attached."""
         if not self.session:
             return None
         number = self._next_ask
         self._next_ask += 1
-        self._lookups.append(p.Lookup(number, hashes, width, scope, memory_only))
+        self._lookups.append(msgspec.structs.replace(lookup, ask=number))
         self._asked_ns[number] = self._clock()
         return number
+
+    def hand(self, handing: p.Handing) -> None:
+        """Tell the store of a request that another engine goes on with."""
+        if self.session:
+            self._handing.append(handing)
 
     def asked_ns(self, ask: int) -> int | None:
         """Return when a question was asked; None if it was lost with its session."""
@@ -260,15 +266,16 @@ class StoreClient:
         if self._usage_tokens or self._usage_hits:
             usage = p.Usage(self._usage_tokens, dict(self._usage_hits))
         try:
-            if self._lookups or self._settle or self._release or usage or self.counts:
+            if self._has_news or usage:
                 step = p.Step(
                     tuple(self._lookups),
                     tuple(self._settle),
                     tuple(self._release),
                     usage,
                     dict(self.counts),
+                    tuple(self._handing),
                 )
-                self._lookups, self._settle, self._release = [], [], []
+                self._lookups, self._settle, self._release, self._handing = [], [], [], []
                 self._usage_tokens = 0
                 self._usage_hits.clear()
                 self.counts.clear()
@@ -278,11 +285,22 @@ class StoreClient:
         except LinkLost as exc:
             self.detach(str(exc))
 
+    @property
+    def hands_over(self) -> bool:
+        """Tell whether the store has to be told of a request that another engine goes on with."""
+        return bool(self._handing)
+
+    @property
+    def _has_news(self) -> bool:
+        gathered = self._lookups, self._settle, self._release, self._handing, self.counts
+        return any(gathered)
+
     def receive(self, timeout_s: float = 0.0) -> None:
         """Take in what has arrived, waiting at most timeout_s for the first message."""
         attached = self._attacher.take() if self._link is None else None
         if attached is not None:
             self._link, self._welcomed = attached[0], attached[1].session
+            self.side_channel = attached[1].side_channel
         if self._link is None:
             return
         try:

@@ -14,18 +14,26 @@ A request's life here:
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import dropwhile, islice
+from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from connectors.client import NOWHERE, Grant, StoreClient
 from connectors.jobs import EngineSpec, LoadJob, StepMeta, StoreJob, StoreSpec
 from connectors.offers import MEDIUM, Offers
 from connectors.requests import NEVER, BlockTable, EngineRequest, Geometry, Phase, Step, Tracked
+from connectors.transfer import NO_TRANSFER, Transfer, is_handed_over, parameters, source_of
+from kvstore import protocol as p
+from kvstore.errors import ConfigError
 from kvstore.lookup import Answer, common_hit
 from kvstore.types import LookupResult
+
+log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.001
 BUSY_WAIT_S = 0.0002
@@ -47,11 +55,15 @@ class SchedulerHalf:
         *,
         world: int = 1,
         shares_prefixes: bool = True,
+        transfer: Transfer = NO_TRANSFER,
     ) -> None:
         """world: ranks that report each job.
 
         shares_prefixes: the engine has a prefix cache, so loading a block twice is waste.
+        transfer: how blocks are handed over between engines.
         """
+        self._transfer = transfer
+        self._world = world
         self.stats: Counter[str] = Counter()
         self._geometry = geometry
         self._client = client
@@ -73,14 +85,27 @@ class SchedulerHalf:
 
     # Requests arrive, are looked up, are admitted
 
-    def on_new_request(self, request: EngineRequest) -> None:
-        """Take note of a request and queue its lookup; its keys are sent once."""
+    def on_new_request(
+        self, request: EngineRequest, transfer: Mapping[str, Any] | None = None
+    ) -> None:
+        """Take note of a request and queue its lookup; its keys are sent once.
+
+        transfer: hand-over parameters, if it has any; wrong ones are told and not used.
+        """
         tracked = Tracked(request, self._groups)
         self._requests[request.request_id] = tracked
+        try:
+            tracked.remote = source_of(transfer)
+        except ConfigError as exc:
+            log.warning("request %s is computed here: %s", request.request_id, exc)
+            self._count("transfer_refused")
         if request.block_hashes:
             self._hash_bytes = len(request.block_hashes[0])
         if not self._client.session:
             self._client.receive()  # the store may have let us in while no step was taken
+        if is_handed_over(transfer):
+            tracked.handed_over = True
+            self._client.hand(p.Handing(request.request_id, "running"))
         self._ask(tracked)
 
     def _ask(self, tracked: Tracked) -> None:
@@ -94,9 +119,13 @@ class SchedulerHalf:
         hashes = tracked.request.block_hashes
         blocks = len(hashes) // every
         wanted = [hashes[index] for index in range(every - 1, blocks * every, every)]
-        tracked.ask = self._client.ask(
-            b"".join(wanted), len(wanted[0]), self._scope, memory_only=tracked.failures > 0
+        lookup = p.Lookup(
+            0, b"".join(wanted), len(wanted[0]), self._scope, memory_only=tracked.failures > 0
         )
+        if tracked.remote is not None and tracked.failures == 0:
+            address, request = tracked.remote.address, tracked.remote.request
+            lookup = replace(lookup, peer=address, request=request, push=self._transfer.push)
+        tracked.ask = self._client.ask(lookup)
         if tracked.ask is not None:
             tracked.phase, tracked.asked_blocks = Phase.ASKED, blocks
 
@@ -402,6 +431,28 @@ class SchedulerHalf:
 
     # The end of things
 
+    def hand_over(self, request_id: str, table: BlockTable) -> dict[str, Any] | None:
+        """Have the store hold what a request has computed, and return where it is.
+
+        Called before request_finished, for one that ended by length or stop. None: nobody wants
+        it, or nobody could fetch it.
+        """
+        tracked = self._requests.get(request_id)
+        here = self._client.side_channel
+        if tracked is None or not tracked.handed_over or not here:
+            return None
+        request, per_block = tracked.request, self._geometry.block_tokens
+        hashed = len(request.block_hashes) * self._geometry.hash_tokens
+        blocks = min(request.num_computed_tokens, hashed) // per_block
+        if tracked.phase is not Phase.RUNNING or not blocks:
+            return None
+        hashes = b"".join(self._geometry.block_hash(request, block) for block in range(blocks))
+        lease_ms, width = self._transfer.lease_ms, len(hashes) // blocks
+        self._client.hand(p.Handing(request_id, "done", hashes, width, self._scope, lease_ms))
+        tracked.handed_over = False
+        engine, tokens = self._transfer.engine, blocks * per_block
+        return parameters(engine, request_id, here, table[: self._groups], tokens, self._world)
+
     def request_finished(self, request_id: str, table: BlockTable) -> bool:
         """Offer what is complete and was not offered; give back what was not used.
 
@@ -417,12 +468,14 @@ class SchedulerHalf:
             self._early.extend(self._offers.take_jobs())
         if tracked.ask is not None:
             self._client.drop(tracked.ask)
+        if tracked.handed_over:
+            self._client.hand(p.Handing(request_id, "gone"))
         self._end_loading(tracked)
         return False
 
     def has_pending_work(self) -> bool:
         """Tell whether one more step is needed although no request is left."""
-        return bool(self._early)
+        return bool(self._early) or self._client.hands_over
 
     def reset_cache(self, nonce: bytes) -> bool:
         """Leave everything stored so far behind; False while a load is under way.

@@ -30,6 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
 
 from connectors import vllm_compat as compat
 from connectors.client import StoreClient
@@ -37,6 +38,7 @@ from connectors.jobs import StepMeta
 from connectors.link import Attacher, monotonic_ns
 from connectors.requests import Step
 from connectors.scheduler import SchedulerHalf
+from connectors.transfer import Transfer
 from connectors.vllm_stats import TieredPromMetrics, TieredStats
 from connectors.worker import WorkerHalf
 from kvstore import protocol as p
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.kvstore")
 
 ATTACH_S = 60.0
+_WHOLE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 _SOURCES = {"cpu": CacheHitSource.HOST, "nvme": CacheHitSource.DISK, "peer": CacheHitSource.P2P}
 
 
@@ -112,7 +115,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         if self._extra.store is not None:
             return self._extra.store
         base = re.sub(r"_dp\d+$", "", self._engine)  # replicas of one engine share a store
-        return ensure(base, self._extra.cpu_bytes or 0, self._extra.nvme)
+        return ensure(base, self._extra.cpu_bytes or 0, self._extra.nvme, self._extra.listen)
 
     def _start_scheduler(self) -> SchedulerHalf:
         scheduler = self._config.scheduler_config
@@ -137,6 +140,9 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             monotonic_ns,
             world=self._world,
             shares_prefixes=bool(self._config.cache_config.enable_prefix_caching),
+            transfer=Transfer(
+                self._engine, self._extra.transfer == "push", self._extra.lease_ns // 1_000_000
+            ),
         )
 
     # Facts that vLLM asks for
@@ -254,7 +260,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
                 log.warning("kvstore: requests with LoRA adapters are neither stored nor loaded")
                 self._skipped_adapters = True
             return
-        self._plan().on_new_request(request)
+        self._plan().on_new_request(request, request.kv_transfer_params)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -336,7 +342,10 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Let go of a request; its blocks may be freed at once, the fence protects them."""
         table = compat.table_of(block_ids, self._states, (), self._tokens)
-        return self._plan().request_finished(request.request_id, table or ()), None
+        handed = None
+        if request.status in _WHOLE:
+            handed = self._plan().hand_over(request.request_id, table or ())
+        return self._plan().request_finished(request.request_id, table or ()), handed
 
     def has_pending_push_work(self) -> bool:
         """Ask for one more step while blocks of finished requests wait to be stored."""

@@ -41,6 +41,7 @@ PORT_MAX = 65535
 COUNT_MAX = 10**9
 CREDIT_BYTES_DEFAULT = 512 * MIB
 # Labels that the tiers of the store itself and of the engine have in the metrics.
+TRANSFERS = ("auto", "pull", "push")
 RESERVED_TIER_NAMES = ("gpu", "cpu", "nvme", "peer")
 
 
@@ -197,12 +198,19 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_tokens: tokens in one block, a multiple of the engine's block size; None for the
         engine's own block size. Larger blocks mean fewer keys and longer copies, but what does
         not fill a block is computed again.
+    transfer: how a prompt that another engine computed is fetched, "pull", "push" or "auto" (pull).
+    lease (duration): how long what this engine computed for another one is held for it.
+    listen: host:port of a private store's side channel, port 0 for a free one; None: it has none,
+        and hands nothing over.
     """
 
     store: str | None
     cpu_bytes: int | None = msgspec.field(name="cpu")
     nvme: dict[str, Any] | None
     block_tokens: int | None
+    transfer: str
+    lease_ns: int = msgspec.field(name="lease")
+    listen: str | None
 
 
 def load(path: str | Path) -> Config:
@@ -274,8 +282,11 @@ def parse_extra(table: Mapping[str, Any]) -> ExtraConfig:
             f"{source}: expected one of store and cpu, found {given}: "
             'store = "unix:///path" attaches to a running store, cpu = "8GiB" starts a private one'
         )
-    if found["nvme"] is not None and found["store"] is not None:
-        raise ConfigError(f"{source}: nvme is for a private store; a shared one has its own file")
+    for name in ("nvme", "listen"):
+        if found[name] is not None and found["store"] is not None:
+            raise ConfigError(
+                f"{source}: {name} is for a private store; a shared one has its own file"
+            )
     return msgspec.convert(found, ExtraConfig)
 
 
@@ -365,6 +376,19 @@ def _read_listen(value: object, found: Mapping[str, Any]) -> dict[str, Any]:
     if address is None:
         raise ConfigError('expected "host:port", such as "127.0.0.1:9500", found ""')
     return address
+
+
+def _read_listen_text(value: object, found: Mapping[str, Any]) -> str:
+    _read_listen(value, found)
+    return str(value)
+
+
+def _read_transfer(value: object, _found: Mapping[str, Any]) -> str:
+    expected = " or ".join(f'"{name}"' for name in TRANSFERS)
+    transfer = text_of(value, expected)
+    if transfer not in TRANSFERS:
+        raise ConfigError(f"expected {expected}, found {shown(value)}")
+    return transfer
 
 
 def _read_landing(value: object, _found: Mapping[str, Any]) -> int:
@@ -523,4 +547,7 @@ _EXTRA = {
     "cpu": optional(_read_capacity),
     "nvme": optional(_read_nvme),
     "block_tokens": optional(_read_count),
+    "transfer": Setting(_read_transfer, "auto"),
+    "lease": Setting(_read_lease, "30s"),
+    "listen": optional(_read_listen_text),
 }

@@ -251,7 +251,10 @@ ToStore = Hello | Step | Mapped | Unmapped | Stored | Loaded | Query
 ToEngine = Welcome | Refused | Extent | Unmap | Active | Answers | Detach | Report
 
 EVENTS = frozenset(
-    {"deferred", "deferred_steps", "timed_out", "load_failed", "detached", "store_declined"}
+    {
+        *("deferred", "deferred_steps", "timed_out", "load_failed", "detached", "store_declined"),
+        "transfer_refused",
+    }
 )
 
 

@@ -158,7 +158,7 @@ class RankedEngine:
         request = Request("asked", prompt_of(number), 1, self.shape)
         ends = range(BLOCK_TOKENS, BLOCKS * BLOCK_TOKENS + 1, BLOCK_TOKENS)
         hashes = [request.hash_at(end) for end in ends]
-        ask = self.client.ask(b"".join(hashes), len(hashes[0]), b"")
+        ask = self.client.ask(p.Lookup(0, b"".join(hashes), len(hashes[0])))
         assert ask is not None, f"{self.name} is not attached"
         self.client.settle(ask)
         self.client.send_step()

@@ -328,12 +328,14 @@ def test_any_table_gives_settings_or_a_config_error(table: dict[str, Any]) -> No
 
 
 def test_extra_config_names_a_shared_store() -> None:
-    found = parse_extra({"store": "unix:///run/kvstore.sock", "block_tokens": 64})
-    assert found == ExtraConfig("/run/kvstore.sock", None, None, 64)
+    table = {"store": "unix:///run/kvstore.sock", "block_tokens": 64, "transfer": "push"}
+    found = parse_extra(table)
+    assert found == ExtraConfig("/run/kvstore.sock", None, None, 64, "push", 30 * 10**9, None)
 
 
 def test_extra_config_sizes_a_private_store() -> None:
-    assert parse_extra({"cpu": "8GiB"}) == ExtraConfig(None, 8 * GIB, None, None)
+    found = parse_extra({"cpu": "8GiB", "listen": "127.0.0.1:0", "lease": "1m"})
+    assert found == ExtraConfig(None, 8 * GIB, None, None, "auto", 60 * 10**9, "127.0.0.1:0")
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ class Rig:
         return job
 
     def ask(self, chain: Sequence[bytes]) -> Grant:
-        number = self.client.ask(b"".join(chain), len(chain[0]), b"")
+        number = self.client.ask(p.Lookup(0, b"".join(chain), len(chain[0])))
         assert number is not None
         self.client.send_step()
         eventually(lambda: heard(self.client) and self.client.grant(number))

@@ -153,7 +153,7 @@ def _round_trips(
 
 def _lookup(engine: BenchEngine, hashes: bytes) -> None:
     client = engine.client
-    ask = client.ask(hashes, HASH_BYTES, b"")
+    ask = client.ask(p.Lookup(0, hashes, HASH_BYTES))
     if ask is None:
         raise KVStoreError("detached from the store")
     client.send_step()
