@@ -355,7 +355,7 @@ class SchedulerHalf:
             )
         )
         self._load_targets.update(ids)
-        tracked.phase = Phase.LOADING
+        tracked.phase, tracked.remote = Phase.LOADING, None
         tracked.key_hash = self._geometry.block_hash(
             tracked.request, tracked.local // self._geometry.block_tokens
         )
