@@ -123,7 +123,7 @@ def test_without_a_key_only_loopback_is_listened_on(made: Callable[..., Post]) -
     made(ClusterKey(b"k" * 32)).channel.listen("0.0.0.0", 0)  # noqa: S104
 
 
-def test_B1_a_port_in_use_is_an_error_that_names_it(made: Callable[..., Post]) -> None:
+def test_a_port_in_use_is_an_error_that_names_it(made: Callable[..., Post]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -134,7 +134,7 @@ def test_B1_a_port_in_use_is_an_error_that_names_it(made: Callable[..., Post]) -
             made().channel.listen("127.0.0.1", port)
 
 
-def test_B2_what_cannot_be_read_is_answered_and_counted_and_others_are_served(
+def test_what_cannot_be_read_is_answered_and_counted_and_others_are_served(
     made: Callable[..., Post],
 ) -> None:
     server, good = made(listens=True), made()

@@ -19,7 +19,7 @@ from tests.fakes import blocks, hashes, keys_of, u32
 
 
 @pytest.mark.parametrize("push", [False, True])
-def test_L1_blocks_come_from_memory_and_from_below_it(push: bool) -> None:
+def test_blocks_come_from_memory_and_from_below_it(push: bool) -> None:
     pair, chain = Pair(), hashes(12)
     pair.put(chain)
     for key in keys_of(chain)[:4:-1]:
@@ -40,7 +40,7 @@ def test_L1_blocks_come_from_memory_and_from_below_it(push: bool) -> None:
     pair.check_nothing_left()
 
 
-def test_B15_what_a_peer_does_not_answer_in_time_is_a_miss() -> None:
+def test_what_a_peer_does_not_answer_in_time_is_a_miss() -> None:
     pair, chain = Pair(), hashes(3)
     pair.put(chain)
     pair.up.cut = True
@@ -53,7 +53,7 @@ def test_B15_what_a_peer_does_not_answer_in_time_is_a_miss() -> None:
     assert pair.consumer.counts["late"] == 1
 
 
-def test_B3_namespaces_that_differ_are_refused_with_both_values() -> None:
+def test_namespaces_that_differ_are_refused_with_both_values() -> None:
     pair, said = Pair(), list[p.Message]()
     pair.producer._send = lambda _peer, message: said.append(message)
     hello = m.Hello(m.VERSION, pair.source.layout.digest, {"model": "x", "dtype": "int8"})
@@ -95,7 +95,7 @@ def test_B16_a_block_confirmed_after_its_lease_is_not_ready() -> None:
     pair.check_nothing_left()
 
 
-def test_P7_what_a_running_request_computes_comes_as_it_is_computed() -> None:
+def test_what_a_running_request_computes_comes_as_it_is_computed() -> None:
     pair, chain = Pair(), hashes(6)
     pair.hand("r")
     pair.put(chain[:2])
@@ -111,7 +111,7 @@ def test_P7_what_a_running_request_computes_comes_as_it_is_computed() -> None:
     pair.check_nothing_left()
 
 
-def test_B18_what_a_request_did_not_compute_is_gone_once_it_has_ended() -> None:
+def test_what_a_request_did_not_compute_is_gone_once_it_has_ended() -> None:
     pair, chain = Pair(), hashes(6)
     pair.hand("r")
     pair.put(chain[:4])
@@ -126,7 +126,7 @@ def test_B18_what_a_request_did_not_compute_is_gone_once_it_has_ended() -> None:
 
 
 @pytest.mark.parametrize("push", [False, True])
-def test_B20_a_landing_slot_is_not_used_again_while_something_may_write_it(
+def test_a_landing_slot_is_not_used_again_while_something_may_write_it(
     monkeypatch: pytest.MonkeyPatch, push: bool
 ) -> None:
     pair, chain = Pair(), hashes(3)
@@ -174,7 +174,7 @@ def test_B16_blocks_are_held_for_a_while_after_the_lease_and_confirmed_no_more()
     assert [entry.pins for entry in pair.source.manager.index] == [0, 0]
 
 
-def test_B11_heartbeats_keep_a_lease_and_never_shorten_it() -> None:
+def test_heartbeats_keep_a_lease_and_never_shorten_it() -> None:
     pair, chain = Pair(), hashes(3)
     pair.hand("r")
     pair.put(chain[:2])
@@ -217,7 +217,7 @@ def test_what_was_checked_after_its_peer_was_lost_is_not_waited_for() -> None:
     assert pair.arrived(chain) == 0
 
 
-def test_O17_what_is_staged_at_a_clear_is_not_handed_over() -> None:
+def test_what_is_staged_at_a_clear_is_not_handed_over() -> None:
     pair, chain = Pair(), hashes(2)
     pair.put(chain)
     for key in keys_of(chain)[::-1]:

@@ -73,7 +73,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveStore
 
 
 @pytest.mark.parametrize("push", [False, True])
-def test_L1_blocks_are_handed_over_from_memory(
+def test_blocks_are_handed_over_from_memory(
     stores: tuple[LiveStore, LiveStore], push: bool
 ) -> None:
     prefill, decode = stores
@@ -87,7 +87,7 @@ def test_L1_blocks_are_handed_over_from_memory(
 
 
 @pytest.mark.parametrize("push", [False, True])
-def test_L1_blocks_are_handed_over_from_disk_and_merged_with_what_is_here(
+def test_blocks_are_handed_over_from_disk_and_merged_with_what_is_here(
     stores: tuple[LiveStore, LiveStore], push: bool
 ) -> None:
     prefill, decode = stores
@@ -116,7 +116,7 @@ def test_a_peer_that_is_not_there_costs_a_moment(stores: tuple[LiveStore, LiveSt
 
 
 @pytest.mark.parametrize("whose", [0, 1])
-def test_B15_an_exporter_that_is_killed_is_started_again_and_blocks_come(
+def test_an_exporter_that_is_killed_is_started_again_and_blocks_come(
     stores: tuple[LiveStore, LiveStore], whose: int
 ) -> None:
     prefill, decode = stores

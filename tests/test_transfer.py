@@ -40,13 +40,13 @@ def test_what_is_handed_back_can_be_passed_along() -> None:
     "name", ["remote_engine_id", "remote_request_id", "remote_host", "remote_port"]
 )
 @pytest.mark.parametrize("value", [None, "", 0, True, [], 1.5, {"a": 1}])
-def test_B7_what_is_missing_or_wrong_is_named(name: str, value: object) -> None:
+def test_what_is_missing_or_wrong_is_named(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"^{name}: expected a .*, found "):
         source_of({**GIVEN, name: value})
 
 
 @pytest.mark.parametrize("port", [-1, 65536])
-def test_B7_a_port_is_in_range(port: int) -> None:
+def test_a_port_is_in_range(port: int) -> None:
     with pytest.raises(
         ConfigError, match=f"remote_port: expected a port up to 65535, found {port}"
     ):
@@ -90,7 +90,7 @@ def test_L5_a_request_that_runs_again_is_not_fetched_again() -> None:
     assert [lookup.peer for lookup in script.lookups()] == [""]
 
 
-def test_B7_wrong_parameters_are_counted_and_the_prompt_is_computed() -> None:
+def test_wrong_parameters_are_counted_and_the_prompt_is_computed() -> None:
     script, wanted = attached(), Request("d", 49)
     script.half.on_new_request(wanted, {**GIVEN, "remote_port": None})
     (step,) = script.steps()
@@ -98,7 +98,7 @@ def test_B7_wrong_parameters_are_counted_and_the_prompt_is_computed() -> None:
     assert step.counts == {"transfer_refused": 1}
 
 
-def test_B10_a_prefill_request_is_announced_and_its_blocks_are_held() -> None:
+def test_a_prefill_request_is_announced_and_its_blocks_are_held() -> None:
     script, wanted = attached(), Request("p", 40)
     script.half.on_new_request(wanted, HANDED)
     assert handings(script) == [p.Handing("p", "running")]
@@ -114,7 +114,7 @@ def test_B10_a_prefill_request_is_announced_and_its_blocks_are_held() -> None:
     assert handings(script) == [held]
 
 
-def test_B10_any_other_end_hands_back_nothing_and_holds_nothing() -> None:
+def test_any_other_end_hands_back_nothing_and_holds_nothing() -> None:
     script, wanted = attached(), Request("p", 40)
     script.half.on_new_request(wanted, HANDED)
     script.admit(wanted)

@@ -55,7 +55,7 @@ def nodes(
 
 
 @pytest.mark.vllm
-def test_B10_a_prompt_computed_elsewhere_gives_the_same_tokens(
+def test_a_prompt_computed_elsewhere_gives_the_same_tokens(
     nodes: tuple[Node, Node], model_name: str, reference: Reference
 ) -> None:
     prefill, decode = nodes
