@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from connectors.client import NOWHERE, Grant, Places
-from connectors.transfer import Remote
+from connectors.transfer import NO_REMOTE
 from kvstore.types import GroupRule
 
 NEVER = 1 << 62  # more tokens than a request can have
@@ -73,7 +73,7 @@ class Tracked:
 
     __slots__ = (
         "ask", "asked_blocks", "cursor", "deferred_ns", "failures", "grant",
-        "handed_over", "key_hash", "local", "phase", "present", "remote", "request", "waited",
+        "key_hash", "local", "phase", "present", "remote", "request", "waited",
     )  # fmt: skip
 
     def __init__(self, request: EngineRequest, groups: int) -> None:
@@ -89,5 +89,4 @@ class Tracked:
         self.present: tuple[Places, ...] = (NOWHERE,) * groups
         self.cursor = 0  # blocks before it were offered, or need not be
         self.key_hash: bytes | None = None  # first block being loaded, see O7
-        self.remote: Remote | None = None  # where its prompt was computed; asked once
-        self.handed_over = False  # another engine goes on with it
+        self.remote = NO_REMOTE  # where its prompt was computed, until it was loaded

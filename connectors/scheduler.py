@@ -14,26 +14,22 @@ A request's life here:
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import dropwhile, islice
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
 from connectors.client import NOWHERE, Grant, StoreClient
+from connectors.handover import HandOvers
 from connectors.jobs import EngineSpec, LoadJob, StepMeta, StoreJob, StoreSpec
 from connectors.offers import MEDIUM, Offers
 from connectors.requests import NEVER, BlockTable, EngineRequest, Geometry, Phase, Step, Tracked
-from connectors.transfer import NO_TRANSFER, Transfer, is_handed_over, parameters, source_of
+from connectors.transfer import NO_REMOTE, NO_TRANSFER, Transfer
 from kvstore import protocol as p
-from kvstore.errors import ConfigError
 from kvstore.lookup import Answer, common_hit
 from kvstore.types import LookupResult
-
-log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.001
 BUSY_WAIT_S = 0.0002
@@ -62,8 +58,7 @@ class SchedulerHalf:
         shares_prefixes: the engine has a prefix cache, so loading a block twice is waste.
         transfer: how blocks are handed over between engines.
         """
-        self._transfer = transfer
-        self._world = world
+        self._hands = HandOvers(geometry, client, transfer, world, self._count)
         self.stats: Counter[str] = Counter()
         self._geometry = geometry
         self._client = client
@@ -94,18 +89,11 @@ class SchedulerHalf:
         """
         tracked = Tracked(request, self._groups)
         self._requests[request.request_id] = tracked
-        try:
-            tracked.remote = source_of(transfer)
-        except ConfigError as exc:
-            log.warning("request %s is computed here: %s", request.request_id, exc)
-            self._count("transfer_refused")
         if request.block_hashes:
             self._hash_bytes = len(request.block_hashes[0])
         if not self._client.session:
             self._client.receive()  # the store may have let us in while no step was taken
-        if is_handed_over(transfer):
-            tracked.handed_over = True
-            self._client.hand(p.Handing(request.request_id, "running"))
+        tracked.remote = self._hands.begun(request.request_id, transfer)
         self._ask(tracked)
 
     def _ask(self, tracked: Tracked) -> None:
@@ -119,13 +107,9 @@ class SchedulerHalf:
         hashes = tracked.request.block_hashes
         blocks = len(hashes) // every
         wanted = [hashes[index] for index in range(every - 1, blocks * every, every)]
-        lookup = p.Lookup(
-            0, b"".join(wanted), len(wanted[0]), self._scope, memory_only=tracked.failures > 0
-        )
-        if tracked.remote is not None and tracked.failures == 0:
-            address, request = tracked.remote.address, tracked.remote.request
-            lookup = replace(lookup, peer=address, request=request, push=self._transfer.push)
-        tracked.ask = self._client.ask(lookup)
+        remote = NO_REMOTE if tracked.failures else tracked.remote
+        packed, width, again = b"".join(wanted), len(wanted[0]), tracked.failures > 0
+        tracked.ask = self._client.ask(p.Lookup(0, packed, width, self._scope, again, *remote))
         if tracked.ask is not None:
             tracked.phase, tracked.asked_blocks = Phase.ASKED, blocks
 
@@ -355,7 +339,7 @@ class SchedulerHalf:
             )
         )
         self._load_targets.update(ids)
-        tracked.phase, tracked.remote = Phase.LOADING, None
+        tracked.phase, tracked.remote = Phase.LOADING, NO_REMOTE
         tracked.key_hash = self._geometry.block_hash(
             tracked.request, tracked.local // self._geometry.block_tokens
         )
@@ -438,20 +422,9 @@ class SchedulerHalf:
         it, or nobody could fetch it.
         """
         tracked = self._requests.get(request_id)
-        here = self._client.side_channel
-        if tracked is None or not tracked.handed_over or not here:
+        if tracked is None or tracked.phase is not Phase.RUNNING:
             return None
-        request, per_block = tracked.request, self._geometry.block_tokens
-        hashed = len(request.block_hashes) * self._geometry.hash_tokens
-        blocks = min(request.num_computed_tokens, hashed) // per_block
-        if tracked.phase is not Phase.RUNNING or not blocks:
-            return None
-        hashes = b"".join(self._geometry.block_hash(request, block) for block in range(blocks))
-        lease_ms, width = self._transfer.lease_ms, len(hashes) // blocks
-        self._client.hand(p.Handing(request_id, "done", hashes, width, self._scope, lease_ms))
-        tracked.handed_over = False
-        engine, tokens = self._transfer.engine, blocks * per_block
-        return parameters(engine, request_id, here, table[: self._groups], tokens, self._world)
+        return self._hands.over(tracked.request, table[: self._groups], self._scope)
 
     def request_finished(self, request_id: str, table: BlockTable) -> bool:
         """Offer what is complete and was not offered; give back what was not used.
@@ -468,8 +441,7 @@ class SchedulerHalf:
             self._early.extend(self._offers.take_jobs())
         if tracked.ask is not None:
             self._client.drop(tracked.ask)
-        if tracked.handed_over:
-            self._client.hand(p.Handing(request_id, "gone"))
+        self._hands.ended(request_id)
         self._end_loading(tracked)
         return False
 

@@ -7,7 +7,7 @@ handed over follows from the prompt's hashes; block ids are passed along and nev
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -33,20 +33,27 @@ class Transfer(msgspec.Struct, frozen=True):
 NO_TRANSFER = Transfer()
 
 
-class Remote(msgspec.Struct, frozen=True):
-    """Where a prompt was computed: its store's side channel, and the request there."""
+class Remote(NamedTuple):
+    """Where a prompt was computed: its store's side channel, and the request there.
 
-    address: str
-    request: str
+    push: its blocks are to be written to us.
+    """
+
+    address: str = ""
+    request: str = ""
+    push: bool = False
 
 
-def source_of(params: Mapping[str, Any] | None) -> Remote | None:
-    """Return where a decode request's prompt is; None if it is not one.
+NO_REMOTE = Remote()
+
+
+def source_of(params: Mapping[str, Any] | None, *, push: bool = False) -> Remote:
+    """Return where a decode request's prompt is; NO_REMOTE if it was computed nowhere else.
 
     Raises ConfigError, naming all that is missing or of the wrong type.
     """
     if not params or not params.get("do_remote_prefill"):
-        return None
+        return NO_REMOTE
     wrong = []
     for name, (kind, expected) in _EXPECTED.items():
         found = params.get(name)
@@ -58,7 +65,7 @@ def source_of(params: Mapping[str, Any] | None) -> Remote | None:
     if not 0 < port <= PORT_MAX:
         raise ConfigError(f"remote_port: expected a port up to {PORT_MAX}, found {port}")
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return Remote(address, params["remote_request_id"])
+    return Remote(address, params["remote_request_id"], push)
 
 
 def is_handed_over(params: Mapping[str, Any] | None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from connectors.transfer import Remote, Transfer, is_handed_over, parameters, source_of
+from connectors.transfer import NO_REMOTE, Remote, Transfer, is_handed_over, parameters, source_of
 from kvstore import protocol as p
 from kvstore.errors import ConfigError
 from tests.script import Request, Script
@@ -23,9 +23,8 @@ GIVEN = {
 def test_parameters_say_where_a_prompt_is() -> None:
     assert source_of(GIVEN) == Remote("10.0.0.7:9500", "r-1")
     assert source_of({**GIVEN, "remote_host": "::1"}) == Remote("[::1]:9500", "r-1")
-    assert source_of(None) is None
-    assert source_of({}) is None
-    assert source_of({"do_remote_prefill": False}) is None
+    assert source_of(None) == source_of({}) == NO_REMOTE
+    assert source_of({"do_remote_prefill": False}) == NO_REMOTE
 
 
 def test_what_is_handed_back_can_be_passed_along() -> None:
@@ -60,7 +59,7 @@ SIDE_CHANNEL = "127.0.0.1:9500"
 def attached() -> Script:
     script = Script()
     script.client.side_channel = SIDE_CHANNEL
-    script.half._transfer = Transfer("engine")
+    script.half._hands._transfer = Transfer("engine")
     return script
 
 
