@@ -42,8 +42,8 @@ from connectors.transfer import Transfer
 from connectors.vllm_stats import TieredPromMetrics, TieredStats
 from connectors.worker import WorkerHalf
 from kvstore import protocol as p
-from kvstore.config import parse_extra
 from kvstore.errors import NotSupported
+from kvstore.extra import parse_extra
 from kvstore.service.private import ensure
 
 if TYPE_CHECKING:

@@ -38,10 +38,8 @@ MOVERS = ("threads", "nixl")
 SOCKET_PATH_BYTES_MAX = 107
 PORT_MAX = 65535
 # Beyond any use, and small enough to multiply by.
-COUNT_MAX = 10**9
 CREDIT_BYTES_DEFAULT = 512 * MIB
 # Labels that the tiers of the store itself and of the engine have in the metrics.
-TRANSFERS = ("auto", "pull", "push")
 RESERVED_TIER_NAMES = ("gpu", "cpu", "nvme", "peer")
 
 
@@ -188,31 +186,6 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peer: PeerConfig | None = None
 
 
-class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an engine is given as `kv_connector_extra_config`: a store's address, or sizes.
-
-    store: socket path of a shared store ("unix:///run/kvstore.sock"), None for a private one.
-    cpu (bytes): capacity of a private store, started with the engine; None for a shared one.
-    nvme: table of a private store's `[nvme]`, such as {"path": "/nvme/kv", "capacity": "200GiB"};
-        None for no disk.
-    block_tokens: tokens in one block, a multiple of the engine's block size; None for the
-        engine's own block size. Larger blocks mean fewer keys and longer copies, but what does
-        not fill a block is computed again.
-    transfer: how a prompt that another engine computed is fetched, "pull", "push" or "auto" (pull).
-    lease (duration): how long what this engine computed for another one is held for it.
-    listen: host:port of a private store's side channel, port 0 for a free one; None: it has none,
-        and hands nothing over.
-    """
-
-    store: str | None
-    cpu_bytes: int | None = msgspec.field(name="cpu")
-    nvme: dict[str, Any] | None
-    block_tokens: int | None
-    transfer: str
-    lease_ns: int = msgspec.field(name="lease")
-    listen: str | None
-
-
 def load(path: str | Path) -> Config:
     """Read the settings from a TOML file; ConfigError says in one line what is wrong."""
     try:
@@ -231,26 +204,26 @@ def load(path: str | Path) -> Config:
 def parse(table: Mapping[str, Any], *, source: str = "config") -> Config:
     """Check settings that are already a table, as in the file; source names them in errors."""
     refuse_unknown(table, ("server", "cpu", "engine", "nvme", "tier", "peer"), source)
-    server = read_section(section_of(table, "server", source), _SERVER, f"{source}: [server]")
-    cpu = read_section(section_of(table, "cpu", source), _CPU, f"{source}: [cpu]")
+    server = read_section(section_of(table, "server", source), SERVER, f"{source}: [server]")
+    cpu = read_section(section_of(table, "cpu", source), CPU, f"{source}: [cpu]")
     engine = read_section(
         section_of(table, "engine", source),
-        _ENGINE,
+        ENGINE,
         f"{source}: [engine]",
         given={"capacity": cpu["capacity"]},
     )
     nvme = None
     if "nvme" in table:
-        nvme = read_section(section_of(table, "nvme", source), _NVME, f"{source}: [nvme]")
+        nvme = read_section(section_of(table, "nvme", source), NVME, f"{source}: [nvme]")
     peer = None
     if "peer" in table:
         given = {"capacity": cpu["capacity"]}
-        peer = read_section(section_of(table, "peer", source), _PEER, f"{source}: [peer]", given)
+        peer = read_section(section_of(table, "peer", source), PEER, f"{source}: [peer]", given)
     entries = table.get("tier", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError(f"{source}: expected a list [[tier]], found {shown(entries)}")
     tiers = [
-        read_section(entry, _TIER, f"{source}: [[tier]] {count}")
+        read_section(entry, TIER, f"{source}: [[tier]] {count}")
         for count, entry in enumerate(entries, start=1)
     ]
     names = [tier["name"] for tier in tiers]
@@ -272,34 +245,9 @@ def parse(table: Mapping[str, Any], *, source: str = "config") -> Config:
     )
 
 
-def parse_extra(table: Mapping[str, Any]) -> ExtraConfig:
-    """Check what an engine was given as `kv_connector_extra_config`."""
-    source = "kv_connector_extra_config"
-    found = read_section(table, _EXTRA, source)
-    if (found["store"] is None) == (found["cpu"] is None):
-        given = "neither" if found["store"] is None else "both"
-        raise ConfigError(
-            f"{source}: expected one of store and cpu, found {given}: "
-            'store = "unix:///path" attaches to a running store, cpu = "8GiB" starts a private one'
-        )
-    for name in ("nvme", "listen"):
-        if found[name] is not None and found["store"] is not None:
-            raise ConfigError(
-                f"{source}: {name} is for a private store; a shared one has its own file"
-            )
-    return msgspec.convert(found, ExtraConfig)
-
-
 def parse_socket(value: object) -> str:
     """Turn "unix:///run/kvstore.sock" or a plain absolute path into the path."""
     return _read_socket(value, {})
-
-
-def _read_nvme(value: object, _found: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"expected a table with path and capacity, found {shown(value)}")
-    read_section(value, _NVME, "in it")
-    return value
 
 
 def _read_folder(value: object, _found: Mapping[str, Any]) -> str:
@@ -376,19 +324,6 @@ def _read_listen(value: object, found: Mapping[str, Any]) -> dict[str, Any]:
     if address is None:
         raise ConfigError('expected "host:port", such as "127.0.0.1:9500", found ""')
     return address
-
-
-def _read_listen_text(value: object, found: Mapping[str, Any]) -> str:
-    _read_listen(value, found)
-    return str(value)
-
-
-def _read_transfer(value: object, _found: Mapping[str, Any]) -> str:
-    expected = " or ".join(f'"{name}"' for name in TRANSFERS)
-    transfer = text_of(value, expected)
-    if transfer not in TRANSFERS:
-        raise ConfigError(f"expected {expected}, found {shown(value)}")
-    return transfer
 
 
 def _read_landing(value: object, _found: Mapping[str, Any]) -> int:
@@ -498,28 +433,22 @@ def _read_options(value: object, _found: Mapping[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _read_count(value: object, _found: Mapping[str, Any]) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= COUNT_MAX:
-        raise ConfigError(f"expected a whole number from 1 to {COUNT_MAX}, found {shown(value)}")
-    return value
-
-
-_SERVER = {
+SERVER = {
     "socket": Setting(_read_socket, "/run/kvstore/kvstore.sock"),
     "metrics": Setting(_read_address, "127.0.0.1:9400"),
 }
-_CPU = {
+CPU = {
     "capacity": Setting(_read_capacity, Required('capacity = "8GiB"')),
     "extent": Setting(_read_extent, "auto"),
 }
-_ENGINE = {
+ENGINE = {
     "credit": Setting(_read_credit, None),
     "lease": Setting(_read_lease, "30s"),
     "leased": Setting(_read_leased, "25%"),
     "defer": Setting(_read_defer, "100ms"),
     "promote": Setting(_read_defer, "2s"),
 }
-_NVME = {
+NVME = {
     "path": Setting(_read_folder, Required('path = "/nvme/kv"')),
     "capacity": Setting(_read_disk_capacity, Required('capacity = "200GiB"')),
     "extent": Setting(_read_disk_extent, "auto"),
@@ -529,25 +458,16 @@ _NVME = {
     "backlog": Setting(_read_backlog, "10s"),
     "write_budget": optional(_read_budget),
 }
-_TIER = {
+TIER = {
     "class": Setting(_read_class, Required('class = "package.module:Class"')),
     "name": Setting(_read_tier_name, Required('name = "disk"')),
     "options": Setting(_read_options, {}),
     "backlog": Setting(_read_backlog, "10s"),
 }
-_PEER = {
+PEER = {
     "listen": Setting(_read_listen, "127.0.0.1:0"),
     "key": optional(_read_folder),
     "held": Setting(_read_leased, "25%"),
     "landing": Setting(_read_landing, "64MiB"),
     "devices": Setting(_read_devices, "lo"),
-}
-_EXTRA = {
-    "store": optional(_read_socket),
-    "cpu": optional(_read_capacity),
-    "nvme": optional(_read_nvme),
-    "block_tokens": optional(_read_count),
-    "transfer": Setting(_read_transfer, "auto"),
-    "lease": Setting(_read_lease, "30s"),
-    "listen": optional(_read_listen_text),
 }

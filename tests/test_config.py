@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import config
-from kvstore.config import Address, ExtraConfig, parse, parse_extra
+from kvstore.config import Address, parse
 from kvstore.errors import ConfigError
+from kvstore.extra import ExtraConfig, parse_extra
 from kvstore.quantities import parse_bytes, parse_duration_ns
 
 MIB = 1 << 20

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvstore import cli, config, protocol
+from kvstore import cli, config, extra, protocol
 from kvstore.bench.report import Result, as_json
 from kvstore.metrics import TABLE
 from kvstore.service.server import find_class
@@ -21,12 +21,13 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 SECTIONS = {
-    "[server]": config._SERVER,
-    "[cpu]": config._CPU,
-    "[engine]": config._ENGINE,
-    "[nvme]": config._NVME,
-    "[[tier]]": config._TIER,
-    "kv_connector_extra_config": config._EXTRA,
+    "[server]": config.SERVER,
+    "[cpu]": config.CPU,
+    "[engine]": config.ENGINE,
+    "[nvme]": config.NVME,
+    "[peer]": config.PEER,
+    "[[tier]]": config.TIER,
+    "kv_connector_extra_config": extra._EXTRA,
 }
 LANGUAGES = {"", "json", "sh", "toml"}  # one more needs a test of its own
 
@@ -54,7 +55,7 @@ def check_transfer_config(table: dict[str, Any]) -> None:
     assert table["kv_connector_module_path"] == "connectors.vllm"
     assert table["kv_role"] == "kv_both"
     assert table["kv_load_failure_policy"] == "recompute"
-    config.parse_extra(table["kv_connector_extra_config"])
+    extra.parse_extra(table["kv_connector_extra_config"])
 
 
 @pytest.mark.parametrize("block", blocks("json"))

@@ -1,0 +1,96 @@
+"""What an engine is given as `kv_connector_extra_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvstore.config import CPU, ENGINE, NVME, PEER, SERVER
+from kvstore.errors import ConfigError
+from kvstore.quantities import shown
+from kvstore.settings import Setting, optional, read_section, text_of
+
+TRANSFERS = ("auto", "pull", "push")
+COUNT_MAX = 10**9
+
+
+class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an engine is given as `kv_connector_extra_config`: a store's address, or sizes.
+
+    store: socket path of a shared store ("unix:///run/kvstore.sock"), None for a private one.
+    cpu (bytes): capacity of a private store, started with the engine; None for a shared one.
+    nvme: table of a private store's `[nvme]`, such as {"path": "/nvme/kv", "capacity": "200GiB"};
+        None for no disk.
+    block_tokens: tokens in one block, a multiple of the engine's block size; None for the
+        engine's own block size. Larger blocks mean fewer keys and longer copies, but what does
+        not fill a block is computed again.
+    transfer: how a prompt that another engine computed is fetched, "pull", "push" or "auto" (pull).
+    lease (duration): how long what this engine computed for another one is held for it.
+    listen: host:port of a private store's side channel, port 0 for a free one; None: it has none,
+        and hands nothing over.
+    """
+
+    store: str | None
+    cpu_bytes: int | None = msgspec.field(name="cpu")
+    nvme: dict[str, Any] | None
+    block_tokens: int | None
+    transfer: str
+    lease_ns: int = msgspec.field(name="lease")
+    listen: str | None
+
+
+def parse_extra(table: Mapping[str, Any]) -> ExtraConfig:
+    """Check what an engine was given as `kv_connector_extra_config`."""
+    source = "kv_connector_extra_config"
+    found = read_section(table, _EXTRA, source)
+    if (found["store"] is None) == (found["cpu"] is None):
+        given = "neither" if found["store"] is None else "both"
+        raise ConfigError(
+            f"{source}: expected one of store and cpu, found {given}: "
+            'store = "unix:///path" attaches to a running store, cpu = "8GiB" starts a private one'
+        )
+    for name in ("nvme", "listen"):
+        if found[name] is not None and found["store"] is not None:
+            raise ConfigError(
+                f"{source}: {name} is for a private store; a shared one has its own file"
+            )
+    return msgspec.convert(found, ExtraConfig)
+
+
+def _read_nvme(value: object, _found: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"expected a table with path and capacity, found {shown(value)}")
+    read_section(value, NVME, "in it")
+    return value
+
+
+def _read_listen_text(value: object, found: Mapping[str, Any]) -> str:
+    PEER["listen"].read(value, found)
+    return str(value)
+
+
+def _read_transfer(value: object, _found: Mapping[str, Any]) -> str:
+    expected = " or ".join(f'"{name}"' for name in TRANSFERS)
+    transfer = text_of(value, expected)
+    if transfer not in TRANSFERS:
+        raise ConfigError(f"expected {expected}, found {shown(value)}")
+    return transfer
+
+
+def _read_count(value: object, _found: Mapping[str, Any]) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= COUNT_MAX:
+        raise ConfigError(f"expected a whole number from 1 to {COUNT_MAX}, found {shown(value)}")
+    return value
+
+
+_EXTRA = {
+    "store": optional(SERVER["socket"].read),
+    "cpu": optional(CPU["capacity"].read),
+    "nvme": optional(_read_nvme),
+    "block_tokens": optional(_read_count),
+    "transfer": Setting(_read_transfer, "auto"),
+    "lease": ENGINE["lease"],
+    "listen": optional(_read_listen_text),
+}
