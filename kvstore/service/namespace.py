@@ -103,18 +103,18 @@ class Namespace:
         make_tiers: Callable[[str, int, SlotMemory], Sequence[Tier]],
         backlog_ns: dict[str, int] | None = None,
         budgets: dict[str, WriteBudget] | None = None,
-        make_remote: Callable[[Namespace], Sequence[Tier]] = lambda _: (),
+        make_remote: Callable[[Namespace], Tier] | None = None,
     ) -> None:
         """make_tiers(digest, slot_bytes, memory): the lower tiers of this namespace.
 
-        make_remote(namespace): those that are only read from, such as peers.
+        make_remote(namespace): one that is only read from, the peers.
         backlog_ns, budgets: of the tiers, by their names; see Tiering.
         """
         self.layout = layout
         self.generations = SharedGenerations(self._publish)
         self.manager = Manager(layout.rules, self.generations)
         tiers = make_tiers(layout.digest, layout.slot_bytes, self)
-        remote = make_remote(self)
+        remote = () if make_remote is None else (make_remote(self),)
         self.tiering = Tiering(self.manager, tiers, layout.slot_bytes, backlog_ns, budgets, remote)
         self.extents: dict[int, Mapping] = {}
         self.sessions: set[int] = set()

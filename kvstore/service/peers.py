@@ -24,10 +24,10 @@ from kvstore.export.consumer import Check, Consumer, Read
 from kvstore.export.consumer import Tag as Part
 from kvstore.export.jobs import Source, Tag, Write
 from kvstore.export.producer import Producer
-from kvstore.protocol import Extent, Message, Unmap
+from kvstore.protocol import Extent, Handing, Message, Unmap
 from kvstore.service.channel import Channel, ClusterKey
 from kvstore.service.namespace import Namespace
-from kvstore.types import BlockKey, Slot
+from kvstore.types import BlockKey, Chain, Slot
 
 log = logging.getLogger(__name__)
 
@@ -254,6 +254,28 @@ class Peers:
             if self._up is not None:
                 self._greet(number)
         return self.inlet(namespace).want(number, want, now_ns)
+
+    def hand(
+        self, namespace: Namespace, session: int, handings: Sequence[Handing], now_ns: int
+    ) -> None:
+        """Take note of requests whose blocks other stores will ask for. Raises ProtocolError."""
+        hands, rules = self.producer.hands, namespace.layout.rules
+        for handing in handings:
+            if handing.state == "running":
+                hands.running(handing.request, namespace.manager, session)
+            elif handing.state == "gone" or not handing.hashes:
+                hands.gone(handing.request)
+            elif handing.width <= 0 or len(handing.hashes) % handing.width:
+                raise ProtocolError(f"{len(handing.hashes)} bytes of hashes, {handing.width} each")
+            else:
+                chain = Chain(handing.hashes, handing.width, len(rules), handing.scope)
+                keys = [
+                    chain.key(group, index)
+                    for group, rule in enumerate(rules)
+                    for index in m.clip(rule, chain.blocks)
+                ]
+                end_ns = now_ns + handing.lease_ms * 1_000_000
+                hands.done(handing.request, keys, end_ns, now_ns)
 
     def claimed(self, namespace: Namespace, fetch: int) -> None:
         """Nothing more will be loaded of a fetch."""

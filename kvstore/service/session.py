@@ -15,6 +15,7 @@ import enum
 import msgspec
 
 from kvstore import protocol as p
+from kvstore.errors import ProtocolError
 from kvstore.layout import RankGeometry, RankLayout
 from kvstore.service.namespace import Namespace
 from kvstore.types import BlockKey, Chain, LeaseId, Slot
@@ -79,6 +80,21 @@ class Session(msgspec.Struct, eq=False):
     def connections(self) -> list[int]:
         """List the connections that are open."""
         return [*([] if self.scheduler is None else [self.scheduler]), *self.workers.values()]
+
+    def join(self, connection: int, hello: p.Hello) -> None:
+        """Take in a connection. Raises ProtocolError for one that does not fit."""
+        if hello.world != self.world:
+            raise ProtocolError(f"world of {hello.world}, the session has {self.world}")
+        if hello.role == "scheduler":
+            self.scheduler = connection
+            self.credit_slots = hello.credit_slots
+        elif hello.role == "worker" and hello.geometry is not None:
+            if not 0 <= hello.rank < hello.world:
+                raise ProtocolError(f"rank {hello.rank}, expected 0..{hello.world - 1}")
+            self.workers[hello.rank] = connection
+            self.geometries[hello.rank] = hello.geometry
+        else:
+            raise ProtocolError(f"role {hello.role!r}, expected scheduler, or worker with geometry")
 
     @property
     def complete(self) -> bool:

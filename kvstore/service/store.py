@@ -14,7 +14,6 @@ import msgspec
 from kvstore import protocol as p
 from kvstore.config import DISK_BYTES_MIN, Config
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError
-from kvstore.export.messages import clip
 from kvstore.layout import slot_layout
 from kvstore.metrics import MEMORY, NVME, PEER, Numbers
 from kvstore.service.desk import Desk
@@ -24,7 +23,7 @@ from kvstore.service.namespace import Mapping, MemoryPool, Namespace
 from kvstore.service.peers import EXPORTER, Peers
 from kvstore.service.session import News, Phase, Session, Writing
 from kvstore.tier import SlotMemory, Tier
-from kvstore.types import BlockKey, Chain, LeaseId, Slot
+from kvstore.types import BlockKey, LeaseId, Slot
 from kvstore.writes import WriteBudget
 
 log = logging.getLogger(__name__)
@@ -239,27 +238,13 @@ class Store:
             self._send(connection, p.Refused(text, retry=True), None)
             return
         try:
-            self._join(session, connection, hello)
+            session.join(connection, hello)
         finally:
             if not session.connections():
                 del self.sessions[hello.engine]
         self._by_connection[connection] = session
         if len(session.geometries) == session.world:
             self._welcome(session, connection)
-
-    def _join(self, session: Session, connection: int, hello: p.Hello) -> None:
-        if hello.world != session.world:
-            raise ProtocolError(f"world of {hello.world}, the session has {session.world}")
-        if hello.role == "scheduler":
-            session.scheduler = connection
-            session.credit_slots = hello.credit_slots
-        elif hello.role == "worker" and hello.geometry is not None:
-            if not 0 <= hello.rank < hello.world:
-                raise ProtocolError(f"rank {hello.rank}, expected 0..{hello.world - 1}")
-            session.workers[hello.rank] = connection
-            session.geometries[hello.rank] = hello.geometry
-        else:
-            raise ProtocolError(f"role {hello.role!r}, expected scheduler, or worker with geometry")
 
     def _welcome(self, session: Session, joined: int) -> None:
         """All ranks' geometries are known: find the namespace and greet who waits for it."""
@@ -298,15 +283,12 @@ class Store:
             )
         namespace = self.namespaces.get(layout.digest)
         if namespace is None:
-            namespace = Namespace(
-                layout, self._make_tiers, self._backlog_ns, self._budgets, self._remote
-            )
+            remote = None if self._peers is None else self._peers.inlet
+            limits = self._backlog_ns, self._budgets
+            namespace = Namespace(layout, self._make_tiers, *limits, remote)
             self.namespaces[layout.digest] = namespace
         session.layouts = layout.ranks  # the namespace may have been made for other ranks
         return namespace
-
-    def _remote(self, namespace: Namespace) -> Sequence[Tier]:
-        return () if self._peers is None else (self._peers.inlet(namespace),)
 
     def _maybe_activate(self, session: Session) -> None:
         namespace = session.namespace
@@ -394,34 +376,11 @@ class Store:
             if event not in p.EVENTS:
                 raise ProtocolError(f"event {event!r}, expected one of {sorted(p.EVENTS)}")
             self.numbers.add("kvstore_engine_events", event, by=count)
-        for handing in step.handing:
-            self._hand(session, handing)
+        if self._peers is not None and session.namespace is not None:
+            self._peers.hand(session.namespace, session.number, step.handing, self._now_ns)
         answers = [self._desk.ask(session, lookup, self._now_ns) for lookup in step.lookups]
         answers += [self._desk.settle(session, number, self._now_ns) for number in step.settle]
         self._answer(session, answers)
-
-    def _hand(self, session: Session, handing: p.Handing) -> None:
-        """Take note of a request whose blocks another store will ask for."""
-        namespace = session.namespace
-        if self._peers is None or namespace is None:
-            return
-        hands = self._peers.producer.hands
-        if handing.state == "running":
-            hands.running(handing.request, namespace.manager, session.number)
-        elif handing.state == "gone" or not handing.hashes:
-            hands.gone(handing.request)
-        elif handing.width <= 0 or len(handing.hashes) % handing.width:
-            raise ProtocolError(f"{len(handing.hashes)} bytes of hashes, {handing.width} each")
-        else:
-            rules = namespace.layout.rules
-            chain = Chain(handing.hashes, handing.width, len(rules), handing.scope)
-            keys = [
-                chain.key(group, index)
-                for group, rule in enumerate(rules)
-                for index in clip(rule, chain.blocks)
-            ]
-            end_ns = self._now_ns + handing.lease_ms * 1_000_000
-            hands.done(handing.request, keys, end_ns, self._now_ns)
 
     def _answer(self, session: Session, answers: Iterable[p.Granted | None]) -> None:
         session.news.granted.extend(answer for answer in answers if answer is not None)
