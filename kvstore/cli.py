@@ -118,6 +118,14 @@ def _parser() -> argparse.ArgumentParser:
     fsck.add_argument("--repair", action="store_true", help="drop what is wrong")
     fsck.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
+    keygen = add(
+        "keygen",
+        "make a cluster key, which stores that hand over blocks to each other share",
+        "kvstore keygen /etc/kvstore/cluster.key",
+    )
+    keygen.set_defaults(run=_keygen)
+    keygen.add_argument("path", type=Path, help="file to make; one that is there is kept")
+
     bench = add("bench", "measure on this machine", "kvstore bench attach --json")
     _add_bench_options(bench)
     demo = add("demo", "show a real vLLM engine getting its KV back", "kvstore demo")
@@ -312,6 +320,14 @@ def _clear(chosen: argparse.Namespace) -> int:
         if stat.name == "kvstore_slots" and stat.labels.get("state") == "used"
     )
     print(f"cleared; {left} blocks are in use and stay until they are not")
+    return 0
+
+
+def _keygen(chosen: argparse.Namespace) -> int:
+    from kvstore.service.channel import ClusterKey
+
+    ClusterKey.make(chosen.path)
+    print(f"{chosen.path}: a new cluster key; copy it to every store as [peer] key")
     return 0
 
 

@@ -84,6 +84,12 @@ TABLE = (
         ("event",),
     ),
     Spec(
+        "kvstore_hand_over_events",
+        "counter",
+        "Blocks and messages handed over between stores, by event.",
+        ("event",),
+    ),
+    Spec(
         "kvstore_sessions_started",
         "counter",
         "Engine sessions that became active.",
@@ -100,6 +106,12 @@ TABLE = (
         "counter",
         "Connections and messages refused, by reason.",
         ("reason",),
+    ),
+    Spec(
+        "kvstore_hand_over_bytes",
+        "gauge",
+        "Memory that hand-overs hold, by state: held (for peers), quarantined.",
+        ("state",),
     ),
     Spec(
         "kvstore_capacity_bytes",

@@ -180,7 +180,7 @@ class Pair:
         """The connection breaks, and is made again."""
         peer = self.peer
         self.connect()
-        self.consumer.on_peer_lost(peer, "gone")
+        self.consumer.on_peer_lost(peer)
         self.producer.on_closed(peer)
 
     # Time

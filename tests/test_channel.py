@@ -206,10 +206,11 @@ def test_too_many_messages_are_dropped_and_counted(made: Callable[..., Post]) ->
 
 def test_a_key_file_is_private_and_whole(tmp_path: Path) -> None:
     path = tmp_path / "key"
-    path.write_text(ClusterKey.generate())
-    path.chmod(0o600)
+    ClusterKey.make(path)
     assert ClusterKey.read(path).server_public == ClusterKey.read(path).server_public
     assert ClusterKey.read(path).server_public != ClusterKey.read(path).client_public
+    with pytest.raises(ConfigError, match="File exists"):
+        ClusterKey.make(path)
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="mode 644, expected 600"):
         ClusterKey.read(path)

@@ -208,7 +208,7 @@ class Consumer:
         elif isinstance(message, m.Valid):
             self._valid(fetch, message)
         else:
-            self._fail(fetch, message.reason)
+            self._fail(fetch, "ended")
             self._landing.give(self._late_writes.pop(fetch.number, ()))
         self._settle(fetch)
 
@@ -232,12 +232,12 @@ class Consumer:
         """Count the landing slots that were given up while something may still write them."""
         return len(self._late_reads) + sum(map(len, self._late_writes.values()))
 
-    def on_peer_lost(self, peer: int, reason: str) -> None:
+    def on_peer_lost(self, peer: int) -> None:
         """A peer is gone, or has another memory: what was to come from it does not."""
         self._regions = {at: region for at, region in self._regions.items() if at[0] != peer}
         self._introduced.pop(peer, None)
         for fetch in [fetch for fetch in self._fetches.values() if fetch.peer == peer]:
-            self._fail(fetch, reason)
+            self._fail(fetch, "lost")
             fetch.released = True
             self._settle(fetch)
 
@@ -279,6 +279,7 @@ class Consumer:
 
     def _valid(self, fetch: Fetch, valid: m.Valid) -> None:
         positions = m.positions_of(valid.positions, len(fetch.blocks))
+        self.counts["fetched"] += len(positions)
         for position in positions:
             if fetch.blocks[position].state is not State.CHECKED:
                 raise ProtocolError(f"position {position} was not confirmed")
@@ -463,9 +464,9 @@ class Consumer:
             error = None if done == len(load.done) else TierIOError("a block did not arrive")
             self._results.append(JobResult(part[0], done, error))
 
-    def _fail(self, fetch: Fetch, reason: str) -> None:
+    def _fail(self, fetch: Fetch, event: str) -> None:
         """Nothing more comes; a copy into a slot of ours that is under way ends first."""
-        self.counts[reason] += 1
+        self.counts[event] += 1
         for position, block in enumerate(fetch.blocks):
             if block.state not in {State.LANDED, State.DONE}:
                 self._done(fetch, position, ok=False)

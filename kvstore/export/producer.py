@@ -101,6 +101,11 @@ class Producer:
             peer.closed = True
             self._drop(peer)
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory that is held for peers."""
+        return sum(peer.held_bytes for peer in self._peers.values())
+
     def agent_of(self, number: int) -> str:
         """Name a peer's exporter; none for one that is not there."""
         peer = self._peers.get(number)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import logging
+import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -55,9 +56,14 @@ class ClusterKey:
         self.server_public, self.server_secret = _pair(secret, b"server")
 
     @staticmethod
-    def generate() -> str:
-        """Return a new key, as it stands in a file."""
-        return secrets.token_hex(32) + "\n"
+    def make(path: Path) -> None:
+        """Make a file with a new key. Raises ConfigError, and keeps a file that is there."""
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as exc:
+            raise ConfigError(f"cluster key {path}: {exc.strerror}") from exc
+        with os.fdopen(fd, "w") as file:
+            file.write(secrets.token_hex(_KEY_BYTES) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> ClusterKey:

@@ -13,7 +13,7 @@ wants something says Hello again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -32,6 +32,11 @@ from kvstore.types import BlockKey, Chain, Slot
 log = logging.getLogger(__name__)
 
 BUSY_S = 0.001
+EVENTS = (
+    *("fetched", "corrupt", "late", "ended", "lost", "exporter", "cleared"),  # as a consumer
+    *("confirmed", "stale", "expired", "failed", "gone", "refused"),  # as a producer
+    *("unauthorised", "malformed", "too_many", "unsent"),  # of the side channel
+)
 EXPORTER = -1  # the exporter's number among the store's connections: it maps extents, too
 
 
@@ -193,6 +198,11 @@ class _Inlet:
         self._landing = mover.landing(layout.digest, layout.slot_bytes)
         self.consumer = Consumer(self, self._landing, peers.say, len(layout.rules))
 
+    @property
+    def quarantined_bytes(self) -> int:
+        """Landing memory that something may still write though nobody waits for it."""
+        return self.consumer.quarantined * self._namespace.layout.slot_bytes
+
     def read(self, tags: list[Part], peer: int, read: Read) -> None:
         """Read a peer's slots; a peer that is gone by now has told the consumer so."""
         agent = self._peers.agent_of(peer)
@@ -217,7 +227,6 @@ class Peers:
         self.producer = Producer(self._find, self._introduce, self, send, held_bytes_max)
         self._mover = mover
         self._namespaces: Mapping[str, Namespace] = {}
-        self._on_mapping: Callable[[int], None] = lambda _: None
         self._up: Up | None = None
         self._noted: list[int] = []
         self._regions: dict[int, m.Region] = {}
@@ -226,13 +235,14 @@ class Peers:
         self._inlets: dict[str, _Inlet] = {}
         self._now_ns = 0
 
-    def serve(self, namespaces: Mapping[str, Namespace], on_mapping: Callable[[int], None]) -> None:
-        """Hand over blocks of a store's namespaces.
-
-        on_mapping(extent): nobody who waits for all to map or unmap it waits for the exporter.
-        """
+    def serve(self, namespaces: Mapping[str, Namespace]) -> None:
+        """Hand over blocks of these namespaces, which come and go."""
         self._namespaces = namespaces
-        self._on_mapping = on_mapping
+
+    def _mapped(self, extent: int) -> None:
+        """Nobody who waits for all to map or unmap an extent waits for the exporter."""
+        for namespace in self._namespaces.values():
+            namespace.settle(extent, EXPORTER)
 
     # What the store asks for
 
@@ -347,10 +357,11 @@ class Peers:
         if link is None:
             self.producer.on_closed(number)
             return
+        log.info("peer %s: %s", link.address, reason)
         self._by_address.pop((link.address, link.digest), None)
         inlet = self._inlets.get(link.digest)
         if inlet is not None:
-            inlet.consumer.on_peer_lost(number, reason)
+            inlet.consumer.on_peer_lost(number)
 
     # Turns
 
@@ -365,6 +376,20 @@ class Peers:
             return BUSY_S
         return self._mover.wait_s(now_ns)
 
+    def gauges(self) -> dict[tuple[str, ...], float]:
+        """Return gauges, and counters kept here."""
+        counts = self.channel.counts + self.producer.counts
+        quarantined = 0
+        for inlet in self._inlets.values():
+            counts.update(inlet.consumer.counts)
+            quarantined += inlet.quarantined_bytes
+        found: dict[tuple[str, ...], float] = {
+            ("kvstore_hand_over_bytes", "held"): self.producer.held_bytes,
+            ("kvstore_hand_over_bytes", "quarantined"): quarantined,
+        }
+        found |= {("kvstore_hand_over_events", event): counts[event] for event in EVENTS}
+        return found
+
     def close(self) -> None:
         """End all hand-overs."""
         self.channel.close()
@@ -375,7 +400,7 @@ class Peers:
         self._now_ns = now_ns
         noted, self._noted = self._noted, []
         for extent in noted:
-            self._on_mapping(extent)
+            self._mapped(extent)
         for event in self._mover.poll(now_ns):
             self._on_event(event)
         self.channel.poll(now_ns)
@@ -397,7 +422,7 @@ class Peers:
             case Reachable(extent, base, metadata):
                 self._reachable(extent, base, metadata)
             case Unreachable(extent):
-                self._on_mapping(extent)
+                self._mapped(extent)
             case Summed(tags, sums):
                 self.producer.summed(tags, sums)
             case Written(tags, ok):

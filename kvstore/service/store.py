@@ -77,7 +77,7 @@ class Store:
         self._desk = Desk(config.engine, self.numbers, self._memory.can_grow, peers)
         self._peers = peers
         if peers is not None:
-            peers.serve(self.namespaces, self.on_mapping)
+            peers.serve(self.namespaces)
         self._pool = pool
         self._disk = disk
 
@@ -162,11 +162,6 @@ class Store:
         self._end(session, "closed", "another connection of this engine closed")
         if not session.workers:
             self._bury(session)
-
-    def on_mapping(self, extent: int) -> None:
-        """The exporter has mapped an extent, or unmapped it."""
-        for namespace in self.namespaces.values():
-            namespace.settle(extent, EXPORTER)
 
     def on_tick(self, now_ns: int) -> None:
         """After every batch of messages, and at least a few times a second."""
@@ -476,6 +471,8 @@ class Store:
         found = gauges(self._pool, self.sessions.values(), self.namespaces)
         if self._disk is not None:
             found |= disk_gauges(self._disk)
+        if self._peers is not None:
+            found |= self._peers.gauges()
         self.numbers.gauges = found
 
     def enqueue_all(self) -> None:
