@@ -7,6 +7,7 @@ itself, as it would in a new process, with its own process id, session and envir
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import os
@@ -39,6 +40,16 @@ def start_server(imports: Sequence[str], environment: Mapping[str, str]) -> None
     multiprocessing.set_forkserver_preload(list(imports))
     with patch.dict(os.environ, environment):
         forkserver.ensure_running()
+
+
+@atexit.register
+def _end_what_is_left() -> None:
+    """End what a test has abandoned: the library waits for it, and it waits for our end.
+
+    Its own function of this kind is older than this one, so it is called later.
+    """
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 class Forked:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -47,3 +48,23 @@ def test_one_that_stays_is_waited_for_and_killed() -> None:
     assert process.poll() is process.returncode is None
     process.kill()
     assert process.wait(600) == -signal.SIGKILL
+
+
+SCRIPT = """
+from tests.forked import Forked, start_server
+from tests.test_forked import stay
+start_server([], {})
+print(Forked(stay, []).pid, flush=True)
+"""
+
+
+def test_what_is_left_over_ends_with_the_process_that_started_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    end = time.monotonic() + 600
+    while Path(f"/proc/{int(done.stdout)}").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
