@@ -24,6 +24,8 @@ from tiers.exporter import client
 from tiers.exporter.client import Down, Exporter, Move, Settings
 from tiers.exporter.messages import Ended, Mapped, NotMapped, Ready, Unmapped, Wrong
 
+pytestmark = pytest.mark.slow
+
 PROMPTLY_S = 2.0  # a second, and what a busy machine adds
 
 

@@ -26,6 +26,8 @@ from tests.exporter_rig import (
 from tiers.exporter import messages as m
 from tiers.exporter.client import Down, Move
 
+pytestmark = pytest.mark.slow
+
 NOTICED_S = 5.0  # of a peer that is killed
 ALL = 64 * MIB
 
