@@ -221,3 +221,14 @@ def test_a_key_file_is_private_and_whole(tmp_path: Path) -> None:
             ClusterKey.read(path)
     with pytest.raises(ConfigError, match="No such file or directory; kvstore keygen makes one"):
         ClusterKey.read(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "address", ["", "nowhere", "a b:1", "127.0.0.1:99999", "127.0.0.1:x", "[::1"]
+)
+def test_what_is_no_address_is_a_peer_that_is_lost(made: Callable[..., Post], address: str) -> None:
+    client = made()
+    number = client.channel.connect(address)
+    client.channel.send(number, m.Release(1))
+    until(lambda: client.lost, client)
+    assert client.lost[0][0] == number

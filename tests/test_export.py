@@ -290,3 +290,85 @@ def test_whatever_happens_bytes_are_right_and_nothing_is_left(seed: int) -> None
     pair.run(80, ms=1000)
     pair.consumer.on_exporter_lost()  # the end of a quarantine whose peer was lost
     pair.check_nothing_left()
+
+
+def finished(pair: Pair, request: str, chain: Sequence[bytes], lease_ns: int = 10**9) -> None:
+    now_ns = pair.giver.now_ns
+    pair.producer.hands.done(request, keys_of(chain), now_ns + lease_ns, now_ns)
+
+
+def pins(pair: Pair) -> list[int]:
+    return [entry.pins for entry in pair.source.manager.index]
+
+
+def test_what_a_request_has_computed_is_held_until_it_was_fetched() -> None:
+    pair, chain = Pair(), hashes(4)
+    pair.hand("r")
+    pair.put(chain[:3])
+    finished(pair, "r", chain)
+    assert pins(pair) == [1, 1, 1]
+    pair.put(chain)  # its last copy ends a little later than the request
+    pair.run(1)
+    assert pins(pair) == [1, 1, 1, 1]
+    pair.want(chain, request="r")
+    pair.decode.ask(chain)
+    pair.run(20)
+    assert pair.arrived(chain) == 4
+    assert pins(pair) == [0, 0, 0, 0]
+    assert len(pair.producer.hands) == 0
+    pair.check_nothing_left()
+
+
+def test_what_nobody_fetches_is_let_go_of_after_its_lease() -> None:
+    pair, chain = Pair(), hashes(2)
+    pair.hand("r")
+    pair.put(chain)
+    finished(pair, "r", chain)
+    pair.producer.tick(pair.giver.now_ns + 10**9 - 1)
+    assert pins(pair) == [1, 1]
+    pair.producer.tick(pair.giver.now_ns + 10**9)
+    assert pins(pair) == [0, 0]
+    assert pair.producer.hands.held_bytes == 0
+
+
+def test_what_is_held_for_requests_is_capped() -> None:
+    pair, chain = Pair(held=3), hashes(6)
+    pair.hand("r")
+    pair.put(chain)
+    finished(pair, "r", chain)
+    assert sum(pins(pair)) == 3
+    pair.producer.hands.gone("r")
+    assert sum(pins(pair)) == 0
+
+
+def test_a_request_whose_engine_is_gone_computes_nothing_more() -> None:
+    pair, chain = Pair(), hashes(2)
+    pair.hand("r")
+    pair.hand("held")
+    finished(pair, "held", chain)
+    pair.producer.hands.end_of(1)
+    assert not pair.producer.hands.may_come("r", keys_of(chain)[0])
+    assert len(pair.producer.hands) == 1, "what was computed stays"
+
+
+def test_jobs_of_a_peer_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(o, "JOBS_MAX", 2)
+    pair, chain = Pair(), hashes(2)
+    pair.hand("r")
+    for _ in range(2):
+        pair.want(chain, request="r")
+    pair.run(3)
+    want = m.Want(9, chain[0], 32, (u32([0]),))
+    with pytest.raises(ProtocolError, match="more than 2 jobs"):
+        pair.producer.on_message(pair.peer, want, pair.giver.now_ns)
+
+
+@pytest.mark.parametrize(
+    "region", [(-1, 0, 1), (1 << 32, 0, 1), (1, -1, 1), (1, 1 << 63, 1), (1, 0, 0), (1, 0, 1 << 33)]
+)
+def test_a_region_that_cannot_be_is_no_message(region: tuple[int, int, int]) -> None:
+    land = m.encode(m.Land(1, m.Region(1, 2, 3), b"", b""))
+    assert m.decode_for_producer(land) == m.Land(1, m.Region(1, 2, 3), b"", b"")
+    raw = msgspec.msgpack.decode(land)
+    with pytest.raises(ProtocolError, match="extent"):
+        m.decode_for_producer(msgspec.msgpack.encode([raw[0], raw[1], region, *raw[3:]]))

@@ -25,6 +25,7 @@ class Hand(msgspec.Struct, eq=False):
     """One request; missing: named, and not ready yet."""
 
     manager: Manager
+    slot_bytes: int
     owner: int
     running: bool = True
     deadline_ns: int = 0
@@ -36,17 +37,19 @@ class Hand(msgspec.Struct, eq=False):
 class Hands:
     """All such requests of a store, by the id that the hand-over has."""
 
-    def __init__(self) -> None:
-        """None yet."""
+    def __init__(self, held_bytes_max: int) -> None:
+        """held_bytes_max: of all blocks that are pinned here; others may leave memory."""
         self._hands: dict[str, Hand] = {}
+        self._held_bytes_max = held_bytes_max
+        self.held_bytes = 0
 
     def __len__(self) -> int:
         """Count the requests that are running or held."""
         return len(self._hands)
 
-    def running(self, request: str, manager: Manager, owner: int) -> None:
+    def running(self, request: str, manager: Manager, slot_bytes: int, owner: int) -> None:
         """A request has begun; owner: its session."""
-        self._hands.setdefault(request, Hand(manager, owner))
+        self._hands.setdefault(request, Hand(manager, slot_bytes, owner))
 
     def done(self, request: str, keys: Iterable[BlockKey], end_ns: int, now_ns: int) -> None:
         """A request has ended with these blocks; unknown ones are ignored."""
@@ -59,8 +62,10 @@ class Hands:
     def gone(self, request: str) -> None:
         """Nobody wants a request's blocks any more."""
         hand = self._hands.pop(request, None)
-        for entry in hand.pinned if hand else ():
-            hand.manager.unpin(entry)  # type: ignore[union-attr]
+        if hand is not None:
+            self.held_bytes -= len(hand.pinned) * hand.slot_bytes
+            for entry in hand.pinned:
+                hand.manager.unpin(entry)
 
     def end_of(self, owner: int) -> None:
         """A session has ended: what its requests still compute will not come."""
@@ -85,10 +90,14 @@ class Hands:
             if now_ns >= hand.deadline_ns:
                 self.gone(request)
 
-    @staticmethod
-    def _pin(hand: Hand) -> None:
+    def _pin(self, hand: Hand) -> None:
+        """Pin what is ready, as far as the cap goes."""
         for key in list(hand.missing):
-            entry = hand.manager.pin(key)
-            if entry is not None:
-                hand.pinned.append(entry)
-                del hand.missing[key]
+            if hand.manager.ready(key) is None:
+                continue
+            del hand.missing[key]
+            if self.held_bytes + hand.slot_bytes <= self._held_bytes_max:
+                entry = hand.manager.pin(key)
+                if entry is not None:
+                    hand.pinned.append(entry)
+                    self.held_bytes += hand.slot_bytes

@@ -114,6 +114,7 @@ class Job(msgspec.Struct, eq=False):
     unsummed: list[int] = []  # and those whose sums are to be asked for
     unwritten: list[int] = []  # and those to write
     left: int = 0  # blocks that are not DONE
+    confirmed: int = 0
     over: bool = False
     released: bool = False
 

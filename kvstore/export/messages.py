@@ -42,6 +42,11 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     base: int
     slots: int
 
+    def __post_init__(self) -> None:
+        small = 0 <= self.extent < 1 << 32 and 0 < self.slots <= 1 << 32
+        if not small or not 0 <= self.base < 1 << 63:
+            raise ValueError(f"extent {self.extent} at {self.base} with {self.slots} slots")
+
 
 class Hello(Message, frozen=True):
     """First message of a consumer; traits: what decides the bytes, by name, as text.

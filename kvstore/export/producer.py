@@ -31,6 +31,7 @@ from kvstore.types import BlockKey, Chain, LookupResult
 
 GRACE_NS = 5_000_000_000
 LEASE_MS_MAX = 600_000
+JOBS_MAX = 1024  # of one peer
 MEMORY, PREFILL = "cpu", "prefill"
 
 Send = Callable[[int, Message], None]
@@ -50,7 +51,8 @@ class Producer:
         """find(namespace digest): what is served, and its traits. exporter(): agent and metadata.
 
         Both are None while there is none.
-        held_bytes_max: for each peer, of what is held for it at one time.
+        held_bytes_max: for each peer, of what is held for it at one time, and of what is held for
+            requests whose peer has not asked yet.
         """
         self._find = find
         self._exporter = exporter
@@ -59,7 +61,7 @@ class Producer:
         self._held_bytes_max = held_bytes_max
         self._peers: dict[int, Peer] = {}
         self._early: dict[int, m.Hello] = {}  # who came before the exporter was there
-        self.hands = Hands()
+        self.hands = Hands(held_bytes_max)
         self.counts: Counter[str] = Counter()
 
     # What a consumer says
@@ -90,7 +92,6 @@ class Producer:
                 job.deadline_ns = max(job.deadline_ns, now_ns + _lease_ns(message.lease_ms))
         else:
             self._release(peer, job)
-            self.hands.gone(job.request)  # what it did not fetch it does not want
         self._settle(peer, job)
 
     def on_closed(self, number: int) -> None:
@@ -163,6 +164,8 @@ class Producer:
         wanted = m.wanted_of(want, len(rules))
         if want.job <= 0 or want.job in peer.jobs:
             raise ProtocolError(f"job {want.job}, expected a new number above 0")
+        if len(peer.jobs) >= JOBS_MAX:
+            raise ProtocolError(f"more than {JOBS_MAX} jobs at one time")
         if want.push and not peer.agent:
             raise ProtocolError("a push to a peer that named no exporter")
         chain = Chain(want.hashes, want.width, len(rules), want.scope)
@@ -218,6 +221,7 @@ class Producer:
         ]
         for position in valid:
             self._done(peer, job, position)
+        job.confirmed += len(valid)
         self.counts["confirmed"] += len(valid)
         self.counts["stale"] += len(positions) - len(valid)
         self._send(peer.number, m.Valid(job.number, u32(valid)))
@@ -415,6 +419,8 @@ class Producer:
             self._tell(peer, job)
         if job.left or peer.jobs.pop(job.number, None) is None:
             return
+        if job.confirmed:
+            self.hands.gone(job.request)  # what it did not fetch it does not want
         if not peer.closed:
             self._send(peer.number, m.End(job.number, "released" if job.released else "all"))
         elif not peer.jobs:

@@ -114,6 +114,7 @@ class Channel:
         self._ids: dict[int, bytes] = {}
         self._made: dict[int, _Dealer] = {}
         self._heard: dict[int, tuple[int, int]] = {}  # this second, and messages in it
+        self._doomed: list[tuple[int, str]] = []  # to be lost at the next poll
         self._next = 1
 
     def listen(self, host: str, port: int) -> None:
@@ -155,7 +156,10 @@ class Channel:
             dealer.curve_serverkey = self._key.server_public
         number, self._next = self._next, self._next + 1
         self._made[number] = _Dealer(dealer, dealer.get_monitor_socket(LOST), address)
-        dealer.connect(f"tcp://{address}")
+        try:
+            dealer.connect(f"tcp://{address}")
+        except zmq.ZMQError as exc:  # not an address at all
+            self._doomed.append((number, f"{address}: {exc.strerror}"))
         return number
 
     def _socket(self, kind: int) -> Any:  # noqa: ANN401 - its options are attributes
@@ -189,6 +193,9 @@ class Channel:
 
     def poll(self, now_ns: int) -> None:
         """Hand over what has arrived, and say who is gone."""
+        doomed, self._doomed = self._doomed, []
+        for number, reason in doomed:
+            self._lose(number, reason)
         self._poll_router(now_ns)
         for number, dealer in list(self._made.items()):
             for _ in range(READ_MAX):

@@ -272,7 +272,8 @@ class Peers:
         hands, rules = self.producer.hands, namespace.layout.rules
         for handing in handings:
             if handing.state == "running":
-                hands.running(handing.request, namespace.manager, session)
+                size = namespace.layout.slot_bytes
+                hands.running(handing.request, namespace.manager, size, session)
             elif handing.state == "gone" or not handing.hashes:
                 hands.gone(handing.request)
             elif handing.width <= 0 or len(handing.hashes) % handing.width:
@@ -384,7 +385,8 @@ class Peers:
             counts.update(inlet.consumer.counts)
             quarantined += inlet.quarantined_bytes
         found: dict[tuple[str, ...], float] = {
-            ("kvstore_hand_over_bytes", "held"): self.producer.held_bytes,
+            ("kvstore_hand_over_bytes", "held"): self.producer.held_bytes
+            + self.producer.hands.held_bytes,
             ("kvstore_hand_over_bytes", "quarantined"): quarantined,
         }
         found |= {("kvstore_hand_over_events", event): counts[event] for event in EVENTS}
