@@ -135,9 +135,13 @@ def test_O13_blocks_that_get_new_content_are_named(
 
 
 def test_O14_a_finished_request_never_keeps_its_blocks(make: Callable[..., Any]) -> None:
+    from vllm.v1.request import RequestStatus
+
     connector = make()
-    request = Request("r", 64)
-    connector.on_new_request(SimpleNamespace(**vars(request), lora_request=None))
+    more = {"lora_request": None, "kv_transfer_params": None}
+    ended = RequestStatus.FINISHED_LENGTH_CAPPED
+    request = SimpleNamespace(**vars(Request("r", 64)), **more, status=ended)
+    connector.on_new_request(request)
     assert connector.request_finished_all_groups(request, ([1, 2, 3, 4], [5, 6])) == (False, None)
     assert connector.request_finished_all_groups(request, ([1, 2, 3, 4], [5, 6])) == (False, None)
 
