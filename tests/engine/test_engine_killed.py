@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -64,7 +65,7 @@ def killed_in_a_run(engine: Engine, which: Sequence[str]) -> Iterator[None]:
     ids="+".join,
 )
 def test_nothing_is_left_of_a_private_store(model: Callable[[str], Path], which: list[str]) -> None:
-    before, name = shared_memory_files(), f"killed-{'-'.join(which)}"
+    before, name = shared_memory_files(), f"killed-{'-'.join(which)}-{os.getpid()}"
     connector = attach() | {"engine_id": name}
     with Engine(model("llama_s"), connector=connector, in_process=False) as engine:
         store = private_store_of(engine)
