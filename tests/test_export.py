@@ -372,3 +372,26 @@ def test_a_region_that_cannot_be_is_no_message(region: tuple[int, int, int]) -> 
     raw = msgspec.msgpack.decode(land)
     with pytest.raises(ProtocolError, match="extent"):
         m.decode_for_producer(msgspec.msgpack.encode([raw[0], raw[1], region, *raw[3:]]))
+
+
+def test_a_write_that_outlives_its_lease_lands_in_quarantine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair, chain, moving = Pair(), hashes(2), list[Callable[[], None]]()
+    pair.put(chain)
+    write = pair.write
+    monkeypatch.setattr(pair, "write", lambda *job: moving.append(partial(write, *job)))
+    pair.want(chain, push=True)
+    pair.decode.ask(chain)
+    while not moving:
+        pair.run(1)
+    pair.producer.tick(pair.giver.now_ns + 31 * 10**9)
+    pair.run(6)
+    assert not pair.consumer._fetches
+    assert pair.consumer.quarantined == 2
+    assert len(pair.landing.free) == LANDING - 2
+    for work in moving:
+        work()
+    pair.run(6)
+    assert pair.consumer.quarantined == 0
+    pair.check_nothing_left()

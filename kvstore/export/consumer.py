@@ -196,7 +196,7 @@ class Consumer:
         fetch = self._fetches.get(message.job)
         if fetch is None:  # given up before
             if isinstance(message, m.End):
-                self._landing.give(self._late_writes.pop(message.job, ()))
+                self._written_no_more(message)
             return
         if fetch.peer != peer:
             raise ProtocolError(f"job {message.job} is not this peer's")
@@ -209,8 +209,12 @@ class Consumer:
             self._valid(fetch, message)
         else:
             self._fail(fetch, "ended")
-            self._landing.give(self._late_writes.pop(fetch.number, ()))
+            self._written_no_more(message)
         self._settle(fetch)
+
+    def _written_no_more(self, end: m.End) -> None:
+        if end.reason != m.LEASE_OVER:
+            self._landing.give(self._late_writes.pop(end.job, ()))
 
     def on_exporter_lost(self) -> None:
         """Our exporter is another process now: no transfer of the old one writes any more."""

@@ -157,8 +157,14 @@ class Valid(Message, frozen=True):
     positions: bytes
 
 
+LEASE_OVER = "lease"
+
+
 class End(Message, frozen=True):
-    """Nothing more comes for a job: "all", or why not."""
+    """Nothing more comes for a job: "all", or why not.
+
+    Nothing is written for it any more either, but after LEASE_OVER: then another End follows.
+    """
 
     job: int
     reason: str

@@ -76,13 +76,20 @@ class Producer:
             raise ProtocolError(f"{type(message).__name__} before Hello")
         if isinstance(message, m.Want):
             self._want(peer, message, now_ns)
-            return
-        if not isinstance(message, m.Land | m.Confirm | m.Extend | m.Release):
+        elif isinstance(message, m.Land | m.Confirm | m.Extend | m.Release):
+            self._of_job(peer, message, now_ns)
+        else:
             raise ProtocolError(f"{type(message).__name__} is not for a producer")
+
+    def _of_job(
+        self, peer: Peer, message: m.Land | m.Confirm | m.Extend | m.Release, now_ns: int
+    ) -> None:
         job = peer.jobs.get(message.job)
-        if job is None or job.released:
-            self._send(number, m.End(message.job, "unknown"))
+        if job is None:
+            self._send(peer.number, m.End(message.job, "unknown"))
             return
+        if job.released:
+            return  # its End follows once nothing is written any more
         if isinstance(message, m.Land):
             self._land(job, message)
         elif isinstance(message, m.Confirm):
@@ -241,7 +248,7 @@ class Producer:
                 if not job.over and not job.released and now_ns >= job.deadline_ns:
                     job.over = True
                     self.counts["expired"] += 1
-                    self._send(peer.number, m.End(job.number, "lease"))
+                    self._send(peer.number, m.End(job.number, m.LEASE_OVER))
                 if job.over and now_ns >= job.deadline_ns + GRACE_NS:
                     self._release(peer, job)
                 self._advance(peer, job)
