@@ -14,7 +14,7 @@ from kvstore import protocol as p
 from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
 from kvstore.layout import Move
-from kvstore.types import GroupRule, make_key
+from kvstore.types import Chain, GroupRule, make_key
 from tests.script import BLOCK, ONE_GROUP, Request, Script
 
 FULL, STATE = GroupRule(), GroupRule(1, exact=True)
@@ -475,3 +475,10 @@ def test_B4_a_wrong_number_of_groups_is_refused() -> None:
     assert m.wanted_of(want, 1) == [(0, 0), (0, 1)]
     with pytest.raises(ProtocolError, match="indices of 1 groups, this model has 2"):
         m.wanted_of(want, 2)
+
+
+def test_B4_only_a_hit_of_all_blocks_ends_inside_of_one() -> None:
+    chain = Chain(bytes(5 * 32), 32, 1, inside=True)
+    assert [chain.first_of(GroupRule(2), blocks) for blocks in (5, 4, 1)] == [2, 2, 0]
+    assert [chain.first_of(STATE, blocks) for blocks in (5, 4)] == [4, 3]
+    assert [chain.first_of(FULL, blocks) for blocks in (5, 4)] == [0, 0]
