@@ -19,7 +19,7 @@ from tests.engine.test_handover import HANDED
 PROMPTS = 8
 
 
-def engine(model: Path, ranks: int, store: StoreProcess, **extra: object) -> Engine:
+def engine(model: Path, ranks: int, store: StoreProcess, **extra: str) -> Engine:
     settings: dict[str, Any] = {} if ranks == 1 else {"tensor_parallel_size": ranks}
     connector = attach(store, **extra)
     return Engine(model, connector=connector, in_process=ranks == 1, **settings)
