@@ -36,15 +36,13 @@ _KEY_BYTES = 32
 _PARTS = 2  # of what a router receives: who, and what
 READ_MAX = 256  # messages taken from one socket in one go
 FORGET_NS = 600_000_000_000  # a peer that has said nothing
-LOST = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CONNECT_RETRIED
-    | (
-        zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    )
+CAME_MAX = 1024  # peers that came; one more takes the place of that which was silent longest
+STRANGE = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | STRANGE
 
 
 class ClusterKey:
@@ -110,6 +108,7 @@ class Channel:
         self._context: Any = zmq.Context()
         self._auth: ThreadAuthenticator | None = None
         self._router: Any = None
+        self._strange: Any = None  # tells of those who are no stores of the cluster
         self._came: dict[bytes, int] = {}  # routing id -> number
         self._ids: dict[int, bytes] = {}
         self._made: dict[int, _Dealer] = {}
@@ -133,23 +132,29 @@ class Channel:
             router.curve_server = True
             router.curve_secretkey = self._key.server_secret
             router.zap_domain = _DOMAIN.encode()
+        monitor = router.get_monitor_socket(STRANGE)
         try:
             router.bind(f"tcp://{host}:{port}")
         except zmq.ZMQError as exc:
+            router.disable_monitor()
+            monitor.close()
             router.close()
             raise ConfigError(f"peer listen {host}:{port}: {exc.strerror}") from exc
-        self._router = router
+        self._router, self._strange = router, monitor
         self.address = router.last_endpoint.decode().removeprefix("tcp://")
 
     def callback(self, _domain: str, key: bytes) -> bool:
         """Say whether a client's key is the cluster's (for the authenticator)."""
-        known = self._key is not None and key == self._key.client_public
-        self.counts["unauthorised"] += not known
-        return known
+        return self._key is not None and key == self._key.client_public
 
     def connect(self, address: str) -> int:
         """Begin to connect to a peer; return its number."""
-        dealer = self._socket(zmq.DEALER)
+        try:
+            dealer = self._socket(zmq.DEALER)
+        except zmq.ZMQError as exc:  # no descriptors, say
+            number, self._next = self._next, self._next + 1
+            self._doomed.append((number, f"{address}: {exc.strerror}"))
+            return number
         if self._key is not None:
             dealer.curve_publickey = self._key.client_public
             dealer.curve_secretkey = self._key.client_secret
@@ -175,7 +180,7 @@ class Channel:
     def fds(self) -> Iterator[int]:
         """Go through the descriptors that become readable when poll() has something to do."""
         if self._router is not None:
-            yield self._router.fd
+            yield from (self._router.fd, self._strange.fd)
         for dealer in self._made.values():
             yield from (dealer.socket.fd, dealer.monitor.fd)
 
@@ -195,7 +200,10 @@ class Channel:
         """Hand over what has arrived, and say who is gone."""
         doomed, self._doomed = self._doomed, []
         for number, reason in doomed:
-            self._lose(number, reason)
+            if number in self._made:
+                self._lose(number, reason)
+            else:
+                self._on_lost(number, reason)
         self._poll_router(now_ns)
         for number, dealer in list(self._made.items()):
             for _ in range(READ_MAX):
@@ -212,6 +220,11 @@ class Channel:
                 self._lose(number, f"connection: {name.lower()}")
 
     def _poll_router(self, now_ns: int) -> None:
+        for _ in range(READ_MAX if self._strange is not None else 0):
+            if not self._strange.poll(0):
+                break
+            recv_monitor_message(self._strange)
+            self.counts["unauthorised"] += 1
         for _ in range(READ_MAX if self._router is not None else 0):
             try:
                 parts = self._router.recv_multipart(zmq.DONTWAIT)
@@ -219,12 +232,20 @@ class Channel:
                 break
             number = self._came.get(parts[0])
             if number is None:
-                number, self._next = self._next, self._next + 1
-                self._came[parts[0]], self._ids[number] = number, parts[0]
+                number = self._admit(parts[0])
             if len(parts) == _PARTS:
                 self._take(number, parts[1], m.decode_for_producer, now_ns)
             else:
                 self.counts["malformed"] += 1
+
+    def _admit(self, routing: bytes) -> int:
+        """Number a peer that has come."""
+        if len(self._ids) >= CAME_MAX:
+            silent = min(self._ids, key=lambda number: self._heard.get(number, (0, 0))[0])
+            self._lose(silent, "others came")
+        number, self._next = self._next, self._next + 1
+        self._came[routing], self._ids[number] = number, routing
+        return number
 
     def _take(
         self, number: int, frame: bytes, decode: Callable[[bytes], Message], now_ns: int
@@ -241,7 +262,7 @@ class Channel:
             self.counts["malformed"] += 1
             log.warning("peer %d: %s", number, exc)
             if number in self._ids:
-                self.send(number, m.Refused(f"not understood: {exc}"))
+                self.send(number, m.Refused(f"not understood: {exc}"[: m.TEXT_MAX]))
 
     def _lose(self, number: int, reason: str) -> None:
         dealer = self._made.pop(number, None)
@@ -270,6 +291,8 @@ class Channel:
             dealer.close()
         self._made.clear()
         if self._router is not None:
+            self._router.disable_monitor()
+            self._strange.close()
             self._router.close()
         if self._auth is not None:
             self._auth.stop()
