@@ -118,6 +118,10 @@ class Landing:
         self.memory = [bytearray(SLOT_BYTES) for _ in range(LANDING)]
         self.free = list(range(LANDING))
 
+    @property
+    def used(self) -> int:
+        return LANDING - len(self.free)
+
     def open(self) -> None:
         """They are there."""
 

@@ -70,9 +70,9 @@ class Landing:
         return 0 if self.memory is None else self.memory.count
 
     @property
-    def idle(self) -> bool:
-        """Tell whether there is memory, and nothing arrives, or may arrive, in it."""
-        return self.memory is not None and len(self._free) == self.memory.count
+    def used(self) -> int:
+        """Count the slots in which something arrives, or may still arrive."""
+        return self.count - len(self._free)
 
     def open(self) -> None:
         """Have memory made where there is none; slots can be taken some time later."""
@@ -297,7 +297,7 @@ class PeerMover:
         landing.retry_ns = self._now_ns + RETRY_NS
         there = [found for found in self._landings.values() if found.retry_ns is None]
         if len(there) + len(self._leaving) >= LANDINGS_MAX:
-            idle = [found for found in there if found.idle]
+            idle = [found for found in there if found.memory is not None and not found.used]
             if idle and not self._leaving:
                 self._give_up(min(idle, key=lambda found: found.used_ns))
             landing.retry_ns = self._now_ns

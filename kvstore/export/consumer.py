@@ -85,16 +85,14 @@ class _Load(msgspec.Struct, eq=False):
 class Consumer:
     """All fetches into one namespace. To its tiering it is a tier: what was offered is here."""
 
-    def __init__(
-        self, work: Work, landing: Landing, send: Send, groups: int, lease_ms: int = LEASE_MS
-    ) -> None:
+    def __init__(self, work: Work, landing: Landing, send: Send, groups: int) -> None:
         """groups: KV groups of the namespace."""
         self.name = "peer"
         self._work = work
         self._landing = landing
         self._send = send
         self._groups = groups
-        self._lease_ms = lease_ms
+        self._lease_ms = LEASE_MS
         self._fetches: dict[int, Fetch] = {}
         self._located: dict[BlockKey, Tag] = {}
         self._regions: dict[tuple[int, int], m.Region] = {}  # by peer and extent
@@ -187,6 +185,11 @@ class Consumer:
     def busy(self) -> bool:
         """Tell whether anything is wanted."""
         return bool(self._fetches)
+
+    @property
+    def open(self) -> int:
+        """Count what is wanted."""
+        return len(self._fetches)
 
     def asked(self) -> set[int]:
         """Return the peers that something is wanted of."""

@@ -120,6 +120,11 @@ class Producer:
         return "" if peer is None else peer.agent
 
     @property
+    def jobs(self) -> int:
+        """Count what is wanted by peers."""
+        return sum(len(peer.jobs) for peer in self._peers.values())
+
+    @property
     def busy(self) -> bool:
         """Tell whether anything is wanted by anybody."""
         return any(peer.jobs for peer in self._peers.values())

@@ -12,7 +12,7 @@ import ipaddress
 import logging
 import os
 import secrets
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ STRANGE = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | STRANGE
+CALLS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | STRANGE
+HANDSHAKE_MS = 2000
 
 
 class ClusterKey:
@@ -108,7 +110,8 @@ class Channel:
         self._context: Any = zmq.Context()
         self._auth: ThreadAuthenticator | None = None
         self._router: Any = None
-        self._strange: Any = None  # tells of those who are no stores of the cluster
+        self._calls: Any = None  # tells of connections, where there is a key
+        self._callers: deque[int] = deque()  # when those came whose handshake is not over
         self._came: dict[bytes, int] = {}  # routing id -> number
         self._ids: dict[int, bytes] = {}
         self._made: dict[int, _Dealer] = {}
@@ -132,15 +135,13 @@ class Channel:
             router.curve_server = True
             router.curve_secretkey = self._key.server_secret
             router.zap_domain = _DOMAIN.encode()
-        monitor = router.get_monitor_socket(STRANGE)
+            self._calls = router.get_monitor_socket(CALLS)
         try:
             router.bind(f"tcp://{host}:{port}")
         except zmq.ZMQError as exc:
-            router.disable_monitor()
-            monitor.close()
-            router.close()
+            self._close_router(router)
             raise ConfigError(f"peer listen {host}:{port}: {exc.strerror}") from exc
-        self._router, self._strange = router, monitor
+        self._router = router
         self.address = router.last_endpoint.decode().removeprefix("tcp://")
 
     def callback(self, _domain: str, key: bytes) -> bool:
@@ -172,7 +173,7 @@ class Channel:
         made.linger = 0
         made.maxmsgsize = m.MESSAGE_BYTES_MAX
         made.sndhwm = made.rcvhwm = QUEUE_MAX
-        made.handshake_ivl = made.connect_timeout = 2000
+        made.handshake_ivl = made.connect_timeout = HANDSHAKE_MS
         made.heartbeat_ivl = 1000
         made.heartbeat_timeout = 5000
         return made
@@ -180,7 +181,9 @@ class Channel:
     def fds(self) -> Iterator[int]:
         """Go through the descriptors that become readable when poll() has something to do."""
         if self._router is not None:
-            yield from (self._router.fd, self._strange.fd)
+            yield self._router.fd
+        if self._calls is not None:
+            yield self._calls.fd
         for dealer in self._made.values():
             yield from (dealer.socket.fd, dealer.monitor.fd)
 
@@ -204,6 +207,7 @@ class Channel:
                 self._lose(number, reason)
             else:
                 self._on_lost(number, reason)
+        self._count_strangers(now_ns)
         self._poll_router(now_ns)
         for number, dealer in list(self._made.items()):
             for _ in range(READ_MAX):
@@ -220,11 +224,6 @@ class Channel:
                 self._lose(number, f"connection: {name.lower()}")
 
     def _poll_router(self, now_ns: int) -> None:
-        for _ in range(READ_MAX if self._strange is not None else 0):
-            if not self._strange.poll(0):
-                break
-            recv_monitor_message(self._strange)
-            self.counts["unauthorised"] += 1
         for _ in range(READ_MAX if self._router is not None else 0):
             try:
                 parts = self._router.recv_multipart(zmq.DONTWAIT)
@@ -237,6 +236,23 @@ class Channel:
                 self._take(number, parts[1], m.decode_for_producer, now_ns)
             else:
                 self.counts["malformed"] += 1
+
+    def _count_strangers(self, now_ns: int) -> None:
+        """Count the connections that no handshake made ones of the cluster.
+
+        Of some that are refused nothing is said: so it is those that came less those that were let
+        in, some time later.
+        """
+        while self._calls is not None and self._calls.poll(0):
+            event: Any = recv_monitor_message(self._calls)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._callers.append(now_ns)
+            elif self._callers:
+                self._callers.popleft()
+                self.counts["unauthorised"] += event["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED
+        while self._callers and now_ns - self._callers[0] > 2 * HANDSHAKE_MS * 1_000_000:
+            self._callers.popleft()
+            self.counts["unauthorised"] += 1
 
     def _admit(self, routing: bytes) -> int:
         """Number a peer that has come."""
@@ -275,6 +291,11 @@ class Channel:
         if dealer is not None or routing is not None:
             self._on_lost(number, reason)
 
+    @property
+    def came(self) -> int:
+        """Count the connections of peers that came, as far as is known."""
+        return len(self._ids)
+
     def drop(self, number: int) -> None:
         """Close a connection."""
         self._lose(number, "dropped")
@@ -285,15 +306,20 @@ class Channel:
         for number in [n for n in self._ids if self._heard.get(n, (0, 0))[0] < limit]:
             self._lose(number, "silent")
 
+    def _close_router(self, router: Any) -> None:  # noqa: ANN401 - a socket
+        if self._calls is not None:
+            router.disable_monitor()
+            self._calls.close()
+            self._calls = None
+        router.close()
+
     def close(self) -> None:
         """End everything, at once."""
         for dealer in self._made.values():
             dealer.close()
         self._made.clear()
         if self._router is not None:
-            self._router.disable_monitor()
-            self._strange.close()
-            self._router.close()
+            self._close_router(self._router)
         if self._auth is not None:
             self._auth.stop()
         self._context.term()

@@ -150,8 +150,15 @@ class Mover(Protocol):
 class Landing(Protocol):
     """Landing slots of one namespace."""
 
-    extent: int
-    count: int
+    @property
+    def count(self) -> int:
+        """Count the slots there are."""
+        ...
+
+    @property
+    def used(self) -> int:
+        """Count those that are taken."""
+        ...
 
     def open(self) -> None:
         """They will be wanted soon."""

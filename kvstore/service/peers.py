@@ -87,6 +87,11 @@ class _Inlet:
         return self.consumer.quarantined * self._namespace.layout.slot_bytes
 
     @property
+    def landing_bytes(self) -> int:
+        """Landing memory that is not free, quarantined or not."""
+        return self._landing.used * self._namespace.layout.slot_bytes
+
+    @property
     def crowded(self) -> bool:
         """Tell whether more than half of the landing memory is in quarantine."""
         return 2 * self.consumer.quarantined > self._landing.count
@@ -296,15 +301,27 @@ class Peers:
     def gauges(self) -> dict[tuple[str, ...], float]:
         """Return gauges, and counters kept here."""
         counts = self.channel.counts + self.producer.counts
-        quarantined = 0
+        quarantined = landing = fetches = 0
         for inlet in self._inlets.values():
             counts.update(inlet.consumer.counts)
             quarantined += inlet.quarantined_bytes
+            landing += inlet.landing_bytes
+            fetches += inlet.consumer.open
         found: dict[tuple[str, ...], float] = {
             ("kvstore_hand_over_bytes", "held"): self.producer.held_bytes
             + self.producer.hands.held_bytes,
             ("kvstore_hand_over_bytes", "quarantined"): quarantined,
+            ("kvstore_hand_over_bytes", "landing"): landing,
         }
+        open_now = {
+            "fetches": fetches,
+            "jobs": self.producer.jobs,
+            "requests": len(self.producer.hands),
+            "asked": len(self._links),
+            "asking": self.channel.came,
+            "exporters": len(self._agents),
+        }
+        found |= {("kvstore_hand_over_open", what): count for what, count in open_now.items()}
         found |= {("kvstore_hand_over_events", event): counts[event] for event in EVENTS}
         return found
 
