@@ -8,7 +8,7 @@ from typing import Any
 
 from connectors.client import StoreClient
 from connectors.offers import Offers
-from connectors.requests import BlockTable, Geometry, Tracked
+from connectors.requests import NEVER, BlockTable, Geometry, Tracked
 from connectors.tails import tail_of
 from connectors.transfer import NO_REMOTE, Remote, Transfer, is_handed_over, parameters, source_of
 from kvstore import protocol as p
@@ -57,7 +57,7 @@ class HandOvers:
         """Have the store hold a request's blocks; return what a router passes along."""
         request, geometry = tracked.request, self._geometry
         name, here = request.request_id, self._client.side_channel
-        if name not in self._running or not here:
+        if name not in self._running or not here or tracked.cursor == NEVER:
             return None
         hashed = len(request.block_hashes) * geometry.hash_tokens
         end = min(request.num_computed_tokens, request.num_tokens - 1)  # the last was just sampled

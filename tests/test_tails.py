@@ -199,9 +199,12 @@ def test_what_lacks_a_block_before_it_has_no_tail() -> None:
     script, _ = prefill(40, [[1, 2, 3]], slots=1)
     script.grant_credits(1)
     assert finish(script, [[1, 2, 3]])[0] == 32, "the second block took it"
+
+
+def test_O17_what_was_computed_before_a_reset_is_not_handed_over() -> None:
     script, _ = prefill(40, [[1, 2, 3]])
     script.half.reset_cache(b"epoch")
-    assert finish(script, [[1, 2, 3]])[0] == 32
+    assert finish(script, [[1, 2, 3]]) == (0, [p.Handing("p", "gone")])
     assert not script.step().early
 
 
