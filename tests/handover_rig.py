@@ -141,6 +141,12 @@ class Node:
         hand = peers.producer.hands._hands.get(request)
         return (0, 0) if hand is None else (len(hand.pinned), len(hand.missing))
 
+    def events(self) -> dict[str, float]:
+        """What its store has counted of hand-overs, to be shown when something went wrong."""
+        peers = self.store.server._peers
+        assert peers is not None
+        return {labels[1]: value for labels, value in peers.gauges().items() if value}
+
     def fetched(self) -> int:
         """Count the blocks that came from peers, in all groups."""
         return self.namespace.tiering.counts["peer", "loaded"]
