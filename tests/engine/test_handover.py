@@ -66,7 +66,7 @@ def test_a_prompt_computed_elsewhere_gives_the_same_tokens(
     expected = reference(model_name, requests, TOKENS_OUT)
     computed = prefill.run(requests, [HANDED] * PROMPTS, 1)
     params = [result.kv_transfer_params for result in computed]
-    handed = [(handed or {}).get("remote_num_tokens") for handed in params]
+    handed = [(back or {}).get("remote_num_tokens") for back in params]
     assert handed == [len(r.tokens) for r in requests]
     forget(prefill.engine)  # its blocks are the engine's no more
     before = numbers(decode.store.address)
