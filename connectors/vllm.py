@@ -141,7 +141,12 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             world=self._world,
             shares_prefixes=bool(self._config.cache_config.enable_prefix_caching),
             transfer=Transfer(
-                self._engine, self._extra.transfer == "push", self._extra.lease_ns // 1_000_000
+                self._engine,
+                self._extra.transfer == "push",
+                self._extra.lease_ns // 1_000_000,
+                self._extra.two_way,
+                self._extra.recompute_threshold,
+                self._extra.decode_ttl_ns // 1_000_000,
             ),
         )
 
@@ -260,7 +265,9 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
                 log.warning("kvstore: requests with LoRA adapters are neither stored nor loaded")
                 self._skipped_adapters = True
             return
-        self._plan().on_new_request(request, request.kv_transfer_params)
+        params = request.kv_transfer_params
+        cached = compat.cached_tokens(self._manager, request) if params else 0
+        self._plan().on_new_request(request, params, cached)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

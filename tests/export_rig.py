@@ -98,7 +98,11 @@ class Pair:
         self.damage: set[BlockKey] = set()
         self.fail = 0.0
         self.producer = o.Producer(
-            self._find, lambda: ("agent", b"md"), self, self._to_consumer, held * SLOT_BYTES
+            lambda: self.giver.store.namespaces,
+            lambda: ("agent", b"md"),
+            self,
+            self._to_consumer,
+            held * SLOT_BYTES,
         )
         self.welcome: list[p.Message] = []
         self.connect()
@@ -121,8 +125,8 @@ class Pair:
 
         self.down = Line(self.wire, to_consumer, m.ToConsumer)
         self.up = Line(self.wire, to_producer, m.ToProducer)
-        digest = self.source.layout.digest
-        self.up.send(peer, m.Hello(m.VERSION, digest, {"model": "m"}, "other", b"md"))
+        layout = self.source.layout
+        self.up.send(peer, m.Hello(m.VERSION, layout.digest, layout.traits, "other", b"md"))
 
     @property
     def source(self) -> Namespace:
@@ -135,9 +139,6 @@ class Pair:
     def _consumer(self, _context: TierContext) -> Tier:
         self.consumer = c.Consumer(_Moves(self), _Room(self), self._to_producer, 1)
         return self.consumer
-
-    def _find(self, digest: str) -> tuple[Namespace, dict[str, str]] | None:
-        return (self.source, {"model": "m"}) if digest == self.source.layout.digest else None
 
     def _to_consumer(self, peer: int, message: p.Message) -> None:
         if peer == self.peer:

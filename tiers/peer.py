@@ -12,13 +12,14 @@ from collections.abc import Collection, Iterator, Sequence
 import msgspec
 import numpy as np
 
+from kvstore.errors import InvariantBroken
 from kvstore.export import messages as m
 from kvstore.export.consumer import Check, Read
 from kvstore.export.consumer import Tag as Part
 from kvstore.export.jobs import Tag, Write
 from kvstore.export.sums import block_sum
 from kvstore.protocol import u32
-from kvstore.service.peers import (
+from kvstore.service.moving import (
     BUSY_S,
     Arrived,
     Checked,
@@ -43,15 +44,38 @@ BATCH_BYTES = 8 << 20
 
 
 class Landing:
-    """Landing slots of one namespace."""
+    """Landing slots of one namespace, in memory that is made when they are needed."""
 
-    def __init__(self, extent: int, memory: CpuExtent) -> None:
-        """extent: its number in the exporter."""
+    def __init__(self, extent: int, size: int, slot_bytes: int, exporter: Exporter) -> None:
+        """extent: its number in the exporter. size: in bytes."""
         self.extent = extent
-        self.memory = memory
+        self.slot_bytes = slot_bytes
         self.base = 0  # where the exporter has it; 0: not yet
         self.metadata = b""
-        self._free = list(range(memory.count))
+        self._bytes = max(size, 2 * slot_bytes)
+        self._exporter = exporter
+        self._memory: CpuExtent | None = None
+        self._free: list[int] = []
+
+    @property
+    def memory(self) -> CpuExtent:
+        """What they are in; only once it was opened."""
+        if self._memory is None:
+            raise InvariantBroken("landing slots are used before they were opened")
+        return self._memory
+
+    def open(self) -> None:
+        """Make the memory, unless it is there. Raises TierFull."""
+        if self._memory is None:
+            self._memory = made = CpuExtent(self._bytes, self.slot_bytes)
+            self._free = list(range(made.count))
+            size = made.count * made.slot_bytes
+            self._exporter.map(self.extent, made.fd, size, writable=True)
+
+    def close(self) -> None:
+        """Free the memory."""
+        if self._memory is not None:
+            self._memory.close()
 
     def take(self, count: int) -> list[int]:
         """Take up to count free ones; none while the exporter has not mapped them."""
@@ -104,8 +128,12 @@ class PeerMover:
     """Called from one thread, the store's."""
 
     def __init__(self, service: str, devices: str, landing_bytes: int) -> None:
-        """service, devices: as in exporter Settings. landing_bytes: of each namespace's slots."""
-        self._exporter = Exporter(Settings(service, devices))
+        """service, devices: as in exporter Settings. landing_bytes: of each namespace's slots.
+
+        Until wake() there is no process, and no such memory.
+        """
+        self._exporter = Exporter(Settings(service, devices), asleep=True)
+        self._awake = False
         self._landing_bytes = landing_bytes
         self._landings: dict[str, Landing] = {}
         self._transfers: dict[int, tuple[str | None, list[Tag] | list[Part]]] = {}
@@ -168,14 +196,20 @@ class PeerMover:
         self._exporter.unmap(extent)
 
     def landing(self, namespace: str, slot_bytes: int) -> Landing:
-        """Return a namespace's landing slots, made at the first call. Raises TierFull."""
+        """Return a namespace's landing slots; awake, they are made at once. Raises TierFull."""
         found = self._landings.get(namespace)
         if found is None:
-            memory = CpuExtent(max(self._landing_bytes, 2 * slot_bytes), slot_bytes)
             number = LANDING_FIRST + len(self._landings)
-            found = self._landings[namespace] = Landing(number, memory)
-            self._exporter.map(number, memory.fd, memory.count * slot_bytes, writable=True)
+            found = Landing(number, self._landing_bytes, slot_bytes, self._exporter)
+            if self._awake:
+                found.open()
+            self._landings[namespace] = found
         return found
+
+    def wake(self) -> None:
+        """Start the exporter, unless it runs."""
+        self._awake = True
+        self._exporter.wake()
 
     def add_peer(self, agent: str, metadata: bytes) -> None:
         """Learn how to reach a peer's exporter now."""
@@ -223,5 +257,5 @@ class PeerMover:
         self._exporter.close()
         self._runner.close()
         for landing in self._landings.values():
-            landing.memory.close()
+            landing.close()
         self._landings.clear()

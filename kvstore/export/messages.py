@@ -17,12 +17,16 @@ its content key and the generation of its slot, never by a bare slot.
 To be pushed, the consumer sends Land(job, positions, landing slots) as it has room, and Have
 comes once the producer has written them. Extend(job) is the heartbeat. End(job) says that no
 more will come. Durations travel, clocks are never compared.
+
+A request that waits at the consumer is spoken of by its name, without Hello: Keep(request) is its
+heartbeat, Done(request) says that what is held for it is not wanted any more, Noted answers that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Literal
 
 import msgspec
 
@@ -33,6 +37,9 @@ from kvstore.types import GroupRule
 VERSION = 1
 MESSAGE_BYTES_MAX = 16 << 20
 JOB_BLOCKS_MAX = 1 << 16
+CONSUMERS_MAX = 1024  # of one request
+TRAITS_MAX = 64
+TRAIT_CHARACTERS_MAX = 256  # of one, and of names
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -59,6 +66,11 @@ class Hello(Message, frozen=True):
     traits: dict[str, str]
     agent: str = ""
     metadata: bytes = b""
+
+    def __post_init__(self) -> None:
+        longest = max(map(len, (self.namespace, self.agent, *self.traits, *self.traits.values())))
+        if len(self.traits) > TRAITS_MAX or longest > TRAIT_CHARACTERS_MAX:
+            raise ValueError(f"{len(self.traits)} traits, texts of up to {longest} characters")
 
 
 class Want(Message, frozen=True):
@@ -108,6 +120,27 @@ class Release(Message, frozen=True):
     """The consumer reads no more of a job."""
 
     job: int
+
+
+class Keep(Message, frozen=True):
+    """Heartbeat of a request that waits here: hold for so long what is held for it."""
+
+    namespace: str
+    request: str
+    lease_ms: int
+
+
+class Done(Message, frozen=True):
+    """One of a request's consumers wants nothing more of it; repeats do not count."""
+
+    namespace: str
+    request: str
+    rank: int = 0
+    consumers: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.consumers <= CONSUMERS_MAX:
+            raise ValueError(f"rank {self.rank} of {self.consumers}, at most {CONSUMERS_MAX}")
 
 
 class Welcome(Message, frozen=True):
@@ -170,8 +203,24 @@ class End(Message, frozen=True):
     reason: str
 
 
-ToProducer = Hello | Want | Land | Confirm | Extend | Release
-ToConsumer = Welcome | Refused | Offer | Have | Valid | End
+class Starting(Message, frozen=True):
+    """Welcome comes later: the exporter at this side is being started."""
+
+
+class Noted(Message, frozen=True):
+    """The answer to Done.
+
+    "waits": the request still runs, or other consumers have not reported; "released": nothing is
+    held; "gone": it ended without blocks; "lapsed": its lease was over before; "unknown",
+    "ambiguous": refused.
+    """
+
+    request: str
+    state: Literal["waits", "released", "gone", "lapsed", "unknown", "ambiguous"]
+
+
+ToProducer = Hello | Want | Land | Confirm | Extend | Release | Keep | Done
+ToConsumer = Welcome | Starting | Refused | Offer | Have | Valid | End | Noted
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
@@ -31,6 +31,7 @@ from kvstore.types import BlockKey, Chain, LookupResult
 
 GRACE_NS = 5_000_000_000
 LEASE_MS_MAX = 600_000
+UNKNOWN_NS = 300_000_000  # a router sends a request to both engines at once, say
 JOBS_MAX = 1024  # of one peer
 MEMORY, PREFILL = "cpu", "prefill"
 
@@ -42,27 +43,26 @@ class Producer:
 
     def __init__(
         self,
-        find: Callable[[str], tuple[Source, dict[str, str]] | None],
+        served: Callable[[], Mapping[str, Source]],
         exporter: Callable[[], tuple[str, bytes] | None],
         work: Work,
         send: Send,
         held_bytes_max: int,
     ) -> None:
-        """find(namespace digest): what is served, and its traits. exporter(): agent and metadata.
+        """served(): namespaces by digest. exporter(): agent and metadata; None while there is none.
 
-        Both are None while there is none.
         held_bytes_max: for each peer, of what is held for it at one time, and of what is held for
             requests whose peer has not asked yet.
         """
-        self._find = find
+        self._served = served
         self._exporter = exporter
         self._work = work
         self._send = send
         self._held_bytes_max = held_bytes_max
         self._peers: dict[int, Peer] = {}
         self._early: dict[int, m.Hello] = {}  # who came before the exporter was there
-        self.hands = Hands(held_bytes_max)
         self.counts: Counter[str] = Counter()
+        self.hands = Hands(held_bytes_max, self.counts)
 
     # What a consumer says
 
@@ -70,6 +70,9 @@ class Producer:
         """Act on one message of a peer. Raises ProtocolError for a wrong one."""
         if isinstance(message, m.Hello):
             self._hello(number, message)
+            return
+        if isinstance(message, m.Keep | m.Done):
+            self._of_request(number, message, now_ns)
             return
         peer = self._peers.get(number)
         if peer is None or peer.closed:
@@ -80,6 +83,15 @@ class Producer:
             self._of_job(peer, message, now_ns)
         else:
             raise ProtocolError(f"{type(message).__name__} is not for a producer")
+
+    def _of_request(self, number: int, message: m.Keep | m.Done, now_ns: int) -> None:
+        source = self._served().get(message.namespace)
+        manager = None if source is None else source.manager
+        if isinstance(message, m.Keep):
+            self.hands.keep(manager, message.request, now_ns + _lease_ns(message.lease_ms))
+            return
+        found = self.hands.report(manager, message.request, message.rank, message.consumers)
+        self._send(number, m.Noted(message.request, found))
 
     def _of_job(
         self, peer: Peer, message: m.Land | m.Confirm | m.Extend | m.Release, now_ns: int
@@ -147,22 +159,22 @@ class Producer:
     def _hello(self, number: int, hello: m.Hello) -> None:
         if number in self._peers:
             raise ProtocolError("a second Hello")
-        found, ours = self._find(hello.namespace), self._exporter()
+        served = self._served()
+        source = served.get(hello.namespace)
         if hello.version != m.VERSION:
             refused = m.Refused(f"side channel {hello.version}, expected {m.VERSION}")
-        elif ours is None:
-            self._early[number] = hello
-            return
-        elif found is None:
+        elif source is None and served:
+            refused = m.Refused(_difference(hello, served))
+        elif source is None:
             refused = m.Refused(f"namespace {hello.namespace[:12]} is not served here yet", True)
+        elif (ours := self._exporter()) is None:
+            if self._early.setdefault(number, hello) is hello:
+                self._send(number, m.Starting())
+            return
         else:
-            source, traits = found
-            differ = _difference(hello.traits, traits)
-            if not differ:
-                self._peers[number] = Peer(number, source, hello.agent)
-                self._send(number, m.Welcome(*ours))
-                return
-            refused = m.Refused(differ)
+            self._peers[number] = Peer(number, source, hello.agent)
+            self._send(number, m.Welcome(*ours))
+            return
         self.counts["refused"] += 1
         self._send(number, refused)
 
@@ -175,25 +187,40 @@ class Producer:
             raise ProtocolError(f"more than {JOBS_MAX} jobs at one time")
         if want.push and not peer.agent:
             raise ProtocolError("a push to a peer that named no exporter")
+        if self.hands.ambiguous(want.request):
+            self.counts["ambiguous"] += 1
+            self._send(peer.number, m.End(want.job, "ambiguous"))
+            return
         chain = Chain(want.hashes, want.width, len(rules), want.scope)
         blocks = [Block(chain.key(group, index)) for group, index in wanted]
         end_ns = now_ns + _lease_ns(want.lease_ms)
-        job = Job(want.job, blocks, want.request, want.push, end_ns)
+        order = [(index, group) for group, index in wanted]
+        job = Job(want.job, blocks, want.request, want.push, end_ns, now_ns + UNKNOWN_NS, order)
+        peer.jobs[job.number] = job
+        self._offer(peer, job, now_ns)
+        self._settle(peer, job)
+
+    def _offer(self, peer: Peer, job: Job, now_ns: int) -> None:
+        """Say what there is; of a request that is not known it may come in a moment."""
+        found = [self._tier(peer.source, job, block.key) for block in job.blocks]
+        unknown = bool(job.request) and not self.hands.knows(job.request)
+        may_wait = job.offer_ns is not None and now_ns < job.offer_ns
+        if None in found and unknown and may_wait:
+            return
+        self.counts["unknown"] += unknown
+        job.offer_ns = None
         tiers: dict[str, int] = {}
         which: list[int] = []
         offered: list[int] = []
-        for position, block in enumerate(blocks):
-            tier = self._tier(peer.source, job, block.key)
+        for position, (block, tier) in enumerate(zip(job.blocks, found, strict=True)):
             if tier is not None:
                 block.state = State.AWAITED
                 offered.append(position)
                 which.append(tiers.setdefault(tier, len(tiers)))
-        job.awaited.extend(sorted(offered, key=lambda position: wanted[position][::-1]))
+        job.awaited.extend(sorted(offered, key=job.order.__getitem__))
         job.left = len(offered)
-        peer.jobs[job.number] = job
         self._send(peer.number, m.Offer(job.number, u32(offered), tuple(tiers), bytes(which)))
         self._advance(peer, job)
-        self._settle(peer, job)
 
     def _tier(self, source: Source, job: Job, key: BlockKey) -> str | None:
         """Name the place that has a block, or will have it."""
@@ -228,7 +255,6 @@ class Producer:
         ]
         for position in valid:
             self._done(peer, job, position)
-        job.confirmed += len(valid)
         self.counts["confirmed"] += len(valid)
         self.counts["stale"] += len(positions) - len(valid)
         self._send(peer.number, m.Valid(job.number, u32(valid)))
@@ -249,6 +275,8 @@ class Producer:
                     job.over = True
                     self.counts["expired"] += 1
                     self._send(peer.number, m.End(job.number, m.LEASE_OVER))
+                if job.offer_ns is not None:
+                    self._offer(peer, job, now_ns)
                 if job.over and now_ns >= job.deadline_ns + GRACE_NS:
                     self._release(peer, job)
                 self._advance(peer, job)
@@ -410,6 +438,7 @@ class Producer:
     def _release(self, peer: Peer, job: Job) -> None:
         """Let go of what is not in use at this moment; the rest follows as that ends."""
         job.released = True
+        job.offer_ns = None
         job.awaited.clear()
         job.news.clear()
         for position, block in enumerate(job.blocks):
@@ -424,10 +453,9 @@ class Producer:
             self._start_writes(peer, job)
         if job.news:
             self._tell(peer, job)
-        if job.left or peer.jobs.pop(job.number, None) is None:
+        waits = job.left or job.offer_ns is not None
+        if waits or peer.jobs.pop(job.number, None) is None:
             return
-        if job.confirmed:
-            self.hands.gone(job.request)  # what it did not fetch it does not want
         if not peer.closed:
             self._send(peer.number, m.End(job.number, "released" if job.released else "all"))
         elif not peer.jobs:
@@ -444,11 +472,16 @@ def _lease_ns(lease_ms: int) -> int:
     return lease_ms * 1_000_000
 
 
-def _difference(theirs: dict[str, str], ours: dict[str, str]) -> str:
-    """Name what differs, with both values."""
-    names = sorted(theirs.keys() | ours.keys())
-    return ", ".join(
-        f"{name} is {theirs.get(name, 'not named')}, expected {ours.get(name, 'nothing')}"
-        for name in names
-        if theirs.get(name) != ours.get(name)
-    )
+def _difference(hello: m.Hello, served: Mapping[str, Source]) -> str:
+    """Name what differs from the namespace that is nearest, with both values."""
+
+    def differ(ours: Mapping[str, str]) -> list[str]:
+        return [
+            f"{name} is {hello.traits.get(name, 'not named')}, expected {ours.get(name, 'nothing')}"
+            for name in sorted(hello.traits.keys() | ours.keys())
+            if hello.traits.get(name) != ours.get(name)
+        ]
+
+    digest, source = min(served.items(), key=lambda item: len(differ(item[1].layout.traits)))
+    found = differ(source.layout.traits)
+    return ", ".join(found) or f"namespace is {hello.namespace[:12]}, expected {digest[:12]}"

@@ -5,7 +5,8 @@
                                                 +------ Mover --------+--> Producer
                              reads into landing slots, checks, sums, writes
 
-A connection that was made waits for Welcome; what is said on it until then waits, too. When the
+A connection that was made says Hello once there is something to fetch, and the exporter runs;
+until Welcome what else is to be said waits, but for what is said of requests by name. When the
 exporter is started again, it has another name and memory: all connections end, and whoever still
 wants something says Hello again.
 """
@@ -13,169 +14,47 @@ wants something says Hello again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from kvstore.errors import ProtocolError
+from kvstore.errors import ProtocolError, TierFull
 from kvstore.export import messages as m
-from kvstore.export.consumer import Check, Consumer, Read
+from kvstore.export.consumer import LEASE_MS, STALL_NS, Check, Consumer, Read
 from kvstore.export.consumer import Tag as Part
 from kvstore.export.jobs import Source, Tag, Write
 from kvstore.export.producer import Producer
-from kvstore.protocol import Extent, Handing, Message, Unmap
+from kvstore.metrics import Numbers
+from kvstore.protocol import Extent, Handing, LetGo, Message, Step, Unmap
 from kvstore.service.channel import Channel, ClusterKey
+from kvstore.service.moving import (
+    BUSY_S,
+    Arrived,
+    Checked,
+    Down,
+    Event,
+    Mover,
+    Reachable,
+    Summed,
+    Unreachable,
+    Up,
+    Written,
+)
 from kvstore.service.namespace import Namespace
+from kvstore.service.waiting import Held, Waiting
 from kvstore.types import BlockKey, Chain, Slot
 
 log = logging.getLogger(__name__)
 
-BUSY_S = 0.001
 EVENTS = (
     *("fetched", "corrupt", "late", "ended", "lost", "exporter", "cleared"),  # as a consumer
+    *("let_go", "heartbeats"),
     *("confirmed", "stale", "expired", "failed", "gone", "refused"),  # as a producer
+    *("released", "lapsed", "extended", "unknown", "ambiguous"),
     *("unauthorised", "malformed", "too_many", "unsent"),  # of the side channel
 )
 EXPORTER = -1  # the exporter's number among the store's connections: it maps extents, too
-
-
-class Up(msgspec.Struct, frozen=True):
-    """The exporter runs: its agent's name, and how peers reach it."""
-
-    agent: str
-    metadata: bytes
-
-
-class Down(msgspec.Struct, frozen=True):
-    """The exporter has ended; so has every transfer."""
-
-    reason: str
-
-
-class Reachable(msgspec.Struct, frozen=True):
-    """Peers can reach an extent; metadata says how."""
-
-    extent: int
-    base: int
-    metadata: bytes
-
-
-class Unreachable(msgspec.Struct, frozen=True):
-    """The exporter does not use an extent any more."""
-
-    extent: int
-
-
-class Summed(msgspec.Struct, frozen=True):
-    """Checksums of blocks that are handed over."""
-
-    tags: list[Tag]
-    sums: list[int]
-
-
-class Checked(msgspec.Struct, frozen=True):
-    """Which landed blocks of a namespace had the right sum, and are in their slots now."""
-
-    digest: str
-    tags: list[Part]
-    right: list[bool]
-
-
-class Written(msgspec.Struct, frozen=True):
-    """A push has ended."""
-
-    tags: list[Tag]
-    ok: bool
-
-
-class Arrived(msgspec.Struct, frozen=True):
-    """A pull into a namespace has ended."""
-
-    digest: str
-    tags: list[Part]
-    ok: bool
-
-
-Event = Up | Down | Reachable | Unreachable | Summed | Checked | Written | Arrived
-
-
-class Mover(Protocol):
-    """Threads and an exporter process; nothing waits."""
-
-    def poll(self, now_ns: int) -> Sequence[Event]:
-        """Return what has happened; each piece of work ends exactly once."""
-        ...
-
-    def export(self, extent: int, fd: int, size: int) -> None:
-        """Let peers read an extent."""
-        ...
-
-    def unexport(self, extent: int) -> None:
-        """Have Unreachable come once no transfer uses an extent."""
-        ...
-
-    def fds(self) -> Iterator[int]:
-        """Go through the descriptors that become readable when poll() has something to do."""
-        ...
-
-    def wait_s(self, now_ns: int) -> float | None:
-        """Return when to call poll() at the latest; None: when a descriptor says so."""
-        ...
-
-    def landing(self, namespace: str, slot_bytes: int) -> Landing:
-        """Return a namespace's landing slots."""
-        ...
-
-    def add_peer(self, agent: str, metadata: bytes) -> None:
-        """Learn how to reach a peer's exporter now."""
-        ...
-
-    def sum(
-        self, tags: list[Tag], namespace: str, blocks: list[tuple[BlockKey, memoryview]]
-    ) -> None:
-        """Take checksums; ends as Summed."""
-        ...
-
-    def check(
-        self, tags: list[Part], namespace: str, blocks: list[tuple[Check, memoryview, memoryview]]
-    ) -> None:
-        """Take landed blocks' checksums and copy them if these are right; ends as Checked."""
-        ...
-
-    def write(self, tags: list[Tag], agent: str, write: Write) -> None:
-        """Write to a peer; ends as Written."""
-        ...
-
-    def read(self, tags: list[Part], agent: str, digest: str, read: Read) -> None:
-        """Read from a peer into a namespace's landing slots; ends as Arrived."""
-        ...
-
-    def close(self) -> None:
-        """End all of it."""
-        ...
-
-
-class Landing(Protocol):
-    """Landing slots of one namespace."""
-
-    extent: int
-
-    def take(self, count: int) -> list[int]:
-        """Take up to count free ones."""
-        ...
-
-    def give(self, slots: Collection[int]) -> None:
-        """Give some back."""
-        ...
-
-    def region(self) -> tuple[m.Region, bytes]:
-        """Say where the exporter has them, and its metadata since then."""
-        ...
-
-    def view(self, slot: int) -> memoryview:
-        """Return a slot's bytes."""
-        ...
 
 
 class _Link(msgspec.Struct, eq=False):
@@ -183,6 +62,7 @@ class _Link(msgspec.Struct, eq=False):
 
     address: str
     digest: str
+    greeted: bool = False
     agent: str | None = None  # once it is welcome
     waiting: list[Message] = []
 
@@ -195,8 +75,8 @@ class _Inlet:
         self._namespace = namespace
         self._mover = mover
         layout = namespace.layout
-        self._landing = mover.landing(layout.digest, layout.slot_bytes)
-        self.consumer = Consumer(self, self._landing, peers.say, len(layout.rules))
+        self.landing = mover.landing(layout.digest, layout.slot_bytes)
+        self.consumer = Consumer(self, self.landing, peers.say, len(layout.rules))
 
     @property
     def quarantined_bytes(self) -> int:
@@ -211,7 +91,7 @@ class _Inlet:
     def check(self, tags: list[Part], blocks: list[Check]) -> None:
         """Check and copy landed blocks."""
         work = [
-            (block, self._landing.view(block.landing), self._namespace.view(block.slot))
+            (block, self.landing.view(block.landing), self._namespace.view(block.slot))
             for block in blocks
         ]
         self._mover.check(tags, self._namespace.layout.digest, work)
@@ -224,20 +104,24 @@ class Peers:
         """held_bytes_max: of what is held for one peer at one time."""
         self.channel = Channel(key, self._on_message, self._on_lost)
         send = self.channel.send
-        self.producer = Producer(self._find, self._introduce, self, send, held_bytes_max)
+        served = lambda: self._namespaces  # noqa: E731 - they are named later
+        self.producer = Producer(served, self._introduce, self, send, held_bytes_max)
         self._mover = mover
         self._namespaces: Mapping[str, Namespace] = {}
+        self._numbers = Numbers()
         self._up: Up | None = None
         self._noted: list[int] = []
         self._regions: dict[int, m.Region] = {}
         self._links: dict[int, _Link] = {}
         self._by_address: dict[tuple[str, str], int] = {}
         self._inlets: dict[str, _Inlet] = {}
+        self._waiting = Waiting(LEASE_MS * 1_000_000 // 3)
         self._now_ns = 0
+        self.counts: Counter[str] = Counter()
 
-    def serve(self, namespaces: Mapping[str, Namespace]) -> None:
-        """Hand over blocks of these namespaces, which come and go."""
-        self._namespaces = namespaces
+    def serve(self, namespaces: Mapping[str, Namespace], numbers: Numbers) -> None:
+        """Hand over blocks of these namespaces, which come and go; numbers: of the store."""
+        self._namespaces, self._numbers = namespaces, numbers
 
     def _mapped(self, extent: int) -> None:
         """Nobody who waits for all to map or unmap an extent waits for the exporter."""
@@ -253,27 +137,73 @@ class Peers:
             self._inlets[digest] = _Inlet(self, namespace, self._mover)
         return self._inlets[digest].consumer
 
-    def fetch(self, namespace: Namespace, address: str, want: m.Want, now_ns: int) -> int:
-        """Ask a peer for blocks; return the fetch's number in the namespace's consumer."""
-        digest = namespace.layout.digest
+    def fetch(self, namespace: Namespace, address: str, want: m.Want, now_ns: int) -> int | None:
+        """Ask a peer for blocks; return the fetch's number in the namespace's consumer.
+
+        None: it is ourselves, or there is no memory that they could arrive in.
+        """
+        if address == self.channel.address:
+            return None
+        consumer = self.inlet(namespace)
+        try:
+            self._inlets[namespace.layout.digest].landing.open()
+        except TierFull as exc:
+            log.warning("nothing is fetched: %s", exc)
+            return None
+        self._mover.wake()
+        number = self._connected(address, namespace.layout.digest)
+        fetch = consumer.want(number, want, now_ns)
+        if self._up is None:
+            consumer.heard(number, now_ns, STALL_NS)
+        return fetch
+
+    def _connected(self, address: str, digest: str) -> int:
         number = self._by_address.get((address, digest))
         if number is None:
             number = self.channel.connect(address)
             self._by_address[address, digest] = number
             self._links[number] = _Link(address, digest)
-            if self._up is not None:
-                self._greet(number)
-        return self.inlet(namespace).want(number, want, now_ns)
+        return number
 
-    def hand(
+    def end_of(self, session: int) -> None:
+        """An engine is gone: its requests compute nothing more, and wait for nothing."""
+        self._waiting.end_of(session)
+        self.producer.hands.end_of(session)
+
+    def on_step(self, namespace: Namespace, session: int, step: Step, now_ns: int) -> None:
+        """Take note of requests that are handed over, here or there. Raises ProtocolError."""
+        self._hand(namespace, session, step.handing, now_ns)
+        for lookup in step.lookups:
+            held = Held(lookup.peer, namespace.layout.digest, lookup.request)
+            if lookup.peer and lookup.request and self._waiting.begin(held, session, now_ns):
+                self._keep(held)
+        for gone in step.let_go:
+            self._let_go(namespace, gone)
+
+    def _let_go(self, namespace: Namespace, gone: LetGo) -> None:
+        if not gone.request:
+            raise ProtocolError("LetGo of a request without a name")
+        held = Held(gone.peer, namespace.layout.digest, gone.request)
+        self._waiting.end(held)
+        self.inlet(namespace).withdraw(held.request)
+        done = m.Done(held.namespace, held.request)
+        self.channel.send(self._connected(held.address, held.namespace), done)
+        self.counts["let_go"] += 1
+
+    def _keep(self, held: Held) -> None:
+        number = self._connected(held.address, held.namespace)
+        self.channel.send(number, m.Keep(held.namespace, held.request, LEASE_MS))
+        self.counts["heartbeats"] += 1
+
+    def _hand(
         self, namespace: Namespace, session: int, handings: Sequence[Handing], now_ns: int
     ) -> None:
-        """Take note of requests whose blocks other stores will ask for. Raises ProtocolError."""
         hands, rules = self.producer.hands, namespace.layout.rules
         for handing in handings:
             if handing.state == "running":
+                self._mover.wake()  # it is there when somebody asks
                 size = namespace.layout.slot_bytes
-                hands.running(handing.request, namespace.manager, size, session)
+                hands.running(handing.request, namespace.manager, size, session, handing.common)
             elif handing.state == "gone" or not handing.hashes:
                 hands.gone(handing.request)
             elif handing.width <= 0 or len(handing.hashes) % handing.width:
@@ -286,7 +216,7 @@ class Peers:
                     for index in m.clip(rule, chain.blocks)
                 ]
                 end_ns = now_ns + handing.lease_ms * 1_000_000
-                hands.done(handing.request, keys, end_ns, now_ns)
+                hands.done(handing.request, keys, end_ns, now_ns, fixed=handing.fixed)
 
     def claimed(self, namespace: Namespace, fetch: int) -> None:
         """Nothing more will be loaded of a fetch."""
@@ -307,10 +237,11 @@ class Peers:
         link = self._links.get(number)
         if link is None:
             return
-        if link.agent is None:
-            link.waiting.append(message)
-        else:
+        if link.agent is not None:
             self.channel.send(number, message)
+            return
+        link.waiting.append(message)
+        self._greet(number)
 
     def agent_of(self, number: int) -> str:
         """Name the exporter at the other end; none if the connection is gone."""
@@ -318,10 +249,12 @@ class Peers:
         return (link and link.agent) or ""
 
     def _greet(self, number: int) -> None:
+        """Say Hello, once, if there is something to say after it."""
         link, up = self._links[number], self._up
         namespace = self._namespaces.get(link.digest)
-        if up is not None and namespace is not None:
-            traits = traits_of(namespace)
+        if up is not None and namespace is not None and link.waiting and not link.greeted:
+            link.greeted = True
+            traits = namespace.layout.traits
             hello = m.Hello(m.VERSION, link.digest, traits, up.agent, up.metadata)
             self.channel.send(number, hello)
 
@@ -329,29 +262,40 @@ class Peers:
 
     def _on_message(self, number: int, message: Message) -> None:
         link = self._links.get(number)
-        if link is None:
-            if isinstance(message, m.Hello) and message.agent:
-                self._mover.add_peer(message.agent, message.metadata)
-            elif isinstance(message, m.Land) and message.metadata:
-                self._mover.add_peer(self.producer.agent_of(number), message.metadata)
-            self.producer.on_message(number, message, self._now_ns)
-        elif isinstance(message, m.Welcome):
-            if link.agent is not None:
-                raise ProtocolError("a second Welcome")
-            link.agent = message.agent
+        if link is not None:
+            self._on_answer(number, link, message)
+            return
+        if isinstance(message, m.Hello) and message.agent:
             self._mover.add_peer(message.agent, message.metadata)
-            waiting, link.waiting = link.waiting, []
-            for one in waiting:
-                self.channel.send(number, one)
-        elif isinstance(message, m.Refused):
-            log.warning("peer %s: %s", link.address, message.reason)
-            self.channel.drop(number)
-        elif link.agent is None:
-            raise ProtocolError(f"{type(message).__name__} before Welcome")
-        else:
-            if isinstance(message, m.Have) and message.metadata:
-                self._mover.add_peer(link.agent, message.metadata)
-            self._inlets[link.digest].consumer.on_message(number, message, self._now_ns)
+        elif isinstance(message, m.Land) and message.metadata:
+            self._mover.add_peer(self.producer.agent_of(number), message.metadata)
+        self.producer.on_message(number, message, self._now_ns)
+
+    def _on_answer(self, number: int, link: _Link, message: Message) -> None:
+        consumer = self._inlets[link.digest].consumer
+        match message:
+            case m.Welcome(agent, metadata):
+                if link.agent is not None:
+                    raise ProtocolError("a second Welcome")
+                link.agent = agent
+                consumer.heard(number, self._now_ns)
+                self._mover.add_peer(agent, metadata)
+                waiting, link.waiting = link.waiting, []
+                for one in waiting:
+                    self.channel.send(number, one)
+            case m.Starting():
+                consumer.heard(number, self._now_ns, STALL_NS)
+            case m.Refused(reason):
+                log.warning("peer %s: %s", link.address, reason)
+                self.channel.drop(number)
+            case m.Noted(request, state):
+                log.debug("peer %s: %s: %s", link.address, request, state)
+            case _ if link.agent is None:
+                raise ProtocolError(f"{type(message).__name__} before Welcome")
+            case _:
+                if isinstance(message, m.Have) and message.metadata:
+                    self._mover.add_peer(link.agent, message.metadata)
+                consumer.on_message(number, message, self._now_ns)
 
     def _on_lost(self, number: int, reason: str) -> None:
         link = self._links.pop(number, None)
@@ -379,7 +323,7 @@ class Peers:
 
     def gauges(self) -> dict[tuple[str, ...], float]:
         """Return gauges, and counters kept here."""
-        counts = self.channel.counts + self.producer.counts
+        counts = self.channel.counts + self.producer.counts + self.counts
         quarantined = 0
         for inlet in self._inlets.values():
             counts.update(inlet.consumer.counts)
@@ -410,6 +354,10 @@ class Peers:
             for tag, ok in namespace.tiering.take_staged():
                 self.producer.staged(tag, ok=ok)
         self.producer.tick(now_ns)
+        for stored_ns in self.producer.hands.take_stored_ns():
+            self._numbers.observe("kvstore_hand_over_held_seconds", stored_ns / 1e9)
+        for held in self._waiting.due(now_ns):
+            self._keep(held)
         for inlet in self._inlets.values():
             inlet.consumer.tick(now_ns)
 
@@ -417,7 +365,8 @@ class Peers:
         match event:
             case Up():
                 self._up = event
-                for number in self._links:
+                for number, link in self._links.items():
+                    self._inlets[link.digest].consumer.heard(number, self._now_ns)
                     self._greet(number)
             case Down(reason):
                 self._on_down(reason)
@@ -469,15 +418,6 @@ class Peers:
         return None if region is None or up is None else (region, up.metadata)
 
     def _introduce(self) -> tuple[str, bytes] | None:
-        """Name our exporter; None while there is none."""
+        """Name our exporter, which somebody needs now; None while there is none."""
+        self._mover.wake()
         return None if self._up is None else (self._up.agent, self._up.metadata)
-
-    def _find(self, digest: str) -> tuple[Source, dict[str, str]] | None:
-        namespace = self._namespaces.get(digest)
-        return None if namespace is None else (namespace, traits_of(namespace))
-
-
-def traits_of(namespace: Namespace) -> dict[str, str]:
-    """Name what decides the bytes of a namespace's blocks."""
-    layout = namespace.layout
-    return {"slot bytes": str(layout.slot_bytes), "groups": str(len(layout.rules))}
