@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from kvstore import protocol as p
 from kvstore.export import consumer as c
-from kvstore.export import jobs
+from kvstore.export import fetches, jobs
 from kvstore.export import messages as m
 from kvstore.export import producer as o
 from kvstore.export.sums import block_sum
@@ -103,6 +103,7 @@ class Pair:
             self,
             self._to_consumer,
             held * SLOT_BYTES,
+            lambda *_: None,
         )
         self.welcome: list[p.Message] = []
         self.connect()
@@ -118,7 +119,7 @@ class Pair:
                 self.producer.on_message(peer, message, self.giver.now_ns)
 
         def to_consumer(message: p.Message) -> None:
-            if isinstance(message, m.Welcome | m.Refused):
+            if isinstance(message, m.Welcome | m.Refused | m.Noted | m.Starting):
                 self.welcome.append(message)
             elif peer == self.peer:
                 self.consumer.on_message(peer, message, self.taker.now_ns)
@@ -170,6 +171,9 @@ class Pair:
 
         assert agent == "other"
         self.wire.do(work)
+
+    def abandon(self, tag: jobs.Tag) -> None:
+        """What is under way here always ends."""
 
     def region(self, extent: int) -> tuple[m.Region, bytes]:
         return m.Region(extent, 4096 * extent, self.source.extents[extent].memory.count), b"md"
@@ -240,7 +244,7 @@ class _Moves:
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
 
-    def read(self, tags: list[c.Tag], peer: int, read: c.Read) -> None:
+    def read(self, tags: list[fetches.Tag], peer: int, read: fetches.Read) -> None:
         def work() -> None:
             pair = self._pair
             ok = pair.wire.random.random() >= pair.fail
@@ -252,7 +256,10 @@ class _Moves:
         assert peer <= self._pair.peer
         self._pair.wire.do(work)
 
-    def check(self, tags: list[c.Tag], checks: list[c.Check]) -> None:
+    def abandon(self, tag: fetches.Tag) -> None:
+        """What is under way here always ends."""
+
+    def check(self, tags: list[fetches.Tag], checks: list[fetches.Check]) -> None:
         def work() -> None:
             right = []
             for check in checks:
@@ -270,6 +277,9 @@ class _Moves:
 class _Room:
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
+
+    def open(self) -> None:
+        """They are there."""
 
     def take(self, count: int) -> list[int]:
         return self._pair.landing.take(count)

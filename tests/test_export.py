@@ -93,12 +93,12 @@ def test_B3_a_model_that_has_not_come_yet_may_come() -> None:
 
 
 @pytest.mark.parametrize(
-    "traits", [{str(n): "" for n in range(65)}, {"model": 257 * "x"}, {257 * "x": ""}]
+    "traits", [{str(n): "" for n in range(65)}, {"model": 4097 * "x"}, {257 * "x": ""}]
 )
 def test_B3_traits_are_few_and_short(traits: dict[str, str]) -> None:
     hello = msgspec.msgpack.decode(m.encode(m.Hello(m.VERSION, "n", {})))
     hello[3] = traits
-    with pytest.raises(ProtocolError, match="traits"):
+    with pytest.raises(ProtocolError, match=r"Expected .* of length <="):
         m.decode_for_producer(msgspec.msgpack.encode(hello))
 
 

@@ -9,7 +9,7 @@ from kvstore import protocol as p
 from kvstore.errors import ProtocolError
 from kvstore.export import hands as h
 from kvstore.export import messages as m
-from kvstore.service.waiting import Held, Waiting
+from kvstore.service.requests import Held, Waiting
 from tests.export_rig import Pair
 from tests.fakes import SLOT_BYTES, from_u32, hashes, keys_of
 
@@ -219,7 +219,7 @@ def test_B11_heartbeats_are_sent_at_a_period_until_the_request_or_its_engine_end
 
 
 def test_B11_who_waits_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.service.waiting.WAITING_MAX", 1)
+    monkeypatch.setattr("kvstore.service.requests.WAITING_MAX", 1)
     waiting = Waiting(10)
     assert waiting.begin(Held("a", "n", "1"), 1, 0)
     assert not waiting.begin(Held("a", "n", "2"), 1, 0)

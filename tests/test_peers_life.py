@@ -155,8 +155,8 @@ def test_B11_heartbeats_come_from_the_store_and_end_with_the_request(
 ) -> None:
     """The engines of both sides say nothing all the while."""
     prefill, decode = nodes
-    monkeypatch.setattr("kvstore.service.peers.LEASE_MS", 1500)
-    decode.peers._waiting._period_ns = 300_000_000
+    monkeypatch.setattr("kvstore.service.requests.LEASE_MS", 1500)
+    decode.peers.requests._waiting._period_ns = 300_000_000
     chain = hashes(2)
     prefill.hand_over(chain, 1500)
     here = address(prefill.store)
@@ -174,7 +174,7 @@ def test_B11_heartbeats_come_from_the_store_and_end_with_the_request(
 
 def test_B11_no_heartbeat_follows_the_report(nodes: tuple[Node, Node]) -> None:
     prefill, decode = nodes
-    decode.peers._waiting._period_ns = 10_000_000
+    decode.peers.requests._waiting._period_ns = 10_000_000
     chain = hashes(2)
     prefill.hand_over(chain, 60_000)
     here = address(prefill.store)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -38,8 +38,14 @@ VERSION = 1
 MESSAGE_BYTES_MAX = 16 << 20
 JOB_BLOCKS_MAX = 1 << 16
 CONSUMERS_MAX = 1024  # of one request
-TRAITS_MAX = 64
-TRAIT_CHARACTERS_MAX = 256  # of one, and of names
+REGIONS_MAX = 1 << 12
+TEXT_MAX = 4096
+
+# What a store keeps of a peer is small.
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
+Traits = Annotated[dict[Name, Text], msgspec.Meta(max_length=64)]
+Metadata = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -62,15 +68,10 @@ class Hello(Message, frozen=True):
     """
 
     version: int
-    namespace: str
-    traits: dict[str, str]
-    agent: str = ""
-    metadata: bytes = b""
-
-    def __post_init__(self) -> None:
-        longest = max(map(len, (self.namespace, self.agent, *self.traits, *self.traits.values())))
-        if len(self.traits) > TRAITS_MAX or longest > TRAIT_CHARACTERS_MAX:
-            raise ValueError(f"{len(self.traits)} traits, texts of up to {longest} characters")
+    namespace: Name
+    traits: Traits
+    agent: Name = ""
+    metadata: Metadata = b""
 
 
 class Want(Message, frozen=True):
@@ -84,7 +85,7 @@ class Want(Message, frozen=True):
     width: int
     indices: tuple[bytes, ...]
     scope: bytes = b""
-    request: str = ""
+    request: Text = ""
     lease_ms: int = 30_000
     push: bool = False
 
@@ -99,7 +100,7 @@ class Land(Message, frozen=True):
     region: Region
     positions: bytes
     slots: bytes
-    metadata: bytes = b""
+    metadata: Metadata = b""
 
 
 class Confirm(Message, frozen=True):
@@ -125,16 +126,16 @@ class Release(Message, frozen=True):
 class Keep(Message, frozen=True):
     """Heartbeat of a request that waits here: hold for so long what is held for it."""
 
-    namespace: str
-    request: str
+    namespace: Name
+    request: Text
     lease_ms: int
 
 
 class Done(Message, frozen=True):
     """One of a request's consumers wants nothing more of it; repeats do not count."""
 
-    namespace: str
-    request: str
+    namespace: Name
+    request: Text
     rank: int = 0
     consumers: int = 1
 
@@ -146,14 +147,14 @@ class Done(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """The namespaces agree."""
 
-    agent: str
-    metadata: bytes
+    agent: Name
+    metadata: Metadata
 
 
 class Refused(Message, frozen=True):
     """No hand-over; retry: asking again can help. job 0: the whole session."""
 
-    reason: str
+    reason: Text
     retry: bool = False
     job: int = 0
 
@@ -163,7 +164,7 @@ class Offer(Message, frozen=True):
 
     job: int
     positions: bytes
-    tiers: tuple[str, ...]
+    tiers: Annotated[tuple[Name, ...], msgspec.Meta(max_length=256)]
     which: bytes  # u8 for each position: index into tiers
 
 
@@ -179,8 +180,8 @@ class Have(Message, frozen=True):
     places: bytes
     generations: bytes
     sums: bytes
-    regions: tuple[Region, ...] = ()
-    metadata: bytes = b""
+    regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=REGIONS_MAX)] = ()
+    metadata: Metadata = b""
 
 
 class Valid(Message, frozen=True):
@@ -200,7 +201,7 @@ class End(Message, frozen=True):
     """
 
     job: int
-    reason: str
+    reason: Text
 
 
 class Starting(Message, frozen=True):
@@ -215,7 +216,7 @@ class Noted(Message, frozen=True):
     "ambiguous": refused.
     """
 
-    request: str
+    request: Text
     state: Literal["waits", "released", "gone", "lapsed", "unknown", "ambiguous"]
 
 

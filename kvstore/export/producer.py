@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 
 from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
+from kvstore.export.difference import difference
 from kvstore.export.hands import Hands
 from kvstore.export.jobs import BUSY, Block, Job, Peer, Source, State, Tag, Work, Write
 from kvstore.protocol import Message, from_u32, u32
@@ -33,6 +34,7 @@ GRACE_NS = 5_000_000_000
 LEASE_MS_MAX = 600_000
 UNKNOWN_NS = 300_000_000  # a router sends a request to both engines at once, say
 JOBS_MAX = 1024  # of one peer
+BLOCKS_MAX = 1 << 20  # wanted by one peer at one time
 MEMORY, PREFILL = "cpu", "prefill"
 
 Send = Callable[[int, Message], None]
@@ -48,17 +50,21 @@ class Producer:
         work: Work,
         send: Send,
         held_bytes_max: int,
+        meet: Callable[[int, str, bytes], None],
     ) -> None:
         """served(): namespaces by digest. exporter(): agent and metadata; None while there is none.
 
-        held_bytes_max: for each peer, of what is held for it at one time, and of what is held for
-            requests whose peer has not asked yet.
+        held_bytes_max: for each peer, of what is held for it at one time, half of what is held for
+            all of them, and of what is held for requests whose peer has not asked yet.
+        meet(peer, agent, metadata): a peer is welcome, and has this exporter.
         """
         self._served = served
         self._exporter = exporter
         self._work = work
         self._send = send
         self._held_bytes_max = held_bytes_max
+        self._meet = meet
+        self.held_bytes = 0  # memory that is held for peers
         self._peers: dict[int, Peer] = {}
         self._early: dict[int, m.Hello] = {}  # who came before the exporter was there
         self.counts: Counter[str] = Counter()
@@ -121,15 +127,15 @@ class Producer:
             peer.closed = True
             self._drop(peer)
 
-    @property
-    def held_bytes(self) -> int:
-        """Memory that is held for peers."""
-        return sum(peer.held_bytes for peer in self._peers.values())
-
     def agent_of(self, number: int) -> str:
         """Name a peer's exporter; none for one that is not there."""
         peer = self._peers.get(number)
         return "" if peer is None else peer.agent
+
+    @property
+    def jobs(self) -> int:
+        """Count what is wanted by peers."""
+        return sum(len(peer.jobs) for peer in self._peers.values())
 
     @property
     def busy(self) -> bool:
@@ -164,7 +170,7 @@ class Producer:
         if hello.version != m.VERSION:
             refused = m.Refused(f"side channel {hello.version}, expected {m.VERSION}")
         elif source is None and served:
-            refused = m.Refused(_difference(hello, served))
+            refused = m.Refused(difference(hello, served)[: m.TEXT_MAX])
         elif source is None:
             refused = m.Refused(f"namespace {hello.namespace[:12]} is not served here yet", True)
         elif (ours := self._exporter()) is None:
@@ -173,6 +179,7 @@ class Producer:
             return
         else:
             self._peers[number] = Peer(number, source, hello.agent)
+            self._meet(number, hello.agent, hello.metadata)
             self._send(number, m.Welcome(*ours))
             return
         self.counts["refused"] += 1
@@ -185,6 +192,8 @@ class Producer:
             raise ProtocolError(f"job {want.job}, expected a new number above 0")
         if len(peer.jobs) >= JOBS_MAX:
             raise ProtocolError(f"more than {JOBS_MAX} jobs at one time")
+        if peer.blocks + len(wanted) > BLOCKS_MAX:
+            raise ProtocolError(f"more than {BLOCKS_MAX} blocks wanted at one time")
         if want.push and not peer.agent:
             raise ProtocolError("a push to a peer that named no exporter")
         if self.hands.ambiguous(want.request):
@@ -197,6 +206,7 @@ class Producer:
         order = [(index, group) for group, index in wanted]
         job = Job(want.job, blocks, want.request, want.push, end_ns, now_ns + UNKNOWN_NS, order)
         peer.jobs[job.number] = job
+        peer.blocks += len(blocks)
         self._offer(peer, job, now_ns)
         self._settle(peer, job)
 
@@ -321,7 +331,7 @@ class Producer:
     def _advance(self, peer: Peer, job: Job) -> None:
         """Hold what can be held now of what is awaited, first blocks first."""
         source, size = peer.source, peer.source.layout.slot_bytes
-        room = (self._held_bytes_max - peer.held_bytes) // size
+        room = self._room(peer) // size
         below: dict[str, tuple[Tier, list[int]]] = {}
         while job.awaited and room > 0 and not job.over:
             position = job.awaited[0]
@@ -330,7 +340,7 @@ class Producer:
             found, tier = source.tiering.where(block.key)
             if entry is not None:
                 block.entry, block.slot = entry, entry.slot
-                peer.held_bytes += size
+                self._hold(peer, 1)
                 room -= 1
                 self._sum(job, position)
             elif source.manager.probe(block.key) is not LookupResult.MISS:
@@ -347,6 +357,17 @@ class Producer:
         for tier, positions in below.values():
             self._stage(peer, job, tier, positions)
 
+    def _room(self, peer: Peer) -> int:
+        """Return the bytes that may be held for a peer now; each can have one block at least."""
+        of_all = 2 * self._held_bytes_max - self.held_bytes
+        room = min(self._held_bytes_max - peer.held_bytes, of_all)
+        return room if peer.held_bytes else max(room, peer.source.layout.slot_bytes)
+
+    def _hold(self, peer: Peer, blocks: int) -> None:
+        held = blocks * peer.source.layout.slot_bytes
+        peer.held_bytes += held
+        self.held_bytes += held
+
     def _stage(self, peer: Peer, job: Job, tier: Tier, positions: list[int]) -> None:
         """Read blocks of a lower tier into slots of their own; those without one wait."""
         source = peer.source
@@ -356,7 +377,7 @@ class Producer:
         for tag, slot in zip(tags, slots, strict=True):
             block = job.blocks[tag.position]
             block.state, block.slot = State.STAGING, slot
-            peer.held_bytes += source.layout.slot_bytes
+            self._hold(peer, 1)
         if tags:
             keys = [job.blocks[tag.position].key for tag in tags]
             source.tiering.stage(tier, keys, slots, tags)
@@ -427,7 +448,7 @@ class Producer:
         """Let go of a block; nothing is under way with it."""
         block, manager = job.blocks[position], peer.source.manager
         if block.slot is not None:
-            peer.held_bytes -= peer.source.layout.slot_bytes
+            self._hold(peer, -1)
             if block.entry is not None:
                 manager.unpin(block.entry)
             else:
@@ -437,12 +458,16 @@ class Producer:
 
     def _release(self, peer: Peer, job: Job) -> None:
         """Let go of what is not in use at this moment; the rest follows as that ends."""
+        if job.released:
+            return
         job.released = True
         job.offer_ns = None
         job.awaited.clear()
         job.news.clear()
         for position, block in enumerate(job.blocks):
-            if block.state is not State.DONE and block.state not in BUSY:
+            if block.state is State.WRITING:
+                self._work.abandon(Tag(peer.number, job.number, position))
+            elif block.state is not State.DONE and block.state not in BUSY:
                 self._done(peer, job, position)
 
     def _settle(self, peer: Peer, job: Job) -> None:
@@ -456,6 +481,7 @@ class Producer:
         waits = job.left or job.offer_ns is not None
         if waits or peer.jobs.pop(job.number, None) is None:
             return
+        peer.blocks -= len(job.blocks)
         if not peer.closed:
             self._send(peer.number, m.End(job.number, "released" if job.released else "all"))
         elif not peer.jobs:
@@ -470,18 +496,3 @@ def _lease_ns(lease_ms: int) -> int:
     if not 0 < lease_ms <= LEASE_MS_MAX:
         raise ProtocolError(f"a lease of {lease_ms} ms, expected 1 to {LEASE_MS_MAX}")
     return lease_ms * 1_000_000
-
-
-def _difference(hello: m.Hello, served: Mapping[str, Source]) -> str:
-    """Name what differs from the namespace that is nearest, with both values."""
-
-    def differ(ours: Mapping[str, str]) -> list[str]:
-        return [
-            f"{name} is {hello.traits.get(name, 'not named')}, expected {ours.get(name, 'nothing')}"
-            for name in sorted(hello.traits.keys() | ours.keys())
-            if hello.traits.get(name) != ours.get(name)
-        ]
-
-    digest, source = min(served.items(), key=lambda item: len(differ(item[1].layout.traits)))
-    found = differ(source.layout.traits)
-    return ", ".join(found) or f"namespace is {hello.namespace[:12]}, expected {digest[:12]}"

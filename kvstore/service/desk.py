@@ -30,7 +30,7 @@ class Peers(Protocol):
     """Other stores."""
 
     def fetch(self, namespace: Namespace, address: str, want: Want, now_ns: int) -> int | None:
-        """Ask a peer for blocks; return the fetch's number, None if it cannot be."""
+        """Ask a peer for blocks; return the fetch's number; None: it cannot be asked now."""
         ...
 
     def claimed(self, namespace: Namespace, fetch: int) -> None:

@@ -14,21 +14,22 @@ wants something says Hello again.
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from kvstore.errors import ProtocolError, TierFull
+from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
-from kvstore.export.consumer import LEASE_MS, STALL_NS, Check, Consumer, Read
-from kvstore.export.consumer import Tag as Part
+from kvstore.export.consumer import STALL_NS, Consumer
+from kvstore.export.fetches import Check, Read
+from kvstore.export.fetches import Tag as Part
 from kvstore.export.jobs import Source, Tag, Write
 from kvstore.export.producer import Producer
 from kvstore.metrics import Numbers
-from kvstore.protocol import Extent, Handing, LetGo, Message, Step, Unmap
+from kvstore.protocol import Extent, Message, Unmap
+from kvstore.service.agents import Agents
 from kvstore.service.channel import Channel, ClusterKey
-from kvstore.service.moving import (
+from kvstore.service.moves import (
     BUSY_S,
     Arrived,
     Checked,
@@ -42,8 +43,8 @@ from kvstore.service.moving import (
     Written,
 )
 from kvstore.service.namespace import Namespace
-from kvstore.service.waiting import Held, Waiting
-from kvstore.types import BlockKey, Chain, Slot
+from kvstore.service.requests import Held, Requests
+from kvstore.types import BlockKey, Slot
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,13 @@ EVENTS = (
     *("unauthorised", "malformed", "too_many", "unsent"),  # of the side channel
 )
 EXPORTER = -1  # the exporter's number among the store's connections: it maps extents, too
+LINKS_MAX = 128  # peers that are asked at one time; each takes some descriptors
+IDLE_NS = 300_000_000_000  # a connection that nothing was asked on; its peer forgets it later
+SWEEP_NS = 500_000_000
+# When more than half of a model's landing slots are in quarantine, or any are and nothing else
+# goes on, the exporter is restarted: after that nothing of before is written any more.
+CROWDED_NS = 1_000_000_000
+QUIET_NS = 60_000_000_000
 
 
 class _Link(msgspec.Struct, eq=False):
@@ -62,6 +70,7 @@ class _Link(msgspec.Struct, eq=False):
 
     address: str
     digest: str
+    used_ns: int
     greeted: bool = False
     agent: str | None = None  # once it is welcome
     waiting: list[Message] = []
@@ -75,23 +84,37 @@ class _Inlet:
         self._namespace = namespace
         self._mover = mover
         layout = namespace.layout
-        self.landing = mover.landing(layout.digest, layout.slot_bytes)
-        self.consumer = Consumer(self, self.landing, peers.say, len(layout.rules))
+        self._landing = mover.landing(layout.digest, layout.slot_bytes)
+        self.consumer = Consumer(self, self._landing, peers.say, len(layout.rules))
 
     @property
     def quarantined_bytes(self) -> int:
         """Landing memory that something may still write though nobody waits for it."""
         return self.consumer.quarantined * self._namespace.layout.slot_bytes
 
+    @property
+    def landing_bytes(self) -> int:
+        """Landing memory that is not free, quarantined or not."""
+        return self._landing.used * self._namespace.layout.slot_bytes
+
+    @property
+    def crowded(self) -> bool:
+        """Tell whether more than half of the landing memory is in quarantine."""
+        return 2 * self.consumer.quarantined > self._landing.count
+
     def read(self, tags: list[Part], peer: int, read: Read) -> None:
         """Read a peer's slots; a peer that is gone by now has told the consumer so."""
         agent = self._peers.agent_of(peer)
         self._mover.read(tags, agent, self._namespace.layout.digest, read)
 
+    def abandon(self, tag: Part) -> None:
+        """Nobody waits for a read any more."""
+        self._mover.abandon(self._namespace.layout.digest, tag)
+
     def check(self, tags: list[Part], blocks: list[Check]) -> None:
         """Check and copy landed blocks."""
         work = [
-            (block, self.landing.view(block.landing), self._namespace.view(block.slot))
+            (block, self._landing.view(block.landing), self._namespace.view(block.slot))
             for block in blocks
         ]
         self._mover.check(tags, self._namespace.layout.digest, work)
@@ -104,8 +127,15 @@ class Peers:
         """held_bytes_max: of what is held for one peer at one time."""
         self.channel = Channel(key, self._on_message, self._on_lost)
         send = self.channel.send
-        served = lambda: self._namespaces  # noqa: E731 - they are named later
-        self.producer = Producer(served, self._introduce, self, send, held_bytes_max)
+        self._agents = Agents(mover)
+        self.producer = Producer(
+            lambda: self._namespaces,
+            self._introduce,
+            self,
+            send,
+            held_bytes_max,
+            self._agents.meet,
+        )
         self._mover = mover
         self._namespaces: Mapping[str, Namespace] = {}
         self._numbers = Numbers()
@@ -115,9 +145,16 @@ class Peers:
         self._links: dict[int, _Link] = {}
         self._by_address: dict[tuple[str, str], int] = {}
         self._inlets: dict[str, _Inlet] = {}
-        self._waiting = Waiting(LEASE_MS * 1_000_000 // 3)
         self._now_ns = 0
-        self.counts: Counter[str] = Counter()
+        self.requests = Requests(
+            self.producer.hands,
+            mover.wake,
+            lambda namespace, request: self.inlet(namespace).withdraw(request),
+            self._tell,
+        )
+        self._swept_ns = 0
+        self._crowded_ns: int | None = None  # since when
+        self._quiet_ns: int | None = None
 
     def serve(self, namespaces: Mapping[str, Namespace], numbers: Numbers) -> None:
         """Hand over blocks of these namespaces, which come and go; numbers: of the store."""
@@ -140,83 +177,49 @@ class Peers:
     def fetch(self, namespace: Namespace, address: str, want: m.Want, now_ns: int) -> int | None:
         """Ask a peer for blocks; return the fetch's number in the namespace's consumer.
 
-        None: it is ourselves, or there is no memory that they could arrive in.
+        None: it is ourselves, or too many others are being asked.
         """
-        if address == self.channel.address:
-            return None
-        consumer = self.inlet(namespace)
-        try:
-            self._inlets[namespace.layout.digest].landing.open()
-        except TierFull as exc:
-            log.warning("nothing is fetched: %s", exc)
+        number = None
+        if address != self.channel.address:
+            number = self._connected(address, namespace.layout.digest, now_ns)
+        if number is None:
             return None
         self._mover.wake()
-        number = self._connected(address, namespace.layout.digest)
+        consumer = self.inlet(namespace)
         fetch = consumer.want(number, want, now_ns)
         if self._up is None:
             consumer.heard(number, now_ns, STALL_NS)
         return fetch
 
-    def _connected(self, address: str, digest: str) -> int:
+    def _connected(self, address: str, digest: str, now_ns: int) -> int | None:
         number = self._by_address.get((address, digest))
         if number is None:
+            if not self._room_for_link():
+                return None
             number = self.channel.connect(address)
             self._by_address[address, digest] = number
-            self._links[number] = _Link(address, digest)
+            self._links[number] = _Link(address, digest, now_ns)
+        self._links[number].used_ns = now_ns
         return number
 
-    def end_of(self, session: int) -> None:
-        """An engine is gone: its requests compute nothing more, and wait for nothing."""
-        self._waiting.end_of(session)
-        self.producer.hands.end_of(session)
+    def _room_for_link(self) -> bool:
+        """Tell whether one more peer can be asked; the one unused longest makes room."""
+        idle = self._idle_links() if len(self._links) >= LINKS_MAX else []
+        if idle:
+            self.channel.drop(min(idle, key=lambda number: self._links[number].used_ns))
+        return len(self._links) < LINKS_MAX
 
-    def on_step(self, namespace: Namespace, session: int, step: Step, now_ns: int) -> None:
-        """Take note of requests that are handed over, here or there. Raises ProtocolError."""
-        self._hand(namespace, session, step.handing, now_ns)
-        for lookup in step.lookups:
-            held = Held(lookup.peer, namespace.layout.digest, lookup.request)
-            if lookup.peer and lookup.request and self._waiting.begin(held, session, now_ns):
-                self._keep(held)
-        for gone in step.let_go:
-            self._let_go(namespace, gone)
+    def _idle_links(self) -> list[int]:
+        """List the connections on which nothing is wanted."""
+        wanted = {peer for inlet in self._inlets.values() for peer in inlet.consumer.asked()}
+        return [number for number in self._links if number not in wanted]
 
-    def _let_go(self, namespace: Namespace, gone: LetGo) -> None:
-        if not gone.request:
-            raise ProtocolError("LetGo of a request without a name")
-        held = Held(gone.peer, namespace.layout.digest, gone.request)
-        self._waiting.end(held)
-        self.inlet(namespace).withdraw(held.request)
-        done = m.Done(held.namespace, held.request)
-        self.channel.send(self._connected(held.address, held.namespace), done)
-        self.counts["let_go"] += 1
-
-    def _keep(self, held: Held) -> None:
-        number = self._connected(held.address, held.namespace)
-        self.channel.send(number, m.Keep(held.namespace, held.request, LEASE_MS))
-        self.counts["heartbeats"] += 1
-
-    def _hand(
-        self, namespace: Namespace, session: int, handings: Sequence[Handing], now_ns: int
-    ) -> None:
-        hands, rules = self.producer.hands, namespace.layout.rules
-        for handing in handings:
-            if handing.state == "running":
-                self._mover.wake()  # it is there when somebody asks
-                size = namespace.layout.slot_bytes
-                hands.running(handing.request, namespace.manager, size, session, handing.common)
-            elif handing.state == "gone" or not handing.hashes:
-                hands.gone(handing.request)
-            elif handing.width <= 0 or len(handing.hashes) % handing.width:
-                raise ProtocolError(f"{len(handing.hashes)} bytes of hashes, {handing.width} each")
-            else:
-                chain = Chain(handing.hashes, handing.width, len(rules), handing.scope)
-                keys = [
-                    chain.key(group, index)
-                    for group, rule in enumerate(rules)
-                    for index in m.clip(rule, chain.blocks)
-                ]
-                end_ns = now_ns + handing.lease_ms * 1_000_000
-                hands.done(handing.request, keys, end_ns, now_ns, fixed=handing.fixed)
+    def _tell(self, held: Held, message: Message) -> bool:
+        """Say what needs no Hello; not to too many peers at one time."""
+        number = self._connected(held.address, held.namespace, self._now_ns)
+        if number is not None:
+            self.channel.send(number, message)
+        return number is not None
 
     def claimed(self, namespace: Namespace, fetch: int) -> None:
         """Nothing more will be loaded of a fetch."""
@@ -262,13 +265,12 @@ class Peers:
 
     def _on_message(self, number: int, message: Message) -> None:
         link = self._links.get(number)
+        self._quiet_ns = None
         if link is not None:
             self._on_answer(number, link, message)
             return
-        if isinstance(message, m.Hello) and message.agent:
-            self._mover.add_peer(message.agent, message.metadata)
-        elif isinstance(message, m.Land) and message.metadata:
-            self._mover.add_peer(self.producer.agent_of(number), message.metadata)
+        if isinstance(message, m.Land) and message.metadata:
+            self._agents.update(number, message.metadata)
         self.producer.on_message(number, message, self._now_ns)
 
     def _on_answer(self, number: int, link: _Link, message: Message) -> None:
@@ -279,7 +281,7 @@ class Peers:
                     raise ProtocolError("a second Welcome")
                 link.agent = agent
                 consumer.heard(number, self._now_ns)
-                self._mover.add_peer(agent, metadata)
+                self._agents.meet(number, agent, metadata)
                 waiting, link.waiting = link.waiting, []
                 for one in waiting:
                     self.channel.send(number, one)
@@ -294,10 +296,11 @@ class Peers:
                 raise ProtocolError(f"{type(message).__name__} before Welcome")
             case _:
                 if isinstance(message, m.Have) and message.metadata:
-                    self._mover.add_peer(link.agent, message.metadata)
+                    self._agents.update(number, message.metadata)
                 consumer.on_message(number, message, self._now_ns)
 
     def _on_lost(self, number: int, reason: str) -> None:
+        self._agents.leave(number)
         link = self._links.pop(number, None)
         if link is None:
             self.producer.on_closed(number)
@@ -323,16 +326,28 @@ class Peers:
 
     def gauges(self) -> dict[tuple[str, ...], float]:
         """Return gauges, and counters kept here."""
-        counts = self.channel.counts + self.producer.counts + self.counts
-        quarantined = 0
+        counts = self.channel.counts + self.producer.counts + self.requests.counts
+        quarantined = landing = fetches = 0
         for inlet in self._inlets.values():
             counts.update(inlet.consumer.counts)
             quarantined += inlet.quarantined_bytes
+            landing += inlet.landing_bytes
+            fetches += inlet.consumer.open
         found: dict[tuple[str, ...], float] = {
             ("kvstore_hand_over_bytes", "held"): self.producer.held_bytes
             + self.producer.hands.held_bytes,
             ("kvstore_hand_over_bytes", "quarantined"): quarantined,
+            ("kvstore_hand_over_bytes", "landing"): landing,
         }
+        open_now = {
+            "fetches": fetches,
+            "jobs": self.producer.jobs,
+            "requests": len(self.producer.hands),
+            "asked": len(self._links),
+            "asking": self.channel.came,
+            "exporters": len(self._agents),
+        }
+        found |= {("kvstore_hand_over_open", what): count for what, count in open_now.items()}
         found |= {("kvstore_hand_over_events", event): counts[event] for event in EVENTS}
         return found
 
@@ -356,10 +371,32 @@ class Peers:
         self.producer.tick(now_ns)
         for stored_ns in self.producer.hands.take_stored_ns():
             self._numbers.observe("kvstore_hand_over_held_seconds", stored_ns / 1e9)
-        for held in self._waiting.due(now_ns):
-            self._keep(held)
+        self.requests.tick(now_ns)
         for inlet in self._inlets.values():
             inlet.consumer.tick(now_ns)
+        if now_ns - self._swept_ns >= SWEEP_NS:
+            self._swept_ns = now_ns
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Let go of connections that nobody uses, and of a quarantine that is in the way."""
+        self.channel.forget_silent(self._now_ns)
+        for number in self._idle_links():
+            if self._now_ns - self._links[number].used_ns >= IDLE_NS:
+                self.channel.drop(number)
+        inlets, now_ns = self._inlets.values(), self._now_ns
+        crowded = any(inlet.crowded for inlet in inlets)
+        quiet = any(inlet.consumer.quarantined for inlet in inlets) and not (
+            self.producer.busy or any(inlet.consumer.busy for inlet in inlets)
+        )
+        self._crowded_ns = (self._crowded_ns or now_ns) if crowded else None
+        self._quiet_ns = (self._quiet_ns or now_ns) if quiet else None
+        if (self._crowded_ns is not None and now_ns - self._crowded_ns >= CROWDED_NS) or (
+            self._quiet_ns is not None and now_ns - self._quiet_ns >= QUIET_NS
+        ):
+            self._crowded_ns = self._quiet_ns = None
+            held = sum(inlet.quarantined_bytes for inlet in inlets)
+            self._mover.restart(f"{held} bytes of landing memory are in quarantine")
 
     def _on_event(self, event: Event) -> None:
         match event:
@@ -411,6 +448,10 @@ class Peers:
     def write(self, tags: list[Tag], agent: str, write: Write) -> None:
         """Write slots of one of our extents to a peer."""
         self._mover.write(tags, agent, write)
+
+    def abandon(self, tag: Tag) -> None:
+        """Nobody waits for a write any more."""
+        self._mover.abandon(None, tag)
 
     def region(self, extent: int) -> tuple[m.Region, bytes] | None:
         """Say where the exporter has an extent, and how to reach it; None: not yet."""

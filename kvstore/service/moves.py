@@ -1,4 +1,4 @@
-"""What the store's hand-overs need moved, and what they hear of it: tiers/peer.py does it."""
+"""What a hand-over needs done elsewhere: the mover's protocol, and what it says."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Protocol
 import msgspec
 
 from kvstore.export import messages as m
-from kvstore.export.consumer import Check, Read
-from kvstore.export.consumer import Tag as Part
+from kvstore.export.fetches import Check, Read
+from kvstore.export.fetches import Tag as Part
 from kvstore.export.jobs import Tag, Write
 from kvstore.types import BlockKey
 
@@ -100,7 +100,7 @@ class Mover(Protocol):
         ...
 
     def landing(self, namespace: str, slot_bytes: int) -> Landing:
-        """Return a namespace's landing slots, which may have to be opened."""
+        """Return a namespace's landing slots."""
         ...
 
     def wake(self) -> None:
@@ -109,6 +109,21 @@ class Mover(Protocol):
 
     def add_peer(self, agent: str, metadata: bytes) -> None:
         """Learn how to reach a peer's exporter now."""
+        ...
+
+    def remove_peer(self, agent: str) -> None:
+        """Forget a peer's exporter; what is open with it fails."""
+        ...
+
+    def abandon(self, digest: str | None, tag: Tag | Part) -> None:
+        """Nobody waits for a block any more: digest of a read's namespace, None for a write.
+
+        What has not begun ends at once; the answer comes all the same.
+        """
+        ...
+
+    def restart(self, why: str) -> None:
+        """Start the exporter afresh: nothing of before moves any more once Down has come."""
         ...
 
     def sum(
@@ -139,10 +154,18 @@ class Mover(Protocol):
 class Landing(Protocol):
     """Landing slots of one namespace."""
 
-    extent: int
+    @property
+    def count(self) -> int:
+        """Count the slots there are."""
+        ...
+
+    @property
+    def used(self) -> int:
+        """Count those that are taken."""
+        ...
 
     def open(self) -> None:
-        """Make them, unless they are there. Raises TierFull."""
+        """They will be wanted soon."""
         ...
 
     def take(self, count: int) -> list[int]:
