@@ -255,6 +255,9 @@ def test_P9_an_ambiguous_id_is_refused() -> None:
     for suffix in ("1a2b3c4d", "deadbeef"):
         rig.begin(f"r-0-{suffix}", "r-0")
     assert rig.report("r-0") == "ambiguous"
+    assert not rig.hands.may_come("r-0", keys_of(rig.chain)[0])
+    rig.keep("r-0", 1000)
+    assert rig.producer.counts["unknown"] == 1, "neither of them is meant"
     number = rig.want(rig.chain, request="r-0")
     ask = rig.decode.ask(rig.chain)
     rig.run(6)

@@ -82,7 +82,6 @@ class Hands:
         """A request has begun; owner: its session; common: what others may call it."""
         if request not in self._hands:
             self._hands[request] = Hand(manager, slot_bytes, owner, common)
-            self._past.pop(request, None)
             if common:
                 self._common.setdefault(common, []).append(request)
 
