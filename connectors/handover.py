@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from connectors.client import StoreClient
-from connectors.requests import EngineRequest, Geometry
+from connectors.offers import Offers
+from connectors.requests import BlockTable, EngineRequest, Geometry, Tracked
+from connectors.tails import tail_of
 from connectors.transfer import (
     NO_REMOTE,
     NO_SOURCE,
@@ -34,9 +36,11 @@ class HandOvers:
         client: StoreClient,
         transfer: Transfer,
         world: int,
+        offers: Offers,
         count: Callable[[str], None],
     ) -> None:
         """transfer: this engine's id and lease. world: its ranks. count(event)."""
+        self._offers = offers
         self._count = count
         self._geometry = geometry
         self._client = client
@@ -49,15 +53,15 @@ class HandOvers:
         self,
         request: EngineRequest,
         params: Mapping[str, Any] | None,
-        servable: int,
-        cached: int = 0,
+        cached: int,
     ) -> Remote:
         """Take note of a request with these parameters; return whom to ask for its prompt.
 
-        One that another engine goes on with may be asked for while it is computed. servable:
-        tokens that could be loaded; cached: those that the engine has itself.
+        One that another engine goes on with may be asked for while it is computed. cached: tokens
+        that the engine has itself.
         """
-        name, source = request.request_id, self._source(request.request_id, params)
+        name, size = request.request_id, self._geometry.block_tokens
+        source = self._source(name, params)
         turn = source.remote is not NO_REMOTE and not source.turn and self._transfer.two_way
         if turn or is_handed_over(params):
             self._running[name] = turn
@@ -65,10 +69,10 @@ class HandOvers:
         if source.remote is NO_REMOTE:
             return NO_REMOTE
         self._holders[name] = source.remote
-        if servable < cached + self._geometry.block_tokens:
-            return NO_REMOTE  # nothing of it is needed
+        if request.num_tokens - 1 < cached + (1 if source.remote.tokens else size):
+            return NO_REMOTE  # a full hit
         least = self._transfer.recompute_threshold if source.turn else 0
-        known = min(source.tokens or request.num_tokens, request.num_tokens)
+        known = min(source.remote.tokens or request.num_tokens, request.num_tokens)
         return source.remote if known - cached >= max(least, 1) else NO_REMOTE
 
     def _source(self, request_id: str, params: Mapping[str, Any] | None) -> Source:
@@ -79,27 +83,30 @@ class HandOvers:
             self._count("transfer_refused")
             return NO_SOURCE
 
-    def over(
-        self, request: EngineRequest, table: Sequence[Sequence[int]], scope: bytes
-    ) -> dict[str, Any] | None:
-        """Have the store hold a request's whole blocks; return what a router passes along."""
-        here, size = self._client.side_channel, self._geometry.block_tokens
-        name, transfer = request.request_id, self._transfer
+    def over(self, tracked: Tracked, table: BlockTable, scope: bytes) -> dict[str, Any] | None:
+        """Have the store hold a request's blocks; return what a router passes along."""
+        request, geometry, transfer = tracked.request, self._geometry, self._transfer
+        name, here = request.request_id, self._client.side_channel
         if name not in self._running or not here:
             return None
-        hashed = len(request.block_hashes) * self._geometry.hash_tokens
-        blocks = min(request.num_computed_tokens, hashed) // size
-        if not blocks:  # ended() tells the store
-            nothing = [()] * len(table)
-            turn = self._running[name]
-            return parameters(transfer, name, here, nothing, 0, self._world, turn=turn)
-        turn = self._running.pop(name)
-        hashes = b"".join(self._geometry.block_hash(request, block) for block in range(blocks))
-        lease_ms = transfer.decode_ttl_ms if turn else transfer.lease_ms
-        width = len(hashes) // blocks
-        done = p.Handing(name, "done", hashes, width, scope, lease_ms, fixed=turn)
-        self._client.hand(done)
-        return parameters(transfer, name, here, table, blocks * size, self._world, turn=turn)
+        turn = self._running[name]
+        hashed = len(request.block_hashes) * geometry.hash_tokens
+        end = min(request.num_computed_tokens, request.num_tokens - 1)  # the last was just sampled
+        blocks = min(end, hashed) // geometry.block_tokens
+        hashes = [geometry.block_hash(request, block) for block in range(blocks)]
+        tail = None if turn else tail_of(geometry, request, end, name)  # a next turn is longer
+        self._offers.offer(tracked, end, lambda _: table)
+        if tail is not None and self._offers.offer_tail(tracked, tail, table):
+            hashes.append(tail.hash)
+        else:
+            end = blocks * geometry.block_tokens
+        if hashes:  # else ended() tells the store
+            del self._running[name]
+            lease_ms = transfer.decode_ttl_ms if turn else transfer.lease_ms
+            packed, width = b"".join(hashes), geometry.hash_bytes
+            self._client.hand(p.Handing(name, "done", packed, width, scope, lease_ms, fixed=turn))
+        ids = table if hashes else [()] * len(table)
+        return parameters(transfer, name, here, ids, end, self._world, turn=turn)
 
     def let_go(self, request_id: str) -> None:
         """A request wants nothing more of who computed its prompt."""

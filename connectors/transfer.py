@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 
@@ -45,25 +45,22 @@ NO_TRANSFER = Transfer()
 class Remote(NamedTuple):
     """Where a prompt was computed: its store's side channel, and the request there.
 
-    push: its blocks are to be written to us.
+    push: its blocks are to be written to us. tokens: those whose KV it has; 0: not said.
     """
 
     address: str = ""
     request: str = ""
     push: bool = False
+    tokens: int = 0
 
 
 NO_REMOTE = Remote()
 
 
 class Source(NamedTuple):
-    """Where a request's prompt was computed, and how many of its tokens at most; 0: not known.
-
-    turn: another turn was decoded there.
-    """
+    """Where a request's prompt was computed; turn: there the turn before was decoded."""
 
     remote: Remote = NO_REMOTE
-    tokens: int = 0
     turn: bool = False
 
 
@@ -87,8 +84,7 @@ def source_of(params: Mapping[str, Any] | None, how: Transfer = NO_TRANSFER) -> 
     turn = prefills and how.two_way and bool(params.get("remote_block_ids"))
     source = NO_SOURCE
     if (decodes or turn) and not _is_empty(params):
-        remote = _remote(params, wrong, push=how.push and decodes)
-        source = Source(remote, params.get("remote_num_tokens") or 0, turn)
+        source = Source(_remote(params, wrong, push=how.push and decodes), turn)
     if wrong:
         raise ConfigError("; ".join(wrong))
     return source
@@ -124,31 +120,27 @@ def _remote(params: Mapping[str, Any], wrong: list[str], *, push: bool) -> Remot
     blocks = params.get("remote_block_ids")
     if not push and not (_is_table(blocks) and any(blocks or ())):
         wrong.append(f"remote_block_ids: expected lists of block ids, found {blocks!r}")
-    for name, needed in (("tp_size", push), ("remote_num_tokens", False)):
+    for name, least, needed in (("tp_size", 1, push), ("remote_num_tokens", 0, False)):
         found = params.get(name)
-        if (found is None and needed) or (found is not None and not _is_count(found)):
-            wrong.append(f"{name}: expected a whole number above 0, found {found!r}")
+        if (found is not None or needed) and not (_is_number(found) and found >= least):
+            wrong.append(f"{name}: expected a whole number from {least} on, found {found!r}")
     if wrong:
         return NO_REMOTE
-    host = params["remote_host"]
+    host, tokens = params["remote_host"], params.get("remote_num_tokens") or 0
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return Remote(address, params["remote_request_id"], push)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return Remote(address, params["remote_request_id"], push, tokens)
 
 
 def _is_table(value: object) -> bool:
     """Tell whether these are block ids, or lists of them by group."""
     return isinstance(value, list | tuple) and all(
-        isinstance(one, int) or (isinstance(one, list | tuple) and all(map(_is_id, one)))
+        _is_number(one) or (isinstance(one, list | tuple) and all(map(_is_number, one)))
         for one in value
     )
 
 
-def _is_id(value: object) -> bool:
-    return isinstance(value, int)
+def _is_number(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def common_id(request_id: str) -> str:
@@ -169,7 +161,7 @@ def parameters(
     *,
     turn: bool = False,
 ) -> dict[str, Any]:
-    """Return what a request hands back; tokens: those whose blocks are handed over.
+    """Return what a request hands back; tokens: those whose KV is handed over.
 
     turn: it was a decode engine's, and the next turn's prefill may go on with it.
     """

@@ -36,7 +36,7 @@ TWO_WAY = Transfer("engine", two_way=True)
 def test_parameters_say_where_a_prompt_is() -> None:
     assert source_of(GIVEN) == Source(Remote("10.0.0.7:9500", "r-1"))
     there = source_of({**GIVEN, "remote_host": "::1", "remote_num_tokens": 50})
-    assert there == Source(Remote("[::1]:9500", "r-1"), 50)
+    assert there == Source(Remote("[::1]:9500", "r-1", tokens=50))
     pushed = source_of({**GIVEN, "remote_block_ids": None, "tp_size": 1}, PUSHED)
     assert pushed == Source(Remote("10.0.0.7:9500", "r-1", push=True))
     assert source_of({**GIVEN, "remote_block_ids": [3, 4]}) == source_of(GIVEN)
@@ -58,7 +58,7 @@ def test_B10_what_is_handed_back_can_be_passed_along() -> None:
         "tp_size": 2,
     }
     for how in (Transfer(), PUSHED):
-        assert source_of(made, how) == Source(Remote("[::1]:9500", "r-1", how.push), 64)
+        assert source_of(made, how) == Source(Remote("[::1]:9500", "r-1", how.push, 64))
     assert not is_handed_over(made)
 
 
@@ -97,7 +97,7 @@ def test_B7_a_pull_without_remote_blocks_is_refused(blocks: object, tokens: obje
 
 @pytest.mark.parametrize("size", [None, 0, -1, "1", True, 1.0])
 def test_B7_a_push_without_the_others_size_is_refused(size: object) -> None:
-    with pytest.raises(ConfigError, match=r"^tp_size: expected a whole number above 0, found"):
+    with pytest.raises(ConfigError, match=r"^tp_size: expected a whole number from 1 on, found"):
         source_of({**GIVEN, "tp_size": size}, PUSHED)
 
 
@@ -108,8 +108,8 @@ def test_B7_a_push_without_the_others_size_is_refused(size: object) -> None:
         ({"do_remote_decode": 1}, "do_remote_decode: expected true or false, found 1"),
         ({"do_remote_decode": True}, "expected one of them, found both"),
         ({"remote_num_tokens": "many"}, "remote_num_tokens: expected a whole number"),
-        ({"remote_num_tokens": 0}, "remote_num_tokens: expected a whole number above 0, found 0"),
-        ({"tp_size": "two"}, "tp_size: expected a whole number above 0, found 'two'"),
+        ({"remote_num_tokens": -1}, "remote_num_tokens: expected a whole number from 0 on"),
+        ({"tp_size": "two"}, "tp_size: expected a whole number from 1 on, found 'two'"),
         (
             {"remote_host": None, "remote_port": "x", "remote_block_ids": None},
             "remote_host: .*; remote_port: .*; remote_block_ids: ",
@@ -131,7 +131,7 @@ def test_B7_parameters_that_are_no_table_are_refused() -> None:
 def test_L2_a_later_turn_is_pulled_from_its_decode_engine_only_where_that_is_wanted() -> None:
     turn = {**GIVEN, "do_remote_prefill": False, "do_remote_decode": True}
     assert source_of(turn) == NO_SOURCE
-    assert source_of(turn, TWO_WAY) == Source(Remote("10.0.0.7:9500", "r-1"), 0, turn=True)
+    assert source_of(turn, TWO_WAY) == Source(Remote("10.0.0.7:9500", "r-1"), turn=True)
     pushes = Transfer(push=True, two_way=True)
     assert not source_of(turn, pushes).remote.push
     first = dict.fromkeys(GIVEN, None) | {"do_remote_decode": True}
@@ -154,8 +154,8 @@ PEER = "10.0.0.7:9500"
 LET_GO = [p.LetGo(PEER, "r-1")]
 
 
-def attached(transfer: Transfer = Transfer("engine")) -> Script:  # noqa: B008 - frozen
-    script = Script()
+def attached(transfer: Transfer = Transfer("engine"), **how: Any) -> Script:  # noqa: ANN401, B008
+    script = Script(**how)
     script.client.side_channel = SIDE_CHANNEL
     script.half._hands._transfer = transfer
     return script
@@ -204,15 +204,16 @@ def test_B7_wrong_parameters_are_counted_and_the_prompt_is_computed() -> None:
 
 
 def test_B10_a_prefill_request_is_announced_and_its_blocks_are_held() -> None:
-    script, wanted = attached(), Request("p", 40)
+    script, wanted = attached(), Request("p", 32)
     script.half.on_new_request(wanted, HANDED)
     assert handings(script) == [p.Handing("p", "running", common="p")]
     script.admit(wanted)
-    script.step(wanted, 40, [[5, 6, 7]])
-    params = script.half.hand_over("p", [[5, 6, 7]])
+    script.step(wanted, 32, [[5, 6]])
+    wanted.num_tokens += 1
+    params = script.half.hand_over("p", [[5, 6]])
     assert params is not None
-    assert source_of(params) == Source(Remote(SIDE_CHANNEL, "p"), 32)
-    assert not script.half.request_finished("p", [[5, 6, 7]])
+    assert source_of(params) == Source(Remote(SIDE_CHANNEL, "p", tokens=32))
+    assert not script.half.request_finished("p", [[5, 6]])
     assert script.half.has_pending_work()
     held = p.Handing("p", "done", b"".join(wanted.block_hashes), 32, b"", 30_000)
     assert handings(script) == [held]
@@ -246,11 +247,12 @@ def test_without_a_side_channel_nothing_is_handed_over() -> None:
     assert script.half.hand_over("p", [[5, 6, 7]]) is None
 
 
-def test_B10_a_prompt_shorter_than_a_block_hands_back_where_and_no_blocks() -> None:
-    script, wanted = attached(), Request("p", 10)
+def test_B10_a_prompt_of_which_nothing_could_be_stored_hands_back_where_and_no_blocks() -> None:
+    script, wanted = attached(credits=0), Request("p", 10)
     script.half.on_new_request(wanted, HANDED)
     script.admit(wanted)
     script.step(wanted, 10, [[5]])
+    wanted.num_tokens += 1
     params = script.half.hand_over("p", [[5]])
     assert params is not None
     assert (params["remote_num_tokens"], params["remote_block_ids"]) == (0, [[]])
@@ -281,6 +283,13 @@ def test_B8_what_the_engine_lacks_is_asked_for() -> None:
     script.half.on_new_request(Request("d", 49), GIVEN, cached=32)
     assert [lookup.peer for lookup in script.lookups()] == [PEER]
     assert let_go(script) == []
+
+
+@pytest.mark.parametrize(("cached", "peer"), [(47, PEER), (48, "")])
+def test_B8_with_a_tail_a_full_hit_is_all_but_the_last_token(cached: int, peer: str) -> None:
+    script = attached()
+    script.half.on_new_request(Request("d", 49), {**GIVEN, "remote_num_tokens": 49}, cached)
+    assert [lookup.peer for lookup in script.lookups()] == [peer]
 
 
 @pytest.mark.parametrize("answered", [False, True])
@@ -389,7 +398,7 @@ def test_L2_L4_with_two_way_a_decode_request_is_held_for_a_time_of_its_own() -> 
     script, back = decoded(TWO_WAY)
     assert back is not None
     assert (back["do_remote_prefill"], back["do_remote_decode"]) == (False, True)
-    assert source_of(back, TWO_WAY) == Source(Remote(SIDE_CHANNEL, "d"), 48, turn=True)
+    assert source_of(back, TWO_WAY) == Source(Remote(SIDE_CHANNEL, "d", tokens=48), turn=True)
     running, held = handings(script)
     assert running.state == "running"
     assert (held.state, held.lease_ms, held.fixed) == ("done", 480_000, True)

@@ -68,7 +68,7 @@ def test_B9_an_abort_before_it_was_scheduled_frees_the_prefill_node_within_a_sec
 
 def test_B8_a_full_hit_moves_nothing_and_frees_the_prefill_node(nodes: tuple[Node, Node]) -> None:
     prefill, decode = nodes
-    request = ids(prompt(8100, 300), "hit")
+    request = ids(prompt(8100, 9 * ENGINE_BLOCK + 1), "hit")  # all but the last token is cached
     (first,) = prefill.run([request], [HANDED], 1)
     decode.run([request], [handed(first)], 1)
     eventually(lambda: HELD not in numbers(prefill.store.address))
