@@ -11,7 +11,7 @@ from kvstore.export import hands as h
 from kvstore.export import messages as m
 from kvstore.service.requests import Held, Waiting
 from tests.export_rig import Pair
-from tests.fakes import SLOT_BYTES, from_u32, hashes, keys_of
+from tests.fakes import SLOT_BYTES, from_u32, hashes, keys_of, u32
 
 S = 10**9
 
@@ -316,6 +316,40 @@ def test_a_fetch_that_is_withdrawn_before_its_offer_is_over() -> None:
     rig.consumer.withdraw("r")
     rig.run(4)
     rig.check_nothing_left()
+
+
+# Exporters that start late
+
+
+def test_who_comes_before_the_exporter_is_told_to_wait_and_welcome_later() -> None:
+    pair, said = Pair(), list[p.Message]()
+    pair.producer._send = lambda _, message: said.append(message)
+    up: list[tuple[str, bytes]] = []
+    pair.producer._exporter = lambda: up[0] if up else None
+    layout = pair.source.layout
+    hello = m.Hello(m.VERSION, layout.digest, layout.traits, "other", b"md")
+    for _ in range(2):
+        pair.producer.on_message(50, hello, 0)
+        pair.producer.tick(pair.giver.now_ns)
+    assert said == [m.Starting()]
+    up.append(("agent", b"md"))
+    pair.producer.tick(pair.giver.now_ns)
+    pair.producer.tick(pair.giver.now_ns)
+    assert said == [m.Starting(), m.Welcome("agent", b"md")]
+
+
+def test_a_peer_that_asks_for_patience_gets_it_until_it_is_there() -> None:
+    pair, chain = Pair(), hashes(2)
+    pair.up.cut = True
+    pair.want(chain)
+    other = pair.consumer.want(99, m.Want(1, chain[0], 32, (u32([0]),)), pair.taker.now_ns)
+    pair.consumer.heard(pair.peer, pair.taker.now_ns, 10 * S)
+    pair.run(5, ms=1000)
+    assert len(pair.consumer._fetches) == 1
+    assert other not in pair.consumer._fetches
+    pair.consumer.heard(pair.peer, pair.taker.now_ns)
+    pair.run(1, ms=1000)
+    assert not pair.consumer._fetches
 
 
 # What a consumer takes back

@@ -13,6 +13,7 @@ import pytest
 
 from kvstore import protocol as p
 from kvstore.bench.steal import Watch
+from kvstore.export.consumer import STALL_NS
 from kvstore.export.hands import Hands
 from kvstore.extra import LISTEN
 from kvstore.service import private
@@ -78,7 +79,9 @@ def nodes(tmp_path: Path) -> Iterator[tuple[Node, Node]]:
         yield Node(tmp_path, "a", ends), Node(tmp_path, "b", ends)
 
 
-def test_nothing_is_started_until_something_is_handed_over(nodes: tuple[Node, Node]) -> None:
+def test_nothing_is_started_until_something_is_handed_over(
+    nodes: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
     prefill, decode = nodes
     chain = hashes(6)
     prefill.engine.put(chain)
@@ -86,11 +89,21 @@ def test_nothing_is_started_until_something_is_handed_over(nodes: tuple[Node, No
     assert address(prefill.store)
     assert not prefill.started
     assert not decode.started
+    consumer, patience_ns = decode.peers._inlets[decode.namespace].consumer, list[int]()
+    heard = consumer.heard
+
+    def note(peer: int, at_ns: int, more_ns: int = 0) -> None:
+        patience_ns.append(more_ns)
+        heard(peer, at_ns, more_ns)
+
+    monkeypatch.setattr(consumer, "heard", note)
     granted = decode.engine.ask(chain, peer=address(prefill.store))
     assert granted.sources == {"peer": 6}
     assert decode.engine.read(granted) == [decode.engine.content(block) for block in chain]
     assert decode.started
     assert exporter_of(prefill.store).pid is not None
+    # Our exporter starts, says Hello, theirs starts, says Welcome.
+    assert patience_ns == [STALL_NS, 0, STALL_NS, 0]
 
 
 def test_B3_another_model_is_refused_and_its_prompt_computed(

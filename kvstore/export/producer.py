@@ -174,8 +174,9 @@ class Producer:
         elif source is None:
             refused = m.Refused(f"namespace {hello.namespace[:12]} is not served here yet", True)
         elif (ours := self._exporter()) is None:
-            if self._early.setdefault(number, hello) is hello:
+            if number not in self._early:
                 self._send(number, m.Starting())
+            self._early[number] = hello
             return
         else:
             self._peers[number] = Peer(number, source, hello.agent)
