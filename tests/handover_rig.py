@@ -45,8 +45,11 @@ class Half(SchedulerHalf):
     handed: dict[str, dict[str, Any] | None]
     requests: dict[str, Request]
 
-    def on_new_request(self, request: EngineRequest, transfer: Params = None) -> None:
-        assert transfer is None
+    def on_new_request(
+        self, request: EngineRequest, transfer: Params = None, cached: int = 0
+    ) -> None:
+        assert not transfer
+        assert not cached
         super().on_new_request(request, self.given[request.request_id])
 
     def request_finished(self, request_id: str, table: BlockTable) -> bool:

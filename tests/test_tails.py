@@ -33,6 +33,7 @@ def given(tokens: object, request: str = "p") -> dict[str, Any]:
         "remote_request_id": request,
         "remote_host": "10.0.0.7",
         "remote_port": 9500,
+        "remote_block_ids": [[1, 2]],
         "remote_num_tokens": tokens,
     }
 

@@ -71,6 +71,7 @@ class Fetch(msgspec.Struct, eq=False):
     heard_ns: int
     extend_ns: int
     left: int  # blocks that are not DONE
+    request: str = ""
     offered: bool = False
     released: bool = False
     tiers: dict[int, str] = {}  # position -> the peer's tier
@@ -116,7 +117,9 @@ class Consumer:
         number, self._next = self._next, self._next + 1
         blocks = [Block(chain.key(g, index)) for g, index in m.wanted_of(want, self._groups)]
         extend_ns = now_ns + self._lease_ms * 1_000_000 // 3
-        fetch = Fetch(number, peer, blocks, want.push, now_ns, now_ns, extend_ns, len(blocks))
+        fetch = Fetch(
+            number, peer, blocks, want.push, now_ns, now_ns, extend_ns, len(blocks), want.request
+        )
         self._fetches[number] = fetch
         for position, block in enumerate(blocks):
             self._located.setdefault(block.key, Tag(number, position))
@@ -131,6 +134,17 @@ class Consumer:
                 if block.state in {State.WANTED, State.OFFERED}:
                     self._done(fetch, position, ok=False)
             self._settle(fetch)
+
+    def withdraw(self, request: str) -> None:
+        """A request wants nothing more; what is being loaded already comes."""
+        for number in [n for n, fetch in self._fetches.items() if fetch.request == request]:
+            self.claimed(number)
+
+    def heard(self, peer: int, now_ns: int, patience_ns: int = 0) -> None:
+        """A peer is there, or it takes so much longer until it can answer."""
+        for fetch in self._fetches.values():
+            if fetch.peer == peer:
+                fetch.heard_ns = now_ns + patience_ns
 
     # What a producer says
 

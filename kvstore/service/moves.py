@@ -103,6 +103,10 @@ class Mover(Protocol):
         """Return a namespace's landing slots."""
         ...
 
+    def wake(self) -> None:
+        """Have the exporter run, if it does not yet."""
+        ...
+
     def add_peer(self, agent: str, metadata: bytes) -> None:
         """Learn how to reach a peer's exporter now."""
         ...

@@ -24,7 +24,7 @@ PROMPTS = 20
 class Node:
     """A store, and an engine attached to it."""
 
-    def __init__(self, model: Path, folder: Path, ends: ExitStack, **extra: str) -> None:
+    def __init__(self, model: Path, folder: Path, ends: ExitStack, **extra: Any) -> None:  # noqa: ANN401 - settings
         folder.mkdir()
         self.store = ends.enter_context(StoreProcess(folder, CAPACITY, "[peer]\n"))
         self.engine = ends.enter_context(Engine(model, connector=attach(self.store, **extra)))
