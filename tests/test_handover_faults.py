@@ -16,7 +16,7 @@ import pytest
 
 from kvstore import protocol as p
 from tests.fakes import hashes
-from tests.handover_nodes import Node, gone, nothing_left, release, signal_now
+from tests.handover_nodes import Node, answer_to, gone, nothing_left, release, signal_now
 
 pytestmark = pytest.mark.slow
 
@@ -262,6 +262,7 @@ def test_B15_a_prefill_store_that_is_restarted_is_met_with_a_fresh_handshake(pai
     prefill.kill()
     prefill.revive()
     chain = computed(prefill, "new")
+    assert decode.get(chain[:1], prefill.address) == 1, "at once"
     with nothing_left(prefill, decode):
         assert decode.get(before, prefill.address) <= 1, "it has lost what it had"
         for push in (False, True):
@@ -285,9 +286,7 @@ def test_P8_a_request_that_is_aborted_at_any_moment(pair: Pair, push: bool, afte
             decode.engine.scheduler.send(p.Step((lookup,)))
             time.sleep(after_s)
             release(decode.engine, ask)
-            answers = decode.engine.scheduler.take(p.Answers)
-            for granted in answers.granted:
-                release(decode.engine, granted.lease)
+            release(decode.engine, answer_to(decode.engine, ask).lease)
             decode.get_all(chain, prefill.address, push=push)
         for node in pair:
             node.wait(lambda: not node.held(), NOTICED_S)  # noqa: B023 - asked at once
@@ -334,18 +333,23 @@ def test_B14_several_peers_at_a_time_one_of_which_hangs(
     try:
         other.start()
         decode.get_all(computed(other, "met", 2), other.address)
-        stuck, chain = computed(other, "stuck", 12), computed(prefill, "beside", 12)
+        stuck = [computed(other, f"stuck {number}", 12) for number in range(2)]
+        chain = computed(prefill, "beside", 12)
         other.freeze(store=False)
-        for push in (True, False):
+        asks = []
+        for one in stuck:  # more than the landing memory has slots
             decode.engine._asks += 1
-            lookup = p.Lookup(
-                decode.engine._asks, b"".join(stuck), 32, peer=other.address, push=push
-            )
+            asks.append(decode.engine._asks)
+            lookup = p.Lookup(asks[-1], b"".join(one), 32, peer=other.address, push=True)
             decode.engine.scheduler.send(p.Step((lookup,)))
+        leases = [answer_to(decode.engine, ask).lease for ask in asks]
+        decode.wait(lambda: (decode.gauge("bytes{landing}") or 0) >= 10 << 20)
         for part in (4, 8, 12):
             assert decode.get(chain[:part], prefill.address) == part
         other.freeze(store=False, go_on=True)
-        decode.wait(lambda: not decode.held(), 60)
+        for lease in leases:
+            release(decode.engine, lease)
+        decode.wait(lambda: not decode.held(), NOTICED_S)
     finally:
         other.revive()
         other.stop()

@@ -294,7 +294,12 @@ class Peers:
 
     def wait_s(self, now_ns: int) -> float | None:
         """Return when to call poll() at the latest; None: when a descriptor says so."""
-        if self._noted or self.producer.busy or any(i.consumer.busy for i in self._inlets.values()):
+        if (
+            self._noted
+            or self.channel.pending
+            or self.producer.busy
+            or any(i.consumer.busy for i in self._inlets.values())
+        ):
             return BUSY_S
         return self._mover.wait_s(now_ns)
 
