@@ -152,6 +152,23 @@ def test_a_landing_slot_is_not_used_again_while_something_may_write_it(
     pair.check_nothing_left()
 
 
+def test_B14_fetches_that_wait_together_for_a_landing_slot_all_arrive() -> None:
+    """Each has other blocks at the same positions, and one of them more than the others."""
+    pair, chains = Pair(), [hashes(count, f"of {count}") for count in (1, 4, 2)]
+    for chain in chains:
+        pair.put(chain)
+    free, pair.landing.free = pair.landing.free, []  # the memory is not there yet
+    for chain in chains:
+        pair.want(chain)
+        pair.decode.ask(chain)
+    pair.run(20)
+    pair.landing.free = free
+    pair.run(20)
+    assert [pair.arrived(chain) for chain in chains] == [1, 4, 2]
+    assert not pair.consumer.counts["corrupt"]
+    pair.check_nothing_left()
+
+
 def test_B16_blocks_are_held_for_a_while_after_the_lease_and_confirmed_no_more() -> None:
     pair, chain = Pair(), hashes(2)
     pair.put(chain)

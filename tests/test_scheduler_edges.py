@@ -19,7 +19,10 @@ ROOT = Path(__file__).parent.parent
 PARTS = Geometry(BLOCK, 8, (8,), (GroupRule(),))  # two engine blocks in a block
 UNEQUAL = Geometry(32, BLOCK, (BLOCK, 32), (GroupRule(), GroupRule()))
 KINDS = re.compile(r"mamba|sliding|window|recurrent|state_space|mla(?![a-z])", re.IGNORECASE)
-NEUTRAL = ("scheduler", "offers", "requests", "client", "jobs", "loads", "worker", "link")
+NEUTRAL = (
+    *("scheduler", "offers", "requests", "handover", "tails", "transfer"),
+    *("client", "jobs", "loads", "worker", "link"),
+)
 
 
 @pytest.mark.parametrize("name", NEUTRAL)

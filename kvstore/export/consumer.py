@@ -272,7 +272,7 @@ class Consumer:
         self._move()
 
     def moved(self, tags: Sequence[Tag], *, ok: bool) -> None:
-        """A read into landing slots has ended."""
+        """A read of one fetch into landing slots has ended."""
         late = [self._late_reads.pop(tag) for tag in tags if tag in self._late_reads]
         self._landing.give(late)
         fetch = self._fetches.get(tags[0].fetch)
@@ -365,7 +365,7 @@ class Consumer:
         """Start what can be moved now into free landing slots, in the order of the loads."""
         waiting, self._claimed = self._claimed, []
         share = max(1, self._landing.count * 3 // 4)  # others land beside a peer that hangs
-        reads: dict[tuple[int, m.Region], tuple[list[Tag], Read]] = {}
+        reads: dict[tuple[int, m.Region], tuple[int, list[Tag], Read]] = {}  # by fetch
         lands: dict[int, tuple[list[int], list[int]]] = {}
         for at, tag in enumerate(waiting):
             fetch = self._fetches.get(tag.fetch)
@@ -390,11 +390,12 @@ class Consumer:
                 slots += landing
             elif block.place is not None:
                 region = self._regions[fetch.peer, block.place[0]]
-                tags, read = reads.setdefault((fetch.peer, region), ([], Read(region, [], [])))
+                new: tuple[int, list[Tag], Read] = (fetch.peer, [], Read(region, [], []))
+                _, tags, read = reads.setdefault((fetch.number, region), new)
                 tags.append(tag)
                 read.numbers.append(block.place[1])
                 read.landing.extend(landing)
-        for (peer, _), (tags, read) in reads.items():
+        for peer, tags, read in reads.values():
             self._work.read(tags, peer, read)
         for number, (positions, slots) in lands.items():
             peer, (region, metadata) = self._fetches[number].peer, self._landing.region()
