@@ -156,7 +156,7 @@ class Mover:
         self.site: Site | None = None
         self.landings: dict[str, Landing] = {}
         self.known: dict[str, bytes] = {}
-        self.restarts = 0
+        self.restarts = self.abandoned = 0
         self._events: list[moves.Event] = []
         self._later: list[tuple[int, Callable[[], moves.Event]]] = []
         self._polls = 0
@@ -217,6 +217,10 @@ class Mover:
 
     def abandon(self, digest: str | None, tag: Tag | Part) -> None:
         """What is under way here always ends."""
+
+    @property
+    def abandoned_bytes(self) -> int:
+        return self.abandoned
 
     def sum(
         self, tags: list[Tag], namespace: str, named: list[tuple[BlockKey, memoryview]]

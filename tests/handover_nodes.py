@@ -222,11 +222,11 @@ def release(engine: LiveEngine, ask: int) -> None:
     engine.scheduler.send(p.Step(release=(ask,)))
 
 
-def answer_to(engine: LiveEngine, ask: int) -> p.Granted:
-    """Wait for the answer to a lookup."""
-    while True:
+def answers_to(engine: LiveEngine, asks: list[int]) -> list[p.Granted]:
+    """Wait for the answers to some lookups, and return them in no order."""
+    found: list[p.Granted] = []
+    while len(found) < len(asks):
         answers = engine.scheduler.take(p.Answers)
         engine.credits.extend(p.from_u32(answers.credits))
-        for granted in answers.granted:
-            if granted.ask == ask:
-                return granted
+        found += [granted for granted in answers.granted if granted.ask in asks]
+    return found

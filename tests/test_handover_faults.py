@@ -16,7 +16,7 @@ import pytest
 
 from kvstore import protocol as p
 from tests.fakes import hashes
-from tests.handover_nodes import Node, answer_to, gone, nothing_left, release, signal_now
+from tests.handover_nodes import Node, answers_to, gone, nothing_left, release, signal_now
 
 pytestmark = pytest.mark.slow
 
@@ -246,7 +246,6 @@ def test_B20_an_own_exporter_that_hangs_is_started_again(pair: Pair) -> None:
     exporter = decode.exporter
     with nothing_left(decode):
         decode.freeze(store=False)
-        assert decode.get(chain, prefill.address) == 0
         decode.wait(lambda: exporter is not None and gone(exporter), NOTICED_S)
         assert "has not answered" in decode.store.log_path.read_text()
         decode.get_all(chain, prefill.address)
@@ -286,7 +285,7 @@ def test_P8_a_request_that_is_aborted_at_any_moment(pair: Pair, push: bool, afte
             decode.engine.scheduler.send(p.Step((lookup,)))
             time.sleep(after_s)
             release(decode.engine, ask)
-            release(decode.engine, answer_to(decode.engine, ask).lease)
+            release(decode.engine, answers_to(decode.engine, [ask])[0].lease)
             decode.get_all(chain, prefill.address, push=push)
         for node in pair:
             node.wait(lambda: not node.held(), NOTICED_S)  # noqa: B023 - asked at once
@@ -342,7 +341,7 @@ def test_B14_several_peers_at_a_time_one_of_which_hangs(
             asks.append(decode.engine._asks)
             lookup = p.Lookup(asks[-1], b"".join(one), 32, peer=other.address, push=True)
             decode.engine.scheduler.send(p.Step((lookup,)))
-        leases = [answer_to(decode.engine, ask).lease for ask in asks]
+        leases = [granted.lease for granted in answers_to(decode.engine, asks)]
         decode.wait(lambda: (decode.gauge("bytes{landing}") or 0) >= 10 << 20)
         for part in (4, 8, 12):
             assert decode.get(chain[:part], prefill.address) == part

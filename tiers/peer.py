@@ -267,6 +267,11 @@ class PeerMover:
             if not self._transfers[number].wanted:
                 self._exporter.abandon(number)
 
+    @property
+    def abandoned_bytes(self) -> int:
+        """Memory of transfers of ours that nobody waits for and that have not ended."""
+        return self._exporter.quarantined_bytes
+
     def restart(self, why: str) -> None:
         """Start the exporter afresh."""
         self._exporter.restart(why)
