@@ -88,9 +88,7 @@ class Node:
     @property
     def exporter(self) -> psutil.Process | None:
         """The exporter's process, if it is there."""
-        found = [child for child in self.process.children(recursive=True) if _exports(child)]
-        assert len(found) <= 1, "two exporters"
-        return found[0] if found else None
+        return exporter_of(self.process)
 
     def kill(self) -> None:
         """End the store at once, and all that it had."""
@@ -180,6 +178,13 @@ class Node:
         while self.get(chain, peer, **how) < len(chain):
             assert watch.own_s() < WAIT_S, f"never all of them: {self.numbers()}"
             time.sleep(0.05)
+
+
+def exporter_of(store: psutil.Process) -> psutil.Process | None:
+    """The exporter's process of a store, if it is there."""
+    found = [child for child in store.children(recursive=True) if _exports(child)]
+    assert len(found) <= 1, "two exporters"
+    return found[0] if found else None
 
 
 def _exports(process: psutil.Process) -> bool:

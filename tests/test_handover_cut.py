@@ -91,7 +91,7 @@ def nodes(cable: Cable, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
 
 
 @both_ways
-@pytest.mark.parametrize("when", ["before", "during"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.e2e), "during"])
 def test_B15_P4_a_cable_that_is_pulled_and_plugged_in_again(
     nodes: tuple[Node, Node], cable: Cable, when: str, push: bool
 ) -> None:

@@ -25,7 +25,7 @@ TRANSPORTS = {"shm": {}, "tcp": {"UCX_TLS": "tcp,self"}}
 Pair = tuple[Node, Node]
 
 
-@pytest.fixture(scope="module", params=list(TRANSPORTS))
+@pytest.fixture(scope="module", params=["shm", pytest.param("tcp", marks=pytest.mark.e2e)])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -174,7 +174,7 @@ def test_B15_a_decode_store_that_is_killed_costs_one_lease(pair: Pair, push: boo
 
 
 @both_ways
-@pytest.mark.parametrize("what", ["store", "exporter", "both"])
+@pytest.mark.parametrize("what", ["exporter", "both", pytest.param("store", marks=pytest.mark.e2e)])
 def test_B15_B20_P8_a_prefill_node_that_freezes_and_goes_on(
     pair: Pair, push: bool, what: str, transport: str
 ) -> None:
