@@ -278,6 +278,10 @@ class _Room:
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
 
+    @property
+    def count(self) -> int:
+        return LANDING
+
     def open(self) -> None:
         """They are there."""
 

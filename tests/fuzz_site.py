@@ -32,6 +32,7 @@ from tests.fakes import SLOT_BYTES, Engine, HeapPool, Town, from_u32
 LANDING = 32
 LANDING_EXTENT = 1 << 30
 HELD = 16 * SLOT_BYTES
+SENT = 0.9999  # of all messages, others are not taken
 SETTINGS = {"cpu": {"capacity": "64MiB"}, "server": {"metrics": ""}, "peer": {}}
 
 Decode = Callable[[bytes], p.Message]
@@ -87,14 +88,19 @@ class Wire(Channel):
         """Send to whoever is there."""
         frame = m.encode(message)
         end = self._made.get(number) or (self._ends.get(number) if number in self._ids else None)
-        if end is not None:
+        if end is not None and self._net.rng.random() < SENT:
             end.hear(frame)  # type: ignore[union-attr]
+        elif end is not None:
+            self._doomed.append((number, "it does not read"))
 
     def poll(self, now_ns: int) -> None:
         """Read what has come."""
         doomed, self._doomed = self._doomed, []
         for number, reason in doomed:
-            self._on_lost(number, reason)
+            if number in self._made or number in self._ids:
+                self._lose(number, reason)
+            else:
+                self._on_lost(number, reason)
         inbox, self.inbox = self.inbox, []
         for number, frame, decode in inbox:
             self._net.reading = frame
@@ -150,7 +156,7 @@ class Mover:
         self.site: Site | None = None
         self.landings: dict[str, Landing] = {}
         self.known: dict[str, bytes] = {}
-        self.restarts = 0
+        self.restarts = self.abandoned = 0
         self._events: list[moves.Event] = []
         self._later: list[tuple[int, Callable[[], moves.Event]]] = []
         self._polls = 0
@@ -214,6 +220,10 @@ class Mover:
 
     def abandon(self, digest: str | None, tag: Tag | Part) -> None:
         """What is under way here always ends."""
+
+    @property
+    def abandoned_bytes(self) -> int:
+        return self.abandoned
 
     def sum(
         self, tags: list[Tag], namespace: str, named: list[tuple[BlockKey, memoryview]]

@@ -310,3 +310,13 @@ def test_B20_little_in_quarantine_stays_until_nothing_else_goes_on(place: Place)
     assert place.decode.mover.restarts == 0, "it was in use a minute ago"
     place.turns(6, ms=500)
     assert place.decode.mover.restarts == 1
+
+
+def test_B20_what_moves_for_nobody_does_not_for_ever(place: Place) -> None:
+    """A write over a cable that was pulled ends when TCP says so, a quarter of an hour later."""
+    place.good.hand_over(hashes(1), push=True)
+    place.decode.mover.abandoned = 1
+    place.turns(110, ms=500)
+    assert place.decode.mover.restarts == 0
+    place.turns(15, ms=500)
+    assert place.decode.mover.restarts == 1

@@ -274,6 +274,11 @@ class PeerMover:
         """Start the exporter, unless it runs."""
         self._exporter.wake()
 
+    @property
+    def abandoned_bytes(self) -> int:
+        """Memory of transfers of ours that nobody waits for and that have not ended."""
+        return self._exporter.quarantined_bytes
+
     def restart(self, why: str) -> None:
         """Start the exporter afresh."""
         self._exporter.restart(why)

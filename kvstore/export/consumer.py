@@ -100,6 +100,7 @@ class Consumer:
         self._loads: dict[JobId, _Load] = {}
         self._claimed: list[Tag] = []  # that wait for a landing slot, and what else they need
         self._results: list[JobResult] = []
+        self._landing_of: Counter[int] = Counter()  # slots that fetches from a peer use
         self._introduced: dict[int, bytes] = {}  # peers that know our exporter's metadata
         self._late_reads: dict[Tag, int] = {}  # landing slots that a read may still fill
         self._late_writes: dict[int, list[int]] = {}  # by fetch: those that its peer may write
@@ -222,6 +223,7 @@ class Consumer:
             self._fail(fetch, "lost")
             fetch.released = True
             self._settle(fetch)
+        self._landing_of = +self._landing_of
 
     def _offer(self, fetch: Fetch, offer: m.Offer) -> None:
         offered = m.positions_of(offer.positions, len(fetch.blocks))
@@ -376,6 +378,7 @@ class Consumer:
     def _move(self) -> None:
         """Start what can be moved now into free landing slots, in the order of the loads."""
         waiting, self._claimed = self._claimed, []
+        share = max(1, self._landing.count * 3 // 4)  # others land beside a peer that hangs
         reads: dict[tuple[int, m.Region], tuple[int, list[Tag], Read]] = {}  # by fetch
         lands: dict[int, tuple[list[int], list[int]]] = {}
         for at, tag in enumerate(waiting):
@@ -386,11 +389,15 @@ class Consumer:
             if not fetch.push and block.place is None:
                 self._claimed.append(tag)
                 continue
+            if self._landing_of[fetch.peer] >= share:
+                self._claimed.append(tag)
+                continue
             landing = self._landing.take(1)
             if not landing:
                 self._claimed += waiting[at:]
                 break
             block.state, (block.landing,) = State.MOVING, landing
+            self._landing_of[fetch.peer] += 1
             if fetch.push:
                 positions, slots = lands.setdefault(fetch.number, ([], []))
                 positions.append(tag.position)
@@ -425,6 +432,7 @@ class Consumer:
         """A block is ready, or will not be; nothing of ours uses its slots any more."""
         block = fetch.blocks[position]
         if block.landing is not None:
+            self._landing_of[fetch.peer] -= 1
             if block.state is not State.MOVING:
                 self._landing.give([block.landing])
             elif fetch.push:

@@ -138,8 +138,13 @@ class Producer:
         return sum(len(peer.jobs) for peer in self._peers.values())
 
     @property
+    def wanted(self) -> bool:
+        """Tell whether anybody waits for anything; what is under way for nobody left out."""
+        return any(not job.released for peer in self._peers.values() for job in peer.jobs.values())
+
+    @property
     def busy(self) -> bool:
-        """Tell whether anything is wanted by anybody."""
+        """Tell whether anything is wanted by anybody, or under way."""
         return any(peer.jobs for peer in self._peers.values())
 
     def on_unmapped(self, extent: int) -> None:

@@ -122,6 +122,11 @@ class Mover(Protocol):
         """
         ...
 
+    @property
+    def abandoned_bytes(self) -> int:
+        """Memory of transfers of ours that nobody waits for and that have not ended."""
+        ...
+
     def restart(self, why: str) -> None:
         """Start the exporter afresh: nothing of before moves any more once Down has come."""
         ...
