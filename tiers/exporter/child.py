@@ -36,7 +36,7 @@ class Child:
                 [sys.executable, "-m", "tiers.exporter.process", service],
                 stdin=its.fileno(),
                 stdout=_SHARED,
-                env=_environment(devices, transports),
+                env=environment(devices, transports),
                 start_new_session=True,
             )
         except OSError as exc:
@@ -142,12 +142,12 @@ class Child:
         os.close(self._end)
 
 
-def _environment(devices: str, transports: str | None) -> dict[str, str]:
-    """Return what it needs: no secrets that the store's environment may hold."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+def environment(devices: str, transports: str | None) -> dict[str, str]:
+    """Return what a process with an agent needs: no secrets that the store's may hold."""
+    ours = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     found = {
         name: value
-        for name, value in environment.items()
+        for name, value in ours.items()
         if name.startswith(_HANDED_ON) or name == "PYTHONPATH"
     }
     found["UCX_NET_DEVICES"] = devices
