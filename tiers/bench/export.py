@@ -113,18 +113,19 @@ class Stores:
         environment = {} if transports is None else {"UCX_TLS": transports}
         for name in ("prefill", "decode"):
             (folder / name).mkdir()
+        # One extent each: what is not there yet would be made by evicting what is to be measured.
         disk = f'[nvme]\npath = "{folder}/prefill/kv"\ncapacity = {4 * data_bytes}\n'
         self.prefill = StoreProcess(
             folder / "prefill",
-            str(4 * data_bytes),
-            f"{disk}[peer]\n",
+            f"{4 * data_bytes}B",
+            f"extent = {4 * data_bytes}\n{disk}[peer]\n",
             environment=environment,
             scraped=False,
         )
         self.decode = StoreProcess(
             folder / "decode",
-            str(2 * data_bytes),
-            "[peer]\n",
+            f"{2 * data_bytes}B",
+            f"extent = {2 * data_bytes}\n[peer]\n",
             environment=environment,
             scraped=False,
         )
@@ -155,6 +156,7 @@ class Stores:
     def fetch(self, name: str) -> Moved:
         """Hand over all blocks, as one of OURS says; the decode store has none of them after it."""
         way, _, where = name.partition("_")
+        from_disk = _disk_blocks(self.prefill, "loaded")
         before = {process: clock.now_us() for process, clock in self._clocks.items()}
         found = self._taking.fetch(self.chains[where], self._peer, push=way == "push")
         cpu_us = {
@@ -163,6 +165,9 @@ class Stores:
         }
         if not found.complete or found.sources != {"peer": self._count}:
             raise KVStoreError(f"{name}: {len(found.slots)} of {self._count}, {found.sources}")
+        from_disk = _disk_blocks(self.prefill, "loaded") - from_disk
+        if from_disk != (self._count if where == "nvme" else 0):
+            raise KVStoreError(f"{name}: {from_disk} of {self._count} blocks were read from disk")
         admin.clear(self.decode.address)
         return Moved(self._size / found.all_s, cpu_us, found.first_s)
 
@@ -180,7 +185,7 @@ class Stores:
     def _await_written(self) -> None:
         """Wait until the disk has as many blocks more as a chain has."""
         deadline_s = time.monotonic() + READY_S
-        while (written := _written(self.prefill)) < self._count:
+        while (written := _disk_blocks(self.prefill, "stored")) < self._count:
             if time.monotonic() > deadline_s:
                 raise KVStoreError(f"{written} of {self._count} blocks are on disk")
             time.sleep(0.02)
@@ -200,10 +205,10 @@ class Stores:
                 raise KVStoreError(f"{name}: {len(found.slots)} of {self._count} blocks came")
 
 
-def _written(store: StoreProcess) -> int:
-    """Count the blocks that a store has written to its disk since it started."""
+def _disk_blocks(store: StoreProcess, event: str) -> int:
+    """Count the blocks that a store has "stored" on its disk, or "loaded" from it."""
     for stat in admin.stats(store.address):
-        if stat.name == "kvstore_tier_blocks" and "stored" in stat.labels.values():
+        if stat.name == "kvstore_tier_blocks" and event in stat.labels.values():
             return int(stat.value)
     return 0
 
