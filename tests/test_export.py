@@ -152,6 +152,28 @@ def test_a_landing_slot_is_not_used_again_while_something_may_write_it(
     pair.check_nothing_left()
 
 
+@pytest.mark.parametrize("push", [False, True])
+def test_landing_slots_are_free_as_soon_as_their_blocks_are_copied(push: bool) -> None:
+    pair, chain = Pair(), hashes(2 * LANDING)
+    pair.put(chain)
+    late, take = list[p.Message](), pair.down.take
+
+    def all_but_the_last_word(message: p.Message) -> None:
+        late.append(message) if isinstance(message, m.Valid | m.End) else take(message)
+
+    pair.down.take = all_but_the_last_word
+    number = pair.want(chain, push=push)
+    pair.decode.ask(chain)
+    pair.run(60)
+    states = {block.state for block in pair.consumer._fetches[number].blocks}
+    assert states == {c.State.CHECKED}, "more than there are landing slots"
+    for message in late:
+        take(message)
+    pair.run(3)
+    assert pair.arrived(chain) == len(chain)
+    pair.check_nothing_left()
+
+
 def test_B16_blocks_are_held_for_a_while_after_the_lease_and_confirmed_no_more() -> None:
     pair, chain = Pair(), hashes(2)
     pair.put(chain)

@@ -7,19 +7,19 @@ release the GIL.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
-import numpy as np
 
 from kvstore.export import messages as m
 from kvstore.export.consumer import Check, Read
 from kvstore.export.consumer import Tag as Part
 from kvstore.export.jobs import Tag, Write
-from kvstore.export.sums import block_sum
+from kvstore.export.sums import block_sum, copied_sum
 from kvstore.protocol import u32
 from kvstore.service.peers import (
-    BUSY_S,
     Arrived,
     Checked,
     Down,
@@ -92,9 +92,7 @@ class _Checks(msgspec.Struct):
         return Checked(self.namespace, self.tags, [self._one(*block) for block in self.blocks])
 
     def _one(self, check: Check, landed: memoryview, slot: memoryview) -> bool:
-        # Copied first: what is summed is what will be read, whatever is written there meanwhile.
-        np.copyto(np.frombuffer(slot, np.uint8), np.frombuffer(landed, np.uint8))
-        return block_sum(self.namespace, check.key, slot) == check.sum
+        return copied_sum(self.namespace, check.key, landed, slot) == check.sum
 
     def failed(self) -> Checked:
         return Checked(self.namespace, self.tags, [False] * len(self.tags))
@@ -110,17 +108,22 @@ class PeerMover:
         self._landings: dict[str, Landing] = {}
         self._transfers: dict[int, tuple[str | None, list[Tag] | list[Part]]] = {}
         self._addresses: dict[int, int] = {}  # mapped, and peers were not told how to reach it
+        self._told = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # threads have results
         self._runner: Runner[_Sums | _Checks, Summed | Checked] = Runner(
-            "kvstore-handover", lambda job: job.run(), lambda job, _: job.failed(), THREADS
+            "kvstore-handover",
+            lambda job: job.run(),
+            lambda job, _: job.failed(),
+            THREADS,
+            lambda: os.eventfd_write(self._told, 1),
         )
 
     def fds(self) -> Iterator[int]:
-        """Return the descriptor that can be read when the exporter has said something."""
-        yield self._exporter.fileno()
+        """Go through the descriptors that can be read when poll() has something to return."""
+        yield from (self._exporter.fileno(), self._told)
 
     def wait_s(self, now_ns: int) -> float | None:
-        """Return when to call poll() at the latest; None: when the descriptor says so."""
-        return BUSY_S if self._runner.open else self._exporter.wait_s(now_ns)
+        """Return when to call poll() at the latest; None: when a descriptor says so."""
+        return self._exporter.wait_s(now_ns)
 
     def poll(self, now_ns: int) -> Sequence[Event]:
         """Return what has happened."""
@@ -144,6 +147,8 @@ class PeerMover:
                     events.append(Down(reason))
                 case _:
                     pass  # refused peers fail their transfers; extents are mapped again
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._told)
         return [*events, *self._runner.poll()]
 
     def _reachable(self, metadata: bytes) -> list[Reachable]:
@@ -222,6 +227,7 @@ class PeerMover:
         """End the process and the threads, and free the landing slots."""
         self._exporter.close()
         self._runner.close()
+        os.close(self._told)
         for landing in self._landings.values():
             landing.memory.close()
         self._landings.clear()

@@ -31,7 +31,7 @@ from kvstore.types import BlockKey, Chain, Slot
 
 log = logging.getLogger(__name__)
 
-BUSY_S = 0.001
+BUSY_S = 0.005  # what is waited for wakes the loop up; deadlines do not
 EVENTS = (
     *("fetched", "corrupt", "late", "ended", "lost", "exporter", "cleared"),  # as a consumer
     *("confirmed", "stale", "expired", "failed", "gone", "refused"),  # as a producer
@@ -373,9 +373,12 @@ class Peers:
 
     def wait_s(self, now_ns: int) -> float | None:
         """Return when to call poll() at the latest; None: when a descriptor says so."""
-        if self._noted or self.producer.busy or any(i.consumer.busy for i in self._inlets.values()):
-            return BUSY_S
-        return self._mover.wait_s(now_ns)
+        if self._noted or self.channel.waiting:
+            return 0.0
+        wait_s = self._mover.wait_s(now_ns)
+        if self.producer.busy or any(i.consumer.busy for i in self._inlets.values()):
+            return BUSY_S if wait_s is None else min(BUSY_S, wait_s)
+        return wait_s
 
     def gauges(self) -> dict[tuple[str, ...], float]:
         """Return gauges, and counters kept here."""
@@ -407,8 +410,11 @@ class Peers:
             self._on_event(event)
         self.channel.poll(now_ns)
         for namespace in self._namespaces.values():
+            staged: dict[tuple[int, int, bool], list[Tag]] = {}
             for tag, ok in namespace.tiering.take_staged():
-                self.producer.staged(tag, ok=ok)
+                staged.setdefault((tag.peer, tag.job, ok), []).append(tag)
+            for (_, _, ok), tags in staged.items():
+                self.producer.staged(tags, ok=ok)
         self.producer.tick(now_ns)
         for inlet in self._inlets.values():
             inlet.consumer.tick(now_ns)

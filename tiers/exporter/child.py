@@ -125,8 +125,10 @@ class Child:
     def ended(self, wait_s: float = 0.0) -> str | None:
         """Say what it has ended of; None: it is there. wait_s: how long to wait for its end."""
         try:
-            code = self._process.wait(wait_s)
+            code = self._process.wait(wait_s) if wait_s else self._process.poll()
         except subprocess.TimeoutExpired:
+            return None
+        if code is None:
             return None
         if code >= 0:
             return f"it ended with {code}"

@@ -1,0 +1,73 @@
+"""What moves a hand-over's bytes, by itself: its threads, and when it wants to be polled."""
+
+from __future__ import annotations
+
+import random
+import select
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.export.consumer import Check
+from kvstore.export.consumer import Tag as Part
+from kvstore.export.jobs import Tag
+from kvstore.export.sums import block_sum, copied_sum
+from kvstore.quantities import KIB, MIB
+from kvstore.service.peers import Checked, Event, Summed
+from kvstore.types import BlockKey, Slot
+from tiers.peer import PeerMover
+
+WAIT_S = 600.0
+KEY = BlockKey(b"k" * 34)
+
+
+@pytest.fixture
+def mover() -> Iterator[PeerMover]:
+    made = PeerMover("test", "lo", 4 * MIB)
+    yield made
+    made.close()
+
+
+def block(size: int, seed: int = 1) -> memoryview:
+    return memoryview(bytearray(random.Random(seed).randbytes(size)))
+
+
+def woken(mover: PeerMover, kind: type[Event]) -> list[Event]:
+    """What polls bring until one of a kind comes; between them only descriptors are watched."""
+    found: list[Event] = []
+    while not any(isinstance(event, kind) for event in found):
+        ready, _, _ = select.select(list(mover.fds()), [], [], WAIT_S)
+        assert ready, "nobody was woken up"
+        found += mover.poll(time.monotonic_ns())
+    return [event for event in found if isinstance(event, kind)]
+
+
+def test_a_sum_that_was_taken_wakes_the_loop_and_is_not_looked_for(mover: PeerMover) -> None:
+    mover.sum([Tag(1, 1, 0)], "namespace", [(KEY, (data := block(MIB)))])
+    assert woken(mover, Summed) == [Summed([Tag(1, 1, 0)], [block_sum("namespace", KEY, data)])]
+
+
+@pytest.mark.parametrize("size", [1, 4 * KIB, 256 * KIB, 256 * KIB + 1, 3 * MIB])
+def test_a_landed_block_is_copied_and_its_sum_is_that_of_the_copy(
+    mover: PeerMover, size: int
+) -> None:
+    landed, slots = block(size), [memoryview(bytearray(size)) for _ in range(2)]
+    right = block_sum("namespace", KEY, landed)
+    tags = [Part(1, 0), Part(1, 1)]
+    checks = [Check(KEY, 0, right, Slot(0)), Check(KEY, 1, right ^ 1, Slot(1))]
+    work = [(check, landed, slot) for check, slot in zip(checks, slots, strict=True)]
+    mover.check(tags, "namespace", work)
+    found = [event for event in woken(mover, Checked) if isinstance(event, Checked)]
+    assert [flag for event in found for flag in event.right] == [True, False][: len(found[0].right)]
+    assert slots[0] == landed
+
+
+def test_a_sum_names_its_block() -> None:
+    data, target = block(300 * KIB), memoryview(bytearray(300 * KIB))
+    right = copied_sum("namespace", KEY, data, target)
+    assert right == block_sum("namespace", KEY, data) == block_sum("namespace", KEY, target)
+    assert right != copied_sum("other", KEY, data, target)
+    assert right != copied_sum("namespace", BlockKey(b"l" * 34), data, target)
+    data[-1] ^= 1
+    assert right != copied_sum("namespace", KEY, data, target)
