@@ -110,8 +110,14 @@ TABLE = (
     Spec(
         "kvstore_hand_over_bytes",
         "gauge",
-        "Memory that hand-overs hold, by state: held (for peers), quarantined.",
+        "Memory that hand-overs hold, by state: held (for peers), landing, quarantined.",
         ("state",),
+    ),
+    Spec(
+        "kvstore_hand_over_open",
+        "gauge",
+        "What hand-overs have to do with now, by kind.",
+        ("what",),
     ),
     Spec(
         "kvstore_capacity_bytes",

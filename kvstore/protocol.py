@@ -22,7 +22,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -33,6 +33,11 @@ VERSION = 1
 FRAME_BYTES_MAX = 256 << 20
 
 U32 = "I"
+
+
+# What is added to counters: none goes down, or to where it is no number any more.
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -75,8 +80,8 @@ class Lookup(Message, frozen=True):
 class Usage(Message, frozen=True):
     """Tokens of requests admitted since the last step: asked for, and served, by tier."""
 
-    lookup_tokens: int
-    hit_tokens: dict[str, int]
+    lookup_tokens: Count
+    hit_tokens: dict[str, Count]
 
 
 class Handing(Message, frozen=True):
@@ -91,7 +96,7 @@ class Handing(Message, frozen=True):
     hashes: bytes = b""
     width: int = 0
     scope: bytes = b""
-    lease_ms: int = 0
+    lease_ms: Count = 0
 
 
 class Step(Message, frozen=True):
@@ -101,7 +106,7 @@ class Step(Message, frozen=True):
     settle: tuple[int, ...] = ()  # asks to answer now, with what is ready
     release: tuple[int, ...] = ()  # leases not used, or asks not wanted any more
     usage: Usage | None = None
-    counts: dict[str, int] = {}  # events by name (EVENTS), since the last step
+    counts: dict[str, Count] = {}  # events by name (EVENTS), since the last step
     handing: tuple[Handing, ...] = ()
 
 
@@ -124,15 +129,15 @@ class Stored(Message, frozen=True):
     keys: tuple[bytes, ...]
     parents: tuple[bytes, ...]
     ok: bool
-    seconds: float
+    seconds: Seconds
 
 
 class Loaded(Message, frozen=True):
     """A worker finished reading under a lease; damaged: slots whose bytes were not right."""
 
     lease: int
-    copied_bytes: int
-    seconds: float
+    copied_bytes: Count
+    seconds: Seconds
     damaged: bytes = b""
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from kvstore import protocol as p
 from kvstore.export import consumer as c
-from kvstore.export import jobs
+from kvstore.export import fetches, jobs
 from kvstore.export import messages as m
 from kvstore.export import producer as o
 from kvstore.export.sums import block_sum
@@ -98,7 +98,12 @@ class Pair:
         self.damage: set[BlockKey] = set()
         self.fail = 0.0
         self.producer = o.Producer(
-            self._find, lambda: ("agent", b"md"), self, self._to_consumer, held * SLOT_BYTES
+            self._find,
+            lambda: ("agent", b"md"),
+            self,
+            self._to_consumer,
+            held * SLOT_BYTES,
+            lambda *_: None,
         )
         self.welcome: list[p.Message] = []
         self.connect()
@@ -170,6 +175,9 @@ class Pair:
         assert agent == "other"
         self.wire.do(work)
 
+    def abandon(self, tag: jobs.Tag) -> None:
+        """What is under way here always ends."""
+
     def region(self, extent: int) -> tuple[m.Region, bytes]:
         return m.Region(extent, 4096 * extent, self.source.extents[extent].memory.count), b"md"
 
@@ -239,7 +247,7 @@ class _Moves:
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
 
-    def read(self, tags: list[c.Tag], peer: int, read: c.Read) -> None:
+    def read(self, tags: list[fetches.Tag], peer: int, read: fetches.Read) -> None:
         def work() -> None:
             pair = self._pair
             ok = pair.wire.random.random() >= pair.fail
@@ -251,7 +259,10 @@ class _Moves:
         assert peer <= self._pair.peer
         self._pair.wire.do(work)
 
-    def check(self, tags: list[c.Tag], checks: list[c.Check]) -> None:
+    def abandon(self, tag: fetches.Tag) -> None:
+        """What is under way here always ends."""
+
+    def check(self, tags: list[fetches.Tag], checks: list[fetches.Check]) -> None:
         def work() -> None:
             right = []
             for check in checks:
@@ -269,6 +280,9 @@ class _Moves:
 class _Room:
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
+
+    def open(self) -> None:
+        """They are there."""
 
     def take(self, count: int) -> list[int]:
         return self._pair.landing.take(count)

@@ -18,7 +18,7 @@ from tiers.runner import Runner
 
 _SLICE = 32 << 20
 _PAGE = mmap.PAGESIZE
-_GENERATION_BYTES = 4
+GENERATION_BYTES = 4
 
 
 def touch(mapped: mmap.mmap) -> None:
@@ -35,12 +35,12 @@ class CpuExtent:
 
     def __init__(self, extent_bytes: int, slot_bytes: int) -> None:
         """Allocate and populate; takes about a second per GiB. Raises TierFull without memory."""
-        self.count = extent_bytes // (slot_bytes + _GENERATION_BYTES)
+        self.count = extent_bytes // (slot_bytes + GENERATION_BYTES)
         if self.count < 1:
             raise TierFull(f"a block takes {slot_bytes} bytes, an extent has {extent_bytes}")
         self.slot_bytes = slot_bytes
         self.generations_offset = self.count * slot_bytes
-        used = self.generations_offset + self.count * _GENERATION_BYTES
+        used = self.generations_offset + self.count * GENERATION_BYTES
         self.bytes = -(-used // _PAGE) * _PAGE
         self.fd = os.memfd_create("kvstore-extent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

@@ -18,72 +18,21 @@ import enum
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
 
 import msgspec
 
 from kvstore.errors import ProtocolError, TierIOError
 from kvstore.export import messages as m
+from kvstore.export.fetches import Check, Landing, Read, Tag, Work
 from kvstore.protocol import Message, from_u32, u32
 from kvstore.types import BlockKey, Chain, JobId, JobResult, LookupResult, Slot, TransferJob
 
 ANSWER_NS = 1_000_000_000
 STALL_NS = 10_000_000_000
 LEASE_MS = 30_000
+REGIONS_MAX = 1 << 16  # of all peers: whoever names one more loses its first
 
 Send = Callable[[int, Message], None]
-
-
-class Tag(msgspec.Struct, frozen=True):
-    """Names one block of a fetch to whoever works on it."""
-
-    fetch: int
-    position: int
-
-
-class Read(msgspec.Struct, frozen=True):
-    """Slots of one of a peer's extents, and the landing slots that they are read into."""
-
-    region: m.Region
-    numbers: list[int]
-    landing: list[int]
-
-
-class Check(msgspec.Struct, frozen=True):
-    """A landed block: what it has to be, and where it goes if it is."""
-
-    key: BlockKey
-    landing: int
-    sum: int
-    slot: Slot
-
-
-class Work(Protocol):
-    """What takes time and is done elsewhere: each call has one answer, by its tags, later."""
-
-    def read(self, tags: list[Tag], peer: int, read: Read) -> None:
-        """Read a peer's slots; the answer is Consumer.moved."""
-        ...
-
-    def check(self, tags: list[Tag], blocks: list[Check]) -> None:
-        """Copy landed blocks to their slots if their sums are right; the answer: checked."""
-        ...
-
-
-class Landing(Protocol):
-    """Slots that only we and the exporters touch, under a cap in bytes."""
-
-    def take(self, count: int) -> list[int]:
-        """Take up to count free ones."""
-        ...
-
-    def give(self, slots: Collection[int]) -> None:
-        """Give some back."""
-        ...
-
-    def region(self) -> tuple[m.Region, bytes]:
-        """Say where our exporter has them, and its metadata since then."""
-        ...
 
 
 class State(enum.Enum):
@@ -136,16 +85,14 @@ class _Load(msgspec.Struct, eq=False):
 class Consumer:
     """All fetches into one namespace. To its tiering it is a tier: what was offered is here."""
 
-    def __init__(
-        self, work: Work, landing: Landing, send: Send, groups: int, lease_ms: int = LEASE_MS
-    ) -> None:
+    def __init__(self, work: Work, landing: Landing, send: Send, groups: int) -> None:
         """groups: KV groups of the namespace."""
         self.name = "peer"
         self._work = work
         self._landing = landing
         self._send = send
         self._groups = groups
-        self._lease_ms = lease_ms
+        self._lease_ms = LEASE_MS
         self._fetches: dict[int, Fetch] = {}
         self._located: dict[BlockKey, Tag] = {}
         self._regions: dict[tuple[int, int], m.Region] = {}  # by peer and extent
@@ -164,6 +111,7 @@ class Consumer:
     def want(self, peer: int, want: m.Want, now_ns: int) -> int:
         """Ask a peer for blocks; return the fetch's number, which is the message's job, too."""
         self._now_ns = now_ns
+        self._landing.open()
         chain = Chain(want.hashes, want.width, self._groups, want.scope)
         number, self._next = self._next, self._next + 1
         blocks = [Block(chain.key(g, index)) for g, index in m.wanted_of(want, self._groups)]
@@ -192,7 +140,7 @@ class Consumer:
         if not isinstance(message, m.Offer | m.Have | m.Valid | m.End):
             raise ProtocolError(f"{type(message).__name__} is not for a consumer")
         if isinstance(message, m.Have):  # they are told once, whatever they were told with
-            self._regions |= {(peer, region.extent): region for region in message.regions}
+            self._learn(peer, message.regions)
         fetch = self._fetches.get(message.job)
         if fetch is None:  # given up before
             if isinstance(message, m.End):
@@ -212,6 +160,13 @@ class Consumer:
             self._written_no_more(message)
         self._settle(fetch)
 
+    def _learn(self, peer: int, regions: Sequence[m.Region]) -> None:
+        self._regions |= {(peer, region.extent): region for region in regions}
+        if len(self._regions) > REGIONS_MAX:
+            of_peer = [at for at in self._regions if at[0] == peer]
+            for at in of_peer[: len(self._regions) - REGIONS_MAX]:
+                del self._regions[at]
+
     def _written_no_more(self, end: m.End) -> None:
         if end.reason != m.LEASE_OVER:
             self._landing.give(self._late_writes.pop(end.job, ()))
@@ -230,6 +185,15 @@ class Consumer:
     def busy(self) -> bool:
         """Tell whether anything is wanted."""
         return bool(self._fetches)
+
+    @property
+    def open(self) -> int:
+        """Count what is wanted."""
+        return len(self._fetches)
+
+    def asked(self) -> set[int]:
+        """Return the peers that something is wanted of."""
+        return {fetch.peer for fetch in self._fetches.values()}
 
     @property
     def quarantined(self) -> int:
@@ -256,7 +220,8 @@ class Consumer:
             if tier >= len(offer.tiers):
                 raise ProtocolError(f"tier {tier}, expected below {len(offer.tiers)}")
             fetch.tiers[position] = offer.tiers[tier]
-            fetch.blocks[position].state = State.OFFERED
+            if fetch.blocks[position].state is State.WANTED:  # else it was given up before
+                fetch.blocks[position].state = State.OFFERED
         for position, block in enumerate(fetch.blocks):
             if block.state is State.WANTED:
                 self._done(fetch, position, ok=False)
@@ -402,7 +367,8 @@ class Consumer:
 
     def _move(self) -> None:
         """Start what can be moved now into free landing slots, in the order that it came."""
-        waiting, free = self._movable, self._landing.take(len(self._movable))
+        waiting = self._movable
+        free = self._landing.take(len(waiting)) if waiting else []
         reads: dict[tuple[int, m.Region], tuple[list[Tag], Read]] = {}
         lands: dict[int, tuple[list[int], list[int]]] = {}
         while waiting and free:
@@ -452,6 +418,7 @@ class Consumer:
                 self._late_writes.setdefault(fetch.number, []).append(block.landing)
             else:
                 self._late_reads[Tag(fetch.number, position)] = block.landing
+                self._work.abandon(Tag(fetch.number, position))
         block.state, block.landing = State.DONE, None
         fetch.left -= 1
         if self._located.get(block.key) == Tag(fetch.number, position):

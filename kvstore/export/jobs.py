@@ -60,6 +60,10 @@ class Work(Protocol):
         """Write slots of one of our extents to a peer; the answer is Producer.written."""
         ...
 
+    def abandon(self, tag: Tag) -> None:
+        """Nobody waits for a write any more: what has not begun is not begun; written() comes."""
+        ...
+
     def region(self, extent: int) -> tuple[m.Region, bytes] | None:
         """Say where the exporter has an extent, and its metadata then; None: not yet."""
         ...
@@ -127,5 +131,6 @@ class Peer(msgspec.Struct, eq=False):
     agent: str
     jobs: dict[int, Job] = {}
     held_bytes: int = 0
+    blocks: int = 0  # of its jobs
     regions: set[int] = set()  # extents it was told about
     closed: bool = False

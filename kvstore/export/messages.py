@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Annotated
 
 import msgspec
 
@@ -33,6 +34,14 @@ from kvstore.types import GroupRule
 VERSION = 1
 MESSAGE_BYTES_MAX = 16 << 20
 JOB_BLOCKS_MAX = 1 << 16
+REGIONS_MAX = 1 << 12
+TEXT_MAX = 4096
+
+# What a store keeps of a peer is small.
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
+Traits = Annotated[dict[Name, Text], msgspec.Meta(max_length=64)]
+Metadata = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -55,10 +64,10 @@ class Hello(Message, frozen=True):
     """
 
     version: int
-    namespace: str
-    traits: dict[str, str]
-    agent: str = ""
-    metadata: bytes = b""
+    namespace: Name
+    traits: Traits
+    agent: Name = ""
+    metadata: Metadata = b""
 
 
 class Want(Message, frozen=True):
@@ -72,7 +81,7 @@ class Want(Message, frozen=True):
     width: int
     indices: tuple[bytes, ...]
     scope: bytes = b""
-    request: str = ""
+    request: Text = ""
     lease_ms: int = 30_000
     push: bool = False
 
@@ -87,7 +96,7 @@ class Land(Message, frozen=True):
     region: Region
     positions: bytes
     slots: bytes
-    metadata: bytes = b""
+    metadata: Metadata = b""
 
 
 class Confirm(Message, frozen=True):
@@ -113,14 +122,14 @@ class Release(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """The namespaces agree."""
 
-    agent: str
-    metadata: bytes
+    agent: Name
+    metadata: Metadata
 
 
 class Refused(Message, frozen=True):
     """No hand-over; retry: asking again can help. job 0: the whole session."""
 
-    reason: str
+    reason: Text
     retry: bool = False
     job: int = 0
 
@@ -130,7 +139,7 @@ class Offer(Message, frozen=True):
 
     job: int
     positions: bytes
-    tiers: tuple[str, ...]
+    tiers: Annotated[tuple[Name, ...], msgspec.Meta(max_length=256)]
     which: bytes  # u8 for each position: index into tiers
 
 
@@ -146,8 +155,8 @@ class Have(Message, frozen=True):
     places: bytes
     generations: bytes
     sums: bytes
-    regions: tuple[Region, ...] = ()
-    metadata: bytes = b""
+    regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=REGIONS_MAX)] = ()
+    metadata: Metadata = b""
 
 
 class Valid(Message, frozen=True):
@@ -167,7 +176,7 @@ class End(Message, frozen=True):
     """
 
     job: int
-    reason: str
+    reason: Text
 
 
 ToProducer = Hello | Want | Land | Confirm | Extend | Release

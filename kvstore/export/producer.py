@@ -32,6 +32,7 @@ from kvstore.types import BlockKey, Chain, LookupResult
 GRACE_NS = 5_000_000_000
 LEASE_MS_MAX = 600_000
 JOBS_MAX = 1024  # of one peer
+BLOCKS_MAX = 1 << 20  # wanted by one peer at one time
 MEMORY, PREFILL = "cpu", "prefill"
 
 Send = Callable[[int, Message], None]
@@ -47,18 +48,22 @@ class Producer:
         work: Work,
         send: Send,
         held_bytes_max: int,
+        meet: Callable[[int, str, bytes], None],
     ) -> None:
         """find(namespace digest): what is served, and its traits. exporter(): agent and metadata.
 
         Both are None while there is none.
-        held_bytes_max: for each peer, of what is held for it at one time, and of what is held for
-            requests whose peer has not asked yet.
+        held_bytes_max: for each peer, of what is held for it at one time, half of what is held for
+            all of them, and of what is held for requests whose peer has not asked yet.
+        meet(peer, agent, metadata): a peer is welcome, and has this exporter.
         """
         self._find = find
         self._exporter = exporter
         self._work = work
         self._send = send
         self._held_bytes_max = held_bytes_max
+        self._meet = meet
+        self.held_bytes = 0  # memory that is held for peers
         self._peers: dict[int, Peer] = {}
         self._early: dict[int, m.Hello] = {}  # who came before the exporter was there
         self.hands = Hands(held_bytes_max)
@@ -109,15 +114,15 @@ class Producer:
             peer.closed = True
             self._drop(peer)
 
-    @property
-    def held_bytes(self) -> int:
-        """Memory that is held for peers."""
-        return sum(peer.held_bytes for peer in self._peers.values())
-
     def agent_of(self, number: int) -> str:
         """Name a peer's exporter; none for one that is not there."""
         peer = self._peers.get(number)
         return "" if peer is None else peer.agent
+
+    @property
+    def jobs(self) -> int:
+        """Count what is wanted by peers."""
+        return sum(len(peer.jobs) for peer in self._peers.values())
 
     @property
     def busy(self) -> bool:
@@ -160,6 +165,7 @@ class Producer:
             differ = _difference(hello.traits, traits)
             if not differ:
                 self._peers[number] = Peer(number, source, hello.agent)
+                self._meet(number, hello.agent, hello.metadata)
                 self._send(number, m.Welcome(*ours))
                 return
             refused = m.Refused(differ)
@@ -173,6 +179,8 @@ class Producer:
             raise ProtocolError(f"job {want.job}, expected a new number above 0")
         if len(peer.jobs) >= JOBS_MAX:
             raise ProtocolError(f"more than {JOBS_MAX} jobs at one time")
+        if peer.blocks + len(wanted) > BLOCKS_MAX:
+            raise ProtocolError(f"more than {BLOCKS_MAX} blocks wanted at one time")
         if want.push and not peer.agent:
             raise ProtocolError("a push to a peer that named no exporter")
         chain = Chain(want.hashes, want.width, len(rules), want.scope)
@@ -191,6 +199,7 @@ class Producer:
         job.awaited.extend(sorted(offered, key=lambda position: wanted[position][::-1]))
         job.left = len(offered)
         peer.jobs[job.number] = job
+        peer.blocks += len(blocks)
         self._send(peer.number, m.Offer(job.number, u32(offered), tuple(tiers), bytes(which)))
         self._advance(peer, job)
         self._settle(peer, job)
@@ -295,7 +304,7 @@ class Producer:
     def _advance(self, peer: Peer, job: Job) -> None:
         """Hold what can be held now of what is awaited, first blocks first."""
         source, size = peer.source, peer.source.layout.slot_bytes
-        room = (self._held_bytes_max - peer.held_bytes) // size
+        room = self._room(peer) // size
         below: dict[str, tuple[Tier, list[int]]] = {}
         while job.awaited and room > 0 and not job.over:
             position = job.awaited[0]
@@ -304,7 +313,7 @@ class Producer:
             found, tier = source.tiering.where(block.key)
             if entry is not None:
                 block.entry, block.slot = entry, entry.slot
-                peer.held_bytes += size
+                self._hold(peer, 1)
                 room -= 1
                 self._sum(job, position)
             elif source.manager.probe(block.key) is not LookupResult.MISS:
@@ -321,6 +330,17 @@ class Producer:
         for tier, positions in below.values():
             self._stage(peer, job, tier, positions)
 
+    def _room(self, peer: Peer) -> int:
+        """Return the bytes that may be held for a peer now; each can have one block at least."""
+        of_all = 2 * self._held_bytes_max - self.held_bytes
+        room = min(self._held_bytes_max - peer.held_bytes, of_all)
+        return room if peer.held_bytes else max(room, peer.source.layout.slot_bytes)
+
+    def _hold(self, peer: Peer, blocks: int) -> None:
+        held = blocks * peer.source.layout.slot_bytes
+        peer.held_bytes += held
+        self.held_bytes += held
+
     def _stage(self, peer: Peer, job: Job, tier: Tier, positions: list[int]) -> None:
         """Read blocks of a lower tier into slots of their own; those without one wait."""
         source = peer.source
@@ -330,7 +350,7 @@ class Producer:
         for tag, slot in zip(tags, slots, strict=True):
             block = job.blocks[tag.position]
             block.state, block.slot = State.STAGING, slot
-            peer.held_bytes += source.layout.slot_bytes
+            self._hold(peer, 1)
         if tags:
             keys = [job.blocks[tag.position].key for tag in tags]
             source.tiering.stage(tier, keys, slots, tags)
@@ -401,7 +421,7 @@ class Producer:
         """Let go of a block; nothing is under way with it."""
         block, manager = job.blocks[position], peer.source.manager
         if block.slot is not None:
-            peer.held_bytes -= peer.source.layout.slot_bytes
+            self._hold(peer, -1)
             if block.entry is not None:
                 manager.unpin(block.entry)
             else:
@@ -411,11 +431,15 @@ class Producer:
 
     def _release(self, peer: Peer, job: Job) -> None:
         """Let go of what is not in use at this moment; the rest follows as that ends."""
+        if job.released:
+            return
         job.released = True
         job.awaited.clear()
         job.news.clear()
         for position, block in enumerate(job.blocks):
-            if block.state is not State.DONE and block.state not in BUSY:
+            if block.state is State.WRITING:
+                self._work.abandon(Tag(peer.number, job.number, position))
+            elif block.state is not State.DONE and block.state not in BUSY:
                 self._done(peer, job, position)
 
     def _settle(self, peer: Peer, job: Job) -> None:
@@ -428,6 +452,7 @@ class Producer:
             self._tell(peer, job)
         if job.left or peer.jobs.pop(job.number, None) is None:
             return
+        peer.blocks -= len(job.blocks)
         if job.confirmed:
             self.hands.gone(job.request)  # what it did not fetch it does not want
         if not peer.closed:

@@ -12,7 +12,7 @@ import ipaddress
 import logging
 import os
 import secrets
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,15 +36,15 @@ _KEY_BYTES = 32
 _PARTS = 2  # of what a router receives: who, and what
 READ_MAX = 256  # messages taken from one socket in one go
 FORGET_NS = 600_000_000_000  # a peer that has said nothing
-LOST = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CONNECT_RETRIED
-    | (
-        zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    )
+CAME_MAX = 1024  # peers that came; one more takes the place of that which was silent longest
+STRANGE = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | STRANGE
+CALLS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | STRANGE
+HANDSHAKE_MS = 2000
 
 
 class ClusterKey:
@@ -111,6 +111,8 @@ class Channel:
         self._auth: ThreadAuthenticator | None = None
         self._router: Any = None
         self._router_fd = -1
+        self._calls: Any = None  # tells of connections, where there is a key
+        self._callers: deque[int] = deque()  # when those came whose handshake is not over
         self._came: dict[bytes, int] = {}  # routing id -> number
         self._ids: dict[int, bytes] = {}
         self._made: dict[int, _Dealer] = {}
@@ -134,23 +136,27 @@ class Channel:
             router.curve_server = True
             router.curve_secretkey = self._key.server_secret
             router.zap_domain = _DOMAIN.encode()
+            self._calls = router.get_monitor_socket(CALLS)
         try:
             router.bind(f"tcp://{host}:{port}")
         except zmq.ZMQError as exc:
-            router.close()
+            self._close_router(router)
             raise ConfigError(f"peer listen {host}:{port}: {exc.strerror}") from exc
         self._router, self._router_fd = router, router.fd
         self.address = router.last_endpoint.decode().removeprefix("tcp://")
 
     def callback(self, _domain: str, key: bytes) -> bool:
         """Say whether a client's key is the cluster's (for the authenticator)."""
-        known = self._key is not None and key == self._key.client_public
-        self.counts["unauthorised"] += not known
-        return known
+        return self._key is not None and key == self._key.client_public
 
     def connect(self, address: str) -> int:
         """Begin to connect to a peer; return its number."""
-        dealer = self._socket(zmq.DEALER)
+        try:
+            dealer = self._socket(zmq.DEALER)
+        except zmq.ZMQError as exc:  # no descriptors, say
+            number, self._next = self._next, self._next + 1
+            self._doomed.append((number, f"{address}: {exc.strerror}"))
+            return number
         if self._key is not None:
             dealer.curve_publickey = self._key.client_public
             dealer.curve_secretkey = self._key.client_secret
@@ -169,7 +175,7 @@ class Channel:
         made.linger = 0
         made.maxmsgsize = m.MESSAGE_BYTES_MAX
         made.sndhwm = made.rcvhwm = QUEUE_MAX
-        made.handshake_ivl = made.connect_timeout = 2000
+        made.handshake_ivl = made.connect_timeout = HANDSHAKE_MS
         made.heartbeat_ivl = 1000
         made.heartbeat_timeout = 5000
         return made
@@ -178,6 +184,8 @@ class Channel:
         """Go through the descriptors that become readable when poll() has something to do."""
         if self._router is not None:
             yield self._router_fd
+        if self._calls is not None:
+            yield self._calls.fd
         for dealer in self._made.values():
             yield from dealer.fds
 
@@ -204,7 +212,11 @@ class Channel:
         """Hand over what has arrived, and say who is gone."""
         doomed, self._doomed = self._doomed, []
         for number, reason in doomed:
-            self._lose(number, reason)
+            if number in self._made:
+                self._lose(number, reason)
+            else:
+                self._on_lost(number, reason)
+        self._count_strangers(now_ns)
         self._poll_router(now_ns)
         for number, dealer in list(self._made.items()):
             for _ in range(READ_MAX if _readable(dealer.socket) else 0):
@@ -229,12 +241,37 @@ class Channel:
                 break
             number = self._came.get(parts[0])
             if number is None:
-                number, self._next = self._next, self._next + 1
-                self._came[parts[0]], self._ids[number] = number, parts[0]
+                number = self._admit(parts[0])
             if len(parts) == _PARTS:
                 self._take(number, parts[1], m.decode_for_producer, now_ns)
             else:
                 self.counts["malformed"] += 1
+
+    def _count_strangers(self, now_ns: int) -> None:
+        """Count the connections that no handshake made ones of the cluster.
+
+        Of some that are refused nothing is said: so it is those that came less those that were let
+        in, some time later.
+        """
+        while self._calls is not None and self._calls.poll(0):
+            event: Any = recv_monitor_message(self._calls)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._callers.append(now_ns)
+            elif self._callers:
+                self._callers.popleft()
+                self.counts["unauthorised"] += event["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED
+        while self._callers and now_ns - self._callers[0] > 2 * HANDSHAKE_MS * 1_000_000:
+            self._callers.popleft()
+            self.counts["unauthorised"] += 1
+
+    def _admit(self, routing: bytes) -> int:
+        """Number a peer that has come."""
+        if len(self._ids) >= CAME_MAX:
+            silent = min(self._ids, key=lambda number: self._heard.get(number, (0, 0))[0])
+            self._lose(silent, "others came")
+        number, self._next = self._next, self._next + 1
+        self._came[routing], self._ids[number] = number, routing
+        return number
 
     def _take(
         self, number: int, frame: bytes, decode: Callable[[bytes], Message], now_ns: int
@@ -251,7 +288,7 @@ class Channel:
             self.counts["malformed"] += 1
             log.warning("peer %d: %s", number, exc)
             if number in self._ids:
-                self.send(number, m.Refused(f"not understood: {exc}"))
+                self.send(number, m.Refused(f"not understood: {exc}"[: m.TEXT_MAX]))
 
     def _lose(self, number: int, reason: str) -> None:
         dealer = self._made.pop(number, None)
@@ -264,6 +301,11 @@ class Channel:
         if dealer is not None or routing is not None:
             self._on_lost(number, reason)
 
+    @property
+    def came(self) -> int:
+        """Count the connections of peers that came, as far as is known."""
+        return len(self._ids)
+
     def drop(self, number: int) -> None:
         """Close a connection."""
         self._lose(number, "dropped")
@@ -274,13 +316,20 @@ class Channel:
         for number in [n for n in self._ids if self._heard.get(n, (0, 0))[0] < limit]:
             self._lose(number, "silent")
 
+    def _close_router(self, router: Any) -> None:  # noqa: ANN401 - a socket
+        if self._calls is not None:
+            router.disable_monitor()
+            self._calls.close()
+            self._calls = None
+        router.close()
+
     def close(self) -> None:
         """End everything, at once."""
         for dealer in self._made.values():
             dealer.close()
         self._made.clear()
         if self._router is not None:
-            self._router.close()
+            self._close_router(self._router)
         if self._auth is not None:
             self._auth.stop()
         self._context.term()

@@ -29,8 +29,8 @@ _ASK_AGAIN_MS = 1000
 class Peers(Protocol):
     """Other stores."""
 
-    def fetch(self, namespace: Namespace, address: str, want: Want, now_ns: int) -> int:
-        """Ask a peer for blocks; return the fetch's number."""
+    def fetch(self, namespace: Namespace, address: str, want: Want, now_ns: int) -> int | None:
+        """Ask a peer for blocks; return the fetch's number; None: it cannot be asked now."""
         ...
 
     def claimed(self, namespace: Namespace, fetch: int) -> None:

@@ -431,11 +431,8 @@ class Store:
         self.numbers.add("kvstore_copied_bytes", "load", by=message.copied_bytes)
         self.numbers.add("kvstore_copy_seconds", "load", by=message.seconds)
         lease_id = LeaseId(message.lease)
-        ranks, damaged = session.loading.setdefault(lease_id, (set(), set()))
-        ranks.add(rank)
-        damaged.update(Slot(slot) for slot in p.from_u32(message.damaged))
-        if len(ranks) == session.world:
-            del session.loading[lease_id]
+        damaged = session.loaded(lease_id, rank, p.from_u32(message.damaged))
+        if damaged is not None:
             self._end_lease(session, lease_id, damaged)
 
     # Admin
