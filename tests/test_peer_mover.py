@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.export.consumer import Check
-from kvstore.export.consumer import Tag as Part
+from kvstore.export.fetches import Check
+from kvstore.export.fetches import Tag as Part
 from kvstore.export.jobs import Tag
 from kvstore.export.sums import block_sum, copied_sum
 from kvstore.quantities import KIB, MIB
-from kvstore.service.peers import Checked, Event, Summed
+from kvstore.service.moves import Checked, Event, Summed
 from kvstore.types import BlockKey, Slot
 from tiers.peer import PeerMover
 

@@ -26,9 +26,8 @@ def copied_sum(namespace: str, key: BlockKey, source: memoryview, target: memory
     state = _begun(namespace, key, len(source))
     there, here = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
     for at in range(0, len(here), _PIECE):
-        piece = here[at : at + _PIECE]
-        np.copyto(piece, there[at : at + _PIECE])
-        state.update(piece)
+        np.copyto(here[at : at + _PIECE], there[at : at + _PIECE])
+        state.update(target[at : at + _PIECE])
     return state.intdigest()
 
 
