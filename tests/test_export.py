@@ -174,6 +174,22 @@ def test_landing_slots_are_free_as_soon_as_their_blocks_are_copied(push: bool) -
     pair.check_nothing_left()
 
 
+def test_what_ends_one_by_one_in_a_turn_is_gone_on_with_in_one_go() -> None:
+    pair, chain, asked = Pair(), hashes(8), list[int]()
+    pair.put(chain)
+    for key in keys_of(chain)[::-1]:
+        pair.source.manager.drop(key, "test")
+    take = pair.sum
+    pair.sum = lambda tags, *of: (asked.append(len(tags)), take(tags, *of))[1]  # type: ignore[method-assign]
+    pair.want(chain)
+    pair.decode.ask(chain)
+    pair.run(40)
+    assert pair.arrived(chain) == len(chain)
+    assert asked == [len(chain)], "the shelf has given all of them in one turn"
+    told = [message for message in pair.down.sent if isinstance(message, m.Have)]
+    assert len(told) == 1
+
+
 def test_B16_blocks_are_held_for_a_while_after_the_lease_and_confirmed_no_more() -> None:
     pair, chain = Pair(), hashes(2)
     pair.put(chain)

@@ -9,12 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvstore.export import messages as m
 from kvstore.export.fetches import Check
 from kvstore.export.fetches import Tag as Part
 from kvstore.export.jobs import Tag
 from kvstore.export.sums import block_sum, copied_sum
 from kvstore.quantities import KIB, MIB
+from kvstore.service.channel import Channel
 from kvstore.service.moves import Checked, Event, Summed
+from kvstore.service.peers import Peers
 from kvstore.types import BlockKey, Slot
 from tiers.peer import PeerMover
 
@@ -71,3 +74,20 @@ def test_a_sum_names_its_block() -> None:
     assert right != copied_sum("namespace", BlockKey(b"l" * 34), data, target)
     data[-1] ^= 1
     assert right != copied_sum("namespace", KEY, data, target)
+
+
+def test_what_has_arrived_on_the_side_channel_is_not_slept_over(mover: PeerMover) -> None:
+    peers, other = Peers(None, mover, MIB), Channel(None, lambda *_: None, lambda *_: None)
+    try:
+        peers.channel.listen("127.0.0.1", 0)
+        number = other.connect(peers.channel.address)
+        mover.poll(time.monotonic_ns())  # the exporter is starting, and nothing is known of it yet
+        assert peers.wait_s(time.monotonic_ns()) != 0
+        other.send(number, m.Release(1))
+        end_s = time.monotonic() + WAIT_S
+        while not peers.channel.waiting:
+            assert time.monotonic() < end_s
+        assert peers.wait_s(time.monotonic_ns()) == 0
+    finally:
+        peers.channel.close()
+        other.close()
