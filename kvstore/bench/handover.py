@@ -164,7 +164,9 @@ def started(
     def side(what: str, connector: dict[str, Any], env: dict[str, str] | None = None) -> Side:
         tell(f"starting engine: {what}")
         engine = Engine(model, connector=connector, kv_cache_bytes=KV_CACHE_BYTES, env=env)
-        return Side(ends.enter_context(engine), frozen=env is not None)
+        made = Side(ends.enter_context(engine), frozen=env is not None)
+        ends.callback(made.wake)  # to end in order
+        return made
 
     stores = {}
     for name in ("prefill", "pull", "push"):
