@@ -56,6 +56,13 @@ class Places:
             return self._end
         return bisect_left(range(len(at)), 1, key=lambda n: at[n] > n)
 
+    def before(self, end: int) -> Places:
+        """Return those of the blocks before this one."""
+        if end >= self._end:
+            return self
+        at = bisect_left(self._indices, end)
+        return Places(self._indices[:at], self._slots[:at], self._generations[:at])
+
     def all_of(self, first: int, end: int) -> bool:
         """Tell whether every one of the blocks first..end-1 is present."""
         return self.run(first, end) is not None

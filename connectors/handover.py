@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from connectors.client import StoreClient
-from connectors.requests import EngineRequest, Geometry
+from connectors.offers import Offers
+from connectors.requests import BlockTable, Geometry, Tracked
+from connectors.tails import tail_of
 from connectors.transfer import NO_REMOTE, Remote, Transfer, is_handed_over, parameters, source_of
 from kvstore import protocol as p
 from kvstore.errors import ConfigError
@@ -24,9 +26,11 @@ class HandOvers:
         client: StoreClient,
         transfer: Transfer,
         world: int,
+        offers: Offers,
         count: Callable[[str], None],
     ) -> None:
         """transfer: this engine's id and lease. world: its ranks. count(event)."""
+        self._offers = offers
         self._count = count
         self._geometry = geometry
         self._client = client
@@ -49,21 +53,28 @@ class HandOvers:
             self._count("transfer_refused")
             return NO_REMOTE
 
-    def over(
-        self, request: EngineRequest, table: Sequence[Sequence[int]], scope: bytes
-    ) -> dict[str, Any] | None:
-        """Have the store hold a request's whole blocks; return what a router passes along."""
-        here, size = self._client.side_channel, self._geometry.block_tokens
-        hashed = len(request.block_hashes) * self._geometry.hash_tokens
-        blocks = min(request.num_computed_tokens, hashed) // size
-        if request.request_id not in self._running or not here or not blocks:
+    def over(self, tracked: Tracked, table: BlockTable, scope: bytes) -> dict[str, Any] | None:
+        """Have the store hold a request's blocks; return what a router passes along."""
+        request, geometry = tracked.request, self._geometry
+        name, here = request.request_id, self._client.side_channel
+        if name not in self._running or not here:
             return None
-        self._running.discard(request.request_id)
-        hashes = b"".join(self._geometry.block_hash(request, block) for block in range(blocks))
-        lease_ms, width = self._transfer.lease_ms, len(hashes) // blocks
-        name, engine = request.request_id, self._transfer.engine
-        self._client.hand(p.Handing(name, "done", hashes, width, scope, lease_ms))
-        return parameters(engine, name, here, table, blocks * size, self._world)
+        hashed = len(request.block_hashes) * geometry.hash_tokens
+        end = min(request.num_computed_tokens, request.num_tokens - 1)  # the last was just sampled
+        blocks = min(end, hashed) // geometry.block_tokens
+        hashes = [geometry.block_hash(request, block) for block in range(blocks)]
+        tail = tail_of(geometry, request, end, name)
+        self._offers.offer(tracked, end, lambda _: table)
+        if tail is not None and self._offers.offer_tail(tracked, tail, table):
+            hashes.append(tail.hash)
+        else:
+            end = blocks * geometry.block_tokens
+        if not hashes:
+            return None
+        self._running.discard(name)
+        packed, width = b"".join(hashes), geometry.hash_bytes
+        self._client.hand(p.Handing(name, "done", packed, width, scope, self._transfer.lease_ms))
+        return parameters(self._transfer.engine, name, here, table, end, self._world)
 
     def ended(self, request_id: str) -> None:
         """A request has ended; one that was not handed over is wanted by nobody."""

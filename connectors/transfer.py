@@ -36,12 +36,13 @@ NO_TRANSFER = Transfer()
 class Remote(NamedTuple):
     """Where a prompt was computed: its store's side channel, and the request there.
 
-    push: its blocks are to be written to us.
+    push: its blocks are to be written to us. tokens: those whose KV it has; 0: not said.
     """
 
     address: str = ""
     request: str = ""
     push: bool = False
+    tokens: int = 0
 
 
 NO_REMOTE = Remote()
@@ -64,8 +65,11 @@ def source_of(params: Mapping[str, Any] | None, *, push: bool = False) -> Remote
     host, port = params["remote_host"], params["remote_port"]
     if not 0 < port <= PORT_MAX:
         raise ConfigError(f"remote_port: expected a port up to {PORT_MAX}, found {port}")
+    tokens = params.get("remote_num_tokens") or 0
+    if not isinstance(tokens, int) or tokens < 0:
+        raise ConfigError(f"remote_num_tokens: expected a number of tokens, found {tokens!r}")
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return Remote(address, params["remote_request_id"], push)
+    return Remote(address, params["remote_request_id"], push, tokens)
 
 
 def is_handed_over(params: Mapping[str, Any] | None) -> bool:
@@ -81,7 +85,7 @@ def parameters(
     tokens: int,
     world: int,
 ) -> dict[str, Any]:
-    """Return what a prefill request hands back; tokens: those whose blocks are handed over."""
+    """Return what a prefill request hands back; tokens: those whose KV is handed over."""
     host, _, port = side_channel.rpartition(":")
     return {
         "do_remote_prefill": True,

@@ -93,7 +93,7 @@ def group_rule(spec: Any, block_tokens: int) -> GroupRule:
                 f"mamba_cache_mode {spec.mamba_cache_mode!r}, expected 'align'"
                 " (--enable-prefix-caching)"
             )
-        return GroupRule(1)
+        return GroupRule(1, exact=True)
     if isinstance(spec, FullAttentionSpec):
         return GroupRule(None)
     raise NotSupported(f"kvstore does not know KV groups of kind {type(spec).__name__}")
@@ -253,6 +253,45 @@ def weights_fingerprint(model: str, revision: str | None) -> str:
     return digest.hexdigest()
 
 
+SHORTENED = "prompt_shortened"  # a hand-over parameter of ours
+
+
+def transfer_of(request: Any) -> dict[str, Any] | None:
+    """Return a request's hand-over parameters; None if its prompt is not all token ids.
+
+    Images have no place in the name of a partly filled block: with them whole blocks are fetched.
+    """
+    params: dict[str, Any] | None = request.kv_transfer_params
+    mixed = getattr(request, "prompt_is_token_ids", None) is not None
+    if not params or request.prompt_token_ids is None or mixed:
+        return None
+    if request.mm_features and params.get("do_remote_prefill"):
+        return params | {"remote_num_tokens": 0}
+    return params
+
+
+def leave_out_last(request: Any, hash_tokens: int) -> None:
+    """Let a prefill request end one token before its prompt does, and sample one.
+
+    A recurrent state cannot be taken back by a token, and who goes on computes the last one. It is
+    noted in the request's parameters, so that it happens once. A prompt of one token stays as it
+    is, and so does one that ends with an image.
+    """
+    last = request.num_prompt_tokens - 1
+    images = (feature.mm_position for feature in request.mm_features)
+    if any(place.offset + place.length > last for place in images):
+        return
+    params = request.kv_transfer_params
+    if last < 1 or request.num_tokens > last + 1 or params.get(SHORTENED):
+        return
+    params[SHORTENED] = True
+    request.prompt_token_ids = request.prompt_token_ids[:last]  # the front end has the same list
+    del request._all_token_ids[last:]  # noqa: SLF001 - vLLM's connectors do so, too
+    del request.block_hashes[last // hash_tokens :]
+    request.num_prompt_tokens = last
+    request.max_tokens = 1
+
+
 class _Ids(Sequence[int]):
     """Ids of one group's blocks, read when asked for: a long table is never walked whole."""
 
@@ -303,3 +342,22 @@ def table_of(
         if group in states and boundary % tokens.block_tokens == 0 and index < len(table[group]):
             table[group][index] = block_id
     return table
+
+
+def last_table(
+    request: Any, blocks: Sequence[Sequence[int]], states: frozenset[int], tokens: Geometry
+) -> Sequence[Sequence[int]] | None:
+    """Return the block table of a request that has ended.
+
+    A recurrent state is whole at its last token, unless a step is under way that goes on from it.
+    """
+    table = table_of(blocks, states, (), tokens)
+    end = request.num_computed_tokens
+    if table is None or not states or request.num_in_flight_tokens or not end:
+        return table
+    shown = [list(ids) for ids in table]
+    for group in states:
+        index = (end - 1) // tokens.engine_block_tokens[group]
+        if index < len(shown[group]):
+            shown[group][index] = blocks[group][index]
+    return shown

@@ -65,6 +65,7 @@ class Lookup(Message, frozen=True):
     hashes: one hash of `width` bytes per block, first block first. memory_only: leave lower tiers
     out, and what is coming from them. peer: host:port of a store that may have what is not here;
     request: the hand-over, which may still be computing it there; push: have it written.
+    inside: what is used of the last block ends inside of it.
     """
 
     ask: int
@@ -75,6 +76,7 @@ class Lookup(Message, frozen=True):
     peer: str = ""
     request: str = ""
     push: bool = False
+    inside: bool = False
 
 
 class Usage(Message, frozen=True):

@@ -224,8 +224,7 @@ class Tiering:
         """
         wanted: dict[Tier, list[tuple[BlockKey, BlockKey | None]]] = {}
         for group, rule in enumerate(self._manager.rules):
-            first = 0 if rule.trailing is None else max(0, blocks - rule.trailing)
-            for index in range(first, blocks):
+            for index in range(chain.first_of(rule, blocks), blocks):
                 key = chain.key(group, index)
                 if self._manager.probe(key) is not LookupResult.MISS:
                     self._manager.touch(key)  # or its slot would be the next one granted

@@ -69,6 +69,8 @@ class World:
             command = f"python -m tests.fuzz --seed {self.seed} --messages {messages}"
             text = f"{type(error).__name__}: {error}\nmessage {self.sent}: {self.net.reading.hex()}"
             raise Failed(f"{text}\nseed {self.seed}: replay with {command}") from error
+        for site in (self.prefill, self.decode):
+            self.counts.update(site.wire.counts + site.peers.producer.counts)
         self.counts |= {
             "messages": self.sent,
             "handed over": self.good.done,

@@ -188,29 +188,6 @@ def test_O8_a_busy_engine_waits_200_us_in_a_step() -> None:
     assert script.waited_ns == pytest.approx(400 * US, rel=0.01), "a new step, a new budget"
 
 
-def test_O8_a_busy_engine_waits_for_a_first_ask_only() -> None:
-    script, running, request = Script(), Request("running", 8), Request("r", 33)
-    script.half.on_new_request(running)
-    script.step(running, 8, [[1]])
-    script.half.on_new_request(request)
-    script.matched(request)
-    before = script.waited_ns
-    assert before > 0
-    for _ in range(3):
-        script.step(running, 1, [[1]])
-        script.matched(request)
-    assert script.waited_ns == before
-
-
-def test_O8_an_idle_engine_waits_in_each_step_since_an_empty_one_costs_more() -> None:
-    script, request = Script(), Request("r", 33)
-    script.half.on_new_request(request)
-    for steps in range(1, 4):
-        script.matched(request)
-        assert script.waited_ns == pytest.approx(steps * MS, rel=0.01)
-        script.step()
-
-
 def busy_waits(script: Script, running: Request, names: str) -> list[int]:
     """How long a busy engine waits for each of these new requests, in ns."""
     waits = []

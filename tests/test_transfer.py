@@ -29,7 +29,7 @@ def test_parameters_say_where_a_prompt_is() -> None:
 
 def test_what_is_handed_back_can_be_passed_along() -> None:
     made = parameters("engine", "r-1", "[::1]:9500", [[3, 4], []], 64, 2)
-    assert source_of(made) == Remote("[::1]:9500", "r-1")
+    assert source_of(made) == Remote("[::1]:9500", "r-1", tokens=64)
     assert not is_handed_over(made)
     assert made["remote_block_ids"] == [[3, 4], []]
     assert (made["remote_num_tokens"], made["tp_size"]) == (64, 2)
@@ -98,16 +98,16 @@ def test_wrong_parameters_are_counted_and_the_prompt_is_computed() -> None:
 
 
 def test_a_prefill_request_is_announced_and_its_blocks_are_held() -> None:
-    script, wanted = attached(), Request("p", 40)
+    script, wanted = attached(), Request("p", 32)
     script.half.on_new_request(wanted, HANDED)
     assert handings(script) == [p.Handing("p", "running")]
     script.admit(wanted)
-    script.step(wanted, 40, [[5, 6, 7]])
-    params = script.half.hand_over("p", [[5, 6, 7]])
+    script.step(wanted, 32, [[5, 6]])
+    wanted.num_tokens += 1
+    params = script.half.hand_over("p", [[5, 6]])
     assert params is not None
-    assert source_of(params) == Remote(SIDE_CHANNEL, "p")
-    assert params["remote_num_tokens"] == 32
-    assert not script.half.request_finished("p", [[5, 6, 7]])
+    assert source_of(params) == Remote(SIDE_CHANNEL, "p", tokens=32)
+    assert not script.half.request_finished("p", [[5, 6]])
     assert script.half.has_pending_work()
     held = p.Handing("p", "done", b"".join(wanted.block_hashes), 32, b"", 30_000)
     assert handings(script) == [held]

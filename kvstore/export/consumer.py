@@ -271,7 +271,7 @@ class Consumer:
         self._move()
 
     def moved(self, tags: Sequence[Tag], *, ok: bool) -> None:
-        """A read into landing slots has ended."""
+        """A read of one fetch into landing slots has ended."""
         late = [self._late_reads.pop(tag) for tag in tags if tag in self._late_reads]
         self._landing.give(late)
         fetch = self._fetches.get(tags[0].fetch)
@@ -369,7 +369,7 @@ class Consumer:
         """Start what can be moved now into free landing slots, in the order that it came."""
         waiting = self._movable
         free = self._landing.take(len(waiting)) if waiting else []
-        reads: dict[tuple[int, m.Region], tuple[list[Tag], Read]] = {}
+        reads: dict[tuple[int, m.Region], tuple[int, list[Tag], Read]] = {}  # by fetch
         lands: dict[int, tuple[list[int], list[int]]] = {}
         while waiting and free:
             tag = waiting.popleft()
@@ -384,12 +384,13 @@ class Consumer:
                 slots.append(block.landing)
             elif block.place is not None:
                 region = self._regions[fetch.peer, block.place[0]]
-                tags, read = reads.setdefault((fetch.peer, region), ([], Read(region, [], [])))
+                new: tuple[int, list[Tag], Read] = (fetch.peer, [], Read(region, [], []))
+                _, tags, read = reads.setdefault((fetch.number, region), new)
                 tags.append(tag)
                 read.numbers.append(block.place[1])
                 read.landing.append(block.landing)
         self._landing.give(free)
-        for (peer, _), (tags, read) in reads.items():
+        for peer, tags, read in reads.values():
             self._work.read(tags, peer, read)
         for number, (positions, slots) in lands.items():
             peer, (region, metadata) = self._fetches[number].peer, self._landing.region()

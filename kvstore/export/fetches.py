@@ -39,7 +39,7 @@ class Work(Protocol):
     """What takes time and is done elsewhere: each call has one answer, by its tags, later."""
 
     def read(self, tags: list[Tag], peer: int, read: Read) -> None:
-        """Read a peer's slots; the answer is Consumer.moved."""
+        """Read a peer's slots for one fetch; the answer is Consumer.moved."""
         ...
 
     def abandon(self, tag: Tag) -> None:

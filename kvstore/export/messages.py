@@ -213,7 +213,8 @@ def _decode(decoder: msgspec.msgpack.Decoder[Message], data: bytes) -> Message:
 def clip(rule: GroupRule, blocks: int) -> range:
     """Return which of a group's blocks are handed over: all, or those that what comes next needs.
 
-    A window's are one more than its trailing blocks, since it may begin inside of one.
+    A window's are one more than its trailing blocks, since it may begin inside of one. A state's
+    are two: the last one, and the one that is left if that cannot be had.
     """
     return range(0 if rule.trailing is None else max(0, blocks - rule.trailing - 1), blocks)
 

@@ -200,11 +200,12 @@ class Peers:
             elif handing.width <= 0 or len(handing.hashes) % handing.width:
                 raise ProtocolError(f"{len(handing.hashes)} bytes of hashes, {handing.width} each")
             else:
-                chain = Chain(handing.hashes, handing.width, len(rules), handing.scope)
+                hashes, width = handing.hashes, handing.width
+                chain = Chain(hashes, width, len(rules), handing.scope, inside=True)
                 keys = [
                     chain.key(group, index)
                     for group, rule in enumerate(rules)
-                    for index in m.clip(rule, chain.blocks)
+                    for index in range(chain.first_of(rule, chain.blocks), chain.blocks)
                 ]
                 end_ns = now_ns + handing.lease_ms * 1_000_000
                 hands.done(handing.request, keys, end_ns, now_ns)

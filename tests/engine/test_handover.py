@@ -14,7 +14,7 @@ from kvstore.bench.engine import Engine, Request, Result
 from kvstore.bench.models import prompt
 from kvstore.bench.store import StoreProcess
 from tests.engine.identity import assert_same
-from tests.engine.support import CAPACITY, Reference, attach, forget, numbers, servable, since
+from tests.engine.support import CAPACITY, Reference, attach, forget, numbers, since
 
 TOKENS_OUT = 16
 HANDED = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -66,10 +66,14 @@ def test_a_prompt_computed_elsewhere_gives_the_same_tokens(
     expected = reference(model_name, requests, TOKENS_OUT)
     computed = prefill.run(requests, [HANDED] * PROMPTS, 1)
     params = [result.kv_transfer_params for result in computed]
-    assert all(given and given["remote_num_tokens"] for given in params)
+    handed = [(given or {}).get("remote_num_tokens") for given in params]
+    assert handed == [len(r.tokens) for r in requests]
     forget(prefill.engine)  # its blocks are the engine's no more
     before = numbers(decode.store.address)
     got = decode.run(requests, params, TOKENS_OUT)
     assert_same(expected, got)
+    # All of a prompt, the partly filled last block included. What the last token's window reaches
+    # vLLM only keeps if that token is not among those that it is given.
+    last = 0 if model_name == "llama_s" else 1
     found = since(decode.store.address, before)
-    assert found["kvstore_hit_tokens{peer}"] == sum(servable(len(r.tokens)) for r in requests)
+    assert found["kvstore_hit_tokens{peer}"] == sum(len(r.tokens) - last for r in requests)
