@@ -187,7 +187,7 @@ def test_what_ends_one_by_one_in_a_turn_is_gone_on_with_in_one_go() -> None:
         asked.append(len(tags))
         take(tags, *of)
 
-    pair.sum = counted  # type: ignore[method-assign]
+    pair.sum = counted  # type: ignore[method-assign,assignment]
     pair.want(chain)
     pair.decode.ask(chain)
     pair.run(40)
