@@ -19,7 +19,7 @@ from kvstore.service.channel import Channel
 from kvstore.service.moves import Checked, Event, Summed
 from kvstore.service.peers import Peers
 from kvstore.types import BlockKey, Slot
-from tiers.peer import PeerMover
+from tiers.peer import PeerMover, batches
 
 WAIT_S = 600.0
 KEY = BlockKey(b"k" * 34)
@@ -61,9 +61,32 @@ def test_a_landed_block_is_copied_and_its_sum_is_that_of_the_copy(
     checks = [Check(KEY, 0, right, Slot(0)), Check(KEY, 1, right ^ 1, Slot(1))]
     work = [(check, landed, slot) for check, slot in zip(checks, slots, strict=True)]
     mover.check(tags, "namespace", work)
-    found = [event for event in woken(mover, Checked) if isinstance(event, Checked)]
-    assert [flag for event in found for flag in event.right] == [True, False][: len(found[0].right)]
+    right_of: dict[Part, bool] = {}
+    while len(right_of) < len(tags):
+        for event in woken(mover, Checked):
+            assert isinstance(event, Checked)
+            right_of |= zip(event.tags, event.right, strict=True)
+    assert right_of == {tags[0]: True, tags[1]: False}
     assert slots[0] == landed
+
+
+@pytest.mark.parametrize(
+    ("count", "block_bytes", "expected"),
+    [
+        (1, 4 * KIB, [1]),
+        (255, 64 * KIB, [64, 64, 64, 63]),
+        (20, 64 * KIB, [16, 4]),  # no less than 1 MiB
+        (64, 2 * MIB, [4] * 16),  # no more than 8
+        (3, 16 * MIB, [1, 1, 1]),
+    ],
+)
+def test_batches_are_small_enough_to_begin_and_large_enough_to_be_worth_it(
+    count: int, block_bytes: int, expected: list[int]
+) -> None:
+    blocks = range(count)
+    parts = [blocks[part] for part in batches(count, block_bytes, 4)]
+    assert [len(part) for part in parts] == expected
+    assert [number for part in parts for number in part] == list(blocks)
 
 
 def test_a_sum_names_its_block() -> None:

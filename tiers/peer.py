@@ -46,7 +46,15 @@ LANDING_FIRST = 1 << 30  # their extents are numbered from here, apart from thos
 LANDINGS_MAX = 8  # models that blocks arrive for at one time
 RETRY_NS = 1_000_000_000  # after memory could not be had
 THREADS = 2
-BATCH_BYTES = 8 << 20
+BATCH_BYTES_MIN, BATCH_BYTES_MAX = 1 << 20, 8 << 20
+BATCHES = 4  # of what is asked for at one time: the first is checked while the next is read
+
+
+def batches(count: int, block_bytes: int, wanted: int) -> Iterator[slice]:
+    """Cut blocks into so many batches of equal size, or more or fewer to be within the limits."""
+    most, least = max(1, BATCH_BYTES_MAX // block_bytes), -(-BATCH_BYTES_MIN // block_bytes)
+    step = min(most, max(least, -(-count // wanted)))
+    return (slice(at, at + step) for at in range(0, count, step))
 
 
 class Landing:
@@ -340,18 +348,14 @@ class PeerMover:
         self, tags: list[Tag], namespace: str, blocks: list[tuple[BlockKey, memoryview]]
     ) -> None:
         """Take checksums, some blocks at a time."""
-        step = max(1, BATCH_BYTES // len(blocks[0][1]))
-        for at in range(0, len(tags), step):
-            part = slice(at, at + step)
+        for part in batches(len(tags), len(blocks[0][1]), BATCHES):
             self._runner.submit(_Sums(tags[part], namespace, blocks[part]))
 
     def check(
         self, tags: list[Part], namespace: str, blocks: list[tuple[Check, memoryview, memoryview]]
     ) -> None:
         """Copy landed blocks into their slots and take their checksums there."""
-        step = max(1, BATCH_BYTES // len(blocks[0][1]))
-        for at in range(0, len(tags), step):
-            part = slice(at, at + step)
+        for part in batches(len(tags), len(blocks[0][1]), THREADS):
             self._runner.submit(_Checks(tags[part], namespace, blocks[part]))
 
     def write(self, tags: list[Tag], agent: str, write: Write) -> None:
@@ -364,14 +368,15 @@ class PeerMover:
         self._start(move, None, tags)
 
     def read(self, tags: list[Part], agent: str, digest: str, read: Read) -> None:
-        """Read a peer's slots into landing slots."""
+        """Read a peer's slots into landing slots, some at a time."""
         landing, region = self._landings[digest], read.region
         size = landing.slot_bytes
-        local, remote = u32(read.landing), u32(read.numbers)
-        move = Move(
-            agent, False, landing.extent, region.base, region.slots * size, size, local, remote
-        )
-        self._start(move, digest, tags)
+        for part in batches(len(tags), size, BATCHES):
+            local, remote = u32(read.landing[part]), u32(read.numbers[part])
+            move = Move(
+                agent, False, landing.extent, region.base, region.slots * size, size, local, remote
+            )
+            self._start(move, digest, tags[part])
 
     def close(self) -> None:
         """End the process and the threads, and free the landing slots."""
