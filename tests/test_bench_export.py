@@ -50,7 +50,7 @@ def test_every_hand_over_has_its_limit_from_the_same_run(
             assert one.reference is not None
             assert one.ratio == pytest.approx(one.value / one.reference)
             whole_ms = SMALL.data_bytes / one.value / 1e6
-            assert 0 < one.parameters["first_block_ms"] <= whole_ms
+            assert 0 < one.parameters["first_block_ms"] <= whole_ms + 0.001  # rounded
             assert one.parameters["summed_ratio"] > 0
             by_process = one.parameters["cpu_us_by_process"]
             assert by_process.keys() == processes
