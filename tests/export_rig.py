@@ -197,7 +197,7 @@ class Pair:
                 town.tick(ms)
                 engine.pump()
             for tag, ok in self.source.tiering.take_staged():
-                self.producer.staged(tag, ok=ok)
+                self.producer.staged([tag], ok=ok)
             self.producer.tick(self.giver.now_ns)
             self.consumer.tick(self.taker.now_ns)
 

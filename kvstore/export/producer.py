@@ -298,9 +298,9 @@ class Producer:
                 self._advance(peer, job)
                 self._settle(peer, job)
 
-    def staged(self, tag: Tag, *, ok: bool) -> None:
-        """A lower tier has read a block into its slot, or could not."""
-        self._ended([tag], State.STAGING, ok=ok)
+    def staged(self, tags: list[Tag], *, ok: bool) -> None:
+        """A lower tier has read blocks of one job into their slots, or could not."""
+        self._ended(tags, State.STAGING, ok=ok)
 
     def summed(self, tags: list[Tag], sums: list[int]) -> None:
         """Sums are there."""
@@ -313,7 +313,10 @@ class Producer:
         self._ended(tags, State.WRITING, ok=ok)
 
     def _ended(self, tags: list[Tag], state: State, *, ok: bool) -> None:
-        """Go on with blocks of one job, which is there as long as anything is under way."""
+        """Go on with blocks of one job, which is there as long as anything is under way.
+
+        What follows is done at the next tick, for all that has ended until then in one go.
+        """
         peer = self._peers[tags[0].peer]
         job = peer.jobs[tags[0].job]
         self.counts["failed"] += 0 if ok else len(tags)
@@ -330,7 +333,6 @@ class Producer:
                 self._write(job, position)
             else:
                 block.state = State.SUMMED
-        self._settle(peer, job)
 
     # Of one job
 

@@ -320,14 +320,12 @@ class Peers:
 
     def wait_s(self, now_ns: int) -> float | None:
         """Return when to call poll() at the latest; None: when a descriptor says so."""
-        if (
-            self._noted
-            or self.channel.pending
-            or self.producer.busy
-            or any(i.consumer.busy for i in self._inlets.values())
-        ):
-            return BUSY_S
-        return self._mover.wait_s(now_ns)
+        if self._noted or self.channel.waiting:
+            return 0.0
+        wait_s = self._mover.wait_s(now_ns)
+        if self.producer.busy or any(i.consumer.busy for i in self._inlets.values()):
+            return BUSY_S if wait_s is None else min(BUSY_S, wait_s)
+        return wait_s
 
     def gauges(self) -> dict[tuple[str, ...], float]:
         """Return gauges, and counters kept here."""
@@ -371,8 +369,11 @@ class Peers:
             self._on_event(event)
         self.channel.poll(now_ns)
         for namespace in self._namespaces.values():
+            staged: dict[tuple[int, int, bool], list[Tag]] = {}
             for tag, ok in namespace.tiering.take_staged():
-                self.producer.staged(tag, ok=ok)
+                staged.setdefault((tag.peer, tag.job, ok), []).append(tag)
+            for (_, _, ok), tags in staged.items():
+                self.producer.staged(tags, ok=ok)
         self.producer.tick(now_ns)
         for stored_ns in self.producer.hands.take_stored_ns():
             self._numbers.observe("kvstore_hand_over_held_seconds", stored_ns / 1e9)
