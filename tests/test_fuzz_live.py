@@ -21,7 +21,8 @@ import zmq
 from kvstore import protocol as p
 from kvstore.export import messages as m
 from kvstore.service.channel import ClusterKey
-from tests.fakes import geometry, hashes, make_key, u32
+from kvstore.types import make_key
+from tests.fakes import geometry, hashes, u32
 from tests.fuzz_inputs import Mutator
 from tests.handover_nodes import WAIT_S, Node, nothing_left
 
