@@ -211,6 +211,9 @@ class Mover:
             self.landings[namespace] = Landing(LANDING_EXTENT + len(self.landings))
         return self.landings[namespace]
 
+    def wake(self) -> None:
+        """It is awake."""
+
     def add_peer(self, agent: str, metadata: bytes) -> None:
         self.known[agent] = metadata
 

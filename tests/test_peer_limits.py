@@ -16,7 +16,6 @@ from kvstore.export import producer as o
 from kvstore.service import agents, channel, peers
 from kvstore.service.agents import Agents
 from kvstore.service.channel import Channel
-from kvstore.service.peers import traits_of
 from tests.fakes import SLOT_BYTES, hashes, u32
 from tests.fuzz_site import HELD, End, Good, Net, Site
 
@@ -47,7 +46,9 @@ class Place:
 
     def hello(self, agent: str = "") -> m.Hello:
         namespace = self.prefill.namespace(self.good.giver)
-        return m.Hello(m.VERSION, namespace.layout.digest, traits_of(namespace), agent, b"metadata")
+        return m.Hello(
+            m.VERSION, namespace.layout.digest, namespace.layout.traits, agent, b"metadata"
+        )
 
     def ask(self, address: str) -> None:
         """Have the decode engine ask somebody for what nobody has."""
@@ -107,7 +108,7 @@ def test_exporters_that_are_known_are_limited_and_those_in_use_stay(
 
 
 def test_only_who_is_welcome_is_told_to_the_exporter(place: Place) -> None:
-    refused = msgspec.structs.replace(place.hello("refused"), traits={"model": "other"})
+    refused = msgspec.structs.replace(place.hello("refused"), version=m.VERSION + 1)
     elsewhere = msgspec.structs.replace(place.hello("elsewhere"), namespace="other")
     place.caller(refused)
     place.caller(elsewhere)

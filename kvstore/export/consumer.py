@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 
 import msgspec
@@ -71,6 +71,7 @@ class Fetch(msgspec.Struct, eq=False):
     heard_ns: int
     extend_ns: int
     left: int  # blocks that are not DONE
+    request: str = ""
     offered: bool = False
     released: bool = False
     tiers: dict[int, str] = {}  # position -> the peer's tier
@@ -97,7 +98,7 @@ class Consumer:
         self._located: dict[BlockKey, Tag] = {}
         self._regions: dict[tuple[int, int], m.Region] = {}  # by peer and extent
         self._loads: dict[JobId, _Load] = {}
-        self._claimed: list[Tag] = []  # that wait for a landing slot, and what else they need
+        self._movable: deque[Tag] = deque()  # claimed, and they lack nothing but a landing slot
         self._results: list[JobResult] = []
         self._landing_of: Counter[int] = Counter()  # slots that fetches from a peer use
         self._introduced: dict[int, bytes] = {}  # peers that know our exporter's metadata
@@ -117,7 +118,9 @@ class Consumer:
         number, self._next = self._next, self._next + 1
         blocks = [Block(chain.key(g, index)) for g, index in m.wanted_of(want, self._groups)]
         extend_ns = now_ns + self._lease_ms * 1_000_000 // 3
-        fetch = Fetch(number, peer, blocks, want.push, now_ns, now_ns, extend_ns, len(blocks))
+        fetch = Fetch(
+            number, peer, blocks, want.push, now_ns, now_ns, extend_ns, len(blocks), want.request
+        )
         self._fetches[number] = fetch
         for position, block in enumerate(blocks):
             self._located.setdefault(block.key, Tag(number, position))
@@ -132,6 +135,17 @@ class Consumer:
                 if block.state in {State.WANTED, State.OFFERED}:
                     self._done(fetch, position, ok=False)
             self._settle(fetch)
+
+    def withdraw(self, request: str) -> None:
+        """A request wants nothing more; what is being loaded already comes."""
+        for number in [n for n, fetch in self._fetches.items() if fetch.request == request]:
+            self.claimed(number)
+
+    def heard(self, peer: int, now_ns: int, patience_ns: int = 0) -> None:
+        """A peer is there, or it takes so much longer until it can answer."""
+        for fetch in self._fetches.values():
+            if fetch.peer == peer:
+                fetch.heard_ns = now_ns + patience_ns
 
     # What a producer says
 
@@ -242,11 +256,12 @@ class Consumer:
                 raise ProtocolError(
                     f"slot {slot} of extent {extent}, which is not known or shorter"
                 )
+            if not fetch.push and block.place is None and block.state is State.CLAIMED:
+                self._movable.append(Tag(fetch.number, position))
             block.place, block.sum = (extent, slot), sums[number]
             if fetch.push and block.state is State.MOVING:
                 landed.append(position)
         self._check(fetch, landed)
-        self._move()
 
     def _valid(self, fetch: Fetch, valid: m.Valid) -> None:
         positions = m.positions_of(valid.positions, len(fetch.blocks))
@@ -296,12 +311,16 @@ class Consumer:
             if ok and not fetch.released:
                 block.state = State.CHECKED
                 confirm.append(tag.position)
+                if block.landing is not None:
+                    self._landing.give([block.landing])
+                    block.landing = None
             else:
                 self.counts["corrupt"] += not ok
                 self._done(fetch, tag.position, ok=False)
         if confirm:
             self._send(fetch.peer, m.Confirm(fetch.number, u32(confirm)))
         self._settle(fetch)
+        self._move()
 
     # As a tier
 
@@ -324,7 +343,8 @@ class Consumer:
                 self._loaded((job.job_id, position), ok=False)
                 continue
             block.state, block.slot, block.load = State.CLAIMED, slot, (job.job_id, position)
-            self._claimed.append(tag)
+            if block.place is not None or self._fetches[tag.fetch].push:
+                self._movable.append(tag)
         self._move()
 
     def poll(self) -> list[JobResult]:
@@ -362,39 +382,37 @@ class Consumer:
     # Of one fetch
 
     def _move(self) -> None:
-        """Start what can be moved now into free landing slots, in the order of the loads."""
-        waiting, self._claimed = self._claimed, []
+        """Start what can be moved now into free landing slots, in the order that it came."""
+        waiting = self._movable
+        free = self._landing.take(len(waiting)) if waiting else []
         share = max(1, self._landing.count * 3 // 4)  # others land beside a peer that hangs
+        above: list[Tag] = []  # of peers that have their share
         reads: dict[tuple[int, m.Region], tuple[int, list[Tag], Read]] = {}  # by fetch
         lands: dict[int, tuple[list[int], list[int]]] = {}
-        for at, tag in enumerate(waiting):
+        while waiting and free:
+            tag = waiting.popleft()
             fetch = self._fetches.get(tag.fetch)
             block = None if fetch is None else fetch.blocks[tag.position]
             if fetch is None or block is None or block.state is not State.CLAIMED:
                 continue
-            if not fetch.push and block.place is None:
-                self._claimed.append(tag)
-                continue
             if self._landing_of[fetch.peer] >= share:
-                self._claimed.append(tag)
+                above.append(tag)
                 continue
-            landing = self._landing.take(1)
-            if not landing:
-                self._claimed += waiting[at:]
-                break
-            block.state, (block.landing,) = State.MOVING, landing
+            block.state, block.landing = State.MOVING, free.pop()
             self._landing_of[fetch.peer] += 1
             if fetch.push:
                 positions, slots = lands.setdefault(fetch.number, ([], []))
                 positions.append(tag.position)
-                slots += landing
+                slots.append(block.landing)
             elif block.place is not None:
                 region = self._regions[fetch.peer, block.place[0]]
                 new: tuple[int, list[Tag], Read] = (fetch.peer, [], Read(region, [], []))
                 _, tags, read = reads.setdefault((fetch.number, region), new)
                 tags.append(tag)
                 read.numbers.append(block.place[1])
-                read.landing.extend(landing)
+                read.landing.append(block.landing)
+        self._landing.give(free)
+        waiting.extendleft(reversed(above))
         for peer, tags, read in reads.values():
             self._work.read(tags, peer, read)
         for number, (positions, slots) in lands.items():

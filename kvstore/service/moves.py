@@ -13,7 +13,7 @@ from kvstore.export.fetches import Tag as Part
 from kvstore.export.jobs import Tag, Write
 from kvstore.types import BlockKey
 
-BUSY_S = 0.001
+BUSY_S = 0.005  # what is waited for wakes the loop up; deadlines do not
 
 
 class Up(msgspec.Struct, frozen=True):
@@ -101,6 +101,10 @@ class Mover(Protocol):
 
     def landing(self, namespace: str, slot_bytes: int) -> Landing:
         """Return a namespace's landing slots."""
+        ...
+
+    def wake(self) -> None:
+        """Have the exporter run, if it does not yet."""
         ...
 
     def add_peer(self, agent: str, metadata: bytes) -> None:
