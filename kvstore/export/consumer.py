@@ -312,6 +312,7 @@ class Consumer:
                 block.state = State.CHECKED
                 confirm.append(tag.position)
                 if block.landing is not None:
+                    self._landing_of[fetch.peer] -= 1
                     self._landing.give([block.landing])
                     block.landing = None
             else:
