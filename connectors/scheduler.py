@@ -81,17 +81,18 @@ class SchedulerHalf:
     # Requests arrive, are looked up, are admitted
 
     def on_new_request(
-        self, request: EngineRequest, transfer: Mapping[str, Any] | None = None
+        self, request: EngineRequest, transfer: Mapping[str, Any] | None = None, cached: int = 0
     ) -> None:
         """Take note of a request and queue its lookup; its keys are sent once.
 
         transfer: hand-over parameters, if it has any; wrong ones are told and not used.
+        cached: tokens that the engine has of a request with parameters.
         """
         tracked = Tracked(request, self._groups)
         self._requests[request.request_id] = tracked
         if not self._client.session:
             self._client.receive()  # the store may have let us in while no step was taken
-        tracked.remote = self._hands.begun(request.request_id, transfer)
+        tracked.remote = self._hands.begun(request, transfer, cached)
         self._ask(tracked)
 
     def _ask(self, tracked: Tracked) -> None:
@@ -276,7 +277,8 @@ class SchedulerHalf:
         else:
             if tracked.ask is not None:
                 self._client.drop(tracked.ask)
-            tracked.phase = Phase.RUNNING
+            tracked.phase, tracked.remote = Phase.RUNNING, NO_REMOTE
+            self._hands.let_go(request_id)
         tracked.ask = None
 
     def _sources_of(self, tracked: Tracked, grant: Grant | None, external: int) -> dict[str, int]:
@@ -400,6 +402,7 @@ class SchedulerHalf:
 
     def _loaded(self, tracked: Tracked, *, failed: bool) -> None:
         self._end_loading(tracked)
+        self._hands.let_go(tracked.request.request_id)
         tracked.phase = Phase.LOADED
         tracked.deferred_ns = None
         if failed:

@@ -141,7 +141,12 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             world=self._world,
             shares_prefixes=bool(self._config.cache_config.enable_prefix_caching),
             transfer=Transfer(
-                self._engine, self._extra.transfer == "push", self._extra.lease_ns // 1_000_000
+                self._engine,
+                self._extra.transfer == "push",
+                self._extra.lease_ns // 1_000_000,
+                self._extra.two_way,
+                self._extra.recompute_threshold,
+                self._extra.decode_ttl_ns // 1_000_000,
             ),
         )
 
@@ -263,7 +268,8 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = compat.transfer_of(request)
         if self._states and is_handed_over(transfer):
             compat.leave_out_last(request, self._tokens.hash_tokens)
-        self._plan().on_new_request(request, transfer)
+        cached = compat.cached_tokens(self._manager, request) if transfer else 0
+        self._plan().on_new_request(request, transfer, cached)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
 
 from connectors.requests import Geometry
 from kvstore.errors import ConfigError, NotSupported
-from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
+from kvstore.layout import TRAIT_DIGITS, GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.types import GroupRule, window_rule
 from tiers.copier import LayerCache
 
@@ -39,6 +39,7 @@ HASH_ALGORITHMS = ("sha256", "sha256_cbor")
 _SAMPLES = 256
 _SAMPLE_BYTES = 4096
 _WHOLE_FILE_BYTES = 64 << 20
+TRAIT_CHARACTERS = 100  # of one fact as others are told it
 
 
 def check_supported(config: Any) -> None:
@@ -187,9 +188,8 @@ def rank_geometry(
             blocks = group_kernel_blocks(tensors[name], cache.num_blocks)
             layers.append(_layer(config, name, spec, held.page_bytes, blocks))
         groups.append(GroupGeometry(rule, tuple(layers)))
-    return RankGeometry(
-        identity(config), tokens.block_tokens, tokens.blocks_per_chunk, tuple(groups)
-    )
+    named, traits = identity(config)
+    return RankGeometry(named, tokens.block_tokens, tokens.blocks_per_chunk, tuple(groups), traits)
 
 
 def _layer(
@@ -215,8 +215,12 @@ def _layer(
     return LayerGeometry(name, page_bytes, heads, head_first, total, head_major)
 
 
-def identity(config: Any) -> str:
-    """Name everything beside the geometry that decides a block's bytes or its hash."""
+def identity(config: Any) -> tuple[str, dict[str, str]]:
+    """Name everything beside the geometry that decides a block's bytes or its hash.
+
+    As a digest, and for people to read. The model's name is for these only: another path, or
+    another name of the same weights, is the same model.
+    """
     model, cache = config.model_config, config.cache_config
     speculative = config.speculative_config
     facts = {
@@ -229,8 +233,23 @@ def identity(config: Any) -> str:
         "speculative": None if speculative is None else str(speculative.method),
     }
     facts["hf_config"].pop("_name_or_path", None)
-    text = json.dumps(facts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    here = Path(model.model).is_dir()
+    traits = {
+        "model": Path(model.model).name if here else model.model,
+        "weights": facts["weights"][:TRAIT_DIGITS] if here else facts["weights"],
+        "config": _digest(facts["hf_config"])[:TRAIT_DIGITS],
+        "dtype": facts["dtype"].removeprefix("torch."),
+        "cache dtype": facts["cache_dtype"],
+        "quantization": facts["quantization"],
+        "hash": cache.prefix_caching_hash_algo,
+        "hash seed": _digest(facts["hash"])[:TRAIT_DIGITS],
+        "speculative": str(facts["speculative"]),
+    }
+    return _digest(facts), {name: text[:TRAIT_CHARACTERS] for name, text in traits.items()}
+
+
+def _digest(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def weights_fingerprint(model: str, revision: str | None) -> str:
@@ -320,6 +339,14 @@ def block_table(
     """Return a request's block ids by group without copying them."""
     managers = kv_cache_manager.coordinator.single_type_managers
     return [_Ids(manager.req_to_blocks.get(request_id, ())) for manager in managers]
+
+
+def cached_tokens(kv_cache_manager: Any, request: Any) -> int:
+    """Count the tokens that a new request finds in the engine's own cache."""
+    if not kv_cache_manager.prefix_cache_lookup_enabled(request):
+        return 0
+    coordinator = kv_cache_manager.coordinator
+    return int(coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[1])
 
 
 def table_of(

@@ -90,7 +90,8 @@ class Handing(Message, frozen=True):
     """A request whose blocks another store will ask for.
 
     state: "running", it computes them; "done", these are all, held for lease_ms even if nobody
-    asks; "gone", it ended otherwise, or they are not wanted any more.
+    asks; "gone", it ended otherwise. common: what others may call it who do not know its id, but
+    whoever has the same. fixed: nobody makes lease_ms longer.
     """
 
     request: str
@@ -99,6 +100,15 @@ class Handing(Message, frozen=True):
     width: int = 0
     scope: bytes = b""
     lease_ms: Count = 0
+    common: str = ""
+    fixed: bool = False
+
+
+class LetGo(Message, frozen=True):
+    """A request does not want any more what a store at host:port has of it under this name."""
+
+    peer: str
+    request: str
 
 
 class Step(Message, frozen=True):
@@ -110,6 +120,7 @@ class Step(Message, frozen=True):
     usage: Usage | None = None
     counts: dict[str, Count] = {}  # events by name (EVENTS), since the last step
     handing: tuple[Handing, ...] = ()
+    let_go: tuple[LetGo, ...] = ()
 
 
 class Mapped(Message, frozen=True):

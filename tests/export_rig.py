@@ -98,7 +98,7 @@ class Pair:
         self.damage: set[BlockKey] = set()
         self.fail = 0.0
         self.producer = o.Producer(
-            self._find,
+            lambda: self.giver.store.namespaces,
             lambda: ("agent", b"md"),
             self,
             self._to_consumer,
@@ -119,15 +119,15 @@ class Pair:
                 self.producer.on_message(peer, message, self.giver.now_ns)
 
         def to_consumer(message: p.Message) -> None:
-            if isinstance(message, m.Welcome | m.Refused):
+            if isinstance(message, m.Welcome | m.Refused | m.Noted | m.Starting):
                 self.welcome.append(message)
             elif peer == self.peer:
                 self.consumer.on_message(peer, message, self.taker.now_ns)
 
         self.down = Line(self.wire, to_consumer, m.ToConsumer)
         self.up = Line(self.wire, to_producer, m.ToProducer)
-        digest = self.source.layout.digest
-        self.up.send(peer, m.Hello(m.VERSION, digest, {"model": "m"}, "other", b"md"))
+        layout = self.source.layout
+        self.up.send(peer, m.Hello(m.VERSION, layout.digest, layout.traits, "other", b"md"))
 
     @property
     def source(self) -> Namespace:
@@ -140,9 +140,6 @@ class Pair:
     def _consumer(self, _context: TierContext) -> Tier:
         self.consumer = c.Consumer(_Moves(self), _Room(self), self._to_producer, 1)
         return self.consumer
-
-    def _find(self, digest: str) -> tuple[Namespace, dict[str, str]] | None:
-        return (self.source, {"model": "m"}) if digest == self.source.layout.digest else None
 
     def _to_consumer(self, peer: int, message: p.Message) -> None:
         if peer == self.peer:
@@ -280,6 +277,10 @@ class _Moves:
 class _Room:
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
+
+    @property
+    def count(self) -> int:
+        return LANDING
 
     def open(self) -> None:
         """They are there."""

@@ -13,7 +13,6 @@ import psutil
 from kvstore import protocol as p
 from kvstore.export import messages as m
 from kvstore.service import agents, channel, peers
-from kvstore.service.peers import traits_of
 from kvstore.types import make_key
 from tests.fakes import geometry, hashes, u32
 from tests.fuzz_inputs import Mutator
@@ -137,13 +136,17 @@ class World:
             self.prefill.wire.poll(self.prefill.now_ns)
 
     def _hello(self) -> m.Hello:
-        traits = traits_of(self.prefill.namespace(self.good.giver))
+        traits = self.prefill.namespace(self.good.giver).layout.traits
         agent = self.rng.choice(("", "evil", f"evil-{self.rng.randrange(1000)}", "decode-1"))
         return m.Hello(m.VERSION, self._digest(), traits, agent, b"metadata")
 
     def _ask(self) -> p.Message:
         job, region = self._job(), m.Region(1 << 30, 4096, 32)
-        kind = self.rng.randrange(8)
+        kind = self.rng.randrange(10)
+        if kind > 7:
+            name, rank = self.rng.choice(("", "r1", "r2", "r")), self.rng.randrange(3)
+            keep = m.Keep(self._digest(), name, self.rng.choice((1, 30_000, 600_000)))
+            return keep if kind == 8 else m.Done(self._digest(), name, rank, 3)
         if kind < 3:
             chain = self._chain()
             indices = u32(sorted(self.rng.sample(range(len(chain)), self.rng.randint(0, 1) or 1)))

@@ -45,8 +45,11 @@ class Half(SchedulerHalf):
     handed: dict[str, dict[str, Any] | None]
     requests: dict[str, Request]
 
-    def on_new_request(self, request: EngineRequest, transfer: Params = None) -> None:
-        assert transfer is None
+    def on_new_request(
+        self, request: EngineRequest, transfer: Params = None, cached: int = 0
+    ) -> None:
+        assert not transfer
+        assert not cached
         super().on_new_request(request, self.given[request.request_id])
 
     def request_finished(self, request_id: str, table: BlockTable) -> bool:
@@ -140,6 +143,12 @@ class Node:
         assert peers is not None
         hand = peers.producer.hands._hands.get(request)
         return (0, 0) if hand is None else (len(hand.pinned), len(hand.missing))
+
+    def events(self) -> dict[str, float]:
+        """What its store has counted of hand-overs, to be shown when something went wrong."""
+        peers = self.store.server._peers
+        assert peers is not None
+        return {labels[1]: value for labels, value in peers.gauges().items() if value}
 
     def fetched(self) -> int:
         """Count the blocks that came from peers, in all groups."""

@@ -247,5 +247,6 @@ def test_what_is_no_address_is_a_peer_that_is_lost(made: Callable[..., Post], ad
     client = made()
     number = client.channel.connect(address)
     client.channel.send(number, m.Release(1))
+    assert not client.lost, "nobody is told while something is being sent"
     until(lambda: client.lost, client)
     assert client.lost[0][0] == number

@@ -63,7 +63,8 @@ def test_B5_B6_B17_prompts_of_every_length_are_handed_over_to_their_last_token(
     ):
         params = prefill.compute(prompts)
         loaded = decode.run(prompts, 12, params)
-    assert loaded == {name: given(shape, len(text)) for name, text in prompts.items()}
+        seen = prefill.events(), decode.events()
+    assert loaded == {name: given(shape, len(text)) for name, text in prompts.items()}, seen
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from kvstore.export import producer as o
 from kvstore.service import agents, channel, peers
 from kvstore.service.agents import Agents
 from kvstore.service.channel import Channel
-from kvstore.service.peers import traits_of
 from tests.fakes import SLOT_BYTES, hashes, u32
 from tests.fuzz_site import HELD, End, Good, Net, Site
 
@@ -47,7 +46,9 @@ class Place:
 
     def hello(self, agent: str = "") -> m.Hello:
         namespace = self.prefill.namespace(self.good.giver)
-        return m.Hello(m.VERSION, namespace.layout.digest, traits_of(namespace), agent, b"metadata")
+        return m.Hello(
+            m.VERSION, namespace.layout.digest, namespace.layout.traits, agent, b"metadata"
+        )
 
     def ask(self, address: str) -> None:
         """Have the decode engine ask somebody for what nobody has."""
@@ -107,7 +108,7 @@ def test_exporters_that_are_known_are_limited_and_those_in_use_stay(
 
 
 def test_only_who_is_welcome_is_told_to_the_exporter(place: Place) -> None:
-    refused = msgspec.structs.replace(place.hello("refused"), traits={"model": "other"})
+    refused = msgspec.structs.replace(place.hello("refused"), version=m.VERSION + 1)
     elsewhere = msgspec.structs.replace(place.hello("elsewhere"), namespace="other")
     place.caller(refused)
     place.caller(elsewhere)
@@ -158,10 +159,11 @@ def test_one_more_connection_takes_the_place_of_the_one_silent_longest(
     place.turns(1)
     assert len(place.prefill.peers.producer._peers) == 3
     place.heard.clear()
-    for say in says:
+    for say in (says[0], says[2], says[1]):
         say(m.Release(9))
     place.turns(1)
-    assert place.heard == [m.End(9, "unknown")] * 2, "the second one is a stranger now"
+    stranger = m.Refused("not understood: Release before Hello")
+    assert place.heard == [*[m.End(9, "unknown")] * 2, stranger]
 
 
 def test_peers_that_are_asked_are_limited_and_the_one_unused_longest_makes_room(
@@ -308,4 +310,14 @@ def test_B20_little_in_quarantine_stays_until_nothing_else_goes_on(place: Place)
     place.turns(118, ms=500)
     assert place.decode.mover.restarts == 0, "it was in use a minute ago"
     place.turns(6, ms=500)
+    assert place.decode.mover.restarts == 1
+
+
+def test_B20_what_moves_for_nobody_does_not_for_ever(place: Place) -> None:
+    """A write over a cable that was pulled ends when TCP says so, a quarter of an hour later."""
+    place.good.hand_over(hashes(1), push=True)
+    place.decode.mover.abandoned = 1
+    place.turns(110, ms=500)
+    assert place.decode.mover.restarts == 0
+    place.turns(15, ms=500)
     assert place.decode.mover.restarts == 1

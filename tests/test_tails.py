@@ -14,7 +14,7 @@ from kvstore import protocol as p
 from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
 from kvstore.layout import Move
-from kvstore.types import GroupRule, make_key
+from kvstore.types import Chain, GroupRule, make_key
 from tests.script import BLOCK, ONE_GROUP, Request, Script
 
 FULL, STATE = GroupRule(), GroupRule(1, exact=True)
@@ -33,6 +33,7 @@ def given(tokens: object, request: str = "p") -> dict[str, Any]:
         "remote_request_id": request,
         "remote_host": "10.0.0.7",
         "remote_port": 9500,
+        "remote_block_ids": [[1, 2]],
         "remote_num_tokens": tokens,
     }
 
@@ -199,9 +200,12 @@ def test_what_lacks_a_block_before_it_has_no_tail() -> None:
     script, _ = prefill(40, [[1, 2, 3]], slots=1)
     script.grant_credits(1)
     assert finish(script, [[1, 2, 3]])[0] == 32, "the second block took it"
+
+
+def test_O17_what_was_computed_before_a_reset_is_not_handed_over() -> None:
     script, _ = prefill(40, [[1, 2, 3]])
     script.half.reset_cache(b"epoch")
-    assert finish(script, [[1, 2, 3]])[0] == 32
+    assert finish(script, [[1, 2, 3]]) == (0, [p.Handing("p", "gone")])
     assert not script.step().early
 
 
@@ -475,3 +479,10 @@ def test_B4_a_wrong_number_of_groups_is_refused() -> None:
     assert m.wanted_of(want, 1) == [(0, 0), (0, 1)]
     with pytest.raises(ProtocolError, match="indices of 1 groups, this model has 2"):
         m.wanted_of(want, 2)
+
+
+def test_B4_only_a_hit_of_all_blocks_ends_inside_of_one() -> None:
+    chain = Chain(bytes(5 * 32), 32, 1, inside=True)
+    assert [chain.first_of(GroupRule(2), blocks) for blocks in (5, 4, 1)] == [2, 2, 0]
+    assert [chain.first_of(STATE, blocks) for blocks in (5, 4)] == [4, 3]
+    assert [chain.first_of(FULL, blocks) for blocks in (5, 4)] == [0, 0]

@@ -177,9 +177,12 @@ class PeerMover:
     """Called from one thread, the store's."""
 
     def __init__(self, service: str, devices: str, landing_bytes: int) -> None:
-        """service, devices: as in exporter Settings. landing_bytes: of each namespace's slots."""
+        """service, devices: as in exporter Settings. landing_bytes: of each namespace's slots.
+
+        Until wake() there is no process.
+        """
         settings = Settings(service, devices, quarantine_bytes_max=landing_bytes)
-        self._exporter = Exporter(settings)
+        self._exporter = Exporter(settings, asleep=True)
         self._landing_bytes = landing_bytes
         self._landings: dict[str, Landing] = {}
         self._leaving: dict[int, CpuExtent] = {}  # of landings, until they are unmapped
@@ -280,6 +283,15 @@ class PeerMover:
             self._transfers[number].wanted -= 1
             if not self._transfers[number].wanted:
                 self._exporter.abandon(number)
+
+    def wake(self) -> None:
+        """Start the exporter, unless it runs."""
+        self._exporter.wake()
+
+    @property
+    def abandoned_bytes(self) -> int:
+        """Memory of transfers of ours that nobody waits for and that have not ended."""
+        return self._exporter.quarantined_bytes
 
     def restart(self, why: str) -> None:
         """Start the exporter afresh."""

@@ -71,6 +71,7 @@ class Fetch(msgspec.Struct, eq=False):
     heard_ns: int
     extend_ns: int
     left: int  # blocks that are not DONE
+    request: str = ""
     offered: bool = False
     released: bool = False
     tiers: dict[int, str] = {}  # position -> the peer's tier
@@ -99,6 +100,7 @@ class Consumer:
         self._loads: dict[JobId, _Load] = {}
         self._movable: deque[Tag] = deque()  # claimed, and they lack nothing but a landing slot
         self._results: list[JobResult] = []
+        self._landing_of: Counter[int] = Counter()  # slots that fetches from a peer use
         self._introduced: dict[int, bytes] = {}  # peers that know our exporter's metadata
         self._late_reads: dict[Tag, int] = {}  # landing slots that a read may still fill
         self._late_writes: dict[int, list[int]] = {}  # by fetch: those that its peer may write
@@ -116,7 +118,9 @@ class Consumer:
         number, self._next = self._next, self._next + 1
         blocks = [Block(chain.key(g, index)) for g, index in m.wanted_of(want, self._groups)]
         extend_ns = now_ns + self._lease_ms * 1_000_000 // 3
-        fetch = Fetch(number, peer, blocks, want.push, now_ns, now_ns, extend_ns, len(blocks))
+        fetch = Fetch(
+            number, peer, blocks, want.push, now_ns, now_ns, extend_ns, len(blocks), want.request
+        )
         self._fetches[number] = fetch
         for position, block in enumerate(blocks):
             self._located.setdefault(block.key, Tag(number, position))
@@ -131,6 +135,17 @@ class Consumer:
                 if block.state in {State.WANTED, State.OFFERED}:
                     self._done(fetch, position, ok=False)
             self._settle(fetch)
+
+    def withdraw(self, request: str) -> None:
+        """A request wants nothing more; what is being loaded already comes."""
+        for number in [n for n, fetch in self._fetches.items() if fetch.request == request]:
+            self.claimed(number)
+
+    def heard(self, peer: int, now_ns: int, patience_ns: int = 0) -> None:
+        """A peer is there, or it takes so much longer until it can answer."""
+        for fetch in self._fetches.values():
+            if fetch.peer == peer:
+                fetch.heard_ns = now_ns + patience_ns
 
     # What a producer says
 
@@ -208,6 +223,7 @@ class Consumer:
             self._fail(fetch, "lost")
             fetch.released = True
             self._settle(fetch)
+        self._landing_of = +self._landing_of
 
     def _offer(self, fetch: Fetch, offer: m.Offer) -> None:
         offered = m.positions_of(offer.positions, len(fetch.blocks))
@@ -295,9 +311,7 @@ class Consumer:
             if ok and not fetch.released:
                 block.state = State.CHECKED
                 confirm.append(tag.position)
-                if block.landing is not None:
-                    self._landing.give([block.landing])
-                    block.landing = None
+                self._leave_landing(fetch, block)
             else:
                 self.counts["corrupt"] += not ok
                 self._done(fetch, tag.position, ok=False)
@@ -369,6 +383,8 @@ class Consumer:
         """Start what can be moved now into free landing slots, in the order that it came."""
         waiting = self._movable
         free = self._landing.take(len(waiting)) if waiting else []
+        share = max(1, self._landing.count * 3 // 4)  # others land beside a peer that hangs
+        above: list[Tag] = []  # of peers that have their share
         reads: dict[tuple[int, m.Region], tuple[int, list[Tag], Read]] = {}  # by fetch
         lands: dict[int, tuple[list[int], list[int]]] = {}
         while waiting and free:
@@ -377,7 +393,11 @@ class Consumer:
             block = None if fetch is None else fetch.blocks[tag.position]
             if fetch is None or block is None or block.state is not State.CLAIMED:
                 continue
+            if self._landing_of[fetch.peer] >= share:
+                above.append(tag)
+                continue
             block.state, block.landing = State.MOVING, free.pop()
+            self._landing_of[fetch.peer] += 1
             if fetch.push:
                 positions, slots = lands.setdefault(fetch.number, ([], []))
                 positions.append(tag.position)
@@ -390,6 +410,7 @@ class Consumer:
                 read.numbers.append(block.place[1])
                 read.landing.append(block.landing)
         self._landing.give(free)
+        waiting.extendleft(reversed(above))
         for peer, tags, read in reads.values():
             self._work.read(tags, peer, read)
         for number, (positions, slots) in lands.items():
@@ -412,20 +433,29 @@ class Consumer:
     def _done(self, fetch: Fetch, position: int, *, ok: bool) -> None:
         """A block is ready, or will not be; nothing of ours uses its slots any more."""
         block = fetch.blocks[position]
-        if block.landing is not None:
-            if block.state is not State.MOVING:
-                self._landing.give([block.landing])
-            elif fetch.push:
-                self._late_writes.setdefault(fetch.number, []).append(block.landing)
-            else:
-                self._late_reads[Tag(fetch.number, position)] = block.landing
-                self._work.abandon(Tag(fetch.number, position))
-        block.state, block.landing = State.DONE, None
+        late = self._leave_landing(fetch, block)
+        if late is not None and fetch.push:
+            self._late_writes.setdefault(fetch.number, []).append(late)
+        elif late is not None:
+            self._late_reads[Tag(fetch.number, position)] = late
+            self._work.abandon(Tag(fetch.number, position))
+        block.state = State.DONE
         fetch.left -= 1
         if self._located.get(block.key) == Tag(fetch.number, position):
             del self._located[block.key]
         if block.load is not None:
             self._loaded(block.load, ok=ok)
+
+    def _leave_landing(self, fetch: Fetch, block: Block) -> int | None:
+        """Let go of a block's landing slot; return it if something may still write it."""
+        landing, block.landing = block.landing, None
+        if landing is None:
+            return None
+        self._landing_of[fetch.peer] -= 1
+        if block.state is State.MOVING:
+            return landing
+        self._landing.give([landing])
+        return None
 
     def _loaded(self, part: tuple[JobId, int], *, ok: bool) -> None:
         load = self._loads[part[0]]

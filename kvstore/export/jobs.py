@@ -106,19 +106,24 @@ class Block(msgspec.Struct, eq=False):
 
 
 class Job(msgspec.Struct, eq=False):
-    """What a consumer wants in one go; over: its lease has ended."""
+    """What a consumer wants in one go; over: its lease has ended.
+
+    offer_ns: until when an offer may wait; None: it was made. order: of the blocks, by the index
+    in their chain.
+    """
 
     number: int
     blocks: list[Block]
     request: str
     push: bool
     deadline_ns: int
+    offer_ns: int | None
+    order: list[tuple[int, int]]
     awaited: deque[int] = msgspec.field(default_factory=deque)  # positions, first blocks first
     news: list[int] = []  # positions to tell
     unsummed: list[int] = []  # and those whose sums are to be asked for
     unwritten: list[int] = []  # and those to write
     left: int = 0  # blocks that are not DONE
-    confirmed: int = 0
     over: bool = False
     released: bool = False
 

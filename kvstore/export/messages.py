@@ -17,13 +17,16 @@ its content key and the generation of its slot, never by a bare slot.
 To be pushed, the consumer sends Land(job, positions, landing slots) as it has room, and Have
 comes once the producer has written them. Extend(job) is the heartbeat. End(job) says that no
 more will come. Durations travel, clocks are never compared.
+
+A request that waits at the consumer is spoken of by its name, without Hello: Keep(request) is its
+heartbeat, Done(request) says that what is held for it is not wanted any more, Noted answers that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -34,6 +37,8 @@ from kvstore.types import GroupRule
 VERSION = 1
 MESSAGE_BYTES_MAX = 16 << 20
 JOB_BLOCKS_MAX = 1 << 16
+LEASE_MS_MAX = 600_000
+CONSUMERS_MAX = 1024  # of one request
 REGIONS_MAX = 1 << 12
 TEXT_MAX = 4096
 
@@ -119,6 +124,27 @@ class Release(Message, frozen=True):
     job: int
 
 
+class Keep(Message, frozen=True):
+    """Heartbeat of a request that waits here: hold for so long what is held for it."""
+
+    namespace: Name
+    request: Text
+    lease_ms: int
+
+
+class Done(Message, frozen=True):
+    """One of a request's consumers wants nothing more of it; repeats do not count."""
+
+    namespace: Name
+    request: Text
+    rank: int = 0
+    consumers: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.consumers <= CONSUMERS_MAX:
+            raise ValueError(f"rank {self.rank} of {self.consumers}, at most {CONSUMERS_MAX}")
+
+
 class Welcome(Message, frozen=True):
     """The namespaces agree."""
 
@@ -179,8 +205,24 @@ class End(Message, frozen=True):
     reason: Text
 
 
-ToProducer = Hello | Want | Land | Confirm | Extend | Release
-ToConsumer = Welcome | Refused | Offer | Have | Valid | End
+class Starting(Message, frozen=True):
+    """Welcome comes later: the exporter at this side is being started."""
+
+
+class Noted(Message, frozen=True):
+    """The answer to Done.
+
+    "waits": the request still runs, or other consumers have not reported; "released": nothing is
+    held; "gone": it ended without blocks; "lapsed": its lease was over before; "unknown",
+    "ambiguous": refused.
+    """
+
+    request: Text
+    state: Literal["waits", "released", "gone", "lapsed", "unknown", "ambiguous"]
+
+
+ToProducer = Hello | Want | Land | Confirm | Extend | Release | Keep | Done
+ToConsumer = Welcome | Starting | Refused | Offer | Have | Valid | End | Noted
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -208,6 +250,13 @@ def _decode(decoder: msgspec.msgpack.Decoder[Message], data: bytes) -> Message:
         return decoder.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as exc:
         raise ProtocolError(f"not a message of side channel {VERSION}: {exc}") from exc
+
+
+def lease_ns(lease_ms: int) -> int:
+    """Return a lease in nanoseconds. Raises ProtocolError for one that cannot be."""
+    if not 0 < lease_ms <= LEASE_MS_MAX:
+        raise ProtocolError(f"a lease of {lease_ms} ms, expected 1 to {LEASE_MS_MAX}")
+    return lease_ms * 1_000_000
 
 
 def clip(rule: GroupRule, blocks: int) -> range:

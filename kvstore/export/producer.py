@@ -19,10 +19,11 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
+from kvstore.export.difference import difference
 from kvstore.export.hands import Hands
 from kvstore.export.jobs import BUSY, Block, Job, Peer, Source, State, Tag, Work, Write
 from kvstore.protocol import Message, from_u32, u32
@@ -30,7 +31,7 @@ from kvstore.tier import Tier
 from kvstore.types import BlockKey, Chain, LookupResult
 
 GRACE_NS = 5_000_000_000
-LEASE_MS_MAX = 600_000
+UNKNOWN_NS = 300_000_000  # a router sends a request to both engines at once, say
 JOBS_MAX = 1024  # of one peer
 BLOCKS_MAX = 1 << 20  # wanted by one peer at one time
 MEMORY, PREFILL = "cpu", "prefill"
@@ -43,21 +44,20 @@ class Producer:
 
     def __init__(
         self,
-        find: Callable[[str], tuple[Source, dict[str, str]] | None],
+        served: Callable[[], Mapping[str, Source]],
         exporter: Callable[[], tuple[str, bytes] | None],
         work: Work,
         send: Send,
         held_bytes_max: int,
         meet: Callable[[int, str, bytes], None],
     ) -> None:
-        """find(namespace digest): what is served, and its traits. exporter(): agent and metadata.
+        """served(): namespaces by digest. exporter(): agent and metadata; None while there is none.
 
-        Both are None while there is none.
         held_bytes_max: for each peer, of what is held for it at one time, half of what is held for
             all of them, and of what is held for requests whose peer has not asked yet.
         meet(peer, agent, metadata): a peer is welcome, and has this exporter.
         """
-        self._find = find
+        self._served = served
         self._exporter = exporter
         self._work = work
         self._send = send
@@ -66,8 +66,8 @@ class Producer:
         self.held_bytes = 0  # memory that is held for peers
         self._peers: dict[int, Peer] = {}
         self._early: dict[int, m.Hello] = {}  # who came before the exporter was there
-        self.hands = Hands(held_bytes_max)
         self.counts: Counter[str] = Counter()
+        self.hands = Hands(held_bytes_max, self.counts)
 
     # What a consumer says
 
@@ -75,6 +75,9 @@ class Producer:
         """Act on one message of a peer. Raises ProtocolError for a wrong one."""
         if isinstance(message, m.Hello):
             self._hello(number, message)
+            return
+        if isinstance(message, m.Keep | m.Done):
+            self._of_request(number, message, now_ns)
             return
         peer = self._peers.get(number)
         if peer is None or peer.closed:
@@ -85,6 +88,15 @@ class Producer:
             self._of_job(peer, message, now_ns)
         else:
             raise ProtocolError(f"{type(message).__name__} is not for a producer")
+
+    def _of_request(self, number: int, message: m.Keep | m.Done, now_ns: int) -> None:
+        source = self._served().get(message.namespace)
+        manager = None if source is None else source.manager
+        if isinstance(message, m.Keep):
+            self.hands.keep(manager, message.request, now_ns + m.lease_ns(message.lease_ms))
+            return
+        found = self.hands.report(manager, message.request, message.rank, message.consumers)
+        self._send(number, m.Noted(message.request, found))
 
     def _of_job(
         self, peer: Peer, message: m.Land | m.Confirm | m.Extend | m.Release, now_ns: int
@@ -101,7 +113,7 @@ class Producer:
             self._confirm(peer, job, message)
         elif isinstance(message, m.Extend):
             if not job.over:
-                job.deadline_ns = max(job.deadline_ns, now_ns + _lease_ns(message.lease_ms))
+                job.deadline_ns = max(job.deadline_ns, now_ns + m.lease_ns(message.lease_ms))
         else:
             self._release(peer, job)
         self._settle(peer, job)
@@ -114,19 +126,19 @@ class Producer:
             peer.closed = True
             self._drop(peer)
 
-    def agent_of(self, number: int) -> str:
-        """Name a peer's exporter; none for one that is not there."""
-        peer = self._peers.get(number)
-        return "" if peer is None else peer.agent
-
     @property
     def jobs(self) -> int:
         """Count what is wanted by peers."""
         return sum(len(peer.jobs) for peer in self._peers.values())
 
     @property
+    def wanted(self) -> bool:
+        """Tell whether anybody waits for anything; what is under way for nobody left out."""
+        return any(not job.released for peer in self._peers.values() for job in peer.jobs.values())
+
+    @property
     def busy(self) -> bool:
-        """Tell whether anything is wanted by anybody."""
+        """Tell whether anything is wanted by anybody, or under way."""
         return any(peer.jobs for peer in self._peers.values())
 
     def on_unmapped(self, extent: int) -> None:
@@ -152,23 +164,24 @@ class Producer:
     def _hello(self, number: int, hello: m.Hello) -> None:
         if number in self._peers:
             raise ProtocolError("a second Hello")
-        found, ours = self._find(hello.namespace), self._exporter()
+        served = self._served()
+        source = served.get(hello.namespace)
         if hello.version != m.VERSION:
             refused = m.Refused(f"side channel {hello.version}, expected {m.VERSION}")
-        elif ours is None:
+        elif source is None and served:
+            refused = m.Refused(difference(hello, served)[: m.TEXT_MAX])
+        elif source is None:
+            refused = m.Refused(f"namespace {hello.namespace[:12]} is not served here yet", True)
+        elif (ours := self._exporter()) is None:
+            if number not in self._early:
+                self._send(number, m.Starting())
             self._early[number] = hello
             return
-        elif found is None:
-            refused = m.Refused(f"namespace {hello.namespace[:12]} is not served here yet", True)
         else:
-            source, traits = found
-            differ = _difference(hello.traits, traits)
-            if not differ:
-                self._peers[number] = Peer(number, source, hello.agent)
-                self._meet(number, hello.agent, hello.metadata)
-                self._send(number, m.Welcome(*ours))
-                return
-            refused = m.Refused(differ)
+            self._peers[number] = Peer(number, source, hello.agent)
+            self._meet(number, hello.agent, hello.metadata)
+            self._send(number, m.Welcome(*ours))
+            return
         self.counts["refused"] += 1
         self._send(number, refused)
 
@@ -183,26 +196,41 @@ class Producer:
             raise ProtocolError(f"more than {BLOCKS_MAX} blocks wanted at one time")
         if want.push and not peer.agent:
             raise ProtocolError("a push to a peer that named no exporter")
+        if self.hands.ambiguous(want.request):
+            self.counts["ambiguous"] += 1
+            self._send(peer.number, m.End(want.job, "ambiguous"))
+            return
         chain = Chain(want.hashes, want.width, len(rules), want.scope)
         blocks = [Block(chain.key(group, index)) for group, index in wanted]
-        end_ns = now_ns + _lease_ns(want.lease_ms)
-        job = Job(want.job, blocks, want.request, want.push, end_ns)
+        end_ns = now_ns + m.lease_ns(want.lease_ms)
+        order = [(index, group) for group, index in wanted]
+        job = Job(want.job, blocks, want.request, want.push, end_ns, now_ns + UNKNOWN_NS, order)
+        peer.jobs[job.number] = job
+        peer.blocks += len(blocks)
+        self._offer(peer, job, now_ns)
+        self._settle(peer, job)
+
+    def _offer(self, peer: Peer, job: Job, now_ns: int) -> None:
+        """Say what there is; of a request that is not known it may come in a moment."""
+        found = [self._tier(peer.source, job, block.key) for block in job.blocks]
+        unknown = bool(job.request) and not self.hands.knows(job.request)
+        may_wait = job.offer_ns is not None and now_ns < job.offer_ns
+        if None in found and unknown and may_wait:
+            return
+        self.counts["unknown"] += unknown
+        job.offer_ns = None
         tiers: dict[str, int] = {}
         which: list[int] = []
         offered: list[int] = []
-        for position, block in enumerate(blocks):
-            tier = self._tier(peer.source, job, block.key)
+        for position, (block, tier) in enumerate(zip(job.blocks, found, strict=True)):
             if tier is not None:
                 block.state = State.AWAITED
                 offered.append(position)
                 which.append(tiers.setdefault(tier, len(tiers)))
-        job.awaited.extend(sorted(offered, key=lambda position: wanted[position][::-1]))
+        job.awaited.extend(sorted(offered, key=job.order.__getitem__))
         job.left = len(offered)
-        peer.jobs[job.number] = job
-        peer.blocks += len(blocks)
         self._send(peer.number, m.Offer(job.number, u32(offered), tuple(tiers), bytes(which)))
         self._advance(peer, job)
-        self._settle(peer, job)
 
     def _tier(self, source: Source, job: Job, key: BlockKey) -> str | None:
         """Name the place that has a block, or will have it."""
@@ -237,7 +265,6 @@ class Producer:
         ]
         for position in valid:
             self._done(peer, job, position)
-        job.confirmed += len(valid)
         self.counts["confirmed"] += len(valid)
         self.counts["stale"] += len(positions) - len(valid)
         self._send(peer.number, m.Valid(job.number, u32(valid)))
@@ -258,6 +285,8 @@ class Producer:
                     job.over = True
                     self.counts["expired"] += 1
                     self._send(peer.number, m.End(job.number, m.LEASE_OVER))
+                if job.offer_ns is not None:
+                    self._offer(peer, job, now_ns)
                 if job.over and now_ns >= job.deadline_ns + GRACE_NS:
                     self._release(peer, job)
                 self._advance(peer, job)
@@ -434,6 +463,7 @@ class Producer:
         if job.released:
             return
         job.released = True
+        job.offer_ns = None
         job.awaited.clear()
         job.news.clear()
         for position, block in enumerate(job.blocks):
@@ -450,11 +480,10 @@ class Producer:
             self._start_writes(peer, job)
         if job.news:
             self._tell(peer, job)
-        if job.left or peer.jobs.pop(job.number, None) is None:
+        waits = job.left or job.offer_ns is not None
+        if waits or peer.jobs.pop(job.number, None) is None:
             return
         peer.blocks -= len(job.blocks)
-        if job.confirmed:
-            self.hands.gone(job.request)  # what it did not fetch it does not want
         if not peer.closed:
             self._send(peer.number, m.End(job.number, "released" if job.released else "all"))
         elif not peer.jobs:
@@ -463,19 +492,3 @@ class Producer:
 
 def _tags(peer: Peer, job: Job, positions: list[int]) -> list[Tag]:
     return [Tag(peer.number, job.number, position) for position in positions]
-
-
-def _lease_ns(lease_ms: int) -> int:
-    if not 0 < lease_ms <= LEASE_MS_MAX:
-        raise ProtocolError(f"a lease of {lease_ms} ms, expected 1 to {LEASE_MS_MAX}")
-    return lease_ms * 1_000_000
-
-
-def _difference(theirs: dict[str, str], ours: dict[str, str]) -> str:
-    """Name what differs, with both values."""
-    names = sorted(theirs.keys() | ours.keys())
-    return ", ".join(
-        f"{name} is {theirs.get(name, 'not named')}, expected {ours.get(name, 'nothing')}"
-        for name in names
-        if theirs.get(name) != ours.get(name)
-    )

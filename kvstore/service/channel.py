@@ -191,13 +191,19 @@ class Channel:
 
     @property
     def waiting(self) -> bool:
-        """Tell whether something has arrived: to have sent can use up a descriptor's signal."""
+        """Tell whether poll() has something to say: no descriptor may tell it.
+
+        To have sent can use up a descriptor's signal.
+        """
         if self._doomed or (self._router is not None and _readable(self._router)):
             return True
         return any(_readable(dealer.socket) for dealer in self._made.values())
 
     def send(self, number: int, message: Message) -> None:
-        """Send, or drop for a peer that is gone or does not read: it finds out by its deadline."""
+        """Send, or drop for a peer that is gone or does not read: poll() says that it is lost.
+
+        Nobody is told in here: whoever sends may be going through what would change.
+        """
         frame = m.encode(message)
         try:
             if number in self._made:
@@ -206,13 +212,13 @@ class Channel:
                 self._router.send_multipart([self._ids[number], frame], zmq.DONTWAIT)
         except zmq.ZMQError as exc:
             self.counts["unsent"] += 1
-            self._lose(number, exc.strerror or "send failed")
+            self._doomed.append((number, exc.strerror or "send failed"))
 
     def poll(self, now_ns: int) -> None:
         """Hand over what has arrived, and say who is gone."""
         doomed, self._doomed = self._doomed, []
         for number, reason in doomed:
-            if number in self._made:
+            if number in self._made or number in self._ids:
                 self._lose(number, reason)
             else:
                 self._on_lost(number, reason)

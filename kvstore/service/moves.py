@@ -103,6 +103,10 @@ class Mover(Protocol):
         """Return a namespace's landing slots."""
         ...
 
+    def wake(self) -> None:
+        """Have the exporter run, if it does not yet."""
+        ...
+
     def add_peer(self, agent: str, metadata: bytes) -> None:
         """Learn how to reach a peer's exporter now."""
         ...
@@ -116,6 +120,11 @@ class Mover(Protocol):
 
         What has not begun ends at once; the answer comes all the same.
         """
+        ...
+
+    @property
+    def abandoned_bytes(self) -> int:
+        """Memory of transfers of ours that nobody waits for and that have not ended."""
         ...
 
     def restart(self, why: str) -> None:

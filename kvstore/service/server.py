@@ -149,6 +149,8 @@ class Server:
         key = None if config.key is None else ClusterKey.read(Path(config.key))
         name = f"kvstore-{secrets.token_hex(4)}"
         mover = find_class(PEER_MOVER)(name, config.devices, config.landing_bytes)
+        if config.eager:
+            mover.wake()
         peers = Peers(key, mover, config.held_bytes)
         try:
             peers.channel.listen(config.listen.host, config.listen.port)

@@ -13,7 +13,7 @@ from kvstore.bench.engine import Engine, Request
 from kvstore.bench.models import prompt
 from kvstore.bench.store import StoreProcess
 from tests.engine.identity import assert_same
-from tests.engine.support import CAPACITY, TOKENS_OUT, attach, numbers, servable, since
+from tests.engine.support import CAPACITY, TOKENS_OUT, attach, given, numbers, since
 from tests.engine.test_handover import HANDED
 
 PROMPTS = 8
@@ -59,7 +59,7 @@ def test_B13_ranks_of_another_number_find_their_heads(
             computed = prefill.run(handed, max_tokens=1)
             prefill.idle_steps(3)
         params = [result.kv_transfer_params for result in computed]
-        assert [given and given["tp_size"] for given in params] == [prefill_ranks] * PROMPTS
+        assert [back and back["tp_size"] for back in params] == [prefill_ranks] * PROMPTS
         # The same ranks with the same bytes, but no hand-over: what is computed here depends on
         # how many ranks there are, with or without a connector.
         with engine(model(name), decode_ranks, theirs) as local:
@@ -67,10 +67,12 @@ def test_B13_ranks_of_another_number_find_their_heads(
         with engine(model(name), decode_ranks, ours, transfer=transfer) as decode:
             before = numbers(ours.address)
             wanted = [
-                msgspec.structs.replace(r, kv_transfer_params=given)
-                for r, given in zip(requests, params, strict=True)
+                msgspec.structs.replace(r, kv_transfer_params=back)
+                for r, back in zip(requests, params, strict=True)
             ]
             got = decode.run(wanted, max_tokens=TOKENS_OUT)
             found = since(ours.address, before)
-        assert found["kvstore_hit_tokens{peer}"] == sum(servable(len(r.tokens)) for r in requests)
+        assert found["kvstore_hit_tokens{peer}"] == sum(
+            given(name, len(r.tokens)) for r in requests
+        )
         assert_same(expected, got)

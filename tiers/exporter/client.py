@@ -114,9 +114,10 @@ class Exporter:
     Results come from poll(), each transfer's exactly once.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        """The first poll() starts the process."""
+    def __init__(self, settings: Settings, *, asleep: bool = False) -> None:
+        """The first poll() starts the process. asleep: the first one after wake()."""
         self._settings = settings
+        self._asleep = asleep
         self._epoll = select.epoll()
         self._child: Child | None = None
         self._state: State = "down"
@@ -148,7 +149,7 @@ class Exporter:
         if self._events:
             return 0.0
         due = []
-        if self._state == "down" and not self._closed:
+        if self._state == "down" and not self._closed and not self._asleep:
             due.append(self._start_ns)
         if self._state == "starting":
             due.append(self._start_ns + _START_NS)
@@ -157,6 +158,10 @@ class Exporter:
         if self._over_quarantine:
             due.append(now_ns if self._over_ns is None else self._over_ns + _GRACE_NS)
         return max(0, min(due) - now_ns) / 1e9 if due else None
+
+    def wake(self) -> None:
+        """Have the process be there from now on."""
+        self._asleep = False
 
     @property
     def state(self) -> State:
@@ -272,7 +277,7 @@ class Exporter:
         """Do what there is to do; returns what has happened."""
         if self._closed:
             return []
-        if self._child is None and now_ns >= self._start_ns:
+        if self._child is None and now_ns >= self._start_ns and not self._asleep:
             self._start(now_ns)
         child = self._child
         if child is not None:
