@@ -140,7 +140,7 @@ def test_B8_B9_letting_go_reaches_the_other_store_within_a_second(
 ) -> None:
     prefill, decode = nodes
     prefill.hand_over(hashes(4), 60_000)
-    assert prefill.started, "somebody will ask soon"
+    eventually(lambda: prefill.started)  # somebody will ask soon
     watch = Watch()
     decode.step(let_go=(p.LetGo(address(prefill.store), REQUEST),))
     eventually(lambda: len(prefill.hands) == 0)
