@@ -102,7 +102,9 @@ bench: $(READY) ## the benchmarks, as tables
 	$(VENV)/bin/kvstore bench attach
 	$(VENV)/bin/kvstore bench index
 	$(VENV)/bin/kvstore bench nvme
+	$(VENV)/bin/kvstore bench export
 	$(VENV)/bin/kvstore bench vllm
+	$(VENV)/bin/kvstore bench handover
 
 clean: ## remove .venv and all caches
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

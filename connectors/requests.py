@@ -119,7 +119,7 @@ class Tracked:
         self.request = request
         self.phase = Phase.NEW
         self.ask: int | None = None
-        self.waited = False  # the bounded wait is for first asks only
+        self.waited = False  # a busy engine waits for first asks only
         self.deferred_ns: int | None = None
         self.failures = 0
         self.grant: Grant | None = None

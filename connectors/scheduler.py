@@ -178,8 +178,8 @@ class SchedulerHalf:
 
     def _wait(self, tracked: Tracked) -> None:
         idle = self._requests.keys().isdisjoint(self._scheduled)
-        if tracked.waited or tracked.ask is None:
-            return
+        if tracked.ask is None or (tracked.waited and not idle):
+            return  # with nothing else to run an empty step would cost more
         if not idle and self._timeouts >= TIMEOUTS_IN_A_ROW_MAX:
             return
         end = self._clock() + int((self._budget(idle) - self._waited_s) * 1e9)

@@ -100,6 +100,11 @@ class Tiering:
         return bool(self._open)
 
     @property
+    def to_poll(self) -> bool:
+        """Tell whether a job is under way whose end nobody announces: remote tiers do."""
+        return any(self._under_way[tier.name] for tier in self.tiers)
+
+    @property
     def jobs_open(self) -> int:
         """Count the jobs without a result."""
         return len(self._open)

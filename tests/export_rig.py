@@ -197,7 +197,7 @@ class Pair:
                 town.tick(ms)
                 engine.pump()
             for tag, ok in self.source.tiering.take_staged():
-                self.producer.staged(tag, ok=ok)
+                self.producer.staged([tag], ok=ok)
             self.producer.tick(self.giver.now_ns)
             self.consumer.tick(self.taker.now_ns)
 
@@ -277,6 +277,10 @@ class _Moves:
 class _Room:
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
+
+    @property
+    def count(self) -> int:
+        return LANDING
 
     def open(self) -> None:
         """They are there."""

@@ -21,7 +21,8 @@ from tests.live import LiveEngine
 WAIT_S = 600.0
 PROMOTE_S = 1.0  # most that an engine waits for blocks
 SLACK_S = 3.0  # of a machine that does other things, too
-CAPACITY = "64MiB"
+CAPACITY = "64MiB"  # 63 blocks of 1 MiB
+LANDING = "16MiB"
 CREDITS = 4  # slots that an engine of tests.live has in advance
 FILES_SPARE = 6  # descriptors that come and go: of queries, say
 
@@ -49,7 +50,9 @@ class Node:
         self.store = StoreProcess(
             folder,
             CAPACITY,
-            f'[engine]\npromote = "{PROMOTE_S}s"\n[peer]\nlisten = "{self.address}"\n{settings}',
+            f'extent = "{CAPACITY}"\n'
+            f'[engine]\npromote = "{PROMOTE_S}s"\nleased = "100%"\n'
+            f'[peer]\nlisten = "{self.address}"\nlanding = "{LANDING}"\n{settings}',
             module="tests.serve_brief",
             scraped=False,
             environment=environment,
@@ -85,9 +88,7 @@ class Node:
     @property
     def exporter(self) -> psutil.Process | None:
         """The exporter's process, if it is there."""
-        found = [child for child in self.process.children(recursive=True) if _exports(child)]
-        assert len(found) <= 1, "two exporters"
-        return found[0] if found else None
+        return exporter_of(self.process)
 
     def kill(self) -> None:
         """End the store at once, and all that it had."""
@@ -179,6 +180,13 @@ class Node:
             time.sleep(0.05)
 
 
+def exporter_of(store: psutil.Process) -> psutil.Process | None:
+    """The exporter's process of a store, if it is there."""
+    found = [child for child in store.children(recursive=True) if _exports(child)]
+    assert len(found) <= 1, "two exporters"
+    return found[0] if found else None
+
+
 def _exports(process: psutil.Process) -> bool:
     try:
         return "tiers.exporter.process" in process.cmdline()
@@ -200,12 +208,12 @@ def nothing_left(*nodes: Node, within_s: float = 20.0) -> Iterator[None]:
     yield
     for node, files in zip(nodes, before, strict=True):
         node.wait(lambda: not node.held(), within_s)  # noqa: B023 - asked at once
+        node.wait(lambda: node.exporter, within_s)  # noqa: B023 - it may be starting again
         limits = [count + FILES_SPARE for count in files]
         node.wait(  # a connection that is not used is closed a little later
             lambda: all(a <= b for a, b in zip(node.files(), limits, strict=True)),  # noqa: B023
             within_s,
         )
-        assert node.exporter is not None
         assert "Traceback" not in node.store.log_path.read_text(errors="replace")
 
 
@@ -217,3 +225,13 @@ def signal_now(process: psutil.Process | None, number: signal.Signals) -> None:
 def release(engine: LiveEngine, ask: int) -> None:
     """The request of a lookup is aborted."""
     engine.scheduler.send(p.Step(release=(ask,)))
+
+
+def answers_to(engine: LiveEngine, asks: list[int]) -> list[p.Granted]:
+    """Wait for the answers to some lookups, and return them in no order."""
+    found: list[p.Granted] = []
+    while len(found) < len(asks):
+        answers = engine.scheduler.take(p.Answers)
+        engine.credits.extend(p.from_u32(answers.credits))
+        found += [granted for granted in answers.granted if granted.ask in asks]
+    return found

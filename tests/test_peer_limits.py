@@ -159,10 +159,11 @@ def test_one_more_connection_takes_the_place_of_the_one_silent_longest(
     place.turns(1)
     assert len(place.prefill.peers.producer._peers) == 3
     place.heard.clear()
-    for say in says:
+    for say in (says[0], says[2], says[1]):
         say(m.Release(9))
     place.turns(1)
-    assert place.heard == [m.End(9, "unknown")] * 2, "the second one is a stranger now"
+    stranger = m.Refused("not understood: Release before Hello")
+    assert place.heard == [*[m.End(9, "unknown")] * 2, stranger]
 
 
 def test_peers_that_are_asked_are_limited_and_the_one_unused_longest_makes_room(
@@ -309,4 +310,14 @@ def test_B20_little_in_quarantine_stays_until_nothing_else_goes_on(place: Place)
     place.turns(118, ms=500)
     assert place.decode.mover.restarts == 0, "it was in use a minute ago"
     place.turns(6, ms=500)
+    assert place.decode.mover.restarts == 1
+
+
+def test_B20_what_moves_for_nobody_does_not_for_ever(place: Place) -> None:
+    """A write over a cable that was pulled ends when TCP says so, a quarter of an hour later."""
+    place.good.hand_over(hashes(1), push=True)
+    place.decode.mover.abandoned = 1
+    place.turns(110, ms=500)
+    assert place.decode.mover.restarts == 0
+    place.turns(15, ms=500)
     assert place.decode.mover.restarts == 1

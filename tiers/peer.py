@@ -7,21 +7,21 @@ release the GIL.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import msgspec
-import numpy as np
 
 from kvstore.errors import InvariantBroken, TierFull
 from kvstore.export import messages as m
 from kvstore.export.fetches import Check, Read
 from kvstore.export.fetches import Tag as Part
 from kvstore.export.jobs import Tag, Write
-from kvstore.export.sums import block_sum
+from kvstore.export.sums import block_sum, copied_sum
 from kvstore.protocol import u32
 from kvstore.service.moves import (
-    BUSY_S,
     Arrived,
     Checked,
     Down,
@@ -46,7 +46,15 @@ LANDING_FIRST = 1 << 30  # their extents are numbered from here, apart from thos
 LANDINGS_MAX = 8  # models that blocks arrive for at one time
 RETRY_NS = 1_000_000_000  # after memory could not be had
 THREADS = 2
-BATCH_BYTES = 8 << 20
+BATCH_BYTES_MIN, BATCH_BYTES_MAX = 1 << 20, 8 << 20
+BATCHES = 4  # of what is asked for at one time: the first is checked while the next is read
+
+
+def batches(count: int, block_bytes: int, wanted: int) -> Iterator[slice]:
+    """Cut blocks into so many batches of equal size, or more or fewer to be within the limits."""
+    most, least = max(1, BATCH_BYTES_MAX // block_bytes), -(-BATCH_BYTES_MIN // block_bytes)
+    step = min(most, max(least, -(-count // wanted)))
+    return (slice(at, at + step) for at in range(0, count, step))
 
 
 class Landing:
@@ -139,9 +147,7 @@ class _Checks(msgspec.Struct):
         return Checked(self.namespace, self.tags, [self._one(*block) for block in self.blocks])
 
     def _one(self, check: Check, landed: memoryview, slot: memoryview) -> bool:
-        # Copied first: what is summed is what will be read, whatever is written there meanwhile.
-        np.copyto(np.frombuffer(slot, np.uint8), np.frombuffer(landed, np.uint8))
-        return block_sum(self.namespace, check.key, slot) == check.sum
+        return copied_sum(self.namespace, check.key, landed, slot) == check.sum
 
     def failed(self) -> Checked:
         return Checked(self.namespace, self.tags, [False] * len(self.tags))
@@ -186,17 +192,22 @@ class PeerMover:
         self._unreached: set[int] = set()  # extents that the exporter could not map
         self._lost: list[Event] = []  # of those that were to be unmapped
         self._addresses: dict[int, int] = {}  # mapped, and peers were not told how to reach it
+        self._told = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # threads have results
         self._runner: Runner[_Sums | _Checks | _Make, Summed | Checked | _Made] = Runner(
-            "kvstore-handover", lambda job: job.run(), lambda job, _: job.failed(), THREADS
+            "kvstore-handover",
+            lambda job: job.run(),
+            lambda job, _: job.failed(),
+            THREADS,
+            lambda: os.eventfd_write(self._told, 1),
         )
 
     def fds(self) -> Iterator[int]:
-        """Return the descriptor that can be read when the exporter has said something."""
-        yield self._exporter.fileno()
+        """Go through the descriptors that can be read when poll() has something to return."""
+        yield from (self._exporter.fileno(), self._told)
 
     def wait_s(self, now_ns: int) -> float | None:
-        """Return when to call poll() at the latest; None: when the descriptor says so."""
-        return BUSY_S if self._runner.open else self._exporter.wait_s(now_ns)
+        """Return when to call poll() at the latest; None: when a descriptor says so."""
+        return self._exporter.wait_s(now_ns)
 
     def poll(self, now_ns: int) -> Sequence[Event]:
         """Return what has happened."""
@@ -204,6 +215,8 @@ class PeerMover:
         events, self._lost = self._lost, []
         for event in self._exporter.poll(now_ns):
             events += self._on(event)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._told)
         for done in self._runner.poll():
             if isinstance(done, _Made):
                 self._made(done)
@@ -274,6 +287,11 @@ class PeerMover:
         """Start the exporter, unless it runs."""
         self._exporter.wake()
 
+    @property
+    def abandoned_bytes(self) -> int:
+        """Memory of transfers of ours that nobody waits for and that have not ended."""
+        return self._exporter.quarantined_bytes
+
     def restart(self, why: str) -> None:
         """Start the exporter afresh."""
         self._exporter.restart(why)
@@ -342,18 +360,14 @@ class PeerMover:
         self, tags: list[Tag], namespace: str, blocks: list[tuple[BlockKey, memoryview]]
     ) -> None:
         """Take checksums, some blocks at a time."""
-        step = max(1, BATCH_BYTES // len(blocks[0][1]))
-        for at in range(0, len(tags), step):
-            part = slice(at, at + step)
+        for part in batches(len(tags), len(blocks[0][1]), BATCHES):
             self._runner.submit(_Sums(tags[part], namespace, blocks[part]))
 
     def check(
         self, tags: list[Part], namespace: str, blocks: list[tuple[Check, memoryview, memoryview]]
     ) -> None:
         """Copy landed blocks into their slots and take their checksums there."""
-        step = max(1, BATCH_BYTES // len(blocks[0][1]))
-        for at in range(0, len(tags), step):
-            part = slice(at, at + step)
+        for part in batches(len(tags), len(blocks[0][1]), THREADS):
             self._runner.submit(_Checks(tags[part], namespace, blocks[part]))
 
     def write(self, tags: list[Tag], agent: str, write: Write) -> None:
@@ -366,19 +380,21 @@ class PeerMover:
         self._start(move, None, tags)
 
     def read(self, tags: list[Part], agent: str, digest: str, read: Read) -> None:
-        """Read a peer's slots into landing slots."""
+        """Read a peer's slots into landing slots, some at a time."""
         landing, region = self._landings[digest], read.region
         size = landing.slot_bytes
-        local, remote = u32(read.landing), u32(read.numbers)
-        move = Move(
-            agent, False, landing.extent, region.base, region.slots * size, size, local, remote
-        )
-        self._start(move, digest, tags)
+        for part in batches(len(tags), size, BATCHES):
+            local, remote = u32(read.landing[part]), u32(read.numbers[part])
+            move = Move(
+                agent, False, landing.extent, region.base, region.slots * size, size, local, remote
+            )
+            self._start(move, digest, tags[part])
 
     def close(self) -> None:
         """End the process and the threads, and free the landing slots."""
         self._exporter.close()
         self._runner.close()
+        os.close(self._told)
         memories: list[object] = [landing.unmade() for landing in self._landings.values()]
         memories += [done.memory for done in self._runner.poll() if isinstance(done, _Made)]
         for memory in (*memories, *self._leaving.values()):

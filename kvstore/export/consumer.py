@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 
 import msgspec
@@ -98,8 +98,9 @@ class Consumer:
         self._located: dict[BlockKey, Tag] = {}
         self._regions: dict[tuple[int, int], m.Region] = {}  # by peer and extent
         self._loads: dict[JobId, _Load] = {}
-        self._claimed: list[Tag] = []  # that wait for a landing slot, and what else they need
+        self._movable: deque[Tag] = deque()  # claimed, and they lack nothing but a landing slot
         self._results: list[JobResult] = []
+        self._landing_of: Counter[int] = Counter()  # slots that fetches from a peer use
         self._introduced: dict[int, bytes] = {}  # peers that know our exporter's metadata
         self._late_reads: dict[Tag, int] = {}  # landing slots that a read may still fill
         self._late_writes: dict[int, list[int]] = {}  # by fetch: those that its peer may write
@@ -222,6 +223,7 @@ class Consumer:
             self._fail(fetch, "lost")
             fetch.released = True
             self._settle(fetch)
+        self._landing_of = +self._landing_of
 
     def _offer(self, fetch: Fetch, offer: m.Offer) -> None:
         offered = m.positions_of(offer.positions, len(fetch.blocks))
@@ -254,11 +256,12 @@ class Consumer:
                 raise ProtocolError(
                     f"slot {slot} of extent {extent}, which is not known or shorter"
                 )
+            if not fetch.push and block.place is None and block.state is State.CLAIMED:
+                self._movable.append(Tag(fetch.number, position))
             block.place, block.sum = (extent, slot), sums[number]
             if fetch.push and block.state is State.MOVING:
                 landed.append(position)
         self._check(fetch, landed)
-        self._move()
 
     def _valid(self, fetch: Fetch, valid: m.Valid) -> None:
         positions = m.positions_of(valid.positions, len(fetch.blocks))
@@ -308,12 +311,14 @@ class Consumer:
             if ok and not fetch.released:
                 block.state = State.CHECKED
                 confirm.append(tag.position)
+                self._leave_landing(fetch, block)
             else:
                 self.counts["corrupt"] += not ok
                 self._done(fetch, tag.position, ok=False)
         if confirm:
             self._send(fetch.peer, m.Confirm(fetch.number, u32(confirm)))
         self._settle(fetch)
+        self._move()
 
     # As a tier
 
@@ -336,7 +341,8 @@ class Consumer:
                 self._loaded((job.job_id, position), ok=False)
                 continue
             block.state, block.slot, block.load = State.CLAIMED, slot, (job.job_id, position)
-            self._claimed.append(tag)
+            if block.place is not None or self._fetches[tag.fetch].push:
+                self._movable.append(tag)
         self._move()
 
     def poll(self) -> list[JobResult]:
@@ -374,34 +380,37 @@ class Consumer:
     # Of one fetch
 
     def _move(self) -> None:
-        """Start what can be moved now into free landing slots, in the order of the loads."""
-        waiting, self._claimed = self._claimed, []
+        """Start what can be moved now into free landing slots, in the order that it came."""
+        waiting = self._movable
+        free = self._landing.take(len(waiting)) if waiting else []
+        share = max(1, self._landing.count * 3 // 4)  # others land beside a peer that hangs
+        above: list[Tag] = []  # of peers that have their share
         reads: dict[tuple[int, m.Region], tuple[int, list[Tag], Read]] = {}  # by fetch
         lands: dict[int, tuple[list[int], list[int]]] = {}
-        for at, tag in enumerate(waiting):
+        while waiting and free:
+            tag = waiting.popleft()
             fetch = self._fetches.get(tag.fetch)
             block = None if fetch is None else fetch.blocks[tag.position]
             if fetch is None or block is None or block.state is not State.CLAIMED:
                 continue
-            if not fetch.push and block.place is None:
-                self._claimed.append(tag)
+            if self._landing_of[fetch.peer] >= share:
+                above.append(tag)
                 continue
-            landing = self._landing.take(1)
-            if not landing:
-                self._claimed += waiting[at:]
-                break
-            block.state, (block.landing,) = State.MOVING, landing
+            block.state, block.landing = State.MOVING, free.pop()
+            self._landing_of[fetch.peer] += 1
             if fetch.push:
                 positions, slots = lands.setdefault(fetch.number, ([], []))
                 positions.append(tag.position)
-                slots += landing
+                slots.append(block.landing)
             elif block.place is not None:
                 region = self._regions[fetch.peer, block.place[0]]
                 new: tuple[int, list[Tag], Read] = (fetch.peer, [], Read(region, [], []))
                 _, tags, read = reads.setdefault((fetch.number, region), new)
                 tags.append(tag)
                 read.numbers.append(block.place[1])
-                read.landing.extend(landing)
+                read.landing.append(block.landing)
+        self._landing.give(free)
+        waiting.extendleft(reversed(above))
         for peer, tags, read in reads.values():
             self._work.read(tags, peer, read)
         for number, (positions, slots) in lands.items():
@@ -424,20 +433,29 @@ class Consumer:
     def _done(self, fetch: Fetch, position: int, *, ok: bool) -> None:
         """A block is ready, or will not be; nothing of ours uses its slots any more."""
         block = fetch.blocks[position]
-        if block.landing is not None:
-            if block.state is not State.MOVING:
-                self._landing.give([block.landing])
-            elif fetch.push:
-                self._late_writes.setdefault(fetch.number, []).append(block.landing)
-            else:
-                self._late_reads[Tag(fetch.number, position)] = block.landing
-                self._work.abandon(Tag(fetch.number, position))
-        block.state, block.landing = State.DONE, None
+        late = self._leave_landing(fetch, block)
+        if late is not None and fetch.push:
+            self._late_writes.setdefault(fetch.number, []).append(late)
+        elif late is not None:
+            self._late_reads[Tag(fetch.number, position)] = late
+            self._work.abandon(Tag(fetch.number, position))
+        block.state = State.DONE
         fetch.left -= 1
         if self._located.get(block.key) == Tag(fetch.number, position):
             del self._located[block.key]
         if block.load is not None:
             self._loaded(block.load, ok=ok)
+
+    def _leave_landing(self, fetch: Fetch, block: Block) -> int | None:
+        """Let go of a block's landing slot; return it if something may still write it."""
+        landing, block.landing = block.landing, None
+        if landing is None:
+            return None
+        self._landing_of[fetch.peer] -= 1
+        if block.state is State.MOVING:
+            return landing
+        self._landing.give([landing])
+        return None
 
     def _loaded(self, part: tuple[JobId, int], *, ok: bool) -> None:
         load = self._loads[part[0]]

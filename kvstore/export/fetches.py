@@ -54,6 +54,11 @@ class Work(Protocol):
 class Landing(Protocol):
     """Slots that only we and the exporters touch, under a cap in bytes."""
 
+    @property
+    def count(self) -> int:
+        """Count the slots there are."""
+        ...
+
     def open(self) -> None:
         """They will be wanted soon."""
         ...

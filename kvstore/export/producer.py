@@ -31,7 +31,6 @@ from kvstore.tier import Tier
 from kvstore.types import BlockKey, Chain, LookupResult
 
 GRACE_NS = 5_000_000_000
-LEASE_MS_MAX = 600_000
 UNKNOWN_NS = 300_000_000  # a router sends a request to both engines at once, say
 JOBS_MAX = 1024  # of one peer
 BLOCKS_MAX = 1 << 20  # wanted by one peer at one time
@@ -94,7 +93,7 @@ class Producer:
         source = self._served().get(message.namespace)
         manager = None if source is None else source.manager
         if isinstance(message, m.Keep):
-            self.hands.keep(manager, message.request, now_ns + _lease_ns(message.lease_ms))
+            self.hands.keep(manager, message.request, now_ns + m.lease_ns(message.lease_ms))
             return
         found = self.hands.report(manager, message.request, message.rank, message.consumers)
         self._send(number, m.Noted(message.request, found))
@@ -114,7 +113,7 @@ class Producer:
             self._confirm(peer, job, message)
         elif isinstance(message, m.Extend):
             if not job.over:
-                job.deadline_ns = max(job.deadline_ns, now_ns + _lease_ns(message.lease_ms))
+                job.deadline_ns = max(job.deadline_ns, now_ns + m.lease_ns(message.lease_ms))
         else:
             self._release(peer, job)
         self._settle(peer, job)
@@ -127,19 +126,19 @@ class Producer:
             peer.closed = True
             self._drop(peer)
 
-    def agent_of(self, number: int) -> str:
-        """Name a peer's exporter; none for one that is not there."""
-        peer = self._peers.get(number)
-        return "" if peer is None else peer.agent
-
     @property
     def jobs(self) -> int:
         """Count what is wanted by peers."""
         return sum(len(peer.jobs) for peer in self._peers.values())
 
     @property
+    def wanted(self) -> bool:
+        """Tell whether anybody waits for anything; what is under way for nobody left out."""
+        return any(not job.released for peer in self._peers.values() for job in peer.jobs.values())
+
+    @property
     def busy(self) -> bool:
-        """Tell whether anything is wanted by anybody."""
+        """Tell whether anything is wanted by anybody, or under way."""
         return any(peer.jobs for peer in self._peers.values())
 
     def on_unmapped(self, extent: int) -> None:
@@ -203,7 +202,7 @@ class Producer:
             return
         chain = Chain(want.hashes, want.width, len(rules), want.scope)
         blocks = [Block(chain.key(group, index)) for group, index in wanted]
-        end_ns = now_ns + _lease_ns(want.lease_ms)
+        end_ns = now_ns + m.lease_ns(want.lease_ms)
         order = [(index, group) for group, index in wanted]
         job = Job(want.job, blocks, want.request, want.push, end_ns, now_ns + UNKNOWN_NS, order)
         peer.jobs[job.number] = job
@@ -293,9 +292,9 @@ class Producer:
                 self._advance(peer, job)
                 self._settle(peer, job)
 
-    def staged(self, tag: Tag, *, ok: bool) -> None:
-        """A lower tier has read a block into its slot, or could not."""
-        self._ended([tag], State.STAGING, ok=ok)
+    def staged(self, tags: list[Tag], *, ok: bool) -> None:
+        """A lower tier has read blocks of one job into their slots, or could not."""
+        self._ended(tags, State.STAGING, ok=ok)
 
     def summed(self, tags: list[Tag], sums: list[int]) -> None:
         """Sums are there."""
@@ -308,7 +307,10 @@ class Producer:
         self._ended(tags, State.WRITING, ok=ok)
 
     def _ended(self, tags: list[Tag], state: State, *, ok: bool) -> None:
-        """Go on with blocks of one job, which is there as long as anything is under way."""
+        """Go on with blocks of one job, which is there as long as anything is under way.
+
+        What follows is done at the next tick, for all that has ended until then in one go.
+        """
         peer = self._peers[tags[0].peer]
         job = peer.jobs[tags[0].job]
         self.counts["failed"] += 0 if ok else len(tags)
@@ -325,7 +327,6 @@ class Producer:
                 self._write(job, position)
             else:
                 block.state = State.SUMMED
-        self._settle(peer, job)
 
     # Of one job
 
@@ -491,9 +492,3 @@ class Producer:
 
 def _tags(peer: Peer, job: Job, positions: list[int]) -> list[Tag]:
     return [Tag(peer.number, job.number, position) for position in positions]
-
-
-def _lease_ns(lease_ms: int) -> int:
-    if not 0 < lease_ms <= LEASE_MS_MAX:
-        raise ProtocolError(f"a lease of {lease_ms} ms, expected 1 to {LEASE_MS_MAX}")
-    return lease_ms * 1_000_000

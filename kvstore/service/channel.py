@@ -110,6 +110,7 @@ class Channel:
         self._context: Any = zmq.Context()
         self._auth: ThreadAuthenticator | None = None
         self._router: Any = None
+        self._router_fd = -1
         self._calls: Any = None  # tells of connections, where there is a key
         self._callers: deque[int] = deque()  # when those came whose handshake is not over
         self._came: dict[bytes, int] = {}  # routing id -> number
@@ -141,7 +142,7 @@ class Channel:
         except zmq.ZMQError as exc:
             self._close_router(router)
             raise ConfigError(f"peer listen {host}:{port}: {exc.strerror}") from exc
-        self._router = router
+        self._router, self._router_fd = router, router.fd
         self.address = router.last_endpoint.decode().removeprefix("tcp://")
 
     def callback(self, _domain: str, key: bytes) -> bool:
@@ -161,7 +162,8 @@ class Channel:
             dealer.curve_secretkey = self._key.client_secret
             dealer.curve_serverkey = self._key.server_public
         number, self._next = self._next, self._next + 1
-        self._made[number] = _Dealer(dealer, dealer.get_monitor_socket(LOST), address)
+        monitor = dealer.get_monitor_socket(LOST)
+        self._made[number] = _Dealer(dealer, monitor, address, (dealer.fd, monitor.fd))
         try:
             dealer.connect(f"tcp://{address}")
         except zmq.ZMQError as exc:  # not an address at all
@@ -181,14 +183,27 @@ class Channel:
     def fds(self) -> Iterator[int]:
         """Go through the descriptors that become readable when poll() has something to do."""
         if self._router is not None:
-            yield self._router.fd
+            yield self._router_fd
         if self._calls is not None:
             yield self._calls.fd
         for dealer in self._made.values():
-            yield from (dealer.socket.fd, dealer.monitor.fd)
+            yield from dealer.fds
+
+    @property
+    def waiting(self) -> bool:
+        """Tell whether poll() has something to say: no descriptor may tell it.
+
+        To have sent can use up a descriptor's signal.
+        """
+        if self._doomed or (self._router is not None and _readable(self._router)):
+            return True
+        return any(_readable(dealer.socket) for dealer in self._made.values())
 
     def send(self, number: int, message: Message) -> None:
-        """Send, or drop for a peer that is gone or does not read: it finds out by its deadline."""
+        """Send, or drop for a peer that is gone or does not read: poll() says that it is lost.
+
+        Nobody is told in here: whoever sends may be going through what would change.
+        """
         frame = m.encode(message)
         try:
             if number in self._made:
@@ -197,20 +212,20 @@ class Channel:
                 self._router.send_multipart([self._ids[number], frame], zmq.DONTWAIT)
         except zmq.ZMQError as exc:
             self.counts["unsent"] += 1
-            self._lose(number, exc.strerror or "send failed")
+            self._doomed.append((number, exc.strerror or "send failed"))
 
     def poll(self, now_ns: int) -> None:
         """Hand over what has arrived, and say who is gone."""
         doomed, self._doomed = self._doomed, []
         for number, reason in doomed:
-            if number in self._made:
+            if number in self._made or number in self._ids:
                 self._lose(number, reason)
             else:
                 self._on_lost(number, reason)
         self._count_strangers(now_ns)
         self._poll_router(now_ns)
         for number, dealer in list(self._made.items()):
-            for _ in range(READ_MAX):
+            for _ in range(READ_MAX if _readable(dealer.socket) else 0):
                 try:
                     frame = dealer.socket.recv(zmq.DONTWAIT)
                 except zmq.Again:
@@ -218,13 +233,14 @@ class Channel:
                 self._take(number, frame, m.decode_for_consumer, now_ns)
                 if number not in self._made:
                     break  # what it said has ended it
-            if number in self._made and dealer.monitor.poll(0):
+            if number in self._made and _readable(dealer.monitor):
                 event: Any = recv_monitor_message(dealer.monitor)
                 name = zmq.Event(event["event"]).name or "?"
                 self._lose(number, f"connection: {name.lower()}")
 
     def _poll_router(self, now_ns: int) -> None:
-        for _ in range(READ_MAX if self._router is not None else 0):
+        here = self._router is not None and _readable(self._router)
+        for _ in range(READ_MAX if here else 0):
             try:
                 parts = self._router.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
@@ -329,11 +345,17 @@ class _Dealer(msgspec.Struct):
     socket: Any
     monitor: Any
     address: str
+    fds: tuple[int, int]
 
     def close(self) -> None:
         self.socket.disable_monitor()
         self.monitor.close()
         self.socket.close()
+
+
+def _readable(socket: Any) -> bool:  # noqa: ANN401 - one of ZeroMQ's
+    """Tell whether there is a message: five times faster than to be told by an exception."""
+    return bool(socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
 
 
 def _loopback(host: str) -> bool:

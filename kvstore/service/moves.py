@@ -13,7 +13,7 @@ from kvstore.export.fetches import Tag as Part
 from kvstore.export.jobs import Tag, Write
 from kvstore.types import BlockKey
 
-BUSY_S = 0.001
+BUSY_S = 0.005  # what is waited for wakes the loop up; deadlines do not
 
 
 class Up(msgspec.Struct, frozen=True):
@@ -120,6 +120,11 @@ class Mover(Protocol):
 
         What has not begun ends at once; the answer comes all the same.
         """
+        ...
+
+    @property
+    def abandoned_bytes(self) -> int:
+        """Memory of transfers of ours that nobody waits for and that have not ended."""
         ...
 
     def restart(self, why: str) -> None:

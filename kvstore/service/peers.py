@@ -59,7 +59,7 @@ EXPORTER = -1  # the exporter's number among the store's connections: it maps ex
 LINKS_MAX = 128  # peers that are asked at one time; each takes some descriptors
 IDLE_NS = 300_000_000_000  # a connection that nothing was asked on; its peer forgets it later
 SWEEP_NS = 500_000_000
-# When more than half of a model's landing slots are in quarantine, or any are and nothing else
+# When more than half of a model's landing slots are in quarantine, or anything is and nothing else
 # goes on, the exporter is restarted: after that nothing of before is written any more.
 CROWDED_NS = 1_000_000_000
 QUIET_NS = 60_000_000_000
@@ -320,9 +320,12 @@ class Peers:
 
     def wait_s(self, now_ns: int) -> float | None:
         """Return when to call poll() at the latest; None: when a descriptor says so."""
-        if self._noted or self.producer.busy or any(i.consumer.busy for i in self._inlets.values()):
-            return BUSY_S
-        return self._mover.wait_s(now_ns)
+        if self._noted or self.channel.waiting:
+            return 0.0
+        wait_s = self._mover.wait_s(now_ns)
+        if self.producer.busy or any(i.consumer.busy for i in self._inlets.values()):
+            return BUSY_S if wait_s is None else min(BUSY_S, wait_s)
+        return wait_s
 
     def gauges(self) -> dict[tuple[str, ...], float]:
         """Return gauges, and counters kept here."""
@@ -366,8 +369,11 @@ class Peers:
             self._on_event(event)
         self.channel.poll(now_ns)
         for namespace in self._namespaces.values():
+            staged: dict[tuple[int, int, bool], list[Tag]] = {}
             for tag, ok in namespace.tiering.take_staged():
-                self.producer.staged(tag, ok=ok)
+                staged.setdefault((tag.peer, tag.job, ok), []).append(tag)
+            for (_, _, ok), tags in staged.items():
+                self.producer.staged(tags, ok=ok)
         self.producer.tick(now_ns)
         for stored_ns in self.producer.hands.take_stored_ns():
             self._numbers.observe("kvstore_hand_over_held_seconds", stored_ns / 1e9)
@@ -386,17 +392,18 @@ class Peers:
                 self.channel.drop(number)
         inlets, now_ns = self._inlets.values(), self._now_ns
         crowded = any(inlet.crowded for inlet in inlets)
-        quiet = any(inlet.consumer.quarantined for inlet in inlets) and not (
-            self.producer.busy or any(inlet.consumer.busy for inlet in inlets)
-        )
+        late = self._mover.abandoned_bytes or any(i.consumer.quarantined for i in inlets)
+        used = self.producer.wanted or any(inlet.consumer.busy for inlet in inlets)
+        quiet = late and not used
         self._crowded_ns = (self._crowded_ns or now_ns) if crowded else None
         self._quiet_ns = (self._quiet_ns or now_ns) if quiet else None
         if (self._crowded_ns is not None and now_ns - self._crowded_ns >= CROWDED_NS) or (
             self._quiet_ns is not None and now_ns - self._quiet_ns >= QUIET_NS
         ):
             self._crowded_ns = self._quiet_ns = None
-            held = sum(inlet.quarantined_bytes for inlet in inlets)
-            self._mover.restart(f"{held} bytes of landing memory are in quarantine")
+            landing = sum(inlet.quarantined_bytes for inlet in inlets)
+            own = self._mover.abandoned_bytes
+            self._mover.restart(f"in quarantine: {landing} bytes to land in, {own} bytes moving")
 
     def _on_event(self, event: Event) -> None:
         match event:

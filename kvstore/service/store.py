@@ -190,7 +190,7 @@ class Store:
         """Tell whether something is under way that no message will announce."""
         waiting = any(session.asks for session in self.sessions.values())  # for a deadline, say
         return waiting or any(
-            n.tiering.busy or n.growing or n.manager.clearing for n in self.namespaces.values()
+            n.tiering.to_poll or n.growing or n.manager.clearing for n in self.namespaces.values()
         )
 
     def _tick_namespace(self, namespace: Namespace) -> None:
