@@ -83,6 +83,7 @@ sim: $(READY) ## SEEDS=n simulated worlds (20000) on all cores, from seed FIRST 
 
 fuzz: $(READY) ## MESSAGES=n wrong messages (10000000) on all cores, from seed FIRST (0)
 	@$(PY) -m tests.fuzz --messages $(MESSAGES) --first $(FIRST)
+	@KVSTORE_FUZZ_LIVE=$$(($(MESSAGES) / 100)) $(PY) -m pytest -q tests/test_fuzz_live.py
 
 test-crash: $(READY) ## stores killed 300 times, their disk tier alone, too; 1,000 power cuts
 	KVSTORE_KILLS=300 KVSTORE_CUTS=1000 $(PY) -m pytest tests/test_store_crash.py \
