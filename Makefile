@@ -8,6 +8,9 @@ SHELL := bash
 SEEDS ?= 20000
 FIRST ?= 0
 
+# `make gpu`: where its results go.
+RESULTS ?= gpu-results
+
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -32,7 +35,7 @@ FIO = command -v fio >/dev/null || { [[ $$(id -u) == 0 ]] && command -v apt-get 
     && { $(APT) install --no-install-recommends fio \
         || { $(APT) update && $(APT) install --no-install-recommends fio; }; }; } >/dev/null 2>&1 </dev/null
 
-.PHONY: help setup demo test test-fast test-e2e test-crash sim check format bench clean
+.PHONY: help setup demo test test-fast test-e2e test-crash sim gpu check format bench clean
 
 help: ## show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' \
@@ -78,6 +81,9 @@ test-e2e: $(READY) ## the long matrix with real engines
 
 sim: $(READY) ## SEEDS=n simulated worlds (20000) on all cores, from seed FIRST (0)
 	@$(PY) -m tests.sim $(FIRST) --seeds $(SEEDS)
+
+gpu: ## what only a GPU can show, figures too, into RESULTS (gpu-results); sets nothing up
+	PYTHON=$(PYTHON) bash tests/gpu/run.sh $(RESULTS)
 
 test-crash: $(READY) ## stores killed 300 times, their disk tier alone, too; 1,000 power cuts
 	KVSTORE_KILLS=300 KVSTORE_CUTS=1000 $(PY) -m pytest tests/test_store_crash.py \

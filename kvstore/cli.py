@@ -28,6 +28,7 @@ SECONDS_MAX = 600
 # By name, like tiers: what measures the connectors is a layer above this one.
 BENCHES = {
     "attach": ("connectors.bench.attach", "store round trips, scheduler half, bytes; no engine"),
+    "gpu": ("tiers.bench.gpu", "blocks between a GPU and pinned memory; needs a GPU and cupy"),
     "index": ("kvstore.bench.index", "the manager up to millions of blocks, against vLLM's"),
     "nvme": ("tiers.bench.nvme", "blocks to disk and back, against plain direct I/O"),
     "nvme-index": ("tiers.bench.nvme_index", "how fast a disk's blocks are known after a start"),

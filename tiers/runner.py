@@ -70,7 +70,7 @@ class Runner(Generic[J, R]):
             return results
 
     def wait(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Sleep until done(), asked after every result; False when the time is over."""
+        """Sleep until done(), asked after every call of work; False when the time is over."""
         with self._changed:
             return self._changed.wait_for(done, timeout_s)
 
@@ -113,6 +113,7 @@ class Runner(Generic[J, R]):
             with self._changed:
                 if result is None:
                     self._again.append((time.monotonic() + AGAIN_S, job))
+                    self._changed.notify_all()
                     continue
                 self._results.append(result)
                 self._open -= 1
