@@ -19,9 +19,12 @@ from tests.fake_cuda import COMPUTE, FakeCuda
 from tests.gpu_layouts import Bytes, Engine, engine_of, fill_random, random_engine
 from tests.test_gpu_plan import BLOCKS, POISON, SLOTS, slots_for, some_moves
 from tiers.copier import MappedExtent, SlotMap
+from tiers.gpu import measure
+from tiers.gpu.cuda import Launch
 from tiers.gpu.device import CudaDevice, GpuCopier, Queued
 from tiers.gpu.measure import Choice, Rate, chosen
 from tiers.gpu.pins import Pins, explain, pieces_of
+from tiers.gpu.plan import Words
 
 KERNEL = Choice(((1, 8),), ((1, 8),))
 ENGINES = Choice(((1, 0),), ((1, 0),))
@@ -44,7 +47,7 @@ class Rig:
         fill_random(self.engine, seed)
         self.cuda = FakeCuda(self.engine.storages, seed)
         self.device = CudaDevice(
-            self.engine.caches, self.cuda, choice, jobs=jobs, places=places
+            self.engine.caches, lambda: self.cuda, choice, jobs=jobs, places=places
         )  # fmt: skip
         self.copier: GpuCopier = self.device.copier(self.engine.layout)
         self.slots, self.extents = slots_for(self.engine)
@@ -409,6 +412,49 @@ def test_the_kernel_is_chosen_where_it_is_clearly_faster_with_few_thread_blocks(
     assert choice.load == ((4096, 0), (65536, 0))
     sizes = (1, 4096, 16000, 17000, 10**7)
     assert [choice.thread_blocks(n, store=True) for n in sizes] == [8, 8, 8, 0, 0]
+
+
+class Timed(FakeCuda):
+    """What was queued last decides how long it took."""
+
+    taken_ms = 0.0
+
+    def launch(self, launch: Launch, stream: int) -> None:
+        super().launch(launch, stream)
+        self.taken_ms = 10.0 / launch.blocks if launch.blocks < 8 else 1.0
+
+    def copy(self, to: Words, source: Words, sizes: Words, stream: int) -> None:
+        super().copy(to, source, sizes, stream)
+        self.taken_ms = len(sizes) / 100
+
+    def milliseconds(self, begin: int, end: int) -> float:
+        assert begin != end
+        return self.taken_ms
+
+
+def test_it_is_measured_with_a_cuda_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "RUN_SIZES", (1024, 65536))
+    monkeypatch.setattr(measure, "BYTES", 1 << 20)
+    made: list[Timed] = []
+
+    def make() -> Timed:
+        made.append(Timed([]))
+        made[-1].pace = 10_000
+        return made[-1]
+
+    found = measure.measured(make)
+    assert found == Choice(((1024, 8), (65536, 0)), ((1024, 8), (65536, 0)))
+    assert [cuda.closed for cuda in made] == [True]
+    assert made[0].faults == []
+
+
+def test_what_cannot_be_measured_is_guessed_aloud(caplog: pytest.LogCaptureFixture) -> None:
+    """An engine may have left no memory; that is no reason to serve without tiers."""
+    cuda = FakeCuda([])
+    cuda.refuse["copy"] = 0
+    assert measure.measured(lambda: cuda) == measure.GUESS
+    assert cuda.closed
+    assert "not measured" in caplog.text
 
 
 def test_each_group_is_moved_by_who_is_fast_at_its_runs() -> None:

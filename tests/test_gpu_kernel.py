@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import random
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.compiled import library
 from tests.gpu_layouts import Bytes
 from tests.gpu_twin import items
 from tiers.gpu.plan import Words, tiles_of
@@ -32,16 +31,7 @@ Run = Callable[..., int]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    assert compiler, "this test needs a C compiler (cc)"
-    library = tmp_path_factory.mktemp("kernel") / "kernel.so"
-    done = subprocess.run(
-        [compiler, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", str(library),
-         str(ROOT / "tests" / "kernel_on_cpu.c")],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    function: Run = ctypes.CDLL(str(library)).run
+    function: Run = library("kernel_on_cpu.c", tmp_path_factory.mktemp("kernel")).run
     return function
 
 

@@ -52,8 +52,8 @@ class GpuRig:
 
         def make(caches: dict[str, LayerCache]) -> Device:
             storage = next(iter(caches.values())).storage
-            self.cudas.append(FakeCuda([storage], seed + len(self.cudas)))
-            return CudaDevice(caches, self.cudas[-1], CHOICES[choice])
+            self.cudas.append(cuda := FakeCuda([storage], seed + len(self.cudas)))
+            return CudaDevice(caches, lambda: cuda, CHOICES[choice])
 
         self.rig = Rig(path, world=world, pad=64, device=make)
         self.rig.attach()
@@ -271,7 +271,7 @@ def test_memory_that_cannot_be_pinned_is_said_and_tried_again(
     def make(caches: dict[str, LayerCache]) -> Device:
         cudas.append(FakeCuda([next(iter(caches.values())).storage]))
         cudas[-1].refuse["pin"] = 0
-        return CudaDevice(caches, cudas[-1], CHOICES["kernel"])
+        return CudaDevice(caches, lambda: cudas[-1], CHOICES["kernel"])
 
     rig = Rig(store.path, device=make)
     try:

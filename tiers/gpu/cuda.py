@@ -27,7 +27,10 @@ except ImportError:  # an engine on a GPU is refused without it, see CupyCuda
 THREADS = 512
 _KERNEL = "kvstore_move"
 _LOWEST_PRIORITY = 0
+_NOT_READY = 600  # cudaErrorNotReady
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_BESIDE_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+_DRIVER = "libcuda.so.1"
 _BATCH = "cuMemcpyBatchAsync_v2"
 
 
@@ -134,17 +137,35 @@ class CupyCuda:
             raise NotSupported("engines on a GPU need cupy: pip install 'kvstore[cuda]'")
         self._index = index
         self._runtime = cupy.cuda.runtime
-        self._use()
-        self._check_device()
-        self._batch = _driver_function(_BATCH)
-        self._attributes = _Attributes(order=_IN_STREAM_ORDER)
-        self._first = (ctypes.c_size_t * 1)(0)
-        code = Path(__file__).with_name("kernel.cu").read_text(encoding="utf-8")
-        self._kernel = cupy.RawModule(code=code, options=("--std=c++17",)).get_function(_KERNEL)
+        try:
+            self._use()
+            self._check_device()
+        except self._runtime.CUDARuntimeError as exc:
+            raise NotSupported(f"GPU {index} cannot be used by cupy: {exc}") from exc
+        self._prepare_batch()
+        self._kernel = self._compile()
         self._streams: dict[int, Any] = {}
         self._events: list[int] = []
         self._device_memory: list[int] = []
         self._host_memory: list[Any] = []
+
+    def _prepare_batch(self) -> None:
+        try:
+            self._batch: Callable[..., int] = getattr(ctypes.CDLL(_DRIVER), _BATCH)
+        except (OSError, AttributeError) as exc:
+            raise NotSupported(f"the NVIDIA driver is too old, expected CUDA 13: {exc}") from exc
+        self._attributes = _Attributes(order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTE)
+        self._first = (ctypes.c_size_t * 1)(0)
+
+    def _compile(self) -> Any:  # noqa: ANN401 - cupy's
+        """Compile the kernel for the GPU that is there; cupy keeps the result on disk."""
+        code = Path(__file__).with_name("kernel.cu").read_text(encoding="utf-8")
+        try:
+            return cupy.RawModule(code=code, options=("--std=c++17",)).get_function(_KERNEL)
+        except (cupy.cuda.compiler.CompileException, ImportError, RuntimeError) as exc:
+            raise NotSupported(
+                f"the copy kernel cannot be compiled for GPU {self._index}: {exc}"
+            ) from exc
 
     def _use(self) -> None:
         """Make calls of this thread go to our GPU; they go to the first one otherwise."""
@@ -191,7 +212,10 @@ class CupyCuda:
 
     def reached(self, event: int) -> bool:
         """Ask; what failed on the device before is found out here, too."""
-        return bool(self._call(self._runtime.eventQuery, event) == 0)
+        status = self._call(self._runtime.eventQuery, event)
+        if status not in {0, _NOT_READY}:  # cupy hands it over as it is
+            raise TierIOError(f"GPU {self._index}: asked for an event, CUDA answered {status}")
+        return bool(status == 0)
 
     def milliseconds(self, begin: int, end: int) -> float:
         """Ask."""
@@ -283,11 +307,3 @@ class CupyCuda:
                 self._call(free, numbers.pop())
         self._streams.clear()
         self._host_memory.clear()
-
-
-def _driver_function(name: str) -> Callable[..., int]:
-    try:
-        function: Callable[..., int] = getattr(ctypes.CDLL("libcuda.so.1"), name)
-    except (OSError, AttributeError) as exc:
-        raise NotSupported(f"the NVIDIA driver is too old, expected CUDA 13: {exc}") from exc
-    return function

@@ -25,6 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -206,18 +207,19 @@ class CudaDevice:
     def __init__(
         self,
         caches: dict[str, LayerCache],
-        cuda: Cuda | None = None,
+        make: Callable[[], Cuda] | None = None,
         choice: Choice | None = None,
         *,
         jobs: int = JOBS_MAX,
         places: int = PLACES_MAX,
     ) -> None:
-        """cuda, choice: for tests; otherwise what is there, and what is measured on it.
+        """make(), choice: for tests; otherwise what is there, and what is measured on it.
 
         Raises NotSupported where cupy is missing, or the driver or GPU cannot do it.
         """
-        self._index = next(iter(caches.values())).storage.device.index or 0
-        self._cuda = CupyCuda(self._index) if cuda is None else cuda
+        index = next(iter(caches.values())).storage.device.index or 0
+        self._make: Callable[[], Cuda] = partial(CupyCuda, index) if make is None else make
+        self._cuda = self._make()
         self._caches = caches
         self._copiers: dict[RankLayout, GpuCopier] = {}  # tables on the device stay
         self._choice = choice
@@ -237,7 +239,7 @@ class CudaDevice:
         Raises TierError for a layer that is not there, and when the device fails.
         """
         if self._choice is None:
-            self._choice = measured(self._index)
+            self._choice = measured(self._make)
         if layout not in self._copiers:
             self._copiers[layout] = GpuCopier(
                 self._cuda, self._lanes, self._caches, layout, self._choice

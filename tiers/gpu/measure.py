@@ -14,7 +14,8 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from tiers.gpu.cuda import Cuda, CupyCuda, Launch
+from kvstore.errors import TierIOError
+from tiers.gpu.cuda import Cuda, Launch
 from tiers.gpu.plan import Words, copies_of, tiles_of
 
 log = logging.getLogger(__name__)
@@ -54,15 +55,24 @@ class Choice(msgspec.Struct, frozen=True):
         return nearest[1]
 
 
-def measured(index: int) -> Choice:
-    """Measure on a GPU, with memory that is given back. Raises NotSupported and TierIOError."""
-    cuda = CupyCuda(index)
-    started = time.monotonic()
+GUESS = Choice(((16 << 10, 8), (64 << 10, 0)), ((16 << 10, 8), (64 << 10, 0)))
+"""Without a measurement: the kernel for runs up to 32 KiB, about where others have found it."""
+
+
+def measured(make: Callable[[], Cuda]) -> Choice:
+    """Measure with a CUDA of its own, whose memory is given back. Raises NotSupported.
+
+    Where that fails, because the engine has left no memory, say, it says so and guesses.
+    """
+    started, cuda = time.monotonic(), make()
     try:
         choice = chosen(rates(cuda))
+    except TierIOError as exc:
+        log.warning("kvstore: not measured, copies take turns by size: %s; %s", exc, GUESS)
+        choice = GUESS
     finally:
         cuda.close()
-    log.info("kvstore: GPU %d measured in %.1f s: %s", index, time.monotonic() - started, choice)
+    log.info("kvstore: GPU measured in %.1f s: %s", time.monotonic() - started, choice)
     return choice
 
 
