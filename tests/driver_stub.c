@@ -1,10 +1,11 @@
-/* The one driver call that is made through ctypes, typed as cuda.h of CUDA 13 has it. It copies at
-   once, and answers 1 (CUDA_ERROR_INVALID_VALUE) for what the driver would refuse. */
+/* The driver calls that are made through ctypes, typed as cuda.h of CUDA 13 has them. Copies are
+   made at once, and 1 (CUDA_ERROR_INVALID_VALUE) is answered for what the driver would refuse. */
 #include <stddef.h>
 #include <string.h>
 
 typedef unsigned long long CUdeviceptr;
 typedef void *CUstream;
+typedef void *CUevent;
 typedef struct { int type; int id; } CUmemLocation;
 typedef struct {
     int srcAccessOrder;
@@ -13,6 +14,8 @@ typedef struct {
 } CUmemcpyAttributes;
 
 CUstream last_stream;
+CUevent last_event;
+int answer;
 int last_order;
 unsigned last_flags;
 
@@ -29,4 +32,17 @@ int cuMemcpyBatchAsync_v2(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *sizes, s
     for (size_t i = 0; i < count; i++)
         memcpy((void *)dsts[i], (void *)srcs[i], sizes[i]);
     return 0;
+}
+
+int cuEventRecord(CUevent hEvent, CUstream hStream)
+{
+    last_event = hEvent;
+    last_stream = hStream;
+    return answer;
+}
+
+int cuEventQuery(CUevent hEvent)
+{
+    last_event = hEvent;
+    return answer;
 }

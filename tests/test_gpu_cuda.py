@@ -23,7 +23,7 @@ def test_a_batch_of_copies_reaches_the_driver_as_its_header_says(
     made = cuda.CupyCuda.__new__(cuda.CupyCuda)
     monkeypatch.setattr(made, "_use", lambda: None, raising=False)
     made._index = 0
-    made._prepare_batch()
+    made._prepare_driver()
     source = np.arange(64, dtype=np.uint8)
     target = np.zeros(64, np.uint8)
     stride = np.array([[0, 32], [16, 0]], np.uint64)  # a column of it is not contiguous
@@ -52,20 +52,31 @@ def test_a_driver_without_batches_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(cuda, "_BATCH", "no_such_call")
     monkeypatch.setattr(cuda, "_DRIVER", None)  # this process, which has no such call
     with pytest.raises(NotSupported, match="driver is too old, expected CUDA 13"):
-        made._prepare_batch()
+        made._prepare_driver()
 
 
-def test_an_event_is_reached_not_yet_or_failed() -> None:
+def test_an_event_is_reached_not_yet_or_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Asked forever, a device that has failed would never end a job."""
-    answers = iter([600, 0, 700])
+    driver = library("driver_stub.c", tmp_path)
+    monkeypatch.setattr("tiers.gpu.cuda.ctypes.CDLL", lambda _: driver)
     made = cuda.CupyCuda.__new__(cuda.CupyCuda)
+    monkeypatch.setattr(made, "_use", lambda: None, raising=False)
     made._index = 3
-    made._runtime = SimpleNamespace(
-        setDevice=lambda _: None, eventQuery=lambda _: next(answers), CUDARuntimeError=OSError
-    )
-    assert [made.reached(5), made.reached(5)] == [False, True]
-    with pytest.raises(TierIOError, match="GPU 3: asked for an event, CUDA answered 700"):
-        made.reached(5)
+    made._prepare_driver()
+    event, stream = 0x7F0000005678, 0x7F0000001234
+    for code, found in ((600, False), (0, True)):
+        ctypes.c_int.in_dll(driver, "answer").value = code
+        assert made.reached(event) is found
+    made.record(event, stream)
+    assert ctypes.c_void_p.in_dll(driver, "last_event").value == event
+    assert ctypes.c_void_p.in_dll(driver, "last_stream").value == stream
+    ctypes.c_int.in_dll(driver, "answer").value = 700
+    with pytest.raises(TierIOError, match="GPU 3: cuEventQuery answered 700"):
+        made.reached(event)
+    with pytest.raises(TierIOError, match="GPU 3: cuEventRecord answered 700"):
+        made.record(event, stream)
 
 
 def test_what_cuda_refuses_has_its_words_and_the_gpu() -> None:

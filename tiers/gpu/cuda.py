@@ -1,8 +1,11 @@
 """The few things that copies need of CUDA, by number: streams, events, launches, pinned memory.
 
 Everything here returns before the device has done it, but for `pin`, `unpin` and memory that is
-made at the start. cupy gives up the GIL in each of these calls, and so does ctypes. A call that
-CUDA refuses raises TierIOError with CUDA's own words.
+made at the start. A call that CUDA refuses raises TierIOError with CUDA's own words.
+
+No call that copies make holds the GIL while it is in CUDA, where it may wait for a lock, such as
+while memory is being registered. cupy gives the GIL up in most calls, but not in those about
+events, and it has none for a batch of copies; these go to the driver by ctypes, which does.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ except ImportError:  # an engine on a GPU is refused without it, see CupyCuda
 THREADS = 512
 _KERNEL = "kvstore_move"
 _LOWEST_PRIORITY = 0
-_NOT_READY = 600  # cudaErrorNotReady
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _BESIDE_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 _DRIVER = "libcuda.so.1"
@@ -142,16 +145,17 @@ class CupyCuda:
             self._check_device()
         except self._runtime.CUDARuntimeError as exc:
             raise NotSupported(f"GPU {index} cannot be used by cupy: {exc}") from exc
-        self._prepare_batch()
+        self._prepare_driver()
         self._kernel = self._compile()
         self._streams: dict[int, Any] = {}
         self._events: list[int] = []
         self._device_memory: list[int] = []
         self._host_memory: list[Any] = []
 
-    def _prepare_batch(self) -> None:
+    def _prepare_driver(self) -> None:
         try:
-            self._batch: Callable[..., int] = getattr(ctypes.CDLL(_DRIVER), _BATCH)
+            self._driver = ctypes.CDLL(_DRIVER)
+            self._batch: Callable[..., int] = getattr(self._driver, _BATCH)
         except (OSError, AttributeError) as exc:
             raise NotSupported(f"the NVIDIA driver is too old, expected CUDA 13: {exc}") from exc
         self._attributes = _Attributes(order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTE)
@@ -204,7 +208,10 @@ class CupyCuda:
 
     def record(self, event: int, stream: int) -> None:
         """Queue it."""
-        self._call(self._runtime.eventRecord, event, stream)
+        self._use()
+        code = self._driver.cuEventRecord(ctypes.c_void_p(event), ctypes.c_void_p(stream))
+        if code:
+            raise TierIOError(f"GPU {self._index}: cuEventRecord answered {code}")
 
     def wait(self, stream: int, event: int) -> None:
         """Queue it; the event may be recorded anew right after."""
@@ -212,10 +219,11 @@ class CupyCuda:
 
     def reached(self, event: int) -> bool:
         """Ask; what failed on the device before is found out here, too."""
-        status = self._call(self._runtime.eventQuery, event)
-        if status not in {0, _NOT_READY}:  # cupy hands it over as it is
-            raise TierIOError(f"GPU {self._index}: asked for an event, CUDA answered {status}")
-        return bool(status == 0)
+        self._use()
+        code = self._driver.cuEventQuery(ctypes.c_void_p(event))
+        if code not in {0, _NOT_READY}:
+            raise TierIOError(f"GPU {self._index}: cuEventQuery answered {code}")
+        return bool(code == 0)
 
     def milliseconds(self, begin: int, end: int) -> float:
         """Ask."""
