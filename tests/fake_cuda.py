@@ -45,9 +45,15 @@ class Op:
         self,
         pieces: Callable[[], list[Callable[[], object]]],
         ready: Callable[[], bool] = lambda: True,
+        *,
+        moves: bool = False,
     ) -> None:
-        """pieces(): what there is to do, asked when the stream has come to it."""
+        """pieces(): what there is to do, asked when the stream has come to it.
+
+        moves: it reads or writes slots.
+        """
         self.ready = ready
+        self.moves = moves
         self._make = pieces
         self._left: list[Callable[[], object]] | None = None
 
@@ -189,7 +195,7 @@ class FakeCuda:
                     for e, s, n in zip(*(c.tolist() for c in items(tiles, places)), strict=True)
                 ]
 
-            self._streams[stream].append(Op(pieces))
+            self._streams[stream].append(Op(pieces, moves=True))
 
     def copy(self, to: Words, source: Words, sizes: Words, stream: int) -> None:
         with self._lock:
@@ -199,7 +205,7 @@ class FakeCuda:
             def pieces() -> list[Callable[[], object]]:
                 return [lambda t=t, s=s, n=n: self._copy(t, s, n) for t, s, n in rows]  # type: ignore[misc]
 
-            self._streams[stream].append(Op(pieces))
+            self._streams[stream].append(Op(pieces, moves=True))
 
     def table(self, rows: Words, stream: int) -> int:
         with self._lock:
@@ -233,17 +239,19 @@ class FakeCuda:
 
     def unpin(self, address: int) -> None:
         with self._lock:
-            if not self.idle_but_compute():
+            if self.moving:
                 self.faults.append("memory was unregistered while copies were queued")
             del self.pinned_ranges[address]
 
-    def idle_but_compute(self) -> bool:
-        """Whether no copy is queued."""
-        return not any(ops for stream, ops in self._streams.items() if stream != COMPUTE)
+    @property
+    def moving(self) -> bool:
+        """Whether a copy of slots is queued."""
+        with self._lock:
+            return any(op.moves for ops in self._streams.values() for op in ops)
 
     def close(self) -> None:
         with self._lock:
-            if not self.idle_but_compute():
+            if self.moving:
                 self.faults.append("closed while copies were queued")
             self.closed = True
 

@@ -174,6 +174,25 @@ def test_O13_a_fence_waits_for_the_last_of_several_stores_and_for_both_direction
     assert happened == [1]
 
 
+@pytest.mark.parametrize("order", [(2, 0), (0, 2)])
+def test_O13_a_fence_names_stores_in_any_order(order: tuple[int, int]) -> None:
+    rig = Rig()
+    lane = rig.cuda.lane(1)
+    stores = [rig.copy([Move(0, block, block, 0)], store=True) for block in range(3)]
+    rig.cuda.run(COMPUTE)
+    rig.cuda.held.add(lane)
+    rig.device.fence([stores[number] for number in order])
+    happened: list[int] = []
+    rig.cuda.compute(lambda: happened.append(1))
+    while not stores[1].over():
+        rig.cuda._step([lane])
+        rig.cuda.run(COMPUTE)
+    assert happened == [], "the last of them is under way"
+    rig.cuda.run(lane)
+    rig.cuda.run(COMPUTE)
+    assert happened == [1]
+
+
 def test_O13_a_fence_for_what_is_over_asks_nothing_of_the_compute_stream() -> None:
     rig = Rig()
     store = rig.copy([Move(0, 2, 1, 0)], store=True)

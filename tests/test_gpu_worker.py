@@ -9,11 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from connectors.jobs import StepMeta
+from kvstore import protocol as p
 from kvstore.config import Config, parse
 from kvstore.errors import NotSupported
 from kvstore.types import make_key
@@ -261,6 +263,17 @@ def test_O17_shutdown_finishes_copies_and_unregisters_memory(store: LiveStore) -
     assert gpu.cuda.pinned_ranges == {}
     assert gpu.cuda.closed
     gpu.close()
+
+
+def test_memory_that_the_store_takes_back_is_unregistered_first(start: Start) -> None:
+    gpu = start()
+    assert gpu.cuda.pinned_ranges
+    sent: list[p.Message] = []
+    link = SimpleNamespace(send=sent.append)
+    (number,) = gpu.half._slots._extents
+    assert gpu.half._handle(link, [p.Unmap(number)])  # type: ignore[arg-type]
+    assert gpu.cuda.pinned_ranges == {}
+    assert sent == [p.Unmapped(number)]
 
 
 def test_memory_that_cannot_be_pinned_is_said_and_tried_again(

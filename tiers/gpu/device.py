@@ -8,11 +8,11 @@
 
 There are two copy streams, one for each direction, and each runs its jobs in order. So a job is
 named by its number in its direction, and it is over when the event of that number, or a later one,
-is reached. Events are a ring: number n uses event n % count, once number n - count is over.
+is reached. Events are a ring: number n uses event n % count.
 
-Marks are a ring, too, recorded by the step thread. One that is recorded anew before its job is
-queued makes the job wait for more than it must; every job is queued before a fence names it, so no
-wait can close a circle.
+Marks are a ring, too, recorded by the step thread. An event or mark that is recorded anew stands
+for something later on the same stream: who waits for the former waits a little longer than it must,
+never too short. Every job is queued before a fence names it, so no wait can close a circle.
 
 Why the slot and the engine's block stay as they are meanwhile: the store keeps a slot until the
 worker has told it, and the worker tells it when the copy is over; what overwrites an engine block
@@ -38,7 +38,7 @@ from tiers.gpu.measure import Choice, measured
 from tiers.gpu.pins import Pins
 from tiers.gpu.plan import GroupPlan, Words, copies_of, places_of, plans
 
-JOBS_MAX = 1024  # of one direction that are under way
+JOBS_MAX = 1024  # of one direction that are told apart
 MARKS = 256
 PLACES_MAX = 1 << 16  # engine blocks of one direction that are under way with the kernel
 COPIES_MAX = 1 << 13  # in one batch
@@ -102,8 +102,6 @@ class Lane:
     def close_job(self) -> int:
         """Number what was queued since the last call."""
         number = self._last + 1
-        while not self.reached(number - len(self._events)):
-            time.sleep(_ROOM_S)
         self._cuda.record(self._events[number % len(self._events)], self.stream)
         self._last = number
         return number
