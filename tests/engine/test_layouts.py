@@ -16,8 +16,9 @@ import torch
 from kvstore.errors import NotSupported
 from kvstore.layout import GroupGeometry, LayerGeometry, Move, RankGeometry, slot_layout
 from kvstore.types import GroupRule
+from tests.gpu_layouts import Engine
 from tests.gpu_twin import items
-from tests.test_gpu_plan import SLOTS, Engine, memory, slots_for
+from tests.test_gpu_plan import SLOTS, memory, slots_for
 from tiers.copier import LayerCache
 from tiers.gpu.plan import places_of, plans
 
@@ -70,7 +71,8 @@ def caches_of(tensors: list[torch.Tensor]) -> dict[str, LayerCache]:
 
 
 def in_memory_order(page: torch.Tensor) -> bytes:
-    order = sorted(range(page.dim()), key=lambda d: -page.stride(d))
+    strides = list(page.stride())
+    order = sorted(range(page.dim()), key=lambda d: -strides[d])
     return page.permute(order).contiguous().view(torch.uint8).numpy().tobytes()
 
 
