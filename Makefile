@@ -4,9 +4,11 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 
-# `make sim`: how many worlds, and the first one's seed.
+# `make sim`: how many worlds, and the first one's seed (of `make fuzz`, too).
 SEEDS ?= 20000
 FIRST ?= 0
+# `make fuzz`: how many messages.
+MESSAGES ?= 10000000
 
 # `make gpu`: where its results go.
 RESULTS ?= gpu-results
@@ -35,7 +37,7 @@ FIO = command -v fio >/dev/null || { [[ $$(id -u) == 0 ]] && command -v apt-get 
     && { $(APT) install --no-install-recommends fio \
         || { $(APT) update && $(APT) install --no-install-recommends fio; }; }; } >/dev/null 2>&1 </dev/null
 
-.PHONY: help setup demo test test-fast test-e2e test-crash sim gpu check format bench clean
+.PHONY: help setup demo test test-fast test-e2e test-crash sim fuzz gpu check format bench clean
 
 help: ## show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' \
@@ -82,6 +84,9 @@ test-e2e: $(READY) ## the long matrix with real engines
 sim: $(READY) ## SEEDS=n simulated worlds (20000) on all cores, from seed FIRST (0)
 	@$(PY) -m tests.sim $(FIRST) --seeds $(SEEDS)
 
+fuzz: $(READY) ## MESSAGES=n wrong messages (10000000) on all cores, from seed FIRST (0)
+	@$(PY) -m tests.fuzz --messages $(MESSAGES) --first $(FIRST)
+
 gpu: ## what only a GPU can show, figures too, into RESULTS (gpu-results); sets nothing up
 	PYTHON=$(PYTHON) bash tests/gpu/run.sh $(RESULTS)
 
@@ -103,7 +108,9 @@ bench: $(READY) ## the benchmarks, as tables
 	$(VENV)/bin/kvstore bench attach
 	$(VENV)/bin/kvstore bench index
 	$(VENV)/bin/kvstore bench nvme
+	$(VENV)/bin/kvstore bench export
 	$(VENV)/bin/kvstore bench vllm
+	$(VENV)/bin/kvstore bench handover
 
 clean: ## remove .venv and all caches
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
