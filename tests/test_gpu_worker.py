@@ -307,6 +307,7 @@ def test_a_device_is_chosen_by_where_tensors_are(monkeypatch: pytest.MonkeyPatch
     here = torch.zeros(64, dtype=torch.uint8)
     elsewhere = torch.zeros(64, dtype=torch.uint8, device="meta")
     assert isinstance(device_of({"a": LayerCache(here, 0, 8, 8)}), HostDevice)
+    assert isinstance(device_of({}), HostDevice)
     with pytest.raises(NotSupported, match=r"on meta, served are \['cpu', 'cuda'\]"):
         device_of({"a": LayerCache(elsewhere, 0, 8, 8)})
     with pytest.raises(NotSupported, match=r"on \['cpu', 'meta'\], expected one device"):

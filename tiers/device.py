@@ -82,12 +82,12 @@ _DEVICES = {"cpu": "tiers.copier:HostDevice", "cuda": "tiers.gpu.device:CudaDevi
 
 
 def device_of(caches: dict[str, LayerCache]) -> Device:
-    """Return the device that KV tensors are on.
+    """Return the device that KV tensors are on; a rank may have none.
 
     Raises NotSupported for one that is not served, for tensors on several, and where a package
     is missing that the device needs.
     """
-    names = sorted({str(cache.storage.device) for cache in caches.values()})
+    names = sorted({str(cache.storage.device) for cache in caches.values()}) or ["cpu"]
     if len(names) != 1:
         raise NotSupported(f"KV tensors are on {names}, expected one device")
     kind = names[0].partition(":")[0]
