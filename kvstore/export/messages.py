@@ -37,6 +37,7 @@ from kvstore.types import GroupRule
 VERSION = 1
 MESSAGE_BYTES_MAX = 16 << 20
 JOB_BLOCKS_MAX = 1 << 16
+LEASE_MS_MAX = 600_000
 CONSUMERS_MAX = 1024  # of one request
 REGIONS_MAX = 1 << 12
 TEXT_MAX = 4096
@@ -249,6 +250,13 @@ def _decode(decoder: msgspec.msgpack.Decoder[Message], data: bytes) -> Message:
         return decoder.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as exc:
         raise ProtocolError(f"not a message of side channel {VERSION}: {exc}") from exc
+
+
+def lease_ns(lease_ms: int) -> int:
+    """Return a lease in nanoseconds. Raises ProtocolError for one that cannot be."""
+    if not 0 < lease_ms <= LEASE_MS_MAX:
+        raise ProtocolError(f"a lease of {lease_ms} ms, expected 1 to {LEASE_MS_MAX}")
+    return lease_ms * 1_000_000
 
 
 def clip(rule: GroupRule, blocks: int) -> range:

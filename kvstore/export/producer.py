@@ -31,7 +31,6 @@ from kvstore.tier import Tier
 from kvstore.types import BlockKey, Chain, LookupResult
 
 GRACE_NS = 5_000_000_000
-LEASE_MS_MAX = 600_000
 UNKNOWN_NS = 300_000_000  # a router sends a request to both engines at once, say
 JOBS_MAX = 1024  # of one peer
 BLOCKS_MAX = 1 << 20  # wanted by one peer at one time
@@ -94,7 +93,7 @@ class Producer:
         source = self._served().get(message.namespace)
         manager = None if source is None else source.manager
         if isinstance(message, m.Keep):
-            self.hands.keep(manager, message.request, now_ns + _lease_ns(message.lease_ms))
+            self.hands.keep(manager, message.request, now_ns + m.lease_ns(message.lease_ms))
             return
         found = self.hands.report(manager, message.request, message.rank, message.consumers)
         self._send(number, m.Noted(message.request, found))
@@ -114,7 +113,7 @@ class Producer:
             self._confirm(peer, job, message)
         elif isinstance(message, m.Extend):
             if not job.over:
-                job.deadline_ns = max(job.deadline_ns, now_ns + _lease_ns(message.lease_ms))
+                job.deadline_ns = max(job.deadline_ns, now_ns + m.lease_ns(message.lease_ms))
         else:
             self._release(peer, job)
         self._settle(peer, job)
@@ -126,11 +125,6 @@ class Producer:
         if peer is not None:
             peer.closed = True
             self._drop(peer)
-
-    def agent_of(self, number: int) -> str:
-        """Name a peer's exporter; none for one that is not there."""
-        peer = self._peers.get(number)
-        return "" if peer is None else peer.agent
 
     @property
     def jobs(self) -> int:
@@ -208,7 +202,7 @@ class Producer:
             return
         chain = Chain(want.hashes, want.width, len(rules), want.scope)
         blocks = [Block(chain.key(group, index)) for group, index in wanted]
-        end_ns = now_ns + _lease_ns(want.lease_ms)
+        end_ns = now_ns + m.lease_ns(want.lease_ms)
         order = [(index, group) for group, index in wanted]
         job = Job(want.job, blocks, want.request, want.push, end_ns, now_ns + UNKNOWN_NS, order)
         peer.jobs[job.number] = job
@@ -498,9 +492,3 @@ class Producer:
 
 def _tags(peer: Peer, job: Job, positions: list[int]) -> list[Tag]:
     return [Tag(peer.number, job.number, position) for position in positions]
-
-
-def _lease_ns(lease_ms: int) -> int:
-    if not 0 < lease_ms <= LEASE_MS_MAX:
-        raise ProtocolError(f"a lease of {lease_ms} ms, expected 1 to {LEASE_MS_MAX}")
-    return lease_ms * 1_000_000
