@@ -110,11 +110,13 @@ def test_a_store_begins_behind_the_forward_pass_and_is_told_when_it_has_ended(
     start: Start,
 ) -> None:
     gpu, chain = start(), hashes(1)
-    gpu.cuda.held |= {COMPUTE, gpu.stores}
+    gpu.cuda.held.add(COMPUTE)
     gpu.cuda.compute(lambda: gpu.rank.fill(1))
     job = gpu.rig.store_job(chain, [1])
     gpu.half.after_forward(StepMeta(stores=(job,)))
     time.sleep(LONG_S)
+    assert not gpu.known(chain), "it was copied before it was computed"
+    gpu.cuda.held.add(gpu.stores)
     gpu.cuda.held.discard(COMPUTE)
     time.sleep(LONG_S)
     assert not gpu.known(chain)
