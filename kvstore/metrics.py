@@ -90,6 +90,12 @@ TABLE = (
         ("event",),
     ),
     Spec(
+        "kvstore_fetched_blocks",
+        "counter",
+        "Blocks fetched from other stores, by the tier that these had them in.",
+        ("tier",),
+    ),
+    Spec(
         "kvstore_sessions_started",
         "counter",
         "Engine sessions that became active.",

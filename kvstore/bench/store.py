@@ -47,7 +47,7 @@ class StoreProcess:
         self.config_path = folder / "kvstore.toml"
         self.log_path = folder / "store.log"
         self.address = f"unix://{folder / 'kvstore.sock'}"
-        self.metrics_port = _free_port()
+        self.metrics_port = free_port()
         metrics = f"127.0.0.1:{self.metrics_port}" if scraped else ""
         self._text = (
             f'[server]\nsocket = "{self.address}"\nmetrics = "{metrics}"\n\n'
@@ -134,7 +134,8 @@ class StoreProcess:
         raise StoreFailed(f"the store did not start:\n{text}")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Find a TCP port that nobody has at this moment."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -22,7 +22,7 @@ LATE_NS = 5_000_000_000  # what a request named and did not store by then is not
 
 
 class Hand(msgspec.Struct, eq=False):
-    """One request; missing: named, and not ready yet."""
+    """One request; keys: those it named when it ended; missing: of these, not ready yet."""
 
     manager: Manager
     slot_bytes: int
@@ -30,6 +30,7 @@ class Hand(msgspec.Struct, eq=False):
     running: bool = True
     deadline_ns: int = 0
     late_ns: int = 0
+    keys: tuple[BlockKey, ...] = ()
     missing: dict[BlockKey, None] = {}
     pinned: list[Entry] = []
 
@@ -56,7 +57,8 @@ class Hands:
         hand = self._hands.get(request)
         if hand is not None and hand.running:
             hand.running, hand.deadline_ns, hand.late_ns = False, end_ns, now_ns + LATE_NS
-            hand.missing = dict.fromkeys(keys)
+            hand.keys = tuple(keys)
+            hand.missing = dict.fromkeys(hand.keys)
             self._pin(hand)
 
     def gone(self, request: str) -> None:
@@ -73,6 +75,13 @@ class Hands:
             r for r, hand in self._hands.items() if hand.owner == owner and hand.running
         ]:
             self.gone(request)
+
+    def located(self, request: str, manager: Manager) -> tuple[str, tuple[BlockKey, ...]]:
+        """Say whether a namespace's request is "running", "held" or "unknown", and its blocks."""
+        hand = self._hands.get(request)
+        if hand is None or hand.manager is not manager:
+            return "unknown", ()
+        return ("running" if hand.running else "held"), hand.keys
 
     def may_come(self, request: str, key: BlockKey) -> bool:
         """Tell whether a request may still store a block."""

@@ -51,6 +51,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 class Hello(Message, frozen=True):
     """First message of a consumer; traits: what decides the bytes, by name, as text.
 
+    No traits: it takes what it is told in Welcome, as somebody who only looks does.
     agent, metadata: of its exporter, empty without one (it cannot be pushed to then).
     """
 
@@ -59,6 +60,12 @@ class Hello(Message, frozen=True):
     traits: dict[str, str]
     agent: str = ""
     metadata: bytes = b""
+
+
+class Locate(Message, frozen=True):
+    """Ask which blocks are held for a request that was handed over."""
+
+    request: str
 
 
 class Want(Message, frozen=True):
@@ -111,10 +118,11 @@ class Release(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The namespaces agree."""
+    """The namespaces agree; traits: what decides the bytes here."""
 
     agent: str
     metadata: bytes
+    traits: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class Refused(Message, frozen=True):
@@ -123,6 +131,14 @@ class Refused(Message, frozen=True):
     reason: str
     retry: bool = False
     job: int = 0
+
+
+class Located(Message, frozen=True):
+    """Answer to Locate; state: "held" (its keys follow), "running" or "unknown"."""
+
+    request: str
+    state: str
+    keys: tuple[bytes, ...] = ()
 
 
 class Offer(Message, frozen=True):
@@ -170,8 +186,8 @@ class End(Message, frozen=True):
     reason: str
 
 
-ToProducer = Hello | Want | Land | Confirm | Extend | Release
-ToConsumer = Welcome | Refused | Offer | Have | Valid | End
+ToProducer = Hello | Locate | Want | Land | Confirm | Extend | Release
+ToConsumer = Welcome | Refused | Located | Offer | Have | Valid | End
 
 
 _encoder = msgspec.msgpack.Encoder()

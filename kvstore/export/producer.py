@@ -76,6 +76,9 @@ class Producer:
             raise ProtocolError(f"{type(message).__name__} before Hello")
         if isinstance(message, m.Want):
             self._want(peer, message, now_ns)
+        elif isinstance(message, m.Locate):
+            state, keys = self.hands.located(message.request, peer.source.manager)
+            self._send(number, m.Located(message.request, state, keys))
         elif isinstance(message, m.Land | m.Confirm | m.Extend | m.Release):
             self._of_job(peer, message, now_ns)
         else:
@@ -157,10 +160,10 @@ class Producer:
             refused = m.Refused(f"namespace {hello.namespace[:12]} is not served here yet", True)
         else:
             source, traits = found
-            differ = _difference(hello.traits, traits)
+            differ = _difference(hello.traits, traits) if hello.traits else ""
             if not differ:
                 self._peers[number] = Peer(number, source, hello.agent)
-                self._send(number, m.Welcome(*ours))
+                self._send(number, m.Welcome(*ours, traits))
                 return
             refused = m.Refused(differ)
         self.counts["refused"] += 1

@@ -13,6 +13,7 @@ wants something says Hello again.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -244,6 +245,11 @@ class Peers:
         for namespace in self._namespaces.values():
             namespace.settle(extent, EXPORTER)
 
+    @property
+    def up(self) -> bool:
+        """Tell whether the exporter runs: before, nobody can be asked."""
+        return self._up is not None
+
     # What the store asks for
 
     def inlet(self, namespace: Namespace) -> Consumer:
@@ -321,8 +327,7 @@ class Peers:
         link, up = self._links[number], self._up
         namespace = self._namespaces.get(link.digest)
         if up is not None and namespace is not None:
-            traits = traits_of(namespace)
-            hello = m.Hello(m.VERSION, link.digest, traits, up.agent, up.metadata)
+            hello = m.Hello(m.VERSION, link.digest, namespace.traits, up.agent, up.metadata)
             self.channel.send(number, hello)
 
     # What comes over the side channel
@@ -381,8 +386,10 @@ class Peers:
         """Return gauges, and counters kept here."""
         counts = self.channel.counts + self.producer.counts
         quarantined = 0
+        fetched: Counter[str] = Counter()
         for inlet in self._inlets.values():
             counts.update(inlet.consumer.counts)
+            fetched.update(inlet.consumer.fetched)
             quarantined += inlet.quarantined_bytes
         found: dict[tuple[str, ...], float] = {
             ("kvstore_hand_over_bytes", "held"): self.producer.held_bytes
@@ -390,6 +397,7 @@ class Peers:
             ("kvstore_hand_over_bytes", "quarantined"): quarantined,
         }
         found |= {("kvstore_hand_over_events", event): counts[event] for event in EVENTS}
+        found |= {("kvstore_fetched_blocks", tier): count for tier, count in fetched.items()}
         return found
 
     def close(self) -> None:
@@ -474,10 +482,4 @@ class Peers:
 
     def _find(self, digest: str) -> tuple[Source, dict[str, str]] | None:
         namespace = self._namespaces.get(digest)
-        return None if namespace is None else (namespace, traits_of(namespace))
-
-
-def traits_of(namespace: Namespace) -> dict[str, str]:
-    """Name what decides the bytes of a namespace's blocks."""
-    layout = namespace.layout
-    return {"slot bytes": str(layout.slot_bytes), "groups": str(len(layout.rules))}
+        return None if namespace is None else (namespace, namespace.traits)
