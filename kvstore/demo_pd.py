@@ -30,7 +30,7 @@ from kvstore.bench.api import Answer, ApiServer, complete
 from kvstore.bench.models import make_model, prompt
 from kvstore.errors import KVStoreError
 
-BLOCK_TOKENS = 32
+BLOCK_TOKENS = 64
 PROMPT_TOKENS = 4000
 TURN_TOKENS = 500  # that a next turn adds
 KNOWN_TOKENS = 2000  # that a decode node has of a prompt's beginning
@@ -39,9 +39,9 @@ OUTPUT_TOKENS = 8
 # logits: rounding, which differs between a short and a long forward pass, cannot turn it.
 COLD_SEED, TURN_SEED, KNOWN_SEED, STORED_SEED = 285, 1017, 298, 178
 WAYS = ("pull", "push")  # each with a cache salt of its own: what one computed the other has not
-CAPACITY = "32MiB"  # of each store's memory: four prompts
-DISK_CAPACITY = "256MiB"
-FILLERS = 6  # prompts that push all others out of memory
+CAPACITY = "64MiB"  # of each store's memory: eight prompts
+DISK_CAPACITY = "512MiB"
+FILLERS = 9  # prompts that push all others out of memory
 LEASE_S = 2
 START_S = 900.0
 SETTLE_S = 120.0
@@ -70,6 +70,7 @@ class Run(msgspec.Struct, frozen=True):
     way: str
     expected: Served
     served: Served
+    fetched: int  # blocks that the decode node's store got from its peer
     answer: Answer
     alone: Answer
 
@@ -208,7 +209,7 @@ class Demo:
     def _hand_over(self, way: str, node: Node, router: int) -> None:
         """Have four prompts handed over to one decode engine."""
         how = "pulls from" if way == "pull" else "is pushed to by"
-        self._say(f"a decode engine {how} the prefill node: 4 prompts of {PROMPT_TOKENS:,} tokens")
+        self._say(f"4 prompts; their decode engine {how} the prefill node")
         cold = prompt(COLD_SEED, PROMPT_TOKENS)
         said = self._run("cold", way, node, cold, expected(len(cold)), router)
         turn = cold + said.tokens + prompt(TURN_SEED, TURN_TOKENS)
@@ -246,11 +247,12 @@ class Demo:
             alone = self._ask(self.prefill.server.port, tokens, secrets.token_hex(8))
         grown = {what: int(after[what] - before[what]) for what in after}
         grown["prefilled"] -= FILLERS * PROMPT_TOKENS if router is None else 0
-        memory, disk = (BLOCK_TOKENS * grown[what] for what in ("memory blocks", "disk blocks"))
-        if memory + disk != grown["peer"]:
-            self._say(f"  the store fetched {memory + disk:,} tokens, {grown['peer']:,} were used")
-        served = Served(grown["prefilled"], grown["own"], memory, disk, grown["computed"])
-        self.runs.append(Run(name, way, has, served, answer, alone))
+        memory, disk = grown["memory blocks"], grown["disk blocks"]
+        on_disk = min(disk * BLOCK_TOKENS, grown["peer"])  # the last block may not be full
+        served = Served(
+            grown["prefilled"], grown["own"], grown["peer"] - on_disk, on_disk, grown["computed"]
+        )
+        self.runs.append(Run(name, way, has, served, memory + disk, answer, alone))
         return answer
 
     def _counts(self, node: Node) -> dict[str, float]:
@@ -360,6 +362,9 @@ def problems(runs: list[Run], legs: dict[str, float]) -> list[str]:
         where = f"{one.way}, {one.name}"
         if one.served != one.expected:
             found.append(f"{where}: tokens came from {one.served}, expected {one.expected}")
+        tokens = one.served.peer_memory + one.served.peer_disk
+        if one.fetched != -(-tokens // BLOCK_TOKENS):
+            found.append(f"{where}: {one.fetched} blocks were fetched, {tokens} tokens used")
         if not one.same:
             found.append(f"{where}: {one.answer.tokens} instead of {one.alone.tokens}")
     for leg, count in legs.items():

@@ -163,18 +163,20 @@ class Router:
                 response.content_type = answer.content_type
                 await response.prepare(request)
                 async for chunk in answer.content.iter_any():
-                    await _write(response, chunk)
-                await _write(response, b"")
-        except _ClientGone:
+                    await response.write(chunk)
+                await response.write_eof()
+        except asyncio.CancelledError:  # the client has gone
             self._legs.labels("decode", "unread").inc()
-            return response or web.Response()
+            raise
         except (aiohttp.ClientError, TimeoutError) as exc:
+            if request.transport is None or request.transport.is_closing():
+                self._legs.labels("decode", "unread").inc()
+                raise
             log.warning("decode engine %s: %s", engine, _text(exc))
             self._legs.labels("decode", "failed").inc()
             if response is None or not response.prepared:
                 return _error(502, f"decode engine {engine} cannot be reached: {_text(exc)}")
-            if request.transport is not None:  # a part has been sent: the client must see a break
-                request.transport.abort()
+            request.transport.abort()  # a part has been sent: the client must see a break
             return response
         outcome = "ok" if response.status < min(_CLIENT_ERRORS) else "refused"
         self._legs.labels("decode", outcome).inc()
@@ -197,18 +199,6 @@ class Router:
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(self._registry), content_type="text/plain")
-
-
-class _ClientGone(Exception):
-    """Nobody reads the answer any more."""
-
-
-async def _write(response: web.StreamResponse, chunk: bytes) -> None:
-    """Pass a chunk on, or the end; a client that has gone is no fault of an engine."""
-    try:
-        await (response.write(chunk) if chunk else response.write_eof())
-    except ConnectionResetError as exc:
-        raise _ClientGone from exc
 
 
 async def _body_of(request: web.Request) -> dict[str, Any]:
@@ -243,7 +233,9 @@ def _text(exc: BaseException) -> str:
 
 async def serve(prefill: Sequence[str], decode: Sequence[str], host: str, port: int) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError for an address that is taken."""
-    router = Router(prefill, decode)
+    router, stop = Router(prefill, decode), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     runner = web.AppRunner(router.app(), handler_cancellation=True, access_log=None)
     await runner.setup()
     try:
@@ -254,9 +246,6 @@ async def serve(prefill: Sequence[str], decode: Sequence[str], host: str, port: 
             raise ConfigError(f"--listen {host}:{port}: {exc.strerror}") from exc
         at = runner.addresses[0]
         print(f"router at http://{at[0]}:{at[1]}", flush=True)  # noqa: T201 - who started it reads it
-        stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
         await stop.wait()
     finally:
         await runner.cleanup()

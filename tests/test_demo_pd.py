@@ -18,7 +18,9 @@ LEGS = {"prefill ok": 6.0, "decode ok": 6.0}
 
 def run(**changes: object) -> Run:
     has = expected(4000)
-    made = Run("cold", "pull", has, has, Answer([1, 2], 0.0471), Answer([1, 2], 1.0, None))
+    blocks = servable(4000) // BLOCK_TOKENS
+    answer, alone = Answer([1, 2], 0.0471), Answer([1, 2], 1.0)
+    made = Run("cold", "pull", has, has, blocks, answer, alone)
     return msgspec.structs.replace(made, **changes)
 
 
@@ -29,9 +31,10 @@ def test_tokens_that_come_from_elsewhere_are_those_of_the_engine_tests(tokens: i
 
 def test_every_token_is_expected_from_one_place() -> None:
     assert expected(4000) == Served(4000, 0, servable(4000), 0, 4000 - servable(4000))
-    assert expected(4000, on_disk=True) == Served(4000, 0, 0, servable(4000), 32)
+    assert expected(4000, on_disk=True) == Served(4000, 0, 0, servable(4000), 4000 - servable(4000))
     turn = expected(4508, prefill_has=4000, decode_has=4007)
-    assert turn == Served(508, 4000, servable(4508) - 4000, 0, 4508 - servable(4508))
+    own = 4007 // BLOCK_TOKENS * BLOCK_TOKENS
+    assert turn == Served(4508 - own, own, servable(4508) - own, 0, 4508 - servable(4508))
     for one in (turn, expected(4000, decode_has=2000), expected(40, decode_has=9999)):
         decode = one.own + one.peer_memory + one.peer_disk + one.computed
         assert decode in {4508, 4000, 40}
@@ -45,8 +48,16 @@ def test_it_is_content_when_all_is_as_promised() -> None:
 def test_one_block_from_elsewhere_is_a_failure(field: str) -> None:
     has = expected(4000)
     served = msgspec.structs.replace(has, **{field: getattr(has, field) + BLOCK_TOKENS})
-    (said,) = demo_pd.problems([run(served=served)], LEGS)
-    assert said.startswith("pull, cold: tokens came from Served(")
+    said = demo_pd.problems([run(served=served)], LEGS)
+    assert said[0].startswith("pull, cold: tokens came from Served(")
+    assert len(said) == 1 + field.startswith("peer"), "the store says how many it fetched"
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_what_the_store_fetched_has_to_be_what_was_used(more: int) -> None:
+    made = run()
+    (said,) = demo_pd.problems([run(fetched=made.fetched + more)], LEGS)
+    assert said.endswith(f"blocks were fetched, {servable(4000)} tokens used")
 
 
 def test_another_output_is_a_failure() -> None:

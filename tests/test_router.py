@@ -206,6 +206,50 @@ def test_a_prefill_engine_that_is_dead_costs_a_computation() -> None:
     run(work)
 
 
+def test_a_prefill_engine_that_has_frozen_costs_a_computation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvstore.router.PREFILL_S", 0.2)
+    thawed = asyncio.Event()
+
+    async def freezes(request: web.Request) -> web.StreamResponse:
+        await thawed.wait()
+        return await computes(request)
+
+    async def work() -> None:
+        async with rig(freezes) as made:
+            assert (await made.post())[0] == 200
+            assert made.decode.asked == [BODY]
+            assert await made.legs() == {("prefill", "failed"): 1, ("decode", "ok"): 1}
+            thawed.set()
+
+    run(work)
+
+
+def test_a_client_that_goes_away_ends_its_request_and_is_no_fault_of_the_engine() -> None:
+    ended = asyncio.Event()
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        try:
+            while True:
+                await response.write(b"data: more\n\n")
+                await asyncio.sleep(0.01)
+        finally:
+            ended.set()
+
+    async def work() -> None:
+        async with rig(decode=endless) as made:
+            answer = await made.client.post(PATHS[0], json=BODY)
+            assert await answer.content.readline() == b"data: more\n"
+            answer.close()
+            await asyncio.wait_for(ended.wait(), 600)
+            assert await made.legs() == {("prefill", "ok"): 1, ("decode", "unread"): 1}
+
+    run(work)
+
+
 def test_nothing_handed_over_is_no_failure() -> None:
     async def work() -> None:
         async with rig(hands_nothing) as made:
