@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvstore import admin, cli
 from kvstore import protocol as p
+from kvstore.bench.steal import Watch
 from kvstore.bench.store import StoreProcess
 from kvstore.errors import ConfigError, PeerError
 from kvstore.export import messages as m
-from kvstore.pull import ABSENT, CORRUPT, FETCH_BLOCKS, WINDOW, Puller, pull
+from kvstore.export.consumer import LEASE_MS
+from kvstore.pull import ABSENT, CORRUPT, FETCH_BLOCKS, LOST, WINDOW, Puller, pull
 from kvstore.service.channel import ClusterKey
-from kvstore.service.listing import KEYS_MAX
-from kvstore.types import LookupResult, make_key
+from kvstore.service.listing import KEYS_MAX, Listed, listing
+from kvstore.service.private import address_of, ensure
+from kvstore.types import LookupResult, Slot, make_key
 from tests.export_rig import Pair
 from tests.fakes import hashes, keys_of
-from tests.live import LiveEngine, LiveStore, engine, eventually
+from tests.live import WAIT_S, LiveEngine, LiveStore, engine, eventually
 from tests.test_peers import address, config, inside
 from tiers.peer import PeerMover
 
@@ -105,6 +110,20 @@ def test_more_blocks_than_are_under_way_at_once_all_come(store: LiveStore, one: 
         assert {b.key[:32]: b.data for b in peer.pull(chain)} == found
 
 
+def test_what_is_not_wanted_any_more_is_let_go_of_at_once(
+    store: LiveStore, one: LiveEngine
+) -> None:
+    chain, peers = put(one, "let go", 3), store.server._peers
+    assert peers is not None
+    with Puller(address(store), namespace_of(store)) as peer:
+        begun = peer.pull([*chain, b"x" * 32])
+        assert next(begun).problem == ABSENT
+        begun.close()
+        watch = Watch()
+        eventually(lambda: not peers.producer.busy)
+    assert watch.own_s() < LEASE_MS / 2000, "it was held until its lease was over"
+
+
 def test_a_wrong_checksum_is_said_and_gives_no_bytes(
     store: LiveStore, one: LiveEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,8 +134,14 @@ def test_a_wrong_checksum_is_said_and_gives_no_bytes(
         real(self, tags, "another namespace", blocks)
 
     monkeypatch.setattr(PeerMover, "sum", others)
-    found = pull(address(store), namespace_of(store), chain)
-    assert [(block.data, block.problem) for block in found] == [(None, CORRUPT)] * 3
+    with Puller(address(store), namespace_of(store)) as peer:
+        assert [(b.data, b.problem) for b in peer.pull(chain)] == [(None, CORRUPT)] * 3
+        monkeypatch.undo()
+        ended = PeerMover._ended
+        monkeypatch.setattr(PeerMover, "_ended", lambda m, number, ok: ended(m, number, ok=not ok))
+        assert [(b.data, b.problem) for b in peer.pull(chain)] == [(None, LOST)] * 3
+        monkeypatch.undo()
+        assert [b.data for b in peer.pull(chain)] == [one.content(block) for block in chain]
 
 
 def test_blocks_of_a_request_are_found_and_stay_held(store: LiveStore, one: LiveEngine) -> None:
@@ -219,6 +244,37 @@ def test_the_program_in_the_docs_runs(store: LiveStore, one: LiveEngine) -> None
     assert done.stdout.splitlines()[1:] == [
         f"{block.hex()[:16]} cpu 1,048,576 bytes" for block in chain
     ], done.stderr
+
+
+def test_only_blocks_that_are_ready_are_listed_and_not_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair, chain = Pair(), hashes(4)
+    pair.put(chain[:3])
+    written = make_key(chain[3], 0)
+    pair.source.manager.begin_store(written, keys_of(chain)[2], Slot(pair.prefill.credits[0]))
+
+    def keys() -> set[str]:
+        (found,) = msgspec.json.decode(listing({"d": pair.source}), type=list[Listed])
+        assert found.blocks == 4
+        return set(found.keys)
+
+    assert keys() == {key.hex() for key in keys_of(chain[:3])}
+    monkeypatch.setattr("kvstore.service.listing.KEYS_MAX", 2)
+    assert len(keys()) == 2
+
+
+def test_a_private_store_is_named_by_its_engine() -> None:
+    name = f"private {secrets.token_hex(4)}"
+    ensure(name, 64 << 20)
+    found = {stat.name for stat in admin.stats(f"engine:{name}", timeout_s=WAIT_S)}
+    assert "kvstore_capacity_bytes" in found
+    assert admin.blocks(f"engine:{name}", timeout_s=WAIT_S) == []
+
+    address_in_use = address_of(name).replace("\0", "@")  # it ends three seconds after that
+    eventually(lambda: address_in_use not in Path("/proc/net/unix").read_text().split())
+    with pytest.raises(admin.StoreUnreachable, match=f"no store answers at engine:{name}"):
+        admin.stats(f"engine:{name}")
 
 
 @pytest.fixture(scope="module")
