@@ -4,9 +4,11 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 
-# `make sim`: how many worlds, and the first one's seed.
+# `make sim`: how many worlds, and the first one's seed (of `make fuzz`, too).
 SEEDS ?= 20000
 FIRST ?= 0
+# `make fuzz`: how many messages.
+MESSAGES ?= 10000000
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -32,7 +34,7 @@ FIO = command -v fio >/dev/null || { [[ $$(id -u) == 0 ]] && command -v apt-get 
     && { $(APT) install --no-install-recommends fio \
         || { $(APT) update && $(APT) install --no-install-recommends fio; }; }; } >/dev/null 2>&1 </dev/null
 
-.PHONY: help setup demo demo-pd test test-fast test-e2e test-crash sim check format bench clean
+.PHONY: help setup demo demo-pd test test-fast test-e2e test-crash sim fuzz check format bench clean
 
 help: ## show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' \
@@ -82,6 +84,9 @@ test-e2e: $(READY) ## the long matrix with real engines
 sim: $(READY) ## SEEDS=n simulated worlds (20000) on all cores, from seed FIRST (0)
 	@$(PY) -m tests.sim $(FIRST) --seeds $(SEEDS)
 
+fuzz: $(READY) ## MESSAGES=n wrong messages (10000000) on all cores, from seed FIRST (0)
+	@$(PY) -m tests.fuzz --messages $(MESSAGES) --first $(FIRST)
+
 test-crash: $(READY) ## stores killed 300 times, their disk tier alone, too; 1,000 power cuts
 	KVSTORE_KILLS=300 KVSTORE_CUTS=1000 $(PY) -m pytest tests/test_store_crash.py \
 	    tests/test_nvme_crash.py tests/test_nvme_power.py
@@ -100,7 +105,9 @@ bench: $(READY) ## the benchmarks, as tables
 	$(VENV)/bin/kvstore bench attach
 	$(VENV)/bin/kvstore bench index
 	$(VENV)/bin/kvstore bench nvme
+	$(VENV)/bin/kvstore bench export
 	$(VENV)/bin/kvstore bench vllm
+	$(VENV)/bin/kvstore bench handover
 
 clean: ## remove .venv and all caches
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

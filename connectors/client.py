@@ -56,6 +56,13 @@ class Places:
             return self._end
         return bisect_left(range(len(at)), 1, key=lambda n: at[n] > n)
 
+    def before(self, end: int) -> Places:
+        """Return those of the blocks before this one."""
+        if end >= self._end:
+            return self
+        at = bisect_left(self._indices, end)
+        return Places(self._indices[:at], self._slots[:at], self._generations[:at])
+
     def all_of(self, first: int, end: int) -> bool:
         """Tell whether every one of the blocks first..end-1 is present."""
         return self.run(first, end) is not None
@@ -151,6 +158,7 @@ class StoreClient:
         self._settle: list[int] = []
         self._release: list[int] = []
         self._handing: list[p.Handing] = []
+        self._let_go: list[p.LetGo] = []
         self._usage_tokens = 0
         self._usage_hits: Counter[str] = Counter()
         self._next_ask = 1
@@ -184,7 +192,7 @@ class StoreClient:
         self._known, self._known_before = set(), set()
         self._asked_ns.clear()
         self._grants.clear()
-        self._lookups, self._settle, self._release, self._handing = [], [], [], []
+        self._forget_news()
         self.side_channel = ""
         self._attacher.start()
 
@@ -212,6 +220,11 @@ class StoreClient:
         if self.session:
             self._handing.append(handing)
 
+    def let_go(self, peer: str, request: str) -> None:
+        """Have a peer let go of what it holds for a request of ours."""
+        if self.session:
+            self._let_go.append(p.LetGo(peer, request))
+
     def asked_ns(self, ask: int) -> int | None:
         """Return when a question was asked; None if it was lost with its session."""
         return self._asked_ns.get(ask)
@@ -230,6 +243,7 @@ class StoreClient:
     def drop(self, ask: int) -> None:
         """Give a question or its answer up; a lease not used goes back."""
         self._asked_ns.pop(ask, None)
+        self._lookups = [lookup for lookup in self._lookups if lookup.ask != ask]
         grant = self._grants.pop(ask, None)
         if grant is not None and grant.lease:
             self._release.append(grant.lease)
@@ -274,8 +288,9 @@ class StoreClient:
                     usage,
                     dict(self.counts),
                     tuple(self._handing),
+                    tuple(self._let_go),
                 )
-                self._lookups, self._settle, self._release, self._handing = [], [], [], []
+                self._forget_news()
                 self._usage_tokens = 0
                 self._usage_hits.clear()
                 self.counts.clear()
@@ -287,13 +302,17 @@ class StoreClient:
 
     @property
     def hands_over(self) -> bool:
-        """Tell whether the store has to be told of a request that another engine goes on with."""
-        return bool(self._handing)
+        """Tell whether the store has to be told of a request that two engines share."""
+        return bool(self._handing or self._let_go)
 
     @property
     def _has_news(self) -> bool:
-        gathered = self._lookups, self._settle, self._release, self._handing, self.counts
-        return any(gathered)
+        hands = self._handing, self._let_go
+        return any((self._lookups, self._settle, self._release, self.counts, *hands))
+
+    def _forget_news(self) -> None:
+        self._lookups, self._settle, self._release = [], [], []
+        self._handing, self._let_go = [], []
 
     def receive(self, timeout_s: float = 0.0) -> None:
         """Take in what has arrived, waiting at most timeout_s for the first message."""

@@ -14,7 +14,8 @@ class EngineSpec(msgspec.Struct, frozen=True):
 
     group_sizes: ids listed per group, 0 for a group with nothing. block_indices: logical index
     of each group's first listed engine block, so that a block can be entered part-way. In a
-    store they are 0: its blocks are whole, and of several requests.
+    store they are 0: its blocks are of several requests and whole; the last of a group may lack
+    its end.
     """
 
     block_ids: tuple[int, ...]

@@ -18,6 +18,7 @@ import msgspec
 from connectors.client import StoreClient
 from connectors.jobs import EngineSpec, StoreJob, StoreSpec
 from connectors.requests import BlockTable, Geometry, Tracked
+from connectors.tails import Tail
 from kvstore.types import make_key
 
 MEDIUM = "cpu"
@@ -163,8 +164,39 @@ class Offers:
                     self._slots += 1
             above = block_hash
 
+    def offer_tail(self, tracked: Tracked, tail: Tail, table: BlockTable) -> bool:
+        """Store a request's partly filled last block in all groups; False if one cannot.
+
+        Only engine blocks that have tokens are copied. Nothing may lack before it.
+        """
+        client, hashes = self._client, tracked.request.block_hashes
+        above = hashes[tail.block * self._hashes_per_block - 1] if tail.block else b""
+        sources = []
+        for of, tokens in zip(self._gathered, self._geometry.engine_block_tokens, strict=True):
+            first, end = tail.block * of.engine_blocks, -(-tail.end // tokens)
+            ids = table[of.group][first:end]
+            if len(ids) < end - first or 0 in ids:
+                return False
+            sources.append(ids)
+        if not client.session or tracked.cursor != tail.block:
+            return False
+        if len(client.credits) < len(sources):
+            self._declined()
+            return False
+        for of, ids in zip(self._gathered, sources, strict=True):
+            of.ids += ids
+            of.slots.append(client.credits.popleft())
+            of.keys.append(tail.hash + of.suffix)
+            of.parents.append(above + of.suffix if above and not of.rooted else b"")
+            self._slots += 1
+        self._close_job()  # a part of a block can only be the last of its group in a job
+        return True
+
     def _close_job(self) -> None:
-        """Make one job of what was gathered. Blocks are whole, so their order is all it takes."""
+        """Make one job of what was gathered: their order is all it takes, since blocks are whole.
+
+        But for a last one of a group, of which the leading engine blocks are there.
+        """
         number = self._next_job
         self._next_job += 1
         ids: list[int] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -26,23 +26,62 @@ class EngineRequest(Protocol):
     num_tokens: int
     num_computed_tokens: int
 
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Its tokens, `num_tokens` of them or more."""
+        ...
+
 
 class Geometry(msgspec.Struct, frozen=True):
-    """Token counts: per block, per hash, and per engine block of each group."""
+    """Token counts: per block, per hash, and per engine block of each group.
+
+    hash_bytes: how long the engine's block hashes are.
+    """
 
     block_tokens: int
     hash_tokens: int
     engine_block_tokens: tuple[int, ...]
     rules: tuple[GroupRule, ...]
+    hash_bytes: int = 32
 
     @property
     def blocks_per_chunk(self) -> tuple[int, ...]:
         """Engine blocks in one block, per group."""
         return tuple(self.block_tokens // tokens for tokens in self.engine_block_tokens)
 
+    @property
+    def exact(self) -> bool:
+        """Tell whether a group's blocks stand for all tokens up to their end, and no fewer."""
+        return any(rule.exact for rule in self.rules)
+
+    def loadable(self, tokens: int) -> int:
+        """Count the tokens of a prompt that an engine can be given.
+
+        It computes the last one again in any case. Given that one, too, it would leave out what
+        only the last one's window reaches; a state cannot be taken back by a token.
+        """
+        return tokens - any(rule.trailing is not None for rule in self.rules)
+
     def block_hash(self, request: EngineRequest, block: int) -> bytes:
         """Return the hash that names a block: the last of the engine's hashes in it."""
         return request.block_hashes[(block + 1) * (self.block_tokens // self.hash_tokens) - 1]
+
+
+class Question(NamedTuple):
+    """What is asked about a request's blocks.
+
+    hashes: one for each block. The first `own` of them are the engine's; one more may be a tail's.
+    blocks: of these, how many may be loaded; they stand for the first `end` tokens.
+    """
+
+    hashes: Sequence[bytes] = ()
+    own: int = 0
+    blocks: int = 0
+    end: int = 0
+    inside: bool = False  # of the last block
+
+
+NO_QUESTION = Question()
 
 
 class Phase(enum.Enum):
@@ -72,16 +111,15 @@ class Tracked:
     """One request."""
 
     __slots__ = (
-        "ask", "asked_blocks", "cursor", "deferred_ns", "failures", "grant",
-        "key_hash", "local", "phase", "present", "remote", "request", "waited",
+        "ask", "cursor", "deferred_ns", "failures", "grant", "key_hash", "local",
+        "phase", "present", "question", "remote", "request", "waited",
     )  # fmt: skip
 
     def __init__(self, request: EngineRequest, groups: int) -> None:
         self.request = request
         self.phase = Phase.NEW
         self.ask: int | None = None
-        self.asked_blocks = 0
-        self.waited = False  # the bounded wait is for first asks only
+        self.waited = False  # a busy engine waits for first asks only
         self.deferred_ns: int | None = None
         self.failures = 0
         self.grant: Grant | None = None
@@ -90,3 +128,4 @@ class Tracked:
         self.cursor = 0  # blocks before it were offered, or need not be
         self.key_hash: bytes | None = None  # first block being loaded, see O7
         self.remote = NO_REMOTE  # where its prompt was computed, until it was loaded
+        self.question = NO_QUESTION  # the last one

@@ -26,6 +26,7 @@ from connectors.handover import HandOvers
 from connectors.jobs import EngineSpec, LoadJob, StepMeta, StoreJob, StoreSpec
 from connectors.offers import MEDIUM, Offers
 from connectors.requests import NEVER, BlockTable, EngineRequest, Geometry, Phase, Step, Tracked
+from connectors.tails import is_tail, question_of
 from connectors.transfer import NO_REMOTE, NO_TRANSFER, Transfer
 from kvstore import protocol as p
 from kvstore.lookup import Answer, common_hit
@@ -58,7 +59,6 @@ class SchedulerHalf:
         shares_prefixes: the engine has a prefix cache, so loading a block twice is waste.
         transfer: how blocks are handed over between engines.
         """
-        self._hands = HandOvers(geometry, client, transfer, world, self._count)
         self.stats: Counter[str] = Counter()
         self._geometry = geometry
         self._client = client
@@ -66,7 +66,6 @@ class SchedulerHalf:
         self._shares_prefixes = shares_prefixes
         self._groups = len(geometry.rules)
         self._scope = b""
-        self._hash_bytes = 0
         self._requests: dict[str, Tracked] = {}
         self._scheduled: Mapping[str, int] = {}  # in the last step
         self._left: dict[str, int] = {}  # tokens to compute until a block can be complete
@@ -75,48 +74,54 @@ class SchedulerHalf:
         self._load_targets: set[int] = set()
         self._early: list[StoreJob] = []
         self._offers = Offers(geometry, client, world, lambda: self._count("store_declined"))
+        self._hands = HandOvers(geometry, client, transfer, world, self._offers, self._count)
         self._waited_s = 0.0
         self._timeouts = 0
 
     # Requests arrive, are looked up, are admitted
 
     def on_new_request(
-        self, request: EngineRequest, transfer: Mapping[str, Any] | None = None
+        self, request: EngineRequest, transfer: Mapping[str, Any] | None = None, cached: int = 0
     ) -> None:
         """Take note of a request and queue its lookup; its keys are sent once.
 
         transfer: hand-over parameters, if it has any; wrong ones are told and not used.
+        cached: tokens that the engine has of a request with parameters.
         """
         tracked = Tracked(request, self._groups)
         self._requests[request.request_id] = tracked
-        if request.block_hashes:
-            self._hash_bytes = len(request.block_hashes[0])
         if not self._client.session:
             self._client.receive()  # the store may have let us in while no step was taken
-        tracked.remote = self._hands.begun(request.request_id, transfer)
+        tracked.remote = self._hands.begun(request, transfer, cached)
         self._ask(tracked)
 
     def _ask(self, tracked: Tracked) -> None:
-        """Ask about all full blocks; the last may be of no use, but need not be stored again.
+        """Ask about a request's blocks.
 
         After a load that failed only about what is in memory: nobody waits for a disk twice.
         """
-        if self._servable(tracked.request) == 0:
+        remote, again = NO_REMOTE if tracked.failures else tracked.remote, tracked.failures > 0
+        question = question_of(self._geometry, tracked.request, remote)
+        if not question.blocks:
             return
-        every = self._geometry.block_tokens // self._geometry.hash_tokens
-        hashes = tracked.request.block_hashes
-        blocks = len(hashes) // every
-        wanted = [hashes[index] for index in range(every - 1, blocks * every, every)]
-        remote = NO_REMOTE if tracked.failures else tracked.remote
-        packed, width, again = b"".join(wanted), len(wanted[0]), tracked.failures > 0
-        tracked.ask = self._client.ask(p.Lookup(0, packed, width, self._scope, again, *remote))
+        packed, width = b"".join(question.hashes), self._geometry.hash_bytes
+        where = remote.address, remote.request, remote.push
+        lookup = p.Lookup(0, packed, width, self._scope, again, *where, question.inside)
+        tracked.ask = self._client.ask(lookup)
         if tracked.ask is not None:
-            tracked.phase, tracked.asked_blocks = Phase.ASKED, blocks
+            tracked.phase, tracked.question = Phase.ASKED, question
 
-    def _servable(self, request: EngineRequest) -> int:
-        """Blocks that could be served: all full ones, but the last token is always computed."""
+    def _worth_loading(self, tracked: Tracked, computed: int) -> int | None:
+        """Return how many tokens a load has to reach; None if it cannot.
+
+        Less than a block is no hit; of what was computed for us by another engine all is loaded.
+        """
+        request, size = tracked.request, self._geometry.block_tokens
+        if tracked.remote.tokens:
+            return computed + 1 if computed < request.num_tokens - 1 else None
         hashed = len(request.block_hashes) * self._geometry.hash_tokens
-        return min(hashed, request.num_tokens - 1) // self._geometry.block_tokens
+        whole = min(hashed, request.num_tokens - 1) // size * size
+        return computed + size if computed + size <= whole else None
 
     def get_num_new_matched_tokens(self, request_id: str, computed: int) -> tuple[int | None, bool]:
         """Answer how many tokens beyond `computed` can be loaded; None: ask again later."""
@@ -130,8 +135,8 @@ class SchedulerHalf:
         return tokens, bool(tokens)
 
     def _loadable(self, tracked: Tracked, computed: int) -> int | None:
-        size = self._geometry.block_tokens
-        if self._servable(tracked.request) * size < computed + size:
+        least = self._worth_loading(tracked, computed)
+        if least is None:
             return 0
         if tracked.phase is Phase.LOADED:
             tracked.phase = Phase.NEW
@@ -140,12 +145,12 @@ class SchedulerHalf:
         grant = self._grant(tracked)
         if grant is None:
             return self._defer(tracked) if tracked.phase is Phase.ASKED else 0
-        hit = self._usable(tracked, grant, computed)
-        if hit * size < computed + size:
+        tokens = self._usable(tracked, grant, computed)
+        if tokens < least:
             return 0
-        if self._loaded_by_another(tracked, computed // size):
+        if self._loaded_by_another(tracked, computed // self._geometry.block_tokens):
             return self._defer(tracked)
-        return hit * size - computed
+        return tokens - computed
 
     def _grant(self, tracked: Tracked) -> Grant | None:
         """Return the answer, waiting for it within this step's budget."""
@@ -173,8 +178,8 @@ class SchedulerHalf:
 
     def _wait(self, tracked: Tracked) -> None:
         idle = self._requests.keys().isdisjoint(self._scheduled)
-        if tracked.waited or tracked.ask is None:
-            return
+        if tracked.ask is None or (tracked.waited and not idle):
+            return  # with nothing else to run an empty step would cost more
         if not idle and self._timeouts >= TIMEOUTS_IN_A_ROW_MAX:
             return
         end = self._clock() + int((self._budget(idle) - self._waited_s) * 1e9)
@@ -230,6 +235,8 @@ class SchedulerHalf:
         tracked.ask, tracked.phase, tracked.failures = None, Phase.RUNNING, FAILURES_MAX
 
     def _usable(self, tracked: Tracked, grant: Grant, computed: int) -> int:
+        """Count the leading tokens that all groups have, the engine's own included."""
+        question, size = tracked.question, self._geometry.block_tokens
         if not grant.lease:
             return 0
 
@@ -239,14 +246,14 @@ class SchedulerHalf:
         def prefix(group: int, limit: int) -> Answer:
             return Answer(min(limit, len(grant.hits[group])))  # leading blocks, without gaps
 
-        local = computed // self._geometry.block_tokens
-        limit = min(tracked.asked_blocks, self._servable(tracked.request))
-        return common_hit(self._geometry.rules, probe, limit, local, prefix).blocks
+        rules, limit, local = self._geometry.rules, question.blocks, computed // size
+        hit = common_hit(rules, probe, limit, local, prefix, inside=question.inside).blocks
+        return question.end if hit == limit else hit * size
 
     def _loaded_by_another(self, tracked: Tracked, block: int) -> bool:
         if not self._shares_prefixes or not self._loading_hashes:
             return False
-        return self._loading_hashes[self._geometry.block_hash(tracked.request, block)] > 0
+        return self._loading_hashes[tracked.question.hashes[block]] > 0
 
     def update_state_after_alloc(self, request_id: str, table: BlockTable, external: int) -> None:
         """The engine has given the request its blocks: plan the load, if there is one."""
@@ -257,9 +264,9 @@ class SchedulerHalf:
             tracked.phase = Phase.RUNNING
             return
         grant = self._client.grant(tracked.ask) if tracked.ask is not None else None
-        tracked.present = (
-            grant.hits if grant is not None and grant.hits else (NOWHERE,) * self._groups
-        )
+        found = grant.hits if grant is not None else ()
+        own = tuple(places.before(tracked.question.own) for places in found)
+        tracked.present = own or (NOWHERE,) * self._groups
         self._rewind(tracked)
         hits = self._sources_of(tracked, grant, external)
         self._client.used(tracked.request.num_tokens - tracked.local, hits)
@@ -270,7 +277,8 @@ class SchedulerHalf:
         else:
             if tracked.ask is not None:
                 self._client.drop(tracked.ask)
-            tracked.phase = Phase.RUNNING
+            tracked.phase, tracked.remote = Phase.RUNNING, NO_REMOTE
+            self._hands.let_go(request_id)
         tracked.ask = None
 
     def _sources_of(self, tracked: Tracked, grant: Grant | None, external: int) -> dict[str, int]:
@@ -299,7 +307,8 @@ class SchedulerHalf:
 
     def _plan_load(self, tracked: Tracked, grant: Grant, table: BlockTable, external: int) -> bool:
         """Plan a load; False if the grant lacks some of it, so that no worker reads anything."""
-        total = tracked.local + external
+        total, size = tracked.local + external, self._geometry.block_tokens
+        blocks, inside = -(-total // size), total % size > 0
         ids: list[int] = []
         sizes: list[int] = []
         firsts: list[int] = []
@@ -307,11 +316,9 @@ class SchedulerHalf:
         generations: list[int] = []
         whole = True
         for group, tokens in enumerate(self._geometry.engine_block_tokens):
-            per = self._geometry.block_tokens // tokens
-            first, end = tracked.local // tokens, total // tokens
-            trailing = self._geometry.rules[group].trailing
-            if trailing is not None:
-                first = max(first, end - trailing * per)
+            per, end = size // tokens, -(-total // tokens)
+            needed = self._geometry.rules[group].first_of(blocks, inside=inside) * per
+            first = max(tracked.local // tokens, needed)
             wanted = table[group][first:end]
             skip = next((i for i, block in enumerate(wanted) if block), len(wanted))
             wanted = wanted[skip:]
@@ -340,9 +347,7 @@ class SchedulerHalf:
         )
         self._load_targets.update(ids)
         tracked.phase, tracked.remote = Phase.LOADING, NO_REMOTE
-        tracked.key_hash = self._geometry.block_hash(
-            tracked.request, tracked.local // self._geometry.block_tokens
-        )
+        tracked.key_hash = tracked.question.hashes[tracked.local // size]
         self._loading_hashes[tracked.key_hash] += 1
         self.stats["load_tokens"] += external
         return whole
@@ -397,6 +402,7 @@ class SchedulerHalf:
 
     def _loaded(self, tracked: Tracked, *, failed: bool) -> None:
         self._end_loading(tracked)
+        self._hands.let_go(tracked.request.request_id)
         tracked.phase = Phase.LOADED
         tracked.deferred_ns = None
         if failed:
@@ -424,7 +430,7 @@ class SchedulerHalf:
         tracked = self._requests.get(request_id)
         if tracked is None or tracked.phase is not Phase.RUNNING:
             return None
-        return self._hands.over(tracked.request, table[: self._groups], self._scope)
+        return self._hands.over(tracked, table[: self._groups], self._scope)
 
     def request_finished(self, request_id: str, table: BlockTable) -> bool:
         """Offer what is complete and was not offered; give back what was not used.
@@ -466,10 +472,10 @@ class SchedulerHalf:
     def take_events(self) -> list[tuple[bool, bytes, int]]:
         """Return (stored or removed, block hash, group) for blocks of the current scope."""
         events = []
-        width = self._hash_bytes  # not known before the first request
-        while width and self._client.events:
+        width = self._geometry.hash_bytes
+        while self._client.events:
             stored, key = self._client.events.popleft()
-            if key[width + 2 :] == self._scope:
+            if key[width + 2 :] == self._scope and not is_tail(key):
                 events.append((stored, key[:width], int.from_bytes(key[width : width + 2], "big")))
         return events
 

@@ -38,7 +38,7 @@ from connectors.jobs import StepMeta
 from connectors.link import Attacher, monotonic_ns
 from connectors.requests import Step
 from connectors.scheduler import SchedulerHalf
-from connectors.transfer import Transfer
+from connectors.transfer import Transfer, is_handed_over
 from connectors.vllm_stats import TieredPromMetrics, TieredStats
 from connectors.worker import WorkerHalf
 from kvstore import protocol as p
@@ -141,7 +141,12 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             world=self._world,
             shares_prefixes=bool(self._config.cache_config.enable_prefix_caching),
             transfer=Transfer(
-                self._engine, self._extra.transfer == "push", self._extra.lease_ns // 1_000_000
+                self._engine,
+                self._extra.transfer == "push",
+                self._extra.lease_ns // 1_000_000,
+                self._extra.two_way,
+                self._extra.recompute_threshold,
+                self._extra.decode_ttl_ns // 1_000_000,
             ),
         )
 
@@ -260,7 +265,11 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
                 log.warning("kvstore: requests with LoRA adapters are neither stored nor loaded")
                 self._skipped_adapters = True
             return
-        self._plan().on_new_request(request, request.kv_transfer_params)
+        transfer = compat.transfer_of(request)
+        if self._states and is_handed_over(transfer):
+            compat.leave_out_last(request, self._tokens.hash_tokens)
+        cached = compat.cached_tokens(self._manager, request) if transfer else 0
+        self._plan().on_new_request(request, transfer, cached)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -341,7 +350,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Let go of a request; its blocks may be freed at once, the fence protects them."""
-        table = compat.table_of(block_ids, self._states, (), self._tokens)
+        table = compat.last_table(request, block_ids, self._states, self._tokens)
         handed = None
         if request.status in _WHOLE:
             handed = self._plan().hand_over(request.request_id, table or ())

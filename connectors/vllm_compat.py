@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
 
 from connectors.requests import Geometry
 from kvstore.errors import ConfigError, NotSupported
-from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
+from kvstore.layout import TRAIT_DIGITS, GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.types import GroupRule, window_rule
 from tiers.copier import LayerCache
 
@@ -39,6 +39,7 @@ HASH_ALGORITHMS = ("sha256", "sha256_cbor")
 _SAMPLES = 256
 _SAMPLE_BYTES = 4096
 _WHOLE_FILE_BYTES = 64 << 20
+TRAIT_CHARACTERS = 100  # of one fact as others are told it
 
 
 def check_supported(config: Any) -> None:
@@ -93,7 +94,7 @@ def group_rule(spec: Any, block_tokens: int) -> GroupRule:
                 f"mamba_cache_mode {spec.mamba_cache_mode!r}, expected 'align'"
                 " (--enable-prefix-caching)"
             )
-        return GroupRule(1)
+        return GroupRule(1, exact=True)
     if isinstance(spec, FullAttentionSpec):
         return GroupRule(None)
     raise NotSupported(f"kvstore does not know KV groups of kind {type(spec).__name__}")
@@ -187,9 +188,8 @@ def rank_geometry(
             blocks = group_kernel_blocks(tensors[name], cache.num_blocks)
             layers.append(_layer(config, name, spec, held.page_bytes, blocks))
         groups.append(GroupGeometry(rule, tuple(layers)))
-    return RankGeometry(
-        identity(config), tokens.block_tokens, tokens.blocks_per_chunk, tuple(groups)
-    )
+    named, traits = identity(config)
+    return RankGeometry(named, tokens.block_tokens, tokens.blocks_per_chunk, tuple(groups), traits)
 
 
 def _layer(
@@ -215,8 +215,12 @@ def _layer(
     return LayerGeometry(name, page_bytes, heads, head_first, total, head_major)
 
 
-def identity(config: Any) -> str:
-    """Name everything beside the geometry that decides a block's bytes or its hash."""
+def identity(config: Any) -> tuple[str, dict[str, str]]:
+    """Name everything beside the geometry that decides a block's bytes or its hash.
+
+    As a digest, and for people to read. The model's name is for these only: another path, or
+    another name of the same weights, is the same model.
+    """
     model, cache = config.model_config, config.cache_config
     speculative = config.speculative_config
     facts = {
@@ -229,8 +233,23 @@ def identity(config: Any) -> str:
         "speculative": None if speculative is None else str(speculative.method),
     }
     facts["hf_config"].pop("_name_or_path", None)
-    text = json.dumps(facts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    here = Path(model.model).is_dir()
+    traits = {
+        "model": Path(model.model).name if here else model.model,
+        "weights": facts["weights"][:TRAIT_DIGITS] if here else facts["weights"],
+        "config": _digest(facts["hf_config"])[:TRAIT_DIGITS],
+        "dtype": facts["dtype"].removeprefix("torch."),
+        "cache dtype": facts["cache_dtype"],
+        "quantization": facts["quantization"],
+        "hash": cache.prefix_caching_hash_algo,
+        "hash seed": _digest(facts["hash"])[:TRAIT_DIGITS],
+        "speculative": str(facts["speculative"]),
+    }
+    return _digest(facts), {name: text[:TRAIT_CHARACTERS] for name, text in traits.items()}
+
+
+def _digest(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def weights_fingerprint(model: str, revision: str | None) -> str:
@@ -251,6 +270,45 @@ def weights_fingerprint(model: str, revision: str | None) -> str:
                 source.seek((size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
                 digest.update(source.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+SHORTENED = "prompt_shortened"  # a hand-over parameter of ours
+
+
+def transfer_of(request: Any) -> dict[str, Any] | None:
+    """Return a request's hand-over parameters; None if its prompt is not all token ids.
+
+    Images have no place in the name of a partly filled block: with them whole blocks are fetched.
+    """
+    params: dict[str, Any] | None = request.kv_transfer_params
+    mixed = getattr(request, "prompt_is_token_ids", None) is not None
+    if not params or request.prompt_token_ids is None or mixed:
+        return None
+    if request.mm_features and params.get("do_remote_prefill"):
+        return params | {"remote_num_tokens": 0}
+    return params
+
+
+def leave_out_last(request: Any, hash_tokens: int) -> None:
+    """Let a prefill request end one token before its prompt does, and sample one.
+
+    A recurrent state cannot be taken back by a token, and who goes on computes the last one. It is
+    noted in the request's parameters, so that it happens once. A prompt of one token stays as it
+    is, and so does one that ends with an image.
+    """
+    last = request.num_prompt_tokens - 1
+    images = (feature.mm_position for feature in request.mm_features)
+    if any(place.offset + place.length > last for place in images):
+        return
+    params = request.kv_transfer_params
+    if last < 1 or request.num_tokens > last + 1 or params.get(SHORTENED):
+        return
+    params[SHORTENED] = True
+    request.prompt_token_ids = request.prompt_token_ids[:last]  # the front end has the same list
+    del request._all_token_ids[last:]  # noqa: SLF001 - vLLM's connectors do so, too
+    del request.block_hashes[last // hash_tokens :]
+    request.num_prompt_tokens = last
+    request.max_tokens = 1
 
 
 class _Ids(Sequence[int]):
@@ -283,6 +341,14 @@ def block_table(
     return [_Ids(manager.req_to_blocks.get(request_id, ())) for manager in managers]
 
 
+def cached_tokens(kv_cache_manager: Any, request: Any) -> int:
+    """Count the tokens that a new request finds in the engine's own cache."""
+    if not kv_cache_manager.prefix_cache_lookup_enabled(request):
+        return 0
+    coordinator = kv_cache_manager.coordinator
+    return int(coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[1])
+
+
 def table_of(
     blocks: Sequence[Sequence[int]] | None,
     states: frozenset[int],
@@ -303,3 +369,22 @@ def table_of(
         if group in states and boundary % tokens.block_tokens == 0 and index < len(table[group]):
             table[group][index] = block_id
     return table
+
+
+def last_table(
+    request: Any, blocks: Sequence[Sequence[int]], states: frozenset[int], tokens: Geometry
+) -> Sequence[Sequence[int]] | None:
+    """Return the block table of a request that has ended.
+
+    A recurrent state is whole at its last token, unless a step is under way that goes on from it.
+    """
+    table = table_of(blocks, states, (), tokens)
+    end = request.num_computed_tokens
+    if table is None or not states or request.num_in_flight_tokens or not end:
+        return table
+    shown = [list(ids) for ids in table]
+    for group in states:
+        index = (end - 1) // tokens.engine_block_tokens[group]
+        if index < len(shown[group]):
+            shown[group][index] = blocks[group][index]
+    return shown

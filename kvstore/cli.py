@@ -28,6 +28,11 @@ SECONDS_MAX = 600
 # By name, like tiers: what measures the connectors is a layer above this one.
 BENCHES = {
     "attach": ("connectors.bench.attach", "store round trips, scheduler half, bytes; no engine"),
+    "export": ("tiers.bench.export", "hand-over between two stores, against raw NIXL and disk"),
+    "handover": (
+        "kvstore.bench.handover",
+        "time to first token of a prompt computed by another real vLLM engine; needs vllm",
+    ),
     "index": ("kvstore.bench.index", "the manager up to millions of blocks, against vLLM's"),
     "nvme": ("tiers.bench.nvme", "blocks to disk and back, against plain direct I/O"),
     "nvme-index": ("tiers.bench.nvme_index", "how fast a disk's blocks are known after a start"),
@@ -183,7 +188,8 @@ def _add_bench_options(bench: argparse.ArgumentParser) -> None:
     bench.epilog = (
         "example:\n  kvstore bench attach --json\n"
         "  kvstore bench index --blocks 10000,100000,1000000,10000000\n"
-        "  kvstore bench nvme-index --blocks 10000,1000000 --path /nvme"
+        "  kvstore bench nvme-index --blocks 10000,1000000 --path /nvme\n"
+        "  kvstore bench export --pairs 3"
     )
 
 

@@ -22,6 +22,7 @@ from kvstore.settings import (
     Required,
     Setting,
     optional,
+    read_flag,
     read_section,
     refuse_unknown,
     section_of,
@@ -150,6 +151,8 @@ class PeerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "64MiB": some milliseconds of a fast network. It comes on top of the capacity.
     devices: network devices that the bytes travel over, as UCX names them. Default "lo": whoever
         reaches them can read and change what the exporter has mapped.
+    eager: the exporter process and landing memory are there before they are needed. Default true;
+        false: from the first hand-over on, which takes a second longer.
     """
 
     listen: Address
@@ -157,6 +160,7 @@ class PeerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     held_bytes: int = msgspec.field(name="held")
     landing_bytes: int = msgspec.field(name="landing")
     devices: str
+    eager: bool
 
 
 class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -470,4 +474,5 @@ PEER = {
     "held": Setting(_read_leased, "25%"),
     "landing": Setting(_read_landing, "64MiB"),
     "devices": Setting(_read_devices, "lo"),
+    "eager": Setting(read_flag, True),
 }

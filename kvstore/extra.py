@@ -10,10 +10,11 @@ import msgspec
 from kvstore.config import CPU, ENGINE, NVME, PEER, SERVER
 from kvstore.errors import ConfigError
 from kvstore.quantities import shown
-from kvstore.settings import Setting, optional, read_section, text_of
+from kvstore.settings import Setting, optional, read_flag, read_section, text_of
 
 TRANSFERS = ("auto", "pull", "push")
 COUNT_MAX = 10**9
+LISTEN = "127.0.0.1:0"
 
 
 class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,8 +29,12 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         not fill a block is computed again.
     transfer: how a prompt that another engine computed is fetched, "pull", "push" or "auto" (pull).
     lease (duration): how long what this engine computed for another one is held for it.
-    listen: host:port of a private store's side channel, port 0 for a free one; None: it has none,
-        and hands nothing over.
+    listen: host:port of a private store's side channel, port 0 for a free one, "" for none.
+        Default "127.0.0.1:0": it costs nothing until something is handed over. None for a
+        shared store.
+    two_way: what a decode engine decoded is held for the next turn, which a prefill engine pulls.
+    recompute_threshold (tokens): fewer are computed instead of pulled for such a turn; 0 is off.
+    decode_ttl (duration): how long they are held.
     """
 
     store: str | None
@@ -39,6 +44,9 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer: str
     lease_ns: int = msgspec.field(name="lease")
     listen: str | None
+    two_way: bool
+    recompute_threshold: int
+    decode_ttl_ns: int = msgspec.field(name="decode_ttl")
 
 
 def parse_extra(table: Mapping[str, Any]) -> ExtraConfig:
@@ -56,6 +64,12 @@ def parse_extra(table: Mapping[str, Any]) -> ExtraConfig:
             raise ConfigError(
                 f"{source}: {name} is for a private store; a shared one has its own file"
             )
+    if found["recompute_threshold"] and not found["two_way"]:
+        raise ConfigError(
+            f"{source}: recompute_threshold is for two_way = true, which is false here"
+        )
+    if found["listen"] is None and found["store"] is None:
+        found["listen"] = LISTEN
     return msgspec.convert(found, ExtraConfig)
 
 
@@ -67,8 +81,13 @@ def _read_nvme(value: object, _found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_listen_text(value: object, found: Mapping[str, Any]) -> str:
-    PEER["listen"].read(value, found)
+    if value != "":
+        PEER["listen"].read(value, found)
     return str(value)
+
+
+def _read_threshold(value: object, found: Mapping[str, Any]) -> int:
+    return 0 if value == 0 and not isinstance(value, bool | float) else _read_count(value, found)
 
 
 def _read_transfer(value: object, _found: Mapping[str, Any]) -> str:
@@ -93,4 +112,7 @@ _EXTRA = {
     "transfer": Setting(_read_transfer, "auto"),
     "lease": ENGINE["lease"],
     "listen": optional(_read_listen_text),
+    "two_way": Setting(read_flag, False),
+    "recompute_threshold": Setting(_read_threshold, 0),
+    "decode_ttl": Setting(ENGINE["lease"].read, "480s"),
 }

@@ -24,6 +24,7 @@ from kvstore.types import GroupRule
 
 FORMAT = 1
 ALIGNMENT = 4096
+TRAIT_DIGITS = 12  # of a digest that is shown as a trait
 
 
 class LayerGeometry(msgspec.Struct, frozen=True):
@@ -61,12 +62,14 @@ class RankGeometry(msgspec.Struct, frozen=True):
 
     identity: whatever else decides the bytes (model, weights, dtype, hash algorithm ...).
     block_tokens: tokens of one block; blocks_per_chunk: engine blocks in it, per group.
+    traits: what identity is made of, by name, for people to read.
     """
 
     identity: str
     block_tokens: int
     blocks_per_chunk: tuple[int, ...]
     groups: tuple[GroupGeometry, ...]
+    traits: dict[str, str] = {}
 
     def __post_init__(self) -> None:
         if not self.groups or len(self.groups) != len(self.blocks_per_chunk):
@@ -102,12 +105,13 @@ class RankLayout(msgspec.Struct, frozen=True):
 
 
 class SlotLayout(msgspec.Struct, frozen=True):
-    """A namespace's slots: digest names everything that decides the bytes."""
+    """A namespace's slots: digest names everything that decides the bytes; traits say it."""
 
     digest: str
     slot_bytes: int
     rules: tuple[GroupRule, ...]
     ranks: tuple[RankLayout, ...]
+    traits: dict[str, str]
 
 
 class Move(msgspec.Struct, frozen=True):
@@ -140,25 +144,34 @@ def slot_layout(ranks: Sequence[RankGeometry]) -> SlotLayout:
         for (layouts, _), count in zip(groups, first.blocks_per_chunk, strict=True)
     )
     slot_bytes = -(-used // ALIGNMENT) * ALIGNMENT
-    facts = (
-        FORMAT,
-        first.identity,
-        first.block_tokens,
-        first.blocks_per_chunk,
-        [
-            (group.rule.trailing, order)
-            for group, (_, order) in zip(first.groups, groups, strict=True)
-        ],
+    orders = [
+        (group.rule.trailing, order) for group, (_, order) in zip(first.groups, groups, strict=True)
+    ]
+    facts = (FORMAT, first.identity, first.block_tokens, first.blocks_per_chunk, orders)
+    kinds = (
+        "all blocks" if g.rule.trailing is None else f"last {g.rule.trailing}" for g in first.groups
     )
+    traits = {
+        "block tokens": str(first.block_tokens),
+        "engine blocks": ", ".join(map(str, first.blocks_per_chunk)),
+        "groups": ", ".join(kinds),
+        "slot bytes": str(slot_bytes),
+        "layout": _digest((FORMAT, orders))[:TRAIT_DIGITS],
+    }
     return SlotLayout(
-        hashlib.sha256(msgspec.msgpack.encode(facts)).hexdigest(),
+        _digest(facts),
         slot_bytes,
         tuple(group.rule for group in first.groups),
         tuple(
             RankLayout(slot_bytes, tuple(layouts[rank] for layouts, _ in groups))
             for rank in range(len(ranks))
         ),
+        first.traits | traits,
     )
+
+
+def _digest(facts: object) -> str:
+    return hashlib.sha256(msgspec.msgpack.encode(facts)).hexdigest()
 
 
 def _group_layouts(

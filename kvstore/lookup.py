@@ -40,20 +40,24 @@ def prefix_hit(probe: Probe, group: int, limit: int) -> Answer:
     return Answer(limit, pending)
 
 
-def trailing_hit(probe: Probe, group: int, limit: int, need: int, local: int) -> Answer:
+def trailing_hit(
+    probe: Probe, group: int, limit: int, need: int, local: int, at_limit: int | None = None
+) -> Answer:
     """Find the last run of `need` present blocks ending at or before limit.
 
     local: leading blocks that the engine has computed itself; a shorter run counts when it
         reaches them. A pending block counts as absent, but is told.
+    at_limit: how many blocks a run that ends at limit needs, if not `need`.
     """
-    run, end, pending = 0, local, False
+    run, end, pending, wanted = 0, local, False, need
     for index in range(limit - 1, local - 1, -1):
         result = probe(group, index)
         if result is _HIT:
             if run == 0:
                 end = index + 1
+                wanted = need if at_limit is None or end < limit else at_limit
             run += 1
-            if run == need:
+            if run == wanted:
                 return Answer(end, pending)
         else:
             run = 0
@@ -67,6 +71,8 @@ def common_hit(
     limit: int,
     local: int = 0,
     prefix: Callable[[int, int], Answer] | None = None,
+    *,
+    inside: bool = False,
 ) -> Answer:
     """Find the largest number of blocks that every group can serve.
 
@@ -75,8 +81,9 @@ def common_hit(
     would not help.
 
     prefix(group, limit): a faster way than scanning to the answer of prefix_hit, if there is one.
+    inside: a hit of `limit` blocks ends inside of the last one; all shorter ones end with one.
     """
-    answer = _shrunk(rules, probe, limit, local, prefix)
+    answer = _shrunk(rules, probe, limit, local, prefix, inside=inside)
     if answer.blocks > local or not answer.pending:
         return answer
 
@@ -84,7 +91,7 @@ def common_hit(
         result = probe(group, index)
         return result if result is _MISS else _HIT
 
-    coming = _shrunk(rules, hopeful, limit, local, prefix).blocks
+    coming = _shrunk(rules, hopeful, limit, local, prefix, inside=inside).blocks
     return Answer(local, pending=coming > local)
 
 
@@ -94,6 +101,8 @@ def _shrunk(
     limit: int,
     local: int,
     prefix: Callable[[int, int], Answer] | None,
+    *,
+    inside: bool,
 ) -> Answer:
     if prefix is None:
         prefix = partial(prefix_hit, probe)
@@ -107,7 +116,8 @@ def _shrunk(
                 blocks = max(local, answer.blocks)
         for group, rule in enumerate(rules):
             if rule.trailing is not None:
-                answer = trailing_hit(probe, group, blocks, rule.trailing, local)
+                at_limit = blocks - rule.first_of(blocks, inside=inside and blocks == limit)
+                answer = trailing_hit(probe, group, blocks, rule.trailing, local, at_limit)
                 waiting = waiting or answer.pending
                 blocks = answer.blocks
         if blocks == before or len(rules) == 1:

@@ -316,7 +316,7 @@ class Manager:
             return answer if answer.blocks > local else Answer(local)
         probe = self.index.prober(chain, below, coming=coming)
         prefix = partial(self.index.hit, chain, below=below, coming=coming)
-        return common_hit(self.rules, probe, limit, local, prefix)
+        return common_hit(self.rules, probe, limit, local, prefix, inside=chain.ends_inside(limit))
 
     def prepare_load(
         self, chain: Chain, limit: int, owner: int, deadline_ns: int, *, coming: bool = True
@@ -364,7 +364,7 @@ class Manager:
             if rule.trailing is None:
                 self.touch(chain.key(group, limit - 1))
             else:
-                for index in range(usable - 1, max(-1, usable - 1 - rule.trailing), -1):
+                for index in range(usable - 1, chain.first_of(rule, usable) - 1, -1):
                     self.touch(chain.key(group, index))
 
     def touch(self, key: BlockKey) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -19,8 +19,15 @@ NVME = "nvme"
 PEER = "peer"
 
 
+SUM = "sum"
+BUCKETS = ("0.001", "0.003", "0.01", "0.03", "0.1", "0.3", "1.0", "3.0", "+Inf")  # seconds
+
+
 class Spec(NamedTuple):
-    """One metric. Counters get "_total" appended by the exposition format."""
+    """One metric. Counters get "_total" appended by the exposition format.
+
+    A histogram's label is "le", with the sum under SUM.
+    """
 
     name: str
     kind: str
@@ -96,6 +103,12 @@ TABLE = (
         ("tier",),
     ),
     Spec(
+        "kvstore_hand_over_held_seconds",
+        "histogram",
+        "Time from a handed-over request's end until the last block it names is in memory.",
+        ("le",),
+    ),
+    Spec(
         "kvstore_sessions_started",
         "counter",
         "Engine sessions that became active.",
@@ -116,8 +129,14 @@ TABLE = (
     Spec(
         "kvstore_hand_over_bytes",
         "gauge",
-        "Memory that hand-overs hold, by state: held (for peers), quarantined.",
+        "Memory that hand-overs hold, by state: held (for peers), landing, quarantined.",
         ("state",),
+    ),
+    Spec(
+        "kvstore_hand_over_open",
+        "gauge",
+        "What hand-overs have to do with now, by kind.",
+        ("what",),
     ),
     Spec(
         "kvstore_capacity_bytes",
@@ -186,6 +205,13 @@ class Numbers(msgspec.Struct):
         """Count up."""
         self.counts[(name, *labels)] += by  # type: ignore[assignment]
 
+    def observe(self, name: str, seconds: float) -> None:
+        """Count a value in a histogram: in each bucket that it is not above, and in the sum."""
+        for most in BUCKETS:
+            if seconds <= float(most):
+                self.add(name, most)
+        self.add(name, SUM, by=seconds)
+
     def value(self, name: str, *labels: str) -> float:
         """Read one number back."""
         key = (name, *labels)
@@ -203,6 +229,11 @@ class StoreCollector(Collector):
         """Yield every metric of the table, present or not."""
         values = {**dict(self._numbers.counts), **dict(self._numbers.gauges)}
         for spec in TABLE:
+            if spec.kind == "histogram":
+                counts = [(most, values.get((spec.name, most), 0)) for most in BUCKETS]
+                total = values.get((spec.name, SUM), 0)
+                yield HistogramMetricFamily(spec.name, spec.help, counts, total)
+                continue
             kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
             family = kind(spec.name, spec.help, labels=spec.labels)
             for key, value in values.items():

@@ -22,7 +22,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -33,6 +33,11 @@ VERSION = 1
 FRAME_BYTES_MAX = 256 << 20
 
 U32 = "I"
+
+
+# What is added to counters: none goes down, or to where it is no number any more.
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -60,6 +65,7 @@ class Lookup(Message, frozen=True):
     hashes: one hash of `width` bytes per block, first block first. memory_only: leave lower tiers
     out, and what is coming from them. peer: host:port of a store that may have what is not here;
     request: the hand-over, which may still be computing it there; push: have it written.
+    inside: what is used of the last block ends inside of it.
     """
 
     ask: int
@@ -70,20 +76,22 @@ class Lookup(Message, frozen=True):
     peer: str = ""
     request: str = ""
     push: bool = False
+    inside: bool = False
 
 
 class Usage(Message, frozen=True):
     """Tokens of requests admitted since the last step: asked for, and served, by tier."""
 
-    lookup_tokens: int
-    hit_tokens: dict[str, int]
+    lookup_tokens: Count
+    hit_tokens: dict[str, Count]
 
 
 class Handing(Message, frozen=True):
     """A request whose blocks another store will ask for.
 
     state: "running", it computes them; "done", these are all, held for lease_ms even if nobody
-    asks; "gone", it ended otherwise, or they are not wanted any more.
+    asks; "gone", it ended otherwise. common: what others may call it who do not know its id, but
+    whoever has the same. fixed: nobody makes lease_ms longer.
     """
 
     request: str
@@ -91,7 +99,16 @@ class Handing(Message, frozen=True):
     hashes: bytes = b""
     width: int = 0
     scope: bytes = b""
-    lease_ms: int = 0
+    lease_ms: Count = 0
+    common: str = ""
+    fixed: bool = False
+
+
+class LetGo(Message, frozen=True):
+    """A request does not want any more what a store at host:port has of it under this name."""
+
+    peer: str
+    request: str
 
 
 class Step(Message, frozen=True):
@@ -101,8 +118,9 @@ class Step(Message, frozen=True):
     settle: tuple[int, ...] = ()  # asks to answer now, with what is ready
     release: tuple[int, ...] = ()  # leases not used, or asks not wanted any more
     usage: Usage | None = None
-    counts: dict[str, int] = {}  # events by name (EVENTS), since the last step
+    counts: dict[str, Count] = {}  # events by name (EVENTS), since the last step
     handing: tuple[Handing, ...] = ()
+    let_go: tuple[LetGo, ...] = ()
 
 
 class Mapped(Message, frozen=True):
@@ -124,15 +142,15 @@ class Stored(Message, frozen=True):
     keys: tuple[bytes, ...]
     parents: tuple[bytes, ...]
     ok: bool
-    seconds: float
+    seconds: Seconds
 
 
 class Loaded(Message, frozen=True):
     """A worker finished reading under a lease; damaged: slots whose bytes were not right."""
 
     lease: int
-    copied_bytes: int
-    seconds: float
+    copied_bytes: Count
+    seconds: Seconds
     damaged: bytes = b""
 
 

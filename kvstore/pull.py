@@ -26,6 +26,7 @@ from kvstore.errors import ConfigError, KVStoreError, PeerError
 from kvstore.export import messages as m
 from kvstore.export.consumer import Consumer
 from kvstore.layout import SlotLayout
+from kvstore.metrics import Numbers
 from kvstore.protocol import Message, u32
 from kvstore.service.channel import Channel, ClusterKey
 from kvstore.service.namespace import Namespace
@@ -43,7 +44,7 @@ from kvstore.types import (
 )
 
 ANSWER_S = 10.0  # a store that has just started has no exporter for a second or two
-START_S = 120.0  # of our exporter, on a machine that does other things, too
+START_S = 30.0  # of our exporter, on a machine that does other things, too
 WINDOW = 16  # blocks under way
 FETCH_BLOCKS = 4096  # of one question
 HASH_BYTES = 32
@@ -100,17 +101,21 @@ class Puller:
 
     def __enter__(self) -> Self:
         """Meet the peer, and start an exporter. Raises PeerError, saying what can be done."""
-        traits = self._talk()[0].traits
+        traits = dict(self._talk()[0].traits)
         try:
-            self.block_bytes, self.groups = int(traits["slot bytes"]), int(traits["groups"])
+            self.block_bytes, self.groups = (
+                int(traits["slot bytes"]),
+                len(traits["groups"].split(",")),
+            )
         except (KeyError, ValueError) as exc:
             raise PeerError(f"{self.peer} does not say how large its blocks are") from exc
-        layout = SlotLayout(self.namespace, self.block_bytes, (GroupRule(),) * self.groups, ())
+        rules = (GroupRule(),) * self.groups
+        layout = SlotLayout(self.namespace, self.block_bytes, rules, (), traits)
         self._bench = _Bench(layout)
         name = f"kvstore-pull-{secrets.token_hex(4)}"
         mover = find_class(PEER_MOVER)(name, self._devices, WINDOW * self.block_bytes)
         self._peers = Peers(self._key, mover, held_bytes_max=0)
-        self._peers.serve({self.namespace: self._bench})
+        self._peers.serve({self.namespace: self._bench}, Numbers())
         return self
 
     def __exit__(
@@ -195,7 +200,9 @@ class Puller:
 
     def _answer(self, channel: Channel, got: deque[Message], lost: Sequence[str]) -> Message:
         end_s = time.monotonic() + ANSWER_S
-        while not got:
+        while not got or isinstance(got[0], m.Starting):
+            if got:
+                got.popleft()  # Welcome comes later
             if lost:
                 raise PeerError(_why(self.peer, lost[0]))
             if time.monotonic() > end_s:
@@ -206,8 +213,10 @@ class Puller:
             channel.poll(time.monotonic_ns())
         message = got.popleft()
         if isinstance(message, m.Refused):
-            hint = "; kvstore keys lists what a store has, on its node" if message.retry else ""
-            raise PeerError(f"{self.peer} refuses: {message.reason}{hint}")
+            raise PeerError(
+                f"{self.peer} refuses: {message.reason};"
+                " kvstore keys lists what a store has, on its node"
+            )
         return message
 
     # Fetching
@@ -243,18 +252,20 @@ class Puller:
             self._linger(peers)
 
     def _offered(self, peers: Peers, bench: _Bench, want: m.Want) -> tuple[int, dict[int, str]]:
-        """Ask until the peer says what it has: a store gives it a second, we have more time."""
-        self._until_up(peers)
-        consumer, end_s = peers.inlet(bench), time.monotonic() + ANSWER_S
+        """Ask until the peer says what it has: a store has less time than we have."""
+        consumer, end_s = peers.inlet(bench), time.monotonic() + START_S
         while True:
             troubles = _troubles(consumer)
             number = peers.fetch(bench, self.peer, want, time.monotonic_ns())
-            while (offered := consumer.offered(number)) is None:
+            while number is not None and (offered := consumer.offered(number)) is None:
                 self._turn(peers)
-            if _troubles(consumer) == troubles:
-                return number, offered
+            if number is not None and _troubles(consumer) == troubles:
+                return number, offered or {}
             if time.monotonic() > end_s:
-                raise PeerError(f"{self.peer} does not answer any more: does that store run?")
+                raise PeerError(
+                    f"{self.peer} does not answer any more, or our exporter does not start:"
+                    " does that store run, and does the log say more?"
+                )
 
     def _load(
         self, peers: Peers, bench: _Bench, consumer: Consumer, wanted: deque[tuple[bytes, str]]
@@ -297,13 +308,6 @@ class Puller:
         corrupt = consumer.counts["corrupt"] > bench.corrupt
         bench.corrupt += corrupt
         return load.slot, Pulled(load.key, load.tier, None, seconds, CORRUPT if corrupt else LOST)
-
-    def _until_up(self, peers: Peers) -> None:
-        end_s = time.monotonic() + START_S
-        while not peers.up:
-            if time.monotonic() > end_s:
-                raise PeerError(f"our exporter did not start in {START_S:.0f} s; its log says why")
-            self._turn(peers)
 
     @staticmethod
     def _turn(peers: Peers) -> None:
@@ -348,11 +352,6 @@ class _Bench(Namespace):
         self.corrupt = 0  # blocks of the consumer's count that were told
         self._slots = memoryview(bytearray(WINDOW * layout.slot_bytes))
         self._jobs = 0
-
-    @property
-    def traits(self) -> dict[str, str]:
-        """Claim nothing: what the peer's are was asked before."""
-        return {}
 
     def view(self, slot: Slot) -> memoryview:
         """Return a slot's bytes."""

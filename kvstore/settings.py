@@ -75,6 +75,13 @@ def text_of(value: object, expected: str) -> str:
     return value
 
 
+def read_flag(value: object, _found: Mapping[str, Any]) -> bool:
+    """Return what has to be true or false."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"expected true or false, found {shown(value)}")
+    return value
+
+
 def optional(read: Reader) -> Setting:
     """Make a setting that may be left out, and is None then."""
     return Setting(lambda value, found: None if value is None else read(value, found), None)

@@ -100,6 +100,11 @@ class Tiering:
         return bool(self._open)
 
     @property
+    def to_poll(self) -> bool:
+        """Tell whether a job is under way whose end nobody announces: remote tiers do."""
+        return any(self._under_way[tier.name] for tier in self.tiers)
+
+    @property
     def jobs_open(self) -> int:
         """Count the jobs without a result."""
         return len(self._open)
@@ -219,8 +224,7 @@ class Tiering:
         """
         wanted: dict[Tier, list[tuple[BlockKey, BlockKey | None]]] = {}
         for group, rule in enumerate(self._manager.rules):
-            first = 0 if rule.trailing is None else max(0, blocks - rule.trailing)
-            for index in range(first, blocks):
+            for index in range(chain.first_of(rule, blocks), blocks):
                 key = chain.key(group, index)
                 if self._manager.probe(key) is not LookupResult.MISS:
                     self._manager.touch(key)  # or its slot would be the next one granted

@@ -32,11 +32,17 @@ def make_key(block_hash: bytes, group: int, scope: bytes = b"") -> BlockKey:
 class Chain:
     """The keys of one request's blocks, in all groups, from its packed block hashes."""
 
-    __slots__ = ("blocks", "packed", "suffixes", "width")
+    __slots__ = ("blocks", "inside", "packed", "suffixes", "width")
 
-    def __init__(self, packed: bytes, width: int, groups: int, scope: bytes = b"") -> None:
-        """packed: one hash of `width` bytes per block, first block first."""
+    def __init__(
+        self, packed: bytes, width: int, groups: int, scope: bytes = b"", *, inside: bool = False
+    ) -> None:
+        """packed: one hash of `width` bytes per block, first block first.
+
+        inside: what is used of the last block ends inside of it.
+        """
         self.blocks = len(packed) // width
+        self.inside = inside
         self.packed = packed
         self.width = width
         self.suffixes = [make_key(b"", group, scope) for group in range(groups)]
@@ -51,6 +57,14 @@ class Chain:
         packed, width, suffix = self.packed, self.width, self.suffixes[group]
         starts = range(0, count * width, width)
         return cast("list[BlockKey]", [packed[at : at + width] + suffix for at in starts])
+
+    def ends_inside(self, blocks: int) -> bool:
+        """Tell whether a hit of this many blocks ends inside of its last one."""
+        return self.inside and blocks == self.blocks
+
+    def first_of(self, rule: GroupRule, blocks: int) -> int:
+        """Return the first block that a hit of this many blocks needs of a group."""
+        return rule.first_of(blocks, inside=self.ends_inside(blocks))
 
 
 class LookupResult(enum.Enum):
@@ -75,13 +89,24 @@ class GroupRule(msgspec.Struct, frozen=True):
     trailing: number of blocks that must be present right before the hit's end; None when the
         whole prefix must be (full attention). A sliding window of w tokens needs
         max(1, ceil((w - 1) / block_tokens)), a recurrent state 1.
+    exact: a block stands for the tokens up to its end, and for no fewer: a recurrent state.
     """
 
     trailing: int | None = None
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if self.trailing is not None and self.trailing < 1:
             raise ValueError(f"trailing is {self.trailing}, expected None or at least 1")
+
+    def first_of(self, blocks: int, *, inside: bool) -> int:
+        """Return the first block that a hit of this many blocks needs.
+
+        inside: it ends inside of the last one, so that a window may begin inside of one, too.
+        """
+        if self.trailing is None:
+            return 0
+        return max(0, blocks - self.trailing - (inside and not self.exact))
 
 
 def window_rule(window_tokens: int, block_tokens: int) -> GroupRule:

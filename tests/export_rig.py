@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from kvstore import protocol as p
 from kvstore.export import consumer as c
-from kvstore.export import jobs
+from kvstore.export import fetches, jobs
 from kvstore.export import messages as m
 from kvstore.export import producer as o
 from kvstore.export.sums import block_sum
@@ -98,7 +98,12 @@ class Pair:
         self.damage: set[BlockKey] = set()
         self.fail = 0.0
         self.producer = o.Producer(
-            self._find, lambda: ("agent", b"md"), self, self._to_consumer, held * SLOT_BYTES
+            lambda: self.giver.store.namespaces,
+            lambda: ("agent", b"md"),
+            self,
+            self._to_consumer,
+            held * SLOT_BYTES,
+            lambda *_: None,
         )
         self.welcome: list[p.Message] = []
         self.connect()
@@ -114,15 +119,15 @@ class Pair:
                 self.producer.on_message(peer, message, self.giver.now_ns)
 
         def to_consumer(message: p.Message) -> None:
-            if isinstance(message, m.Welcome | m.Refused):
+            if isinstance(message, m.Welcome | m.Refused | m.Noted | m.Starting):
                 self.welcome.append(message)
             elif peer == self.peer:
                 self.consumer.on_message(peer, message, self.taker.now_ns)
 
         self.down = Line(self.wire, to_consumer, m.ToConsumer)
         self.up = Line(self.wire, to_producer, m.ToProducer)
-        digest = self.source.layout.digest
-        self.up.send(peer, m.Hello(m.VERSION, digest, {"model": "m"}, "other", b"md"))
+        layout = self.source.layout
+        self.up.send(peer, m.Hello(m.VERSION, layout.digest, layout.traits, "other", b"md"))
 
     @property
     def source(self) -> Namespace:
@@ -135,9 +140,6 @@ class Pair:
     def _consumer(self, _context: TierContext) -> Tier:
         self.consumer = c.Consumer(_Moves(self), _Room(self), self._to_producer, 1)
         return self.consumer
-
-    def _find(self, digest: str) -> tuple[Namespace, dict[str, str]] | None:
-        return (self.source, {"model": "m"}) if digest == self.source.layout.digest else None
 
     def _to_consumer(self, peer: int, message: p.Message) -> None:
         if peer == self.peer:
@@ -170,6 +172,9 @@ class Pair:
         assert agent == "other"
         self.wire.do(work)
 
+    def abandon(self, tag: jobs.Tag) -> None:
+        """What is under way here always ends."""
+
     def region(self, extent: int) -> tuple[m.Region, bytes]:
         return m.Region(extent, 4096 * extent, self.source.extents[extent].memory.count), b"md"
 
@@ -192,7 +197,7 @@ class Pair:
                 town.tick(ms)
                 engine.pump()
             for tag, ok in self.source.tiering.take_staged():
-                self.producer.staged(tag, ok=ok)
+                self.producer.staged([tag], ok=ok)
             self.producer.tick(self.giver.now_ns)
             self.consumer.tick(self.taker.now_ns)
 
@@ -239,7 +244,7 @@ class _Moves:
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
 
-    def read(self, tags: list[c.Tag], peer: int, read: c.Read) -> None:
+    def read(self, tags: list[fetches.Tag], peer: int, read: fetches.Read) -> None:
         def work() -> None:
             pair = self._pair
             ok = pair.wire.random.random() >= pair.fail
@@ -251,7 +256,10 @@ class _Moves:
         assert peer <= self._pair.peer
         self._pair.wire.do(work)
 
-    def check(self, tags: list[c.Tag], checks: list[c.Check]) -> None:
+    def abandon(self, tag: fetches.Tag) -> None:
+        """What is under way here always ends."""
+
+    def check(self, tags: list[fetches.Tag], checks: list[fetches.Check]) -> None:
         def work() -> None:
             right = []
             for check in checks:
@@ -269,6 +277,13 @@ class _Moves:
 class _Room:
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
+
+    @property
+    def count(self) -> int:
+        return LANDING
+
+    def open(self) -> None:
+        """They are there."""
 
     def take(self, count: int) -> list[int]:
         return self._pair.landing.take(count)

@@ -51,7 +51,7 @@ def geometry(
         )
         for number, rule in enumerate(rules or (GroupRule(),))
     )
-    return RankGeometry(identity, 16, (1,) * len(groups), groups)
+    return RankGeometry(identity, 16, (1,) * len(groups), groups, {"model": identity})
 
 
 def settings(**engine: object) -> Config:

@@ -119,9 +119,16 @@ def client(store: Reachable) -> Iterator[Client]:
 class LiveEngine:
     """An engine of one rank that fills and reads slots itself."""
 
-    def __init__(self, store: Reachable, name: str = "engine", page_bytes: int = 1 << 20) -> None:
+    def __init__(
+        self,
+        store: Reachable,
+        name: str = "engine",
+        page_bytes: int = 1 << 20,
+        model: str = "model",
+    ) -> None:
         layers = (LayerGeometry("layer", page_bytes),)
-        geometry = RankGeometry("model", 16, (1,), (GroupGeometry(GroupRule(), layers),))
+        groups = (GroupGeometry(GroupRule(), layers),)
+        geometry = RankGeometry(model, 16, (1,), groups, {"model": model})
         self.worker, self.scheduler = Client(store.path), Client(store.path)
         self.worker.send(p.Hello(p.VERSION, name, "worker", 0, 1, geometry=geometry))
         self.scheduler.send(p.Hello(p.VERSION, name, "scheduler", 0, 1, 4))
@@ -216,8 +223,8 @@ class LiveEngine:
 
 
 @contextmanager
-def engine(store: Reachable, name: str = "engine") -> Iterator[LiveEngine]:
-    made = LiveEngine(store, name)
+def engine(store: Reachable, name: str = "engine", **how: Any) -> Iterator[LiveEngine]:  # noqa: ANN401 - of LiveEngine
+    made = LiveEngine(store, name, **how)
     try:
         yield made
     finally:

@@ -41,6 +41,7 @@ class Request:
         self.request_id = name
         self.num_tokens = tokens
         self.num_computed_tokens = 0
+        self.all_token_ids: Sequence[int] = range(tokens)
         self.block_hashes: Sequence[bytes] = hashes(tokens // hash_tokens, text)
 
 

@@ -71,6 +71,23 @@ def test_messages_go_both_ways_in_order(made: Callable[..., Post], key: ClusterK
     assert client.got == [(number, m.End(3, "all"))]
 
 
+def test_what_has_arrived_is_known_though_sending_took_its_signal(
+    made: Callable[..., Post],
+) -> None:
+    server, client = made(listens=True), made()
+    number = client.channel.connect(server.channel.address)
+    client.channel.send(number, m.Release(1))
+    until(lambda: server.got, server)
+    client.channel.send(number, m.Release(2))
+    until(lambda: server.channel.waiting)
+    server.channel.send(server.got[0][0], m.End(1, "all"))
+    assert server.channel.waiting
+    until(lambda: client.channel.waiting)
+    until(lambda: client.got and len(server.got) == 2, server, client)
+    assert not server.channel.waiting
+    assert not client.channel.waiting
+
+
 def test_two_peers_are_two_numbers(made: Callable[..., Post]) -> None:
     server = made(listens=True)
     clients = [made(), made()]
@@ -230,5 +247,6 @@ def test_what_is_no_address_is_a_peer_that_is_lost(made: Callable[..., Post], ad
     client = made()
     number = client.channel.connect(address)
     client.channel.send(number, m.Release(1))
+    assert not client.lost, "nobody is told while something is being sent"
     until(lambda: client.lost, client)
     assert client.lost[0][0] == number

@@ -264,7 +264,8 @@ def test_a_store_that_does_not_start_says_why(tmp_path: Path) -> None:
 
 
 def test_every_bench_is_there() -> None:
-    assert sorted(cli.BENCHES) == ["attach", "index", "nvme", "nvme-index", "vllm"]
+    names = ["attach", "export", "handover", "index", "nvme", "nvme-index", "vllm"]
+    assert sorted(cli.BENCHES) == names
     code = (
         "import importlib; from kvstore.cli import BENCHES\n"
         "for module, _ in BENCHES.values(): print(callable(importlib.import_module(module).run))"

@@ -315,6 +315,7 @@ _JSON = st.recursive(
 _NAMES = st.sampled_from([
     "server", "cpu", "engine", "tier", "socket", "metrics", "capacity", "extent", "credit",
     "lease", "leased", "defer", "class", "name", "options", "backlog", "store", "block_tokens",
+    "two_way", "recompute_threshold", "decode_ttl", "listen",
 ])  # fmt: skip
 _TABLE = st.dictionaries(_NAMES, _JSON | st.dictionaries(_NAMES, _JSON, max_size=4), max_size=4)
 
@@ -331,12 +332,23 @@ def test_any_table_gives_settings_or_a_config_error(table: dict[str, Any]) -> No
 def test_extra_config_names_a_shared_store() -> None:
     table = {"store": "unix:///run/kvstore.sock", "block_tokens": 64, "transfer": "push"}
     found = parse_extra(table)
-    assert found == ExtraConfig("/run/kvstore.sock", None, None, 64, "push", 30 * 10**9, None)
+    assert found == ExtraConfig(
+        "/run/kvstore.sock", None, None, 64, "push", 30 * 10**9, None, False, 0, 480 * 10**9
+    )
 
 
 def test_extra_config_sizes_a_private_store() -> None:
-    found = parse_extra({"cpu": "8GiB", "listen": "127.0.0.1:0", "lease": "1m"})
-    assert found == ExtraConfig(None, 8 * GIB, None, None, "auto", 60 * 10**9, "127.0.0.1:0")
+    more = {"two_way": True, "recompute_threshold": 64, "decode_ttl": "5m"}
+    found = parse_extra({"cpu": "8GiB", "listen": "127.0.0.1:9", "lease": "1m", **more})
+    assert found == ExtraConfig(
+        None, 8 * GIB, None, None, "auto", 60 * 10**9, "127.0.0.1:9", True, 64, 300 * 10**9
+    )
+
+
+def test_a_private_store_listens_on_loopback_unless_told_not_to() -> None:
+    assert parse_extra({"cpu": "8GiB"}).listen == "127.0.0.1:0"
+    assert not parse_extra({"cpu": "8GiB", "listen": ""}).listen
+    assert parse_extra({"store": "/run/kv.sock"}).listen is None
 
 
 @pytest.mark.parametrize(
@@ -358,6 +370,16 @@ def test_extra_config_sizes_a_private_store() -> None:
         ({"cpu": "8GiB", "block_tokens": "64"}, ["block_tokens", 'found "64"']),
         ({"cpu": "lots"}, ["cpu", '"8GiB"', '"lots"']),
         ({"store": "tcp://host"}, ["store", '"tcp://host"']),
+        ({"store": "/s", "listen": "127.0.0.1:0"}, ["listen is for a private store"]),
+        ({"cpu": "8GiB", "listen": "here"}, ["listen", '"host:port"', '"here"']),
+        ({"cpu": "8GiB", "two_way": 1}, ["two_way: expected true or false, found 1"]),
+        (
+            {"cpu": "8GiB", "recompute_threshold": 64},
+            ["recompute_threshold is for two_way = true"],
+        ),
+        ({"cpu": "8GiB", "recompute_threshold": -1}, ["recompute_threshold", "found -1"]),
+        ({"cpu": "8GiB", "recompute_threshold": True}, ["recompute_threshold", "found true"]),
+        ({"cpu": "8GiB", "decode_ttl": "0s"}, ["decode_ttl", '"0s"']),
     ],
 )
 def test_a_wrong_extra_config_is_refused(table: dict[str, Any], parts: list[str]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import resource
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 
 from kvstore import protocol as p
@@ -49,6 +51,18 @@ def wait_for(pool: CpuMemory, count: int = 1) -> list[tuple[str, CpuExtent | Exc
 
 
 # One extent
+
+
+def test_nobody_waits_for_pages_when_slots_are_written() -> None:
+    size = 16 << 20
+    made = CpuExtent(size + 2 * mmap.PAGESIZE, size)
+    slot = np.frombuffer(made.slot(0), np.uint8)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    slot[:: mmap.PAGESIZE] = 1
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    del slot
+    made.close()
+    assert faults < size // mmap.PAGESIZE // 8
 
 
 def test_no_holder_of_the_descriptor_can_shrink_or_grow_it(extent: CpuExtent) -> None:

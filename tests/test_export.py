@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,8 +13,10 @@ import pytest
 from kvstore import protocol as p
 from kvstore.errors import ProtocolError
 from kvstore.export import consumer as c
+from kvstore.export import jobs
 from kvstore.export import messages as m
 from kvstore.export import producer as o
+from kvstore.types import GroupRule
 from tests.export_rig import LANDING, Pair
 from tests.fakes import blocks, hashes, keys_of, u32
 
@@ -53,17 +56,52 @@ def test_what_a_peer_does_not_answer_in_time_is_a_miss() -> None:
     assert pair.consumer.counts["late"] == 1
 
 
-def test_namespaces_that_differ_are_refused_with_both_values() -> None:
-    pair, said = Pair(), list[p.Message]()
+def refusal(pair: Pair, traits: dict[str, str], version: int = m.VERSION) -> p.Message:
+    """What a peer of another model hears."""
+    said = list[p.Message]()
     pair.producer._send = lambda _peer, message: said.append(message)
-    hello = m.Hello(m.VERSION, pair.source.layout.digest, {"model": "x", "dtype": "int8"})
-    for change in ({}, {"version": 9}, {"namespace": "other"}):
-        pair.producer.on_message(99, msgspec.structs.replace(hello, **change), 0)
-    assert said == [
-        m.Refused("dtype is int8, expected nothing, model is x, expected m"),
-        m.Refused("side channel 9, expected 1"),
-        m.Refused("namespace other is not served here yet", retry=True),
-    ]
+    pair.producer.on_message(99, m.Hello(version, "other", traits), 0)
+    return said[0]
+
+
+def test_B3_another_version_or_model_is_refused_with_both_values() -> None:
+    pair = Pair()
+    traits = pair.source.layout.traits
+    assert traits["model"] == "model"
+    wrong = {**traits, "model": "x", "slot bytes": "1", "dtype": "int8"}
+    del wrong["groups"]
+    assert refusal(pair, wrong) == m.Refused(
+        "dtype is int8, expected nothing, groups is not named, expected all blocks,"
+        " model is x, expected model, slot bytes is 1, expected 4096"
+    )
+    assert refusal(pair, {}, version=9) == m.Refused("side channel 9, expected 1")
+    assert refusal(pair, traits) == m.Refused(
+        f"namespace is other, expected {pair.source.layout.digest[:12]}"
+    )
+    assert pair.producer.counts["refused"] == 3
+
+
+def test_B3_of_several_models_the_nearest_is_named() -> None:
+    pair = Pair()
+    pair.giver.attach("another", identity="bigger", rules=[GroupRule(), GroupRule(4)])
+    said = refusal(pair, {**pair.source.layout.traits, "model": "x"})
+    assert said == m.Refused("model is x, expected model")
+
+
+def test_B3_a_model_that_has_not_come_yet_may_come() -> None:
+    pair = Pair()
+    pair.giver.store.namespaces.clear()
+    assert refusal(pair, {}) == m.Refused("namespace other is not served here yet", retry=True)
+
+
+@pytest.mark.parametrize(
+    "traits", [{str(n): "" for n in range(65)}, {"model": 4097 * "x"}, {257 * "x": ""}]
+)
+def test_B3_traits_are_few_and_short(traits: dict[str, str]) -> None:
+    hello = msgspec.msgpack.decode(m.encode(m.Hello(m.VERSION, "n", {})))
+    hello[3] = traits
+    with pytest.raises(ProtocolError, match=r"Expected .* of length <="):
+        m.decode_for_producer(msgspec.msgpack.encode(hello))
 
 
 @pytest.mark.parametrize("push", [False, True])
@@ -126,7 +164,7 @@ def test_what_a_request_did_not_compute_is_gone_once_it_has_ended() -> None:
 
 
 @pytest.mark.parametrize("push", [False, True])
-def test_a_landing_slot_is_not_used_again_while_something_may_write_it(
+def test_P8_a_landing_slot_is_not_used_again_while_something_may_write_it(
     monkeypatch: pytest.MonkeyPatch, push: bool
 ) -> None:
     pair, chain = Pair(), hashes(3)
@@ -152,6 +190,66 @@ def test_a_landing_slot_is_not_used_again_while_something_may_write_it(
     pair.check_nothing_left()
 
 
+@pytest.mark.parametrize("push", [False, True])
+def test_landing_slots_are_free_as_soon_as_their_blocks_are_copied(push: bool) -> None:
+    pair, chain = Pair(), hashes(2 * LANDING)
+    pair.put(chain)
+    late, take = list[p.Message](), pair.down.take
+
+    def all_but_the_last_word(message: p.Message) -> None:
+        late.append(message) if isinstance(message, m.Valid | m.End) else take(message)
+
+    pair.down.take = all_but_the_last_word
+    number = pair.want(chain, push=push)
+    pair.decode.ask(chain)
+    pair.run(60)
+    states = {block.state for block in pair.consumer._fetches[number].blocks}
+    assert states == {c.State.CHECKED}, "more than there are landing slots"
+    for message in late:
+        take(message)
+    pair.run(3)
+    assert pair.arrived(chain) == len(chain)
+    pair.check_nothing_left()
+
+
+def test_what_ends_one_by_one_in_a_turn_is_gone_on_with_in_one_go() -> None:
+    pair, chain, asked = Pair(), hashes(8), list[int]()
+    pair.put(chain)
+    for key in keys_of(chain)[::-1]:
+        pair.source.manager.drop(key, "test")
+    take = pair.sum
+
+    def counted(tags: list[jobs.Tag], *of: Any) -> None:  # noqa: ANN401 - as Work.sum has it
+        asked.append(len(tags))
+        take(tags, *of)
+
+    pair.sum = counted  # type: ignore[method-assign,assignment]
+    pair.want(chain)
+    pair.decode.ask(chain)
+    pair.run(40)
+    assert pair.arrived(chain) == len(chain)
+    assert asked == [len(chain)], "the shelf has given all of them in one turn"
+    told = [message for message in pair.down.sent if isinstance(message, m.Have)]
+    assert len(told) == 1
+
+
+def test_B14_fetches_that_wait_together_for_a_landing_slot_all_arrive() -> None:
+    """Each has other blocks at the same positions, and one of them more than the others."""
+    pair, chains = Pair(), [hashes(count, f"of {count}") for count in (1, 4, 2)]
+    for chain in chains:
+        pair.put(chain)
+    free, pair.landing.free = pair.landing.free, []  # the memory is not there yet
+    for chain in chains:
+        pair.want(chain)
+        pair.decode.ask(chain)
+    pair.run(20)
+    pair.landing.free = free
+    pair.run(20)
+    assert [pair.arrived(chain) for chain in chains] == [1, 4, 2]
+    assert not pair.consumer.counts["corrupt"]
+    pair.check_nothing_left()
+
+
 def test_B16_blocks_are_held_for_a_while_after_the_lease_and_confirmed_no_more() -> None:
     pair, chain = Pair(), hashes(2)
     pair.put(chain)
@@ -174,7 +272,7 @@ def test_B16_blocks_are_held_for_a_while_after_the_lease_and_confirmed_no_more()
     assert [entry.pins for entry in pair.source.manager.index] == [0, 0]
 
 
-def test_heartbeats_keep_a_lease_and_never_shorten_it() -> None:
+def test_B11_heartbeats_keep_a_lease_and_never_shorten_it() -> None:
     pair, chain = Pair(), hashes(3)
     pair.hand("r")
     pair.put(chain[:2])
@@ -314,12 +412,14 @@ def test_what_a_request_has_computed_is_held_until_it_was_fetched() -> None:
     pair.decode.ask(chain)
     pair.run(20)
     assert pair.arrived(chain) == 4
+    done = m.Done(pair.source.layout.digest, "r")
+    pair.producer.on_message(pair.peer, done, pair.giver.now_ns)
     assert pins(pair) == [0, 0, 0, 0]
     assert len(pair.producer.hands) == 0
     pair.check_nothing_left()
 
 
-def test_what_nobody_fetches_is_let_go_of_after_its_lease() -> None:
+def test_B11_what_nobody_fetches_is_let_go_of_after_its_lease() -> None:
     pair, chain = Pair(), hashes(2)
     pair.hand("r")
     pair.put(chain)
@@ -374,7 +474,7 @@ def test_a_region_that_cannot_be_is_no_message(region: tuple[int, int, int]) -> 
         m.decode_for_producer(msgspec.msgpack.encode([raw[0], raw[1], region, *raw[3:]]))
 
 
-def test_a_write_that_outlives_its_lease_lands_in_quarantine(
+def test_P8_a_write_that_outlives_its_lease_lands_in_quarantine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pair, chain, moving = Pair(), hashes(2), list[Callable[[], None]]()

@@ -52,7 +52,8 @@ def back(side: Side) -> None:
 
 def settled(side: Side) -> None:
     """Have a peer go on that was to answer one that is gone by now: UCX may end it for that."""
-    signalled(side, signal.SIGCONT)
+    if side.exporter.pid is not None:  # else it has ended it already
+        signalled(side, signal.SIGCONT)
     time.sleep(0.5)
     side.poll()
     back(side)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import random
+import resource
 from collections import Counter
 from collections.abc import Iterator
 
@@ -404,3 +406,21 @@ def test_whatever_happens_each_transfer_ends_once_and_nothing_is_left(
     assert not rig.agent.lists
     assert not rig.agent.peers
     rig.close()
+
+
+def test_the_first_transfer_over_an_extent_does_not_wait_for_its_pages() -> None:
+    size = 16 << 20
+    memory = CpuExtent(size + 8192, size)
+    for writable in (True, False):
+        extent = Extent(FakeAgent(), memory.fd, size, writable=writable)
+        pages = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(extent.address))[::4096]
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        if writable:
+            pages[:] = 1
+        else:
+            assert pages.sum() == size // 4096
+        faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+        del pages  # it is memory that is unmapped now
+        extent.close()
+        assert faults < size // 4096 // 64
+    memory.close()

@@ -180,13 +180,35 @@ def changed(name: str, value: object) -> RankGeometry:
         ("head_major", False),
     ],
 )
-def test_B3_each_fact_changes_the_digest(name: str, value: object) -> None:
-    assert slot_layout([changed(name, value)]).digest != slot_layout(ranks_of(1)).digest
+def test_B3_each_fact_changes_the_digest_and_a_trait(name: str, value: object) -> None:
+    found, before = slot_layout([changed(name, value)]), slot_layout(ranks_of(1))
+    assert found.digest != before.digest
+    # What the identity is made of is for the engine to say.
+    assert name == "identity" or found.traits != before.traits
 
 
 def test_B3_the_order_of_the_layers_changes_the_digest() -> None:
     turned = ranks_of(1, layers=LAYERS[::-1])
     assert slot_layout(turned).digest != slot_layout(ranks_of(1)).digest
+
+
+def test_B3_traits_are_those_of_the_engine_and_what_follows_from_its_ranks() -> None:
+    ranks = [
+        msgspec.structs.replace(rank, traits={"model": "m"})
+        for rank in ranks_of(2, rule=GroupRule(3))
+    ]
+    layout = slot_layout(ranks)
+    assert layout.traits == {
+        "model": "m",
+        "block tokens": "32",
+        "engine blocks": "2",
+        "groups": "last 3",
+        "slot bytes": str(layout.slot_bytes),
+        "layout": layout.traits["layout"],
+    }
+    assert slot_layout(ranks_of(4, rule=GroupRule(3))).traits == {
+        name: trait for name, trait in layout.traits.items() if name != "model"
+    }
 
 
 # Ranks that do not fit together

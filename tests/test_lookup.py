@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from kvstore.lookup import Answer, Probe, common_hit, prefix_hit, trailing_hit
 from kvstore.types import GroupRule, LookupResult, window_rule
 
 FULL = GroupRule()
-STATE = GroupRule(1)
+STATE = GroupRule(1, exact=True)
 LETTERS = {
     "H": LookupResult.HIT,
     "P": LookupResult.PENDING,
@@ -26,8 +27,10 @@ def world(*groups: str) -> Probe:
     return lambda group, index: LETTERS[groups[group][index]]
 
 
-def common(rules: Sequence[GroupRule], *groups: str, local: int = 0) -> Answer:
-    return common_hit(rules, world(*groups), len(groups[0]), local)
+def common(
+    rules: Sequence[GroupRule], *groups: str, local: int = 0, inside: bool = False
+) -> Answer:
+    return common_hit(rules, world(*groups), len(groups[0]), local, inside=inside)
 
 
 # Kinds are data
@@ -166,6 +169,38 @@ def test_O4_nothing_beyond_what_the_engine_has_is_no_hit() -> None:
     assert common([FULL, GroupRule(2)], "HHHH", "HH..", local=2) == Answer(2)
 
 
+# Hits that end inside of their last block
+
+
+@pytest.mark.parametrize(
+    ("rule", "line", "local", "blocks"),
+    [
+        (GroupRule(2), "...HHH", 0, 6),
+        (GroupRule(2), "....HH", 0, 0),  # the window begins inside of a block that is missing
+        (GroupRule(2), "..HHH.", 0, 5),  # one that ends with a block does not
+        (GroupRule(2), "HH..HH", 0, 2),
+        (GroupRule(2), "....HH", 4, 6),  # the engine has that block
+        (GroupRule(2), "HH", 0, 2),  # it begins before the first token
+        (STATE, ".....H", 0, 6),
+        (STATE, "..H...", 0, 3),
+    ],
+)
+def test_O3_a_window_that_begins_inside_of_a_block_needs_that_one_too(
+    rule: GroupRule, line: str, local: int, blocks: int
+) -> None:
+    assert common([rule], line, local=local, inside=True) == Answer(blocks)
+
+
+def test_O4_all_groups_agree_on_the_tokens_of_a_last_block_or_do_without_it() -> None:
+    rules = [FULL, GroupRule(2), STATE]
+    assert common(rules, "HHHHH", "..HHH", "....H", inside=True) == Answer(5)
+    assert common(rules, "HHHH.", "..HHH", "...HH", inside=True) == Answer(4)
+    assert common(rules, "HHHHH", ".HHH.", "...HH", inside=True) == Answer(4)
+    assert common(rules, "HHHHH", ".HHHH", "...H.", inside=True) == Answer(4)
+    assert common(rules, "HHHHH", "...HH", "...HH", inside=True) == Answer(0)
+    assert common(rules, "HHHHP", "..HHH", "....H", inside=True) == Answer(5, pending=True)
+
+
 # Against brute force
 
 
@@ -173,16 +208,24 @@ def longest(good: Callable[[int], bool], local: int, limit: int) -> int:
     return max((blocks for blocks in range(local + 1, limit + 1) if good(blocks)), default=local)
 
 
-def serves(rule: GroupRule, line: str, blocks: int, local: int, *, hopeful: bool) -> bool:
-    """Tell whether a group has what a hit of `blocks` blocks needs, by the contract's words."""
+def serves(
+    rule: GroupRule, line: str, blocks: int, local: int, *, hopeful: bool, inside: bool = False
+) -> bool:
+    """Tell whether a group has what a hit of `blocks` blocks needs, by the contract's words.
+
+    inside: it ends inside of the last one.
+    """
     if rule.trailing is None:
         return "." not in line[:blocks]
-    needed = line[max(local, blocks - rule.trailing) : blocks]
+    more = 1 if inside and not rule.exact else 0
+    needed = line[max(local, blocks - rule.trailing - more) : blocks]
     return "." not in needed if hopeful else set(needed) <= {"H"}
 
 
 LINE = st.text("HHHPR.", min_size=8, max_size=8)
-RULE = st.one_of(st.none(), st.integers(1, 5)).map(GroupRule)
+RULE = st.one_of(
+    st.builds(GroupRule, st.none()), st.builds(GroupRule, st.integers(1, 5)), st.just(STATE)
+)
 
 
 @given(LINE, st.integers(0, 8))
@@ -212,20 +255,25 @@ def test_O3_trailing_hit_agrees_with_brute_force(
     st.lists(st.tuples(RULE, LINE), min_size=1, max_size=4),
     st.integers(0, 8),
     st.integers(0, 8),
+    st.booleans(),
 )
 def test_O4_common_hit_agrees_with_brute_force(
-    groups: list[tuple[GroupRule, str]], limit: int, local: int
+    groups: list[tuple[GroupRule, str]], limit: int, local: int, inside: bool
 ) -> None:
     rules, lines = [rule for rule, _ in groups], [line for _, line in groups]
+    limit = max(limit, local)
 
     def all_serve(blocks: int, *, hopeful: bool) -> bool:
-        return all(serves(r, line, blocks, local, hopeful=hopeful) for r, line in groups)
+        ends_inside = inside and blocks == limit
+        return all(
+            serves(rule, line, blocks, local, hopeful=hopeful, inside=ends_inside)
+            for rule, line in groups
+        )
 
-    limit = max(limit, local)
     now = longest(lambda n: all_serve(n, hopeful=False), local, limit)
     later = longest(lambda n: all_serve(n, hopeful=True), local, limit)
     probe = world(*lines)
-    answer = common_hit(rules, probe, limit, local)
+    answer = common_hit(rules, probe, limit, local, inside=inside)
     assert answer.blocks == now
     full = [line[:now] for rule, line in groups if rule.trailing is None]
     if now == local:
@@ -234,5 +282,6 @@ def test_O4_common_hit_agrees_with_brute_force(
         assert answer.pending
     elif not set("".join(lines)) & set("PR"):
         assert not answer.pending
-    faster = common_hit(rules, probe, limit, local, lambda g, n: prefix_hit(probe, g, n))
+    quick = partial(prefix_hit, probe)
+    faster = common_hit(rules, probe, limit, local, quick, inside=inside)
     assert faster == answer

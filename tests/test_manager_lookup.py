@@ -9,7 +9,8 @@ from kvstore.lookup import common_hit
 from kvstore.types import Chain, GroupRule, LookupResult
 from tests.test_manager import Rig, chain
 
-RULES = st.lists(st.builds(GroupRule, st.none() | st.integers(1, 2)), min_size=1, max_size=2)
+RULE = st.builds(GroupRule, st.none() | st.integers(1, 2), st.booleans())
+RULES = st.lists(RULE, min_size=1, max_size=2)
 LOWER = st.lists(st.sampled_from(list(LookupResult)), min_size=6, max_size=6)
 
 
@@ -33,6 +34,7 @@ def stored(rig: Rig, blocks: Chain, group: int, states: str) -> None:
     limit=st.integers(0, 7),
     local=st.integers(0, 6),
     coming=st.booleans(),
+    inside=st.booleans(),
 )
 def test_O4_a_lookup_answers_what_a_scan_of_all_groups_answers(
     rules: list[GroupRule],
@@ -42,8 +44,10 @@ def test_O4_a_lookup_answers_what_a_scan_of_all_groups_answers(
     local: int,
     *,
     coming: bool,
+    inside: bool,
 ) -> None:
     rig, blocks = Rig(20, rules), chain(6, groups=len(rules))
+    blocks.inside = inside
     for group in range(len(rules)):
         stored(rig, blocks, group, states[group][:6])
 
@@ -54,7 +58,8 @@ def test_O4_a_lookup_answers_what_a_scan_of_all_groups_answers(
         result = rig.manager.index.probe(blocks.key(group, index), coming=coming)
         return below(group, index) if result is LookupResult.MISS else result
 
-    expected = common_hit(rules, probe, min(limit, 6), local)
+    ends_inside = inside and limit >= 6
+    expected = common_hit(rules, probe, min(limit, 6), local, inside=ends_inside)
     answer = rig.manager.lookup(
         blocks, limit, local, below if lower is not None else None, coming=coming
     )

@@ -67,7 +67,8 @@ def samples() -> Samples:
 @pytest.mark.parametrize("spec", TABLE, ids=lambda spec: spec.name)
 def test_names_and_helps_follow_the_rules(spec: Spec) -> None:
     assert re.fullmatch(r"kvstore_[a-z]+(_[a-z]+)*", spec.name)
-    assert spec.kind in ("counter", "gauge")
+    assert spec.kind in ("counter", "gauge", "histogram")
+    assert (spec.kind == "histogram") == (spec.labels == ("le",))
     assert not spec.name.endswith("_total"), "the exposition appends it"
     assert spec.name.rsplit("_", 1)[1] in {*UNITS, *NO_UNIT}
     assert spec.help.endswith(".")
@@ -77,7 +78,7 @@ def test_names_and_helps_follow_the_rules(spec: Spec) -> None:
 
 def test_M3_no_label_can_take_any_value() -> None:
     allowed = {"tier", "outcome", "reason", "event", "namespace", "direction", "state", "phase"}
-    allowed |= {"call"}
+    allowed |= {"call", "le", "what"}
     assert {label for spec in TABLE for label in spec.labels} <= allowed
     assert len({spec.name for spec in TABLE}) == len(TABLE)
 
@@ -92,8 +93,28 @@ def test_every_metric_of_the_table_is_there_under_its_kind(samples: Samples) -> 
     found = {family.name: (family.type, family.documentation) for family in families}
     assert found == {spec.name: (spec.kind, spec.help) for spec in TABLE}
     for name, _ in samples:
-        spec = next(spec for spec in TABLE if spec.name in (name, name.removesuffix("_total")))
+        spec = next(
+            s for s in TABLE if re.fullmatch(f"{s.name}(_total|_bucket|_sum|_count)?", name)
+        )
         assert name.endswith("_total") == (spec.kind == "counter")
+
+
+def test_a_histogram_is_one_for_prometheus() -> None:
+    numbers = Numbers()
+    for seconds in (0.0, 0.02, 0.02, 100.0):
+        numbers.observe("kvstore_hand_over_held_seconds", seconds)
+    found = scrape(numbers)
+    name = "kvstore_hand_over_held_seconds"
+    buckets = {
+        dict(labels)["le"]: value for (n, labels), value in found.items() if n == f"{name}_bucket"
+    }
+    assert buckets == {
+        **dict.fromkeys(("0.001", "0.003", "0.01"), 1),
+        **dict.fromkeys(("0.03", "0.1", "0.3", "1.0", "3.0"), 3),
+        "+Inf": 4,
+    }
+    assert found[f"{name}_sum", ()] == 100.04
+    assert found[f"{name}_count", ()] == 4
 
 
 def test_everything_that_is_counted_is_in_the_table() -> None:

@@ -168,9 +168,7 @@ def test_a_store_that_is_not_there_or_not_that_models_is_said(store: LiveStore) 
         port = nobody.getsockname()[1]
         with pytest.raises(PeerError, match=f"nobody listens at 127.0.0.1:{port}"):
             pull(f"127.0.0.1:{port}", "0" * 64)
-    with pytest.raises(
-        PeerError, match="namespace 000000000000 is not served here yet; kvstore keys"
-    ):
+    with pytest.raises(PeerError, match=r"namespace is 000000000000, expected .*; kvstore keys"):
         pull(address(store), "0" * 64)
     with pytest.raises(ConfigError, match="expected 64 hexadecimal digits"):
         pull(address(store), "0" * 12)
@@ -189,7 +187,7 @@ def test_who_only_looks_is_told_the_traits_and_a_request_of_another_model_is_unk
     pair.producer._send = lambda _peer, message: said.append(message)
     digest, now_ns = pair.source.layout.digest, pair.giver.now_ns
     pair.producer.on_message(99, m.Hello(m.VERSION, digest, {}), now_ns)
-    assert said == [m.Welcome("agent", b"md", {"model": "m"})]
+    assert said == [m.Welcome("agent", b"md", pair.source.layout.traits)]
     chain = hashes(2)
     pair.hand("r")
     pair.producer.hands.running("s", pair.target.manager, 1, 1)

@@ -377,6 +377,26 @@ def test_E7_a_state_is_not_read_in_the_step_that_writes_it() -> None:
     rig.step(expect={"a": 5, "b": 5})
 
 
+def test_B5_the_state_of_a_request_that_ended_is_that_of_its_last_token() -> None:
+    rig = Rig(STATES)
+    rig.add("a", 29, 1)
+    rig.run()
+    assert [bool(block) for block in rig.script.ended["a"][1]] == [False, False, False, True]
+    ahead = Rig(msgspec.structs.replace(STATES, batches=2), stopped=1.0)
+    ahead.add("a", 29, 12)
+    ahead.run()
+    assert not any(ahead.script.ended["a"][1]), "the next step is under way and goes on from it"
+
+
+def test_B5_a_request_without_its_last_token_is_one_of_a_shorter_prompt() -> None:
+    for tokens in (1, 2, 8, 9):
+        request = Request("a", list(range(tokens)), 5, STATES)
+        request.leave_out_last()
+        short = Request("a", list(range(max(1, tokens - 1))), 5 if tokens == 1 else 1, STATES)
+        for name in ("num_tokens", "tokens_max", "block_hashes", "all_token_ids"):
+            assert getattr(request, name) == getattr(short, name), (tokens, name)
+
+
 def test_E7_a_state_that_is_wrong_is_seen() -> None:
     rig = Rig(STATES)
     request = rig.add("a", 29, 12)

@@ -19,7 +19,10 @@ ROOT = Path(__file__).parent.parent
 PARTS = Geometry(BLOCK, 8, (8,), (GroupRule(),))  # two engine blocks in a block
 UNEQUAL = Geometry(32, BLOCK, (BLOCK, 32), (GroupRule(), GroupRule()))
 KINDS = re.compile(r"mamba|sliding|window|recurrent|state_space|mla(?![a-z])", re.IGNORECASE)
-NEUTRAL = ("scheduler", "offers", "requests", "client", "jobs", "loads", "worker", "link")
+NEUTRAL = (
+    *("scheduler", "offers", "requests", "handover", "tails", "transfer"),
+    *("client", "jobs", "loads", "worker", "link"),
+)
 
 
 @pytest.mark.parametrize("name", NEUTRAL)
@@ -305,3 +308,26 @@ def test_M1_a_token_counts_once_whatever_the_tiers_say() -> None:
     script.load(request, [[1, 2, 3, 4]])
     (usage,) = [step.usage for step in script.steps() if step.usage is not None]
     assert usage.hit_tokens == {"nvme": 48, "peer": 16}
+
+
+def test_O8_a_busy_engine_waits_for_a_first_ask_only() -> None:
+    script, running, request = Script(), Request("running", 8), Request("r", 33)
+    script.half.on_new_request(running)
+    script.step(running, 8, [[1]])
+    script.half.on_new_request(request)
+    script.matched(request)
+    before = script.waited_ns
+    assert before > 0
+    for _ in range(3):
+        script.step(running, 1, [[1]])
+        script.matched(request)
+    assert script.waited_ns == before
+
+
+def test_O8_an_idle_engine_waits_in_each_step_since_an_empty_one_costs_more() -> None:
+    script, request = Script(), Request("r", 33)
+    script.half.on_new_request(request)
+    for steps in range(1, 4):
+        script.matched(request)
+        assert script.waited_ns == pytest.approx(steps * MS, rel=0.01)
+        script.step()

@@ -188,17 +188,6 @@ def test_O8_a_busy_engine_waits_200_us_in_a_step() -> None:
     assert script.waited_ns == pytest.approx(400 * US, rel=0.01), "a new step, a new budget"
 
 
-def test_O8_only_the_first_ask_waits() -> None:
-    script, request = Script(), Request("r", 33)
-    script.half.on_new_request(request)
-    script.matched(request)
-    before = script.waited_ns
-    for _ in range(3):
-        script.step()
-        script.matched(request)
-    assert script.waited_ns == before
-
-
 def busy_waits(script: Script, running: Request, names: str) -> list[int]:
     """How long a busy engine waits for each of these new requests, in ns."""
     waits = []

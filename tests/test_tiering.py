@@ -119,6 +119,22 @@ class Rig:
         return [chain.key(0, index) for index in range(chain.blocks)]
 
 
+@pytest.mark.parametrize("remote", [False, True])
+def test_only_jobs_of_our_own_tiers_have_to_be_polled_for(remote: bool) -> None:
+    rig = Rig(slots=10)
+    own, other = ((), (rig.tier,)) if remote else ((rig.tier,), ())
+    tiering, chain = Tiering(rig.manager, own, 1, remote=other), rig.chain("a", 3)
+    rig.tier.keys.update(rig.keys(chain))
+    tiering.promote(chain, 3)
+    assert tiering.busy
+    assert tiering.to_poll is not remote
+    for job in list(rig.tier.jobs):
+        rig.tier.end(job)
+    tiering.poll(0)
+    assert not tiering.busy
+    assert not tiering.to_poll
+
+
 def test_a_chain_is_copied_down_parents_first_and_named() -> None:
     rig = Rig(slots=40)
     chain = rig.chain("a", 5)

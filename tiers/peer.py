@@ -7,19 +7,21 @@ release the GIL.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import msgspec
-import numpy as np
 
+from kvstore.errors import InvariantBroken, TierFull
 from kvstore.export import messages as m
-from kvstore.export.consumer import Check, Read
-from kvstore.export.consumer import Tag as Part
+from kvstore.export.fetches import Check, Read
+from kvstore.export.fetches import Tag as Part
 from kvstore.export.jobs import Tag, Write
-from kvstore.export.sums import block_sum
+from kvstore.export.sums import block_sum, copied_sum
 from kvstore.protocol import u32
-from kvstore.service.peers import (
-    BUSY_S,
+from kvstore.service.moves import (
     Arrived,
     Checked,
     Down,
@@ -31,32 +33,65 @@ from kvstore.service.peers import (
     Written,
 )
 from kvstore.types import BlockKey
-from tiers.cpu import CpuExtent
+from tiers.cpu import GENERATION_BYTES, CpuExtent
 from tiers.exporter.client import Down as Ended_
+from tiers.exporter.client import Event as Said
 from tiers.exporter.client import Exporter, Move, Settings
-from tiers.exporter.messages import Ended, Mapped, Metadata, Ready, Unmapped
+from tiers.exporter.messages import Ended, Mapped, Metadata, NotMapped, Ready, Unmapped
 from tiers.runner import Runner
 
+log = logging.getLogger(__name__)
+
 LANDING_FIRST = 1 << 30  # their extents are numbered from here, apart from those of slots
+LANDINGS_MAX = 8  # models that blocks arrive for at one time
+RETRY_NS = 1_000_000_000  # after memory could not be had
 THREADS = 2
-BATCH_BYTES = 8 << 20
+BATCH_BYTES_MIN, BATCH_BYTES_MAX = 1 << 20, 8 << 20
+BATCHES = 4  # of what is asked for at one time: the first is checked while the next is read
+
+
+def batches(count: int, block_bytes: int, wanted: int) -> Iterator[slice]:
+    """Cut blocks into so many batches of equal size, or more or fewer to be within the limits."""
+    most, least = max(1, BATCH_BYTES_MAX // block_bytes), -(-BATCH_BYTES_MIN // block_bytes)
+    step = min(most, max(least, -(-count // wanted)))
+    return (slice(at, at + step) for at in range(0, count, step))
 
 
 class Landing:
-    """Landing slots of one namespace."""
+    """Landing slots of one namespace; their memory is made when they are first wanted."""
 
-    def __init__(self, extent: int, memory: CpuExtent) -> None:
-        """extent: its number in the exporter."""
-        self.extent = extent
-        self.memory = memory
+    def __init__(self, slot_bytes: int, want: Callable[[Landing], None]) -> None:
+        """want(landing): its memory is needed."""
+        self.slot_bytes = slot_bytes
+        self.memory: CpuExtent | None = None
+        self.extent = 0  # its number
         self.base = 0  # where the exporter has it; 0: not yet
         self.metadata = b""
-        self._free = list(range(memory.count))
+        self.used_ns = 0
+        self.retry_ns: int | None = 0  # when to make it; None: it is being made, or there
+        self._want = want
+        self._free: list[int] = []
+
+    @property
+    def count(self) -> int:
+        """Count the slots there are."""
+        return 0 if self.memory is None else self.memory.count
+
+    @property
+    def used(self) -> int:
+        """Count the slots in which something arrives, or may still arrive."""
+        return self.count - len(self._free)
+
+    def open(self) -> None:
+        """Have memory made where there is none; slots can be taken some time later."""
+        self._want(self)
 
     def take(self, count: int) -> list[int]:
         """Take up to count free ones; none while the exporter has not mapped them."""
-        count = min(count, len(self._free)) if self.base else 0
-        return [self._free.pop() for _ in range(count)]
+        if not self.base:
+            self._want(self)
+            return []
+        return [self._free.pop() for _ in range(min(count, len(self._free)))]
 
     def give(self, slots: Collection[int]) -> None:
         """Give some back."""
@@ -64,11 +99,31 @@ class Landing:
 
     def region(self) -> tuple[m.Region, bytes]:
         """Say where the exporter has them, and its metadata since then."""
-        return m.Region(self.extent, self.base, self.memory.count), self.metadata
+        return m.Region(self.extent, self.base, self.count), self.metadata
 
     def view(self, slot: int) -> memoryview:
         """Return a slot's bytes."""
+        if self.memory is None:
+            raise InvariantBroken("a landing slot without memory")
         return self.memory.slot(slot)
+
+    def made(self, extent: int, memory: CpuExtent) -> None:
+        """Its memory is there."""
+        self.extent, self.memory, self._free = extent, memory, list(range(memory.count))
+
+    def unmade(self) -> CpuExtent | None:
+        """Its memory is used no more: return it."""
+        memory, self.memory = self.memory, None
+        self.base, self.retry_ns, self._free = 0, 0, []
+        return memory
+
+
+class _Transfer(msgspec.Struct, eq=False):
+    """One that is under way; digest: of the namespace that it reads for, None for a write."""
+
+    digest: str | None
+    tags: list[Tag] | list[Part]
+    wanted: int  # blocks that somebody waits for
 
 
 class _Sums(msgspec.Struct):
@@ -92,59 +147,113 @@ class _Checks(msgspec.Struct):
         return Checked(self.namespace, self.tags, [self._one(*block) for block in self.blocks])
 
     def _one(self, check: Check, landed: memoryview, slot: memoryview) -> bool:
-        # Copied first: what is summed is what will be read, whatever is written there meanwhile.
-        np.copyto(np.frombuffer(slot, np.uint8), np.frombuffer(landed, np.uint8))
-        return block_sum(self.namespace, check.key, slot) == check.sum
+        return copied_sum(self.namespace, check.key, landed, slot) == check.sum
 
     def failed(self) -> Checked:
         return Checked(self.namespace, self.tags, [False] * len(self.tags))
+
+
+class _Make(msgspec.Struct):
+    landing: Landing
+    size: int
+
+    def run(self) -> _Made:
+        try:
+            return _Made(self.landing, CpuExtent(self.size, self.landing.slot_bytes))
+        except TierFull as exc:
+            return _Made(self.landing, exc)
+
+    def failed(self) -> _Made:
+        return _Made(self.landing, TierFull("its memory could not be made"))
+
+
+class _Made(msgspec.Struct):
+    landing: Landing
+    memory: CpuExtent | TierFull
 
 
 class PeerMover:
     """Called from one thread, the store's."""
 
     def __init__(self, service: str, devices: str, landing_bytes: int) -> None:
-        """service, devices: as in exporter Settings. landing_bytes: of each namespace's slots."""
-        self._exporter = Exporter(Settings(service, devices))
+        """service, devices: as in exporter Settings. landing_bytes: of each namespace's slots.
+
+        Until wake() there is no process.
+        """
+        settings = Settings(service, devices, quarantine_bytes_max=landing_bytes)
+        self._exporter = Exporter(settings, asleep=True)
         self._landing_bytes = landing_bytes
         self._landings: dict[str, Landing] = {}
-        self._transfers: dict[int, tuple[str | None, list[Tag] | list[Part]]] = {}
+        self._leaving: dict[int, CpuExtent] = {}  # of landings, until they are unmapped
+        self._next_landing = LANDING_FIRST
+        self._now_ns = 0
+        self._transfers: dict[int, _Transfer] = {}
+        self._moving: dict[tuple[str | None, Tag | Part], int] = {}  # blocks -> their transfers
+        self._unreached: set[int] = set()  # extents that the exporter could not map
+        self._lost: list[Event] = []  # of those that were to be unmapped
         self._addresses: dict[int, int] = {}  # mapped, and peers were not told how to reach it
-        self._runner: Runner[_Sums | _Checks, Summed | Checked] = Runner(
-            "kvstore-handover", lambda job: job.run(), lambda job, _: job.failed(), THREADS
+        self._told = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # threads have results
+        self._runner: Runner[_Sums | _Checks | _Make, Summed | Checked | _Made] = Runner(
+            "kvstore-handover",
+            lambda job: job.run(),
+            lambda job, _: job.failed(),
+            THREADS,
+            lambda: os.eventfd_write(self._told, 1),
         )
 
     def fds(self) -> Iterator[int]:
-        """Return the descriptor that can be read when the exporter has said something."""
-        yield self._exporter.fileno()
+        """Go through the descriptors that can be read when poll() has something to return."""
+        yield from (self._exporter.fileno(), self._told)
 
     def wait_s(self, now_ns: int) -> float | None:
-        """Return when to call poll() at the latest; None: when the descriptor says so."""
-        return BUSY_S if self._runner.open else self._exporter.wait_s(now_ns)
+        """Return when to call poll() at the latest; None: when a descriptor says so."""
+        return self._exporter.wait_s(now_ns)
 
     def poll(self, now_ns: int) -> Sequence[Event]:
         """Return what has happened."""
-        events: list[Event] = []
+        self._now_ns = now_ns
+        events, self._lost = self._lost, []
         for event in self._exporter.poll(now_ns):
-            match event:
-                case Ready(name, metadata):
-                    events.append(Up(name, metadata))
-                case Mapped(extent, address):
-                    self._addresses[extent] = address
-                case Metadata(metadata):
-                    events += self._reachable(metadata)
-                case Unmapped(extent):
-                    events.append(Unreachable(extent))
-                case Ended(number, _, _, error):
-                    events.append(self._ended(number, ok=error is None))
-                case Ended_(reason):
-                    self._addresses.clear()
-                    for landing in self._landings.values():
-                        landing.base = 0
-                    events.append(Down(reason))
-                case _:
-                    pass  # refused peers fail their transfers; extents are mapped again
-        return [*events, *self._runner.poll()]
+            events += self._on(event)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._told)
+        for done in self._runner.poll():
+            if isinstance(done, _Made):
+                self._made(done)
+            else:
+                events.append(done)
+        return events
+
+    def _on(self, event: Said) -> Sequence[Event]:
+        match event:
+            case Ready(name, metadata):
+                return [Up(name, metadata)]
+            case Mapped(extent, address):
+                self._addresses[extent] = address
+            case Metadata(metadata):
+                return self._reachable(metadata)
+            case Unmapped(extent):
+                return self._unmapped(extent)
+            case NotMapped(extent, text):
+                log.error("peers cannot reach extent %d: %s", extent, text)
+                self._unreached.add(extent)
+            case Ended(number, _, _, error):
+                return [self._ended(number, ok=error is None)]
+            case Ended_(reason):
+                self._addresses.clear()
+                for landing in self._landings.values():
+                    landing.base = 0
+                return [Down(reason)]
+            case _:
+                pass  # refused peers fail their transfers; extents are mapped again
+        return ()
+
+    def _unmapped(self, extent: int) -> Sequence[Event]:
+        landing = self._leaving.pop(extent, None)
+        if landing is None:
+            return [Unreachable(extent)]
+        landing.close()
+        return []
 
     def _reachable(self, metadata: bytes) -> list[Reachable]:
         addresses, self._addresses = self._addresses, {}
@@ -154,10 +263,38 @@ class PeerMover:
         return [Reachable(extent, address, metadata) for extent, address in addresses.items()]
 
     def _ended(self, number: int, *, ok: bool) -> Event:
-        digest, tags = self._transfers.pop(number)
-        if digest is None:
-            return Written(tags, ok)  # type: ignore[arg-type]
-        return Arrived(digest, tags, ok)  # type: ignore[arg-type]
+        found = self._transfers.pop(number)
+        for tag in found.tags:
+            self._moving.pop((found.digest, tag), None)
+        if found.digest is None:
+            return Written(found.tags, ok)  # type: ignore[arg-type]
+        return Arrived(found.digest, found.tags, ok)  # type: ignore[arg-type]
+
+    def _start(self, move: Move, digest: str | None, tags: list[Tag] | list[Part]) -> None:
+        number = self._exporter.start(move)
+        self._transfers[number] = _Transfer(digest, tags, len(tags))
+        self._moving.update(dict.fromkeys(((digest, tag) for tag in tags), number))
+
+    def abandon(self, digest: str | None, tag: Tag | Part) -> None:
+        """Nobody waits for a block any more; a transfer without any others is abandoned."""
+        number = self._moving.pop((digest, tag), None)
+        if number is not None:
+            self._transfers[number].wanted -= 1
+            if not self._transfers[number].wanted:
+                self._exporter.abandon(number)
+
+    def wake(self) -> None:
+        """Start the exporter, unless it runs."""
+        self._exporter.wake()
+
+    @property
+    def abandoned_bytes(self) -> int:
+        """Memory of transfers of ours that nobody waits for and that have not ended."""
+        return self._exporter.quarantined_bytes
+
+    def restart(self, why: str) -> None:
+        """Start the exporter afresh."""
+        self._exporter.restart(why)
 
     def export(self, extent: int, fd: int, size: int) -> None:
         """Let peers read an extent."""
@@ -165,38 +302,72 @@ class PeerMover:
 
     def unexport(self, extent: int) -> None:
         """Have Unreachable come once no transfer uses an extent."""
-        self._exporter.unmap(extent)
+        if extent in self._unreached:
+            self._unreached.discard(extent)
+            self._lost.append(Unreachable(extent))
+        else:
+            self._exporter.unmap(extent)
 
     def landing(self, namespace: str, slot_bytes: int) -> Landing:
-        """Return a namespace's landing slots, made at the first call. Raises TierFull."""
-        found = self._landings.get(namespace)
-        if found is None:
-            memory = CpuExtent(max(self._landing_bytes, 2 * slot_bytes), slot_bytes)
-            number = LANDING_FIRST + len(self._landings)
-            found = self._landings[namespace] = Landing(number, memory)
-            self._exporter.map(number, memory.fd, memory.count * slot_bytes, writable=True)
-        return found
+        """Return a namespace's landing slots."""
+        if namespace not in self._landings:
+            self._landings[namespace] = Landing(slot_bytes, self._want)
+        return self._landings[namespace]
+
+    def _want(self, landing: Landing) -> None:
+        """Make a landing's memory, as soon as the cap has room for it."""
+        landing.used_ns = self._now_ns
+        if landing.retry_ns is None or self._now_ns < landing.retry_ns:
+            return
+        landing.retry_ns = self._now_ns + RETRY_NS
+        there = [found for found in self._landings.values() if found.retry_ns is None]
+        if len(there) + len(self._leaving) >= LANDINGS_MAX:
+            idle = [found for found in there if found.memory is not None and not found.used]
+            if idle and not self._leaving:
+                self._give_up(min(idle, key=lambda found: found.used_ns))
+            landing.retry_ns = self._now_ns
+            return
+        landing.retry_ns = None
+        size = max(self._landing_bytes, 2 * (landing.slot_bytes + GENERATION_BYTES))
+        self._runner.submit(_Make(landing, size))
+
+    def _made(self, made: _Made) -> None:
+        landing, memory = made.landing, made.memory
+        if isinstance(memory, TierFull):
+            log.error("no landing memory: %s", memory)
+            landing.retry_ns = self._now_ns + RETRY_NS
+            return
+        number, self._next_landing = self._next_landing, self._next_landing + 1
+        landing.made(number, memory)
+        self._exporter.map(number, memory.fd, memory.count * memory.slot_bytes, writable=True)
+
+    def _give_up(self, landing: Landing) -> None:
+        """Let another namespace have the memory of a landing that is not used."""
+        memory = landing.unmade()
+        if memory is not None:
+            self._leaving[landing.extent] = memory
+            self.unexport(landing.extent)
 
     def add_peer(self, agent: str, metadata: bytes) -> None:
         """Learn how to reach a peer's exporter now."""
         self._exporter.add_peer(agent, metadata)
 
+    def remove_peer(self, agent: str) -> None:
+        """Forget a peer's exporter; what is open with it fails."""
+        self._exporter.remove_peer(agent)
+
     def sum(
         self, tags: list[Tag], namespace: str, blocks: list[tuple[BlockKey, memoryview]]
     ) -> None:
         """Take checksums, some blocks at a time."""
-        step = max(1, BATCH_BYTES // len(blocks[0][1]))
-        for at in range(0, len(tags), step):
-            part = slice(at, at + step)
+        for part in batches(len(tags), len(blocks[0][1]), BATCHES):
             self._runner.submit(_Sums(tags[part], namespace, blocks[part]))
 
     def check(
         self, tags: list[Part], namespace: str, blocks: list[tuple[Check, memoryview, memoryview]]
     ) -> None:
         """Copy landed blocks into their slots and take their checksums there."""
-        step = max(1, BATCH_BYTES // len(blocks[0][1]))
-        for at in range(0, len(tags), step):
-            part = slice(at, at + step)
+        for part in batches(len(tags), len(blocks[0][1]), THREADS):
             self._runner.submit(_Checks(tags[part], namespace, blocks[part]))
 
     def write(self, tags: list[Tag], agent: str, write: Write) -> None:
@@ -206,22 +377,28 @@ class PeerMover:
         move = Move(
             agent, True, write.extent, region.base, region.slots * size, size, local, remote
         )
-        self._transfers[self._exporter.start(move)] = (None, tags)
+        self._start(move, None, tags)
 
     def read(self, tags: list[Part], agent: str, digest: str, read: Read) -> None:
-        """Read a peer's slots into landing slots."""
+        """Read a peer's slots into landing slots, some at a time."""
         landing, region = self._landings[digest], read.region
-        size = landing.memory.slot_bytes
-        local, remote = u32(read.landing), u32(read.numbers)
-        move = Move(
-            agent, False, landing.extent, region.base, region.slots * size, size, local, remote
-        )
-        self._transfers[self._exporter.start(move)] = (digest, tags)
+        size = landing.slot_bytes
+        for part in batches(len(tags), size, BATCHES):
+            local, remote = u32(read.landing[part]), u32(read.numbers[part])
+            move = Move(
+                agent, False, landing.extent, region.base, region.slots * size, size, local, remote
+            )
+            self._start(move, digest, tags[part])
 
     def close(self) -> None:
         """End the process and the threads, and free the landing slots."""
         self._exporter.close()
         self._runner.close()
-        for landing in self._landings.values():
-            landing.memory.close()
+        os.close(self._told)
+        memories: list[object] = [landing.unmade() for landing in self._landings.values()]
+        memories += [done.memory for done in self._runner.poll() if isinstance(done, _Made)]
+        for memory in (*memories, *self._leaving.values()):
+            if isinstance(memory, CpuExtent):
+                memory.close()
         self._landings.clear()
+        self._leaving.clear()

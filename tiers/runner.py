@@ -30,9 +30,14 @@ class Runner(Generic[J, R]):
         work: Callable[[J], R | None],
         failed: Callable[[J, Exception], R],
         threads: int = 1,
+        told: Callable[[], None] | None = None,
     ) -> None:
-        """failed(job, error): the result of a job whose work raised."""
+        """failed(job, error): the result of a job whose work raised.
+
+        told(): called on a thread when there is a result for poll().
+        """
         self._work = work
+        self._told = told
         self._failed = failed
         self._jobs: deque[J] = deque()
         self._again: deque[tuple[float, J]] = deque()  # with when to call
@@ -117,3 +122,5 @@ class Runner(Generic[J, R]):
                 self._results.append(result)
                 self._open -= 1
                 self._changed.notify_all()
+            if self._told is not None:
+                self._told()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -46,6 +46,7 @@ class Request:
     ) -> None:
         self.request_id = request_id
         self.block_hashes = hashes
+        self.all_token_ids: Sequence[int] = ()  # of no use: nothing is handed over
         self.num_tokens = len(hashes) * BLOCK_TOKENS + rest_tokens
         self.num_computed_tokens = 0
         self.tokens_max = self.num_tokens + output_tokens

@@ -118,7 +118,9 @@ class Book:
         self.failed.discard(request_id)
         request.state = State.DONE
         self.finished.append(request_id)
-        delay = self.connector.request_finished(request_id, self.tables.shown(request, 0))
+        end = 0 if request.in_flight else request.num_computed_tokens
+        table = self.tables.shown(request, end, last=True)
+        delay = self.connector.request_finished(request_id, table)
         if delay:
             self.counts["delayed_frees"] += 1
             self.reports.expect_send(request_id)

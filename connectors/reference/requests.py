@@ -61,6 +61,21 @@ class Request:
         self._hash_tokens = shape.hash_tokens
 
     @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Its tokens; behind those that the scheduler knows there may be more."""
+        return self.text.tokens
+
+    def leave_out_last(self) -> None:
+        """Compute all but the prompt's last token, and sample one: another engine goes on there.
+
+        To be called before it is added to an engine.
+        """
+        if self.num_tokens > 1:
+            self.num_tokens -= 1
+            self.tokens_max = self.num_tokens + 1
+            self.text.cut(self.num_tokens)
+
+    @property
     def order(self) -> tuple[int, int]:
         """The largest is preempted first where priorities count."""
         return self.priority, self.arrival

@@ -11,6 +11,7 @@ from connectors.requests import Geometry
 from kvstore.types import GroupRule, window_rule
 
 WORD_BYTES = 4
+HASH_BYTES = 16  # of a block's hash
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -119,7 +120,7 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
     def rules(self) -> tuple[GroupRule, ...]:
         """Which blocks a hit needs, by group."""
         return tuple(
-            GroupRule(1)
+            GroupRule(1, exact=True)
             if group.state
             else GroupRule()
             if group.window is None
@@ -130,4 +131,5 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def geometry(self) -> Geometry:
         """What the scheduler half knows of it."""
-        return Geometry(self.block_tokens, self.hash_tokens, self.group_tokens, self.rules)
+        sizes, width = self.group_tokens, HASH_BYTES
+        return Geometry(self.block_tokens, self.hash_tokens, sizes, self.rules, width)

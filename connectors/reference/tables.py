@@ -180,18 +180,20 @@ class Tables:
         for blocks in tables:
             self.pool.release(blocks)
 
-    def shown(self, request: Request, end: int) -> list[list[int]]:
+    def shown(self, request: Request, end: int, *, last: bool = False) -> list[list[int]]:
         """Return a table as the connector may see it in a step that ends at token `end`.
 
-        States are shown only where they are whole.
+        States are shown only where they are whole. last: no step follows, so that they are
+        whole wherever it ended.
         """
         if not self._shape.has_state:
             return request.table
         tables = list(request.table)
         for group, kind in enumerate(self._shape.groups):
             if kind.state:
-                table = [0] * len(tables[group])
-                if end and end % self._shape.block_tokens == 0 and end // kind.tokens <= len(table):
-                    table[end // kind.tokens - 1] = tables[group][end // kind.tokens - 1]
+                table, index = [0] * len(tables[group]), -(-end // kind.tokens) - 1
+                whole = last or end % self._shape.block_tokens == 0
+                if end and whole and index < len(table):
+                    table[index] = tables[group][index]
                 tables[group] = table
         return tables

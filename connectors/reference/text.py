@@ -16,7 +16,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from connectors.reference.shape import WORD_BYTES, Shape
+from connectors.reference.shape import HASH_BYTES, WORD_BYTES, Shape
 
 VOCABULARY = 50
 JUNK = (0xDEADBEEF).to_bytes(WORD_BYTES, "little")  # mark of what a rejected draft leaves behind
@@ -67,8 +67,8 @@ class Text:
         return token
 
     def cut(self, count: int) -> None:
-        """Forget the tokens from number `count` on."""
-        del self.tokens[count:], self._marks[count:]
+        """Forget the tokens from number `count` on, and what hashes there are of them."""
+        del self.tokens[count:], self._marks[count:], self.hashes[count // self._hash_tokens :]
 
     def know(self, count: int) -> None:
         """Hash the full blocks among the first `count` tokens."""
@@ -77,7 +77,7 @@ class Text:
             first = len(self.hashes) * size
             before = self.hashes[-1] if self.hashes else b""
             data = before + bytes(self.tokens[first : first + size])
-            self.hashes.append(hashlib.blake2b(data, digest_size=16).digest())
+            self.hashes.append(hashlib.blake2b(data, digest_size=HASH_BYTES).digest())
 
     def marks(self, first: int, end: int) -> bytes:
         """Return the marks of tokens first..end-1, as u32."""

@@ -17,7 +17,10 @@ RESAMPLES = 4000
 CONFIDENCE = 0.9
 WHOLE_FROM = 10_000  # with four digits these would be shown with an exponent
 IN_OTHER_COLUMNS = ("against", "difference_ms", "ratio_low", "ratio_high")
-IN_JSON_ONLY = ("value_low", "value_high", "reference_low", "reference_high")
+IN_JSON_ONLY = (
+    *("value_low", "value_high", "reference_low", "reference_high"),
+    "cpu_us_by_process",
+)
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):

@@ -135,7 +135,7 @@ class StoreProcess:
 
 
 def free_port() -> int:
-    """Find a TCP port that nobody has at this moment."""
+    """Return a port that nobody listens on now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

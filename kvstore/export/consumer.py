@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
 
 import msgspec
 
 from kvstore.errors import ProtocolError, TierIOError
 from kvstore.export import messages as m
+from kvstore.export.fetches import Check, Landing, Read, Tag, Work
 from kvstore.protocol import Message, from_u32, u32
 from kvstore.types import BlockKey, Chain, JobId, JobResult, LookupResult, Slot, TransferJob
 
@@ -32,60 +32,9 @@ STALL_NS = 10_000_000_000
 LEASE_MS = 30_000
 TIERS = ("cpu", "nvme", "prefill")  # of a peer's, and how they are counted
 OTHER = "other"
+REGIONS_MAX = 1 << 16  # of all peers: whoever names one more loses its first
 
 Send = Callable[[int, Message], None]
-
-
-class Tag(msgspec.Struct, frozen=True):
-    """Names one block of a fetch to whoever works on it."""
-
-    fetch: int
-    position: int
-
-
-class Read(msgspec.Struct, frozen=True):
-    """Slots of one of a peer's extents, and the landing slots that they are read into."""
-
-    region: m.Region
-    numbers: list[int]
-    landing: list[int]
-
-
-class Check(msgspec.Struct, frozen=True):
-    """A landed block: what it has to be, and where it goes if it is."""
-
-    key: BlockKey
-    landing: int
-    sum: int
-    slot: Slot
-
-
-class Work(Protocol):
-    """What takes time and is done elsewhere: each call has one answer, by its tags, later."""
-
-    def read(self, tags: list[Tag], peer: int, read: Read) -> None:
-        """Read a peer's slots; the answer is Consumer.moved."""
-        ...
-
-    def check(self, tags: list[Tag], blocks: list[Check]) -> None:
-        """Copy landed blocks to their slots if their sums are right; the answer: checked."""
-        ...
-
-
-class Landing(Protocol):
-    """Slots that only we and the exporters touch, under a cap in bytes."""
-
-    def take(self, count: int) -> list[int]:
-        """Take up to count free ones."""
-        ...
-
-    def give(self, slots: Collection[int]) -> None:
-        """Give some back."""
-        ...
-
-    def region(self) -> tuple[m.Region, bytes]:
-        """Say where our exporter has them, and its metadata since then."""
-        ...
 
 
 class State(enum.Enum):
@@ -123,6 +72,7 @@ class Fetch(msgspec.Struct, eq=False):
     heard_ns: int
     extend_ns: int
     left: int  # blocks that are not DONE
+    request: str = ""
     offered: bool = False
     released: bool = False
     tiers: dict[int, str] = {}  # position -> the peer's tier
@@ -137,22 +87,21 @@ class _Load(msgspec.Struct, eq=False):
 class Consumer:
     """All fetches into one namespace. To its tiering it is a tier: what was offered is here."""
 
-    def __init__(
-        self, work: Work, landing: Landing, send: Send, groups: int, lease_ms: int = LEASE_MS
-    ) -> None:
+    def __init__(self, work: Work, landing: Landing, send: Send, groups: int) -> None:
         """groups: KV groups of the namespace."""
         self.name = "peer"
         self._work = work
         self._landing = landing
         self._send = send
         self._groups = groups
-        self._lease_ms = lease_ms
+        self._lease_ms = LEASE_MS
         self._fetches: dict[int, Fetch] = {}
         self._located: dict[BlockKey, Tag] = {}
         self._regions: dict[tuple[int, int], m.Region] = {}  # by peer and extent
         self._loads: dict[JobId, _Load] = {}
-        self._claimed: list[Tag] = []  # that wait for a landing slot, and what else they need
+        self._movable: deque[Tag] = deque()  # claimed, and they lack nothing but a landing slot
         self._results: list[JobResult] = []
+        self._landing_of: Counter[int] = Counter()  # slots that fetches from a peer use
         self._introduced: dict[int, bytes] = {}  # peers that know our exporter's metadata
         self._late_reads: dict[Tag, int] = {}  # landing slots that a read may still fill
         self._late_writes: dict[int, list[int]] = {}  # by fetch: those that its peer may write
@@ -166,11 +115,14 @@ class Consumer:
     def want(self, peer: int, want: m.Want, now_ns: int) -> int:
         """Ask a peer for blocks; return the fetch's number, which is the message's job, too."""
         self._now_ns = now_ns
+        self._landing.open()
         chain = Chain(want.hashes, want.width, self._groups, want.scope)
         number, self._next = self._next, self._next + 1
         blocks = [Block(chain.key(g, index)) for g, index in m.wanted_of(want, self._groups)]
         extend_ns = now_ns + self._lease_ms * 1_000_000 // 3
-        fetch = Fetch(number, peer, blocks, want.push, now_ns, now_ns, extend_ns, len(blocks))
+        fetch = Fetch(
+            number, peer, blocks, want.push, now_ns, now_ns, extend_ns, len(blocks), want.request
+        )
         self._fetches[number] = fetch
         for position, block in enumerate(blocks):
             self._located.setdefault(block.key, Tag(number, position))
@@ -193,6 +145,17 @@ class Consumer:
             return {}
         return dict(fetch.tiers) if fetch.offered else None
 
+    def withdraw(self, request: str) -> None:
+        """A request wants nothing more; what is being loaded already comes."""
+        for number in [n for n, fetch in self._fetches.items() if fetch.request == request]:
+            self.claimed(number)
+
+    def heard(self, peer: int, now_ns: int, patience_ns: int = 0) -> None:
+        """A peer is there, or it takes so much longer until it can answer."""
+        for fetch in self._fetches.values():
+            if fetch.peer == peer:
+                fetch.heard_ns = now_ns + patience_ns
+
     # What a producer says
 
     def on_message(self, peer: int, message: Message, now_ns: int) -> None:
@@ -201,7 +164,7 @@ class Consumer:
         if not isinstance(message, m.Offer | m.Have | m.Valid | m.End):
             raise ProtocolError(f"{type(message).__name__} is not for a consumer")
         if isinstance(message, m.Have):  # they are told once, whatever they were told with
-            self._regions |= {(peer, region.extent): region for region in message.regions}
+            self._learn(peer, message.regions)
         fetch = self._fetches.get(message.job)
         if fetch is None:  # given up before
             if isinstance(message, m.End):
@@ -220,6 +183,13 @@ class Consumer:
             self._fail(fetch, "ended")
             self._written_no_more(message)
         self._settle(fetch)
+
+    def _learn(self, peer: int, regions: Sequence[m.Region]) -> None:
+        self._regions |= {(peer, region.extent): region for region in regions}
+        if len(self._regions) > REGIONS_MAX:
+            of_peer = [at for at in self._regions if at[0] == peer]
+            for at in of_peer[: len(self._regions) - REGIONS_MAX]:
+                del self._regions[at]
 
     def _written_no_more(self, end: m.End) -> None:
         if end.reason != m.LEASE_OVER:
@@ -241,6 +211,15 @@ class Consumer:
         return bool(self._fetches)
 
     @property
+    def open(self) -> int:
+        """Count what is wanted."""
+        return len(self._fetches)
+
+    def asked(self) -> set[int]:
+        """Return the peers that something is wanted of."""
+        return {fetch.peer for fetch in self._fetches.values()}
+
+    @property
     def quarantined(self) -> int:
         """Count the landing slots that were given up while something may still write them."""
         return len(self._late_reads) + sum(map(len, self._late_writes.values()))
@@ -253,6 +232,7 @@ class Consumer:
             self._fail(fetch, "lost")
             fetch.released = True
             self._settle(fetch)
+        self._landing_of = +self._landing_of
 
     def _offer(self, fetch: Fetch, offer: m.Offer) -> None:
         offered = m.positions_of(offer.positions, len(fetch.blocks))
@@ -265,7 +245,8 @@ class Consumer:
             if tier >= len(offer.tiers):
                 raise ProtocolError(f"tier {tier}, expected below {len(offer.tiers)}")
             fetch.tiers[position] = offer.tiers[tier]
-            fetch.blocks[position].state = State.OFFERED
+            if fetch.blocks[position].state is State.WANTED:  # else it was given up before
+                fetch.blocks[position].state = State.OFFERED
         for position, block in enumerate(fetch.blocks):
             if block.state is State.WANTED:
                 self._done(fetch, position, ok=False)
@@ -284,11 +265,12 @@ class Consumer:
                 raise ProtocolError(
                     f"slot {slot} of extent {extent}, which is not known or shorter"
                 )
+            if not fetch.push and block.place is None and block.state is State.CLAIMED:
+                self._movable.append(Tag(fetch.number, position))
             block.place, block.sum = (extent, slot), sums[number]
             if fetch.push and block.state is State.MOVING:
                 landed.append(position)
         self._check(fetch, landed)
-        self._move()
 
     def _valid(self, fetch: Fetch, valid: m.Valid) -> None:
         positions = m.positions_of(valid.positions, len(fetch.blocks))
@@ -316,7 +298,7 @@ class Consumer:
         self._move()
 
     def moved(self, tags: Sequence[Tag], *, ok: bool) -> None:
-        """A read into landing slots has ended."""
+        """A read of one fetch into landing slots has ended."""
         late = [self._late_reads.pop(tag) for tag in tags if tag in self._late_reads]
         self._landing.give(late)
         fetch = self._fetches.get(tags[0].fetch)
@@ -340,12 +322,16 @@ class Consumer:
             if ok and not fetch.released:
                 block.state = State.CHECKED
                 confirm.append(tag.position)
+                if block.landing is not None:
+                    self._landing.give([block.landing])
+                    block.landing = None
             else:
                 self.counts["corrupt"] += not ok
                 self._done(fetch, tag.position, ok=False)
         if confirm:
             self._send(fetch.peer, m.Confirm(fetch.number, u32(confirm)))
         self._settle(fetch)
+        self._move()
 
     # As a tier
 
@@ -368,7 +354,8 @@ class Consumer:
                 self._loaded((job.job_id, position), ok=False)
                 continue
             block.state, block.slot, block.load = State.CLAIMED, slot, (job.job_id, position)
-            self._claimed.append(tag)
+            if block.place is not None or self._fetches[tag.fetch].push:
+                self._movable.append(tag)
         self._move()
 
     def poll(self) -> list[JobResult]:
@@ -406,34 +393,38 @@ class Consumer:
     # Of one fetch
 
     def _move(self) -> None:
-        """Start what can be moved now into free landing slots, in the order of the loads."""
-        waiting, self._claimed = self._claimed, []
-        reads: dict[tuple[int, m.Region], tuple[list[Tag], Read]] = {}
+        """Start what can be moved now into free landing slots, in the order that it came."""
+        waiting = self._movable
+        free = self._landing.take(len(waiting)) if waiting else []
+        share = max(1, self._landing.count * 3 // 4)  # others land beside a peer that hangs
+        above: list[Tag] = []  # of peers that have their share
+        reads: dict[tuple[int, m.Region], tuple[int, list[Tag], Read]] = {}  # by fetch
         lands: dict[int, tuple[list[int], list[int]]] = {}
-        for at, tag in enumerate(waiting):
+        while waiting and free:
+            tag = waiting.popleft()
             fetch = self._fetches.get(tag.fetch)
             block = None if fetch is None else fetch.blocks[tag.position]
             if fetch is None or block is None or block.state is not State.CLAIMED:
                 continue
-            if not fetch.push and block.place is None:
-                self._claimed.append(tag)
+            if self._landing_of[fetch.peer] >= share:
+                above.append(tag)
                 continue
-            landing = self._landing.take(1)
-            if not landing:
-                self._claimed += waiting[at:]
-                break
-            block.state, (block.landing,) = State.MOVING, landing
+            block.state, block.landing = State.MOVING, free.pop()
+            self._landing_of[fetch.peer] += 1
             if fetch.push:
                 positions, slots = lands.setdefault(fetch.number, ([], []))
                 positions.append(tag.position)
-                slots += landing
+                slots.append(block.landing)
             elif block.place is not None:
                 region = self._regions[fetch.peer, block.place[0]]
-                tags, read = reads.setdefault((fetch.peer, region), ([], Read(region, [], [])))
+                new: tuple[int, list[Tag], Read] = (fetch.peer, [], Read(region, [], []))
+                _, tags, read = reads.setdefault((fetch.number, region), new)
                 tags.append(tag)
                 read.numbers.append(block.place[1])
-                read.landing.extend(landing)
-        for (peer, _), (tags, read) in reads.items():
+                read.landing.append(block.landing)
+        self._landing.give(free)
+        waiting.extendleft(reversed(above))
+        for peer, tags, read in reads.values():
             self._work.read(tags, peer, read)
         for number, (positions, slots) in lands.items():
             peer, (region, metadata) = self._fetches[number].peer, self._landing.region()
@@ -456,12 +447,14 @@ class Consumer:
         """A block is ready, or will not be; nothing of ours uses its slots any more."""
         block = fetch.blocks[position]
         if block.landing is not None:
+            self._landing_of[fetch.peer] -= 1
             if block.state is not State.MOVING:
                 self._landing.give([block.landing])
             elif fetch.push:
                 self._late_writes.setdefault(fetch.number, []).append(block.landing)
             else:
                 self._late_reads[Tag(fetch.number, position)] = block.landing
+                self._work.abandon(Tag(fetch.number, position))
         block.state, block.landing = State.DONE, None
         fetch.left -= 1
         if self._located.get(block.key) == Tag(fetch.number, position):

@@ -60,6 +60,10 @@ class Work(Protocol):
         """Write slots of one of our extents to a peer; the answer is Producer.written."""
         ...
 
+    def abandon(self, tag: Tag) -> None:
+        """Nobody waits for a write any more: what has not begun is not begun; written() comes."""
+        ...
+
     def region(self, extent: int) -> tuple[m.Region, bytes] | None:
         """Say where the exporter has an extent, and its metadata then; None: not yet."""
         ...
@@ -102,19 +106,24 @@ class Block(msgspec.Struct, eq=False):
 
 
 class Job(msgspec.Struct, eq=False):
-    """What a consumer wants in one go; over: its lease has ended."""
+    """What a consumer wants in one go; over: its lease has ended.
+
+    offer_ns: until when an offer may wait; None: it was made. order: of the blocks, by the index
+    in their chain.
+    """
 
     number: int
     blocks: list[Block]
     request: str
     push: bool
     deadline_ns: int
+    offer_ns: int | None
+    order: list[tuple[int, int]]
     awaited: deque[int] = msgspec.field(default_factory=deque)  # positions, first blocks first
     news: list[int] = []  # positions to tell
     unsummed: list[int] = []  # and those whose sums are to be asked for
     unwritten: list[int] = []  # and those to write
     left: int = 0  # blocks that are not DONE
-    confirmed: int = 0
     over: bool = False
     released: bool = False
 
@@ -127,5 +136,11 @@ class Peer(msgspec.Struct, eq=False):
     agent: str
     jobs: dict[int, Job] = {}
     held_bytes: int = 0
+    blocks: int = 0  # of its jobs
     regions: set[int] = set()  # extents it was told about
     closed: bool = False
+
+
+def tags_of(peer: Peer, job: Job, positions: list[int]) -> list[Tag]:
+    """Name blocks of a job."""
+    return [Tag(peer.number, job.number, position) for position in positions]

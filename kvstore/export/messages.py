@@ -17,12 +17,16 @@ its content key and the generation of its slot, never by a bare slot.
 To be pushed, the consumer sends Land(job, positions, landing slots) as it has room, and Have
 comes once the producer has written them. Extend(job) is the heartbeat. End(job) says that no
 more will come. Durations travel, clocks are never compared.
+
+A request that waits at the consumer is spoken of by its name, without Hello: Keep(request) is its
+heartbeat, Done(request) says that what is held for it is not wanted any more, Noted answers that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -33,6 +37,16 @@ from kvstore.types import GroupRule
 VERSION = 1
 MESSAGE_BYTES_MAX = 16 << 20
 JOB_BLOCKS_MAX = 1 << 16
+LEASE_MS_MAX = 600_000
+CONSUMERS_MAX = 1024  # of one request
+REGIONS_MAX = 1 << 12
+TEXT_MAX = 4096
+
+# What a store keeps of a peer is small.
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
+Traits = Annotated[dict[Name, Text], msgspec.Meta(max_length=64)]
+Metadata = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -56,16 +70,16 @@ class Hello(Message, frozen=True):
     """
 
     version: int
-    namespace: str
-    traits: dict[str, str]
-    agent: str = ""
-    metadata: bytes = b""
+    namespace: Name
+    traits: Traits
+    agent: Name = ""
+    metadata: Metadata = b""
 
 
 class Locate(Message, frozen=True):
     """Ask which blocks are held for a request that was handed over."""
 
-    request: str
+    request: Text
 
 
 class Want(Message, frozen=True):
@@ -79,7 +93,7 @@ class Want(Message, frozen=True):
     width: int
     indices: tuple[bytes, ...]
     scope: bytes = b""
-    request: str = ""
+    request: Text = ""
     lease_ms: int = 30_000
     push: bool = False
 
@@ -94,7 +108,7 @@ class Land(Message, frozen=True):
     region: Region
     positions: bytes
     slots: bytes
-    metadata: bytes = b""
+    metadata: Metadata = b""
 
 
 class Confirm(Message, frozen=True):
@@ -117,18 +131,39 @@ class Release(Message, frozen=True):
     job: int
 
 
+class Keep(Message, frozen=True):
+    """Heartbeat of a request that waits here: hold for so long what is held for it."""
+
+    namespace: Name
+    request: Text
+    lease_ms: int
+
+
+class Done(Message, frozen=True):
+    """One of a request's consumers wants nothing more of it; repeats do not count."""
+
+    namespace: Name
+    request: Text
+    rank: int = 0
+    consumers: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.consumers <= CONSUMERS_MAX:
+            raise ValueError(f"rank {self.rank} of {self.consumers}, at most {CONSUMERS_MAX}")
+
+
 class Welcome(Message, frozen=True):
     """The namespaces agree; traits: what decides the bytes here."""
 
-    agent: str
-    metadata: bytes
-    traits: dict[str, str] = msgspec.field(default_factory=dict)
+    agent: Name
+    metadata: Metadata
+    traits: Traits = msgspec.field(default_factory=dict)
 
 
 class Refused(Message, frozen=True):
     """No hand-over; retry: asking again can help. job 0: the whole session."""
 
-    reason: str
+    reason: Text
     retry: bool = False
     job: int = 0
 
@@ -136,9 +171,9 @@ class Refused(Message, frozen=True):
 class Located(Message, frozen=True):
     """Answer to Locate; state: "held" (its keys follow), "running" or "unknown"."""
 
-    request: str
-    state: str
-    keys: tuple[bytes, ...] = ()
+    request: Text
+    state: Literal["held", "running", "unknown"]
+    keys: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=JOB_BLOCKS_MAX)] = ()
 
 
 class Offer(Message, frozen=True):
@@ -146,7 +181,7 @@ class Offer(Message, frozen=True):
 
     job: int
     positions: bytes
-    tiers: tuple[str, ...]
+    tiers: Annotated[tuple[Name, ...], msgspec.Meta(max_length=256)]
     which: bytes  # u8 for each position: index into tiers
 
 
@@ -162,8 +197,8 @@ class Have(Message, frozen=True):
     places: bytes
     generations: bytes
     sums: bytes
-    regions: tuple[Region, ...] = ()
-    metadata: bytes = b""
+    regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=REGIONS_MAX)] = ()
+    metadata: Metadata = b""
 
 
 class Valid(Message, frozen=True):
@@ -183,11 +218,27 @@ class End(Message, frozen=True):
     """
 
     job: int
-    reason: str
+    reason: Text
 
 
-ToProducer = Hello | Locate | Want | Land | Confirm | Extend | Release
-ToConsumer = Welcome | Refused | Located | Offer | Have | Valid | End
+class Starting(Message, frozen=True):
+    """Welcome comes later: the exporter at this side is being started."""
+
+
+class Noted(Message, frozen=True):
+    """The answer to Done.
+
+    "waits": the request still runs, or other consumers have not reported; "released": nothing is
+    held; "gone": it ended without blocks; "lapsed": its lease was over before; "unknown",
+    "ambiguous": refused.
+    """
+
+    request: Text
+    state: Literal["waits", "released", "gone", "lapsed", "unknown", "ambiguous"]
+
+
+ToProducer = Hello | Locate | Want | Land | Confirm | Extend | Release | Keep | Done
+ToConsumer = Welcome | Starting | Refused | Located | Offer | Have | Valid | End | Noted
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -217,10 +268,18 @@ def _decode(decoder: msgspec.msgpack.Decoder[Message], data: bytes) -> Message:
         raise ProtocolError(f"not a message of side channel {VERSION}: {exc}") from exc
 
 
+def lease_ns(lease_ms: int) -> int:
+    """Return a lease in nanoseconds. Raises ProtocolError for one that is too long, or none."""
+    if not 0 < lease_ms <= LEASE_MS_MAX:
+        raise ProtocolError(f"a lease of {lease_ms} ms, expected 1 to {LEASE_MS_MAX}")
+    return lease_ms * 1_000_000
+
+
 def clip(rule: GroupRule, blocks: int) -> range:
     """Return which of a group's blocks are handed over: all, or those that what comes next needs.
 
-    A window's are one more than its trailing blocks, since it may begin inside of one.
+    A window's are one more than its trailing blocks, since it may begin inside of one. A state's
+    are two: the last one, and the one that is left if that cannot be had.
     """
     return range(0 if rule.trailing is None else max(0, blocks - rule.trailing - 1), blocks)
 

@@ -19,19 +19,21 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
+from kvstore.export.difference import difference
 from kvstore.export.hands import Hands
-from kvstore.export.jobs import BUSY, Block, Job, Peer, Source, State, Tag, Work, Write
+from kvstore.export.jobs import BUSY, Block, Job, Peer, Source, State, Tag, Work, Write, tags_of
 from kvstore.protocol import Message, from_u32, u32
 from kvstore.tier import Tier
 from kvstore.types import BlockKey, Chain, LookupResult
 
 GRACE_NS = 5_000_000_000
-LEASE_MS_MAX = 600_000
+UNKNOWN_NS = 300_000_000  # a router sends a request to both engines at once, say
 JOBS_MAX = 1024  # of one peer
+BLOCKS_MAX = 1 << 20  # wanted by one peer at one time
 MEMORY, PREFILL = "cpu", "prefill"
 
 Send = Callable[[int, Message], None]
@@ -42,27 +44,30 @@ class Producer:
 
     def __init__(
         self,
-        find: Callable[[str], tuple[Source, dict[str, str]] | None],
+        served: Callable[[], Mapping[str, Source]],
         exporter: Callable[[], tuple[str, bytes] | None],
         work: Work,
         send: Send,
         held_bytes_max: int,
+        meet: Callable[[int, str, bytes], None],
     ) -> None:
-        """find(namespace digest): what is served, and its traits. exporter(): agent and metadata.
+        """served(): namespaces by digest. exporter(): agent and metadata; None while there is none.
 
-        Both are None while there is none.
-        held_bytes_max: for each peer, of what is held for it at one time, and of what is held for
-            requests whose peer has not asked yet.
+        held_bytes_max: for each peer, of what is held for it at one time, half of what is held for
+            all of them, and of what is held for requests whose peer has not asked yet.
+        meet(peer, agent, metadata): a peer is welcome, and has this exporter.
         """
-        self._find = find
+        self._served = served
         self._exporter = exporter
         self._work = work
         self._send = send
         self._held_bytes_max = held_bytes_max
+        self._meet = meet
+        self.held_bytes = 0  # memory that is held for peers
         self._peers: dict[int, Peer] = {}
         self._early: dict[int, m.Hello] = {}  # who came before the exporter was there
-        self.hands = Hands(held_bytes_max)
         self.counts: Counter[str] = Counter()
+        self.hands = Hands(held_bytes_max, self.counts)
 
     # What a consumer says
 
@@ -70,6 +75,9 @@ class Producer:
         """Act on one message of a peer. Raises ProtocolError for a wrong one."""
         if isinstance(message, m.Hello):
             self._hello(number, message)
+            return
+        if isinstance(message, m.Keep | m.Done):
+            self._of_request(number, message, now_ns)
             return
         peer = self._peers.get(number)
         if peer is None or peer.closed:
@@ -83,6 +91,15 @@ class Producer:
             self._of_job(peer, message, now_ns)
         else:
             raise ProtocolError(f"{type(message).__name__} is not for a producer")
+
+    def _of_request(self, number: int, message: m.Keep | m.Done, now_ns: int) -> None:
+        source = self._served().get(message.namespace)
+        manager = None if source is None else source.manager
+        if isinstance(message, m.Keep):
+            self.hands.keep(manager, message.request, now_ns + m.lease_ns(message.lease_ms))
+            return
+        found = self.hands.report(manager, message.request, message.rank, message.consumers)
+        self._send(number, m.Noted(message.request, found))
 
     def _of_job(
         self, peer: Peer, message: m.Land | m.Confirm | m.Extend | m.Release, now_ns: int
@@ -99,7 +116,7 @@ class Producer:
             self._confirm(peer, job, message)
         elif isinstance(message, m.Extend):
             if not job.over:
-                job.deadline_ns = max(job.deadline_ns, now_ns + _lease_ns(message.lease_ms))
+                job.deadline_ns = max(job.deadline_ns, now_ns + m.lease_ns(message.lease_ms))
         else:
             self._release(peer, job)
         self._settle(peer, job)
@@ -112,19 +129,24 @@ class Producer:
             peer.closed = True
             self._drop(peer)
 
-    @property
-    def held_bytes(self) -> int:
-        """Memory that is held for peers."""
-        return sum(peer.held_bytes for peer in self._peers.values())
-
     def agent_of(self, number: int) -> str:
         """Name a peer's exporter; none for one that is not there."""
         peer = self._peers.get(number)
         return "" if peer is None else peer.agent
 
     @property
+    def jobs(self) -> int:
+        """Count what is wanted by peers."""
+        return sum(len(peer.jobs) for peer in self._peers.values())
+
+    @property
+    def wanted(self) -> bool:
+        """Tell whether anybody waits for anything; what is under way for nobody left out."""
+        return any(not job.released for peer in self._peers.values() for job in peer.jobs.values())
+
+    @property
     def busy(self) -> bool:
-        """Tell whether anything is wanted by anybody."""
+        """Tell whether anything is wanted by anybody, or under way."""
         return any(peer.jobs for peer in self._peers.values())
 
     def on_unmapped(self, extent: int) -> None:
@@ -150,22 +172,24 @@ class Producer:
     def _hello(self, number: int, hello: m.Hello) -> None:
         if number in self._peers:
             raise ProtocolError("a second Hello")
-        found, ours = self._find(hello.namespace), self._exporter()
+        served = self._served()
+        source = served.get(hello.namespace)
         if hello.version != m.VERSION:
             refused = m.Refused(f"side channel {hello.version}, expected {m.VERSION}")
-        elif ours is None:
+        elif source is None and served:
+            refused = m.Refused(difference(hello, served)[: m.TEXT_MAX])
+        elif source is None:
+            refused = m.Refused(f"namespace {hello.namespace[:12]} is not served here yet", True)
+        elif (ours := self._exporter()) is None:
+            if number not in self._early:
+                self._send(number, m.Starting())
             self._early[number] = hello
             return
-        elif found is None:
-            refused = m.Refused(f"namespace {hello.namespace[:12]} is not served here yet", True)
         else:
-            source, traits = found
-            differ = _difference(hello.traits, traits) if hello.traits else ""
-            if not differ:
-                self._peers[number] = Peer(number, source, hello.agent)
-                self._send(number, m.Welcome(*ours, traits))
-                return
-            refused = m.Refused(differ)
+            self._peers[number] = Peer(number, source, hello.agent)
+            self._meet(number, hello.agent, hello.metadata)
+            self._send(number, m.Welcome(*ours, source.layout.traits))
+            return
         self.counts["refused"] += 1
         self._send(number, refused)
 
@@ -176,27 +200,45 @@ class Producer:
             raise ProtocolError(f"job {want.job}, expected a new number above 0")
         if len(peer.jobs) >= JOBS_MAX:
             raise ProtocolError(f"more than {JOBS_MAX} jobs at one time")
+        if peer.blocks + len(wanted) > BLOCKS_MAX:
+            raise ProtocolError(f"more than {BLOCKS_MAX} blocks wanted at one time")
         if want.push and not peer.agent:
             raise ProtocolError("a push to a peer that named no exporter")
+        if self.hands.ambiguous(want.request):
+            self.counts["ambiguous"] += 1
+            self._send(peer.number, m.End(want.job, "ambiguous"))
+            return
         chain = Chain(want.hashes, want.width, len(rules), want.scope)
         blocks = [Block(chain.key(group, index)) for group, index in wanted]
-        end_ns = now_ns + _lease_ns(want.lease_ms)
-        job = Job(want.job, blocks, want.request, want.push, end_ns)
+        end_ns = now_ns + m.lease_ns(want.lease_ms)
+        order = [(index, group) for group, index in wanted]
+        job = Job(want.job, blocks, want.request, want.push, end_ns, now_ns + UNKNOWN_NS, order)
+        peer.jobs[job.number] = job
+        peer.blocks += len(blocks)
+        self._offer(peer, job, now_ns)
+        self._settle(peer, job)
+
+    def _offer(self, peer: Peer, job: Job, now_ns: int) -> None:
+        """Say what there is; of a request that is not known it may come in a moment."""
+        found = [self._tier(peer.source, job, block.key) for block in job.blocks]
+        unknown = bool(job.request) and not self.hands.knows(job.request)
+        may_wait = job.offer_ns is not None and now_ns < job.offer_ns
+        if None in found and unknown and may_wait:
+            return
+        self.counts["unknown"] += unknown
+        job.offer_ns = None
         tiers: dict[str, int] = {}
         which: list[int] = []
         offered: list[int] = []
-        for position, block in enumerate(blocks):
-            tier = self._tier(peer.source, job, block.key)
+        for position, (block, tier) in enumerate(zip(job.blocks, found, strict=True)):
             if tier is not None:
                 block.state = State.AWAITED
                 offered.append(position)
                 which.append(tiers.setdefault(tier, len(tiers)))
-        job.awaited.extend(sorted(offered, key=lambda position: wanted[position][::-1]))
+        job.awaited.extend(sorted(offered, key=job.order.__getitem__))
         job.left = len(offered)
-        peer.jobs[job.number] = job
         self._send(peer.number, m.Offer(job.number, u32(offered), tuple(tiers), bytes(which)))
         self._advance(peer, job)
-        self._settle(peer, job)
 
     def _tier(self, source: Source, job: Job, key: BlockKey) -> str | None:
         """Name the place that has a block, or will have it."""
@@ -231,7 +273,6 @@ class Producer:
         ]
         for position in valid:
             self._done(peer, job, position)
-        job.confirmed += len(valid)
         self.counts["confirmed"] += len(valid)
         self.counts["stale"] += len(positions) - len(valid)
         self._send(peer.number, m.Valid(job.number, u32(valid)))
@@ -252,14 +293,16 @@ class Producer:
                     job.over = True
                     self.counts["expired"] += 1
                     self._send(peer.number, m.End(job.number, m.LEASE_OVER))
+                if job.offer_ns is not None:
+                    self._offer(peer, job, now_ns)
                 if job.over and now_ns >= job.deadline_ns + GRACE_NS:
                     self._release(peer, job)
                 self._advance(peer, job)
                 self._settle(peer, job)
 
-    def staged(self, tag: Tag, *, ok: bool) -> None:
-        """A lower tier has read a block into its slot, or could not."""
-        self._ended([tag], State.STAGING, ok=ok)
+    def staged(self, tags: list[Tag], *, ok: bool) -> None:
+        """A lower tier has read blocks of one job into their slots, or could not."""
+        self._ended(tags, State.STAGING, ok=ok)
 
     def summed(self, tags: list[Tag], sums: list[int]) -> None:
         """Sums are there."""
@@ -272,7 +315,10 @@ class Producer:
         self._ended(tags, State.WRITING, ok=ok)
 
     def _ended(self, tags: list[Tag], state: State, *, ok: bool) -> None:
-        """Go on with blocks of one job, which is there as long as anything is under way."""
+        """Go on with blocks of one job, which is there as long as anything is under way.
+
+        What follows is done at the next tick, for all that has ended until then in one go.
+        """
         peer = self._peers[tags[0].peer]
         job = peer.jobs[tags[0].job]
         self.counts["failed"] += 0 if ok else len(tags)
@@ -289,14 +335,13 @@ class Producer:
                 self._write(job, position)
             else:
                 block.state = State.SUMMED
-        self._settle(peer, job)
 
     # Of one job
 
     def _advance(self, peer: Peer, job: Job) -> None:
         """Hold what can be held now of what is awaited, first blocks first."""
         source, size = peer.source, peer.source.layout.slot_bytes
-        room = (self._held_bytes_max - peer.held_bytes) // size
+        room = self._room(peer) // size
         below: dict[str, tuple[Tier, list[int]]] = {}
         while job.awaited and room > 0 and not job.over:
             position = job.awaited[0]
@@ -305,7 +350,7 @@ class Producer:
             found, tier = source.tiering.where(block.key)
             if entry is not None:
                 block.entry, block.slot = entry, entry.slot
-                peer.held_bytes += size
+                self._hold(peer, 1)
                 room -= 1
                 self._sum(job, position)
             elif source.manager.probe(block.key) is not LookupResult.MISS:
@@ -322,16 +367,27 @@ class Producer:
         for tier, positions in below.values():
             self._stage(peer, job, tier, positions)
 
+    def _room(self, peer: Peer) -> int:
+        """Return the bytes that may be held for a peer now; each can have one block at least."""
+        of_all = 2 * self._held_bytes_max - self.held_bytes
+        room = min(self._held_bytes_max - peer.held_bytes, of_all)
+        return room if peer.held_bytes else max(room, peer.source.layout.slot_bytes)
+
+    def _hold(self, peer: Peer, blocks: int) -> None:
+        held = blocks * peer.source.layout.slot_bytes
+        peer.held_bytes += held
+        self.held_bytes += held
+
     def _stage(self, peer: Peer, job: Job, tier: Tier, positions: list[int]) -> None:
         """Read blocks of a lower tier into slots of their own; those without one wait."""
         source = peer.source
         slots = source.manager.prepare_store(len(positions))
         job.awaited.extendleft(reversed(positions[len(slots) :]))
-        tags = _tags(peer, job, positions[: len(slots)])
+        tags = tags_of(peer, job, positions[: len(slots)])
         for tag, slot in zip(tags, slots, strict=True):
             block = job.blocks[tag.position]
             block.state, block.slot = State.STAGING, slot
-            peer.held_bytes += source.layout.slot_bytes
+            self._hold(peer, 1)
         if tags:
             keys = [job.blocks[tag.position].key for tag in tags]
             source.tiering.stage(tier, keys, slots, tags)
@@ -350,7 +406,7 @@ class Producer:
         positions, job.unsummed = job.unsummed, []
         blocks = [job.blocks[position] for position in positions]
         named = [(block.key, block.slot) for block in blocks if block.slot is not None]
-        self._work.sum(_tags(peer, job, positions), peer.source, named)
+        self._work.sum(tags_of(peer, job, positions), peer.source, named)
 
     def _start_writes(self, peer: Peer, job: Job) -> None:
         """Write what waits, in one go for each pair of extents."""
@@ -365,7 +421,7 @@ class Producer:
         for (extent, region), moves in batches.items():
             numbers, slots = [move[1] for move in moves], [move[2] for move in moves]
             size = peer.source.layout.slot_bytes
-            tags = _tags(peer, job, [move[0] for move in moves])
+            tags = tags_of(peer, job, [move[0] for move in moves])
             self._work.write(tags, peer.agent, Write(extent, numbers, size, region, slots))
 
     def _tell(self, peer: Peer, job: Job) -> None:
@@ -402,7 +458,7 @@ class Producer:
         """Let go of a block; nothing is under way with it."""
         block, manager = job.blocks[position], peer.source.manager
         if block.slot is not None:
-            peer.held_bytes -= peer.source.layout.slot_bytes
+            self._hold(peer, -1)
             if block.entry is not None:
                 manager.unpin(block.entry)
             else:
@@ -412,11 +468,16 @@ class Producer:
 
     def _release(self, peer: Peer, job: Job) -> None:
         """Let go of what is not in use at this moment; the rest follows as that ends."""
+        if job.released:
+            return
         job.released = True
+        job.offer_ns = None
         job.awaited.clear()
         job.news.clear()
         for position, block in enumerate(job.blocks):
-            if block.state is not State.DONE and block.state not in BUSY:
+            if block.state is State.WRITING:
+                self._work.abandon(Tag(peer.number, job.number, position))
+            elif block.state is not State.DONE and block.state not in BUSY:
                 self._done(peer, job, position)
 
     def _settle(self, peer: Peer, job: Job) -> None:
@@ -427,31 +488,11 @@ class Producer:
             self._start_writes(peer, job)
         if job.news:
             self._tell(peer, job)
-        if job.left or peer.jobs.pop(job.number, None) is None:
+        waits = job.left or job.offer_ns is not None
+        if waits or peer.jobs.pop(job.number, None) is None:
             return
-        if job.confirmed:
-            self.hands.gone(job.request)  # what it did not fetch it does not want
+        peer.blocks -= len(job.blocks)
         if not peer.closed:
             self._send(peer.number, m.End(job.number, "released" if job.released else "all"))
         elif not peer.jobs:
             self._peers.pop(peer.number, None)
-
-
-def _tags(peer: Peer, job: Job, positions: list[int]) -> list[Tag]:
-    return [Tag(peer.number, job.number, position) for position in positions]
-
-
-def _lease_ns(lease_ms: int) -> int:
-    if not 0 < lease_ms <= LEASE_MS_MAX:
-        raise ProtocolError(f"a lease of {lease_ms} ms, expected 1 to {LEASE_MS_MAX}")
-    return lease_ms * 1_000_000
-
-
-def _difference(theirs: dict[str, str], ours: dict[str, str]) -> str:
-    """Name what differs, with both values."""
-    names = sorted(theirs.keys() | ours.keys())
-    return ", ".join(
-        f"{name} is {theirs.get(name, 'not named')}, expected {ours.get(name, 'nothing')}"
-        for name in names
-        if theirs.get(name) != ours.get(name)
-    )

@@ -29,8 +29,8 @@ _ASK_AGAIN_MS = 1000
 class Peers(Protocol):
     """Other stores."""
 
-    def fetch(self, namespace: Namespace, address: str, want: Want, now_ns: int) -> int:
-        """Ask a peer for blocks; return the fetch's number."""
+    def fetch(self, namespace: Namespace, address: str, want: Want, now_ns: int) -> int | None:
+        """Ask a peer for blocks; return the fetch's number; None: it cannot be asked now."""
         ...
 
     def claimed(self, namespace: Namespace, fetch: int) -> None:
@@ -63,7 +63,7 @@ class Desk:
             raise ProtocolError(f"{len(lookup.hashes)} bytes of hashes, {lookup.width} each")
         namespace = session.namespace
         rules = 0 if namespace is None else len(namespace.layout.rules)
-        chain = Chain(lookup.hashes, lookup.width, rules, lookup.scope)
+        chain = Chain(lookup.hashes, lookup.width, rules, lookup.scope, inside=lookup.inside)
         deadline_ns = now_ns + self._engine.defer_ns
         memory_only = lookup.memory_only or self._engine.promote_ns == 0
         ask = Ask(lookup.ask, chain, now_ns, deadline_ns, memory_only)
@@ -112,7 +112,8 @@ class Desk:
             return answer.blocks
         # What lower tiers have needs slots; there may be more of them soon.
         here = namespace.manager.lookup(ask.chain, answer.blocks).blocks
-        namespace.slots_wanted = _needs(namespace, answer.blocks) - _needs(namespace, here)
+        wanted, found = (_needs(namespace, ask.chain, count) for count in (answer.blocks, here))
+        namespace.slots_wanted = wanted - found
         if namespace.slots_wanted <= namespace.manager.slots_free:
             return answer.blocks
         ask.deadline_ns = max(ask.deadline_ns, ask.asked_ns + self._engine.promote_ns)
@@ -143,7 +144,7 @@ class Desk:
             blocks = self._look(namespace, ask, wait=False).blocks
         if namespace.manager.lookup(ask.chain, blocks).blocks == blocks:
             return True  # memory has it all
-        if self._too_many(namespace, pinned, _needs(namespace, blocks)):
+        if self._too_many(namespace, pinned, _needs(namespace, ask.chain, blocks)):
             return False
         namespace.tiering.promote(ask.chain, blocks)
         return True
@@ -221,7 +222,6 @@ class Desk:
         return p.Granted(ask.ask, lease.lease_id, lease_ms, hits, sources)
 
 
-def _needs(namespace: Namespace, blocks: int) -> int:
+def _needs(namespace: Namespace, chain: Chain, blocks: int) -> int:
     """Count the blocks of all groups that a hit of this length needs."""
-    rules = namespace.layout.rules
-    return sum(blocks if rule.trailing is None else min(blocks, rule.trailing) for rule in rules)
+    return sum(blocks - chain.first_of(rule, blocks) for rule in namespace.layout.rules)

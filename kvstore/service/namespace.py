@@ -125,11 +125,6 @@ class Namespace:
         self._places: list[int] = []  # slot // slots per extent -> extent id
         self._per_extent = 0
 
-    @property
-    def traits(self) -> dict[str, str]:
-        """Name what decides the bytes of the blocks, as other stores are told."""
-        return {"slot bytes": str(self.layout.slot_bytes), "groups": str(len(self.layout.rules))}
-
     def view(self, slot: Slot) -> memoryview:
         """Return a slot's bytes (SlotMemory, for tiers)."""
         mapping, position = self._place(slot)

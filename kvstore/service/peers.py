@@ -5,7 +5,8 @@
                                                 +------ Mover --------+--> Producer
                              reads into landing slots, checks, sums, writes
 
-A connection that was made waits for Welcome; what is said on it until then waits, too. When the
+A connection that was made says Hello once there is something to fetch, and the exporter runs;
+until Welcome what else is to be said waits, but for what is said of requests by name. When the
 exporter is started again, it has another name and memory: all connections end, and whoever still
 wants something says Hello again.
 """
@@ -14,169 +15,55 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
 from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
-from kvstore.export.consumer import Check, Consumer, Read
-from kvstore.export.consumer import Tag as Part
+from kvstore.export.consumer import STALL_NS, Consumer
+from kvstore.export.fetches import Check, Read
+from kvstore.export.fetches import Tag as Part
 from kvstore.export.jobs import Source, Tag, Write
 from kvstore.export.producer import Producer
-from kvstore.protocol import Extent, Handing, Message, Unmap
+from kvstore.metrics import Numbers
+from kvstore.protocol import Extent, Message, Unmap
+from kvstore.service.agents import Agents
 from kvstore.service.channel import Channel, ClusterKey
+from kvstore.service.moves import (
+    BUSY_S,
+    Arrived,
+    Checked,
+    Down,
+    Event,
+    Mover,
+    Reachable,
+    Summed,
+    Unreachable,
+    Up,
+    Written,
+)
 from kvstore.service.namespace import Namespace
-from kvstore.types import BlockKey, Chain, Slot
+from kvstore.service.requests import Held, Requests
+from kvstore.types import BlockKey, Slot
 
 log = logging.getLogger(__name__)
 
-BUSY_S = 0.001
 EVENTS = (
     *("fetched", "corrupt", "late", "ended", "lost", "exporter", "cleared"),  # as a consumer
+    *("let_go", "heartbeats"),
     *("confirmed", "stale", "expired", "failed", "gone", "refused"),  # as a producer
+    *("released", "lapsed", "extended", "unknown", "ambiguous"),
     *("unauthorised", "malformed", "too_many", "unsent"),  # of the side channel
 )
 EXPORTER = -1  # the exporter's number among the store's connections: it maps extents, too
-
-
-class Up(msgspec.Struct, frozen=True):
-    """The exporter runs: its agent's name, and how peers reach it."""
-
-    agent: str
-    metadata: bytes
-
-
-class Down(msgspec.Struct, frozen=True):
-    """The exporter has ended; so has every transfer."""
-
-    reason: str
-
-
-class Reachable(msgspec.Struct, frozen=True):
-    """Peers can reach an extent; metadata says how."""
-
-    extent: int
-    base: int
-    metadata: bytes
-
-
-class Unreachable(msgspec.Struct, frozen=True):
-    """The exporter does not use an extent any more."""
-
-    extent: int
-
-
-class Summed(msgspec.Struct, frozen=True):
-    """Checksums of blocks that are handed over."""
-
-    tags: list[Tag]
-    sums: list[int]
-
-
-class Checked(msgspec.Struct, frozen=True):
-    """Which landed blocks of a namespace had the right sum, and are in their slots now."""
-
-    digest: str
-    tags: list[Part]
-    right: list[bool]
-
-
-class Written(msgspec.Struct, frozen=True):
-    """A push has ended."""
-
-    tags: list[Tag]
-    ok: bool
-
-
-class Arrived(msgspec.Struct, frozen=True):
-    """A pull into a namespace has ended."""
-
-    digest: str
-    tags: list[Part]
-    ok: bool
-
-
-Event = Up | Down | Reachable | Unreachable | Summed | Checked | Written | Arrived
-
-
-class Mover(Protocol):
-    """Threads and an exporter process; nothing waits."""
-
-    def poll(self, now_ns: int) -> Sequence[Event]:
-        """Return what has happened; each piece of work ends exactly once."""
-        ...
-
-    def export(self, extent: int, fd: int, size: int) -> None:
-        """Let peers read an extent."""
-        ...
-
-    def unexport(self, extent: int) -> None:
-        """Have Unreachable come once no transfer uses an extent."""
-        ...
-
-    def fds(self) -> Iterator[int]:
-        """Go through the descriptors that become readable when poll() has something to do."""
-        ...
-
-    def wait_s(self, now_ns: int) -> float | None:
-        """Return when to call poll() at the latest; None: when a descriptor says so."""
-        ...
-
-    def landing(self, namespace: str, slot_bytes: int) -> Landing:
-        """Return a namespace's landing slots."""
-        ...
-
-    def add_peer(self, agent: str, metadata: bytes) -> None:
-        """Learn how to reach a peer's exporter now."""
-        ...
-
-    def sum(
-        self, tags: list[Tag], namespace: str, blocks: list[tuple[BlockKey, memoryview]]
-    ) -> None:
-        """Take checksums; ends as Summed."""
-        ...
-
-    def check(
-        self, tags: list[Part], namespace: str, blocks: list[tuple[Check, memoryview, memoryview]]
-    ) -> None:
-        """Take landed blocks' checksums and copy them if these are right; ends as Checked."""
-        ...
-
-    def write(self, tags: list[Tag], agent: str, write: Write) -> None:
-        """Write to a peer; ends as Written."""
-        ...
-
-    def read(self, tags: list[Part], agent: str, digest: str, read: Read) -> None:
-        """Read from a peer into a namespace's landing slots; ends as Arrived."""
-        ...
-
-    def close(self) -> None:
-        """End all of it."""
-        ...
-
-
-class Landing(Protocol):
-    """Landing slots of one namespace."""
-
-    extent: int
-
-    def take(self, count: int) -> list[int]:
-        """Take up to count free ones."""
-        ...
-
-    def give(self, slots: Collection[int]) -> None:
-        """Give some back."""
-        ...
-
-    def region(self) -> tuple[m.Region, bytes]:
-        """Say where the exporter has them, and its metadata since then."""
-        ...
-
-    def view(self, slot: int) -> memoryview:
-        """Return a slot's bytes."""
-        ...
+LINKS_MAX = 128  # peers that are asked at one time; each takes some descriptors
+IDLE_NS = 300_000_000_000  # a connection that nothing was asked on; its peer forgets it later
+SWEEP_NS = 500_000_000
+# When more than half of a model's landing slots are in quarantine, or anything is and nothing else
+# goes on, the exporter is restarted: after that nothing of before is written any more.
+CROWDED_NS = 1_000_000_000
+QUIET_NS = 60_000_000_000
 
 
 class _Link(msgspec.Struct, eq=False):
@@ -184,6 +71,8 @@ class _Link(msgspec.Struct, eq=False):
 
     address: str
     digest: str
+    used_ns: int
+    greeted: bool = False
     agent: str | None = None  # once it is welcome
     waiting: list[Message] = []
 
@@ -204,10 +93,24 @@ class _Inlet:
         """Landing memory that something may still write though nobody waits for it."""
         return self.consumer.quarantined * self._namespace.layout.slot_bytes
 
+    @property
+    def landing_bytes(self) -> int:
+        """Landing memory that is not free, quarantined or not."""
+        return self._landing.used * self._namespace.layout.slot_bytes
+
+    @property
+    def crowded(self) -> bool:
+        """Tell whether more than half of the landing memory is in quarantine."""
+        return 2 * self.consumer.quarantined > self._landing.count
+
     def read(self, tags: list[Part], peer: int, read: Read) -> None:
         """Read a peer's slots; a peer that is gone by now has told the consumer so."""
         agent = self._peers.agent_of(peer)
         self._mover.read(tags, agent, self._namespace.layout.digest, read)
+
+    def abandon(self, tag: Part) -> None:
+        """Nobody waits for a read any more."""
+        self._mover.abandon(self._namespace.layout.digest, tag)
 
     def check(self, tags: list[Part], blocks: list[Check]) -> None:
         """Check and copy landed blocks."""
@@ -225,9 +128,18 @@ class Peers:
         """held_bytes_max: of what is held for one peer at one time."""
         self.channel = Channel(key, self._on_message, self._on_lost)
         send = self.channel.send
-        self.producer = Producer(self._find, self._introduce, self, send, held_bytes_max)
+        self._agents = Agents(mover)
+        self.producer = Producer(
+            lambda: self._namespaces,
+            self._introduce,
+            self,
+            send,
+            held_bytes_max,
+            self._agents.meet,
+        )
         self._mover = mover
         self._namespaces: Mapping[str, Namespace] = {}
+        self._numbers = Numbers()
         self._up: Up | None = None
         self._noted: list[int] = []
         self._regions: dict[int, m.Region] = {}
@@ -235,20 +147,24 @@ class Peers:
         self._by_address: dict[tuple[str, str], int] = {}
         self._inlets: dict[str, _Inlet] = {}
         self._now_ns = 0
+        self.requests = Requests(
+            self.producer.hands,
+            mover.wake,
+            lambda namespace, request: self.inlet(namespace).withdraw(request),
+            self._tell,
+        )
+        self._swept_ns = 0
+        self._crowded_ns: int | None = None  # since when
+        self._quiet_ns: int | None = None
 
-    def serve(self, namespaces: Mapping[str, Namespace]) -> None:
-        """Hand over blocks of these namespaces, which come and go."""
-        self._namespaces = namespaces
+    def serve(self, namespaces: Mapping[str, Namespace], numbers: Numbers) -> None:
+        """Hand over blocks of these namespaces, which come and go; numbers: of the store."""
+        self._namespaces, self._numbers = namespaces, numbers
 
     def _mapped(self, extent: int) -> None:
         """Nobody who waits for all to map or unmap an extent waits for the exporter."""
         for namespace in self._namespaces.values():
             namespace.settle(extent, EXPORTER)
-
-    @property
-    def up(self) -> bool:
-        """Tell whether the exporter runs: before, nobody can be asked."""
-        return self._up is not None
 
     # What the store asks for
 
@@ -259,40 +175,52 @@ class Peers:
             self._inlets[digest] = _Inlet(self, namespace, self._mover)
         return self._inlets[digest].consumer
 
-    def fetch(self, namespace: Namespace, address: str, want: m.Want, now_ns: int) -> int:
-        """Ask a peer for blocks; return the fetch's number in the namespace's consumer."""
-        digest = namespace.layout.digest
+    def fetch(self, namespace: Namespace, address: str, want: m.Want, now_ns: int) -> int | None:
+        """Ask a peer for blocks; return the fetch's number in the namespace's consumer.
+
+        None: it is ourselves, or too many others are being asked.
+        """
+        number = None
+        if address != self.channel.address:
+            number = self._connected(address, namespace.layout.digest, now_ns)
+        if number is None:
+            return None
+        self._mover.wake()
+        consumer = self.inlet(namespace)
+        fetch = consumer.want(number, want, now_ns)
+        if self._up is None:
+            consumer.heard(number, now_ns, STALL_NS)
+        return fetch
+
+    def _connected(self, address: str, digest: str, now_ns: int) -> int | None:
         number = self._by_address.get((address, digest))
         if number is None:
+            if not self._room_for_link():
+                return None
             number = self.channel.connect(address)
             self._by_address[address, digest] = number
-            self._links[number] = _Link(address, digest)
-            if self._up is not None:
-                self._greet(number)
-        return self.inlet(namespace).want(number, want, now_ns)
+            self._links[number] = _Link(address, digest, now_ns)
+        self._links[number].used_ns = now_ns
+        return number
 
-    def hand(
-        self, namespace: Namespace, session: int, handings: Sequence[Handing], now_ns: int
-    ) -> None:
-        """Take note of requests whose blocks other stores will ask for. Raises ProtocolError."""
-        hands, rules = self.producer.hands, namespace.layout.rules
-        for handing in handings:
-            if handing.state == "running":
-                size = namespace.layout.slot_bytes
-                hands.running(handing.request, namespace.manager, size, session)
-            elif handing.state == "gone" or not handing.hashes:
-                hands.gone(handing.request)
-            elif handing.width <= 0 or len(handing.hashes) % handing.width:
-                raise ProtocolError(f"{len(handing.hashes)} bytes of hashes, {handing.width} each")
-            else:
-                chain = Chain(handing.hashes, handing.width, len(rules), handing.scope)
-                keys = [
-                    chain.key(group, index)
-                    for group, rule in enumerate(rules)
-                    for index in m.clip(rule, chain.blocks)
-                ]
-                end_ns = now_ns + handing.lease_ms * 1_000_000
-                hands.done(handing.request, keys, end_ns, now_ns)
+    def _room_for_link(self) -> bool:
+        """Tell whether one more peer can be asked; the one unused longest makes room."""
+        idle = self._idle_links() if len(self._links) >= LINKS_MAX else []
+        if idle:
+            self.channel.drop(min(idle, key=lambda number: self._links[number].used_ns))
+        return len(self._links) < LINKS_MAX
+
+    def _idle_links(self) -> list[int]:
+        """List the connections on which nothing is wanted."""
+        wanted = {peer for inlet in self._inlets.values() for peer in inlet.consumer.asked()}
+        return [number for number in self._links if number not in wanted]
+
+    def _tell(self, held: Held, message: Message) -> bool:
+        """Say what needs no Hello; not to too many peers at one time."""
+        number = self._connected(held.address, held.namespace, self._now_ns)
+        if number is not None:
+            self.channel.send(number, message)
+        return number is not None
 
     def claimed(self, namespace: Namespace, fetch: int) -> None:
         """Nothing more will be loaded of a fetch."""
@@ -313,10 +241,11 @@ class Peers:
         link = self._links.get(number)
         if link is None:
             return
-        if link.agent is None:
-            link.waiting.append(message)
-        else:
+        if link.agent is not None:
             self.channel.send(number, message)
+            return
+        link.waiting.append(message)
+        self._greet(number)
 
     def agent_of(self, number: int) -> str:
         """Name the exporter at the other end; none if the connection is gone."""
@@ -324,41 +253,55 @@ class Peers:
         return (link and link.agent) or ""
 
     def _greet(self, number: int) -> None:
+        """Say Hello, once, if there is something to say after it."""
         link, up = self._links[number], self._up
         namespace = self._namespaces.get(link.digest)
-        if up is not None and namespace is not None:
-            hello = m.Hello(m.VERSION, link.digest, namespace.traits, up.agent, up.metadata)
+        if up is not None and namespace is not None and link.waiting and not link.greeted:
+            link.greeted = True
+            traits = namespace.layout.traits
+            hello = m.Hello(m.VERSION, link.digest, traits, up.agent, up.metadata)
             self.channel.send(number, hello)
 
     # What comes over the side channel
 
     def _on_message(self, number: int, message: Message) -> None:
         link = self._links.get(number)
-        if link is None:
-            if isinstance(message, m.Hello) and message.agent:
-                self._mover.add_peer(message.agent, message.metadata)
-            elif isinstance(message, m.Land) and message.metadata:
-                self._mover.add_peer(self.producer.agent_of(number), message.metadata)
-            self.producer.on_message(number, message, self._now_ns)
-        elif isinstance(message, m.Welcome):
-            if link.agent is not None:
-                raise ProtocolError("a second Welcome")
-            link.agent = message.agent
-            self._mover.add_peer(message.agent, message.metadata)
-            waiting, link.waiting = link.waiting, []
-            for one in waiting:
-                self.channel.send(number, one)
-        elif isinstance(message, m.Refused):
-            log.warning("peer %s: %s", link.address, message.reason)
-            self.channel.drop(number)
-        elif link.agent is None:
-            raise ProtocolError(f"{type(message).__name__} before Welcome")
-        else:
-            if isinstance(message, m.Have) and message.metadata:
-                self._mover.add_peer(link.agent, message.metadata)
-            self._inlets[link.digest].consumer.on_message(number, message, self._now_ns)
+        self._quiet_ns = None
+        if link is not None:
+            self._on_answer(number, link, message)
+            return
+        if isinstance(message, m.Land) and message.metadata:
+            self._agents.update(number, message.metadata)
+        self.producer.on_message(number, message, self._now_ns)
+
+    def _on_answer(self, number: int, link: _Link, message: Message) -> None:
+        consumer = self._inlets[link.digest].consumer
+        match message:
+            case m.Welcome(agent, metadata):
+                if link.agent is not None:
+                    raise ProtocolError("a second Welcome")
+                link.agent = agent
+                consumer.heard(number, self._now_ns)
+                self._agents.meet(number, agent, metadata)
+                waiting, link.waiting = link.waiting, []
+                for one in waiting:
+                    self.channel.send(number, one)
+            case m.Starting():
+                consumer.heard(number, self._now_ns, STALL_NS)
+            case m.Refused(reason):
+                log.warning("peer %s: %s", link.address, reason)
+                self.channel.drop(number)
+            case m.Noted(request, state):
+                log.debug("peer %s: %s: %s", link.address, request, state)
+            case _ if link.agent is None:
+                raise ProtocolError(f"{type(message).__name__} before Welcome")
+            case _:
+                if isinstance(message, m.Have) and message.metadata:
+                    self._agents.update(number, message.metadata)
+                consumer.on_message(number, message, self._now_ns)
 
     def _on_lost(self, number: int, reason: str) -> None:
+        self._agents.leave(number)
         link = self._links.pop(number, None)
         if link is None:
             self.producer.on_closed(number)
@@ -378,24 +321,39 @@ class Peers:
 
     def wait_s(self, now_ns: int) -> float | None:
         """Return when to call poll() at the latest; None: when a descriptor says so."""
-        if self._noted or self.producer.busy or any(i.consumer.busy for i in self._inlets.values()):
-            return BUSY_S
-        return self._mover.wait_s(now_ns)
+        if self._noted or self.channel.waiting:
+            return 0.0
+        wait_s = self._mover.wait_s(now_ns)
+        if self.producer.busy or any(i.consumer.busy for i in self._inlets.values()):
+            return BUSY_S if wait_s is None else min(BUSY_S, wait_s)
+        return wait_s
 
     def gauges(self) -> dict[tuple[str, ...], float]:
         """Return gauges, and counters kept here."""
-        counts = self.channel.counts + self.producer.counts
-        quarantined = 0
+        counts = self.channel.counts + self.producer.counts + self.requests.counts
+        quarantined = landing = fetches = 0
         fetched: Counter[str] = Counter()
         for inlet in self._inlets.values():
             counts.update(inlet.consumer.counts)
             fetched.update(inlet.consumer.fetched)
             quarantined += inlet.quarantined_bytes
+            landing += inlet.landing_bytes
+            fetches += inlet.consumer.open
         found: dict[tuple[str, ...], float] = {
             ("kvstore_hand_over_bytes", "held"): self.producer.held_bytes
             + self.producer.hands.held_bytes,
             ("kvstore_hand_over_bytes", "quarantined"): quarantined,
+            ("kvstore_hand_over_bytes", "landing"): landing,
         }
+        open_now = {
+            "fetches": fetches,
+            "jobs": self.producer.jobs,
+            "requests": len(self.producer.hands),
+            "asked": len(self._links),
+            "asking": self.channel.came,
+            "exporters": len(self._agents),
+        }
+        found |= {("kvstore_hand_over_open", what): count for what, count in open_now.items()}
         found |= {("kvstore_hand_over_events", event): counts[event] for event in EVENTS}
         found |= {("kvstore_fetched_blocks", tier): count for tier, count in fetched.items()}
         return found
@@ -415,17 +373,48 @@ class Peers:
             self._on_event(event)
         self.channel.poll(now_ns)
         for namespace in self._namespaces.values():
+            staged: dict[tuple[int, int, bool], list[Tag]] = {}
             for tag, ok in namespace.tiering.take_staged():
-                self.producer.staged(tag, ok=ok)
+                staged.setdefault((tag.peer, tag.job, ok), []).append(tag)
+            for (_, _, ok), tags in staged.items():
+                self.producer.staged(tags, ok=ok)
         self.producer.tick(now_ns)
+        for stored_ns in self.producer.hands.take_stored_ns():
+            self._numbers.observe("kvstore_hand_over_held_seconds", stored_ns / 1e9)
+        self.requests.tick(now_ns)
         for inlet in self._inlets.values():
             inlet.consumer.tick(now_ns)
+        if now_ns - self._swept_ns >= SWEEP_NS:
+            self._swept_ns = now_ns
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Let go of connections that nobody uses, and of a quarantine that is in the way."""
+        self.channel.forget_silent(self._now_ns)
+        for number in self._idle_links():
+            if self._now_ns - self._links[number].used_ns >= IDLE_NS:
+                self.channel.drop(number)
+        inlets, now_ns = self._inlets.values(), self._now_ns
+        crowded = any(inlet.crowded for inlet in inlets)
+        late = self._mover.abandoned_bytes or any(i.consumer.quarantined for i in inlets)
+        used = self.producer.wanted or any(inlet.consumer.busy for inlet in inlets)
+        quiet = late and not used
+        self._crowded_ns = (self._crowded_ns or now_ns) if crowded else None
+        self._quiet_ns = (self._quiet_ns or now_ns) if quiet else None
+        if (self._crowded_ns is not None and now_ns - self._crowded_ns >= CROWDED_NS) or (
+            self._quiet_ns is not None and now_ns - self._quiet_ns >= QUIET_NS
+        ):
+            self._crowded_ns = self._quiet_ns = None
+            landing = sum(inlet.quarantined_bytes for inlet in inlets)
+            own = self._mover.abandoned_bytes
+            self._mover.restart(f"in quarantine: {landing} bytes to land in, {own} bytes moving")
 
     def _on_event(self, event: Event) -> None:
         match event:
             case Up():
                 self._up = event
-                for number in self._links:
+                for number, link in self._links.items():
+                    self._inlets[link.digest].consumer.heard(number, self._now_ns)
                     self._greet(number)
             case Down(reason):
                 self._on_down(reason)
@@ -471,15 +460,16 @@ class Peers:
         """Write slots of one of our extents to a peer."""
         self._mover.write(tags, agent, write)
 
+    def abandon(self, tag: Tag) -> None:
+        """Nobody waits for a write any more."""
+        self._mover.abandon(None, tag)
+
     def region(self, extent: int) -> tuple[m.Region, bytes] | None:
         """Say where the exporter has an extent, and how to reach it; None: not yet."""
         region, up = self._regions.get(extent), self._up
         return None if region is None or up is None else (region, up.metadata)
 
     def _introduce(self) -> tuple[str, bytes] | None:
-        """Name our exporter; None while there is none."""
+        """Name our exporter, which somebody needs now; None while there is none."""
+        self._mover.wake()
         return None if self._up is None else (self._up.agent, self._up.metadata)
-
-    def _find(self, digest: str) -> tuple[Source, dict[str, str]] | None:
-        namespace = self._namespaces.get(digest)
-        return None if namespace is None else (namespace, namespace.traits)

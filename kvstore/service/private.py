@@ -35,11 +35,11 @@ def address_of(engine_id: str) -> str:
 
 
 def ensure(
-    engine_id: str, cpu_bytes: int, nvme: Mapping[str, Any] | None = None, listen: str | None = None
+    engine_id: str, cpu_bytes: int, nvme: Mapping[str, Any] | None = None, listen: str | None = ""
 ) -> str:
     """Start the engine's private store unless it runs; return its address.
 
-    nvme: its `[nvme]`, None for no disk. listen: of its `[peer]`, None for no hand-over.
+    nvme: its `[nvme]`, None for no disk. listen: of its `[peer]`, empty for no hand-over.
     Raises ConfigError when no process can be started.
     """
     address = address_of(engine_id)
@@ -56,8 +56,8 @@ def ensure(
         settings: dict[str, Any] = {"cpu": {"capacity": cpu_bytes}, "server": {"metrics": ""}}
         if nvme is not None:
             settings["nvme"] = dict(nvme)
-        if listen is not None:
-            settings["peer"] = {"listen": listen}
+        if listen:
+            settings["peer"] = {"listen": listen, "eager": False}
         command = [sys.executable, "-m", "kvstore.service.private", json.dumps(settings)]
         try:
             child = subprocess.Popen(  # noqa: S603 - our own module

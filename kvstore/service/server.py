@@ -136,7 +136,7 @@ class Server:
         self._disk = None if config.nvme is None else find_class(NVME_TIER)(config.nvme)
         first = secrets.randbits(40) << 16
         self._peers = self._make_peers(config.peer)
-        self._watched: set[int] = set()  # descriptors of the peers
+        self._watched: tuple[int, ...] = ()  # descriptors of the peers
         self.store = Store(
             config, pool, self._make_tiers, self._send, first, self._disk, self._peers
         )
@@ -149,6 +149,8 @@ class Server:
         key = None if config.key is None else ClusterKey.read(Path(config.key))
         name = f"kvstore-{secrets.token_hex(4)}"
         mover = find_class(PEER_MOVER)(name, config.devices, config.landing_bytes)
+        if config.eager:
+            mover.wake()
         peers = Peers(key, mover, config.held_bytes)
         try:
             peers.channel.listen(config.listen.host, config.listen.port)
@@ -249,12 +251,13 @@ class Server:
 
     def _watch(self, peers: Peers) -> float:
         """Have the loop wake up for what the peers wait for; return when it has to anyhow."""
-        fds = set(peers.fds())
-        for fd in self._watched - fds:
-            self._selector.unregister(fd)
-        for fd in fds - self._watched:
-            self._selector.register(fd, selectors.EVENT_READ, peers)
-        self._watched = fds
+        fds = tuple(peers.fds())
+        if fds != self._watched:
+            for fd in set(self._watched) - set(fds):
+                self._selector.unregister(fd)
+            for fd in set(fds) - set(self._watched):
+                self._selector.register(fd, selectors.EVENT_READ, peers)
+            self._watched = fds
         wait_s = peers.wait_s(time.monotonic_ns())
         return _TICK_S if wait_s is None else wait_s
 

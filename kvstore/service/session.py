@@ -11,6 +11,7 @@ scheduler half writes none: it is not waited for.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 
 import msgspec
 
@@ -104,3 +105,19 @@ class Session(msgspec.Struct, eq=False):
     def taken(self, role: str, rank: int) -> bool:
         """Tell whether this part of the engine is connected."""
         return self.scheduler is not None if role == "scheduler" else rank in self.workers
+
+    def loaded(self, lease: LeaseId, rank: int, damaged: Iterable[int]) -> set[Slot] | None:
+        """Note that a rank has read; all damaged slots once every rank has, None before.
+
+        A lease that has ended, or is another session's, is not kept in mind.
+        """
+        if self.namespace is None or not self.namespace.manager.leases.owned_by(lease, self.number):
+            self.loading.pop(lease, None)
+            return None
+        ranks, found = self.loading.setdefault(lease, (set(), set()))
+        ranks.add(rank)
+        found.update(map(Slot, damaged))
+        if len(ranks) < self.world:
+            return None
+        del self.loading[lease]
+        return found

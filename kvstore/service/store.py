@@ -78,7 +78,7 @@ class Store:
         self._desk = Desk(config.engine, self.numbers, self._memory.can_grow, peers)
         self._peers = peers
         if peers is not None:
-            peers.serve(self.namespaces)
+            peers.serve(self.namespaces, self.numbers)
         self._pool = pool
         self._disk = disk
 
@@ -191,7 +191,7 @@ class Store:
         """Tell whether something is under way that no message will announce."""
         waiting = any(session.asks for session in self.sessions.values())  # for a deadline, say
         return waiting or any(
-            n.tiering.busy or n.growing or n.manager.clearing for n in self.namespaces.values()
+            n.tiering.to_poll or n.growing or n.manager.clearing for n in self.namespaces.values()
         )
 
     def _tick_namespace(self, namespace: Namespace) -> None:
@@ -323,7 +323,7 @@ class Store:
             return
         namespace.sessions.discard(session.number)
         if self._peers is not None:
-            self._peers.producer.hands.end_of(session.number)
+            self._peers.requests.end_of(session.number)
         namespace.used_ns = self._now_ns
         namespace.manager.give_back(session.granted)
         for lease_id in namespace.manager.leases.of_owner(session.number):
@@ -371,7 +371,7 @@ class Store:
                 raise ProtocolError(f"event {event!r}, expected one of {sorted(p.EVENTS)}")
             self.numbers.add("kvstore_engine_events", event, by=count)
         if self._peers is not None and session.namespace is not None:
-            self._peers.hand(session.namespace, session.number, step.handing, self._now_ns)
+            self._peers.requests.on_step(session.namespace, session.number, step, self._now_ns)
         answers = [self._desk.ask(session, lookup, self._now_ns) for lookup in step.lookups]
         answers += [self._desk.settle(session, number, self._now_ns) for number in step.settle]
         self._answer(session, answers)
@@ -430,11 +430,8 @@ class Store:
         self.numbers.add("kvstore_copied_bytes", "load", by=message.copied_bytes)
         self.numbers.add("kvstore_copy_seconds", "load", by=message.seconds)
         lease_id = LeaseId(message.lease)
-        ranks, damaged = session.loading.setdefault(lease_id, (set(), set()))
-        ranks.add(rank)
-        damaged.update(Slot(slot) for slot in p.from_u32(message.damaged))
-        if len(ranks) == session.world:
-            del session.loading[lease_id]
+        damaged = session.loaded(lease_id, rank, p.from_u32(message.damaged))
+        if damaged is not None:
             self._end_lease(session, lease_id, damaged)
 
     # Admin

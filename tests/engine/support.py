@@ -161,6 +161,15 @@ def servable(tokens: int, block_tokens: int = ENGINE_BLOCK) -> int:
     return (tokens - 1) // block_tokens * block_tokens
 
 
+def given(model: str, tokens: int) -> int:
+    """Tokens of a prompt that an engine gets which another has computed.
+
+    All, its partly filled last block included. vLLM computes the last one again in any case; what
+    that one's window reaches it only keeps if it is not among those that it gets.
+    """
+    return tokens if GROUPS[model] == 1 else tokens - 1
+
+
 def blocks_kept(requests: Sequence[Request], tokens_out: int) -> int:
     """Whole blocks that requests without common prefixes leave; the last token has no KV."""
     return sum((len(r.tokens) + tokens_out - 1) // ENGINE_BLOCK for r in requests)

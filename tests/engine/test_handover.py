@@ -14,7 +14,7 @@ from kvstore.bench.engine import Engine, Request, Result
 from kvstore.bench.models import prompt
 from kvstore.bench.store import StoreProcess
 from tests.engine.identity import assert_same
-from tests.engine.support import CAPACITY, Reference, attach, forget, numbers, servable, since
+from tests.engine.support import CAPACITY, Reference, attach, forget, given, numbers, since
 
 TOKENS_OUT = 16
 HANDED = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -24,7 +24,7 @@ PROMPTS = 20
 class Node:
     """A store, and an engine attached to it."""
 
-    def __init__(self, model: Path, folder: Path, ends: ExitStack, **extra: str) -> None:
+    def __init__(self, model: Path, folder: Path, ends: ExitStack, **extra: Any) -> None:  # noqa: ANN401 - settings
         folder.mkdir()
         self.store = ends.enter_context(StoreProcess(folder, CAPACITY, "[peer]\n"))
         self.engine = ends.enter_context(Engine(model, connector=attach(self.store, **extra)))
@@ -66,10 +66,12 @@ def test_a_prompt_computed_elsewhere_gives_the_same_tokens(
     expected = reference(model_name, requests, TOKENS_OUT)
     computed = prefill.run(requests, [HANDED] * PROMPTS, 1)
     params = [result.kv_transfer_params for result in computed]
-    assert all(given and given["remote_num_tokens"] for given in params)
+    handed = [(back or {}).get("remote_num_tokens") for back in params]
+    assert handed == [len(r.tokens) for r in requests]
     forget(prefill.engine)  # its blocks are the engine's no more
     before = numbers(decode.store.address)
     got = decode.run(requests, params, TOKENS_OUT)
     assert_same(expected, got)
     found = since(decode.store.address, before)
-    assert found["kvstore_hit_tokens{peer}"] == sum(servable(len(r.tokens)) for r in requests)
+    expected_tokens = sum(given(model_name, len(request.tokens)) for request in requests)
+    assert found["kvstore_hit_tokens{peer}"] == expected_tokens

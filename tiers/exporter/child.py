@@ -36,7 +36,7 @@ class Child:
                 [sys.executable, "-m", "tiers.exporter.process", service],
                 stdin=its.fileno(),
                 stdout=_SHARED,
-                env=_environment(devices, transports),
+                env=environment(devices, transports),
                 start_new_session=True,
             )
         except OSError as exc:
@@ -125,8 +125,10 @@ class Child:
     def ended(self, wait_s: float = 0.0) -> str | None:
         """Say what it has ended of; None: it is there. wait_s: how long to wait for its end."""
         try:
-            code = self._process.wait(wait_s)
+            code = self._process.wait(wait_s) if wait_s else self._process.poll()
         except subprocess.TimeoutExpired:
+            return None
+        if code is None:
             return None
         if code >= 0:
             return f"it ended with {code}"
@@ -142,12 +144,12 @@ class Child:
         os.close(self._end)
 
 
-def _environment(devices: str, transports: str | None) -> dict[str, str]:
-    """Return what it needs: no secrets that the store's environment may hold."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+def environment(devices: str, transports: str | None) -> dict[str, str]:
+    """Return what a process with an agent needs: no secrets that the store's may hold."""
+    ours = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     found = {
         name: value
-        for name, value in environment.items()
+        for name, value in ours.items()
         if name.startswith(_HANDED_ON) or name == "PYTHONPATH"
     }
     found["UCX_NET_DEVICES"] = devices

@@ -2,7 +2,7 @@
 
 down --poll(), after a pause--> starting --Ready--> up
   ^                                |                 |  it ended, or restart(): too much in
-  |                                v                 v  quarantine, or close()
+  |                                v                 v  quarantine, no answer, or close()
   +-----------its end------------ ending <-----------+
 
 A process that ends takes its transfers along: each ends with an error, after the process's end
@@ -32,6 +32,8 @@ from tiers.exporter.messages import (
     Metadata,
     NotMapped,
     PeerRefused,
+    Ping,
+    Pong,
     Ready,
     RemovePeer,
     Transfer,
@@ -48,6 +50,8 @@ _PAUSE_MIN_NS = 100_000_000
 _PAUSE_MAX_NS = 10_000_000_000
 _STEADY_NS = 30_000_000_000  # who lived this long starts without a pause
 _GRACE_NS = 1_000_000_000  # for transfers that can end at once when they are abandoned
+_ASK_NS = 2_000_000_000  # after so long without a word
+SILENT_NS = 10_000_000_000  # and it is of no use
 _WRONG_MAX = 100  # of one process
 _TEXT_MAX = 500
 _END_S = 0.2
@@ -110,9 +114,10 @@ class Exporter:
     Results come from poll(), each transfer's exactly once.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        """The first poll() starts the process."""
+    def __init__(self, settings: Settings, *, asleep: bool = False) -> None:
+        """The first poll() starts the process. asleep: the first one after wake()."""
         self._settings = settings
+        self._asleep = asleep
         self._epoll = select.epoll()
         self._child: Child | None = None
         self._state: State = "down"
@@ -130,6 +135,9 @@ class Exporter:
         self._over_ns: int | None = None  # since when there has been too much in quarantine
         self._start_ns = 0  # when to start, or when it was started
         self._pause_ns = 0
+        self._silent_ns = 0  # how long it has said nothing, as far as we have looked
+        self._looked_ns = 0
+        self._asked = False  # it owes a Pong
         self.restarts = 0
 
     def fileno(self) -> int:
@@ -141,13 +149,19 @@ class Exporter:
         if self._events:
             return 0.0
         due = []
-        if self._state == "down" and not self._closed:
+        if self._state == "down" and not self._closed and not self._asleep:
             due.append(self._start_ns)
         if self._state == "starting":
             due.append(self._start_ns + _START_NS)
+        if self._state == "up":
+            due.append(self._looked_ns + _ASK_NS)
         if self._over_quarantine:
             due.append(now_ns if self._over_ns is None else self._over_ns + _GRACE_NS)
         return max(0, min(due) - now_ns) / 1e9 if due else None
+
+    def wake(self) -> None:
+        """Have the process be there from now on."""
+        self._asleep = False
 
     @property
     def state(self) -> State:
@@ -263,11 +277,15 @@ class Exporter:
         """Do what there is to do; returns what has happened."""
         if self._closed:
             return []
-        if self._child is None and now_ns >= self._start_ns:
+        if self._child is None and now_ns >= self._start_ns and not self._asleep:
             self._start(now_ns)
         child = self._child
         if child is not None:
-            self._hear(child)
+            # A machine that stood still has not been silent.
+            self._silent_ns += min(now_ns - self._looked_ns, _ASK_NS)
+            self._looked_ns = now_ns
+            if self._hear(child):
+                self._silent_ns, self._asked = 0, False
             if child.ended() is not None:
                 self._bury(child)
                 self._pause(now_ns)
@@ -288,6 +306,7 @@ class Exporter:
         child.watch(self._epoll)
         self._child, self._state, self._start_ns = child, "starting", now_ns
         self._descriptors, self._wrong, self._why = 0, 0, ""
+        self._silent_ns, self._looked_ns, self._asked = 0, now_ns, False
         for extent in self._extents:
             self._send_extent(extent)
         for peer, metadata in self._peers.items():
@@ -310,6 +329,11 @@ class Exporter:
             self.restart(f"{self._quarantined} bytes in quarantine, {most} at most")
         if self._state == "starting" and now_ns - self._start_ns > _START_NS:
             self.restart(f"it has not started within {_START_NS / 1e9:.0f} s")
+        if self._asked and self._silent_ns >= SILENT_NS:
+            self.restart(f"it has not answered for {SILENT_NS / 1e9:.0f} s")
+        elif self._state == "up" and not self._asked and self._silent_ns >= _ASK_NS:
+            self._asked = True
+            self._send(Ping())
         if child.outbox_bytes > OUTBOX_BYTES_MAX:
             self.restart("it does not read")
 
@@ -328,12 +352,16 @@ class Exporter:
             self._descriptors += 1
             self._send(message, extent.fd)
 
-    def _hear(self, child: Child) -> None:
+    def _hear(self, child: Child) -> bool:
+        """Act on what it says; return whether that was anything."""
+        heard = False
         try:
             for message in child.hear():
+                heard = True
                 self._on(message)
         except ProtocolError as exc:
             self.restart(f"it says what makes no sense: {exc}")
+        return heard
 
     def _on(self, message: Message) -> None:
         match message:
@@ -347,6 +375,8 @@ class Exporter:
                 self._on_extent(message, extent)
             case Metadata() | PeerRefused():
                 self._events.append(message)
+            case Pong():
+                pass  # whatever it says is a sign
             case Wrong(text):
                 self._wrong += 1
                 log.error("the exporter did not understand: %r", text[:_TEXT_MAX])

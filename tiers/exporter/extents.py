@@ -8,6 +8,7 @@ import os
 
 import numpy as np
 
+from tiers.cpu import touch
 from tiers.exporter.agent import Agent, Blocks
 from tiers.exporter.errors import MoveError
 
@@ -29,6 +30,7 @@ class Extent:
             self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, access)
         except OSError as exc:
             raise MoveError(f"cannot map {size} bytes: {exc}", "failed") from exc
+        touch(self._map)
         self.address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
         try:
             self._region = agent.register(self.address, size)

@@ -77,6 +77,10 @@ class Abandon(Message, frozen=True):
     id: int
 
 
+class Ping(Message, frozen=True):
+    """Say Pong: one that does not for long is stopped, or hangs."""
+
+
 # Exporter to store
 
 
@@ -134,6 +138,10 @@ class Ended(Message, frozen=True):
     text: str = ""
 
 
+class Pong(Message, frozen=True):
+    """It does its work."""
+
+
 class Wrong(Message, frozen=True):
     """A message could not be understood; it is passed over."""
 
@@ -146,5 +154,7 @@ class Failed(Message, frozen=True):
     text: str
 
 
-ToExporter = Map | Unmap | AddPeer | RemovePeer | Transfer | Abandon
-ToStore = Ready | Mapped | NotMapped | Unmapped | Metadata | PeerRefused | Ended | Wrong | Failed
+ToExporter = Map | Unmap | AddPeer | RemovePeer | Transfer | Abandon | Ping
+ToStore = (
+    Ready | Mapped | NotMapped | Unmapped | Metadata | PeerRefused | Ended | Pong | Wrong | Failed
+)

@@ -30,6 +30,8 @@ from tiers.exporter.messages import (
     Mapped,
     Metadata,
     NotMapped,
+    Ping,
+    Pong,
     Ready,
     RemovePeer,
     ToExporter,
@@ -115,6 +117,8 @@ class Server:
                 self._mover.add_peer(peer, metadata)
             case RemovePeer(peer):
                 wrong = self._mover.remove_peer(peer)
+            case Ping():
+                self._tell(Pong())
         if wrong is not None:
             self._tell(Wrong(wrong))
 

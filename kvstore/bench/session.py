@@ -1,0 +1,219 @@
+"""A session with a store, as an engine of one rank has it, without an engine.
+
+It fills slots with bytes that follow from the blocks' hashes, and watches slots until they can be
+read. Nothing is copied out of them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Self, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import protocol as p
+from kvstore.errors import KVStoreError
+from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
+from kvstore.types import GroupRule, make_key
+
+ANSWER_S = 60.0
+LOOK_S = 0.0003  # between two looks at slots
+CREDIT_SLOTS = 8
+BLOCK_TOKENS = 16
+HASH_BYTES = 32
+_READ_BYTES = 1 << 18
+_FDS_MAX = 16
+
+M = TypeVar("M", bound=p.Message)
+
+
+class Fetched(msgspec.Struct, frozen=True):
+    """Blocks that were asked for: seconds until the first and until all of them could be read.
+
+    complete: all of them could be had; otherwise nothing was waited for.
+    """
+
+    complete: bool
+    slots: list[int]
+    sources: dict[str, int]
+    first_s: float = 0.0
+    all_s: float = 0.0
+
+
+class _Connection:
+    """Messages of one half, and descriptors that came with them."""
+
+    def __init__(self, path: str) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.connect(path)
+        self.fds: deque[int] = deque()
+        self.messages: list[p.Message] = []
+        self._decoder = p.Decoder(p.ToEngine)
+
+    def send(self, message: p.Message) -> None:
+        self.sock.sendall(p.encode(message))
+
+    def read(self) -> None:
+        data, fds, _, _ = socket.recv_fds(self.sock, _READ_BYTES, _FDS_MAX)
+        if not data:
+            raise KVStoreError("the store has closed the connection")
+        self.fds.extend(fds)
+        for message in self._decoder.feed(data):
+            if isinstance(message, p.Refused | p.Detach):
+                raise KVStoreError(f"the store ends the session: {message.reason}")
+            self.messages.append(message)
+
+
+class Session:
+    """Attached on entering the context, detached after leaving it."""
+
+    def __init__(self, path: str, name: str, block_bytes: int) -> None:
+        """path: of the store's socket. name: of the engine."""
+        self.side_channel = ""  # the store's, for other stores
+        self._name = name
+        self._block_bytes = block_bytes
+        self._worker = _Connection(path)
+        self._scheduler = _Connection(path)
+        self._credits: deque[int] = deque()
+        self._extents: list[tuple[p.Extent, mmap.mmap]] = []
+        self._asks = 0
+
+    def __enter__(self) -> Self:
+        layers = (LayerGeometry("layer", self._block_bytes),)
+        groups = (GroupGeometry(GroupRule(), layers),)
+        geometry = RankGeometry("bench", BLOCK_TOKENS, (1,), groups)
+        hello = p.Hello(p.VERSION, self._name, "worker", 0, 1, geometry=geometry)
+        self._worker.send(hello)
+        self._scheduler.send(p.Hello(p.VERSION, self._name, "scheduler", 0, 1, CREDIT_SLOTS))
+        self.side_channel = self._wait(p.Welcome).side_channel
+        self._wait(p.Active)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._scheduler.sock.close()
+        self._worker.sock.close()
+        self._extents.clear()  # unmapped with the last view
+
+    def put(self, hashes: Sequence[bytes]) -> None:
+        """Store a request's blocks."""
+        for index, block in enumerate(hashes):
+            while not self._credits:
+                self._answers()
+            slot = self._credits.popleft()
+            self._bytes_of(slot)[:] = content(block, self._block_bytes)
+            parent = make_key(hashes[index - 1], 0) if index else b""
+            stored = p.Stored(p.u32([slot]), (make_key(block, 0),), (parent,), ok=True, seconds=0.0)
+            self._worker.send(stored)
+
+    def fetch(self, hashes: Sequence[bytes], peer: str = "", *, push: bool = False) -> Fetched:
+        """Ask for blocks, of another store too, and watch them until all can be read."""
+        started_s = time.perf_counter()
+        self._asks += 1
+        lookup = p.Lookup(self._asks, b"".join(hashes), HASH_BYTES, peer=peer, push=push)
+        self._scheduler.send(p.Step((lookup,)))
+        granted = None
+        while granted is None:
+            answers = self._answers().granted
+            granted = next((each for each in answers if each.ask == self._asks), None)
+        slots = p.from_u32(granted.hits[0].slots) if granted.lease else []
+        found = Fetched(len(slots) == len(hashes), slots, granted.sources)
+        if found.complete:
+            leased = np.frombuffer(granted.hits[0].generations, np.uint32)
+            first_s, all_s = self._watch(np.array(slots), leased, started_s)
+            found = msgspec.structs.replace(found, first_s=first_s, all_s=all_s)
+        if granted.lease:
+            self._worker.send(p.Loaded(granted.lease, 0, 0.0))
+        return found
+
+    def holds(self, hashes: Sequence[bytes], slots: Sequence[int]) -> bool:
+        """Tell whether slots have the bytes that these blocks should have."""
+        return all(
+            self._bytes_of(slot) == content(block, self._block_bytes)
+            for block, slot in zip(hashes, slots, strict=True)
+        )
+
+    def _watch(
+        self, slots: npt.NDArray[np.int64], leased: npt.NDArray[np.uint32], started_s: float
+    ) -> tuple[float, float]:
+        """Return the seconds until the first slot, and all of them, have their generations."""
+        first_s = 0.0
+        waiting = list(self._generations(slots, leased))
+        ((have, at, want),) = self._generations(slots[:1], leased[:1])
+        while waiting:
+            now_s = time.perf_counter() - started_s
+            if not first_s and have[at] == want:
+                first_s = now_s
+            waiting = [part for part in waiting if (part[0][part[1]] != part[2]).any()]
+            if now_s > ANSWER_S:
+                raise KVStoreError(f"blocks did not arrive in {ANSWER_S:.0f} s")
+            if waiting:
+                time.sleep(LOOK_S)
+        return first_s or now_s, now_s
+
+    def _generations(
+        self, slots: npt.NDArray[np.int64], leased: npt.NDArray[np.uint32]
+    ) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64], npt.NDArray[np.uint32]]]:
+        """Yield, by extent, all its generations, positions of slots in it, and what is leased."""
+        for extent, memory in self._extents:
+            which = (slots >= extent.first) & (slots < extent.first + extent.count)
+            if which.any():
+                at = extent.generations_offset
+                generations = np.frombuffer(memory, np.uint32, extent.count, at)
+                yield generations, slots[which] - extent.first, leased[which]
+
+    def _bytes_of(self, slot: int) -> memoryview:
+        for extent, memory in self._extents:
+            if extent.first <= slot < extent.first + extent.count:
+                at = (slot - extent.first) * extent.slot_bytes
+                return memoryview(memory)[at : at + self._block_bytes]
+        raise KVStoreError(f"slot {slot} is in no extent that the store has named")
+
+    def _answers(self) -> p.Answers:
+        answers = self._wait(p.Answers)
+        self._credits.extend(p.from_u32(answers.credits))
+        return answers
+
+    def _wait(self, kind: type[M]) -> M:
+        """Wait for the scheduler half's next message of a kind; extents are mapped meanwhile."""
+        deadline_s = time.monotonic() + ANSWER_S
+        while True:
+            for message in self._scheduler.messages:
+                if isinstance(message, kind):
+                    self._scheduler.messages.remove(message)
+                    return message
+            halves = {half.sock: half for half in (self._worker, self._scheduler)}
+            left_s = max(0.0, deadline_s - time.monotonic())
+            ready = select.select(list(halves), [], [], left_s)[0]
+            if not ready:
+                raise KVStoreError(f"no {kind.__name__} of the store in {ANSWER_S:.0f} s")
+            for sock in ready:
+                halves[sock].read()
+            self._map()
+
+    def _map(self) -> None:
+        messages, self._worker.messages = self._worker.messages, []
+        for message in messages:
+            if isinstance(message, p.Extent):
+                fd = self._worker.fds.popleft()
+                self._extents.append((message, mmap.mmap(fd, message.bytes)))
+                os.close(fd)
+                self._worker.send(p.Mapped(message.extent))
+
+
+def content(block: bytes, size: int) -> bytes:
+    """Return what a block with this hash holds."""
+    return (block * (size // len(block) + 1))[:size]

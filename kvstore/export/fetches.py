@@ -1,0 +1,76 @@
+"""What a consumer needs of others: how blocks are named to them, and what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+import msgspec
+
+from kvstore.export import messages as m
+from kvstore.types import BlockKey, Slot
+
+
+class Tag(msgspec.Struct, frozen=True):
+    """Names one block of a fetch to whoever works on it."""
+
+    fetch: int
+    position: int
+
+
+class Read(msgspec.Struct, frozen=True):
+    """Slots of one of a peer's extents, and the landing slots that they are read into."""
+
+    region: m.Region
+    numbers: list[int]
+    landing: list[int]
+
+
+class Check(msgspec.Struct, frozen=True):
+    """A landed block: what it has to be, and where it goes if it is."""
+
+    key: BlockKey
+    landing: int
+    sum: int
+    slot: Slot
+
+
+class Work(Protocol):
+    """What takes time and is done elsewhere: each call has one answer, by its tags, later."""
+
+    def read(self, tags: list[Tag], peer: int, read: Read) -> None:
+        """Read a peer's slots for one fetch; the answer is Consumer.moved."""
+        ...
+
+    def abandon(self, tag: Tag) -> None:
+        """Nobody waits for a read any more: what has not begun is not begun; moved() comes."""
+        ...
+
+    def check(self, tags: list[Tag], blocks: list[Check]) -> None:
+        """Copy landed blocks to their slots if their sums are right; the answer: checked."""
+        ...
+
+
+class Landing(Protocol):
+    """Slots that only we and the exporters touch, under a cap in bytes."""
+
+    @property
+    def count(self) -> int:
+        """Count the slots there are."""
+        ...
+
+    def open(self) -> None:
+        """They will be wanted soon."""
+        ...
+
+    def take(self, count: int) -> list[int]:
+        """Take up to count free ones."""
+        ...
+
+    def give(self, slots: Collection[int]) -> None:
+        """Give some back."""
+        ...
+
+    def region(self) -> tuple[m.Region, bytes]:
+        """Say where our exporter has them, and its metadata since then."""
+        ...

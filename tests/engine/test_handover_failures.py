@@ -1,0 +1,390 @@
+"""Two real engines and their stores, some of which die, freeze or are asked nonsense.
+
+Whatever happens, the tokens are those of an engine alone, in time, and nothing is held in the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from kvstore import admin
+from kvstore.bench.engine import Engine, Request, Result
+from kvstore.bench.models import prompt
+from kvstore.bench.steal import Watch
+from kvstore.bench.store import StoreProcess
+from tests.engine.identity import assert_same
+from tests.engine.support import CAPACITY, Reference, attach, eventually, forget, numbers, since
+from tests.handover_nodes import exporter_of, free_port, gone
+
+pytestmark = pytest.mark.vllm
+
+TOKENS_OUT = 16
+HANDED = {"do_remote_decode": True, "do_remote_prefill": False}
+IN_TIME_S = 20.0  # a run that computes all takes two; an answer may wait for two, a load for ten
+LEASE = "3s"  # tests.serve_brief has such leases between stores, too
+HELD = (
+    *("kvstore_hand_over_bytes{held}", "kvstore_hand_over_bytes{landing}"),
+    *("kvstore_hand_over_open{fetches}", "kvstore_hand_over_open{jobs}"),
+    *("kvstore_hand_over_open{requests}", "kvstore_leases", "kvstore_jobs_open"),
+)
+slice_only = pytest.mark.e2e  # all but a few are in the long matrix
+
+
+class Node:
+    """A store, and an engine attached to it."""
+
+    def __init__(self, model: Path, folder: Path, ends: ExitStack, **extra: str) -> None:
+        folder.mkdir()
+        peer = f'[peer]\nlisten = "127.0.0.1:{free_port()}"\n'
+        self.store = StoreProcess(folder, CAPACITY, peer, module="tests.serve_brief")
+        ends.enter_context(self.store)
+        attached = attach(self.store, lease=LEASE, **extra)
+        self.engine = ends.enter_context(Engine(model, connector=attached))
+        self.address = self.store.address
+
+    def run(self, requests: Sequence[Request], params: Sequence[Any], tokens: int) -> list[Result]:
+        made = [
+            msgspec.structs.replace(request, kv_transfer_params=given)
+            for request, given in zip(requests, params, strict=True)
+        ]
+        results = self.engine.run(made, max_tokens=tokens)
+        self.engine.idle_steps(3)
+        return results
+
+    @property
+    def process(self) -> psutil.Process:
+        return psutil.Process(self.store.pid)
+
+    @property
+    def exporter(self) -> psutil.Process:
+        found = eventually(lambda: exporter_of(self.process))
+        assert found is not None
+        return found
+
+    def kill(self) -> None:
+        """End the store at once."""
+        exporter = exporter_of(self.process)
+        self.process.kill()
+        eventually(lambda: exporter is None or gone(exporter))
+
+    def restart(self) -> None:
+        """Start the store again, under the same address."""
+        self.store.stop()
+        self.store.__enter__()
+
+    def attached(self) -> None:
+        """Wait until the engine is with its store, and that has an exporter."""
+
+        def there() -> bool:
+            self.engine.idle_steps(1)
+            return "kvstore_sessions{active}" in numbers(self.address)
+
+        eventually(there)
+        assert self.exporter
+
+    def nothing_held(self) -> None:
+        """Wait until nothing is held for hand-overs, or by an answer."""
+
+        def held() -> list[str]:
+            self.engine.idle_steps(1)
+            return [name for name in numbers(self.address) if name in HELD]
+
+        eventually(lambda: not held(), within_s=60)
+
+
+@pytest.fixture(scope="module", params=["pull", pytest.param("push", marks=pytest.mark.e2e)])
+def nodes(
+    request: pytest.FixtureRequest,
+    model: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Node, Node]]:
+    folder = tmp_path_factory.mktemp("failing")
+    with ExitStack() as ends:
+        yield (
+            Node(model("llama_s"), folder / "p", ends),
+            Node(model("llama_s"), folder / "d", ends, transfer=request.param),
+        )
+
+
+@pytest.fixture
+def pushed(request: pytest.FixtureRequest) -> bool:
+    return "push" in request.node.name.rpartition("[")[2]
+
+
+@pytest.fixture
+def both(nodes: tuple[Node, Node]) -> Iterator[tuple[Node, Node]]:
+    yield nodes
+    for node in nodes:
+        node.attached()
+        node.nothing_held()
+
+
+class Asked:
+    """Prompts that one engine has computed for another, and what is expected of that."""
+
+    def __init__(self, prefill: Node, reference: Reference, seed: int, count: int = 6) -> None:
+        self.requests = [
+            Request(id=f"f{seed}.{number}", tokens=prompt(seed * 100 + number, 200 + 97 * number))
+            for number in range(count)
+        ]
+        self.expected = reference("llama_s", self.requests, TOKENS_OUT)
+        computed = prefill.run(self.requests, [HANDED] * count, 1)
+        self.params: list[Any] = [result.kv_transfer_params for result in computed]
+        assert all(given and given["remote_num_tokens"] for given in self.params)
+        forget(prefill.engine)
+
+    def go_on(self, decode: Node, params: Sequence[Any] | None = None) -> dict[str, float]:
+        """Have them gone on with: the same tokens, in time; returns what the store counted."""
+        before = {} if not decode.process.is_running() else _numbers(decode)
+        watch = Watch()
+        got = decode.run(self.requests, params or self.params, TOKENS_OUT)
+        assert watch.own_s() < IN_TIME_S
+        assert_same(self.expected, got)
+        forget(decode.engine)
+        return since(decode.address, before) if before and _numbers(decode) else {}
+
+
+def _numbers(node: Node) -> dict[str, float]:
+    with contextlib.suppress(admin.StoreUnreachable):
+        return numbers(node.address)
+    return {}
+
+
+def goes_on(both: tuple[Node, Node], reference: Reference, seed: int) -> None:
+    """After it all blocks come from the peer again."""
+    prefill, decode = both
+    for node in both:
+        node.attached()
+    fresh = Asked(prefill, reference, seed, 2)
+    assert fresh.go_on(decode)["kvstore_hit_tokens{peer}"] > 0
+
+
+@contextlib.contextmanager
+def meanwhile(act: Callable[[], None]) -> Iterator[None]:
+    """Do something in another thread while an engine runs."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            act()
+        except BaseException as exc:  # noqa: BLE001 - told below
+            failed.append(exc)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+    assert not failed, failed
+
+
+# What comes too late
+
+
+def test_P4_B16_a_decode_that_comes_after_the_lease_gives_the_same_tokens(
+    both: tuple[Node, Node], reference: Reference
+) -> None:
+    """Its blocks were reused: vLLM's own connector goes on with whatever is there then."""
+    prefill, decode = both
+    asked = Asked(prefill, reference, 51)
+    prefill.nothing_held()
+    admin.clear(prefill.address)
+    others = [Request(id=f"o{n}", tokens=prompt(5900 + n, 900)) for n in range(12)]
+    prefill.run(others, [None] * len(others), 4)
+    found = asked.go_on(decode)
+    assert found.get("kvstore_hit_tokens{peer}", 0) == 0
+    goes_on(both, reference, 52)
+
+
+# Who dies
+
+
+@slice_only
+def test_B15_a_prefill_store_that_is_killed_before_it_is_asked(
+    both: tuple[Node, Node], reference: Reference
+) -> None:
+    prefill, decode = both
+    asked = Asked(prefill, reference, 53)
+    prefill.kill()
+    asked.go_on(decode)
+    prefill.restart()
+    goes_on(both, reference, 54)
+
+
+@slice_only
+@pytest.mark.parametrize("what", ["prefill store", "decode store", "exporter", "other exporter"])
+def test_B15_who_is_killed_during_the_transfer(
+    both: tuple[Node, Node], reference: Reference, what: str, pushed: bool
+) -> None:
+    prefill, decode = both
+    seed = 60 + 2 * ["prefill store", "decode store", "exporter", "other exporter"].index(what)
+    asked = Asked(prefill, reference, seed)
+    frozen, other = (prefill, decode) if pushed else (decode, prefill)
+    exporter = frozen.exporter
+    exporter.suspend()
+
+    def act() -> None:
+        eventually(lambda: numbers(decode.address).get("kvstore_hand_over_bytes{landing}"))
+        if what == "exporter":
+            exporter.kill()
+        elif what == "other exporter":
+            other.exporter.kill()
+        else:
+            (prefill if what == "prefill store" else decode).kill()
+        if not gone(exporter):
+            exporter.send_signal(signal.SIGCONT)
+
+    with meanwhile(act):
+        asked.go_on(decode)
+    for node in both:
+        if gone(node.process):
+            node.restart()
+    goes_on(both, reference, seed + 1)
+
+
+@slice_only
+def test_a_prefill_engine_that_is_gone_leaves_its_blocks(
+    both: tuple[Node, Node], reference: Reference, model: Callable[[str], Path]
+) -> None:
+    """They are its store's: which goes on without it."""
+    prefill, decode = both
+    requests = [Request(id=f"g{n}", tokens=prompt(7700 + n, 300 + 64 * n)) for n in range(4)]
+    expected = reference("llama_s", requests, TOKENS_OUT)
+    with Engine(model("llama_s"), connector=attach(prefill.store, lease="60s")) as extra:
+        made = [msgspec.structs.replace(r, kv_transfer_params=HANDED) for r in requests]
+        params = [result.kv_transfer_params for result in extra.run(made, max_tokens=1)]
+        extra.idle_steps(3)
+        extra.kill("driver")
+    before = numbers(decode.address)
+    got = decode.run(requests, params, TOKENS_OUT)
+    assert_same(expected, got)
+    assert since(decode.address, before)["kvstore_hit_tokens{peer}"] > 0
+    forget(decode.engine)
+
+
+@slice_only
+@pytest.mark.parametrize("what", ["store", "exporter", "both"])
+def test_B15_B20_a_prefill_node_that_freezes_and_goes_on(
+    both: tuple[Node, Node], reference: Reference, what: str
+) -> None:
+    prefill, decode = both
+    seed = 80 + 2 * ["store", "exporter", "both"].index(what)
+    asked = Asked(prefill, reference, seed)
+    stopped = [prefill.process] if what != "exporter" else []
+    stopped += [prefill.exporter] if what != "store" else []
+    for process in stopped:
+        process.suspend()
+    try:
+        asked.go_on(decode)
+        time.sleep(4)
+    finally:
+        for process in reversed(stopped):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+    decode.nothing_held()
+    goes_on(both, reference, seed + 1)
+
+
+# Who asks for nonsense
+
+
+def test_hand_over_parameters_that_are_wrong_are_computed_here(
+    both: tuple[Node, Node], reference: Reference
+) -> None:
+    prefill, decode = both
+    asked = Asked(prefill, reference, 90, 2)
+    good = asked.params[0]
+    wrong: list[dict[str, Any]] = [
+        *({**good, name: None} for name in ("remote_engine_id", "remote_request_id")),
+        *({**good, "remote_port": port} for port in (None, "9500", 0, 1 << 20, True, [1])),
+        *({**good, "remote_host": host} for host in (None, 7, "", [1])),
+        {"do_remote_prefill": True},
+    ]
+    elsewhere: list[dict[str, Any]] = [
+        {**good, "remote_host": "127.9.9.9"},
+        {**good, "remote_port": 9},
+        {**good, "remote_host": "not a host"},
+        {**good, "remote_host": "::1"},
+        {**good, "remote_request_id": "nobody's", "remote_port": 1},
+    ]
+    for params, refused in (*((one, 1) for one in wrong), *((one, 0) for one in elsewhere)):
+        admin.clear(decode.address)
+        found = asked.go_on(decode, [params, None])
+        assert found.get("kvstore_engine_events{transfer_refused}", 0) == refused, params
+        assert not found.get("kvstore_hit_tokens{peer}"), params
+    forged = {**good, "remote_request_id": "somebody else's", "remote_block_ids": [[9999]]}
+    admin.clear(decode.address)
+    asked.go_on(decode, [forged, None])  # keys say what blocks are, nothing else does
+    for node in both:
+        node.nothing_held()
+
+
+@slice_only
+def test_a_prompt_of_another_model_is_refused_and_computed(
+    both: tuple[Node, Node],
+    reference: Reference,
+    model: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    prefill, decode = both
+    requests = [Request(id="m0", tokens=prompt(9100, 400))]
+    with ExitStack() as ends:
+        other = Node(model("gemma3"), tmp_path / "other", ends)
+        computed = other.run(requests, [HANDED], 1)
+        expected = reference("llama_s", requests, TOKENS_OUT)
+        got = decode.run(requests, [computed[0].kv_transfer_params], TOKENS_OUT)
+        assert_same(expected, got)
+        assert numbers(other.address)["kvstore_hand_over_events{refused}"] >= 1
+    forget(decode.engine)
+    assert prefill.process.is_running()
+
+
+# Who does not want it any more
+
+
+@slice_only
+@pytest.mark.parametrize("step", [0, 1, 2, 3, 5, 8])
+def test_P8_requests_that_are_aborted_on_the_decode_side_at_any_step(
+    both: tuple[Node, Node], reference: Reference, step: int
+) -> None:
+    prefill, decode = both
+    asked = Asked(prefill, reference, 100 + step)
+    aborted = [
+        msgspec.structs.replace(request, abort_step=step if number % 2 else None)
+        for number, request in enumerate(asked.requests)
+    ]
+    got = decode.run(aborted, asked.params, TOKENS_OUT)
+    pairs = zip(asked.expected, got, strict=True)
+    kept = [(a, b) for number, (a, b) in enumerate(pairs) if not number % 2]
+    assert_same([a for a, _ in kept], [b for _, b in kept])
+    forget(decode.engine)
+    for node in both:
+        node.nothing_held()
+
+
+@slice_only
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_requests_that_are_aborted_on_the_prefill_side_hold_nothing(
+    both: tuple[Node, Node], step: int
+) -> None:
+    prefill, _ = both
+    requests = [
+        Request(id=f"a{step}.{n}", tokens=prompt(9300 + 10 * step + n, 2500), abort_step=step)
+        for n in range(3)
+    ]
+    results = prefill.run(requests, [HANDED] * 3, 8)
+    assert all(result.kv_transfer_params is None for result in results if result.aborted)
+    forget(prefill.engine)
+    prefill.nothing_held()

@@ -1,0 +1,148 @@
+"""The hand-over benchmarks in small: their form, and that what they say is what happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvstore.bench import handover
+from kvstore.bench.clock import Clock, child_of
+from kvstore.bench.report import Result, as_json
+from kvstore.bench.session import Session, content
+from kvstore.config import parse
+from kvstore.errors import KVStoreError
+from kvstore.quantities import KIB, MIB
+from tests.fakes import hashes
+from tests.live import LiveStore, eventually
+from tiers.bench import export, raw
+
+SMALL = export.Sizes(
+    block_bytes=(256 * KIB,), data_bytes=16 * MIB, transports=("shared memory", "tcp")
+)
+BUSY = "x = sum(i for i in range({count})); print(x, flush=True); input()"
+
+
+def of(results: Sequence[Result], **wanted: object) -> list[Result]:
+    return [r for r in results if wanted.items() <= {"name": r.name, **r.parameters}.items()]
+
+
+@pytest.mark.slow
+def test_every_hand_over_has_its_limit_from_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    results = export.run(1, SMALL)
+    processes = {"prefill_store", "prefill_exporter", "decode_store", "decode_exporter"}
+    for transport in SMALL.transports:
+        for name in export.OURS:
+            (one,) = of(results, name=name, transport=transport, block_bytes=256 * KIB)
+            assert one.unit == "GB/s"
+            assert one.parameters["against"] in {"NIXL READ", "NIXL WRITE", "disk"}
+            assert one.ratio is not None
+            assert one.reference is not None
+            assert one.ratio == pytest.approx(one.value / one.reference)
+            whole_ms = SMALL.data_bytes / one.value / 1e6
+            assert 0 < one.parameters["first_block_ms"] <= whole_ms + 0.001  # rounded
+            assert one.parameters["summed_ratio"] > 0
+            by_process = one.parameters["cpu_us_by_process"]
+            assert by_process.keys() == processes
+            assert all(cpu_us > 0 for cpu_us in by_process.values())
+            assert one.parameters["cpu_us"] == pytest.approx(sum(by_process.values()), abs=1)
+        for name in ("pull_summed", "push_summed"):
+            (one,) = of(results, name=name, transport=transport)
+            assert one.reference is not None
+            assert one.value > 0
+    assert len(results) == len(SMALL.transports) * 6
+    assert all(row["ratio"] > 0 for row in json.loads(as_json("export", results))["results"])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_raw_nixl_moves_each_block_once_and_sums_when_it_should() -> None:
+    with ExitStack() as ends:
+        sides = [ends.enter_context(raw.Process(raw.Start(64 * KIB, 64), None)) for _ in range(2)]
+        sides[0].meet(sides[1])
+        for write in (False, True):
+            sides[0].do(raw.Move(write, seed=1))
+        before_us = sides[1].clock.now_us()
+        sides[1].do(raw.Sum())
+        assert sides[1].clock.now_us() > before_us
+        with pytest.raises(KVStoreError, match="NIXL without a store"):
+            sides[1].do(raw.Meet(b"no metadata", 1))
+
+
+def test_too_little_space_is_said_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KVStoreError, match="free, the benchmark needs"):
+        export.run(1, export.Sizes(data_bytes=1 << 60))
+
+
+def test_the_clock_of_another_process_counts_what_it_runs() -> None:
+    command = [sys.executable, "-c", BUSY.format(count=3_000_000)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        clock = Clock(child.pid)
+        assert child.stdout is not None
+        child.stdout.readline()
+        used_us = clock.now_us()
+        time.sleep(0.05)
+        assert 10_000 < used_us <= clock.now_us() < used_us + 20_000, "waiting costs nothing"
+        child.communicate(b"\n")
+    with pytest.raises(KVStoreError, match="has ended"):
+        clock.now_us()
+
+
+def test_a_child_is_found_by_its_module() -> None:
+    command = [sys.executable, "-c", "input()", "some.module"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
+        eventually(lambda: Path(f"/proc/{child.pid}/cmdline").read_bytes().count(b"\0") > 3)
+        assert child_of(os.getpid(), "some.module") == child.pid
+        with pytest.raises(KVStoreError, match="no child that runs another"):
+            child_of(os.getpid(), "another")
+        child.communicate(b"\n")
+
+
+def test_a_session_stores_blocks_and_sees_them_again(tmp_path: Path) -> None:
+    table = {
+        "cpu": {"capacity": "32MiB", "extent": "16MiB"},
+        "server": {"socket": str(tmp_path / "store.sock"), "metrics": ""},
+    }
+    with LiveStore(parse(table)) as store, Session(store.path, "one", MIB) as session:
+        chain = hashes(12, "session")
+        assert not session.fetch(chain).complete
+        session.put(chain)
+        eventually(lambda: session.fetch(chain).complete)
+        found = session.fetch(chain)
+        assert 0 < found.first_s <= found.all_s
+        assert session.holds(chain, found.slots)
+        assert not session.holds(chain[::-1], found.slots)
+        assert content(chain[0], MIB) != content(chain[1], MIB)
+
+
+def test_times_of_a_hand_over_are_compared_within_rounds() -> None:
+    times = {
+        (handover.COLD, "pull"): [1.0, 2.0, 4.0],
+        (handover.HANDED_OVER, "pull"): [0.01, 0.04, 0.12],
+        (handover.COLD, "push"): [1.0, 1.0, 1.0],
+        (handover.HANDED_OVER, "push"): [0.01, 0.02, 0.03],
+        (handover.COLD, handover.NATIVE): [1.0, 1.0, 1.0],
+        (handover.HANDED_OVER, handover.NATIVE): [0.02, 0.02, 0.03],
+    }
+    results = handover.results(times)
+    (share,) = of(results, name=handover.HANDED_OVER, system="pull")
+    assert (share.value, share.reference) == (40.0, 2000.0)
+    assert share.ratio == pytest.approx(0.02)
+    (native,) = of(results, name=handover.AGAINST_NATIVE, system="push")
+    assert native.reference == 20.0
+    assert native.ratio == pytest.approx(1.0)
+    assert native.parameters["against"] == "NixlConnector"
+    assert not of(results, name=handover.AGAINST_NATIVE, system=handover.NATIVE)

@@ -1,0 +1,90 @@
+"""A hundred thousand wrong messages; `make fuzz` sends ten million."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import get_args
+
+import msgspec
+import pytest
+
+from kvstore import protocol as p
+from kvstore.errors import ProtocolError
+from kvstore.export import messages as m
+from tests import fuzz_site
+from tests.fuzz import attempts
+from tests.fuzz_inputs import Mutator
+from tests.fuzz_world import Failed, World
+
+MESSAGES = 96_000
+WORLD = 24_000
+
+
+@pytest.mark.slow
+def test_B2_nothing_escapes_memory_stays_flat_and_a_good_client_is_served() -> None:
+    total = Counter[str]()
+    broken = []
+    for counts, error in attempts(100, MESSAGES, WORLD):
+        total.update(counts)
+        if error:
+            broken.append(error)
+    assert not broken, "\n".join(broken)
+    assert total["messages"] == MESSAGES
+    assert total["handed over"] >= MESSAGES // 250
+    assert total["again"] < total["handed over"] // 10
+    # That many got as far as to do something.
+    assert total["confirmed"] > 2 * total["handed over"]
+    assert total["malformed"] > MESSAGES // 10
+
+
+def test_a_world_is_the_same_again_from_its_seed() -> None:
+    counts = []
+    for _ in range(2):
+        world = World(7)
+        world.run(600)
+        counts.append(world.counts - Counter(grown=world.counts["grown"]))
+    assert counts[0] == counts[1]
+
+
+def test_what_escapes_is_told_with_its_input_and_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = m.decode_for_producer
+
+    def breaks(data: bytes) -> p.Message:
+        message = decode(data)
+        if isinstance(message, m.Extend):
+            raise KeyError(message.job)
+        return message
+
+    monkeypatch.setattr(m, "decode_for_producer", breaks)
+    with pytest.raises(Failed, match=r"KeyError: .*\nmessage \d+: [0-9a-f]+\nseed 3: replay with"):
+        World(3).run(2000)
+
+
+def test_a_client_that_is_not_served_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz_site.Mover, "read", lambda *_: None)
+    monkeypatch.setattr(fuzz_site.Mover, "write", lambda *_: None)
+    with pytest.raises(Failed, match="a good client: no block in time"):
+        World(3).run(10)
+
+
+def test_inputs_are_of_every_kind() -> None:
+    """Some are read as messages, of each type, and most are not what was sent."""
+    rng = random.Random(1)
+    mutate = Mutator(rng)
+    whole = m.encode(m.Want(1, b"h" * 64, 32, (b"\0\0\0\0\1\0\0\0",)))
+    mutate.other = [m.encode(m.Release(1)), m.encode(m.Confirm(1, b"")), m.encode(m.Extend(1, 1))]
+    read = Counter[str]()
+    for _ in range(3000):
+        made = mutate(whole)
+        try:
+            message = m.decode_for_producer(made)
+        except ProtocolError:
+            read["no message"] += 1
+        else:
+            read[type(message).__name__] += 1
+    assert read["no message"] > 1000
+    assert read["Want"] > 300
+    assert min(read[name] for name in ("Release", "Confirm")) >= 10
+    assert msgspec.msgpack.decode(whole)[0] == "Want"
+    assert set(read) - {"no message"} <= {kind.__name__ for kind in get_args(m.ToProducer)}

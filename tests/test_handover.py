@@ -1,0 +1,130 @@
+"""Prompts handed over between reference engines: every byte that they read is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from connectors.reference import Group, Shape
+from kvstore.config import parse
+from kvstore.export import consumer
+from tests.handover_rig import Node, node, prompt
+from tests.live import WAIT_S, LiveStore, eventually
+from tests.test_peers import inside
+
+FULL = Shape((Group(4),), 8, 400, budget=24)
+WINDOW = Shape((Group(4), Group(4, window=9)), 4, 800, budget=24)
+PARTS = Shape((Group(4), Group(4, window=20)), 8, 800, budget=24)
+STATE = Shape((Group(4), Group(8, state=True)), 8, 800, budget=24)
+ALL = Shape((Group(8), Group(8, window=10), Group(8, state=True)), 8, 900, budget=24)
+SHAPES = {"full": FULL, "window": WINDOW, "parts": PARTS, "state": STATE, "all": ALL}
+LONGEST = 35
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveStore, LiveStore]]:
+    """Two stores, which wait for each other however slow the machine is."""
+    folder = tmp_path_factory.mktemp("handover")
+
+    def store(name: str) -> LiveStore:
+        settings = {
+            "cpu": {"capacity": "256MiB", "extent": "8MiB"},
+            "server": {"socket": str(folder / f"{name}.sock"), "metrics": ""},
+            "engine": {"promote": "60s"},
+            "peer": {"landing": "4MiB"},
+        }
+        return LiveStore(parse(settings))
+
+    with pytest.MonkeyPatch.context() as patch, store("p") as prefill, store("d") as decode:
+        patch.setattr(consumer, "ANSWER_NS", int(WAIT_S * 1e9))
+        yield prefill, decode
+
+
+@pytest.fixture(params=SHAPES)
+def shape(request: pytest.FixtureRequest) -> Shape:
+    return SHAPES[request.param]
+
+
+def given(shape: Shape, tokens: int) -> int:
+    """How many tokens of a prompt an engine is given that has none of them."""
+    least = 1 if len(shape.groups) > 1 or tokens == 1 else 0
+    return tokens - least
+
+
+@pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
+def test_B5_B6_B17_prompts_of_every_length_are_handed_over_to_their_last_token(
+    stores: tuple[LiveStore, LiveStore], shape: Shape, push: bool
+) -> None:
+    prompts = {f"{n} {push}": prompt((n, push), n) for n in range(1, LONGEST)}
+    with (
+        node(stores[0], f"p{push}", shape) as prefill,
+        node(stores[1], f"d{push}", shape, push=push) as decode,
+    ):
+        params = prefill.compute(prompts)
+        loaded = decode.run(prompts, 12, params)
+        seen = prefill.events(), decode.events()
+    assert loaded == {name: given(shape, len(text)) for name, text in prompts.items()}, seen
+
+
+@pytest.fixture
+def nodes(
+    request: pytest.FixtureRequest, stores: tuple[LiveStore, LiveStore]
+) -> Iterator[tuple[Node, Node]]:
+    """Engines of the shape that has all kinds of groups."""
+    name = request.node.name
+    with node(stores[0], f"p {name}", ALL) as prefill, node(stores[1], f"d {name}", ALL) as decode:
+        yield prefill, decode
+
+
+def test_B4_windows_and_states_move_only_what_the_next_token_needs(
+    nodes: tuple[Node, Node],
+) -> None:
+    prefill, decode = nodes
+    prompts = {"b4": prompt("b4", 60)}
+    params = prefill.compute(prompts)
+    eventually(lambda: prefill.held("b4") == (12, 0))
+    fetched, before = decode.fetched(), decode.blocks()
+    assert decode.run(prompts, 1, params) == {"b4": 59}
+    after = decode.blocks()
+    # Tokens 0..58 are in blocks 0..7. The last token looks back to token 50, in block 6; the rule
+    # knows no tokens, so block 5 comes, too.
+    assert [now - then for now, then in zip(after, before, strict=True)] == [8, 3, 1]
+    assert decode.fetched() - fetched == 12
+
+
+def test_B6_only_what_the_decode_node_lacks_moves(nodes: tuple[Node, Node]) -> None:
+    prefill, decode = nodes
+    text, before = prompt("b6", 45), decode.blocks()[0]
+    decode.run({"own": text[:33]}, 1, {})
+    eventually(lambda: decode.blocks()[0] == before + 4)
+    params = prefill.compute({"b6": text})
+    decode.engine.book.tables.forget_all()  # the engine has nothing of it, its store has
+    fetched = decode.fetched()
+    assert decode.run({"b6": text}, 3, params) == {"b6": 44}
+    assert decode.fetched() - fetched == 2 + 2 + 1  # blocks 4 and 5, and the last state
+
+
+def test_B17_another_request_finds_no_tail(nodes: tuple[Node, Node]) -> None:
+    """Neither here nor there, though it has the same tokens."""
+    prefill, decode = nodes
+    text = prompt("b17", 38)
+    params = prefill.compute({"b17": text})
+    assert decode.run({"b17": text}, 1, params) == {"b17": 37}
+    other = {**(params["b17"] or {}), "remote_request_id": "other"}
+    decode.engine.book.tables.forget_all()
+    assert decode.run({"other": text}, 1, {"other": other}) == {"other": 32}
+    for one in nodes:
+        assert one.tails()
+        one.engine.book.tables.forget_all()
+        assert one.run({"again": text}, 1, {}) == {"again": 32}
+
+
+def test_B6_a_tail_that_has_gone_leaves_the_whole_blocks(nodes: tuple[Node, Node]) -> None:
+    prefill, decode = nodes
+    text, before = prompt("gone", 38), set(prefill.tails())
+    params = prefill.compute({"gone": text})
+    eventually(lambda: len(set(prefill.tails()) - before) == len(ALL.groups))
+    manager, tails = prefill.namespace.manager, set(prefill.tails()) - before
+    inside(prefill.store, lambda: [manager.drop(key, "test") for key in tails])
+    assert decode.run({"gone": text}, 9, params) == {"gone": 32}

@@ -1,0 +1,322 @@
+"""Whatever peers do, what a store keeps for them, and of them, has limits (promises 3 and 4)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import zmq
+
+from kvstore import protocol as p
+from kvstore.errors import ProtocolError
+from kvstore.export import messages as m
+from kvstore.export import producer as o
+from kvstore.service import agents, channel, peers
+from kvstore.service.agents import Agents
+from kvstore.service.channel import Channel
+from tests.fakes import SLOT_BYTES, hashes, u32
+from tests.fuzz_site import HELD, End, Good, Net, Site
+
+SECOND_NS = 1_000_000_000
+
+
+class Place:
+    """Two stores and their engines."""
+
+    def __init__(self) -> None:
+        self.net = Net(random.Random(1))
+        self.prefill, self.decode = Site(self.net, "prefill"), Site(self.net, "decode")
+        self.good = Good(self.prefill, self.decode)
+        self.heard: list[p.Message] = []
+
+    def turns(self, count: int, ms: int = 1) -> None:
+        for _ in range(count):
+            self.good.turn(ms)
+
+    def caller(self, hello: m.Hello | None = None) -> Callable[[p.Message], None]:
+        """Connect to the prefill store's side channel; returns what says something there."""
+        _, say = self.prefill.wire.accept(
+            End(lambda frame: self.heard.append(m.decode_for_consumer(frame)))
+        )
+        if hello is not None:
+            say(m.encode(hello))
+        return lambda message: say(m.encode(message))
+
+    def hello(self, agent: str = "") -> m.Hello:
+        namespace = self.prefill.namespace(self.good.giver)
+        return m.Hello(
+            m.VERSION, namespace.layout.digest, namespace.layout.traits, agent, b"metadata"
+        )
+
+    def ask(self, address: str) -> None:
+        """Have the decode engine ask somebody for what nobody has."""
+        self.good.third._asks += 1
+        number = self.good.third._asks
+        chain = hashes(1, f"nowhere {number}")
+        self.good.third.step(lookups=(p.Lookup(number, chain[0], 32, peer=address),))
+
+
+@pytest.fixture
+def place() -> Place:
+    return Place()
+
+
+def wanted(chain: list[bytes], job: int = 1, **how: object) -> m.Want:
+    want = m.Want(job, b"".join(chain), 32, (u32(range(len(chain))),))
+    return msgspec.structs.replace(want, **how)
+
+
+# Peers that the exporter knows
+
+
+class Told:
+    def __init__(self) -> None:
+        self.known: dict[str, bytes] = {}
+
+    def add_peer(self, agent: str, metadata: bytes) -> None:
+        self.known[agent] = metadata
+
+    def remove_peer(self, agent: str) -> None:
+        del self.known[agent]
+
+
+def test_exporters_that_are_known_are_limited_and_those_in_use_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agents, "KNOWN_MAX", 3)
+    told = Told()
+    known = Agents(told)
+    known.meet(1, "used", b"1")
+    known.meet(2, "used", b"2")
+    for number in range(3, 9):
+        known.meet(number, f"peer-{number}", b"m")
+        known.leave(number)
+    known.leave(2)
+    assert list(told.known) == ["used", "peer-7", "peer-8"]
+    assert told.known["used"] == b"2"
+    known.meet(9, "peer-7", b"m")
+    known.meet(10, "peer-10", b"m")
+    assert list(told.known) == ["used", "peer-7", "peer-10"], "the longest unused goes"
+    known.update(1, b"3")
+    known.update(99, b"nobody's")
+    assert told.known["used"] == b"3"
+    known.leave(1)
+    known.leave(1)
+    assert len(known) == len(told.known) == 3
+
+
+def test_only_who_is_welcome_is_told_to_the_exporter(place: Place) -> None:
+    refused = msgspec.structs.replace(place.hello("refused"), version=m.VERSION + 1)
+    elsewhere = msgspec.structs.replace(place.hello("elsewhere"), namespace="other")
+    place.caller(refused)
+    place.caller(elsewhere)
+    place.caller()(m.Land(1, m.Region(1, 2, 3), b"", b"", b"metadata"))
+    place.caller(place.hello("friend"))
+    place.turns(2)
+    assert place.prefill.mover.known == {"friend": b"metadata"}
+
+
+def test_a_peer_whose_connections_are_gone_is_forgotten_in_the_end(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents, "KNOWN_MAX", 2)
+    for number in range(5):
+        place.caller(place.hello(f"agent-{number}"))
+        place.turns(2)
+    assert len(place.prefill.mover.known) == 5, "all of them may be asked for something"
+    place.turns(2, ms=700_000)
+    assert len(place.prefill.mover.known) == 2
+
+
+# Connections
+
+
+def test_who_says_nothing_for_long_is_forgotten(place: Place) -> None:
+    producer = place.prefill.peers.producer
+    place.caller(place.hello())
+    place.turns(2)
+    assert len(producer._peers) == 1
+    place.turns(2, ms=599_000 // 2)
+    assert len(producer._peers) == 1
+    place.turns(2, ms=2000)
+    assert not producer._peers
+    assert not place.prefill.wire._ids
+
+
+def test_one_more_connection_takes_the_place_of_the_one_silent_longest(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "CAME_MAX", 3)
+    says = []
+    for _ in range(3):
+        says.append(place.caller(place.hello()))
+        place.turns(1, ms=1000)
+    says[0](m.Release(1))
+    place.turns(1)
+    place.caller(place.hello())
+    place.turns(1)
+    assert len(place.prefill.peers.producer._peers) == 3
+    place.heard.clear()
+    for say in says:
+        say(m.Release(9))
+    place.turns(1)
+    assert place.heard == [m.End(9, "unknown")] * 2, "the second one is a stranger now"
+
+
+def test_peers_that_are_asked_are_limited_and_the_one_unused_longest_makes_room(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Addresses come with requests: whoever may send one may name any."""
+    monkeypatch.setattr(peers, "LINKS_MAX", 3)
+    own = place.decode.peers
+    for number in range(4):
+        place.net.places[f"p{number}:1"] = lambda _end: (0, lambda _: None)
+    for number in range(3):
+        place.ask(f"p{number}:1")
+        place.turns(1)
+    place.ask("p3:1")
+    assert {link.address for link in own._links.values()} == {"p0:1", "p1:1", "p2:1"}, "all busy"
+    place.turns(12, ms=100)
+    place.ask("p3:1")
+    assert {link.address for link in own._links.values()} == {"p1:1", "p2:1", "p3:1"}
+    place.good.hand_over(hashes(3, "after it"), push=False)
+
+
+def test_a_connection_that_is_not_used_is_closed(place: Place) -> None:
+    place.good.hand_over(hashes(2), push=False)
+    assert len(place.decode.peers._links) == 1
+    place.turns(2, ms=200_000)
+    assert not place.decode.peers._links
+    place.good.hand_over(hashes(2, "again"), push=False)
+
+
+def test_without_descriptors_for_one_more_connection_its_peer_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost: list[tuple[int, str]] = []
+    made = Channel(None, lambda *_: None, lambda *how: lost.append(how))
+
+    def none_left(_kind: int) -> None:
+        raise zmq.ZMQError(24)
+
+    monkeypatch.setattr(made, "_socket", none_left)
+    number = made.connect("127.0.0.1:9")
+    made.send(number, m.Release(1))
+    made.poll(1)
+    assert lost == [(number, "127.0.0.1:9: Too many open files")]
+    made.close()
+
+
+# What is held for peers
+
+
+def test_what_is_held_for_all_peers_is_limited_and_each_gets_on(place: Place) -> None:
+    chains = [hashes(12, f"c{number}") for number in range(6)]
+    for chain in chains:
+        place.good.put(chain)
+    place.turns(10)
+    own = place.prefill.peers.producer
+    for chain in chains:
+        place.caller(place.hello())(wanted(chain))
+        place.turns(3)
+    held = [peer.held_bytes // SLOT_BYTES for peer in own._peers.values()]
+    assert held == [12, 12, 8, 1, 1, 1]
+    assert own.held_bytes == sum(held) * SLOT_BYTES <= 2 * HELD + 3 * SLOT_BYTES
+    place.turns(2, ms=40_000)
+    place.turns(2)
+    assert own.held_bytes == 0
+
+
+def test_blocks_that_a_peer_waits_for_are_limited(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A running request may still compute any block, so all of them are offered."""
+    monkeypatch.setattr(o, "BLOCKS_MAX", 10)
+    own, namespace = place.prefill.peers.producer, place.prefill.namespace(place.good.giver)
+    own.hands.running("r", namespace.manager, SLOT_BYTES, 1)
+    place.caller(place.hello())
+    place.turns(1)
+    (number,) = own._peers
+    own.on_message(number, wanted(hashes(6), 1, request="r"), place.prefill.now_ns)
+    with pytest.raises(ProtocolError, match="more than 10 blocks"):
+        own.on_message(number, wanted(hashes(5, "y"), 2, request="r"), place.prefill.now_ns)
+    own.on_message(number, m.Release(1), place.prefill.now_ns)
+    own.on_message(number, wanted(hashes(5, "y"), 2, request="r"), place.prefill.now_ns)
+
+
+def test_regions_that_peers_name_are_limited(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvstore.export import consumer
+
+    monkeypatch.setattr(consumer, "REGIONS_MAX", 4)
+    own = place.decode.peers.inlet(place.decode.namespace(place.good.taker))
+    for number in range(9):
+        own.on_message(7, m.Have(1, b"", b"", b"", b"", (m.Region(number, 4096, 1),)), 1)
+    assert len(own._regions) == 4
+    assert (7, 8) in own._regions
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Hello(1, "n", {}, "a" * 257),
+        m.Hello(1, "n", {}, "", bytes((1 << 20) + 1)),
+        m.Hello(1, "n" * 257, {}),
+        m.Hello(1, "n", {str(number): "" for number in range(65)}),
+        m.Hello(1, "n", {"t": "x" * 5000}),
+        m.Land(1, m.Region(1, 2, 3), b"", b"", bytes((1 << 20) + 1)),
+        wanted(hashes(1), request="r" * 5000),
+    ],
+)
+def test_what_would_be_kept_and_is_large_is_no_message(message: p.Message) -> None:
+    with pytest.raises(ProtocolError, match="length <= "):
+        m.decode_for_producer(m.encode(message))
+
+
+# Quarantine
+
+
+def stalled(place: Place, blocks: int) -> None:
+    """Have a read be given up while it is under way."""
+    consumer = place.decode.peers.inlet(place.decode.namespace(place.good.taker))
+    inlet = place.decode.peers._inlets[place.decode.namespace(place.good.taker).layout.digest]
+    for number, slot in enumerate(inlet._landing.take(blocks)):
+        consumer._late_writes.setdefault(-1 - number, []).append(slot)
+
+
+def test_B20_much_in_quarantine_restarts_the_exporter_after_which_nothing_is(
+    place: Place,
+) -> None:
+    place.good.hand_over(hashes(1), push=True)
+    stalled(place, 17)
+    place.turns(3, ms=300)
+    assert place.decode.mover.restarts == 0, "what ends soon is given the time"
+    place.turns(3, ms=500)
+    assert place.decode.mover.restarts == 1
+    assert not any(i.consumer.quarantined for i in place.decode.peers._inlets.values())
+    place.turns(10, ms=500)
+    assert place.decode.mover.restarts == 1
+    place.good.hand_over(hashes(3, "after it"), push=True)
+
+
+def test_B20_little_in_quarantine_stays_until_nothing_else_goes_on(place: Place) -> None:
+    place.good.hand_over(hashes(1), push=True)
+    stalled(place, 3)
+    place.turns(110, ms=500)
+    assert place.decode.mover.restarts == 0
+    place.good.hand_over(hashes(3, "meanwhile"), push=True)
+    place.turns(118, ms=500)
+    assert place.decode.mover.restarts == 0, "it was in use a minute ago"
+    place.turns(6, ms=500)
+    assert place.decode.mover.restarts == 1
+
+
+def test_B20_what_moves_for_nobody_does_not_for_ever(place: Place) -> None:
+    """A write over a cable that was pulled ends when TCP says so, a quarter of an hour later."""
+    place.good.hand_over(hashes(1), push=True)
+    place.decode.mover.abandoned = 1
+    place.turns(110, ms=500)
+    assert place.decode.mover.restarts == 0
+    place.turns(15, ms=500)
+    assert place.decode.mover.restarts == 1

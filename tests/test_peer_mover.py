@@ -1,0 +1,116 @@
+"""What moves a hand-over's bytes, by itself: its threads, and when it wants to be polled."""
+
+from __future__ import annotations
+
+import random
+import select
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.export import messages as m
+from kvstore.export.fetches import Check
+from kvstore.export.fetches import Tag as Part
+from kvstore.export.jobs import Tag
+from kvstore.export.sums import block_sum, copied_sum
+from kvstore.quantities import KIB, MIB
+from kvstore.service.channel import Channel
+from kvstore.service.moves import Checked, Event, Summed
+from kvstore.service.peers import Peers
+from kvstore.types import BlockKey, Slot
+from tiers.peer import PeerMover, batches
+
+WAIT_S = 600.0
+KEY = BlockKey(b"k" * 34)
+
+
+@pytest.fixture
+def mover() -> Iterator[PeerMover]:
+    made = PeerMover("test", "lo", 4 * MIB)
+    yield made
+    made.close()
+
+
+def block(size: int, seed: int = 1) -> memoryview:
+    return memoryview(bytearray(random.Random(seed).randbytes(size)))
+
+
+def woken(mover: PeerMover, kind: type[Event]) -> list[Event]:
+    """What polls bring until one of a kind comes; between them only descriptors are watched."""
+    found: list[Event] = []
+    while not any(isinstance(event, kind) for event in found):
+        ready, _, _ = select.select(list(mover.fds()), [], [], WAIT_S)
+        assert ready, "nobody was woken up"
+        found += mover.poll(time.monotonic_ns())
+    return [event for event in found if isinstance(event, kind)]
+
+
+def test_a_sum_that_was_taken_wakes_the_loop_and_is_not_looked_for(mover: PeerMover) -> None:
+    mover.sum([Tag(1, 1, 0)], "namespace", [(KEY, (data := block(MIB)))])
+    assert woken(mover, Summed) == [Summed([Tag(1, 1, 0)], [block_sum("namespace", KEY, data)])]
+
+
+@pytest.mark.parametrize("size", [1, 4 * KIB, 256 * KIB, 256 * KIB + 1, 3 * MIB])
+def test_a_landed_block_is_copied_and_its_sum_is_that_of_the_copy(
+    mover: PeerMover, size: int
+) -> None:
+    landed, slots = block(size), [memoryview(bytearray(size)) for _ in range(2)]
+    right = block_sum("namespace", KEY, landed)
+    tags = [Part(1, 0), Part(1, 1)]
+    checks = [Check(KEY, 0, right, Slot(0)), Check(KEY, 1, right ^ 1, Slot(1))]
+    work = [(check, landed, slot) for check, slot in zip(checks, slots, strict=True)]
+    mover.check(tags, "namespace", work)
+    right_of: dict[Part, bool] = {}
+    while len(right_of) < len(tags):
+        for event in woken(mover, Checked):
+            assert isinstance(event, Checked)
+            right_of |= zip(event.tags, event.right, strict=True)
+    assert right_of == {tags[0]: True, tags[1]: False}
+    assert slots[0] == landed
+
+
+@pytest.mark.parametrize(
+    ("count", "block_bytes", "expected"),
+    [
+        (1, 4 * KIB, [1]),
+        (255, 64 * KIB, [64, 64, 64, 63]),
+        (20, 64 * KIB, [16, 4]),  # no less than 1 MiB
+        (64, 2 * MIB, [4] * 16),  # no more than 8
+        (3, 16 * MIB, [1, 1, 1]),
+    ],
+)
+def test_batches_are_small_enough_to_begin_and_large_enough_to_be_worth_it(
+    count: int, block_bytes: int, expected: list[int]
+) -> None:
+    blocks = range(count)
+    parts = [blocks[part] for part in batches(count, block_bytes, 4)]
+    assert [len(part) for part in parts] == expected
+    assert [number for part in parts for number in part] == list(blocks)
+
+
+def test_a_sum_names_its_block() -> None:
+    data, target = block(300 * KIB), memoryview(bytearray(300 * KIB))
+    right = copied_sum("namespace", KEY, data, target)
+    assert right == block_sum("namespace", KEY, data) == block_sum("namespace", KEY, target)
+    assert right != copied_sum("other", KEY, data, target)
+    assert right != copied_sum("namespace", BlockKey(b"l" * 34), data, target)
+    data[-1] ^= 1
+    assert right != copied_sum("namespace", KEY, data, target)
+
+
+def test_what_has_arrived_on_the_side_channel_is_not_slept_over(mover: PeerMover) -> None:
+    peers, other = Peers(None, mover, MIB), Channel(None, lambda *_: None, lambda *_: None)
+    try:
+        peers.channel.listen("127.0.0.1", 0)
+        number = other.connect(peers.channel.address)
+        mover.poll(time.monotonic_ns())  # the exporter is starting, and nothing is known of it yet
+        assert peers.wait_s(time.monotonic_ns()) != 0
+        other.send(number, m.Release(1))
+        end_s = time.monotonic() + WAIT_S
+        while not peers.channel.waiting:
+            assert time.monotonic() < end_s
+        assert peers.wait_s(time.monotonic_ns()) == 0
+    finally:
+        peers.channel.close()
+        other.close()
