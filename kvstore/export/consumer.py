@@ -322,9 +322,7 @@ class Consumer:
             if ok and not fetch.released:
                 block.state = State.CHECKED
                 confirm.append(tag.position)
-                if block.landing is not None:
-                    self._landing.give([block.landing])
-                    block.landing = None
+                self._leave_landing(fetch, block)
             else:
                 self.counts["corrupt"] += not ok
                 self._done(fetch, tag.position, ok=False)
@@ -446,21 +444,29 @@ class Consumer:
     def _done(self, fetch: Fetch, position: int, *, ok: bool) -> None:
         """A block is ready, or will not be; nothing of ours uses its slots any more."""
         block = fetch.blocks[position]
-        if block.landing is not None:
-            self._landing_of[fetch.peer] -= 1
-            if block.state is not State.MOVING:
-                self._landing.give([block.landing])
-            elif fetch.push:
-                self._late_writes.setdefault(fetch.number, []).append(block.landing)
-            else:
-                self._late_reads[Tag(fetch.number, position)] = block.landing
-                self._work.abandon(Tag(fetch.number, position))
-        block.state, block.landing = State.DONE, None
+        late = self._leave_landing(fetch, block)
+        if late is not None and fetch.push:
+            self._late_writes.setdefault(fetch.number, []).append(late)
+        elif late is not None:
+            self._late_reads[Tag(fetch.number, position)] = late
+            self._work.abandon(Tag(fetch.number, position))
+        block.state = State.DONE
         fetch.left -= 1
         if self._located.get(block.key) == Tag(fetch.number, position):
             del self._located[block.key]
         if block.load is not None:
             self._loaded(block.load, ok=ok)
+
+    def _leave_landing(self, fetch: Fetch, block: Block) -> int | None:
+        """Let go of a block's landing slot; return it if something may still write it."""
+        landing, block.landing = block.landing, None
+        if landing is None:
+            return None
+        self._landing_of[fetch.peer] -= 1
+        if block.state is State.MOVING:
+            return landing
+        self._landing.give([landing])
+        return None
 
     def _loaded(self, part: tuple[JobId, int], *, ok: bool) -> None:
         load = self._loads[part[0]]
