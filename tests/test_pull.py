@@ -141,7 +141,8 @@ def test_a_wrong_checksum_is_said_and_gives_no_bytes(
         monkeypatch.setattr(PeerMover, "_ended", lambda m, number, ok: ended(m, number, ok=not ok))
         assert [(b.data, b.problem) for b in peer.pull(chain)] == [(None, LOST)] * 3
         monkeypatch.undo()
-        assert [b.data for b in peer.pull(chain)] == [one.content(block) for block in chain]
+        found = {b.key[:32]: b.data for b in peer.pull(chain)}
+        assert found == {block: one.content(block) for block in chain}
 
 
 def test_blocks_of_a_request_are_found_and_stay_held(store: LiveStore, one: LiveEngine) -> None:
@@ -239,9 +240,8 @@ def test_the_program_in_the_docs_runs(store: LiveStore, one: LiveEngine) -> None
         check=False,
         timeout=600,
     )
-    assert done.stdout.splitlines()[1:] == [
-        f"{block.hex()[:16]} cpu 1,048,576 bytes" for block in chain
-    ], done.stderr
+    expected = {f"{block.hex()[:16]} cpu 1,048,576 bytes" for block in chain}
+    assert set(done.stdout.splitlines()[1:]) == expected, done.stderr
 
 
 def test_only_blocks_that_are_ready_are_listed_and_not_all(
@@ -391,5 +391,5 @@ def test_questions_of_many_blocks_are_split(
     assert FETCH_BLOCKS < 1 << 16
     monkeypatch.setattr("kvstore.pull.FETCH_BLOCKS", 2)
     chain = put(one, "split", 5)
-    found = pull(address(store), namespace_of(store), chain)
-    assert [block.data for block in found] == [one.content(block) for block in chain]
+    found = {b.key[:32]: b.data for b in pull(address(store), namespace_of(store), chain)}
+    assert found == {block: one.content(block) for block in chain}
