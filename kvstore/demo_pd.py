@@ -48,9 +48,12 @@ SETTLE_S = 120.0
 END_S = 30.0
 
 
-def servable(tokens: int) -> int:
-    """Return how many tokens of a prompt can come from elsewhere; the rest is computed."""
-    return (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+def given(tokens: int) -> int:
+    """Return how many tokens of a prompt a decode engine gets, its own node's among them.
+
+    All: vLLM computes the last one again and does not count that.
+    """
+    return tokens
 
 
 class Served(msgspec.Struct, frozen=True):
@@ -84,14 +87,10 @@ def expected(
     tokens: int, *, prefill_has: int = 0, decode_has: int = 0, on_disk: bool = False
 ) -> Served:
     """Say where a prompt's tokens have to come from; has: tokens of it that a node has."""
-    whole = servable(tokens)
-    kept, own = (
-        min(whole, has // BLOCK_TOKENS * BLOCK_TOKENS) for has in (prefill_has, decode_has)
-    )
-    peer = whole - own
-    return Served(
-        tokens - kept, own, 0 if on_disk else peer, peer if on_disk else 0, tokens - whole
-    )
+    kept, own = (has // BLOCK_TOKENS * BLOCK_TOKENS for has in (prefill_has, decode_has))
+    peer = given(tokens) - own
+    memory, disk = (0, peer) if on_disk else (peer, 0)
+    return Served(tokens - kept, own, memory, disk, tokens - given(tokens))
 
 
 class Node:
@@ -294,7 +293,7 @@ class Demo:
         body = {"prompt": tokens, "max_tokens": OUTPUT_TOKENS, "cache_salt": salt}
         before = self._on_disk()
         handed = complete(self.prefill.server.port, prefill_leg(body))
-        blocks = servable(len(tokens)) // BLOCK_TOKENS
+        blocks = -(-given(len(tokens)) // BLOCK_TOKENS)
         self._wait(lambda: self._on_disk() >= before + blocks, "blocks to be on disk")
         held = "kvstore_hand_over_bytes{held}"
         self._wait(lambda: not self.prefill.store().get(held), "a lease to end")
