@@ -209,6 +209,7 @@ class Demo:
         """Have four prompts handed over to one decode engine."""
         how = "pulls from" if way == "pull" else "is pushed to by"
         self._say(f"4 prompts; their decode engine {how} the prefill node")
+        self._meet(way, node, router)
         cold = prompt(COLD_SEED, PROMPT_TOKENS)
         said = self._run("cold", way, node, cold, expected(len(cold)), router)
         turn = cold + said.tokens + prompt(TURN_SEED, TURN_TOKENS)
@@ -224,6 +225,16 @@ class Demo:
         tokens = prompt(STORED_SEED, PROMPT_TOKENS)
         has = expected(len(tokens), on_disk=True)
         self._run("from disk", way, node, tokens, has, None)
+
+    def _meet(self, way: str, node: Node, router: int) -> None:
+        """Let both stores' exporters start, which private ones do at their first hand-over."""
+        before = node.tokens()["peer"]
+
+        def met() -> bool:
+            self._ask(router, prompt(secrets.randbits(32), 4 * BLOCK_TOKENS), way)
+            return node.tokens()["peer"] > before
+
+        self._wait(met, "a first hand-over")
 
     def _run(
         self,
