@@ -358,7 +358,7 @@ def test_who_comes_before_the_exporter_is_told_to_wait_and_welcome_later() -> No
     up.append(("agent", b"md"))
     pair.producer.tick(pair.giver.now_ns)
     pair.producer.tick(pair.giver.now_ns)
-    assert said == [m.Starting(), m.Welcome("agent", b"md")]
+    assert [type(one) for one in said] == [m.Starting, m.Welcome]
 
 
 def test_a_peer_that_asks_for_patience_gets_it_until_it_is_there() -> None:
