@@ -85,10 +85,13 @@ class Node:
 
     def attached(self) -> None:
         """Wait until the engine is with its store, and that has an exporter."""
+        small = [Request(id="small", tokens=prompt(1, 20))]
 
         def there() -> bool:
-            self.engine.idle_steps(1)
-            return "kvstore_sessions{active}" in numbers(self.address)
+            if "kvstore_sessions{active}" in numbers(self.address):
+                return True
+            self.run(small, [None], 1)  # an idle engine does not look for its store
+            return False
 
         eventually(there)
         assert self.exporter
@@ -100,7 +103,7 @@ class Node:
             self.engine.idle_steps(1)
             return [name for name in numbers(self.address) if name in HELD]
 
-        eventually(lambda: not held(), within_s=60)
+        eventually(lambda: not held())
 
 
 @pytest.fixture(scope="module", params=["pull", pytest.param("push", marks=pytest.mark.e2e)])
@@ -111,10 +114,12 @@ def nodes(
 ) -> Iterator[tuple[Node, Node]]:
     folder = tmp_path_factory.mktemp("failing")
     with ExitStack() as ends:
-        yield (
-            Node(model("llama_s"), folder / "p", ends),
-            Node(model("llama_s"), folder / "d", ends, transfer=request.param),
-        )
+        prefill = Node(model("llama_s"), folder / "p", ends)
+        decode = Node(model("llama_s"), folder / "d", ends, transfer=request.param)
+        first = [Request(id="first", tokens=prompt(5000, 200))]  # memory is made for the first one
+        computed = prefill.run(first, [HANDED], 1)
+        decode.run(first, [result.kv_transfer_params for result in computed], 1)
+        yield prefill, decode
 
 
 @pytest.fixture
@@ -236,7 +241,9 @@ def test_B15_who_is_killed_during_the_transfer(
     exporter.suspend()
 
     def act() -> None:
-        eventually(lambda: numbers(decode.address).get("kvstore_hand_over_bytes{landing}"))
+        eventually(
+            lambda: numbers(decode.address).get("kvstore_hand_over_bytes{landing}"), within_s=120
+        )
         if what == "exporter":
             exporter.kill()
         elif what == "other exporter":
