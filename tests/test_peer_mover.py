@@ -49,6 +49,8 @@ def woken(mover: PeerMover, kind: type[Event]) -> list[Event]:
 def test_a_sum_that_was_taken_wakes_the_loop_and_is_not_looked_for(mover: PeerMover) -> None:
     mover.sum([Tag(1, 1, 0)], "namespace", [(KEY, (data := block(MIB)))])
     assert woken(mover, Summed) == [Summed([Tag(1, 1, 0)], [block_sum("namespace", KEY, data)])]
+    _, told = mover.fds()
+    assert not select.select([told], [], [], 0)[0], "it would be woken up for ever"
 
 
 @pytest.mark.parametrize("size", [1, 4 * KIB, 256 * KIB, 256 * KIB + 1, 3 * MIB])
