@@ -10,6 +10,9 @@ FIRST ?= 0
 # `make fuzz`: how many messages.
 MESSAGES ?= 10000000
 
+# `make gpu`: where its results go.
+RESULTS ?= gpu-results
+
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -34,7 +37,7 @@ FIO = command -v fio >/dev/null || { [[ $$(id -u) == 0 ]] && command -v apt-get 
     && { $(APT) install --no-install-recommends fio \
         || { $(APT) update && $(APT) install --no-install-recommends fio; }; }; } >/dev/null 2>&1 </dev/null
 
-.PHONY: help setup demo test test-fast test-e2e test-crash sim fuzz check format bench clean
+.PHONY: help setup demo test test-fast test-e2e test-crash sim fuzz gpu check format bench clean
 
 help: ## show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' \
@@ -83,6 +86,10 @@ sim: $(READY) ## SEEDS=n simulated worlds (20000) on all cores, from seed FIRST 
 
 fuzz: $(READY) ## MESSAGES=n wrong messages (10000000) on all cores, from seed FIRST (0)
 	@$(PY) -m tests.fuzz --messages $(MESSAGES) --first $(FIRST)
+	@KVSTORE_FUZZ_LIVE=$$(($(MESSAGES) / 100)) $(PY) -m pytest -q tests/test_fuzz_live.py
+
+gpu: ## what only a GPU can show, figures too, into RESULTS (gpu-results); sets nothing up
+	PYTHON=$(PYTHON) bash tests/gpu/run.sh $(RESULTS)
 
 test-crash: $(READY) ## stores killed 300 times, their disk tier alone, too; 1,000 power cuts
 	KVSTORE_KILLS=300 KVSTORE_CUTS=1000 $(PY) -m pytest tests/test_store_crash.py \

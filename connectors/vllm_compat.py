@@ -32,7 +32,7 @@ from connectors.requests import Geometry
 from kvstore.errors import ConfigError, NotSupported
 from kvstore.layout import TRAIT_DIGITS, GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.types import GroupRule, window_rule
-from tiers.copier import LayerCache
+from tiers.copier import LayerCache, pieces_of
 
 VERSIONS = ("0.32", "0.33")
 HASH_ALGORITHMS = ("sha256", "sha256_cbor")
@@ -130,39 +130,30 @@ def layer_caches(
     cache: Any,
     tensors: dict[str, torch.Tensor],
 ) -> dict[str, LayerCache]:
-    """Describe the engine's tensors by their strides. Raises NotSupported for other devices."""
+    """Describe the engine's tensors by their strides. Raises NotSupported for other layouts."""
     caches = {}
     for name, tensor in tensors.items():
-        if tensor.device.type != "cpu":
-            raise NotSupported(
-                f"KV tensors on {tensor.device}: this version copies engines' host memory only"
-            )
         blocks = group_kernel_blocks(tensor, cache.num_blocks)
         size = blocks.element_size()
         page = blocks[0]
-        if not _is_dense(page):
+        cut = pieces_of(page.shape, [stride * size for stride in page.stride()], size)
+        if cut is None:
             raise NotSupported(
-                f"layer {name}: a block is not one piece of memory (strides {blocks.stride()});"
-                " use a layer-compact KV cache layout such as LBHNC"
+                f"layer {name}: a block is neither one piece of memory nor pieces at equal"
+                f" distances (shape {tuple(blocks.shape)}, strides {blocks.stride()}); use a"
+                " layer-compact KV cache layout such as LBHNC"
             )
-        storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        pieces, piece_stride, piece_bytes = cut
+        storage = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         caches[name] = LayerCache(
-            storage,
+            storage.set_(tensor.untyped_storage()),
             blocks.storage_offset() * size,
             blocks.stride(0) * size,
-            page.numel() * size,
+            pieces * piece_bytes,
+            pieces,
+            piece_stride,
         )
     return caches
-
-
-def _is_dense(page: torch.Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted(zip(page.stride(), page.shape, strict=True)):
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def rank_geometry(

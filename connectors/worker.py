@@ -5,6 +5,10 @@ handed over, session ended). Only memory is touched here, never a disk. A load w
 still being filled from a lower tier is taken up again and again, other copies in between, and
 fails when that takes too long: so every copy ends, and nobody waits for another's.
 
+Where the engine's tensors are is the device's matter (tiers/device.py). On a GPU a copy is queued
+and then asked about, as a load is that waits; in host memory it has ended when it was begun. A job
+is over, well or not, only when nothing of it is being copied any more.
+
 A session that has ended stops all work that was planned under it: jobs carry the session's
 number, and one of another session copies nothing. The socket is closed only after the last copy,
 because the store reuses slots as soon as it is.
@@ -26,7 +30,8 @@ from connectors.loads import Load
 from kvstore import protocol as p
 from kvstore.errors import KVStoreError, TierError
 from kvstore.layout import Move, RankGeometry
-from tiers.copier import HostCopier, LayerCache, MappedExtent, SlotMap
+from tiers.copier import LayerCache, MappedExtent, SlotMap
+from tiers.device import Copier, Copying, Device, device_of
 from tiers.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -44,6 +49,17 @@ class Outcome(msgspec.Struct, frozen=True):
     store_job: int | None = None
     request_id: str | None = None
     copied_bytes: int = 0
+
+
+class Task(msgspec.Struct, eq=False):
+    """A job, and how far it is; made by the step thread, then the copy thread's."""
+
+    job: StoreJob | LoadJob
+    mark: int  # of the device: copies begin behind it
+    copying: Copying | None = None  # of a store
+    link: Link | None = None  # that a store was begun under
+    load: Load | None = None
+    started: float = 0.0  # the copy that is under way
 
 
 class WorkerStats(msgspec.Struct):
@@ -66,27 +82,28 @@ class WorkerHalf:
         geometry: RankGeometry,
         caches: dict[str, LayerCache],
         find_store: Callable[[], str],
+        device: Device | None = None,
     ) -> None:
-        """Start attaching to the store; returns at once. find_store(): its address."""
+        """Start attaching to the store; returns at once. find_store(): its address.
+
+        device: where the tensors are, None: found out. Raises NotSupported if it is not served.
+        """
         self.refused: KVStoreError | None = None
         self._hello = p.Hello(p.VERSION, engine, "worker", rank, world, geometry=geometry)
         self._blocks_per_chunk = geometry.blocks_per_chunk
-        self._caches = caches
+        self._device = device_of(caches) if device is None else device
         self._find_store = find_store
         self._link: Link | None = None
         self._session = 0
-        self._copier: HostCopier | None = None
+        self._copier: Copier | None = None
         self._slots = SlotMap()
         self._wait_ns = 0
-        self._loads: dict[str, Load] = {}  # the copy thread's, begun and not over
         self._stores_over: set[int] = set()
-        self._stores_open: set[int] = set()
+        self._stores_open: dict[int, Task] = {}
         self._loads_open: set[str] = set()
         self._stats = WorkerStats()
         self._stop = threading.Event()
-        self._runner: Runner[StoreJob | LoadJob, Outcome] = Runner(
-            "kvstore-copy", self._copy, _failed
-        )
+        self._runner: Runner[Task, Outcome] = Runner("kvstore-copy", self._copy, _failed)
         self._thread = threading.Thread(target=self._talk, name="kvstore-link", daemon=True)
         self._thread.start()
 
@@ -94,29 +111,37 @@ class WorkerHalf:
 
     def before_step(self, meta: StepMeta) -> None:
         """First call of every step: nothing below may overwrite what is still being read."""
-        for job in meta.early:
-            self._submit_store(job)
-        if any(job_id in self._stores_open for job_id in meta.flush):
-            wanted = frozenset(meta.flush)
-            self._runner.wait(lambda: not self._unfinished(wanted))
+        self._submit_stores(meta.early)
+        wanted = [t for n in meta.flush if (t := self._stores_open.get(n)) is not None]
+        if wanted:
+            # What was only queued here is unknown to the device; that takes a moment.
+            self._runner.wait(lambda: all(self._begun(task) for task in wanted))
+            self._device.fence(task.copying for task in wanted if task.copying is not None)
 
-    def _unfinished(self, wanted: frozenset[int]) -> bool:
-        return any(job_id in self._stores_open for job_id in wanted)
+    def _begun(self, task: Task) -> bool:
+        job = task.job
+        return task.copying is not None or (
+            isinstance(job, StoreJob) and job.job_id not in self._stores_open
+        )
 
     def start_loads(self, meta: StepMeta) -> None:
         """Queue this step's loads."""
-        for job in meta.loads:
-            self._loads_open.add(job.request_id)
-            self._runner.submit(job)
+        if meta.loads:
+            mark = self._device.mark()
+            for job in meta.loads:
+                self._loads_open.add(job.request_id)
+                self._runner.submit(Task(job, mark))
 
     def after_forward(self, meta: StepMeta) -> None:
         """Queue the stores whose sources this step has just computed."""
-        for job in meta.stores:
-            self._submit_store(job)
+        self._submit_stores(meta.stores)
 
-    def _submit_store(self, job: StoreJob) -> None:
-        self._stores_open.add(job.job_id)
-        self._runner.submit(job)
+    def _submit_stores(self, jobs: Sequence[StoreJob]) -> None:
+        if jobs:
+            mark = self._device.mark()
+            for job in jobs:
+                task = self._stores_open[job.job_id] = Task(job, mark)
+                self._runner.submit(task)
 
     def finished_loads(self, meta: StepMeta) -> tuple[set[str], set[str]]:
         """Return requests whose load has ended, and which of these failed; each exactly once.
@@ -160,53 +185,62 @@ class WorkerHalf:
         self._stop.set()
         self._thread.join()
         self._runner.close()
+        self._device.close()
 
     # The copy thread
 
-    def _copy(self, job: StoreJob | LoadJob) -> Outcome | None:
-        if isinstance(job, StoreJob):
-            try:
-                return self._store(job)
-            finally:
-                self._stores_open.discard(job.job_id)
-        over = True
+    def _copy(self, task: Task) -> Outcome | None:
+        outcome: Outcome | None = _failed(task)
         try:
-            outcome = self._load(job)
-            over = outcome is not None
-            return outcome
+            outcome = self._move(task)
         finally:
-            if over:
-                self._loads.pop(job.request_id, None)
-                self._loads_open.discard(job.request_id)
+            if outcome is not None and outcome.store_job is not None:
+                self._stores_open.pop(outcome.store_job, None)
+            elif outcome is not None and outcome.request_id is not None:
+                self._loads_open.discard(outcome.request_id)
+        return outcome
 
-    def _store(self, job: StoreJob) -> Outcome:
-        link, copier, started = self._link, self._copier, time.perf_counter()
-        if job.session != self._session or link is None or copier is None:
-            return Outcome(ok=False, store_job=job.job_id)
+    def _move(self, task: Task) -> Outcome | None:
+        job = task.job
+        return self._store(task, job) if isinstance(job, StoreJob) else self._load(task, job)
+
+    def _store(self, task: Task, job: StoreJob) -> Outcome | None:
+        """Begin the copy, then wait for its end; None while it is under way."""
+        link, copier, ok = self._link, self._copier, True
         try:
-            moves = pieces(job.engine, job.store, self._blocks_per_chunk)
-            copied, ok = copier.copy(moves, self._slots, store=True), True
+            if task.copying is None:
+                if job.session != self._session or link is None or copier is None:
+                    return Outcome(ok=False, store_job=job.job_id)
+                task.link, task.started = link, time.perf_counter()
+                moves = pieces(job.engine, job.store, self._blocks_per_chunk)
+                task.copying = copier.copy(moves, self._slots, store=True, after=task.mark)
+            if not task.copying.over():
+                return None
         except (TierError, ValueError) as exc:
             log.error("store of %d blocks failed: %s", len(job.keys), exc)
-            copied, ok = 0, False
-        seconds = time.perf_counter() - started
-        self._tell(link, p.Stored(p.u32(job.store.slots), job.keys, job.parents, ok, seconds))
+            ok = False
+        seconds = time.perf_counter() - task.started
+        if task.link is not None:  # open until the last copy is over, also if the session is not
+            stored = p.Stored(p.u32(job.store.slots), job.keys, job.parents, ok, seconds)
+            self._tell(task.link, stored)
+        copied = task.copying.bytes if ok and task.copying is not None else 0
         return Outcome(ok=ok, store_job=job.job_id, copied_bytes=copied)
 
-    def _load(self, job: LoadJob) -> Outcome | None:
-        """Copy what is ready; None while slots are still being filled."""
+    def _load(self, task: Task, job: LoadJob) -> Outcome | None:
+        """Copy what is ready; None while slots are still being filled, or copied."""
         link, copier, now_ns = self._link, self._copier, monotonic_ns()
-        load, started = self._loads.get(job.request_id), time.perf_counter()
+        load, ok, damaged = task.load, False, list(job.store.slots)
         if job.session != self._session or link is None or copier is None:
-            copied = 0 if load is None else load.copied_bytes
-            return Outcome(ok=False, request_id=job.request_id, copied_bytes=copied)
-        ok, damaged = False, list(job.store.slots)
+            return self._abandon(load, job)
         try:
             if load is None:
-                load = Load(job, self._blocks_per_chunk, now_ns + self._wait_ns)
-                self._loads[job.request_id] = load
-            over = load.advance(partial(self._fill, copier), self._slots.generations, now_ns)
-            load.seconds += time.perf_counter() - started
+                load = task.load = Load(job, self._blocks_per_chunk, now_ns + self._wait_ns)
+            if not load.copying:
+                task.started = time.perf_counter()
+            fill = partial(self._fill, copier, task.mark)
+            over = load.advance(fill, self._slots.generations, now_ns)
+            if not load.copying:
+                load.seconds += time.perf_counter() - task.started
             if not over:
                 return None
             ok, damaged = load.ok, load.damaged
@@ -218,8 +252,18 @@ class WorkerHalf:
         self._tell(link, p.Loaded(job.lease, copied, seconds, p.u32(damaged)))
         return Outcome(ok=ok, request_id=job.request_id, copied_bytes=copied)
 
-    def _fill(self, copier: HostCopier, moves: Sequence[Move]) -> int:
-        return copier.copy(moves, self._slots, store=False)
+    def _abandon(self, load: Load | None, job: LoadJob) -> Outcome | None:
+        """End a load whose session is over; None while its engine blocks are being written."""
+        copied = 0 if load is None else load.copied_bytes
+        try:
+            if load is not None and not load.end_copy(self._slots.generations):
+                return None
+        except TierError as exc:
+            log.error("load for %s failed: %s", job.request_id, exc)
+        return Outcome(ok=False, request_id=job.request_id, copied_bytes=copied)
+
+    def _fill(self, copier: Copier, mark: int, moves: Sequence[Move]) -> Copying:
+        return copier.copy(moves, self._slots, store=False, after=mark)
 
     def _tell(self, link: Link, message: p.Message) -> None:
         try:
@@ -233,33 +277,34 @@ class WorkerHalf:
         while not self._stop.is_set():
             try:
                 attached = attach(self._find_store, self._hello, self._stop)
+                if attached is None:
+                    return
+                self._serve(*attached)
             except KVStoreError as exc:
                 # Not for good: the scheduler half, which attaches later, is refused only in a
                 # session that has us in it; and a store may come back with other settings.
-                if self.refused is None:
+                if str(exc) != str(self.refused) and not self._stop.is_set():
                     log.error("kvstore: %s", exc)
                 self.refused = exc
                 self._stop.wait(REFUSED_WAIT_S)
-                continue
-            if attached is None:
-                return
-            self._serve(*attached)
 
     def _serve(self, link: Link, welcome: p.Welcome) -> None:
+        """Be attached until that ends. Raises TierError for memory that copies cannot use."""
         try:
             if welcome.layout is None:
                 raise TierError("the store's welcome has no layout")
-            self._copier = HostCopier(self._caches, welcome.layout)
+            self._copier = self._device.copier(welcome.layout)
             self._wait_ns = welcome.wait_ms * 1_000_000
             self._link, self._session = link, welcome.session
             while not self._stop.is_set() and self._handle(link, link.receive(_READ_S)):
                 pass
-        except (LinkLost, TierError) as exc:
+        except LinkLost as exc:
             log.warning("kvstore: %s", exc)
         finally:
             self._session, self._link = 0, None  # copies planned for this session stop here
             self._runner.drain()
-            self._slots.clear()
+            for extent in self._slots.clear():
+                self._device.unpin(extent)
             link.close()
 
     def _handle(self, link: Link, messages: Iterable[p.Message]) -> bool:
@@ -273,11 +318,14 @@ class WorkerHalf:
                     message.bytes,
                     message.generations_offset,
                 )
+                self._device.pin(extent, self._stop.is_set)
                 self._slots.add(message.extent, extent)
                 link.send(p.Mapped(message.extent))
             elif isinstance(message, p.Unmap):
                 self._runner.drain()
-                self._slots.remove(message.extent)
+                removed = self._slots.remove(message.extent)
+                if removed is not None:
+                    self._device.unpin(removed)
                 link.send(p.Unmapped(message.extent))
             elif isinstance(message, p.Detach):
                 log.info("kvstore: detached: %s", message.reason)
@@ -285,7 +333,8 @@ class WorkerHalf:
         return True
 
 
-def _failed(job: StoreJob | LoadJob, _error: Exception) -> Outcome:
+def _failed(task: Task, _error: Exception | None = None) -> Outcome:
+    job = task.job
     if isinstance(job, StoreJob):
         return Outcome(ok=False, store_job=job.job_id)
     return Outcome(ok=False, request_id=job.request_id)

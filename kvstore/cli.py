@@ -29,6 +29,7 @@ SECONDS_MAX = 600
 BENCHES = {
     "attach": ("connectors.bench.attach", "store round trips, scheduler half, bytes; no engine"),
     "export": ("tiers.bench.export", "hand-over between two stores, against raw NIXL and disk"),
+    "gpu": ("tiers.bench.gpu", "blocks between a GPU and pinned memory; needs a GPU and cupy"),
     "handover": (
         "kvstore.bench.handover",
         "time to first token of a prompt computed by another real vLLM engine; needs vllm",

@@ -383,12 +383,12 @@ class Good:
     def hand_over(self, chain: list[bytes], *, push: bool) -> None:
         """Have one engine go on with what another one computed. Raises AssertionError.
 
-        As an engine does, it asks again when a load has failed, which a change of the memory's
-        size may bring about.
+        As an engine does, it stores and asks again what did not stay or come: other models take
+        memory away, with what is in it.
         """
-        self.put(chain)
         self.chains = [*self.chains[-7:], chain]
         for _ in range(3):
+            self.put(chain)
             if self._fetched(chain, push=push):
                 self.done += 1
                 return

@@ -18,7 +18,7 @@ from connectors.reference import WorkerResults
 from connectors.reference.processes import RankSpec
 from connectors.reference.rank_process import AttachedSide
 from kvstore.layout import Move
-from tiers.copier import HostCopier, SlotMap
+from tiers.copier import Done, HostCopier, SlotMap
 
 SIDE = "tests.rank_faults:FaultySide"
 STORE, LOAD = 1, 2
@@ -62,17 +62,23 @@ class FaultySide(AttachedSide):
         copy, before_step = HostCopier.copy, self.before_step
 
         def halting(
-            copier: HostCopier, moves: Iterable[Move], slots: SlotMap, *, store: bool
-        ) -> int:
+            copier: HostCopier,
+            moves: Iterable[Move],
+            slots: SlotMap,
+            *,
+            store: bool,
+            after: int = 0,
+        ) -> Done:
             moves = list(moves)
             half = len(moves) // 2
-            copied = copy(copier, moves[:half], slots, store=store)
+            copied = copy(copier, moves[:half], slots, store=store, after=after)
             time.sleep(faults.copy_ms / 1000)
             while faults.hold == (STORE if store else LOAD):
                 faults.held = 1
                 time.sleep(LOOK_S)
             faults.held = 0
-            return copied + copy(copier, moves[half:], slots, store=store)
+            rest = copy(copier, moves[half:], slots, store=store, after=after)
+            return Done(copied.bytes + rest.bytes)
 
         def fencing(meta: StepMeta) -> None:
             faults.fencing = bool(meta.flush)

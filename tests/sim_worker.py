@@ -19,6 +19,7 @@ from kvstore import protocol as p
 from kvstore.errors import TierError, check
 from kvstore.layout import Move, RankLayout
 from tests.sim_store import MS, Extent, Joiner, Net, Wire
+from tiers.copier import Done
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -199,12 +200,12 @@ class Worker:
     def _errs(self) -> bool:
         return self._rng.random() < self.errors
 
-    def _fill(self, moves: Sequence[Move]) -> int:
+    def _fill(self, moves: Sequence[Move]) -> Done:
         for number, move in enumerate(moves):
             if number and self._rng.random() < 0.1:
                 self.meanwhile()
             self._move(move, store=False)
-        return len(moves)
+        return Done(len(moves))
 
     def _tell(self, wire: Wire, message: p.Message) -> None:
         with contextlib.suppress(LinkLost):

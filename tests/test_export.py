@@ -495,3 +495,42 @@ def test_P8_a_write_that_outlives_its_lease_lands_in_quarantine(
     pair.run(6)
     assert pair.consumer.quarantined == 0
     pair.check_nothing_left()
+
+
+def test_an_offer_of_a_block_that_was_given_up_before_is_not_counted_again() -> None:
+    pair, chain = Pair(), hashes(3)
+    pair.put(chain)
+    pair.wire.delays = 3
+    number = pair.want(chain)
+    pair.consumer.discard(keys_of(chain)[:1])
+    assert pair.consumer._fetches[number].left == 2
+    pair.run(12)
+    assert pair.consumer._fetches[number].left == 2
+    pair.consumer.claimed(number)
+    pair.run(20)
+    pair.check_nothing_left()
+
+
+@pytest.mark.parametrize("push", [False, True])
+def test_B20_what_is_given_up_while_it_moves_is_abandoned(
+    monkeypatch: pytest.MonkeyPatch, push: bool
+) -> None:
+    pair, chain, moving = Pair(), hashes(3), list[Callable[[], None]]()
+    pair.put(chain)
+    target, name = (pair, "write") if push else (pair.consumer._work, "read")
+    move = getattr(target, name)
+    monkeypatch.setattr(target, name, lambda *job: moving.append(partial(move, *job)))
+    abandoned: list[object] = []
+    monkeypatch.setattr(target, "abandon", abandoned.append)
+    number = pair.want(chain, push=push)
+    pair.decode.ask(chain)
+    while not moving:
+        pair.run(1)
+    pair.consumer._fail(pair.consumer._fetches[number], "test")
+    pair.consumer._settle(pair.consumer._fetches[number])
+    pair.run(6)
+    assert len(abandoned) == 3
+    for work in moving:
+        work()
+    pair.run(10)
+    pair.check_nothing_left()

@@ -8,7 +8,7 @@ import pytest
 
 from connectors.reference import Group, Shape
 from kvstore.config import parse
-from kvstore.export import consumer
+from kvstore.export import consumer, hands
 from tests.handover_rig import Node, node, prompt
 from tests.live import WAIT_S, LiveStore, eventually
 from tests.test_peers import inside
@@ -37,7 +37,8 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveStore
         return LiveStore(parse(settings))
 
     with pytest.MonkeyPatch.context() as patch, store("p") as prefill, store("d") as decode:
-        patch.setattr(consumer, "ANSWER_NS", int(WAIT_S * 1e9))
+        for module, limit in ((consumer, "ANSWER_NS"), (consumer, "STALL_NS"), (hands, "LATE_NS")):
+            patch.setattr(module, limit, int(WAIT_S * 1e9))
         yield prefill, decode
 
 

@@ -73,12 +73,15 @@ def goes_on(pair: Pair, name: str) -> None:
 
 
 both_ways = pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
+one_way = pytest.mark.parametrize(
+    "push", [False, pytest.param(True, marks=pytest.mark.e2e)], ids=["pull", "push"]
+)
 
 
 # Killed
 
 
-@both_ways
+@one_way
 def test_B15_a_prefill_store_that_is_killed_before_it_is_asked(pair: Pair, push: bool) -> None:
     prefill, decode = pair
     chain = computed(prefill, f"before {push}")
@@ -122,7 +125,7 @@ def test_B15_B19_a_prefill_store_that_is_killed_during_the_transfer(pair: Pair, 
     goes_on(pair, f"during {push}")
 
 
-@both_ways
+@one_way
 def test_a_prefill_store_that_is_killed_after_the_transfer(pair: Pair, push: bool) -> None:
     prefill, decode = pair
     chain = computed(prefill, f"after {push}")
@@ -200,7 +203,7 @@ def test_B15_B20_P8_a_prefill_node_that_freezes_and_goes_on(
     goes_on(pair, f"frozen {push} {what}")
 
 
-@both_ways
+@one_way
 def test_B15_a_decode_node_that_freezes_and_goes_on(pair: Pair, push: bool) -> None:
     prefill, decode = pair
     chain = computed(prefill, f"late {push}")

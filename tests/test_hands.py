@@ -162,6 +162,29 @@ def test_B18_how_requests_ended_is_not_remembered_for_ever(monkeypatch: pytest.M
     assert [rig.report(name) for name in "abc"] == ["unknown", "gone", "gone"]
 
 
+@pytest.mark.parametrize("owner", [1, 2])
+def test_B18_an_id_that_comes_again_is_another_requests(owner: int) -> None:
+    rig = Rig()
+    rig.hold()
+    rig.report("r", 0, 2)
+    rig.hands.running("r", rig.source.manager, SLOT_BYTES, owner)
+    assert rig.held == 0
+    key = keys_of(hashes(9, "new"))[8]
+    assert rig.hands.may_come("r", key)
+    assert rig.report("r", 0, 1) == "waits", "nobody has reported on this one"
+
+
+def test_B18_a_request_that_is_told_of_twice_is_one() -> None:
+    rig = Rig()
+    rig.begin("r-0-1a2b3c4d", "r-0")
+    rig.report("r-0", 0, 2)
+    rig.begin("r-0-1a2b3c4d", "r-0")
+    assert rig.report("r-0", 1, 2) == "waits"
+    now_ns = rig.giver.now_ns
+    rig.hands.done("r-0-1a2b3c4d", keys_of(rig.chain), now_ns + S, now_ns)
+    assert len(rig.hands) == 0, "both have reported"
+
+
 # Leases
 
 

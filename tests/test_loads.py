@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from connectors.jobs import EngineSpec, LoadJob, StoreSpec
 from connectors.loads import Load
 from kvstore.layout import Move
+from tiers.copier import Done
 
 LEASED = 7
 
@@ -23,11 +24,11 @@ class Memory:
         self.calls: list[list[int]] = []
         self.spoil: int | None = None  # slot that changes hands while it is copied
 
-    def copy(self, moves: Sequence[Move]) -> int:
+    def copy(self, moves: Sequence[Move]) -> Done:
         self.calls.append([move.slot for move in moves])
         if self.spoil is not None:
             self.generations[self.spoil] += 1
-        return len(moves)
+        return Done(len(moves))
 
     def now(self, slots: NDArray[np.int64]) -> NDArray[np.uint32]:
         return np.array([self.generations[slot] for slot in slots], np.uint32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -139,6 +140,7 @@ def test_B8_B9_letting_go_reaches_the_other_store_within_a_second(
 ) -> None:
     prefill, decode = nodes
     prefill.hand_over(hashes(4), 60_000)
+    assert prefill.started, "somebody will ask soon"
     watch = Watch()
     decode.step(let_go=(p.LetGo(address(prefill.store), REQUEST),))
     eventually(lambda: len(prefill.hands) == 0)
@@ -158,9 +160,24 @@ def test_B9_a_fetch_ends_with_the_request_it_was_for(nodes: tuple[Node, Node]) -
     lookup = p.Lookup(1, b"".join(chain), 32, peer=here, request=REQUEST)
     decode.step(lookups=(lookup,))
     eventually(lambda: prefill.peers.producer.busy)
-    decode.step(let_go=(p.LetGo(here, REQUEST),))
+    decode.step(let_go=(p.LetGo(here, REQUEST), p.LetGo("127.0.0.1:1", "another")))
     eventually(lambda: not prefill.peers.producer.busy)
     eventually(lambda: not any(i.consumer.busy for i in decode.peers._inlets.values()))
+
+
+def test_B9_a_fetch_ends_at_once_though_its_peer_is_silent(nodes: tuple[Node, Node]) -> None:
+    _, decode = nodes
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        here = f"127.0.0.1:{silent.getsockname()[1]}"
+        lookup = p.Lookup(1, b"".join(hashes(4)), 32, peer=here, request=REQUEST)
+        decode.step(lookups=(lookup,))
+        consumer = decode.peers._inlets[decode.namespace].consumer
+        eventually(lambda: consumer.busy)
+        decode.step(let_go=(p.LetGo(here, REQUEST),))
+        eventually(lambda: not consumer.busy)
+        assert consumer.counts["late"] == 0
 
 
 def test_B11_heartbeats_come_from_the_store_and_end_with_the_request(

@@ -184,6 +184,25 @@ def test_a_damaged_message_gives_a_message_or_a_protocol_error(
     assert isinstance(found, p.Message)
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        p.Stored(b"", (), (), ok=True, seconds=float("nan")),
+        p.Stored(b"", (), (), ok=True, seconds=-1.0),
+        p.Loaded(1, -1, 0.1),
+        p.Loaded(1, 1 << 61, 0.1),
+        p.Loaded(1, 1, float("inf")),
+        p.Step(usage=p.Usage(-1, {})),
+        p.Step(usage=p.Usage(1, {"cpu": -1})),
+        p.Step(counts={"deferred": -1}),
+        p.Step(handing=(p.Handing("r", "done", lease_ms=-1),)),
+    ],
+)
+def test_numbers_that_no_counter_can_take_are_a_protocol_error(message: p.Message) -> None:
+    with pytest.raises(ProtocolError, match="not a message of protocol 1"):
+        decode(p.ToStore, [p.encode(message)])
+
+
 # A store on a socket
 
 

@@ -21,7 +21,7 @@ from kvstore.types import make_key
 from tests.live import LiveStore, eventually
 from tests.script import hashes
 from tests.worker_rig import BLOCKS, LAYERS, POISON, Rank, Rig, heard
-from tiers.copier import HostCopier, LayerCache, MappedExtent, SlotMap
+from tiers.copier import Done, HostCopier, LayerCache, MappedExtent, SlotMap
 
 PAGE = 4096
 
@@ -54,8 +54,16 @@ def rig(store: LiveStore, rigs: list[Rig]) -> Rig:
     return rigs[-1]
 
 
-def new_rig(store: LiveStore, rigs: list[Rig], name: str = "engine", **how: int) -> Rig:
-    rigs.append(Rig(store.path, name, **how))
+def new_rig(
+    store: LiveStore,
+    rigs: list[Rig],
+    name: str = "engine",
+    *,
+    world: int = 1,
+    per: int = 1,
+    pad: int = 0,
+) -> Rig:
+    rigs.append(Rig(store.path, name, world=world, per=per, pad=pad))
     rigs[-1].attach()
     return rigs[-1]
 
@@ -130,8 +138,8 @@ def test_B13_heads_that_another_rank_writes_are_read_only(writes: bool) -> None:
     run = LayerRun("layer", 0, size, writes)
     layout = RankLayout(PAGE, (GroupLayout(size, (run,)),))
     copier = HostCopier({"layer": LayerCache(engine, 0, size, size)}, layout)
-    assert copier.copy([Move(0, 0, 0, 0)], slots, store=True) == (size if writes else 0)
-    assert copier.copy([Move(0, 1, 0, 0)], slots, store=False) == size
+    assert copier.copy([Move(0, 0, 0, 0)], slots, store=True).bytes == (size if writes else 0)
+    assert copier.copy([Move(0, 1, 0, 0)], slots, store=False).bytes == size
     assert engine[size:].tolist() == [int(writes)] * size
 
 
@@ -221,7 +229,7 @@ def test_a_job_of_another_session_copies_nothing(rig: Rig) -> None:
 def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     copy = HostCopier.copy
 
-    def slow(*args: Any, **options: Any) -> int:  # noqa: ANN401 - passed on
+    def slow(*args: Any, **options: Any) -> Done:  # noqa: ANN401 - passed on
         time.sleep(0.05)
         return copy(*args, **options)
 
@@ -308,7 +316,7 @@ def test_O23_the_connection_closes_after_the_last_copy(
     copying, go_on = threading.Event(), threading.Event()
     copy = HostCopier.copy
 
-    def slow(*args: Any, **options: Any) -> int:  # noqa: ANN401 - passed on
+    def slow(*args: Any, **options: Any) -> Done:  # noqa: ANN401 - passed on
         copying.set()
         assert go_on.wait(600)
         return copy(*args, **options)

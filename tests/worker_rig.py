@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,6 +15,9 @@ from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.types import GroupRule, make_key
 from tests.live import eventually
 from tiers.copier import LayerCache
+from tiers.device import Device
+
+MakeDevice = Callable[[dict[str, LayerCache]], Device]
 
 LAYERS, HEADS, HEAD_BYTES = 3, 2, 512
 BLOCKS = 24
@@ -36,7 +39,16 @@ def heard(client: StoreClient) -> bool:
 class Rank:
     """One rank: its KV tensors, layer after layer, with `pad` bytes after each page."""
 
-    def __init__(self, engine: str, rank: int, world: int, per: int, pad: int, path: str) -> None:
+    def __init__(
+        self,
+        engine: str,
+        rank: int,
+        world: int,
+        per: int,
+        pad: int,
+        path: str,
+        device: MakeDevice | None = None,
+    ) -> None:
         heads = HEADS // world
         self.heads = slice(rank * heads, (rank + 1) * heads)
         self.page = heads * HEAD_BYTES
@@ -52,7 +64,10 @@ class Rank:
         group = GroupGeometry(GroupRule(), layers)
         self.geometry = RankGeometry("model", 16, (per,), (group,))
         self.caches = caches
-        self.half = WorkerHalf(engine, rank, world, self.geometry, caches, lambda: path)
+        self.device = None if device is None else device(caches)
+        self.half = WorkerHalf(
+            engine, rank, world, self.geometry, caches, lambda: path, self.device
+        )  # fmt: skip
 
     def view(self, block: int, layer: int) -> torch.Tensor:
         cache = self.caches[f"layer.{layer}"]
@@ -81,10 +96,17 @@ class Rig:
     """An engine of `world` ranks; its scheduler half is this test."""
 
     def __init__(
-        self, path: str, name: str = "engine", *, world: int = 1, per: int = 1, pad: int = 0
+        self,
+        path: str,
+        name: str = "engine",
+        *,
+        world: int = 1,
+        per: int = 1,
+        pad: int = 0,
+        device: MakeDevice | None = None,
     ) -> None:
         self.per = per
-        self.ranks = [Rank(name, rank, world, per, pad, path) for rank in range(world)]
+        self.ranks = [Rank(name, rank, world, per, pad, path, device) for rank in range(world)]
         hello = p.Hello(p.VERSION, name, "scheduler", 0, world, credit_slots=16)
         self.client = StoreClient(Attacher(lambda: path, hello), monotonic_ns)
         self.ended: list[tuple[int, str, bool]] = []  # (rank, request, failed)

@@ -3,13 +3,15 @@
 A page is copied as it lies: `layout.py` says where each layer's bytes go, the tensor's own
 strides say where they come from. Layers at equal distances are copied as one strided block, and
 so are engine blocks at equal distances; torch does the copy with the GIL released.
+
+The same for tensors on a GPU is in tiers/gpu/, behind the interface in tiers/device.py.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -21,12 +23,45 @@ from kvstore.layout import GroupLayout, LayerRun, Move, RankLayout
 
 
 class LayerCache(msgspec.Struct, frozen=True):
-    """One layer's pages: block b starts at offset + b * block_stride of storage (uint8, 1-D)."""
+    """One layer's pages: block b starts at offset + b * block_stride of storage (uint8, 1-D).
+
+    A page is `pieces` equal runs of bytes, each piece_stride after the one before: one run for
+    most engines, two where K and V are kept apart, one for each head where layers lie inside heads.
+    """
 
     storage: torch.Tensor
     offset: int
     block_stride: int
     page_bytes: int
+    pieces: int = 1
+    piece_stride: int = 0
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of one run."""
+        return self.page_bytes // self.pieces
+
+
+def pieces_of(
+    shape: Sequence[int], strides: Sequence[int], item_bytes: int
+) -> tuple[int, int, int] | None:
+    """Cut a page into equal runs of bytes at equal distances: pieces, piece_stride, piece_bytes.
+
+    strides: in bytes. None if it takes more than one distance, or bytes overlap.
+    """
+    run, pieces, step = item_bytes, 1, 0
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size == 1:
+            continue
+        if pieces == 1 and stride == run:
+            run *= size
+        elif pieces == 1 and stride > run:
+            pieces, step = size, stride
+        elif stride == pieces * step:
+            pieces *= size
+        else:
+            return None
+    return pieces, step, run
 
 
 class _Stack(msgspec.Struct, frozen=True):
@@ -54,6 +89,7 @@ class MappedExtent:
             os.close(fd)
         self._map.madvise(mmap.MADV_DONTFORK)
         self.data = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.address, self.bytes = self.data.data_ptr(), size
         self.data[:: mmap.PAGESIZE].sum()  # fault the pages in now, not in the first copy
         self.generations = np.frombuffer(self._map, np.uint32, count, gens)
 
@@ -73,16 +109,19 @@ class SlotMap:
         self._per_extent = extent.count
         self._by_first[extent.first // extent.count] = extent
 
-    def remove(self, number: int) -> None:
-        """Forget an extent; the memory is unmapped with the last copy that uses it."""
+    def remove(self, number: int) -> MappedExtent | None:
+        """Forget an extent and return it; it is unmapped with the last copy that uses it."""
         extent = self._extents.pop(number, None)
         if extent is not None:
             del self._by_first[extent.first // extent.count]
+        return extent
 
-    def clear(self) -> None:
-        """Forget everything."""
+    def clear(self) -> list[MappedExtent]:
+        """Forget everything; return what was there."""
+        extents = list(self._extents.values())
         self._extents.clear()
         self._by_first.clear()
+        return extents
 
     def place(self, slot: int) -> tuple[MappedExtent, int]:
         """Return the extent of a slot and the slot's offset. Raises TierError if unknown."""
@@ -95,14 +134,65 @@ class SlotMap:
     def generations(self, slots: NDArray[np.int64]) -> NDArray[np.uint32]:
         """Return slots' generations as they are now. Raises TierError for one not mapped here."""
         found = np.empty(len(slots), np.uint32)
+        for extent, here, positions in self._places(slots):
+            found[here] = extent.generations[positions]
+        return found
+
+    def addresses(self, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Return where slots begin in this process. Raises TierError for one not mapped here."""
+        found = np.empty(len(slots), np.uint64)
+        for extent, here, positions in self._places(slots):
+            found[here] = extent.address + positions * extent.slot_bytes
+        return found
+
+    def _places(
+        self, slots: NDArray[np.int64]
+    ) -> Iterable[tuple[MappedExtent, NDArray[np.bool_], NDArray[np.int64]]]:
         numbers, positions = np.divmod(slots, self._per_extent)
         for number in np.unique(numbers):
             extent = self._by_first.get(int(number))
             if extent is None:
                 raise TierError(f"slot {number * self._per_extent} is not mapped here")
             here = numbers == number
-            found[here] = extent.generations[positions[here]]
-        return found
+            yield extent, here, positions[here]
+
+
+class Done(msgspec.Struct, frozen=True):
+    """A copy that had ended when it was asked for."""
+
+    bytes: int
+
+    def over(self) -> bool:
+        """It is."""
+        return True
+
+
+class HostDevice:
+    """Engine tensors in host memory: whoever asks for a copy has made it when the call returns."""
+
+    def __init__(self, caches: dict[str, LayerCache]) -> None:
+        """caches: by layer name."""
+        self._caches = caches
+
+    def copier(self, layout: RankLayout) -> HostCopier:
+        """Plan copies after a store's layout. Raises TierError for a layer that is not there."""
+        return HostCopier(self._caches, layout)
+
+    def mark(self) -> int:
+        """Return anything: the forward pass is over when its step's copies are asked for."""
+        return 0
+
+    def fence(self, copies: Iterable[Done]) -> None:
+        """Do nothing: none of them is under way."""
+
+    def pin(self, extent: MappedExtent, stopped: Callable[[], bool]) -> None:
+        """Do nothing: the processor reads any memory."""
+
+    def unpin(self, extent: MappedExtent) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class HostCopier:
@@ -113,8 +203,15 @@ class HostCopier:
         self._layout = layout
         self._stacks = [_stacks(group, caches) for group in layout.groups]
 
-    def copy(self, moves: Iterable[Move], slots: SlotMap, *, store: bool) -> int:
-        """Copy engine -> slots (store) or slots -> engine; return the bytes copied."""
+    def copy(
+        self,
+        moves: Iterable[Move],
+        slots: SlotMap,
+        *,
+        store: bool,
+        after: int = 0,  # noqa: ARG002 - nothing is under way
+    ) -> Done:
+        """Copy engine -> slots (store) or slots -> engine."""
         copied = 0
         for run in _runs(moves, slots, self._layout.groups):
             for stack in self._stacks[run.group]:
@@ -126,7 +223,7 @@ class HostCopier:
                 else:
                     engine.copy_(slot)
                 copied += engine.numel()
-        return copied
+        return Done(copied)
 
 
 class _Run(msgspec.Struct):
@@ -166,25 +263,38 @@ def _runs(moves: Iterable[Move], slots: SlotMap, groups: Sequence[GroupLayout]) 
 
 
 def _views(stack: _Stack, run: _Run) -> tuple[torch.Tensor, torch.Tensor]:
-    cache, shape = stack.cache, (run.count, stack.layers, stack.cache.page_bytes)
+    cache = stack.cache
+    shape = (run.count, stack.layers, cache.pieces, cache.piece_bytes)
     engine = cache.storage.as_strided(
         shape,
-        (run.block_step * cache.block_stride, stack.layer_stride, 1),
+        (run.block_step * cache.block_stride, stack.layer_stride, cache.piece_stride, 1),
         cache.offset + run.block_first * cache.block_stride,
     )
     slot = run.extent.data.as_strided(
-        shape, (run.offset_step, stack.slot_stride, 1), run.offset_first + stack.slot_offset
+        shape,
+        (run.offset_step, stack.slot_stride, cache.piece_bytes, 1),
+        run.offset_first + stack.slot_offset,
     )
     return engine, slot
+
+
+def cache_of(run: LayerRun, caches: dict[str, LayerCache]) -> LayerCache:
+    """Return the pages of a layer. Raises TierError if they are not what the layout says."""
+    cache = caches.get(run.name)
+    if cache is None:
+        raise TierError(f"layer {run.name} of the layout is not among {sorted(caches)}")
+    if cache.page_bytes != run.length:
+        raise TierError(
+            f"layer {run.name} has pages of {cache.page_bytes} bytes, the layout says {run.length}"
+        )
+    return cache
 
 
 def _stacks(group: GroupLayout, caches: dict[str, LayerCache]) -> list[_Stack]:
     stacks: list[_Stack] = []
     pending: list[tuple[LayerRun, LayerCache]] = []
     for run in group.runs:
-        cache = caches.get(run.name)
-        if cache is None or cache.page_bytes != run.length:
-            raise TierError(f"layer {run.name}: cache {cache}, layout says {run.length} bytes")
+        cache = cache_of(run, caches)
         if pending and not _fits(pending, run, cache):
             stacks.append(_stack(pending))
             pending = []
@@ -198,7 +308,8 @@ def _fits(pending: list[tuple[LayerRun, LayerCache]], run: LayerRun, cache: Laye
     last_run, last = pending[-1]
     if (
         cache.storage.data_ptr() != last.storage.data_ptr()
-        or cache.block_stride != last.block_stride
+        or (cache.block_stride, cache.pieces, cache.piece_stride)
+        != (last.block_stride, last.pieces, last.piece_stride)
         or run.length != last_run.length
         or run.writes != last_run.writes
         or cache.offset <= last.offset

@@ -305,7 +305,7 @@ class PeerMover:
         """Have Unreachable come once no transfer uses an extent."""
         if extent in self._unreached:
             self._unreached.discard(extent)
-            self._lost.append(Unreachable(extent))
+            self._lost += self._unmapped(extent)
         else:
             self._exporter.unmap(extent)
 

@@ -41,6 +41,7 @@ class Runner(Generic[J, R]):
         self._failed = failed
         self._jobs: deque[J] = deque()
         self._again: deque[tuple[float, J]] = deque()  # with when to call
+        self._new_is_next = False  # they take turns with those that are called again
         self._results: list[R] = []
         self._open = 0
         self._closed = False
@@ -75,7 +76,7 @@ class Runner(Generic[J, R]):
             return results
 
     def wait(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Sleep until done(), asked after every result; False when the time is over."""
+        """Sleep until done(), asked after every call of work; False when the time is over."""
         with self._changed:
             return self._changed.wait_for(done, timeout_s)
 
@@ -96,9 +97,12 @@ class Runner(Generic[J, R]):
         """Wait for something to do; None when closed and nothing is left. Called with the lock."""
         while True:
             now = time.monotonic()
-            if self._again and self._again[0][0] <= now:
+            due = bool(self._again) and self._again[0][0] <= now
+            if due and not (self._jobs and self._new_is_next):
+                self._new_is_next = True
                 return self._again.popleft()[1]
             if self._jobs:
+                self._new_is_next = False
                 return self._jobs.popleft()
             if self._closed and not self._again:
                 return None
@@ -118,6 +122,7 @@ class Runner(Generic[J, R]):
             with self._changed:
                 if result is None:
                     self._again.append((time.monotonic() + AGAIN_S, job))
+                    self._changed.notify_all()
                     continue
                 self._results.append(result)
                 self._open -= 1

@@ -79,11 +79,18 @@ class Hands:
     def running(
         self, request: str, manager: Manager, slot_bytes: int, owner: int, common: str = ""
     ) -> None:
-        """A request has begun; owner: its session; common: what others may call it."""
-        if request not in self._hands:
-            self._hands[request] = Hand(manager, slot_bytes, owner, common)
-            if common:
-                self._common.setdefault(common, []).append(request)
+        """A request has begun; owner: its session; common: what others may call it.
+
+        What is still held under its id was of another one, of which nobody will speak any more.
+        """
+        before = self._hands.get(request)
+        if before is not None and before.running and before.owner == owner:
+            return
+        if before is not None:
+            self._end(request, "gone")
+        self._hands[request] = Hand(manager, slot_bytes, owner, common)
+        if common:
+            self._common.setdefault(common, []).append(request)
 
     def done(
         self,

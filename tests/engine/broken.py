@@ -14,8 +14,9 @@ import msgspec
 
 from connectors import vllm
 from connectors.jobs import LoadJob, StepMeta, StoreJob, StoreSpec
-from connectors.worker import Outcome, WorkerHalf
+from connectors.worker import Outcome, Task, WorkerHalf
 from tests.engine.support import TROUBLES, Trouble, seen_file, wanted_file
+from tiers.copier import LayerCache
 
 SLOW_S = 0.4
 PAUSE_S = {Trouble.PAUSES: 0.004, Trouble.LONG_PAUSES: 0.05}
@@ -34,11 +35,15 @@ class TroubledWorker(WorkerHalf):
             meta = msgspec.structs.replace(meta, flush=())
         super().before_step(meta)
 
-    def _store(self, job: StoreJob) -> Outcome:
-        with self._paused(Trouble.SLOW_STORE):
-            return super()._store(job)
+    def __init__(self, *args: Any, **options: Any) -> None:  # noqa: ANN401 - passed on
+        self._caches: dict[str, LayerCache] = args[4]
+        super().__init__(*args, **options)
 
-    def _load(self, job: LoadJob) -> Outcome | None:
+    def _store(self, task: Task, job: StoreJob) -> Outcome | None:
+        with self._paused(Trouble.SLOW_STORE):
+            return super()._store(task, job)
+
+    def _load(self, task: Task, job: LoadJob) -> Outcome | None:
         if self._wants(Trouble.REUSED):
             *others, last = job.generations
             job = msgspec.structs.replace(job, generations=(*others, last - 1))
@@ -46,7 +51,7 @@ class TroubledWorker(WorkerHalf):
             slots = (*job.store.slots[:-1], UNMAPPED_SLOT)
             job = msgspec.structs.replace(job, store=StoreSpec("cpu", slots))
         with self._paused(Trouble.SLOW_LOAD):
-            outcome = super()._load(job)
+            outcome = super()._load(task, job)
         if self._wants(Trouble.FORGETFUL):
             self._forget_one(job.engine.block_ids)
         return outcome

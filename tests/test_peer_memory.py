@@ -1,0 +1,143 @@
+"""The mover of hand-overs, with an exporter that does what a test says: landings and transfers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvstore.export import messages as m
+from kvstore.export.fetches import Read
+from kvstore.export.fetches import Tag as Part
+from kvstore.quantities import MIB
+from kvstore.service.moves import Unreachable
+from tiers import peer
+from tiers.exporter.client import Event
+from tiers.exporter.messages import Mapped, Metadata, NotMapped, Unmapped
+from tiers.peer import Landing, PeerMover
+
+SLOT = MIB // 4
+WAIT_S = 600.0
+
+
+class Exporter:
+    """Maps at once, moves nothing."""
+
+    quarantined_bytes = 0
+
+    def __init__(self, *_: object) -> None:
+        self.events: list[Event] = []
+        self.mapped: dict[int, bool] = {}
+        self.abandoned: list[int] = []
+        self.started = 0
+        self.fails = False
+
+    def map(self, extent: int, _fd: int, _size: int, *, writable: bool) -> None:
+        if self.fails:
+            self.events.append(NotMapped(extent, "no"))
+            return
+        self.mapped[extent] = writable
+        self.events += [Mapped(extent, 4096 * extent), Metadata(b"m")]
+
+    def unmap(self, extent: int) -> None:
+        del self.mapped[extent]
+        self.events.append(Unmapped(extent))
+
+    def start(self, _move: object) -> int:
+        self.started += 1
+        return self.started
+
+    def abandon(self, number: int) -> None:
+        self.abandoned.append(number)
+
+    def poll(self, _now_ns: int) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    def close(self) -> list[Event]:
+        return []
+
+
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> Exporter:
+    made = Exporter()
+    monkeypatch.setattr(peer, "Exporter", lambda *_, **__: made)
+    return made
+
+
+@pytest.fixture
+def mover(exporter: Exporter) -> Iterator[PeerMover]:
+    assert exporter is not None
+    made = PeerMover("test", "lo", MIB)
+    yield made
+    made.close()
+
+
+def until(mover: PeerMover, done: Callable[[], object]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while not done():
+        assert time.monotonic() < end_s
+        mover.poll(time.monotonic_ns())
+        time.sleep(0.001)
+
+
+def ready(mover: PeerMover, name: str) -> Landing:
+    landing = mover.landing(name, SLOT)
+    until(mover, lambda: landing.open() or landing.base)  # type: ignore[func-returns-value]
+    return landing
+
+
+def test_landing_memory_is_made_when_it_is_wanted(mover: PeerMover, exporter: Exporter) -> None:
+    landing = mover.landing("a", SLOT)
+    mover.poll(1)
+    assert (landing.count, landing.used, exporter.mapped) == (0, 0, {})
+    assert landing.take(1) == []
+    until(mover, lambda: landing.base)
+    assert len(landing.take(99)) == landing.count == landing.used == 3
+    assert list(exporter.mapped.values()) == [True]
+
+
+def test_landing_memory_of_all_models_is_limited_and_the_one_unused_longest_makes_room(
+    mover: PeerMover, exporter: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer, "LANDINGS_MAX", 2)
+    first, second = ready(mover, "first"), ready(mover, "second")
+    slots = first.take(1)
+    third = ready(mover, "third")
+    assert (first.count, second.count, len(exporter.mapped)) == (3, 0, 2), "what is used stays"
+    third.take(1)
+    second.open()
+    for _ in range(20):
+        mover.poll(time.monotonic_ns())
+        second.take(1)
+    assert second.count == 0, "all are in use"
+    first.give(slots)
+    until(mover, lambda: second.take(1))
+    assert (first.count, len(exporter.mapped)) == (0, 2)
+
+
+def test_an_extent_that_could_not_be_mapped_is_gone_when_it_is_to_be_unmapped(
+    mover: PeerMover, exporter: Exporter
+) -> None:
+    exporter.fails = True
+    mover.export(7, -1, MIB)
+    assert mover.poll(1) == []
+    mover.unexport(7)
+    assert mover.poll(2) == [Unreachable(7)]
+
+
+def test_B20_a_transfer_is_abandoned_when_none_of_its_blocks_is_wanted(
+    mover: PeerMover, exporter: Exporter
+) -> None:
+    ready(mover, "a")
+    region = m.Region(1, 4096, 8)
+    for number in (1, 2):
+        tags = [Part(number, 0), Part(number, 1)]
+        mover.read(tags, "peer", "a", Read(region, [0, 1], [0, 1]))
+    for tag in (Part(1, 0), Part(1, 0), Part(2, 0)):
+        mover.abandon("a", tag)
+    mover.abandon("other", Part(1, 1))
+    assert exporter.abandoned == []
+    mover.abandon("a", Part(1, 1))
+    assert exporter.abandoned == [1]
