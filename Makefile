@@ -37,7 +37,7 @@ FIO = command -v fio >/dev/null || { [[ $$(id -u) == 0 ]] && command -v apt-get 
     && { $(APT) install --no-install-recommends fio \
         || { $(APT) update && $(APT) install --no-install-recommends fio; }; }; } >/dev/null 2>&1 </dev/null
 
-.PHONY: help setup demo test test-fast test-e2e test-crash sim fuzz gpu check format bench clean
+.PHONY: help setup demo demo-pd test test-fast test-e2e test-crash sim fuzz gpu check format bench clean
 
 help: ## show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' \
@@ -71,6 +71,9 @@ $(READY): pyproject.toml
 
 demo: $(READY) ## a real vLLM engine gets its KV back from the store; prints a table
 	@$(PY) -m kvstore.demo
+
+demo-pd: $(READY) ## prompts go from a prefill engine to two decode engines; prints a table
+	@$(PY) -m kvstore.demo_pd
 
 test: $(READY) ## all but the long matrix: test-fast, slow and real-engine tests
 	$(PY) -m pytest -m "not e2e"

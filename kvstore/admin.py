@@ -1,4 +1,7 @@
-"""Asking a running store something from outside: one question, one answer, no session."""
+"""Asking a running store something from outside: one question, one answer, no session.
+
+A store is named by its socket, or as "engine:ID" when it is the private one of that engine.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,13 @@ from kvstore import protocol as p
 from kvstore.config import parse_socket
 from kvstore.errors import KVStoreError, ProtocolError
 from kvstore.metrics import TABLE
+from kvstore.service.listing import Listed
+from kvstore.service.private import address_of
 
 TIMEOUT_S = 10.0
 CLEAR_S = 120.0
 """What a clear of 10^7 blocks takes, with much to spare: it is answered when all slots are free."""
+PRIVATE = "engine:"
 _READ_BYTES = 1 << 16
 _LOOK_S = 0.1
 
@@ -38,12 +44,17 @@ class Stat(msgspec.Struct, frozen=True):
 
 def stats(address: str, timeout_s: float = TIMEOUT_S) -> list[Stat]:
     """Read the store's numbers. Raises StoreUnreachable."""
-    return _ask(address, p.Query("stats"), timeout_s)
+    return _stats_of(_ask(address, p.Query("stats"), timeout_s))
+
+
+def blocks(address: str, timeout_s: float = TIMEOUT_S) -> list[Listed]:
+    """Read which models a store has, and names of blocks in its memory."""
+    return msgspec.json.decode(_ask(address, p.Query("blocks"), timeout_s), type=list[Listed])
 
 
 def clear(address: str, timeout_s: float = CLEAR_S) -> list[Stat]:
     """Drop all blocks that nobody is reading, and read the numbers after it."""
-    return _ask(address, p.Query("clear"), timeout_s)
+    return _stats_of(_ask(address, p.Query("clear"), timeout_s))
 
 
 def resize(
@@ -53,7 +64,7 @@ def resize(
 
     Raises StoreUnreachable, or StoreRefused when there is no such tier or it can't be so small.
     """
-    rows = _ask(address, p.Query("resize", tier, capacity_bytes), timeout_s)
+    rows = _stats_of(_ask(address, p.Query("resize", tier, capacity_bytes), timeout_s))
     while True:
         found = {stat.name: int(stat.value) for stat in rows if stat.labels.get("tier") == tier}
         used, cap = found["kvstore_memory_bytes"], found["kvstore_capacity_bytes"]
@@ -64,20 +75,26 @@ def resize(
         rows = stats(address, timeout_s)
 
 
-def _ask(address: str, query: p.Query, timeout_s: float) -> list[Stat]:
-    path = parse_socket(address)
+def _ask(address: str, query: p.Query, timeout_s: float) -> bytes:
+    engine = address.removeprefix(PRIVATE)
+    private = engine != address
+    path = address_of(engine) if private else parse_socket(address)
+    shown = address if private else f"unix://{path}"
     deadline_s = time.monotonic() + timeout_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
             sock.settimeout(timeout_s)
             sock.connect(path)
             sock.sendall(p.encode(query))
-            body = _receive(sock, deadline_s)
+            return _receive(sock, deadline_s)
         except OSError as exc:
             reason = exc.strerror or f"no answer in {timeout_s:.0f} s"
-            raise StoreUnreachable(f"no store answers at unix://{path}: {reason}") from exc
+            raise StoreUnreachable(f"no store answers at {shown}: {reason}") from exc
         except ProtocolError as exc:
-            raise StoreUnreachable(f"unix://{path} is no kvstore: {exc}") from exc
+            raise StoreUnreachable(f"{shown} is no kvstore: {exc}") from exc
+
+
+def _stats_of(body: bytes) -> list[Stat]:
     return [_stat(row) for row in msgspec.json.decode(body, type=list[list[str | float]])]
 
 

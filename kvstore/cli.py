@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from kvstore import __version__
+from kvstore import __version__, cli_peers
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.fsck import MEANINGS, Amount, Report
 
@@ -124,18 +124,14 @@ def _parser() -> argparse.ArgumentParser:
     fsck.add_argument("--repair", action="store_true", help="drop what is wrong")
     fsck.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
-    keygen = add(
-        "keygen",
-        "make a cluster key, which stores that hand over blocks to each other share",
-        "kvstore keygen /etc/kvstore/cluster.key",
-    )
-    keygen.set_defaults(run=_keygen)
-    keygen.add_argument("path", type=Path, help="file to make; one that is there is kept")
-
+    cli_peers.add_commands(add)
     bench = add("bench", "measure on this machine", "kvstore bench attach --json")
     _add_bench_options(bench)
     demo = add("demo", "show a real vLLM engine getting its KV back", "kvstore demo")
     demo.set_defaults(run=_demo)
+    demo.add_argument(
+        "--pd", action="store_true", help="a prefill engine and two decode engines, as make demo-pd"
+    )
     return parser
 
 
@@ -155,7 +151,11 @@ def _add_admin_commands(add: Callable[[str, str, str], argparse.ArgumentParser])
     resize.add_argument("tier", choices=["nvme"], help="what to resize")
     resize.add_argument("capacity", help='the new cap, such as "500GiB"')
     for command in (stats, clear, resize):
-        command.add_argument("--store", required=True, help=f"the store's socket, as {address}")
+        command.add_argument(
+            "--store",
+            required=True,
+            help=f"the store's socket, as {address}, or engine:ID for that engine's private one",
+        )
 
 
 def _add_check_options(check: argparse.ArgumentParser) -> None:
@@ -268,8 +268,10 @@ def _check_disk(chosen: argparse.Namespace) -> int:
         if nvme is None:
             raise ConfigError(f"{chosen.config}: expected [nvme] with a path, found none")
         folder = next(p for p in (Path(nvme.path), *Path(nvme.path).parents) if p.exists())
+    from kvstore.printing import share
+
     measure = import_module(MEASURE).measure
-    with _share() as watch:
+    with share() as watch:
         report: Measured = measure(folder, chosen.seconds or SECONDS, watch)
     if chosen.json:
         import msgspec
@@ -278,21 +280,6 @@ def _check_disk(chosen: argparse.Namespace) -> int:
     else:
         show(report)
     return 0
-
-
-@contextlib.contextmanager
-def _share() -> Iterator[Callable[[float, str], None]]:
-    """Show on a terminal what is going on and which share of it is done."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description:<40}"), BarColumn(), TaskProgressColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task("", total=1.0)
-        yield lambda share, what: progress.update(task, completed=share, description=what)
 
 
 def _stats(chosen: argparse.Namespace) -> int:
@@ -327,14 +314,6 @@ def _clear(chosen: argparse.Namespace) -> int:
         if stat.name == "kvstore_slots" and stat.labels.get("state") == "used"
     )
     print(f"cleared; {left} blocks are in use and stay until they are not")
-    return 0
-
-
-def _keygen(chosen: argparse.Namespace) -> int:
-    from kvstore.service.channel import ClusterKey
-
-    ClusterKey.make(chosen.path)
-    print(f"{chosen.path}: a new cluster key; copy it to every store as [peer] key")
     return 0
 
 
@@ -470,10 +449,10 @@ def _bench(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _demo(_chosen: argparse.Namespace) -> int:
-    from kvstore import demo
+def _demo(chosen: argparse.Namespace) -> int:
+    from kvstore import demo, demo_pd
 
-    return demo.main()
+    return demo_pd.main() if chosen.pd else demo.main()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ KVStoreError
 |-- ConfigError            bad setting, found at start-up
 |-- ProtocolError          a peer process sent what the protocol does not allow
 |-- NotSupported           an engine or model this version does not serve, found at start-up
+|-- PeerError              another store cannot be asked, or refuses
 `-- TierError              one tier failed one job
     |-- TierFull           no room until something is evicted
     |-- TierIOError        may be retried
@@ -28,6 +29,10 @@ class ProtocolError(KVStoreError):
 
 class NotSupported(KVStoreError):
     """This engine, model or platform is not served; said once, at start-up."""
+
+
+class PeerError(KVStoreError):
+    """Another store cannot be asked, or refuses; the message says what can be done."""
 
 
 class TierError(KVStoreError):

@@ -97,6 +97,12 @@ TABLE = (
         ("event",),
     ),
     Spec(
+        "kvstore_fetched_blocks",
+        "counter",
+        "Blocks fetched from other stores, by the tier that these had them in.",
+        ("tier",),
+    ),
+    Spec(
         "kvstore_hand_over_held_seconds",
         "histogram",
         "Time from a handed-over request's end until the last block it names is in memory.",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 _WIDE = 10_000  # columns, more than any table has
 
@@ -14,3 +18,15 @@ def output() -> Console:
     """
     console = Console()
     return console if console.is_terminal else Console(width=_WIDE)
+
+
+@contextlib.contextmanager
+def share() -> Iterator[Callable[[float, str], None]]:
+    """Show on a terminal what is going on and which share of it is done."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:<40}"), BarColumn(), TaskProgressColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=1.0)
+        yield lambda share, what: progress.update(task, completed=share, description=what)

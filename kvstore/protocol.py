@@ -155,7 +155,7 @@ class Loaded(Message, frozen=True):
 
 
 class Query(Message, frozen=True):
-    """Admin: "stats", "clear", or "resize" with a tier and its new capacity."""
+    """Admin: "stats", "blocks", "clear", or "resize" with a tier and its new capacity."""
 
     what: str
     tier: str = ""

@@ -29,7 +29,7 @@ SECTIONS = {
     "[[tier]]": config.TIER,
     "kv_connector_extra_config": extra._EXTRA,
 }
-LANGUAGES = {"", "json", "sh", "toml"}  # one more needs a test of its own
+LANGUAGES = {"", "json", "python", "sh", "toml"}  # one more needs a test of its own
 
 
 def text(name: str) -> str:
@@ -74,6 +74,12 @@ def test_toml_is_a_configuration(block: str) -> None:
     found = config.parse(tomllib.loads("\n".join(line.strip() for line in block.splitlines())))
     for tier in found.tiers:
         assert callable(find_class(tier.class_name))
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_programs_are_run_by_a_test(block: str) -> None:
+    compile(block, "docs", "exec")
+    assert block in text("docs/how-to/hand-over.md"), "tests/test_pull.py runs that page's only"
 
 
 @pytest.mark.parametrize("block", blocks("sh"))

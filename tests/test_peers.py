@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvstore import admin
 from kvstore.config import Config, parse
 from kvstore.types import LookupResult, make_key
 from tests.fakes import hashes
@@ -84,6 +85,8 @@ def test_blocks_are_handed_over_from_memory(
         granted = two.ask(chain, peer=address(prefill), push=push)
         assert granted.sources == {"peer": 12}
         assert two.read(granted) == [two.content(block) for block in chain]
+        found = [stat for stat in admin.stats(f"unix://{decode.path}", WAIT_S) if stat.value]
+        assert sum(s.value for s in found if s.name == "kvstore_fetched_blocks") >= 12
 
 
 @pytest.mark.parametrize("push", [False, True])

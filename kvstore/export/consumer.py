@@ -30,6 +30,8 @@ from kvstore.types import BlockKey, Chain, JobId, JobResult, LookupResult, Slot,
 ANSWER_NS = 1_000_000_000
 STALL_NS = 10_000_000_000
 LEASE_MS = 30_000
+TIERS = ("cpu", "nvme", "prefill")  # of a peer's, and how they are counted
+OTHER = "other"
 REGIONS_MAX = 1 << 16  # of all peers: whoever names one more loses its first
 
 Send = Callable[[int, Message], None]
@@ -57,7 +59,6 @@ class Block(msgspec.Struct, eq=False):
     landing: int | None = None
     place: tuple[int, int] | None = None  # extent and number, once it can be read
     sum: int = 0
-    ok: bool = False
 
 
 class Fetch(msgspec.Struct, eq=False):
@@ -107,6 +108,7 @@ class Consumer:
         self._next = 1
         self._now_ns = 0
         self.counts: Counter[str] = Counter()
+        self.fetched: Counter[str] = Counter()  # blocks, by the tier that their peer had them in
 
     # Asking
 
@@ -135,6 +137,13 @@ class Consumer:
                 if block.state in {State.WANTED, State.OFFERED}:
                     self._done(fetch, position, ok=False)
             self._settle(fetch)
+
+    def offered(self, number: int) -> dict[int, str] | None:
+        """Say what is to be had of a fetch, and in which tier; None before its peer answered."""
+        fetch = self._fetches.get(number)
+        if fetch is None:  # it is over
+            return {}
+        return dict(fetch.tiers) if fetch.offered else None
 
     def withdraw(self, request: str) -> None:
         """A request wants nothing more; what is being loaded already comes."""
@@ -269,6 +278,8 @@ class Consumer:
         for position in positions:
             if fetch.blocks[position].state is not State.CHECKED:
                 raise ProtocolError(f"position {position} was not confirmed")
+            tier = fetch.tiers[position]
+            self.fetched[tier if tier in TIERS else OTHER] += 1
             self._done(fetch, position, ok=True)
 
     # Time, and what was done elsewhere

@@ -19,5 +19,5 @@ def difference(hello: m.Hello, served: Mapping[str, Source]) -> str:
         ]
 
     digest, source = min(served.items(), key=lambda item: len(differ(item[1].layout.traits)))
-    found = differ(source.layout.traits)
+    found = differ(source.layout.traits) if hello.traits else []
     return ", ".join(found) or f"namespace is {hello.namespace[:12]}, expected {digest[:12]}"

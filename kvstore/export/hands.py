@@ -27,11 +27,15 @@ LATE_NS = 5_000_000_000  # what a request named and did not store by then is not
 PAST_MAX = 4096  # ended requests that are remembered
 
 End = Literal["released", "gone", "lapsed"]
+Place = Literal["held", "running", "unknown"]
 State = Literal["waits", "released", "gone", "lapsed", "unknown", "ambiguous"]
 
 
 class Hand(msgspec.Struct, eq=False):
-    """One request; missing: named, and not ready yet; reported: consumers that are done."""
+    """One request; keys: those it named when it ended; missing: of these, not ready yet.
+
+    reported: consumers that are done.
+    """
 
     manager: Manager
     slot_bytes: int
@@ -42,6 +46,7 @@ class Hand(msgspec.Struct, eq=False):
     ended_ns: int = 0
     deadline_ns: int = 0
     late_ns: int = 0
+    keys: tuple[BlockKey, ...] = ()
     missing: dict[BlockKey, None] = {}
     pinned: list[Entry] = []
     consumers: int = 0
@@ -110,7 +115,8 @@ class Hands:
             hand.running, hand.fixed = False, fixed
             hand.deadline_ns = end_ns if fixed else max(hand.deadline_ns, end_ns)
             hand.ended_ns, hand.late_ns = now_ns, now_ns + LATE_NS
-            hand.missing = dict.fromkeys(keys)
+            hand.keys = tuple(keys)
+            hand.missing = dict.fromkeys(hand.keys)
             if hand.wanted:
                 self._pin(hand, now_ns)
             else:
@@ -159,6 +165,14 @@ class Hands:
     def knows(self, name: str) -> bool:
         """Tell whether a request runs, is held, or has ended not long ago."""
         return self._named(name) is not None or name in self._past
+
+    def located(self, name: str, manager: Manager) -> tuple[Place, tuple[BlockKey, ...]]:
+        """Say whether a namespace's request is "running", "held" or "unknown", and its blocks."""
+        request = self._named(name)
+        hand = None if request is None else self._hands[request]
+        if hand is None or hand.manager is not manager:
+            return "unknown", ()
+        return ("running" if hand.running else "held"), hand.keys
 
     def may_come(self, name: str, key: BlockKey) -> bool:
         """Tell whether a request may still store a block."""

@@ -65,6 +65,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 class Hello(Message, frozen=True):
     """First message of a consumer; traits: what decides the bytes, by name, as text.
 
+    No traits: it takes what it is told in Welcome, as somebody who only looks does.
     agent, metadata: of its exporter, empty without one (it cannot be pushed to then).
     """
 
@@ -73,6 +74,12 @@ class Hello(Message, frozen=True):
     traits: Traits
     agent: Name = ""
     metadata: Metadata = b""
+
+
+class Locate(Message, frozen=True):
+    """Ask which blocks are held for a request that was handed over."""
+
+    request: Text
 
 
 class Want(Message, frozen=True):
@@ -146,10 +153,11 @@ class Done(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The namespaces agree."""
+    """The namespaces agree; traits: what decides the bytes here."""
 
     agent: Name
     metadata: Metadata
+    traits: Traits = msgspec.field(default_factory=dict)
 
 
 class Refused(Message, frozen=True):
@@ -158,6 +166,14 @@ class Refused(Message, frozen=True):
     reason: Text
     retry: bool = False
     job: int = 0
+
+
+class Located(Message, frozen=True):
+    """Answer to Locate; state: "held" (its keys follow), "running" or "unknown"."""
+
+    request: Text
+    state: Literal["held", "running", "unknown"]
+    keys: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=JOB_BLOCKS_MAX)] = ()
 
 
 class Offer(Message, frozen=True):
@@ -221,8 +237,8 @@ class Noted(Message, frozen=True):
     state: Literal["waits", "released", "gone", "lapsed", "unknown", "ambiguous"]
 
 
-ToProducer = Hello | Want | Land | Confirm | Extend | Release | Keep | Done
-ToConsumer = Welcome | Starting | Refused | Offer | Have | Valid | End | Noted
+ToProducer = Hello | Locate | Want | Land | Confirm | Extend | Release | Keep | Done
+ToConsumer = Welcome | Starting | Refused | Located | Offer | Have | Valid | End | Noted
 
 
 _encoder = msgspec.msgpack.Encoder()

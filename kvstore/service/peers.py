@@ -14,6 +14,7 @@ wants something says Hello again.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import msgspec
@@ -331,8 +332,10 @@ class Peers:
         """Return gauges, and counters kept here."""
         counts = self.channel.counts + self.producer.counts + self.requests.counts
         quarantined = landing = fetches = 0
+        fetched: Counter[str] = Counter()
         for inlet in self._inlets.values():
             counts.update(inlet.consumer.counts)
+            fetched.update(inlet.consumer.fetched)
             quarantined += inlet.quarantined_bytes
             landing += inlet.landing_bytes
             fetches += inlet.consumer.open
@@ -352,6 +355,7 @@ class Peers:
         }
         found |= {("kvstore_hand_over_open", what): count for what, count in open_now.items()}
         found |= {("kvstore_hand_over_events", event): counts[event] for event in EVENTS}
+        found |= {("kvstore_fetched_blocks", tier): count for tier, count in fetched.items()}
         return found
 
     def close(self) -> None:

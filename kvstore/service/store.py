@@ -18,6 +18,7 @@ from kvstore.layout import slot_layout
 from kvstore.metrics import MEMORY, NVME, PEER, Numbers
 from kvstore.service.desk import Desk
 from kvstore.service.gauges import Disk, disk_gauges, gauges
+from kvstore.service.listing import listing
 from kvstore.service.memory import Memory
 from kvstore.service.namespace import Mapping, MemoryPool, Namespace
 from kvstore.service.peers import EXPORTER, Peers
@@ -258,11 +259,9 @@ class Store:
         for rank, worker in session.workers.items():
             if first_time or worker == joined:
                 layout = session.layouts[rank]
-                digest, wait_ms = (
-                    namespace.layout.digest,
-                    self._config.engine.promote_ns // 1_000_000,
-                )
-                self._send(worker, p.Welcome(session.number, digest, layout, wait_ms), None)
+                digest, promote_ns = namespace.layout.digest, self._config.engine.promote_ns
+                welcome = p.Welcome(session.number, digest, layout, promote_ns // 1_000_000)
+                self._send(worker, welcome, None)
                 self._memory.announce(namespace, worker, self._now_ns)
         if session.scheduler is not None and (first_time or session.scheduler == joined):
             here = "" if self._peers is None else self._peers.channel.address
@@ -438,6 +437,9 @@ class Store:
     # Admin
 
     def _query(self, connection: int, query: p.Query) -> None:
+        if query.what == "blocks":
+            self._send(connection, p.Report(listing(self.namespaces)), None)
+            return
         if query.what == "clear":
             for namespace in self.namespaces.values():
                 namespace.manager.clear()
@@ -454,7 +456,7 @@ class Store:
                 )
             self._disk.resize(query.capacity_bytes)
         elif query.what != "stats":
-            raise ProtocolError(f"query {query.what!r}, expected stats, clear or resize")
+            raise ProtocolError(f"query {query.what!r}, expected stats, blocks, clear or resize")
         self._report(connection)
 
     def _report(self, connection: int) -> None:

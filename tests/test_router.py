@@ -1,0 +1,377 @@
+"""`kvstore router` before two small engines that only speak HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import ClientError, web
+from aiohttp.test_utils import TestClient, TestServer
+
+from kvstore import cli
+from kvstore.errors import ConfigError
+from kvstore.router import PATHS, Router, decode_leg, prefill_leg, read_engine
+
+HANDED = {"do_remote_prefill": True, "remote_request_id": "r", "remote_num_tokens": 64}
+BODY = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 20, "stream": True}
+
+
+class Engine:
+    """Answers what it is told to, and keeps what it was asked."""
+
+    def __init__(self, answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.headers: list[Mapping[str, str]] = []
+        self._answer = answer
+        app = web.Application()
+        for path in PATHS:
+            app.router.add_post(path, self._serve)
+        app.router.add_get("/v1/models", self._models)
+        self.server = TestServer(app)
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(await request.json())
+        self.headers.append(request.headers)
+        return await self._answer(request)
+
+    async def _models(self, _request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "m"}]})
+
+    @property
+    def url(self) -> str:
+        return str(self.server.make_url(""))
+
+
+async def computes(_request: web.Request) -> web.StreamResponse:
+    return web.json_response({"choices": [{"text": "a"}], "kv_transfer_params": HANDED})
+
+
+async def hands_nothing(_request: web.Request) -> web.StreamResponse:
+    return web.json_response({"choices": [{"text": "a"}], "kv_transfer_params": None})
+
+
+async def breaks(_request: web.Request) -> web.StreamResponse:
+    return web.json_response({"error": "out of memory"}, status=500)
+
+
+async def babbles(_request: web.Request) -> web.StreamResponse:
+    return web.Response(text="<html>")
+
+
+async def is_a_list(_request: web.Request) -> web.StreamResponse:
+    return web.json_response([1])
+
+
+async def is_busy(_request: web.Request) -> web.StreamResponse:
+    return web.Response(status=429)
+
+
+async def refuses(_request: web.Request) -> web.StreamResponse:
+    return web.json_response({"error": {"message": "prompt too long"}}, status=400)
+
+
+async def streams(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    response.content_type = "text/event-stream"
+    await response.prepare(request)
+    for word in (b"data: one\n\n", b"data: two\n\n", b"data: [DONE]\n\n"):
+        await response.write(word)
+    return response
+
+
+async def stops_half_way(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    await response.write(b"data: one\n\n")
+    assert request.transport is not None
+    request.transport.abort()
+    return response
+
+
+class Rig:
+    """A router, and the engines behind it."""
+
+    def __init__(self, client: TestClient[Any, Any], prefill: Engine, decode: Engine) -> None:
+        self.client, self.prefill, self.decode = client, prefill, decode
+
+    async def post(self, path: str = PATHS[0], **more: Any) -> tuple[int, bytes]:  # noqa: ANN401 - of a body
+        answer = await self.client.post(path, json=BODY | more)
+        return answer.status, await answer.read()
+
+    async def legs(self) -> dict[tuple[str, str], float]:
+        text = await (await self.client.get("/metrics")).text()
+        lines = [line for line in text.splitlines() if line.startswith("router_legs_total{")]
+        found = {}
+        for line in lines:
+            _, leg, _, outcome, value = line.replace("}", "").split('"')
+            found[leg, outcome] = float(value)
+        return found
+
+
+@asynccontextmanager
+async def rig(
+    prefill: Callable[[web.Request], Awaitable[web.StreamResponse]] = computes,
+    decode: Callable[[web.Request], Awaitable[web.StreamResponse]] = streams,
+) -> AsyncIterator[Rig]:
+    one, two = Engine(prefill), Engine(decode)
+    async with AsyncExitStack() as ends:
+        for engine in (one, two):
+            await ends.enter_async_context(engine.server)
+        router = Router([one.url], [two.url])
+        client = await ends.enter_async_context(TestClient(TestServer(router.app())))
+        yield Rig(client, one, two)
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(work())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_prompt_is_computed_by_one_engine_and_continued_by_the_other(path: str) -> None:
+    async def work() -> None:
+        async with rig() as made:
+            status, body = await made.post(path)
+            assert (status, body) == (200, b"data: one\n\ndata: two\n\ndata: [DONE]\n\n")
+            assert made.prefill.asked == [prefill_leg(BODY)]
+            assert made.decode.asked == [BODY | {"kv_transfer_params": HANDED}]
+            names = {h["X-Request-Id"] for h in made.prefill.headers + made.decode.headers}
+            assert len(names) == 1, "one request in both engines' logs"
+            assert await made.legs() == {("prefill", "ok"): 1, ("decode", "ok"): 1}
+
+    run(work)
+
+
+def test_the_first_leg_computes_the_prompt_and_one_token() -> None:
+    chat = BODY | {"n": 3, "min_tokens": 5, "max_completion_tokens": 9, "stream_options": {}}
+    leg = prefill_leg(chat)
+    assert leg["kv_transfer_params"]["do_remote_decode"] is True
+    assert (leg["max_tokens"], leg["max_completion_tokens"], leg["stream"]) == (1, 1, False)
+    assert not {"n", "min_tokens", "stream_options"} & leg.keys()
+    assert leg["prompt"] == BODY["prompt"]
+    assert decode_leg(chat | {"kv_transfer_params": {"forged": 1}}, None) == chat
+
+
+def test_parts_are_passed_on_as_they_come() -> None:
+    gate = asyncio.Event()
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"first")
+        await gate.wait()
+        await response.write(b"second")
+        return response
+
+    async def work() -> None:
+        async with rig(decode=slow) as made:
+            answer = await made.client.post(PATHS[0], json=BODY)
+            assert await answer.content.readexactly(5) == b"first", "while the engine goes on"
+            gate.set()
+            assert await answer.read() == b"second"
+
+    run(work)
+
+
+@pytest.mark.parametrize("prefill", [breaks, babbles, is_a_list, is_busy])
+def test_a_prefill_engine_that_fails_costs_a_computation(
+    prefill: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def work() -> None:
+        async with rig(prefill) as made:
+            assert (await made.post())[0] == 200
+            assert made.decode.asked == [BODY]
+            assert await made.legs() == {("prefill", "failed"): 1, ("decode", "ok"): 1}
+
+    run(work)
+    assert "the decode engine computes the prompt" in caplog.text
+
+
+def test_a_prefill_engine_that_is_dead_costs_a_computation() -> None:
+    async def work() -> None:
+        async with rig() as made:
+            await made.prefill.server.close()
+            assert (await made.post())[0] == 200
+            assert made.decode.asked == [BODY]
+            assert await made.legs() == {("prefill", "failed"): 1, ("decode", "ok"): 1}
+
+    run(work)
+
+
+def test_a_prefill_engine_that_has_frozen_costs_a_computation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvstore.router.PREFILL_S", 0.2)
+    thawed = asyncio.Event()
+
+    async def freezes(request: web.Request) -> web.StreamResponse:
+        await thawed.wait()
+        return await computes(request)
+
+    async def work() -> None:
+        async with rig(freezes) as made:
+            assert (await made.post())[0] == 200
+            assert made.decode.asked == [BODY]
+            assert await made.legs() == {("prefill", "failed"): 1, ("decode", "ok"): 1}
+            thawed.set()
+
+    run(work)
+
+
+def test_a_client_that_goes_away_ends_its_request_and_is_no_fault_of_the_engine() -> None:
+    ended = asyncio.Event()
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        try:
+            while True:
+                await response.write(b"data: more\n\n")
+                await asyncio.sleep(0.01)
+        finally:
+            ended.set()
+
+    async def work() -> None:
+        async with rig(decode=endless) as made:
+            answer = await made.client.post(PATHS[0], json=BODY)
+            assert await answer.content.readline() == b"data: more\n"
+            answer.close()
+            await asyncio.wait_for(ended.wait(), 600)
+            assert await made.legs() == {("prefill", "ok"): 1, ("decode", "unread"): 1}
+
+    run(work)
+
+
+def test_nothing_handed_over_is_no_failure() -> None:
+    async def work() -> None:
+        async with rig(hands_nothing) as made:
+            assert (await made.post())[0] == 200
+            assert made.decode.asked == [BODY]
+            assert await made.legs() == {("prefill", "nothing"): 1, ("decode", "ok"): 1}
+
+    run(work)
+
+
+def test_a_request_that_is_refused_goes_no_further() -> None:
+    async def work() -> None:
+        async with rig(refuses) as made:
+            status, body = await made.post()
+            assert status == 400
+            assert json.loads(body) == {"error": {"message": "prompt too long"}}
+            assert not made.decode.asked
+            assert await made.legs() == {("prefill", "refused"): 1}
+
+    run(work)
+
+
+def test_a_decode_engine_that_is_dead_is_said() -> None:
+    async def work() -> None:
+        async with rig() as made:
+            url = made.decode.url.rstrip("/")
+            await made.decode.server.close()
+            for status, body in (await made.post(), await get(made.client, "/v1/models")):
+                assert status == 502
+                said = json.loads(body)["error"]["message"]
+                assert said.startswith(f"decode engine {url} cannot be reached: ")
+            assert (await made.legs())["decode", "failed"] == 1
+
+    run(work)
+
+
+async def get(client: TestClient[Any, Any], path: str) -> tuple[int, bytes]:
+    answer = await client.get(path)
+    return answer.status, await answer.read()
+
+
+def test_an_answer_that_breaks_off_is_no_whole_one() -> None:
+    async def work() -> None:
+        async with rig(decode=stops_half_way) as made:
+            with pytest.raises(ClientError):
+                await made.post()
+            assert (await made.legs())["decode", "failed"] == 1
+
+    run(work)
+
+
+def test_what_the_decode_engine_refuses_is_passed_on() -> None:
+    async def work() -> None:
+        async with rig(decode=refuses) as made:
+            status, body = await made.post()
+            assert (status, json.loads(body)) == (400, {"error": {"message": "prompt too long"}})
+            assert (await made.legs())["decode", "refused"] == 1
+
+    run(work)
+
+
+@pytest.mark.parametrize(("data", "says"), [(b"{", "no JSON"), (b"[]", "found list")])
+def test_a_body_that_is_none_is_said(data: bytes, says: str) -> None:
+    async def work() -> None:
+        async with rig() as made:
+            answer = await made.client.post(PATHS[0], data=data)
+            assert answer.status == 400
+            assert says in (await answer.json())["error"]["message"]
+            assert not made.prefill.asked
+
+    run(work)
+
+
+def test_engines_take_turns_and_keys_are_passed_on() -> None:
+    async def work() -> None:
+        engines = [Engine(computes) for _ in range(2)] + [Engine(streams) for _ in range(2)]
+        async with AsyncExitStack() as ends:
+            for engine in engines:
+                await ends.enter_async_context(engine.server)
+            urls = [engine.url for engine in engines]
+            server = TestServer(Router(urls[:2], urls[2:]).app())
+            client = await ends.enter_async_context(TestClient(server))
+            for number in range(4):
+                headers = {"Authorization": "Bearer k", "X-Request-Id": f"id {number}"}
+                answer = await client.post(PATHS[0], json=BODY, headers=headers)
+                assert answer.status == 200
+            assert (await client.get("/health")).status == 200
+            assert (await get(client, "/v1/models"))[0] == 200
+        assert [len(engine.asked) for engine in engines] == [2, 2, 2, 2]
+        assert [h["X-Request-Id"] for h in engines[0].headers] == ["id 0", "id 2"]
+        assert all(h["Authorization"] == "Bearer k" for e in engines for h in e.headers)
+
+    run(work)
+
+
+@pytest.mark.parametrize("url", ["10.0.0.5:8000", "ftp://a", "http://", "http://a/v1"])
+def test_what_is_no_engine_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="expected a URL such as"):
+        read_engine(url)
+    assert cli.main(["router", "--prefill", url, "--decode", url, "--listen", "127.0.0.1:0"]) == 2
+
+
+def test_a_port_in_use_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        ends = ["--prefill", "http://a:1", "--decode", "http://a:1", "--listen", address]
+        assert cli.main(["router", *ends]) == 2
+    assert f"kvstore: error: --listen {address}: " in capsys.readouterr().err
+
+
+def test_the_command_says_where_it_serves_and_ends_in_order() -> None:
+    ends = ["--prefill", "http://a:1", "--decode", "http://a:1", "--listen", "127.0.0.1:0"]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "kvstore.cli", "router", *ends],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline().startswith(b"router at http://127.0.0.1:")
+    child.send_signal(signal.SIGTERM)
+    _, err = child.communicate(timeout=600)
+    assert child.returncode == 0
+    assert b"Traceback" not in err
