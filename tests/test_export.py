@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +12,6 @@ import pytest
 from kvstore import protocol as p
 from kvstore.errors import ProtocolError
 from kvstore.export import consumer as c
-from kvstore.export import jobs
 from kvstore.export import messages as m
 from kvstore.export import producer as o
 from tests.export_rig import LANDING, Pair
@@ -139,49 +137,6 @@ def test_P8_a_landing_slot_is_not_used_again_while_something_may_write_it(
     pair.run(10)
     assert pair.consumer.quarantined == 0
     pair.check_nothing_left()
-
-
-@pytest.mark.parametrize("push", [False, True])
-def test_landing_slots_are_free_as_soon_as_their_blocks_are_copied(push: bool) -> None:
-    pair, chain = Pair(), hashes(2 * LANDING)
-    pair.put(chain)
-    late, take = list[p.Message](), pair.down.take
-
-    def all_but_the_last_word(message: p.Message) -> None:
-        late.append(message) if isinstance(message, m.Valid | m.End) else take(message)
-
-    pair.down.take = all_but_the_last_word
-    number = pair.want(chain, push=push)
-    pair.decode.ask(chain)
-    pair.run(60)
-    states = {block.state for block in pair.consumer._fetches[number].blocks}
-    assert states == {c.State.CHECKED}, "more than there are landing slots"
-    for message in late:
-        take(message)
-    pair.run(3)
-    assert pair.arrived(chain) == len(chain)
-    pair.check_nothing_left()
-
-
-def test_what_ends_one_by_one_in_a_turn_is_gone_on_with_in_one_go() -> None:
-    pair, chain, asked = Pair(), hashes(8), list[int]()
-    pair.put(chain)
-    for key in keys_of(chain)[::-1]:
-        pair.source.manager.drop(key, "test")
-    take = pair.sum
-
-    def counted(tags: list[jobs.Tag], *of: Any) -> None:  # noqa: ANN401 - as Work.sum has it
-        asked.append(len(tags))
-        take(tags, *of)
-
-    pair.sum = counted  # type: ignore[method-assign,assignment]
-    pair.want(chain)
-    pair.decode.ask(chain)
-    pair.run(40)
-    assert pair.arrived(chain) == len(chain)
-    assert asked == [len(chain)], "the shelf has given all of them in one turn"
-    told = [message for message in pair.down.sent if isinstance(message, m.Have)]
-    assert len(told) == 1
 
 
 def test_B14_fetches_that_wait_together_for_a_landing_slot_all_arrive() -> None:

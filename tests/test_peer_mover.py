@@ -6,7 +6,9 @@ import random
 import select
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 
 from kvstore.export import messages as m
@@ -49,6 +51,8 @@ def woken(mover: PeerMover, kind: type[Event]) -> list[Event]:
 def test_a_sum_that_was_taken_wakes_the_loop_and_is_not_looked_for(mover: PeerMover) -> None:
     mover.sum([Tag(1, 1, 0)], "namespace", [(KEY, (data := block(MIB)))])
     assert woken(mover, Summed) == [Summed([Tag(1, 1, 0)], [block_sum("namespace", KEY, data)])]
+    _, told = mover.fds()
+    assert not select.select([told], [], [], 0)[0], "it would be woken up for ever"
 
 
 @pytest.mark.parametrize("size", [1, 4 * KIB, 256 * KIB, 256 * KIB + 1, 3 * MIB])
@@ -68,6 +72,21 @@ def test_a_landed_block_is_copied_and_its_sum_is_that_of_the_copy(
             right_of |= zip(event.tags, event.right, strict=True)
     assert right_of == {tags[0]: True, tags[1]: False}
     assert slots[0] == landed
+
+
+def test_what_is_written_after_the_copy_is_neither_in_it_nor_in_its_sum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data, target, copy = block(600 * KIB), memoryview(bytearray(600 * KIB)), np.copyto
+    expected, right = bytes(data), block_sum("namespace", KEY, data)
+
+    def late(to: np.ndarray[Any, Any], of: np.ndarray[Any, Any]) -> None:
+        copy(to, of)
+        of[:] ^= 1  # a peer that writes for too long
+
+    monkeypatch.setattr(np, "copyto", late)
+    assert copied_sum("namespace", KEY, data, target) == right
+    assert target == expected
 
 
 @pytest.mark.parametrize(
