@@ -32,6 +32,7 @@ from tests.fakes import SLOT_BYTES, Engine, HeapPool, Town, from_u32
 LANDING = 32
 LANDING_EXTENT = 1 << 30
 HELD = 16 * SLOT_BYTES
+PATIENCE_MS = 2600  # an answer may wait for memory for two seconds
 SENT = 0.9999  # of all messages, others are not taken
 SETTINGS = {"cpu": {"capacity": "64MiB"}, "server": {"metrics": ""}, "peer": {}}
 
@@ -58,8 +59,8 @@ class Wire(Channel):
         super().__init__(*how)  # type: ignore[arg-type]
         self._context.term()
         self._net = net
-        self.inbox: list[tuple[int, bytes, Decode]] = []
-        self._ends: dict[int, End] = {}
+        self.inbox: list[tuple[int | bytes, bytes, Decode]] = []
+        self._ends: dict[bytes, End] = {}  # by routing id
         self._routes = itertools.count(1)
 
     def name(self, address: str) -> None:
@@ -68,9 +69,10 @@ class Wire(Channel):
 
     def accept(self, end: End) -> tuple[int, Callable[[bytes], None]]:
         """Somebody connects; returns the number, and where to say something."""
-        number = self._admit(next(self._routes).to_bytes(8, "big"))
-        self._ends[number] = end
-        return number, lambda frame: self.inbox.append((number, frame, m.decode_for_producer))
+        routing = next(self._routes).to_bytes(8, "big")
+        self._ends[routing] = end
+        number = self._admit(routing)
+        return number, lambda frame: self.inbox.append((routing, frame, m.decode_for_producer))
 
     def connect(self, address: str) -> int:
         """Connect to whatever the net has at an address."""
@@ -87,7 +89,7 @@ class Wire(Channel):
     def send(self, number: int, message: p.Message) -> None:
         """Send to whoever is there."""
         frame = m.encode(message)
-        end = self._made.get(number) or (self._ends.get(number) if number in self._ids else None)
+        end = self._made.get(number) or self._ends.get(self._ids.get(number, b""))
         if end is not None and self._net.rng.random() < SENT:
             end.hear(frame)  # type: ignore[union-attr]
         elif end is not None:
@@ -102,14 +104,14 @@ class Wire(Channel):
             else:
                 self._on_lost(number, reason)
         inbox, self.inbox = self.inbox, []
-        for number, frame, decode in inbox:
+        for sender, frame, decode in inbox:
+            if isinstance(sender, bytes):  # who was forgotten comes as somebody new
+                number = self._came.get(sender) or self._admit(sender)
+            else:
+                number = sender
             self._net.reading = frame
             if number in self._made or number in self._ids:
                 self._take(number, frame, decode, now_ns)
-
-    def _lose(self, number: int, reason: str) -> None:
-        self._ends.pop(number, None)
-        super()._lose(number, reason)
 
     def fds(self) -> Iterator[int]:
         """There are none."""
@@ -363,7 +365,7 @@ class Good:
         self.third.pump()
 
     def until(self, done: Callable[[], object], what: str) -> None:
-        for _ in range(400):
+        for _ in range(PATIENCE_MS):
             if done():
                 return
             self.turn()

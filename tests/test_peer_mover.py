@@ -75,7 +75,8 @@ def test_a_landed_block_is_copied_and_its_sum_is_that_of_the_copy(
     [
         (1, 4 * KIB, [1]),
         (255, 64 * KIB, [64, 64, 64, 63]),
-        (20, 64 * KIB, [16, 4]),  # no less than 1 MiB
+        (128, 64 * KIB, [128]),
+        (160, 64 * KIB, [64, 64, 32]),  # no less than 4 MiB, when it is cut at all
         (64, 2 * MIB, [4] * 16),  # no more than 8
         (3, 16 * MIB, [1, 1, 1]),
     ],
@@ -84,7 +85,7 @@ def test_batches_are_small_enough_to_begin_and_large_enough_to_be_worth_it(
     count: int, block_bytes: int, expected: list[int]
 ) -> None:
     blocks = range(count)
-    parts = [blocks[part] for part in batches(count, block_bytes, 4)]
+    parts = [blocks[part] for part in batches(count, block_bytes)]
     assert [len(part) for part in parts] == expected
     assert [number for part in parts for number in part] == list(blocks)
 

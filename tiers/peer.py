@@ -46,14 +46,15 @@ LANDING_FIRST = 1 << 30  # their extents are numbered from here, apart from thos
 LANDINGS_MAX = 8  # models that blocks arrive for at one time
 RETRY_NS = 1_000_000_000  # after memory could not be had
 THREADS = 2
-BATCH_BYTES_MIN, BATCH_BYTES_MAX = 1 << 20, 8 << 20
-BATCHES = 4  # of what is asked for at one time: the first is checked while the next is read
+BATCH_BYTES_MIN, BATCH_BYTES_MAX = 4 << 20, 8 << 20
+BATCHES = 4  # of a prompt: the first is checked while the next is read
 
 
-def batches(count: int, block_bytes: int, wanted: int) -> Iterator[slice]:
-    """Cut blocks into so many batches of equal size, or more or fewer to be within the limits."""
-    most, least = max(1, BATCH_BYTES_MAX // block_bytes), -(-BATCH_BYTES_MIN // block_bytes)
-    step = min(most, max(least, -(-count // wanted)))
+def batches(count: int, block_bytes: int) -> Iterator[slice]:
+    """Cut blocks into batches: few of them for many blocks, since each costs a turn or two."""
+    whole = count * block_bytes
+    size = whole // BATCHES if whole > BATCH_BYTES_MAX else BATCH_BYTES_MAX
+    step = max(1, min(BATCH_BYTES_MAX, max(BATCH_BYTES_MIN, size)) // block_bytes)
     return (slice(at, at + step) for at in range(0, count, step))
 
 
@@ -360,14 +361,14 @@ class PeerMover:
         self, tags: list[Tag], namespace: str, blocks: list[tuple[BlockKey, memoryview]]
     ) -> None:
         """Take checksums, some blocks at a time."""
-        for part in batches(len(tags), len(blocks[0][1]), BATCHES):
+        for part in batches(len(tags), len(blocks[0][1])):
             self._runner.submit(_Sums(tags[part], namespace, blocks[part]))
 
     def check(
         self, tags: list[Part], namespace: str, blocks: list[tuple[Check, memoryview, memoryview]]
     ) -> None:
         """Copy landed blocks into their slots and take their checksums there."""
-        for part in batches(len(tags), len(blocks[0][1]), THREADS):
+        for part in batches(len(tags), len(blocks[0][1])):
             self._runner.submit(_Checks(tags[part], namespace, blocks[part]))
 
     def write(self, tags: list[Tag], agent: str, write: Write) -> None:
@@ -383,7 +384,7 @@ class PeerMover:
         """Read a peer's slots into landing slots, some at a time."""
         landing, region = self._landings[digest], read.region
         size = landing.slot_bytes
-        for part in batches(len(tags), size, BATCHES):
+        for part in batches(len(tags), size):
             local, remote = u32(read.landing[part]), u32(read.numbers[part])
             move = Move(
                 agent, False, landing.extent, region.base, region.slots * size, size, local, remote

@@ -269,7 +269,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[Message], data: bytes) -> Message:
 
 
 def lease_ns(lease_ms: int) -> int:
-    """Return a lease in nanoseconds. Raises ProtocolError for one that is too long, or none."""
+    """Return a lease in nanoseconds. Raises ProtocolError for one that cannot be."""
     if not 0 < lease_ms <= LEASE_MS_MAX:
         raise ProtocolError(f"a lease of {lease_ms} ms, expected 1 to {LEASE_MS_MAX}")
     return lease_ms * 1_000_000
