@@ -139,8 +139,3 @@ class Peer(msgspec.Struct, eq=False):
     blocks: int = 0  # of its jobs
     regions: set[int] = set()  # extents it was told about
     closed: bool = False
-
-
-def tags_of(peer: Peer, job: Job, positions: list[int]) -> list[Tag]:
-    """Name blocks of a job."""
-    return [Tag(peer.number, job.number, position) for position in positions]

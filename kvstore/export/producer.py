@@ -25,7 +25,7 @@ from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
 from kvstore.export.difference import difference
 from kvstore.export.hands import Hands
-from kvstore.export.jobs import BUSY, Block, Job, Peer, Source, State, Tag, Work, Write, tags_of
+from kvstore.export.jobs import BUSY, Block, Job, Peer, Source, State, Tag, Work, Write
 from kvstore.protocol import Message, from_u32, u32
 from kvstore.tier import Tier
 from kvstore.types import BlockKey, Chain, LookupResult
@@ -378,7 +378,7 @@ class Producer:
         source = peer.source
         slots = source.manager.prepare_store(len(positions))
         job.awaited.extendleft(reversed(positions[len(slots) :]))
-        tags = tags_of(peer, job, positions[: len(slots)])
+        tags = _tags(peer, job, positions[: len(slots)])
         for tag, slot in zip(tags, slots, strict=True):
             block = job.blocks[tag.position]
             block.state, block.slot = State.STAGING, slot
@@ -401,7 +401,7 @@ class Producer:
         positions, job.unsummed = job.unsummed, []
         blocks = [job.blocks[position] for position in positions]
         named = [(block.key, block.slot) for block in blocks if block.slot is not None]
-        self._work.sum(tags_of(peer, job, positions), peer.source, named)
+        self._work.sum(_tags(peer, job, positions), peer.source, named)
 
     def _start_writes(self, peer: Peer, job: Job) -> None:
         """Write what waits, in one go for each pair of extents."""
@@ -416,7 +416,7 @@ class Producer:
         for (extent, region), moves in batches.items():
             numbers, slots = [move[1] for move in moves], [move[2] for move in moves]
             size = peer.source.layout.slot_bytes
-            tags = tags_of(peer, job, [move[0] for move in moves])
+            tags = _tags(peer, job, [move[0] for move in moves])
             self._work.write(tags, peer.agent, Write(extent, numbers, size, region, slots))
 
     def _tell(self, peer: Peer, job: Job) -> None:
@@ -491,3 +491,7 @@ class Producer:
             self._send(peer.number, m.End(job.number, "released" if job.released else "all"))
         elif not peer.jobs:
             self._peers.pop(peer.number, None)
+
+
+def _tags(peer: Peer, job: Job, positions: list[int]) -> list[Tag]:
+    return [Tag(peer.number, job.number, position) for position in positions]
