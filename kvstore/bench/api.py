@@ -6,7 +6,9 @@ import contextlib
 import http.client
 import json
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +21,6 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.bench.engine import CLOSE_TIMEOUT_S, LOG_TAIL_LINES, EngineFailed, environment
-from kvstore.bench.store import free_port
 
 ANSWER_S = 600.0
 MODEL_NAME = "model"
@@ -49,7 +50,7 @@ class ApiServer:
     ) -> None:
         """folder: where its log goes. connector: a kv_transfer_config."""
         self.name = name
-        self.port = free_port()
+        self.port = _port()
         self.log_path = folder / f"{name}.log"
         settings = {
             "model": os.fspath(model),
@@ -187,3 +188,12 @@ def get(port: int, path: str, timeout_s: float = 60.0) -> tuple[int, bytes]:
         connection.request("GET", path)
         answer = connection.getresponse()
         return answer.status, answer.read()
+
+
+def _port() -> int:
+    """Find a TCP port that nobody has, and that the system gives nobody: it is bound much later."""
+    while True:
+        port = 15_000 + secrets.randbelow(15_000)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
