@@ -92,10 +92,11 @@ class HandOvers:
         turn = self._running[name]
         hashed = len(request.block_hashes) * geometry.hash_tokens
         end = min(request.num_computed_tokens, request.num_tokens - 1)  # the last was just sampled
-        blocks = min(end, hashed) // geometry.block_tokens
-        hashes = [geometry.block_hash(request, block) for block in range(blocks)]
         tail = None if turn else tail_of(geometry, request, end, name)  # a next turn is longer
         self._offers.offer(tracked, end, lambda _: table)
+        # What found no slot is not named: somebody would wait for it.
+        blocks = min(end, hashed, tracked.cursor * geometry.block_tokens) // geometry.block_tokens
+        hashes = [geometry.block_hash(request, block) for block in range(blocks)]
         if tail is not None and self._offers.offer_tail(tracked, tail, table):
             hashes.append(tail.hash)
         else:

@@ -26,7 +26,7 @@ from tests.live import WAIT_S, LiveStore
 from tests.rank_rig import wait_for
 
 HANDED = {"do_remote_decode": True}
-CREDITS = 100
+CREDITS = 600  # for all that a test computes: what finds no slot is not handed over
 STEP_S = 0.0003
 
 Params = Mapping[str, Any] | None

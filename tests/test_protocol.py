@@ -285,7 +285,7 @@ def test_stats_and_clear_can_be_asked_for(store: LiveStore) -> None:
 def test_an_unknown_query_is_refused(store: LiveStore) -> None:
     with client(store) as admin:
         admin.send(p.Query("everything"))
-        assert "expected stats, clear or resize" in admin.take(p.Refused).reason
+        assert "expected stats, blocks, clear or resize" in admin.take(p.Refused).reason
 
 
 # Where it listens

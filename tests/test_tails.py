@@ -196,6 +196,15 @@ def test_O23_without_credits_for_all_groups_there_is_no_tail() -> None:
     assert script.half.take_stats()["store_declined"] == 1
 
 
+def test_B10_what_found_no_slot_is_not_named() -> None:
+    """Whoever asked for it would wait until it is given up."""
+    table = [[1, 2, 3]]
+    script, _ = prefill(40, table, slots=1)
+    tokens, (done,) = finish(script, table)
+    assert tokens == 16
+    assert len(done.hashes) == done.width
+
+
 def test_what_lacks_a_block_before_it_has_no_tail() -> None:
     script, _ = prefill(40, [[1, 2, 3]], slots=1)
     script.grant_credits(1)
