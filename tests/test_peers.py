@@ -14,6 +14,7 @@ import pytest
 
 from kvstore import admin
 from kvstore.config import Config, parse
+from kvstore.export import consumer
 from kvstore.types import LookupResult, make_key
 from tests.fakes import hashes
 from tests.live import WAIT_S, LiveStore, engine, eventually
@@ -67,9 +68,12 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveStore
     folder = tmp_path_factory.mktemp("peers")
     disk = {"path": str(folder / "kv"), "capacity": "128MiB", "extent": "16MiB"}
     with (
+        pytest.MonkeyPatch.context() as patch,
         LiveStore(config(folder / "a", nvme=disk)) as prefill,
         LiveStore(config(folder / "b")) as decode,
     ):
+        for limit in ("ANSWER_NS", "STALL_NS"):  # a machine may stand still for longer
+            patch.setattr(consumer, limit, int(WAIT_S * 1e9))
         yield prefill, decode
 
 
