@@ -388,12 +388,22 @@ class Good:
         """
         self.chains = [*self.chains[-7:], chain]
         for _ in range(3):
+            self._attach_again()
             self.put(chain)
             if self._fetched(chain, push=push):
                 self.done += 1
                 return
             self.again += 1
         raise AssertionError("a good client: not all blocks came")
+
+    def _attach_again(self) -> None:
+        """Do as engines do whose session has ended: they held slots of memory that was to go."""
+        for site, name in zip(self.sites, ("giver", "taker"), strict=True):
+            engine: Engine = getattr(self, name)
+            if engine.detached:
+                for connection in (engine.scheduler, *engine.workers):
+                    site.close(connection)
+                setattr(self, name, site.attach(engine.name, credit_slots=8))
 
     def _fetched(self, chain: list[bytes], *, push: bool) -> bool:
         """Ask for all blocks, and read them; False if some do not come."""

@@ -44,6 +44,7 @@ def connector() -> Any:  # noqa: ANN401 - vLLM's classes are Any here
 
     script = Script(STATES)
     made = object.__new__(ours.TieredConnector)
+    made._manager = SimpleNamespace(prefix_cache_lookup_enabled=lambda _request: False)
     made._scheduler, made._tokens, made._states = script.half, STATES, frozenset({1})
     made._worker = None
     made.script = script
