@@ -24,7 +24,7 @@ SLACK_S = 3.0  # of a machine that does other things, too
 CAPACITY = "64MiB"  # 63 blocks of 1 MiB
 LANDING = "16MiB"
 CREDITS = 4  # slots that an engine of tests.live has in advance
-FILES_SPARE = 6  # descriptors that come and go: of queries, say
+FILES_SPARE = 16  # descriptors that come and go: of queries, and an exporter's for a peer it meets
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -204,6 +204,8 @@ def gone(process: psutil.Process) -> bool:
 @contextlib.contextmanager
 def nothing_left(*nodes: Node, within_s: float = 20.0) -> Iterator[None]:
     """Whatever happens, in the end nodes hold nothing for it, and have no more descriptors."""
+    for node in nodes:
+        node.wait(lambda: node.exporter, within_s)  # noqa: B023 - asked at once; it may be starting
     before = [node.files() for node in nodes]
     yield
     for node, files in zip(nodes, before, strict=True):
