@@ -13,7 +13,7 @@ from kvstore.bench.engine import Engine, Request
 from kvstore.bench.models import prompt
 from kvstore.bench.store import StoreProcess
 from tests.engine.identity import assert_same
-from tests.engine.support import CAPACITY, TOKENS_OUT, attach, given, numbers, since
+from tests.engine.support import CAPACITY, ENGINE_BLOCK, TOKENS_OUT, attach, given, numbers, since
 from tests.engine.test_handover import HANDED
 
 PROMPTS = 8
@@ -45,7 +45,7 @@ def test_B13_ranks_of_another_number_find_their_heads(
     transfer: str,
 ) -> None:
     requests = [
-        Request(id=f"p{number}", tokens=prompt(8100 + number, 60 + 91 * number))
+        Request(id=f"p{number}", tokens=prompt(8100 + number, ENGINE_BLOCK * (2 + 3 * number) + 1))
         for number in range(PROMPTS)
     ]
     for folder in ("p", "d"):
@@ -61,7 +61,8 @@ def test_B13_ranks_of_another_number_find_their_heads(
         params = [result.kv_transfer_params for result in computed]
         assert [back and back["tp_size"] for back in params] == [prefill_ranks] * PROMPTS
         # The same ranks with the same bytes, but no hand-over: what is computed here depends on
-        # how many ranks there are, with or without a connector.
+        # how many ranks there are, with or without a connector. That is the last token in both
+        # cases, since no prompt has more than one behind its last whole block.
         with engine(model(name), decode_ranks, theirs) as local:
             expected = local.run(requests, max_tokens=TOKENS_OUT)
         with engine(model(name), decode_ranks, ours, transfer=transfer) as decode:
