@@ -59,6 +59,7 @@ class StepMeta(msgspec.Struct, frozen=True):
     stores: stores whose sources this step's forward completes.
     flush: store jobs that must be over before this step overwrites their sources.
     idle: the step computes nothing, so waiting for loads costs nobody anything.
+    sent: requests that had ended before, and whose engine blocks may go now.
     """
 
     early: tuple[StoreJob, ...] = ()
@@ -66,6 +67,7 @@ class StepMeta(msgspec.Struct, frozen=True):
     loads: tuple[LoadJob, ...] = ()
     flush: tuple[int, ...] = ()
     idle: bool = False
+    sent: tuple[str, ...] = ()
 
 
 def pieces(

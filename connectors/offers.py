@@ -69,6 +69,10 @@ class Offers:
             )
         ]
 
+    def may_offer(self) -> bool:
+        """Tell whether there are credits for a block of each group."""
+        return bool(self._client.session) and len(self._client.credits) >= len(self._gathered)
+
     def offer(
         self, tracked: Tracked, computed: int, table: Callable[[str], BlockTable | None]
     ) -> int:
@@ -164,26 +168,33 @@ class Offers:
                     self._slots += 1
             above = block_hash
 
-    def offer_tail(self, tracked: Tracked, tail: Tail, table: BlockTable) -> bool:
-        """Store a request's partly filled last block in all groups; False if one cannot.
+    def has_tail(self, tail: Tail, table: BlockTable) -> bool:
+        """Tell whether all groups have the engine blocks of a partly filled last block."""
+        return all(self._sources_of(tail, table))
 
-        Only engine blocks that have tokens are copied. Nothing may lack before it.
-        """
-        client, hashes = self._client, tracked.request.block_hashes
-        above = hashes[tail.block * self._hashes_per_block - 1] if tail.block else b""
-        sources = []
+    def _sources_of(self, tail: Tail, table: BlockTable) -> list[Sequence[int]]:
+        """List each group's engine blocks that have tokens of a tail; none if it lacks one."""
+        sources: list[Sequence[int]] = []
         for of, tokens in zip(self._gathered, self._geometry.engine_block_tokens, strict=True):
             first, end = tail.block * of.engine_blocks, -(-tail.end // tokens)
             ids = table[of.group][first:end]
-            if len(ids) < end - first or 0 in ids:
-                return False
-            sources.append(ids)
+            sources.append(() if len(ids) < end - first or 0 in ids else ids)
+        return sources
+
+    def offer_tail(self, tracked: Tracked, tail: Tail, table: BlockTable) -> bool:
+        """Store a request's partly filled last block, which all groups have.
+
+        Only engine blocks that have tokens are copied. False: not as long as it lacks a block
+        before it, or credits.
+        """
+        client, hashes = self._client, tracked.request.block_hashes
         if not client.session or tracked.cursor != tail.block:
             return False
-        if len(client.credits) < len(sources):
+        if not self.may_offer():
             self._declined()
             return False
-        for of, ids in zip(self._gathered, sources, strict=True):
+        above = hashes[tail.block * self._hashes_per_block - 1] if tail.block else b""
+        for of, ids in zip(self._gathered, self._sources_of(tail, table), strict=True):
             of.ids += ids
             of.slots.append(client.credits.popleft())
             of.keys.append(tail.hash + of.suffix)

@@ -74,7 +74,8 @@ class SchedulerHalf:
         self._load_targets: set[int] = set()
         self._early: list[StoreJob] = []
         self._offers = Offers(geometry, client, world, lambda: self._count("store_declined"))
-        self._hands = HandOvers(geometry, client, transfer, world, self._offers, self._count)
+        how = transfer, world, self._offers, self._count, clock
+        self._hands = HandOvers(geometry, client, *how)
         self._waited_s = 0.0
         self._timeouts = 0
 
@@ -182,7 +183,8 @@ class SchedulerHalf:
             return  # with nothing else to run an empty step would cost more
         if not idle and self._timeouts >= TIMEOUTS_IN_A_ROW_MAX:
             return
-        end = self._clock() + int((self._budget(idle) - self._waited_s) * 1e9)
+        budget_s = IDLE_WAIT_S if idle else BUSY_WAIT_S
+        end = self._clock() + int((budget_s - self._waited_s) * 1e9)
         started = self._clock()
         while self._client.grant(tracked.ask) is None and self._client.session:
             left_ns = end - self._clock()
@@ -194,9 +196,6 @@ class SchedulerHalf:
         if not idle:
             found = self._client.grant(tracked.ask) is not None
             self._timeouts = 0 if found else self._timeouts + 1
-
-    def _budget(self, idle: bool) -> float:  # noqa: FBT001 - a fact, not an option
-        return IDLE_WAIT_S if idle else BUSY_WAIT_S
 
     def _make_room(self, tracked: Tracked) -> None:
         """Our leases are at their cap: requests that arrived later give theirs back."""
@@ -356,7 +355,9 @@ class SchedulerHalf:
 
     def build_meta(self, step: Step) -> StepMeta:
         """Plan this step's copies. Called once per step, empty ones included."""
-        self._client.receive()
+        idle = not step.scheduled
+        self._client.receive(IDLE_WAIT_S if idle and self._hands.unstored() else 0.0)
+        sent = self._hands.store_rest()
         left_of = self._left
         for request_id, tokens in step.scheduled.items():  # every running request, in every step
             left = left_of.get(request_id, 0) - tokens
@@ -373,7 +374,7 @@ class SchedulerHalf:
         flush.difference_update(job.job_id for job in stores)
         self._client.send_step()
         self._waited_s = 0.0
-        return StepMeta(early, stores, loads, tuple(flush), idle=not step.scheduled)
+        return StepMeta(early, stores, loads, tuple(flush), idle, sent)
 
     def _offer(self, request_id: str, tokens: int, step: Step) -> None:
         tracked = self._requests.get(request_id)
@@ -435,25 +436,27 @@ class SchedulerHalf:
     def request_finished(self, request_id: str, table: BlockTable) -> bool:
         """Offer what is complete and was not offered; give back what was not used.
 
-        False: the engine may free the blocks at once. The next step's fence protects their bytes.
+        False: the engine may free the blocks at once; the next step's fence protects their bytes.
+        True: somebody is to have them, and they found no slot yet; a later step names it as sent.
         """
         tracked = self._requests.pop(request_id, None)
         self._left.pop(request_id, None)
         if tracked is None:
             return False
-        if tracked.phase is Phase.RUNNING:
+        unstored = self._hands.unstored(request_id)
+        if tracked.phase is Phase.RUNNING and not unstored:
             computed = tracked.request.num_computed_tokens
             self._offers.offer(tracked, computed, lambda _: table)
-            self._early.extend(self._offers.take_jobs())
+        self._early.extend(self._offers.take_jobs())
         if tracked.ask is not None:
             self._client.drop(tracked.ask)
         self._hands.ended(request_id)
         self._end_loading(tracked)
-        return False
+        return unstored
 
     def has_pending_work(self) -> bool:
         """Tell whether one more step is needed although no request is left."""
-        return bool(self._early) or self._client.hands_over
+        return bool(self._early) or self._client.hands_over or self._hands.unstored()
 
     def reset_cache(self, nonce: bytes) -> bool:
         """Leave everything stored so far behind; False while a load is under way.
@@ -462,6 +465,7 @@ class SchedulerHalf:
         """
         self._scope = nonce
         self._offers.use_scope(nonce)
+        self._hands.forget_rest()
         for tracked in self._requests.values():
             if tracked.ask is not None:
                 self._client.drop(tracked.ask)

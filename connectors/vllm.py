@@ -225,9 +225,10 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Report loads that ended, each once; a failed one under both names."""
-        ended, failed = self._half().finished_loads(self._step())
+        step = self._step()
+        ended, failed = self._half().finished_loads(step)
         return KVConnectorTransferResults(
-            finished_sending=set(), finished_recving=ended, failed_recving=failed
+            finished_sending=set(step.sent), finished_recving=ended, failed_recving=failed
         )
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -349,7 +350,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Let go of a request; its blocks may be freed at once, the fence protects them."""
+        """Let go of a request; True: not of its blocks, until the workers report it as sent."""
         table = compat.last_table(request, block_ids, self._states, self._tokens)
         handed = None
         if request.status in _WHOLE:

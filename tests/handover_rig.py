@@ -26,7 +26,7 @@ from tests.live import WAIT_S, LiveStore
 from tests.rank_rig import wait_for
 
 HANDED = {"do_remote_decode": True}
-CREDITS = 600  # for all that a test computes: what finds no slot is not handed over
+CREDITS = 600  # for all that a test computes
 STEP_S = 0.0003
 
 Params = Mapping[str, Any] | None
@@ -62,12 +62,21 @@ class Half(SchedulerHalf):
 class Node:
     """An engine with one rank, on a store."""
 
-    def __init__(self, store: LiveStore, name: str, shape: Shape, *, push: bool = False) -> None:
-        """push: what it asks for is to be written to its store."""
+    def __init__(
+        self,
+        store: LiveStore,
+        name: str,
+        shape: Shape,
+        *,
+        push: bool = False,
+        slots: int = CREDITS,
+    ) -> None:
+        """push: what it asks for is to be written to its store. slots: its credits."""
+        self.slots = slots
         self.store, self.name, self.shape = store, name, shape
         memory = bytearray(shape.blocks * shape.page_bytes)
         self.side = AttachedSide(RankSpec(name, "model", shape, 0, store.path), memory)
-        hello = p.Hello(p.VERSION, name, "scheduler", 0, 1, credit_slots=CREDITS)
+        hello = p.Hello(p.VERSION, name, "scheduler", 0, 1, credit_slots=slots)
         client = StoreClient(Attacher(lambda: store.path, hello), monotonic_ns)
         self.half = Half(shape.geometry, client, monotonic_ns, transfer=Transfer(name, push))
         self.half.given, self.half.handed, self.half.requests = {}, {}, {}
@@ -77,7 +86,7 @@ class Node:
 
     def attach(self) -> None:
         assert self._client.wait_attached(WAIT_S)
-        wait_for(lambda: len(self._client.credits) >= CREDITS // 2, "credits", self._hear)
+        wait_for(lambda: len(self._client.credits) >= self.slots // 2, "credits", self._hear)
 
     def _hear(self) -> None:
         self._client.receive(STEP_S)
@@ -156,8 +165,15 @@ class Node:
 
 
 @contextmanager
-def node(store: LiveStore, name: str, shape: Shape, *, push: bool = False) -> Iterator[Node]:
-    made = Node(store, name, shape, push=push)
+def node(
+    store: LiveStore,
+    name: str,
+    shape: Shape,
+    *,
+    push: bool = False,
+    slots: int = CREDITS,
+) -> Iterator[Node]:
+    made = Node(store, name, shape, push=push, slots=slots)
     try:
         made.attach()
         yield made

@@ -68,6 +68,25 @@ def test_B5_B6_B17_prompts_of_every_length_are_handed_over_to_their_last_token(
     assert loaded == {name: given(shape, len(text)) for name, text in prompts.items()}, seen
 
 
+def test_B10_B12_prompts_that_end_before_their_blocks_have_slots_are_handed_over_whole(
+    stores: tuple[LiveStore, LiveStore], shape: Shape
+) -> None:
+    """Each takes a step or two, and all of them many times the slots that there are at a time."""
+    prompts = {f"{n} late": prompt((n, "late"), 4 * n + 3) for n in range(1, 9)}
+    few = 2 * len(shape.groups)
+    with (
+        node(stores[0], "p late", shape, slots=few) as prefill,
+        node(stores[1], "d late", shape) as decode,
+    ):
+        params = prefill.compute(prompts)
+        kept = prefill.engine.counts["delayed_frees"]
+        assert prefill.engine.free_blocks == shape.blocks - 1
+        loaded = decode.run(prompts, 12, params)
+        seen = prefill.events(), decode.events()
+    assert loaded == {name: given(shape, len(text)) for name, text in prompts.items()}, seen
+    assert kept >= 4
+
+
 @pytest.fixture
 def nodes(
     request: pytest.FixtureRequest, stores: tuple[LiveStore, LiveStore]

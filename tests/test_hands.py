@@ -434,3 +434,44 @@ def test_blocks_that_never_come_tell_no_time() -> None:
     rig.hands.tick(ended_ns + h.LATE_NS)
     rig.hands.tick(ended_ns + h.LATE_NS + 1)
     assert rig.hands.take_stored_ns() == []
+
+
+def test_B12_a_lease_begins_when_the_last_block_is_there() -> None:
+    rig = Rig()
+    rig.begin()
+    rig.put(rig.chain[:1])
+    ended_ns = rig.giver.now_ns
+    rig.hands.done("r", keys_of(rig.chain), ended_ns + 2 * S, ended_ns)
+    last = 0
+    for stored, then in ((2, 4 * S), (3, 8 * S)):  # each within LATE_NS of the one before
+        rig.put(rig.chain[:stored])
+        assert rig.after(then) == stored, "nothing has lapsed meanwhile"
+        last = then
+    assert rig.after(last + 2 * S - 1) == 3
+    assert rig.after(last + 2 * S) == 0
+    assert rig.hands.located("r", rig.source.manager)[0] == "unknown"
+
+
+def test_B12_a_lease_does_not_wait_for_blocks_that_do_not_come() -> None:
+    rig = Rig()
+    rig.begin()
+    rig.put(rig.chain[:1])
+    ended_ns = rig.giver.now_ns
+    rig.hands.done("r", keys_of(rig.chain), ended_ns + 2 * S, ended_ns)
+    assert rig.after(h.LATE_NS - 1) == 1
+    assert rig.after(h.LATE_NS) == 0
+
+
+def test_B12_an_abort_in_mid_prefill_drops_what_was_pending() -> None:
+    pair, chain = Pair(), hashes(3)
+    pair.hand("r")
+    pair.put(chain[:1])
+    pair.want(chain, request="r")
+    pair.decode.ask(chain)
+    pair.run(10)
+    assert pair.consumer._fetches, "blocks 1 and 2 may come"
+    pair.producer.hands.gone("r")
+    pair.run(10)
+    assert pair.arrived(chain) == 1
+    assert not pair.consumer._fetches
+    pair.check_nothing_left()

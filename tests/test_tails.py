@@ -15,13 +15,12 @@ from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
 from kvstore.layout import Move
 from kvstore.types import Chain, GroupRule, make_key
+from tests.prefill_rig import HANDED, WINDOW, finish, prefill, tail_hash
 from tests.script import BLOCK, ONE_GROUP, Request, Script
 
 FULL, STATE = GroupRule(), GroupRule(1, exact=True)
 PARTS = Geometry(BLOCK, 8, (8,), (FULL,))  # two engine blocks in a block
-WINDOW = Geometry(BLOCK, BLOCK, (BLOCK, BLOCK), (FULL, GroupRule(2)))
 STATES = Geometry(BLOCK, BLOCK, (BLOCK, BLOCK), (FULL, STATE))
-HANDED = {"do_remote_decode": True}
 REMOTE = Remote("10.0.0.7:9500", "p", tokens=40)
 
 
@@ -79,40 +78,6 @@ def test_there_is_no_tail_behind_a_whole_block_or_behind_one_without_a_hash() ->
 
 
 # The engine that computed the prompt
-
-
-def prefill(
-    tokens: int,
-    table: list[list[int]],
-    geometry: Geometry = ONE_GROUP,
-    slots: int = 100,
-    params: dict[str, Any] | None = None,
-) -> tuple[Script, Request]:
-    """Compute a prompt, and sample a token."""
-    script = Script(geometry, credits=slots)
-    script.client.side_channel = "127.0.0.1:9500"
-    script.half._hands._transfer = Transfer("engine")
-    request = Request("p", tokens, hash_tokens=geometry.hash_tokens)
-    script.half.on_new_request(request, HANDED if params is None else params)
-    script.admit(request)
-    script.step(request, tokens, table)
-    request.num_tokens += 1
-    script.steps()
-    return script, request
-
-
-def finish(script: Script, table: list[list[int]]) -> tuple[int, list[p.Handing]]:
-    """End the request; return the tokens that are handed over, and what the store is told."""
-    params = script.half.hand_over("p", table)
-    script.half.request_finished("p", table)
-    handing = [handing for step in script.steps() for handing in step.handing]
-    return params["remote_num_tokens"] if params else 0, handing
-
-
-def tail_hash(geometry: Geometry, request: Request, end: int) -> bytes:
-    tail = tail_of(geometry, request, end, "p")
-    assert tail is not None
-    return tail.hash
 
 
 def test_B17_the_tail_is_stored_below_the_last_whole_block_and_held_with_the_others() -> None:
@@ -187,28 +152,6 @@ def test_O10_a_tail_of_which_a_part_is_missing_is_not_handed_over(table: list[li
     tokens, (handing,) = finish(script, table)
     assert (tokens, handing.hashes) == (32, b"".join(request.block_hashes))
     assert not script.step().early
-
-
-def test_O23_without_credits_for_all_groups_there_is_no_tail() -> None:
-    table = [[1, 2, 3], [4, 5, 6]]
-    script, _ = prefill(40, table, WINDOW, slots=5)
-    assert finish(script, table)[0] == 32
-    assert script.half.take_stats()["store_declined"] == 1
-
-
-def test_B10_what_found_no_slot_is_not_named() -> None:
-    """Whoever asked for it would wait until it is given up."""
-    table = [[1, 2, 3]]
-    script, _ = prefill(40, table, slots=1)
-    tokens, (done,) = finish(script, table)
-    assert tokens == 16
-    assert len(done.hashes) == done.width
-
-
-def test_what_lacks_a_block_before_it_has_no_tail() -> None:
-    script, _ = prefill(40, [[1, 2, 3]], slots=1)
-    script.grant_credits(1)
-    assert finish(script, [[1, 2, 3]])[0] == 32, "the second block took it"
 
 
 def test_O17_what_was_computed_before_a_reset_is_not_handed_over() -> None:

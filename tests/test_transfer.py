@@ -247,17 +247,15 @@ def test_without_a_side_channel_nothing_is_handed_over() -> None:
     assert script.half.hand_over("p", [[5, 6, 7]]) is None
 
 
-def test_B10_a_prompt_of_which_nothing_could_be_stored_hands_back_where_and_no_blocks() -> None:
-    script, wanted = attached(credits=0), Request("p", 10)
+def test_B10_a_prompt_that_left_nothing_hands_back_where_and_no_blocks() -> None:
+    script, wanted = attached(), Request("p", 10)
     script.half.on_new_request(wanted, HANDED)
     script.admit(wanted)
-    script.step(wanted, 10, [[5]])
-    wanted.num_tokens += 1
-    params = script.half.hand_over("p", [[5]])
+    params = script.half.hand_over("p", [[]])
     assert params is not None
     assert (params["remote_num_tokens"], params["remote_block_ids"]) == (0, [[]])
     assert source_of(params) == NO_SOURCE
-    script.half.request_finished("p", [[5]])
+    assert not script.half.request_finished("p", [[]])
     assert [handing.state for handing in handings(script)] == ["running", "gone"]
 
 

@@ -142,4 +142,6 @@ class TieredWorker:
         ended, failed = self.half.finished_loads(meta)
         counts = msgspec.structs.asdict(self.half.take_stats())
         stats = {name: number for name, number in counts.items() if number}
-        return WorkerResults(ended, failed, over=self.half.take_stores_over(), stats=stats)
+        return WorkerResults(
+            ended, failed, set(meta.sent), over=self.half.take_stores_over(), stats=stats
+        )

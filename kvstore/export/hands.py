@@ -6,8 +6,9 @@
        +--its engine: ended otherwise, or detached---------------------------------> gone
 
 While it runs, any of its blocks may still come. Held, those may that it named and that are not
-ready yet: their copies end a little later than the request. What is ready is pinned; what only a
-lower tier has is left to it. How the last requests ended is remembered for who asks too late.
+ready yet: their copies end a little later than the request, and its lease begins with the last of
+them. What is ready is pinned; what only a lower tier has is left to it. How the last requests
+ended is remembered for who asks too late.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvstore.index import Entry
 from kvstore.manager import Manager
 from kvstore.types import BlockKey
 
-LATE_NS = 5_000_000_000  # what a request named and did not store by then is not coming
+LATE_NS = 5_000_000_000  # what a request named is not coming when none of it came for so long
 PAST_MAX = 4096  # ended requests that are remembered
 
 End = Literal["released", "gone", "lapsed"]
@@ -44,6 +45,7 @@ class Hand(msgspec.Struct, eq=False):
     running: bool = True
     fixed: bool = False
     ended_ns: int = 0
+    lease_ns: int = 0
     deadline_ns: int = 0
     late_ns: int = 0
     keys: tuple[BlockKey, ...] = ()
@@ -115,6 +117,7 @@ class Hands:
             hand.running, hand.fixed = False, fixed
             hand.deadline_ns = end_ns if fixed else max(hand.deadline_ns, end_ns)
             hand.ended_ns, hand.late_ns = now_ns, now_ns + LATE_NS
+            hand.lease_ns = end_ns - now_ns
             hand.keys = tuple(keys)
             hand.missing = dict.fromkeys(hand.keys)
             if hand.wanted:
@@ -224,7 +227,7 @@ class Hands:
                 self._pin(hand, now_ns)
             if now_ns >= hand.late_ns:
                 hand.missing.clear()
-            if now_ns >= hand.deadline_ns:
+            if not hand.missing and now_ns >= hand.deadline_ns:
                 self._end(request, "lapsed")
 
     def _pin(self, hand: Hand, now_ns: int) -> None:
@@ -233,6 +236,7 @@ class Hands:
             if hand.manager.ready(key) is None:
                 continue
             del hand.missing[key]
+            hand.late_ns = now_ns + LATE_NS
             if self.held_bytes + hand.slot_bytes <= self._held_bytes_max:
                 entry = hand.manager.pin(key)
                 if entry is not None:
@@ -240,6 +244,7 @@ class Hands:
                     self.held_bytes += hand.slot_bytes
         if not hand.missing:
             self._stored_ns.append(now_ns - hand.ended_ns)
+            hand.deadline_ns = max(hand.deadline_ns, now_ns + hand.lease_ns)
 
     def take_stored_ns(self) -> list[int]:
         """Return how long after each request's end its last block was ready; once each."""
