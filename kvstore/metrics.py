@@ -103,6 +103,12 @@ TABLE = (
         ("tier",),
     ),
     Spec(
+        "kvstore_hand_over_moved_bytes",
+        "counter",
+        "Bytes that NIXL has moved for this store: pulled from others, or pushed to them.",
+        ("direction",),
+    ),
+    Spec(
         "kvstore_hand_over_held_seconds",
         "histogram",
         "Time from a handed-over request's end until the last block it names is in memory.",

@@ -271,7 +271,7 @@ ToEngine = Welcome | Refused | Extent | Unmap | Active | Answers | Detach | Repo
 EVENTS = frozenset(
     {
         *("deferred", "deferred_steps", "timed_out", "load_failed", "detached", "store_declined"),
-        "transfer_refused",
+        *("transfer_refused", "hand_over_unstored"),
     }
 )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from unittest.mock import patch
 
 import msgspec
@@ -222,6 +222,10 @@ class Mover:
 
     def abandon(self, digest: str | None, tag: Tag | Part) -> None:
         """What is under way here always ends."""
+
+    @property
+    def moved_bytes(self) -> Mapping[str, int]:
+        return {}
 
     @property
     def abandoned_bytes(self) -> int:

@@ -54,6 +54,8 @@ class Wire:
 
     def send(self, message: p.Message) -> None:
         self.flush()
+        if isinstance(message, p.Step):
+            assert message.counts.keys() <= p.EVENTS, "the store ends a session for others"
         self._desk.sent.append(message)
 
     def flush(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import msgspec
@@ -188,6 +189,7 @@ class PeerMover:
         self._leaving: dict[int, CpuExtent] = {}  # of landings, until they are unmapped
         self._next_landing = LANDING_FIRST
         self._now_ns = 0
+        self.moved_bytes: Counter[str] = Counter()
         self._transfers: dict[int, _Transfer] = {}
         self._moving: dict[tuple[str | None, Tag | Part], int] = {}  # blocks -> their transfers
         self._unreached: set[int] = set()  # extents that the exporter could not map
@@ -238,8 +240,8 @@ class PeerMover:
             case NotMapped(extent, text):
                 log.error("peers cannot reach extent %d: %s", extent, text)
                 self._unreached.add(extent)
-            case Ended(number, _, _, error):
-                return [self._ended(number, ok=error is None)]
+            case Ended(number, moved, _, error):
+                return [self._ended(number, moved, ok=error is None)]
             case Ended_(reason):
                 self._addresses.clear()
                 for landing in self._landings.values():
@@ -263,8 +265,9 @@ class PeerMover:
                 landing.base, landing.metadata = addresses[landing.extent], metadata
         return [Reachable(extent, address, metadata) for extent, address in addresses.items()]
 
-    def _ended(self, number: int, *, ok: bool) -> Event:
+    def _ended(self, number: int, moved: int, *, ok: bool) -> Event:
         found = self._transfers.pop(number)
+        self.moved_bytes["pushed" if found.digest is None else "pulled"] += moved
         for tag in found.tags:
             self._moving.pop((found.digest, tag), None)
         if found.digest is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -120,6 +120,11 @@ class Mover(Protocol):
 
         What has not begun ends at once; the answer comes all the same.
         """
+        ...
+
+    @property
+    def moved_bytes(self) -> Mapping[str, int]:
+        """What NIXL has moved, by its own count: "pulled", "pushed"."""
         ...
 
     @property

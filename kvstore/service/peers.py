@@ -356,6 +356,8 @@ class Peers:
         found |= {("kvstore_hand_over_open", what): count for what, count in open_now.items()}
         found |= {("kvstore_hand_over_events", event): counts[event] for event in EVENTS}
         found |= {("kvstore_fetched_blocks", tier): count for tier, count in fetched.items()}
+        moved = self._mover.moved_bytes
+        found |= {("kvstore_hand_over_moved_bytes", way): size for way, size in moved.items()}
         return found
 
     def close(self) -> None:
