@@ -1,40 +1,63 @@
-"""Two real engines: one computes prompts, the other goes on with them from its blocks."""
+"""Two real engines: one computes prompts, the other goes on with them, wherever blocks are."""
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from kvstore.bench.engine import Engine, Request, Result
-from kvstore.bench.models import prompt
-from kvstore.bench.store import StoreProcess
+from kvstore.bench.models import GEMMA_WINDOW, prompt
+from kvstore.bench.store import StoreProcess, free_port
+from kvstore.types import GroupRule, window_rule
 from tests.engine.identity import assert_same
 from tests.engine.support import (
+    BLOCK_BYTES,
     CAPACITY,
+    ENGINE_BLOCK,
+    GROUPS,
     Reference,
     attach,
+    eventually,
     forget,
     given,
     numbers,
+    settled,
     since,
 )
 
 TOKENS_OUT = 16
 HANDED = {"do_remote_decode": True, "do_remote_prefill": False}
 PROMPTS = 20
+RULES = {"llama_s": [GroupRule()]}
+RULES["gemma3"] = [GroupRule(), *[window_rule(GEMMA_WINDOW, ENGINE_BLOCK)] * 3]
+assert all(len(rules) == GROUPS[name] for name, rules in RULES.items())
 
 
 class Node:
     """A store, and an engine attached to it."""
 
-    def __init__(self, model: Path, folder: Path, ends: ExitStack, **extra: Any) -> None:  # noqa: ANN401 - settings
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        ends: ExitStack,
+        settings: str = "",
+        **extra: Any,  # noqa: ANN401 - settings
+    ) -> None:
+        """settings: more sections of the store's configuration; extra: the connector's."""
         folder.mkdir()
-        self.store = ends.enter_context(StoreProcess(folder, CAPACITY, "[peer]\n"))
+        self.port = free_port()
+        patient = '[engine]\npromote = "60s"\n'  # however slow the machine is
+        settings = f'{patient}[peer]\nlisten = "127.0.0.1:{self.port}"\n{settings}'
+        self.store = ends.enter_context(StoreProcess(folder, CAPACITY, settings))
         self.engine = ends.enter_context(Engine(model, connector=attach(self.store, **extra)))
 
     def run(self, requests: Sequence[Request], params: Sequence[Any], tokens: int) -> list[Result]:
@@ -46,9 +69,89 @@ class Node:
         self.engine.idle_steps(3)  # what the store has to be told is in a step
         return results
 
-    def compute(self, requests: Sequence[Request]) -> list[Result]:
-        """Compute prompts for another engine, many more of them at once than there are slots."""
-        return self.run(requests, [HANDED] * len(requests), 1)
+    def compute(self, requests: Sequence[Request]) -> list[Any]:
+        """Compute prompts for another engine, many more of them at once than there are slots.
+
+        Returns what is handed over. The engine's blocks are its own no more then.
+        """
+        results = self.run(requests, [HANDED] * len(requests), 1)
+        params = [result.kv_transfer_params for result in results]
+        handed = [(back or {}).get("remote_num_tokens") for back in params]
+        assert handed == [len(r.tokens) for r in requests]
+        forget(self.engine)
+        return params
+
+    def restart(self) -> None:
+        """Start the store again: what its memory had is on its disk."""
+        self.store.stop()
+        self.store.__enter__()
+        small = [Request(id="small", tokens=prompt(1, 20))]
+
+        def attached() -> bool:
+            self.run(small, [None], 1)  # an idle engine does not look for its store
+            return "kvstore_sessions{active}" in numbers(self.store.address)
+
+        eventually(attached)
+
+    def settle(self) -> None:
+        """Wait until nothing is copied any more."""
+        settled(lambda: numbers(self.store.address))
+
+    def moved(self) -> float:
+        """Bytes that its exporter has moved, as NIXL counts them."""
+        found = numbers(self.store.address)
+        ways = ("pulled", "pushed")
+        return sum(found.get(f"kvstore_hand_over_moved_bytes{{{way}}}", 0) for way in ways)
+
+    def read_bytes(self) -> int:
+        """Bytes that the store process has read from disks."""
+        found: int = psutil.Process(self.store.pid).io_counters().read_bytes
+        return found
+
+
+class Pair:
+    """Both nodes, and what their hand-overs are expected to move."""
+
+    def __init__(self, name: str, prefill: Node, decode: Node, reference: Reference) -> None:
+        self.name, self.prefill, self.decode = name, prefill, decode
+        self._reference = reference
+
+    def needed(self, tokens: int) -> list[tuple[int, int]]:
+        """The blocks, by group and index, that a prompt needs of which so many tokens come."""
+        blocks, inside = -(-tokens // ENGINE_BLOCK), tokens % ENGINE_BLOCK > 0
+        return [
+            (group, index)
+            for group, rule in enumerate(RULES[self.name])
+            for index in range(rule.first_of(blocks, inside=inside), blocks)
+        ]
+
+    def go_on(
+        self,
+        requests: Sequence[Request],
+        params: Sequence[Any],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> tuple[dict[str, float], float]:
+        """Have the decode engine go on: the same tokens as those of an engine alone.
+
+        Returns what its store has counted, and the bytes that NIXL has moved.
+        """
+        expected = self._reference(self.name, requests, TOKENS_OUT)
+        before, moved = numbers(self.decode.store.address), self._moved()
+        meanwhile()
+        got = self.decode.run(requests, params, TOKENS_OUT)
+        assert_same(expected, got)
+        found = settled(lambda: since(self.decode.store.address, before))
+        return found, self._moved() - moved
+
+    def _moved(self) -> float:
+        return self.prefill.moved() + self.decode.moved()
+
+
+def fetched(found: dict[str, float]) -> dict[str, int]:
+    """Blocks that came from the peer, by where it had them."""
+    tiers = ("cpu", "nvme", "prefill", "other")
+    counts = {tier: int(found.get(f"kvstore_fetched_blocks{{{tier}}}", 0)) for tier in tiers}
+    return {tier: count for tier, count in counts.items() if count}
 
 
 @pytest.fixture(scope="module", params=["pull", "push"])
@@ -59,31 +162,118 @@ def nodes(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Node, Node]]:
     folder = tmp_path_factory.mktemp("nodes")
+    disk = f'[nvme]\npath = "{folder / "kv"}"\ncapacity = "1GiB"\n'
     with ExitStack() as ends:
         yield (
-            Node(model(model_name), folder / "p", ends),
+            Node(model(model_name), folder / "p", ends, disk),
             Node(model(model_name), folder / "d", ends, transfer=request.param),
         )
 
 
-@pytest.mark.vllm
-def test_a_prompt_computed_elsewhere_gives_the_same_tokens(
-    nodes: tuple[Node, Node], model_name: str, reference: Reference
-) -> None:
-    prefill, decode = nodes
-    requests = [
-        Request(id=f"handed {number}", tokens=prompt(7000 + number, 40 + 37 * number))
+@pytest.fixture
+def pair(nodes: tuple[Node, Node], model_name: str, reference: Reference) -> Pair:
+    return Pair(model_name, *nodes, reference)
+
+
+def prompts(seed: int, shortest: int) -> list[Request]:
+    return [
+        Request(id=f"{seed}.{number}", tokens=prompt(seed + number, shortest + 37 * number))
         for number in range(PROMPTS)
     ]
-    expected = reference(model_name, requests, TOKENS_OUT)
-    computed = prefill.compute(requests)
-    params = [result.kv_transfer_params for result in computed]
-    handed = [(back or {}).get("remote_num_tokens") for back in params]
-    assert handed == [len(r.tokens) for r in requests]
-    forget(prefill.engine)  # its blocks are the engine's no more
-    before = numbers(decode.store.address)
-    got = decode.run(requests, params, TOKENS_OUT)
-    assert_same(expected, got)
-    found = since(decode.store.address, before)
-    expected_tokens = sum(given(model_name, len(request.tokens)) for request in requests)
-    assert found["kvstore_hit_tokens{peer}"] == expected_tokens
+
+
+@pytest.mark.vllm
+def test_L1_P3_prompts_that_the_prefill_node_has_in_memory(pair: Pair) -> None:
+    requests = prompts(7000, 40)
+    params = pair.prefill.compute(requests)
+    found, moved = pair.go_on(requests, params)
+    tokens = [given(pair.name, len(request.tokens)) for request in requests]
+    assert found["kvstore_hit_tokens{peer}"] == sum(tokens)
+    blocks = sum(len(pair.needed(count)) for count in tokens)
+    assert fetched(found) == {"cpu": blocks}
+    assert moved == blocks * BLOCK_BYTES[pair.name]
+
+
+@pytest.mark.vllm
+@pytest.mark.e2e
+def test_L1_P3_prompts_that_the_prefill_node_has_on_disk(pair: Pair) -> None:
+    requests = prompts(7100, 40)
+    params = pair.prefill.compute(requests)
+    pair.prefill.restart()
+    read = pair.prefill.read_bytes()
+    found, moved = pair.go_on(requests, params)
+    read = pair.prefill.read_bytes() - read
+    tokens = [given(pair.name, len(request.tokens)) for request in requests]
+    assert found["kvstore_hit_tokens{peer}"] == sum(tokens)
+    blocks = sum(len(pair.needed(count)) for count in tokens)
+    assert fetched(found) == {"nvme": blocks}
+    assert moved == blocks * BLOCK_BYTES[pair.name]
+    assert blocks <= read / BLOCK_BYTES[pair.name] < 1.2 * blocks, "blocks, and their headers"
+
+
+@pytest.mark.vllm
+@pytest.mark.e2e
+def test_L1_P3_prompts_of_which_both_nodes_and_all_tiers_have_a_part(pair: Pair) -> None:
+    """The first third is the decode node's own, the second in memory, the last on disk."""
+    requests = prompts(7200, 400)
+    params = pair.prefill.compute(requests)
+    pair.prefill.restart()
+    # A few tokens beyond a block's end: what is computed of them fills none.
+    own = [len(r.tokens) // (3 * ENGINE_BLOCK) * ENGINE_BLOCK + 5 for r in requests]
+    both = [2 * len(r.tokens) // (3 * ENGINE_BLOCK) * ENGINE_BLOCK + 5 for r in requests]
+    for node, parts in ((pair.prefill, both), (pair.decode, own)):
+        some = [
+            Request(id=f"part of {request.id}", tokens=request.tokens[:part])
+            for request, part in zip(requests, parts, strict=True)
+        ]
+        node.run(some, [None] * len(some), 1)
+        node.settle()
+        forget(node.engine)
+    expected: Counter[str] = Counter()
+    for request, mine, theirs in zip(requests, own, both, strict=True):
+        here = set(pair.needed(mine // ENGINE_BLOCK * ENGINE_BLOCK))
+        in_memory = set(pair.needed(theirs // ENGINE_BLOCK * ENGINE_BLOCK))
+        for block in pair.needed(given(pair.name, len(request.tokens))):
+            expected["own" if block in here else "cpu" if block in in_memory else "nvme"] += 1
+    found, moved = pair.go_on(requests, params)
+    tokens = sum(given(pair.name, len(request.tokens)) for request in requests)
+    assert found["kvstore_hit_tokens{peer}"] + found["kvstore_hit_tokens{cpu}"] == tokens
+    blocks = expected["cpu"] + expected["nvme"]
+    assert fetched(found) == {"cpu": expected["cpu"], "nvme": expected["nvme"]}
+    assert moved == blocks * BLOCK_BYTES[pair.name]
+
+
+@pytest.mark.vllm
+@pytest.mark.e2e
+def test_P7_L1_prompts_that_the_prefill_node_is_computing(pair: Pair) -> None:
+    """Both engines get them at once; the decode engine does not know yet how many tokens come."""
+    requests = prompts(7300, 300)
+    where = {
+        "do_remote_prefill": True,
+        "remote_engine_id": "prefill",
+        "remote_host": "127.0.0.1",
+        "remote_port": pair.prefill.port,
+        "remote_block_ids": [[1]],
+        "tp_size": 1,
+    }
+    params = [{**where, "remote_request_id": request.id} for request in requests]
+    computing = threading.Thread(
+        target=pair.prefill.run, args=(requests, [HANDED] * len(requests), 1)
+    )
+
+    def begin() -> None:
+        computing.start()
+        address = pair.prefill.store.address
+        eventually(lambda: numbers(address).get("kvstore_hand_over_open{requests}"))
+
+    found, moved = pair.go_on(requests, params, begin)
+    computing.join()
+    forget(pair.prefill.engine)
+    whole = [(len(request.tokens) - 1) // ENGINE_BLOCK * ENGINE_BLOCK for request in requests]
+    assert found["kvstore_hit_tokens{peer}"] == sum(whole)
+    counts = fetched(found)
+    assert counts.pop("prefill") > 0
+    blocks = sum(len(pair.needed(count)) for count in whole)
+    assert sum(fetched(found).values()) == blocks
+    assert counts.keys() <= {"cpu"}
+    assert moved == blocks * BLOCK_BYTES[pair.name]
