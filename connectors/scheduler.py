@@ -443,8 +443,7 @@ class SchedulerHalf:
         self._left.pop(request_id, None)
         if tracked is None:
             return False
-        unstored = self._hands.unstored(request_id)
-        if tracked.phase is Phase.RUNNING and not unstored:
+        if tracked.phase is Phase.RUNNING:
             computed = tracked.request.num_computed_tokens
             self._offers.offer(tracked, computed, lambda _: table)
         self._early.extend(self._offers.take_jobs())
@@ -452,7 +451,7 @@ class SchedulerHalf:
             self._client.drop(tracked.ask)
         self._hands.ended(request_id)
         self._end_loading(tracked)
-        return unstored
+        return self._hands.unstored(request_id)
 
     def has_pending_work(self) -> bool:
         """Tell whether one more step is needed although no request is left."""

@@ -442,13 +442,14 @@ def test_B12_a_lease_begins_when_the_last_block_is_there() -> None:
     rig.put(rig.chain[:1])
     ended_ns = rig.giver.now_ns
     rig.hands.done("r", keys_of(rig.chain), ended_ns + 2 * S, ended_ns)
-    last = 0
-    for stored, then in ((2, 4 * S), (3, 8 * S)):  # each within LATE_NS of the one before
-        rig.put(rig.chain[:stored])
-        assert rig.after(then) == stored, "nothing has lapsed meanwhile"
-        last = then
-    assert rig.after(last + 2 * S - 1) == 3
-    assert rig.after(last + 2 * S) == 0
+    rig.put(rig.chain[:2])
+    assert rig.after(4 * S) == 2, "nothing has lapsed meanwhile"
+    assert rig.after(4 * S + h.LATE_NS - 1) == 2
+    assert rig.hands.may_come("r", keys_of(rig.chain)[2])
+    rig.put(rig.chain)
+    assert rig.after(8 * S) == 3
+    assert rig.after(10 * S - 1) == 3
+    assert rig.after(10 * S) == 0
     assert rig.hands.located("r", rig.source.manager)[0] == "unknown"
 
 
