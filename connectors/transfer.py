@@ -27,12 +27,13 @@ _SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 class Transfer(msgspec.Struct, frozen=True):
     """How an engine hands over: its id, by push or pull, and how long blocks are held for it.
 
+    push: blocks are written to it; None: whichever is faster, as far as its store can tell.
     two_way: what this engine decoded is held for decode_ttl_ms, for the prefill engine's next
     turn; what a decode engine has so is pulled, from recompute_threshold tokens on.
     """
 
     engine: str = ""
-    push: bool = False
+    push: bool | None = None
     lease_ms: int = 30_000
     two_way: bool = False
     recompute_threshold: int = 0
@@ -45,12 +46,13 @@ NO_TRANSFER = Transfer()
 class Remote(NamedTuple):
     """Where a prompt was computed: its store's side channel, and the request there.
 
-    push: its blocks are to be written to us. tokens: those whose KV it has; 0: not said.
+    push: its blocks are to be written to us; None: our store chooses. tokens: those whose KV it
+    has; 0: not said.
     """
 
     address: str = ""
     request: str = ""
-    push: bool = False
+    push: bool | None = None
     tokens: int = 0
 
 
@@ -84,7 +86,7 @@ def source_of(params: Mapping[str, Any] | None, how: Transfer = NO_TRANSFER) -> 
     turn = prefills and how.two_way and bool(params.get("remote_block_ids"))
     source = NO_SOURCE
     if (decodes or turn) and not _is_empty(params):
-        source = Source(_remote(params, wrong, push=how.push and decodes), turn)
+        source = Source(_remote(params, wrong, push=how.push if decodes else False), turn)
     if wrong:
         raise ConfigError("; ".join(wrong))
     return source
@@ -109,7 +111,7 @@ def _is_empty(params: Mapping[str, Any]) -> bool:
     return params.get("remote_num_tokens") == 0 and nothing
 
 
-def _remote(params: Mapping[str, Any], wrong: list[str], *, push: bool) -> Remote:
+def _remote(params: Mapping[str, Any], wrong: list[str], *, push: bool | None) -> Remote:
     for name, (kind, expected) in _EXPECTED.items():
         found = params.get(name)
         if not isinstance(found, kind) or isinstance(found, bool) or not found:
@@ -120,7 +122,7 @@ def _remote(params: Mapping[str, Any], wrong: list[str], *, push: bool) -> Remot
     blocks = params.get("remote_block_ids")
     if not push and not (_is_table(blocks) and any(blocks or ())):
         wrong.append(f"remote_block_ids: expected lists of block ids, found {blocks!r}")
-    for name, least, needed in (("tp_size", 1, push), ("remote_num_tokens", 0, False)):
+    for name, least, needed in (("tp_size", 1, bool(push)), ("remote_num_tokens", 0, False)):
         found = params.get(name)
         if (found is not None or needed) and not (_is_number(found) and found >= least):
             wrong.append(f"{name}: expected a whole number from {least} on, found {found!r}")

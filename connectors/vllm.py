@@ -142,7 +142,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             shares_prefixes=bool(self._config.cache_config.enable_prefix_caching),
             transfer=Transfer(
                 self._engine,
-                self._extra.transfer == "push",
+                {"pull": False, "push": True}.get(self._extra.transfer),
                 self._extra.lease_ns // 1_000_000,
                 self._extra.two_way,
                 self._extra.recompute_threshold,

@@ -27,7 +27,8 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_tokens: tokens in one block, a multiple of the engine's block size; None for the
         engine's own block size. Larger blocks mean fewer keys and longer copies, but what does
         not fill a block is computed again.
-    transfer: how a prompt that another engine computed is fetched, "pull", "push" or "auto" (pull).
+    transfer: how a prompt that another engine computed is fetched, "pull", "push" or "auto": pushed
+        over TCP, else pulled.
     lease (duration): how long what this engine computed for another one is held for it.
     listen: host:port of a private store's side channel, port 0 for a free one, "" for none.
         Default "127.0.0.1:0": it costs nothing until something is handed over. None for a

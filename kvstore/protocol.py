@@ -64,7 +64,8 @@ class Lookup(Message, frozen=True):
 
     hashes: one hash of `width` bytes per block, first block first. memory_only: leave lower tiers
     out, and what is coming from them. peer: host:port of a store that may have what is not here;
-    request: the hand-over, which may still be computing it there; push: have it written.
+    request: the hand-over, which may still be computing it there; push: have it
+    written; None: if that is faster.
     inside: what is used of the last block ends inside of it.
     """
 
@@ -75,7 +76,7 @@ class Lookup(Message, frozen=True):
     memory_only: bool = False
     peer: str = ""
     request: str = ""
-    push: bool = False
+    push: bool | None = None
     inside: bool = False
 
 

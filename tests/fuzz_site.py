@@ -214,6 +214,9 @@ class Mover:
     def wake(self) -> None:
         """It is awake."""
 
+    def over_tcp(self, host: str) -> bool:
+        return host == "tcp"
+
     def add_peer(self, agent: str, metadata: bytes) -> None:
         self.known[agent] = metadata
 

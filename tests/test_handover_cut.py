@@ -90,6 +90,16 @@ def nodes(cable: Cable, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
             node.stop()
 
 
+def test_over_tcp_blocks_are_pushed_unless_somebody_says_otherwise(
+    nodes: tuple[Node, Node],
+) -> None:
+    prefill, decode = nodes
+    for push, mover, name in ((None, prefill, "pushed"), (False, decode, "pulled")):
+        before = mover.gauge(f"moved_bytes{{{name}}}") or 0
+        decode.get_all(computed(prefill, f"auto {push}", 3), prefill.address, push=push)
+        assert (mover.gauge(f"moved_bytes{{{name}}}") or 0) - before == 3 << 20
+
+
 @pytest.mark.parametrize(
     ("when", "push"),
     [

@@ -93,6 +93,26 @@ def test_blocks_are_handed_over_from_memory(
         assert sum(s.value for s in found if s.name == "kvstore_fetched_blocks") >= 12
 
 
+def test_within_a_machine_blocks_are_pulled_unless_somebody_says_otherwise(
+    stores: tuple[LiveStore, LiveStore],
+) -> None:
+    prefill, decode = stores
+
+    def moved(direction: str) -> float:
+        stats = [s for store in stores for s in admin.stats(f"unix://{store.path}", WAIT_S)]
+        found = [s for s in stats if s.name == "kvstore_hand_over_moved_bytes"]
+        return sum(s.value for s in found if s.labels == {"direction": direction})
+
+    with engine(prefill, "p auto") as one, engine(decode, "d auto") as two:
+        for push, direction in ((None, "pulled"), (True, "pushed")):
+            chain, before = hashes(3, f"auto {push}"), moved(direction)
+            one.put(chain)
+            eventually(lambda: len(one.ask(chain).hits) and one.active)  # noqa: B023 - at once
+            two.read(two.ask(chain, peer=address(prefill), push=push))
+            size = sum(len(two.content(block)) for block in chain)
+            assert moved(direction) - before == size, "as NIXL counts them"
+
+
 @pytest.mark.parametrize("push", [False, True])
 def test_blocks_are_handed_over_from_disk_and_merged_with_what_is_here(
     stores: tuple[LiveStore, LiveStore], push: bool

@@ -57,13 +57,13 @@ def test_B10_what_is_handed_back_can_be_passed_along() -> None:
         "remote_num_tokens": 64,
         "tp_size": 2,
     }
-    for how in (Transfer(), PUSHED):
+    for how in (Transfer(), Transfer(push=False), PUSHED):
         assert source_of(made, how) == Source(Remote("[::1]:9500", "r-1", how.push, 64))
     assert not is_handed_over(made)
 
 
 def test_B10_a_prefill_that_left_nothing_is_asked_for_nothing() -> None:
-    for how in (Transfer(), PUSHED):
+    for how in (Transfer(), Transfer(push=False), PUSHED):
         nothing: tuple[object, ...] = ([], [[], []], None)
         for blocks in nothing:
             empty = {**GIVEN, "remote_block_ids": blocks, "remote_num_tokens": 0}
@@ -131,9 +131,9 @@ def test_B7_parameters_that_are_no_table_are_refused() -> None:
 def test_L2_a_later_turn_is_pulled_from_its_decode_engine_only_where_that_is_wanted() -> None:
     turn = {**GIVEN, "do_remote_prefill": False, "do_remote_decode": True}
     assert source_of(turn) == NO_SOURCE
-    assert source_of(turn, TWO_WAY) == Source(Remote("10.0.0.7:9500", "r-1"), turn=True)
-    pushes = Transfer(push=True, two_way=True)
-    assert not source_of(turn, pushes).remote.push
+    pulled = Source(Remote("10.0.0.7:9500", "r-1", push=False), turn=True)
+    for push in (None, False, True):
+        assert source_of(turn, Transfer(push=push, two_way=True)) == pulled
     first = dict.fromkeys(GIVEN, None) | {"do_remote_decode": True}
     assert source_of(first, TWO_WAY) == NO_SOURCE, "nothing was decoded yet"
     with pytest.raises(ConfigError, match="remote_host: expected a host, found None"):
@@ -173,7 +173,7 @@ def test_a_decode_requests_question_names_the_peer_once() -> None:
     script, wanted = attached(), Request("d", 49)
     script.half.on_new_request(wanted, GIVEN)
     (lookup,) = script.lookups()
-    assert (lookup.peer, lookup.request, lookup.push) == ("10.0.0.7:9500", "r-1", False)
+    assert (lookup.peer, lookup.request, lookup.push) == ("10.0.0.7:9500", "r-1", None)
     script.answer(lookup.ask, [0, 1, 2], sources={"peer": 3})
     assert script.matched(wanted) == (48, True)
 
@@ -396,7 +396,8 @@ def test_L2_L4_with_two_way_a_decode_request_is_held_for_a_time_of_its_own() -> 
     script, back = decoded(TWO_WAY)
     assert back is not None
     assert (back["do_remote_prefill"], back["do_remote_decode"]) == (False, True)
-    assert source_of(back, TWO_WAY) == Source(Remote(SIDE_CHANNEL, "d", tokens=48), turn=True)
+    remote = Remote(SIDE_CHANNEL, "d", push=False, tokens=48)
+    assert source_of(back, TWO_WAY) == Source(remote, turn=True)
     running, held = handings(script)
     assert running.state == "running"
     assert (held.state, held.lease_ms, held.fixed) == ("done", 480_000, True)

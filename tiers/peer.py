@@ -39,6 +39,7 @@ from tiers.exporter.client import Down as Ended_
 from tiers.exporter.client import Event as Said
 from tiers.exporter.client import Exporter, Move, Settings
 from tiers.exporter.messages import Ended, Mapped, Metadata, NotMapped, Ready, Unmapped
+from tiers.exporter.reach import over_tcp
 from tiers.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -184,6 +185,7 @@ class PeerMover:
         """
         settings = Settings(service, devices, quarantine_bytes_max=landing_bytes)
         self._exporter = Exporter(settings, asleep=True)
+        self._devices = devices
         self._landing_bytes = landing_bytes
         self._landings: dict[str, Landing] = {}
         self._leaving: dict[int, CpuExtent] = {}  # of landings, until they are unmapped
@@ -351,6 +353,10 @@ class PeerMover:
         if memory is not None:
             self._leaving[landing.extent] = memory
             self.unexport(landing.extent)
+
+    def over_tcp(self, host: str) -> bool:
+        """Tell whether bytes from and to a host travel over TCP."""
+        return over_tcp(host, self._devices)
 
     def add_peer(self, agent: str, metadata: bytes) -> None:
         """Learn how to reach a peer's exporter now."""

@@ -33,6 +33,10 @@ class Peers(Protocol):
         """Ask a peer for blocks; return the fetch's number; None: it cannot be asked now."""
         ...
 
+    def pushes(self, address: str) -> bool:
+        """Tell whether a peer had better write its blocks than have them read."""
+        ...
+
     def claimed(self, namespace: Namespace, fetch: int) -> None:
         """Nothing more will be loaded of a fetch."""
         ...
@@ -95,7 +99,8 @@ class Desk:
             return None
         indices = tuple(p.u32(group) for group in lacking)
         want = Want(0, lookup.hashes, lookup.width, indices, lookup.scope, lookup.request)
-        return peers.fetch(namespace, lookup.peer, replace(want, push=lookup.push), now_ns)
+        push = peers.pushes(lookup.peer) if lookup.push is None else lookup.push
+        return peers.fetch(namespace, lookup.peer, replace(want, push=push), now_ns)
 
     @staticmethod
     def _is_here(namespace: Namespace, key: BlockKey) -> bool:

@@ -107,6 +107,10 @@ class Mover(Protocol):
         """Have the exporter run, if it does not yet."""
         ...
 
+    def over_tcp(self, host: str) -> bool:
+        """Tell whether bytes from and to a host travel over TCP."""
+        ...
+
     def add_peer(self, agent: str, metadata: bytes) -> None:
         """Learn how to reach a peer's exporter now."""
         ...

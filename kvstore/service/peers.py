@@ -192,6 +192,10 @@ class Peers:
             consumer.heard(number, now_ns, STALL_NS)
         return fetch
 
+    def pushes(self, address: str) -> bool:
+        """Tell whether a peer had better write its blocks than have them read: over TCP."""
+        return self._mover.over_tcp(address.rpartition(":")[0].strip("[]"))
+
     def _connected(self, address: str, digest: str, now_ns: int) -> int | None:
         number = self._by_address.get((address, digest))
         if number is None:

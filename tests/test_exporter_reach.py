@@ -1,0 +1,34 @@
+"""Whether bytes travel over TCP, which decides who moves them."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tiers.exporter.reach import over_tcp
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost", "0.0.0.0"])  # noqa: S104
+def test_within_a_machine_memory_is_shared(host: str) -> None:
+    assert not over_tcp(host, "lo")
+
+
+def test_an_own_address_is_found_without_asking_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", None)
+    monkeypatch.setattr(socket, "gethostname", lambda: "prefill-3")
+    assert not over_tcp("prefill-3", "eth0")
+    assert over_tcp("prefill-4", "eth0")
+
+
+@pytest.mark.parametrize("host", ["192.0.2.7", "2001:db8::7", "another.example"])
+@pytest.mark.parametrize(
+    ("devices", "tcp"), [("eth0", True), ("mlx5_0:1", False), ("eth0,mlx5_0:1", False)]
+)
+def test_another_machine_is_reached_over_rdma_where_that_is_chosen(
+    tmp_path: Path, host: str, devices: str, tcp: bool
+) -> None:
+    (tmp_path / "mlx5_0").mkdir()
+    assert over_tcp(host, devices, tmp_path) == tcp
+    assert over_tcp(host, devices, tmp_path / "none")
