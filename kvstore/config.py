@@ -7,6 +7,8 @@ and the result is one frozen tree.
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import re
 import tomllib
 from collections.abc import Mapping
@@ -327,6 +329,12 @@ def _read_listen(value: object, found: Mapping[str, Any]) -> dict[str, Any]:
     address = _read_address(value, found)
     if address is None:
         raise ConfigError('expected "host:port", such as "127.0.0.1:9500", found ""')
+    with contextlib.suppress(ValueError):  # a name
+        if ipaddress.ip_address(address["host"]).is_unspecified:
+            raise ConfigError(
+                "expected the address that other stores reach this one by, since they are told it, "
+                f'such as "10.0.0.5:9500", found {shown(value)}'
+            )
     return address
 
 

@@ -158,11 +158,22 @@ def served(tmp_path: Path, peer: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_B1_an_open_address_without_a_key_is_an_error_at_the_start(tmp_path: Path) -> None:
-    done = served(tmp_path, 'listen = "0.0.0.0:0"\n')
+    done = served(tmp_path, 'listen = "192.0.2.7:9500"\n')
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (
-        "kvstore: error: peer listen 0.0.0.0:0: not a loopback address and no cluster key; "
+        "kvstore: error: peer listen 192.0.2.7:9500: not a loopback address and no cluster key; "
         "make one with kvstore keygen, or listen on 127.0.0.1"
+    )
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])  # noqa: S104
+def test_B1_an_address_that_nobody_can_be_given_is_an_error(tmp_path: Path, host: str) -> None:
+    """Peers would ask themselves."""
+    done = served(tmp_path, f'listen = "{host}:9500"\n')
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith(
+        "[peer] listen: expected the address that other stores reach this one by, since they are "
+        f'told it, such as "10.0.0.5:9500", found "{host}:9500"'
     )
 
 
