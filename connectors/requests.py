@@ -111,14 +111,16 @@ class Tracked:
     """One request."""
 
     __slots__ = (
-        "ask", "cursor", "deferred_ns", "failures", "grant", "key_hash", "local",
-        "phase", "present", "question", "remote", "request", "waited",
+        "ask", "capped", "cursor", "deferred_ns", "failures", "grant", "key_hash", "local",
+        "number", "phase", "present", "question", "remote", "request", "waited",
     )  # fmt: skip
 
-    def __init__(self, request: EngineRequest, groups: int) -> None:
+    def __init__(self, request: EngineRequest, groups: int, number: int = 0) -> None:
         self.request = request
+        self.number = number  # the higher, the later it came
         self.phase = Phase.NEW
         self.ask: int | None = None
+        self.capped = False  # it found something, and had to give its lease back, or got none
         self.waited = False  # a busy engine waits for first asks only
         self.deferred_ns: int | None = None
         self.failures = 0

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from itertools import dropwhile, islice
+from itertools import dropwhile
 from typing import Any
 
 import msgspec
@@ -26,6 +26,7 @@ from connectors.handover import HandOvers
 from connectors.jobs import EngineSpec, LoadJob, StepMeta, StoreJob, StoreSpec
 from connectors.offers import MEDIUM, Offers
 from connectors.requests import NEVER, BlockTable, EngineRequest, Geometry, Phase, Step, Tracked
+from connectors.room import Room
 from connectors.tails import is_tail, question_of
 from connectors.transfer import NO_REMOTE, NO_TRANSFER, Transfer
 from kvstore import protocol as p
@@ -67,6 +68,8 @@ class SchedulerHalf:
         self._groups = len(geometry.rules)
         self._scope = b""
         self._requests: dict[str, Tracked] = {}
+        self._arrived = 0
+        self._room = Room()
         self._scheduled: Mapping[str, int] = {}  # in the last step
         self._left: dict[str, int] = {}  # tokens to compute until a block can be complete
         self._loading_hashes: Counter[bytes] = Counter()
@@ -89,7 +92,8 @@ class SchedulerHalf:
         transfer: hand-over parameters, if it has any; wrong ones are told and not used.
         cached: tokens that the engine has of a request with parameters.
         """
-        tracked = Tracked(request, self._groups)
+        self._arrived += 1
+        tracked = Tracked(request, self._groups, self._arrived)
         self._requests[request.request_id] = tracked
         if not self._client.session:
             self._client.receive()  # the store may have let us in while no step was taken
@@ -101,6 +105,8 @@ class SchedulerHalf:
 
         After a load that failed only about what is in memory: nobody waits for a disk twice.
         """
+        if self._room.is_for_another(tracked):
+            return
         remote, again = NO_REMOTE if tracked.failures else tracked.remote, tracked.failures > 0
         question = question_of(self._geometry, tracked.request, remote)
         if not question.blocks:
@@ -130,6 +136,7 @@ class SchedulerHalf:
         if tracked is None:
             return 0, False
         tracked.local = computed
+        self._room.seen(tracked)
         tokens = self._loadable(tracked, computed)
         if tokens is not None:
             tracked.deferred_ns = None
@@ -145,7 +152,8 @@ class SchedulerHalf:
             self._ask(tracked)
         grant = self._grant(tracked)
         if grant is None:
-            return self._defer(tracked) if tracked.phase is Phase.ASKED else 0
+            waits = tracked.phase is Phase.ASKED or self._room.is_for_another(tracked)
+            return self._defer(tracked) if waits else 0
         tokens = self._usable(tracked, grant, computed)
         if tokens < least:
             return 0
@@ -175,6 +183,8 @@ class SchedulerHalf:
         if grant is not None and grant.capped:
             self._make_room(tracked)
             return None
+        if grant is not None:
+            self._room.served(tracked)
         return grant
 
     def _wait(self, tracked: Tracked) -> None:
@@ -199,14 +209,13 @@ class SchedulerHalf:
 
     def _make_room(self, tracked: Tracked) -> None:
         """Our leases are at their cap: requests that arrived later give theirs back."""
+        self._room.wanted(tracked)
         later = dropwhile(lambda other: other is not tracked, self._requests.values())
-        for other in islice(later, 1, None):
+        for other in later:
             grant = self._client.grant(other.ask) if other.ask is not None else None
-            if other.ask is not None and grant is not None and grant.lease:
+            if other.ask is not None and grant is not None and (grant.lease or other is tracked):
                 self._client.drop(other.ask)
-                other.ask, other.phase = None, Phase.NEW
-        if tracked.ask is not None:
-            self._client.drop(tracked.ask)
+                other.ask, other.phase, other.capped = None, Phase.NEW, True
         self._ask(tracked)
 
     def _defer(self, tracked: Tracked) -> int | None:
@@ -232,6 +241,7 @@ class SchedulerHalf:
         if tracked.ask is not None:
             self._client.drop(tracked.ask)
         tracked.ask, tracked.phase, tracked.failures = None, Phase.RUNNING, FAILURES_MAX
+        self._room.served(tracked)
 
     def _usable(self, tracked: Tracked, grant: Grant, computed: int) -> int:
         """Count the leading tokens that all groups have, the engine's own included."""
@@ -259,6 +269,7 @@ class SchedulerHalf:
         tracked = self._requests.get(request_id)
         if tracked is None or tracked.phase is Phase.LOADING:
             return
+        self._room.served(tracked)
         if tracked.phase is Phase.LOADED:  # counted before, and its present blocks are known
             tracked.phase = Phase.RUNNING
             return
@@ -355,6 +366,7 @@ class SchedulerHalf:
 
     def build_meta(self, step: Step) -> StepMeta:
         """Plan this step's copies. Called once per step, empty ones included."""
+        self._room.next_step()
         idle = not step.scheduled
         self._client.receive(IDLE_WAIT_S if idle and self._hands.unstored() else 0.0)
         sent = self._hands.store_rest()
@@ -443,6 +455,7 @@ class SchedulerHalf:
         self._left.pop(request_id, None)
         if tracked is None:
             return False
+        self._room.served(tracked)
         if tracked.phase is Phase.RUNNING:
             computed = tracked.request.num_computed_tokens
             self._offers.offer(tracked, computed, lambda _: table)

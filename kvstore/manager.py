@@ -212,9 +212,7 @@ class Manager:
         else:
             key, parent = write
             entry = self.index.get(key)
-        above = None if entry is None else entry.parent
-        if parent is not None and (above is None or above.key != parent or above.state is _DROPPED):
-            above = self.index.get(parent)
+        above = self._above(entry, parent)
         outcome = _STORED
         if not ok:
             outcome = StoreOutcome.FAILED
@@ -232,9 +230,18 @@ class Manager:
             self.index.insert(entry)
         elif entry.parent is not above:
             self.index.relink(entry, above)
-        entry.slot = slot
+        if entry.slot != slot:  # the copy that it was made for will be a duplicate
+            self._granted[entry.slot] = (key, parent)
+            entry.slot = slot
         self._became_ready(entry)
         return outcome
+
+    def _above(self, entry: Entry | None, parent: BlockKey | None) -> Entry | None:
+        """Return what an entry, or a new one, hangs below: what is here under its parent's key."""
+        above = None if entry is None else entry.parent
+        if parent is not None and (above is None or above.key != parent or above.state is _DROPPED):
+            return self.index.get(parent)
+        return above
 
     def _abandon_write(self, slot: Slot) -> None:
         """A slot is not on credit any more, and nothing is being written into it."""

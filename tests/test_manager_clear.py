@@ -223,3 +223,17 @@ def test_a_cleared_block_whose_lease_ends_does_not_come_back_into_the_order() ->
     assert list(rig.manager._policy.victims()) == []
     finish(rig)
     assert rig.manager.slots_free == 4
+
+
+def test_O11_the_second_copy_of_a_block_knows_its_parent_after_a_clear() -> None:
+    """`make sim`, seeds 2105 and 4691: it became ready as if its chain began with it."""
+    rig, path = Rig(), chain(2)
+    rig.begin(path, 0)
+    head, made_for, first = rig.begin(path, 0), rig.begin(path, 1), rig.begin(path, 1)
+    for slot in (head, first):
+        assert rig.manager.complete_store(slot, ok=True) is StoreOutcome.STORED
+    rig.manager.clear()
+    finish(rig)
+    assert rig.manager.complete_store(made_for, ok=True) is StoreOutcome.ORPHAN
+    assert rig.probe(path, 1) is LookupResult.MISS
+    assert len(rig.manager.index) == 0

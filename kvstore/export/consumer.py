@@ -99,7 +99,7 @@ class Consumer:
         self._located: dict[BlockKey, Tag] = {}
         self._regions: dict[tuple[int, int], m.Region] = {}  # by peer and extent
         self._loads: dict[JobId, _Load] = {}
-        self._movable: deque[Tag] = deque()  # claimed, and they lack nothing but a landing slot
+        self._movable: dict[int, deque[Tag]] = {}  # by peer; they lack nothing but a landing slot
         self._results: list[JobResult] = []
         self._landing_of: Counter[int] = Counter()  # slots that fetches from a peer use
         self._introduced: dict[int, bytes] = {}  # peers that know our exporter's metadata
@@ -228,6 +228,7 @@ class Consumer:
         """A peer is gone, or has another memory: what was to come from it does not."""
         self._regions = {at: region for at, region in self._regions.items() if at[0] != peer}
         self._introduced.pop(peer, None)
+        self._movable.pop(peer, None)
         for fetch in [fetch for fetch in self._fetches.values() if fetch.peer == peer]:
             self._fail(fetch, "lost")
             fetch.released = True
@@ -266,7 +267,7 @@ class Consumer:
                     f"slot {slot} of extent {extent}, which is not known or shorter"
                 )
             if not fetch.push and block.place is None and block.state is State.CLAIMED:
-                self._movable.append(Tag(fetch.number, position))
+                self._queue(fetch.peer, Tag(fetch.number, position))
             block.place, block.sum = (extent, slot), sums[number]
             if fetch.push and block.state is State.MOVING:
                 landed.append(position)
@@ -352,8 +353,9 @@ class Consumer:
                 self._loaded((job.job_id, position), ok=False)
                 continue
             block.state, block.slot, block.load = State.CLAIMED, slot, (job.job_id, position)
-            if block.place is not None or self._fetches[tag.fetch].push:
-                self._movable.append(tag)
+            fetch = self._fetches[tag.fetch]
+            if block.place is not None or fetch.push:
+                self._queue(fetch.peer, tag)
         self._move()
 
     def poll(self) -> list[JobResult]:
@@ -390,46 +392,56 @@ class Consumer:
 
     # Of one fetch
 
+    def _queue(self, peer: int, tag: Tag) -> None:
+        self._movable.setdefault(peer, deque()).append(tag)
+
     def _move(self) -> None:
-        """Start what can be moved now into free landing slots, in the order that it came."""
-        waiting = self._movable
-        free = self._landing.take(len(waiting)) if waiting else []
-        share = max(1, self._landing.count * 3 // 4)  # others land beside a peer that hangs
-        above: list[Tag] = []  # of peers that have their share
-        reads: dict[tuple[int, m.Region], tuple[int, list[Tag], Read]] = {}  # by fetch
-        lands: dict[int, tuple[list[int], list[int]]] = {}
-        while waiting and free:
-            tag = waiting.popleft()
-            fetch = self._fetches.get(tag.fetch)
-            block = None if fetch is None else fetch.blocks[tag.position]
-            if fetch is None or block is None or block.state is not State.CLAIMED:
-                continue
-            if self._landing_of[fetch.peer] >= share:
-                above.append(tag)
-                continue
-            block.state, block.landing = State.MOVING, free.pop()
-            self._landing_of[fetch.peer] += 1
-            if fetch.push:
-                positions, slots = lands.setdefault(fetch.number, ([], []))
-                positions.append(tag.position)
-                slots.append(block.landing)
-            elif block.place is not None:
-                region = self._regions[fetch.peer, block.place[0]]
-                new: tuple[int, list[Tag], Read] = (fetch.peer, [], Read(region, [], []))
-                _, tags, read = reads.setdefault((fetch.number, region), new)
-                tags.append(tag)
-                read.numbers.append(block.place[1])
+        """Start what can be moved now into free landing slots, in the order that it came.
+
+        One peer has three quarters of them at most, so that others land beside one that hangs.
+        """
+        share = max(1, self._landing.count * 3 // 4)
+        for peer, waiting in list(self._movable.items()):
+            room = min(share - self._landing_of[peer], len(waiting))
+            free = self._landing.take(room) if room > 0 else []
+            chosen: dict[int, list[tuple[int, Block]]] = {}  # by fetch, with their positions
+            while waiting and free:
+                tag = waiting.popleft()
+                fetch = self._fetches.get(tag.fetch)
+                block = None if fetch is None else fetch.blocks[tag.position]
+                if block is not None and block.state is State.CLAIMED:
+                    block.state, block.landing = State.MOVING, free.pop()
+                    chosen.setdefault(tag.fetch, []).append((tag.position, block))
+            self._landing.give(free)
+            if not waiting:
+                del self._movable[peer]
+            for number, blocks in chosen.items():
+                self._landing_of[peer] += len(blocks)
+                (self._land if self._fetches[number].push else self._read)(peer, number, blocks)
+
+    def _read(self, peer: int, number: int, blocks: Sequence[tuple[int, Block]]) -> None:
+        """Read blocks of one fetch, in one go for each extent of the peer's."""
+        reads: dict[int, tuple[list[Tag], Read]] = {}
+        for position, block in blocks:
+            if block.place is not None and block.landing is not None:
+                extent, slot = block.place
+                if extent not in reads:
+                    reads[extent] = ([], Read(self._regions[peer, extent], [], []))
+                tags, read = reads[extent]
+                tags.append(Tag(number, position))
+                read.numbers.append(slot)
                 read.landing.append(block.landing)
-        self._landing.give(free)
-        waiting.extendleft(reversed(above))
-        for peer, tags, read in reads.values():
+        for tags, read in reads.values():
             self._work.read(tags, peer, read)
-        for number, (positions, slots) in lands.items():
-            peer, (region, metadata) = self._fetches[number].peer, self._landing.region()
-            known = self._introduced.get(peer) == metadata
-            self._introduced[peer] = metadata
-            land = m.Land(number, region, u32(positions), u32(slots), b"" if known else metadata)
-            self._send(peer, land)
+
+    def _land(self, peer: int, number: int, blocks: Sequence[tuple[int, Block]]) -> None:
+        """Tell the peer where to write blocks of one fetch."""
+        positions = u32([position for position, _ in blocks])
+        slots = u32([block.landing for _, block in blocks if block.landing is not None])
+        region, metadata = self._landing.region()
+        known = self._introduced.get(peer) == metadata
+        self._introduced[peer] = metadata
+        self._send(peer, m.Land(number, region, positions, slots, b"" if known else metadata))
 
     def _check(self, fetch: Fetch, positions: Sequence[int]) -> None:
         checks = []
