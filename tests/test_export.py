@@ -11,7 +11,7 @@ import pytest
 
 from kvstore import protocol as p
 from kvstore.errors import ProtocolError
-from kvstore.export import consumer as c
+from kvstore.export import fetches
 from kvstore.export import messages as m
 from kvstore.export import producer as o
 from tests.export_rig import LANDING, Pair
@@ -213,7 +213,7 @@ def test_what_was_checked_after_its_peer_was_lost_is_not_waited_for() -> None:
     pair.put(chain)
     number = pair.want(chain)
     pair.decode.ask(chain)
-    while any(b.state is not c.State.LANDED for b in pair.consumer._fetches[number].blocks):
+    while any(b.state is not fetches.State.LANDED for b in pair.consumer._fetches[number].blocks):
         pair.run(1)
     pair.lose()
     pair.run(3)

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from kvstore import protocol as p
-from kvstore.export import consumer as c
-from kvstore.export import jobs
+from kvstore.export import fetches, jobs
 from kvstore.export import messages as m
 from tests.export_rig import LANDING, Pair
 from tests.fakes import hashes, keys_of
@@ -28,7 +27,7 @@ def test_landing_slots_are_free_as_soon_as_their_blocks_are_copied(push: bool) -
     pair.decode.ask(chain)
     pair.run(60)
     states = {block.state for block in pair.consumer._fetches[number].blocks}
-    assert states == {c.State.CHECKED}, "more than there are landing slots"
+    assert states == {fetches.State.CHECKED}, "more than there are landing slots"
     for message in late:
         take(message)
     pair.run(3)

@@ -14,7 +14,6 @@ write, lands there. One that may still be written when its block is given up is 
 
 from __future__ import annotations
 
-import enum
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
@@ -23,9 +22,9 @@ import msgspec
 
 from kvstore.errors import ProtocolError, TierIOError
 from kvstore.export import messages as m
-from kvstore.export.fetches import Check, Landing, Read, Tag, Work
+from kvstore.export.fetches import Block, Check, Fetch, Landing, Read, State, Tag, Work
 from kvstore.protocol import Message, from_u32, u32
-from kvstore.types import BlockKey, Chain, JobId, JobResult, LookupResult, Slot, TransferJob
+from kvstore.types import BlockKey, Chain, JobId, JobResult, LookupResult, TransferJob
 
 ANSWER_NS = 1_000_000_000
 STALL_NS = 10_000_000_000
@@ -35,47 +34,6 @@ OTHER = "other"
 REGIONS_MAX = 1 << 16  # of all peers: whoever names one more loses its first
 
 Send = Callable[[int, Message], None]
-
-
-class State(enum.Enum):
-    """Where a wanted block is on its way; see the top of this module."""
-
-    WANTED = "wanted"
-    OFFERED = "offered"
-    CLAIMED = "claimed"
-    MOVING = "moving"
-    LANDED = "landed"
-    CHECKED = "checked"
-    DONE = "done"
-
-
-class Block(msgspec.Struct, eq=False):
-    """One wanted block."""
-
-    key: BlockKey
-    state: State = State.WANTED
-    slot: Slot | None = None
-    load: tuple[JobId, int] | None = None  # and its number in there
-    landing: int | None = None
-    place: tuple[int, int] | None = None  # extent and number, once it can be read
-    sum: int = 0
-
-
-class Fetch(msgspec.Struct, eq=False):
-    """What is wanted from one peer in one go."""
-
-    number: int
-    peer: int
-    blocks: list[Block]
-    push: bool
-    asked_ns: int
-    heard_ns: int
-    extend_ns: int
-    left: int  # blocks that are not DONE
-    request: str = ""
-    offered: bool = False
-    released: bool = False
-    tiers: dict[int, str] = {}  # position -> the peer's tier
 
 
 class _Load(msgspec.Struct, eq=False):

@@ -1,14 +1,56 @@
-"""What a consumer needs of others: how blocks are named to them, and what they do."""
+"""A consumer's fetches, and what it needs of others: how blocks are named, and what is done."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection
 from typing import Protocol
 
 import msgspec
 
 from kvstore.export import messages as m
-from kvstore.types import BlockKey, Slot
+from kvstore.types import BlockKey, JobId, Slot
+
+
+class State(enum.Enum):
+    """Where a wanted block is on its way; see the top of kvstore/export/consumer.py."""
+
+    WANTED = "wanted"
+    OFFERED = "offered"
+    CLAIMED = "claimed"
+    MOVING = "moving"
+    LANDED = "landed"
+    CHECKED = "checked"
+    DONE = "done"
+
+
+class Block(msgspec.Struct, eq=False):
+    """One wanted block."""
+
+    key: BlockKey
+    state: State = State.WANTED
+    slot: Slot | None = None
+    load: tuple[JobId, int] | None = None  # and its number in there
+    landing: int | None = None
+    place: tuple[int, int] | None = None  # extent and number, once it can be read
+    sum: int = 0
+
+
+class Fetch(msgspec.Struct, eq=False):
+    """What is wanted from one peer in one go."""
+
+    number: int
+    peer: int
+    blocks: list[Block]
+    push: bool
+    asked_ns: int
+    heard_ns: int
+    extend_ns: int
+    left: int  # blocks that are not DONE
+    request: str = ""
+    offered: bool = False
+    released: bool = False
+    tiers: dict[int, str] = {}  # position -> the peer's tier
 
 
 class Tag(msgspec.Struct, frozen=True):
