@@ -23,8 +23,9 @@ import msgspec
 
 from connectors.client import NOWHERE, Grant, StoreClient
 from connectors.handover import HandOvers
-from connectors.jobs import EngineSpec, LoadJob, StepMeta, StoreJob, StoreSpec
+from connectors.jobs import LoadJob, StepMeta, StoreJob, StoreSpec
 from connectors.offers import MEDIUM, Offers
+from connectors.plans import plan_of
 from connectors.requests import NEVER, BlockTable, EngineRequest, Geometry, Phase, Step, Tracked
 from connectors.room import Room
 from connectors.tails import is_tail, question_of
@@ -317,47 +318,17 @@ class SchedulerHalf:
 
     def _plan_load(self, tracked: Tracked, grant: Grant, table: BlockTable, external: int) -> bool:
         """Plan a load; False if the grant lacks some of it, so that no worker reads anything."""
-        total, size = tracked.local + external, self._geometry.block_tokens
-        blocks, inside = -(-total // size), total % size > 0
-        ids: list[int] = []
-        sizes: list[int] = []
-        firsts: list[int] = []
-        slots: list[int] = []
-        generations: list[int] = []
-        whole = True
-        for group, tokens in enumerate(self._geometry.engine_block_tokens):
-            per, end = size // tokens, -(-total // tokens)
-            needed = self._geometry.rules[group].first_of(blocks, inside=inside) * per
-            first = max(tracked.local // tokens, needed)
-            wanted = table[group][first:end]
-            skip = next((i for i, block in enumerate(wanted) if block), len(wanted))
-            wanted = wanted[skip:]
-            ids.extend(wanted)
-            sizes.append(len(wanted))
-            firsts.append(first + skip)
-            if wanted:
-                chunks = ((first + skip) // per, (end - 1) // per + 1)
-                places = grant.hits[group].run(*chunks) if grant.hits else None
-                if places is None:
-                    whole = False
-                    places = ((0,) * (chunks[1] - chunks[0]),) * 2
-                slots.extend(places[0])
-                generations.extend(places[1])
-        # A load that lacks a block it promised is given to the workers as one that fails.
-        session = self._client.session if whole else 0
-        self._loads.append(
-            LoadJob(
-                tracked.request.request_id,
-                session,
-                grant.lease,
-                EngineSpec(tuple(ids), tuple(sizes), tuple(firsts)),
-                StoreSpec(MEDIUM, tuple(slots)),
-                tuple(generations),
-            )
+        local = tracked.local
+        engine, slots, generations, whole = plan_of(
+            self._geometry, grant.hits, table, local, local + external
         )
-        self._load_targets.update(ids)
+        # A load that lacks a block it promised is given to the workers as one that fails.
+        session, request_id = self._client.session if whole else 0, tracked.request.request_id
+        store = StoreSpec(MEDIUM, slots)
+        self._loads.append(LoadJob(request_id, session, grant.lease, engine, store, generations))
+        self._load_targets.update(engine.block_ids)
         tracked.phase, tracked.remote = Phase.LOADING, NO_REMOTE
-        tracked.key_hash = tracked.question.hashes[tracked.local // size]
+        tracked.key_hash = tracked.question.hashes[local // self._geometry.block_tokens]
         self._loading_hashes[tracked.key_hash] += 1
         self.stats["load_tokens"] += external
         return whole
