@@ -108,7 +108,8 @@ class HandOvers:
     def over(self, tracked: Tracked, table: BlockTable, scope: bytes) -> dict[str, Any] | None:
         """Have the store hold a request's blocks; return what a router passes along."""
         request, geometry, transfer = tracked.request, self._geometry, self._transfer
-        name, here = request.request_id, self._client.side_channel
+        name = request.request_id
+        here = self._client.side_channel if self._client.session else ""
         if name not in self._running or not here or tracked.cursor == NEVER:
             return None
         turn = self._running[name]

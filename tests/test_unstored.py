@@ -116,6 +116,14 @@ def test_O23_without_a_slot_for_too_long_the_engine_gets_its_blocks_back() -> No
     assert (meta.stores, meta.sent) == ((), ()), "the engine may have given them to others"
 
 
+def test_without_a_store_nothing_is_handed_over_or_kept() -> None:
+    script, _ = prefill(TOKENS, TABLE, slots=1)
+    script.cut = True
+    script.step()
+    assert script.half.hand_over("p", TABLE) is None
+    assert not script.half.request_finished("p", TABLE)
+
+
 def test_they_do_not_outlast_their_store() -> None:
     script, _ = ended(slots=1)
     script.cut = True
