@@ -114,7 +114,8 @@ class SchedulerHalf:
             return
         packed, width = b"".join(question.hashes), self._geometry.hash_bytes
         where = remote.address, remote.request, remote.push
-        lookup = p.Lookup(0, packed, width, self._scope, again, *where, question.inside)
+        how = question.inside, question.blocks
+        lookup = p.Lookup(0, packed, width, self._scope, again, *where, *how)
         tracked.ask = self._client.ask(lookup)
         if tracked.ask is not None:
             tracked.phase, tracked.question = Phase.ASKED, question

@@ -65,8 +65,8 @@ class Lookup(Message, frozen=True):
     hashes: one hash of `width` bytes per block, first block first. memory_only: leave lower tiers
     out, and what is coming from them. peer: host:port of a store that may have what is not here;
     request: the hand-over, which may still be computing it there; push: have it
-    written; None: if that is faster.
-    inside: what is used of the last block ends inside of it.
+    written; None: if that is faster. inside: what is used of the last block ends inside of it.
+    loadable: how many may be loaded, which lower tiers and peers are asked for; None: all.
     """
 
     ask: int
@@ -78,6 +78,7 @@ class Lookup(Message, frozen=True):
     request: str = ""
     push: bool | None = None
     inside: bool = False
+    loadable: Count | None = None
 
 
 class Usage(Message, frozen=True):

@@ -87,6 +87,25 @@ def test_B10_B12_prompts_that_end_before_their_blocks_have_slots_are_handed_over
     assert kept >= 4
 
 
+@pytest.mark.parametrize("name", ["full", "window", "parts"])
+def test_O4_of_a_prompt_that_ends_with_a_block_all_before_that_comes(
+    stores: tuple[LiveStore, LiveStore], name: str
+) -> None:
+    """The last block is never loaded: what its window needs is not what that before it needs."""
+    shape = SHAPES[name]
+    lengths = [blocks * shape.block_tokens for blocks in range(2, 9)]
+    prompts = {f"{n} whole": prompt((n, "whole"), n) for n in lengths}
+    with (
+        node(stores[0], f"p {name} whole", shape) as prefill,
+        node(stores[1], f"d {name} whole", shape) as decode,
+    ):
+        params = prefill.compute(prompts)
+        unsaid = {key: {**(how or {}), "remote_num_tokens": None} for key, how in params.items()}
+        loaded = decode.run(prompts, 3, unsaid)
+        seen = prefill.events(), decode.events()
+    assert list(loaded.values()) == [n - shape.block_tokens for n in lengths], seen
+
+
 @pytest.fixture
 def nodes(
     request: pytest.FixtureRequest, stores: tuple[LiveStore, LiveStore]

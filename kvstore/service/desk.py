@@ -70,14 +70,15 @@ class Desk:
         chain = Chain(lookup.hashes, lookup.width, rules, lookup.scope, inside=lookup.inside)
         deadline_ns = now_ns + self._engine.defer_ns
         memory_only = lookup.memory_only or self._engine.promote_ns == 0
-        ask = Ask(lookup.ask, chain, now_ns, deadline_ns, memory_only)
+        blocks = chain.blocks if lookup.loadable is None else min(lookup.loadable, chain.blocks)
+        ask = Ask(lookup.ask, chain, blocks, now_ns, deadline_ns, memory_only)
         if session.phase is not Phase.ACTIVE or namespace is None:
             return p.Granted(ask.ask, 0, _ASK_AGAIN_MS, ())
         if lookup.peer and self._peers is not None:
             ask.fetch = self._fetch_from(self._peers, namespace, ask, lookup, now_ns)
-        blocks = self._settled(namespace, ask)
-        if blocks is not None or now_ns >= ask.deadline_ns:
-            return self._answer(session, ask, now_ns, blocks)
+        found = self._settled(namespace, ask)
+        if found is not None or now_ns >= ask.deadline_ns:
+            return self._answer(session, ask, now_ns, found)
         session.asks[ask.ask] = ask
         return None
 
@@ -90,10 +91,9 @@ class Desk:
         self, peers: Peers, namespace: Namespace, ask: Ask, lookup: p.Lookup, now_ns: int
     ) -> int | None:
         """Ask a peer for what no tier of ours has; None if there is nothing to ask for."""
-        blocks = ask.chain.blocks
         lacking = []
         for group, rule in enumerate(namespace.layout.rules):
-            keys = ((index, ask.chain.key(group, index)) for index in clip(rule, blocks))
+            keys = ((index, ask.chain.key(group, index)) for index in clip(rule, ask.blocks))
             lacking.append([index for index, key in keys if not self._is_here(namespace, key)])
         if not any(lacking):
             return None
@@ -136,7 +136,7 @@ class Desk:
 
         lower = below if tiering.sources and not ask.memory_only else None
         coming = not ask.memory_only
-        return namespace.manager.lookup(chain, chain.blocks, below=lower, coming=coming)
+        return namespace.manager.lookup(chain, ask.blocks, below=lower, coming=coming)
 
     def _fetch(self, namespace: Namespace, ask: Ask, pinned: int, blocks: int | None) -> bool:
         """Start reading what lower tiers have of the answer; False if it could not be leased.

@@ -35,6 +35,7 @@ class Ask(msgspec.Struct, eq=False):
 
     ask: int
     chain: Chain
+    blocks: int  # of these that may be loaded
     asked_ns: int
     deadline_ns: int
     memory_only: bool = False

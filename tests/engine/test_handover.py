@@ -83,6 +83,7 @@ class Node:
 
     def restart(self) -> None:
         """Start the store again: what its memory had is on its disk."""
+        self.settle()
         self.store.stop()
         self.store.__enter__()
         small = [Request(id="small", tokens=prompt(1, 20))]
