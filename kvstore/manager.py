@@ -25,7 +25,6 @@ Pure: no clock, thread, file or socket. Time comes in as now_ns, on one thread.
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
@@ -36,24 +35,22 @@ from kvstore.eviction import EvictionPolicy, LeafLRU
 from kvstore.index import Entry, Index, State
 from kvstore.leases import Generations, GroupHit, Lease, LeaseBook, hit_of
 from kvstore.lookup import Answer, Probe, common_hit
-from kvstore.types import BlockKey, Chain, Changes, GroupRule, LeaseId, LookupResult, Slot
+from kvstore.types import (
+    BlockKey,
+    Chain,
+    Changes,
+    GroupRule,
+    LeaseId,
+    LookupResult,
+    Slot,
+    StoreOutcome,
+)
 
 _WRITING, _COMING, _READY, _DROPPED = State  # a member of an enum takes 0.1 us to read
 _HERE = (_READY, _COMING)
+_STORED = StoreOutcome.STORED
 _SWEEP_MAX = 4096  # blocks that one call looks at when slots are taken away
 CLEAR_MAX = 1024  # cleared blocks whose slots one call gives back
-
-
-class StoreOutcome(enum.Enum):
-    """What became of a written slot."""
-
-    STORED = "stored"
-    DUPLICATE = "duplicate"  # another copy was complete first
-    ORPHAN = "orphan"  # its parent is not in memory, so no lookup would reach it
-    FAILED = "failed"
-
-
-_STORED = StoreOutcome.STORED
 
 
 class Manager:
@@ -163,10 +160,6 @@ class Manager:
             check(slot in self._granted, "a slot came back that was not granted")
             self._abandon_write(slot)
             self._release_slot(slot)
-
-    def is_granted(self, slot: Slot) -> bool:
-        """Tell whether a slot is out on credit or being written."""
-        return slot in self._granted
 
     def granted(self) -> Iterable[Slot]:
         """Go through the slots on credit, those being written included."""

@@ -23,7 +23,7 @@ import msgspec
 from kvstore.errors import BlockCorrupt, TierError, check
 from kvstore.index import Entry, State
 from kvstore.leases import Lease
-from kvstore.manager import Manager, StoreOutcome
+from kvstore.manager import Manager
 from kvstore.tier import Tier
 from kvstore.types import (
     BlockKey,
@@ -33,6 +33,7 @@ from kvstore.types import (
     JobResult,
     LookupResult,
     Slot,
+    StoreOutcome,
     TransferJob,
 )
 from kvstore.writes import Backlog, WriteBudget

@@ -76,6 +76,15 @@ class LookupResult(enum.Enum):
     RETRY = "retry"  # a remote tier has not answered yet
 
 
+class StoreOutcome(enum.Enum):
+    """What became of a written slot."""
+
+    STORED = "stored"
+    DUPLICATE = "duplicate"  # another copy was complete first
+    ORPHAN = "orphan"  # its parent is not in memory, so no lookup would reach it
+    FAILED = "failed"
+
+
 class Changes(msgspec.Struct):
     """Keys that became ready or left since the last take_changes, in order."""
 

@@ -200,6 +200,18 @@ def test_B11_heartbeats_keep_a_lease_and_never_shorten_it() -> None:
     assert job.deadline_ns == before
 
 
+def test_a_peer_that_has_forgotten_a_fetch_says_so_within_two_seconds() -> None:
+    """It could not be sent to for a moment, say; fuzzing met it: the fetch waited for ten."""
+    pair, chain = Pair(), hashes(3)
+    pair.hand("r")
+    pair.want(chain, request="r")
+    pair.decode.ask(chain)
+    pair.run(10)
+    pair.producer.on_closed(pair.peer)
+    with pytest.raises(ProtocolError, match="Extend before Hello"):  # told to whoever sent it
+        pair.run(20, ms=100)
+
+
 def test_a_peer_speaks_for_its_own_jobs_only() -> None:
     pair, chain = Pair(), hashes(2)
     pair.put(chain)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.eviction import SKIPS_MAX
-from kvstore.manager import StoreOutcome
-from kvstore.types import Chain, LookupResult, Slot
+from kvstore.types import Chain, LookupResult, Slot, StoreOutcome
 from tests.test_manager import WIDTH, Rig
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from kvstore import protocol as p
 from kvstore.lookup import Answer
-from kvstore.manager import CLEAR_MAX, StoreOutcome
-from kvstore.types import LookupResult, Slot
+from kvstore.manager import CLEAR_MAX
+from kvstore.types import LookupResult, Slot, StoreOutcome
 from tests.fakes import Town, hashes
 from tests.test_manager import Rig, chain
 from tests.test_manager_bounds import filled

@@ -19,8 +19,8 @@ from hypothesis.stateful import (
 from kvstore.index import Entry, Node, State
 from kvstore.leases import Lease
 from kvstore.lookup import Answer, common_hit
-from kvstore.manager import Manager, StoreOutcome
-from kvstore.types import BlockKey, Chain, GroupRule, LookupResult, Slot
+from kvstore.manager import Manager
+from kvstore.types import BlockKey, Chain, GroupRule, LookupResult, Slot, StoreOutcome
 
 WIDTH = 8
 RULES = (GroupRule(), GroupRule(2))

@@ -8,7 +8,7 @@ import pytest
 
 from kvstore import tiering
 from kvstore.errors import BlockCorrupt
-from kvstore.manager import Manager, StoreOutcome
+from kvstore.manager import Manager
 from kvstore.tiering import JOB_BLOCKS_MAX, Tiering
 from kvstore.types import (
     BlockKey,
@@ -18,6 +18,7 @@ from kvstore.types import (
     JobResult,
     LookupResult,
     Slot,
+    StoreOutcome,
     TransferJob,
 )
 from kvstore.writes import WriteBudget

@@ -29,6 +29,7 @@ from kvstore.types import BlockKey, Chain, JobId, JobResult, LookupResult, Trans
 ANSWER_NS = 1_000_000_000
 STALL_NS = 10_000_000_000
 LEASE_MS = 30_000
+EXTEND_NS = 1_000_000_000  # a heartbeat is answered by who does not know the fetch any more
 TIERS = ("cpu", "nvme", "prefill")  # of a peer's, and how they are counted
 OTHER = "other"
 REGIONS_MAX = 1 << 16  # of all peers: whoever names one more loses its first
@@ -53,6 +54,7 @@ class Consumer:
         self._send = send
         self._groups = groups
         self._lease_ms = LEASE_MS
+        self._extend_ns = min(EXTEND_NS, LEASE_MS * 1_000_000 // 3)
         self._fetches: dict[int, Fetch] = {}
         self._located: dict[BlockKey, Tag] = {}
         self._regions: dict[tuple[int, int], m.Region] = {}  # by peer and extent
@@ -77,7 +79,7 @@ class Consumer:
         chain = Chain(want.hashes, want.width, self._groups, want.scope)
         number, self._next = self._next, self._next + 1
         blocks = [Block(chain.key(g, index)) for g, index in m.wanted_of(want, self._groups)]
-        extend_ns = now_ns + self._lease_ms * 1_000_000 // 3
+        extend_ns = now_ns + self._extend_ns
         fetch = Fetch(
             number, peer, blocks, want.push, now_ns, now_ns, extend_ns, len(blocks), want.request
         )
@@ -251,7 +253,7 @@ class Consumer:
             if now_ns - fetch.heard_ns >= limit_ns:
                 self._fail(fetch, "late")
             elif now_ns >= fetch.extend_ns:
-                fetch.extend_ns = now_ns + self._lease_ms * 1_000_000 // 3
+                fetch.extend_ns = now_ns + self._extend_ns
                 self._send(fetch.peer, m.Extend(fetch.number, self._lease_ms))
             self._settle(fetch)
         self._move()
@@ -371,8 +373,10 @@ class Consumer:
                     block.state, block.landing = State.MOVING, free.pop()
                     chosen.setdefault(tag.fetch, []).append((tag.position, block))
             self._landing.give(free)
-            if not waiting:
+            if chosen or not waiting:
                 del self._movable[peer]
+            if chosen and waiting:
+                self._movable[peer] = waiting  # behind those that got none
             for number, blocks in chosen.items():
                 self._landing_of[peer] += len(blocks)
                 (self._land if self._fetches[number].push else self._read)(peer, number, blocks)
