@@ -54,3 +54,29 @@ def test_what_ends_one_by_one_in_a_turn_is_gone_on_with_in_one_go() -> None:
     assert asked == [len(chain)], "the shelf has given all of them in one turn"
     told = [message for message in pair.down.sent if isinstance(message, m.Have)]
     assert len(told) == 1
+
+
+def test_B14_who_got_no_landing_slot_is_the_first_to_get_one() -> None:
+    """Two peers that always want more leave no slot to a third, were it not for its turn."""
+    pair, got = Pair(), list[tuple[int, int]]()
+    inlet = pair.consumer
+
+    def read(tags: list[fetches.Tag], peer: int, _read: fetches.Read) -> None:
+        got.append((peer, len(tags)))
+
+    inlet._work.read = read  # type: ignore[method-assign,assignment]
+    for peer, count in ((1, 9), (2, 9), (3, 1)):
+        blocks = [
+            fetches.Block(key, fetches.State.CLAIMED, place=(0, 0))
+            for key in keys_of(hashes(count, str(peer)))
+        ]
+        inlet._fetches[peer] = fetches.Fetch(peer, peer, blocks, False, 0, 0, 0, count)
+        inlet._regions[peer, 0] = m.Region(0, 0, 1)
+        for position in range(count):
+            inlet._queue(peer, fetches.Tag(peer, position))
+    inlet._move()
+    assert got == [(1, 4), (2, 2)], "three quarters of six, and the rest"
+    inlet._landing_of[1] -= 1
+    inlet._landing.give([5])
+    inlet._move()
+    assert got[2:] == [(3, 1)]
