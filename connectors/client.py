@@ -86,13 +86,17 @@ NOWHERE = Places((), (), ())
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """A lookup's answer: what is present, by group; valid until until_ns."""
+    """A lookup's answer: what is present, by group; valid until until_ns.
+
+    kept: how many leading blocks the store has itself, then.
+    """
 
     lease: int
     until_ns: int
     hits: tuple[Places, ...]
     sources: dict[str, int]
     capped: bool = False
+    kept: int = 1 << 62
 
 
 class Wire(Protocol):
@@ -347,9 +351,9 @@ class StoreClient:
                 continue
             until_ns = asked_ns + granted.lease_ms * 1_000_000 * 3 // 4
             hits = tuple(_unpack(hit) for hit in granted.hits)
-            self._grants[granted.ask] = Grant(
-                granted.lease, until_ns, hits, granted.sources, granted.capped
-            )
+            kept = 1 << 62 if granted.kept is None else granted.kept
+            answer = granted.lease, until_ns, hits, granted.sources, granted.capped, kept
+            self._grants[granted.ask] = Grant(*answer)
         self.credits.extend(array(p.U32, answers.credits))
         self._known.update(answers.added)
         self._known.difference_update(answers.removed)

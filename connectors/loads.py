@@ -4,6 +4,7 @@ A lease may name slots that the store is still filling from a lower tier. The sl
 in memory that store and workers share, tells how that stands: one less than the leased one while
 the bytes are on their way, the leased one once they are there, any other when they will not come
 or are somebody else's by now. So a disk reads the end of a hit while its beginning is copied.
+What comes straight from a peer is no slot's: connectors/direct.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from connectors.jobs import LoadJob, pieces
 from kvstore.errors import TierError
 from kvstore.layout import Move
+from kvstore.protocol import DIRECT
 
 
 class Copying(Protocol):
@@ -53,9 +55,10 @@ class Load:
         self.damaged: list[int] = []  # slots that do not hold what was leased
         self.late = 0  # slots that were not ready in time
         self._until_ns = until_ns
-        self._moves = list(pieces(job.engine, job.store, per))
-        self._slots = np.array(job.store.slots, np.int64)
-        self._leased = np.array(job.generations, np.uint32)
+        self._moves = [m for m in pieces(job.engine, job.store, per) if m.slot < DIRECT]
+        slots = np.array(job.store.slots, np.int64)
+        self._slots = slots[slots < DIRECT]
+        self._leased = np.array(job.generations, np.uint32)[slots < DIRECT]
         self._ends = _ends(self._moves)
         self._ready = 0  # leading slots that are copied
         self._under_way: tuple[int, Copying] | None = None  # and slots that will be then

@@ -68,6 +68,7 @@ class SchedulerHalf:
         self._shares_prefixes = shares_prefixes
         self._groups = len(geometry.rules)
         self._scope = b""
+        self._direct = transfer.direct
         self._requests: dict[str, Tracked] = {}
         self._arrived = 0
         self._room = Room()
@@ -114,7 +115,7 @@ class SchedulerHalf:
             return
         packed, width = b"".join(question.hashes), self._geometry.hash_bytes
         where = remote.address, remote.request, remote.push
-        how = question.inside, question.blocks
+        how = question.inside, question.blocks, self._direct
         lookup = p.Lookup(0, packed, width, self._scope, again, *where, *how)
         tracked.ask = self._client.ask(lookup)
         if tracked.ask is not None:
@@ -277,7 +278,8 @@ class SchedulerHalf:
             return
         grant = self._client.grant(tracked.ask) if tracked.ask is not None else None
         found = grant.hits if grant is not None else ()
-        own = tuple(places.before(tracked.question.own) for places in found)
+        kept = tracked.question.own if grant is None else min(tracked.question.own, grant.kept)
+        own = tuple(places.before(kept) for places in found)
         tracked.present = own or (NOWHERE,) * self._groups
         self._rewind(tracked)
         hits = self._sources_of(tracked, grant, external)

@@ -30,6 +30,7 @@ class Transfer(msgspec.Struct, frozen=True):
     push: blocks are written to it; None: whichever is faster, as far as its store can tell.
     two_way: what this engine decoded is held for decode_ttl_ms, for the prefill engine's next
     turn; what a decode engine has so is pulled, from recompute_threshold tokens on.
+    direct: workers pull into the engine's memory themselves.
     """
 
     engine: str = ""
@@ -38,6 +39,7 @@ class Transfer(msgspec.Struct, frozen=True):
     two_way: bool = False
     recompute_threshold: int = 0
     decode_ttl_ms: int = 480_000
+    direct: bool = False
 
 
 NO_TRANSFER = Transfer()

@@ -147,6 +147,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
                 self._extra.two_way,
                 self._extra.recompute_threshold,
                 self._extra.decode_ttl_ns // 1_000_000,
+                self._extra.direct,
             ),
         )
 
@@ -185,7 +186,8 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         caches = compat.layer_caches(self._cache, kv_caches)
         rank = compat.rank_geometry(self._config, self._cache, kv_caches, caches, self._tokens)
         number = self._config.parallel_config.rank
-        self._worker = WorkerHalf(self._engine, number, self._world, rank, caches, self._find_store)
+        who, direct = (self._engine, number, self._world), self._extra.direct
+        self._worker = WorkerHalf(*who, rank, caches, self._find_store, direct=direct)
 
     def _half(self) -> WorkerHalf:
         if self._worker is None:

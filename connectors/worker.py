@@ -24,11 +24,12 @@ from functools import partial
 
 import msgspec
 
+from connectors.direct import DirectReads, Reads
 from connectors.jobs import LoadJob, StepMeta, StoreJob, pieces
 from connectors.link import Link, LinkLost, attach, monotonic_ns
 from connectors.loads import Load
 from kvstore import protocol as p
-from kvstore.errors import KVStoreError, TierError
+from kvstore.errors import KVStoreError, NotSupported, TierError
 from kvstore.layout import Move, RankGeometry
 from tiers.copier import LayerCache, MappedExtent, SlotMap
 from tiers.device import Copier, Copying, Device, device_of
@@ -59,6 +60,8 @@ class Task(msgspec.Struct, eq=False):
     copying: Copying | None = None  # of a store
     link: Link | None = None  # that a store was begun under
     load: Load | None = None
+    reads: Reads | None = None  # of a load
+    broken: bool = False  # its copies from slots
     started: float = 0.0  # the copy that is under way
 
 
@@ -74,7 +77,7 @@ class WorkerStats(msgspec.Struct):
 class WorkerHalf:
     """One rank's side of the connector."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - who it is, what it has, where it goes
         self,
         engine: str,
         rank: int,
@@ -83,13 +86,20 @@ class WorkerHalf:
         caches: dict[str, LayerCache],
         find_store: Callable[[], str],
         device: Device | None = None,
+        *,
+        direct: bool = False,
     ) -> None:
         """Start attaching to the store; returns at once. find_store(): its address.
 
         device: where the tensors are, None: found out. Raises NotSupported if it is not served.
+        direct: read what peers have straight into the tensors, where that can be done.
         """
         self.refused: KVStoreError | None = None
-        self._hello = p.Hello(p.VERSION, engine, "worker", rank, world, geometry=geometry)
+        self._direct = _direct_reads(caches) if direct else None
+        able = self._direct is not None
+        self._hello = p.Hello(
+            p.VERSION, engine, "worker", rank, world, geometry=geometry, direct=able
+        )
         self._blocks_per_chunk = geometry.blocks_per_chunk
         self._device = device_of(caches) if device is None else device
         self._find_store = find_store
@@ -229,31 +239,55 @@ class WorkerHalf:
     def _load(self, task: Task, job: LoadJob) -> Outcome | None:
         """Copy what is ready; None while slots are still being filled, or copied."""
         link, copier, now_ns = self._link, self._copier, monotonic_ns()
-        load, ok, damaged = task.load, False, list(job.store.slots)
         if job.session != self._session or link is None or copier is None:
-            return self._abandon(load, job)
+            return self._abandon(task, job, now_ns)
+        load_over = task.broken
         try:
-            if load is None:
-                load = task.load = Load(job, self._blocks_per_chunk, now_ns + self._wait_ns)
-            if not load.copying:
-                task.started = time.perf_counter()
-            fill = partial(self._fill, copier, task.mark)
-            over = load.advance(fill, self._slots.generations, now_ns)
-            if not load.copying:
-                load.seconds += time.perf_counter() - task.started
-            if not over:
-                return None
-            ok, damaged = load.ok, load.damaged
+            if task.load is None and not task.broken:
+                until_ns, per = now_ns + self._wait_ns, self._blocks_per_chunk
+                task.load = Load(job, per, until_ns)
+                if self._direct is not None:
+                    task.reads = self._direct.reads(job, per, until_ns)
+            if task.load is not None and not task.broken:
+                load_over = self._advance(task, task.load, copier, now_ns)
         except (TierError, ValueError) as exc:
             log.error("load for %s failed: %s", job.request_id, exc)
+            load_over = task.broken = True
+        load, reads = task.load, task.reads
+        ok = not task.broken and load is not None and load.ok
+        if reads is not None and self._direct is not None:
+            reads.failed = reads.failed or (load_over and not ok)
+            if not self._direct.advance(reads, partial(self._tell, link), now_ns):
+                return None
+            ok = ok and not reads.failed
+        if not load_over:
+            return None
+        slots = [slot for slot in job.store.slots if slot < p.DIRECT]
+        damaged = slots if task.broken or load is None else load.damaged
         if damaged:
             log.warning("load for %s: %d slots hold something else", job.request_id, len(damaged))
         copied, seconds = (0, 0.0) if load is None else (load.copied_bytes, load.seconds)
         self._tell(link, p.Loaded(job.lease, copied, seconds, p.u32(damaged)))
+        copied += 0 if reads is None else reads.copied_bytes
         return Outcome(ok=ok, request_id=job.request_id, copied_bytes=copied)
 
-    def _abandon(self, load: Load | None, job: LoadJob) -> Outcome | None:
+    def _advance(self, task: Task, load: Load, copier: Copier, now_ns: int) -> bool:
+        """Copy what has become ready; True when that was all. Raises TierError."""
+        if not load.copying:
+            task.started = time.perf_counter()
+        fill = partial(self._fill, copier, task.mark)
+        over = load.advance(fill, self._slots.generations, now_ns)
+        if not load.copying:
+            load.seconds += time.perf_counter() - task.started
+        return over
+
+    def _abandon(self, task: Task, job: LoadJob, now_ns: int) -> Outcome | None:
         """End a load whose session is over; None while its engine blocks are being written."""
+        load = task.load
+        if task.reads is not None and self._direct is not None:
+            task.reads.failed = True
+            if not self._direct.give_up(task.reads, now_ns):
+                return None
         copied = 0 if load is None else load.copied_bytes
         try:
             if load is not None and not load.end_copy(self._slots.generations):
@@ -295,6 +329,8 @@ class WorkerHalf:
                 raise TierError("the store's welcome has no layout")
             self._copier = self._device.copier(welcome.layout)
             self._wait_ns = welcome.wait_ms * 1_000_000
+            if self._direct is not None and welcome.devices:
+                self._direct.open(welcome.layout, welcome.devices)
             self._link, self._session = link, welcome.session
             while not self._stop.is_set() and self._handle(link, link.receive(_READ_S)):
                 pass
@@ -327,10 +363,20 @@ class WorkerHalf:
                 if removed is not None:
                     self._device.unpin(removed)
                 link.send(p.Unmapped(message.extent))
+            elif isinstance(message, p.Places | p.Passed) and self._direct is not None:
+                self._direct.told(message)
             elif isinstance(message, p.Detach):
                 log.info("kvstore: detached: %s", message.reason)
                 return False
         return True
+
+
+def _direct_reads(caches: dict[str, LayerCache]) -> DirectReads | None:
+    try:
+        return DirectReads(caches)
+    except NotSupported as exc:
+        log.warning("kvstore: %s; what peers have goes through the store's memory", exc)
+        return None
 
 
 def _failed(task: Task, _error: Exception | None = None) -> Outcome:

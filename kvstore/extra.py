@@ -36,6 +36,9 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     two_way: what a decode engine decoded is held for the next turn, which a prefill engine pulls.
     recompute_threshold (tokens): fewer are computed instead of pulled for such a turn; 0 is off.
     decode_ttl (duration): how long they are held.
+    direct: what is pulled is read straight into the engine's memory, by an agent in each worker.
+        Whoever reaches such an agent over the network can read and write all memory of its
+        process: for a fabric that only trusted machines are on.
     """
 
     store: str | None
@@ -48,6 +51,7 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     two_way: bool
     recompute_threshold: int
     decode_ttl_ns: int = msgspec.field(name="decode_ttl")
+    direct: bool
 
 
 def parse_extra(table: Mapping[str, Any]) -> ExtraConfig:
@@ -116,4 +120,5 @@ _EXTRA = {
     "two_way": Setting(read_flag, False),
     "recompute_threshold": Setting(_read_threshold, 0),
     "decode_ttl": Setting(ENGINE["lease"].read, "480s"),
+    "direct": Setting(read_flag, False),
 }

@@ -84,6 +84,13 @@ class LeaseBook:
         """Count the blocks that an owner's leases pin, repeats included."""
         return self._blocks.get(owner, 0)
 
+    def empty(self, owner: int, deadline_ns: int, groups: int) -> Lease:
+        """Make a lease on nothing, which ends like any other."""
+        nothing = GroupHit((), (), ())
+        lease = Lease(self.new_id(), owner, deadline_ns, (nothing,) * groups, ())
+        self.add(lease)
+        return lease
+
     def add(self, lease: Lease) -> None:
         """Pin the lease's entries."""
         for entry in lease.entries:
@@ -100,11 +107,11 @@ class LeaseBook:
         for entry in lease.entries:
             entry.pins -= 1
             check(entry.pins >= 0, "pins of an entry below zero")
-        left = self._blocks[lease.owner] - len(lease.entries)
+        left = self.blocks_of(lease.owner) - len(lease.entries)
         if left:
             self._blocks[lease.owner] = left
         else:
-            del self._blocks[lease.owner]
+            self._blocks.pop(lease.owner, None)
         return lease
 
     def owned_by(self, lease_id: LeaseId, owner: int) -> bool:

@@ -48,7 +48,10 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Hello(Message, frozen=True):
-    """First message of every connection. engine names the session; uid is checked by the OS."""
+    """First message of every connection. engine names the session; uid is checked by the OS.
+
+    direct: this worker can read a peer's slots into its engine's memory.
+    """
 
     version: int
     engine: str
@@ -57,6 +60,7 @@ class Hello(Message, frozen=True):
     world: int
     credit_slots: int = 0  # scheduler half: empty slots it can use in two steps
     geometry: RankGeometry | None = None  # workers
+    direct: bool = False
 
 
 class Lookup(Message, frozen=True):
@@ -67,6 +71,7 @@ class Lookup(Message, frozen=True):
     request: the hand-over, which may still be computing it there; push: have it
     written; None: if that is faster. inside: what is used of the last block ends inside of it.
     loadable: how many may be loaded, which lower tiers and peers are asked for; None: all.
+    direct: workers read themselves what a peer has, into the engine's memory.
     """
 
     ask: int
@@ -79,6 +84,7 @@ class Lookup(Message, frozen=True):
     push: bool | None = None
     inside: bool = False
     loadable: Count | None = None
+    direct: bool = False
 
 
 class Usage(Message, frozen=True):
@@ -156,6 +162,15 @@ class Loaded(Message, frozen=True):
     damaged: bytes = b""
 
 
+class Arrived(Message, frozen=True):
+    """A worker has read these positions of a fetch (u32) into its engine's memory, or could not."""
+
+    fetch: int
+    positions: bytes
+    copied_bytes: Count
+    ok: bool
+
+
 class Query(Message, frozen=True):
     """Admin: "stats", "blocks", "clear", or "resize" with a tier and its new capacity."""
 
@@ -172,6 +187,7 @@ class Welcome(Message, frozen=True):
 
     layout: for workers, what to copy where. wait_ms: for workers, how long a load may wait for
     slots that are coming. side_channel: where other stores can ask this one, host:port.
+    devices: for workers that read from peers, the network devices for that; UCX's names.
     """
 
     session: int
@@ -179,6 +195,7 @@ class Welcome(Message, frozen=True):
     layout: RankLayout | None = None
     wait_ms: int = 0
     side_channel: str = ""
+    devices: str = ""
 
 
 class Refused(Message, frozen=True):
@@ -219,11 +236,16 @@ class Active(Message, frozen=True):
     defer_ms: int
 
 
+DIRECT = 1 << 31
+"""From here on a slot's number is none of a slot: see Hit."""
+
+
 class Hit(Message, frozen=True):
     """Blocks of one group: u32 arrays of block indices, slots and generations.
 
     A slot that is being filled from a lower tier has one generation less until it can be read,
-    and never gets the leased one if that fails.
+    and never gets the leased one if that fails. Of a block that workers read from a peer the slot
+    is DIRECT + its position in a fetch, and the generation is the fetch's number.
     """
 
     indices: bytes
@@ -236,6 +258,7 @@ class Granted(Message, frozen=True):
 
     sources: tiers by name -> how many of the blocks are being read from there.
     capped: the engine's leases are at their limit; ask again when some have ended.
+    kept: how many leading blocks the store has itself by then; None: all of them.
     """
 
     ask: int
@@ -244,6 +267,7 @@ class Granted(Message, frozen=True):
     hits: tuple[Hit, ...]
     sources: dict[str, int] = {}
     capped: bool = False
+    kept: Count | None = None
 
 
 class Answers(Message, frozen=True):
@@ -253,6 +277,30 @@ class Answers(Message, frozen=True):
     credits: bytes = b""  # u32 array of slots
     added: tuple[bytes, ...] = ()  # keys that became ready in the namespace
     removed: tuple[bytes, ...] = ()  # keys that left it
+
+
+class Places(Message, frozen=True):
+    """Blocks of a fetch that can be read now: u32 positions, and u32 numbers in a peer's region.
+
+    agent: the peer's exporter; metadata: how to reach it, empty if as before. base: where the
+    region begins there. slots: it has so many.
+    """
+
+    fetch: int
+    agent: str
+    metadata: bytes
+    base: int
+    slots: int
+    positions: bytes
+    numbers: bytes
+
+
+class Passed(Message, frozen=True):
+    """What came of blocks of a fetch (u32 positions): what all ranks have read is good, or not."""
+
+    fetch: int
+    positions: bytes
+    ok: bool
 
 
 class Detach(Message, frozen=True):
@@ -267,8 +315,8 @@ class Report(Message, frozen=True):
     body: bytes
 
 
-ToStore = Hello | Step | Mapped | Unmapped | Stored | Loaded | Query
-ToEngine = Welcome | Refused | Extent | Unmap | Active | Answers | Detach | Report
+ToStore = Hello | Step | Mapped | Unmapped | Stored | Loaded | Arrived | Query
+ToEngine = Welcome | Refused | Extent | Unmap | Active | Answers | Places | Passed | Detach | Report
 
 EVENTS = frozenset(
     {

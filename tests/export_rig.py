@@ -97,6 +97,8 @@ class Pair:
         self.decode = self.taker.attach(credit_slots=4)
         self.damage: set[BlockKey] = set()
         self.fail = 0.0
+        self.passed_on: list[tuple[int, int]] = []  # fetch, position
+        self.passed: dict[tuple[int, int], bool] = {}
         self.producer = o.Producer(
             lambda: self.giver.store.namespaces,
             lambda: ("agent", b"md"),
@@ -258,6 +260,16 @@ class _Moves:
 
     def abandon(self, tag: fetches.Tag) -> None:
         """What is under way here always ends."""
+
+    def pass_on(self, number: int, peer: int, read: fetches.Read, positions: list[int]) -> None:
+        """Workers read what they are told at once: see Pair.passed_on."""
+        assert peer <= self._pair.peer
+        self._pair.passed_on += [(number, at) for at in positions]
+        for slot in read.numbers:
+            self._pair._slot(read.region.extent, slot)
+
+    def passed(self, number: int, position: int, *, ok: bool) -> None:
+        self._pair.passed[number, position] = ok
 
     def check(self, tags: list[fetches.Tag], checks: list[fetches.Check]) -> None:
         def work() -> None:

@@ -154,7 +154,7 @@ class Mover:
     def __init__(self, net: Net, name: str) -> None:
         self._net, self._name = net, name
         self._starts = itertools.count(1)
-        self.agent = ""
+        self.agent = self.devices = ""
         self.site: Site | None = None
         self.landings: dict[str, Landing] = {}
         self.known: dict[str, bytes] = {}

@@ -333,15 +333,15 @@ def test_extra_config_names_a_shared_store() -> None:
     table = {"store": "unix:///run/kvstore.sock", "block_tokens": 64, "transfer": "push"}
     found = parse_extra(table)
     assert found == ExtraConfig(
-        "/run/kvstore.sock", None, None, 64, "push", 30 * 10**9, None, False, 0, 480 * 10**9
+        "/run/kvstore.sock", None, None, 64, "push", 30 * 10**9, None, False, 0, 480 * 10**9, False
     )
 
 
 def test_extra_config_sizes_a_private_store() -> None:
-    more = {"two_way": True, "recompute_threshold": 64, "decode_ttl": "5m"}
+    more = {"two_way": True, "recompute_threshold": 64, "decode_ttl": "5m", "direct": True}
     found = parse_extra({"cpu": "8GiB", "listen": "127.0.0.1:9", "lease": "1m", **more})
     assert found == ExtraConfig(
-        None, 8 * GIB, None, None, "auto", 60 * 10**9, "127.0.0.1:9", True, 64, 300 * 10**9
+        None, 8 * GIB, None, None, "auto", 60 * 10**9, "127.0.0.1:9", True, 64, 300 * 10**9, True
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -48,6 +49,8 @@ class Rank:
         pad: int,
         path: str,
         device: MakeDevice | None = None,
+        *,
+        direct: bool = False,
     ) -> None:
         heads = HEADS // world
         self.heads = slice(rank * heads, (rank + 1) * heads)
@@ -66,8 +69,8 @@ class Rank:
         self.caches = caches
         self.device = None if device is None else device(caches)
         self.half = WorkerHalf(
-            engine, rank, world, self.geometry, caches, lambda: path, self.device
-        )  # fmt: skip
+            engine, rank, world, self.geometry, caches, lambda: path, self.device, direct=direct
+        )
 
     def view(self, block: int, layer: int) -> torch.Tensor:
         cache = self.caches[f"layer.{layer}"]
@@ -104,9 +107,11 @@ class Rig:
         per: int = 1,
         pad: int = 0,
         device: MakeDevice | None = None,
+        direct: bool = False,
     ) -> None:
         self.per = per
-        self.ranks = [Rank(name, rank, world, per, pad, path, device) for rank in range(world)]
+        made = per, pad, path, device
+        self.ranks = [Rank(name, rank, world, *made, direct=direct) for rank in range(world)]
         hello = p.Hello(p.VERSION, name, "scheduler", 0, world, credit_slots=16)
         self.client = StoreClient(Attacher(lambda: path, hello), monotonic_ns)
         self.ended: list[tuple[int, str, bool]] = []  # (rank, request, failed)
@@ -152,8 +157,8 @@ class Rig:
         eventually(lambda: heard(self.client) and self.client.known_ready(last))
         return job
 
-    def ask(self, chain: Sequence[bytes]) -> Grant:
-        number = self.client.ask(p.Lookup(0, b"".join(chain), len(chain[0])))
+    def ask(self, chain: Sequence[bytes], **how: Any) -> Grant:  # noqa: ANN401 - of a lookup
+        number = self.client.ask(p.Lookup(0, b"".join(chain), len(chain[0]), **how))
         assert number is not None
         self.client.send_step()
         eventually(lambda: heard(self.client) and self.client.grant(number))

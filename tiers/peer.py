@@ -185,7 +185,7 @@ class PeerMover:
         """
         settings = Settings(service, devices, quarantine_bytes_max=landing_bytes)
         self._exporter = Exporter(settings, asleep=True)
-        self._devices = devices
+        self.devices = devices
         self._landing_bytes = landing_bytes
         self._landings: dict[str, Landing] = {}
         self._leaving: dict[int, CpuExtent] = {}  # of landings, until they are unmapped
@@ -356,7 +356,7 @@ class PeerMover:
 
     def over_tcp(self, host: str) -> bool:
         """Tell whether bytes from and to a host travel over TCP."""
-        return over_tcp(host, self._devices)
+        return over_tcp(host, self.devices)
 
     def add_peer(self, agent: str, metadata: bytes) -> None:
         """Learn how to reach a peer's exporter now."""

@@ -8,6 +8,10 @@ Of each wanted block:
     LANDED --its sum is right, copied to its slot--> CHECKED --the peer: lease held--> DONE, ready
     any --failed, late, lease over, peer gone--> DONE, not ready; its load fails there
 
+Of a direct fetch, which somebody claims by its number, and whose blocks workers read themselves:
+
+    OFFERED --claimed--> CLAIMED --readable there--> MOVING --read by all ranks--> CHECKED --> DONE
+
 Landing slots are never visible to anybody: what arrives late, or from somebody who should not
 write, lands there. One that may still be written when its block is given up is quarantined.
 """
@@ -72,10 +76,14 @@ class Consumer:
 
     # Asking
 
-    def want(self, peer: int, want: m.Want, now_ns: int) -> int:
-        """Ask a peer for blocks; return the fetch's number, which is the message's job, too."""
+    def want(self, peer: int, want: m.Want, now_ns: int, *, direct: bool = False) -> int:
+        """Ask a peer for blocks; return the fetch's number, which is the message's job, too.
+
+        direct: to be claimed with claim(), and not offered to others.
+        """
         self._now_ns = now_ns
-        self._landing.open()
+        if not direct:
+            self._landing.open()
         chain = Chain(want.hashes, want.width, self._groups, want.scope)
         number, self._next = self._next, self._next + 1
         blocks = [Block(chain.key(g, index)) for g, index in m.wanted_of(want, self._groups)]
@@ -83,8 +91,9 @@ class Consumer:
         fetch = Fetch(
             number, peer, blocks, want.push, now_ns, now_ns, extend_ns, len(blocks), want.request
         )
+        fetch.direct = direct
         self._fetches[number] = fetch
-        for position, block in enumerate(blocks):
+        for position, block in enumerate(() if direct else blocks):
             self._located.setdefault(block.key, Tag(number, position))
         self._send(peer, msgspec.structs.replace(want, job=number, lease_ms=self._lease_ms))
         return number
@@ -104,6 +113,41 @@ class Consumer:
         if fetch is None:  # it is over
             return {}
         return dict(fetch.tiers) if fetch.offered else None
+
+    def claim(self, number: int, positions: Collection[int]) -> None:
+        """Workers will read these blocks of a direct fetch, which were offered."""
+        fetch = self._fetches.get(number)
+        if fetch is not None:
+            wanted = [p for p in positions if fetch.blocks[p].state is State.OFFERED]
+            for position in wanted:
+                fetch.blocks[position].state = State.CLAIMED
+            self._pass_on(fetch, wanted)
+            self.claimed(number)
+
+    def let_go(self, number: int) -> None:
+        """Nobody reads any more of a direct fetch."""
+        fetch = self._fetches.get(number)
+        if fetch is not None:
+            for position, block in enumerate(fetch.blocks):
+                if block.state is not State.DONE:
+                    self._done(fetch, position, ok=False)
+            self._settle(fetch)
+
+    def arrived(self, number: int, positions: Collection[int], now_ns: int, *, ok: bool) -> None:
+        """All workers have read these blocks of a direct fetch, or one could not."""
+        fetch = self._fetches.get(number)
+        if fetch is None:
+            return
+        fetch.heard_ns = now_ns
+        moving = [p for p in positions if fetch.blocks[p].state is State.MOVING]
+        for position in moving:
+            if ok:
+                fetch.blocks[position].state = State.CHECKED
+            else:
+                self._done(fetch, position, ok=False)
+        if ok and moving:
+            self._send(fetch.peer, m.Confirm(number, u32(moving)))
+        self._settle(fetch)
 
     def withdraw(self, request: str) -> None:
         """A request wants nothing more; what is being loaded already comes."""
@@ -226,12 +270,15 @@ class Consumer:
                 raise ProtocolError(
                     f"slot {slot} of extent {extent}, which is not known or shorter"
                 )
-            if not fetch.push and block.place is None and block.state is State.CLAIMED:
+            waits = block.place is None and block.state is State.CLAIMED
+            if waits and not fetch.push and not fetch.direct:
                 self._queue(fetch.peer, Tag(fetch.number, position))
             block.place, block.sum = (extent, slot), sums[number]
             if fetch.push and block.state is State.MOVING:
                 landed.append(position)
         self._check(fetch, landed)
+        if fetch.direct:
+            self._pass_on(fetch, positions)
 
     def _valid(self, fetch: Fetch, valid: m.Valid) -> None:
         positions = m.positions_of(valid.positions, len(fetch.blocks))
@@ -381,6 +428,21 @@ class Consumer:
                 self._landing_of[peer] += len(blocks)
                 (self._land if self._fetches[number].push else self._read)(peer, number, blocks)
 
+    def _pass_on(self, fetch: Fetch, positions: Collection[int]) -> None:
+        """Have workers read what can be read now."""
+        reads: dict[int, tuple[Read, list[int]]] = {}
+        for position in positions:
+            block = fetch.blocks[position]
+            if block.state is State.CLAIMED and block.place is not None:
+                block.state = State.MOVING
+                extent, slot = block.place
+                region = self._regions[fetch.peer, extent]
+                read, of = reads.setdefault(extent, (Read(region, [], []), []))
+                read.numbers.append(slot)
+                of.append(position)
+        for read, of in reads.values():
+            self._work.pass_on(fetch.number, fetch.peer, read, of)
+
     def _read(self, peer: int, number: int, blocks: Sequence[tuple[int, Block]]) -> None:
         """Read blocks of one fetch, in one go for each extent of the peer's."""
         reads: dict[int, tuple[list[Tag], Read]] = {}
@@ -424,12 +486,15 @@ class Consumer:
         elif late is not None:
             self._late_reads[Tag(fetch.number, position)] = late
             self._work.abandon(Tag(fetch.number, position))
+        claimed = block.state in {State.CLAIMED, State.MOVING, State.CHECKED}
         block.state = State.DONE
         fetch.left -= 1
         if self._located.get(block.key) == Tag(fetch.number, position):
             del self._located[block.key]
         if block.load is not None:
             self._loaded(block.load, ok=ok)
+        if fetch.direct and claimed:
+            self._work.passed(fetch.number, position, ok=ok)
 
     def _leave_landing(self, fetch: Fetch, block: Block) -> int | None:
         """Let go of a block's landing slot; return it if something may still write it."""

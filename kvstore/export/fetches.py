@@ -37,7 +37,7 @@ class Block(msgspec.Struct, eq=False):
 
 
 class Fetch(msgspec.Struct, eq=False):
-    """What is wanted from one peer in one go."""
+    """What is wanted from one peer in one go; direct: read by workers, into engine memory."""
 
     number: int
     peer: int
@@ -51,6 +51,7 @@ class Fetch(msgspec.Struct, eq=False):
     offered: bool = False
     released: bool = False
     tiers: dict[int, str] = {}  # position -> the peer's tier
+    direct: bool = False
 
 
 class Tag(msgspec.Struct, frozen=True):
@@ -90,6 +91,14 @@ class Work(Protocol):
 
     def check(self, tags: list[Tag], blocks: list[Check]) -> None:
         """Copy landed blocks to their slots if their sums are right; the answer: checked."""
+        ...
+
+    def pass_on(self, number: int, peer: int, read: Read, positions: list[int]) -> None:
+        """Have workers read a peer's slots; the answer is Consumer.arrived. read: lands nowhere."""
+        ...
+
+    def passed(self, number: int, position: int, *, ok: bool) -> None:
+        """Tell the workers what came of a block that they were to read."""
         ...
 
 

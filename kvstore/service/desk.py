@@ -7,7 +7,8 @@ the slots that it will fill.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -18,10 +19,11 @@ from kvstore.errors import ProtocolError
 from kvstore.export.messages import Want, clip
 from kvstore.leases import Lease
 from kvstore.lookup import Answer
-from kvstore.metrics import Numbers
+from kvstore.metrics import PEER, Numbers
+from kvstore.service.direct import Positions, reaching_on, with_reads
 from kvstore.service.namespace import Namespace
 from kvstore.service.session import Ask, Phase, Session
-from kvstore.types import BlockKey, Chain, LookupResult
+from kvstore.types import BlockKey, Chain, LeaseId, LookupResult, Slot
 
 _ASK_AGAIN_MS = 1000
 
@@ -29,8 +31,24 @@ _ASK_AGAIN_MS = 1000
 class Peers(Protocol):
     """Other stores."""
 
-    def fetch(self, namespace: Namespace, address: str, want: Want, now_ns: int) -> int | None:
+    def fetch(
+        self, namespace: Namespace, address: str, want: Want, now_ns: int, *, direct: bool = False
+    ) -> int | None:
         """Ask a peer for blocks; return the fetch's number; None: it cannot be asked now."""
+        ...
+
+    def offered(self, namespace: Namespace, fetch: int) -> dict[int, str] | None:
+        """Say in which tier a peer has which positions; None: it has not answered."""
+        ...
+
+    def read(
+        self, namespace: Namespace, fetch: int, positions: list[int], session: Session
+    ) -> None:
+        """Have an engine's workers read these positions."""
+        ...
+
+    def read_no_more(self, namespace: Namespace, fetch: int) -> None:
+        """The lease that a fetch is read for has ended."""
         ...
 
     def pushes(self, address: str) -> bool:
@@ -75,7 +93,8 @@ class Desk:
         if session.phase is not Phase.ACTIVE or namespace is None:
             return p.Granted(ask.ask, 0, _ASK_AGAIN_MS, ())
         if lookup.peer and self._peers is not None:
-            ask.fetch = self._fetch_from(self._peers, namespace, ask, lookup, now_ns)
+            direct = lookup.direct and session.direct
+            self._fetch_from(self._peers, namespace, ask, lookup, now_ns, direct=direct)
         found = self._settled(namespace, ask)
         if found is not None or now_ns >= ask.deadline_ns:
             return self._answer(session, ask, now_ns, found)
@@ -88,19 +107,33 @@ class Desk:
         return None if ask is None else self._answer(session, ask, now_ns)
 
     def _fetch_from(
-        self, peers: Peers, namespace: Namespace, ask: Ask, lookup: p.Lookup, now_ns: int
-    ) -> int | None:
-        """Ask a peer for what no tier of ours has; None if there is nothing to ask for."""
+        self,
+        peers: Peers,
+        namespace: Namespace,
+        ask: Ask,
+        lookup: p.Lookup,
+        now_ns: int,
+        *,
+        direct: bool,
+    ) -> None:
+        """Ask a peer for what no tier of ours has, if there is anything to ask for."""
         lacking = []
         for group, rule in enumerate(namespace.layout.rules):
             keys = ((index, ask.chain.key(group, index)) for index in clip(rule, ask.blocks))
             lacking.append([index for index, key in keys if not self._is_here(namespace, key)])
         if not any(lacking):
-            return None
+            return
+        push = peers.pushes(lookup.peer) if lookup.push is None else lookup.push
+        direct = direct and not push
+        if direct:
+            lacking = reaching_on(namespace.layout.rules, lacking, ask.blocks)
         indices = tuple(p.u32(group) for group in lacking)
         want = Want(0, lookup.hashes, lookup.width, indices, lookup.scope, lookup.request)
-        push = peers.pushes(lookup.peer) if lookup.push is None else lookup.push
-        return peers.fetch(namespace, lookup.peer, replace(want, push=push), now_ns)
+        want = replace(want, push=push)
+        ask.fetch = peers.fetch(namespace, lookup.peer, want, now_ns, direct=direct)
+        if direct and ask.fetch is not None:
+            pairs = ((group, index) for group, found in enumerate(lacking) for index in found)
+            ask.direct = {pair: position for position, pair in enumerate(pairs)}
 
     @staticmethod
     def _is_here(namespace: Namespace, key: BlockKey) -> bool:
@@ -113,7 +146,8 @@ class Desk:
         answer = self._look(namespace, ask)
         if answer.pending:
             return None
-        if ask.memory_only or not namespace.tiering.sources or not self._can_grow(namespace):
+        slotless = ask.memory_only or ask.direct is not None
+        if slotless or not namespace.tiering.sources or not self._can_grow(namespace):
             return answer.blocks
         # What lower tiers have needs slots; there may be more of them soon.
         here = namespace.manager.lookup(ask.chain, answer.blocks).blocks
@@ -130,6 +164,8 @@ class Desk:
 
         def below(group: int, index: int) -> LookupResult:
             found = tiering.where(chain.key(group, index))[0]
+            if found is LookupResult.MISS and ask.direct is not None:
+                found = self._of_peer(namespace, ask, group, index)
             if found is LookupResult.RETRY:  # a tier that does not know yet what it has
                 ask.deadline_ns = max(ask.deadline_ns, ask.asked_ns + self._engine.promote_ns)
             return found if wait or found is LookupResult.HIT else LookupResult.MISS
@@ -137,6 +173,17 @@ class Desk:
         lower = below if tiering.sources and not ask.memory_only else None
         coming = not ask.memory_only
         return namespace.manager.lookup(chain, ask.blocks, below=lower, coming=coming)
+
+    def _of_peer(self, namespace: Namespace, ask: Ask, group: int, index: int) -> LookupResult:
+        """Tell whether workers can read a block from the peer that was asked."""
+        position = None if ask.direct is None else ask.direct.get((group, index))
+        if position is None or self._peers is None or ask.fetch is None:
+            return LookupResult.MISS
+        if ask.offered is None:
+            ask.offered = self._peers.offered(namespace, ask.fetch)
+            if ask.offered is None:
+                return LookupResult.RETRY
+        return LookupResult.HIT if position in ask.offered else LookupResult.MISS
 
     def _fetch(self, namespace: Namespace, ask: Ask, pinned: int, blocks: int | None) -> bool:
         """Start reading what lower tiers have of the answer; False if it could not be leased.
@@ -149,7 +196,8 @@ class Desk:
             blocks = self._look(namespace, ask, wait=False).blocks
         if namespace.manager.lookup(ask.chain, blocks).blocks == blocks:
             return True  # memory has it all
-        if self._too_many(namespace, pinned, _needs(namespace, ask.chain, blocks)):
+        needs = _needs(namespace, ask.chain, blocks)
+        if ask.direct is None and self._too_many(namespace, pinned, needs):
             return False
         namespace.tiering.promote(ask.chain, blocks)
         return True
@@ -200,11 +248,14 @@ class Desk:
         namespace = session.namespace
         if namespace is None:
             return None
+        if blocks is None and ask.direct is not None:
+            blocks = self._look(namespace, ask, wait=False).blocks
         manager, engine = namespace.manager, self._engine
         pinned = manager.leases.blocks_of(session.number)
         deadline = now_ns + engine.lease_ns
         lease, capped = None, not self._fetch(namespace, ask, pinned, blocks)
-        self._let_go(namespace, ask)
+        if ask.direct is None:
+            self._let_go(namespace, ask)
         if not capped:
             coming = not ask.memory_only
             lease = manager.prepare_load(
@@ -213,6 +264,11 @@ class Desk:
         if lease is not None and self._too_many(namespace, pinned, len(lease.entries)):
             manager.complete_load(lease.lease_id)
             lease, capped = None, True
+        if ask.direct is not None:
+            reads = None if capped else self._reads(namespace, ask, lease, blocks or 0)
+            if reads is not None:
+                return self._with_reads(session, ask, lease, reads, deadline)
+            self._let_go(namespace, ask)
         lease_ms = engine.lease_ns // 1_000_000
         outcome = "capped" if capped else "miss" if lease is None else "hit"
         self._numbers.add("kvstore_lookups", outcome)
@@ -225,6 +281,69 @@ class Desk:
         namespace.tiering.used(ask.chain, lease)
         sources = self._sources(namespace, ask, lease)
         return p.Granted(ask.ask, lease.lease_id, lease_ms, hits, sources)
+
+    @staticmethod
+    def _reads(
+        namespace: Namespace, ask: Ask, lease: Lease | None, blocks: int
+    ) -> list[Positions] | None:
+        """Say which blocks workers have to read for a hit; None: none, or not all can be had."""
+        reads: list[Positions] = []
+        for group, rule in enumerate(namespace.layout.rules):
+            here = set(lease.groups[group].indices) if lease is not None else ()
+            needed = range(ask.chain.first_of(rule, blocks), blocks)
+            lacking = [index for index in needed if index not in here]
+            places = {index: (ask.direct or {}).get((group, index)) for index in lacking}
+            found = {i: at for i, at in places.items() if at is not None and at in ask.offers}
+            if len(found) < len(lacking):
+                return None
+            reads.append(found)
+        return reads if any(reads) else None
+
+    def _with_reads(
+        self,
+        session: Session,
+        ask: Ask,
+        lease: Lease | None,
+        reads: list[Positions],
+        deadline_ns: int,
+    ) -> p.Granted | None:
+        """Answer with what is here, and what workers are to read from a peer."""
+        namespace, fetch = session.namespace, ask.fetch
+        if namespace is None or fetch is None or self._peers is None:
+            return None
+        if lease is None:
+            lease = namespace.manager.leases.empty(session.number, deadline_ns, len(reads))
+        else:
+            namespace.tiering.used(ask.chain, lease)
+        session.fetches[lease.lease_id] = fetch
+        self._peers.read(
+            namespace, fetch, [at for group in reads for at in group.values()], session
+        )
+        self._numbers.add("kvstore_lookups", "hit")
+        hits = tuple(map(partial(with_reads, fetch), lease.groups, reads))
+        kept = min(index for group in reads for index in group)
+        rules = namespace.layout.rules
+        first_full = next((g for g, rule in enumerate(rules) if rule.trailing is None), 0)
+        sources = self._sources(namespace, ask, lease) | {PEER: len(reads[first_full])}
+        lease_ms = self._engine.lease_ns // 1_000_000
+        return p.Granted(ask.ask, lease.lease_id, lease_ms, hits, sources, kept=kept)
+
+    # The ends of leases
+
+    def end_lease(
+        self, session: Session, lease_id: LeaseId, damaged: Collection[Slot] = ()
+    ) -> None:
+        """End a session's own lease; it may have ended before."""
+        namespace = session.namespace
+        if namespace is not None and namespace.manager.leases.owned_by(lease_id, session.number):
+            namespace.manager.complete_load(lease_id, damaged)
+            self.lease_ended(session, lease_id)
+
+    def lease_ended(self, session: Session, lease_id: LeaseId) -> None:
+        """What workers were to read for it is not read any more."""
+        fetch = session.fetches.pop(lease_id, None)
+        if fetch is not None and session.namespace is not None and self._peers is not None:
+            self._peers.read_no_more(session.namespace, fetch)
 
 
 def _needs(namespace: Namespace, chain: Chain, blocks: int) -> int:

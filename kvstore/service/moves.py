@@ -77,7 +77,9 @@ Event = Up | Down | Reachable | Unreachable | Summed | Checked | Written | Arriv
 
 
 class Mover(Protocol):
-    """Threads and an exporter process; nothing waits."""
+    """Threads and an exporter process; nothing waits. devices: as UCX names them."""
+
+    devices: str
 
     def poll(self, now_ns: int) -> Sequence[Event]:
         """Return what has happened; each piece of work ends exactly once."""

@@ -22,14 +22,15 @@ import msgspec
 from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
 from kvstore.export.consumer import STALL_NS, Consumer
-from kvstore.export.fetches import Check, Read
-from kvstore.export.fetches import Tag as Part
 from kvstore.export.jobs import Source, Tag, Write
 from kvstore.export.producer import Producer
 from kvstore.metrics import Numbers
+from kvstore.protocol import Arrived as Arrived_
 from kvstore.protocol import Extent, Message, Unmap
 from kvstore.service.agents import Agents
 from kvstore.service.channel import Channel, ClusterKey
+from kvstore.service.direct import Direct, Send, no_workers
+from kvstore.service.inlet import Inlet
 from kvstore.service.moves import (
     BUSY_S,
     Arrived,
@@ -45,6 +46,7 @@ from kvstore.service.moves import (
 )
 from kvstore.service.namespace import Namespace
 from kvstore.service.requests import Held, Requests
+from kvstore.service.session import Session
 from kvstore.types import BlockKey, Slot
 
 log = logging.getLogger(__name__)
@@ -74,51 +76,8 @@ class _Link(msgspec.Struct, eq=False):
     used_ns: int
     greeted: bool = False
     agent: str | None = None  # once it is welcome
+    metadata: bytes = b""  # of its exporter
     waiting: list[Message] = []
-
-
-class _Inlet:
-    """The work of one namespace's consumer, and what it sends."""
-
-    def __init__(self, peers: Peers, namespace: Namespace, mover: Mover) -> None:
-        self._peers = peers
-        self._namespace = namespace
-        self._mover = mover
-        layout = namespace.layout
-        self._landing = mover.landing(layout.digest, layout.slot_bytes)
-        self.consumer = Consumer(self, self._landing, peers.say, len(layout.rules))
-
-    @property
-    def quarantined_bytes(self) -> int:
-        """Landing memory that something may still write though nobody waits for it."""
-        return self.consumer.quarantined * self._namespace.layout.slot_bytes
-
-    @property
-    def landing_bytes(self) -> int:
-        """Landing memory that is not free, quarantined or not."""
-        return self._landing.used * self._namespace.layout.slot_bytes
-
-    @property
-    def crowded(self) -> bool:
-        """Tell whether more than half of the landing memory is in quarantine."""
-        return 2 * self.consumer.quarantined > self._landing.count
-
-    def read(self, tags: list[Part], peer: int, read: Read) -> None:
-        """Read a peer's slots; a peer that is gone by now has told the consumer so."""
-        agent = self._peers.agent_of(peer)
-        self._mover.read(tags, agent, self._namespace.layout.digest, read)
-
-    def abandon(self, tag: Part) -> None:
-        """Nobody waits for a read any more."""
-        self._mover.abandon(self._namespace.layout.digest, tag)
-
-    def check(self, tags: list[Part], blocks: list[Check]) -> None:
-        """Check and copy landed blocks."""
-        work = [
-            (block, self._landing.view(block.landing), self._namespace.view(block.slot))
-            for block in blocks
-        ]
-        self._mover.check(tags, self._namespace.layout.digest, work)
 
 
 class Peers:
@@ -139,13 +98,14 @@ class Peers:
         )
         self._mover = mover
         self._namespaces: Mapping[str, Namespace] = {}
+        self.direct = Direct(no_workers)
         self._numbers = Numbers()
         self._up: Up | None = None
         self._noted: list[int] = []
         self._regions: dict[int, m.Region] = {}
         self._links: dict[int, _Link] = {}
         self._by_address: dict[tuple[str, str], int] = {}
-        self._inlets: dict[str, _Inlet] = {}
+        self._inlets: dict[str, Inlet] = {}
         self._now_ns = 0
         self.requests = Requests(
             self.producer.hands,
@@ -157,9 +117,15 @@ class Peers:
         self._crowded_ns: int | None = None  # since when
         self._quiet_ns: int | None = None
 
-    def serve(self, namespaces: Mapping[str, Namespace], numbers: Numbers) -> None:
-        """Hand over blocks of these namespaces, which come and go; numbers: of the store."""
+    def serve(
+        self, namespaces: Mapping[str, Namespace], numbers: Numbers, send: Send = no_workers
+    ) -> None:
+        """Hand over blocks of these namespaces, which come and go.
+
+        numbers: of the store. send(connection, message, None): to one of its engines' workers.
+        """
         self._namespaces, self._numbers = namespaces, numbers
+        self.direct = Direct(send)
 
     def _mapped(self, extent: int) -> None:
         """Nobody who waits for all to map or unmap an extent waits for the exporter."""
@@ -172,13 +138,15 @@ class Peers:
         """Return the remote tier of a namespace."""
         digest = namespace.layout.digest
         if digest not in self._inlets:
-            self._inlets[digest] = _Inlet(self, namespace, self._mover)
+            self._inlets[digest] = Inlet(self, namespace, self._mover, self.direct)
         return self._inlets[digest].consumer
 
-    def fetch(self, namespace: Namespace, address: str, want: m.Want, now_ns: int) -> int | None:
+    def fetch(
+        self, namespace: Namespace, address: str, want: m.Want, now_ns: int, *, direct: bool = False
+    ) -> int | None:
         """Ask a peer for blocks; return the fetch's number in the namespace's consumer.
 
-        None: it is ourselves, or too many others are being asked.
+        direct: for workers to read. None: it is ourselves, or too many others are being asked.
         """
         number = None
         if address != self.channel.address:
@@ -187,10 +155,15 @@ class Peers:
             return None
         self._mover.wake()
         consumer = self.inlet(namespace)
-        fetch = consumer.want(number, want, now_ns)
+        fetch = consumer.want(number, want, now_ns, direct=direct)
         if self._up is None:
             consumer.heard(number, now_ns, STALL_NS)
         return fetch
+
+    @property
+    def devices(self) -> str:
+        """Network devices that bytes travel over, as UCX names them."""
+        return self._mover.devices
 
     def pushes(self, address: str) -> bool:
         """Tell whether a peer had better write its blocks than have them read: over TCP."""
@@ -230,6 +203,31 @@ class Peers:
         """Nothing more will be loaded of a fetch."""
         self.inlet(namespace).claimed(fetch)
 
+    def offered(self, namespace: Namespace, fetch: int) -> dict[int, str] | None:
+        """Say in which tier a peer has which positions of a fetch; None: it has not answered."""
+        return self.inlet(namespace).offered(fetch)
+
+    def read(
+        self, namespace: Namespace, fetch: int, positions: list[int], session: Session
+    ) -> None:
+        """Have an engine's workers read these positions of a fetch."""
+        self.direct.begin(namespace.layout.digest, fetch, session.number, session.workers)
+        self.inlet(namespace).claim(fetch, positions)
+
+    def arrived(
+        self, namespace: Namespace, session: int, rank: int, message: Arrived_, now_ns: int
+    ) -> None:
+        """A worker has read, or could not. Raises ProtocolError for what is not its engine's."""
+        found = self.direct.arrived(namespace.layout.digest, session, rank, message)
+        if found is not None:
+            positions, ok = found
+            self.inlet(namespace).arrived(message.fetch, positions, now_ns, ok=ok)
+
+    def read_no_more(self, namespace: Namespace, fetch: int) -> None:
+        """The lease that a fetch is read for has ended."""
+        self.inlet(namespace).let_go(fetch)
+        self.direct.end(namespace.layout.digest, fetch)
+
     def on_memory(self, message: Message, fd: int | None) -> None:
         """Do with an extent what workers are told to do. Nobody waits for it to be mapped."""
         if isinstance(message, Extent) and fd is not None:
@@ -251,10 +249,10 @@ class Peers:
         link.waiting.append(message)
         self._greet(number)
 
-    def agent_of(self, number: int) -> str:
-        """Name the exporter at the other end; none if the connection is gone."""
+    def reached_at(self, number: int) -> tuple[str, bytes]:
+        """Name the exporter at the other end, and how to reach it; none if it is gone."""
         link = self._links.get(number)
-        return (link and link.agent) or ""
+        return ("", b"") if link is None else (link.agent or "", link.metadata)
 
     def _greet(self, number: int) -> None:
         """Say Hello, once, if there is something to say after it."""
@@ -284,7 +282,7 @@ class Peers:
             case m.Welcome(agent, metadata):
                 if link.agent is not None:
                     raise ProtocolError("a second Welcome")
-                link.agent = agent
+                link.agent, link.metadata = agent, metadata
                 consumer.heard(number, self._now_ns)
                 self._agents.meet(number, agent, metadata)
                 waiting, link.waiting = link.waiting, []
@@ -301,6 +299,7 @@ class Peers:
                 raise ProtocolError(f"{type(message).__name__} before Welcome")
             case _:
                 if isinstance(message, m.Have) and message.metadata:
+                    link.metadata = message.metadata
                     self._agents.update(number, message.metadata)
                 consumer.on_message(number, message, self._now_ns)
 
@@ -360,7 +359,7 @@ class Peers:
         found |= {("kvstore_hand_over_open", what): count for what, count in open_now.items()}
         found |= {("kvstore_hand_over_events", event): counts[event] for event in EVENTS}
         found |= {("kvstore_fetched_blocks", tier): count for tier, count in fetched.items()}
-        moved = self._mover.moved_bytes
+        moved = {**self._mover.moved_bytes, "direct": self.direct.moved_bytes}
         found |= {("kvstore_hand_over_moved_bytes", way): size for way, size in moved.items()}
         return found
 
@@ -390,6 +389,7 @@ class Peers:
         self.requests.tick(now_ns)
         for inlet in self._inlets.values():
             inlet.consumer.tick(now_ns)
+        self.direct.flush()
         if now_ns - self._swept_ns >= SWEEP_NS:
             self._swept_ns = now_ns
             self._sweep()

@@ -41,6 +41,15 @@ class Ask(msgspec.Struct, eq=False):
     memory_only: bool = False
     look_ns: int = 0  # not before
     fetch: int | None = None  # what a peer was asked for it
+    direct: dict[tuple[int, int], int] | None = (
+        None  # for workers to read: group, index -> position
+    )
+    offered: dict[int, str] | None = None  # of these positions: in which tier
+
+    @property
+    def offers(self) -> dict[int, str]:
+        """Say what a peer has offered."""
+        return self.offered or {}
 
 
 class Writing(msgspec.Struct, eq=False):
@@ -76,6 +85,8 @@ class Session(msgspec.Struct, eq=False):
     granted: set[Slot] = set()
     writing: dict[Slot, Writing] = {}  # slots that some ranks have reported
     loading: dict[LeaseId, tuple[set[int], set[Slot]]] = {}  # lease -> ranks done, damaged
+    fetches: dict[LeaseId, int] = {}  # lease -> what workers read of a peer for it
+    readers: set[int] = set()  # ranks that can
     asks: dict[int, Ask] = {}
     news: News = msgspec.field(default_factory=News)
 
@@ -95,6 +106,7 @@ class Session(msgspec.Struct, eq=False):
                 raise ProtocolError(f"rank {hello.rank}, expected 0..{hello.world - 1}")
             self.workers[hello.rank] = connection
             self.geometries[hello.rank] = hello.geometry
+            self.readers = self.readers | {hello.rank} if hello.direct else self.readers
         else:
             raise ProtocolError(f"role {hello.role!r}, expected scheduler, or worker with geometry")
 
@@ -102,6 +114,11 @@ class Session(msgspec.Struct, eq=False):
     def complete(self) -> bool:
         """Tell whether every part of the engine is connected."""
         return self.scheduler is not None and len(self.workers) == self.world
+
+    @property
+    def direct(self) -> bool:
+        """Tell whether all workers can read a peer's slots themselves."""
+        return len(self.readers) == self.world
 
     def taken(self, role: str, rank: int) -> bool:
         """Tell whether this part of the engine is connected."""

@@ -7,7 +7,7 @@ does the same with connections of its own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -78,7 +78,7 @@ class Store:
         self._desk = Desk(config.engine, self.numbers, self._memory.can_grow, peers)
         self._peers = peers
         if peers is not None:
-            peers.serve(self.namespaces, self.numbers)
+            peers.serve(self.namespaces, self.numbers, send)
         self._pool = pool
         self._disk = disk
 
@@ -132,6 +132,8 @@ class Store:
             self._stored(session, self._rank(session, connection), message)
         elif isinstance(message, p.Loaded):
             self._loaded(session, self._rank(session, connection), message)
+        elif isinstance(message, p.Arrived):
+            self._arrived(session, self._rank(session, connection), message)
         elif isinstance(message, p.Mapped | p.Unmapped):
             if session.namespace is not None:
                 session.namespace.settle(message.extent, connection)
@@ -160,6 +162,8 @@ class Store:
             session.scheduler = None
         session.workers = {r: c for r, c in session.workers.items() if c != connection}
         self._memory.forget(self.namespaces.values(), connection)
+        if self._peers is not None:
+            self._peers.direct.forget(connection)
         self._end(session, "closed", "another connection of this engine closed")
         if not session.workers:
             self._bury(session)
@@ -196,8 +200,11 @@ class Store:
 
     def _tick_namespace(self, namespace: Namespace) -> None:
         manager = namespace.manager
-        for _ in manager.expire(self._now_ns):
+        for lease_id in manager.expire(self._now_ns):
             self.numbers.add("kvstore_lookups", "expired")
+            for session in self.sessions.values():
+                if session.namespace is namespace:
+                    self._desk.lease_ended(session, lease_id)
         namespace.tiering.poll(self._now_ns)
         manager.clear_some()
         changes = manager.take_changes()
@@ -260,7 +267,9 @@ class Store:
             if first_time or worker == joined:
                 layout = session.layouts[rank]
                 digest, promote_ns = namespace.layout.digest, self._config.engine.promote_ns
-                welcome = p.Welcome(session.number, digest, layout, promote_ns // 1_000_000)
+                devices = "" if self._peers is None else self._peers.devices
+                wait_ms = promote_ns // 1_000_000
+                welcome = p.Welcome(session.number, digest, layout, wait_ms, devices=devices)
                 self._send(worker, welcome, None)
                 self._memory.announce(namespace, worker, self._now_ns)
         if session.scheduler is not None and (first_time or session.scheduler == joined):
@@ -327,7 +336,7 @@ class Store:
         namespace.used_ns = self._now_ns
         namespace.manager.give_back(session.granted)
         for lease_id in namespace.manager.leases.of_owner(session.number):
-            namespace.manager.complete_load(lease_id)
+            self._desk.end_lease(session, lease_id)
         log.info("engine %s detached, session %d", session.engine, session.number)
 
     def _to_scheduler(self, session: Session, message: p.Message) -> None:
@@ -359,7 +368,7 @@ class Store:
 
     def _step(self, session: Session, step: p.Step) -> None:
         for lease_id in step.release:
-            self._end_lease(session, LeaseId(lease_id))
+            self._desk.end_lease(session, LeaseId(lease_id))
         if step.usage is not None:
             self.numbers.add("kvstore_lookup_tokens", by=step.usage.lookup_tokens)
             for tier, tokens in step.usage.hit_tokens.items():
@@ -388,14 +397,6 @@ class Store:
                 tuple(news.granted), p.u32(news.credits), tuple(news.added), tuple(news.removed)
             )
             self._to_scheduler(session, answers)
-
-    def _end_lease(
-        self, session: Session, lease_id: LeaseId, damaged: Collection[Slot] = ()
-    ) -> None:
-        """End a session's own lease; it may have ended before."""
-        namespace = session.namespace
-        if namespace is not None and namespace.manager.leases.owned_by(lease_id, session.number):
-            namespace.manager.complete_load(lease_id, damaged)
 
     # Reports of workers
 
@@ -432,7 +433,11 @@ class Store:
         lease_id = LeaseId(message.lease)
         damaged = session.loaded(lease_id, rank, p.from_u32(message.damaged))
         if damaged is not None:
-            self._end_lease(session, lease_id, damaged)
+            self._desk.end_lease(session, lease_id, damaged)
+
+    def _arrived(self, session: Session, rank: int, message: p.Arrived) -> None:
+        if self._peers is not None and session.namespace is not None:
+            self._peers.arrived(session.namespace, session.number, rank, message, self._now_ns)
 
     # Admin
 

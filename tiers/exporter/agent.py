@@ -37,6 +37,8 @@ _REFUSED: tuple[type[Exception], ...] = (
 )
 
 Indices = npt.NDArray[np.int32]
+Places = npt.NDArray[np.uint64]
+"""Rows of address, bytes and 0."""
 Blocks = NewType("Blocks", int)
 """A prepared list of equal blocks side by side, on one side of a transfer."""
 Flight = NewType("Flight", int)
@@ -141,12 +143,26 @@ class Agent:
             )
         except ERRORS as exc:
             raise failed("not started", exc) from exc
+        return self._post(flight)
+
+    def _post(self, flight: int) -> tuple[Flight, bool]:
         try:
             status = self._agent.postXferReq(flight, "")
         except ERRORS as exc:
             self._agent.releaseXferReq(flight)
             raise failed("ended", exc) from exc
         return Flight(flight), status == _bindings.NIXL_SUCCESS
+
+    def read(self, peer: str, local: Places, remote: Places) -> tuple[Flight, bool]:
+        """Start reading places of a peer into our own, one by one; else like start()."""
+        lists = [_bindings.nixlXferDList(_bindings.DRAM_SEG, each) for each in (local, remote)]
+        try:
+            flight = self._agent.createXferReq(
+                _bindings.NIXL_READ, *lists, peer, "", self._backends
+            )
+        except ERRORS as exc:
+            raise failed("not started", exc) from exc
+        return self._post(flight)
 
     def over(self, flight: Flight) -> bool:
         """Tell whether a transfer is over. Raises MoveError when it is, and failed."""

@@ -152,7 +152,12 @@ def environment(devices: str, transports: str | None) -> dict[str, str]:
         for name, value in ours.items()
         if name.startswith(_HANDED_ON) or name == "PYTHONPATH"
     }
-    found["UCX_NET_DEVICES"] = devices
+    return found | ucx_settings(devices, transports)
+
+
+def ucx_settings(devices: str, transports: str | None = None) -> dict[str, str]:
+    """Return what UCX has to find in the environment when an agent is made."""
+    found = {"UCX_NET_DEVICES": devices}
     if transports is not None:
         found["UCX_TLS"] = transports
     if not _INFINIBAND.is_dir() or not any(_INFINIBAND.iterdir()):

@@ -1,0 +1,198 @@
+"""The part of a load that comes straight from a peer: read by this worker into engine blocks.
+
+    the job names (fetch, position) --Places: it can be read--> reading --> read, the store is told
+    --Passed, of the store: the peer held it until then--> good; or not, at any time before
+
+A load ends, well or not, only when nothing of it is being read any more. What does not end by
+itself once it is given up, as from a peer that hangs, ends with the agent.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import msgspec
+
+from connectors.jobs import LoadJob, pieces
+from kvstore import protocol as p
+from kvstore.errors import TierError
+from kvstore.layout import Move, RankLayout
+from tiers.copier import LayerCache
+from tiers.direct import READ_BYTES, EngineReader, Reading
+
+log = logging.getLogger(__name__)
+
+FETCHES_MAX = 1024  # that the store has told of
+GIVE_UP_NS = 1_000_000_000  # for reads that nobody waits for, to end by themselves
+
+Where = tuple[int, int]
+"""A fetch, and a position in it."""
+
+
+class _Place(msgspec.Struct, frozen=True):
+    peer: str
+    address: int
+
+
+class _Fetch(msgspec.Struct, eq=False):
+    """What the store has said of a fetch."""
+
+    places: dict[int, _Place] = {}
+    passed: dict[int, bool] = {}
+
+
+class Reads(msgspec.Struct, eq=False):
+    """What one load reads: the moves of each block, and how far they are."""
+
+    moves: dict[Where, list[Move]]
+    until_ns: int
+    started: set[Where] = set()
+    flying: list[tuple[Reading, list[Where]]] = []
+    copied_bytes: int = 0
+    failed: bool = False
+    given_up_ns: int | None = None
+
+
+class DirectReads:
+    """Those of one worker: told by its link thread, done by its copy thread."""
+
+    def __init__(self, caches: dict[str, LayerCache]) -> None:
+        """caches: by layer name. Raises NotSupported where nothing can be read into them."""
+        self._reader = EngineReader(caches)
+        self._slot_bytes = 0
+        self._told: deque[p.Places | p.Passed] = deque()
+        self._fetches: dict[int, _Fetch] = {}
+
+    def open(self, layout: RankLayout, devices: str) -> None:
+        """A session begins; no load is under way. Raises TierError."""
+        self._told.clear()
+        self._fetches.clear()
+        self._slot_bytes = layout.slot_bytes
+        self._reader.open(layout, devices)
+
+    def told(self, message: p.Places | p.Passed) -> None:
+        """The store has said something; called from the link thread."""
+        self._told.append(message)
+
+    def reads(self, job: LoadJob, per: tuple[int, ...], until_ns: int) -> Reads | None:
+        """Return what a load has to read; None: nothing. per: engine blocks in a block, by group.
+
+        until_ns: when blocks that are not good are late.
+        """
+        fetches = dict(zip(job.store.slots, job.generations, strict=True))
+        read: dict[Where, list[Move]] = {}
+        if max(job.store.slots, default=0) >= p.DIRECT:
+            for move in pieces(job.engine, job.store, per):
+                if move.slot >= p.DIRECT:
+                    where = fetches[move.slot], move.slot - p.DIRECT
+                    read.setdefault(where, []).append(move)
+        return Reads(read, until_ns) if read else None
+
+    def advance(self, reads: Reads, tell: Callable[[p.Message], None], now_ns: int) -> bool:
+        """Go on with a load's reads; True when they are over: not failed, all are good.
+
+        tell(): to the store.
+        """
+        self._listen()
+        self._land(reads, tell)
+        passed = [self._passed(where) for where in reads.moves]
+        if not reads.failed:
+            reads.failed = False in passed or (None in passed and now_ns >= reads.until_ns)
+        if reads.failed:
+            return self.give_up(reads, now_ns)
+        self._start(reads)
+        self._land(reads, tell)
+        return None not in passed and not reads.flying
+
+    def give_up(self, reads: Reads, now_ns: int) -> bool:
+        """Start nothing more; True once nothing is being read."""
+        self._land(reads, lambda _: None)
+        if not reads.flying:
+            return True
+        if reads.given_up_ns is None:
+            reads.given_up_ns = now_ns
+        if now_ns - reads.given_up_ns < GIVE_UP_NS:
+            return False
+        log.warning("reads from a peer do not end: ending the agent that reads them")
+        reads.flying.clear()
+        try:
+            self._reader.restart()
+        except TierError as exc:
+            log.error("nothing can be read from peers: %s", exc)
+        return True
+
+    def _listen(self) -> None:
+        while self._told:
+            message = self._told.popleft()
+            fetch = self._fetches.setdefault(message.fetch, _Fetch())
+            while len(self._fetches) > FETCHES_MAX:
+                del self._fetches[next(iter(self._fetches))]
+            positions = p.from_u32(message.positions)
+            if isinstance(message, p.Passed):
+                fetch.passed.update(dict.fromkeys(positions, message.ok))
+                continue
+            if message.metadata:
+                try:
+                    self._reader.meet(message.agent, message.metadata)
+                except TierError as exc:
+                    log.error("blocks of a peer cannot be read: %s", exc)
+            for position, number in zip(positions, p.from_u32(message.numbers), strict=True):
+                address = message.base + number * self._slot_bytes
+                fetch.places[position] = _Place(message.agent, address)
+
+    def _passed(self, where: Where) -> bool | None:
+        fetch = self._fetches.get(where[0])
+        return None if fetch is None else fetch.passed.get(where[1])
+
+    def _place(self, where: Where) -> _Place | None:
+        fetch = self._fetches.get(where[0])
+        return None if fetch is None else fetch.places.get(where[1])
+
+    def _start(self, reads: Reads) -> None:
+        """Read what can be read now."""
+        found = [
+            (w, place) for w in reads.moves if w not in reads.started and (place := self._place(w))
+        ]
+        for (_, peer), run in groupby(found, key=lambda pair: (pair[0][0], pair[1].peer)):
+            chunk: list[tuple[Where, _Place]] = []
+            for pair in run:
+                chunk.append(pair)
+                if len(chunk) * self._slot_bytes >= READ_BYTES:
+                    self._read(reads, peer, chunk)
+                    chunk = []
+            if chunk:
+                self._read(reads, peer, chunk)
+
+    def _read(self, reads: Reads, peer: str, chunk: Sequence[tuple[Where, _Place]]) -> None:
+        moves = [(move, place.address) for where, place in chunk for move in reads.moves[where]]
+        wheres = [where for where, _ in chunk]
+        reads.started.update(wheres)
+        try:
+            reading = self._reader.read(peer, moves)
+        except TierError as exc:
+            log.error("blocks of a peer cannot be read: %s", exc)
+            reading = Reading(0, None, None)
+            reads.failed = True
+        reads.flying.append((reading, wheres))
+
+    def _land(self, reads: Reads, tell: Callable[[p.Message], None]) -> None:
+        """Tell the store of reads that have ended."""
+        flying, reads.flying = reads.flying, []
+        for reading, wheres in flying:
+            ok = True
+            try:
+                if not self._reader.over(reading):
+                    reads.flying.append((reading, wheres))
+                    continue
+            except TierError as exc:
+                log.error("blocks of a peer were not read: %s", exc)
+                ok = False
+            ok = ok and not reads.failed
+            reads.failed = not ok
+            copied = reading.bytes if ok else 0
+            reads.copied_bytes += copied
+            positions = p.u32([position for _, position in wheres])
+            tell(p.Arrived(wheres[0][0], positions, copied, ok))

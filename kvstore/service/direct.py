@@ -1,0 +1,147 @@
+"""Fetches whose blocks the workers of an engine read themselves, straight into its memory.
+
+desk    claimed, for a lease ----------> begin()
+peer    can be read now ---------------> tell(): Places to each worker
+workers Arrived, from each rank -------> arrived(): the consumer asks whether it is good
+peer    the lease held, or it failed --> passed(): Passed to each worker, at the end of a turn
+lease   has ended ---------------------> end()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from kvstore import protocol as p
+from kvstore.errors import ProtocolError
+from kvstore.export.messages import Region, clip
+from kvstore.leases import GroupHit
+from kvstore.types import GroupRule
+
+Send = Callable[[int, p.Message, int | None], None]
+Positions = Mapping[int, int]
+"""Of one group: block index -> its position in a fetch."""
+
+
+def reaching_on(
+    rules: Sequence[GroupRule], lacking: Sequence[list[int]], blocks: int
+) -> list[list[int]]:
+    """Ask for what is lacking, and for all behind the first block that a full group lacks.
+
+    What is here behind a gap cannot be pinned by a lease.
+    """
+    gaps = [
+        found[0] for rule, found in zip(rules, lacking, strict=True) if not rule.trailing and found
+    ]
+    gap = min(gaps, default=blocks)
+    wanted = []
+    for rule, found in zip(rules, lacking, strict=True):
+        absent = set(found)
+        wanted.append([index for index in clip(rule, blocks) if index >= gap or index in absent])
+    return wanted
+
+
+def with_reads(fetch: int, hit: GroupHit, reads: Positions) -> p.Hit:
+    """Name what is here of a group, and what workers read."""
+    here = zip(hit.indices, hit.slots, hit.generations, strict=True)
+    read = ((index, p.DIRECT + position, fetch) for index, position in reads.items())
+    columns = list(zip(*sorted((*here, *read)), strict=True)) or [(), (), ()]
+    return p.Hit(*(p.u32(column) for column in columns))
+
+
+def no_workers(_connection: int, _message: p.Message, _fd: int | None) -> None:
+    """Say nothing: there is nobody."""
+
+
+class _Fetch(msgspec.Struct, eq=False):
+    """One of them; read: by which ranks, by position."""
+
+    session: int
+    workers: Mapping[int, int]  # rank -> connection
+    read: dict[int, set[int]] = {}
+    passed: dict[bool, list[int]] = {}  # not told yet: which are good, which are not
+
+
+class Direct:
+    """Those of one store. A fetch is named by its namespace's digest and its number there."""
+
+    def __init__(self, send: Send) -> None:
+        """send(connection, message, None): to a worker."""
+        self._send = send
+        self._fetches: dict[tuple[str, int], _Fetch] = {}
+        self._known: dict[int, dict[str, bytes]] = {}  # connection -> peers' agents, their metadata
+        self.moved_bytes = 0
+
+    def begin(self, digest: str, number: int, session: int, workers: Mapping[int, int]) -> None:
+        """These workers will read what is claimed of a fetch."""
+        self._fetches[digest, number] = _Fetch(session, dict(workers))
+
+    def tell(
+        self,
+        digest: str,
+        number: int,
+        agent: tuple[str, bytes],
+        region: Region,
+        positions: list[int],
+        numbers: list[int],
+    ) -> None:
+        """Blocks can be read now. agent: the peer's, and its metadata."""
+        fetch = self._fetches.get((digest, number))
+        if fetch is None:
+            return
+        name, metadata = agent
+        for connection in fetch.workers.values():
+            known = self._known.setdefault(connection, {})
+            news = b"" if known.get(name) == metadata else metadata
+            known[name] = metadata
+            where = name, news, region.base, region.slots
+            places = p.Places(number, *where, p.u32(positions), p.u32(numbers))
+            self._send(connection, places, None)
+
+    def arrived(
+        self, digest: str, session: int, rank: int, message: p.Arrived
+    ) -> tuple[list[int], bool] | None:
+        """Note what a rank has read; return what all of them have, and whether it went well.
+
+        None: the fetch is over. Raises ProtocolError for another session's.
+        """
+        self.moved_bytes += message.copied_bytes
+        fetch = self._fetches.get((digest, message.fetch))
+        if fetch is None:
+            return None
+        if fetch.session != session:
+            raise ProtocolError(f"fetch {message.fetch} is another engine's")
+        positions = p.from_u32(message.positions)
+        if not message.ok:
+            return positions, False
+        whole = []
+        for position in positions:
+            ranks = fetch.read.setdefault(position, set())
+            ranks.add(rank)
+            if len(ranks) == len(fetch.workers):
+                whole.append(position)
+        return whole, True
+
+    def passed(self, digest: str, number: int, position: int, *, ok: bool) -> None:
+        """A block is good, or will not be."""
+        fetch = self._fetches.get((digest, number))
+        if fetch is not None:
+            fetch.passed.setdefault(ok, []).append(position)
+
+    def flush(self) -> None:
+        """Tell workers what came of their blocks."""
+        for (_, number), fetch in self._fetches.items():
+            passed, fetch.passed = fetch.passed, {}
+            for ok, positions in passed.items():
+                for connection in fetch.workers.values():
+                    self._send(connection, p.Passed(number, p.u32(positions), ok), None)
+
+    def end(self, digest: str, number: int) -> None:
+        """Its lease has ended: workers wait for it no more, or are told not to."""
+        self.flush()
+        self._fetches.pop((digest, number), None)
+
+    def forget(self, connection: int) -> None:
+        """A worker is gone."""
+        self._known.pop(connection, None)

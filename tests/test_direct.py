@@ -1,0 +1,198 @@
+"""What a peer has, read straight into an engine's tensors: real stores, exporters and NIXL."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from connectors.client import Grant
+from kvstore import protocol as p
+from kvstore.bench.store import StoreProcess, free_port
+from tests.engine.support import numbers, since
+from tests.fakes import hashes
+from tests.handover_nodes import exporter_of
+from tests.live import eventually
+from tests.worker_rig import Rig, heard
+
+CAPACITY = "16MiB"
+
+
+class Nodes:
+    """A prefill and a decode store as processes, an engine's workers at each."""
+
+    def __init__(self, folder: Path, ends: ExitStack, *, ranks: tuple[int, int], more: str) -> None:
+        self.stores, self.rigs = [], []
+        for name, world in zip("pd", ranks, strict=True):
+            (folder / name).mkdir()
+            port = free_port()
+            sections = f'[engine]\npromote = "2s"\n[peer]\nlisten = "127.0.0.1:{port}"\n'
+            disk = more.format(folder=folder / name) if name == "p" else ""
+            store = StoreProcess(folder / name, CAPACITY, sections + disk)
+            self.stores.append(ends.enter_context(store))
+            path = store.address.removeprefix("unix://")
+            rig = Rig(path, world=world, direct=name == "d")
+            ends.callback(rig.close)
+            rig.attach()
+            self.rigs.append(rig)
+            if name == "p":
+                self.address = f"127.0.0.1:{port}"
+
+    def ask(self, chain: list[bytes], **how: object) -> Grant:
+        return self.rigs[1].ask(chain, peer=self.address, direct=True, **how)
+
+    def load(self, grant: Grant, blocks: range, name: str = "r") -> list[bool]:
+        return self.rigs[1].load(self.rigs[1].load_job(name, grant, blocks))
+
+    def holds(self, blocks: range, first: int = 0) -> bool:
+        """Whether engine blocks have the bytes of the chain's blocks from `first` on."""
+        pairs = [(block, first + at) for at, block in enumerate(blocks)]
+        return all(rank.holds(*pair) for rank in self.rigs[1].ranks for pair in pairs)
+
+    def numbers(self, side: int) -> dict[str, float]:
+        return numbers(self.stores[side].address)
+
+    def left(self) -> dict[str, float]:
+        """What is still held on either side for a hand-over."""
+        names = ("kvstore_hand_over_bytes{held}", "kvstore_hand_over_open{fetches}", "kvstore_leases")
+        names += ("kvstore_hand_over_open{jobs}",)
+        found = [(side, name, self.numbers(side).get(name)) for side in (0, 1) for name in names]
+        return {f"{side} {name}": value for side, name, value in found if value}
+
+
+@contextmanager
+def nodes(folder: Path, ranks: tuple[int, int] = (1, 1), more: str = "") -> Iterator[Nodes]:
+    with ExitStack() as ends:
+        yield Nodes(folder, ends, ranks=ranks, more=more)
+
+
+def test_L1_direct_a_prompt_goes_from_the_peers_slots_into_engine_blocks(tmp_path: Path) -> None:
+    chain = hashes(6)
+    with nodes(tmp_path) as made:
+        made.rigs[0].put(chain, range(6))
+        before = made.numbers(1)
+        grant = made.ask(chain)
+        assert (grant.kept, grant.sources, len(grant.hits[0])) == (0, {"peer": 6}, 6)
+        assert made.load(grant, range(10, 16)) == [False]
+        assert made.holds(range(10, 16))
+        assert made.rigs[1].ranks[0].untouched([*range(10), *range(16, 24)])
+        eventually(lambda: not made.left())
+        found = since(made.stores[1].address, before)
+        assert found["kvstore_fetched_blocks{cpu}"] == 6
+        moved = 6 * sum(cache.page_bytes for cache in made.rigs[1].ranks[0].caches.values())
+        assert found["kvstore_hand_over_moved_bytes{direct}"] == moved
+        assert not found.get("kvstore_hand_over_moved_bytes{pulled}"), "not through its slots"
+        assert not made.numbers(1).get("kvstore_stored_blocks{stored}"), "its memory has none of them"
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 2)])
+def test_B13_direct_each_rank_reads_its_own_heads(tmp_path: Path, ranks: tuple[int, int]) -> None:
+    chain = hashes(5)
+    with nodes(tmp_path, ranks) as made:
+        made.rigs[0].put(chain, range(5))
+        assert made.load(made.ask(chain), range(3, 8)) == [False] * ranks[1]
+        assert made.holds(range(3, 8))
+        eventually(lambda: not made.left())
+
+
+def test_B6_direct_only_what_the_decode_node_lacks_is_read(tmp_path: Path) -> None:
+    chain = hashes(6)
+    with nodes(tmp_path) as made:
+        made.rigs[0].put(chain, range(6))
+        made.rigs[1].put(chain[:2], range(2))
+        before = made.numbers(1)
+        grant = made.ask(chain)
+        assert (grant.kept, grant.sources) == (2, {"peer": 4})
+        assert made.load(grant, range(10, 16)) == [False]
+        assert made.holds(range(10, 16))
+        eventually(lambda: not made.left())
+        assert since(made.stores[1].address, before)["kvstore_fetched_blocks{cpu}"] == 4
+
+
+def test_L1_direct_blocks_come_from_the_peers_disk(tmp_path: Path) -> None:
+    chain = hashes(6)
+    disk = '[nvme]\npath = "{folder}/kv"\ncapacity = "64MiB"\n'
+    with nodes(tmp_path, more=disk) as made:
+        made.rigs[0].put(chain, range(6))
+        eventually(lambda: made.numbers(0).get("kvstore_tier_blocks{nvme,stored}") == 6)
+        made.stores[0].stop()
+        made.stores[0].__enter__()
+        eventually(lambda: heard(made.rigs[0].client) and made.rigs[0].client.session)
+        granted = made.ask(chain)
+        assert made.load(granted, range(6, 12)) == [False]
+        assert made.holds(range(6, 12))
+        assert made.numbers(1)["kvstore_fetched_blocks{nvme}"] == 6
+
+
+def test_B9_direct_an_answer_that_is_not_used_lets_the_peer_go(tmp_path: Path) -> None:
+    chain = hashes(6)
+    with nodes(tmp_path) as made:
+        made.rigs[0].put(chain, range(6))
+        rig = made.rigs[1]
+        number = rig.client.ask(
+            p.Lookup(0, b"".join(chain), 32, peer=made.address, direct=True)
+        )
+        assert number is not None
+        rig.client.send_step()
+        eventually(lambda: rig.client.receive() or rig.client.grant(number))
+        assert made.left(), "the peer holds it"
+        rig.client.drop(number)
+        rig.client.send_step()
+        eventually(lambda: not made.left())
+
+
+def test_B14_direct_loads_of_one_prompt_at_once_read_each_for_themselves(tmp_path: Path) -> None:
+    chain = hashes(6)
+    with nodes(tmp_path) as made:
+        made.rigs[0].put(chain, range(6))
+        grants = [made.ask(chain), made.ask(chain)]
+        for number, grant in enumerate(reversed(grants)):
+            blocks = range(6 * number, 6 * number + 6)
+            assert made.load(grant, blocks, f"r{number}") == [False]
+            assert made.holds(blocks)
+        eventually(lambda: not made.left())
+
+
+def test_B16_direct_what_is_read_after_the_lease_is_not_used(tmp_path: Path) -> None:
+    """The prefill store has forgotten what it told: its blocks may be others' by now."""
+    chain = hashes(6)
+    with nodes(tmp_path) as made:
+        made.rigs[0].put(chain, range(6))
+        grant = made.ask(chain)
+        store = psutil.Process(made.stores[0].pid)
+        eventually(lambda: made.numbers(0).get("kvstore_hand_over_bytes{held}"))
+        exporter = exporter_of(store)
+        assert exporter is not None
+        exporter.kill()
+        eventually(lambda: exporter_of(store) not in {None, exporter})
+        assert made.load(grant, range(6)) == [True]
+        eventually(lambda: not made.left())
+        assert made.load(made.ask(chain), range(6, 12), "again") == [False]
+        assert made.holds(range(6, 12))
+
+
+def test_B15_direct_a_load_ends_though_the_peers_store_hangs(tmp_path: Path) -> None:
+    chain = hashes(6)
+    with nodes(tmp_path) as made:
+        made.rigs[0].put(chain, range(6))
+        grant = made.ask(chain)
+        store = psutil.Process(made.stores[0].pid)
+        store.send_signal(signal.SIGSTOP)
+        try:
+            assert made.load(grant, range(6)) == [True]
+        finally:
+            store.send_signal(signal.SIGCONT)
+        eventually(lambda: not made.left())
+
+
+def test_O14_direct_a_load_ends_with_its_own_store(tmp_path: Path) -> None:
+    chain = hashes(6)
+    with nodes(tmp_path) as made:
+        made.rigs[0].put(chain, range(6))
+        grant = made.ask(chain)
+        psutil.Process(made.stores[1].pid).kill()
+        assert made.load(grant, range(6)) == [True]
