@@ -366,7 +366,7 @@ def check_nothing_left(site: Site) -> None:
         consumer = inlet.consumer
         assert not consumer._fetches
         assert not consumer._located
-        assert not consumer._loads
+        assert not consumer._loads._open
         assert not consumer.quarantined
     sessions = list(site.store.sessions.values())
     for namespace in site.store.namespaces.values():

@@ -58,8 +58,8 @@ class Nodes:
 
     def left(self) -> dict[str, float]:
         """What is still held on either side for a hand-over."""
-        names = ("kvstore_hand_over_bytes{held}", "kvstore_hand_over_open{fetches}", "kvstore_leases")
-        names += ("kvstore_hand_over_open{jobs}",)
+        hand_over = ("bytes{held}", "open{fetches}", "open{jobs}")
+        names = ["kvstore_leases", *(f"kvstore_hand_over_{name}" for name in hand_over)]
         found = [(side, name, self.numbers(side).get(name)) for side in (0, 1) for name in names]
         return {f"{side} {name}": value for side, name, value in found if value}
 
@@ -86,7 +86,9 @@ def test_L1_direct_a_prompt_goes_from_the_peers_slots_into_engine_blocks(tmp_pat
         moved = 6 * sum(cache.page_bytes for cache in made.rigs[1].ranks[0].caches.values())
         assert found["kvstore_hand_over_moved_bytes{direct}"] == moved
         assert not found.get("kvstore_hand_over_moved_bytes{pulled}"), "not through its slots"
-        assert not made.numbers(1).get("kvstore_stored_blocks{stored}"), "its memory has none of them"
+        assert not made.numbers(1).get("kvstore_stored_blocks{stored}"), (
+            "its memory has none of them"
+        )
 
 
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 2)])
@@ -133,12 +135,10 @@ def test_B9_direct_an_answer_that_is_not_used_lets_the_peer_go(tmp_path: Path) -
     with nodes(tmp_path) as made:
         made.rigs[0].put(chain, range(6))
         rig = made.rigs[1]
-        number = rig.client.ask(
-            p.Lookup(0, b"".join(chain), 32, peer=made.address, direct=True)
-        )
+        number = rig.client.ask(p.Lookup(0, b"".join(chain), 32, peer=made.address, direct=True))
         assert number is not None
         rig.client.send_step()
-        eventually(lambda: rig.client.receive() or rig.client.grant(number))
+        eventually(lambda: heard(rig.client) and rig.client.grant(number))
         assert made.left(), "the peer holds it"
         rig.client.drop(number)
         rig.client.send_step()

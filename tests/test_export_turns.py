@@ -71,12 +71,12 @@ def test_B14_who_got_no_landing_slot_is_the_first_to_get_one() -> None:
             for key in keys_of(hashes(count, str(peer)))
         ]
         inlet._fetches[peer] = fetches.Fetch(peer, peer, blocks, False, 0, 0, 0, count)
-        inlet._regions[peer, 0] = m.Region(0, 0, 1)
+        inlet._regions.learn(peer, [m.Region(0, 0, 1)])
         for position in range(count):
-            inlet._queue(peer, fetches.Tag(peer, position))
+            inlet._turns.queue(peer, fetches.Tag(peer, position))
     inlet._move()
     assert got == [(1, 4), (2, 2)], "three quarters of six, and the rest"
-    inlet._landing_of[1] -= 1
+    inlet._turns.left(1)
     inlet._landing.give([5])
     inlet._move()
     assert got[2:] == [(3, 1)]

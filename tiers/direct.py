@@ -57,7 +57,8 @@ class EngineReader:
         for group in layout.groups:
             for run in group.runs:
                 cache_of(run, self._caches)
-        os.environ.update(ucx_settings(devices))
+        for name, value in ucx_settings(devices).items():
+            os.putenv(name, value)  # UCX reads them when the first agent is made
         self._layout = layout
         self._peers.clear()
         if self._agent is None:

@@ -19,16 +19,28 @@ write, lands there. One that may still be written when its block is given up is 
 from __future__ import annotations
 
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
-from kvstore.errors import ProtocolError, TierIOError
+from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
-from kvstore.export.fetches import Block, Check, Fetch, Landing, Read, State, Tag, Work
+from kvstore.export.fetches import (
+    Block,
+    Check,
+    Fetch,
+    Landing,
+    Loads,
+    Read,
+    Regions,
+    State,
+    Tag,
+    Turns,
+    Work,
+)
 from kvstore.protocol import Message, from_u32, u32
-from kvstore.types import BlockKey, Chain, JobId, JobResult, LookupResult, TransferJob
+from kvstore.types import BlockKey, Chain, JobResult, LookupResult, TransferJob
 
 ANSWER_NS = 1_000_000_000
 STALL_NS = 10_000_000_000
@@ -36,15 +48,8 @@ LEASE_MS = 30_000
 EXTEND_NS = 1_000_000_000  # a heartbeat is answered by who does not know the fetch any more
 TIERS = ("cpu", "nvme", "prefill")  # of a peer's, and how they are counted
 OTHER = "other"
-REGIONS_MAX = 1 << 16  # of all peers: whoever names one more loses its first
 
 Send = Callable[[int, Message], None]
-
-
-class _Load(msgspec.Struct, eq=False):
-    job: TransferJob
-    left: int
-    done: list[bool]
 
 
 class Consumer:
@@ -61,11 +66,9 @@ class Consumer:
         self._extend_ns = min(EXTEND_NS, LEASE_MS * 1_000_000 // 3)
         self._fetches: dict[int, Fetch] = {}
         self._located: dict[BlockKey, Tag] = {}
-        self._regions: dict[tuple[int, int], m.Region] = {}  # by peer and extent
-        self._loads: dict[JobId, _Load] = {}
-        self._movable: dict[int, deque[Tag]] = {}  # by peer; they lack nothing but a landing slot
-        self._results: list[JobResult] = []
-        self._landing_of: Counter[int] = Counter()  # slots that fetches from a peer use
+        self._regions = Regions()
+        self._loads = Loads()
+        self._turns = Turns(landing)
         self._introduced: dict[int, bytes] = {}  # peers that know our exporter's metadata
         self._late_reads: dict[Tag, int] = {}  # landing slots that a read may still fill
         self._late_writes: dict[int, list[int]] = {}  # by fetch: those that its peer may write
@@ -145,9 +148,7 @@ class Consumer:
                 fetch.blocks[position].state = State.CHECKED
             else:
                 self._done(fetch, position, ok=False)
-        if ok and moving:
-            self._send(fetch.peer, m.Confirm(number, u32(moving)))
-        self._settle(fetch)
+        self._confirm(fetch, moving if ok else ())
 
     def withdraw(self, request: str) -> None:
         """A request wants nothing more; what is being loaded already comes."""
@@ -168,7 +169,7 @@ class Consumer:
         if not isinstance(message, m.Offer | m.Have | m.Valid | m.End):
             raise ProtocolError(f"{type(message).__name__} is not for a consumer")
         if isinstance(message, m.Have):  # they are told once, whatever they were told with
-            self._learn(peer, message.regions)
+            self._regions.learn(peer, message.regions)
         fetch = self._fetches.get(message.job)
         if fetch is None:  # given up before
             if isinstance(message, m.End):
@@ -187,13 +188,6 @@ class Consumer:
             self._fail(fetch, "ended")
             self._written_no_more(message)
         self._settle(fetch)
-
-    def _learn(self, peer: int, regions: Sequence[m.Region]) -> None:
-        self._regions |= {(peer, region.extent): region for region in regions}
-        if len(self._regions) > REGIONS_MAX:
-            of_peer = [at for at in self._regions if at[0] == peer]
-            for at in of_peer[: len(self._regions) - REGIONS_MAX]:
-                del self._regions[at]
 
     def _written_no_more(self, end: m.End) -> None:
         if end.reason != m.LEASE_OVER:
@@ -230,14 +224,13 @@ class Consumer:
 
     def on_peer_lost(self, peer: int) -> None:
         """A peer is gone, or has another memory: what was to come from it does not."""
-        self._regions = {at: region for at, region in self._regions.items() if at[0] != peer}
+        self._regions.forget(peer)
         self._introduced.pop(peer, None)
-        self._movable.pop(peer, None)
         for fetch in [fetch for fetch in self._fetches.values() if fetch.peer == peer]:
             self._fail(fetch, "lost")
             fetch.released = True
             self._settle(fetch)
-        self._landing_of = +self._landing_of
+        self._turns.forget(peer)
 
     def _offer(self, fetch: Fetch, offer: m.Offer) -> None:
         offered = m.positions_of(offer.positions, len(fetch.blocks))
@@ -272,7 +265,7 @@ class Consumer:
                 )
             waits = block.place is None and block.state is State.CLAIMED
             if waits and not fetch.push and not fetch.direct:
-                self._queue(fetch.peer, Tag(fetch.number, position))
+                self._turns.queue(fetch.peer, Tag(fetch.number, position))
             block.place, block.sum = (extent, slot), sums[number]
             if fetch.push and block.state is State.MOVING:
                 landed.append(position)
@@ -334,9 +327,7 @@ class Consumer:
             else:
                 self.counts["corrupt"] += not ok
                 self._done(fetch, tag.position, ok=False)
-        if confirm:
-            self._send(fetch.peer, m.Confirm(fetch.number, u32(confirm)))
-        self._settle(fetch)
+        self._confirm(fetch, confirm)
         self._move()
 
     # As a tier
@@ -351,24 +342,22 @@ class Consumer:
 
     def submit(self, job: TransferJob) -> None:
         """Fetch offered blocks into slots."""
-        load = _Load(job, len(job.keys), [False] * len(job.keys))
-        self._loads[job.job_id] = load
+        self._loads.begin(job)
         for position, (key, slot) in enumerate(zip(job.keys, job.slots, strict=True)):
             tag = self._located.get(key)
             block = None if tag is None else self._fetches[tag.fetch].blocks[tag.position]
             if tag is None or block is None or block.state is not State.OFFERED:
-                self._loaded((job.job_id, position), ok=False)
+                self._loads.ended((job.job_id, position), ok=False)
                 continue
             block.state, block.slot, block.load = State.CLAIMED, slot, (job.job_id, position)
             fetch = self._fetches[tag.fetch]
             if block.place is not None or fetch.push:
-                self._queue(fetch.peer, tag)
+                self._turns.queue(fetch.peer, tag)
         self._move()
 
     def poll(self) -> list[JobResult]:
         """Take the results of loads that are over."""
-        results, self._results = self._results, []
-        return results
+        return self._loads.take_results()
 
     def discard(self, keys: Collection[BlockKey]) -> None:
         """Forget what was offered under these keys."""
@@ -389,44 +378,23 @@ class Consumer:
             self._fail(fetch, "cleared")
             self._settle(fetch)
 
-    def drain(self) -> None:
-        """Nothing is waited for: what has not arrived does not count."""
-        self.clear()
-
-    def close(self) -> None:
-        """Let go of everything."""
-        self.clear()
+    drain = close = clear  # nothing is waited for: what has not arrived does not count
 
     # Of one fetch
 
-    def _queue(self, peer: int, tag: Tag) -> None:
-        self._movable.setdefault(peer, deque()).append(tag)
-
     def _move(self) -> None:
-        """Start what can be moved now into free landing slots, in the order that it came.
+        """Start what can be moved now into free landing slots, in the order that it came."""
+        for peer, number, blocks in self._turns.next(self._claimed):
+            (self._land if self._fetches[number].push else self._read)(peer, number, blocks)
 
-        One peer has three quarters of them at most, so that others land beside one that hangs.
-        """
-        share = max(1, self._landing.count * 3 // 4)
-        for peer, waiting in list(self._movable.items()):
-            room = min(share - self._landing_of[peer], len(waiting))
-            free = self._landing.take(room) if room > 0 else []
-            chosen: dict[int, list[tuple[int, Block]]] = {}  # by fetch, with their positions
-            while waiting and free:
-                tag = waiting.popleft()
-                fetch = self._fetches.get(tag.fetch)
-                block = None if fetch is None else fetch.blocks[tag.position]
-                if block is not None and block.state is State.CLAIMED:
-                    block.state, block.landing = State.MOVING, free.pop()
-                    chosen.setdefault(tag.fetch, []).append((tag.position, block))
-            self._landing.give(free)
-            if chosen or not waiting:
-                del self._movable[peer]
-            if chosen and waiting:
-                self._movable[peer] = waiting  # behind those that got none
-            for number, blocks in chosen.items():
-                self._landing_of[peer] += len(blocks)
-                (self._land if self._fetches[number].push else self._read)(peer, number, blocks)
+    def _claimed(self, tag: Tag) -> Block | None:
+        """Return a block that still waits for a landing slot; it has one next."""
+        fetch = self._fetches.get(tag.fetch)
+        block = None if fetch is None else fetch.blocks[tag.position]
+        if block is None or block.state is not State.CLAIMED:
+            return None
+        block.state = State.MOVING
+        return block
 
     def _pass_on(self, fetch: Fetch, positions: Collection[int]) -> None:
         """Have workers read what can be read now."""
@@ -492,30 +460,26 @@ class Consumer:
         if self._located.get(block.key) == Tag(fetch.number, position):
             del self._located[block.key]
         if block.load is not None:
-            self._loaded(block.load, ok=ok)
+            self._loads.ended(block.load, ok=ok)
         if fetch.direct and claimed:
             self._work.passed(fetch.number, position, ok=ok)
+
+    def _confirm(self, fetch: Fetch, positions: Sequence[int]) -> None:
+        """Ask whether the lease of what has arrived held until now."""
+        if positions:
+            self._send(fetch.peer, m.Confirm(fetch.number, u32(positions)))
+        self._settle(fetch)
 
     def _leave_landing(self, fetch: Fetch, block: Block) -> int | None:
         """Let go of a block's landing slot; return it if something may still write it."""
         landing, block.landing = block.landing, None
         if landing is None:
             return None
-        self._landing_of[fetch.peer] -= 1
+        self._turns.left(fetch.peer)
         if block.state is State.MOVING:
             return landing
         self._landing.give([landing])
         return None
-
-    def _loaded(self, part: tuple[JobId, int], *, ok: bool) -> None:
-        load = self._loads[part[0]]
-        load.done[part[1]] = ok
-        load.left -= 1
-        if load.left == 0:
-            del self._loads[part[0]]
-            done = load.done.index(False) if False in load.done else len(load.done)
-            error = None if done == len(load.done) else TierIOError("a block did not arrive")
-            self._results.append(JobResult(part[0], done, error))
 
     def _fail(self, fetch: Fetch, event: str) -> None:
         """Nothing more comes; a copy into a slot of ours that is under way ends first."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
 
+from kvstore.errors import TierIOError
 from kvstore.export import messages as m
-from kvstore.types import BlockKey, JobId, Slot
+from kvstore.types import BlockKey, JobId, JobResult, Slot, TransferJob
+
+REGIONS_MAX = 1 << 16  # of all peers
 
 
 class State(enum.Enum):
@@ -125,3 +129,118 @@ class Landing(Protocol):
     def region(self) -> tuple[m.Region, bytes]:
         """Say where our exporter has them, and its metadata since then."""
         ...
+
+
+class _Load(msgspec.Struct, eq=False):
+    left: int
+    done: list[bool]
+
+
+class Loads:
+    """Jobs that blocks are fetched for; one ends with the last of its blocks."""
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self._open: dict[JobId, _Load] = {}
+        self._results: list[JobResult] = []
+
+    def begin(self, job: TransferJob) -> None:
+        """Have a result once all its blocks have ended."""
+        self._open[job.job_id] = _Load(len(job.keys), [False] * len(job.keys))
+
+    def ended(self, part: tuple[JobId, int], *, ok: bool) -> None:
+        """A job's block is there, or will not be."""
+        load = self._open[part[0]]
+        load.done[part[1]] = ok
+        load.left -= 1
+        if load.left == 0:
+            del self._open[part[0]]
+            done = load.done.index(False) if False in load.done else len(load.done)
+            error = None if done == len(load.done) else TierIOError("a block did not arrive")
+            self._results.append(JobResult(part[0], done, error))
+
+    def take_results(self) -> list[JobResult]:
+        """Return the results of jobs that have ended, once each."""
+        results, self._results = self._results, []
+        return results
+
+
+class Regions:
+    """Memory of peers' exporters, by peer and extent."""
+
+    def __init__(self) -> None:
+        """Know none."""
+        self._known: dict[tuple[int, int], m.Region] = {}
+
+    def __getitem__(self, at: tuple[int, int]) -> m.Region:
+        """Return one that is known."""
+        return self._known[at]
+
+    def get(self, at: tuple[int, int]) -> m.Region | None:
+        """Return one, if it is known."""
+        return self._known.get(at)
+
+    def learn(self, peer: int, regions: Sequence[m.Region]) -> None:
+        """Take note of a peer's; who names too many loses its first ones."""
+        self._known |= {(peer, region.extent): region for region in regions}
+        if len(self._known) > REGIONS_MAX:
+            of_peer = [at for at in self._known if at[0] == peer]
+            for at in of_peer[: len(self._known) - REGIONS_MAX]:
+                del self._known[at]
+
+    def forget(self, peer: int) -> None:
+        """A peer is gone."""
+        self._known = {at: region for at, region in self._known.items() if at[0] != peer}
+
+
+class Turns:
+    """Blocks that lack nothing but a landing slot; peers take turns.
+
+    One peer has three quarters of the slots at most, so that others land beside one that hangs.
+    """
+
+    def __init__(self, landing: Landing) -> None:
+        """landing: where slots come from."""
+        self._landing = landing
+        self._waiting: dict[int, deque[Tag]] = {}  # by peer
+        self._used: Counter[int] = Counter()  # slots that are a peer's
+
+    def queue(self, peer: int, tag: Tag) -> None:
+        """A block waits for a slot."""
+        self._waiting.setdefault(peer, deque()).append(tag)
+
+    def next(
+        self, claimed: Callable[[Tag], Block | None]
+    ) -> Iterator[tuple[int, int, list[tuple[int, Block]]]]:
+        """Give out free slots; yields a peer, a fetch, and its blocks with their positions.
+
+        claimed(tag): the block, if it still wants a slot.
+        """
+        share = max(1, self._landing.count * 3 // 4)
+        for peer, waiting in list(self._waiting.items()):
+            room = min(share - self._used[peer], len(waiting))
+            free = self._landing.take(room) if room > 0 else []
+            chosen: dict[int, list[tuple[int, Block]]] = {}
+            while waiting and free:
+                tag = waiting.popleft()
+                block = claimed(tag)
+                if block is not None:
+                    block.landing = free.pop()
+                    chosen.setdefault(tag.fetch, []).append((tag.position, block))
+            self._landing.give(free)
+            if chosen or not waiting:
+                del self._waiting[peer]
+            if chosen and waiting:
+                self._waiting[peer] = waiting  # behind those that got none
+            for number, blocks in chosen.items():
+                self._used[peer] += len(blocks)
+                yield peer, number, blocks
+
+    def left(self, peer: int) -> None:
+        """A peer has one slot less."""
+        self._used[peer] -= 1
+
+    def forget(self, peer: int) -> None:
+        """A peer is gone: nothing of it waits."""
+        self._waiting.pop(peer, None)
+        self._used = +self._used

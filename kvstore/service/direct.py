@@ -70,7 +70,8 @@ class Direct:
         """send(connection, message, None): to a worker."""
         self._send = send
         self._fetches: dict[tuple[str, int], _Fetch] = {}
-        self._known: dict[int, dict[str, bytes]] = {}  # connection -> peers' agents, their metadata
+        # What each worker knows, by session and connection: peers' agents, and their metadata.
+        self._known: dict[tuple[int, int], dict[str, bytes]] = {}
         self.moved_bytes = 0
 
     def begin(self, digest: str, number: int, session: int, workers: Mapping[int, int]) -> None:
@@ -92,7 +93,7 @@ class Direct:
             return
         name, metadata = agent
         for connection in fetch.workers.values():
-            known = self._known.setdefault(connection, {})
+            known = self._known.setdefault((fetch.session, connection), {})
             news = b"" if known.get(name) == metadata else metadata
             known[name] = metadata
             where = name, news, region.base, region.slots
@@ -142,6 +143,7 @@ class Direct:
         self.flush()
         self._fetches.pop((digest, number), None)
 
-    def forget(self, connection: int) -> None:
-        """A worker is gone."""
-        self._known.pop(connection, None)
+    def end_of(self, session: int) -> None:
+        """An engine is gone."""
+        for worker in [worker for worker in self._known if worker[0] == session]:
+            del self._known[worker]

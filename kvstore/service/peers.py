@@ -223,6 +223,11 @@ class Peers:
             positions, ok = found
             self.inlet(namespace).arrived(message.fetch, positions, now_ns, ok=ok)
 
+    def end_of(self, session: int) -> None:
+        """An engine is gone."""
+        self.requests.end_of(session)
+        self.direct.end_of(session)
+
     def read_no_more(self, namespace: Namespace, fetch: int) -> None:
         """The lease that a fetch is read for has ended."""
         self.inlet(namespace).let_go(fetch)

@@ -162,8 +162,6 @@ class Store:
             session.scheduler = None
         session.workers = {r: c for r, c in session.workers.items() if c != connection}
         self._memory.forget(self.namespaces.values(), connection)
-        if self._peers is not None:
-            self._peers.direct.forget(connection)
         self._end(session, "closed", "another connection of this engine closed")
         if not session.workers:
             self._bury(session)
@@ -332,7 +330,7 @@ class Store:
             return
         namespace.sessions.discard(session.number)
         if self._peers is not None:
-            self._peers.requests.end_of(session.number)
+            self._peers.end_of(session.number)
         namespace.used_ns = self._now_ns
         namespace.manager.give_back(session.granted)
         for lease_id in namespace.manager.leases.of_owner(session.number):

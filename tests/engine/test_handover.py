@@ -99,9 +99,9 @@ class Node:
         settled(lambda: numbers(self.store.address))
 
     def moved(self) -> float:
-        """Bytes that its exporter has moved, as NIXL counts them."""
+        """Bytes that its exporter has moved, or its engine's workers, as NIXL counts them."""
         found = numbers(self.store.address)
-        ways = ("pulled", "pushed")
+        ways = ("pulled", "pushed", "direct")
         return sum(found.get(f"kvstore_hand_over_moved_bytes{{{way}}}", 0) for way in ways)
 
     def read_bytes(self) -> int:
@@ -155,7 +155,7 @@ def fetched(found: dict[str, float]) -> dict[str, int]:
     return {tier: count for tier, count in counts.items() if count}
 
 
-@pytest.fixture(scope="module", params=["pull", "push"])
+@pytest.fixture(scope="module", params=["pull", "push", "direct"])
 def nodes(
     request: pytest.FixtureRequest,
     model_name: str,
@@ -164,10 +164,12 @@ def nodes(
 ) -> Iterator[tuple[Node, Node]]:
     folder = tmp_path_factory.mktemp("nodes")
     disk = f'[nvme]\npath = "{folder / "kv"}"\ncapacity = "1GiB"\n'
+    direct = request.param == "direct"
+    how = {"transfer": "pull" if direct else request.param, "direct": direct}
     with ExitStack() as ends:
         yield (
             Node(model(model_name), folder / "p", ends, disk),
-            Node(model(model_name), folder / "d", ends, transfer=request.param),
+            Node(model(model_name), folder / "d", ends, **how),
         )
 
 
