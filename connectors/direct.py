@@ -101,10 +101,11 @@ class DirectReads:
         passed = [self._passed(where) for where in reads.moves]
         if not reads.failed:
             reads.failed = False in passed or (None in passed and now_ns >= reads.until_ns)
+        if not reads.failed:
+            self._start(reads)
+            self._land(reads, tell)
         if reads.failed:
             return self.give_up(reads, now_ns)
-        self._start(reads)
-        self._land(reads, tell)
         return None not in passed and not reads.flying
 
     def give_up(self, reads: Reads, now_ns: int) -> bool:
@@ -174,7 +175,7 @@ class DirectReads:
             reading = self._reader.read(peer, moves)
         except TierError as exc:
             log.error("blocks of a peer cannot be read: %s", exc)
-            reading = Reading(0, None, None)
+            reading = Reading(0, 0, None)
             reads.failed = True
         reads.flying.append((reading, wheres))
 

@@ -197,8 +197,12 @@ class Engine:
         identity: str = "model",
         rules: Sequence[GroupRule] = (),
         maps: bool = True,
+        direct: bool = False,
     ) -> None:
         self.town, self.name, self.world, self.maps = town, name, world, maps
+        self.direct = direct
+        self.places: list[p.Places] = []
+        self.passed: dict[tuple[int, int], bool] = {}  # fetch, position -> whether it is good
         self.credit_slots = credit_slots
         self.geometries = [geometry(identity, rank, world, rules) for rank in range(world)]
         self.scheduler = town.connect()
@@ -221,8 +225,8 @@ class Engine:
 
     def join_rank(self, rank: int, worker: int) -> None:
         shape = self.geometries[rank]
-        hello = p.Hello(p.VERSION, self.name, "worker", rank, self.world, geometry=shape)
-        self.town.say(worker, hello)
+        who = p.VERSION, self.name, "worker", rank, self.world
+        self.town.say(worker, p.Hello(*who, geometry=shape, direct=self.direct))
 
     def pump(self) -> None:
         """Read and answer everything that has arrived."""
@@ -248,10 +252,19 @@ class Engine:
             self.granted.update({granted.ask: granted for granted in message.granted})
             self.added.extend(message.added)
             self.removed.extend(message.removed)
+        elif isinstance(message, p.Places | p.Passed):
+            self._of_peers(message)
         elif isinstance(message, p.Welcome):
             self.layouts.append(message)
         elif isinstance(message, p.Detach):
             self.detached.append(message.reason)
+
+    def _of_peers(self, message: p.Places | p.Passed) -> None:
+        if isinstance(message, p.Places):
+            self.places.append(message)
+        else:
+            positions = from_u32(message.positions)
+            self.passed |= {(message.fetch, position): message.ok for position in positions}
 
     def report(
         self,

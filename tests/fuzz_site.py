@@ -361,7 +361,7 @@ class Good:
         self.sites = prefill, decode
         self.giver = prefill.attach("prefill", credit_slots=8)
         self.taker = decode.attach("decode", credit_slots=8)
-        self.third = decode.attach("victim", credit_slots=4)  # asks bad peers
+        self.third = decode.attach("victim", credit_slots=4, direct=True)  # asks bad peers
         self.chains: list[list[bytes]] = []
         self.done = self.again = 0
 

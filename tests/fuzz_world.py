@@ -195,14 +195,17 @@ class World:
         if not self.victim.detached and self.decode.store.sessions.get("victim"):
             self.victim._asks += 1
             chain = hashes(self.rng.randint(1, 5), f"v{self.rng.randrange(1 << 20)}")
-            lookup = p.Lookup(
-                self.victim._asks, b"".join(chain), 32, peer="evil:1", push=self.rng.random() < 0.4
-            )
+            push, direct = self.rng.random() < 0.4, self.rng.random() < 0.5
+            asked = self.victim._asks, b"".join(chain), 32
+            lookup = p.Lookup(*asked, peer="evil:1", push=push, direct=direct)
             self.victim.step(lookups=(lookup,))
             self.decode.tick(1)
             self.victim.pump()
+            for told in self.victim.places:
+                self.decode.say(self.victim.workers[0], self._arrived(told.fetch, told.positions))
+            self.victim.places.clear()
             for granted in self.victim.granted.values():
-                if granted.lease:
+                if granted.lease and self.rng.random() < 0.7:
                     self.decode.say(self.victim.workers[0], p.Loaded(granted.lease, 0, 0.0))
             self.victim.granted.clear()
 
@@ -268,13 +271,15 @@ class World:
 
     def _say(self, site: Site) -> p.Message:  # noqa: PLR0911 - one for each message
         engine = f"e{self.rng.randrange(3)}"
-        kind = self.rng.randrange(10)
+        kind = self.rng.randrange(11)
         slots: list[int] = list(range(4))
         if kind == 0:
             return p.Hello(p.VERSION, engine, "scheduler", 0, 1, self._number())
         if kind == 1:
             model = f"m{self.rng.randrange(MODELS)}"
-            return p.Hello(p.VERSION, engine, "worker", 0, 1, geometry=geometry(model))
+            able = self.rng.random() < 0.5
+            who = p.VERSION, engine, "worker", 0, 1
+            return p.Hello(*who, geometry=geometry(model), direct=able)
         if kind < 5:
             return self._step()
         if kind == 5:
@@ -290,13 +295,23 @@ class World:
             return self.rng.choice((p.Mapped, p.Unmapped))(self.rng.randint(1, 12))
         if kind == 8:
             return p.Query("stats")
+        if kind == 9:
+            return self._arrived(self.rng.randint(0, 9), self._positions())
         return p.Hello(p.VERSION, engine, "worker", 1, 2, geometry=geometry("m0", 1, 2))
+
+    def _arrived(self, fetch: int, positions: bytes) -> p.Arrived:
+        return p.Arrived(fetch, positions, self.rng.randint(0, 1 << 20), self.rng.random() < 0.8)
 
     def _step(self) -> p.Step:
         chain = self._chain()
         address = self.rng.choice(("", "", "prefill:1", "evil:1", "nobody:1", "a b", "x" * 300))
         lookup = p.Lookup(
-            self._number(), b"".join(chain), 32, peer=address, push=self.rng.random() < 0.5
+            self._number(),
+            b"".join(chain),
+            32,
+            peer=address,
+            push=self.rng.random() < 0.5,
+            direct=self.rng.random() < 0.5,
         )
         handing = p.Handing(
             self.rng.choice(("r1", "r2")),
@@ -360,6 +375,8 @@ def check_nothing_left(site: Site) -> None:
     assert len(own._agents) <= agents.KNOWN_MAX
     assert len(site.wire._heard) <= channel.CAME_MAX + peers.LINKS_MAX
     assert len(site.wire._ids) == len(site.wire._came) <= 1, "connections that are gone"
+    assert not own.direct._fetches
+    assert all(not session.fetches for session in site.store.sessions.values())
     for landing in site.mover.landings.values():
         assert sorted(landing.free) == list(range(landing.count)), "landing slots"
     for inlet in own._inlets.values():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,6 +21,7 @@ from tests.fakes import hashes
 from tests.handover_nodes import exporter_of
 from tests.live import eventually
 from tests.worker_rig import Rig, heard
+from tiers.exporter.child import ucx_settings
 
 CAPACITY = "16MiB"
 
@@ -196,3 +200,14 @@ def test_O14_direct_a_load_ends_with_its_own_store(tmp_path: Path) -> None:
         grant = made.ask(chain)
         psutil.Process(made.stores[1].pid).kill()
         assert made.load(grant, range(6)) == [True]
+
+
+def test_B20_direct_nothing_is_written_once_the_agent_of_a_read_has_ended() -> None:
+    """Over TCP a read from a peer that hangs never ends by itself."""
+    settings = {**os.environ, **ucx_settings("lo", "tcp,self")}
+    command = [sys.executable, "-m", "tests.direct_frozen", "reader"]
+    done = subprocess.run(
+        command, env=settings, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "good", "UCX writes there, too"

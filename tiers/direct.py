@@ -28,10 +28,10 @@ READ_BYTES = 16 << 20  # of one read; in shared memory it is made by the call th
 
 
 class Reading(msgspec.Struct, eq=False):
-    """One that was started; bytes: how many it reads. agent: that reads it."""
+    """One that was started; bytes: how many it reads. agent: the number of who reads it."""
 
     bytes: int
-    agent: object
+    agent: int
     flight: Flight | None  # None: it is over
 
 
@@ -50,6 +50,7 @@ class EngineReader:
         self._caches = caches
         self._layout: RankLayout | None = None
         self._agent: Agent | None = None
+        self._agents = 0  # that there have been
         self._peers: dict[str, bytes] = {}
 
     def open(self, layout: RankLayout, devices: str) -> None:
@@ -66,7 +67,7 @@ class EngineReader:
 
     def restart(self) -> None:
         """Forget all reads, and have them end. Raises TierError."""
-        self._agent = None
+        self._agent, self._agents = None, self._agents + 1  # the only reference: that ends it
         try:
             self._agent = self._make(f"kvstore-engine-{secrets.token_hex(8)}")
             for address, size in self._memory():
@@ -100,14 +101,14 @@ class EngineReader:
                 self._agent.let_go(flight)
         except MoveError as exc:
             raise TierIOError(str(exc)) from exc
-        return Reading(int(local[:, 1].sum()), self._agent, None if over else flight)
+        return Reading(int(local[:, 1].sum()), self._agents, None if over else flight)
 
     def over(self, reading: Reading) -> bool:
         """Tell whether a read has ended. Raises TierError if it failed; it has ended then, too."""
         flight = reading.flight
         if flight is None:
             return True
-        if self._agent is None or reading.agent is not self._agent:
+        if self._agent is None or reading.agent != self._agents:
             raise TierIOError("its agent has ended")
         try:
             if not self._agent.over(flight):

@@ -9,7 +9,7 @@ lease   has ended ---------------------> end()
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -55,10 +55,11 @@ def no_workers(_connection: int, _message: p.Message, _fd: int | None) -> None:
 
 
 class _Fetch(msgspec.Struct, eq=False):
-    """One of them; read: by which ranks, by position."""
+    """One of them; positions: that were claimed. read: by which ranks, by position."""
 
     session: int
     workers: Mapping[int, int]  # rank -> connection
+    positions: frozenset[int]
     read: dict[int, set[int]] = {}
     passed: dict[bool, list[int]] = {}  # not told yet: which are good, which are not
 
@@ -74,9 +75,16 @@ class Direct:
         self._known: dict[tuple[int, int], dict[str, bytes]] = {}
         self.moved_bytes = 0
 
-    def begin(self, digest: str, number: int, session: int, workers: Mapping[int, int]) -> None:
-        """These workers will read what is claimed of a fetch."""
-        self._fetches[digest, number] = _Fetch(session, dict(workers))
+    def begin(
+        self,
+        digest: str,
+        number: int,
+        session: int,
+        workers: Mapping[int, int],
+        positions: Collection[int],
+    ) -> None:
+        """A session's workers, by rank, will read these positions of a fetch."""
+        self._fetches[digest, number] = _Fetch(session, dict(workers), frozenset(positions))
 
     def tell(
         self,
@@ -105,7 +113,7 @@ class Direct:
     ) -> tuple[list[int], bool] | None:
         """Note what a rank has read; return what all of them have, and whether it went well.
 
-        None: the fetch is over. Raises ProtocolError for another session's.
+        None: the fetch is over. Raises ProtocolError for another session's, or not claimed ones.
         """
         self.moved_bytes += message.copied_bytes
         fetch = self._fetches.get((digest, message.fetch))
@@ -114,6 +122,8 @@ class Direct:
         if fetch.session != session:
             raise ProtocolError(f"fetch {message.fetch} is another engine's")
         positions = p.from_u32(message.positions)
+        if not fetch.positions.issuperset(positions):
+            raise ProtocolError(f"positions {positions[:8]}, which the engine has not claimed")
         if not message.ok:
             return positions, False
         whole = []

@@ -211,7 +211,8 @@ class Peers:
         self, namespace: Namespace, fetch: int, positions: list[int], session: Session
     ) -> None:
         """Have an engine's workers read these positions of a fetch."""
-        self.direct.begin(namespace.layout.digest, fetch, session.number, session.workers)
+        digest, workers = namespace.layout.digest, session.workers
+        self.direct.begin(digest, fetch, session.number, workers, positions)
         self.inlet(namespace).claim(fetch, positions)
 
     def arrived(
