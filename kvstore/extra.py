@@ -73,6 +73,11 @@ def parse_extra(table: Mapping[str, Any]) -> ExtraConfig:
         raise ConfigError(
             f"{source}: recompute_threshold is for two_way = true, which is false here"
         )
+    if found["direct"] and found["transfer"] == "push":
+        raise ConfigError(
+            f'{source}: direct = true is for what is pulled, expected transfer "auto" or "pull",'
+            ' found "push"'
+        )
     if found["listen"] is None and found["store"] is None:
         found["listen"] = LISTEN
     return msgspec.convert(found, ExtraConfig)

@@ -105,7 +105,8 @@ TABLE = (
     Spec(
         "kvstore_hand_over_moved_bytes",
         "counter",
-        "Bytes that NIXL has moved for this store: pulled from others, or pushed to them.",
+        "Bytes that NIXL has moved for this store: pulled from others, pushed to them, or read"
+        " straight into its engines' memory.",
         ("direction",),
     ),
     Spec(

@@ -345,6 +345,12 @@ def test_extra_config_sizes_a_private_store() -> None:
     )
 
 
+def test_direct_is_for_what_is_pulled() -> None:
+    assert parse_extra({"cpu": "8GiB", "direct": True, "transfer": "pull"}).direct
+    with pytest.raises(ConfigError, match='expected transfer "auto" or "pull", found "push"'):
+        parse_extra({"cpu": "8GiB", "direct": True, "transfer": "push"})
+
+
 def test_a_private_store_listens_on_loopback_unless_told_not_to() -> None:
     assert parse_extra({"cpu": "8GiB"}).listen == "127.0.0.1:0"
     assert not parse_extra({"cpu": "8GiB", "listen": ""}).listen

@@ -41,6 +41,7 @@ TO_STORE: tuple[p.Message, ...] = (
     p.Unmapped(2),
     p.Stored(u32([1, 2]), (b"a", b"b"), (b"", b"a"), ok=False, seconds=0.25),
     p.Loaded(7, 4096, 0.5, u32([9])),
+    p.Arrived(5, u32([0, 2]), 8192, ok=True),
     p.Query("stats"),
 )
 TO_ENGINE: tuple[p.Message, ...] = (
@@ -57,6 +58,8 @@ TO_ENGINE: tuple[p.Message, ...] = (
         (b"new",),
         (b"old",),
     ),
+    p.Places(5, "agent", b"md", 4096, 8, u32([0, 2]), u32([7, 1])),
+    p.Passed(5, u32([2]), ok=False),
     p.Detach("over"),
     p.Report(b"[]"),
 )
@@ -153,7 +156,7 @@ def test_what_is_no_message_is_a_protocol_error(body: bytes) -> None:
 def test_geometry_that_makes_no_sense_is_a_protocol_error(change: dict[str, object]) -> None:
     hello = p.Hello(p.VERSION, "engine", "worker", 0, 1, geometry=geometry())
     raw = ["Hello", *msgspec.to_builtins(hello)[1:]]
-    raw[-1].update(change)
+    raw[1 + p.Hello.__struct_fields__.index("geometry")].update(change)
     with pytest.raises(ProtocolError, match="not a message of protocol 1"):
         decode(p.ToStore, [framed(msgspec.msgpack.encode(raw))])
 

@@ -1,6 +1,7 @@
 """`kvstore bench handover`: time to first token of a prompt that another engine has computed.
 
-Two real vLLM engines with a store each, pulled and pushed, and two with vLLM's own NixlConnector.
+Two real vLLM engines with a store each, pulled, pushed and pulled straight into the engine's memory,
+and two with vLLM's own NixlConnector.
 In a round each pair gets a new prompt: the first engine computes it, the second one goes on with
 what the first handed back. Its time runs from the request to its first token. Then the second
 engine computes another prompt as long, by itself.
@@ -42,7 +43,8 @@ MODEL = "llama_s"
 SEED_FIRST = 50_000
 HANDED = {"do_remote_decode": True, "do_remote_prefill": False}
 NATIVE = "NixlConnector"
-SYSTEMS = ("pull", "push", NATIVE)
+OURS = ("pull", "push", "direct")
+SYSTEMS = (*OURS, NATIVE)
 COLD, HANDED_OVER, AGAINST_NATIVE = "ttft_cold", "ttft_handed_over", "ttft_against_native"
 
 Times = dict[tuple[str, str], list[float]]
@@ -109,14 +111,16 @@ class Pair:
         return {HANDED_OVER: handed_s, COLD: cold_s}
 
 
-def ours(store: StoreProcess, transfer: str) -> dict[str, Any]:
+def ours(store: StoreProcess, way: str) -> dict[str, Any]:
     """Return the kv_transfer_config of an engine with our connector."""
+    direct = way == "direct"
+    extra = {"store": store.address, "transfer": "pull" if direct else way, "direct": direct}
     return {
         "kv_connector": "TieredConnector",
         "kv_connector_module_path": "connectors.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"store": store.address, "transfer": transfer},
+        "kv_connector_extra_config": extra,
     }
 
 
@@ -134,7 +138,7 @@ def run(pairs: int | None) -> list[Result]:
         Progress(console=Console(stderr=True), transient=True) as progress,
         ExitStack() as ends,
     ):
-        task = progress.add_task("making a model", total=5 + rounds * len(SYSTEMS))
+        task = progress.add_task("making a model", total=6 + rounds * len(SYSTEMS))
         model = make_model(MODEL, Path(name))
 
         def tell(what: str) -> None:
@@ -169,14 +173,12 @@ def started(
         return made
 
     stores = {}
-    for name in ("prefill", "pull", "push"):
+    for name in ("prefill", *OURS):
         (folder / name).mkdir()
         process = StoreProcess(folder / name, str(CPU_BYTES), "[peer]\n", scraped=False)
         stores[name] = ends.enter_context(process)
     prefill = side("prefill", ours(stores["prefill"], "auto"))
-    measured = {
-        way: Pair(way, prefill, side(way, ours(stores[way], way))) for way in ("pull", "push")
-    }
+    measured = {way: Pair(way, prefill, side(way, ours(stores[way], way))) for way in OURS}
     natives = [
         side(
             f"{NATIVE}, {role}",
@@ -207,7 +209,7 @@ def results(times: Times) -> list[Result]:
             _result(COLD, system, cold, None, ""),
             _result(HANDED_OVER, system, handed, cold, "cold"),
         ]
-    for system in SYSTEMS[:-1]:
+    for system in OURS:
         handed, theirs = times[HANDED_OVER, system], times[HANDED_OVER, NATIVE]
         found.append(_result(AGAINST_NATIVE, system, handed, theirs, NATIVE))
     return found

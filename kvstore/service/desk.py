@@ -123,7 +123,9 @@ class Desk:
             lacking.append([index for index, key in keys if not self._is_here(namespace, key)])
         if not any(lacking):
             return
-        push = peers.pushes(lookup.peer) if lookup.push is None else lookup.push
+        push = lookup.push
+        if push is None:
+            push = not direct and peers.pushes(lookup.peer)
         direct = direct and not push
         if direct:
             lacking = reaching_on(namespace.layout.rules, lacking, ask.blocks)

@@ -54,6 +54,7 @@ class Node:
     ) -> None:
         """settings: more sections of the store's configuration; extra: the connector's."""
         folder.mkdir()
+        self.direct = bool(extra.get("direct"))
         self.port = free_port()
         patient = '[engine]\npromote = "60s"\n'  # however slow the machine is
         settings = f'{patient}[peer]\nlisten = "127.0.0.1:{self.port}"\n{settings}'
@@ -118,8 +119,14 @@ class Pair:
         self._reference = reference
 
     def needed(self, tokens: int) -> list[tuple[int, int]]:
-        """The blocks, by group and index, that a prompt needs of which so many tokens come."""
+        """The blocks, by group and index, that a prompt needs of which so many tokens come.
+
+        A store does not count on it that the last token's window begins with a block, but workers
+        read what the engine has blocks for.
+        """
         blocks, inside = -(-tokens // ENGINE_BLOCK), tokens % ENGINE_BLOCK > 0
+        if self.decode.direct and tokens % ENGINE_BLOCK == ENGINE_BLOCK - 1:
+            inside = False
         return [
             (group, index)
             for group, rule in enumerate(RULES[self.name])
