@@ -136,6 +136,8 @@ def test_times_of_a_hand_over_are_compared_within_rounds() -> None:
         (handover.HANDED_OVER, "pull"): [0.01, 0.04, 0.12],
         (handover.COLD, "push"): [1.0, 1.0, 1.0],
         (handover.HANDED_OVER, "push"): [0.01, 0.02, 0.03],
+        (handover.COLD, "direct"): [1.0, 1.0, 1.0],
+        (handover.HANDED_OVER, "direct"): [0.01, 0.01, 0.01],
         (handover.COLD, handover.NATIVE): [1.0, 1.0, 1.0],
         (handover.HANDED_OVER, handover.NATIVE): [0.02, 0.02, 0.03],
     }

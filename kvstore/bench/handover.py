@@ -1,7 +1,7 @@
 """`kvstore bench handover`: time to first token of a prompt that another engine has computed.
 
-Two real vLLM engines with a store each, pulled, pushed and pulled straight into the engine's memory,
-and two with vLLM's own NixlConnector.
+Two real vLLM engines with a store each, pulled, pushed and pulled straight into engine memory, and
+two with vLLM's own NixlConnector.
 In a round each pair gets a new prompt: the first engine computes it, the second one goes on with
 what the first handed back. Its time runs from the request to its first token. Then the second
 engine computes another prompt as long, by itself.
