@@ -15,7 +15,9 @@ import pytest
 
 from connectors.client import Grant
 from kvstore import protocol as p
+from kvstore.bench.steal import Watch
 from kvstore.bench.store import StoreProcess, free_port
+from kvstore.export.consumer import STALL_NS
 from tests.engine.support import numbers, since
 from tests.fakes import hashes
 from tests.handover_nodes import exporter_of
@@ -29,12 +31,15 @@ CAPACITY = "16MiB"
 class Nodes:
     """A prefill and a decode store as processes, an engine's workers at each."""
 
-    def __init__(self, folder: Path, ends: ExitStack, *, ranks: tuple[int, int], more: str) -> None:
+    def __init__(
+        self, folder: Path, ends: ExitStack, *, ranks: tuple[int, int], more: str, engine: str
+    ) -> None:
+        """more: sections of the prefill store's settings; engine: of both stores' [engine]."""
         self.stores, self.rigs = [], []
         for name, world in zip("pd", ranks, strict=True):
             (folder / name).mkdir()
             port = free_port()
-            sections = f'[engine]\npromote = "2s"\n[peer]\nlisten = "127.0.0.1:{port}"\n'
+            sections = f'[engine]\npromote = "2s"\n{engine}[peer]\nlisten = "127.0.0.1:{port}"\n'
             disk = more.format(folder=folder / name) if name == "p" else ""
             store = StoreProcess(folder / name, CAPACITY, sections + disk)
             self.stores.append(ends.enter_context(store))
@@ -69,9 +74,11 @@ class Nodes:
 
 
 @contextmanager
-def nodes(folder: Path, ranks: tuple[int, int] = (1, 1), more: str = "") -> Iterator[Nodes]:
+def nodes(
+    folder: Path, ranks: tuple[int, int] = (1, 1), more: str = "", engine: str = ""
+) -> Iterator[Nodes]:
     with ExitStack() as ends:
-        yield Nodes(folder, ends, ranks=ranks, more=more)
+        yield Nodes(folder, ends, ranks=ranks, more=more, engine=engine)
 
 
 def test_L1_direct_a_prompt_goes_from_the_peers_slots_into_engine_blocks(tmp_path: Path) -> None:
@@ -147,6 +154,17 @@ def test_B9_direct_an_answer_that_is_not_used_lets_the_peer_go(tmp_path: Path) -
         rig.client.drop(number)
         rig.client.send_step()
         eventually(lambda: not made.left())
+
+
+def test_B11_direct_an_answer_that_nobody_uses_ends_with_its_lease(tmp_path: Path) -> None:
+    chain = hashes(6)
+    with nodes(tmp_path, engine='lease = "1s"\n') as made:
+        made.rigs[0].put(chain, range(6))
+        watch = Watch()
+        made.ask(chain)
+        assert made.left()
+        eventually(lambda: not made.left())
+        assert watch.own_s() < STALL_NS / 2e9, "not only because nothing is heard"
 
 
 def test_B14_direct_loads_of_one_prompt_at_once_read_each_for_themselves(tmp_path: Path) -> None:
