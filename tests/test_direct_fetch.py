@@ -11,6 +11,7 @@ from connectors.direct import GIVE_UP_NS, DirectReads, Reads
 from connectors.jobs import EngineSpec, LoadJob, StoreSpec
 from kvstore import protocol as p
 from kvstore.errors import ProtocolError, TierIOError
+from kvstore.export import fetches
 from kvstore.export import messages as m
 from kvstore.layout import GroupLayout, LayerRun, Move, RankLayout
 from kvstore.leases import GroupHit
@@ -83,6 +84,35 @@ def test_B14_direct_blocks_are_of_one_fetch_and_offered_to_nobody_else() -> None
     assert pair.passed_on == [(number, 1)], "what is not claimed is let go of"
     pair.consumer.let_go(number)
     assert pair.passed == {(number, 1): False}
+    pair.run(5)
+    pair.check_nothing_left()
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_peer_that_names_memory_without_end_loses_no_block_that_it_has_told_of(
+    direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is kept of a peer's memory has a limit; what was told is read from where it was."""
+    monkeypatch.setattr(fetches, "REGIONS_MAX", 2)
+    pair, chain = Pair(), hashes(3)
+    pair.put(chain)
+    if direct:
+        number = offered(pair, chain)
+    else:
+        held, pair.landing.free = pair.landing.free, []
+        pair.want(chain)
+        pair.decode.ask(chain)
+    pair.run(20)
+    more = tuple(m.Region(100 + number, 4096, 1) for number in range(9))
+    pair.consumer.on_message(pair.peer, m.Have(1, b"", b"", b"", b"", more), pair.taker.now_ns)
+    if direct:
+        pair.consumer.claim(number, [0, 1, 2])
+        assert len(pair.passed_on) == 3
+        pair.consumer.let_go(number)
+    else:
+        pair.landing.give(held)
+        pair.run(20)
+        assert pair.arrived(chain) == 3
     pair.run(5)
     pair.check_nothing_left()
 

@@ -67,11 +67,10 @@ def test_B14_who_got_no_landing_slot_is_the_first_to_get_one() -> None:
     inlet._work.read = read  # type: ignore[method-assign,assignment]
     for peer, count in ((1, 9), (2, 9), (3, 1)):
         blocks = [
-            fetches.Block(key, fetches.State.CLAIMED, place=(0, 0))
+            fetches.Block(key, fetches.State.CLAIMED, place=(m.Region(0, 0, 1), 0))
             for key in keys_of(hashes(count, str(peer)))
         ]
         inlet._fetches[peer] = fetches.Fetch(peer, peer, blocks, False, 0, 0, 0, count)
-        inlet._regions.learn(peer, [m.Region(0, 0, 1)])
         for position in range(count):
             inlet._turns.queue(peer, fetches.Tag(peer, position))
     inlet._move()

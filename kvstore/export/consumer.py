@@ -266,7 +266,7 @@ class Consumer:
             waits = block.place is None and block.state is State.CLAIMED
             if waits and not fetch.push and not fetch.direct:
                 self._turns.queue(fetch.peer, Tag(fetch.number, position))
-            block.place, block.sum = (extent, slot), sums[number]
+            block.place, block.sum = (known, slot), sums[number]
             if fetch.push and block.state is State.MOVING:
                 landed.append(position)
         self._check(fetch, landed)
@@ -398,14 +398,13 @@ class Consumer:
 
     def _pass_on(self, fetch: Fetch, positions: Collection[int]) -> None:
         """Have workers read what can be read now."""
-        reads: dict[int, tuple[Read, list[int]]] = {}
+        reads: dict[m.Region, tuple[Read, list[int]]] = {}
         for position in positions:
             block = fetch.blocks[position]
             if block.state is State.CLAIMED and block.place is not None:
                 block.state = State.MOVING
-                extent, slot = block.place
-                region = self._regions[fetch.peer, extent]
-                read, of = reads.setdefault(extent, (Read(region, [], []), []))
+                region, slot = block.place
+                read, of = reads.setdefault(region, (Read(region, [], []), []))
                 read.numbers.append(slot)
                 of.append(position)
         for read, of in reads.values():
@@ -413,13 +412,11 @@ class Consumer:
 
     def _read(self, peer: int, number: int, blocks: Sequence[tuple[int, Block]]) -> None:
         """Read blocks of one fetch, in one go for each extent of the peer's."""
-        reads: dict[int, tuple[list[Tag], Read]] = {}
+        reads: dict[m.Region, tuple[list[Tag], Read]] = {}
         for position, block in blocks:
             if block.place is not None and block.landing is not None:
-                extent, slot = block.place
-                if extent not in reads:
-                    reads[extent] = ([], Read(self._regions[peer, extent], [], []))
-                tags, read = reads[extent]
+                region, slot = block.place
+                tags, read = reads.setdefault(region, ([], Read(region, [], [])))
                 tags.append(Tag(number, position))
                 read.numbers.append(slot)
                 read.landing.append(block.landing)

@@ -36,7 +36,7 @@ class Block(msgspec.Struct, eq=False):
     slot: Slot | None = None
     load: tuple[JobId, int] | None = None  # and its number in there
     landing: int | None = None
-    place: tuple[int, int] | None = None  # extent and number, once it can be read
+    place: tuple[m.Region, int] | None = None  # and its number there, once it can be read
     sum: int = 0
 
 
@@ -171,10 +171,6 @@ class Regions:
     def __init__(self) -> None:
         """Know none."""
         self._known: dict[tuple[int, int], m.Region] = {}
-
-    def __getitem__(self, at: tuple[int, int]) -> m.Region:
-        """Return one that is known."""
-        return self._known[at]
 
     def get(self, at: tuple[int, int]) -> m.Region | None:
         """Return one, if it is known."""
