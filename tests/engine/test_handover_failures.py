@@ -44,7 +44,13 @@ slice_only = pytest.mark.e2e  # all but a few are in the long matrix
 class Node:
     """A store, and an engine attached to it."""
 
-    def __init__(self, model: Path, folder: Path, ends: ExitStack, **extra: str) -> None:
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        ends: ExitStack,
+        **extra: Any,  # noqa: ANN401 - settings
+    ) -> None:
         folder.mkdir()
         peer = f'[peer]\nlisten = "127.0.0.1:{free_port()}"\n'
         self.store = StoreProcess(folder, CAPACITY, peer, module="tests.serve_brief")
@@ -106,7 +112,10 @@ class Node:
         eventually(lambda: not held())
 
 
-@pytest.fixture(scope="module", params=["pull", pytest.param("push", marks=pytest.mark.e2e)])
+WAYS = ["pull", *(pytest.param(way, marks=pytest.mark.e2e) for way in ("push", "direct"))]
+
+
+@pytest.fixture(scope="module", params=WAYS)
 def nodes(
     request: pytest.FixtureRequest,
     model: Callable[[str], Path],
@@ -115,7 +124,9 @@ def nodes(
     folder = tmp_path_factory.mktemp("failing")
     with ExitStack() as ends:
         prefill = Node(model("llama_s"), folder / "p", ends)
-        decode = Node(model("llama_s"), folder / "d", ends, transfer=request.param)
+        direct = request.param == "direct"
+        how = {"transfer": "pull" if direct else request.param, "direct": direct}
+        decode = Node(model("llama_s"), folder / "d", ends, **how)
         first = [Request(id="first", tokens=prompt(5000, 200))]  # memory is made for the first one
         computed = prefill.run(first, [HANDED], 1)
         decode.run(first, [result.kv_transfer_params for result in computed], 1)
@@ -125,6 +136,11 @@ def nodes(
 @pytest.fixture
 def pushed(request: pytest.FixtureRequest) -> bool:
     return "push" in request.node.name.rpartition("[")[2]
+
+
+@pytest.fixture
+def direct(request: pytest.FixtureRequest) -> bool:
+    return "direct" in request.node.name.rpartition("[")[2]
 
 
 @pytest.fixture
@@ -231,27 +247,28 @@ def test_B15_a_prefill_store_that_is_killed_before_it_is_asked(
 @slice_only
 @pytest.mark.parametrize("what", ["prefill store", "decode store", "exporter", "other exporter"])
 def test_B15_who_is_killed_during_the_transfer(
-    both: tuple[Node, Node], reference: Reference, what: str, pushed: bool
+    both: tuple[Node, Node], reference: Reference, what: str, pushed: bool, direct: bool
 ) -> None:
+    """Who moves the bytes hangs; the prefill store does, where workers read them at once."""
     prefill, decode = both
     seed = 60 + 2 * ["prefill store", "decode store", "exporter", "other exporter"].index(what)
     asked = Asked(prefill, reference, seed)
     frozen, other = (prefill, decode) if pushed else (decode, prefill)
     exporter = frozen.exporter
-    exporter.suspend()
+    hangs = prefill.process if direct else exporter
+    hangs.suspend()
+    begun = "kvstore_hand_over_open{fetches}" if direct else "kvstore_hand_over_bytes{landing}"
 
     def act() -> None:
-        eventually(
-            lambda: numbers(decode.address).get("kvstore_hand_over_bytes{landing}"), within_s=120
-        )
+        eventually(lambda: numbers(decode.address).get(begun), within_s=120)
         if what == "exporter":
             exporter.kill()
         elif what == "other exporter":
             other.exporter.kill()
         else:
             (prefill if what == "prefill store" else decode).kill()
-        if not gone(exporter):
-            exporter.send_signal(signal.SIGCONT)
+        if not gone(hangs):
+            hangs.send_signal(signal.SIGCONT)
 
     with meanwhile(act):
         asked.go_on(decode)
