@@ -32,6 +32,7 @@ pytestmark = pytest.mark.vllm
 TOKENS_OUT = 16
 HANDED = {"do_remote_decode": True, "do_remote_prefill": False}
 IN_TIME_S = 20.0  # a run that computes all takes two; an answer may wait for two, a load for ten
+STARTED_S = 3.0  # an exporter takes half a second, alone
 LEASE = "3s"  # tests.serve_brief has such leases between stores, too
 HELD = (
     *("kvstore_hand_over_bytes{held}", "kvstore_hand_over_bytes{landing}"),
@@ -74,7 +75,14 @@ class Node:
 
     @property
     def exporter(self) -> psutil.Process:
-        found = eventually(lambda: exporter_of(self.process))
+        """Its process, once that has started: UCX may have ended the one before just now."""
+
+        def started() -> psutil.Process | None:
+            found = exporter_of(self.process)
+            young = found is None or time.time() - found.create_time() < STARTED_S
+            return None if young else found
+
+        found = eventually(started)
         assert found is not None
         return found
 

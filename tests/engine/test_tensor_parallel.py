@@ -43,6 +43,14 @@ def prompts() -> list[Request]:
     return [Request(id=f"p{i}", tokens=prompt(900 + i, 100 + 83 * i)) for i in range(12)]
 
 
+def grow(engine: Engine, store: StoreProcess) -> None:
+    """Have the store make memory: what a window leaves behind before there is any is not stored."""
+    others = [Request(id=f"g{i}", tokens=prompt(8900 + i, 500)) for i in range(12)]
+    engine.run(others, max_tokens=1)
+    settled(lambda: numbers(store.address))
+    forget(engine)
+
+
 def hit_again(engine: Engine, requests: list[Request]) -> list[Result]:
     """Run prompts that are all in the store; every token that can be is a hit."""
     before = engine.metrics()
@@ -63,6 +71,7 @@ def test_O18_blocks_are_the_sum_of_the_ranks_parts(
     with Engine(
         model(name), connector=attach(store), in_process=False, tensor_parallel_size=2
     ) as engine:
+        grow(engine, store)
         before = numbers(store.address)
         assert_same(expected, engine.run(requests, max_tokens=TOKENS_OUT))
         forget(engine)
