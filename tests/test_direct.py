@@ -151,9 +151,11 @@ def test_B9_direct_an_answer_that_is_not_used_lets_the_peer_go(tmp_path: Path) -
         rig.client.send_step()
         eventually(lambda: heard(rig.client) and rig.client.grant(number))
         assert made.left(), "the peer holds it"
+        watch = Watch()
         rig.client.drop(number)
         rig.client.send_step()
         eventually(lambda: not made.left())
+        assert watch.own_s() < STALL_NS / 2e9, "not only because nothing is heard"
 
 
 def test_B11_direct_an_answer_that_nobody_uses_ends_with_its_lease(tmp_path: Path) -> None:

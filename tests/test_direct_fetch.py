@@ -9,6 +9,7 @@ import pytest
 
 from connectors.direct import GIVE_UP_NS, DirectReads, Reads
 from connectors.jobs import EngineSpec, LoadJob, StoreSpec
+from connectors.worker import Task, WorkerHalf
 from kvstore import protocol as p
 from kvstore.errors import ProtocolError, TierIOError
 from kvstore.export import fetches
@@ -16,10 +17,13 @@ from kvstore.export import messages as m
 from kvstore.layout import GroupLayout, LayerRun, Move, RankLayout
 from kvstore.leases import GroupHit
 from kvstore.service.direct import Direct, reaching_on, with_reads
+from kvstore.service.namespace import Namespace
+from kvstore.service.session import Session
 from kvstore.types import GroupRule, LookupResult
 from tests.export_rig import Pair
-from tests.fakes import from_u32, hashes, keys_of, u32
+from tests.fakes import Engine, Town, from_u32, hashes, keys_of, u32
 from tiers.direct import EngineReader, Reading
+from tiers.memory import MemoryTier
 
 REGION = m.Region(3, 4096, 8)
 
@@ -81,9 +85,20 @@ def test_B14_direct_blocks_are_of_one_fetch_and_offered_to_nobody_else() -> None
     assert found == {LookupResult.MISS}
     pair.consumer.claim(number, [1])
     pair.run(5)
-    assert pair.passed_on == [(number, 1)], "what is not claimed is let go of"
+    assert pair.passed_on == [(number, 1)]
+    pair.consumer.arrived(number, [1], pair.taker.now_ns, ok=True)
+    pair.run(5)
+    assert pair.passed == {(number, 1): True}
+    pair.check_nothing_left()  # what was not claimed was let go of
+
+
+def test_direct_blocks_that_nobody_reads_any_more_are_let_go_of() -> None:
+    pair, chain = Pair(), hashes(2)
+    pair.put(chain)
+    number = offered(pair, chain)
+    pair.consumer.claim(number, [0, 1])
     pair.consumer.let_go(number)
-    assert pair.passed == {(number, 1): False}
+    assert pair.passed == {(number, 0): False, (number, 1): False}
     pair.run(5)
     pair.check_nothing_left()
 
@@ -207,6 +222,79 @@ def test_what_is_behind_a_gap_is_asked_for_though_it_is_here() -> None:
     assert from_u32(hit.indices) == [0, 1, 2, 3]
     assert from_u32(hit.slots) == [30, 31, p.DIRECT, p.DIRECT + 5]
     assert from_u32(hit.generations) == [4, 4, 9, 9]
+
+
+class Others:
+    """Peers of a desk: what they are asked, and what they have."""
+
+    def __init__(self, offers: dict[int, str]) -> None:
+        self.wants: list[m.Want] = []
+        self.offers = offers
+        self.read_: list[list[int]] = []
+        self.over: list[int] = []
+
+    def fetch(
+        self, namespace: Namespace, address: str, want: m.Want, now_ns: int, *, direct: bool = False
+    ) -> int:
+        assert (namespace, address, direct, now_ns) == (namespace, "x:1", True, now_ns)
+        self.wants.append(want)
+        return len(self.wants)
+
+    def offered(self, _namespace: Namespace, _fetch: int) -> dict[int, str]:
+        return self.offers
+
+    def pushes(self, _address: str) -> bool:
+        return True
+
+    def read(
+        self, _namespace: Namespace, _fetch: int, positions: list[int], _session: Session
+    ) -> None:
+        self.read_.append(positions)
+
+    def read_no_more(self, _namespace: Namespace, fetch: int) -> None:
+        self.over.append(fetch)
+
+    def claimed(self, _namespace: Namespace, fetch: int) -> None:
+        self.over.append(fetch)
+
+
+def ask(offers: dict[int, str], blocks: int = 4) -> tuple[Others, Engine, p.Granted]:
+    """An engine has stored all but the second of four blocks, and asks a peer for it."""
+    town, chain = Town(tiers=[("shelf", MemoryTier)]), hashes(4)
+    engine = town.attach("engine", direct=True)
+    engine.put(chain)
+    town.settle(engine)
+    namespace = next(iter(town.store.namespaces.values()))
+    namespace.manager.drop(keys_of(chain)[1], "test")
+    for tier in namespace.tiering.tiers:
+        tier.clear()
+    others = Others(offers)
+    town.store._desk._peers = others
+    lookup = p.Lookup(77, b"".join(chain[:blocks]), 32, peer="x:1", direct=True)
+    engine.step(lookups=(lookup,))
+    town.settle(engine, turns=12)
+    return others, engine, engine.granted[77]
+
+
+def test_B6_direct_what_is_behind_a_gap_is_read_too_and_let_go_of_with_its_lease() -> None:
+    others, engine, granted = ask({0: "cpu", 1: "cpu", 2: "cpu"})
+    assert [from_u32(of) for of in others.wants[0].indices] == [[1, 2, 3]]
+    assert not others.wants[0].push, "direct pulls, unless told otherwise"
+    assert others.read_ == [[0, 1, 2]]
+    assert granted.kept == 1
+    assert from_u32(granted.hits[0].indices) == [0, 1, 2, 3]
+    engine.step(release=(granted.lease,))
+    engine.town.settle(engine)
+    assert others.over == [1]
+
+
+@pytest.mark.parametrize("offers", [{}, {0: "cpu"}])
+def test_direct_what_cannot_be_read_whole_is_not_read(offers: dict[int, str]) -> None:
+    """The blocks behind the gap are here, but no lease reaches them."""
+    others, _, granted = ask(offers)
+    assert (others.read_, others.over) == ([], [1])
+    assert from_u32(granted.hits[0].indices) == [0]
+    assert granted.kept is None
 
 
 # The worker's side
@@ -333,3 +421,18 @@ def test_B20_direct_a_read_that_does_not_end_ends_with_its_agent() -> None:
     assert worker.advance(GIVE_UP_NS)
     assert worker.reader.restarts == 1
     assert worker.load.failed
+
+
+def test_O14_direct_a_load_whose_session_is_over_waits_for_what_is_being_read() -> None:
+    worker = Worker()
+    worker.reader.hangs = True
+    worker.places(4)
+    assert not worker.advance()
+    half = WorkerHalf.__new__(WorkerHalf)
+    half._direct = worker.reads
+    task = Task(worker.job, 0, reads=worker.load)
+    assert half._abandon(task, worker.job, 0) is None, "engine blocks are being written"
+    worker.reader.hangs = False
+    outcome = half._abandon(task, worker.job, 1)
+    assert outcome is not None
+    assert not outcome.ok

@@ -202,6 +202,9 @@ def test_L1_P3_prompts_that_the_prefill_node_has_in_memory(pair: Pair) -> None:
     blocks = sum(len(pair.needed(count)) for count in tokens)
     assert fetched(found) == {"cpu": blocks}
     assert moved == blocks * BLOCK_BYTES[pair.name]
+    if pair.decode.direct:
+        whole = sum(len(request.tokens) // ENGINE_BLOCK for request in requests)
+        assert found["kvstore_stored_blocks{stored}"] >= whole, "read into the engine, then stored"
 
 
 @pytest.mark.vllm
