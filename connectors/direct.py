@@ -136,10 +136,7 @@ class DirectReads:
                 fetch.passed.update(dict.fromkeys(positions, message.ok))
                 continue
             if message.metadata:
-                try:
-                    self._reader.meet(message.agent, message.metadata)
-                except TierError as exc:
-                    log.error("blocks of a peer cannot be read: %s", exc)
+                self._reader.meet(message.agent, message.metadata)
             for position, number in zip(positions, p.from_u32(message.numbers), strict=True):
                 address = message.base + number * self._slot_bytes
                 fetch.places[position] = _Place(message.agent, address)

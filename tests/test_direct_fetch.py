@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from connectors.direct import GIVE_UP_NS, DirectReads, Reads
 from connectors.jobs import EngineSpec, LoadJob, StoreSpec
@@ -22,7 +23,9 @@ from kvstore.service.session import Session
 from kvstore.types import GroupRule, LookupResult
 from tests.export_rig import Pair
 from tests.fakes import Engine, Town, from_u32, hashes, keys_of, u32
+from tiers.copier import LayerCache
 from tiers.direct import EngineReader, Reading
+from tiers.exporter.errors import MoveError
 from tiers.memory import MemoryTier
 
 REGION = m.Region(3, 4096, 8)
@@ -436,3 +439,41 @@ def test_O14_direct_a_load_whose_session_is_over_waits_for_what_is_being_read() 
     outcome = half._abandon(task, worker.job, 1)
     assert outcome is not None
     assert not outcome.ok
+
+
+class Agent:
+    """Knows peers; one of them cannot be reached."""
+
+    def __init__(self, _name: str) -> None:
+        self.known: list[str] = []
+
+    def register(self, _address: int, _size: int) -> None: ...
+
+    def add_peer(self, metadata: bytes) -> str:
+        if metadata == b"gone":
+            raise MoveError("a test", "failed")
+        self.known.append(metadata.decode())
+        return metadata.decode()
+
+    def read(self, peer: str, *_places: object) -> tuple[int, bool]:
+        assert peer in self.known
+        return 1, True
+
+    def let_go(self, _flight: int) -> None: ...
+
+
+def test_B15_direct_a_peer_that_is_gone_keeps_no_other_from_being_read_after_a_restart() -> None:
+    reader = EngineReader({"l": LayerCache(torch.zeros(64, dtype=torch.uint8), 0, 32, 32)})
+    reader._make = Agent  # type: ignore[assignment]
+    reader.open(RankLayout(64, (GroupLayout(32, (LayerRun("l", 0, 32, writes=True),)),)), "lo")
+    moves = [(Move(0, 1, 0, 0), 4096)]
+    for peer in ("gone", "there"):
+        reader.meet(peer, peer.encode())
+    for _ in range(2):
+        with pytest.raises(TierIOError):
+            reader.read("gone", moves)
+        assert reader.over(reader.read("there", moves))
+        reader.restart()
+    reader.meet("there", b"another")
+    with pytest.raises(TierIOError, match="metadata of another exporter than 'there'"):
+        reader.read("there", moves)

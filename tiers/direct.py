@@ -51,7 +51,8 @@ class EngineReader:
         self._layout: RankLayout | None = None
         self._agent: Agent | None = None
         self._agents = 0  # that there have been
-        self._peers: dict[str, bytes] = {}
+        self._peers: dict[str, bytes] = {}  # and how to reach them
+        self._met: set[str] = set()  # those that the agent knows
 
     def open(self, layout: RankLayout, devices: str) -> None:
         """Read by a store's layout, over these network devices. Raises TierError."""
@@ -62,18 +63,18 @@ class EngineReader:
             os.putenv(name, value)  # UCX reads them when the first agent is made
         self._layout = layout
         self._peers.clear()
+        self._met.clear()
         if self._agent is None:
             self.restart()
 
     def restart(self) -> None:
         """Forget all reads, and have them end. Raises TierError."""
         self._agent, self._agents = None, self._agents + 1  # the only reference: that ends it
+        self._met.clear()
         try:
             self._agent = self._make(f"kvstore-engine-{secrets.token_hex(8)}")
             for address, size in self._memory():
                 self._agent.register(address, size)
-            for metadata in self._peers.values():
-                self._agent.add_peer(metadata)
         except MoveError as exc:
             raise TierIOError(f"direct = true: {exc}") from exc
 
@@ -82,13 +83,9 @@ class EngineReader:
         return {(storage.data_ptr(), storage.nbytes) for storage in storages}
 
     def meet(self, peer: str, metadata: bytes) -> None:
-        """Know how to reach a peer's exporter, or how to reach it now. Raises TierError."""
+        """Know how to reach a peer's exporter, or how to reach it now."""
         self._peers[peer] = metadata
-        try:
-            if self._agent is None or self._agent.add_peer(metadata) != peer:
-                raise TierIOError(f"metadata of another exporter than {peer!r}")
-        except MoveError as exc:
-            raise TierIOError(str(exc)) from exc
+        self._met.discard(peer)
 
     def read(self, peer: str, moves: Sequence[tuple[Move, int]]) -> Reading:
         """Start reading slots, from these addresses on, into engine blocks. Raises TierError."""
@@ -96,6 +93,10 @@ class EngineReader:
             raise TierIOError("no agent")
         local, remote = self._places(moves)
         try:
+            if peer not in self._met:  # one that cannot be reached is nobody else's trouble
+                if self._agent.add_peer(self._peers.get(peer, b"")) != peer:
+                    raise TierIOError(f"metadata of another exporter than {peer!r}")
+                self._met.add(peer)
             flight, over = self._agent.read(peer, local, remote)
             if over:
                 self._agent.let_go(flight)
