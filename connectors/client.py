@@ -11,11 +11,12 @@ import time
 from array import array
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import msgspec
 
+from connectors.board import Board
 from connectors.link import LinkLost
 from kvstore import protocol as p
 from kvstore.errors import KVStoreError
@@ -114,6 +115,10 @@ class Wire(Protocol):
         """Return what has arrived. Raises LinkLost."""
         ...
 
+    def take_fd(self) -> int:
+        """Return the descriptor that came with a message."""
+        ...
+
     def close(self) -> None:
         """Close."""
         ...
@@ -163,6 +168,8 @@ class StoreClient:
         self._release: list[int] = []
         self._handing: list[p.Handing] = []
         self._let_go: list[p.LetGo] = []
+        self._shown: list[p.Shown] = []
+        self._board: Board | None = None
         self._usage_tokens = 0
         self._usage_hits: Counter[str] = Counter()
         self._next_ask = 1
@@ -197,15 +204,35 @@ class StoreClient:
         self._asked_ns.clear()
         self._grants.clear()
         self._forget_news()
+        self._leave_board()
         self.side_channel = ""
         self._attacher.start()
 
     def close(self) -> None:
         """Close the connection and end the thread; safe to call twice."""
         self._attacher.close()
+        self._leave_board()
         if self._link is not None:
             self._link.close()
             self._link, self.session = None, 0
+
+    # What others read in the engine's memory
+
+    def show(self, slots: Sequence[int], keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Have peers read engine blocks that are copied to slots, as many for each, if they can."""
+        if self._board is not None and blocks and max(blocks) < self._board.blocks:
+            generations = self._board.generations(blocks)
+            self._shown.append(p.Shown(p.u32(slots), tuple(keys), p.u32(blocks), generations))
+
+    def overwritten(self, blocks: Iterable[int]) -> None:
+        """These engine blocks get other content, at once: nobody uses what was in them."""
+        if self._board is not None:
+            self._board.add(blocks)
+
+    def _leave_board(self) -> None:
+        if self._board is not None:
+            self._board.close()
+            self._board = None
 
     # Asking
 
@@ -293,6 +320,7 @@ class StoreClient:
                     dict(self.counts),
                     tuple(self._handing),
                     tuple(self._let_go),
+                    tuple(self._shown),
                 )
                 self._forget_news()
                 self._usage_tokens = 0
@@ -311,12 +339,12 @@ class StoreClient:
 
     @property
     def _has_news(self) -> bool:
-        hands = self._handing, self._let_go
+        hands = self._handing, self._let_go, self._shown
         return any((self._lookups, self._settle, self._release, self.counts, *hands))
 
     def _forget_news(self) -> None:
         self._lookups, self._settle, self._release = [], [], []
-        self._handing, self._let_go = [], []
+        self._handing, self._let_go, self._shown = [], [], []
 
     def receive(self, timeout_s: float = 0.0) -> None:
         """Take in what has arrived, waiting at most timeout_s for the first message."""
@@ -339,6 +367,9 @@ class StoreClient:
             self._answers(message)
         elif isinstance(message, p.Active):
             self.session, self.defer_ms = self._welcomed, message.defer_ms
+        elif isinstance(message, p.Board) and self._link is not None:
+            self._leave_board()
+            self._board = Board(self._link.take_fd(), message.blocks)
         elif isinstance(message, p.Detach | p.Refused):
             self.detach(message.reason)
 

@@ -1,6 +1,7 @@
 """The part of a load that comes straight from a peer: read by this worker into engine blocks.
 
     the job names (fetch, position) --Places: it can be read--> reading --> read, the store is told
+    read --Places once more: there it was overwritten meanwhile--> reading, from elsewhere
     --Passed, of the store: the peer held it until then--> good; or not, at any time before
 
 A load ends, well or not, only when nothing of it is being read any more. What does not end by
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 import msgspec
@@ -19,22 +20,27 @@ import msgspec
 from connectors.jobs import LoadJob, pieces
 from kvstore import protocol as p
 from kvstore.errors import TierError
-from kvstore.layout import Move, RankLayout
+from kvstore.layout import Move, RankLayout, RankPages
 from tiers.copier import LayerCache
 from tiers.direct import READ_BYTES, EngineReader, Reading
 
 log = logging.getLogger(__name__)
 
-FETCHES_MAX = 1024  # that the store has told of
+FETCHES_MAX = 1024  # that the store has told of; engines of peers, too
 GIVE_UP_NS = 1_000_000_000  # for reads that nobody waits for, to end by themselves
 
 Where = tuple[int, int]
 """A fetch, and a position in it."""
+Tell = Callable[[p.Message], None]
 
 
-class _Place(msgspec.Struct, frozen=True):
-    peer: str
-    address: int
+class _Place(msgspec.Struct, eq=False):
+    """A slot of a peer's: an address. Or blocks of one of its engines: ranks."""
+
+    peer: str = ""
+    address: int = 0
+    ranks: tuple[RankPages, ...] = ()
+    blocks: Sequence[int] = ()
 
 
 class _Fetch(msgspec.Struct, eq=False):
@@ -49,7 +55,7 @@ class Reads(msgspec.Struct, eq=False):
 
     moves: dict[Where, list[Move]]
     until_ns: int
-    started: set[Where] = set()
+    started: dict[Where, _Place] = {}
     flying: list[tuple[Reading, list[Where]]] = []
     copied_bytes: int = 0
     failed: bool = False
@@ -63,17 +69,28 @@ class DirectReads:
         """caches: by layer name. Raises NotSupported where nothing can be read into them."""
         self._reader = EngineReader(caches)
         self._slot_bytes = 0
-        self._told: deque[p.Places | p.Passed] = deque()
+        self._told: deque[p.Places | p.InEngine | p.Passed] = deque()
         self._fetches: dict[int, _Fetch] = {}
+        self._engines: dict[tuple[int, int], tuple[RankPages, ...]] = {}  # of peers
+        self._tell: Tell = _nobody
 
-    def open(self, layout: RankLayout, devices: str) -> None:
-        """A session begins; no load is under way. Raises TierError."""
+    def open(self, layout: RankLayout, devices: str, tell: Tell) -> None:
+        """A session begins; no load is under way. tell(): to the store. Raises TierError."""
         self._told.clear()
         self._fetches.clear()
+        self._engines.clear()
         self._slot_bytes = layout.slot_bytes
+        self._tell = tell
         self._reader.open(layout, devices)
+        self._offer()
 
-    def told(self, message: p.Places | p.Passed) -> None:
+    def _offer(self) -> None:
+        """Have peers read what this engine has."""
+        serves = self._reader.serves()
+        if serves is not None:
+            self._tell(p.Serves(*serves))
+
+    def told(self, message: p.Places | p.InEngine | p.Passed) -> None:
         """The store has said something; called from the link thread."""
         self._told.append(message)
 
@@ -91,7 +108,7 @@ class DirectReads:
                     read.setdefault(where, []).append(move)
         return Reads(read, until_ns) if read else None
 
-    def advance(self, reads: Reads, tell: Callable[[p.Message], None], now_ns: int) -> bool:
+    def advance(self, reads: Reads, tell: Tell, now_ns: int) -> bool:
         """Go on with a load's reads; True when they are over: not failed, all are good.
 
         tell(): to the store.
@@ -121,6 +138,7 @@ class DirectReads:
         reads.flying.clear()
         try:
             self._reader.restart()
+            self._offer()
         except TierError as exc:
             log.error("nothing can be read from peers: %s", exc)
         return True
@@ -135,11 +153,27 @@ class DirectReads:
             if isinstance(message, p.Passed):
                 fetch.passed.update(dict.fromkeys(positions, message.ok))
                 continue
+            if isinstance(message, p.InEngine):
+                fetch.places.update(zip(positions, self._in_engine(message), strict=True))
+                continue
             if message.metadata:
                 self._reader.meet(message.agent, message.metadata)
             for position, number in zip(positions, p.from_u32(message.numbers), strict=True):
                 address = message.base + number * self._slot_bytes
                 fetch.places[position] = _Place(message.agent, address)
+
+    def _in_engine(self, message: p.InEngine) -> Iterator[_Place]:
+        """Yield where each position is; the memory of an engine is told once."""
+        engine = message.peer, message.engine
+        if message.ranks:
+            self._engines.pop(engine, None)
+            self._engines[engine] = message.ranks
+            if len(self._engines) > FETCHES_MAX:
+                del self._engines[next(iter(self._engines))]
+        ranks, blocks = self._engines.get(engine, ()), p.from_u32(message.blocks)
+        per = len(blocks) // max(1, len(message.positions) // p.WORD)
+        for at in range(0, len(blocks), max(1, per)):
+            yield _Place(ranks=ranks, blocks=blocks[at : at + per])
 
     def _passed(self, where: Where) -> bool | None:
         fetch = self._fetches.get(where[0])
@@ -151,32 +185,43 @@ class DirectReads:
 
     def _start(self, reads: Reads) -> None:
         """Read what can be read now."""
-        found = [
-            (w, place) for w in reads.moves if w not in reads.started and (place := self._place(w))
-        ]
-        for (_, peer), run in groupby(found, key=lambda pair: (pair[0][0], pair[1].peer)):
+        found = []
+        for where in reads.moves:
+            place = self._place(where)
+            if place is not None and reads.started.get(where) is not place:
+                found.append((where, place))
+        for _, run in groupby(found, key=lambda pair: (pair[0][0], pair[1].peer, pair[1].ranks)):
             chunk: list[tuple[Where, _Place]] = []
             for pair in run:
                 chunk.append(pair)
                 if len(chunk) * self._slot_bytes >= READ_BYTES:
-                    self._read(reads, peer, chunk)
+                    self._read(reads, chunk)
                     chunk = []
             if chunk:
-                self._read(reads, peer, chunk)
+                self._read(reads, chunk)
 
-    def _read(self, reads: Reads, peer: str, chunk: Sequence[tuple[Where, _Place]]) -> None:
-        moves = [(move, place.address) for where, place in chunk for move in reads.moves[where]]
-        wheres = [where for where, _ in chunk]
-        reads.started.update(wheres)
+    def _read(self, reads: Reads, chunk: Sequence[tuple[Where, _Place]]) -> None:
+        """Read blocks that are in slots of one peer, or in one of its engines."""
+        first = chunk[0][1]
+        reads.started.update(chunk)
         try:
-            reading = self._reader.read(peer, moves)
-        except TierError as exc:
+            if first.peer:
+                moves = [(move, place.address) for w, place in chunk for move in reads.moves[w]]
+                reading = self._reader.read(first.peer, moves)
+            else:
+                parts = [
+                    (move, place.blocks[move.part])
+                    for where, place in chunk
+                    for move in reads.moves[where]
+                ]
+                reading = self._reader.read_engine(first.ranks, parts)
+        except (TierError, IndexError) as exc:
             log.error("blocks of a peer cannot be read: %s", exc)
-            reading = Reading(0, 0, None)
+            reading = Reading(0, 0, [])
             reads.failed = True
-        reads.flying.append((reading, wheres))
+        reads.flying.append((reading, [where for where, _ in chunk]))
 
-    def _land(self, reads: Reads, tell: Callable[[p.Message], None]) -> None:
+    def _land(self, reads: Reads, tell: Tell) -> None:
         """Tell the store of reads that have ended."""
         flying, reads.flying = reads.flying, []
         for reading, wheres in flying:
@@ -194,3 +239,7 @@ class DirectReads:
             reads.copied_bytes += copied
             positions = p.u32([position for _, position in wheres])
             tell(p.Arrived(wheres[0][0], positions, copied, ok))
+
+
+def _nobody(_message: p.Message) -> None:
+    """Say nothing: there is no store."""

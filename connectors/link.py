@@ -41,7 +41,7 @@ class Link:
         self._lock = threading.Lock()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
-        self.fds: list[int] = []  # received with Extent messages, in their order
+        self.fds: list[int] = []  # received with messages, in their order
         self._put_back: list[p.Message] = []
 
     def send(self, message: p.Message) -> None:
@@ -92,6 +92,10 @@ class Link:
                 raise LinkLost(str(exc)) from exc
             if size < _READ_BYTES:
                 return messages  # that was all; asking again would cost a system call
+
+    def take_fd(self) -> int:
+        """Return the first descriptor that has come and was not taken: its message's."""
+        return self.fds.pop(0)
 
     def put_back(self, messages: list[p.Message]) -> None:
         """Let the next receive return these first."""

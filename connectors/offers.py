@@ -190,6 +190,8 @@ class Offers:
         client, hashes = self._client, tracked.request.block_hashes
         if not client.session or tracked.cursor != tail.block:
             return False
+        if self._slots:
+            self._close_job()
         if not self.may_offer():
             self._declined()
             return False
@@ -200,13 +202,14 @@ class Offers:
             of.keys.append(tail.hash + of.suffix)
             of.parents.append(above + of.suffix if above and not of.rooted else b"")
             self._slots += 1
-        self._close_job()  # a part of a block can only be the last of its group in a job
+        self._close_job(whole=False)
         return True
 
-    def _close_job(self) -> None:
+    def _close_job(self, *, whole: bool = True) -> None:
         """Make one job of what was gathered: their order is all it takes, since blocks are whole.
 
-        But for a last one of a group, of which the leading engine blocks are there.
+        Peers may read them in the engine, too. Not whole: one block of each group, of which the
+        leading engine blocks are there.
         """
         number = self._next_job
         self._next_job += 1
@@ -219,6 +222,8 @@ class Offers:
             slots += of.slots
             keys += of.keys
             parents += of.parents
+            if whole:
+                self._client.show(of.slots, of.keys, of.ids)
         self._sources[number] = frozenset(ids)
         sizes = tuple(len(of.ids) for of in self._gathered)
         self._jobs.append(

@@ -341,6 +341,9 @@ class SchedulerHalf:
     def build_meta(self, step: Step) -> StepMeta:
         """Plan this step's copies. Called once per step, empty ones included."""
         self._room.next_step()
+        targets, self._load_targets = self._load_targets, set()
+        written = (*step.written, *targets)
+        self._client.overwritten(written)
         idle = not step.scheduled
         self._client.receive(IDLE_WAIT_S if idle and self._hands.unstored() else 0.0)
         sent = self._hands.store_rest()
@@ -355,8 +358,7 @@ class SchedulerHalf:
         self._scheduled = step.scheduled
         early, self._early = tuple(self._early), []
         loads, self._loads = tuple(self._loads), []
-        targets, self._load_targets = self._load_targets, set()
-        flush = self._offers.fence((*step.written, *targets))
+        flush = self._offers.fence(written)
         flush.difference_update(job.job_id for job in stores)
         self._client.send_step()
         self._waited_s = 0.0

@@ -330,7 +330,7 @@ class WorkerHalf:
             self._copier = self._device.copier(welcome.layout)
             self._wait_ns = welcome.wait_ms * 1_000_000
             if self._direct is not None and welcome.devices:
-                self._direct.open(welcome.layout, welcome.devices)
+                self._direct.open(welcome.layout, welcome.devices, partial(self._tell, link))
             self._link, self._session = link, welcome.session
             while not self._stop.is_set() and self._handle(link, link.receive(_READ_S)):
                 pass
@@ -347,7 +347,7 @@ class WorkerHalf:
         for message in messages:
             if isinstance(message, p.Extent):
                 extent = MappedExtent(
-                    link.fds.pop(0),
+                    link.take_fd(),
                     message.first,
                     message.count,
                     message.slot_bytes,
@@ -363,7 +363,7 @@ class WorkerHalf:
                 if removed is not None:
                     self._device.unpin(removed)
                 link.send(p.Unmapped(message.extent))
-            elif isinstance(message, p.Places | p.Passed) and self._direct is not None:
+            elif isinstance(message, p.Places | p.InEngine | p.Passed) and self._direct is not None:
                 self._direct.told(message)
             elif isinstance(message, p.Detach):
                 log.info("kvstore: detached: %s", message.reason)

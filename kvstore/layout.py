@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -24,6 +25,7 @@ from kvstore.types import GroupRule
 
 FORMAT = 1
 ALIGNMENT = 4096
+PIECES_MAX = 1 << 16  # of one rank's part of a block
 TRAIT_DIGITS = 12  # of a digest that is shown as a trait
 
 
@@ -112,6 +114,41 @@ class SlotLayout(msgspec.Struct, frozen=True):
     rules: tuple[GroupRule, ...]
     ranks: tuple[RankLayout, ...]
     traits: dict[str, str]
+
+
+class PageRun(msgspec.Struct, frozen=True, array_like=True):
+    """Where bytes of an engine block's part of a slot are in an engine's own memory.
+
+    Piece i of engine block b: piece_bytes at base + b * block_stride + i * piece_stride. The first
+    one is `offset` bytes into the part, the others follow one another there.
+    """
+
+    offset: int
+    piece_bytes: int
+    pieces: int
+    base: int
+    block_stride: int
+    piece_stride: int
+
+    def __post_init__(self) -> None:
+        numbers = (self.offset, self.base, self.block_stride, self.piece_stride)
+        if min(numbers) < 0 or max(numbers) >= 1 << 62:
+            raise ValueError(f"offsets and strides of {self}, expected 0 to {(1 << 62) - 1}")
+        if not 0 < self.piece_bytes < 1 << 40 or not 0 < self.pieces <= PIECES_MAX:
+            raise ValueError(f"pieces of {self}, expected 1 to {PIECES_MAX} with some bytes")
+
+
+class RankPages(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's part of an engine's memory, which its agent serves; runs by group."""
+
+    agent: Annotated[str, msgspec.Meta(max_length=256)]
+    metadata: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+    pages: tuple[tuple[PageRun, ...], ...]
+
+    def __post_init__(self) -> None:
+        pieces = sum(run.pieces for runs in self.pages for run in runs)
+        if pieces > PIECES_MAX:
+            raise ValueError(f"{pieces} pieces of one block, expected up to {PIECES_MAX}")
 
 
 class Move(msgspec.Struct, frozen=True):

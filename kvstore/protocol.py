@@ -27,12 +27,13 @@ from typing import Annotated, Literal
 import msgspec
 
 from kvstore.errors import ProtocolError
-from kvstore.layout import RankGeometry, RankLayout
+from kvstore.layout import RankGeometry, RankLayout, RankPages
 
 VERSION = 1
 FRAME_BYTES_MAX = 256 << 20
 
 U32 = "I"
+WORD = 4  # bytes of one
 
 
 # What is added to counters: none goes down, or to where it is no number any more.
@@ -119,6 +120,19 @@ class LetGo(Message, frozen=True):
     request: str
 
 
+class Shown(Message, frozen=True):
+    """Engine blocks that are copied to slots, and stay readable after that: see Board.
+
+    slots: u32; keys[i] is what is in slots[i] once that is stored. blocks, generations: u32, as
+    many for each slot.
+    """
+
+    slots: bytes
+    keys: tuple[bytes, ...]
+    blocks: bytes
+    generations: bytes
+
+
 class Step(Message, frozen=True):
     """One batch per engine step from the scheduler half."""
 
@@ -129,6 +143,7 @@ class Step(Message, frozen=True):
     counts: dict[str, Count] = {}  # events by name (EVENTS), since the last step
     handing: tuple[Handing, ...] = ()
     let_go: tuple[LetGo, ...] = ()
+    shown: tuple[Shown, ...] = ()
 
 
 class Mapped(Message, frozen=True):
@@ -169,6 +184,16 @@ class Arrived(Message, frozen=True):
     positions: bytes
     copied_bytes: Count
     ok: bool
+
+
+class Serves(Message, frozen=True):
+    """This worker's KV tensors can be read by peers; blocks: so many engine blocks.
+
+    Said once it is welcome, and again when its agent is another one.
+    """
+
+    rank: RankPages
+    blocks: int
 
 
 class Query(Message, frozen=True):
@@ -303,6 +328,31 @@ class Passed(Message, frozen=True):
     ok: bool
 
 
+class InEngine(Message, frozen=True):
+    """Blocks of a fetch that can be read in the memory of a peer's engine.
+
+    engine: its number there; ranks: its memory, empty if it was told before. positions: u32;
+    blocks: u32 engine blocks, as many for each position.
+    """
+
+    fetch: int
+    peer: int
+    engine: int
+    ranks: tuple[RankPages, ...]
+    positions: bytes
+    blocks: bytes
+
+
+class Board(Message, frozen=True):
+    """A u32 for each of an engine's blocks, in the memory whose descriptor comes along.
+
+    The scheduler half adds one before a block gets other content: whoever has read it meanwhile
+    finds another number than before, and uses nothing of it.
+    """
+
+    blocks: int
+
+
 class Detach(Message, frozen=True):
     """The session is over: finish copies, close, connect again."""
 
@@ -315,8 +365,9 @@ class Report(Message, frozen=True):
     body: bytes
 
 
-ToStore = Hello | Step | Mapped | Unmapped | Stored | Loaded | Arrived | Query
-ToEngine = Welcome | Refused | Extent | Unmap | Active | Answers | Places | Passed | Detach | Report
+ToStore = Hello | Step | Mapped | Unmapped | Stored | Loaded | Arrived | Serves | Query
+ToWorker = Extent | Unmap | Places | InEngine | Passed
+ToEngine = ToWorker | Welcome | Refused | Active | Answers | Board | Detach | Report
 
 EVENTS = frozenset(
     {

@@ -99,6 +99,7 @@ class Pair:
         self.fail = 0.0
         self.passed_on: list[tuple[int, int]] = []  # fetch, position
         self.passed: dict[tuple[int, int], bool] = {}
+        self.in_engines: list[fetches.EngineRead] = []
         self.producer = o.Producer(
             lambda: self.giver.store.namespaces,
             lambda: ("agent", b"md"),
@@ -267,6 +268,12 @@ class _Moves:
         self._pair.passed_on += [(number, at) for at in positions]
         for slot in read.numbers:
             self._pair._slot(read.region.extent, slot)
+
+    def pass_on_engine(self, number: int, peer: int, read: fetches.EngineRead) -> None:
+        """As pass_on: see Pair.passed_on, and what it was told in Pair.in_engines."""
+        assert peer <= self._pair.peer
+        self._pair.passed_on += [(number, at) for at in read.blocks]
+        self._pair.in_engines.append(read)
 
     def passed(self, number: int, position: int, *, ok: bool) -> None:
         self._pair.passed[number, position] = ok

@@ -202,6 +202,7 @@ class Engine:
         self.town, self.name, self.world, self.maps = town, name, world, maps
         self.direct = direct
         self.places: list[p.Places] = []
+        self.in_engines: list[p.InEngine] = []
         self.passed: dict[tuple[int, int], bool] = {}  # fetch, position -> whether it is good
         self.credit_slots = credit_slots
         self.geometries = [geometry(identity, rank, world, rules) for rank in range(world)]
@@ -252,16 +253,18 @@ class Engine:
             self.granted.update({granted.ask: granted for granted in message.granted})
             self.added.extend(message.added)
             self.removed.extend(message.removed)
-        elif isinstance(message, p.Places | p.Passed):
+        elif isinstance(message, p.Places | p.InEngine | p.Passed):
             self._of_peers(message)
         elif isinstance(message, p.Welcome):
             self.layouts.append(message)
         elif isinstance(message, p.Detach):
             self.detached.append(message.reason)
 
-    def _of_peers(self, message: p.Places | p.Passed) -> None:
+    def _of_peers(self, message: p.Places | p.InEngine | p.Passed) -> None:
         if isinstance(message, p.Places):
             self.places.append(message)
+        elif isinstance(message, p.InEngine):
+            self.in_engines.append(message)
         else:
             positions = from_u32(message.positions)
             self.passed |= {(message.fetch, position): message.ok for position in positions}

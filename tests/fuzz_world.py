@@ -13,6 +13,7 @@ import psutil
 
 from kvstore import protocol as p
 from kvstore.export import messages as m
+from kvstore.layout import PageRun, RankPages
 from kvstore.service import agents, channel, peers
 from kvstore.types import make_key
 from tests.fakes import geometry, hashes, u32
@@ -155,7 +156,9 @@ class World:
                 indices = u32(range(len(chain)))
             push, lease_ms = self.rng.random() < 0.4, self.rng.choice((1, 500, 5000, 600_000))
             request = self.rng.choice(("", "r1", "r2"))
-            return m.Want(job, b"".join(chain), 32, (indices,), b"", request, lease_ms, push)
+            direct = self.rng.random() < 0.4
+            how = b"", request, lease_ms, push, direct
+            return m.Want(job, b"".join(chain), 32, (indices,), *how)
         if kind == 3:
             positions = self._positions()
             slots = u32([self.rng.randrange(32) for _ in range(len(positions) // 4)])
@@ -201,19 +204,26 @@ class World:
             self.victim.step(lookups=(lookup,))
             self.decode.tick(1)
             self.victim.pump()
-            for told in self.victim.places:
-                self.decode.say(self.victim.workers[0], self._arrived(told.fetch, told.positions))
+            told = [(each.fetch, each.positions) for each in self.victim.places]
+            told += [(each.fetch, each.positions) for each in self.victim.in_engines]
+            for fetch, positions in told:
+                self.decode.say(self.victim.workers[0], self._arrived(fetch, positions))
             self.victim.places.clear()
+            self.victim.in_engines.clear()
             for granted in self.victim.granted.values():
                 if granted.lease and self.rng.random() < 0.7:
                     self.decode.say(self.victim.workers[0], p.Loaded(granted.lease, 0, 0.0))
             self.victim.granted.clear()
 
-    def _tell(self, wants: Sequence[m.Want]) -> p.Message:
+    def _tell(self, wants: Sequence[m.Want]) -> p.Message:  # noqa: PLR0911 - one for each message
         job = self.rng.choice(wants).job if wants and self.rng.random() < 0.9 else self._job()
         positions = self._positions() if self.rng.random() < 0.6 else u32(range(5))
         count = len(positions) // 4
-        kind = self.rng.randrange(8)
+        kind = self.rng.randrange(9)
+        if kind == 8:
+            blocks = u32([self._number()] * count * self.rng.choice((1, 1, 2)))
+            ranks = (self._rank(),) if self.rng.random() < 0.5 else ()
+            return m.Resident(job, positions, self.rng.randrange(80), blocks, ranks)
         if kind < 2:
             return m.Offer(job, positions, ("cpu", "nvme"), bytes([0] * count))
         if kind < 4:
@@ -221,7 +231,7 @@ class World:
             regions = (m.Region(1, 4096, 16),) if self.rng.random() < 0.5 else ()
             return m.Have(job, positions, places, u32([0] * count), bytes(8 * count), regions)
         if kind == 4:
-            return m.Valid(job, positions)
+            return m.Valid(job, positions, self._positions() if self.rng.random() < 0.3 else b"")
         if kind == 5:
             return m.End(job, self.rng.choice(("all", "lease", "released")))
         if kind == 6:
@@ -271,7 +281,7 @@ class World:
 
     def _say(self, site: Site) -> p.Message:  # noqa: PLR0911 - one for each message
         engine = f"e{self.rng.randrange(3)}"
-        kind = self.rng.randrange(11)
+        kind = self.rng.randrange(12)
         slots: list[int] = list(range(4))
         if kind == 0:
             return p.Hello(p.VERSION, engine, "scheduler", 0, 1, self._number())
@@ -295,9 +305,15 @@ class World:
             return self.rng.choice((p.Mapped, p.Unmapped))(self.rng.randint(1, 12))
         if kind == 8:
             return p.Query("stats")
+        if kind == 10:
+            return p.Serves(self._rank(), self.rng.choice((8, 8, self._number())))
         if kind == 9:
             return self._arrived(self.rng.randint(0, 9), self._positions())
         return p.Hello(p.VERSION, engine, "worker", 1, 2, geometry=geometry("m0", 1, 2))
+
+    def _rank(self) -> RankPages:
+        sizes = 0, self.rng.choice((1, 512)), self.rng.randint(1, 3)
+        return RankPages("evil", b"metadata", ((PageRun(*sizes, 4096, 4096, 1024),),))
 
     def _arrived(self, fetch: int, positions: bytes) -> p.Arrived:
         return p.Arrived(fetch, positions, self.rng.randint(0, 1 << 20), self.rng.random() < 0.8)
@@ -327,7 +343,16 @@ class World:
             p.Usage(1, {"cpu": 1}) if self.rng.random() < 0.3 else None,
             {"deferred": 1},
             (handing,) * self.rng.randint(0, 1),
+            shown=self._shown(chain),
         )
+
+    def _shown(self, chain: Sequence[bytes]) -> tuple[p.Shown, ...]:
+        if self.rng.random() < 0.7:
+            return ()
+        slots = [self.rng.randrange(8) for _ in chain]
+        keys = tuple(make_key(block, 0) for block in chain)
+        blocks = [self.rng.randrange(9) for _ in chain]
+        return (p.Shown(u32(slots), keys, u32(blocks), u32([0] * len(chain))),)
 
     # The end
 
@@ -391,5 +416,7 @@ def check_nothing_left(site: Site) -> None:
         assert len(namespace.manager.leases) == 0
         granted = {slot for s in sessions if s.namespace is namespace for slot in s.granted}
         assert set(namespace.manager.granted()) == granted, "slots"
+    known = {session.number for session in sessions}
+    assert all(set(n.engines._engines) <= known for n in site.store.namespaces.values())
     assert {session.engine for session in sessions} <= {"prefill", "decode", "victim"}
     assert all(0 <= number < 1 << 63 for number in site.store.numbers.counts.values())

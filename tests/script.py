@@ -73,6 +73,9 @@ class Wire:
         messages, script.inbox = script.inbox, []
         return messages
 
+    def take_fd(self) -> int:
+        return self._desk.fds.pop(0)
+
     def close(self) -> None:
         self.closed = True
 
@@ -95,6 +98,7 @@ class Script:
         self.sent: list[p.Message] = []
         self.inbox: list[p.Message] = []
         self.on_its_way: list[p.Message] = []  # arrives when somebody waits
+        self.fds: list[int] = []
         self.cut = False
         self._session = 0
         self._wanted = False

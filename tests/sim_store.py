@@ -118,6 +118,9 @@ class Wire:
                 self._net.now = min(end, self._net.now + 50 * US)
                 self._net.pump()
 
+    def take_fd(self) -> int:
+        raise AssertionError("no engine here is read by peers")
+
     def close(self) -> None:
         if self.open:
             self.open = False

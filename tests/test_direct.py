@@ -32,9 +32,20 @@ class Nodes:
     """A prefill and a decode store as processes, an engine's workers at each."""
 
     def __init__(
-        self, folder: Path, ends: ExitStack, *, ranks: tuple[int, int], more: str, engine: str
+        self,
+        folder: Path,
+        ends: ExitStack,
+        *,
+        ranks: tuple[int, int],
+        more: str,
+        engine: str,
+        serving: bool,
+        per: int,
     ) -> None:
-        """more: sections of the prefill store's settings; engine: of both stores' [engine]."""
+        """more: sections of the prefill store's settings; engine: of both stores' [engine].
+
+        serving: the prefill engine's memory can be read, too. per: engine blocks in a block.
+        """
         self.stores, self.rigs = [], []
         for name, world in zip("pd", ranks, strict=True):
             (folder / name).mkdir()
@@ -44,7 +55,7 @@ class Nodes:
             store = StoreProcess(folder / name, CAPACITY, sections + disk)
             self.stores.append(ends.enter_context(store))
             path = store.address.removeprefix("unix://")
-            rig = Rig(path, world=world, direct=name == "d")
+            rig = Rig(path, world=world, per=per, direct=serving or name == "d")
             ends.callback(rig.close)
             rig.attach()
             self.rigs.append(rig)
@@ -75,10 +86,16 @@ class Nodes:
 
 @contextmanager
 def nodes(
-    folder: Path, ranks: tuple[int, int] = (1, 1), more: str = "", engine: str = ""
+    folder: Path,
+    ranks: tuple[int, int] = (1, 1),
+    more: str = "",
+    engine: str = "",
+    *,
+    serving: bool = False,
+    per: int = 1,
 ) -> Iterator[Nodes]:
     with ExitStack() as ends:
-        yield Nodes(folder, ends, ranks=ranks, more=more, engine=engine)
+        yield Nodes(folder, ends, ranks=ranks, more=more, engine=engine, serving=serving, per=per)
 
 
 def test_L1_direct_a_prompt_goes_from_the_peers_slots_into_engine_blocks(tmp_path: Path) -> None:

@@ -26,6 +26,11 @@ class Client:
         self.session = 7
         self.credits = deque(range(100, 100 + credits_count))
         self.known: set[bytes] = set()
+        self.shown: list[tuple[list[int], list[bytes], list[int]]] = []
+
+    def show(self, slots: Sequence[int], keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        if slots:
+            self.shown.append((list(slots), list(keys), list(blocks)))
 
     def known_ready(self, key: bytes) -> bool:
         return key in self.known
@@ -92,6 +97,11 @@ def test_larger_blocks_and_groups_keep_their_parts_together() -> None:
     assert job.keys[:2] == (make_key(b"a/1", full), make_key(b"a/3", full))
     assert job.keys[4:] == (make_key(b"a/3", window), make_key(b"b/3", window))
     assert job.parents == (b"", job.keys[0], b"", job.keys[2], b"", b"")
+    slots, keys = list(job.store.slots), list(job.keys)
+    assert desk.client.shown == [
+        (slots[:4], keys[:4], [1, 2, 3, 4, 11, 12, 13, 14]),
+        (slots[4:], keys[4:], [5, 15]),
+    ], "peers may read each group's in the engine"
 
 
 def test_a_long_prompt_is_cut_into_jobs_in_order() -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kvstore import config
 from kvstore import protocol as p
 from kvstore.errors import ConfigError, ProtocolError
-from kvstore.layout import slot_layout
+from kvstore.layout import PageRun, RankPages, slot_layout
 from kvstore.service.server import listen
 from tests.fakes import blocks, geometry, hashes, u32
 from tests.live import Client, LiveStore, client, engine, eventually
@@ -42,6 +42,8 @@ TO_STORE: tuple[p.Message, ...] = (
     p.Stored(u32([1, 2]), (b"a", b"b"), (b"", b"a"), ok=False, seconds=0.25),
     p.Loaded(7, 4096, 0.5, u32([9])),
     p.Arrived(5, u32([0, 2]), 8192, ok=True),
+    p.Serves(RankPages("agent", b"md", ((PageRun(0, 512, 2, 4096, 1024, 512),),)), 8),
+    p.Step(shown=(p.Shown(u32([1]), (b"a",), u32([2]), u32([3])),)),
     p.Query("stats"),
 )
 TO_ENGINE: tuple[p.Message, ...] = (
@@ -60,6 +62,8 @@ TO_ENGINE: tuple[p.Message, ...] = (
     ),
     p.Places(5, "agent", b"md", 4096, 8, u32([0, 2]), u32([7, 1])),
     p.Passed(5, u32([2]), ok=False),
+    p.InEngine(5, 1, 2, (), u32([0]), u32([7])),
+    p.Board(8),
     p.Detach("over"),
     p.Report(b"[]"),
 )

@@ -1,4 +1,6 @@
-"""Reads a peer's slots straight into an engine's tensors in host memory, by an agent of its own.
+"""Reads a peer's slots, or its engine's tensors, straight into tensors in host memory.
+
+It has an agent of its own, by which peers read these tensors, too.
 
 Only for engines that asked for it: whoever reaches an agent can read and write all memory of its
 process. A read is over, or the agent is: once that is made anew, nothing of before is written.
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,7 @@ import msgspec
 import numpy as np
 
 from kvstore.errors import NotSupported, TierError, TierIOError
-from kvstore.layout import Move, RankLayout
+from kvstore.layout import LayerRun, Move, PageRun, RankLayout, RankPages
 from tiers.copier import LayerCache, cache_of
 from tiers.exporter.child import ucx_settings
 from tiers.exporter.errors import MoveError
@@ -24,15 +26,20 @@ from tiers.exporter.errors import MoveError
 if TYPE_CHECKING:
     from tiers.exporter.agent import Agent, Flight, Places
 
+ENGINES_MAX = 64  # of peers, whose memory is known
 READ_BYTES = 16 << 20  # of one read; in shared memory it is made by the call that starts it
 
 
 class Reading(msgspec.Struct, eq=False):
-    """One that was started; bytes: how many it reads. agent: the number of who reads it."""
+    """One that was started; bytes: how many it reads. agent: the number of who reads it.
+
+    failure: of a part that could not be read; others may still be under way.
+    """
 
     bytes: int
     agent: int
-    flight: Flight | None  # None: it is over
+    flights: list[Flight]  # none: it is over
+    failure: str = ""
 
 
 class EngineReader:
@@ -49,6 +56,8 @@ class EngineReader:
             raise NotSupported(f"direct = true needs the package nixl: {exc}") from exc
         self._caches = caches
         self._layout: RankLayout | None = None
+        self._pages: list[tuple[PageRun, ...]] = []  # by group
+        self._shared: dict[tuple[str, ...], list[list[Overlap]]] = {}  # by a peer's agents
         self._agent: Agent | None = None
         self._agents = 0  # that there have been
         self._peers: dict[str, bytes] = {}  # and how to reach them
@@ -56,16 +65,32 @@ class EngineReader:
 
     def open(self, layout: RankLayout, devices: str) -> None:
         """Read by a store's layout, over these network devices. Raises TierError."""
-        for group in layout.groups:
-            for run in group.runs:
-                cache_of(run, self._caches)
+        self._pages = [
+            tuple(page_run(run, cache_of(run, self._caches)) for run in group.runs)
+            for group in layout.groups
+        ]
         for name, value in ucx_settings(devices).items():
             os.putenv(name, value)  # UCX reads them when the first agent is made
         self._layout = layout
         self._peers.clear()
         self._met.clear()
+        self._shared.clear()
         if self._agent is None:
             self.restart()
+
+    def serves(self) -> tuple[RankPages, int] | None:
+        """Say how peers reach this rank's blocks, and how many there are; None: they cannot.
+
+        What another rank has, too, is that one's to serve.
+        """
+        if self._agent is None or self._layout is None:
+            return None
+        pages = tuple(
+            tuple(page for page, run in zip(pages, group.runs, strict=True) if run.writes)
+            for pages, group in zip(self._pages, self._layout.groups, strict=True)
+        )
+        blocks = max(cache.storage.nbytes // cache.block_stride for cache in self._caches.values())
+        return RankPages(self._agent.name, self._agent.metadata(), pages), blocks
 
     def restart(self) -> None:
         """Forget all reads, and have them end. Raises TierError."""
@@ -89,64 +114,166 @@ class EngineReader:
 
     def read(self, peer: str, moves: Sequence[tuple[Move, int]]) -> Reading:
         """Start reading slots, from these addresses on, into engine blocks. Raises TierError."""
-        if self._agent is None:
-            raise TierIOError("no agent")
-        local, remote = self._places(moves)
-        try:
-            if peer not in self._met:  # one that cannot be reached is nobody else's trouble
-                if self._agent.add_peer(self._peers.get(peer, b"")) != peer:
-                    raise TierIOError(f"metadata of another exporter than {peer!r}")
-                self._met.add(peer)
-            flight, over = self._agent.read(peer, local, remote)
-            if over:
-                self._agent.let_go(flight)
-        except MoveError as exc:
-            raise TierIOError(str(exc)) from exc
-        return Reading(int(local[:, 1].sum()), self._agents, None if over else flight)
-
-    def over(self, reading: Reading) -> bool:
-        """Tell whether a read has ended. Raises TierError if it failed; it has ended then, too."""
-        flight = reading.flight
-        if flight is None:
-            return True
-        if self._agent is None or reading.agent != self._agents:
-            raise TierIOError("its agent has ended")
-        try:
-            if not self._agent.over(flight):
-                return False
-        except MoveError as exc:
-            reading.flight = None
-            self._agent.let_go(flight)
-            raise TierIOError(str(exc)) from exc
-        reading.flight = None
-        self._agent.let_go(flight)
-        return True
-
-    def _places(self, moves: Sequence[tuple[Move, int]]) -> tuple[Places, Places]:
-        """Return where pages' pieces are in the engine, and in the peer's slots."""
         if self._layout is None:
             raise TierError("no layout")
         local, remote = [], []
-        for group, layout in enumerate(self._layout.groups):
+        for group, pages in enumerate(self._pages):
             own = [(move, address) for move, address in moves if move.group == group]
-            if not own:
-                continue
+            stride = self._layout.groups[group].stride
             blocks = np.array([move.block_id for move, _ in own], np.uint64)
-            starts = np.array([at + move.part * layout.stride for move, at in own], np.uint64)
-            for run in layout.runs:
-                cache = cache_of(run, self._caches)
-                size = np.uint64(cache.piece_bytes)
-                pieces = np.arange(cache.pieces, dtype=np.uint64)
-                first = np.uint64(cache.storage.data_ptr() + cache.offset)
-                pages = first + blocks * np.uint64(cache.block_stride)
-                here = pages[:, None] + pieces * np.uint64(cache.piece_stride)
-                there = (starts + np.uint64(run.offset))[:, None] + pieces * size
-                local.append(_rows(here, size))
-                remote.append(_rows(there, size))
-        return np.concatenate(local), np.concatenate(remote)
+            starts = np.array([at + move.part * stride for move, at in own], np.uint64)
+            for page in pages if own else ():
+                pieces = np.arange(page.pieces, dtype=np.uint64)
+                here = (blocks * np.uint64(page.block_stride) + np.uint64(page.base))[:, None]
+                local.append(_rows(here + pieces * np.uint64(page.piece_stride), page.piece_bytes))
+                there = (starts + np.uint64(page.offset))[:, None]
+                remote.append(_rows(there + pieces * np.uint64(page.piece_bytes), page.piece_bytes))
+        return self._start([(peer, local, remote)])
+
+    def read_engine(self, ranks: Sequence[RankPages], moves: Sequence[tuple[Move, int]]) -> Reading:
+        """Start reading a peer's engine blocks into ours, of any ranks. Raises TierError."""
+        shared, parts = self._shared_with(ranks), []
+        for number, rank in enumerate(ranks):
+            local, remote = [], []
+            for group, overlaps in enumerate(shared):
+                own = [(move.block_id, block) for move, block in moves if move.group == group]
+                blocks = np.array(own, np.uint64).reshape(-1, 2)
+                for each in overlaps if own else ():
+                    if each.rank == number:
+                        local.append(_rows(each.here(blocks[:, 0]), each.size))
+                        remote.append(_rows(each.there(blocks[:, 1]), each.size))
+            if local:
+                parts.append((rank.agent, local, remote))
+        return self._start(parts)
+
+    def _shared_with(self, ranks: Sequence[RankPages]) -> list[list[Overlap]]:
+        """Return what of each group lies where; the ranks become known. Raises TierError."""
+        agents = tuple(rank.agent for rank in ranks)
+        if agents not in self._shared:
+            for rank in ranks:
+                self.meet(rank.agent, rank.metadata)
+            if len(self._shared) >= ENGINES_MAX:
+                self._shared.clear()
+            self._shared[agents] = [
+                shared(pages, [r.pages[group] if group < len(r.pages) else () for r in ranks])
+                for group, pages in enumerate(self._pages)
+            ]
+        return self._shared[agents]
+
+    def _start(self, parts: Sequence[tuple[str, list[Places], list[Places]]]) -> Reading:
+        if self._agent is None:
+            raise TierIOError("no agent")
+        reading = Reading(0, self._agents, [])
+        try:
+            for peer, here, there in parts:
+                self._meet(self._agent, peer)
+                local, remote = np.concatenate(here), np.concatenate(there)
+                flight, over = self._agent.read(peer, local, remote)
+                if over:
+                    self._agent.let_go(flight)
+                else:
+                    reading.flights.append(flight)
+                reading.bytes += int(local[:, 1].sum())
+        except MoveError as exc:
+            reading.failure = str(exc)  # what was started of it is not over
+        return reading
+
+    def _meet(self, agent: Agent, peer: str) -> None:
+        """Have the agent know a peer. Raises MoveError."""
+        if peer not in self._met:  # one that cannot be reached is nobody else's trouble
+            if agent.add_peer(self._peers.get(peer, b"")) != peer:
+                raise MoveError(f"metadata of another exporter than {peer!r}", "refused")
+            self._met.add(peer)
+
+    def over(self, reading: Reading) -> bool:
+        """Tell whether a read has ended. Raises TierError if it failed; it has ended then, too."""
+        if reading.flights:
+            if self._agent is None or reading.agent != self._agents:
+                raise TierIOError("its agent has ended")
+            self._look(self._agent, reading)
+        if reading.failure and not reading.flights:
+            raise TierIOError(reading.failure)
+        return not reading.flights
+
+    @staticmethod
+    def _look(agent: Agent, reading: Reading) -> None:
+        """Let go of the flights that are over."""
+        flying, reading.flights = reading.flights, []
+        for flight in flying:
+            try:
+                over = agent.over(flight)
+            except MoveError as exc:
+                over, reading.failure = True, str(exc)
+            if over:
+                agent.let_go(flight)
+            else:
+                reading.flights.append(flight)
 
 
-def _rows(addresses: Places, size: np.uint64) -> Places:
+def page_run(run: LayerRun, cache: LayerCache) -> PageRun:
+    """Say where a layer's run lies in a tensor's memory."""
+    base = cache.storage.data_ptr() + cache.offset
+    cut = cache.piece_bytes, cache.pieces
+    return PageRun(run.offset, *cut, base, cache.block_stride, cache.piece_stride)
+
+
+class Overlap(msgspec.Struct, frozen=True):
+    """Bytes of an engine block's part that one piece here and one of a rank there have."""
+
+    rank: int
+    size: int
+    base: int
+    stride: int
+    base_there: int
+    stride_there: int
+
+    def here(self, blocks: Places) -> Places:
+        """Return addresses of these engine blocks of ours."""
+        return np.uint64(self.base) + blocks * np.uint64(self.stride)
+
+    def there(self, blocks: Places) -> Places:
+        """Return addresses of these engine blocks of the peer's."""
+        return np.uint64(self.base_there) + blocks * np.uint64(self.stride_there)
+
+
+class _Piece(msgspec.Struct, frozen=True, order=True):
+    offset: int
+    size: int
+    base: int
+    stride: int
+    rank: int = 0
+
+
+def _pieces(runs: Iterable[PageRun], rank: int = 0) -> Iterator[_Piece]:
+    for run in runs:
+        for n in range(run.pieces):
+            offset, base = run.offset + n * run.piece_bytes, run.base + n * run.piece_stride
+            yield _Piece(offset, run.piece_bytes, base, run.block_stride, rank)
+
+
+def shared(own: Iterable[PageRun], theirs: Sequence[Iterable[PageRun]]) -> list[Overlap]:
+    """Cut our runs of a part where those of a peer's ranks begin and end.
+
+    Raises TierError if they do not have all of it.
+    """
+    there = sorted(piece for rank, runs in enumerate(theirs) for piece in _pieces(runs, rank))
+    found, at = [], 0
+    for piece in sorted(_pieces(own)):
+        reached, end = piece.offset, piece.offset + piece.size
+        while reached < end:
+            while at < len(there) and there[at].offset + there[at].size <= reached:
+                at += 1
+            if at == len(there) or there[at].offset > reached:
+                raise TierError(f"the peer's ranks lack byte {reached} of a block's part")
+            other = there[at]
+            size = min(end, other.offset + other.size) - reached
+            here, far = piece.base + reached - piece.offset, other.base + reached - other.offset
+            found.append(Overlap(other.rank, size, here, piece.stride, far, other.stride))
+            reached += size
+    return found
+
+
+def _rows(addresses: Places, size: int) -> Places:
     rows = np.zeros((addresses.size, 3), np.uint64)
     rows[:, 0], rows[:, 1] = addresses.ravel(), size
     return rows

@@ -21,10 +21,6 @@ from kvstore.errors import ConfigError
 
 SEED = 20
 VOCAB = 4096
-HIDDEN = 256
-INTERMEDIATE = 512
-HEADS = 4
-KV_HEADS = 2
 HEAD_DIM = 64
 CONTEXT_MAX = 16384
 GEMMA_WINDOW = 128
@@ -33,6 +29,16 @@ QUERY_KEY_GAIN = 1.5  # attention scores of about 2: sharp, yet not on one token
 OUTPUT_GAIN = 3.0  # an attended value is an average, so it needs help against the residual
 LOGIT_STD = 3.2
 GEMMA_FULL_LOUDNESS = 3.0  # or the windows drown what the full layers remember
+
+
+class Shape(NamedTuple):
+    """How large a model is; heads have HEAD_DIM dimensions."""
+
+    layers: int
+    hidden: int = 256
+    intermediate: int = 512
+    heads: int = 4
+    kv_heads: int = 2
 
 
 class Weight(NamedTuple):
@@ -98,37 +104,38 @@ def _linear(name: str, outputs: int, inputs: int, gain: float = 1.0) -> Weight:
     return Weight(f"{name}.weight", (outputs, inputs), gain / math.sqrt(inputs))
 
 
-def _layer(prefix: str) -> Iterator[Weight]:
-    """Attention and MLP, which both models share."""
+def _layer(prefix: str, shape: Shape) -> Iterator[Weight]:
+    """Attention and MLP, which all models share."""
     attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-    yield _linear(f"{attn}.q_proj", HEADS * HEAD_DIM, HIDDEN, QUERY_KEY_GAIN)
-    yield _linear(f"{attn}.k_proj", KV_HEADS * HEAD_DIM, HIDDEN, QUERY_KEY_GAIN)
-    yield _linear(f"{attn}.v_proj", KV_HEADS * HEAD_DIM, HIDDEN)
-    yield _linear(f"{attn}.o_proj", HIDDEN, HEADS * HEAD_DIM, OUTPUT_GAIN)
-    yield _linear(f"{mlp}.gate_proj", INTERMEDIATE, HIDDEN)
-    yield _linear(f"{mlp}.up_proj", INTERMEDIATE, HIDDEN)
-    yield _linear(f"{mlp}.down_proj", HIDDEN, INTERMEDIATE)
+    hidden, queries, keys = shape.hidden, shape.heads * HEAD_DIM, shape.kv_heads * HEAD_DIM
+    yield _linear(f"{attn}.q_proj", queries, hidden, QUERY_KEY_GAIN)
+    yield _linear(f"{attn}.k_proj", keys, hidden, QUERY_KEY_GAIN)
+    yield _linear(f"{attn}.v_proj", keys, hidden)
+    yield _linear(f"{attn}.o_proj", hidden, queries, OUTPUT_GAIN)
+    yield _linear(f"{mlp}.gate_proj", shape.intermediate, hidden)
+    yield _linear(f"{mlp}.up_proj", shape.intermediate, hidden)
+    yield _linear(f"{mlp}.down_proj", hidden, shape.intermediate)
 
 
-def _frame(embedding_std: float) -> list[Weight]:
+def _frame(hidden: int, embedding_std: float) -> list[Weight]:
     """Embedding and head: separate, or the model would like to repeat its input."""
     return [
-        Weight("model.embed_tokens.weight", (VOCAB, HIDDEN), embedding_std),
-        Weight("lm_head.weight", (VOCAB, HIDDEN), LOGIT_STD / math.sqrt(HIDDEN)),
+        Weight("model.embed_tokens.weight", (VOCAB, hidden), embedding_std),
+        Weight("lm_head.weight", (VOCAB, hidden), LOGIT_STD / math.sqrt(hidden)),
     ]
 
 
-def _base_config(architecture: str, model_type: str, layers: int) -> dict[str, Any]:
+def _base_config(architecture: str, model_type: str, shape: Shape) -> dict[str, Any]:
     return {
         "architectures": [architecture],
         "model_type": model_type,
         "dtype": "bfloat16",
         "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INTERMEDIATE,
-        "num_hidden_layers": layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
         "head_dim": HEAD_DIM,
         "max_position_embeddings": CONTEXT_MAX,
         "rms_norm_eps": 1e-6,
@@ -140,28 +147,28 @@ def _base_config(architecture: str, model_type: str, layers: int) -> dict[str, A
     }
 
 
-def _llama_s() -> tuple[dict[str, Any], list[Weight]]:
-    """Four layers, every token visible: one KV group."""
-    layers = 4
-    config = _base_config("LlamaForCausalLM", "llama", layers) | {
+def _llama(shape: Shape) -> tuple[dict[str, Any], list[Weight]]:
+    """Every token visible: one KV group."""
+    config = _base_config("LlamaForCausalLM", "llama", shape) | {
         "hidden_act": "silu",
         "mlp_bias": False,
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
     }
-    weights = _frame(embedding_std=1.0)
+    weights = _frame(shape.hidden, embedding_std=1.0)
     norms = ["model.norm"]
-    for index in range(layers):
+    for index in range(shape.layers):
         prefix = f"model.layers.{index}"
-        weights += _layer(prefix)
+        weights += _layer(prefix, shape)
         norms += [f"{prefix}.input_layernorm", f"{prefix}.post_attention_layernorm"]
-    weights += [Weight(f"{norm}.weight", (HIDDEN,), 0.1, mean=1.0) for norm in norms]
+    weights += [Weight(f"{norm}.weight", (shape.hidden,), 0.1, mean=1.0) for norm in norms]
     return config, weights
 
 
 def _gemma3() -> tuple[dict[str, Any], list[Weight]]:
     """Two times three sliding-window layers and a full one: four KV groups."""
     kinds = (["sliding_attention"] * 3 + ["full_attention"]) * 2
-    config = _base_config("Gemma3ForCausalLM", "gemma3_text", len(kinds)) | {
+    shape = Shape(len(kinds))
+    config = _base_config("Gemma3ForCausalLM", "gemma3_text", shape) | {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": HEAD_DIM,
         "sliding_window": GEMMA_WINDOW,
@@ -171,26 +178,28 @@ def _gemma3() -> tuple[dict[str, Any], list[Weight]]:
             "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
         },
     }
-    # The model multiplies embeddings by sqrt(HIDDEN), and its norms by 1 + weight.
-    weights = _frame(embedding_std=1.0 / math.sqrt(HIDDEN))
-    norms = [("model.norm", HIDDEN, 0.0)]
+    # The model multiplies embeddings by sqrt(hidden), and its norms by 1 + weight.
+    hidden = shape.hidden
+    weights = _frame(hidden, embedding_std=1.0 / math.sqrt(hidden))
+    norms = [("model.norm", hidden, 0.0)]
     for index, kind in enumerate(kinds):
         prefix = f"model.layers.{index}"
         loudness = GEMMA_FULL_LOUDNESS if kind == "full_attention" else 1.0
-        weights += _layer(prefix)
+        weights += _layer(prefix, shape)
         norms += [
             (f"{prefix}.self_attn.q_norm", HEAD_DIM, QUERY_KEY_GAIN - 1),
             (f"{prefix}.self_attn.k_norm", HEAD_DIM, QUERY_KEY_GAIN - 1),
-            (f"{prefix}.input_layernorm", HIDDEN, 0.0),
-            (f"{prefix}.post_attention_layernorm", HIDDEN, loudness - 1),
-            (f"{prefix}.pre_feedforward_layernorm", HIDDEN, 0.0),
-            (f"{prefix}.post_feedforward_layernorm", HIDDEN, 0.0),
+            (f"{prefix}.input_layernorm", hidden, 0.0),
+            (f"{prefix}.post_attention_layernorm", hidden, loudness - 1),
+            (f"{prefix}.pre_feedforward_layernorm", hidden, 0.0),
+            (f"{prefix}.post_feedforward_layernorm", hidden, 0.0),
         ]
     weights += [Weight(f"{name}.weight", (size,), 0.1, mean=mean) for name, size, mean in norms]
     return config, weights
 
 
 RECIPES: dict[str, tuple[dict[str, Any], list[Weight]]] = {
-    "llama_s": _llama_s(),
+    "llama_s": _llama(Shape(4)),
+    "llama": _llama(Shape(8, 512, 1536, 8, 4)),  # 29 million parameters, 8 KiB of KV per token
     "gemma3": _gemma3(),
 }

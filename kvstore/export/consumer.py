@@ -11,6 +11,7 @@ Of each wanted block:
 Of a direct fetch, which somebody claims by its number, and whose blocks workers read themselves:
 
     OFFERED --claimed--> CLAIMED --readable there--> MOVING --read by all ranks--> CHECKED --> DONE
+    CHECKED --read in an engine's memory, and overwritten there meanwhile--> CLAIMED
 
 Landing slots are never visible to anybody: what arrives late, or from somebody who should not
 write, lands there. One that may still be written when its block is given up is quarantined.
@@ -18,7 +19,6 @@ write, lands there. One that may still be written when its block is given up is 
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
@@ -32,21 +32,22 @@ from kvstore.export.fetches import (
     Fetch,
     Landing,
     Loads,
-    Read,
     Regions,
     State,
     Tag,
     Turns,
     Work,
+    reads_of,
 )
-from kvstore.protocol import Message, from_u32, u32
+from kvstore.protocol import Message, u32
 from kvstore.types import BlockKey, Chain, JobResult, LookupResult, TransferJob
 
 ANSWER_NS = 1_000_000_000
 STALL_NS = 10_000_000_000
 LEASE_MS = 30_000
 EXTEND_NS = 1_000_000_000  # a heartbeat is answered by who does not know the fetch any more
-TIERS = ("cpu", "nvme", "prefill")  # of a peer's, and how they are counted
+ENGINE = "gpu"
+TIERS = ("cpu", "nvme", "prefill", ENGINE)  # of a peer's, and how they are counted
 OTHER = "other"
 
 Send = Callable[[int, Message], None]
@@ -98,7 +99,8 @@ class Consumer:
         self._fetches[number] = fetch
         for position, block in enumerate(() if direct else blocks):
             self._located.setdefault(block.key, Tag(number, position))
-        self._send(peer, msgspec.structs.replace(want, job=number, lease_ms=self._lease_ms))
+        how = {"job": number, "lease_ms": self._lease_ms, "direct": direct}
+        self._send(peer, msgspec.structs.replace(want, **how))
         return number
 
     def claimed(self, number: int) -> None:
@@ -166,10 +168,10 @@ class Consumer:
     def on_message(self, peer: int, message: Message, now_ns: int) -> None:
         """Act on one message of a peer. Raises ProtocolError for a wrong one."""
         self._now_ns = now_ns
-        if not isinstance(message, m.Offer | m.Have | m.Valid | m.End):
+        if isinstance(message, m.Have | m.Resident):  # memory is told once, whatever with
+            self._regions.learn(peer, message)
+        elif not isinstance(message, m.Offer | m.Valid | m.End):
             raise ProtocolError(f"{type(message).__name__} is not for a consumer")
-        if isinstance(message, m.Have):  # they are told once, whatever they were told with
-            self._regions.learn(peer, message.regions)
         fetch = self._fetches.get(message.job)
         if fetch is None:  # given up before
             if isinstance(message, m.End):
@@ -182,6 +184,8 @@ class Consumer:
             self._offer(fetch, message)
         elif isinstance(message, m.Have):
             self._have(fetch, message)
+        elif isinstance(message, m.Resident):
+            self._resident(fetch, message)
         elif isinstance(message, m.Valid):
             self._valid(fetch, message)
         else:
@@ -250,14 +254,10 @@ class Consumer:
                 self._done(fetch, position, ok=False)
 
     def _have(self, fetch: Fetch, have: m.Have) -> None:
-        positions = m.positions_of(have.positions, len(fetch.blocks))
-        places, sums = from_u32(have.places), array("Q")
-        if len(have.sums) != 8 * len(positions) or len(places) != 2 * len(positions):
-            raise ProtocolError(f"{len(places)} numbers of places for {len(positions)} blocks")
-        sums.frombytes(have.sums)
-        landed = []
-        for number, position in enumerate(positions):
-            block, extent, slot = fetch.blocks[position], places[2 * number], places[2 * number + 1]
+        landed, positions = [], []
+        for position, (extent, slot), summed in m.places_of(have, len(fetch.blocks)):
+            block = fetch.blocks[position]
+            positions.append(position)
             known = self._regions.get((fetch.peer, extent))
             if known is None or slot >= known.slots:
                 raise ProtocolError(
@@ -266,20 +266,34 @@ class Consumer:
             waits = block.place is None and block.state is State.CLAIMED
             if waits and not fetch.push and not fetch.direct:
                 self._turns.queue(fetch.peer, Tag(fetch.number, position))
-            block.place, block.sum = (known, slot), sums[number]
+            block.place, block.resident, block.sum = (known, slot), None, summed
             if fetch.push and block.state is State.MOVING:
                 landed.append(position)
         self._check(fetch, landed)
         if fetch.direct:
             self._pass_on(fetch, positions)
 
+    def _resident(self, fetch: Fetch, message: m.Resident) -> None:
+        if not fetch.direct:
+            raise ProtocolError(f"job {message.job} was not asked to be read in an engine")
+        found = m.residents_of(message, len(fetch.blocks))
+        for position, blocks in found.items():
+            fetch.blocks[position].resident = message.engine, blocks
+        self._pass_on(fetch, found)
+
     def _valid(self, fetch: Fetch, valid: m.Valid) -> None:
         positions = m.positions_of(valid.positions, len(fetch.blocks))
-        self.counts["fetched"] += len(positions)
-        for position in positions:
+        again = m.positions_of(valid.again, len(fetch.blocks))
+        for position in (*positions, *again):
             if fetch.blocks[position].state is not State.CHECKED:
                 raise ProtocolError(f"position {position} was not confirmed")
-            tier = fetch.tiers[position]
+        for position in again:  # it is told anew where they are
+            block = fetch.blocks[position]
+            block.state, block.resident = State.CLAIMED, None
+        self.counts["fetched"] += len(positions)
+        for position in positions:
+            resident = fetch.blocks[position].resident is not None
+            tier = ENGINE if resident else fetch.tiers[position]
             self.fetched[tier if tier in TIERS else OTHER] += 1
             self._done(fetch, position, ok=True)
 
@@ -398,30 +412,21 @@ class Consumer:
 
     def _pass_on(self, fetch: Fetch, positions: Collection[int]) -> None:
         """Have workers read what can be read now."""
-        reads: dict[m.Region, tuple[Read, list[int]]] = {}
+        found = []
         for position in positions:
             block = fetch.blocks[position]
-            if block.state is State.CLAIMED and block.place is not None:
+            if block.state is State.CLAIMED and (block.resident or block.place):
                 block.state = State.MOVING
-                region, slot = block.place
-                read, of = reads.setdefault(region, (Read(region, [], []), []))
-                read.numbers.append(slot)
-                of.append(position)
-        for read, of in reads.values():
+                found.append((position, block))
+        for each in self._regions.reads(fetch.peer, found):
+            self._work.pass_on_engine(fetch.number, fetch.peer, each)
+        for of, read in reads_of(pair for pair in found if pair[1].resident is None):
             self._work.pass_on(fetch.number, fetch.peer, read, of)
 
     def _read(self, peer: int, number: int, blocks: Sequence[tuple[int, Block]]) -> None:
         """Read blocks of one fetch, in one go for each extent of the peer's."""
-        reads: dict[m.Region, tuple[list[Tag], Read]] = {}
-        for position, block in blocks:
-            if block.place is not None and block.landing is not None:
-                region, slot = block.place
-                tags, read = reads.setdefault(region, ([], Read(region, [], [])))
-                tags.append(Tag(number, position))
-                read.numbers.append(slot)
-                read.landing.append(block.landing)
-        for tags, read in reads.values():
-            self._work.read(tags, peer, read)
+        for positions, read in reads_of(blocks):
+            self._work.read([Tag(number, position) for position in positions], peer, read)
 
     def _land(self, peer: int, number: int, blocks: Sequence[tuple[int, Block]]) -> None:
         """Tell the peer where to write blocks of one fetch."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
 
 from kvstore.errors import TierIOError
 from kvstore.export import messages as m
+from kvstore.layout import RankPages
 from kvstore.types import BlockKey, JobId, JobResult, Slot, TransferJob
 
 REGIONS_MAX = 1 << 16  # of all peers
+ENGINES_MAX = 64  # of one peer
 
 
 class State(enum.Enum):
@@ -37,6 +39,7 @@ class Block(msgspec.Struct, eq=False):
     load: tuple[JobId, int] | None = None  # and its number in there
     landing: int | None = None
     place: tuple[m.Region, int] | None = None  # and its number there, once it can be read
+    resident: tuple[int, list[int]] | None = None  # or an engine of the peer's, and its blocks
     sum: int = 0
 
 
@@ -73,6 +76,14 @@ class Read(msgspec.Struct, frozen=True):
     landing: list[int]
 
 
+class EngineRead(msgspec.Struct, frozen=True):
+    """Blocks in the memory of one of a peer's engines, by position; ranks: how to reach it."""
+
+    engine: int
+    ranks: Sequence[RankPages]
+    blocks: dict[int, list[int]]
+
+
 class Check(msgspec.Struct, frozen=True):
     """A landed block: what it has to be, and where it goes if it is."""
 
@@ -99,6 +110,10 @@ class Work(Protocol):
 
     def pass_on(self, number: int, peer: int, read: Read, positions: list[int]) -> None:
         """Have workers read a peer's slots; the answer is Consumer.arrived. read: lands nowhere."""
+        ...
+
+    def pass_on_engine(self, number: int, peer: int, read: EngineRead) -> None:
+        """Have workers read the memory of a peer's engine; the answer is Consumer.arrived."""
         ...
 
     def passed(self, number: int, position: int, *, ok: bool) -> None:
@@ -165,28 +180,61 @@ class Loads:
         return results
 
 
+def reads_of(blocks: Iterable[tuple[int, Block]]) -> Iterator[tuple[list[int], Read]]:
+    """Gather what can be read by the peer's extent: positions, and a read of them."""
+    reads: dict[m.Region, tuple[list[int], Read]] = {}
+    for position, block in blocks:
+        if block.place is not None:
+            region, slot = block.place
+            positions, read = reads.setdefault(region, ([], Read(region, [], [])))
+            positions.append(position)
+            read.numbers.append(slot)
+            if block.landing is not None:
+                read.landing.append(block.landing)
+    yield from reads.values()
+
+
 class Regions:
-    """Memory of peers' exporters, by peer and extent."""
+    """Memory of peers: their exporters' by extent, and their engines'."""
 
     def __init__(self) -> None:
         """Know none."""
-        self._known: dict[tuple[int, int], m.Region] = {}
+        self._extents: dict[tuple[int, int], m.Region] = {}  # by peer and extent
+        self._engines: dict[int, dict[int, Sequence[RankPages]]] = {}  # by peer, then engine
 
     def get(self, at: tuple[int, int]) -> m.Region | None:
-        """Return one, if it is known."""
-        return self._known.get(at)
+        """Return a peer's extent, if it is known."""
+        return self._extents.get(at)
 
-    def learn(self, peer: int, regions: Sequence[m.Region]) -> None:
+    def learn(self, peer: int, message: m.Have | m.Resident) -> None:
         """Take note of a peer's; who names too many loses its first ones."""
-        self._known |= {(peer, region.extent): region for region in regions}
-        if len(self._known) > REGIONS_MAX:
-            of_peer = [at for at in self._known if at[0] == peer]
-            for at in of_peer[: len(self._known) - REGIONS_MAX]:
-                del self._known[at]
+        if isinstance(message, m.Have):
+            self._extents |= {(peer, region.extent): region for region in message.regions}
+            if len(self._extents) > REGIONS_MAX:
+                of_peer = [at for at in self._extents if at[0] == peer]
+                for at in of_peer[: len(self._extents) - REGIONS_MAX]:
+                    del self._extents[at]
+        elif message.ranks:
+            engines = self._engines.setdefault(peer, {})
+            engines[message.engine] = message.ranks
+            if len(engines) > ENGINES_MAX:
+                del engines[next(iter(engines))]
+
+    def reads(self, peer: int, blocks: Iterable[tuple[int, Block]]) -> Iterator[EngineRead]:
+        """Gather what is in engines' memory, by engine; blocks: those of a peer, by position."""
+        reads: dict[int, EngineRead] = {}
+        for position, block in blocks:
+            if block.resident is not None:
+                engine, found = block.resident
+                ranks = self._engines.get(peer, {}).get(engine, ())
+                read = reads.setdefault(engine, EngineRead(engine, ranks, {}))
+                read.blocks[position] = found
+        yield from reads.values()
 
     def forget(self, peer: int) -> None:
         """A peer is gone."""
-        self._known = {at: region for at, region in self._known.items() if at[0] != peer}
+        self._extents = {at: region for at, region in self._extents.items() if at[0] != peer}
+        self._engines.pop(peer, None)
 
 
 class Turns:

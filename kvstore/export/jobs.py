@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
 from kvstore.export import messages as m
 from kvstore.index import Entry
-from kvstore.layout import SlotLayout
+from kvstore.layout import RankPages, SlotLayout
 from kvstore.leases import Generations
 from kvstore.manager import Manager
 from kvstore.tiering import Tiering
@@ -25,12 +26,41 @@ class Tag(msgspec.Struct, frozen=True):
     position: int
 
 
+class Resident(msgspec.Struct, frozen=True):
+    """A block in an engine's own memory, as long as its engine blocks have these generations."""
+
+    engine: int
+    blocks: tuple[int, ...]
+    generations: tuple[int, ...]
+
+
+class Engines(Protocol):
+    """What engines still have in their own memory."""
+
+    def find(self, key: BlockKey) -> Resident | None:
+        """Return where a block is, that a slot has, too."""
+        ...
+
+    def holds(self, place: Resident) -> bool:
+        """Tell whether it is there at this moment."""
+        ...
+
+    def ranks(self, number: int) -> Sequence[RankPages]:
+        """Say how an engine's memory is reached, by rank."""
+        ...
+
+
 class Source(Protocol):
     """A namespace, as much of it as a hand-over needs."""
 
     layout: SlotLayout
     manager: Manager
     tiering: Tiering
+
+    @property
+    def engines(self) -> Engines:
+        """Their own memory."""
+        ...
 
     @property
     def generations(self) -> Generations:
@@ -103,13 +133,15 @@ class Block(msgspec.Struct, eq=False):
     entry: Entry | None = None
     sum: int = 0
     landing: tuple[m.Region, int] | None = None
+    resident: Resident | None = None  # where it was told to be, if not in its slot
+    moved: bool = False  # it was told so, and is not there any more
 
 
 class Job(msgspec.Struct, eq=False):
     """What a consumer wants in one go; over: its lease has ended.
 
     offer_ns: until when an offer may wait; None: it was made. order: of the blocks, by the index
-    in their chain.
+    in their chain. direct: they may be read in an engine's memory, and need no sums.
     """
 
     number: int
@@ -124,6 +156,7 @@ class Job(msgspec.Struct, eq=False):
     unsummed: list[int] = []  # and those whose sums are to be asked for
     unwritten: list[int] = []  # and those to write
     left: int = 0  # blocks that are not DONE
+    direct: bool = False
     over: bool = False
     released: bool = False
 
@@ -138,4 +171,5 @@ class Peer(msgspec.Struct, eq=False):
     held_bytes: int = 0
     blocks: int = 0  # of its jobs
     regions: set[int] = set()  # extents it was told about
+    engines: dict[int, Sequence[RankPages]] = {}  # and engines
     closed: bool = False

@@ -24,6 +24,7 @@ heartbeat, Done(request) says that what is held for it is not wanted any more, N
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Literal
@@ -31,6 +32,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from kvstore.errors import ProtocolError
+from kvstore.layout import RankPages
 from kvstore.protocol import Message, from_u32
 from kvstore.types import GroupRule
 
@@ -40,6 +42,7 @@ JOB_BLOCKS_MAX = 1 << 16
 LEASE_MS_MAX = 600_000
 CONSUMERS_MAX = 1024  # of one request
 REGIONS_MAX = 1 << 12
+RANKS_MAX = 1 << 6  # of one engine
 TEXT_MAX = 4096
 
 # What a store keeps of a peer is small.
@@ -85,7 +88,8 @@ class Locate(Message, frozen=True):
 class Want(Message, frozen=True):
     """Ask for blocks: for each group the indices wanted (u32) of a chain, first blocks first.
 
-    request: hand-over request whose blocks are waited for while it is still computed.
+    request: hand-over request whose blocks are waited for while it is still computed. direct: they
+    can be read in an engine's memory, too, and no sums are needed.
     """
 
     job: int
@@ -96,6 +100,7 @@ class Want(Message, frozen=True):
     request: Text = ""
     lease_ms: int = 30_000
     push: bool = False
+    direct: bool = False
 
 
 class Land(Message, frozen=True):
@@ -201,11 +206,29 @@ class Have(Message, frozen=True):
     metadata: Metadata = b""
 
 
-class Valid(Message, frozen=True):
-    """The lease held when these positions were confirmed."""
+class Resident(Message, frozen=True):
+    """Positions that can be read in an engine's memory; a direct want is told so.
+
+    engine: a number; ranks: its memory, of an engine not named before. blocks: u32 engine blocks,
+    as many for each position.
+    """
 
     job: int
     positions: bytes
+    engine: int
+    blocks: bytes
+    ranks: Annotated[tuple[RankPages, ...], msgspec.Meta(max_length=RANKS_MAX)] = ()
+
+
+class Valid(Message, frozen=True):
+    """The lease held when these positions were confirmed.
+
+    again: of these the engine's memory has other content by now; they are told once more.
+    """
+
+    job: int
+    positions: bytes
+    again: bytes = b""
 
 
 LEASE_OVER = "lease"
@@ -238,7 +261,7 @@ class Noted(Message, frozen=True):
 
 
 ToProducer = Hello | Locate | Want | Land | Confirm | Extend | Release | Keep | Done
-ToConsumer = Welcome | Starting | Refused | Located | Offer | Have | Valid | End | Noted
+ToConsumer = Welcome | Starting | Refused | Located | Offer | Have | Resident | Valid | End | Noted
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -290,6 +313,25 @@ def positions_of(data: bytes, count: int) -> list[int]:
     if len(set(found)) != len(found) or any(position >= count for position in found):
         raise ProtocolError(f"positions {found[:8]}, expected different ones below {count}")
     return found
+
+
+def places_of(have: Have, count: int) -> list[tuple[int, tuple[int, int], int]]:
+    """Return position, extent and slot, and sum of each block. Raises ProtocolError."""
+    positions, sums = positions_of(have.positions, count), array("Q")
+    places = from_u32(have.places)
+    if len(have.sums) != 8 * len(positions) or len(places) != 2 * len(positions):
+        raise ProtocolError(f"{len(places)} numbers of places for {len(positions)} blocks")
+    sums.frombytes(have.sums)
+    return list(zip(positions, zip(places[::2], places[1::2], strict=True), sums, strict=True))
+
+
+def residents_of(message: Resident, count: int) -> dict[int, list[int]]:
+    """Return engine blocks by position. Raises ProtocolError."""
+    positions, blocks = positions_of(message.positions, count), from_u32(message.blocks)
+    per = len(blocks) // max(1, len(positions))
+    if not per or len(blocks) != per * len(positions):
+        raise ProtocolError(f"{len(blocks)} engine blocks for {len(positions)} positions")
+    return {at: blocks[n * per : n * per + per] for n, at in enumerate(positions)}
 
 
 def wanted_of(want: Want, groups: int) -> list[tuple[int, int]]:

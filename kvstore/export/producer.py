@@ -7,6 +7,7 @@ Of each wanted block:
     SUMMING --its sum is known--> SUMMED --to be pulled----> TOLD
     SUMMED --to be pushed, and there is a landing slot-----> WRITING --written--> TOLD
     TOLD --confirmed---------------------------------------> DONE, not held any more
+    TOLD, in an engine's memory --overwritten there--------> TOLD, in its slot
     AWAITED --its request ended without it-----------------> DONE
     any but AWAITED --read or write failed, job released---> DONE, once nothing is under way
 
@@ -17,7 +18,6 @@ a reader cannot be stopped.
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -26,6 +26,7 @@ from kvstore.export import messages as m
 from kvstore.export.difference import difference
 from kvstore.export.hands import Hands
 from kvstore.export.jobs import BUSY, Block, Job, Peer, Source, State, Tag, Work, Write
+from kvstore.export.news import is_overwritten, news
 from kvstore.protocol import Message, from_u32, u32
 from kvstore.tier import Tier
 from kvstore.types import BlockKey, Chain, LookupResult
@@ -208,6 +209,7 @@ class Producer:
         end_ns = now_ns + m.lease_ns(want.lease_ms)
         order = [(index, group) for group, index in wanted]
         job = Job(want.job, blocks, want.request, want.push, end_ns, now_ns + UNKNOWN_NS, order)
+        job.direct = want.direct and not want.push
         peer.jobs[job.number] = job
         peer.blocks += len(blocks)
         self._offer(peer, job, now_ns)
@@ -261,16 +263,17 @@ class Producer:
 
     def _confirm(self, peer: Peer, job: Job, confirm: m.Confirm) -> None:
         positions = m.positions_of(confirm.positions, len(job.blocks))
-        valid = [
-            position
-            for position in positions
-            if job.blocks[position].state is State.TOLD and not job.over
-        ]
+        told = [] if job.over else [p for p in positions if job.blocks[p].state is State.TOLD]
+        again = [p for p in told if is_overwritten(peer.source, job.blocks[p])]
+        valid = [position for position in told if position not in again]
+        for position in again:
+            job.blocks[position].moved = True
         for position in valid:
             self._done(peer, job, position)
         self.counts["confirmed"] += len(valid)
         self.counts["stale"] += len(positions) - len(valid)
-        self._send(peer.number, m.Valid(job.number, u32(valid)))
+        self._send(peer.number, m.Valid(job.number, u32(valid), u32(again)))
+        job.news += again
         self._advance(peer, job)
 
     # Time, and what was done elsewhere
@@ -389,8 +392,8 @@ class Producer:
 
     @staticmethod
     def _sum(job: Job, position: int) -> None:
-        job.blocks[position].state = State.SUMMING
-        job.unsummed.append(position)
+        job.blocks[position].state = State.TOLD if job.direct else State.SUMMING
+        (job.news if job.direct else job.unsummed).append(position)
 
     @staticmethod
     def _write(job: Job, position: int) -> None:
@@ -421,33 +424,8 @@ class Producer:
 
     def _tell(self, peer: Peer, job: Job) -> None:
         """Send what can be read, or has been written, since the last time."""
-        waiting, job.news = job.news, []
-        positions: list[int] = []
-        places: list[int] = []
-        generations: list[int] = []
-        sums = array("Q")
-        regions: list[m.Region] = []
-        metadata = b""
-        for position in waiting:
-            block = job.blocks[position]
-            if block.slot is None:
-                continue
-            extent, number = peer.source.place(block.slot)
-            if extent not in peer.regions:
-                found = self._work.region(extent)
-                if found is None:
-                    job.news.append(position)  # it is being mapped
-                    continue
-                peer.regions.add(extent)
-                regions.append(found[0])
-                metadata = found[1]
-            positions.append(position)
-            places += extent, number
-            generations.append(peer.source.generations[block.slot])
-            sums.append(block.sum)
-        if positions:
-            packed = u32(positions), u32(places), u32(generations), sums.tobytes()
-            self._send(peer.number, m.Have(job.number, *packed, tuple(regions), metadata))
+        for message in news(peer, job, self._work.region):
+            self._send(peer.number, message)
 
     def _done(self, peer: Peer, job: Job, position: int) -> None:
         """Let go of a block; nothing is under way with it."""

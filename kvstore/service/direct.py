@@ -9,13 +9,15 @@ lease   has ended ---------------------> end()
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
 from kvstore import protocol as p
 from kvstore.errors import ProtocolError
+from kvstore.export.fetches import ENGINES_MAX, EngineRead
 from kvstore.export.messages import Region, clip
+from kvstore.layout import RankPages
 from kvstore.leases import GroupHit
 from kvstore.types import GroupRule
 
@@ -63,6 +65,11 @@ class _Fetch(msgspec.Struct, eq=False):
     read: dict[int, set[int]] = {}
     passed: dict[bool, list[int]] = {}  # not told yet: which are good, which are not
 
+    def expect(self, positions: Iterable[int]) -> None:
+        """All ranks will read these: for the first time, or again from elsewhere."""
+        for position in positions:
+            self.read.pop(position, None)
+
 
 class Direct:
     """Those of one store. A fetch is named by its namespace's digest and its number there."""
@@ -71,8 +78,10 @@ class Direct:
         """send(connection, message, None): to a worker."""
         self._send = send
         self._fetches: dict[tuple[str, int], _Fetch] = {}
-        # What each worker knows, by session and connection: peers' agents, and their metadata.
+        # What each worker knows, by session and connection: peers' agents, and their metadata;
+        # engines of peers, and their ranks.
         self._known: dict[tuple[int, int], dict[str, bytes]] = {}
+        self._engines: dict[tuple[int, int], dict[tuple[int, int], Sequence[RankPages]]] = {}
         self.moved_bytes = 0
 
     def begin(
@@ -100,6 +109,7 @@ class Direct:
         if fetch is None:
             return
         name, metadata = agent
+        fetch.expect(positions)
         for connection in fetch.workers.values():
             known = self._known.setdefault((fetch.session, connection), {})
             news = b"" if known.get(name) == metadata else metadata
@@ -107,6 +117,23 @@ class Direct:
             where = name, news, region.base, region.slots
             places = p.Places(number, *where, p.u32(positions), p.u32(numbers))
             self._send(connection, places, None)
+
+    def tell_engine(self, digest: str, number: int, peer: int, read: EngineRead) -> None:
+        """Blocks can be read now, in the memory of one of a peer's engines."""
+        fetch = self._fetches.get((digest, number))
+        if fetch is None:
+            return
+        fetch.expect(read.blocks)
+        positions = p.u32(list(read.blocks))
+        blocks = p.u32([block for found in read.blocks.values() for block in found])
+        for connection in fetch.workers.values():
+            known = self._engines.setdefault((fetch.session, connection), {})
+            if len(known) > ENGINES_MAX:  # they are told again
+                known.clear()
+            before, known[peer, read.engine] = known.get((peer, read.engine)), read.ranks
+            ranks = () if before == read.ranks else tuple(read.ranks)
+            told = p.InEngine(number, peer, read.engine, ranks, positions, blocks)
+            self._send(connection, told, None)
 
     def arrived(
         self, digest: str, session: int, rank: int, message: p.Arrived
@@ -155,5 +182,6 @@ class Direct:
 
     def end_of(self, session: int) -> None:
         """An engine is gone."""
-        for worker in [worker for worker in self._known if worker[0] == session]:
-            del self._known[worker]
+        for known in (self._known, self._engines):
+            for worker in [worker for worker in known if worker[0] == session]:
+                del known[worker]

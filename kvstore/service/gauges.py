@@ -1,16 +1,43 @@
-"""The numbers that are not counted where they arise, but read off the store's state."""
+"""The numbers that are not counted where they arise: read off the store's state, or told."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from kvstore.metrics import MEMORY, NVME
+from kvstore.config import DISK_BYTES_MIN
+from kvstore.errors import ProtocolError
+from kvstore.metrics import MEMORY, NVME, Numbers
+from kvstore.protocol import EVENTS, Query, Step
 from kvstore.service.namespace import MemoryPool, Namespace
 from kvstore.service.session import Phase, Session
 
 DISK_STATES = ("ok", "loading", "read_only", "off")
+
+
+def count_step(numbers: Numbers, step: Step, tiers: Collection[str]) -> None:
+    """Add what a scheduler half has counted. Raises ProtocolError for unknown names."""
+    if step.usage is not None:
+        numbers.add("kvstore_lookup_tokens", by=step.usage.lookup_tokens)
+        for tier, tokens in step.usage.hit_tokens.items():
+            if tier not in tiers:
+                raise ProtocolError(f"tier {tier!r}, expected one of {tiers}")
+            numbers.add("kvstore_hit_tokens", tier, by=tokens)
+    for event, count in step.counts.items():
+        if event not in EVENTS:
+            raise ProtocolError(f"event {event!r}, expected one of {sorted(EVENTS)}")
+        numbers.add("kvstore_engine_events", event, by=count)
+
+
+def resize(disk: Disk | None, query: Query) -> None:
+    """Give the NVMe tier another cap. Raises ProtocolError for what it cannot have."""
+    if query.tier != NVME or disk is None or query.capacity_bytes < DISK_BYTES_MIN:
+        have = f"{NVME} from {DISK_BYTES_MIN} bytes on" if disk else "no such tier"
+        raise ProtocolError(
+            f"resize of {query.tier!r} to {query.capacity_bytes} bytes, expected {have}"
+        )
+    disk.resize(query.capacity_bytes)
 
 
 def gauges(

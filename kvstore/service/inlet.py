@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvstore.export.consumer import Consumer
-from kvstore.export.fetches import Check, Read
+from kvstore.export.fetches import Check, EngineRead, Read
 from kvstore.export.fetches import Tag as Part
 from kvstore.protocol import Message
 from kvstore.service.direct import Direct
@@ -61,6 +61,10 @@ class Inlet:
         """Have workers read a peer's slots."""
         digest, agent = self._namespace.layout.digest, self._peers.reached_at(peer)
         self._direct.tell(digest, number, agent, read.region, positions, read.numbers)
+
+    def pass_on_engine(self, number: int, peer: int, read: EngineRead) -> None:
+        """Have workers read the memory of a peer's engine."""
+        self._direct.tell_engine(self._namespace.layout.digest, number, peer, read)
 
     def passed(self, number: int, position: int, *, ok: bool) -> None:
         """A block that workers were to read is good, or will not be."""

@@ -11,6 +11,7 @@ import msgspec
 
 from kvstore.layout import SlotLayout
 from kvstore.manager import Manager
+from kvstore.service.engines import Engines
 from kvstore.tier import SlotMemory, Tier
 from kvstore.tiering import Tiering
 from kvstore.types import Slot
@@ -116,6 +117,7 @@ class Namespace:
         tiers = make_tiers(layout.digest, layout.slot_bytes, self)
         remote = () if make_remote is None else (make_remote(self),)
         self.tiering = Tiering(self.manager, tiers, layout.slot_bytes, backlog_ns, budgets, remote)
+        self.engines = Engines()
         self.extents: dict[int, Mapping] = {}
         self.sessions: set[int] = set()
         self.growing = False

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from kvstore import protocol as p
-from kvstore.config import DISK_BYTES_MIN, Config
+from kvstore.config import Config
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.layout import slot_layout
 from kvstore.metrics import MEMORY, NVME, PEER, Numbers
 from kvstore.service.desk import Desk
-from kvstore.service.gauges import Disk, disk_gauges, gauges
+from kvstore.service.gauges import Disk, count_step, disk_gauges, gauges, resize
 from kvstore.service.listing import listing
 from kvstore.service.memory import Memory
 from kvstore.service.namespace import Mapping, MemoryPool, Namespace
@@ -134,6 +134,8 @@ class Store:
             self._loaded(session, self._rank(session, connection), message)
         elif isinstance(message, p.Arrived):
             self._arrived(session, self._rank(session, connection), message)
+        elif isinstance(message, p.Serves):
+            self._serves(session, self._rank(session, connection), message)
         elif isinstance(message, p.Mapped | p.Unmapped):
             if session.namespace is not None:
                 session.namespace.settle(message.extent, connection)
@@ -300,15 +302,11 @@ class Store:
         ):
             session.phase = Phase.ACTIVE
             self.numbers.add("kvstore_sessions_started")
-            self._to_scheduler(session, self._active(namespace))
+            slower_ns = self._config.engine.promote_ns if namespace.tiering.sources else 0
+            limit_ms = max(self._config.engine.defer_ns, slower_ns) // 1_000_000
+            self._to_scheduler(session, p.Active(namespace.manager.slots_total, limit_ms))
+            self._give_board(session)
             log.info("engine %s attached, session %d", session.engine, session.number)
-
-    def _active(self, namespace: Namespace) -> p.Active:
-        engine = self._config.engine
-        limit_ns = engine.defer_ns
-        if namespace.tiering.sources:
-            limit_ns = max(limit_ns, engine.promote_ns)
-        return p.Active(namespace.manager.slots_total, limit_ns // 1_000_000)
 
     def _end(self, session: Session, reason: str, text: str) -> None:
         if session.phase is Phase.ENDING:
@@ -329,6 +327,7 @@ class Store:
         if namespace is None:
             return
         namespace.sessions.discard(session.number)
+        namespace.engines.end_of(session.number)
         if self._peers is not None:
             self._peers.end_of(session.number)
         namespace.used_ns = self._now_ns
@@ -367,18 +366,12 @@ class Store:
     def _step(self, session: Session, step: p.Step) -> None:
         for lease_id in step.release:
             self._desk.end_lease(session, LeaseId(lease_id))
-        if step.usage is not None:
-            self.numbers.add("kvstore_lookup_tokens", by=step.usage.lookup_tokens)
-            for tier, tokens in step.usage.hit_tokens.items():
-                if tier not in self._tier_names:
-                    raise ProtocolError(f"tier {tier!r}, expected one of {self._tier_names}")
-                self.numbers.add("kvstore_hit_tokens", tier, by=tokens)
-        for event, count in step.counts.items():
-            if event not in p.EVENTS:
-                raise ProtocolError(f"event {event!r}, expected one of {sorted(p.EVENTS)}")
-            self.numbers.add("kvstore_engine_events", event, by=count)
-        if self._peers is not None and session.namespace is not None:
-            self._peers.requests.on_step(session.namespace, session.number, step, self._now_ns)
+        count_step(self.numbers, step, self._tier_names)
+        if session.namespace is not None:
+            for shown in step.shown:
+                session.namespace.engines.shown(session.number, shown, session.granted)
+            if self._peers is not None:
+                self._peers.requests.on_step(session.namespace, session.number, step, self._now_ns)
         answers = [self._desk.ask(session, lookup, self._now_ns) for lookup in step.lookups]
         answers += [self._desk.settle(session, number, self._now_ns) for number in step.settle]
         self._answer(session, answers)
@@ -423,6 +416,7 @@ class Store:
                 del session.writing[slot]
                 session.granted.discard(slot)
                 outcome = manager.complete_store(slot, ok=writing.ok)
+                namespace.engines.stored(session.number, slot, BlockKey(key), ok=writing.ok)
                 self.numbers.add("kvstore_stored_blocks", outcome.value)
 
     def _loaded(self, session: Session, rank: int, message: p.Loaded) -> None:
@@ -432,6 +426,17 @@ class Store:
         damaged = session.loaded(lease_id, rank, p.from_u32(message.damaged))
         if damaged is not None:
             self._desk.end_lease(session, lease_id, damaged)
+
+    def _serves(self, session: Session, rank: int, message: p.Serves) -> None:
+        if session.namespace is not None:
+            session.namespace.engines.serves(session.number, session.world, rank, message)
+            self._give_board(session)
+
+    def _give_board(self, session: Session) -> None:
+        if session.phase is Phase.ACTIVE and session.namespace is not None:
+            board = session.namespace.engines.take_board(session.number)
+            if board is not None and session.scheduler is not None:
+                self._send(session.scheduler, *board)
 
     def _arrived(self, session: Session, rank: int, message: p.Arrived) -> None:
         if self._peers is not None and session.namespace is not None:
@@ -452,12 +457,7 @@ class Store:
             self._clearing.append(connection)  # it hears when all slots are free
             return
         if query.what == "resize":
-            if query.tier != NVME or self._disk is None or query.capacity_bytes < DISK_BYTES_MIN:
-                have = f"{NVME} from {DISK_BYTES_MIN} bytes on" if self._disk else "no such tier"
-                raise ProtocolError(
-                    f"resize of {query.tier!r} to {query.capacity_bytes} bytes, expected {have}"
-                )
-            self._disk.resize(query.capacity_bytes)
+            resize(self._disk, query)
         elif query.what != "stats":
             raise ProtocolError(f"query {query.what!r}, expected stats, blocks, clear or resize")
         self._report(connection)

@@ -1,0 +1,340 @@
+"""What a peer's engine has in its own memory, read there: real stores, workers and NIXL."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from connectors.board import Board
+from kvstore import protocol as p
+from kvstore.errors import ProtocolError, TierError
+from kvstore.layout import PIECES_MAX, PageRun, RankPages
+from kvstore.service.engines import BLOCKS_MAX, Engines
+from kvstore.types import BlockKey, Slot
+from tests.engine.support import since
+from tests.fakes import hashes, u32
+from tests.live import eventually
+from tests.test_direct import Nodes, nodes
+from tests.worker_rig import BLOCKS
+from tiers.copier import LayerCache
+from tiers.direct import shared
+
+PAGES = (PageRun(0, 512, 1, 4096, 512, 0),)
+GPU, CPU = "kvstore_fetched_blocks{gpu}", "kvstore_fetched_blocks{cpu}"
+
+
+def overwrite(made: Nodes, blocks: Sequence[int]) -> None:
+    """The prefill engine has other content in these from now on, and says so before."""
+    made.rigs[0].client.overwritten(blocks)
+    for rank in made.rigs[0].ranks:
+        for block in blocks:
+            for layer in range(3):
+                rank.view(block, layer).fill_(0x55)
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_L1_direct_a_prompt_goes_from_engine_memory_into_engine_memory(
+    tmp_path: Path, ranks: tuple[int, int]
+) -> None:
+    chain = hashes(5)
+    with nodes(tmp_path, ranks, serving=True) as made:
+        made.rigs[0].put(chain, range(5))
+        before = made.numbers(1)
+        assert made.load(made.ask(chain), range(9, 14)) == [False] * ranks[1]
+        assert made.holds(range(9, 14))
+        assert all(rank.untouched([*range(9), *range(14, BLOCKS)]) for rank in made.rigs[1].ranks)
+        eventually(lambda: not made.left())
+        found = since(made.stores[1].address, before)
+        assert (found[GPU], found.get(CPU)) == (5, None)
+        moved = 5 * sum(
+            cache.page_bytes for rank in made.rigs[1].ranks for cache in rank.caches.values()
+        )
+        assert found["kvstore_hand_over_moved_bytes{direct}"] == moved
+
+
+def test_L1_direct_what_the_engine_has_overwritten_comes_from_slots(tmp_path: Path) -> None:
+    chain = hashes(6)
+    with nodes(tmp_path, serving=True) as made:
+        made.rigs[0].put(chain, range(6))
+        overwrite(made, [1, 4])
+        before = made.numbers(1)
+        assert made.load(made.ask(chain), range(6)) == [False]
+        assert made.holds(range(6))
+        found = since(made.stores[1].address, before)
+        assert (found[GPU], found[CPU]) == (4, 2)
+        eventually(lambda: not made.left())
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 2)])
+def test_B19_direct_what_was_overwritten_while_it_was_read_is_read_again_from_slots(
+    tmp_path: Path, ranks: tuple[int, int]
+) -> None:
+    chain = hashes(6)
+    with nodes(tmp_path, ranks, serving=True) as made:
+        made.rigs[0].put(chain, range(6))
+        before = made.numbers(1)
+        grant = made.ask(chain)
+        eventually(lambda: all(told(rank) for rank in made.rigs[1].ranks))
+        overwrite(made, [0, 3])
+        assert made.load(grant, range(6)) == [False] * ranks[1]
+        assert made.holds(range(6))
+        found = since(made.stores[1].address, before)
+        assert (found[GPU], found[CPU]) == (4, 2)
+        assert since(made.stores[0].address, {})["kvstore_hand_over_events{stale}"] == 2
+        eventually(lambda: not made.left())
+
+
+def told(rank: object) -> bool:
+    """Whether a worker has been told where blocks are."""
+    return bool(rank.half._direct._told)  # type: ignore[attr-defined]
+
+
+def test_B19_direct_what_an_engine_has_that_detached_is_read_from_slots(tmp_path: Path) -> None:
+    """Nobody tells any more what it overwrites."""
+    chain = hashes(4)
+    with nodes(tmp_path, serving=True) as made:
+        made.rigs[0].put(chain, range(4))
+        before = made.numbers(1)
+        grant = made.ask(chain)
+        eventually(lambda: all(told(rank) for rank in made.rigs[1].ranks))
+        made.rigs[0].client.detach("a test")
+        overwrite(made, range(4))
+        assert made.load(grant, range(4)) == [False]
+        assert made.holds(range(4))
+        assert since(made.stores[1].address, before)[CPU] == 4
+        eventually(lambda: not made.left())
+
+
+def test_L1_direct_blocks_of_several_engine_blocks_come_from_engine_memory(tmp_path: Path) -> None:
+    chain = hashes(3)
+    with nodes(tmp_path, serving=True, per=2) as made:
+        made.rigs[0].put(chain, range(6))
+        before = made.numbers(1)
+        grant = made.ask(chain)
+        assert made.load(grant, range(10, 16)) == [False]
+        assert made.holds(range(10, 16))
+        assert since(made.stores[1].address, before)[GPU] == 3
+
+
+def test_direct_the_other_way_an_engine_that_only_stores_needs_no_direct(tmp_path: Path) -> None:
+    """Without it, its workers have no agents: nothing is shown, slots are read."""
+    chain = hashes(3)
+    with nodes(tmp_path) as made:
+        made.rigs[0].put(chain, range(3))
+        before = made.numbers(1)
+        assert made.load(made.ask(chain), range(3)) == [False]
+        assert made.holds(range(3))
+        assert since(made.stores[1].address, before)[CPU] == 3
+
+
+# What a store keeps of it
+
+
+def engines(world: int = 1, blocks: int = 8) -> Engines:
+    made = Engines()
+    for rank in range(world):
+        made.serves(1, world, rank, p.Serves(RankPages(f"a{rank}", b"md", (PAGES,)), blocks))
+    return made
+
+
+def with_board(world: int = 1) -> tuple[Engines, Board]:
+    made = engines(world)
+    taken = made.take_board(1)
+    assert taken is not None
+    message, fd = taken
+    return made, Board(os.dup(fd), message.blocks)
+
+
+def show(made: Engines, board: Board, slot: int, key: bytes, blocks: Sequence[int]) -> None:
+    shown = p.Shown(u32([slot]), (key,), u32(blocks), board.generations(blocks))
+    made.shown(1, shown, {Slot(3)})
+
+
+def test_E_a_board_is_given_once_all_ranks_can_be_read_and_once_only() -> None:
+    made = Engines()
+    made.serves(1, 2, 0, p.Serves(RankPages("a", b"", (PAGES,)), 8))
+    assert made.take_board(1) is None
+    made.serves(1, 2, 1, p.Serves(RankPages("b", b"", (PAGES,)), 8))
+    assert made.take_board(1) is not None
+    assert made.take_board(1) is None
+    assert [rank.agent for rank in made.ranks(1)] == ["a", "b"]
+    assert made.take_board(2) is None
+    assert made.ranks(2) == ()
+
+
+def test_a_block_is_found_once_its_copy_has_ended_and_until_it_is_overwritten() -> None:
+    made, board = with_board()
+    key = BlockKey(b"k" * 34)
+    show(made, board, 3, key, [5, 6])
+    assert made.find(key) is None, "it may not be computed yet"
+    made.stored(1, Slot(3), key, ok=True)
+    place = made.find(key)
+    assert place is not None
+    assert place.blocks == (5, 6)
+    board.add([4, 7])
+    assert made.holds(place)
+    board.add([6, 6, 99])
+    assert not made.holds(place)
+    assert made.find(key) is None
+
+
+@pytest.mark.parametrize("case", ["failed", "other key", "not shown", "other session", "gone"])
+def test_a_block_is_not_found_for(case: str) -> None:
+    made, board = with_board()
+    key, other = BlockKey(b"k" * 34), BlockKey(b"o" * 34)
+    if case != "not shown":
+        show(made, board, 3, other if case == "other key" else key, [5])
+    session = 2 if case == "other session" else 1
+    made.stored(session, Slot(3), key, ok=case != "failed")
+    if case == "gone":
+        made.end_of(1)
+    assert made.find(key) is None
+    made.stored(1, Slot(3), other, ok=True)
+    if case != "other session":
+        assert made.find(other) is None, "what was shown is of one copy"
+
+
+def test_an_engine_block_is_found_under_its_last_key_only() -> None:
+    made, board = with_board()
+    first, second = BlockKey(b"1" * 34), BlockKey(b"2" * 34)
+    for key in (first, second):
+        board.add([5])
+        show(made, board, 3, key, [5])
+        made.stored(1, Slot(3), key, ok=True)
+    assert made.find(first) is None
+    assert made.find(second) is not None
+    assert len(made._engines[1].here) == 1, "no more than there are engine blocks"
+
+
+def test_after_the_board_is_left_nothing_is_found() -> None:
+    made, board = with_board()
+    key = BlockKey(b"k" * 34)
+    show(made, board, 3, key, [5])
+    made.stored(1, Slot(3), key, ok=True)
+    board.close()
+    assert made.find(key) is None
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        p.Shown(u32([1]), (), u32([2]), u32([0])),
+        p.Shown(u32([1, 2]), (b"a", b"b"), u32([2, 3, 4]), u32([0, 0, 0])),
+        p.Shown(u32([1]), (b"a",), b"", b""),
+        p.Shown(u32([1]), (b"a",), u32([2]), b""),
+        p.Shown(u32([1]), (b"a",), u32([8]), u32([0])),
+        p.Shown(b"", (), b"", b""),
+        p.Shown(b"123", (b"a",), u32([2]), u32([0])),
+    ],
+)
+def test_what_is_shown_wrongly_is_refused(shown: p.Shown) -> None:
+    made, _ = with_board()
+    with pytest.raises(ProtocolError):
+        made.shown(1, shown, {Slot(1), Slot(2)})
+
+
+def test_an_engine_without_a_board_shows_nothing() -> None:
+    good = p.Shown(u32([1]), (b"a",), u32([2]), u32([0]))
+    with pytest.raises(ProtocolError, match="no board"):
+        engines().shown(1, good, {Slot(1)})
+    for blocks in (0, BLOCKS_MAX + 1):
+        with pytest.raises(ProtocolError, match=f"expected 1 to {BLOCKS_MAX}"):
+            engines(blocks=blocks)
+
+
+# Which bytes of one memory are which of another
+
+
+def of(cache: LayerCache, offset: int) -> PageRun:
+    cut = cache.piece_bytes, cache.pieces
+    return PageRun(
+        offset,
+        *cut,
+        cache.storage.data_ptr() + cache.offset,
+        cache.block_stride,
+        cache.piece_stride,
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_O20_any_cut_of_a_part_finds_its_bytes_in_any_other(seed: int) -> None:
+    """Two engines whose ranks hold a part in pieces of other sizes, at other distances."""
+    rng = random.Random(seed)
+    part = 64 * rng.randint(1, 8)
+
+    def engine(world: int) -> list[list[LayerCache]]:
+        return [
+            [
+                LayerCache(torch.zeros(4 * 2048, dtype=torch.uint8), 64, 2048, size, pieces, gap)
+                for size, pieces, gap in [cut(part // world)]
+            ]
+            for _ in range(world)
+        ]
+
+    def cut(size: int) -> tuple[int, int, int]:
+        pieces = rng.choice([n for n in (1, 2, 4) if size % n == 0])
+        return size, pieces, size // pieces + rng.choice([0, 8])
+
+    mine, theirs = engine(rng.choice([1, 2, 4])), engine(rng.choice([1, 2, 4]))
+    content = torch.randint(0, 256, (part,), dtype=torch.uint8)
+    runs = []
+    for number, caches in enumerate(theirs):
+        offset = number * (part // len(theirs))
+        for cache in caches:
+            for piece in range(cache.pieces):
+                at = cache.offset + 2 * cache.block_stride + piece * cache.piece_stride
+                begin = offset + piece * cache.piece_bytes
+                cache.storage[at : at + cache.piece_bytes] = content[
+                    begin : begin + cache.piece_bytes
+                ]
+        runs.append([of(cache, offset) for cache in caches])
+    for number, caches in enumerate(mine):
+        offset = number * (part // len(mine))
+        (cache,) = caches
+        got = bytearray(cache.page_bytes)
+        for each in shared([of(cache, offset)], runs):
+            source = theirs[each.rank][0]
+            at = each.base_there + 2 * each.stride_there - source.storage.data_ptr()
+            here = each.base + each.stride - cache.storage.data_ptr()
+            piece, inside = divmod(
+                here - cache.offset - cache.block_stride, max(1, cache.piece_stride)
+            )
+            begin = piece * cache.piece_bytes + inside
+            got[begin : begin + each.size] = source.storage[at : at + each.size].numpy().tobytes()
+        expected = content[offset : offset + cache.page_bytes].numpy().tobytes()
+        assert bytes(got) == expected
+
+
+def test_ranks_that_lack_a_part_are_an_error_that_says_where() -> None:
+    whole = [PageRun(0, 512, 1, 4096, 512, 0)]
+    with pytest.raises(TierError, match="lack byte 0 of"):
+        shared(whole, [])
+    with pytest.raises(TierError, match="lack byte 256 of"):
+        shared(whole, [[PageRun(0, 256, 1, 4096, 512, 0)]])
+    with pytest.raises(TierError, match="lack byte 0 of"):
+        shared(whole, [[PageRun(256, 256, 1, 4096, 512, 0)]])
+
+
+@pytest.mark.parametrize(
+    "wrong", [(-1, 1, 1, 0, 0, 0), (0, 0, 1, 0, 0, 0), (0, 1, 0, 0, 0, 0), (0, 1, 1, 1 << 62, 0, 0)]
+)
+def test_pages_that_cannot_be_are_refused(wrong: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        PageRun(*wrong)
+    with pytest.raises(ValueError, match="expected up to"):
+        RankPages("a", b"", ((PageRun(0, 1, PIECES_MAX, 0, 0, 0), PageRun(0, 1, 1, 0, 0, 0)),))
+
+
+def test_what_is_shown_of_a_slot_that_is_stored_already_is_not_kept() -> None:
+    """The worker's word came first: what the slot gets next is another block's."""
+    made, board = with_board()
+    key = BlockKey(b"k" * 34)
+    made.shown(1, p.Shown(u32([4]), (key,), u32([5]), board.generations([5])), {Slot(3)})
+    made.stored(1, Slot(4), key, ok=True)
+    assert made.find(key) is None
+    assert not made._engines[1].coming

@@ -1,0 +1,246 @@
+"""A load of which a part comes from a peer: the worker's side of it, without NIXL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from connectors.direct import GIVE_UP_NS, DirectReads, Reads
+from connectors.jobs import EngineSpec, LoadJob, StoreSpec
+from connectors.worker import Task, WorkerHalf
+from kvstore import protocol as p
+from kvstore.errors import TierIOError
+from kvstore.layout import GroupLayout, LayerRun, Move, RankLayout, RankPages
+from tests.fakes import u32
+from tiers.copier import LayerCache
+from tiers.direct import EngineReader, Reading
+from tiers.exporter.errors import MoveError
+
+
+class Reader(EngineReader):
+    """Reads take as long as the test likes."""
+
+    def __init__(self) -> None:
+        self.moves: list[list[tuple[Move, int]]] = []
+        self.engine_moves: list[tuple[Sequence[RankPages], list[tuple[Move, int]]]] = []
+        self.hangs = self.fails = False
+        self.restarts = 0
+
+    def open(self, layout: RankLayout, devices: str) -> None: ...
+
+    def serves(self) -> tuple[RankPages, int]:
+        return RankPages(f"own-{self.restarts}", b"", ()), 32
+
+    def meet(self, peer: str, metadata: bytes) -> None: ...
+
+    def restart(self) -> None:
+        self.restarts += 1
+
+    def read(self, peer: str, moves: Sequence[tuple[Move, int]]) -> Reading:
+        assert peer == "agent"
+        self.moves.append(list(moves))
+        return Reading(64, 1, [])
+
+    def read_engine(self, ranks: Sequence[RankPages], moves: Sequence[tuple[Move, int]]) -> Reading:
+        self.engine_moves.append((ranks, list(moves)))
+        return Reading(64, 1, [])
+
+    def over(self, reading: Reading) -> bool:
+        assert reading.bytes in {0, 64}
+        if self.fails:
+            raise TierIOError("a test")
+        return not self.hangs
+
+
+class Worker:
+    """One load of two blocks: the second one, and half of the third, come from a peer."""
+
+    def __init__(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            self.reader = Reader()
+            patch.setattr("connectors.direct.EngineReader", lambda _: self.reader)
+            self.reads = DirectReads({})
+        layout = RankLayout(64, (GroupLayout(32, (LayerRun("l", 0, 32, writes=True),)),))
+        self.said: list[p.Message] = []
+        self.reads.open(layout, "lo", self.said.append)
+        assert self.said.pop() == p.Serves(*self.reader.serves())
+        slots = (7, p.DIRECT + 4, p.DIRECT + 6)
+        self.job = LoadJob(
+            "r", 1, 1, EngineSpec((20, 21, 22, 23, 24), (5,), (0,)), StoreSpec("cpu", slots),
+            (3, 9, 9),
+        )  # fmt: skip
+        found = self.reads.reads(self.job, (2,), 1000)
+        assert found is not None
+        self.load: Reads = found
+
+    def places(self, *positions: int) -> None:
+        numbers = [position + 1 for position in positions]
+        self.reads.told(p.Places(9, "agent", b"md", 4096, 8, u32(positions), u32(numbers)))
+
+    def passed(self, *positions: int, ok: bool = True) -> None:
+        self.reads.told(p.Passed(9, u32(positions), ok))
+
+    def advance(self, now_ns: int = 0) -> bool:
+        return self.reads.advance(self.load, self.said.append, now_ns)
+
+
+def test_L1_direct_a_load_is_over_when_all_it_reads_is_good() -> None:
+    worker = Worker()
+    assert not worker.advance()
+    worker.places(4)
+    assert not worker.advance()
+    first = 4096 + 5 * 64
+    assert worker.reader.moves == [
+        [(Move(0, 22, p.DIRECT + 4, 0), first), (Move(0, 23, p.DIRECT + 4, 1), first)]
+    ]
+    assert worker.said == [p.Arrived(9, u32([4]), 64, ok=True)]
+    worker.passed(4)
+    worker.places(6)
+    assert not worker.advance()
+    assert len(worker.reader.moves) == 2, "each is read once"
+    worker.passed(6)
+    assert worker.advance()
+    assert not worker.load.failed
+    assert worker.load.copied_bytes == 128
+
+
+def test_L1_direct_a_load_reads_in_a_peers_engine_whose_memory_is_told_once() -> None:
+    worker = Worker()
+    ranks = (RankPages("theirs", b"md", ()),)
+    worker.reads.told(p.InEngine(9, 1, 5, ranks, u32([4]), u32([70, 71])))
+    assert not worker.advance()
+    slot = p.DIRECT + 4
+    moves = [(Move(0, 22, slot, 0), 70), (Move(0, 23, slot, 1), 71)]
+    assert worker.reader.engine_moves == [(ranks, moves)]
+    worker.reads.told(p.InEngine(9, 1, 5, (), u32([6]), u32([80, 81])))
+    worker.passed(4, 6)
+    assert worker.advance()
+    assert worker.reader.engine_moves[1][0] == ranks
+    assert worker.said == [p.Arrived(9, u32([at]), 64, ok=True) for at in (4, 6)]
+
+
+def test_B19_direct_what_is_told_once_more_is_read_once_more() -> None:
+    worker = Worker()
+    ranks = (RankPages("theirs", b"md", ()),)
+    worker.reads.told(p.InEngine(9, 1, 5, ranks, u32([4, 6]), u32([70, 71, 80, 81])))
+    assert not worker.advance()
+    worker.passed(6)
+    worker.places(4)
+    assert not worker.advance()
+    assert [move.block_id for move, _ in worker.reader.moves[0]] == [22, 23]
+    worker.passed(4)
+    assert worker.advance()
+    assert len(worker.said) == 2
+    assert not worker.load.failed
+
+
+def test_direct_engine_blocks_that_are_too_few_fail_the_load() -> None:
+    worker = Worker()
+    worker.reads.told(p.InEngine(9, 1, 5, (), u32([4]), u32([70])))
+    assert worker.advance()
+    assert worker.load.failed
+
+
+def test_what_comes_from_slots_only_reads_nothing_of_a_peer() -> None:
+    worker = Worker()
+    engine, store = EngineSpec((20, 21), (2,), (0,)), StoreSpec("cpu", (7,))
+    assert worker.reads.reads(LoadJob("r", 1, 1, engine, store, (3,)), (2,), 1000) is None
+
+
+@pytest.mark.parametrize("how", ["refused", "late", "read"])
+def test_B15_direct_a_load_that_fails_is_over_when_nothing_is_read_any_more(how: str) -> None:
+    worker = Worker()
+    worker.reader.hangs = how != "read"
+    worker.reader.fails = how == "read"
+    worker.places(4)
+    now_ns = 0
+    if how != "read":
+        assert not worker.advance()
+        if how == "refused":
+            worker.passed(4, ok=False)
+        else:
+            now_ns = 1000
+        assert not worker.advance(now_ns), "it is still being read"
+        worker.reader.hangs = False
+    assert worker.advance(now_ns)
+    assert worker.load.failed
+    assert worker.reader.restarts == 0
+    assert all(isinstance(said, p.Arrived) and not said.ok for said in worker.said)
+
+
+def test_B20_direct_a_read_that_does_not_end_ends_with_its_agent() -> None:
+    worker = Worker()
+    worker.reader.hangs = True
+    worker.places(4, 6)
+    assert not worker.advance()
+    worker.passed(6, ok=False)
+    assert not worker.advance()
+    assert not worker.advance(GIVE_UP_NS - 1)
+    assert worker.reader.restarts == 0
+    assert worker.advance(GIVE_UP_NS)
+    assert worker.reader.restarts == 1
+    assert worker.load.failed
+    assert p.Serves(*worker.reader.serves()) in worker.said, "peers read by the new one"
+
+
+def test_O14_direct_a_load_whose_session_is_over_waits_for_what_is_being_read() -> None:
+    worker = Worker()
+    worker.reader.hangs = True
+    worker.places(4)
+    assert not worker.advance()
+    half = WorkerHalf.__new__(WorkerHalf)
+    half._direct = worker.reads
+    task = Task(worker.job, 0, reads=worker.load)
+    assert half._abandon(task, worker.job, 0) is None, "engine blocks are being written"
+    worker.reader.hangs = False
+    outcome = half._abandon(task, worker.job, 1)
+    assert outcome is not None
+    assert not outcome.ok
+
+
+class Agent:
+    """Knows peers; one of them cannot be reached."""
+
+    def __init__(self, _name: str) -> None:
+        self.known: list[str] = []
+
+    def register(self, _address: int, _size: int) -> None: ...
+
+    def metadata(self) -> bytes:
+        return b"md"
+
+    def add_peer(self, metadata: bytes) -> str:
+        if metadata == b"gone":
+            raise MoveError("a test", "failed")
+        self.known.append(metadata.decode())
+        return metadata.decode()
+
+    def read(self, peer: str, *_places: object) -> tuple[int, bool]:
+        assert peer in self.known
+        return 1, True
+
+    def let_go(self, _flight: int) -> None: ...
+
+
+def test_B15_direct_a_peer_that_is_gone_keeps_no_other_from_being_read_after_a_restart() -> None:
+    reader = EngineReader({"l": LayerCache(torch.zeros(64, dtype=torch.uint8), 0, 32, 32)})
+    reader._make = Agent  # type: ignore[assignment]
+    layout = RankLayout(64, (GroupLayout(32, (LayerRun("l", 0, 32, writes=True),)),))
+    reader.open(layout, "lo")
+    moves = [(Move(0, 1, 0, 0), 4096)]
+
+    def read(peer: str) -> bool:
+        return reader.over(reader.read(peer, moves))
+
+    for peer in ("gone", "there"):
+        reader.meet(peer, peer.encode())
+    for _ in range(2):
+        with pytest.raises(TierIOError):
+            read("gone")
+        assert read("there")
+        reader.restart()
+    reader.meet("there", b"another")
+    with pytest.raises(TierIOError, match="metadata of another exporter than 'there'"):
+        read("there")

@@ -1,0 +1,244 @@
+"""Blocks that a prefill engine still has in its own memory: both stores, without processes."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from connectors.tails import Tail
+from kvstore import protocol as p
+from kvstore.errors import ProtocolError
+from kvstore.export import messages as m
+from kvstore.export.jobs import Resident
+from kvstore.layout import RankPages
+from kvstore.types import BlockKey
+from tests.export_rig import Pair
+from tests.fakes import from_u32, hashes, keys_of, u32
+from tests.script import Request, Script
+from tests.test_direct_fetch import offered
+
+
+class Shown:
+    """What the prefill engine has in its own memory, as the test likes."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.here: dict[BlockKey, Resident] = {}
+        pair.source.engines = self  # type: ignore[assignment]
+
+    def add(self, chain: list[bytes], *positions: int) -> None:
+        keys = keys_of(chain)
+        self.here |= {keys[at]: Resident(1, (10 * at, 10 * at + 1), (0, 0)) for at in positions}
+
+    def find(self, key: BlockKey) -> Resident | None:
+        return self.here.get(key)
+
+    def holds(self, place: Resident) -> bool:
+        return place in self.here.values()
+
+    def ranks(self, _number: int) -> list[RankPages]:
+        return [RankPages("theirs", b"md", ())]
+
+
+def test_L1_direct_what_an_engine_has_itself_is_told_to_be_there() -> None:
+    pair, chain = Pair(), hashes(4)
+    pair.put(chain)
+    shown = Shown(pair)
+    shown.add(chain, 0, 2)
+    number = offered(pair, chain)
+    pair.consumer.claim(number, range(4))
+    pair.run(5)
+    (read,) = pair.in_engines
+    assert read.blocks == {0: [0, 1], 2: [20, 21]}
+    assert [rank.agent for rank in read.ranks] == ["theirs"]
+    assert sorted(pair.passed_on) == [(number, at) for at in range(4)]
+    pair.consumer.arrived(number, range(4), pair.taker.now_ns, ok=True)
+    pair.run(5)
+    assert pair.passed == {(number, at): True for at in range(4)}
+    assert pair.consumer.fetched == {"gpu": 2, "cpu": 2}
+    pair.check_nothing_left()
+    pair.passed_on.clear()
+    again = offered(pair, chain)
+    pair.consumer.claim(again, [0])
+    pair.run(5)
+    assert [rank.agent for rank in pair.in_engines[1].ranks] == ["theirs"], "told once, kept"
+    told = [message for message in pair.down.sent if isinstance(message, m.Resident)]
+    assert [len(message.ranks) for message in told] == [1, 0]
+
+
+def test_B19_direct_what_an_engine_overwrites_meanwhile_is_told_anew_and_read_again() -> None:
+    pair, chain = Pair(), hashes(3)
+    pair.put(chain)
+    shown = Shown(pair)
+    shown.add(chain, 0, 1)
+    number = offered(pair, chain)
+    pair.consumer.claim(number, range(3))
+    pair.run(5)
+    pair.passed_on.clear()
+    del shown.here[keys_of(chain)[1]]
+    pair.consumer.arrived(number, range(3), pair.taker.now_ns, ok=True)
+    pair.run(5)
+    assert pair.passed == {(number, 0): True, (number, 2): True}
+    assert pair.passed_on == [(number, 1)], "in its slot now"
+    assert pair.producer.counts["stale"] == 1
+    pair.consumer.arrived(number, [1], pair.taker.now_ns, ok=True)
+    pair.run(5)
+    assert pair.passed[number, 1]
+    assert pair.consumer.fetched == {"gpu": 1, "cpu": 2}
+    pair.check_nothing_left()
+
+
+def test_B16_direct_what_an_engine_has_is_not_good_once_the_lease_is_over() -> None:
+    pair, chain = Pair(), hashes(2)
+    pair.put(chain)
+    Shown(pair).add(chain, 0, 1)
+    number = offered(pair, chain)
+    pair.consumer.claim(number, [0, 1])
+    pair.run(5)
+    pair.lose()
+    pair.consumer.arrived(number, [0, 1], pair.taker.now_ns, ok=True)
+    pair.run(5)
+    assert pair.passed == {(number, 0): False, (number, 1): False}
+    pair.check_nothing_left()
+
+
+def test_what_is_not_read_by_workers_is_never_told_to_be_in_an_engine() -> None:
+    pair, chain = Pair(), hashes(2)
+    pair.put(chain)
+    Shown(pair).add(chain, 0, 1)
+    pair.want(chain)
+    pair.run(3)
+    assert not [message for message in pair.down.sent if isinstance(message, m.Resident)]
+    number = next(iter(pair.consumer._fetches))
+    with pytest.raises(ProtocolError, match="was not asked to be read in an engine"):
+        pair.consumer.on_message(
+            pair.peer, m.Resident(number, u32([0]), 1, u32([7])), pair.taker.now_ns
+        )
+
+
+def test_direct_wants_cost_no_sums() -> None:
+    pair, chain = Pair(), hashes(3)
+    pair.put(chain)
+    pair.sum = None  # type: ignore[assignment, method-assign]
+    number = offered(pair, chain)
+    pair.consumer.claim(number, range(3))
+    pair.run(5)
+    pair.consumer.arrived(number, range(3), pair.taker.now_ns, ok=True)
+    pair.run(5)
+    assert pair.passed == {(number, at): True for at in range(3)}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Resident(1, u32([0, 1]), 1, u32([7])),
+        m.Resident(1, u32([0]), 1, b""),
+        m.Resident(1, u32([9]), 1, u32([7])),
+    ],
+)
+def test_engine_blocks_that_are_not_as_many_for_each_are_refused(message: m.Resident) -> None:
+    pair, chain = Pair(), hashes(2)
+    pair.put(chain)
+    number = offered(pair, chain)
+    wrong = msgspec.structs.replace(message, job=number)
+    with pytest.raises(ProtocolError, match=r"engine blocks for|expected different ones"):
+        pair.consumer.on_message(pair.peer, wrong, pair.taker.now_ns)
+
+
+# What the scheduler half shows, and takes back
+
+
+def with_board(blocks: int = 16) -> tuple[Script, memoryview]:
+    script = Script()
+    board = os.memfd_create("board")
+    os.ftruncate(board, 4 * blocks)
+    words = memoryview(mmap.mmap(board, 4 * blocks)).cast("I")
+    script.fds.append(board)
+    script.inbox.append(p.Board(blocks))
+    script.client.receive()
+    return script, words
+
+
+def computed(script: Script, blocks: Sequence[int] = (1, 2)) -> Request:
+    """A request that has just computed these engine blocks."""
+    request = Request("r", 16 * len(blocks) + 1)
+    script.arrive(request)
+    script.admit(request)
+    script.steps()
+    script.step(request, 16 * len(blocks), [list(blocks)], written=blocks)
+    return request
+
+
+def test_E_what_is_stored_is_shown_with_what_the_board_says_from_this_step_on() -> None:
+    script, words = with_board()
+    words[1] = 5
+    request = computed(script)
+    (shown,) = [shown for step in script.steps() for shown in step.shown]
+    keys = tuple(script.key(request, index) for index in (0, 1))
+    assert shown == p.Shown(u32([0, 1]), keys, u32([1, 2]), u32([6, 1]))
+
+
+def test_E_the_board_is_written_before_anybody_can_overwrite_blocks() -> None:
+    script, words = with_board()
+    computed(script)
+    script.step(written=[2, 3])
+    assert words.tolist()[:5] == [0, 1, 2, 1, 0]
+    loaded = Request("l", 33)
+    script.arrive(loaded, range(2))
+    script.load(loaded, [[1, 4, 5]])
+    assert words.tolist()[:5] == [0, 2, 2, 1, 1], "a load overwrites, too"
+    script.step(written=[99, 3])
+    assert words.tolist()[3] == 2
+
+
+def test_E_what_has_ended_before_the_step_is_not_shown_as_what_overwrites_it() -> None:
+    """Its copy comes first, and is right; what is in the engine then is another's."""
+    script, words = with_board()
+    script.client.credits.clear()
+    request = computed(script)
+    assert not [shown for step in script.steps() for shown in step.shown], "no slots"
+    script.grant_credits(2)
+    script.half.request_finished("r", [[1, 2, 0]])
+    script.step(written=[1])
+    (shown,) = [shown for step in script.steps() for shown in step.shown]
+    assert shown.keys == tuple(script.key(request, index) for index in (0, 1))
+    then, now = from_u32(shown.generations), [words[block] for block in from_u32(shown.blocks)]
+    assert [one == other for one, other in zip(then, now, strict=True)] == [False, True]
+
+
+@pytest.mark.parametrize("how", ["detach", "close"])
+def test_E_an_engine_that_leaves_says_so_on_the_board(how: str) -> None:
+    script, words = with_board()
+    computed(script)
+    before = words.tolist()
+    if how == "close":
+        script.client.close()
+    else:
+        script.client.detach("a test")
+    assert all(now != then for now, then in zip(words.tolist(), before, strict=True))
+    script.client.overwritten([1])
+    script.client.show([1], [b"k"], [1])
+
+
+def test_E_an_engine_without_a_board_shows_nothing() -> None:
+    script = Script()
+    computed(script)
+    assert not [shown for step in script.steps() for shown in step.shown]
+
+
+def test_B17_a_partly_filled_block_is_not_shown() -> None:
+    """Its other engine blocks, or tokens, are another's to fill."""
+    script, words = with_board()
+    del words
+    request = computed(script)
+    script.steps()
+    tracked = script.half._requests["r"]
+    tail = Tail(2, b"t" * 32, 33)
+    assert script.half._offers.offer_tail(tracked, tail, [[1, 2, 3]])
+    (job,) = script.step().stores
+    assert job.engine.block_ids == (3,)
+    assert not [shown for step in script.steps() for shown in step.shown]
+    assert request.request_id == "r"
