@@ -190,8 +190,6 @@ class Offers:
         client, hashes = self._client, tracked.request.block_hashes
         if not client.session or tracked.cursor != tail.block:
             return False
-        if self._slots:
-            self._close_job()
         if not self.may_offer():
             self._declined()
             return False
@@ -202,14 +200,14 @@ class Offers:
             of.keys.append(tail.hash + of.suffix)
             of.parents.append(above + of.suffix if above and not of.rooted else b"")
             self._slots += 1
-        self._close_job(whole=False)
+        self._close_job(tails=1)
         return True
 
-    def _close_job(self, *, whole: bool = True) -> None:
+    def _close_job(self, *, tails: int = 0) -> None:
         """Make one job of what was gathered: their order is all it takes, since blocks are whole.
 
-        Peers may read them in the engine, too. Not whole: one block of each group, of which the
-        leading engine blocks are there.
+        But for a last one of a group, of which the leading engine blocks are there (tails: 1).
+        Peers may read the others in the engine, too.
         """
         number = self._next_job
         self._next_job += 1
@@ -222,8 +220,9 @@ class Offers:
             slots += of.slots
             keys += of.keys
             parents += of.parents
-            if whole:
-                self._client.show(of.slots, of.keys, of.ids)
+            whole = len(of.slots) - tails
+            shown = of.slots[:whole], of.keys[:whole], of.ids[: whole * of.engine_blocks]
+            self._client.show(*shown)
         self._sources[number] = frozenset(ids)
         sizes = tuple(len(of.ids) for of in self._gathered)
         self._jobs.append(

@@ -40,7 +40,7 @@ def test_every_hand_over_has_its_limit_from_the_same_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     results = export.run(1, SMALL)
-    processes = {"prefill_store", "prefill_exporter", "decode_store", "decode_exporter"}
+    processes = {"prefill_store", "prefill_exporter", "decode_store", "decode_exporter", "engine"}
     for transport in SMALL.transports:
         for name in export.OURS:
             (one,) = of(results, name=name, transport=transport, block_bytes=256 * KIB)
@@ -60,7 +60,7 @@ def test_every_hand_over_has_its_limit_from_the_same_run(
             (one,) = of(results, name=name, transport=transport)
             assert one.reference is not None
             assert one.value > 0
-    assert len(results) == len(SMALL.transports) * 6
+    assert len(results) == len(SMALL.transports) * (len(export.OURS) + 2)
     assert all(row["ratio"] > 0 for row in json.loads(as_json("export", results))["results"])
     assert not list(tmp_path.iterdir())
 

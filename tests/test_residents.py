@@ -230,15 +230,16 @@ def test_E_an_engine_without_a_board_shows_nothing() -> None:
 
 
 def test_B17_a_partly_filled_block_is_not_shown() -> None:
-    """Its other engine blocks, or tokens, are another's to fill."""
-    script, words = with_board()
-    del words
+    """The rest of it is somebody else's to fill."""
+    script, _ = with_board()
+    script.client.credits.clear()
     request = computed(script)
-    script.steps()
+    script.grant_credits(4)
     tracked = script.half._requests["r"]
-    tail = Tail(2, b"t" * 32, 33)
-    assert script.half._offers.offer_tail(tracked, tail, [[1, 2, 3]])
+    script.half._offers.offer(tracked, 32, lambda _: [[1, 2, 3]])
+    assert script.half._offers.offer_tail(tracked, Tail(2, b"t" * 32, 33), [[1, 2, 3]])
     (job,) = script.step().stores
-    assert job.engine.block_ids == (3,)
-    assert not [shown for step in script.steps() for shown in step.shown]
-    assert request.request_id == "r"
+    assert job.engine.block_ids == (1, 2, 3)
+    (shown,) = [shown for step in script.steps() for shown in step.shown]
+    assert shown.keys == tuple(script.key(request, index) for index in (0, 1))
+    assert from_u32(shown.blocks) == [1, 2]

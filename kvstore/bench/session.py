@@ -76,9 +76,10 @@ class _Connection:
 class Session:
     """Attached on entering the context, detached after leaving it."""
 
-    def __init__(self, path: str, name: str, block_bytes: int) -> None:
-        """path: of the store's socket. name: of the engine."""
+    def __init__(self, path: str, name: str, block_bytes: int, *, direct: bool = False) -> None:
+        """path: of the store's socket. name: of the engine. direct: its worker reads from peers."""
         self.side_channel = ""  # the store's, for other stores
+        self._direct = direct
         self._name = name
         self._block_bytes = block_bytes
         self._worker = _Connection(path)
@@ -91,8 +92,8 @@ class Session:
         layers = (LayerGeometry("layer", self._block_bytes),)
         groups = (GroupGeometry(GroupRule(), layers),)
         geometry = RankGeometry("bench", BLOCK_TOKENS, (1,), groups)
-        hello = p.Hello(p.VERSION, self._name, "worker", 0, 1, geometry=geometry)
-        self._worker.send(hello)
+        who = p.VERSION, self._name, "worker", 0, 1
+        self._worker.send(p.Hello(*who, geometry=geometry, direct=self._direct))
         self._scheduler.send(p.Hello(p.VERSION, self._name, "scheduler", 0, 1, CREDIT_SLOTS))
         self.side_channel = self._wait(p.Welcome).side_channel
         self._wait(p.Active)
@@ -122,13 +123,7 @@ class Session:
     def fetch(self, hashes: Sequence[bytes], peer: str = "", *, push: bool = False) -> Fetched:
         """Ask for blocks, of another store too, and watch them until all can be read."""
         started_s = time.perf_counter()
-        self._asks += 1
-        lookup = p.Lookup(self._asks, b"".join(hashes), HASH_BYTES, peer=peer, push=push)
-        self._scheduler.send(p.Step((lookup,)))
-        granted = None
-        while granted is None:
-            answers = self._answers().granted
-            granted = next((each for each in answers if each.ask == self._asks), None)
+        granted = self._ask(hashes, peer, push=push)
         slots = p.from_u32(granted.hits[0].slots) if granted.lease else []
         found = Fetched(len(slots) == len(hashes), slots, granted.sources)
         if found.complete:
@@ -138,6 +133,19 @@ class Session:
         if granted.lease:
             self._worker.send(p.Loaded(granted.lease, 0, 0.0))
         return found
+
+    def _ask(
+        self, hashes: Sequence[bytes], peer: str, *, push: bool | None = None, direct: bool = False
+    ) -> p.Granted:
+        """Ask for blocks, and wait for the answer."""
+        self._asks += 1
+        where = {"peer": peer, "push": push, "direct": direct}
+        lookup = p.Lookup(self._asks, b"".join(hashes), HASH_BYTES)
+        self._scheduler.send(p.Step((msgspec.structs.replace(lookup, **where),)))
+        while True:
+            for granted in self._answers().granted:
+                if granted.ask == self._asks:
+                    return granted
 
     def holds(self, hashes: Sequence[bytes], slots: Sequence[int]) -> bool:
         """Tell whether slots have the bytes that these blocks should have."""
@@ -195,16 +203,15 @@ class Session:
                 if isinstance(message, kind):
                     self._scheduler.messages.remove(message)
                     return message
-            halves = {half.sock: half for half in (self._worker, self._scheduler)}
-            left_s = max(0.0, deadline_s - time.monotonic())
-            ready = select.select(list(halves), [], [], left_s)[0]
-            if not ready:
+            if not self._listen(max(0.0, deadline_s - time.monotonic())):
                 raise KVStoreError(f"no {kind.__name__} of the store in {ANSWER_S:.0f} s")
-            for sock in ready:
-                halves[sock].read()
-            self._map()
 
-    def _map(self) -> None:
+    def _listen(self, timeout_s: float) -> bool:
+        """Read what has arrived for both halves, and map memory; False: nothing came in time."""
+        halves = {half.sock: half for half in (self._worker, self._scheduler)}
+        ready = select.select(list(halves), [], [], timeout_s)[0]
+        for sock in ready:
+            halves[sock].read()
         messages, self._worker.messages = self._worker.messages, []
         for message in messages:
             if isinstance(message, p.Extent):
@@ -212,6 +219,9 @@ class Session:
                 self._extents.append((message, mmap.mmap(fd, message.bytes)))
                 os.close(fd)
                 self._worker.send(p.Mapped(message.extent))
+            else:
+                self._worker.messages.append(message)
+        return bool(ready)
 
 
 def content(block: bytes, size: int) -> bytes:

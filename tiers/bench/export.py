@@ -4,7 +4,8 @@ Two real stores with their exporters, and the whole protocol: side channel, leas
 landing slots, confirmation. An engine of each asks and watches its slots, as a worker does; time
 runs from the question to the last block that can be read. NIXL alone moves as many blocks of the
 same size, at positions in no order, between two processes of its own with memory of the same kind,
-as one transfer. What is compared alternates in one run.
+as one transfer. What is compared alternates in one run. With "direct" the engine is this process,
+and an agent in it reads into its own memory.
 
 Both stores, both exporters and all threads that take checksums share this machine's processors
 here. So there is a second limit: NIXL with one pass of checksums over the bytes on each side,
@@ -14,6 +15,7 @@ taken by a thread meanwhile, and the processor time of each process is counted.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import statistics
 import tempfile
@@ -31,7 +33,7 @@ from kvstore import admin
 from kvstore.bench.clock import Clock, child_of
 from kvstore.bench.direct import Depth, System, reference
 from kvstore.bench.report import Result, paired_ratio
-from kvstore.bench.session import Session
+from kvstore.bench.session import Fetched, Session
 from kvstore.bench.steal import Watch
 from kvstore.bench.store import StoreProcess
 from kvstore.errors import KVStoreError
@@ -39,6 +41,7 @@ from kvstore.preflight import shown
 from kvstore.quantities import KIB, MIB
 from tiers.bench import raw
 from tiers.bench.nvme import ATTEMPTS, READERS, WRITERS
+from tiers.bench.reader import DirectSession
 from tiers.nvme.measure import filled
 from tiers.nvme.tier import RUN_BYTES_MAX
 
@@ -47,8 +50,9 @@ TRANSPORTS = {"shared memory": None, "tcp": "tcp,self"}
 EXPORTER = "tiers.exporter.process"
 PER_BYTES = 2 * MIB  # processor time is of so many bytes
 READY_S = 60.0
-OURS = ("pull_cpu", "push_cpu", "pull_nvme", "push_nvme")
+OURS = ("pull_cpu", "push_cpu", "pull_nvme", "push_nvme", "direct_cpu", "direct_nvme")
 RAW = {"pull": "NIXL READ", "push": "NIXL WRITE"}
+LIKE = {"pull": "pull", "push": "push", "direct": "pull"}  # which of these it is compared with
 
 
 class Sizes(msgspec.Struct, frozen=True):
@@ -106,7 +110,8 @@ class Stores:
     def __init__(
         self, folder: Path, block_bytes: int, transports: str | None, data_bytes: int
     ) -> None:
-        """transports: UCX_TLS of the exporters; None: UCX chooses."""
+        """transports: UCX_TLS of all agents; None: UCX chooses."""
+        self._transports = transports
         self._block_bytes = block_bytes
         self._count = data_bytes // block_bytes
         self.chains = {where: self._chain(where) for where in ("cpu", "nvme")}
@@ -145,6 +150,11 @@ class Stores:
         self._peer = giving.side_channel
         ends.enter_context(self.decode)
         self._taking = ends.enter_context(self._session(self.decode))
+        set_transports(self._transports)  # of the agent in this process
+        ends.callback(set_transports, None)
+        self._reading = ends.enter_context(
+            DirectSession(_path(self.decode), "reader", self._block_bytes, self._count)
+        )
         for name in OURS:
             self._warm_up(name)
         self._clocks = {
@@ -152,13 +162,14 @@ class Stores:
             for name, store in (("prefill", self.prefill), ("decode", self.decode))
             for kind, pid in (("store", store.pid), ("exporter", child_of(store.pid, EXPORTER)))
         }
+        self._clocks["engine"] = Clock(os.getpid())
 
     def fetch(self, name: str) -> Moved:
         """Hand over all blocks, as one of OURS says; the decode store has none of them after it."""
         way, _, where = name.partition("_")
         from_disk = _disk_blocks(self.prefill, "loaded")
         before = {process: clock.now_us() for process, clock in self._clocks.items()}
-        found = self._taking.fetch(self.chains[where], self._peer, push=way == "push")
+        found = self._fetched(way, where)
         cpu_us = {
             process: (clock.now_us() - before[process]) / self._size * PER_BYTES
             for process, clock in self._clocks.items()
@@ -171,6 +182,16 @@ class Stores:
         admin.clear(self.decode.address)
         return Moved(self._size / found.all_s, cpu_us, found.first_s)
 
+    def _fetched(self, way: str, where: str) -> Fetched:
+        if way == "direct":
+            return self._reading.fetch_direct(self.chains[where], self._peer)
+        return self._taking.fetch(self.chains[where], self._peer, push=way == "push")
+
+    def _holds(self, way: str, where: str, found: Fetched) -> bool:
+        if way == "direct":
+            return self._reading.has(self.chains[where])
+        return self._taking.holds(self.chains[where], found.slots)
+
     @property
     def _size(self) -> int:
         return self._count * self._block_bytes
@@ -180,7 +201,7 @@ class Stores:
         return [hashlib.blake2b(name.encode(), digest_size=32).digest() for name in names]
 
     def _session(self, store: StoreProcess) -> Session:
-        return Session(store.address.removeprefix("unix://"), "bench", self._block_bytes)
+        return Session(_path(store), "bench", self._block_bytes)
 
     def _await_written(self) -> None:
         """Wait until the disk has as many blocks more as a chain has."""
@@ -193,16 +214,28 @@ class Stores:
     def _warm_up(self, name: str) -> None:
         """Hand over until memory is mapped and there is enough of it, and look at the bytes."""
         way, _, where = name.partition("_")
-        chain, deadline_s = self.chains[where], time.monotonic() + READY_S
+        deadline_s = time.monotonic() + READY_S
         while True:
-            found = self._taking.fetch(chain, self._peer, push=way == "push")
-            if found.complete and not self._taking.holds(chain, found.slots):
+            found = self._fetched(way, where)
+            if found.complete and not self._holds(way, where, found):
                 raise KVStoreError(f"{name}: other bytes than were stored")
             admin.clear(self.decode.address)
             if found.complete:
                 return
             if time.monotonic() > deadline_s:
                 raise KVStoreError(f"{name}: {len(found.slots)} of {self._count} blocks came")
+
+
+def _path(store: StoreProcess) -> str:
+    return store.address.removeprefix("unix://")
+
+
+def set_transports(transports: str | None) -> None:
+    """Set UCX_TLS for agents that this process makes; None: UCX chooses."""
+    if transports is None:
+        os.unsetenv("UCX_TLS")
+    else:
+        os.putenv("UCX_TLS", transports)
 
 
 def _disk_blocks(store: StoreProcess, event: str) -> int:
@@ -307,6 +340,7 @@ def _results(
     results = []
     for name in OURS:
         way, _, where = name.partition("_")
+        way = LIKE[way]
         limits, against = _rates(found[f"{way}_nixl"]), RAW[way]
         if where == "nvme":
             disk = _rates(found["disk"])

@@ -1,0 +1,111 @@
+"""An engine whose worker reads what a peer has straight into its own memory, for benchmarks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from kvstore import protocol as p
+from kvstore.bench.session import ANSWER_S, LOOK_S, Fetched, Session, content
+from kvstore.errors import KVStoreError
+from kvstore.layout import Move
+from tiers.copier import LayerCache
+from tiers.direct import READ_BYTES, EngineReader, Reading
+
+
+class DirectSession(Session):
+    """One with an engine's tensor of so many blocks, and an agent."""
+
+    def __init__(self, path: str, name: str, block_bytes: int, blocks: int) -> None:
+        """path: of the store's socket. name: of the engine."""
+        super().__init__(path, name, block_bytes, direct=True)
+        self._tensor = torch.zeros(blocks * block_bytes, dtype=torch.uint8)
+        self._reader = EngineReader(
+            {"layer": LayerCache(self._tensor, 0, block_bytes, block_bytes)}
+        )
+        self._opened = False
+
+    def fetch_direct(self, hashes: Sequence[bytes], peer: str) -> Fetched:
+        """Ask a peer for blocks, and read them into the blocks of the tensor, in their order."""
+        self._open()
+        started_s = time.perf_counter()
+        granted = self._ask(hashes, peer, direct=True)
+        slots = p.from_u32(granted.hits[0].slots) if granted.lease else []
+        found = Fetched(len(slots) == len(hashes), slots, granted.sources)
+        if found.complete:
+            block_of = {slot - p.DIRECT: block for block, slot in enumerate(slots)}
+            first_s = self._read(block_of, started_s)
+            all_s = time.perf_counter() - started_s
+            found = Fetched(True, slots, granted.sources, first_s, all_s)
+        if granted.lease:
+            self._worker.send(p.Loaded(granted.lease, 0, 0.0))
+        return found
+
+    def has(self, hashes: Sequence[bytes]) -> bool:
+        """Tell whether the tensor's blocks have the bytes that these blocks should have."""
+        size, read = self._block_bytes, self._tensor.numpy()
+        return all(
+            read[at * size : (at + 1) * size].tobytes() == content(block, size)
+            for at, block in enumerate(hashes)
+        )
+
+    def _open(self) -> None:
+        """Have an agent, once the store has said over which devices."""
+        while not self._opened:
+            for message in self._told():
+                if isinstance(message, p.Welcome) and message.layout is not None:
+                    self._reader.open(message.layout, message.devices)
+                    self._opened = True
+
+    def _told(self) -> list[p.Message]:
+        """Return what the store has told the worker, after a moment if it has not."""
+        if not self._worker.messages:
+            self._listen(LOOK_S)
+        messages, self._worker.messages = self._worker.messages, []
+        return messages
+
+    def _read(self, block_of: dict[int, int], started_s: float) -> float:
+        """Read what can be read until all of it is good; return the seconds until the first was.
+
+        block_of: the tensor's block of each position.
+        """
+        first_s, good = 0.0, 0
+        flying: list[tuple[int, list[int], Reading]] = []
+        while good < len(block_of):
+            for message in self._told():
+                if isinstance(message, p.Places):
+                    flying += self._begin(message, block_of)
+                elif isinstance(message, p.Passed):
+                    if not message.ok:
+                        raise KVStoreError("blocks were read, and are not good")
+                    good += len(p.from_u32(message.positions))
+                    first_s = first_s or time.perf_counter() - started_s
+            flying = [each for each in flying if not self._arrived(*each)]
+            if time.perf_counter() - started_s > ANSWER_S:
+                raise KVStoreError(f"blocks did not arrive in {ANSWER_S:.0f} s")
+        return first_s
+
+    def _begin(
+        self, places: p.Places, block_of: dict[int, int]
+    ) -> Iterator[tuple[int, list[int], Reading]]:
+        """Start reading what can be read now."""
+        if places.metadata:
+            self._reader.meet(places.agent, places.metadata)
+        positions, numbers = p.from_u32(places.positions), p.from_u32(places.numbers)
+        at_once = max(1, READ_BYTES // self._block_bytes)
+        for first in range(0, len(positions), at_once):
+            chunk = positions[first : first + at_once]
+            moves = [
+                (Move(0, block_of[position], 0, 0), places.base + number * self._block_bytes)
+                for position, number in zip(chunk, numbers[first:], strict=False)
+            ]
+            yield places.fetch, chunk, self._reader.read(places.agent, moves)
+
+    def _arrived(self, fetch: int, positions: list[int], reading: Reading) -> bool:
+        """Tell the store of a read that is over."""
+        if not self._reader.over(reading):
+            return False
+        self._worker.send(p.Arrived(fetch, p.u32(positions), reading.bytes, ok=True))
+        return True
