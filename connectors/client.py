@@ -195,6 +195,7 @@ class StoreClient:
         if self._link is None:
             return
         log.warning("kvstore: detached: %s; answers are misses until it is back", reason)
+        self._leave_board()
         self.counts["detached"] += 1
         self.detached += 1
         self._link.close()
@@ -204,7 +205,6 @@ class StoreClient:
         self._asked_ns.clear()
         self._grants.clear()
         self._forget_news()
-        self._leave_board()
         self.side_channel = ""
         self._attacher.start()
 
@@ -369,7 +369,10 @@ class StoreClient:
             self.session, self.defer_ms = self._welcomed, message.defer_ms
         elif isinstance(message, p.Board) and self._link is not None:
             self._leave_board()
-            self._board = Board(self._link.take_fd(), message.blocks)
+            try:
+                self._board = Board(self._link.take_fd(), message.blocks)
+            except (OSError, ValueError) as exc:
+                log.warning("kvstore: peers read nothing in this engine's memory: %s", exc)
         elif isinstance(message, p.Detach | p.Refused):
             self.detach(message.reason)
 

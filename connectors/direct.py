@@ -12,21 +12,21 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import msgspec
 
 from connectors.jobs import LoadJob, pieces
 from kvstore import protocol as p
-from kvstore.errors import TierError
+from kvstore.errors import KVStoreError, TierError
 from kvstore.layout import Move, RankLayout, RankPages
 from tiers.copier import LayerCache
 from tiers.direct import READ_BYTES, EngineReader, Reading
 
 log = logging.getLogger(__name__)
 
-FETCHES_MAX = 1024  # that the store has told of; engines of peers, too
+FETCHES_MAX = 1024  # that the store has told of
 GIVE_UP_NS = 1_000_000_000  # for reads that nobody waits for, to end by themselves
 
 Where = tuple[int, int]
@@ -48,6 +48,22 @@ class _Fetch(msgspec.Struct, eq=False):
 
     places: dict[int, _Place] = {}
     passed: dict[int, bool] = {}
+    engines: dict[int, tuple[RankPages, ...]] = {}
+
+    def learn(self, message: p.InEngine, positions: Sequence[int]) -> None:
+        """Take note of what is in a peer's engine, whose memory is told once."""
+        ranks = self.engines.setdefault(message.engine, message.ranks)
+        blocks = p.from_u32(message.blocks)
+        per = len(blocks) // max(1, len(positions))
+        for number, position in enumerate(positions):
+            found = blocks[number * per : number * per + per]
+            self.places[position] = _Place(ranks=ranks, blocks=found)
+
+
+class _Flying(msgspec.Struct, frozen=True):
+    reading: Reading
+    wheres: list[Where]
+    in_engine: bool
 
 
 class Reads(msgspec.Struct, eq=False):
@@ -56,7 +72,7 @@ class Reads(msgspec.Struct, eq=False):
     moves: dict[Where, list[Move]]
     until_ns: int
     started: dict[Where, _Place] = {}
-    flying: list[tuple[Reading, list[Where]]] = []
+    flying: list[_Flying] = []
     copied_bytes: int = 0
     failed: bool = False
     given_up_ns: int | None = None
@@ -71,14 +87,12 @@ class DirectReads:
         self._slot_bytes = 0
         self._told: deque[p.Places | p.InEngine | p.Passed] = deque()
         self._fetches: dict[int, _Fetch] = {}
-        self._engines: dict[tuple[int, int], tuple[RankPages, ...]] = {}  # of peers
         self._tell: Tell = _nobody
 
     def open(self, layout: RankLayout, devices: str, tell: Tell) -> None:
         """A session begins; no load is under way. tell(): to the store. Raises TierError."""
         self._told.clear()
         self._fetches.clear()
-        self._engines.clear()
         self._slot_bytes = layout.slot_bytes
         self._tell = tell
         self._reader.open(layout, devices)
@@ -86,7 +100,11 @@ class DirectReads:
 
     def _offer(self) -> None:
         """Have peers read what this engine has."""
-        serves = self._reader.serves()
+        try:
+            serves = self._reader.serves()
+        except (TierError, ValueError) as exc:  # more pieces than can be told, say
+            log.warning("peers read none of this engine's memory: %s", exc)
+            return
         if serves is not None:
             self._tell(p.Serves(*serves))
 
@@ -113,7 +131,11 @@ class DirectReads:
 
         tell(): to the store.
         """
-        self._listen()
+        try:
+            self._listen()
+        except (KVStoreError, ValueError) as exc:
+            log.error("the store's word on blocks of a peer cannot be read: %s", exc)
+            reads.failed = True
         self._land(reads, tell)
         passed = [self._passed(where) for where in reads.moves]
         if not reads.failed:
@@ -154,26 +176,13 @@ class DirectReads:
                 fetch.passed.update(dict.fromkeys(positions, message.ok))
                 continue
             if isinstance(message, p.InEngine):
-                fetch.places.update(zip(positions, self._in_engine(message), strict=True))
+                fetch.learn(message, positions)
                 continue
             if message.metadata:
                 self._reader.meet(message.agent, message.metadata)
             for position, number in zip(positions, p.from_u32(message.numbers), strict=True):
                 address = message.base + number * self._slot_bytes
                 fetch.places[position] = _Place(message.agent, address)
-
-    def _in_engine(self, message: p.InEngine) -> Iterator[_Place]:
-        """Yield where each position is; the memory of an engine is told once."""
-        engine = message.peer, message.engine
-        if message.ranks:
-            self._engines.pop(engine, None)
-            self._engines[engine] = message.ranks
-            if len(self._engines) > FETCHES_MAX:
-                del self._engines[next(iter(self._engines))]
-        ranks, blocks = self._engines.get(engine, ()), p.from_u32(message.blocks)
-        per = len(blocks) // max(1, len(message.positions) // p.WORD)
-        for at in range(0, len(blocks), max(1, per)):
-            yield _Place(ranks=ranks, blocks=blocks[at : at + per])
 
     def _passed(self, where: Where) -> bool | None:
         fetch = self._fetches.get(where[0])
@@ -215,30 +224,31 @@ class DirectReads:
                     for move in reads.moves[where]
                 ]
                 reading = self._reader.read_engine(first.ranks, parts)
-        except (TierError, IndexError) as exc:
-            log.error("blocks of a peer cannot be read: %s", exc)
-            reading = Reading(0, 0, [])
-            reads.failed = True
-        reads.flying.append((reading, [where for where, _ in chunk]))
+        except (TierError, ArithmeticError, LookupError, ValueError) as exc:
+            reading = Reading(0, 0, [], str(exc))  # others may be under way: nothing ends here
+        reads.flying.append(_Flying(reading, [where for where, _ in chunk], not first.peer))
 
     def _land(self, reads: Reads, tell: Tell) -> None:
-        """Tell the store of reads that have ended."""
+        """Tell the store of reads that have ended.
+
+        What could not be read in an engine is in a slot, too: its place is told once more.
+        """
         flying, reads.flying = reads.flying, []
-        for reading, wheres in flying:
+        for each in flying:
             ok = True
             try:
-                if not self._reader.over(reading):
-                    reads.flying.append((reading, wheres))
+                if not self._reader.over(each.reading):
+                    reads.flying.append(each)
                     continue
             except TierError as exc:
                 log.error("blocks of a peer were not read: %s", exc)
                 ok = False
+                reads.failed = reads.failed or not each.in_engine
             ok = ok and not reads.failed
-            reads.failed = not ok
-            copied = reading.bytes if ok else 0
+            copied = each.reading.bytes if ok else 0
             reads.copied_bytes += copied
-            positions = p.u32([position for _, position in wheres])
-            tell(p.Arrived(wheres[0][0], positions, copied, ok))
+            positions = p.u32([position for _, position in each.wheres])
+            tell(p.Arrived(each.wheres[0][0], positions, copied, ok))
 
 
 def _nobody(_message: p.Message) -> None:

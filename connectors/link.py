@@ -94,7 +94,12 @@ class Link:
                 return messages  # that was all; asking again would cost a system call
 
     def take_fd(self) -> int:
-        """Return the first descriptor that has come and was not taken: its message's."""
+        """Return the first descriptor that has come and was not taken: its message's.
+
+        Raises LinkLost if it has not: this process has too many.
+        """
+        if not self.fds:
+            raise LinkLost("a descriptor of the store did not arrive: too many open files")
         return self.fds.pop(0)
 
     def put_back(self, messages: list[p.Message]) -> None:

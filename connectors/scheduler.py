@@ -15,7 +15,7 @@ A request's life here:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import dropwhile
 from typing import Any
 
@@ -291,9 +291,15 @@ class SchedulerHalf:
         else:
             if tracked.ask is not None:
                 self._client.drop(tracked.ask)
+            self._load_targets.update(self._fresh(table, tracked.local))  # another may fill them
             tracked.phase, tracked.remote = Phase.RUNNING, NO_REMOTE
             self._hands.let_go(request_id)
         tracked.ask = None
+
+    def _fresh(self, table: BlockTable, computed: int) -> Iterator[int]:
+        """Go through the engine blocks of a table that begin at a token or behind it."""
+        for ids, tokens in zip(table, self._geometry.engine_block_tokens, strict=False):
+            yield from ids[computed // tokens :]
 
     def _sources_of(self, tracked: Tracked, grant: Grant | None, external: int) -> dict[str, int]:
         """Split the loaded tokens by the tier that the bytes were first found in."""

@@ -286,8 +286,12 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         blocks: Any,
         num_external_tokens: int,
     ) -> None:
-        """Plan the load into the blocks that were allocated."""
-        table = blocks.get_block_ids() if num_external_tokens else ()
+        """Plan the load into the blocks that were allocated, or note that they are another's.
+
+        Beside other connectors (MultiConnector) these may load into them before a step names them.
+        """
+        wanted = num_external_tokens or self._extra.direct
+        table = blocks.get_block_ids() if wanted else ()
         self._plan().update_state_after_alloc(request.request_id, table, num_external_tokens)
 
     def get_external_cache_hit_sources(

@@ -25,7 +25,7 @@ from kvstore.types import GroupRule
 
 FORMAT = 1
 ALIGNMENT = 4096
-PIECES_MAX = 1 << 16  # of one rank's part of a block
+PIECES_MAX = 1 << 14  # of one rank's part of a block
 TRAIT_DIGITS = 12  # of a digest that is shown as a trait
 
 
@@ -131,18 +131,20 @@ class PageRun(msgspec.Struct, frozen=True, array_like=True):
     piece_stride: int
 
     def __post_init__(self) -> None:
-        numbers = (self.offset, self.base, self.block_stride, self.piece_stride)
-        if min(numbers) < 0 or max(numbers) >= 1 << 62:
-            raise ValueError(f"offsets and strides of {self}, expected 0 to {(1 << 62) - 1}")
         if not 0 < self.piece_bytes < 1 << 40 or not 0 < self.pieces <= PIECES_MAX:
             raise ValueError(f"pieces of {self}, expected 1 to {PIECES_MAX} with some bytes")
+        strides = self.block_stride, self.piece_stride
+        if min(self.offset, self.base, *strides) < 0 or max(strides) >= 1 << 40:
+            raise ValueError(f"offsets and strides of {self}, expected 0 to {(1 << 40) - 1}")
+        if max(self.offset, self.base) >= 1 << 62:  # numbers of engine blocks have 32 bits
+            raise ValueError(f"addresses of {self}, expected 0 to {(1 << 62) - 1}")
 
 
 class RankPages(msgspec.Struct, frozen=True, array_like=True):
     """One rank's part of an engine's memory, which its agent serves; runs by group."""
 
     agent: Annotated[str, msgspec.Meta(max_length=256)]
-    metadata: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+    metadata: Annotated[bytes, msgspec.Meta(max_length=1 << 18)]
     pages: tuple[tuple[PageRun, ...], ...]
 
     def __post_init__(self) -> None:

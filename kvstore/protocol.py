@@ -331,12 +331,11 @@ class Passed(Message, frozen=True):
 class InEngine(Message, frozen=True):
     """Blocks of a fetch that can be read in the memory of a peer's engine.
 
-    engine: its number there; ranks: its memory, empty if it was told before. positions: u32;
-    blocks: u32 engine blocks, as many for each position.
+    engine: its number there; ranks: its memory, unless the fetch has named it before. positions:
+    u32; blocks: u32 engine blocks, as many for each position.
     """
 
     fetch: int
-    peer: int
     engine: int
     ranks: tuple[RankPages, ...]
     positions: bytes

@@ -269,9 +269,8 @@ class _Moves:
         for slot in read.numbers:
             self._pair._slot(read.region.extent, slot)
 
-    def pass_on_engine(self, number: int, peer: int, read: fetches.EngineRead) -> None:
+    def pass_on_engine(self, number: int, read: fetches.EngineRead) -> None:
         """As pass_on: see Pair.passed_on, and what it was told in Pair.in_engines."""
-        assert peer <= self._pair.peer
         self._pair.passed_on += [(number, at) for at in read.blocks]
         self._pair.in_engines.append(read)
 

@@ -203,6 +203,7 @@ class Engine:
         self.direct = direct
         self.places: list[p.Places] = []
         self.in_engines: list[p.InEngine] = []
+        self.boards: list[p.Board] = []
         self.passed: dict[tuple[int, int], bool] = {}  # fetch, position -> whether it is good
         self.credit_slots = credit_slots
         self.geometries = [geometry(identity, rank, world, rules) for rank in range(world)]
@@ -253,18 +254,21 @@ class Engine:
             self.granted.update({granted.ask: granted for granted in message.granted})
             self.added.extend(message.added)
             self.removed.extend(message.removed)
-        elif isinstance(message, p.Places | p.InEngine | p.Passed):
+        elif isinstance(message, p.Places | p.InEngine | p.Passed | p.Board):
             self._of_peers(message)
         elif isinstance(message, p.Welcome):
             self.layouts.append(message)
         elif isinstance(message, p.Detach):
             self.detached.append(message.reason)
 
-    def _of_peers(self, message: p.Places | p.InEngine | p.Passed) -> None:
+    def _of_peers(self, message: p.Places | p.InEngine | p.Passed | p.Board) -> None:
         if isinstance(message, p.Places):
             self.places.append(message)
         elif isinstance(message, p.InEngine):
             self.in_engines.append(message)
+        elif isinstance(message, p.Board):
+            assert self.active is not None, "its session begins with that"
+            self.boards.append(message)
         else:
             positions = from_u32(message.positions)
             self.passed |= {(message.fetch, position): message.ok for position in positions}

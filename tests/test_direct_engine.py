@@ -13,6 +13,7 @@ import torch
 from connectors.board import Board
 from kvstore import protocol as p
 from kvstore.errors import ProtocolError, TierError
+from kvstore.export.messages import RANKS_MAX
 from kvstore.layout import PIECES_MAX, PageRun, RankPages
 from kvstore.service.engines import BLOCKS_MAX, Engines
 from kvstore.types import BlockKey, Slot
@@ -105,6 +106,25 @@ def test_B19_direct_what_an_engine_has_that_detached_is_read_from_slots(tmp_path
         made.rigs[0].client.detach("a test")
         overwrite(made, range(4))
         assert made.load(grant, range(4)) == [False]
+        assert made.holds(range(4))
+        assert since(made.stores[1].address, before)[CPU] == 4
+        eventually(lambda: not made.left())
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 2)])
+def test_B15_direct_what_an_engine_whose_agent_is_gone_has_is_read_from_slots(
+    tmp_path: Path, ranks: tuple[int, int]
+) -> None:
+    chain = hashes(4)
+    with nodes(tmp_path, ranks, serving=True) as made:
+        made.rigs[0].put(chain, range(4))
+        before = made.numbers(1)
+        grant = made.ask(chain)
+        eventually(lambda: all(told(rank) for rank in made.rigs[1].ranks))
+        direct = made.rigs[0].ranks[0].half._direct
+        assert direct is not None
+        direct._reader._agent = None  # of one rank
+        assert made.load(grant, range(4)) == [False] * ranks[1]
         assert made.holds(range(4))
         assert since(made.stores[1].address, before)[CPU] == 4
         eventually(lambda: not made.left())
@@ -209,6 +229,25 @@ def test_an_engine_block_is_found_under_its_last_key_only() -> None:
     assert made.find(first) is None
     assert made.find(second) is not None
     assert len(made._engines[1].here) == 1, "no more than there are engine blocks"
+
+
+def test_no_engine_can_make_its_board_shorter() -> None:
+    """A store that read what is not there any more would end."""
+    made = engines()
+    taken = made.take_board(1)
+    assert taken is not None
+    with pytest.raises(PermissionError):
+        os.ftruncate(taken[1], 0)
+
+
+def test_without_memory_for_a_board_nothing_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError("too many open files")
+
+    made = engines()
+    monkeypatch.setattr(os, "memfd_create", full)
+    assert made.take_board(1) is None
+    assert engines(RANKS_MAX + 1).take_board(1) is None, "too many to be told"
 
 
 def test_after_the_board_is_left_nothing_is_found() -> None:
@@ -321,7 +360,14 @@ def test_ranks_that_lack_a_part_are_an_error_that_says_where() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [(-1, 1, 1, 0, 0, 0), (0, 0, 1, 0, 0, 0), (0, 1, 0, 0, 0, 0), (0, 1, 1, 1 << 62, 0, 0)]
+    "wrong",
+    [
+        (-1, 1, 1, 0, 0, 0),
+        (0, 0, 1, 0, 0, 0),
+        (0, 1, 0, 0, 0, 0),
+        (0, 1, 1, 1 << 62, 0, 0),
+        (0, 1, 2, 0, 0, 1 << 61),
+    ],
 )
 def test_pages_that_cannot_be_are_refused(wrong: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="expected"):

@@ -10,6 +10,7 @@ from kvstore import protocol as p
 from kvstore.errors import ProtocolError
 from kvstore.export import fetches
 from kvstore.export import messages as m
+from kvstore.layout import RankPages
 from kvstore.leases import GroupHit
 from kvstore.service.direct import Direct, reaching_on, with_reads
 from kvstore.service.namespace import Namespace
@@ -177,6 +178,24 @@ def test_B13_direct_a_block_is_read_once_all_ranks_have_read_it() -> None:
     assert made.moved_bytes == 24
     made.end("n", 5)
     assert made.arrived("n", 1, 1, p.Arrived(5, u32([0]), 8, ok=True)) is None
+
+
+def test_B20_direct_what_a_rank_cannot_read_in_an_engine_is_told_anew_when_all_have_ended() -> None:
+    """Two reads of one rank into the same engine blocks could end in any order."""
+    made, sent = direct()
+    ranks = (RankPages("theirs", b"md", ()),)
+    made.tell_engine("n", 5, fetches.EngineRead(3, ranks, {0: [7], 1: [8]}))
+    made.tell_engine("n", 5, fetches.EngineRead(3, ranks, {2: [9]}))
+    told = [message for connection, message in sent if connection == 10]
+    assert told == [
+        p.InEngine(5, 3, ranks, u32([0, 1]), u32([7, 8])),
+        p.InEngine(5, 3, (), u32([2]), u32([9])),
+    ]
+    assert made.arrived("n", 1, 0, p.Arrived(5, u32([0, 1]), 0, ok=False)) == ([], True)
+    assert made.arrived("n", 1, 1, p.Arrived(5, u32([0]), 8, ok=True)) == ([0], False)
+    made.tell("n", 5, ("exporter", b"md"), REGION, [0], [2])
+    assert made.arrived("n", 1, 0, p.Arrived(5, u32([0]), 8, ok=True)) == ([], True)
+    assert made.arrived("n", 1, 1, p.Arrived(5, u32([0]), 8, ok=True)) == ([0], True)
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,7 @@ class Reader(EngineReader):
         return Reading(64, 1, [])
 
     def over(self, reading: Reading) -> bool:
-        assert reading.bytes in {0, 64}
-        if self.fails:
+        if self.fails or reading.failure:
             raise TierIOError("a test")
         return not self.hangs
 
@@ -109,12 +108,12 @@ def test_L1_direct_a_load_is_over_when_all_it_reads_is_good() -> None:
 def test_L1_direct_a_load_reads_in_a_peers_engine_whose_memory_is_told_once() -> None:
     worker = Worker()
     ranks = (RankPages("theirs", b"md", ()),)
-    worker.reads.told(p.InEngine(9, 1, 5, ranks, u32([4]), u32([70, 71])))
+    worker.reads.told(p.InEngine(9, 5, ranks, u32([4]), u32([70, 71])))
     assert not worker.advance()
     slot = p.DIRECT + 4
     moves = [(Move(0, 22, slot, 0), 70), (Move(0, 23, slot, 1), 71)]
     assert worker.reader.engine_moves == [(ranks, moves)]
-    worker.reads.told(p.InEngine(9, 1, 5, (), u32([6]), u32([80, 81])))
+    worker.reads.told(p.InEngine(9, 5, (), u32([6]), u32([80, 81])))
     worker.passed(4, 6)
     assert worker.advance()
     assert worker.reader.engine_moves[1][0] == ranks
@@ -124,7 +123,7 @@ def test_L1_direct_a_load_reads_in_a_peers_engine_whose_memory_is_told_once() ->
 def test_B19_direct_what_is_told_once_more_is_read_once_more() -> None:
     worker = Worker()
     ranks = (RankPages("theirs", b"md", ()),)
-    worker.reads.told(p.InEngine(9, 1, 5, ranks, u32([4, 6]), u32([70, 71, 80, 81])))
+    worker.reads.told(p.InEngine(9, 5, ranks, u32([4, 6]), u32([70, 71, 80, 81])))
     assert not worker.advance()
     worker.passed(6)
     worker.places(4)
@@ -136,11 +135,46 @@ def test_B19_direct_what_is_told_once_more_is_read_once_more() -> None:
     assert not worker.load.failed
 
 
-def test_direct_engine_blocks_that_are_too_few_fail_the_load() -> None:
+@pytest.mark.parametrize("how", ["too few blocks", "unreadable"])
+def test_B15_direct_what_cannot_be_read_in_an_engine_is_read_where_it_is_told_next(
+    how: str,
+) -> None:
     worker = Worker()
-    worker.reads.told(p.InEngine(9, 1, 5, (), u32([4]), u32([70])))
+    blocks = [70] if how == "too few blocks" else [70, 71]
+    worker.reader.fails = how == "unreadable"
+    worker.reads.told(p.InEngine(9, 5, (), u32([4]), u32(blocks)))
+    assert not worker.advance()
+    assert worker.said == [p.Arrived(9, u32([4]), 0, ok=False)]
+    worker.reader.fails = False
+    worker.places(4, 6)
+    assert not worker.advance()
+    worker.passed(4, 6)
     assert worker.advance()
+    assert not worker.load.failed
+
+
+def test_B20_direct_a_place_that_cannot_be_used_ends_no_load_that_is_being_read() -> None:
+    worker = Worker()
+    worker.reader.hangs = True
+    worker.places(4)
+    assert not worker.advance()
+    worker.reads.told(p.Places(9, "agent", b"", 4096, 8, u32([6]), b""))
+    assert not worker.advance(), "it failed, and is still being read into engine blocks"
     assert worker.load.failed
+    worker.reader.hangs = False
+    assert worker.advance()
+
+
+def test_an_engine_whose_pages_cannot_be_told_serves_nobody_and_reads_all_the_same() -> None:
+    worker = Worker()
+
+    def serves() -> tuple[RankPages, int]:
+        raise ValueError("too many pieces")
+
+    worker.reader.serves = serves  # type: ignore[method-assign]
+    layout = RankLayout(64, (GroupLayout(32, (LayerRun("l", 0, 32, writes=True),)),))
+    worker.reads.open(layout, "lo", worker.said.append)
+    assert not worker.said
 
 
 def test_what_comes_from_slots_only_reads_nothing_of_a_peer() -> None:

@@ -62,7 +62,7 @@ TO_ENGINE: tuple[p.Message, ...] = (
     ),
     p.Places(5, "agent", b"md", 4096, 8, u32([0, 2]), u32([7, 1])),
     p.Passed(5, u32([2]), ok=False),
-    p.InEngine(5, 1, 2, (), u32([0]), u32([7])),
+    p.InEngine(5, 2, (), u32([0]), u32([7])),
     p.Board(8),
     p.Detach("over"),
     p.Report(b"[]"),

@@ -14,12 +14,14 @@ from kvstore import protocol as p
 from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
 from kvstore.export.jobs import Resident
-from kvstore.layout import RankPages
+from kvstore.layout import PageRun, RankPages
 from kvstore.types import BlockKey
 from tests.export_rig import Pair
-from tests.fakes import from_u32, hashes, keys_of, u32
+from tests.fakes import Engine, Town, from_u32, hashes, keys_of, u32
 from tests.script import Request, Script
 from tests.test_direct_fetch import offered
+
+RANK = RankPages("theirs", b"md", ())
 
 
 class Shown:
@@ -40,7 +42,7 @@ class Shown:
         return place in self.here.values()
 
     def ranks(self, _number: int) -> list[RankPages]:
-        return [RankPages("theirs", b"md", ())]
+        return [RANK]
 
 
 def test_L1_direct_what_an_engine_has_itself_is_told_to_be_there() -> None:
@@ -60,13 +62,70 @@ def test_L1_direct_what_an_engine_has_itself_is_told_to_be_there() -> None:
     assert pair.passed == {(number, at): True for at in range(4)}
     assert pair.consumer.fetched == {"gpu": 2, "cpu": 2}
     pair.check_nothing_left()
-    pair.passed_on.clear()
-    again = offered(pair, chain)
-    pair.consumer.claim(again, [0])
-    pair.run(5)
-    assert [rank.agent for rank in pair.in_engines[1].ranks] == ["theirs"], "told once, kept"
+
+
+def test_L1_direct_an_engines_memory_is_told_once_for_each_want() -> None:
+    pair, chain = Pair(held=1), hashes(3)
+    pair.put(chain)
+    Shown(pair).add(chain, 0, 1, 2)
+    for _ in range(2):
+        number = offered(pair, chain)
+        pair.consumer.claim(number, range(3))
+        for at in range(3):  # held one after the other
+            pair.run(5)
+            pair.consumer.arrived(number, [at], pair.taker.now_ns, ok=True)
+        pair.run(5)
     told = [message for message in pair.down.sent if isinstance(message, m.Resident)]
-    assert [len(message.ranks) for message in told] == [1, 0]
+    assert [len(message.ranks) for message in told] == [1, 0, 0] * 2
+    assert all(len(read.ranks) == 1 for read in pair.in_engines)
+
+
+def test_direct_blocks_of_other_sizes_are_told_apart() -> None:
+    """Of groups whose engine blocks are larger: all are told before any is claimed."""
+    pair, chain = Pair(), hashes(4)
+    pair.put(chain)
+    shown, keys = Shown(pair), keys_of(chain)
+    shown.here = {key: Resident(1, (at,) * (1 + at % 2), (0, 0)) for at, key in enumerate(keys)}
+    number = offered(pair, chain)
+    pair.run(5)
+    pair.consumer.claim(number, range(4))
+    found = [read.blocks for read in pair.in_engines]
+    assert found == [{0: [0], 2: [2]}, {1: [1, 1], 3: [3, 3]}]
+
+
+def test_a_want_is_told_of_a_few_engines_only() -> None:
+    pair, chain = Pair(), hashes(m.ENGINES_MAX + 2)
+    pair.put(chain)
+    shown, keys = Shown(pair), keys_of(chain)
+    shown.here = {key: Resident(at + 1, (at,), (0,)) for at, key in enumerate(keys)}
+    number = offered(pair, chain)
+    pair.consumer.claim(number, range(len(chain)))
+    pair.run(5)
+    assert len(pair.in_engines) == m.ENGINES_MAX
+    assert len(pair.passed_on) == len(chain), "the others in their slots"
+    more = m.Resident(number, u32([0]), 99, u32([7]), (RankPages("a", b"", ()),))
+    with pytest.raises(ProtocolError, match="more than 4 of them"):
+        pair.consumer.on_message(pair.peer, more, pair.taker.now_ns)
+
+
+def test_B15_direct_what_cannot_be_read_in_an_engine_is_told_anew() -> None:
+    pair, chain = Pair(), hashes(3)
+    pair.put(chain)
+    Shown(pair).add(chain, 0, 1)
+    number = offered(pair, chain)
+    pair.consumer.claim(number, range(3))
+    pair.run(5)
+    pair.passed_on.clear()
+    pair.consumer.arrived(number, [0, 1], pair.taker.now_ns, ok=False)
+    pair.run(5)
+    assert pair.passed_on == [(number, 0), (number, 1)]
+    assert not pair.passed
+    pair.consumer.arrived(number, [0, 1], pair.taker.now_ns, ok=True)
+    pair.consumer.arrived(number, [2], pair.taker.now_ns, ok=False)
+    pair.run(5)
+    assert pair.passed == {(number, 0): True, (number, 1): True, (number, 2): False}
+    assert pair.consumer.fetched == {"cpu": 2}
+    pair.check_nothing_left()
 
 
 def test_B19_direct_what_an_engine_overwrites_meanwhile_is_told_anew_and_read_again() -> None:
@@ -78,7 +137,7 @@ def test_B19_direct_what_an_engine_overwrites_meanwhile_is_told_anew_and_read_ag
     pair.consumer.claim(number, range(3))
     pair.run(5)
     pair.passed_on.clear()
-    del shown.here[keys_of(chain)[1]]
+    shown.here[keys_of(chain)[1]] = Resident(2, (7, 8), (0, 0))  # another engine computed it
     pair.consumer.arrived(number, range(3), pair.taker.now_ns, ok=True)
     pair.run(5)
     assert pair.passed == {(number, 0): True, (number, 2): True}
@@ -134,9 +193,9 @@ def test_direct_wants_cost_no_sums() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        m.Resident(1, u32([0, 1]), 1, u32([7])),
-        m.Resident(1, u32([0]), 1, b""),
-        m.Resident(1, u32([9]), 1, u32([7])),
+        m.Resident(1, u32([0, 1]), 1, u32([7]), (RANK,)),
+        m.Resident(1, u32([0]), 1, b"", (RANK,)),
+        m.Resident(1, u32([9]), 1, u32([7]), (RANK,)),
     ],
 )
 def test_engine_blocks_that_are_not_as_many_for_each_are_refused(message: m.Resident) -> None:
@@ -146,6 +205,73 @@ def test_engine_blocks_that_are_not_as_many_for_each_are_refused(message: m.Resi
     wrong = msgspec.structs.replace(message, job=number)
     with pytest.raises(ProtocolError, match=r"engine blocks for|expected different ones"):
         pair.consumer.on_message(pair.peer, wrong, pair.taker.now_ns)
+
+
+# What a store does with it
+
+SERVES = p.Serves(RankPages("agent", b"md", ((PageRun(0, 512, 1, 4096, 512, 0),),)), 8)
+
+
+def joined(town: Town, *, serves: bool) -> Engine:
+    """An engine of which all but the store's Active has been said."""
+    made = Engine(town, "engine", direct=True)
+    made.join()
+    if serves:
+        town.say(made.workers[0], SERVES)
+    return made
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_E_an_engine_gets_its_board_once_it_is_attached(before: bool) -> None:
+    town = Town()
+    engine = joined(town, serves=before)
+    town.settle(engine)
+    assert engine.active is not None
+    if not before:
+        assert not engine.boards
+        town.say(engine.workers[0], SERVES)
+    town.settle(engine)
+    assert engine.boards == [p.Board(8)]
+    town.say(engine.workers[0], SERVES)
+    town.settle(engine)
+    assert engine.boards == [p.Board(8)], "once"
+
+
+def test_E_what_an_engine_shows_is_found_until_it_is_gone() -> None:
+    town = Town()
+    engine = joined(town, serves=True)
+    town.settle(engine)
+    (namespace,) = town.store.namespaces.values()
+    (key,) = keys_of(hashes(1))
+    engine.step(shown=(p.Shown(u32(engine.credits[:1]), (key,), u32([5]), u32([0])),))
+    engine.put(hashes(1))
+    assert namespace.engines.find(key) is not None
+    engine.leave()
+    assert namespace.engines.find(key) is None
+    assert not namespace.engines._engines
+
+
+def test_E_of_an_engine_that_is_about_to_go_nothing_new_is_found() -> None:
+    """One of its processes is gone: what serves its memory may be, too."""
+    town = Town()
+    engine = joined(town, serves=True)
+    town.settle(engine)
+    (namespace,) = town.store.namespaces.values()
+    (key,) = keys_of(hashes(1))
+    engine.step(shown=(p.Shown(u32(engine.credits[:1]), (key,), u32([5]), u32([0])),))
+    engine.put(hashes(1))
+    town.close(engine.scheduler)
+    assert namespace.engines.find(key) is None
+    assert namespace.engines._engines, "until its workers have closed"
+
+
+def test_E_an_engine_that_shows_without_a_board_ends_its_session_only() -> None:
+    town = Town()
+    engine = joined(town, serves=False)
+    town.settle(engine)
+    engine.step(shown=(p.Shown(u32([1]), (b"k",), u32([5]), u32([0])),))
+    town.settle(engine)
+    assert set(engine.detached) == {"blocks shown by an engine that has no board"}
 
 
 # What the scheduler half shows, and takes back
@@ -192,6 +318,19 @@ def test_E_the_board_is_written_before_anybody_can_overwrite_blocks() -> None:
     assert words.tolist()[:5] == [0, 2, 2, 1, 1], "a load overwrites, too"
     script.step(written=[99, 3])
     assert words.tolist()[3] == 2
+
+
+def test_E_blocks_that_another_connector_may_fill_are_not_what_they_were() -> None:
+    """Beside others, what these load into is named by no step before it is written."""
+    script, words = with_board()
+    computed(script)
+    other = Request("other", 49)
+    script.arrive(other)
+    script.matched(other, 16)
+    script.half.update_state_after_alloc("other", [[1, 2, 6]], 0)
+    meta = script.step()
+    assert words.tolist()[:8] == [0, 1, 2, 0, 0, 0, 1, 0], "the first is its own cache's"
+    assert meta.flush, "and copies of them end first"
 
 
 def test_E_what_has_ended_before_the_step_is_not_shown_as_what_overwrites_it() -> None:

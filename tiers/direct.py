@@ -81,16 +81,16 @@ class EngineReader:
     def serves(self) -> tuple[RankPages, int] | None:
         """Say how peers reach this rank's blocks, and how many there are; None: they cannot.
 
-        What another rank has, too, is that one's to serve.
+        Raises TierError, and ValueError for pages of too many pieces.
         """
-        if self._agent is None or self._layout is None:
+        if self._agent is None:
             return None
-        pages = tuple(
-            tuple(page for page, run in zip(pages, group.runs, strict=True) if run.writes)
-            for pages, group in zip(self._pages, self._layout.groups, strict=True)
-        )
         blocks = max(cache.storage.nbytes // cache.block_stride for cache in self._caches.values())
-        return RankPages(self._agent.name, self._agent.metadata(), pages), blocks
+        try:
+            metadata = self._agent.metadata()
+        except MoveError as exc:
+            raise TierIOError(str(exc)) from exc
+        return RankPages(self._agent.name, metadata, tuple(self._pages)), blocks
 
     def restart(self) -> None:
         """Forget all reads, and have them end. Raises TierError."""

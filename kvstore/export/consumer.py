@@ -11,7 +11,7 @@ Of each wanted block:
 Of a direct fetch, which somebody claims by its number, and whose blocks workers read themselves:
 
     OFFERED --claimed--> CLAIMED --readable there--> MOVING --read by all ranks--> CHECKED --> DONE
-    CHECKED --read in an engine's memory, and overwritten there meanwhile--> CLAIMED
+    CHECKED --was to be read in an engine's memory, which has something else--> CLAIMED
 
 Landing slots are never visible to anybody: what arrives late, or from somebody who should not
 write, lands there. One that may still be written when its block is given up is quarantined.
@@ -37,6 +37,7 @@ from kvstore.export.fetches import (
     Tag,
     Turns,
     Work,
+    engine_reads_of,
     reads_of,
 )
 from kvstore.protocol import Message, u32
@@ -46,9 +47,6 @@ ANSWER_NS = 1_000_000_000
 STALL_NS = 10_000_000_000
 LEASE_MS = 30_000
 EXTEND_NS = 1_000_000_000  # a heartbeat is answered by who does not know the fetch any more
-ENGINE = "gpu"
-TIERS = ("cpu", "nvme", "prefill", ENGINE)  # of a peer's, and how they are counted
-OTHER = "other"
 
 Send = Callable[[int, Message], None]
 
@@ -139,18 +137,22 @@ class Consumer:
             self._settle(fetch)
 
     def arrived(self, number: int, positions: Collection[int], now_ns: int, *, ok: bool) -> None:
-        """All workers have read these blocks of a direct fetch, or one could not."""
+        """All workers have read these blocks of a direct fetch, or one could not.
+
+        What could not be read in an engine's memory is in a slot, too.
+        """
         fetch = self._fetches.get(number)
         if fetch is None:
             return
         fetch.heard_ns = now_ns
         moving = [p for p in positions if fetch.blocks[p].state is State.MOVING]
+        unread = [p for p in moving if not ok and fetch.blocks[p].resident is not None]
         for position in moving:
-            if ok:
+            if ok or position in unread:
                 fetch.blocks[position].state = State.CHECKED
             else:
                 self._done(fetch, position, ok=False)
-        self._confirm(fetch, moving if ok else ())
+        self._confirm(fetch, moving if ok else (), unread)
 
     def withdraw(self, request: str) -> None:
         """A request wants nothing more; what is being loaded already comes."""
@@ -168,10 +170,10 @@ class Consumer:
     def on_message(self, peer: int, message: Message, now_ns: int) -> None:
         """Act on one message of a peer. Raises ProtocolError for a wrong one."""
         self._now_ns = now_ns
-        if isinstance(message, m.Have | m.Resident):  # memory is told once, whatever with
-            self._regions.learn(peer, message)
-        elif not isinstance(message, m.Offer | m.Valid | m.End):
+        if not isinstance(message, m.Offer | m.Have | m.Resident | m.Valid | m.End):
             raise ProtocolError(f"{type(message).__name__} is not for a consumer")
+        if isinstance(message, m.Have):  # they are told once, whatever they were told with
+            self._regions.learn(peer, message.regions)
         fetch = self._fetches.get(message.job)
         if fetch is None:  # given up before
             if isinstance(message, m.End):
@@ -276,6 +278,7 @@ class Consumer:
     def _resident(self, fetch: Fetch, message: m.Resident) -> None:
         if not fetch.direct:
             raise ProtocolError(f"job {message.job} was not asked to be read in an engine")
+        fetch.learn(message)
         found = m.residents_of(message, len(fetch.blocks))
         for position, blocks in found.items():
             fetch.blocks[position].resident = message.engine, blocks
@@ -292,9 +295,7 @@ class Consumer:
             block.state, block.resident = State.CLAIMED, None
         self.counts["fetched"] += len(positions)
         for position in positions:
-            resident = fetch.blocks[position].resident is not None
-            tier = ENGINE if resident else fetch.tiers[position]
-            self.fetched[tier if tier in TIERS else OTHER] += 1
+            self.fetched[fetch.tier_of(position)] += 1
             self._done(fetch, position, ok=True)
 
     # Time, and what was done elsewhere
@@ -418,8 +419,8 @@ class Consumer:
             if block.state is State.CLAIMED and (block.resident or block.place):
                 block.state = State.MOVING
                 found.append((position, block))
-        for each in self._regions.reads(fetch.peer, found):
-            self._work.pass_on_engine(fetch.number, fetch.peer, each)
+        for each in engine_reads_of(fetch, found):
+            self._work.pass_on_engine(fetch.number, each)
         for of, read in reads_of(pair for pair in found if pair[1].resident is None):
             self._work.pass_on(fetch.number, fetch.peer, read, of)
 
@@ -466,10 +467,10 @@ class Consumer:
         if fetch.direct and claimed:
             self._work.passed(fetch.number, position, ok=ok)
 
-    def _confirm(self, fetch: Fetch, positions: Sequence[int]) -> None:
+    def _confirm(self, fetch: Fetch, positions: Sequence[int], unread: Sequence[int] = ()) -> None:
         """Ask whether the lease of what has arrived held until now."""
-        if positions:
-            self._send(fetch.peer, m.Confirm(fetch.number, u32(positions)))
+        if positions or unread:
+            self._send(fetch.peer, m.Confirm(fetch.number, u32(positions), u32(unread)))
         self._settle(fetch)
 
     def _leave_landing(self, fetch: Fetch, block: Block) -> int | None:

@@ -9,13 +9,15 @@ from typing import Protocol
 
 import msgspec
 
-from kvstore.errors import TierIOError
+from kvstore.errors import ProtocolError, TierIOError
 from kvstore.export import messages as m
 from kvstore.layout import RankPages
 from kvstore.types import BlockKey, JobId, JobResult, Slot, TransferJob
 
 REGIONS_MAX = 1 << 16  # of all peers
-ENGINES_MAX = 64  # of one peer
+ENGINE = "gpu"
+TIERS = ("cpu", "nvme", "prefill", ENGINE)  # of a peer's, and how they are counted
+OTHER = "other"
 
 
 class State(enum.Enum):
@@ -59,6 +61,21 @@ class Fetch(msgspec.Struct, eq=False):
     released: bool = False
     tiers: dict[int, str] = {}  # position -> the peer's tier
     direct: bool = False
+    engines: dict[int, Sequence[RankPages]] = {}  # of the peer's, whose memory was told
+
+    def learn(self, message: m.Resident) -> None:
+        """Take note of an engine. Raises ProtocolError for too many, or one nothing is told of."""
+        if message.ranks and len(self.engines) < m.ENGINES_MAX:
+            self.engines[message.engine] = message.ranks
+        if message.engine not in self.engines:
+            raise ProtocolError(
+                f"engine {message.engine} without its memory, or more than {m.ENGINES_MAX} of them"
+            )
+
+    def tier_of(self, position: int) -> str:
+        """Name the tier of the peer's that a block came from, as it is counted."""
+        tier = self.tiers[position] if self.blocks[position].resident is None else ENGINE
+        return tier if tier in TIERS else OTHER
 
 
 class Tag(msgspec.Struct, frozen=True):
@@ -112,7 +129,7 @@ class Work(Protocol):
         """Have workers read a peer's slots; the answer is Consumer.arrived. read: lands nowhere."""
         ...
 
-    def pass_on_engine(self, number: int, peer: int, read: EngineRead) -> None:
+    def pass_on_engine(self, number: int, read: EngineRead) -> None:
         """Have workers read the memory of a peer's engine; the answer is Consumer.arrived."""
         ...
 
@@ -194,47 +211,39 @@ def reads_of(blocks: Iterable[tuple[int, Block]]) -> Iterator[tuple[list[int], R
     yield from reads.values()
 
 
+def engine_reads_of(fetch: Fetch, blocks: Iterable[tuple[int, Block]]) -> Iterator[EngineRead]:
+    """Gather what is in engines' memory, by engine and how many engine blocks a block has."""
+    reads: dict[tuple[int, int], EngineRead] = {}
+    for position, block in blocks:
+        if block.resident is not None:
+            engine, found = block.resident
+            read = EngineRead(engine, fetch.engines[engine], {})
+            reads.setdefault((engine, len(found)), read).blocks[position] = found
+    yield from reads.values()
+
+
 class Regions:
-    """Memory of peers: their exporters' by extent, and their engines'."""
+    """Memory of peers' exporters, by peer and extent."""
 
     def __init__(self) -> None:
         """Know none."""
-        self._extents: dict[tuple[int, int], m.Region] = {}  # by peer and extent
-        self._engines: dict[int, dict[int, Sequence[RankPages]]] = {}  # by peer, then engine
+        self._known: dict[tuple[int, int], m.Region] = {}
 
     def get(self, at: tuple[int, int]) -> m.Region | None:
-        """Return a peer's extent, if it is known."""
-        return self._extents.get(at)
+        """Return one, if it is known."""
+        return self._known.get(at)
 
-    def learn(self, peer: int, message: m.Have | m.Resident) -> None:
+    def learn(self, peer: int, regions: Sequence[m.Region]) -> None:
         """Take note of a peer's; who names too many loses its first ones."""
-        if isinstance(message, m.Have):
-            self._extents |= {(peer, region.extent): region for region in message.regions}
-            if len(self._extents) > REGIONS_MAX:
-                of_peer = [at for at in self._extents if at[0] == peer]
-                for at in of_peer[: len(self._extents) - REGIONS_MAX]:
-                    del self._extents[at]
-        elif message.ranks:
-            engines = self._engines.setdefault(peer, {})
-            engines[message.engine] = message.ranks
-            if len(engines) > ENGINES_MAX:
-                del engines[next(iter(engines))]
-
-    def reads(self, peer: int, blocks: Iterable[tuple[int, Block]]) -> Iterator[EngineRead]:
-        """Gather what is in engines' memory, by engine; blocks: those of a peer, by position."""
-        reads: dict[int, EngineRead] = {}
-        for position, block in blocks:
-            if block.resident is not None:
-                engine, found = block.resident
-                ranks = self._engines.get(peer, {}).get(engine, ())
-                read = reads.setdefault(engine, EngineRead(engine, ranks, {}))
-                read.blocks[position] = found
-        yield from reads.values()
+        self._known |= {(peer, region.extent): region for region in regions}
+        if len(self._known) > REGIONS_MAX:
+            of_peer = [at for at in self._known if at[0] == peer]
+            for at in of_peer[: len(self._known) - REGIONS_MAX]:
+                del self._known[at]
 
     def forget(self, peer: int) -> None:
         """A peer is gone."""
-        self._extents = {at: region for at, region in self._extents.items() if at[0] != peer}
-        self._engines.pop(peer, None)
+        self._known = {at: region for at, region in self._known.items() if at[0] != peer}
 
 
 class Turns:

@@ -157,6 +157,7 @@ class Job(msgspec.Struct, eq=False):
     unwritten: list[int] = []  # and those to write
     left: int = 0  # blocks that are not DONE
     direct: bool = False
+    engines: set[int] = set()  # whose memory was told
     over: bool = False
     released: bool = False
 
@@ -171,5 +172,4 @@ class Peer(msgspec.Struct, eq=False):
     held_bytes: int = 0
     blocks: int = 0  # of its jobs
     regions: set[int] = set()  # extents it was told about
-    engines: dict[int, Sequence[RankPages]] = {}  # and engines
     closed: bool = False

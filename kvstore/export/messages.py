@@ -1,7 +1,8 @@
 """The side channel's protocol between two stores: what a hand-over is agreed with.
 
-Bytes never travel here: they are read or written by the stores' exporters. A block is named by
-its content key and the generation of its slot, never by a bare slot.
+Bytes never travel here: they are read or written by the stores' exporters, or by workers. A block
+is named by its content key and the generation of its slot, never by a bare slot; what is named by
+an engine's block is good only once the producer has said so.
 
     consumer (decode node)                          producer (prefill node)
       Hello(namespace, traits, exporter) -------------->|
@@ -15,8 +16,10 @@ its content key and the generation of its slot, never by a bare slot.
       Release(job) ------------------------------------>|
 
 To be pushed, the consumer sends Land(job, positions, landing slots) as it has room, and Have
-comes once the producer has written them. Extend(job) is the heartbeat. End(job) says that no
-more will come. Durations travel, clocks are never compared.
+comes once the producer has written them. If it is direct, blocks may be named in an engine's
+memory instead, by Resident(job), and need no sums; Valid(again) names those that the engine has
+overwritten since, which come once more, by Have. Extend(job) is the heartbeat. End(job) says that
+no more will come. Durations travel, clocks are never compared.
 
 A request that waits at the consumer is spoken of by its name, without Hello: Keep(request) is its
 heartbeat, Done(request) says that what is held for it is not wanted any more, Noted answers that.
@@ -42,7 +45,8 @@ JOB_BLOCKS_MAX = 1 << 16
 LEASE_MS_MAX = 600_000
 CONSUMERS_MAX = 1024  # of one request
 REGIONS_MAX = 1 << 12
-RANKS_MAX = 1 << 6  # of one engine
+RANKS_MAX = 64  # of one engine
+ENGINES_MAX = 4  # whose memory one job is told of
 TEXT_MAX = 4096
 
 # What a store keeps of a peer is small.
@@ -117,10 +121,14 @@ class Land(Message, frozen=True):
 
 
 class Confirm(Message, frozen=True):
-    """Ask whether the lease held until now: these positions have arrived with the right sums."""
+    """Ask whether the lease held until now: these positions have arrived with the right sums.
+
+    unread: positions that could not be read in an engine's memory; they are told once more.
+    """
 
     job: int
     positions: bytes
+    unread: bytes = b""
 
 
 class Extend(Message, frozen=True):
@@ -209,8 +217,8 @@ class Have(Message, frozen=True):
 class Resident(Message, frozen=True):
     """Positions that can be read in an engine's memory; a direct want is told so.
 
-    engine: a number; ranks: its memory, of an engine not named before. blocks: u32 engine blocks,
-    as many for each position.
+    engine: a number; ranks: its memory, unless the job has named it before. blocks: u32 engine
+    blocks, as many for each position.
     """
 
     job: int

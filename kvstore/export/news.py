@@ -23,14 +23,24 @@ def news(peer: Peer, job: Job, region: Region) -> Iterator[Message]:
     waiting, job.news = job.news, []
     waiting = [position for position in waiting if job.blocks[position].slot is not None]
     if job.direct:
+        engines = set(job.engines)
         for position in waiting:
             block = job.blocks[position]
-            block.resident = None if block.moved else peer.source.engines.find(block.key)
+            block.resident = None if block.moved else _resident(peer.source, engines, block)
         yield from _in_engines(peer, job, waiting)
         waiting = [position for position in waiting if job.blocks[position].resident is None]
     message = _in_slots(peer, job, waiting, region)
     if message is not None:
         yield message
+
+
+def _resident(source: Source, engines: set[int], block: Block) -> Resident | None:
+    """Return where an engine has a block. A job is told of a few engines only: those, and more."""
+    found = source.engines.find(block.key)
+    if found is None or (found.engine not in engines and len(engines) >= m.ENGINES_MAX):
+        return None
+    engines.add(found.engine)
+    return found
 
 
 def _in_engines(peer: Peer, job: Job, waiting: list[int]) -> Iterator[Message]:
@@ -41,11 +51,10 @@ def _in_engines(peer: Peer, job: Job, waiting: list[int]) -> Iterator[Message]:
         if place is not None:
             found.setdefault((place.engine, len(place.blocks)), []).append((position, place))
     for (engine, _), places in found.items():
-        ranks = peer.source.engines.ranks(engine)
-        told, peer.engines[engine] = peer.engines.get(engine), ranks
+        new = () if engine in job.engines else tuple(peer.source.engines.ranks(engine))
+        job.engines.add(engine)
         positions = u32([position for position, _ in places])
         blocks = u32([block for _, place in places for block in place.blocks])
-        new = () if told == ranks else tuple(ranks)
         yield m.Resident(job.number, positions, engine, blocks, new)
 
 

@@ -5,6 +5,7 @@ Of each wanted block:
     AWAITED --ready in memory, pinned----------------------> SUMMING
     AWAITED --on a lower tier, being read into a slot------> STAGING --read--> SUMMING
     SUMMING --its sum is known--> SUMMED --to be pulled----> TOLD
+    AWAITED, STAGING --direct, without a sum---------------> TOLD
     SUMMED --to be pushed, and there is a landing slot-----> WRITING --written--> TOLD
     TOLD --confirmed---------------------------------------> DONE, not held any more
     TOLD, in an engine's memory --overwritten there--------> TOLD, in its slot
@@ -263,17 +264,19 @@ class Producer:
 
     def _confirm(self, peer: Peer, job: Job, confirm: m.Confirm) -> None:
         positions = m.positions_of(confirm.positions, len(job.blocks))
-        told = [] if job.over else [p for p in positions if job.blocks[p].state is State.TOLD]
-        again = [p for p in told if is_overwritten(peer.source, job.blocks[p])]
-        valid = [position for position in told if position not in again]
+        again = {*m.positions_of(confirm.unread, len(job.blocks))} if job.direct else set()
+        told = {p for p in (*positions, *again) if job.blocks[p].state is State.TOLD}
+        told = set() if job.over else told
+        again = {p for p in told if p in again or is_overwritten(peer.source, job.blocks[p])}
+        valid = sorted(told - again)
         for position in again:
             job.blocks[position].moved = True
         for position in valid:
             self._done(peer, job, position)
         self.counts["confirmed"] += len(valid)
-        self.counts["stale"] += len(positions) - len(valid)
-        self._send(peer.number, m.Valid(job.number, u32(valid), u32(again)))
-        job.news += again
+        self.counts["stale"] += len({*positions}.difference(valid))
+        self._send(peer.number, m.Valid(job.number, u32(valid), u32(sorted(again))))
+        job.news += sorted(again)
         self._advance(peer, job)
 
     # Time, and what was done elsewhere

@@ -15,9 +15,8 @@ import msgspec
 
 from kvstore import protocol as p
 from kvstore.errors import ProtocolError
-from kvstore.export.fetches import ENGINES_MAX, EngineRead
+from kvstore.export.fetches import EngineRead
 from kvstore.export.messages import Region, clip
-from kvstore.layout import RankPages
 from kvstore.leases import GroupHit
 from kvstore.types import GroupRule
 
@@ -65,10 +64,18 @@ class _Fetch(msgspec.Struct, eq=False):
     read: dict[int, set[int]] = {}
     passed: dict[bool, list[int]] = {}  # not told yet: which are good, which are not
 
-    def expect(self, positions: Iterable[int]) -> None:
+    in_engine: set[int] = set()  # positions that are being read there
+    unread: set[int] = set()  # of these, what some rank could not read
+    engines: set[int] = set()  # whose memory was told
+
+    def expect(self, positions: Iterable[int], *, in_engine: bool = False) -> None:
         """All ranks will read these: for the first time, or again from elsewhere."""
         for position in positions:
             self.read.pop(position, None)
+        self.unread.difference_update(positions)
+        self.in_engine.difference_update(positions)
+        if in_engine:
+            self.in_engine.update(positions)
 
 
 class Direct:
@@ -78,10 +85,8 @@ class Direct:
         """send(connection, message, None): to a worker."""
         self._send = send
         self._fetches: dict[tuple[str, int], _Fetch] = {}
-        # What each worker knows, by session and connection: peers' agents, and their metadata;
-        # engines of peers, and their ranks.
+        # What each worker knows, by session and connection: peers' agents, and their metadata.
         self._known: dict[tuple[int, int], dict[str, bytes]] = {}
-        self._engines: dict[tuple[int, int], dict[tuple[int, int], Sequence[RankPages]]] = {}
         self.moved_bytes = 0
 
     def begin(
@@ -118,21 +123,18 @@ class Direct:
             places = p.Places(number, *where, p.u32(positions), p.u32(numbers))
             self._send(connection, places, None)
 
-    def tell_engine(self, digest: str, number: int, peer: int, read: EngineRead) -> None:
+    def tell_engine(self, digest: str, number: int, read: EngineRead) -> None:
         """Blocks can be read now, in the memory of one of a peer's engines."""
         fetch = self._fetches.get((digest, number))
         if fetch is None:
             return
-        fetch.expect(read.blocks)
+        fetch.expect(read.blocks, in_engine=True)
+        ranks = () if read.engine in fetch.engines else tuple(read.ranks)
+        fetch.engines.add(read.engine)
         positions = p.u32(list(read.blocks))
         blocks = p.u32([block for found in read.blocks.values() for block in found])
         for connection in fetch.workers.values():
-            known = self._engines.setdefault((fetch.session, connection), {})
-            if len(known) > ENGINES_MAX:  # they are told again
-                known.clear()
-            before, known[peer, read.engine] = known.get((peer, read.engine)), read.ranks
-            ranks = () if before == read.ranks else tuple(read.ranks)
-            told = p.InEngine(number, peer, read.engine, ranks, positions, blocks)
+            told = p.InEngine(number, read.engine, ranks, positions, blocks)
             self._send(connection, told, None)
 
     def arrived(
@@ -151,15 +153,17 @@ class Direct:
         positions = p.from_u32(message.positions)
         if not fetch.positions.issuperset(positions):
             raise ProtocolError(f"positions {positions[:8]}, which the engine has not claimed")
-        if not message.ok:
+        if not message.ok and fetch.in_engine.isdisjoint(positions):
             return positions, False
         whole = []
         for position in positions:
             ranks = fetch.read.setdefault(position, set())
             ranks.add(rank)
+            if not message.ok:
+                fetch.unread.add(position)
             if len(ranks) == len(fetch.workers):
                 whole.append(position)
-        return whole, True
+        return whole, fetch.unread.isdisjoint(whole)
 
     def passed(self, digest: str, number: int, position: int, *, ok: bool) -> None:
         """A block is good, or will not be."""
@@ -182,6 +186,5 @@ class Direct:
 
     def end_of(self, session: int) -> None:
         """An engine is gone."""
-        for known in (self._known, self._engines):
-            for worker in [worker for worker in known if worker[0] == session]:
-                del known[worker]
+        for worker in [worker for worker in self._known if worker[0] == session]:
+            del self._known[worker]

@@ -11,6 +11,8 @@ whoever finds other content in the engine can have the copy.
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import mmap
 import os
 from collections.abc import Container, Sequence
@@ -20,8 +22,11 @@ import msgspec
 from kvstore import protocol as p
 from kvstore.errors import ProtocolError
 from kvstore.export.jobs import Resident
+from kvstore.export.messages import RANKS_MAX
 from kvstore.layout import RankPages
 from kvstore.types import BlockKey, Slot
+
+log = logging.getLogger(__name__)
 
 BLOCKS_MAX = 1 << 24  # of one engine
 
@@ -30,9 +35,16 @@ class _Board:
     """Memory that the scheduler half writes."""
 
     def __init__(self, blocks: int) -> None:
-        self.fd = os.memfd_create("kvstore-board", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, blocks * p.WORD)
-        self._memory = mmap.mmap(self.fd, blocks * p.WORD)
+        """Raises OSError."""
+        self.fd = os.memfd_create("kvstore-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:  # an engine that could make it shorter could end us
+            os.posix_fallocate(self.fd, 0, blocks * p.WORD)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+            self._memory = mmap.mmap(self.fd, blocks * p.WORD)
+        except OSError:
+            os.close(self.fd)
+            raise
         self.words = memoryview(self._memory).cast("I")
 
     def close(self) -> None:
@@ -48,6 +60,7 @@ class _Engine(msgspec.Struct, eq=False):
     blocks: int = 0
     ranks: dict[int, RankPages] = {}
     board: _Board | None = None
+    left: bool = False
     coming: dict[int, tuple[bytes, Resident]] = {}
     here: dict[BlockKey, Resident] = {}
     of: dict[int, BlockKey] = {}  # by a block's first engine block
@@ -66,14 +79,22 @@ class Engines:
             raise ProtocolError(f"{message.blocks} engine blocks, expected 1 to {BLOCKS_MAX}")
         engine = self._engines.setdefault(session, _Engine(world))
         engine.ranks[rank] = message.rank
-        engine.blocks = max(engine.blocks, message.blocks)
+        if engine.board is None:
+            engine.blocks = max(engine.blocks, message.blocks)
 
     def take_board(self, session: int) -> tuple[p.Board, int] | None:
         """Return what a scheduler half is told once all its workers can be read, and its memory."""
         engine = self._engines.get(session)
         if engine is None or engine.board is not None or len(engine.ranks) < engine.world:
             return None
-        engine.board = _Board(engine.blocks)
+        if engine.world > RANKS_MAX:
+            log.warning("an engine of %d ranks: %d can be told to peers", engine.world, RANKS_MAX)
+            return None
+        try:
+            engine.board = _Board(engine.blocks)
+        except OSError as exc:
+            log.warning("peers read nothing in an engine's memory: no board: %s", exc)
+            return None
         return p.Board(engine.blocks), engine.board.fd
 
     def shown(self, session: int, shown: p.Shown, granted: Container[Slot]) -> None:
@@ -86,7 +107,7 @@ class Engines:
         per = len(blocks) // max(1, len(slots))
         if not len(slots) == len(shown.keys) or len(slots) * per != len(blocks) or not per:
             raise ProtocolError(f"{len(blocks)} engine blocks shown for {len(slots)} slots")
-        if len(generations) != len(blocks) or max(blocks) >= len(engine.board.words):
+        if len(generations) != len(blocks) or max(blocks) >= engine.blocks:
             raise ProtocolError(f"engine blocks {blocks[:8]}, expected below {engine.blocks}")
         for number, (slot, key) in enumerate(zip(slots, shown.keys, strict=True)):
             part = slice(number * per, number * per + per)
@@ -109,7 +130,7 @@ class Engines:
     def find(self, key: BlockKey) -> Resident | None:
         """Return where a block is in some engine's memory."""
         for engine in self._engines.values():
-            place = engine.here.get(key)
+            place = None if engine.left else engine.here.get(key)
             if place is not None and self.holds(place):
                 return place
         return None
@@ -128,8 +149,14 @@ class Engines:
         engine = self._engines.get(number)
         return () if engine is None else [engine.ranks[rank] for rank in sorted(engine.ranks)]
 
+    def leave(self, session: int) -> None:
+        """An engine is about to go: nothing new is found in its memory."""
+        engine = self._engines.get(session)
+        if engine is not None:
+            engine.left = True
+
     def end_of(self, session: int) -> None:
-        """An engine is gone, or will be."""
+        """An engine is gone."""
         engine = self._engines.pop(session, None)
         if engine is not None and engine.board is not None:
             engine.board.close()

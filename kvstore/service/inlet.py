@@ -62,9 +62,9 @@ class Inlet:
         digest, agent = self._namespace.layout.digest, self._peers.reached_at(peer)
         self._direct.tell(digest, number, agent, read.region, positions, read.numbers)
 
-    def pass_on_engine(self, number: int, peer: int, read: EngineRead) -> None:
+    def pass_on_engine(self, number: int, read: EngineRead) -> None:
         """Have workers read the memory of a peer's engine."""
-        self._direct.tell_engine(self._namespace.layout.digest, number, peer, read)
+        self._direct.tell_engine(self._namespace.layout.digest, number, read)
 
     def passed(self, number: int, position: int, *, ok: bool) -> None:
         """A block that workers were to read is good, or will not be."""

@@ -150,11 +150,7 @@ class Store:
         raise ProtocolError("a worker's message from a scheduler")
 
     def on_closed(self, connection: int, now_ns: int) -> None:
-        """A connection is gone; its session ends, and with the last worker its slots come back.
-
-        The scheduler half writes no slots, and an idle engine reads its Detach only when it
-        wakes up: it is not waited for.
-        """
+        """A connection is gone; its session ends, and with the last worker its slots come back."""
         self._now_ns = now_ns
         self._ended.discard(connection)
         session = self._by_connection.pop(connection, None)
@@ -313,6 +309,8 @@ class Store:
             return
         session.phase = Phase.ENDING
         session.asks.clear()
+        if session.namespace is not None:
+            session.namespace.engines.leave(session.number)
         self.numbers.add("kvstore_sessions_ended", reason)
         for connection in session.connections():
             self._send(connection, p.Detach(text), None)

@@ -72,8 +72,11 @@ class Agent:
             raise failed(f"NIXL's {BACKEND} plugin does not load", exc) from exc
 
     def metadata(self) -> bytes:
-        """Return what peers need to reach all registered memory."""
-        found: bytes = self._agent.getLocalMD()
+        """Return what peers need to reach all registered memory. Raises MoveError."""
+        try:
+            found: bytes = self._agent.getLocalMD()
+        except ERRORS as exc:
+            raise failed("no metadata", exc) from exc
         return found
 
     def register(self, address: int, size: int) -> Region:
