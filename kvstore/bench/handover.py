@@ -177,7 +177,7 @@ def started(
         (folder / name).mkdir()
         process = StoreProcess(folder / name, str(CPU_BYTES), "[peer]\n", scraped=False)
         stores[name] = ends.enter_context(process)
-    prefill = side("prefill", ours(stores["prefill"], "auto"))
+    prefill = side("prefill", ours(stores["prefill"], "direct"))  # its memory can be read, too
     measured = {way: Pair(way, prefill, side(way, ours(stores[way], way))) for way in OURS}
     natives = [
         side(
