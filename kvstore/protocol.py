@@ -307,8 +307,8 @@ class Answers(Message, frozen=True):
 class Places(Message, frozen=True):
     """Blocks of a fetch that can be read now: u32 positions, and u32 numbers in a peer's region.
 
-    agent: the peer's exporter; metadata: how to reach it, empty if as before. base: where the
-    region begins there. slots: it has so many.
+    agent: the peer's exporter; metadata: how to reach it, unless the fetch was told before. base:
+    where the region begins there. slots: it has so many.
     """
 
     fetch: int

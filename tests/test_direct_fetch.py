@@ -216,10 +216,10 @@ def test_workers_are_told_how_to_reach_a_peer_once_and_when_it_changes() -> None
         made.tell("n", 5, ("agent", metadata), REGION, [0], [7])
     told = [message for _, message in sent if isinstance(message, p.Places)]
     assert [message.metadata for message in told] == [b"a", b"a", b"", b"", b"b", b"b"]
-    made.end_of(1)
-    made.tell("n", 5, ("agent", b"b"), REGION, [0], [7])
+    made.begin("n", 6, 1, {0: 10}, [0])
+    made.tell("n", 6, ("agent", b"b"), REGION, [0], [7])
     assert isinstance(sent[-1][1], p.Places)
-    assert sent[-1][1].metadata == b"b", "another engine knows nothing"
+    assert sent[-1][1].metadata == b"b", "each fetch tells what it takes"
     made.passed("n", 5, 0, ok=True)
     made.passed("n", 5, 1, ok=False)
     made.end("n", 5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -256,6 +257,24 @@ class Agent:
         return 1, True
 
     def let_go(self, _flight: int) -> None: ...
+
+    def remove_peer(self, peer: str) -> None:
+        self.known.remove(peer)
+
+
+def test_direct_the_agents_that_were_not_heard_of_for_longest_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tiers.direct.PEERS_MAX", 3)
+    reader = EngineReader({"l": LayerCache(torch.zeros(64, dtype=torch.uint8), 0, 32, 32)})
+    reader._make = Agent  # type: ignore[assignment]
+    layout = RankLayout(64, (GroupLayout(32, (LayerRun("l", 0, 32, writes=True),)),))
+    reader.open(layout, "lo")
+    for peer in ("a", "b", "c", "a", "d"):
+        reader.meet(peer, peer.encode())
+        assert reader.over(reader.read(peer, [(Move(0, 1, 0, 0), 4096)]))
+    agent: Any = reader._agent
+    assert agent.known == ["a", "c", "d"], "met once each"
 
 
 def test_B15_direct_a_peer_that_is_gone_keeps_no_other_from_being_read_after_a_restart() -> None:

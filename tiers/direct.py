@@ -8,6 +8,7 @@ process. A read is over, or the agent is: once that is made anew, nothing of bef
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +27,10 @@ from tiers.exporter.errors import MoveError
 if TYPE_CHECKING:
     from tiers.exporter.agent import Agent, Flight, Places
 
+log = logging.getLogger(__name__)
+
 ENGINES_MAX = 64  # of peers, whose memory is known
+PEERS_MAX = 1024  # agents
 READ_BYTES = 16 << 20  # of one read; in shared memory it is made by the call that starts it
 
 
@@ -60,7 +64,7 @@ class EngineReader:
         self._shared: dict[tuple[str, ...], list[list[Overlap]]] = {}  # by a peer's agents
         self._agent: Agent | None = None
         self._agents = 0  # that there have been
-        self._peers: dict[str, bytes] = {}  # and how to reach them
+        self._peers: dict[str, bytes] = {}  # and how to reach them; the last one heard of is last
         self._met: set[str] = set()  # those that the agent knows
 
     def open(self, layout: RankLayout, devices: str) -> None:
@@ -109,8 +113,20 @@ class EngineReader:
 
     def meet(self, peer: str, metadata: bytes) -> None:
         """Know how to reach a peer's exporter, or how to reach it now."""
+        if self._peers.pop(peer, None) != metadata:
+            self._met.discard(peer)
         self._peers[peer] = metadata
-        self._met.discard(peer)
+        if len(self._peers) > PEERS_MAX:
+            self._forget(next(iter(self._peers)))
+
+    def _forget(self, peer: str) -> None:
+        del self._peers[peer]
+        if peer in self._met and self._agent is not None:
+            self._met.discard(peer)
+            try:
+                self._agent.remove_peer(peer)
+            except MoveError as exc:
+                log.debug("%s", exc)
 
     def read(self, peer: str, moves: Sequence[tuple[Move, int]]) -> Reading:
         """Start reading slots, from these addresses on, into engine blocks. Raises TierError."""
@@ -149,9 +165,9 @@ class EngineReader:
     def _shared_with(self, ranks: Sequence[RankPages]) -> list[list[Overlap]]:
         """Return what of each group lies where; the ranks become known. Raises TierError."""
         agents = tuple(rank.agent for rank in ranks)
+        for rank in ranks:
+            self.meet(rank.agent, rank.metadata)
         if agents not in self._shared:
-            for rank in ranks:
-                self.meet(rank.agent, rank.metadata)
             if len(self._shared) >= ENGINES_MAX:
                 self._shared.clear()
             self._shared[agents] = [

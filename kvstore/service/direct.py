@@ -63,7 +63,7 @@ class _Fetch(msgspec.Struct, eq=False):
     positions: frozenset[int]
     read: dict[int, set[int]] = {}
     passed: dict[bool, list[int]] = {}  # not told yet: which are good, which are not
-
+    agent: tuple[str, bytes] | None = None  # of the peer's exporter, as it was told last
     in_engine: set[int] = set()  # positions that are being read there
     unread: set[int] = set()  # of these, what some rank could not read
     engines: set[int] = set()  # whose memory was told
@@ -85,8 +85,7 @@ class Direct:
         """send(connection, message, None): to a worker."""
         self._send = send
         self._fetches: dict[tuple[str, int], _Fetch] = {}
-        # What each worker knows, by session and connection: peers' agents, and their metadata.
-        self._known: dict[tuple[int, int], dict[str, bytes]] = {}
+        self._news: set[tuple[str, int]] = set()  # fetches whose workers are to be told
         self.moved_bytes = 0
 
     def begin(
@@ -114,13 +113,12 @@ class Direct:
         if fetch is None:
             return
         name, metadata = agent
+        news = b"" if fetch.agent == agent else metadata
+        fetch.agent = agent
         fetch.expect(positions)
+        where = name, news, region.base, region.slots
+        places = p.Places(number, *where, p.u32(positions), p.u32(numbers))
         for connection in fetch.workers.values():
-            known = self._known.setdefault((fetch.session, connection), {})
-            news = b"" if known.get(name) == metadata else metadata
-            known[name] = metadata
-            where = name, news, region.base, region.slots
-            places = p.Places(number, *where, p.u32(positions), p.u32(numbers))
             self._send(connection, places, None)
 
     def tell_engine(self, digest: str, number: int, read: EngineRead) -> None:
@@ -170,21 +168,19 @@ class Direct:
         fetch = self._fetches.get((digest, number))
         if fetch is not None:
             fetch.passed.setdefault(ok, []).append(position)
+            self._news.add((digest, number))
 
     def flush(self) -> None:
         """Tell workers what came of their blocks."""
-        for (_, number), fetch in self._fetches.items():
+        news, self._news = self._news, set()
+        for of in news:
+            fetch = self._fetches[of]
             passed, fetch.passed = fetch.passed, {}
             for ok, positions in passed.items():
                 for connection in fetch.workers.values():
-                    self._send(connection, p.Passed(number, p.u32(positions), ok), None)
+                    self._send(connection, p.Passed(of[1], p.u32(positions), ok), None)
 
     def end(self, digest: str, number: int) -> None:
         """Its lease has ended: workers wait for it no more, or are told not to."""
         self.flush()
         self._fetches.pop((digest, number), None)
-
-    def end_of(self, session: int) -> None:
-        """An engine is gone."""
-        for worker in [worker for worker in self._known if worker[0] == session]:
-            del self._known[worker]

@@ -227,7 +227,6 @@ class Peers:
     def end_of(self, session: int) -> None:
         """An engine is gone."""
         self.requests.end_of(session)
-        self.direct.end_of(session)
 
     def read_no_more(self, namespace: Namespace, fetch: int) -> None:
         """The lease that a fetch is read for has ended."""
