@@ -26,6 +26,7 @@ from tests.worker_rig import Rig, heard
 from tiers.exporter.child import ucx_settings
 
 CAPACITY = "16MiB"
+PATIENT = 'promote = "60s"\n'  # however slow the machine is
 
 
 class Nodes:
@@ -50,7 +51,7 @@ class Nodes:
         for name, world in zip("pd", ranks, strict=True):
             (folder / name).mkdir()
             port = free_port()
-            sections = f'[engine]\npromote = "2s"\n{engine}[peer]\nlisten = "127.0.0.1:{port}"\n'
+            sections = f'[engine]\n{engine}[peer]\nlisten = "127.0.0.1:{port}"\n'
             disk = more.format(folder=folder / name) if name == "p" else ""
             store = StoreProcess(folder / name, CAPACITY, sections + disk)
             self.stores.append(ends.enter_context(store))
@@ -89,7 +90,7 @@ def nodes(
     folder: Path,
     ranks: tuple[int, int] = (1, 1),
     more: str = "",
-    engine: str = "",
+    engine: str = PATIENT,
     *,
     serving: bool = False,
     per: int = 1,
@@ -177,7 +178,7 @@ def test_B9_direct_an_answer_that_is_not_used_lets_the_peer_go(tmp_path: Path) -
 
 def test_B11_direct_an_answer_that_nobody_uses_ends_with_its_lease(tmp_path: Path) -> None:
     chain = hashes(6)
-    with nodes(tmp_path, engine='lease = "1s"\n') as made:
+    with nodes(tmp_path, engine=PATIENT + 'lease = "1s"\n') as made:
         made.rigs[0].put(chain, range(6))
         watch = Watch()
         made.ask(chain)
@@ -218,7 +219,7 @@ def test_B16_direct_what_is_read_after_the_lease_is_not_used(tmp_path: Path) -> 
 
 def test_B15_direct_a_load_ends_though_the_peers_store_hangs(tmp_path: Path) -> None:
     chain = hashes(6)
-    with nodes(tmp_path) as made:
+    with nodes(tmp_path, engine='promote = "2s"\n') as made:
         made.rigs[0].put(chain, range(6))
         grant = made.ask(chain)
         store = psutil.Process(made.stores[0].pid)

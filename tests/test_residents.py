@@ -362,6 +362,12 @@ def test_E_an_engine_that_leaves_says_so_on_the_board(how: str) -> None:
     script.client.show([1], [b"k"], [1])
 
 
+def test_E_blocks_that_the_board_does_not_have_are_not_shown() -> None:
+    script, _ = with_board(blocks=16)
+    computed(script, [3, 16])
+    assert not [shown for step in script.steps() for shown in step.shown]
+
+
 def test_E_an_engine_without_a_board_shows_nothing() -> None:
     script = Script()
     computed(script)

@@ -268,7 +268,7 @@ class Consumer:
             waits = block.place is None and block.state is State.CLAIMED
             if waits and not fetch.push and not fetch.direct:
                 self._turns.queue(fetch.peer, Tag(fetch.number, position))
-            block.place, block.resident, block.sum = (known, slot), None, summed
+            block.place, block.sum = (known, slot), summed
             if fetch.push and block.state is State.MOVING:
                 landed.append(position)
         self._check(fetch, landed)

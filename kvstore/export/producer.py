@@ -210,7 +210,7 @@ class Producer:
         end_ns = now_ns + m.lease_ns(want.lease_ms)
         order = [(index, group) for group, index in wanted]
         job = Job(want.job, blocks, want.request, want.push, end_ns, now_ns + UNKNOWN_NS, order)
-        job.direct = want.direct and not want.push
+        job.direct = want.direct
         peer.jobs[job.number] = job
         peer.blocks += len(blocks)
         self._offer(peer, job, now_ns)
@@ -264,7 +264,7 @@ class Producer:
 
     def _confirm(self, peer: Peer, job: Job, confirm: m.Confirm) -> None:
         positions = m.positions_of(confirm.positions, len(job.blocks))
-        again = {*m.positions_of(confirm.unread, len(job.blocks))} if job.direct else set()
+        again = {*m.positions_of(confirm.unread, len(job.blocks))}
         told = {p for p in (*positions, *again) if job.blocks[p].state is State.TOLD}
         told = set() if job.over else told
         again = {p for p in told if p in again or is_overwritten(peer.source, job.blocks[p])}
