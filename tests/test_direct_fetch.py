@@ -196,6 +196,7 @@ def test_B20_direct_what_a_rank_cannot_read_in_an_engine_is_told_anew_when_all_h
     made.tell("n", 5, ("exporter", b"md"), REGION, [0], [2])
     assert made.arrived("n", 1, 0, p.Arrived(5, u32([0]), 8, ok=True)) == ([], True)
     assert made.arrived("n", 1, 1, p.Arrived(5, u32([0]), 8, ok=True)) == ([0], True)
+    assert made.arrived("n", 1, 1, p.Arrived(5, u32([0]), 0, ok=False)) == ([0], False), "at once"
 
 
 @pytest.mark.parametrize(

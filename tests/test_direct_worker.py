@@ -13,7 +13,7 @@ from connectors.jobs import EngineSpec, LoadJob, StoreSpec
 from connectors.worker import Task, WorkerHalf
 from kvstore import protocol as p
 from kvstore.errors import TierIOError
-from kvstore.layout import GroupLayout, LayerRun, Move, RankLayout, RankPages
+from kvstore.layout import GroupLayout, LayerRun, Move, PageRun, RankLayout, RankPages
 from tests.fakes import u32
 from tiers.copier import LayerCache
 from tiers.direct import EngineReader, Reading
@@ -119,6 +119,16 @@ def test_L1_direct_a_load_reads_in_a_peers_engine_whose_memory_is_told_once() ->
     assert worker.advance()
     assert worker.reader.engine_moves[1][0] == ranks
     assert worker.said == [p.Arrived(9, u32([at]), 64, ok=True) for at in (4, 6)]
+
+
+def test_L1_direct_blocks_of_two_engines_are_each_read_in_their_own() -> None:
+    worker = Worker()
+    for position, engine in ((4, 5), (6, 7)):
+        ranks = (RankPages(f"engine {engine}", b"md", ()),)
+        worker.reads.told(p.InEngine(9, engine, ranks, u32([position]), u32([70, 71])))
+    assert not worker.advance()
+    read = [(ranks[0].agent, moves[0][0].slot) for ranks, moves in worker.reader.engine_moves]
+    assert read == [("engine 5", p.DIRECT + 4), ("engine 7", p.DIRECT + 6)]
 
 
 def test_B19_direct_what_is_told_once_more_is_read_once_more() -> None:
@@ -240,6 +250,7 @@ class Agent:
 
     def __init__(self, _name: str) -> None:
         self.known: list[str] = []
+        self.flying = False
 
     def register(self, _address: int, _size: int) -> None: ...
 
@@ -254,7 +265,10 @@ class Agent:
 
     def read(self, peer: str, *_places: object) -> tuple[int, bool]:
         assert peer in self.known
-        return 1, True
+        return 1, not self.flying
+
+    def over(self, _flight: int) -> bool:
+        return not self.flying
 
     def let_go(self, _flight: int) -> None: ...
 
@@ -275,6 +289,44 @@ def test_direct_the_agents_that_were_not_heard_of_for_longest_are_forgotten(
         assert reader.over(reader.read(peer, [(Move(0, 1, 0, 0), 4096)]))
     agent: Any = reader._agent
     assert agent.known == ["a", "c", "d"], "met once each"
+
+
+def halves() -> tuple[EngineReader, Any, list[RankPages]]:
+    """A reader of a page whose halves two ranks have, and its agent."""
+    reader = EngineReader({"l": LayerCache(torch.zeros(64, dtype=torch.uint8), 0, 32, 32)})
+    reader._make = Agent  # type: ignore[assignment]
+    layout = RankLayout(64, (GroupLayout(32, (LayerRun("l", 0, 32, writes=True),)),))
+    reader.open(layout, "lo")
+    ranks = [
+        RankPages(name, name.encode(), ((PageRun(16 * n, 16, 1, 4096, 16, 0),),))
+        for n, name in enumerate(("here", "gone"))
+    ]
+    return reader, reader._agent, ranks
+
+
+def test_B20_direct_a_read_of_which_a_part_failed_is_over_when_the_rest_is() -> None:
+    reader, agent, ranks = halves()
+    agent.flying = True
+    reading = reader.read_engine(ranks, [(Move(0, 1, 0, 0), 3)])
+    assert not reader.over(reading), "the first rank's half is being read"
+    agent.flying = False
+    with pytest.raises(TierIOError, match="a test"):
+        reader.over(reading)
+    assert not reading.flights
+
+
+def test_direct_an_engine_whose_agents_were_forgotten_is_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tiers.direct.PEERS_MAX", 2)
+    reader, agent, ranks = halves()
+    ranks[1] = RankPages("there", b"there", ranks[1].pages)
+    for peer in ("x", "y"):
+        assert reader.over(reader.read_engine(ranks, [(Move(0, 1, 0, 0), 3)]))
+        for other in (peer, peer * 2):
+            reader.meet(other, other.encode())
+            assert reader.over(reader.read(other, [(Move(0, 1, 0, 0), 4096)]))
+        assert agent.known == [peer, peer * 2]
 
 
 def test_B15_direct_a_peer_that_is_gone_keeps_no_other_from_being_read_after_a_restart() -> None:
