@@ -62,6 +62,21 @@ class Nodes:
             self.rigs.append(rig)
             if name == "p":
                 self.address = f"127.0.0.1:{port}"
+        if not more:  # a store waits 10 s for an exporter to start, a slow machine takes longer
+            self.rigs[0].put(hashes(1, "first"), range(per))
+            eventually(lambda: self._reached(hashes(1, "first")))
+
+    def _reached(self, chain: list[bytes]) -> bool:
+        """Whether the decode store is offered a block, which it lets go of."""
+        client = self.rigs[1].client
+        number = client.ask(p.Lookup(0, b"".join(chain), 32, peer=self.address, direct=True))
+        assert number is not None
+        client.send_step()
+        eventually(lambda: heard(client) and client.grant(number))
+        grant = client.grant(number)
+        client.drop(number)
+        client.send_step()
+        return grant is not None and bool(grant.lease) and not self.left()
 
     def ask(self, chain: list[bytes], **how: object) -> Grant:
         return self.rigs[1].ask(chain, peer=self.address, direct=True, **how)
