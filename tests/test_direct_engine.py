@@ -21,7 +21,7 @@ from tests.engine.support import since
 from tests.fakes import hashes, u32
 from tests.live import eventually
 from tests.test_direct import Nodes, nodes
-from tests.worker_rig import BLOCKS
+from tests.worker_rig import BLOCKS, Rank
 from tiers.copier import LayerCache
 from tiers.direct import shared
 
@@ -90,9 +90,10 @@ def test_B19_direct_what_was_overwritten_while_it_was_read_is_read_again_from_sl
         eventually(lambda: not made.left())
 
 
-def told(rank: object) -> bool:
+def told(rank: Rank) -> bool:
     """Whether a worker has been told where blocks are."""
-    return bool(rank.half._direct._told)  # type: ignore[attr-defined]
+    direct = rank.half._direct
+    return direct is not None and bool(direct._told)
 
 
 def test_B19_direct_what_an_engine_has_that_detached_is_read_from_slots(tmp_path: Path) -> None:
