@@ -117,13 +117,13 @@ class Demo:
             self._say("the engine has ended; starting another on the same store")
             with self._engine(model, store) as engine:
                 self._pass(engine, "after engine restart", FROM_CPU)
-                engine.idle_steps(3)
+                engine.go_idle()
             found = store.metrics()
             self._say("the store ends, too, and starts again with what is on disk")
         with StoreProcess(self._folder, CAPACITY, disk) as store:
             with self._engine(model, store) as engine:
                 self._pass(engine, "after store restart", FROM_NVME)
-                engine.idle_steps(3)
+                engine.go_idle()
             for name, value in store.metrics().items():  # counters of both lives together
                 found[name] = value + (found.get(name, 0) if "_total" in name else 0)
         return found
@@ -162,7 +162,7 @@ class Demo:
 
     def _settle(self, engine: Engine, store: StoreProcess) -> None:
         """Let copies that the last steps started come to their end."""
-        engine.idle_steps(3)
+        engine.go_idle()
         _wait(lambda: _stored(store.metrics()) >= STORED_BLOCKS, "blocks to be stored")
 
 

@@ -161,7 +161,7 @@ class Engine:
         """Run all requests together and return their results in the order given.
 
         Returns when the last one has finished or was aborted; in-process, what the engine does
-        after that waits for idle_steps or the next run. logprobs=0 leaves margins empty.
+        after that waits for go_idle, idle_steps or the next run. logprobs=0 leaves margins empty.
         """
         if len({request.id for request in requests}) != len(requests):
             raise ValueError("two requests of one run have the same id")
@@ -174,6 +174,13 @@ class Engine:
         A step without work does nothing. One that has work but runs no model takes 1 ms or more.
         """
         return self._call(wire.IdleSteps(steps), wire.Idled).steps_with_work
+
+    def go_idle(self, within_s: float = CALL_TIMEOUT_S) -> None:
+        """Step until there is nothing to do any more, as an engine that serves does by itself."""
+        deadline_s = time.monotonic() + within_s
+        while self.idle_steps(3):
+            if time.monotonic() >= deadline_s:
+                raise EngineFailed(f"still busy after {within_s:.0f} s, expected idle")
 
     def reset_prefix_cache(self, *, connector_too: bool = False) -> bool:
         """Forget the engine's own prefix cache; False if some block is still in use."""

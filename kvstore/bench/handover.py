@@ -67,7 +67,7 @@ class Side:
         result = self._engine.run([request], max_tokens=1, logprobs=0)[0]
         if result.ttft_s is None:
             raise KVStoreError(f"{request.id}: no token, {result.finish_reason}")
-        self._engine.idle_steps(3)  # what others have to be told is in a step
+        self._engine.go_idle()  # what others have to be told is in a step
         return result.ttft_s, result.kv_transfer_params
 
     def fetched(self) -> float:

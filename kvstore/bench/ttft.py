@@ -131,7 +131,7 @@ def _after_restart(engine: Engine, store: StoreProcess, rounds: int) -> Iterator
         engine.run([Request(id="tick", tokens=[3, 4, 5])], max_tokens=1)
     for number in range(WARM_UP_ROUNDS, rounds):
         yield Visit(engine, "ours", number, store).run(NVME_HIT, REUSABLE)[1]
-        engine.idle_steps(3)
+        engine.go_idle()
 
 
 def _order(names: list[str], number: int) -> list[str]:
@@ -176,7 +176,7 @@ class Visit:
 
     def _settle(self) -> None:
         """Let copies end: native ones start in the step after, ours run beside the engine."""
-        self._engine.idle_steps(3)
+        self._engine.go_idle()
         expected = (self._number + 1) * PROMPT_BLOCKS
         deadline_s = time.monotonic() + SETTLE_S
         while self._system == "ours" and _stored(self._store) < expected:

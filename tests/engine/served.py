@@ -56,7 +56,7 @@ class Served:
     def events(self) -> list[dict[str, object]]:
         """What has been published about the tiers since the last call; arrives a step late."""
         self.engine.run([Request(id="tick", tokens=[3, 4, 5])], max_tokens=2)
-        self.engine.idle_steps(2)
+        self.engine.go_idle()
         found = []
         while self._subscription.poll(500):
             *_, payload = self._subscription.recv_multipart()

@@ -67,7 +67,7 @@ class Node:
             for request, given in zip(requests, params, strict=True)
         ]
         results = self.engine.run(made, max_tokens=tokens)
-        self.engine.idle_steps(3)  # what the store has to be told is in a step
+        self.engine.go_idle()  # what the store has to be told is in its steps
         return results
 
     def compute(self, requests: Sequence[Request]) -> list[Any]:

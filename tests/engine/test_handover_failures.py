@@ -66,7 +66,7 @@ class Node:
             for request, given in zip(requests, params, strict=True)
         ]
         results = self.engine.run(made, max_tokens=tokens)
-        self.engine.idle_steps(3)
+        self.engine.go_idle()
         return results
 
     @property
@@ -297,7 +297,7 @@ def test_a_prefill_engine_that_is_gone_leaves_its_blocks(
     with Engine(model("llama_s"), connector=attach(prefill.store, lease="60s")) as extra:
         made = [msgspec.structs.replace(r, kv_transfer_params=HANDED) for r in requests]
         params = [result.kv_transfer_params for result in extra.run(made, max_tokens=1)]
-        extra.idle_steps(3)
+        extra.go_idle()
         extra.kill("driver")
     before = numbers(decode.address)
     got = decode.run(requests, params, TOKENS_OUT)

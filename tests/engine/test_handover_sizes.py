@@ -57,7 +57,7 @@ def test_B13_ranks_of_another_number_find_their_heads(
         with engine(model(name), prefill_ranks, theirs) as prefill:
             handed = [msgspec.structs.replace(r, kv_transfer_params=HANDED) for r in requests]
             computed = prefill.run(handed, max_tokens=1)
-            prefill.idle_steps(3)
+            prefill.go_idle()
         params = [result.kv_transfer_params for result in computed]
         assert [back and back["tp_size"] for back in params] == [prefill_ranks] * PROMPTS
         # The same ranks with the same bytes, but no hand-over: what is computed here depends on

@@ -114,7 +114,7 @@ def test_O11_what_is_stored_is_not_stored_again(served: Served) -> None:
 def test_O12_what_only_the_engine_still_has_is_offered_again(served: Served) -> None:
     requests = unique(seed=3)
     served.engine.run(requests, max_tokens=TOKENS_OUT)
-    served.engine.idle_steps(2)
+    served.engine.go_idle()
     served.stats()
     admin.clear(served.store.address)
     before, metrics = served.stats(), served.engine.metrics()
