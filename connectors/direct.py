@@ -1,11 +1,13 @@
-"""The part of a load that comes straight from a peer: read by this worker into engine blocks.
+"""The part of a load that comes straight from a peer: read by this worker, or written by the peer.
 
     the job names (fetch, position) --Places: it can be read--> reading --> read, the store is told
     read --Places once more: there it was overwritten meanwhile--> reading, from elsewhere
+    the job names it --Push: the store is told our engine blocks--> being written by the peer
     --Passed, of the store: the peer held it until then--> good; or not, at any time before
 
-A load ends, well or not, only when nothing of it is being read any more. What does not end by
-itself once it is given up, as from a peer that hangs, ends with the agent.
+A load ends, well or not, only when nothing of it is being read or written any more. What does not
+end by itself once it is given up, as from a peer that hangs, ends with the agent. Within a machine
+not even that ends what others write: an agent that is written to is reached by networks only.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from kvstore import protocol as p
 from kvstore.errors import KVStoreError, TierError
 from kvstore.layout import Move, RankLayout, RankPages
 from tiers.copier import LayerCache
-from tiers.direct import READ_BYTES, EngineReader, Reading
+from tiers.direct import NETWORKS, READ_BYTES, EngineReader, Reading
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,7 @@ GIVE_UP_NS = 1_000_000_000  # for reads that nobody waits for, to end by themsel
 Where = tuple[int, int]
 """A fetch, and a position in it."""
 Tell = Callable[[p.Message], None]
+Told = p.Places | p.InEngine | p.Push | p.Passed
 
 
 class _Place(msgspec.Struct, eq=False):
@@ -49,6 +52,8 @@ class _Fetch(msgspec.Struct, eq=False):
     places: dict[int, _Place] = {}
     passed: dict[int, bool] = {}
     engines: dict[int, tuple[RankPages, ...]] = {}
+    pushed: bool = False
+    written: set[int] = set()  # not good, and the peer may still write them
 
     def learn(self, message: p.InEngine, positions: Sequence[int]) -> None:
         """Take note of what is in a peer's engine, whose memory is told once."""
@@ -71,7 +76,9 @@ class Reads(msgspec.Struct, eq=False):
 
     moves: dict[Where, list[Move]]
     until_ns: int
+    per: tuple[int, ...]  # engine blocks in a block, by group
     started: dict[Where, _Place] = {}
+    named: set[Where] = set()  # whose engine blocks the peer may write
     flying: list[_Flying] = []
     copied_bytes: int = 0
     failed: bool = False
@@ -81,11 +88,14 @@ class Reads(msgspec.Struct, eq=False):
 class DirectReads:
     """Those of one worker: told by its link thread, done by its copy thread."""
 
-    def __init__(self, caches: dict[str, LayerCache]) -> None:
-        """caches: by layer name. Raises NotSupported where nothing can be read into them."""
-        self._reader = EngineReader(caches)
+    def __init__(self, caches: dict[str, LayerCache], *, pushed: bool = False) -> None:
+        """caches: by layer name; pushed: peers write, too.
+
+        Raises NotSupported where nothing can be read into them.
+        """
+        self._reader = EngineReader(caches, transports=NETWORKS if pushed else None)
         self._slot_bytes = 0
-        self._told: deque[p.Places | p.InEngine | p.Passed] = deque()
+        self._told: deque[Told] = deque()
         self._fetches: dict[int, _Fetch] = {}
         self._tell: Tell = _nobody
 
@@ -108,7 +118,7 @@ class DirectReads:
         if serves is not None:
             self._tell(p.Serves(*serves))
 
-    def told(self, message: p.Places | p.InEngine | p.Passed) -> None:
+    def told(self, message: Told) -> None:
         """The store has said something; called from the link thread."""
         self._told.append(message)
 
@@ -124,7 +134,7 @@ class DirectReads:
                 if move.slot >= p.DIRECT:
                     where = fetches[move.slot], move.slot - p.DIRECT
                     read.setdefault(where, []).append(move)
-        return Reads(read, until_ns) if read else None
+        return Reads(read, until_ns, per) if read else None
 
     def advance(self, reads: Reads, tell: Tell, now_ns: int) -> bool:
         """Go on with a load's reads; True when they are over: not failed, all are good.
@@ -141,23 +151,28 @@ class DirectReads:
         if not reads.failed:
             reads.failed = False in passed or (None in passed and now_ns >= reads.until_ns)
         if not reads.failed:
+            self._name(reads, tell)
             self._start(reads)
             self._land(reads, tell)
         if reads.failed:
             return self.give_up(reads, now_ns)
-        return None not in passed and not reads.flying
+        if None in passed or reads.flying:
+            return False
+        reads.copied_bytes += sum(self._bytes_of(reads, where) for where in reads.named)
+        return True
 
     def give_up(self, reads: Reads, now_ns: int) -> bool:
-        """Start nothing more; True once nothing is being read."""
+        """Start nothing more; True once nothing is being read, or written."""
         self._land(reads, lambda _: None)
-        if not reads.flying:
+        if not reads.flying and not any(self._is_written(where) for where in reads.named):
             return True
         if reads.given_up_ns is None:
             reads.given_up_ns = now_ns
         if now_ns - reads.given_up_ns < GIVE_UP_NS:
             return False
-        log.warning("reads from a peer do not end: ending the agent that reads them")
+        log.warning("what comes from a peer does not end: ending the agent that it comes through")
         reads.flying.clear()
+        reads.named.clear()
         try:
             self._reader.restart()
             self._offer()
@@ -171,9 +186,13 @@ class DirectReads:
             fetch = self._fetches.setdefault(message.fetch, _Fetch())
             while len(self._fetches) > FETCHES_MAX:
                 del self._fetches[next(iter(self._fetches))]
+            if isinstance(message, p.Push):
+                fetch.pushed = True
+                continue
             positions = p.from_u32(message.positions)
             if isinstance(message, p.Passed):
                 fetch.passed.update(dict.fromkeys(positions, message.ok))
+                fetch.written.update(positions if message.written else ())
                 continue
             if isinstance(message, p.InEngine):
                 fetch.learn(message, positions)
@@ -187,6 +206,31 @@ class DirectReads:
     def _passed(self, where: Where) -> bool | None:
         fetch = self._fetches.get(where[0])
         return None if fetch is None else fetch.passed.get(where[1])
+
+    def _is_written(self, where: Where) -> bool:
+        """Tell whether a peer that knows our engine blocks may still write them."""
+        fetch = self._fetches.get(where[0])
+        return fetch is None or where[1] not in fetch.passed or where[1] in fetch.written
+
+    def _bytes_of(self, reads: Reads, where: Where) -> int:
+        return sum(self._reader.part_bytes[move.group] for move in reads.moves[where])
+
+    def _name(self, reads: Reads, tell: Tell) -> None:
+        """Tell the store where blocks may be written that a peer writes: nothing else does."""
+        found: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+        for where, moves in reads.moves.items():
+            fetch = self._fetches.get(where[0])
+            if fetch is None or not fetch.pushed or where in reads.named:
+                continue
+            reads.named.add(where)
+            blocks = [0] * reads.per[moves[0].group]
+            for move in moves:
+                blocks[move.part] = move.block_id
+            positions, target = found.setdefault((where[0], len(blocks)), ([], []))
+            positions.append(where[1])
+            target += blocks
+        for (number, _), (positions, target) in found.items():
+            tell(p.Target(number, self._reader.agent, p.u32(positions), p.u32(target)))
 
     def _place(self, where: Where) -> _Place | None:
         fetch = self._fetches.get(where[0])

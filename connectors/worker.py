@@ -21,10 +21,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Literal
 
 import msgspec
 
-from connectors.direct import DirectReads, Reads
+from connectors.direct import DirectReads, Reads, Told
 from connectors.jobs import LoadJob, StepMeta, StoreJob, pieces
 from connectors.link import Link, LinkLost, attach, monotonic_ns
 from connectors.loads import Load
@@ -41,6 +42,9 @@ IDLE_WAIT_S = 0.02
 REFUSED_WAIT_S = 1.0
 SHUTDOWN_WAIT_S = 5.0  # for stores that are queued; a copy takes milliseconds
 _READ_S = 0.1
+
+DirectWay = Literal["", "pull", "push"]
+"""How what peers have comes straight into an engine's memory, if it does."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -87,15 +91,16 @@ class WorkerHalf:
         find_store: Callable[[], str],
         device: Device | None = None,
         *,
-        direct: bool = False,
+        direct: DirectWay = "",
     ) -> None:
         """Start attaching to the store; returns at once. find_store(): its address.
 
         device: where the tensors are, None: found out. Raises NotSupported if it is not served.
-        direct: read what peers have straight into the tensors, where that can be done.
+        direct: what peers have is read straight into the tensors, or written, where that can be
+            done; "" for neither.
         """
         self.refused: KVStoreError | None = None
-        self._direct = _direct_reads(caches) if direct else None
+        self._direct = _direct_reads(caches, pushed=direct == "push") if direct else None
         able = self._direct is not None
         self._hello = p.Hello(
             p.VERSION, engine, "worker", rank, world, geometry=geometry, direct=able
@@ -363,7 +368,7 @@ class WorkerHalf:
                 if removed is not None:
                     self._device.unpin(removed)
                 link.send(p.Unmapped(message.extent))
-            elif isinstance(message, p.Places | p.InEngine | p.Passed) and self._direct is not None:
+            elif isinstance(message, Told) and self._direct is not None:
                 self._direct.told(message)
             elif isinstance(message, p.Detach):
                 log.info("kvstore: detached: %s", message.reason)
@@ -371,9 +376,9 @@ class WorkerHalf:
         return True
 
 
-def _direct_reads(caches: dict[str, LayerCache]) -> DirectReads | None:
+def _direct_reads(caches: dict[str, LayerCache], *, pushed: bool) -> DirectReads | None:
     try:
-        return DirectReads(caches)
+        return DirectReads(caches, pushed=pushed)
     except NotSupported as exc:
         log.warning("kvstore: %s; what peers have goes through the store's memory", exc)
         return None

@@ -36,7 +36,8 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     two_way: what a decode engine decoded is held for the next turn, which a prefill engine pulls.
     recompute_threshold (tokens): fewer are computed instead of pulled for such a turn; 0 is off.
     decode_ttl (duration): how long they are held.
-    direct: what is pulled is read straight into the engine's memory, by an agent in each worker.
+    direct: what is pulled is read straight into the engine's memory, by an agent in each worker;
+        what is pushed is written there, over networks only, also within a machine: "auto" pulls.
         Whoever reaches such an agent over the network can read and write all memory of its
         process: for a fabric that only trusted machines are on.
     """
@@ -72,11 +73,6 @@ def parse_extra(table: Mapping[str, Any]) -> ExtraConfig:
     if found["recompute_threshold"] and not found["two_way"]:
         raise ConfigError(
             f"{source}: recompute_threshold is for two_way = true, which is false here"
-        )
-    if found["direct"] and found["transfer"] == "push":
-        raise ConfigError(
-            f'{source}: direct = true is for what is pulled, expected transfer "auto" or "pull",'
-            ' found "push"'
         )
     if found["listen"] is None and found["store"] is None:
         found["listen"] = LISTEN

@@ -186,8 +186,21 @@ class Arrived(Message, frozen=True):
     ok: bool
 
 
+class Target(Message, frozen=True):
+    """This worker's engine blocks that blocks of a pushed fetch (u32 positions) may be written to.
+
+    agent: of the worker, which ends before they are used otherwise. blocks: u32, as many for each
+    position; 0: that part is not wanted.
+    """
+
+    fetch: int
+    agent: str
+    positions: bytes
+    blocks: bytes
+
+
 class Serves(Message, frozen=True):
-    """This worker's KV tensors can be read by peers; blocks: so many engine blocks.
+    """This worker's KV tensors can be read by peers, and written; blocks: so many engine blocks.
 
     Said once it is welcome, and again when its agent is another one.
     """
@@ -321,11 +334,21 @@ class Places(Message, frozen=True):
 
 
 class Passed(Message, frozen=True):
-    """What came of blocks of a fetch (u32 positions): what all ranks have read is good, or not."""
+    """What came of blocks of a fetch (u32 positions): what all ranks have is good, or not.
+
+    written: it is not, and the peer may still write to where it was told.
+    """
 
     fetch: int
     positions: bytes
     ok: bool
+    written: bool = False
+
+
+class Push(Message, frozen=True):
+    """The peer writes the blocks of a fetch: say where, once they may be written (Target)."""
+
+    fetch: int
 
 
 class InEngine(Message, frozen=True):
@@ -364,8 +387,8 @@ class Report(Message, frozen=True):
     body: bytes
 
 
-ToStore = Hello | Step | Mapped | Unmapped | Stored | Loaded | Arrived | Serves | Query
-ToWorker = Extent | Unmap | Places | InEngine | Passed
+ToStore = Hello | Step | Mapped | Unmapped | Stored | Loaded | Arrived | Target | Serves | Query
+ToWorker = Extent | Unmap | Places | InEngine | Push | Passed
 ToEngine = ToWorker | Welcome | Refused | Active | Answers | Board | Detach | Report
 
 EVENTS = frozenset(

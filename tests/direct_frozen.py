@@ -1,7 +1,8 @@
-"""A reader whose peer hangs, over TCP: run as a script, with UCX's settings in the environment.
+"""Engine memory whose peer hangs: run as a script, with UCX's settings in the environment.
 
-Argument: "reader" or "peer". The reader starts the peer, reads from it, stops it and reads again,
-ends its agent, and lets the peer go on: nothing that comes then may be written.
+Argument: "reader", and "peer", which it starts; or "target", and "writer". The reader reads from
+its peer, stops it and reads again, ends its agent, and lets the peer go on; the target is written
+by its peer all the time, stops it, ends its agent and lets it go on. Nothing may come then.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import torch
 
 from kvstore.layout import GroupLayout, LayerRun, Move, RankLayout
 from tiers.copier import LayerCache
-from tiers.direct import EngineReader
+from tiers.direct import NETWORKS, EngineReader
 from tiers.exporter.agent import Agent
 
-BLOCKS, PAGE = 8, 1 << 20
+BLOCKS, PAGE = 256, 32 << 10
 PEER = 7
 
 
@@ -37,17 +38,69 @@ def peer() -> None:
     signal.pause()
 
 
+def started(what: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tests.direct_frozen", what]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    atexit.register(child.kill)
+    return child
+
+
+def engine(transports: str | None = None) -> tuple[torch.Tensor, EngineReader]:
+    """Empty memory of an engine, and its agent."""
+    storage = torch.zeros(BLOCKS * PAGE, dtype=torch.uint8)
+    made = EngineReader({"l": LayerCache(storage, 0, PAGE, PAGE)}, transports=transports)
+    made.open(RankLayout(PAGE, (GroupLayout(PAGE, (LayerRun("l", 0, PAGE, writes=True),)),)), "lo")
+    return storage, made
+
+
+def target() -> None:
+    """Say "good", or fail."""
+    storage, made = engine(NETWORKS)
+    served = made.serves()
+    assert served is not None
+    child = started("writer")
+    assert child.stdin is not None
+    child.stdin.write(pickle.dumps((served[0].agent, served[0].metadata, storage.data_ptr())))
+    child.stdin.close()
+    for _ in range(3):  # it writes on
+        while not bool((storage == PEER).all()):
+            time.sleep(0.001)
+        storage.zero_()
+    os.kill(child.pid, signal.SIGSTOP)
+    made.restart()
+    storage.zero_()
+    os.kill(child.pid, signal.SIGCONT)
+    time.sleep(1.0)
+    assert not bool(storage.any()), "written after its end"
+    sys.stdout.write("good\n")
+    sys.stdout.flush()
+
+
+def writer() -> None:
+    """Write to a target until that fails, by whatever way there is."""
+    name, metadata, address = pickle.loads(sys.stdin.buffer.read())  # noqa: S301 - ours
+    agent = Agent(f"writer-{os.getpid()}")
+    memory = np.full(BLOCKS * PAGE, PEER, np.uint8)
+    agent.register(memory.ctypes.data, memory.nbytes)
+    assert agent.add_peer(metadata) == name
+    here, there = (
+        np.array([[at + n * PAGE, PAGE, 0] for n in range(BLOCKS)], np.uint64)
+        for at in (memory.ctypes.data, address)
+    )
+    while True:
+        flight, over = agent.move(name, here, there, write=True)
+        while not over and not agent.over(flight):
+            time.sleep(0.0001)
+        agent.let_go(flight)
+
+
 def reader() -> None:
     """Say "good", or fail."""
-    command = [sys.executable, "-m", "tests.direct_frozen", "peer"]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE)
+    child = started("peer")
     assert child.stdout is not None
-    atexit.register(child.kill)
     size = int.from_bytes(child.stdout.read(4), "little")
     name, address, metadata = pickle.loads(child.stdout.read(size))  # noqa: S301 - ours
-    storage = torch.zeros(BLOCKS * PAGE, dtype=torch.uint8)
-    made = EngineReader({"l": LayerCache(storage, 0, PAGE, PAGE)})
-    made.open(RankLayout(PAGE, (GroupLayout(PAGE, (LayerRun("l", 0, PAGE, writes=True),)),)), "lo")
+    storage, made = engine()
     made.meet(name, metadata)
     moves = [(Move(0, block, 0, 0), address + block * PAGE) for block in range(BLOCKS)]
     reading = made.read(name, moves)
@@ -69,4 +122,4 @@ def reader() -> None:
 
 
 if __name__ == "__main__":
-    {"reader": reader, "peer": peer}[sys.argv[1]]()
+    {"reader": reader, "peer": peer, "target": target, "writer": writer}[sys.argv[1]]()

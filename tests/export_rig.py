@@ -100,13 +100,17 @@ class Pair:
         self.passed_on: list[tuple[int, int]] = []  # fetch, position
         self.passed: dict[tuple[int, int], bool] = {}
         self.in_engines: list[fetches.EngineRead] = []
+        self.pushing: list[int] = []  # fetches whose workers are to say where
+        self.unsafe: set[tuple[int, int]] = set()  # passed, and may still be written
+        self.met: list[str] = []  # agents that the prefill store's exporter was told of
+        self.filled: list[jobs.Fill] = []
         self.producer = o.Producer(
             lambda: self.giver.store.namespaces,
             lambda: ("agent", b"md"),
             self,
             self._to_consumer,
             held * SLOT_BYTES,
-            lambda *_: None,
+            lambda _, agent, __: self.met.append(agent),
         )
         self.welcome: list[p.Message] = []
         self.connect()
@@ -173,6 +177,15 @@ class Pair:
             self.producer.written(tags, ok=ok)
 
         assert agent == "other"
+        self.wire.do(work)
+
+    def fill(self, tags: list[jobs.Tag], fill: jobs.Fill) -> None:
+        def work() -> None:
+            ok = self.wire.random.random() >= self.fail
+            if ok:
+                self.filled.append(fill)
+            self.producer.written(tags, ok=ok)
+
         self.wire.do(work)
 
     def abandon(self, tag: jobs.Tag) -> None:
@@ -274,8 +287,13 @@ class _Moves:
         self._pair.passed_on += [(number, at) for at in read.blocks]
         self._pair.in_engines.append(read)
 
-    def passed(self, number: int, position: int, *, ok: bool) -> None:
+    def push(self, number: int) -> None:
+        self._pair.pushing.append(number)
+
+    def passed(self, number: int, position: int, *, ok: bool, written: bool) -> None:
         self._pair.passed[number, position] = ok
+        if written:
+            self._pair.unsafe.add((number, position))
 
     def check(self, tags: list[fetches.Tag], checks: list[fetches.Check]) -> None:
         def work() -> None:

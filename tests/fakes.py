@@ -19,6 +19,7 @@ from kvstore.tier import SlotMemory, Tier, TierContext, TierFactory
 from kvstore.types import BlockKey, GroupRule, make_key
 
 SLOT_BYTES = 4096
+OfPeers = p.Places | p.InEngine | p.Push | p.Passed | p.Board
 M = TypeVar("M", bound=p.Message)
 
 
@@ -203,6 +204,7 @@ class Engine:
         self.direct = direct
         self.places: list[p.Places] = []
         self.in_engines: list[p.InEngine] = []
+        self.pushes: list[int] = []  # fetches whose peer writes
         self.boards: list[p.Board] = []
         self.passed: dict[tuple[int, int], bool] = {}  # fetch, position -> whether it is good
         self.credit_slots = credit_slots
@@ -254,16 +256,18 @@ class Engine:
             self.granted.update({granted.ask: granted for granted in message.granted})
             self.added.extend(message.added)
             self.removed.extend(message.removed)
-        elif isinstance(message, p.Places | p.InEngine | p.Passed | p.Board):
+        elif isinstance(message, OfPeers):
             self._of_peers(message)
         elif isinstance(message, p.Welcome):
             self.layouts.append(message)
         elif isinstance(message, p.Detach):
             self.detached.append(message.reason)
 
-    def _of_peers(self, message: p.Places | p.InEngine | p.Passed | p.Board) -> None:
+    def _of_peers(self, message: OfPeers) -> None:
         if isinstance(message, p.Places):
             self.places.append(message)
+        elif isinstance(message, p.Push):
+            self.pushes.append(message.fetch)
         elif isinstance(message, p.InEngine):
             self.in_engines.append(message)
         elif isinstance(message, p.Board):

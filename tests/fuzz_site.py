@@ -19,7 +19,7 @@ from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
 from kvstore.export.fetches import Check, Read
 from kvstore.export.fetches import Tag as Part
-from kvstore.export.jobs import Tag, Write
+from kvstore.export.jobs import Fill, Tag, Write
 from kvstore.export.sums import block_sum
 from kvstore.service import moves, peers
 from kvstore.service.channel import Channel
@@ -263,6 +263,9 @@ class Mover:
             return moves.Written(tags, target is not None)
 
         self._do(work)
+
+    def fill(self, tags: list[Tag], fill: Fill) -> None:
+        self._do(lambda: moves.Written(tags, fill.rank.agent == "evil"))
 
     def read(self, tags: list[Part], agent: str, digest: str, read: Read) -> None:
         def work() -> moves.Event:

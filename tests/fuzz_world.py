@@ -144,7 +144,9 @@ class World:
 
     def _ask(self) -> p.Message:
         job, region = self._job(), m.Region(1 << 30, 4096, 32)
-        kind = self.rng.randrange(10)
+        kind = self.rng.randrange(11)
+        if kind == 10:
+            return self._fill(job)
         if kind > 7:
             name, rank = self.rng.choice(("", "r1", "r2", "r")), self.rng.randrange(3)
             keep = m.Keep(self._digest(), name, self.rng.choice((1, 30_000, 600_000)))
@@ -163,11 +165,16 @@ class World:
             positions = self._positions()
             slots = u32([self.rng.randrange(32) for _ in range(len(positions) // 4)])
             return m.Land(job, region, positions, slots, self.rng.choice((b"", b"metadata")))
-        if kind == 4:
-            return m.Confirm(job, self._positions())
-        if kind == 5:
-            return m.Extend(job, self.rng.choice((1, 1000, 30_000)))
-        return m.Release(job) if kind == 6 else self._hello()
+        lease_ms = self.rng.choice((1, 1000, 30_000))
+        fixed = m.Confirm(job, self._positions()), m.Extend(job, lease_ms), m.Release(job)
+        return self._hello() if kind == 7 else fixed[kind - 4]
+
+    def _fill(self, job: int) -> m.Fill:
+        ranks = (self._rank(),) if self.rng.random() < 0.7 else ()
+        if self.rng.random() < 0.5:
+            return m.Fill(job, u32([0]), u32([5]), ranks)
+        positions = self._positions()
+        return m.Fill(job, positions, self._blocks(len(positions) // 4), ranks)
 
     # At the decode store, as somebody that it asks
 
@@ -208,6 +215,10 @@ class World:
             told += [(each.fetch, each.positions) for each in self.victim.in_engines]
             for fetch, positions in told:
                 self.decode.say(self.victim.workers[0], self._arrived(fetch, positions))
+            for fetch in self.victim.pushes:
+                self.decode.say(self.victim.workers[0], p.Serves(self._rank(), 8))
+                self.decode.say(self.victim.workers[0], self._target(fetch, u32(range(5))))
+            self.victim.pushes.clear()
             self.victim.places.clear()
             self.victim.in_engines.clear()
             for granted in self.victim.granted.values():
@@ -221,7 +232,7 @@ class World:
         count = len(positions) // 4
         kind = self.rng.randrange(9)
         if kind == 8:
-            blocks = u32([self._number()] * count * self.rng.choice((1, 1, 2)))
+            blocks = self._blocks(count)
             ranks = (self._rank(),) if self.rng.random() < 0.5 else ()
             return m.Resident(job, positions, self.rng.randrange(80), blocks, ranks)
         if kind < 2:
@@ -281,7 +292,7 @@ class World:
 
     def _say(self, site: Site) -> p.Message:  # noqa: PLR0911 - one for each message
         engine = f"e{self.rng.randrange(3)}"
-        kind = self.rng.randrange(12)
+        kind = self.rng.randrange(13)
         slots: list[int] = list(range(4))
         if kind == 0:
             return p.Hello(p.VERSION, engine, "scheduler", 0, 1, self._number())
@@ -307,13 +318,22 @@ class World:
             return p.Query("stats")
         if kind == 10:
             return p.Serves(self._rank(), self.rng.choice((8, 8, self._number())))
-        if kind == 9:
-            return self._arrived(self.rng.randint(0, 9), self._positions())
+        if kind in {9, 11}:
+            tell = self._target if kind == 11 else self._arrived
+            return tell(self.rng.randint(0, 9), self._positions())
         return p.Hello(p.VERSION, engine, "worker", 1, 2, geometry=geometry("m0", 1, 2))
 
     def _rank(self) -> RankPages:
         sizes = 0, self.rng.choice((1, 512)), self.rng.randint(1, 3)
         return RankPages("evil", b"metadata", ((PageRun(*sizes, 4096, 4096, 1024),),))
+
+    def _blocks(self, count: int) -> bytes:
+        """Engine blocks for so many positions, one or two for each."""
+        return u32([self._number()] * count * self.rng.choice((1, 1, 2)))
+
+    def _target(self, fetch: int, positions: bytes) -> p.Target:
+        agent = self.rng.choice(("evil", "evil", "evil", "other"))
+        return p.Target(fetch, agent, positions, self._blocks(len(positions) // 4))
 
     def _arrived(self, fetch: int, positions: bytes) -> p.Arrived:
         return p.Arrived(fetch, positions, self.rng.randint(0, 1 << 20), self.rng.random() < 0.8)

@@ -345,10 +345,10 @@ def test_extra_config_sizes_a_private_store() -> None:
     )
 
 
-def test_direct_is_for_what_is_pulled() -> None:
-    assert parse_extra({"cpu": "8GiB", "direct": True, "transfer": "pull"}).direct
-    with pytest.raises(ConfigError, match='expected transfer "auto" or "pull", found "push"'):
-        parse_extra({"cpu": "8GiB", "direct": True, "transfer": "push"})
+@pytest.mark.parametrize("transfer", ["auto", "pull", "push"])
+def test_direct_goes_with_every_way_to_transfer(transfer: str) -> None:
+    found = parse_extra({"cpu": "8GiB", "direct": True, "transfer": transfer})
+    assert (found.direct, found.transfer) == (True, transfer)
 
 
 def test_a_private_store_listens_on_loopback_unless_told_not_to() -> None:

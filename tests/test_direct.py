@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from connectors.client import Grant
+from connectors.worker import DirectWay
 from kvstore import protocol as p
 from kvstore.bench.steal import Watch
 from kvstore.bench.store import StoreProcess, free_port
@@ -42,11 +43,15 @@ class Nodes:
         engine: str,
         serving: bool,
         per: int,
+        push: bool,
     ) -> None:
         """more: sections of the prefill store's settings; engine: of both stores' [engine].
 
         serving: the prefill engine's memory can be read, too. per: engine blocks in a block.
+        push: the decode engine is written to.
         """
+        self.push = push
+        ends.callback(os.unsetenv, "UCX_TLS")  # of agents that are written to
         self.stores, self.rigs = [], []
         for name, world in zip("pd", ranks, strict=True):
             (folder / name).mkdir()
@@ -56,7 +61,10 @@ class Nodes:
             store = StoreProcess(folder / name, CAPACITY, sections + disk)
             self.stores.append(ends.enter_context(store))
             path = store.address.removeprefix("unix://")
-            rig = Rig(path, world=world, per=per, direct=serving or name == "d")
+            way: DirectWay = "pull" if serving else ""
+            if name == "d":
+                way = "push" if push else "pull"
+            rig = Rig(path, world=world, per=per, direct=way)
             ends.callback(rig.close)
             rig.attach()
             self.rigs.append(rig)
@@ -79,7 +87,7 @@ class Nodes:
         return grant is not None and bool(grant.lease) and not self.left()
 
     def ask(self, chain: list[bytes], **how: object) -> Grant:
-        return self.rigs[1].ask(chain, peer=self.address, direct=True, **how)
+        return self.rigs[1].ask(chain, peer=self.address, direct=True, push=self.push, **how)
 
     def load(self, grant: Grant, blocks: range, name: str = "r") -> list[bool]:
         return self.rigs[1].load(self.rigs[1].load_job(name, grant, blocks))
@@ -109,14 +117,23 @@ def nodes(
     *,
     serving: bool = False,
     per: int = 1,
+    push: bool = False,
 ) -> Iterator[Nodes]:
     with ExitStack() as ends:
-        yield Nodes(folder, ends, ranks=ranks, more=more, engine=engine, serving=serving, per=per)
+        yield Nodes(
+            folder, ends, ranks=ranks, more=more, engine=engine, serving=serving, per=per, push=push
+        )
 
 
-def test_L1_direct_a_prompt_goes_from_the_peers_slots_into_engine_blocks(tmp_path: Path) -> None:
+ways = pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
+
+
+@ways
+def test_L1_direct_a_prompt_goes_from_the_peers_slots_into_engine_blocks(
+    tmp_path: Path, *, push: bool
+) -> None:
     chain = hashes(6)
-    with nodes(tmp_path) as made:
+    with nodes(tmp_path, push=push) as made:
         made.rigs[0].put(chain, range(6))
         before = made.numbers(1)
         grant = made.ask(chain)
@@ -128,26 +145,32 @@ def test_L1_direct_a_prompt_goes_from_the_peers_slots_into_engine_blocks(tmp_pat
         found = since(made.stores[1].address, before)
         assert found["kvstore_fetched_blocks{cpu}"] == 6
         moved = 6 * sum(cache.page_bytes for cache in made.rigs[1].ranks[0].caches.values())
-        assert found["kvstore_hand_over_moved_bytes{direct}"] == moved
+        pushed = made.numbers(0).get("kvstore_hand_over_moved_bytes{pushed}", 0)
+        assert found.get("kvstore_hand_over_moved_bytes{direct}", 0) == (0 if push else moved)
+        assert pushed == (moved if push else 0)
         assert not found.get("kvstore_hand_over_moved_bytes{pulled}"), "not through its slots"
         assert not made.numbers(1).get("kvstore_stored_blocks{stored}"), (
             "its memory has none of them"
         )
 
 
+@ways
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 2)])
-def test_B13_direct_each_rank_reads_its_own_heads(tmp_path: Path, ranks: tuple[int, int]) -> None:
+def test_B13_direct_each_rank_gets_its_own_heads(
+    tmp_path: Path, ranks: tuple[int, int], *, push: bool
+) -> None:
     chain = hashes(5)
-    with nodes(tmp_path, ranks) as made:
+    with nodes(tmp_path, ranks, push=push) as made:
         made.rigs[0].put(chain, range(5))
         assert made.load(made.ask(chain), range(3, 8)) == [False] * ranks[1]
         assert made.holds(range(3, 8))
         eventually(lambda: not made.left())
 
 
-def test_B6_direct_only_what_the_decode_node_lacks_is_read(tmp_path: Path) -> None:
+@ways
+def test_B6_direct_only_what_the_decode_node_lacks_comes(tmp_path: Path, *, push: bool) -> None:
     chain = hashes(6)
-    with nodes(tmp_path) as made:
+    with nodes(tmp_path, push=push) as made:
         made.rigs[0].put(chain, range(6))
         made.rigs[1].put(chain[:2], range(2))
         before = made.numbers(1)
@@ -159,10 +182,11 @@ def test_B6_direct_only_what_the_decode_node_lacks_is_read(tmp_path: Path) -> No
         assert since(made.stores[1].address, before)["kvstore_fetched_blocks{cpu}"] == 4
 
 
-def test_L1_direct_blocks_come_from_the_peers_disk(tmp_path: Path) -> None:
+@ways
+def test_L1_direct_blocks_come_from_the_peers_disk(tmp_path: Path, *, push: bool) -> None:
     chain = hashes(6)
     disk = '[nvme]\npath = "{folder}/kv"\ncapacity = "64MiB"\n'
-    with nodes(tmp_path, more=disk) as made:
+    with nodes(tmp_path, more=disk, push=push) as made:
         made.rigs[0].put(chain, range(6))
         eventually(lambda: made.numbers(0).get("kvstore_tier_blocks{nvme,stored}") == 6)
         made.stores[0].stop()
@@ -214,10 +238,11 @@ def test_B14_direct_loads_of_one_prompt_at_once_read_each_for_themselves(tmp_pat
         eventually(lambda: not made.left())
 
 
-def test_B16_direct_what_is_read_after_the_lease_is_not_used(tmp_path: Path) -> None:
+@ways
+def test_B16_direct_what_is_read_after_the_lease_is_not_used(tmp_path: Path, *, push: bool) -> None:
     """The prefill store has forgotten what it told: its blocks may be others' by now."""
     chain = hashes(6)
-    with nodes(tmp_path) as made:
+    with nodes(tmp_path, push=push) as made:
         made.rigs[0].put(chain, range(6))
         grant = made.ask(chain)
         store = psutil.Process(made.stores[0].pid)
@@ -232,9 +257,10 @@ def test_B16_direct_what_is_read_after_the_lease_is_not_used(tmp_path: Path) -> 
         assert made.holds(range(6, 12))
 
 
-def test_B15_direct_a_load_ends_though_the_peers_store_hangs(tmp_path: Path) -> None:
+@ways
+def test_B15_direct_a_load_ends_though_the_peers_store_hangs(tmp_path: Path, *, push: bool) -> None:
     chain = hashes(6)
-    with nodes(tmp_path, engine='promote = "2s"\n') as made:
+    with nodes(tmp_path, engine='promote = "2s"\n', push=push) as made:
         made.rigs[0].put(chain, range(6))
         grant = made.ask(chain)
         store = psutil.Process(made.stores[0].pid)
@@ -246,19 +272,44 @@ def test_B15_direct_a_load_ends_though_the_peers_store_hangs(tmp_path: Path) -> 
         eventually(lambda: not made.left())
 
 
-def test_O14_direct_a_load_ends_with_its_own_store(tmp_path: Path) -> None:
+@ways
+def test_O14_direct_a_load_ends_with_its_own_store(tmp_path: Path, *, push: bool) -> None:
     chain = hashes(6)
-    with nodes(tmp_path) as made:
+    with nodes(tmp_path, push=push) as made:
         made.rigs[0].put(chain, range(6))
         grant = made.ask(chain)
         psutil.Process(made.stores[1].pid).kill()
         assert made.load(grant, range(6)) == [True]
 
 
-def test_B20_direct_nothing_is_written_once_the_agent_of_a_read_has_ended() -> None:
-    """Over TCP a read from a peer that hangs never ends by itself."""
-    settings = {**os.environ, **ucx_settings("lo", "tcp,self")}
-    command = [sys.executable, "-m", "tests.direct_frozen", "reader"]
+def test_B20_direct_a_push_that_hangs_ends_with_the_agent_and_the_next_one_goes_to_another(
+    tmp_path: Path,
+) -> None:
+    """Engine blocks whose load has failed are others': nothing may come any more."""
+    chain = hashes(6)
+    with nodes(tmp_path, engine='promote = "2s"\n', push=True) as made:
+        made.rigs[0].put(chain, range(6))
+        exporter = exporter_of(psutil.Process(made.stores[0].pid))
+        assert exporter is not None
+        exporter.send_signal(signal.SIGSTOP)
+        assert made.load(made.ask(chain), range(6)) == [True]
+        rank = made.rigs[1].ranks[0]
+        exporter.send_signal(signal.SIGCONT)
+        eventually(lambda: not made.left())
+        assert rank.untouched(range(6))
+        assert made.load(made.ask(chain), range(6, 12), "again") == [False]
+        assert made.holds(range(6, 12))
+        assert rank.untouched(range(6))
+
+
+@pytest.mark.parametrize("side", ["reader", "target"])
+def test_B20_direct_nothing_is_written_once_an_agent_has_ended(side: str) -> None:
+    """Over TCP a read from a peer that hangs never ends by itself; nor does who writes to us.
+
+    The reader has TCP only. Who writes may go any way, and the one that is written takes networks.
+    """
+    settings = {**os.environ, **ucx_settings("lo", "tcp,self" if side == "reader" else None)}
+    command = [sys.executable, "-m", "tests.direct_frozen", side]
     done = subprocess.run(
         command, env=settings, capture_output=True, text=True, timeout=120, check=False
     )

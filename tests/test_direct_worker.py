@@ -28,11 +28,16 @@ class Reader(EngineReader):
         self.engine_moves: list[tuple[Sequence[RankPages], list[tuple[Move, int]]]] = []
         self.hangs = self.fails = False
         self.restarts = 0
+        self.part_bytes = [32]
+
+    @property
+    def agent(self) -> str:
+        return f"own-{self.restarts}"
 
     def open(self, layout: RankLayout, devices: str) -> None: ...
 
     def serves(self) -> tuple[RankPages, int]:
-        return RankPages(f"own-{self.restarts}", b"", ()), 32
+        return RankPages(self.agent, b"", ()), 32
 
     def meet(self, peer: str, metadata: bytes) -> None: ...
 
@@ -60,7 +65,7 @@ class Worker:
     def __init__(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
             self.reader = Reader()
-            patch.setattr("connectors.direct.EngineReader", lambda _: self.reader)
+            patch.setattr("connectors.direct.EngineReader", lambda *_, **__: self.reader)
             self.reads = DirectReads({})
         layout = RankLayout(64, (GroupLayout(32, (LayerRun("l", 0, 32, writes=True),)),))
         self.said: list[p.Message] = []
@@ -79,8 +84,8 @@ class Worker:
         numbers = [position + 1 for position in positions]
         self.reads.told(p.Places(9, "agent", b"md", 4096, 8, u32(positions), u32(numbers)))
 
-    def passed(self, *positions: int, ok: bool = True) -> None:
-        self.reads.told(p.Passed(9, u32(positions), ok))
+    def passed(self, *positions: int, ok: bool = True, written: bool = False) -> None:
+        self.reads.told(p.Passed(9, u32(positions), ok, written))
 
     def advance(self, now_ns: int = 0) -> bool:
         return self.reads.advance(self.load, self.said.append, now_ns)
@@ -230,6 +235,69 @@ def test_B20_direct_a_read_that_does_not_end_ends_with_its_agent() -> None:
     assert p.Serves(*worker.reader.serves()) in worker.said, "peers read by the new one"
 
 
+def pushed() -> Worker:
+    """The load's engine blocks have been named to a peer that writes them."""
+    worker = Worker()
+    assert not worker.advance()
+    assert not worker.said, "who reads names nothing"
+    worker.reads.told(p.Push(9))
+    assert not worker.advance()
+    return worker
+
+
+def test_L1_direct_a_pushed_load_names_its_engine_blocks_once() -> None:
+    worker = pushed()
+    named = p.Target(9, "own-0", u32([4, 6]), u32([22, 23, 24, 0]))
+    assert worker.said == [named], "half of the last block is not wanted"
+    worker.passed(4)
+    assert not worker.advance()
+    worker.passed(6)
+    assert worker.advance()
+    assert worker.said == [named]
+    assert not worker.load.failed
+    assert worker.load.copied_bytes == 3 * 32
+    assert worker.reader.restarts == 0
+
+
+def test_B20_direct_a_pushed_load_that_failed_is_over_when_its_peer_writes_no_more() -> None:
+    worker = pushed()
+    worker.passed(4, ok=False)
+    assert not worker.advance(), "the other block may be written"
+    worker.passed(6, ok=False)
+    assert worker.advance(GIVE_UP_NS - 1)
+    assert worker.load.failed
+    assert worker.reader.restarts == 0
+
+
+@pytest.mark.parametrize("how", ["hangs", "may write", "late"])
+def test_B20_direct_a_pushed_load_that_failed_ends_the_agent_that_may_be_written(how: str) -> None:
+    worker = pushed()
+    now_ns = 1000 if how == "late" else 0
+    if how != "late":
+        worker.passed(4, ok=False)
+    if how == "may write":
+        worker.passed(6, ok=False, written=True)
+    assert not worker.advance(now_ns)
+    assert not worker.advance(now_ns + GIVE_UP_NS - 1)
+    assert worker.reader.restarts == 0
+    assert worker.advance(now_ns + GIVE_UP_NS)
+    assert worker.load.failed
+    assert worker.reader.restarts == 1
+    assert worker.said[-1] == p.Serves(*worker.reader.serves()), "peers write to the new one"
+
+
+def test_O14_direct_a_pushed_load_whose_session_is_over_ends_the_agent() -> None:
+    worker = pushed()
+    half = WorkerHalf.__new__(WorkerHalf)
+    half._direct = worker.reads
+    task = Task(worker.job, 0, reads=worker.load)
+    assert half._abandon(task, worker.job, 0) is None, "engine blocks may be written"
+    outcome = half._abandon(task, worker.job, GIVE_UP_NS)
+    assert outcome is not None
+    assert not outcome.ok
+    assert worker.reader.restarts == 1
+
+
 def test_O14_direct_a_load_whose_session_is_over_waits_for_what_is_being_read() -> None:
     worker = Worker()
     worker.reader.hangs = True
@@ -263,7 +331,8 @@ class Agent:
         self.known.append(metadata.decode())
         return metadata.decode()
 
-    def read(self, peer: str, *_places: object) -> tuple[int, bool]:
+    def move(self, peer: str, *_places: object, write: bool) -> tuple[int, bool]:
+        assert not write
         assert peer in self.known
         return 1, not self.flying
 

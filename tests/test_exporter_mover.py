@@ -15,7 +15,7 @@ import pytest
 from kvstore.protocol import u32
 from tiers.cpu import CpuExtent
 from tiers.exporter import mover as under_test
-from tiers.exporter.agent import Agent, Blocks, Flight, Indices, Region
+from tiers.exporter.agent import Agent, Blocks, Flight, Indices, Places, Region
 from tiers.exporter.errors import ErrorClass, MoveError
 from tiers.exporter.extents import Extent
 from tiers.exporter.messages import Ended, PeerRefused, Transfer, Unmapped
@@ -36,6 +36,7 @@ class FakeAgent(Agent):
         self.lists: dict[int, str | None] = {}
         self.flights: dict[int, tuple[str, int]] = {}  # whose, bytes
         self.started: list[tuple[str, int]] = []  # whose, blocks
+        self.placed: list[tuple[list[int], list[int]]] = []  # addresses here and there
         self.peers: dict[str, int] = {}  # how often met since it was last forgotten
         self.forgotten: Counter[str] = Counter()
         self.slow: set[str] = set()  # what is started with them is not over at once
@@ -96,6 +97,16 @@ class FakeAgent(Agent):
             raise MoveError("broken", self.broken[peer])
         flight = next(self.numbers)
         self.flights[flight] = (peer, len(local_indices) * SLOT)
+        return Flight(flight), peer not in self.slow
+
+    def move(self, peer: str, local: Places, remote: Places, *, write: bool) -> tuple[Flight, bool]:
+        assert write
+        assert local[:, 1].tolist() == remote[:, 1].tolist()
+        self.placed.append((local[:, 0].tolist(), remote[:, 0].tolist()))
+        if peer in self.broken and peer not in self.slow:
+            raise MoveError("broken", self.broken[peer])
+        flight = next(self.numbers)
+        self.flights[flight] = (peer, int(local[:, 1].sum()))
         return Flight(flight), peer not in self.slow
 
     def over(self, flight: Flight) -> bool:

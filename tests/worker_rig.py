@@ -10,7 +10,7 @@ import torch
 from connectors.client import Grant, StoreClient
 from connectors.jobs import EngineSpec, LoadJob, StepMeta, StoreJob, StoreSpec
 from connectors.link import Attacher, monotonic_ns
-from connectors.worker import WorkerHalf
+from connectors.worker import DirectWay, WorkerHalf
 from kvstore import protocol as p
 from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.types import GroupRule, make_key
@@ -50,7 +50,7 @@ class Rank:
         path: str,
         device: MakeDevice | None = None,
         *,
-        direct: bool = False,
+        direct: DirectWay = "",
     ) -> None:
         heads = HEADS // world
         self.heads = slice(rank * heads, (rank + 1) * heads)
@@ -107,7 +107,7 @@ class Rig:
         per: int = 1,
         pad: int = 0,
         device: MakeDevice | None = None,
-        direct: bool = False,
+        direct: DirectWay = "",
     ) -> None:
         self.per = per
         made = per, pad, path, device

@@ -23,6 +23,7 @@ from kvstore.layout import LayerRun, Move, PageRun, RankLayout, RankPages
 from tiers.copier import LayerCache, cache_of
 from tiers.exporter.child import ucx_settings
 from tiers.exporter.errors import MoveError
+from tiers.pages import in_pages, in_slots, rows
 
 if TYPE_CHECKING:
     from tiers.exporter.agent import Agent, Flight, Places
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 ENGINES_MAX = 64  # of peers, whose memory is known
 PEERS_MAX = 1024  # agents
+NETWORKS = "^shm"  # UCX's transports but those between processes of one machine
 READ_BYTES = 16 << 20  # of one read; in shared memory it is made by the call that starts it
 
 
@@ -49,8 +51,11 @@ class Reading(msgspec.Struct, eq=False):
 class EngineReader:
     """One worker's; called from one thread at a time."""
 
-    def __init__(self, caches: dict[str, LayerCache]) -> None:
-        """caches: by layer name. Raises NotSupported where they cannot be read into."""
+    def __init__(self, caches: dict[str, LayerCache], *, transports: str | None = None) -> None:
+        """caches: by layer name. transports: as in exporter Settings.
+
+        Raises NotSupported where they cannot be read into.
+        """
         kinds = {str(cache.storage.device) for cache in caches.values()}
         if kinds != {"cpu"}:
             raise NotSupported(f"direct = true: KV tensors are on {sorted(kinds)}, expected 'cpu'")
@@ -59,6 +64,8 @@ class EngineReader:
         except ImportError as exc:
             raise NotSupported(f"direct = true needs the package nixl: {exc}") from exc
         self._caches = caches
+        self._transports = transports
+        self.part_bytes: list[int] = []  # of an engine block, by group
         self._layout: RankLayout | None = None
         self._pages: list[tuple[PageRun, ...]] = []  # by group
         self._shared: dict[tuple[str, ...], list[list[Overlap]]] = {}  # by a peer's agents
@@ -73,7 +80,8 @@ class EngineReader:
             tuple(page_run(run, cache_of(run, self._caches)) for run in group.runs)
             for group in layout.groups
         ]
-        for name, value in ucx_settings(devices).items():
+        self.part_bytes = [sum(run.length for run in group.runs) for group in layout.groups]
+        for name, value in ucx_settings(devices, self._transports).items():
             os.putenv(name, value)  # UCX reads them when the first agent is made
         self._layout = layout
         self._peers.clear()
@@ -81,6 +89,11 @@ class EngineReader:
         self._shared.clear()
         if self._agent is None:
             self.restart()
+
+    @property
+    def agent(self) -> str:
+        """Its agent's name; "" without one."""
+        return "" if self._agent is None else self._agent.name
 
     def serves(self) -> tuple[RankPages, int] | None:
         """Say how peers reach this rank's blocks, and how many there are; None: they cannot.
@@ -137,13 +150,10 @@ class EngineReader:
             own = [(move, address) for move, address in moves if move.group == group]
             stride = self._layout.groups[group].stride
             blocks = np.array([move.block_id for move, _ in own], np.uint64)
-            starts = np.array([at + move.part * stride for move, at in own], np.uint64)
+            parts = np.array([at + move.part * stride for move, at in own], np.uint64)
             for page in pages if own else ():
-                pieces = np.arange(page.pieces, dtype=np.uint64)
-                here = (blocks * np.uint64(page.block_stride) + np.uint64(page.base))[:, None]
-                local.append(_rows(here + pieces * np.uint64(page.piece_stride), page.piece_bytes))
-                there = (starts + np.uint64(page.offset))[:, None]
-                remote.append(_rows(there + pieces * np.uint64(page.piece_bytes), page.piece_bytes))
+                local.append(in_pages(page, blocks))
+                remote.append(in_slots(page, parts))
         return self._start([(peer, local, remote)])
 
     def read_engine(self, ranks: Sequence[RankPages], moves: Sequence[tuple[Move, int]]) -> Reading:
@@ -156,8 +166,8 @@ class EngineReader:
                 blocks = np.array(own, np.uint64).reshape(-1, 2)
                 for each in overlaps if own else ():
                     if each.rank == number:
-                        local.append(_rows(each.here(blocks[:, 0]), each.size))
-                        remote.append(_rows(each.there(blocks[:, 1]), each.size))
+                        local.append(rows(each.here(blocks[:, 0]), each.size))
+                        remote.append(rows(each.there(blocks[:, 1]), each.size))
             if local:
                 parts.append((rank.agent, local, remote))
         return self._start(parts)
@@ -184,7 +194,7 @@ class EngineReader:
             for peer, here, there in parts:
                 self._meet(self._agent, peer)
                 local, remote = np.concatenate(here), np.concatenate(there)
-                flight, over = self._agent.read(peer, local, remote)
+                flight, over = self._agent.move(peer, local, remote, write=False)
                 if over:
                     self._agent.let_go(flight)
                 else:
@@ -287,9 +297,3 @@ def shared(own: Iterable[PageRun], theirs: Sequence[Iterable[PageRun]]) -> list[
             found.append(Overlap(other.rank, size, here, piece.stride, far, other.stride))
             reached += size
     return found
-
-
-def _rows(addresses: Places, size: int) -> Places:
-    rows = np.zeros((addresses.size, 3), np.uint64)
-    rows[:, 0], rows[:, 1] = addresses.ravel(), size
-    return rows

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -19,7 +20,7 @@ from kvstore.errors import InvariantBroken, TierFull
 from kvstore.export import messages as m
 from kvstore.export.fetches import Check, Read
 from kvstore.export.fetches import Tag as Part
-from kvstore.export.jobs import Tag, Write
+from kvstore.export.jobs import Fill, Tag, Write
 from kvstore.export.sums import block_sum, copied_sum
 from kvstore.protocol import u32
 from kvstore.service.moves import (
@@ -37,7 +38,7 @@ from kvstore.types import BlockKey
 from tiers.cpu import GENERATION_BYTES, CpuExtent
 from tiers.exporter.client import Down as Ended_
 from tiers.exporter.client import Event as Said
-from tiers.exporter.client import Exporter, Move, Settings
+from tiers.exporter.client import Exporter, Filling, Move, Settings
 from tiers.exporter.messages import Ended, Mapped, Metadata, NotMapped, Ready, Unmapped
 from tiers.exporter.reach import over_tcp
 from tiers.runner import Runner
@@ -193,7 +194,7 @@ class PeerMover:
         self._now_ns = 0
         self.moved_bytes: Counter[str] = Counter()
         self._transfers: dict[int, _Transfer] = {}
-        self._moving: dict[tuple[str | None, Tag | Part], int] = {}  # blocks -> their transfers
+        self._moving: dict[tuple[str | None, Tag | Part], list[int]] = {}  # blocks -> transfers
         self._unreached: set[int] = set()  # extents that the exporter could not map
         self._lost: list[Event] = []  # of those that were to be unmapped
         self._addresses: dict[int, int] = {}  # mapped, and peers were not told how to reach it
@@ -271,20 +272,26 @@ class PeerMover:
         found = self._transfers.pop(number)
         self.moved_bytes["pushed" if found.digest is None else "pulled"] += moved
         for tag in found.tags:
-            self._moving.pop((found.digest, tag), None)
+            moving = self._moving.get((found.digest, tag), [])
+            if number in moving:  # else it was abandoned
+                moving.remove(number)
+            if not moving:
+                self._moving.pop((found.digest, tag), None)
         if found.digest is None:
             return Written(found.tags, ok)  # type: ignore[arg-type]
         return Arrived(found.digest, found.tags, ok)  # type: ignore[arg-type]
 
-    def _start(self, move: Move, digest: str | None, tags: list[Tag] | list[Part]) -> None:
+    def _start(
+        self, move: Move | Filling, digest: str | None, tags: list[Tag] | list[Part]
+    ) -> None:
         number = self._exporter.start(move)
         self._transfers[number] = _Transfer(digest, tags, len(tags))
-        self._moving.update(dict.fromkeys(((digest, tag) for tag in tags), number))
+        for tag in tags:
+            self._moving.setdefault((digest, tag), []).append(number)
 
     def abandon(self, digest: str | None, tag: Tag | Part) -> None:
         """Nobody waits for a block any more; a transfer without any others is abandoned."""
-        number = self._moving.pop((digest, tag), None)
-        if number is not None:
+        for number in self._moving.pop((digest, tag), ()):
             self._transfers[number].wanted -= 1
             if not self._transfers[number].wanted:
                 self._exporter.abandon(number)
@@ -388,6 +395,12 @@ class PeerMover:
             agent, True, write.extent, region.base, region.slots * size, size, local, remote
         )
         self._start(move, None, tags)
+
+    def fill(self, tags: list[Tag], fill: Fill) -> None:
+        """Write to an engine of a peer's."""
+        rank, parts, blocks = fill.rank, array("Q", fill.offsets).tobytes(), u32(fill.blocks)
+        pages = rank.pages[fill.group]
+        self._start(Filling(rank.agent, fill.extent, pages, parts, blocks), None, tags)
 
     def read(self, tags: list[Part], agent: str, digest: str, read: Read) -> None:
         """Read a peer's slots into landing slots, some at a time."""

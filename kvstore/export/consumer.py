@@ -12,6 +12,7 @@ Of a direct fetch, which somebody claims by its number, and whose blocks workers
 
     OFFERED --claimed--> CLAIMED --readable there--> MOVING --read by all ranks--> CHECKED --> DONE
     CHECKED --was to be read in an engine's memory, which has something else--> CLAIMED
+    CLAIMED --pushed: writable at all ranks, the peer is told--> MOVING --written--> CHECKED
 
 Landing slots are never visible to anybody: what arrives late, or from somebody who should not
 write, lands there. One that may still be written when its block is given up is quarantined.
@@ -20,7 +21,7 @@ write, lands there. One that may still be written when its block is given up is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -38,8 +39,10 @@ from kvstore.export.fetches import (
     Turns,
     Work,
     engine_reads_of,
+    fills_of,
     reads_of,
 )
+from kvstore.layout import RankPages
 from kvstore.protocol import Message, u32
 from kvstore.types import BlockKey, Chain, JobResult, LookupResult, TransferJob
 
@@ -47,6 +50,8 @@ ANSWER_NS = 1_000_000_000
 STALL_NS = 10_000_000_000
 LEASE_MS = 30_000
 EXTEND_NS = 1_000_000_000  # a heartbeat is answered by who does not know the fetch any more
+UNCLAIMED = frozenset({State.WANTED, State.OFFERED})
+OPEN = frozenset(State) - {State.DONE}
 
 Send = Callable[[int, Message], None]
 
@@ -105,9 +110,7 @@ class Consumer:
         """Nothing more will be loaded of a fetch: what is offered and not claimed is let go of."""
         fetch = self._fetches.get(number)
         if fetch is not None:
-            for position, block in enumerate(fetch.blocks):
-                if block.state in {State.WANTED, State.OFFERED}:
-                    self._done(fetch, position, ok=False)
+            self._give_up(fetch, UNCLAIMED)
             self._settle(fetch)
 
     def offered(self, number: int) -> dict[int, str] | None:
@@ -124,16 +127,25 @@ class Consumer:
             wanted = [p for p in positions if fetch.blocks[p].state is State.OFFERED]
             for position in wanted:
                 fetch.blocks[position].state = State.CLAIMED
+            if fetch.push:
+                self._work.push(number)
             self._pass_on(fetch, wanted)
             self.claimed(number)
+
+    def fill(
+        self, number: int, targets: Mapping[int, list[int]], ranks: Sequence[RankPages]
+    ) -> None:
+        """A peer may write blocks of a direct fetch to these engine blocks, of all these ranks."""
+        fetch = self._fetches.get(number)
+        if fetch is not None:
+            for message in fills_of(fetch, targets, ranks):
+                self._send(fetch.peer, message)
 
     def let_go(self, number: int) -> None:
         """Nobody reads any more of a direct fetch."""
         fetch = self._fetches.get(number)
         if fetch is not None:
-            for position, block in enumerate(fetch.blocks):
-                if block.state is not State.DONE:
-                    self._done(fetch, position, ok=False)
+            self._give_up(fetch, OPEN)
             self._settle(fetch)
 
     def arrived(self, number: int, positions: Collection[int], now_ns: int, *, ok: bool) -> None:
@@ -183,7 +195,8 @@ class Consumer:
             raise ProtocolError(f"job {message.job} is not this peer's")
         fetch.heard_ns = now_ns
         if isinstance(message, m.Offer):
-            self._offer(fetch, message)
+            fetch.take(message)
+            self._give_up(fetch, {State.WANTED})
         elif isinstance(message, m.Have):
             self._have(fetch, message)
         elif isinstance(message, m.Resident):
@@ -191,6 +204,7 @@ class Consumer:
         elif isinstance(message, m.Valid):
             self._valid(fetch, message)
         else:
+            fetch.ended = message.reason != m.LEASE_OVER
             self._fail(fetch, "ended")
             self._written_no_more(message)
         self._settle(fetch)
@@ -206,13 +220,7 @@ class Consumer:
             self._settle(fetch)
         for slots in (self._late_reads.values(), *self._late_writes.values()):
             self._landing.give(list(slots))
-        self._late_reads.clear()
-        self._late_writes.clear()
-
-    @property
-    def busy(self) -> bool:
-        """Tell whether anything is wanted."""
-        return bool(self._fetches)
+        self._late_reads, self._late_writes = {}, {}
 
     @property
     def open(self) -> int:
@@ -238,23 +246,6 @@ class Consumer:
             self._settle(fetch)
         self._turns.forget(peer)
 
-    def _offer(self, fetch: Fetch, offer: m.Offer) -> None:
-        offered = m.positions_of(offer.positions, len(fetch.blocks))
-        if fetch.offered or len(offer.which) != len(offered):
-            raise ProtocolError(
-                f"a second offer, or {len(offer.which)} tiers of {len(offered)} blocks"
-            )
-        fetch.offered = True
-        for position, tier in zip(offered, offer.which, strict=True):
-            if tier >= len(offer.tiers):
-                raise ProtocolError(f"tier {tier}, expected below {len(offer.tiers)}")
-            fetch.tiers[position] = offer.tiers[tier]
-            if fetch.blocks[position].state is State.WANTED:  # else it was given up before
-                fetch.blocks[position].state = State.OFFERED
-        for position, block in enumerate(fetch.blocks):
-            if block.state is State.WANTED:
-                self._done(fetch, position, ok=False)
-
     def _have(self, fetch: Fetch, have: m.Have) -> None:
         landed, positions = [], []
         for position, (extent, slot), summed in m.places_of(have, len(fetch.blocks)):
@@ -271,12 +262,16 @@ class Consumer:
             block.place, block.sum = (known, slot), summed
             if fetch.push and block.state is State.MOVING:
                 landed.append(position)
-        self._check(fetch, landed)
         if fetch.direct:
+            for position in landed:
+                fetch.blocks[position].state = State.CHECKED
+            self._confirm(fetch, landed)
             self._pass_on(fetch, positions)
+        else:
+            self._check(fetch, landed)
 
     def _resident(self, fetch: Fetch, message: m.Resident) -> None:
-        if not fetch.direct:
+        if not fetch.direct or fetch.push:
             raise ProtocolError(f"job {message.job} was not asked to be read in an engine")
         fetch.learn(message)
         found = m.residents_of(message, len(fetch.blocks))
@@ -414,7 +409,7 @@ class Consumer:
     def _pass_on(self, fetch: Fetch, positions: Collection[int]) -> None:
         """Have workers read what can be read now."""
         found = []
-        for position in positions:
+        for position in () if fetch.push else positions:
             block = fetch.blocks[position]
             if block.state is State.CLAIMED and (block.resident or block.place):
                 block.state = State.MOVING
@@ -458,6 +453,7 @@ class Consumer:
             self._late_reads[Tag(fetch.number, position)] = late
             self._work.abandon(Tag(fetch.number, position))
         claimed = block.state in {State.CLAIMED, State.MOVING, State.CHECKED}
+        written = fetch.push and block.state is State.MOVING and not fetch.ended
         block.state = State.DONE
         fetch.left -= 1
         if self._located.get(block.key) == Tag(fetch.number, position):
@@ -465,7 +461,7 @@ class Consumer:
         if block.load is not None:
             self._loads.ended(block.load, ok=ok)
         if fetch.direct and claimed:
-            self._work.passed(fetch.number, position, ok=ok)
+            self._work.passed(fetch.number, position, ok=ok, written=written)
 
     def _confirm(self, fetch: Fetch, positions: Sequence[int], unread: Sequence[int] = ()) -> None:
         """Ask whether the lease of what has arrived held until now."""
@@ -487,8 +483,12 @@ class Consumer:
     def _fail(self, fetch: Fetch, event: str) -> None:
         """Nothing more comes; a copy into a slot of ours that is under way ends first."""
         self.counts[event] += 1
+        self._give_up(fetch, OPEN - {State.LANDED})
+
+    def _give_up(self, fetch: Fetch, states: Collection[State]) -> None:
+        """Have what is in one of these states be not ready."""
         for position, block in enumerate(fetch.blocks):
-            if block.state not in {State.LANDED, State.DONE}:
+            if block.state in states:
                 self._done(fetch, position, ok=False)
 
     def _settle(self, fetch: Fetch) -> None:

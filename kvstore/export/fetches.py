@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -12,6 +12,7 @@ import msgspec
 from kvstore.errors import ProtocolError, TierIOError
 from kvstore.export import messages as m
 from kvstore.layout import RankPages
+from kvstore.protocol import u32
 from kvstore.types import BlockKey, JobId, JobResult, Slot, TransferJob
 
 REGIONS_MAX = 1 << 16  # of all peers
@@ -46,7 +47,7 @@ class Block(msgspec.Struct, eq=False):
 
 
 class Fetch(msgspec.Struct, eq=False):
-    """What is wanted from one peer in one go; direct: read by workers, into engine memory."""
+    """What is wanted from one peer in one go; direct: by workers, into engine memory."""
 
     number: int
     peer: int
@@ -61,6 +62,8 @@ class Fetch(msgspec.Struct, eq=False):
     released: bool = False
     tiers: dict[int, str] = {}  # position -> the peer's tier
     direct: bool = False
+    ranks_told: bool = False  # to the peer: where it writes
+    ended: bool = False  # the peer writes nothing any more
     engines: dict[int, Sequence[RankPages]] = {}  # of the peer's, whose memory was told
 
     def learn(self, message: m.Resident) -> None:
@@ -71,6 +74,21 @@ class Fetch(msgspec.Struct, eq=False):
             raise ProtocolError(
                 f"engine {message.engine} without its memory, or more than {m.ENGINES_MAX} of them"
             )
+
+    def take(self, offer: m.Offer) -> None:
+        """Note what is to be had. Raises ProtocolError for a second offer, or one without sense."""
+        offered = m.positions_of(offer.positions, len(self.blocks))
+        if self.offered or len(offer.which) != len(offered):
+            raise ProtocolError(
+                f"a second offer, or {len(offer.which)} tiers of {len(offered)} blocks"
+            )
+        self.offered = True
+        for position, tier in zip(offered, offer.which, strict=True):
+            if tier >= len(offer.tiers):
+                raise ProtocolError(f"tier {tier}, expected below {len(offer.tiers)}")
+            self.tiers[position] = offer.tiers[tier]
+            if self.blocks[position].state is State.WANTED:  # else it was given up before
+                self.blocks[position].state = State.OFFERED
 
     def tier_of(self, position: int) -> str:
         """Name the tier of the peer's that a block came from, as it is counted."""
@@ -133,8 +151,12 @@ class Work(Protocol):
         """Have workers read the memory of a peer's engine; the answer is Consumer.arrived."""
         ...
 
-    def passed(self, number: int, position: int, *, ok: bool) -> None:
-        """Tell the workers what came of a block that they were to read."""
+    def push(self, number: int) -> None:
+        """Have workers say where a peer may write; the answer is Consumer.fill."""
+        ...
+
+    def passed(self, number: int, position: int, *, ok: bool, written: bool) -> None:
+        """Tell the workers what came of a block that they wait for; written: it may still be."""
         ...
 
 
@@ -209,6 +231,22 @@ def reads_of(blocks: Iterable[tuple[int, Block]]) -> Iterator[tuple[list[int], R
             if block.landing is not None:
                 read.landing.append(block.landing)
     yield from reads.values()
+
+
+def fills_of(
+    fetch: Fetch, targets: Mapping[int, list[int]], ranks: Sequence[RankPages]
+) -> Iterator[m.Fill]:
+    """Tell the peer where to write, by how many engine blocks a block has; the ranks once."""
+    sizes: dict[int, list[int]] = {}
+    for position, found in targets.items():
+        if fetch.blocks[position].state is State.CLAIMED:
+            fetch.blocks[position].state = State.MOVING
+            sizes.setdefault(len(found), []).append(position)
+    for positions in sizes.values():
+        blocks = u32([block for position in positions for block in targets[position]])
+        new = () if fetch.ranks_told else tuple(ranks)
+        fetch.ranks_told = True
+        yield m.Fill(fetch.number, u32(positions), blocks, new)
 
 
 def engine_reads_of(fetch: Fetch, blocks: Iterable[tuple[int, Block]]) -> Iterator[EngineRead]:

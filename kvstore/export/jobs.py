@@ -90,6 +90,10 @@ class Work(Protocol):
         """Write slots of one of our extents to a peer; the answer is Producer.written."""
         ...
 
+    def fill(self, tags: list[Tag], fill: Fill) -> None:
+        """Write parts of slots to an engine of a peer's; the answer is Producer.written."""
+        ...
+
     def abandon(self, tag: Tag) -> None:
         """Nobody waits for a write any more: what has not begun is not begun; written() comes."""
         ...
@@ -107,6 +111,19 @@ class Write(msgspec.Struct, frozen=True):
     slot_bytes: int
     landing: m.Region
     landing_slots: list[int]
+
+
+class Fill(msgspec.Struct, frozen=True):
+    """Parts of slots of one extent and group, and one rank's engine blocks that they go to.
+
+    offsets: where in the extent each part begins.
+    """
+
+    extent: int
+    rank: RankPages
+    group: int
+    offsets: list[int]
+    blocks: list[int]
 
 
 class State(enum.Enum):
@@ -133,6 +150,9 @@ class Block(msgspec.Struct, eq=False):
     entry: Entry | None = None
     sum: int = 0
     landing: tuple[m.Region, int] | None = None
+    target: list[int] | None = None  # engine blocks of the peer's, if it is written there
+    writes: int = 0  # that have not ended
+    failed: bool = False  # one of them
     resident: Resident | None = None  # where it was told to be, if not in its slot
     moved: bool = False  # it was told so, and is not there any more
 
@@ -158,6 +178,7 @@ class Job(msgspec.Struct, eq=False):
     left: int = 0  # blocks that are not DONE
     direct: bool = False
     engines: set[int] = set()  # whose memory was told
+    ranks: tuple[RankPages, ...] = ()  # of the peer's engine, if blocks are written there
     over: bool = False
     released: bool = False
 

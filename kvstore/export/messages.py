@@ -120,6 +120,19 @@ class Land(Message, frozen=True):
     metadata: Metadata = b""
 
 
+class Fill(Message, frozen=True):
+    """Where blocks of a direct want may be written: in the memory of the consumer's engine.
+
+    blocks: u32 engine blocks, as many for each position; 0: that part is not wanted. ranks: the
+    engine's memory, unless the job has named it before.
+    """
+
+    job: int
+    positions: bytes
+    blocks: bytes
+    ranks: Annotated[tuple[RankPages, ...], msgspec.Meta(max_length=RANKS_MAX)] = ()
+
+
 class Confirm(Message, frozen=True):
     """Ask whether the lease held until now: these positions have arrived with the right sums.
 
@@ -268,7 +281,7 @@ class Noted(Message, frozen=True):
     state: Literal["waits", "released", "gone", "lapsed", "unknown", "ambiguous"]
 
 
-ToProducer = Hello | Locate | Want | Land | Confirm | Extend | Release | Keep | Done
+ToProducer = Hello | Locate | Want | Land | Fill | Confirm | Extend | Release | Keep | Done
 ToConsumer = Welcome | Starting | Refused | Located | Offer | Have | Resident | Valid | End | Noted
 
 
@@ -333,7 +346,7 @@ def places_of(have: Have, count: int) -> list[tuple[int, tuple[int, int], int]]:
     return list(zip(positions, zip(places[::2], places[1::2], strict=True), sums, strict=True))
 
 
-def residents_of(message: Resident, count: int) -> dict[int, list[int]]:
+def residents_of(message: Resident | Fill, count: int) -> dict[int, list[int]]:
     """Return engine blocks by position. Raises ProtocolError."""
     positions, blocks = positions_of(message.positions, count), from_u32(message.blocks)
     per = len(blocks) // max(1, len(positions))

@@ -22,7 +22,7 @@ def news(peer: Peer, job: Job, region: Region) -> Iterator[Message]:
     """Take what is to be told of a job, and say it; what cannot be said yet stays."""
     waiting, job.news = job.news, []
     waiting = [position for position in waiting if job.blocks[position].slot is not None]
-    if job.direct:
+    if job.direct and not job.push:
         engines = set(job.engines)
         for position in waiting:
             block = job.blocks[position]

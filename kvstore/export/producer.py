@@ -5,8 +5,8 @@ Of each wanted block:
     AWAITED --ready in memory, pinned----------------------> SUMMING
     AWAITED --on a lower tier, being read into a slot------> STAGING --read--> SUMMING
     SUMMING --its sum is known--> SUMMED --to be pulled----> TOLD
-    AWAITED, STAGING --direct, without a sum---------------> TOLD
-    SUMMED --to be pushed, and there is a landing slot-----> WRITING --written--> TOLD
+    AWAITED, STAGING --direct, without a sum---------------> TOLD, pushed: SUMMED
+    SUMMED --pushed: a landing slot, or an engine, is named> WRITING --written--> TOLD
     TOLD --confirmed---------------------------------------> DONE, not held any more
     TOLD, in an engine's memory --overwritten there--------> TOLD, in its slot
     AWAITED --its request ended without it-----------------> DONE
@@ -26,8 +26,9 @@ from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
 from kvstore.export.difference import difference
 from kvstore.export.hands import Hands
-from kvstore.export.jobs import BUSY, Block, Job, Peer, Source, State, Tag, Work, Write
+from kvstore.export.jobs import BUSY, Block, Job, Peer, Source, State, Tag, Work
 from kvstore.export.news import is_overwritten, news
+from kvstore.export.writes import fills, learn, slot_writes, tags_of
 from kvstore.protocol import Message, from_u32, u32
 from kvstore.tier import Tier
 from kvstore.types import BlockKey, Chain, LookupResult
@@ -39,6 +40,7 @@ BLOCKS_MAX = 1 << 20  # wanted by one peer at one time
 MEMORY, PREFILL = "cpu", "prefill"
 
 Send = Callable[[int, Message], None]
+OfJob = m.Land | m.Fill | m.Confirm | m.Extend | m.Release
 
 
 class Producer:
@@ -89,7 +91,7 @@ class Producer:
         elif isinstance(message, m.Locate):
             state, keys = self.hands.located(message.request, peer.source.manager)
             self._send(number, m.Located(message.request, state, keys))
-        elif isinstance(message, m.Land | m.Confirm | m.Extend | m.Release):
+        elif isinstance(message, OfJob):
             self._of_job(peer, message, now_ns)
         else:
             raise ProtocolError(f"{type(message).__name__} is not for a producer")
@@ -103,9 +105,7 @@ class Producer:
         found = self.hands.report(manager, message.request, message.rank, message.consumers)
         self._send(number, m.Noted(message.request, found))
 
-    def _of_job(
-        self, peer: Peer, message: m.Land | m.Confirm | m.Extend | m.Release, now_ns: int
-    ) -> None:
+    def _of_job(self, peer: Peer, message: OfJob, now_ns: int) -> None:
         job = peer.jobs.get(message.job)
         if job is None:
             self._send(peer.number, m.End(message.job, "unknown"))
@@ -114,6 +114,8 @@ class Producer:
             return  # its End follows once nothing is written any more
         if isinstance(message, m.Land):
             self._land(job, message)
+        elif isinstance(message, m.Fill):
+            self._fill(peer, job, message)
         elif isinstance(message, m.Confirm):
             self._confirm(peer, job, message)
         elif isinstance(message, m.Extend):
@@ -250,7 +252,7 @@ class Producer:
     def _land(self, job: Job, land: m.Land) -> None:
         positions = m.positions_of(land.positions, len(job.blocks))
         slots = from_u32(land.slots)
-        if not job.push or len(positions) != len(slots):
+        if not job.push or job.direct or len(positions) != len(slots):
             raise ProtocolError(f"{len(slots)} landing slots for {len(positions)} blocks to push")
         if any(slot >= land.region.slots for slot in slots):
             raise ProtocolError(f"landing slots {slots[:8]}, expected below {land.region.slots}")
@@ -261,6 +263,14 @@ class Producer:
             block.landing = (land.region, slot)
             if block.state is State.SUMMED:
                 self._write(job, position)
+
+    def _fill(self, peer: Peer, job: Job, fill: m.Fill) -> None:
+        """Take note of where blocks go in the peer's engine, and write those that are there."""
+        for position in learn(peer.source.layout, job, fill):
+            if job.blocks[position].state is State.SUMMED:
+                self._write(job, position)
+        for rank in fill.ranks:
+            self._meet(peer.number, rank.agent, rank.metadata)
 
     def _confirm(self, peer: Peer, job: Job, confirm: m.Confirm) -> None:
         positions = m.positions_of(confirm.positions, len(job.blocks))
@@ -325,7 +335,11 @@ class Producer:
         self.counts["failed"] += 0 if ok else len(tags)
         for position in (tag.position for tag in tags):
             block = job.blocks[position]
-            if not ok or job.released:
+            block.failed = block.failed or not ok
+            block.writes -= state is State.WRITING and job.direct
+            if block.writes > 0:
+                continue  # to other ranks
+            if block.failed or job.released:
                 self._done(peer, job, position)
             elif state is State.STAGING:
                 self._sum(job, position)
@@ -384,7 +398,7 @@ class Producer:
         source = peer.source
         slots = source.manager.prepare_store(len(positions))
         job.awaited.extendleft(reversed(positions[len(slots) :]))
-        tags = _tags(peer, job, positions[: len(slots)])
+        tags = tags_of(peer, job, positions[: len(slots)])
         for tag, slot in zip(tags, slots, strict=True):
             block = job.blocks[tag.position]
             block.state, block.slot = State.STAGING, slot
@@ -393,10 +407,19 @@ class Producer:
             keys = [job.blocks[tag.position].key for tag in tags]
             source.tiering.stage(tier, keys, slots, tags)
 
-    @staticmethod
-    def _sum(job: Job, position: int) -> None:
-        job.blocks[position].state = State.TOLD if job.direct else State.SUMMING
-        (job.news if job.direct else job.unsummed).append(position)
+    def _sum(self, job: Job, position: int) -> None:
+        """Take a block's sum, or go on without: for a direct want nobody could check it."""
+        block = job.blocks[position]
+        if not job.direct:
+            block.state = State.SUMMING
+            job.unsummed.append(position)
+        elif not job.push:
+            block.state = State.TOLD
+            job.news.append(position)
+        elif block.target is not None:
+            self._write(job, position)
+        else:
+            block.state = State.SUMMED
 
     @staticmethod
     def _write(job: Job, position: int) -> None:
@@ -407,23 +430,17 @@ class Producer:
         positions, job.unsummed = job.unsummed, []
         blocks = [job.blocks[position] for position in positions]
         named = [(block.key, block.slot) for block in blocks if block.slot is not None]
-        self._work.sum(_tags(peer, job, positions), peer.source, named)
+        self._work.sum(tags_of(peer, job, positions), peer.source, named)
 
     def _start_writes(self, peer: Peer, job: Job) -> None:
-        """Write what waits, in one go for each pair of extents."""
+        """Write what waits."""
         positions, job.unwritten = job.unwritten, []
-        batches: dict[tuple[int, m.Region], list[tuple[int, int, int]]] = {}
-        for position in positions:
-            block = job.blocks[position]
-            if block.slot is not None and block.landing is not None:
-                extent, number = peer.source.place(block.slot)
-                region, slot = block.landing
-                batches.setdefault((extent, region), []).append((position, number, slot))
-        for (extent, region), moves in batches.items():
-            numbers, slots = [move[1] for move in moves], [move[2] for move in moves]
-            size = peer.source.layout.slot_bytes
-            tags = _tags(peer, job, [move[0] for move in moves])
-            self._work.write(tags, peer.agent, Write(extent, numbers, size, region, slots))
+        for tags, write in () if job.direct else slot_writes(peer, job, positions):
+            self._work.write(tags, peer.agent, write)
+        for tags, fill in fills(peer, job, positions) if job.direct else ():
+            for tag in tags:
+                job.blocks[tag.position].writes += 1
+            self._work.fill(tags, fill)
 
     def _tell(self, peer: Peer, job: Job) -> None:
         """Send what can be read, or has been written, since the last time."""
@@ -472,7 +489,3 @@ class Producer:
             self._send(peer.number, m.End(job.number, "released" if job.released else "all"))
         elif not peer.jobs:
             self._peers.pop(peer.number, None)
-
-
-def _tags(peer: Peer, job: Job, positions: list[int]) -> list[Tag]:
-    return [Tag(peer.number, job.number, position) for position in positions]

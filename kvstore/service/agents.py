@@ -1,4 +1,4 @@
-"""Which peers' exporters ours knows: those of open connections, and some of before.
+"""Which agents of peers our exporter knows: those of open connections, and some of before.
 
 NIXL keeps a socket for each peer that is forgotten and met again while it lives, and nothing for
 one that has ended. So peers are kept beyond their connections, and the longest unused go first.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 KNOWN_MAX = 1024
+NAMED_MAX = 256  # on one connection: an exporter, and engines' workers that are written to
 
 
 class Mover(Protocol):
@@ -29,7 +30,7 @@ class Agents:
     def __init__(self, mover: Mover) -> None:
         """mover: is told, and keeps telling each new exporter of ours."""
         self._mover = mover
-        self._named: dict[int, str] = {}  # by connection
+        self._named: dict[int, list[str]] = {}  # by connection; the first is its exporter
         self._users: dict[str, set[int]] = {}  # their connections; longest unused first
 
     def __len__(self) -> int:
@@ -37,9 +38,13 @@ class Agents:
         return len(self._users)
 
     def meet(self, connection: int, agent: str, metadata: bytes) -> None:
-        """A peer has said who its exporter is; no name: it has none."""
+        """A peer has said who its exporter is, or a worker of its engine; no name: it has none."""
         if agent:
-            self._named[connection] = agent
+            named = self._named.setdefault(connection, [])
+            if agent not in named:
+                named.append(agent)
+            if len(named) > NAMED_MAX:
+                self._users[named.pop(1)].discard(connection)
             users = self._users.pop(agent, set())
             users.add(connection)
             self._users[agent] = users
@@ -48,17 +53,16 @@ class Agents:
 
     def update(self, connection: int, metadata: bytes) -> None:
         """A peer's exporter has other memory now. One that was not named is not known."""
-        agent = self._named.get(connection)
-        if agent is not None:
-            self._mover.add_peer(agent, metadata)
+        named = self._named.get(connection)
+        if named is not None:
+            self._mover.add_peer(named[0], metadata)
 
     def leave(self, connection: int) -> None:
         """A connection has ended."""
-        agent = self._named.pop(connection, None)
-        if agent is not None:
+        for agent in self._named.pop(connection, ()):
             self._users[agent].discard(connection)
             self._users[agent] = self._users.pop(agent)
-            self._forget_some()
+        self._forget_some()
 
     def _forget_some(self) -> None:
         if len(self._users) > KNOWN_MAX:

@@ -126,7 +126,6 @@ class Desk:
         push = lookup.push
         if push is None:
             push = not direct and peers.pushes(lookup.peer)
-        direct = direct and not push
         if direct:
             lacking = reaching_on(namespace.layout.rules, lacking, ask.blocks)
         indices = tuple(p.u32(group) for group in lacking)

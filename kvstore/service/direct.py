@@ -1,8 +1,9 @@
-"""Fetches whose blocks the workers of an engine read themselves, straight into its memory.
+"""Fetches whose blocks workers of an engine read, or peers write, straight into its memory.
 
 desk    claimed, for a lease ----------> begin()
 peer    can be read now ---------------> tell(): Places to each worker
 workers Arrived, from each rank -------> arrived(): the consumer asks whether it is good
+        pushed: Target, from each rank --> target(): the consumer tells the peer
 peer    the lease held, or it failed --> passed(): Passed to each worker, at the end of a turn
 lease   has ended ---------------------> end()
 """
@@ -17,6 +18,7 @@ from kvstore import protocol as p
 from kvstore.errors import ProtocolError
 from kvstore.export.fetches import EngineRead
 from kvstore.export.messages import Region, clip
+from kvstore.layout import RankPages
 from kvstore.leases import GroupHit
 from kvstore.types import GroupRule
 
@@ -62,11 +64,14 @@ class _Fetch(msgspec.Struct, eq=False):
     workers: Mapping[int, int]  # rank -> connection
     positions: frozenset[int]
     read: dict[int, set[int]] = {}
-    passed: dict[bool, list[int]] = {}  # not told yet: which are good, which are not
+    passed: dict[tuple[bool, bool], list[int]] = {}  # not told yet: good, or may be written
     agent: tuple[str, bytes] | None = None  # of the peer's exporter, as it was told last
     in_engine: set[int] = set()  # positions that are being read there
     unread: set[int] = set()  # of these, what some rank could not read
     engines: set[int] = set()  # whose memory was told
+    push: bool = False
+    agents: dict[int, str] = {}  # of ranks that have named engine blocks
+    targets: dict[int, list[int]] = {}  # engine blocks that some rank has named, by position
 
     def expect(self, positions: Iterable[int], *, in_engine: bool = False) -> None:
         """All ranks will read these: for the first time, or again from elsewhere."""
@@ -135,6 +140,56 @@ class Direct:
             told = p.InEngine(number, read.engine, ranks, positions, blocks)
             self._send(connection, told, None)
 
+    def push(self, digest: str, number: int) -> None:
+        """A fetch's peer writes its blocks: workers are to say where."""
+        fetch = self._fetches.get((digest, number))
+        if fetch is not None:
+            fetch.push = True
+            for connection in fetch.workers.values():
+                self._send(connection, p.Push(number), None)
+
+    def target(
+        self,
+        digest: str,
+        session: int,
+        rank: int,
+        message: p.Target,
+        ranks: Sequence[RankPages],
+    ) -> dict[int, list[int]] | None:
+        """Note where a rank can be written; return what all of them can, by position.
+
+        ranks: of its engine, as they are now. None: one has another agent than it had when it
+        named its blocks, which may be used otherwise by now. Raises ProtocolError for another
+        session's, or not claimed ones, or ranks that disagree.
+        """
+        fetch = self._fetches.get((digest, message.fetch))
+        positions, blocks = p.from_u32(message.positions), p.from_u32(message.blocks)
+        if fetch is None:
+            return {}
+        per = len(blocks) // max(1, len(positions))
+        if not fetch.push or len(blocks) != per * len(positions):
+            raise ProtocolError(f"{len(blocks)} engine blocks for {len(positions)} positions")
+        self._check(fetch, message.fetch, session, positions)
+        whole = {}
+        fetch.agents[rank] = message.agent
+        for number, position in enumerate(positions):
+            found = blocks[number * per : number * per + per]
+            if fetch.targets.setdefault(position, found) != found:
+                raise ProtocolError(f"engine blocks {found[:8]} of rank {rank}, others have others")
+            ready = fetch.read.setdefault(position, set())
+            ready.add(rank)
+            if len(ready) == len(fetch.workers):
+                whole[position] = found
+        named = [fetch.agents[number] for number in sorted(fetch.agents)]
+        return None if whole and named != [each.agent for each in ranks] else whole
+
+    @staticmethod
+    def _check(fetch: _Fetch, number: int, session: int, positions: Sequence[int]) -> None:
+        if fetch.session != session:
+            raise ProtocolError(f"fetch {number} is another engine's")
+        if not fetch.positions.issuperset(positions):
+            raise ProtocolError(f"positions {positions[:8]}, which the engine has not claimed")
+
     def arrived(
         self, digest: str, session: int, rank: int, message: p.Arrived
     ) -> tuple[list[int], bool] | None:
@@ -146,11 +201,10 @@ class Direct:
         fetch = self._fetches.get((digest, message.fetch))
         if fetch is None:
             return None
-        if fetch.session != session:
-            raise ProtocolError(f"fetch {message.fetch} is another engine's")
         positions = p.from_u32(message.positions)
-        if not fetch.positions.issuperset(positions):
-            raise ProtocolError(f"positions {positions[:8]}, which the engine has not claimed")
+        self._check(fetch, message.fetch, session, positions)
+        if fetch.push:
+            raise ProtocolError(f"fetch {message.fetch} is written by its peer, not read")
         if not message.ok and fetch.in_engine.isdisjoint(positions):
             return positions, False
         whole = []
@@ -163,11 +217,11 @@ class Direct:
                 whole.append(position)
         return whole, fetch.unread.isdisjoint(whole)
 
-    def passed(self, digest: str, number: int, position: int, *, ok: bool) -> None:
-        """A block is good, or will not be."""
+    def passed(self, digest: str, number: int, position: int, *, ok: bool, written: bool) -> None:
+        """A block is good, or will not be, and may still be written."""
         fetch = self._fetches.get((digest, number))
         if fetch is not None:
-            fetch.passed.setdefault(ok, []).append(position)
+            fetch.passed.setdefault((ok, written and not ok), []).append(position)
             self._news.add((digest, number))
 
     def flush(self) -> None:
@@ -176,9 +230,9 @@ class Direct:
         for of in news:
             fetch = self._fetches[of]
             passed, fetch.passed = fetch.passed, {}
-            for ok, positions in passed.items():
+            for how, positions in passed.items():
                 for connection in fetch.workers.values():
-                    self._send(connection, p.Passed(of[1], p.u32(positions), ok), None)
+                    self._send(connection, p.Passed(of[1], p.u32(positions), *how), None)
 
     def end(self, digest: str, number: int) -> None:
         """Its lease has ended: workers wait for it no more, or are told not to."""

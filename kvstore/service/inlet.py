@@ -66,9 +66,14 @@ class Inlet:
         """Have workers read the memory of a peer's engine."""
         self._direct.tell_engine(self._namespace.layout.digest, number, read)
 
-    def passed(self, number: int, position: int, *, ok: bool) -> None:
-        """A block that workers were to read is good, or will not be."""
-        self._direct.passed(self._namespace.layout.digest, number, position, ok=ok)
+    def push(self, number: int) -> None:
+        """Have workers say where a peer may write."""
+        self._direct.push(self._namespace.layout.digest, number)
+
+    def passed(self, number: int, position: int, *, ok: bool, written: bool) -> None:
+        """A block that workers wait for is good, or will not be."""
+        digest = self._namespace.layout.digest
+        self._direct.passed(digest, number, position, ok=ok, written=written)
 
     def abandon(self, tag: Part) -> None:
         """Nobody waits for a read any more."""

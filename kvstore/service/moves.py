@@ -10,7 +10,7 @@ import msgspec
 from kvstore.export import messages as m
 from kvstore.export.fetches import Check, Read
 from kvstore.export.fetches import Tag as Part
-from kvstore.export.jobs import Tag, Write
+from kvstore.export.jobs import Fill, Tag, Write
 from kvstore.types import BlockKey
 
 BUSY_S = 0.005  # what is waited for wakes the loop up; deadlines do not
@@ -156,6 +156,10 @@ class Mover(Protocol):
 
     def write(self, tags: list[Tag], agent: str, write: Write) -> None:
         """Write to a peer; ends as Written."""
+        ...
+
+    def fill(self, tags: list[Tag], fill: Fill) -> None:
+        """Write to an engine of a peer's; ends as Written."""
         ...
 
     def read(self, tags: list[Part], agent: str, digest: str, read: Read) -> None:

@@ -22,11 +22,11 @@ import msgspec
 from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
 from kvstore.export.consumer import STALL_NS, Consumer
-from kvstore.export.jobs import Source, Tag, Write
+from kvstore.export.jobs import Fill, Source, Tag, Write
 from kvstore.export.producer import Producer
 from kvstore.metrics import Numbers
 from kvstore.protocol import Arrived as Arrived_
-from kvstore.protocol import Extent, Message, Unmap
+from kvstore.protocol import Extent, Message, Target, Unmap
 from kvstore.service.agents import Agents
 from kvstore.service.channel import Channel, ClusterKey
 from kvstore.service.direct import Direct, Send, no_workers
@@ -51,6 +51,7 @@ from kvstore.types import BlockKey, Slot
 
 log = logging.getLogger(__name__)
 
+OfFetch = Arrived_ | Target
 EVENTS = (
     *("fetched", "corrupt", "late", "ended", "lost", "exporter", "cleared"),  # as a consumer
     *("let_go", "heartbeats"),
@@ -215,14 +216,20 @@ class Peers:
         self.direct.begin(digest, fetch, session.number, workers, positions)
         self.inlet(namespace).claim(fetch, positions)
 
-    def arrived(
-        self, namespace: Namespace, session: int, rank: int, message: Arrived_, now_ns: int
+    def of_fetch(
+        self, namespace: Namespace, session: int, rank: int, message: OfFetch, now_ns: int
     ) -> None:
-        """A worker has read, or could not. Raises ProtocolError for what is not its engine's."""
-        found = self.direct.arrived(namespace.layout.digest, session, rank, message)
-        if found is not None:
-            positions, ok = found
-            self.inlet(namespace).arrived(message.fetch, positions, now_ns, ok=ok)
+        """A worker has read, or could not, or can be written to. Raises ProtocolError."""
+        digest, consumer = namespace.layout.digest, self.inlet(namespace)
+        if isinstance(message, Target):
+            ranks = namespace.engines.ranks(session)
+            targets = self.direct.target(digest, session, rank, message, ranks)
+            if targets is None:
+                consumer.let_go(message.fetch)
+            else:
+                consumer.fill(message.fetch, targets, ranks)
+        elif (found := self.direct.arrived(digest, session, rank, message)) is not None:
+            consumer.arrived(message.fetch, found[0], now_ns, ok=found[1])
 
     def end_of(self, session: int) -> None:
         """An engine is gone."""
@@ -332,7 +339,7 @@ class Peers:
         if self._noted or self.channel.waiting:
             return 0.0
         wait_s = self._mover.wait_s(now_ns)
-        if self.producer.busy or any(i.consumer.busy for i in self._inlets.values()):
+        if self.producer.busy or any(i.consumer.open for i in self._inlets.values()):
             return BUSY_S if wait_s is None else min(BUSY_S, wait_s)
         return wait_s
 
@@ -408,7 +415,7 @@ class Peers:
         inlets, now_ns = self._inlets.values(), self._now_ns
         crowded = any(inlet.crowded for inlet in inlets)
         late = self._mover.abandoned_bytes or any(i.consumer.quarantined for i in inlets)
-        used = self.producer.wanted or any(inlet.consumer.busy for inlet in inlets)
+        used = self.producer.wanted or any(inlet.consumer.open for inlet in inlets)
         quiet = late and not used
         self._crowded_ns = (self._crowded_ns or now_ns) if crowded else None
         self._quiet_ns = (self._quiet_ns or now_ns) if quiet else None
@@ -470,6 +477,10 @@ class Peers:
     def write(self, tags: list[Tag], agent: str, write: Write) -> None:
         """Write slots of one of our extents to a peer."""
         self._mover.write(tags, agent, write)
+
+    def fill(self, tags: list[Tag], fill: Fill) -> None:
+        """Write parts of slots to an engine of a peer's."""
+        self._mover.fill(tags, fill)
 
     def abandon(self, tag: Tag) -> None:
         """Nobody waits for a write any more."""

@@ -132,8 +132,8 @@ class Store:
             self._stored(session, self._rank(session, connection), message)
         elif isinstance(message, p.Loaded):
             self._loaded(session, self._rank(session, connection), message)
-        elif isinstance(message, p.Arrived):
-            self._arrived(session, self._rank(session, connection), message)
+        elif isinstance(message, p.Arrived | p.Target):
+            self._of_fetch(session, self._rank(session, connection), message)
         elif isinstance(message, p.Serves):
             self._serves(session, self._rank(session, connection), message)
         elif isinstance(message, p.Mapped | p.Unmapped):
@@ -436,9 +436,9 @@ class Store:
             if board is not None and session.scheduler is not None:
                 self._send(session.scheduler, *board)
 
-    def _arrived(self, session: Session, rank: int, message: p.Arrived) -> None:
+    def _of_fetch(self, session: Session, rank: int, message: p.Arrived | p.Target) -> None:
         if self._peers is not None and session.namespace is not None:
-            self._peers.arrived(session.namespace, session.number, rank, message, self._now_ns)
+            self._peers.of_fetch(session.namespace, session.number, rank, message, self._now_ns)
 
     # Admin
 

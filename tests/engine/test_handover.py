@@ -173,7 +173,16 @@ def fetched(found: dict[str, float]) -> dict[str, int]:
     return {tier: count for tier, count in counts.items() if count}
 
 
-@pytest.fixture(scope="module", params=["pull", "push", "direct", "direct from the engine"])
+WAYS = [
+    "pull",
+    "push",
+    "direct",
+    pytest.param("direct push", marks=pytest.mark.e2e),
+    "direct from the engine",
+]
+
+
+@pytest.fixture(scope="module", params=WAYS)
 def nodes(
     request: pytest.FixtureRequest,
     model_name: str,
@@ -183,7 +192,7 @@ def nodes(
     folder = tmp_path_factory.mktemp("nodes")
     disk = f'[nvme]\npath = "{folder / "kv"}"\ncapacity = "1GiB"\n'
     direct, serving = request.param.startswith("direct"), "from" in request.param
-    how = {"transfer": "pull" if direct else request.param, "direct": direct}
+    how = {"transfer": "push" if "push" in request.param else "pull", "direct": direct}
     with ExitStack() as ends:
         yield (
             Node(model(model_name), folder / "p", ends, disk, direct=serving),

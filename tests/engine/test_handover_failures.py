@@ -120,7 +120,10 @@ class Node:
         eventually(lambda: not held())
 
 
-WAYS = ["pull", *(pytest.param(way, marks=pytest.mark.e2e) for way in ("push", "direct"))]
+WAYS = [
+    "pull",
+    *(pytest.param(way, marks=pytest.mark.e2e) for way in ("push", "direct", "direct push")),
+]
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -132,8 +135,8 @@ def nodes(
     folder = tmp_path_factory.mktemp("failing")
     with ExitStack() as ends:
         prefill = Node(model("llama_s"), folder / "p", ends)
-        direct = request.param == "direct"
-        how = {"transfer": "pull" if direct else request.param, "direct": direct}
+        direct, push = "direct" in request.param, "push" in request.param
+        how = {"transfer": "push" if push else "pull", "direct": direct}
         decode = Node(model("llama_s"), folder / "d", ends, **how)
         first = [Request(id="first", tokens=prompt(5000, 200))]  # memory is made for the first one
         computed = prefill.run(first, [HANDED], 1)

@@ -156,13 +156,12 @@ class Agent:
             raise failed("ended", exc) from exc
         return Flight(flight), status == _bindings.NIXL_SUCCESS
 
-    def read(self, peer: str, local: Places, remote: Places) -> tuple[Flight, bool]:
-        """Start reading places of a peer into our own, one by one; else like start()."""
+    def move(self, peer: str, local: Places, remote: Places, *, write: bool) -> tuple[Flight, bool]:
+        """Start moving between places of ours and of a peer's, one by one; else like start()."""
+        operation = _bindings.NIXL_WRITE if write else _bindings.NIXL_READ
         lists = [_bindings.nixlXferDList(_bindings.DRAM_SEG, each) for each in (local, remote)]
         try:
-            flight = self._agent.createXferReq(
-                _bindings.NIXL_READ, *lists, peer, "", self._backends
-            )
+            flight = self._agent.createXferReq(operation, *lists, peer, "", self._backends)
         except ERRORS as exc:
             raise failed("not started", exc) from exc
         return self._post(flight)

@@ -20,6 +20,7 @@ from typing import Literal
 import msgspec
 
 from kvstore.errors import ProtocolError, TierIOError, check
+from kvstore.layout import PageRun
 from kvstore.protocol import Message
 from tiers.exporter.child import Child
 from tiers.exporter.messages import (
@@ -27,6 +28,7 @@ from tiers.exporter.messages import (
     AddPeer,
     Ended,
     Failed,
+    Fill,
     Map,
     Mapped,
     Metadata,
@@ -94,6 +96,27 @@ class Move(msgspec.Struct, frozen=True):
     block_bytes: int
     local: bytes
     remote: bytes
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that it moves."""
+        return len(self.local) // 4 * self.block_bytes
+
+
+class Filling(msgspec.Struct, frozen=True):
+    """A transfer into a peer's engine: see messages.Fill."""
+
+    peer: str
+    extent: int
+    pages: tuple[PageRun, ...]
+    parts: bytes
+    blocks: bytes
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that it writes."""
+        part = sum(page.pieces * page.piece_bytes for page in self.pages)
+        return len(self.blocks) // 4 * part
 
 
 class _Extent(msgspec.Struct):
@@ -224,13 +247,14 @@ class Exporter:
         if self._peers.pop(peer, None) is not None and self._running:
             self._send(RemovePeer(peer))
 
-    def start(self, move: Move) -> int:
+    def start(self, move: Move | Filling) -> int:
         """Start a transfer; returns its number, which an Ended will have."""
         number = self._next_id
         self._next_id += 1
-        asked = Transfer(number, **msgspec.structs.asdict(move))
+        kind = Transfer if isinstance(move, Move) else Fill
+        asked = kind(number, **msgspec.structs.asdict(move))
         if self._running:
-            self._open[number] = _Open(len(move.local) // 4 * move.block_bytes)
+            self._open[number] = _Open(move.bytes)
             self._send(asked)
         else:
             self._events.append(Ended(number, 0, 0.0, "failed", "the exporter is not running"))

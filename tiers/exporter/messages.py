@@ -6,7 +6,7 @@
       Map + fd --------------------------------> maps, registers
         <-------------------- Mapped, Metadata   how to reach it now
       AddPeer ---------------------------------> what a peer's store has said of its exporter
-      Transfer --------------------------------> moves
+      Transfer, Fill --------------------------> moves
         <------------------------------- Ended
 
 Wrong is the answer to what has no other. A Failed is the last message.
@@ -14,6 +14,7 @@ Wrong is the answer to what has no other. A Failed is the last message.
 
 from __future__ import annotations
 
+from kvstore.layout import PageRun
 from kvstore.protocol import Message
 from tiers.exporter.errors import ErrorClass
 
@@ -69,6 +70,21 @@ class Transfer(Message, frozen=True):
     block_bytes: int
     local: bytes
     remote: bytes
+
+
+class Fill(Message, frozen=True):
+    """Write parts of an own extent to an engine's blocks, in memory of a peer's.
+
+    pages: where bytes of a part lie in there. parts: where in the extent each begins (u64);
+    blocks: the engine block that it is written to (u32).
+    """
+
+    id: int
+    peer: str
+    extent: int
+    pages: tuple[PageRun, ...]
+    parts: bytes
+    blocks: bytes
 
 
 class Abandon(Message, frozen=True):
@@ -154,7 +170,7 @@ class Failed(Message, frozen=True):
     text: str
 
 
-ToExporter = Map | Unmap | AddPeer | RemovePeer | Transfer | Abandon | Ping
+ToExporter = Map | Unmap | AddPeer | RemovePeer | Transfer | Fill | Abandon | Ping
 ToStore = (
     Ready | Mapped | NotMapped | Unmapped | Metadata | PeerRefused | Ended | Pong | Wrong | Failed
 )

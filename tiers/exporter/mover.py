@@ -18,10 +18,11 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from tiers.exporter.agent import Agent, Blocks, Flight, Indices
+from tiers.exporter.agent import Agent, Blocks, Flight, Indices, Places
 from tiers.exporter.errors import ErrorClass, MoveError
 from tiers.exporter.extents import Extent
-from tiers.exporter.messages import Ended, PeerRefused, Transfer, Unmapped
+from tiers.exporter.messages import Ended, Fill, PeerRefused, Transfer, Unmapped
+from tiers.pages import in_pages, in_slots
 
 CHUNK_BYTES = 16 << 20  # a few ms of the one thread
 FLIGHTS_MAX = 4  # chunks of a peer under way
@@ -32,12 +33,13 @@ _ADDRESS_MAX = 1 << 63
 
 
 class _Open(msgspec.Struct, eq=False):
-    """A transfer that has not ended."""
+    """A transfer that has not ended; start: a part of its blocks."""
 
-    asked: Transfer
+    asked: Transfer | Fill
     extent: Extent
-    local: Indices
-    remote: Indices
+    count: int  # of blocks
+    block_bytes: int
+    start: Callable[[slice], tuple[Flight, bool]]
     since_s: float
     at: int = 0  # blocks before it have been started
     flights: int = 0
@@ -197,12 +199,12 @@ class Mover:
 
     # Transfers
 
-    def start(self, asked: Transfer) -> str | None:
+    def start(self, asked: Transfer | Fill) -> str | None:
         """Do a transfer; returns what is wrong if there can be no result."""
         if asked.id in self._open:
             return f"transfer {asked.id} is open, expected a new number"
         try:
-            found = self._checked(asked)
+            found = self._opened(asked)
         except MoveError as exc:
             self._send(Ended(asked.id, 0, 0.0, exc.error, str(exc)))
             return None
@@ -219,7 +221,8 @@ class Mover:
         if found is not None:
             self._fail(found, "failed", "abandoned")
 
-    def _checked(self, asked: Transfer) -> _Open:
+    def _opened(self, asked: Transfer | Fill) -> _Open:
+        """Check what is asked for. Raises MoveError."""
         peer, extent = self._peers.get(asked.peer), self._extents.get(asked.extent)
         if peer is None or (peer.changing and peer.metadata is None):
             raise _refused(f"peer {asked.peer!r}, expected one of {sorted(self._peers)}")
@@ -227,6 +230,11 @@ class Mover:
             raise MoveError(peer.gone, "gone")
         if extent is None or extent.leaving:
             raise _refused(f"extent {asked.extent}, expected one of {sorted(self._extents)}")
+        if isinstance(asked, Fill):
+            return self._filling(asked, extent)
+        return self._transfer(peer, asked, extent)
+
+    def _transfer(self, peer: _Peer, asked: Transfer, extent: Extent) -> _Open:
         if not asked.write and not extent.writable:
             raise _refused(f"a read into extent {asked.extent}, expected a writable one")
         if not 0 < asked.block_bytes <= min(asked.region_bytes, extent.bytes):
@@ -238,21 +246,30 @@ class Mover:
         remote = _positions("remote", asked.remote, asked.region_bytes // asked.block_bytes)
         if len(local) != len(remote) or not len(local):
             raise _refused(f"{len(local)} local and {len(remote)} remote blocks, expected as many")
-        return _Open(asked, extent, local, remote, self._clock())
+
+        def start(part: slice) -> tuple[Flight, bool]:
+            here, there = extent.blocks(asked.block_bytes), self._blocks(peer, asked)
+            return self._agent.start(here, local[part], there, remote[part], write=asked.write)
+
+        return _Open(asked, extent, len(local), asked.block_bytes, start, self._clock())
+
+    def _filling(self, asked: Fill, extent: Extent) -> _Open:
+        parts, blocks = fill_checked(asked, extent.bytes)
+        parts += np.uint64(extent.address)
+
+        def start(part: slice) -> tuple[Flight, bool]:
+            local = np.concatenate([in_slots(page, parts[part]) for page in asked.pages])
+            remote = np.concatenate([in_pages(page, blocks[part]) for page in asked.pages])
+            return self._agent.move(asked.peer, local, remote, write=True)
+
+        size = sum(page.pieces * page.piece_bytes for page in asked.pages)
+        return _Open(asked, extent, len(blocks), size, start, self._clock())
 
     def _start(self, peer: _Peer, found: _Open) -> None:
         """Start the next chunk of a transfer."""
-        asked = found.asked
-        stop = found.at + max(1, CHUNK_BYTES // asked.block_bytes)
-        part = slice(found.at, stop)
+        stop = found.at + max(1, CHUNK_BYTES // found.block_bytes)
         try:
-            flight, over = self._agent.start(
-                found.extent.blocks(asked.block_bytes),
-                found.local[part],
-                self._blocks(peer, asked),
-                found.remote[part],
-                write=asked.write,
-            )
+            flight, over = found.start(slice(found.at, stop))
         except MoveError as exc:
             if exc.error == "refused" and not peer.fresh:
                 peer.changing = True  # it may be reached by what NIXL knew before
@@ -265,7 +282,7 @@ class Mover:
         found.at = stop
         found.flights += 1
         found.extent.flights += 1
-        if stop < len(found.local):
+        if stop < found.count:
             peer.waiting.append(found)
         if over:
             self._landed(flight, found)
@@ -304,7 +321,7 @@ class Mover:
         self._agent.let_go(flight)
         found.flights -= 1
         found.extent.flights -= 1
-        if error is None and not found.flights and found.at >= len(found.local):
+        if error is None and not found.flights and found.at >= found.count:
             self._end(found)
         self._unmap(found.asked.extent, found.extent)
 
@@ -320,7 +337,7 @@ class Mover:
             waiting = self._peers[found.asked.peer].waiting
             if found in waiting:
                 waiting.remove(found)
-            found.at = len(found.local)
+            found.at = found.count
         if not found.flights:
             self._end(found)
 
@@ -338,6 +355,25 @@ class Mover:
 
 def _may_start(peer: _Peer) -> bool:
     return bool(peer.waiting) and len(peer.flying) < FLIGHTS_MAX and not peer.changing
+
+
+def fill_checked(asked: Fill, extent_bytes: int) -> tuple[Places, Places]:
+    """Return where parts begin, and engine blocks. Raises MoveError for what cannot be."""
+    if len(asked.parts) % 8 or len(asked.blocks) % 4 or not asked.pages:
+        raise _refused(f"{len(asked.pages)} runs of pages, {len(asked.parts)} bytes of parts")
+    parts = np.frombuffer(asked.parts, np.uint64).copy()
+    blocks = np.frombuffer(asked.blocks, np.uint32).astype(np.uint64)
+    if len(parts) != len(blocks) or not len(parts):
+        raise _refused(f"{len(parts)} parts for {len(blocks)} engine blocks, expected as many")
+    last, block = int(parts.max()), int(blocks.max())
+    for page in asked.pages:
+        end = last + page.offset + page.pieces * page.piece_bytes
+        if end > extent_bytes:
+            raise _refused(f"a part that ends at {end}, expected up to {extent_bytes}")
+        far = page.base + block * page.block_stride + page.pieces * page.piece_stride
+        if far + page.piece_bytes > _ADDRESS_MAX:
+            raise _refused(f"engine block {block} of {page}, expected addresses below 2^63")
+    return parts, blocks
 
 
 def _refused(text: str) -> MoveError:

@@ -26,6 +26,7 @@ from tiers.exporter.messages import (
     Abandon,
     AddPeer,
     Failed,
+    Fill,
     Map,
     Mapped,
     Metadata,
@@ -105,7 +106,7 @@ class Server:
     def _do(self, message: Message) -> None:
         wrong = None
         match message:
-            case Transfer():
+            case Transfer() | Fill():
                 wrong = self._mover.start(message)
             case Abandon(number):
                 self._mover.abandon(number)

@@ -1,0 +1,105 @@
+"""What a producer writes to a peer: slots to its landing slots, or parts of them to its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvstore.errors import ProtocolError
+from kvstore.export import messages as m
+from kvstore.export.jobs import Fill, Job, Peer, Tag, Write
+from kvstore.layout import RankPages, SlotLayout
+
+
+def tags_of(peer: Peer, job: Job, positions: Sequence[int]) -> list[Tag]:
+    """Name blocks of a job to whoever works on them."""
+    return [Tag(peer.number, job.number, position) for position in positions]
+
+
+def slot_writes(
+    peer: Peer, job: Job, positions: Sequence[int]
+) -> Iterator[tuple[list[Tag], Write]]:
+    """Gather what goes to landing slots, in one go for each pair of extents."""
+    batches: dict[tuple[int, m.Region], list[tuple[int, int, int]]] = {}
+    for position in positions:
+        block = job.blocks[position]
+        if block.slot is not None and block.landing is not None:
+            extent, number = peer.source.place(block.slot)
+            region, slot = block.landing
+            batches.setdefault((extent, region), []).append((position, number, slot))
+    size = peer.source.layout.slot_bytes
+    for (extent, region), moves in batches.items():
+        numbers, slots = [move[1] for move in moves], [move[2] for move in moves]
+        tags = tags_of(peer, job, [move[0] for move in moves])
+        yield tags, Write(extent, numbers, size, region, slots)
+
+
+def fills(peer: Peer, job: Job, positions: Sequence[int]) -> Iterator[tuple[list[Tag], Fill]]:
+    """Gather what goes to an engine, for each rank, extent and group."""
+    layout = peer.source.layout
+    batches: dict[tuple[int, int], tuple[list[int], list[int], list[int]]] = {}
+    for position in positions:
+        block, group = job.blocks[position], job.order[position][1]
+        if block.slot is None or block.target is None:
+            continue
+        extent, number = peer.source.place(block.slot)
+        chosen, offsets, blocks = batches.setdefault((extent, group), ([], [], []))
+        chosen.append(position)
+        for part, engine_block in enumerate(block.target):
+            if engine_block:
+                offsets.append(number * layout.slot_bytes + part * _stride(layout, group))
+                blocks.append(engine_block)
+    for (extent, group), (chosen, offsets, blocks) in batches.items():
+        for rank in job.ranks:
+            if rank.pages[group]:
+                yield tags_of(peer, job, chosen), Fill(extent, rank, group, offsets, blocks)
+
+
+def learn(layout: SlotLayout, job: Job, fill: m.Fill) -> list[int]:
+    """Take note of where blocks go in the peer's engine; return which. Raises ProtocolError."""
+    if not (job.push and job.direct) or bool(fill.ranks) == bool(job.ranks):
+        raise ProtocolError(
+            f"engine blocks with {len(fill.ranks)} ranks for job {job.number}, expected a direct"
+            " push, and ranks once"
+        )
+    if fill.ranks:
+        _check_ranks(layout, fill.ranks)
+        job.ranks = fill.ranks
+    targets = m.residents_of(fill, len(job.blocks))
+    for position, blocks in targets.items():
+        _check_target(layout, job, position, blocks)
+        job.blocks[position].target = blocks
+    return list(targets)
+
+
+def _check_ranks(layout: SlotLayout, ranks: Sequence[RankPages]) -> None:
+    """Refuse pages that are not of parts of such slots: they would be read from other blocks."""
+    for number, rank in enumerate(ranks):
+        if len(rank.pages) != len(layout.rules):
+            raise ProtocolError(
+                f"pages of {len(rank.pages)} groups of rank {number}, expected {len(layout.rules)}"
+            )
+        for group, pages in enumerate(rank.pages):
+            end = max((run.offset + run.pieces * run.piece_bytes for run in pages), default=0)
+            if end > _stride(layout, group):
+                raise ProtocolError(
+                    f"pages of rank {number} up to byte {end} of a part of group {group},"
+                    f" expected up to {_stride(layout, group)}"
+                )
+
+
+def _check_target(layout: SlotLayout, job: Job, position: int, blocks: Sequence[int]) -> None:
+    group = job.order[position][1]
+    most = layout.slot_bytes // _stride(layout, group)
+    if len(blocks) > most or not any(blocks):
+        raise ProtocolError(
+            f"engine blocks {list(blocks[:8])} for position {position}, expected up to {most},"
+            " and one that is not 0"
+        )
+    if not any(rank.pages[group] for rank in job.ranks):
+        raise ProtocolError(f"no pages of group {group}, which position {position} is of")
+    if job.blocks[position].target is not None:
+        raise ProtocolError(f"a second place for position {position}")
+
+
+def _stride(layout: SlotLayout, group: int) -> int:
+    return layout.ranks[0].groups[group].stride

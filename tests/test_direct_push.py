@@ -1,0 +1,344 @@
+"""Blocks that a peer writes straight into an engine's memory: both sides, without processes."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvstore import protocol as p
+from kvstore.errors import ProtocolError
+from kvstore.export import messages as m
+from kvstore.export.consumer import ANSWER_NS, STALL_NS
+from kvstore.export.jobs import Fill, Job, Tag
+from kvstore.layout import GroupLayout, PageRun, RankLayout, RankPages
+from kvstore.service import agents
+from kvstore.service.direct import Direct
+from tests.export_rig import Pair
+from tests.fakes import SLOT_BYTES, hashes, u32
+from tests.test_peer_limits import Told
+
+HALF = SLOT_BYTES // 2
+
+
+def page(offset: int, size: int) -> PageRun:
+    return PageRun(offset, size, 1, 1 << 20, 2 * size, 0)
+
+
+RANKS = tuple(
+    RankPages(f"rank {n}", b"md", ((page(n * HALF, HALF),),)) for n in range(2)
+)  # of an engine whose ranks have half a block each
+TARGETS = {0: [10], 1: [11], 2: [12]}
+
+
+def claimed(pair: Pair, chain: list[bytes], request: str = "") -> int:
+    """A pushed fetch of all of a chain, which workers wait for."""
+    indices = (u32(range(len(chain))),)
+    want = m.Want(1, b"".join(chain), 32, indices, b"", request, push=True)
+    number = pair.consumer.want(pair.peer, want, pair.taker.now_ns, direct=True)
+    while pair.consumer.offered(number) is None:
+        pair.run(1)
+    pair.consumer.claim(number, range(len(chain)))
+    assert pair.pushing == [number]
+    return number
+
+
+def job_of(pair: Pair) -> Job:
+    (peer,) = pair.producer._peers.values()
+    (job,) = peer.jobs.values()
+    return job
+
+
+def filled(pair: Pair) -> list[tuple[str, int, list[int], list[int]]]:
+    found = [(fill.rank.agent, fill.extent, fill.offsets, fill.blocks) for fill in pair.filled]
+    return sorted(found)
+
+
+def test_L1_direct_a_peer_writes_blocks_to_all_ranks_once_it_is_told_where() -> None:
+    pair, chain = Pair(), hashes(3)
+    pair.put(chain)
+    number = claimed(pair, chain)
+    pair.run(20)
+    assert not pair.filled, "it does not know where"
+    pair.consumer.fill(number, {0: [10], 2: [12]}, RANKS)
+    pair.consumer.fill(number, {1: [11]}, RANKS)
+    pair.run(20)
+    assert pair.met[1:] == ["rank 0", "rank 1"], "after the exporter, once each"
+    slots = [job[2] for job in filled(pair)]
+    assert all(offset % SLOT_BYTES == 0 for offsets in slots for offset in offsets)
+    assert sorted(block for job in filled(pair) for block in job[3]) == [10, 10, 11, 11, 12, 12]
+    assert pair.passed == {(number, position): True for position in range(3)}
+    assert not pair.unsafe
+    assert pair.consumer.fetched == {"cpu": 3}
+    pair.run(5)
+    pair.check_nothing_left()
+
+
+def test_P7_direct_blocks_are_written_as_a_prefill_computes_them() -> None:
+    pair, chain = Pair(), hashes(3)
+    pair.hand("r")
+    number = claimed(pair, chain, "r")
+    pair.consumer.fill(number, TARGETS, RANKS)
+    pair.run(5)
+    assert not pair.passed
+    pair.put(chain[:2])
+    pair.run(10)
+    assert pair.passed == {(number, 0): True, (number, 1): True}
+    pair.producer.hands.gone("r")
+    pair.run(10)
+    assert pair.passed[number, 2] is False
+    assert not pair.unsafe, "its peer has said that nothing more comes"
+    pair.check_nothing_left()
+
+
+def test_B13_direct_parts_that_are_not_wanted_are_not_written() -> None:
+    """Blocks of two engine blocks: the second one of the last is not wanted."""
+    pair, chain = Pair(), hashes(2)
+    rank = RankLayout(SLOT_BYTES, (GroupLayout(HALF, ()),))
+    pair.source.layout = msgspec.structs.replace(pair.source.layout, ranks=(rank,))
+    pair.put(chain)
+    number = claimed(pair, chain)
+    ranks = (RankPages("rank", b"md", ((page(0, HALF),),)),)
+    pair.consumer.fill(number, {0: [20, 21], 1: [22, 0]}, ranks)
+    pair.run(20)
+    parts = {
+        b: o % SLOT_BYTES for f in pair.filled for o, b in zip(f.offsets, f.blocks, strict=True)
+    }
+    assert parts == {20: 0, 21: HALF, 22: 0}
+    pair.run(5)
+    pair.check_nothing_left()
+
+
+def test_B20_direct_a_slot_is_let_go_of_when_the_last_of_its_writes_has_ended() -> None:
+    pair, chain = Pair(), hashes(1)
+    pair.put(chain)
+    held: list[tuple[list[Tag], Fill]] = []
+    pair.fill = lambda tags, fill: held.append((tags, fill))  # type: ignore[method-assign]
+    number = claimed(pair, chain)
+    pair.consumer.fill(number, {0: [10]}, RANKS)
+    pair.run(5)
+    assert len(held) == 2
+    tags = held[0][0]
+    pair.producer.written(tags, ok=False)
+    pair.run(5)
+    assert job_of(pair).blocks[0].slot is not None, "the other rank's half is being written"
+    assert not pair.passed
+    pair.producer.written(tags, ok=True)
+    pair.run(5)
+    assert pair.passed == {(number, 0): False}
+    assert not pair.unsafe
+    pair.check_nothing_left()
+
+
+@pytest.mark.parametrize("how", ["lost", "late", "let go", "lease", "exporter"])
+def test_B20_direct_what_a_peer_may_still_write_is_told_so(how: str) -> None:
+    pair, chain = Pair(), hashes(3)
+    pair.put(chain)
+    pair.fill = lambda *_: None  # type: ignore[method-assign] # its writes do not end
+    number = claimed(pair, chain)
+    pair.consumer.fill(number, {0: [10], 1: [11]}, RANKS)
+    pair.run(5)
+    match how:
+        case "lost":
+            pair.lose()
+        case "late":
+            pair.down.cut = True
+            pair.consumer.tick(pair.taker.now_ns + STALL_NS + ANSWER_NS)
+        case "let go":
+            pair.consumer.let_go(number)
+        case "lease":
+            end = m.End(number, m.LEASE_OVER)
+            pair.consumer.on_message(pair.peer, end, pair.taker.now_ns)
+        case _:
+            pair.consumer.on_exporter_lost()
+    assert pair.passed == {(number, position): False for position in range(3)}
+    assert pair.unsafe == {(number, 0), (number, 1)}, "the third was not told"
+
+
+def test_B20_direct_what_was_written_and_is_not_good_is_written_no_more() -> None:
+    pair, chain = Pair(), hashes(1)
+    pair.put(chain)
+    number = claimed(pair, chain)
+    pair.consumer.fill(number, {0: [10]}, RANKS)
+    while not any(isinstance(message, m.Confirm) for message in pair.up.sent):
+        pair.run(1)
+    pair.lose()
+    assert pair.passed == {(number, 0): False}
+    assert not pair.unsafe
+
+
+ENOUGH = u32([0]), u32([10])
+
+
+@pytest.mark.parametrize(
+    ("positions", "blocks", "ranks", "expected"),
+    [
+        (*ENOUGH, (), "with 0 ranks for job 1, expected a direct push, and ranks once"),
+        (*ENOUGH, (RankPages("r", b"", ()),), "pages of 0 groups of rank 0, expected 1"),
+        (
+            *ENOUGH,
+            (RANKS[0], RankPages("r", b"", ((page(HALF, HALF + 1),),))),
+            "pages of rank 1 up to byte 4097 of a part of group 0, expected up to 4096",
+        ),
+        (*ENOUGH, (RankPages("r", b"", ((),)),), "no pages of group 0, which position 0 is of"),
+        (u32([0]), u32([1, 2]), RANKS, r"engine blocks \[1, 2\] for position 0, expected up to 1"),
+        (u32([0]), u32([0]), RANKS, r"engine blocks \[0\] for position 0, .* one that is not 0"),
+        (u32([0, 7]), u32([1, 2]), RANKS, "positions"),
+    ],
+)
+def test_B2_direct_a_place_that_cannot_be_written_is_refused(
+    positions: bytes, blocks: bytes, ranks: tuple[RankPages, ...], expected: str
+) -> None:
+    pair, chain = Pair(), hashes(2)
+    pair.put(chain)
+    claimed(pair, chain)
+    pair.run(5)
+    fill = m.Fill(1, positions, blocks, ranks)
+    with pytest.raises(ProtocolError, match=expected):
+        pair.producer.on_message(pair.peer, fill, pair.giver.now_ns)
+    pair.run(5)
+    assert not pair.filled
+
+
+def test_B2_direct_a_place_is_told_once() -> None:
+    pair, chain = Pair(), hashes(2)
+    pair.put(chain)
+    claimed(pair, chain)
+    pair.run(5)
+    first = m.Fill(1, u32([0]), u32([10]), RANKS)
+    pair.producer.on_message(pair.peer, first, pair.giver.now_ns)
+    for again, expected in (
+        (first, "with 2 ranks"),
+        (m.Fill(1, u32([0]), u32([10])), "a second place for position 0"),
+    ):
+        with pytest.raises(ProtocolError, match=expected):
+            pair.producer.on_message(pair.peer, again, pair.giver.now_ns)
+
+
+@pytest.mark.parametrize(("push", "direct"), [(True, False), (False, True)])
+def test_B2_direct_places_are_for_a_direct_push_only(push: bool, direct: bool) -> None:
+    pair, chain = Pair(), hashes(1)
+    pair.put(chain)
+    want = m.Want(1, chain[0], 32, (u32([0]),), push=push)
+    pair.consumer.want(pair.peer, want, pair.taker.now_ns, direct=direct)
+    pair.run(5)
+    fill = m.Fill(1, u32([0]), u32([10]), RANKS)
+    with pytest.raises(ProtocolError, match="expected a direct push"):
+        pair.producer.on_message(pair.peer, fill, pair.giver.now_ns)
+
+
+def test_B2_direct_landing_slots_are_not_for_a_direct_push() -> None:
+    pair, chain = Pair(), hashes(1)
+    pair.put(chain)
+    claimed(pair, chain)
+    pair.run(5)
+    land = m.Land(1, m.Region(900, 4096, 6), u32([0]), u32([0]), b"md")
+    with pytest.raises(ProtocolError, match="landing slots"):
+        pair.producer.on_message(pair.peer, land, pair.giver.now_ns)
+
+
+def test_B2_direct_a_peer_that_writes_does_not_say_what_to_read_in_an_engine() -> None:
+    pair, chain = Pair(), hashes(1)
+    pair.put(chain)
+    number = claimed(pair, chain)
+    message = m.Resident(number, u32([0]), 3, u32([1]), RANKS)
+    with pytest.raises(ProtocolError, match="was not asked to be read in an engine"):
+        pair.consumer.on_message(pair.peer, message, pair.taker.now_ns)
+
+
+# The store between workers and consumer
+
+
+def waiting(push: bool = True) -> tuple[Direct, list[tuple[int, p.Message]]]:
+    """A claimed fetch of two ranks, whose workers were told to name their engine blocks."""
+    sent: list[tuple[int, p.Message]] = []
+    made = Direct(lambda connection, message, _: sent.append((connection, message)))
+    made.begin("n", 5, 1, {0: 10, 1: 11}, [0, 1])
+    if push:
+        made.push("n", 5)
+        assert sent == [(10, p.Push(5)), (11, p.Push(5))]
+    return made, sent
+
+
+def named(rank: int, *positions: int) -> p.Target:
+    blocks = u32([10 + position for position in positions])
+    return p.Target(5, f"rank {rank}", u32(positions), blocks)
+
+
+def test_B13_direct_a_peer_is_told_what_all_ranks_have_named() -> None:
+    made, _ = waiting()
+    assert made.target("n", 1, 0, named(0, 0, 1), RANKS) == {}
+    assert made.target("n", 1, 1, named(1, 1), RANKS) == {1: [11]}
+    assert made.target("n", 1, 1, named(1, 0), RANKS) == {0: [10]}
+    assert made.target("n", 1, 1, p.Target(6, "rank 1", u32([0]), u32([10])), RANKS) == {}, "over"
+
+
+@pytest.mark.parametrize("ranks", [RANKS[:1], (), (RANKS[0], RankPages("new", b"", ()))])
+def test_B20_direct_blocks_that_were_named_by_an_agent_that_has_ended_are_told_to_nobody(
+    ranks: tuple[RankPages, ...],
+) -> None:
+    """Their load is over: they may be another request's by now."""
+    made, _ = waiting()
+    assert made.target("n", 1, 0, named(0, 0), ranks) == {}
+    assert made.target("n", 1, 1, named(1, 0), ranks) is None
+
+
+@pytest.mark.parametrize(
+    ("push", "session", "message", "expected"),
+    [
+        (False, 1, named(1, 0), "1 engine blocks for 1 positions"),
+        (True, 2, named(1, 0), "another engine's"),
+        (True, 1, named(1, 3), "which the engine has not claimed"),
+        (True, 1, p.Target(5, "rank 1", u32([0, 1]), u32([1, 2, 3])), "3 engine blocks for 2"),
+        (True, 1, p.Target(5, "rank 1", u32([0]), u32([99])), r"\[99\] of rank 1, others have"),
+        (True, 1, p.Arrived(5, u32([0]), 8, ok=True), "written by its peer, not read"),
+    ],
+)
+def test_B2_direct_engine_blocks_that_are_not_a_workers_to_name_are_refused(
+    push: bool, session: int, message: p.Target | p.Arrived, expected: str
+) -> None:
+    made, _ = waiting(push)
+    if push:
+        made.target("n", 1, 0, named(0, 0), RANKS)
+
+    def tell() -> None:
+        if isinstance(message, p.Target):
+            made.target("n", session, 1, message, RANKS)
+        else:
+            made.arrived("n", session, 1, message)
+
+    with pytest.raises(ProtocolError, match=expected):
+        tell()
+
+
+def test_B20_direct_workers_are_told_what_may_still_be_written() -> None:
+    made, sent = waiting()
+    sent.clear()
+    made.passed("n", 5, 0, ok=False, written=True)
+    made.passed("n", 5, 1, ok=False, written=False)
+    made.flush()
+    assert [message for connection, message in sent if connection == 10] == [
+        p.Passed(5, u32([0]), ok=False, written=True),
+        p.Passed(5, u32([1]), ok=False),
+    ]
+
+
+# The exporter's peers
+
+
+def test_the_workers_of_a_peers_engine_are_known_as_long_as_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agents, "NAMED_MAX", 3)
+    monkeypatch.setattr(agents, "KNOWN_MAX", 2)
+    told = Told()
+    known = agents.Agents(told)
+    for name in ("exporter", "a", "b"):
+        known.meet(1, name, b"md")
+    known.meet(1, "a", b"again")
+    assert told.known == {"exporter": b"md", "a": b"again", "b": b"md"}
+    known.update(1, b"more")
+    assert told.known["exporter"] == b"more", "a connection's first"
+    known.meet(1, "c", b"md")
+    assert told.known.keys() == {"exporter", "b", "c"}, "the longest known makes room"
+    known.leave(1)
+    assert len(known) == 2
