@@ -172,7 +172,6 @@ class DirectReads:
             return False
         log.warning("what comes from a peer does not end: ending the agent that it comes through")
         reads.flying.clear()
-        reads.named.clear()
         try:
             self._reader.restart()
             self._offer()

@@ -40,7 +40,7 @@ from connectors.requests import Step
 from connectors.scheduler import SchedulerHalf
 from connectors.transfer import Transfer, is_handed_over
 from connectors.vllm_stats import TieredPromMetrics, TieredStats
-from connectors.worker import DirectWay, WorkerHalf
+from connectors.worker import WorkerHalf
 from kvstore import protocol as p
 from kvstore.errors import NotSupported
 from kvstore.extra import parse_extra
@@ -186,8 +186,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         caches = compat.layer_caches(self._cache, kv_caches)
         rank = compat.rank_geometry(self._config, self._cache, kv_caches, caches, self._tokens)
         number = self._config.parallel_config.rank
-        who, pushed = (self._engine, number, self._world), self._extra.transfer == "push"
-        direct: DirectWay = ("push" if pushed else "pull") if self._extra.direct else ""
+        who, direct = (self._engine, number, self._world), self._extra.direct_way
         self._worker = WorkerHalf(*who, rank, caches, self._find_store, direct=direct)
 
     def _half(self) -> WorkerHalf:

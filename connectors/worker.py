@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Literal
 
 import msgspec
 
@@ -31,6 +30,7 @@ from connectors.link import Link, LinkLost, attach, monotonic_ns
 from connectors.loads import Load
 from kvstore import protocol as p
 from kvstore.errors import KVStoreError, NotSupported, TierError
+from kvstore.extra import DirectWay
 from kvstore.layout import Move, RankGeometry
 from tiers.copier import LayerCache, MappedExtent, SlotMap
 from tiers.device import Copier, Copying, Device, device_of
@@ -42,9 +42,6 @@ IDLE_WAIT_S = 0.02
 REFUSED_WAIT_S = 1.0
 SHUTDOWN_WAIT_S = 5.0  # for stores that are queued; a copy takes milliseconds
 _READ_S = 0.1
-
-DirectWay = Literal["", "pull", "push"]
-"""How what peers have comes straight into an engine's memory, if it does."""
 
 
 class Outcome(msgspec.Struct, frozen=True):

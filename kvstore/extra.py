@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,6 +15,9 @@ from kvstore.settings import Setting, optional, read_flag, read_section, text_of
 TRANSFERS = ("auto", "pull", "push")
 COUNT_MAX = 10**9
 LISTEN = "127.0.0.1:0"
+
+
+DirectWay = Literal["", "pull", "push"]
 
 
 class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,6 +56,13 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     recompute_threshold: int
     decode_ttl_ns: int = msgspec.field(name="decode_ttl")
     direct: bool
+
+    @property
+    def direct_way(self) -> DirectWay:
+        """How what peers have comes straight into the engine's memory."""
+        if not self.direct:
+            return ""
+        return "push" if self.transfer == "push" else "pull"
 
 
 def parse_extra(table: Mapping[str, Any]) -> ExtraConfig:

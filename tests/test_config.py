@@ -348,7 +348,8 @@ def test_extra_config_sizes_a_private_store() -> None:
 @pytest.mark.parametrize("transfer", ["auto", "pull", "push"])
 def test_direct_goes_with_every_way_to_transfer(transfer: str) -> None:
     found = parse_extra({"cpu": "8GiB", "direct": True, "transfer": transfer})
-    assert (found.direct, found.transfer) == (True, transfer)
+    assert (found.transfer, found.direct_way) == (transfer, {"push": "push"}.get(transfer, "pull"))
+    assert parse_extra({"cpu": "8GiB", "transfer": transfer}).direct_way == ""
 
 
 def test_a_private_store_listens_on_loopback_unless_told_not_to() -> None:

@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from connectors.client import Grant
-from connectors.worker import DirectWay
 from kvstore import protocol as p
 from kvstore.bench.steal import Watch
 from kvstore.bench.store import StoreProcess, free_port
 from kvstore.export.consumer import STALL_NS
+from kvstore.extra import DirectWay
 from tests.engine.support import numbers, since
 from tests.fakes import hashes
 from tests.handover_nodes import exporter_of

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -13,9 +16,11 @@ from kvstore.export.jobs import Fill, Job, Tag
 from kvstore.layout import GroupLayout, PageRun, RankLayout, RankPages
 from kvstore.service import agents
 from kvstore.service.direct import Direct
+from kvstore.service.peers import Peers
 from tests.export_rig import Pair
-from tests.fakes import SLOT_BYTES, hashes, u32
+from tests.fakes import SLOT_BYTES, from_u32, hashes, u32
 from tests.test_peer_limits import Told
+from tests.test_residents import Shown
 
 HALF = SLOT_BYTES // 2
 
@@ -71,6 +76,58 @@ def test_L1_direct_a_peer_writes_blocks_to_all_ranks_once_it_is_told_where() -> 
     assert pair.consumer.fetched == {"cpu": 3}
     pair.run(5)
     pair.check_nothing_left()
+
+
+def test_B13_direct_a_rank_without_a_groups_layers_is_not_written() -> None:
+    pair, chain = Pair(), hashes(1)
+    pair.put(chain)
+    number = claimed(pair, chain)
+    ranks = (RankPages("none", b"md", ((),)), RankPages("all", b"md", ((page(0, SLOT_BYTES),),)))
+    pair.consumer.fill(number, {0: [10]}, ranks)
+    pair.run(20)
+    assert [fill.rank.agent for fill in pair.filled] == ["all"]
+    assert pair.passed == {(number, 0): True}
+
+
+def test_L1_direct_what_an_engine_still_has_is_pushed_from_its_slot() -> None:
+    pair, chain = Pair(), hashes(1)
+    pair.put(chain)
+    Shown(pair).add(chain, 0)
+    number = claimed(pair, chain)
+    pair.consumer.fill(number, {0: [10]}, RANKS)
+    pair.run(20)
+    assert len(pair.filled) == 2
+    assert pair.passed == {(number, 0): True}
+    assert pair.consumer.fetched == {"cpu": 1}
+
+
+def test_B14_direct_a_place_is_named_to_a_peer_once() -> None:
+    pair, chain = Pair(), hashes(2)
+    pair.put(chain)
+    number = claimed(pair, chain)
+    pair.run(5)
+    for targets in ({0: [10]}, {0: [10]}, {1: [11]}):
+        pair.consumer.fill(number, targets, RANKS)
+    pair.run(20)
+    told = [message for message in pair.up.sent if isinstance(message, m.Fill)]
+    assert [(from_u32(message.positions), len(message.ranks)) for message in told] == [
+        ([0], 2),
+        ([1], 0),
+    ]
+    assert pair.passed == {(number, 0): True, (number, 1): True}
+
+
+def test_B19_direct_a_peer_that_says_too_early_that_it_has_written_is_not_believed() -> None:
+    pair, chain = Pair(), hashes(1)
+    pair.put(chain)
+    number = claimed(pair, chain)
+    regions = (pair.region(1)[0],)
+    have = m.Have(number, u32([0]), u32([1, 0]), u32([0]), bytes(8), regions)
+    pair.consumer.on_message(pair.peer, have, pair.taker.now_ns)
+    pair.run(5)
+    assert not pair.passed_on, "nor is it read there"
+    assert not pair.passed
+    assert not any(isinstance(message, m.Confirm) for message in pair.up.sent)
 
 
 def test_P7_direct_blocks_are_written_as_a_prefill_computes_them() -> None:
@@ -280,6 +337,19 @@ def test_B20_direct_blocks_that_were_named_by_an_agent_that_has_ended_are_told_t
     made, _ = waiting()
     assert made.target("n", 1, 0, named(0, 0), ranks) == {}
     assert made.target("n", 1, 1, named(1, 0), ranks) is None
+
+
+def test_B20_direct_a_fetch_whose_blocks_were_named_by_such_an_agent_is_let_go_of() -> None:
+    peers, let_go = Peers.__new__(Peers), list[int]()
+    found: Any = SimpleNamespace(target=lambda *_: None)
+    inlet: Any = SimpleNamespace(let_go=let_go.append)
+    peers.direct = found
+    peers.inlet = lambda namespace: inlet  # type: ignore[method-assign] # noqa: ARG005
+    namespace: Any = SimpleNamespace(
+        layout=SimpleNamespace(digest="n"), engines=SimpleNamespace(ranks=lambda _: RANKS)
+    )
+    peers.of_fetch(namespace, 1, 1, named(1, 0), 0)
+    assert let_go == [5]
 
 
 @pytest.mark.parametrize(

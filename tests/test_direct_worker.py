@@ -16,7 +16,7 @@ from kvstore.errors import TierIOError
 from kvstore.layout import GroupLayout, LayerRun, Move, PageRun, RankLayout, RankPages
 from tests.fakes import u32
 from tiers.copier import LayerCache
-from tiers.direct import EngineReader, Reading
+from tiers.direct import NETWORKS, EngineReader, Reading
 from tiers.exporter.errors import MoveError
 
 
@@ -245,6 +245,22 @@ def pushed() -> Worker:
     return worker
 
 
+def test_P8_direct_an_agent_that_is_written_to_is_reached_by_networks_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What another process of the machine copies could not be ended."""
+    put: dict[str, str] = {}
+    monkeypatch.setattr("tiers.direct.os.putenv", put.__setitem__)
+    cache = LayerCache(torch.zeros(64, dtype=torch.uint8), 0, 32, 32)
+    layout = RankLayout(64, (GroupLayout(32, (LayerRun("l", 0, 32, writes=True),)),))
+    for pushed, expected in ((False, None), (True, NETWORKS)):
+        put.clear()
+        reads = DirectReads({"l": cache}, pushed=pushed)
+        reads._reader._make = Agent  # type: ignore[assignment]
+        reads.open(layout, "lo", lambda _: None)
+        assert put.get("UCX_TLS") == expected
+
+
 def test_L1_direct_a_pushed_load_names_its_engine_blocks_once() -> None:
     worker = pushed()
     named = p.Target(9, "own-0", u32([4, 6]), u32([22, 23, 24, 0]))
@@ -316,7 +332,8 @@ def test_O14_direct_a_load_whose_session_is_over_waits_for_what_is_being_read() 
 class Agent:
     """Knows peers; one of them cannot be reached."""
 
-    def __init__(self, _name: str) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.known: list[str] = []
         self.flying = False
 

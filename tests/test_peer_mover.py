@@ -14,13 +14,15 @@ import pytest
 from kvstore.export import messages as m
 from kvstore.export.fetches import Check
 from kvstore.export.fetches import Tag as Part
-from kvstore.export.jobs import Tag
+from kvstore.export.jobs import Fill, Tag
 from kvstore.export.sums import block_sum, copied_sum
+from kvstore.layout import PageRun, RankPages
 from kvstore.quantities import KIB, MIB
 from kvstore.service.channel import Channel
 from kvstore.service.moves import Checked, Event, Summed
 from kvstore.service.peers import Peers
 from kvstore.types import BlockKey, Slot
+from tiers.exporter.client import Filling
 from tiers.peer import PeerMover, batches
 
 WAIT_S = 600.0
@@ -134,3 +136,41 @@ def test_what_has_arrived_on_the_side_channel_is_not_slept_over(mover: PeerMover
     finally:
         peers.channel.close()
         other.close()
+
+
+class Exporter:
+    """Takes note of what is started, and abandoned."""
+
+    def __init__(self) -> None:
+        self.started: list[Filling] = []
+        self.abandoned: list[int] = []
+
+    def start(self, move: Filling) -> int:
+        self.started.append(move)
+        return len(self.started)
+
+    def abandon(self, number: int) -> None:
+        self.abandoned.append(number)
+
+
+def test_a_block_that_goes_to_several_ranks_is_abandoned_in_each_write(mover: PeerMover) -> None:
+    real, fake = mover._exporter, Exporter()
+    mover._exporter = fake  # type: ignore[assignment]
+    pages = (PageRun(0, 64, 1, 1 << 20, 64, 0),)
+    tags = [Tag(1, 1, 0), Tag(1, 1, 1)]
+    for rank in range(3):
+        there = RankPages(f"rank {rank}", b"", (pages,))
+        mover.fill(tags, Fill(9, there, 0, [0, 4096], [5, 6]))
+    first = fake.started[0]
+    assert (first.peer, first.extent, first.pages, first.bytes) == ("rank 0", 9, pages, 128)
+    assert np.frombuffer(first.parts, np.uint64).tolist() == [0, 4096]
+    mover._ended(1, 128, ok=True)
+    mover.abandon(None, tags[0])
+    assert not fake.abandoned, "the other block is wanted"
+    mover.abandon(None, tags[1])
+    assert fake.abandoned == [2, 3]
+    for number in (2, 3):
+        mover._ended(number, 0, ok=False)
+    assert not mover._moving
+    assert mover.moved_bytes == {"pushed": 128}
+    mover._exporter = real

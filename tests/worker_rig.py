@@ -10,8 +10,9 @@ import torch
 from connectors.client import Grant, StoreClient
 from connectors.jobs import EngineSpec, LoadJob, StepMeta, StoreJob, StoreSpec
 from connectors.link import Attacher, monotonic_ns
-from connectors.worker import DirectWay, WorkerHalf
+from connectors.worker import WorkerHalf
 from kvstore import protocol as p
+from kvstore.extra import DirectWay
 from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.types import GroupRule, make_key
 from tests.live import eventually
