@@ -78,7 +78,9 @@ class Reads(msgspec.Struct, eq=False):
     until_ns: int
     per: tuple[int, ...]  # engine blocks in a block, by group
     started: dict[Where, _Place] = {}
-    named: set[Where] = set()  # whose engine blocks the peer may write
+    named: set[Where] = set()  # whose engine blocks the peer may write, by this agent:
+    agent: str = ""
+    written_bytes: int = 0
     flying: list[_Flying] = []
     copied_bytes: int = 0
     failed: bool = False
@@ -97,7 +99,7 @@ class DirectReads:
         self._slot_bytes = 0
         self._told: deque[Told] = deque()
         self._fetches: dict[int, _Fetch] = {}
-        self._tell: Tell = _nobody
+        self._tell: Tell = nobody
 
     def open(self, layout: RankLayout, devices: str, tell: Tell) -> None:
         """A session begins; no load is under way. tell(): to the store. Raises TierError."""
@@ -155,19 +157,23 @@ class DirectReads:
             self._start(reads)
             self._land(reads, tell)
         if reads.failed:
-            return self.give_up(reads, now_ns)
+            return self.give_up(reads, now_ns, tell)
         if None in passed or reads.flying:
             return False
-        reads.copied_bytes += sum(self._bytes_of(reads, where) for where in reads.named)
+        reads.written_bytes = sum(self._bytes_of(reads, where) for where in reads.named)
         return True
 
-    def give_up(self, reads: Reads, now_ns: int) -> bool:
+    def give_up(self, reads: Reads, now_ns: int, tell: Tell) -> bool:
         """Start nothing more; True once nothing is being read, or written."""
         self._land(reads, lambda _: None)
-        if not reads.flying and not any(self._is_written(where) for where in reads.named):
+        written = self._written(reads)
+        if not reads.flying and not written:
             return True
         if reads.given_up_ns is None:
             reads.given_up_ns = now_ns
+            for fetch in {where[0] for where in written}:
+                positions = p.u32([where[1] for where in written if where[0] == fetch])
+                tell(p.Arrived(fetch, positions, 0, ok=False))  # its peer is to stop
         if now_ns - reads.given_up_ns < GIVE_UP_NS:
             return False
         log.warning("what comes from a peer does not end: ending the agent that it comes through")
@@ -191,6 +197,7 @@ class DirectReads:
             positions = p.from_u32(message.positions)
             if isinstance(message, p.Passed):
                 fetch.passed.update(dict.fromkeys(positions, message.ok))
+                fetch.written.difference_update(positions)
                 fetch.written.update(positions if message.written else ())
                 continue
             if isinstance(message, p.InEngine):
@@ -206,8 +213,13 @@ class DirectReads:
         fetch = self._fetches.get(where[0])
         return None if fetch is None else fetch.passed.get(where[1])
 
+    def _written(self, reads: Reads) -> list[Where]:
+        """List what a peer may still write, since it knows our engine blocks."""
+        if reads.agent != self._reader.agent:  # it has ended
+            return []
+        return [where for where in reads.named if self._is_written(where)]
+
     def _is_written(self, where: Where) -> bool:
-        """Tell whether a peer that knows our engine blocks may still write them."""
         fetch = self._fetches.get(where[0])
         return fetch is None or where[1] not in fetch.passed or where[1] in fetch.written
 
@@ -222,6 +234,7 @@ class DirectReads:
             if fetch is None or not fetch.pushed or where in reads.named:
                 continue
             reads.named.add(where)
+            reads.agent = self._reader.agent
             blocks = [0] * reads.per[moves[0].group]
             for move in moves:
                 blocks[move.part] = move.block_id
@@ -294,5 +307,5 @@ class DirectReads:
             tell(p.Arrived(each.wheres[0][0], positions, copied, ok))
 
 
-def _nobody(_message: p.Message) -> None:
+def nobody(_message: p.Message) -> None:
     """Say nothing: there is no store."""

@@ -24,7 +24,7 @@ from functools import partial
 
 import msgspec
 
-from connectors.direct import DirectReads, Reads, Told
+from connectors.direct import DirectReads, Reads, Told, nobody
 from connectors.jobs import LoadJob, StepMeta, StoreJob, pieces
 from connectors.link import Link, LinkLost, attach, monotonic_ns
 from connectors.loads import Load
@@ -270,7 +270,7 @@ class WorkerHalf:
             log.warning("load for %s: %d slots hold something else", job.request_id, len(damaged))
         copied, seconds = (0, 0.0) if load is None else (load.copied_bytes, load.seconds)
         self._tell(link, p.Loaded(job.lease, copied, seconds, p.u32(damaged)))
-        copied += 0 if reads is None else reads.copied_bytes
+        copied += 0 if reads is None else reads.copied_bytes + reads.written_bytes
         return Outcome(ok=ok, request_id=job.request_id, copied_bytes=copied)
 
     def _advance(self, task: Task, load: Load, copier: Copier, now_ns: int) -> bool:
@@ -288,7 +288,7 @@ class WorkerHalf:
         load = task.load
         if task.reads is not None and self._direct is not None:
             task.reads.failed = True
-            if not self._direct.give_up(task.reads, now_ns):
+            if not self._direct.give_up(task.reads, now_ns, nobody):
                 return None
         copied = 0 if load is None else load.copied_bytes
         try:

@@ -292,8 +292,7 @@ class _Moves:
 
     def passed(self, number: int, position: int, *, ok: bool, written: bool) -> None:
         self._pair.passed[number, position] = ok
-        if written:
-            self._pair.unsafe.add((number, position))
+        (self._pair.unsafe.add if written else self._pair.unsafe.discard)((number, position))
 
     def check(self, tags: list[fetches.Tag], checks: list[fetches.Check]) -> None:
         def work() -> None:

@@ -251,10 +251,10 @@ def test_B16_direct_what_is_read_after_the_lease_is_not_used(tmp_path: Path, *, 
         assert exporter is not None
         exporter.kill()
         eventually(lambda: exporter_of(store) not in {None, exporter})
-        assert made.load(grant, range(6)) == [True]
+        assert made.load(grant, range(1, 7)) == [True]
         eventually(lambda: not made.left())
-        assert made.load(made.ask(chain), range(6, 12), "again") == [False]
-        assert made.holds(range(6, 12))
+        assert made.load(made.ask(chain), range(7, 13), "again") == [False]
+        assert made.holds(range(7, 13))
 
 
 @ways
@@ -266,7 +266,7 @@ def test_B15_direct_a_load_ends_though_the_peers_store_hangs(tmp_path: Path, *, 
         store = psutil.Process(made.stores[0].pid)
         store.send_signal(signal.SIGSTOP)
         try:
-            assert made.load(grant, range(6)) == [True]
+            assert made.load(grant, range(1, 7)) == [True]
         finally:
             store.send_signal(signal.SIGCONT)
         eventually(lambda: not made.left())
@@ -279,7 +279,7 @@ def test_O14_direct_a_load_ends_with_its_own_store(tmp_path: Path, *, push: bool
         made.rigs[0].put(chain, range(6))
         grant = made.ask(chain)
         psutil.Process(made.stores[1].pid).kill()
-        assert made.load(grant, range(6)) == [True]
+        assert made.load(grant, range(1, 7)) == [True]
 
 
 def test_B20_direct_a_push_that_hangs_ends_with_the_agent_and_the_next_one_goes_to_another(
@@ -292,14 +292,14 @@ def test_B20_direct_a_push_that_hangs_ends_with_the_agent_and_the_next_one_goes_
         exporter = exporter_of(psutil.Process(made.stores[0].pid))
         assert exporter is not None
         exporter.send_signal(signal.SIGSTOP)
-        assert made.load(made.ask(chain), range(6)) == [True]
+        assert made.load(made.ask(chain), range(1, 7)) == [True]
         rank = made.rigs[1].ranks[0]
         exporter.send_signal(signal.SIGCONT)
         eventually(lambda: not made.left())
-        assert rank.untouched(range(6))
-        assert made.load(made.ask(chain), range(6, 12), "again") == [False]
-        assert made.holds(range(6, 12))
-        assert rank.untouched(range(6))
+        assert rank.untouched(range(1, 7))
+        assert made.load(made.ask(chain), range(7, 13), "again") == [False]
+        assert made.holds(range(7, 13))
+        assert rank.untouched(range(1, 7))
 
 
 @pytest.mark.parametrize("side", ["reader", "target"])

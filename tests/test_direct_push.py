@@ -11,6 +11,7 @@ import pytest
 from kvstore import protocol as p
 from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
+from kvstore.export import writes
 from kvstore.export.consumer import ANSWER_NS, STALL_NS
 from kvstore.export.jobs import Fill, Job, Tag
 from kvstore.layout import GroupLayout, PageRun, RankLayout, RankPages
@@ -182,8 +183,68 @@ def test_B20_direct_a_slot_is_let_go_of_when_the_last_of_its_writes_has_ended() 
     pair.producer.written(tags, ok=True)
     pair.run(5)
     assert pair.passed == {(number, 0): False}
-    assert not pair.unsafe
+    assert pair.unsafe == {(number, 0)}, "what NIXL had sent may still come"
     pair.check_nothing_left()
+
+
+def test_B20_direct_a_write_that_fails_ends_all_of_its_want() -> None:
+    """Its load has failed, and nobody says where its other blocks go."""
+    pair, chain = Pair(), hashes(3)
+    pair.put(chain)
+    pair.fail = 1.0
+    number = claimed(pair, chain)
+    pair.consumer.fill(number, {0: [10]}, RANKS)
+    pair.run(10)
+    assert pair.passed == {(number, position): False for position in range(3)}
+    assert pair.unsafe == {(number, 0)}
+    pair.consumer.let_go(number, now=True)
+    assert not pair.consumer._late_fills
+    pair.check_nothing_left()
+
+
+def test_B20_direct_a_peer_that_was_told_to_stop_says_when_it_writes_no_more() -> None:
+    pair, chain = Pair(), hashes(2)
+    pair.put(chain)
+    held: list[list[Tag]] = []
+    pair.fill = lambda tags, fill: held.append(tags)  # type: ignore[method-assign] # noqa: ARG005
+    number = claimed(pair, chain)
+    pair.consumer.fill(number, {0: [10], 1: [11]}, RANKS)
+    pair.run(5)
+    pair.consumer.arrived(number, [0, 1], pair.taker.now_ns, ok=False)
+    pair.run(5)
+    assert pair.unsafe == {(number, 0), (number, 1)}
+    for tags in held:
+        pair.producer.written(tags, ok=True)
+    pair.run(5)
+    assert not pair.unsafe
+    assert pair.passed == {(number, 0): False, (number, 1): False}
+    pair.check_nothing_left()
+
+
+def test_B20_direct_what_is_let_go_of_before_it_is_begun_is_not_written() -> None:
+    pair, chain = Pair(), hashes(1)
+    pair.put(chain)
+    claimed(pair, chain)
+    pair.run(5)
+    fill = m.Fill(1, u32([0]), u32([10]), RANKS)
+    pair.producer.on_message(pair.peer, fill, pair.giver.now_ns)
+    pair.producer.on_message(pair.peer, m.Release(1), pair.giver.now_ns)
+    pair.run(5)
+    assert not pair.filled
+    assert all(peer.held_bytes == 0 for peer in pair.producer._peers.values())
+
+
+def test_L1_direct_many_blocks_are_written_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writes, "FILL_BYTES", 2 * SLOT_BYTES)
+    pair, chain = Pair(), hashes(3)
+    pair.put(chain)
+    number = claimed(pair, chain)
+    pair.run(5)
+    pair.consumer.fill(number, TARGETS, RANKS)
+    pair.run(20)
+    assert max(len(fill.blocks) for fill in pair.filled) <= 2
+    assert sum(len(fill.blocks) for fill in pair.filled) == 6
+    assert pair.passed == {(number, position): True for position in range(3)}
 
 
 @pytest.mark.parametrize("how", ["lost", "late", "let go", "lease", "exporter"])
@@ -235,6 +296,11 @@ ENOUGH = u32([0]), u32([10])
             *ENOUGH,
             (RANKS[0], RankPages("r", b"", ((page(HALF, HALF + 1),),))),
             "pages of rank 1 up to byte 4097 of a part of group 0, expected up to 4096",
+        ),
+        (
+            *ENOUGH,
+            (RankPages("r", b"", ((page(0, 1),) * (writes.RUNS_MAX + 1),)),),
+            f"{writes.RUNS_MAX + 1} runs of pages, expected up to {writes.RUNS_MAX}",
         ),
         (*ENOUGH, (RankPages("r", b"", ((),)),), "no pages of group 0, which position 0 is of"),
         (u32([0]), u32([1, 2]), RANKS, r"engine blocks \[1, 2\] for position 0, expected up to 1"),
@@ -361,6 +427,8 @@ def test_B20_direct_a_fetch_whose_blocks_were_named_by_such_an_agent_is_let_go_o
         (True, 1, p.Target(5, "rank 1", u32([0, 1]), u32([1, 2, 3])), "3 engine blocks for 2"),
         (True, 1, p.Target(5, "rank 1", u32([0]), u32([99])), r"\[99\] of rank 1, others have"),
         (True, 1, p.Arrived(5, u32([0]), 8, ok=True), "written by its peer, not read"),
+        (True, 1, p.Target(5, "rank 1", u32([1]), u32([0])), "no engine block for position 1"),
+        (True, 1, p.Target(5, "rank 1", u32([1]), b""), "0 engine blocks for 1 positions"),
     ],
 )
 def test_B2_direct_engine_blocks_that_are_not_a_workers_to_name_are_refused(
@@ -378,6 +446,12 @@ def test_B2_direct_engine_blocks_that_are_not_a_workers_to_name_are_refused(
 
     with pytest.raises(ProtocolError, match=expected):
         tell()
+
+
+def test_B20_direct_a_rank_whose_load_has_failed_ends_the_fetch() -> None:
+    made, _ = waiting()
+    failed = p.Arrived(5, u32([0]), 0, ok=False)
+    assert made.arrived("n", 1, 1, failed) == ([0], False)
 
 
 def test_B20_direct_workers_are_told_what_may_still_be_written() -> None:

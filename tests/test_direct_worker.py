@@ -271,14 +271,20 @@ def test_L1_direct_a_pushed_load_names_its_engine_blocks_once() -> None:
     assert worker.advance()
     assert worker.said == [named]
     assert not worker.load.failed
-    assert worker.load.copied_bytes == 3 * 32
+    assert worker.advance(), "it may be looked at again: its other blocks come from a disk, say"
+    assert worker.load.copied_bytes + worker.load.written_bytes == 3 * 32
     assert worker.reader.restarts == 0
 
 
 def test_B20_direct_a_pushed_load_that_failed_is_over_when_its_peer_writes_no_more() -> None:
     worker = pushed()
+    worker.said.clear()
     worker.passed(4, ok=False)
-    assert not worker.advance(), "the other block may be written"
+    for _ in range(2):
+        assert not worker.advance(), "the other block may be written"
+    assert worker.said == [p.Arrived(9, u32([6]), 0, ok=False)], "its peer is to stop"
+    worker.passed(6, ok=False, written=True)
+    assert not worker.advance()
     worker.passed(6, ok=False)
     assert worker.advance(GIVE_UP_NS - 1)
     assert worker.load.failed
@@ -300,6 +306,8 @@ def test_B20_direct_a_pushed_load_that_failed_ends_the_agent_that_may_be_written
     assert worker.load.failed
     assert worker.reader.restarts == 1
     assert worker.said[-1] == p.Serves(*worker.reader.serves()), "peers write to the new one"
+    assert worker.advance(now_ns + GIVE_UP_NS + 1), "it may be looked at again"
+    assert worker.reader.restarts == 1
 
 
 def test_O14_direct_a_pushed_load_whose_session_is_over_ends_the_agent() -> None:

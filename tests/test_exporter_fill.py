@@ -50,6 +50,16 @@ def test_a_long_write_into_an_engine_goes_in_chunks(
     assert ended.bytes == 5 * 1280
 
 
+def test_a_write_of_many_small_pieces_goes_in_chunks(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(under_test, "CHUNK_PIECES", 7)
+    rig.mover.add_peer("a", b"a")
+    assert rig.mover.start(fill(7, [0] * 5, [1, 2, 3, 4, 5])) is None
+    rig.steps()
+    assert [len(here) for here, _ in rig.agent.placed] == [6, 6, 3]
+
+
 def test_writes_into_an_engine_that_is_gone_fail(rig: Rig) -> None:
     rig.mover.add_peer("a", b"a")
     rig.agent.broken["a"] = "gone"

@@ -17,7 +17,7 @@ from kvstore.export.jobs import Resident
 from kvstore.layout import PageRun, RankPages
 from kvstore.types import BlockKey
 from tests.export_rig import Pair
-from tests.fakes import Engine, Town, from_u32, hashes, keys_of, u32
+from tests.fakes import SLOT_BYTES, Engine, Town, from_u32, hashes, keys_of, u32
 from tests.script import Request, Script
 from tests.test_direct_fetch import offered
 
@@ -235,6 +235,18 @@ def test_E_an_engine_gets_its_board_once_it_is_attached(before: bool) -> None:
     town.say(engine.workers[0], SERVES)
     town.settle(engine)
     assert engine.boards == [p.Board(8)], "once"
+
+
+def test_B2_direct_pages_that_are_not_of_its_slots_are_no_workers_to_serve() -> None:
+    town = Town()
+    engine = joined(town, serves=False)
+    town.settle(engine)
+    long = PageRun(0, SLOT_BYTES + 1, 1, 4096, 2 * SLOT_BYTES, 0)
+    serves = p.Serves(RankPages("agent", b"md", ((long,),)), 8)
+    town.say(engine.workers[0], serves)
+    town.settle(engine)
+    (reason,) = set(engine.detached)
+    assert "up to byte 4097 of a part of group 0, expected up to 4096" in reason
 
 
 def test_E_what_an_engine_shows_is_found_until_it_is_gone() -> None:

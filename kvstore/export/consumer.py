@@ -66,8 +66,6 @@ class Consumer:
         self._landing = landing
         self._send = send
         self._groups = groups
-        self._lease_ms = LEASE_MS
-        self._extend_ns = min(EXTEND_NS, LEASE_MS * 1_000_000 // 3)
         self._fetches: dict[int, Fetch] = {}
         self._located: dict[BlockKey, Tag] = {}
         self._regions = Regions()
@@ -76,6 +74,7 @@ class Consumer:
         self._introduced: dict[int, bytes] = {}  # peers that know our exporter's metadata
         self._late_reads: dict[Tag, int] = {}  # landing slots that a read may still fill
         self._late_writes: dict[int, list[int]] = {}  # by fetch: those that its peer may write
+        self._late_fills: dict[int, list[int]] = {}  # by fetch: positions of which that is so
         self._next = 1
         self._now_ns = 0
         self.counts: Counter[str] = Counter()
@@ -94,7 +93,7 @@ class Consumer:
         chain = Chain(want.hashes, want.width, self._groups, want.scope)
         number, self._next = self._next, self._next + 1
         blocks = [Block(chain.key(g, index)) for g, index in m.wanted_of(want, self._groups)]
-        extend_ns = now_ns + self._extend_ns
+        extend_ns = now_ns + EXTEND_NS
         fetch = Fetch(
             number, peer, blocks, want.push, now_ns, now_ns, extend_ns, len(blocks), want.request
         )
@@ -102,7 +101,7 @@ class Consumer:
         self._fetches[number] = fetch
         for position, block in enumerate(() if direct else blocks):
             self._located.setdefault(block.key, Tag(number, position))
-        how = {"job": number, "lease_ms": self._lease_ms, "direct": direct}
+        how = {"job": number, "lease_ms": LEASE_MS, "direct": direct}
         self._send(peer, msgspec.structs.replace(want, **how))
         return number
 
@@ -141,12 +140,14 @@ class Consumer:
             for message in fills_of(fetch, targets, ranks):
                 self._send(fetch.peer, message)
 
-    def let_go(self, number: int) -> None:
-        """Nobody reads any more of a direct fetch."""
+    def let_go(self, number: int, *, now: bool = False) -> None:
+        """Nobody wants any more of a direct fetch; now: nor waits until it is not written."""
         fetch = self._fetches.get(number)
         if fetch is not None:
             self._give_up(fetch, OPEN)
             self._settle(fetch)
+        if now:
+            self._late_fills.pop(number, None)
 
     def arrived(self, number: int, positions: Collection[int], now_ns: int, *, ok: bool) -> None:
         """All workers have read these blocks of a direct fetch, or one could not.
@@ -155,6 +156,9 @@ class Consumer:
         """
         fetch = self._fetches.get(number)
         if fetch is None:
+            return
+        if fetch.push:  # its load has failed
+            self.let_go(number)
             return
         fetch.heard_ns = now_ns
         moving = [p for p in positions if fetch.blocks[p].state is State.MOVING]
@@ -204,14 +208,16 @@ class Consumer:
         elif isinstance(message, m.Valid):
             self._valid(fetch, message)
         else:
-            fetch.ended = message.reason != m.LEASE_OVER
+            fetch.ended = message.reason not in m.MAY_BE_WRITTEN
             self._fail(fetch, "ended")
             self._written_no_more(message)
         self._settle(fetch)
 
     def _written_no_more(self, end: m.End) -> None:
-        if end.reason != m.LEASE_OVER:
+        if end.reason not in m.MAY_BE_WRITTEN:
             self._landing.give(self._late_writes.pop(end.job, ()))
+            for position in self._late_fills.pop(end.job, ()):
+                self._work.passed(end.job, position, ok=False, written=False)
 
     def on_exporter_lost(self) -> None:
         """Our exporter is another process now: no transfer of the old one writes any more."""
@@ -251,15 +257,11 @@ class Consumer:
         for position, (extent, slot), summed in m.places_of(have, len(fetch.blocks)):
             block = fetch.blocks[position]
             positions.append(position)
-            known = self._regions.get((fetch.peer, extent))
-            if known is None or slot >= known.slots:
-                raise ProtocolError(
-                    f"slot {slot} of extent {extent}, which is not known or shorter"
-                )
+            region = self._regions.get(fetch.peer, extent, slot)
             waits = block.place is None and block.state is State.CLAIMED
             if waits and not fetch.push and not fetch.direct:
                 self._turns.queue(fetch.peer, Tag(fetch.number, position))
-            block.place, block.sum = (known, slot), summed
+            block.place, block.sum = (region, slot), summed
             if fetch.push and block.state is State.MOVING:
                 landed.append(position)
         if fetch.direct:
@@ -273,11 +275,7 @@ class Consumer:
     def _resident(self, fetch: Fetch, message: m.Resident) -> None:
         if not fetch.direct or fetch.push:
             raise ProtocolError(f"job {message.job} was not asked to be read in an engine")
-        fetch.learn(message)
-        found = m.residents_of(message, len(fetch.blocks))
-        for position, blocks in found.items():
-            fetch.blocks[position].resident = message.engine, blocks
-        self._pass_on(fetch, found)
+        self._pass_on(fetch, fetch.learn(message))
 
     def _valid(self, fetch: Fetch, valid: m.Valid) -> None:
         positions = m.positions_of(valid.positions, len(fetch.blocks))
@@ -303,8 +301,8 @@ class Consumer:
             if now_ns - fetch.heard_ns >= limit_ns:
                 self._fail(fetch, "late")
             elif now_ns >= fetch.extend_ns:
-                fetch.extend_ns = now_ns + self._extend_ns
-                self._send(fetch.peer, m.Extend(fetch.number, self._lease_ms))
+                fetch.extend_ns = now_ns + EXTEND_NS
+                self._send(fetch.peer, m.Extend(fetch.number, LEASE_MS))
             self._settle(fetch)
         self._move()
 
@@ -461,6 +459,8 @@ class Consumer:
         if block.load is not None:
             self._loads.ended(block.load, ok=ok)
         if fetch.direct and claimed:
+            if written:
+                self._late_fills.setdefault(fetch.number, []).append(position)
             self._work.passed(fetch.number, position, ok=ok, written=written)
 
     def _confirm(self, fetch: Fetch, positions: Sequence[int], unread: Sequence[int] = ()) -> None:

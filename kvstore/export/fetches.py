@@ -66,14 +66,21 @@ class Fetch(msgspec.Struct, eq=False):
     ended: bool = False  # the peer writes nothing any more
     engines: dict[int, Sequence[RankPages]] = {}  # of the peer's, whose memory was told
 
-    def learn(self, message: m.Resident) -> None:
-        """Take note of an engine. Raises ProtocolError for too many, or one nothing is told of."""
+    def learn(self, message: m.Resident) -> Collection[int]:
+        """Take note of an engine, and return which blocks are there.
+
+        Raises ProtocolError for too many engines, or one that nothing is told of.
+        """
         if message.ranks and len(self.engines) < m.ENGINES_MAX:
             self.engines[message.engine] = message.ranks
         if message.engine not in self.engines:
             raise ProtocolError(
                 f"engine {message.engine} without its memory, or more than {m.ENGINES_MAX} of them"
             )
+        found = m.residents_of(message, len(self.blocks))
+        for position, blocks in found.items():
+            self.blocks[position].resident = message.engine, blocks
+        return found
 
     def take(self, offer: m.Offer) -> None:
         """Note what is to be had. Raises ProtocolError for a second offer, or one without sense."""
@@ -267,9 +274,12 @@ class Regions:
         """Know none."""
         self._known: dict[tuple[int, int], m.Region] = {}
 
-    def get(self, at: tuple[int, int]) -> m.Region | None:
-        """Return one, if it is known."""
-        return self._known.get(at)
+    def get(self, peer: int, extent: int, slot: int) -> m.Region:
+        """Return one that has a slot. Raises ProtocolError for what is not known."""
+        found = self._known.get((peer, extent))
+        if found is None or slot >= found.slots:
+            raise ProtocolError(f"slot {slot} of extent {extent}, which is not known or shorter")
+        return found
 
     def learn(self, peer: int, regions: Sequence[m.Region]) -> None:
         """Take note of a peer's; who names too many loses its first ones."""

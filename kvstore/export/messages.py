@@ -253,12 +253,16 @@ class Valid(Message, frozen=True):
 
 
 LEASE_OVER = "lease"
+FAILED = "failed"  # of a direct push: what was under way may still come
+UNKNOWN = "unknown"  # it has ended before, and was said to
+MAY_BE_WRITTEN = frozenset({LEASE_OVER, FAILED, UNKNOWN})
 
 
 class End(Message, frozen=True):
     """Nothing more comes for a job: "all", or why not.
 
-    Nothing is written for it any more either, but after LEASE_OVER: then another End follows.
+    Nothing is written for it any more either, but for MAY_BE_WRITTEN. After LEASE_OVER another End
+    follows.
     """
 
     job: int

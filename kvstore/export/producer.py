@@ -108,7 +108,7 @@ class Producer:
     def _of_job(self, peer: Peer, message: OfJob, now_ns: int) -> None:
         job = peer.jobs.get(message.job)
         if job is None:
-            self._send(peer.number, m.End(message.job, "unknown"))
+            self._send(peer.number, m.End(message.job, m.UNKNOWN))
             return
         if job.released:
             return  # its End follows once nothing is written any more
@@ -309,6 +309,7 @@ class Producer:
                 if job.over and now_ns >= job.deadline_ns + GRACE_NS:
                     self._release(peer, job)
                 self._advance(peer, job)
+                self._start_writes(peer, job)
                 self._settle(peer, job)
 
     def staged(self, tags: list[Tag], *, ok: bool) -> None:
@@ -335,12 +336,15 @@ class Producer:
         self.counts["failed"] += 0 if ok else len(tags)
         for position in (tag.position for tag in tags):
             block = job.blocks[position]
-            block.failed = block.failed or not ok
-            block.writes -= state is State.WRITING and job.direct
+            if state is State.WRITING:
+                block.failed = block.failed or not ok
+                block.writes -= job.direct
             if block.writes > 0:
                 continue  # to other ranks
-            if block.failed or job.released:
+            if not ok or block.failed or job.released:
                 self._done(peer, job, position)
+                if job.push and job.direct:  # its load has failed, too
+                    self._release(peer, job)
             elif state is State.STAGING:
                 self._sum(job, position)
             elif state is State.WRITING or not job.push:
@@ -467,6 +471,9 @@ class Producer:
         job.offer_ns = None
         job.awaited.clear()
         job.news.clear()
+        for position in job.unwritten:
+            job.blocks[position].state = State.SUMMED
+        job.unwritten.clear()
         for position, block in enumerate(job.blocks):
             if block.state is State.WRITING:
                 self._work.abandon(Tag(peer.number, job.number, position))
@@ -477,8 +484,6 @@ class Producer:
         """Tell what is new, and forget a job that has nothing left."""
         if job.unsummed:
             self._ask_sums(peer, job)
-        if job.unwritten:
-            self._start_writes(peer, job)
         if job.news:
             self._tell(peer, job)
         waits = job.left or job.offer_ns is not None
@@ -486,6 +491,8 @@ class Producer:
             return
         peer.blocks -= len(job.blocks)
         if not peer.closed:
-            self._send(peer.number, m.End(job.number, "released" if job.released else "all"))
+            failed = job.push and job.direct and any(block.failed for block in job.blocks)
+            reason = m.FAILED if failed else "released" if job.released else "all"
+            self._send(peer.number, m.End(job.number, reason))
         elif not peer.jobs:
             self._peers.pop(peer.number, None)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
 from kvstore.export.jobs import Fill, Job, Peer, Tag, Write
 from kvstore.layout import RankPages, SlotLayout
+
+FILL_BYTES = 8 << 20  # of one write into an engine: what waits for nobody is in quarantine whole
+RUNS_MAX = 1 << 13  # of pages, of all ranks together
 
 
 def tags_of(peer: Peer, job: Job, positions: Sequence[int]) -> list[Tag]:
@@ -34,24 +39,28 @@ def slot_writes(
 
 
 def fills(peer: Peer, job: Job, positions: Sequence[int]) -> Iterator[tuple[list[Tag], Fill]]:
-    """Gather what goes to an engine, for each rank, extent and group."""
+    """Gather what goes to an engine, some blocks at a time, for each rank, extent and group."""
     layout = peer.source.layout
-    batches: dict[tuple[int, int], tuple[list[int], list[int], list[int]]] = {}
+    batches: dict[tuple[int, int], list[tuple[int, list[int], list[int]]]] = {}
     for position in positions:
         block, group = job.blocks[position], job.order[position][1]
         if block.slot is None or block.target is None:
             continue
         extent, number = peer.source.place(block.slot)
-        chosen, offsets, blocks = batches.setdefault((extent, group), ([], [], []))
-        chosen.append(position)
-        for part, engine_block in enumerate(block.target):
-            if engine_block:
-                offsets.append(number * layout.slot_bytes + part * _stride(layout, group))
-                blocks.append(engine_block)
-    for (extent, group), (chosen, offsets, blocks) in batches.items():
-        for rank in job.ranks:
-            if rank.pages[group]:
-                yield tags_of(peer, job, chosen), Fill(extent, rank, group, offsets, blocks)
+        first, stride = number * layout.slot_bytes, _stride(layout, group)
+        offsets = [first + part * stride for part, at in enumerate(block.target) if at]
+        wanted = [at for at in block.target if at]
+        batches.setdefault((extent, group), []).append((position, offsets, wanted))
+    step = max(1, FILL_BYTES // layout.slot_bytes)
+    for (extent, group), found in batches.items():
+        for at in range(0, len(found), step):
+            batch = found[at : at + step]
+            offsets = [offset for _, offsets, _ in batch for offset in offsets]
+            blocks = [block for _, _, blocks in batch for block in blocks]
+            for rank in job.ranks:
+                if rank.pages[group]:
+                    tags = tags_of(peer, job, [position for position, _, _ in batch])
+                    yield tags, Fill(extent, rank, group, offsets, blocks)
 
 
 def learn(layout: SlotLayout, job: Job, fill: m.Fill) -> list[int]:
@@ -62,8 +71,8 @@ def learn(layout: SlotLayout, job: Job, fill: m.Fill) -> list[int]:
             " push, and ranks once"
         )
     if fill.ranks:
-        _check_ranks(layout, fill.ranks)
-        job.ranks = fill.ranks
+        check_ranks(layout, fill.ranks)
+        job.ranks = tuple(msgspec.structs.replace(rank, metadata=b"") for rank in fill.ranks)
     targets = m.residents_of(fill, len(job.blocks))
     for position, blocks in targets.items():
         _check_target(layout, job, position, blocks)
@@ -71,8 +80,11 @@ def learn(layout: SlotLayout, job: Job, fill: m.Fill) -> list[int]:
     return list(targets)
 
 
-def _check_ranks(layout: SlotLayout, ranks: Sequence[RankPages]) -> None:
-    """Refuse pages that are not of parts of such slots: they would be read from other blocks."""
+def check_ranks(layout: SlotLayout, ranks: Sequence[RankPages]) -> None:
+    """Raise ProtocolError for pages that are not of parts of such slots, but of other blocks'."""
+    runs = sum(len(pages) for rank in ranks for pages in rank.pages)
+    if runs > RUNS_MAX:
+        raise ProtocolError(f"{runs} runs of pages, expected up to {RUNS_MAX}")
     for number, rank in enumerate(ranks):
         if len(rank.pages) != len(layout.rules):
             raise ProtocolError(

@@ -167,13 +167,15 @@ class Direct:
         if fetch is None:
             return {}
         per = len(blocks) // max(1, len(positions))
-        if not fetch.push or len(blocks) != per * len(positions):
+        if not fetch.push or not per or len(blocks) != per * len(positions):
             raise ProtocolError(f"{len(blocks)} engine blocks for {len(positions)} positions")
         self._check(fetch, message.fetch, session, positions)
         whole = {}
         fetch.agents[rank] = message.agent
         for number, position in enumerate(positions):
             found = blocks[number * per : number * per + per]
+            if not any(found):
+                raise ProtocolError(f"no engine block for position {position}")
             if fetch.targets.setdefault(position, found) != found:
                 raise ProtocolError(f"engine blocks {found[:8]} of rank {rank}, others have others")
             ready = fetch.read.setdefault(position, set())
@@ -203,7 +205,7 @@ class Direct:
             return None
         positions = p.from_u32(message.positions)
         self._check(fetch, message.fetch, session, positions)
-        if fetch.push:
+        if fetch.push and message.ok:
             raise ProtocolError(f"fetch {message.fetch} is written by its peer, not read")
         if not message.ok and fetch.in_engine.isdisjoint(positions):
             return positions, False

@@ -237,7 +237,7 @@ class Peers:
 
     def read_no_more(self, namespace: Namespace, fetch: int) -> None:
         """The lease that a fetch is read for has ended."""
-        self.inlet(namespace).let_go(fetch)
+        self.inlet(namespace).let_go(fetch, now=True)
         self.direct.end(namespace.layout.digest, fetch)
 
     def on_memory(self, message: Message, fd: int | None) -> None:

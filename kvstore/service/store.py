@@ -14,6 +14,7 @@ import msgspec
 from kvstore import protocol as p
 from kvstore.config import Config
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError
+from kvstore.export.writes import check_ranks
 from kvstore.layout import slot_layout
 from kvstore.metrics import MEMORY, NVME, PEER, Numbers
 from kvstore.service.desk import Desk
@@ -427,6 +428,7 @@ class Store:
 
     def _serves(self, session: Session, rank: int, message: p.Serves) -> None:
         if session.namespace is not None:
+            check_ranks(session.namespace.layout, [message.rank])
             session.namespace.engines.serves(session.number, session.world, rank, message)
             self._give_board(session)
 

@@ -25,6 +25,7 @@ from tiers.exporter.messages import Ended, Fill, PeerRefused, Transfer, Unmapped
 from tiers.pages import in_pages, in_slots
 
 CHUNK_BYTES = 16 << 20  # a few ms of the one thread
+CHUNK_PIECES = 1 << 14
 FLIGHTS_MAX = 4  # chunks of a peer under way
 NAP_S = 0.0001  # looked at more often, UCX's threads get less done
 LONG_NAP_S = 0.002  # once nothing has ended for STILL_S
@@ -38,7 +39,7 @@ class _Open(msgspec.Struct, eq=False):
     asked: Transfer | Fill
     extent: Extent
     count: int  # of blocks
-    block_bytes: int
+    step: int  # blocks of one chunk
     start: Callable[[slice], tuple[Flight, bool]]
     since_s: float
     at: int = 0  # blocks before it have been started
@@ -251,7 +252,8 @@ class Mover:
             here, there = extent.blocks(asked.block_bytes), self._blocks(peer, asked)
             return self._agent.start(here, local[part], there, remote[part], write=asked.write)
 
-        return _Open(asked, extent, len(local), asked.block_bytes, start, self._clock())
+        step = max(1, CHUNK_BYTES // asked.block_bytes)
+        return _Open(asked, extent, len(local), step, start, self._clock())
 
     def _filling(self, asked: Fill, extent: Extent) -> _Open:
         parts, blocks = fill_checked(asked, extent.bytes)
@@ -263,11 +265,13 @@ class Mover:
             return self._agent.move(asked.peer, local, remote, write=True)
 
         size = sum(page.pieces * page.piece_bytes for page in asked.pages)
-        return _Open(asked, extent, len(blocks), size, start, self._clock())
+        pieces = sum(page.pieces for page in asked.pages)
+        step = max(1, min(CHUNK_BYTES // size, CHUNK_PIECES // pieces))
+        return _Open(asked, extent, len(blocks), step, start, self._clock())
 
     def _start(self, peer: _Peer, found: _Open) -> None:
         """Start the next chunk of a transfer."""
-        stop = found.at + max(1, CHUNK_BYTES // found.block_bytes)
+        stop = found.at + found.step
         try:
             flight, over = found.start(slice(found.at, stop))
         except MoveError as exc:
