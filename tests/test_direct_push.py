@@ -203,13 +203,15 @@ def test_B20_direct_a_write_that_fails_ends_all_of_its_want() -> None:
 
 
 def test_B20_direct_a_peer_that_was_told_to_stop_says_when_it_writes_no_more() -> None:
-    pair, chain = Pair(), hashes(2)
+    """It was not told where the third block goes, and keeps that neither."""
+    pair, chain = Pair(), hashes(3)
     pair.put(chain)
     held: list[list[Tag]] = []
     pair.fill = lambda tags, fill: held.append(tags)  # type: ignore[method-assign] # noqa: ARG005
     number = claimed(pair, chain)
     pair.consumer.fill(number, {0: [10], 1: [11]}, RANKS)
     pair.run(5)
+    assert not any(rank.metadata for rank in job_of(pair).ranks), "each job would keep its own"
     pair.consumer.arrived(number, [0, 1], pair.taker.now_ns, ok=False)
     pair.run(5)
     assert pair.unsafe == {(number, 0), (number, 1)}
@@ -217,7 +219,7 @@ def test_B20_direct_a_peer_that_was_told_to_stop_says_when_it_writes_no_more() -
         pair.producer.written(tags, ok=True)
     pair.run(5)
     assert not pair.unsafe
-    assert pair.passed == {(number, 0): False, (number, 1): False}
+    assert pair.passed == {(number, position): False for position in range(3)}
     pair.check_nothing_left()
 
 
@@ -407,15 +409,22 @@ def test_B20_direct_blocks_that_were_named_by_an_agent_that_has_ended_are_told_t
 
 def test_B20_direct_a_fetch_whose_blocks_were_named_by_such_an_agent_is_let_go_of() -> None:
     peers, let_go = Peers.__new__(Peers), list[int]()
-    found: Any = SimpleNamespace(target=lambda *_: None)
     inlet: Any = SimpleNamespace(let_go=let_go.append)
-    peers.direct = found
-    peers.inlet = lambda namespace: inlet  # type: ignore[method-assign] # noqa: ARG005
+    peers.__dict__ |= {"direct": SimpleNamespace(target=lambda *_: None), "inlet": lambda _: inlet}
     namespace: Any = SimpleNamespace(
         layout=SimpleNamespace(digest="n"), engines=SimpleNamespace(ranks=lambda _: RANKS)
     )
     peers.of_fetch(namespace, 1, 1, named(1, 0), 0)
     assert let_go == [5]
+
+
+def test_B20_direct_nothing_is_kept_of_what_may_be_written_once_nobody_waits_for_it() -> None:
+    peers, let_go = Peers.__new__(Peers), list[tuple[int, bool]]()
+    inlet: Any = SimpleNamespace(let_go=lambda number, *, now=False: let_go.append((number, now)))
+    peers.__dict__ |= {"direct": SimpleNamespace(end=lambda *_: None), "inlet": lambda _: inlet}
+    namespace: Any = SimpleNamespace(layout=SimpleNamespace(digest="n"))
+    peers.read_no_more(namespace, 5)
+    assert let_go == [(5, True)]
 
 
 @pytest.mark.parametrize(
