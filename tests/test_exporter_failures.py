@@ -170,7 +170,7 @@ def test_a_peer_that_is_frozen(trio: tuple[Side, Side, Side], over_tcp: bool) ->
     for number in (stuck, *behind):
         ours.exporter.abandon(number)
     done = end(ours, *behind[-4:])
-    assert (done.error, done.bytes, done.text) == ("failed", 0, "abandoned"), "not begun"
+    assert (done.error, done.bytes, done.text) == ("stopped", 0, "abandoned"), "not begun"
     time.sleep(0.3)
     ours.poll()
     assert stuck not in ours.ended
@@ -180,7 +180,7 @@ def test_a_peer_that_is_frozen(trio: tuple[Side, Side, Side], over_tcp: bool) ->
 
     signalled(theirs, signal.SIGCONT)
     done = end(ours, *begun, stuck)
-    assert (done.error, done.text) == ("failed", "abandoned")
+    assert (done.error, done.text) == ("stopped", "abandoned")
     assert ours.exporter.quarantined_bytes == 0
     assert end(ours, ours.start(theirs, everything(ours))).error is None, "as if nothing had been"
 

@@ -256,7 +256,32 @@ def test_what_fails_ends_when_nothing_of_it_is_under_way(rig: Rig) -> None:
     rig.agent.broken["a"] = "gone"
     rig.steps()
     (ended,) = rig.ended().values()
-    assert (ended.error, ended.text, ended.bytes) == ("failed", "abandoned", 0), "the first error"
+    assert (ended.error, ended.bytes) == ("gone", 0), "what was under way has not ended well"
+
+
+def test_what_is_stopped_says_so_when_what_had_begun_has_ended_well(rig: Rig) -> None:
+    rig.agent.slow.add("a")
+    number = rig.start("a", 3 * PER_CHUNK)
+    rig.mover.step()
+    rig.mover.abandon(number)
+    rig.mover.step()
+    assert not rig.ended()
+    rig.agent.slow.clear()
+    rig.steps()
+    (ended,) = rig.ended().values()
+    assert (ended.error, ended.bytes) == ("stopped", PER_CHUNK * SLOT)
+
+
+def test_what_fails_and_is_stopped_ends_with_the_failure(rig: Rig) -> None:
+    rig.agent.slow.add("a")
+    number = rig.start("a", 3 * PER_CHUNK)
+    rig.mover.step()
+    rig.mover.remove_peer("a")
+    rig.mover.abandon(number)
+    rig.agent.slow.clear()
+    rig.steps()
+    (ended,) = rig.ended().values()
+    assert (ended.error, ended.text) == ("gone", "a was removed")
 
 
 def test_a_peer_is_forgotten_once_nothing_is_under_way(rig: Rig) -> None:

@@ -19,7 +19,7 @@ from kvstore.export.sums import block_sum, copied_sum
 from kvstore.layout import PageRun, RankPages
 from kvstore.quantities import KIB, MIB
 from kvstore.service.channel import Channel
-from kvstore.service.moves import Checked, Event, Summed
+from kvstore.service.moves import Checked, Event, Summed, Written
 from kvstore.service.peers import Peers
 from kvstore.types import BlockKey, Slot
 from tiers.exporter.client import Filling
@@ -164,13 +164,13 @@ def test_a_block_that_goes_to_several_ranks_is_abandoned_in_each_write(mover: Pe
     first = fake.started[0]
     assert (first.peer, first.extent, first.pages, first.bytes) == ("rank 0", 9, pages, 128)
     assert np.frombuffer(first.parts, np.uint64).tolist() == [0, 4096]
-    mover._ended(1, 128, ok=True)
+    mover._ended(1, 128, None)
     mover.abandon(None, tags[0])
     assert not fake.abandoned, "the other block is wanted"
     mover.abandon(None, tags[1])
     assert fake.abandoned == [2, 3]
-    for number in (2, 3):
-        mover._ended(number, 0, ok=False)
+    assert mover._ended(2, 64, "stopped") == Written(tags, ok=False, stopped=True)
+    assert mover._ended(3, 0, "failed") == Written(tags, ok=False)
     assert not mover._moving
-    assert mover.moved_bytes == {"pushed": 128}
+    assert mover.moved_bytes == {"pushed": 192}
     mover._exporter = real

@@ -138,7 +138,9 @@ def test_a_wrong_checksum_is_said_and_gives_no_bytes(
         assert [(b.data, b.problem) for b in peer.pull(chain)] == [(None, CORRUPT)] * 3
         monkeypatch.undo()
         ended = PeerMover._ended
-        monkeypatch.setattr(PeerMover, "_ended", lambda m, *of, ok: ended(m, *of, ok=not ok))
+        monkeypatch.setattr(
+            PeerMover, "_ended", lambda m, at, moved, _: ended(m, at, moved, "failed")
+        )
         assert [(b.data, b.problem) for b in peer.pull(chain)] == [(None, LOST)] * 3
         monkeypatch.undo()
         found = {b.key[:32]: b.data for b in peer.pull(chain)}

@@ -39,6 +39,7 @@ from tiers.cpu import GENERATION_BYTES, CpuExtent
 from tiers.exporter.client import Down as Ended_
 from tiers.exporter.client import Event as Said
 from tiers.exporter.client import Exporter, Filling, Move, Settings
+from tiers.exporter.errors import ErrorClass
 from tiers.exporter.messages import Ended, Mapped, Metadata, NotMapped, Ready, Unmapped
 from tiers.exporter.reach import over_tcp
 from tiers.runner import Runner
@@ -244,7 +245,7 @@ class PeerMover:
                 log.error("peers cannot reach extent %d: %s", extent, text)
                 self._unreached.add(extent)
             case Ended(number, moved, _, error):
-                return [self._ended(number, moved, ok=error is None)]
+                return [self._ended(number, moved, error)]
             case Ended_(reason):
                 self._addresses.clear()
                 for landing in self._landings.values():
@@ -268,7 +269,7 @@ class PeerMover:
                 landing.base, landing.metadata = addresses[landing.extent], metadata
         return [Reachable(extent, address, metadata) for extent, address in addresses.items()]
 
-    def _ended(self, number: int, moved: int, *, ok: bool) -> Event:
+    def _ended(self, number: int, moved: int, error: ErrorClass | None) -> Event:
         found = self._transfers.pop(number)
         self.moved_bytes["pushed" if found.digest is None else "pulled"] += moved
         for tag in found.tags:
@@ -278,8 +279,8 @@ class PeerMover:
             if not moving:
                 self._moving.pop((found.digest, tag), None)
         if found.digest is None:
-            return Written(found.tags, ok)  # type: ignore[arg-type]
-        return Arrived(found.digest, found.tags, ok)  # type: ignore[arg-type]
+            return Written(found.tags, error is None, stopped=error == "stopped")  # type: ignore[arg-type]
+        return Arrived(found.digest, found.tags, error is None)  # type: ignore[arg-type]
 
     def _start(
         self, move: Move | Filling, digest: str | None, tags: list[Tag] | list[Part]

@@ -322,9 +322,9 @@ class Producer:
             self._peers[tag.peer].jobs[tag.job].blocks[tag.position].sum = found
         self._ended(tags, State.SUMMING, ok=True)
 
-    def written(self, tags: list[Tag], *, ok: bool) -> None:
-        """A write into landing slots has ended."""
-        self._ended(tags, State.WRITING, ok=ok)
+    def written(self, tags: list[Tag], *, ok: bool, stopped: bool = False) -> None:
+        """A write has ended; stopped: abandoned, and nothing of it can still come."""
+        self._ended(tags, State.WRITING, ok=ok or stopped)
 
     def _ended(self, tags: list[Tag], state: State, *, ok: bool) -> None:
         """Go on with blocks of one job, which is there as long as anything is under way.

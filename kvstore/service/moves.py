@@ -59,10 +59,11 @@ class Checked(msgspec.Struct, frozen=True):
 
 
 class Written(msgspec.Struct, frozen=True):
-    """A push has ended."""
+    """A push has ended; stopped: it was abandoned, and what had begun has ended well."""
 
     tags: list[Tag]
     ok: bool
+    stopped: bool = False
 
 
 class Arrived(msgspec.Struct, frozen=True):

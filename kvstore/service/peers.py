@@ -442,8 +442,8 @@ class Peers:
                 self._mapped(extent)
             case Summed(tags, sums):
                 self.producer.summed(tags, sums)
-            case Written(tags, ok):
-                self.producer.written(tags, ok=ok)
+            case Written(tags, ok, stopped):
+                self.producer.written(tags, ok=ok, stopped=stopped)
             case Arrived(digest, parts, ok):
                 self._inlets[digest].consumer.moved(parts, ok=ok)
             case Checked(digest, parts, right):

@@ -6,8 +6,8 @@ from typing import Literal
 
 from kvstore.errors import TierIOError
 
-ErrorClass = Literal["gone", "refused", "failed"]
-"""The peer was lost; it was asked for wrongly; anything else."""
+ErrorClass = Literal["gone", "refused", "stopped", "failed"]
+"""The peer was lost; it was asked for wrongly; nobody waited for the rest; anything else."""
 
 
 class MoveError(TierIOError):

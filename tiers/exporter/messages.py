@@ -144,7 +144,8 @@ class Ended(Message, frozen=True):
     """A transfer is over: nothing of it is under way, whatever became of it.
 
     bytes: that NIXL says it has moved, of whole chunks. seconds: since it was asked for. error:
-    None, all blocks were moved; "gone", the peer was lost; "refused", it cannot be; "failed".
+    None, all blocks were moved; "gone", the peer was lost; "refused", it cannot be; "stopped",
+    nobody waited for the rest, and what had begun has ended well; "failed".
     """
 
     id: int

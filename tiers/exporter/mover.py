@@ -220,7 +220,7 @@ class Mover:
         """Start nothing more of a transfer; it may have ended."""
         found = self._open.get(number)
         if found is not None:
-            self._fail(found, "failed", "abandoned")
+            self._fail(found, "stopped", "abandoned")
 
     def _opened(self, asked: Transfer | Fill) -> _Open:
         """Check what is asked for. Raises MoveError."""
@@ -335,8 +335,11 @@ class Mover:
             self._lose(peer, str(exc))
 
     def _fail(self, found: _Open, error: ErrorClass, text: str) -> None:
-        """Start nothing more of a transfer; the first error is what it ends with."""
-        if found.error is None:
+        """Start nothing more of a transfer; the first error is what it ends with.
+
+        One that was stopped has none yet: what is under way of it can still fail.
+        """
+        if found.error in {None, "stopped"}:
             found.error, found.text = error, text
             waiting = self._peers[found.asked.peer].waiting
             if found in waiting:
