@@ -1,5 +1,7 @@
 """The part of a load that comes straight from a peer: read by this worker, or written by the peer.
 
+What this worker writes to a peer's engine, too: see Giving.
+
     the job names (fetch, position) --Places: it can be read--> reading --> read, the store is told
     read --Places once more: there it was overwritten meanwhile--> reading, from elsewhere
     the job names it --Push: the store is told our engine blocks--> being written by the peer
@@ -16,6 +18,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import Literal
 
 import msgspec
 
@@ -30,11 +33,14 @@ log = logging.getLogger(__name__)
 
 FETCHES_MAX = 1024  # that the store has told of
 GIVE_UP_NS = 1_000_000_000  # for reads that nobody waits for, to end by themselves
+GIVE_NS = 5_000_000_000  # for a write, of some MB
 
 Where = tuple[int, int]
 """A fetch, and a position in it."""
 Tell = Callable[[p.Message], None]
 Told = p.Places | p.InEngine | p.Push | p.Passed
+End = Literal["all", "none", "failed"]
+"""Of a write: see Given."""
 
 
 class _Place(msgspec.Struct, eq=False):
@@ -87,8 +93,21 @@ class Reads(msgspec.Struct, eq=False):
     given_up_ns: int | None = None
 
 
+class Giving(msgspec.Struct, eq=False):
+    """A write to a peer's engine, and how far it is."""
+
+    asked: p.Give
+    writing: Reading | None = None
+    until_ns: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Count what has been asked of NIXL."""
+        return 0 if self.writing is None else self.writing.bytes
+
+
 class DirectReads:
-    """Those of one worker: told by its link thread, done by its copy thread."""
+    """Those of one worker, and its writes: told by its link thread, done by its copy thread."""
 
     def __init__(self, caches: dict[str, LayerCache], *, pushed: bool = False) -> None:
         """caches: by layer name; pushed: peers write, too.
@@ -109,6 +128,10 @@ class DirectReads:
         self._tell = tell
         self._reader.open(layout, devices)
         self._offer()
+
+    def close(self) -> None:
+        """End the agent; nothing is read or written any more."""
+        self._reader.close()
 
     def _offer(self) -> None:
         """Have peers read what this engine has."""
@@ -178,12 +201,41 @@ class DirectReads:
             return False
         log.warning("what comes from a peer does not end: ending the agent that it comes through")
         reads.flying.clear()
+        self._restart()
+        return True
+
+    def _restart(self) -> None:
         try:
             self._reader.restart()
             self._offer()
         except TierError as exc:
             log.error("nothing can be read from peers: %s", exc)
-        return True
+
+    def give(self, giving: Giving, now_ns: int, *, over: bool) -> End | None:
+        """Go on with a write; None while it is under way. over: the session is, begin none."""
+        asked, limit_ns = giving.asked, GIVE_UP_NS if over else GIVE_NS
+        if giving.writing is None:
+            if over:
+                return "none"
+            try:
+                blocks, targets = p.from_u32(asked.blocks), p.from_u32(asked.targets)
+                giving.writing = self._reader.write(asked.ranks, asked.group, blocks, targets)
+            except (KVStoreError, ArithmeticError, LookupError, ValueError) as exc:
+                log.error("engine blocks are not written to a peer: %s", exc)
+                return "none"
+            giving.until_ns = now_ns + GIVE_NS
+        giving.until_ns = min(giving.until_ns, now_ns + limit_ns)
+        try:
+            if self._reader.over(giving.writing):
+                return "all"
+        except TierError as exc:
+            log.error("engine blocks were not written to a peer: %s", exc)
+            return "none" if giving.writing.clean else "failed"
+        if now_ns < giving.until_ns:
+            return None
+        log.warning("what goes to a peer does not end: ending the agent that it goes through")
+        self._restart()
+        return "failed"
 
     def _listen(self) -> None:
         while self._told:

@@ -24,7 +24,7 @@ from functools import partial
 
 import msgspec
 
-from connectors.direct import DirectReads, Reads, Told, nobody
+from connectors.direct import DirectReads, Giving, Reads, Told, nobody
 from connectors.jobs import LoadJob, StepMeta, StoreJob, pieces
 from connectors.link import Link, LinkLost, attach, monotonic_ns
 from connectors.loads import Load
@@ -34,7 +34,7 @@ from kvstore.extra import DirectWay
 from kvstore.layout import Move, RankGeometry
 from tiers.copier import LayerCache, MappedExtent, SlotMap
 from tiers.device import Copier, Copying, Device, device_of
-from tiers.runner import Runner
+from tiers.runner import NOTHING, Nothing, Runner
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +56,10 @@ class Outcome(msgspec.Struct, frozen=True):
 class Task(msgspec.Struct, eq=False):
     """A job, and how far it is; made by the step thread, then the copy thread's."""
 
-    job: StoreJob | LoadJob
+    job: StoreJob | LoadJob | Giving
     mark: int  # of the device: copies begin behind it
     copying: Copying | None = None  # of a store
-    link: Link | None = None  # that a store was begun under
+    link: Link | None = None  # that a store, or a write to a peer's engine, was begun under
     load: Load | None = None
     reads: Reads | None = None  # of a load
     broken: bool = False  # its copies from slots
@@ -197,24 +197,39 @@ class WorkerHalf:
         self._stop.set()
         self._thread.join()
         self._runner.close()
+        if self._direct is not None:
+            self._direct.close()
         self._device.close()
 
     # The copy thread
 
-    def _copy(self, task: Task) -> Outcome | None:
-        outcome: Outcome | None = _failed(task)
+    def _copy(self, task: Task) -> Outcome | Nothing | None:
+        outcome: Outcome | Nothing | None = _failed(task)
         try:
             outcome = self._move(task)
         finally:
-            if outcome is not None and outcome.store_job is not None:
+            if isinstance(outcome, Outcome) and outcome.store_job is not None:
                 self._stores_open.pop(outcome.store_job, None)
-            elif outcome is not None and outcome.request_id is not None:
+            elif isinstance(outcome, Outcome) and outcome.request_id is not None:
                 self._loads_open.discard(outcome.request_id)
         return outcome
 
-    def _move(self, task: Task) -> Outcome | None:
+    def _move(self, task: Task) -> Outcome | Nothing | None:
         job = task.job
+        if isinstance(job, Giving):
+            return self._give(task, job)
         return self._store(task, job) if isinstance(job, StoreJob) else self._load(task, job)
+
+    def _give(self, task: Task, giving: Giving) -> Nothing | None:
+        """Write engine blocks to a peer's; None while that is under way."""
+        if self._direct is not None and task.link is not None:
+            over = task.link is not self._link
+            end = self._direct.give(giving, monotonic_ns(), over=over)
+            if end is None:
+                return None
+            copied = giving.bytes if end == "all" else 0
+            self._tell(task.link, p.Given(giving.asked.give, end, copied))
+        return NOTHING
 
     def _store(self, task: Task, job: StoreJob) -> Outcome | None:
         """Begin the copy, then wait for its end; None while it is under way."""
@@ -365,6 +380,8 @@ class WorkerHalf:
                 if removed is not None:
                     self._device.unpin(removed)
                 link.send(p.Unmapped(message.extent))
+            elif isinstance(message, p.Give) and self._direct is not None:
+                self._runner.submit(Task(Giving(message), 0, link=link))
             elif isinstance(message, Told) and self._direct is not None:
                 self._direct.told(message)
             elif isinstance(message, p.Detach):
@@ -385,4 +402,4 @@ def _failed(task: Task, _error: Exception | None = None) -> Outcome:
     job = task.job
     if isinstance(job, StoreJob):
         return Outcome(ok=False, store_job=job.job_id)
-    return Outcome(ok=False, request_id=job.request_id)
+    return Outcome(ok=False, request_id=job.request_id if isinstance(job, LoadJob) else None)

@@ -105,8 +105,9 @@ TABLE = (
     Spec(
         "kvstore_hand_over_moved_bytes",
         "counter",
-        "Bytes that NIXL has moved for this store: pulled from others, pushed to them, or read"
-        " straight into its engines' memory.",
+        "Bytes that NIXL has moved for this store: pulled from others, pushed to them, read"
+        " straight into its engines' memory (direct), or written by its engines' workers to those"
+        " of others (given).",
         ("direction",),
     ),
     Spec(

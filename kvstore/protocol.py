@@ -209,6 +209,18 @@ class Serves(Message, frozen=True):
     blocks: int
 
 
+class Given(Message, frozen=True):
+    """What became of a Give.
+
+    end: "all" is written; "none", not all, and nothing of it can still come; "failed", some of it
+    may. copied_bytes: what this worker has written.
+    """
+
+    give: int
+    end: Literal["all", "none", "failed"]
+    copied_bytes: Count = 0
+
+
 class Query(Message, frozen=True):
     """Admin: "stats", "blocks", "clear", or "resize" with a tier and its new capacity."""
 
@@ -365,6 +377,20 @@ class InEngine(Message, frozen=True):
     blocks: bytes
 
 
+class Give(Message, frozen=True):
+    """Write engine blocks of a group to those of a peer's engine, what this worker has of them.
+
+    ranks: of the peer's engine, with the group's pages and no others; metadata: how to reach its
+    agent, unless this worker was told before. blocks, targets: u32, ours and theirs.
+    """
+
+    give: int
+    group: int
+    ranks: tuple[RankPages, ...]
+    blocks: bytes
+    targets: bytes
+
+
 class Board(Message, frozen=True):
     """A u32 for each of an engine's blocks, in the memory whose descriptor comes along.
 
@@ -387,8 +413,10 @@ class Report(Message, frozen=True):
     body: bytes
 
 
-ToStore = Hello | Step | Mapped | Unmapped | Stored | Loaded | Arrived | Target | Serves | Query
-ToWorker = Extent | Unmap | Places | InEngine | Push | Passed
+ToStore = (
+    Hello | Step | Mapped | Unmapped | Stored | Loaded | Arrived | Target | Serves | Given | Query
+)
+ToWorker = Extent | Unmap | Places | InEngine | Push | Passed | Give
 ToEngine = ToWorker | Welcome | Refused | Active | Answers | Board | Detach | Report
 
 EVENTS = frozenset(

@@ -104,6 +104,9 @@ class Pair:
         self.unsafe: set[tuple[int, int]] = set()  # passed, and may still be written
         self.met: list[str] = []  # agents that the prefill store's exporter was told of
         self.filled: list[jobs.Fill] = []
+        self.given: list[
+            tuple[list[jobs.Tag], jobs.Give]
+        ] = []  # told to engines, by the test to end
         self.producer = o.Producer(
             lambda: self.giver.store.namespaces,
             lambda: ("agent", b"md"),
@@ -187,6 +190,10 @@ class Pair:
             self.producer.written(tags, ok=ok)
 
         self.wire.do(work)
+
+    def give(self, tags: list[jobs.Tag], source: jobs.Source, give: jobs.Give) -> None:
+        assert source is self.source
+        self.given.append((tags, give))
 
     def abandon(self, tag: jobs.Tag) -> None:
         """What is under way here always ends."""

@@ -19,7 +19,7 @@ from kvstore.tier import SlotMemory, Tier, TierContext, TierFactory
 from kvstore.types import BlockKey, GroupRule, make_key
 
 SLOT_BYTES = 4096
-OfPeers = p.Places | p.InEngine | p.Push | p.Passed | p.Board
+OfPeers = p.Places | p.InEngine | p.Push | p.Passed | p.Give | p.Board
 M = TypeVar("M", bound=p.Message)
 
 
@@ -206,6 +206,7 @@ class Engine:
         self.in_engines: list[p.InEngine] = []
         self.pushes: list[int] = []  # fetches whose peer writes
         self.boards: list[p.Board] = []
+        self.gives: list[p.Give] = []
         self.passed: dict[tuple[int, int], bool] = {}  # fetch, position -> whether it is good
         self.credit_slots = credit_slots
         self.geometries = [geometry(identity, rank, world, rules) for rank in range(world)]
@@ -270,6 +271,8 @@ class Engine:
             self.pushes.append(message.fetch)
         elif isinstance(message, p.InEngine):
             self.in_engines.append(message)
+        elif isinstance(message, p.Give):
+            self.gives.append(message)
         elif isinstance(message, p.Board):
             assert self.active is not None, "its session begins with that"
             self.boards.append(message)

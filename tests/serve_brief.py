@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvstore import cli
 from kvstore.export import consumer, producer
-from kvstore.service import channel, peers, server
+from kvstore.service import channel, peers, quarantine, server
 from tiers.exporter import client
 
 S = 1_000_000_000
@@ -21,7 +21,7 @@ TIMES = {
     (consumer, "LEASE_MS"): 3_000,
     (producer, "GRACE_NS"): 1 * S,
     (peers, "IDLE_NS"): 4 * S,
-    (peers, "QUIET_NS"): 3 * S,
+    (quarantine, "QUIET_NS"): 3 * S,
     (channel, "FORGET_NS"): 8 * S,
     (client, "SILENT_NS"): 5 * S,
     (server, "_FLUSH_S"): 1,

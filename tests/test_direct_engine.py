@@ -159,7 +159,7 @@ def test_direct_the_other_way_an_engine_that_only_stores_needs_no_direct(tmp_pat
 def engines(world: int = 1, blocks: int = 8) -> Engines:
     made = Engines()
     for rank in range(world):
-        made.serves(1, world, rank, p.Serves(RankPages(f"a{rank}", b"md", (PAGES,)), blocks))
+        made.serves(1, {}, world, rank, p.Serves(RankPages(f"a{rank}", b"md", (PAGES,)), blocks))
     return made
 
 
@@ -178,9 +178,9 @@ def show(made: Engines, board: Board, slot: int, key: bytes, blocks: Sequence[in
 
 def test_E_a_board_is_given_once_all_ranks_can_be_read_and_once_only() -> None:
     made = Engines()
-    made.serves(1, 2, 0, p.Serves(RankPages("a", b"", (PAGES,)), 8))
+    made.serves(1, {}, 2, 0, p.Serves(RankPages("a", b"", (PAGES,)), 8))
     assert made.take_board(1) is None
-    made.serves(1, 2, 1, p.Serves(RankPages("b", b"", (PAGES,)), 8))
+    made.serves(1, {}, 2, 1, p.Serves(RankPages("b", b"", (PAGES,)), 8))
     assert made.take_board(1) is not None
     assert made.take_board(1) is None
     assert [rank.agent for rank in made.ranks(1)] == ["a", "b"]

@@ -11,9 +11,8 @@ import zmq
 
 from kvstore import protocol as p
 from kvstore.errors import ProtocolError
-from kvstore.export import fetches
+from kvstore.export import fetches, jobs
 from kvstore.export import messages as m
-from kvstore.export import producer as o
 from kvstore.service import agents, channel, peers
 from kvstore.service.agents import Agents
 from kvstore.service.channel import Channel
@@ -235,7 +234,7 @@ def test_blocks_that_a_peer_waits_for_are_limited(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A running request may still compute any block, so all of them are offered."""
-    monkeypatch.setattr(o, "BLOCKS_MAX", 10)
+    monkeypatch.setattr(jobs, "BLOCKS_MAX", 10)
     own, namespace = place.prefill.peers.producer, place.prefill.namespace(place.good.giver)
     own.hands.running("r", namespace.manager, SLOT_BYTES, 1)
     place.caller(place.hello())

@@ -45,6 +45,7 @@ TO_STORE: tuple[p.Message, ...] = (
     p.Arrived(5, u32([0, 2]), 8192, ok=True),
     p.Serves(RankPages("agent", b"md", ((PageRun(0, 512, 2, 4096, 1024, 512),),)), 8),
     p.Step(shown=(p.Shown(u32([1]), (b"a",), u32([2]), u32([3])),)),
+    p.Given(7, "none"),
     p.Query("stats"),
 )
 TO_ENGINE: tuple[p.Message, ...] = (
@@ -64,6 +65,7 @@ TO_ENGINE: tuple[p.Message, ...] = (
     p.Places(5, "agent", b"md", 4096, 8, u32([0, 2]), u32([7, 1])),
     p.Push(5),
     p.Passed(5, u32([2]), ok=False),
+    p.Give(7, 0, (RankPages("agent", b"md", ((PageRun(0, 512, 2, 4096, 1024, 512),),)),), b"", b""),
     p.InEngine(5, 2, (), u32([0]), u32([7])),
     p.Board(8),
     p.Detach("over"),

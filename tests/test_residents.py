@@ -44,6 +44,9 @@ class Shown:
     def ranks(self, _number: int) -> list[RankPages]:
         return [RANK]
 
+    def workers(self, _number: int) -> dict[int, int]:
+        raise AssertionError("Pair needs none")
+
 
 def test_L1_direct_what_an_engine_has_itself_is_told_to_be_there() -> None:
     pair, chain = Pair(), hashes(4)

@@ -1,6 +1,8 @@
 """Reads a peer's slots, or its engine's tensors, straight into tensors in host memory.
 
-It has an agent of its own, by which peers read these tensors, too.
+Writes such tensors to those of a peer's engine, too.
+
+It has an agent of its own, by which peers read these tensors, too, and write them.
 
 Only for engines that asked for it: whoever reaches an agent can read and write all memory of its
 process. A read is over, or the agent is: once that is made anew, nothing of before is written.
@@ -39,13 +41,15 @@ READ_BYTES = 16 << 20  # of one read; in shared memory it is made by the call th
 class Reading(msgspec.Struct, eq=False):
     """One that was started; bytes: how many it reads. agent: the number of who reads it.
 
-    failure: of a part that could not be read; others may still be under way.
+    failure: of a part that could not be read; others may still be under way. clean: that part had
+    not begun.
     """
 
     bytes: int
     agent: int
     flights: list[Flight]  # none: it is over
     failure: str = ""
+    clean: bool = False
 
 
 class EngineReader:
@@ -68,7 +72,9 @@ class EngineReader:
         self.part_bytes: list[int] = []  # of an engine block, by group
         self._layout: RankLayout | None = None
         self._pages: list[tuple[PageRun, ...]] = []  # by group
+        self._own: list[tuple[PageRun, ...]] = []  # of these, what no other rank writes
         self._shared: dict[tuple[str, ...], list[list[Overlap]]] = {}  # by a peer's agents
+        self._common: dict[tuple[int, tuple[PageRun, ...]], list[Overlap]] = {}
         self._agent: Agent | None = None
         self._agents = 0  # that there have been
         self._peers: dict[str, bytes] = {}  # and how to reach them; the last one heard of is last
@@ -80,6 +86,10 @@ class EngineReader:
             tuple(page_run(run, cache_of(run, self._caches)) for run in group.runs)
             for group in layout.groups
         ]
+        self._own = [
+            tuple(page for page, run in zip(pages, group.runs, strict=True) if run.writes)
+            for pages, group in zip(self._pages, layout.groups, strict=True)
+        ]
         self.part_bytes = [sum(run.length for run in group.runs) for group in layout.groups]
         for name, value in ucx_settings(devices, self._transports).items():
             os.putenv(name, value)  # UCX reads them when the first agent is made
@@ -87,6 +97,7 @@ class EngineReader:
         self._peers.clear()
         self._met.clear()
         self._shared.clear()
+        self._common.clear()
         if self._agent is None:
             self.restart()
 
@@ -119,6 +130,10 @@ class EngineReader:
                 self._agent.register(address, size)
         except MoveError as exc:
             raise TierIOError(f"direct = true: {exc}") from exc
+
+    def close(self) -> None:
+        """End the agent, and all that goes through it."""
+        self._agent = None
 
     def _memory(self) -> Iterable[tuple[int, int]]:
         storages = (cache.storage for cache in self._caches.values())
@@ -186,7 +201,34 @@ class EngineReader:
             ]
         return self._shared[agents]
 
-    def _start(self, parts: Sequence[tuple[str, list[Places], list[Places]]]) -> Reading:
+    def write(
+        self, ranks: Sequence[RankPages], group: int, blocks: Sequence[int], there: Sequence[int]
+    ) -> Reading:
+        """Start writing what this rank has of engine blocks of a group into those of a peer's.
+
+        ranks: with the group's pages only. Raises TierError, IndexError for another group.
+        """
+        own, theirs, parts = np.array(blocks, np.uint64), np.array(there, np.uint64), []
+        for rank in ranks:
+            if rank.metadata:
+                self.meet(rank.agent, rank.metadata)
+            overlaps = self._common_with(group, rank.pages[0])
+            if overlaps:
+                local = [rows(each.here(own), each.size) for each in overlaps]
+                remote = [rows(each.there(theirs), each.size) for each in overlaps]
+                parts.append((rank.agent, local, remote))
+        return self._start(parts, write=True)
+
+    def _common_with(self, group: int, pages: tuple[PageRun, ...]) -> list[Overlap]:
+        if len(self._common) >= ENGINES_MAX:
+            self._common.clear()
+        if (group, pages) not in self._common:
+            self._common[group, pages] = common(self._own[group], pages)
+        return self._common[group, pages]
+
+    def _start(
+        self, parts: Sequence[tuple[str, list[Places], list[Places]]], *, write: bool = False
+    ) -> Reading:
         if self._agent is None:
             raise TierIOError("no agent")
         reading = Reading(0, self._agents, [])
@@ -194,7 +236,7 @@ class EngineReader:
             for peer, here, there in parts:
                 self._meet(self._agent, peer)
                 local, remote = np.concatenate(here), np.concatenate(there)
-                flight, over = self._agent.move(peer, local, remote, write=False)
+                flight, over = self._agent.move(peer, local, remote, write=write)
                 if over:
                     self._agent.let_go(flight)
                 else:
@@ -202,6 +244,7 @@ class EngineReader:
                 reading.bytes += int(local[:, 1].sum())
         except MoveError as exc:
             reading.failure = str(exc)  # what was started of it is not over
+            reading.clean = exc.error == "refused"
         return reading
 
     def _meet(self, agent: Agent, peer: str) -> None:
@@ -229,7 +272,7 @@ class EngineReader:
             try:
                 over = agent.over(flight)
             except MoveError as exc:
-                over, reading.failure = True, str(exc)
+                over, reading.failure, reading.clean = True, str(exc), False
             if over:
                 agent.let_go(flight)
             else:
@@ -277,6 +320,29 @@ def _pieces(runs: Iterable[PageRun], rank: int = 0) -> Iterator[_Piece]:
             yield _Piece(offset, run.piece_bytes, base, run.block_stride, rank)
 
 
+def common(own: Iterable[PageRun], theirs: Iterable[PageRun]) -> list[Overlap]:
+    """Return the bytes of a part that both have. Raises TierError if one has some twice."""
+    here, there, at = sorted(_pieces(own)), sorted(_pieces(theirs)), 0
+    found: list[Overlap] = []
+    for piece in here:
+        while at < len(there) and there[at].offset + there[at].size <= piece.offset:
+            at += 1
+        n = at
+        while n < len(there) and there[n].offset < piece.offset + piece.size:
+            found.append(_overlap(piece, there[n], max(piece.offset, there[n].offset)))
+            n += 1
+        if len(found) > len(here) + len(there):
+            raise TierError("pages that lie one over another")
+    return found
+
+
+def _overlap(piece: _Piece, other: _Piece, start: int) -> Overlap:
+    """Return what two pieces have in common from `start` on."""
+    size = min(piece.offset + piece.size, other.offset + other.size) - start
+    here, far = piece.base + start - piece.offset, other.base + start - other.offset
+    return Overlap(other.rank, size, here, piece.stride, far, other.stride)
+
+
 def shared(own: Iterable[PageRun], theirs: Sequence[Iterable[PageRun]]) -> list[Overlap]:
     """Cut our runs of a part where those of a peer's ranks begin and end.
 
@@ -291,9 +357,6 @@ def shared(own: Iterable[PageRun], theirs: Sequence[Iterable[PageRun]]) -> list[
                 at += 1
             if at == len(there) or there[at].offset > reached:
                 raise TierError(f"the peer's ranks lack byte {reached} of a block's part")
-            other = there[at]
-            size = min(end, other.offset + other.size) - reached
-            here, far = piece.base + reached - piece.offset, other.base + reached - other.offset
-            found.append(Overlap(other.rank, size, here, piece.stride, far, other.stride))
-            reached += size
+            found.append(_overlap(piece, there[at], reached))
+            reached += found[-1].size
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import threading
 import time
@@ -18,6 +19,15 @@ log = logging.getLogger(__name__)
 AGAIN_S = 0.0003
 
 
+class Nothing(enum.Enum):
+    """A result that nobody asks for: poll() leaves it out."""
+
+    NOTHING = enum.auto()
+
+
+NOTHING = Nothing.NOTHING
+
+
 class Runner(Generic[J, R]):
     """Runs `work` on threads; each job gives exactly one result, also when work has a bug.
 
@@ -27,7 +37,7 @@ class Runner(Generic[J, R]):
     def __init__(
         self,
         name: str,
-        work: Callable[[J], R | None],
+        work: Callable[[J], R | Nothing | None],
         failed: Callable[[J, Exception], R],
         threads: int = 1,
         told: Callable[[], None] | None = None,
@@ -115,7 +125,7 @@ class Runner(Generic[J, R]):
             if job is None:
                 return
             try:
-                result = self._work(job)
+                result: R | Nothing | None = self._work(job)
             except Exception as exc:  # a bug in a tier must still release the job's slots
                 log.exception("a job raised")
                 result = self._failed(job, exc)
@@ -124,7 +134,8 @@ class Runner(Generic[J, R]):
                     self._again.append((time.monotonic() + AGAIN_S, job))
                     self._changed.notify_all()
                     continue
-                self._results.append(result)
+                if result is not NOTHING:
+                    self._results.append(result)
                 self._open -= 1
                 self._changed.notify_all()
             if self._told is not None:

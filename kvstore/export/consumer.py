@@ -265,8 +265,7 @@ class Consumer:
             if fetch.push and block.state is State.MOVING:
                 landed.append(position)
         if fetch.direct:
-            for position in landed:
-                fetch.blocks[position].state = State.CHECKED
+            fetch.written(have, landed)
             self._confirm(fetch, landed)
             self._pass_on(fetch, positions)
         else:

@@ -43,6 +43,7 @@ class Block(msgspec.Struct, eq=False):
     landing: int | None = None
     place: tuple[m.Region, int] | None = None  # and its number there, once it can be read
     resident: tuple[int, list[int]] | None = None  # or an engine of the peer's, and its blocks
+    given: bool = False  # by an engine of the peer's, from its memory
     sum: int = 0
 
 
@@ -82,6 +83,13 @@ class Fetch(msgspec.Struct, eq=False):
             self.blocks[position].resident = message.engine, blocks
         return found
 
+    def written(self, have: m.Have, positions: Sequence[int]) -> None:
+        """These have been written, some by an engine. Raises ProtocolError."""
+        for position in m.positions_of(have.given, len(self.blocks)):
+            self.blocks[position].given = self.push
+        for position in positions:
+            self.blocks[position].state = State.CHECKED
+
     def take(self, offer: m.Offer) -> None:
         """Note what is to be had. Raises ProtocolError for a second offer, or one without sense."""
         offered = m.positions_of(offer.positions, len(self.blocks))
@@ -99,7 +107,8 @@ class Fetch(msgspec.Struct, eq=False):
 
     def tier_of(self, position: int) -> str:
         """Name the tier of the peer's that a block came from, as it is counted."""
-        tier = self.tiers[position] if self.blocks[position].resident is None else ENGINE
+        block, tier = self.blocks[position], self.tiers[position]
+        tier = ENGINE if block.given or block.resident is not None else tier
         return tier if tier in TIERS else OTHER
 
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
+from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
 from kvstore.index import Entry
 from kvstore.layout import RankPages, SlotLayout
 from kvstore.leases import Generations
 from kvstore.manager import Manager
 from kvstore.tiering import Tiering
-from kvstore.types import BlockKey, Slot
+from kvstore.types import BlockKey, Chain, Slot
+
+UNKNOWN_NS = 300_000_000  # a router sends a request to both engines at once, say
+JOBS_MAX = 1024  # of one peer
+BLOCKS_MAX = 1 << 20  # wanted by one peer at one time
 
 
 class Tag(msgspec.Struct, frozen=True):
@@ -47,6 +52,10 @@ class Engines(Protocol):
 
     def ranks(self, number: int) -> Sequence[RankPages]:
         """Say how an engine's memory is reached, by rank."""
+        ...
+
+    def workers(self, number: int) -> Mapping[int, int]:
+        """Say on which connection each rank's worker is."""
         ...
 
 
@@ -94,6 +103,10 @@ class Work(Protocol):
         """Write parts of slots to an engine of a peer's; the answer is Producer.written."""
         ...
 
+    def give(self, tags: list[Tag], source: Source, give: Give) -> None:
+        """Have our engine write what it has to one of a peer's; the answer is written()."""
+        ...
+
     def abandon(self, tag: Tag) -> None:
         """Nobody waits for a write any more: what has not begun is not begun; written() comes."""
         ...
@@ -126,6 +139,19 @@ class Fill(msgspec.Struct, frozen=True):
     blocks: list[int]
 
 
+class Give(msgspec.Struct, frozen=True):
+    """Engine blocks of one of our engines, of one group, and those of a peer's that they go to.
+
+    engine: its session's number. ranks: of the peer's, with the group's pages and no others.
+    """
+
+    engine: int
+    group: int
+    ranks: tuple[RankPages, ...]
+    blocks: list[int]
+    targets: list[int]
+
+
 class State(enum.Enum):
     """Where a wanted block is on its way; see the top of producer.py."""
 
@@ -153,8 +179,8 @@ class Block(msgspec.Struct, eq=False):
     target: list[int] | None = None  # engine blocks of the peer's, if it is written there
     writes: int = 0  # that have not ended
     failed: bool = False  # one of them
-    resident: Resident | None = None  # where it was told to be, if not in its slot
-    moved: bool = False  # it was told so, and is not there any more
+    resident: Resident | None = None  # where it was told to be, or is written from, if not its slot
+    moved: bool = False  # it is not there any more
 
 
 class Job(msgspec.Struct, eq=False):
@@ -194,3 +220,24 @@ class Peer(msgspec.Struct, eq=False):
     blocks: int = 0  # of its jobs
     regions: set[int] = set()  # extents it was told about
     closed: bool = False
+
+
+def job_of(peer: Peer, want: m.Want, now_ns: int) -> Job:
+    """Return what a peer wants. Raises ProtocolError for what cannot be, and for too much."""
+    rules = peer.source.layout.rules
+    wanted = m.wanted_of(want, len(rules))
+    if want.job <= 0 or want.job in peer.jobs:
+        raise ProtocolError(f"job {want.job}, expected a new number above 0")
+    if len(peer.jobs) >= JOBS_MAX:
+        raise ProtocolError(f"more than {JOBS_MAX} jobs at one time")
+    if peer.blocks + len(wanted) > BLOCKS_MAX:
+        raise ProtocolError(f"more than {BLOCKS_MAX} blocks wanted at one time")
+    if want.push and not peer.agent:
+        raise ProtocolError("a push to a peer that named no exporter")
+    chain = Chain(want.hashes, want.width, len(rules), want.scope)
+    blocks = [Block(chain.key(group, index)) for group, index in wanted]
+    end_ns, offer_ns = now_ns + m.lease_ns(want.lease_ms), now_ns + UNKNOWN_NS
+    order = [(index, group) for group, index in wanted]
+    job = Job(want.job, blocks, want.request, want.push, end_ns, offer_ns, order)
+    job.direct = want.direct
+    return job

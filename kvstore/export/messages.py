@@ -215,7 +215,8 @@ class Have(Message, frozen=True):
     """Positions that can be read (or, pushed, have been written), and what names their bytes.
 
     places: u32 (extent, slot) pairs; generations: u32; sums: u64. regions: of extents not named
-    before, with the exporter's metadata that they can be reached by.
+    before, with the exporter's metadata that they can be reached by. given: positions (u32) of a
+    direct push that an engine has written from its own memory.
     """
 
     job: int
@@ -225,6 +226,7 @@ class Have(Message, frozen=True):
     sums: bytes
     regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=REGIONS_MAX)] = ()
     metadata: Metadata = b""
+    given: bytes = b""
 
 
 class Resident(Message, frozen=True):

@@ -63,6 +63,7 @@ def _in_slots(peer: Peer, job: Job, waiting: list[int], region: Region) -> Messa
     places: list[int] = []
     generations: list[int] = []
     sums = array("Q")
+    given: list[int] = []
     regions: list[m.Region] = []
     metadata = b""
     for position in waiting:
@@ -79,10 +80,11 @@ def _in_slots(peer: Peer, job: Job, waiting: list[int], region: Region) -> Messa
             regions.append(found[0])
             metadata = found[1]
         positions.append(position)
+        given += [] if block.resident is None else [position]
         places += extent, number
         generations.append(peer.source.generations[block.slot])
         sums.append(block.sum)
     if not positions:
         return None
     packed = u32(positions), u32(places), u32(generations), sums.tobytes()
-    return m.Have(job.number, *packed, tuple(regions), metadata)
+    return m.Have(job.number, *packed, tuple(regions), metadata, u32(given))

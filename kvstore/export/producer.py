@@ -7,6 +7,7 @@ Of each wanted block:
     SUMMING --its sum is known--> SUMMED --to be pulled----> TOLD
     AWAITED, STAGING --direct, without a sum---------------> TOLD, pushed: SUMMED
     SUMMED --pushed: a landing slot, or an engine, is named> WRITING --written--> TOLD
+    WRITING, by an engine --overwritten there meanwhile----> WRITING, from its slot
     TOLD --confirmed---------------------------------------> DONE, not held any more
     TOLD, in an engine's memory --overwritten there--------> TOLD, in its slot
     AWAITED --its request ended without it-----------------> DONE
@@ -26,17 +27,14 @@ from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
 from kvstore.export.difference import difference
 from kvstore.export.hands import Hands
-from kvstore.export.jobs import BUSY, Block, Job, Peer, Source, State, Tag, Work
+from kvstore.export.jobs import BUSY, Job, Peer, Source, State, Tag, Work, job_of
 from kvstore.export.news import is_overwritten, news
-from kvstore.export.writes import fills, learn, slot_writes, tags_of
+from kvstore.export.writes import fills, gives, learn, slot_writes, tags_of, written_of
 from kvstore.protocol import Message, from_u32, u32
 from kvstore.tier import Tier
-from kvstore.types import BlockKey, Chain, LookupResult
+from kvstore.types import BlockKey, LookupResult
 
 GRACE_NS = 5_000_000_000
-UNKNOWN_NS = 300_000_000  # a router sends a request to both engines at once, say
-JOBS_MAX = 1024  # of one peer
-BLOCKS_MAX = 1 << 20  # wanted by one peer at one time
 MEMORY, PREFILL = "cpu", "prefill"
 
 Send = Callable[[int, Message], None]
@@ -193,28 +191,13 @@ class Producer:
         self._send(number, refused)
 
     def _want(self, peer: Peer, want: m.Want, now_ns: int) -> None:
-        rules = peer.source.layout.rules
-        wanted = m.wanted_of(want, len(rules))
-        if want.job <= 0 or want.job in peer.jobs:
-            raise ProtocolError(f"job {want.job}, expected a new number above 0")
-        if len(peer.jobs) >= JOBS_MAX:
-            raise ProtocolError(f"more than {JOBS_MAX} jobs at one time")
-        if peer.blocks + len(wanted) > BLOCKS_MAX:
-            raise ProtocolError(f"more than {BLOCKS_MAX} blocks wanted at one time")
-        if want.push and not peer.agent:
-            raise ProtocolError("a push to a peer that named no exporter")
+        job = job_of(peer, want, now_ns)
         if self.hands.ambiguous(want.request):
             self.counts["ambiguous"] += 1
             self._send(peer.number, m.End(want.job, "ambiguous"))
             return
-        chain = Chain(want.hashes, want.width, len(rules), want.scope)
-        blocks = [Block(chain.key(group, index)) for group, index in wanted]
-        end_ns = now_ns + m.lease_ns(want.lease_ms)
-        order = [(index, group) for group, index in wanted]
-        job = Job(want.job, blocks, want.request, want.push, end_ns, now_ns + UNKNOWN_NS, order)
-        job.direct = want.direct
         peer.jobs[job.number] = job
-        peer.blocks += len(blocks)
+        peer.blocks += len(job.blocks)
         self._offer(peer, job, now_ns)
         self._settle(peer, job)
 
@@ -277,7 +260,8 @@ class Producer:
         again = {*m.positions_of(confirm.unread, len(job.blocks))}
         told = {p for p in (*positions, *again) if job.blocks[p].state is State.TOLD}
         told = set() if job.over else told
-        again = {p for p in told if p in again or is_overwritten(peer.source, job.blocks[p])}
+        lost = {p for p in told if not job.push and is_overwritten(peer.source, job.blocks[p])}
+        again = told & (again | lost)
         valid = sorted(told - again)
         for position in again:
             job.blocks[position].moved = True
@@ -323,8 +307,15 @@ class Producer:
         self._ended(tags, State.SUMMING, ok=True)
 
     def written(self, tags: list[Tag], *, ok: bool, stopped: bool = False) -> None:
-        """A write has ended; stopped: abandoned, and nothing of it can still come."""
-        self._ended(tags, State.WRITING, ok=ok or stopped)
+        """A write has ended; stopped: not all of it was done, and nothing can still come."""
+        peer = self._peers[tags[0].peer]
+        job = peer.jobs[tags[0].job]
+        if not job.released and (ok or stopped):
+            tags, again = written_of(peer.source, job, tags, ok=ok)
+            for tag in again:
+                self._write(job, tag.position)
+        if tags:
+            self._ended(tags, State.WRITING, ok=ok or (stopped and job.released))
 
     def _ended(self, tags: list[Tag], state: State, *, ok: bool) -> None:
         """Go on with blocks of one job, which is there as long as anything is under way.
@@ -441,9 +432,9 @@ class Producer:
         positions, job.unwritten = job.unwritten, []
         for tags, write in () if job.direct else slot_writes(peer, job, positions):
             self._work.write(tags, peer.agent, write)
+        for tags, give in gives(peer, job, positions) if job.direct else ():
+            self._work.give(tags, peer.source, give)
         for tags, fill in fills(peer, job, positions) if job.direct else ():
-            for tag in tags:
-                job.blocks[tag.position].writes += 1
             self._work.fill(tags, fill)
 
     def _tell(self, peer: Peer, job: Job) -> None:

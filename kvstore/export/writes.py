@@ -1,16 +1,19 @@
-"""What a producer writes to a peer: slots to its landing slots, or parts of them to its engine."""
+"""What a producer writes to a peer: to its landing slots, or into its engine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
-from kvstore.export.jobs import Fill, Job, Peer, Tag, Write
+from kvstore.export.jobs import Fill, Give, Job, Peer, Source, Tag, Write
+from kvstore.export.news import is_overwritten
 from kvstore.layout import RankPages, SlotLayout
 
+_T = TypeVar("_T")
 FILL_BYTES = 8 << 20  # of one write into an engine: what waits for nobody is in quarantine whole
 RUNS_MAX = 1 << 13  # of pages, of all ranks together
 
@@ -38,29 +41,80 @@ def slot_writes(
         yield tags, Write(extent, numbers, size, region, slots)
 
 
+def gives(peer: Peer, job: Job, positions: Sequence[int]) -> Iterator[tuple[list[Tag], Give]]:
+    """Gather what one of our engines still has, and writes itself, some blocks at a time."""
+    layout, engines = peer.source.layout, peer.source.engines
+    batches: dict[tuple[int, int], list[tuple[int, list[int], list[int]]]] = {}
+    for position in positions:
+        block, group = job.blocks[position], job.order[position][1]
+        block.resident = None if block.moved or block.target is None else engines.find(block.key)
+        place, target = block.resident, block.target or ()
+        if place is None or len(place.blocks) < len(target):
+            block.resident = None
+            continue
+        pairs = [(own, at) for own, at in zip(place.blocks, target, strict=False) if at]
+        own, there = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        batches.setdefault((place.engine, group), []).append((position, own, there))
+    for (engine, group), found in batches.items():
+        ranks = tuple(
+            RankPages(rank.agent, b"", (rank.pages[group],))
+            for rank in job.ranks
+            if rank.pages[group]
+        )
+        for batch in _batches(layout, found):
+            own = [block for _, blocks, _ in batch for block in blocks]
+            there = [block for _, _, blocks in batch for block in blocks]
+            tags = tags_of(peer, job, [position for position, _, _ in batch])
+            yield _counted(job, tags), Give(engine, group, ranks, own, there)
+
+
+def _counted(job: Job, tags: list[Tag]) -> list[Tag]:
+    for tag in tags:
+        job.blocks[tag.position].writes += 1
+    return tags
+
+
+def written_of(
+    source: Source, job: Job, tags: list[Tag], *, ok: bool
+) -> tuple[list[Tag], list[Tag]]:
+    """Tell what has been written from what an engine has not, or not as it was: slots have that."""
+    rest, again = [], []
+    for tag in tags:
+        block = job.blocks[tag.position]
+        if block.resident is None or (ok and not is_overwritten(source, block)):
+            rest.append(tag)
+        else:
+            block.moved, block.resident, block.writes = True, None, 0
+            again.append(tag)
+    return rest, again
+
+
+def _batches(layout: SlotLayout, found: list[_T]) -> Iterator[list[_T]]:
+    step = max(1, FILL_BYTES // layout.slot_bytes)
+    return (found[at : at + step] for at in range(0, len(found), step))
+
+
 def fills(peer: Peer, job: Job, positions: Sequence[int]) -> Iterator[tuple[list[Tag], Fill]]:
-    """Gather what goes to an engine, some blocks at a time, for each rank, extent and group."""
+    """Gather what goes to an engine from slots, for each rank, extent and group."""
     layout = peer.source.layout
     batches: dict[tuple[int, int], list[tuple[int, list[int], list[int]]]] = {}
     for position in positions:
         block, group = job.blocks[position], job.order[position][1]
-        if block.slot is None or block.target is None:
+        if block.slot is None or block.target is None or block.resident is not None:
             continue
         extent, number = peer.source.place(block.slot)
         first, stride = number * layout.slot_bytes, _stride(layout, group)
         offsets = [first + part * stride for part, at in enumerate(block.target) if at]
         wanted = [at for at in block.target if at]
         batches.setdefault((extent, group), []).append((position, offsets, wanted))
-    step = max(1, FILL_BYTES // layout.slot_bytes)
     for (extent, group), found in batches.items():
-        for at in range(0, len(found), step):
-            batch = found[at : at + step]
+        for batch in _batches(layout, found):
             offsets = [offset for _, offsets, _ in batch for offset in offsets]
             blocks = [block for _, _, blocks in batch for block in blocks]
             for rank in job.ranks:
                 if rank.pages[group]:
                     tags = tags_of(peer, job, [position for position, _, _ in batch])
-                    yield tags, Fill(extent, rank, group, offsets, blocks)
+                    yield _counted(job, tags), Fill(extent, rank, group, offsets, blocks)
 
 
 def learn(layout: SlotLayout, job: Job, fill: m.Fill) -> list[int]:

@@ -32,6 +32,7 @@ class Agents:
         self._mover = mover
         self._named: dict[int, list[str]] = {}  # by connection; the first is its exporter
         self._users: dict[str, set[int]] = {}  # their connections; longest unused first
+        self._reached: dict[str, bytes] = {}  # their metadata
 
     def __len__(self) -> int:
         """Count the exporters that ours knows."""
@@ -48,14 +49,22 @@ class Agents:
             users = self._users.pop(agent, set())
             users.add(connection)
             self._users[agent] = users
-            self._mover.add_peer(agent, metadata)
+            self._add(agent, metadata)
             self._forget_some()
 
     def update(self, connection: int, metadata: bytes) -> None:
         """A peer's exporter has other memory now. One that was not named is not known."""
         named = self._named.get(connection)
         if named is not None:
-            self._mover.add_peer(named[0], metadata)
+            self._add(named[0], metadata)
+
+    def _add(self, agent: str, metadata: bytes) -> None:
+        self._reached[agent] = metadata
+        self._mover.add_peer(agent, metadata)
+
+    def metadata(self, agent: str) -> bytes:
+        """Say how one is reached; nothing of one that is not known."""
+        return self._reached.get(agent, b"")
 
     def leave(self, connection: int) -> None:
         """A connection has ended."""
@@ -68,5 +77,5 @@ class Agents:
         if len(self._users) > KNOWN_MAX:
             unused = [agent for agent, users in self._users.items() if not users]
             for agent in unused[: len(self._users) - KNOWN_MAX]:
-                del self._users[agent]
+                del self._users[agent], self._reached[agent]
                 self._mover.remove_peer(agent)

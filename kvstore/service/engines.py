@@ -15,7 +15,7 @@ import fcntl
 import logging
 import mmap
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import msgspec
 
@@ -59,6 +59,7 @@ class _Engine(msgspec.Struct, eq=False):
     world: int
     blocks: int = 0
     ranks: dict[int, RankPages] = {}
+    workers: Mapping[int, int] = {}
     board: _Board | None = None
     left: bool = False
     coming: dict[int, tuple[bytes, Resident]] = {}
@@ -73,12 +74,17 @@ class Engines:
         """Know none."""
         self._engines: dict[int, _Engine] = {}
 
-    def serves(self, session: int, world: int, rank: int, message: p.Serves) -> None:
-        """A worker can be read, of `world` that an engine has. Raises ProtocolError."""
+    def serves(
+        self, session: int, workers: Mapping[int, int], world: int, rank: int, message: p.Serves
+    ) -> None:
+        """A worker can be read, of `world` that an engine has; workers: connections, by rank.
+
+        Raises ProtocolError.
+        """
         if not 0 < message.blocks <= BLOCKS_MAX:
             raise ProtocolError(f"{message.blocks} engine blocks, expected 1 to {BLOCKS_MAX}")
         engine = self._engines.setdefault(session, _Engine(world))
-        engine.ranks[rank] = message.rank
+        engine.ranks[rank], engine.workers = message.rank, workers
         if engine.board is None:
             engine.blocks = max(engine.blocks, message.blocks)
 
@@ -148,6 +154,11 @@ class Engines:
         """Say how an engine's memory is reached, by rank."""
         engine = self._engines.get(number)
         return () if engine is None else [engine.ranks[rank] for rank in sorted(engine.ranks)]
+
+    def workers(self, number: int) -> Mapping[int, int]:
+        """Say on which connection each rank's worker is."""
+        engine = self._engines.get(number)
+        return {} if engine is None else engine.workers
 
     def leave(self, session: int) -> None:
         """An engine is about to go: nothing new is found in its memory."""

@@ -22,14 +22,15 @@ import msgspec
 from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
 from kvstore.export.consumer import STALL_NS, Consumer
-from kvstore.export.jobs import Fill, Source, Tag, Write
+from kvstore.export.jobs import Fill, Give, Source, Tag, Write
 from kvstore.export.producer import Producer
 from kvstore.metrics import Numbers
 from kvstore.protocol import Arrived as Arrived_
-from kvstore.protocol import Extent, Message, Target, Unmap
+from kvstore.protocol import Extent, Given, Message, Target, Unmap
 from kvstore.service.agents import Agents
 from kvstore.service.channel import Channel, ClusterKey
 from kvstore.service.direct import Direct, Send, no_workers
+from kvstore.service.gives import Gives
 from kvstore.service.inlet import Inlet
 from kvstore.service.moves import (
     BUSY_S,
@@ -45,13 +46,14 @@ from kvstore.service.moves import (
     Written,
 )
 from kvstore.service.namespace import Namespace
+from kvstore.service.quarantine import Quarantine
 from kvstore.service.requests import Held, Requests
 from kvstore.service.session import Session
 from kvstore.types import BlockKey, Slot
 
 log = logging.getLogger(__name__)
 
-OfFetch = Arrived_ | Target
+OfFetch = Arrived_ | Target | Given
 EVENTS = (
     *("fetched", "corrupt", "late", "ended", "lost", "exporter", "cleared"),  # as a consumer
     *("let_go", "heartbeats"),
@@ -63,10 +65,6 @@ EXPORTER = -1  # the exporter's number among the store's connections: it maps ex
 LINKS_MAX = 128  # peers that are asked at one time; each takes some descriptors
 IDLE_NS = 300_000_000_000  # a connection that nothing was asked on; its peer forgets it later
 SWEEP_NS = 500_000_000
-# When more than half of a model's landing slots are in quarantine, or anything is and nothing else
-# goes on, the exporter is restarted: after that nothing of before is written any more.
-CROWDED_NS = 1_000_000_000
-QUIET_NS = 60_000_000_000
 
 
 class _Link(msgspec.Struct, eq=False):
@@ -99,7 +97,7 @@ class Peers:
         )
         self._mover = mover
         self._namespaces: Mapping[str, Namespace] = {}
-        self.direct = Direct(no_workers)
+        self.direct, self.gives = Direct(no_workers), Gives(no_workers, self._agents.metadata)
         self._numbers = Numbers()
         self._up: Up | None = None
         self._noted: list[int] = []
@@ -115,8 +113,7 @@ class Peers:
             self._tell,
         )
         self._swept_ns = 0
-        self._crowded_ns: int | None = None  # since when
-        self._quiet_ns: int | None = None
+        self._quarantine = Quarantine()
 
     def serve(
         self, namespaces: Mapping[str, Namespace], numbers: Numbers, send: Send = no_workers
@@ -126,7 +123,7 @@ class Peers:
         numbers: of the store. send(connection, message, None): to one of its engines' workers.
         """
         self._namespaces, self._numbers = namespaces, numbers
-        self.direct = Direct(send)
+        self.direct, self.gives = Direct(send), Gives(send, self._agents.metadata)
 
     def _mapped(self, extent: int) -> None:
         """Nobody who waits for all to map or unmap an extent waits for the exporter."""
@@ -219,9 +216,11 @@ class Peers:
     def of_fetch(
         self, namespace: Namespace, session: int, rank: int, message: OfFetch, now_ns: int
     ) -> None:
-        """A worker has read, or could not, or can be written to. Raises ProtocolError."""
+        """A worker has read, or written, or failed to, or says where. Raises ProtocolError."""
         digest, consumer = namespace.layout.digest, self.inlet(namespace)
-        if isinstance(message, Target):
+        if isinstance(message, Given):
+            self.gives.given(session, rank, message)
+        elif isinstance(message, Target):
             ranks = namespace.engines.ranks(session)
             targets = self.direct.target(digest, session, rank, message, ranks)
             if targets is None:
@@ -234,6 +233,7 @@ class Peers:
     def end_of(self, session: int) -> None:
         """An engine is gone."""
         self.requests.end_of(session)
+        self.gives.end_of(session)
 
     def read_no_more(self, namespace: Namespace, fetch: int) -> None:
         """The lease that a fetch is read for has ended."""
@@ -280,7 +280,7 @@ class Peers:
 
     def _on_message(self, number: int, message: Message) -> None:
         link = self._links.get(number)
-        self._quiet_ns = None
+        self._quarantine.stir()
         if link is not None:
             self._on_answer(number, link, message)
             return
@@ -371,7 +371,8 @@ class Peers:
         found |= {("kvstore_hand_over_open", what): count for what, count in open_now.items()}
         found |= {("kvstore_hand_over_events", event): counts[event] for event in EVENTS}
         found |= {("kvstore_fetched_blocks", tier): count for tier, count in fetched.items()}
-        moved = {**self._mover.moved_bytes, "direct": self.direct.moved_bytes}
+        direct = {"direct": self.direct.moved_bytes, "given": self.gives.moved_bytes}
+        moved = {**self._mover.moved_bytes, **direct}
         found |= {("kvstore_hand_over_moved_bytes", way): size for way, size in moved.items()}
         return found
 
@@ -386,7 +387,7 @@ class Peers:
         noted, self._noted = self._noted, []
         for extent in noted:
             self._mapped(extent)
-        for event in self._mover.poll(now_ns):
+        for event in (*self._mover.poll(now_ns), *self.gives.take()):
             self._on_event(event)
         self.channel.poll(now_ns)
         for namespace in self._namespaces.values():
@@ -412,17 +413,11 @@ class Peers:
         for number in self._idle_links():
             if self._now_ns - self._links[number].used_ns >= IDLE_NS:
                 self.channel.drop(number)
-        inlets, now_ns = self._inlets.values(), self._now_ns
+        inlets = self._inlets.values()
         crowded = any(inlet.crowded for inlet in inlets)
         late = self._mover.abandoned_bytes or any(i.consumer.quarantined for i in inlets)
         used = self.producer.wanted or any(inlet.consumer.open for inlet in inlets)
-        quiet = late and not used
-        self._crowded_ns = (self._crowded_ns or now_ns) if crowded else None
-        self._quiet_ns = (self._quiet_ns or now_ns) if quiet else None
-        if (self._crowded_ns is not None and now_ns - self._crowded_ns >= CROWDED_NS) or (
-            self._quiet_ns is not None and now_ns - self._quiet_ns >= QUIET_NS
-        ):
-            self._crowded_ns = self._quiet_ns = None
+        if self._quarantine.lasts(self._now_ns, crowded=crowded, quiet=bool(late) and not used):
             landing = sum(inlet.quarantined_bytes for inlet in inlets)
             own = self._mover.abandoned_bytes
             self._mover.restart(f"in quarantine: {landing} bytes to land in, {own} bytes moving")
@@ -482,8 +477,13 @@ class Peers:
         """Write parts of slots to an engine of a peer's."""
         self._mover.fill(tags, fill)
 
+    def give(self, tags: list[Tag], source: Source, give: Give) -> None:
+        """Have workers of an engine of ours write to one of a peer's."""
+        self.gives.start(tags, give, source.engines.workers(give.engine))
+
     def abandon(self, tag: Tag) -> None:
         """Nobody waits for a write any more."""
+        self.gives.abandon(tag)
         self._mover.abandon(None, tag)
 
     def region(self, extent: int) -> tuple[m.Region, bytes] | None:

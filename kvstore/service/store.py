@@ -22,7 +22,7 @@ from kvstore.service.gauges import Disk, count_step, disk_gauges, gauges, resize
 from kvstore.service.listing import listing
 from kvstore.service.memory import Memory
 from kvstore.service.namespace import Mapping, MemoryPool, Namespace
-from kvstore.service.peers import EXPORTER, Peers
+from kvstore.service.peers import EXPORTER, OfFetch, Peers
 from kvstore.service.session import News, Phase, Session, Writing
 from kvstore.tier import SlotMemory, Tier
 from kvstore.types import BlockKey, LeaseId, Slot
@@ -133,7 +133,7 @@ class Store:
             self._stored(session, self._rank(session, connection), message)
         elif isinstance(message, p.Loaded):
             self._loaded(session, self._rank(session, connection), message)
-        elif isinstance(message, p.Arrived | p.Target):
+        elif isinstance(message, OfFetch):
             self._of_fetch(session, self._rank(session, connection), message)
         elif isinstance(message, p.Serves):
             self._serves(session, self._rank(session, connection), message)
@@ -429,7 +429,8 @@ class Store:
     def _serves(self, session: Session, rank: int, message: p.Serves) -> None:
         if session.namespace is not None:
             check_ranks(session.namespace.layout, [message.rank])
-            session.namespace.engines.serves(session.number, session.world, rank, message)
+            number, world = session.number, session.world
+            session.namespace.engines.serves(number, session.workers, world, rank, message)
             self._give_board(session)
 
     def _give_board(self, session: Session) -> None:
@@ -438,7 +439,7 @@ class Store:
             if board is not None and session.scheduler is not None:
                 self._send(session.scheduler, *board)
 
-    def _of_fetch(self, session: Session, rank: int, message: p.Arrived | p.Target) -> None:
+    def _of_fetch(self, session: Session, rank: int, message: OfFetch) -> None:
         if self._peers is not None and session.namespace is not None:
             self._peers.of_fetch(session.namespace, session.number, rank, message, self._now_ns)
 

@@ -310,6 +310,47 @@ def test_a_prefill_engine_that_is_gone_leaves_its_blocks(
 
 
 @slice_only
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_B15_direct_a_prefill_engine_that_is_killed_or_freezes_while_it_writes(
+    both: tuple[Node, Node],
+    reference: Reference,
+    model: Callable[[str], Path],
+    how: signal.Signals,
+    pushed: bool,
+    direct: bool,
+) -> None:
+    """What it has said nothing of may still come, and goes to nobody's blocks."""
+    if not (pushed and direct):
+        pytest.skip("only what is pushed into an engine is written by another")
+    prefill, decode = both
+    requests = [Request(id=f"w{n}", tokens=prompt(7800 + n, 300 + 64 * n)) for n in range(4)]
+    expected = reference("llama_s", requests, TOKENS_OUT)
+    with Engine(
+        model("llama_s"), connector=attach(prefill.store, lease="60s", direct=True)
+    ) as extra:
+        made = [msgspec.structs.replace(r, kv_transfer_params=HANDED) for r in requests]
+        params = [result.kv_transfer_params for result in extra.run(made, max_tokens=1)]
+        extra.go_idle()
+        extra.kill("driver", signal.SIGSTOP)
+
+        def act() -> None:
+            eventually(lambda: numbers(prefill.address).get("kvstore_hand_over_open{jobs}"))
+            time.sleep(0.5)  # told to write
+            extra.kill("driver", how)
+
+        watch = Watch()
+        with meanwhile(act):
+            got = decode.run(requests, params, TOKENS_OUT)
+        assert watch.own_s() < IN_TIME_S
+        assert_same(expected, got)
+        if how is signal.SIGSTOP:
+            extra.kill("driver", signal.SIGCONT)
+            prefill.nothing_held()
+    forget(decode.engine)
+    goes_on(both, reference, 79)
+
+
+@slice_only
 @pytest.mark.parametrize("what", ["store", "exporter", "both"])
 def test_B15_B20_a_prefill_node_that_freezes_and_goes_on(
     both: tuple[Node, Node], reference: Reference, what: str

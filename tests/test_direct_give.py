@@ -1,0 +1,150 @@
+"""What an engine still has, written by its workers into a peer's engine: stores, workers, NIXL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from connectors.direct import DirectReads, End, Giving
+from tests.engine.support import since
+from tests.fakes import hashes
+from tests.live import eventually
+from tests.test_direct import Nodes, nodes
+from tests.test_direct_engine import CPU, GPU, overwrite
+from tests.worker_rig import BLOCKS
+
+PUSHED, GIVEN = (f"kvstore_hand_over_moved_bytes{{{way}}}" for way in ("pushed", "given"))
+
+
+def moved(made: Nodes) -> tuple[int, int]:
+    """Bytes that the prefill store's exporter and its engine's workers have written."""
+    found = made.numbers(0)
+    return int(found.get(PUSHED, 0)), int(found.get(GIVEN, 0))
+
+
+def part(made: Nodes) -> int:
+    """Bytes of a block, in all of the decode engine's ranks."""
+    return sum(c.page_bytes for rank in made.rigs[1].ranks for c in rank.caches.values())
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_L1_direct_a_prompt_is_pushed_from_engine_memory_into_engine_memory(
+    tmp_path: Path, ranks: tuple[int, int]
+) -> None:
+    chain = hashes(5)
+    with nodes(tmp_path, ranks, serving=True, push=True) as made:
+        made.rigs[0].put(chain, range(5))
+        before = made.numbers(1)
+        assert made.load(made.ask(chain), range(9, 14)) == [False] * ranks[1]
+        assert made.holds(range(9, 14))
+        assert all(rank.untouched([*range(9), *range(14, BLOCKS)]) for rank in made.rigs[1].ranks)
+        eventually(lambda: not made.left())
+        found = since(made.stores[1].address, before)
+        assert (found[GPU], found.get(CPU)) == (5, None)
+        assert moved(made) == (0, 5 * part(made))
+        results = made.rigs[0].ranks[0].half._runner._results
+        assert all(outcome.store_job for outcome in results), "nobody takes them while it is idle"
+
+
+def test_L1_direct_what_the_engine_has_overwritten_is_pushed_from_slots(tmp_path: Path) -> None:
+    chain = hashes(6)
+    with nodes(tmp_path, serving=True, push=True) as made:
+        made.rigs[0].put(chain, range(6))
+        overwrite(made, [1, 4])
+        before = made.numbers(1)
+        assert made.load(made.ask(chain), range(9, 15)) == [False]
+        assert made.holds(range(9, 15))
+        found = since(made.stores[1].address, before)
+        assert (found[GPU], found[CPU]) == (4, 2)
+        assert moved(made) == (2 * part(made), 4 * part(made))
+        eventually(lambda: not made.left())
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1)])
+def test_B19_direct_what_is_overwritten_while_it_is_written_is_written_again_from_slots(
+    tmp_path: Path, ranks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, real, done = hashes(6), DirectReads.give, list[int]()
+
+    def late(self: DirectReads, giving: Giving, now_ns: int, *, over: bool) -> End | None:
+        if not done:
+            done.append(giving.asked.give)
+            overwrite(made, [0, 3])
+        return real(self, giving, now_ns, over=over)
+
+    with nodes(tmp_path, ranks, serving=True, push=True) as made:
+        made.rigs[0].put(chain, range(6))
+        monkeypatch.setattr(DirectReads, "give", late)
+        before = made.numbers(1)
+        assert made.load(made.ask(chain), range(9, 15)) == [False] * ranks[1]
+        assert done
+        assert made.holds(range(9, 15))
+        found = since(made.stores[1].address, before)
+        assert (found[GPU], found[CPU]) == (4, 2)
+        assert moved(made) == (2 * part(made), 6 * part(made))
+        eventually(lambda: not made.left())
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 2)])
+def test_B15_direct_what_an_engine_whose_agent_is_gone_has_is_pushed_from_slots(
+    tmp_path: Path, ranks: tuple[int, int]
+) -> None:
+    chain = hashes(4)
+    with nodes(tmp_path, ranks, serving=True, push=True) as made:
+        made.rigs[0].put(chain, range(4))
+        before = made.numbers(1)
+        direct = made.rigs[0].ranks[0].half._direct
+        assert direct is not None
+        direct._reader._agent = None  # of one rank
+        assert made.load(made.ask(chain), range(9, 13)) == [False] * ranks[1]
+        assert made.holds(range(9, 13))
+        assert since(made.stores[1].address, before)[CPU] == 4
+        eventually(lambda: not made.left())
+
+
+def test_B15_direct_a_write_that_fails_has_its_load_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of it may still come, so the decode engine's agent ends; the next load is good."""
+    chain, real = hashes(4), DirectReads.give
+    with nodes(tmp_path, serving=True, push=True) as made:
+        made.rigs[0].put(chain, range(4))
+        reader = made.rigs[1].ranks[0].half._direct
+        assert reader is not None
+        agent = reader._reader.agent
+        monkeypatch.setattr(DirectReads, "give", lambda *_, **__: "failed")
+        assert made.load(made.ask(chain), range(9, 13)) == [True]
+        assert reader._reader.agent != agent
+        eventually(lambda: not made.left())
+        monkeypatch.setattr(DirectReads, "give", real)
+        assert made.load(made.ask(chain), range(4, 8), "again") == [False]
+        assert made.holds(range(4, 8))
+
+
+def test_B15_direct_a_prompt_whose_engine_detaches_is_pushed_from_slots(tmp_path: Path) -> None:
+    chain = hashes(4)
+    with nodes(tmp_path, serving=True, push=True) as made:
+        made.rigs[0].put(chain, range(4))
+        before = made.numbers(1)
+        grant = made.ask(chain)
+        made.rigs[0].client.detach("a test")
+        for rank in made.rigs[0].ranks:
+            rank.storage.fill_(0x55)
+        assert made.load(grant, range(9, 13)) == [False]
+        assert made.holds(range(9, 13))
+        assert since(made.stores[1].address, before)[CPU] == 4
+        eventually(lambda: not made.left())
+
+
+def test_L1_direct_blocks_of_several_engine_blocks_are_pushed_from_engine_memory(
+    tmp_path: Path,
+) -> None:
+    chain = hashes(3)
+    with nodes(tmp_path, serving=True, per=2, push=True) as made:
+        made.rigs[0].put(chain, range(6))
+        before = made.numbers(1)
+        assert made.load(made.ask(chain), range(10, 16)) == [False]
+        assert made.holds(range(10, 16))
+        assert made.rigs[1].ranks[0].untouched(range(10))
+        assert since(made.stores[1].address, before)[GPU] == 3

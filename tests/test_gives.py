@@ -1,0 +1,426 @@
+"""What engines write to engines of peers: what the stores do, and the worker, without NIXL."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from connectors.direct import GIVE_NS, GIVE_UP_NS, DirectReads, End, Giving
+from connectors.link import Link
+from connectors.worker import Task, WorkerHalf
+from kvstore import protocol as p
+from kvstore.errors import ProtocolError, TierError
+from kvstore.export import messages as m
+from kvstore.export import writes
+from kvstore.export.jobs import Give, Resident, Tag
+from kvstore.layout import PageRun, RankPages
+from kvstore.service import gives as under_test
+from kvstore.service.gives import AT_ONCE, Gives
+from tests.export_rig import Pair
+from tests.fakes import from_u32, hashes, keys_of, u32
+from tests.test_direct_push import RANKS, TARGETS, claimed, filled, job_of
+from tests.test_direct_worker import Reader
+from tests.test_residents import Shown
+from tiers.direct import Reading, common
+from tiers.runner import NOTHING
+
+# The store that has the blocks
+
+
+def given(pair: Pair, **how: bool) -> None:
+    """All that engines were told to write has ended."""
+    told, pair.given = pair.given, []
+    for tags, _ in told:
+        pair.producer.written(tags, **how)
+    pair.run(5)
+
+
+def shown(*positions: int) -> tuple[Pair, list[bytes], Shown, int]:
+    """A pushed fetch of three blocks, of which an engine has some; all are to be written."""
+    pair, chain = Pair(), hashes(3)
+    pair.put(chain)
+    memory = Shown(pair)
+    memory.add(chain, *positions)
+    number = claimed(pair, chain)
+    pair.consumer.fill(number, TARGETS, RANKS)
+    pair.run(5)
+    return pair, chain, memory, number
+
+
+def test_L1_direct_an_engine_writes_what_it_has_and_the_exporter_the_rest() -> None:
+    pair, _, _, number = shown(0, 2)
+    ((tags, give),) = pair.given
+    assert [tag.position for tag in tags] == [0, 2]
+    assert (give.engine, give.group, give.blocks, give.targets) == (1, 0, [0, 20], [10, 12])
+    assert [(rank.agent, rank.metadata) for rank in give.ranks] == [
+        ("rank 0", b""),
+        ("rank 1", b""),
+    ]
+    assert [blocks for _, _, _, blocks in filled(pair)] == [[11], [11]]
+    assert pair.passed == {(number, 1): True}, "the others are being written"
+    given(pair, ok=True)
+    assert pair.passed == {(number, position): True for position in range(3)}
+    assert pair.consumer.fetched == {"gpu": 2, "cpu": 1}
+    assert not pair.unsafe
+    pair.check_nothing_left()
+
+
+def test_B19_direct_what_an_engine_overwrote_meanwhile_is_written_from_its_slot() -> None:
+    pair, chain, memory, number = shown(0, 1, 2)
+    memory.here[keys_of(chain)[1]] = Resident(2, (7, 8), (0, 0))  # another engine computed it
+    given(pair, ok=True)
+    assert [blocks for _, _, _, blocks in filled(pair)] == [[11], [11]]
+    assert not pair.given, "an engine that has it is not asked twice"
+    assert pair.passed == {(number, position): True for position in range(3)}
+    assert pair.consumer.fetched == {"gpu": 2, "cpu": 1}
+    pair.check_nothing_left()
+
+
+def test_B15_direct_what_an_engine_could_not_begin_is_written_from_slots() -> None:
+    pair, _, _, number = shown(0, 1, 2)
+    given(pair, ok=False, stopped=True)
+    assert sorted(block for _, _, _, blocks in filled(pair) for block in blocks) == [
+        *(10, 10, 11, 11, 12, 12)
+    ]
+    assert pair.passed == {(number, position): True for position in range(3)}
+    assert pair.consumer.fetched == {"cpu": 3}
+    pair.check_nothing_left()
+
+
+def test_B20_direct_what_an_engine_has_half_written_fails() -> None:
+    """Some of it may still come, so it is written by nobody else, and not used."""
+    pair, _, _, number = shown(0)
+    given(pair, ok=False)
+    assert pair.passed[number, 0] is False
+    assert (number, 0) in pair.unsafe
+    assert not any(10 in blocks for _, _, _, blocks in filled(pair))
+    pair.check_nothing_left()
+
+
+@pytest.mark.parametrize("how", [{"ok": True}, {"ok": False, "stopped": True}])
+def test_B20_direct_what_nobody_waits_for_is_not_written_once_more(how: dict[str, bool]) -> None:
+    pair, _, memory, number = shown(0, 1, 2)
+    assert job_of(pair).blocks[0].slot is not None
+    pair.consumer.arrived(number, [0, 1, 2], pair.taker.now_ns, ok=False)
+    pair.run(5)
+    assert len(pair.unsafe) == 3
+    memory.here.clear()
+    given(pair, **how)
+    assert not pair.filled
+    assert not pair.unsafe, "its peer has said that nothing more comes"
+    pair.check_nothing_left()
+
+
+def test_L1_direct_an_engine_of_smaller_blocks_than_were_named_writes_none() -> None:
+    """Its block has two engine blocks, and the peer has named three of its own."""
+    pair, chain = Pair(), hashes(1)
+    pair.put(chain)
+    Shown(pair).add(chain, 0)
+    number = claimed(pair, chain)
+    pair.run(5)
+    job_of(pair).ranks, job_of(pair).blocks[0].target = RANKS, [10, 11, 12]
+    (peer,) = pair.producer._peers.values()
+    assert not list(writes.gives(peer, job_of(pair), [0]))
+    assert job_of(pair).blocks[0].resident is None
+    assert pair.consumer.offered(number) == {0: "cpu"}
+
+
+def test_B13_direct_an_engine_writes_wanted_parts_to_ranks_that_have_the_group() -> None:
+    pair, chain = Pair(), hashes(1)
+    pair.put(chain)
+    Shown(pair).add(chain, 0)
+    claimed(pair, chain)
+    pair.run(5)
+    job = job_of(pair)
+    job.ranks, job.blocks[0].target = (RankPages("none", b"", ((),)), RANKS[1]), [0, 31]
+    (peer,) = pair.producer._peers.values()
+    ((tags, give),) = writes.gives(peer, job, [0])
+    assert (give.blocks, give.targets, len(tags)) == ([1], [31], 1)
+    assert [rank.agent for rank in give.ranks] == ["rank 1"]
+    job.blocks[0].writes = 0
+
+
+def test_many_blocks_of_an_engine_are_written_some_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writes, "FILL_BYTES", 1)
+    pair, _, _, number = shown(0, 1, 2)
+    assert [give.targets for _, give in pair.given] == [[10], [11], [12]]
+    given(pair, ok=True)
+    assert pair.passed == {(number, position): True for position in range(3)}
+
+
+def test_B2_direct_a_pull_is_not_counted_as_written_by_an_engine() -> None:
+    pair, chain = Pair(), hashes(1)
+    pair.put(chain)
+    number = pair.want(chain)
+    have = m.Have(number, b"", b"", b"", b"", given=u32([0]))
+    pair.consumer.on_message(pair.peer, have, pair.taker.now_ns)
+    fetch = pair.consumer._fetches[number]
+    assert not fetch.blocks[0].given
+    fetch.written(have, [])
+    with pytest.raises(ProtocolError, match="expected different ones below 1"):
+        fetch.written(m.Have(number, b"", b"", b"", b"", given=u32([1])), [])
+
+
+# Between the store and its engine's workers
+
+
+class Sent:
+    """Gives of one store; what its workers were told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, p.Give]] = []
+        self.known = {"theirs": b"md"}
+        self.gives = Gives(self._take, lambda agent: self.known.get(agent, b""))
+
+    def _take(self, connection: int, message: p.Message, fd: int | None) -> None:
+        assert isinstance(message, p.Give)
+        assert fd is None
+        self.told.append((connection, message))
+
+    def start(self, *positions: int, engine: int = 1, world: int = 1) -> None:
+        give = Give(engine, 0, (RankPages("theirs", b"", ((),)),), [5], [6])
+        tags = [Tag(1, 1, position) for position in positions]
+        self.gives.start(tags, give, {rank: 10 + rank for rank in range(world)})
+
+    def ended(self) -> list[tuple[list[int], bool, bool]]:
+        return [([t.position for t in e.tags], e.ok, e.stopped) for e in self.gives.take()]
+
+
+def test_a_write_is_over_when_all_ranks_of_the_engine_have_written() -> None:
+    sent = Sent()
+    sent.start(0, 1, world=2)
+    assert [connection for connection, _ in sent.told] == [10, 11]
+    message = sent.told[0][1]
+    assert (from_u32(message.blocks), from_u32(message.targets)) == ([5], [6])
+    sent.gives.given(1, 1, p.Given(message.give, "all", 64))
+    assert not sent.ended()
+    sent.gives.given(1, 0, p.Given(message.give, "all", 32))
+    assert sent.ended() == [([0, 1], True, False)]
+    assert not sent.ended()
+    assert sent.gives.moved_bytes == 96
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        (["all", "none"], (False, True)),
+        (["none", "none"], (False, True)),
+        (["failed", "all"], (False, False)),
+        (["none", "failed"], (False, False)),
+    ],
+)
+def test_B20_direct_a_write_that_one_rank_has_not_made_is_not_made(
+    ends: list[End], expected: tuple[bool, bool]
+) -> None:
+    sent = Sent()
+    sent.start(0, world=2)
+    for rank, end in enumerate(ends):
+        sent.gives.given(1, rank, p.Given(sent.told[0][1].give, end))
+    assert sent.ended() == [([0], *expected)]
+
+
+def test_workers_are_told_once_how_a_peer_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = Sent()
+    sent.known.clear()
+    sent.start(0)
+    sent.known["theirs"] = b"md"
+    for position in range(1, AT_ONCE):
+        sent.start(position)
+    assert [told.ranks[0].metadata for _, told in sent.told] == [b"", b"md", b"", b""]
+    monkeypatch.setattr(under_test, "TOLD_MAX", 0)
+    for _, told in list(sent.told):
+        sent.gives.given(1, 0, p.Given(told.give, "all"))
+    del sent.told[:]
+    for position in range(2):
+        sent.start(position)
+    assert [told.ranks[0].metadata for _, told in sent.told] == [b"", b"md"], "it may be forgotten"
+
+
+def test_a_few_writes_of_an_engine_are_under_way_and_others_do_not_wait_for_it() -> None:
+    sent = Sent()
+    for position in range(AT_ONCE + 2):
+        sent.start(position)
+    sent.start(9, engine=2)
+    assert len(sent.told) == AT_ONCE + 1
+    sent.gives.given(1, 0, p.Given(sent.told[1][1].give, "all"))
+    assert len(sent.told) == AT_ONCE + 2
+    assert sent.ended() == [([1], True, False)]
+
+
+def test_B20_direct_what_nobody_waits_for_and_no_worker_was_told_is_not_begun() -> None:
+    sent = Sent()
+    for position in range(AT_ONCE):
+        sent.start(position)
+    sent.start(20, 21)
+    for position in (0, 20, 99):
+        sent.gives.abandon(Tag(1, 1, position))
+    assert not sent.ended(), "it is under way; the other one has a block that is wanted"
+    sent.gives.abandon(Tag(1, 1, 21))
+    assert sent.ended() == [([20, 21], False, True)]
+    for _, told in list(sent.told):
+        sent.gives.given(1, 0, p.Given(told.give, "all"))
+    assert len(sent.told) == AT_ONCE
+    assert len(sent.ended()) == AT_ONCE
+    assert not sent.gives._of
+
+
+def test_B15_direct_writes_of_an_engine_that_is_gone_end() -> None:
+    sent = Sent()
+    for position in range(AT_ONCE + 1):
+        sent.start(position)
+    sent.gives.end_of(2)
+    assert not sent.ended()
+    sent.gives.end_of(1)
+    ended = sent.ended()
+    assert [how for _, *how in ended[:-1]] == [[False, False]] * AT_ONCE, "some may still come"
+    assert ended[-1] == ([AT_ONCE], False, True)
+    assert not sent.gives._of
+
+
+@pytest.mark.parametrize(("session", "rank", "number"), [(2, 0, 1), (1, 1, 1), (1, 0, 2)])
+def test_B2_direct_the_end_of_what_a_worker_was_not_told_is_refused(
+    session: int, rank: int, number: int
+) -> None:
+    sent = Sent()
+    sent.start(0)
+    with pytest.raises(ProtocolError, match=f"the end of give {number}, which rank {rank} was not"):
+        sent.gives.given(session, rank, p.Given(number, "all"))
+    sent.gives.given(1, 0, p.Given(1, "all"))
+    with pytest.raises(ProtocolError, match="the end of give 1"):
+        sent.gives.given(1, 0, p.Given(1, "all"))
+
+
+# The worker
+
+
+class Writer(Reader):
+    """Writes take as long as the test likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refuses = self.clean = False
+        self.written: list[tuple[int, Sequence[int], Sequence[int]]] = []
+
+    def write(
+        self, ranks: Sequence[RankPages], group: int, blocks: Sequence[int], there: Sequence[int]
+    ) -> Reading:
+        if self.refuses:
+            raise TierError("a test")
+        assert [rank.agent for rank in ranks] == ["theirs"]
+        self.written.append((group, blocks, there))
+        return Reading(64, 1, [], clean=self.clean)
+
+
+def worker() -> tuple[DirectReads, Writer, Giving]:
+    made, writer = DirectReads.__new__(DirectReads), Writer()
+    made._reader, made._tell = writer, lambda _: None
+    asked = p.Give(7, 0, (RankPages("theirs", b"md", ((),)),), u32([1, 2]), u32([3, 4]))
+    return made, writer, Giving(asked)
+
+
+def test_L1_direct_a_worker_writes_engine_blocks_to_a_peers() -> None:
+    made, writer, giving = worker()
+    writer.hangs = True
+    assert made.give(giving, 0, over=False) is None
+    assert made.give(giving, 1, over=False) is None
+    assert writer.written == [(0, [1, 2], [3, 4])], "once"
+    writer.hangs = False
+    assert made.give(giving, 2, over=False) == "all"
+    assert giving.bytes == 64
+
+
+@pytest.mark.parametrize("how", ["session", "refused", "numbers", "clean", "failed"])
+def test_B20_direct_a_worker_says_whether_something_may_still_come(how: str) -> None:
+    made, writer, giving = worker()
+    writer.refuses, writer.clean, writer.fails = (
+        how == "refused",
+        how == "clean",
+        how in {"failed", "clean"},
+    )
+    if how == "numbers":
+        giving.asked = p.Give(7, 0, (), b"abc", b"")
+    end = made.give(giving, 0, over=how == "session")
+    assert end == ("failed" if how == "failed" else "none")
+    assert writer.restarts == 0
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_B20_direct_a_write_that_does_not_end_ends_with_the_agent(*, over: bool) -> None:
+    made, writer, giving = worker()
+    writer.hangs = True
+    assert made.give(giving, 0, over=False) is None
+    limit_ns = GIVE_UP_NS if over else GIVE_NS
+    for now_ns in (1, limit_ns - 1):
+        assert made.give(giving, now_ns, over=over) is None
+    assert writer.restarts == 0
+    assert made.give(giving, limit_ns + 1, over=over) == "failed"
+    assert writer.restarts == 1
+
+
+def test_O14_direct_a_write_of_a_session_that_is_over_is_not_begun_and_says_so() -> None:
+    made, writer, giving = worker()
+    said: list[p.Message] = []
+    half, link = WorkerHalf.__new__(WorkerHalf), Link.__new__(Link)
+    link.send = said.append  # type: ignore[method-assign, assignment]
+    half._direct, half._link = made, None
+    assert half._copy(Task(giving, 0, link=link)) is NOTHING
+    assert said == [p.Given(7, "none", 0)]
+    assert not writer.written
+    half._link = link
+    assert half._copy(Task(giving, 0, link=link)) is NOTHING
+    assert said[1:] == [p.Given(7, "all", 64)]
+
+
+# Which bytes both have
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_O20_ranks_write_together_all_of_each_rank_of_a_peers_once(seed: int) -> None:
+    """Heads that several ranks of the peer's have go to each of them."""
+    rng = random.Random(seed)
+    part = 64 * rng.randint(1, 8)
+
+    def pages(world: int, base: int, *, same: bool) -> list[tuple[PageRun, ...]]:
+        size = part if same else part // world
+        found: list[tuple[PageRun, ...]] = []
+        for rank in range(world):
+            pieces = rng.choice([n for n in (1, 2, 4) if size % n == 0])
+            offset = 0 if same else rank * size
+            cut = size // pieces, pieces, base + (rank << 20), 4096, size // pieces + 8
+            found.append((PageRun(offset, *cut),))
+        return found
+
+    mine = pages(rng.choice([1, 2, 4]), 1 << 32, same=False)
+    theirs = pages(rng.choice([1, 2, 4]), 1 << 40, same=rng.random() < 0.3)
+    for rank in theirs:
+        found = sorted(
+            (each.base_there, each.size, each.base) for own in mine for each in common(own, rank)
+        )
+        reached = torch.zeros(part, dtype=torch.int32)
+        for there, size, here in found:
+            begin = _offset(rank, there)
+            assert begin == _offset(mine[(here - (1 << 32)) >> 20], here)
+            reached[begin : begin + size] += 1
+        begin = rank[0].offset
+        end = begin + rank[0].pieces * rank[0].piece_bytes
+        assert reached[begin:end].tolist() == [1] * (end - begin)
+        assert int(reached.sum()) == end - begin
+
+
+def _offset(pages: tuple[PageRun, ...], address: int) -> int:
+    """Where in a part the byte at an address belongs."""
+    (run,) = pages
+    piece, inside = divmod(address - run.base, run.piece_stride)
+    return run.offset + piece * run.piece_bytes + inside
+
+
+def test_O20_pages_that_lie_one_over_another_are_an_error() -> None:
+    own = [PageRun(16 * n, 16, 1, 4096, 512, 0) for n in range(8)]
+    over = [PageRun(0, 128, 1, 4096, 512, 0) for _ in range(8)]
+    with pytest.raises(TierError, match="one over another"):
+        common(own, over)
