@@ -42,10 +42,11 @@ def test_every_hand_over_has_its_limit_from_the_same_run(
     results = export.run(1, SMALL)
     processes = {"prefill_store", "prefill_exporter", "decode_store", "decode_exporter", "engine"}
     for transport in SMALL.transports:
-        for name in export.OURS:
+        for name in export.SYSTEMS[transport]:
             (one,) = of(results, name=name, transport=transport, block_bytes=256 * KIB)
             assert one.unit == "GB/s"
-            assert one.parameters["against"] in {"NIXL READ", "NIXL WRITE", "disk"}
+            limit = "NIXL WRITE" if "push" in name else "NIXL READ"
+            assert one.parameters["against"] in {limit, *(["disk"] if "nvme" in name else [])}
             assert one.ratio is not None
             assert one.reference is not None
             assert one.ratio == pytest.approx(one.value / one.reference)
@@ -60,7 +61,9 @@ def test_every_hand_over_has_its_limit_from_the_same_run(
             (one,) = of(results, name=name, transport=transport)
             assert one.reference is not None
             assert one.value > 0
-    assert len(results) == len(SMALL.transports) * (len(export.OURS) + 2)
+    assert len(results) == sum(len(export.SYSTEMS[each]) + 2 for each in SMALL.transports)
+    for name in export.INTO_ENGINE:
+        assert [one.parameters["transport"] for one in of(results, name=name)] == ["tcp"]
     assert all(row["ratio"] > 0 for row in json.loads(as_json("export", results))["results"])
     assert not list(tmp_path.iterdir())
 

@@ -107,6 +107,8 @@ class Session:
     ) -> None:
         self._scheduler.sock.close()
         self._worker.sock.close()
+        for fd in self._scheduler.fds:  # of a board, which nothing here writes on
+            os.close(fd)
         self._extents.clear()  # unmapped with the last view
 
     def put(self, hashes: Sequence[bytes]) -> None:

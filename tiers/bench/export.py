@@ -5,7 +5,9 @@ landing slots, confirmation. An engine of each asks and watches its slots, as a 
 runs from the question to the last block that can be read. NIXL alone moves as many blocks of the
 same size, at positions in no order, between two processes of its own with memory of the same kind,
 as one transfer. What is compared alternates in one run. With "direct" the engine is this process,
-and an agent in it reads into its own memory.
+and an agent in it reads into its own memory; with "direct_push" the peer's exporter writes there.
+An engine that is written to has networks only, so that is measured over TCP only, against NIXL's
+WRITE over TCP.
 
 Both stores, both exporters and all threads that take checksums share this machine's processors
 here. So there is a second limit: NIXL with one pass of checksums over the bytes on each side,
@@ -51,8 +53,11 @@ EXPORTER = "tiers.exporter.process"
 PER_BYTES = 2 * MIB  # processor time is of so many bytes
 READY_S = 60.0
 OURS = ("pull_cpu", "push_cpu", "pull_nvme", "push_nvme", "direct_cpu", "direct_nvme")
+INTO_ENGINE = ("direct_push_cpu", "direct_push_nvme")  # which has networks only
+SYSTEMS = {"shared memory": OURS, "tcp": OURS + INTO_ENGINE}
 RAW = {"pull": "NIXL READ", "push": "NIXL WRITE"}
-LIKE = {"pull": "pull", "push": "push", "direct": "pull"}  # which of these it is compared with
+# Which of these it is compared with.
+LIKE = {"pull": "pull", "push": "push", "direct": "pull", "direct_push": "push"}
 
 
 class Sizes(msgspec.Struct, frozen=True):
@@ -107,11 +112,10 @@ def run(pairs: int | None, sizes: Sizes | None = None) -> list[Result]:
 class Stores:
     """A prefill store with some blocks in memory and others on disk only, and a decode store."""
 
-    def __init__(
-        self, folder: Path, block_bytes: int, transports: str | None, data_bytes: int
-    ) -> None:
-        """transports: UCX_TLS of all agents; None: UCX chooses."""
-        self._transports = transports
+    def __init__(self, folder: Path, block_bytes: int, transport: str, data_bytes: int) -> None:
+        """transport: of all agents, one of TRANSPORTS."""
+        self.systems = SYSTEMS[transport]
+        self._transports = transports = TRANSPORTS[transport]
         self._block_bytes = block_bytes
         self._count = data_bytes // block_bytes
         self.chains = {where: self._chain(where) for where in ("cpu", "nvme")}
@@ -155,7 +159,7 @@ class Stores:
         self._reading = ends.enter_context(
             DirectSession(_path(self.decode), "reader", self._block_bytes, self._count)
         )
-        for name in OURS:
+        for name in self.systems:
             self._warm_up(name)
         self._clocks = {
             f"{name}_{kind}": Clock(pid)
@@ -165,8 +169,8 @@ class Stores:
         self._clocks["engine"] = Clock(os.getpid())
 
     def fetch(self, name: str) -> Moved:
-        """Hand over all blocks, as one of OURS says; the decode store has none of them after it."""
-        way, _, where = name.partition("_")
+        """Hand over all blocks as one of SYSTEMS; the decode store has none of them after it."""
+        way, _, where = name.rpartition("_")
         from_disk = _disk_blocks(self.prefill, "loaded")
         before = {process: clock.now_us() for process, clock in self._clocks.items()}
         found = self._fetched(way, where)
@@ -183,13 +187,12 @@ class Stores:
         return Moved(self._size / found.all_s, cpu_us, found.first_s)
 
     def _fetched(self, way: str, where: str) -> Fetched:
-        if way == "direct":
-            return self._reading.fetch_direct(self.chains[where], self._peer)
-        return self._taking.fetch(self.chains[where], self._peer, push=way == "push")
+        fetch = self._reading.fetch_direct if way.startswith("direct") else self._taking.fetch
+        return fetch(self.chains[where], self._peer, push=way.endswith("push"))
 
     def _holds(self, way: str, where: str, found: Fetched) -> bool:
-        if way == "direct":
-            return self._reading.has(self.chains[where])
+        if way.startswith("direct"):
+            return self._reading.take(self.chains[where])
         return self._taking.holds(self.chains[where], found.slots)
 
     @property
@@ -213,7 +216,7 @@ class Stores:
 
     def _warm_up(self, name: str) -> None:
         """Hand over until memory is mapped and there is enough of it, and look at the bytes."""
-        way, _, where = name.partition("_")
+        way, _, where = name.rpartition("_")
         deadline_s = time.monotonic() + READY_S
         while True:
             found = self._fetched(way, where)
@@ -284,9 +287,8 @@ class _Series:
     def __init__(
         self, folder: Path, block_bytes: int, transport: str, sizes: Sizes, ends: ExitStack
     ) -> None:
-        transports = TRANSPORTS[transport]
         self.disturbed = 0
-        self._nixl = _Nixl(block_bytes, transports, sizes.data_bytes, ends)
+        self._nixl = _Nixl(block_bytes, TRANSPORTS[transport], sizes.data_bytes, ends)
         memory, _ = filled(sizes.data_bytes)
         starts = range(0, sizes.data_bytes // block_bytes * block_bytes, block_bytes)
         depth = Depth(READERS, WRITERS, RUN_BYTES_MAX)
@@ -295,7 +297,7 @@ class _Series:
         self.disk_name = self._disk.name
         ends.callback(self._disk.close)
         self._disk.write()
-        self._stores = Stores(folder, block_bytes, transports, sizes.data_bytes)
+        self._stores = Stores(folder, block_bytes, transport, sizes.data_bytes)
         self._stores.open(ends)
 
     def measure(self, rounds: int, tell: Callable[[], None]) -> dict[str, list[Moved]]:
@@ -309,7 +311,7 @@ class _Series:
 
     def _round(self, number: int) -> dict[str, Moved]:
         systems: dict[str, Callable[[], Moved]] = {
-            name: partial(self._stores.fetch, name) for name in OURS
+            name: partial(self._stores.fetch, name) for name in self._stores.systems
         }
         for way in RAW:
             for summed in (False, True):
@@ -338,8 +340,8 @@ def _results(
     common["rounds"] = len(found["disk"])
     common["disturbed_rounds"] = disturbed
     results = []
-    for name in OURS:
-        way, _, where = name.partition("_")
+    for name in SYSTEMS[transport]:
+        way, _, where = name.rpartition("_")
         way = LIKE[way]
         limits, against = _rates(found[f"{way}_nixl"]), RAW[way]
         if where == "nvme":

@@ -1,4 +1,7 @@
-"""An engine whose worker reads what a peer has straight into its own memory, for benchmarks."""
+"""An engine into whose memory comes straight what a peer has, for benchmarks.
+
+Its worker reads it, or the peer writes it there.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from kvstore.layout import Move
 from tiers.copier import LayerCache
 from tiers.direct import READ_BYTES, EngineReader, Reading
 
+FIRST_BLOCK = 1  # 0 is the name of none
+
 
 class DirectSession(Session):
     """One with an engine's tensor of so many blocks, and an agent."""
@@ -21,42 +26,50 @@ class DirectSession(Session):
     def __init__(self, path: str, name: str, block_bytes: int, blocks: int) -> None:
         """path: of the store's socket. name: of the engine."""
         super().__init__(path, name, block_bytes, direct=True)
-        self._tensor = torch.zeros(blocks * block_bytes, dtype=torch.uint8)
+        self._tensor = torch.zeros((FIRST_BLOCK + blocks) * block_bytes, dtype=torch.uint8)
         self._reader = EngineReader(
             {"layer": LayerCache(self._tensor, 0, block_bytes, block_bytes)}
         )
         self._opened = False
 
-    def fetch_direct(self, hashes: Sequence[bytes], peer: str) -> Fetched:
-        """Ask a peer for blocks, and read them into the blocks of the tensor, in their order."""
+    def fetch_direct(self, hashes: Sequence[bytes], peer: str, *, push: bool = False) -> Fetched:
+        """Ask a peer for blocks, and have them in the blocks of the tensor, in their order.
+
+        push: the peer writes them. For agents that have networks only.
+        """
         self._open()
         started_s = time.perf_counter()
-        granted = self._ask(hashes, peer, direct=True)
+        granted = self._ask(hashes, peer, push=push, direct=True)
         slots = p.from_u32(granted.hits[0].slots) if granted.lease else []
         found = Fetched(len(slots) == len(hashes), slots, granted.sources)
         if found.complete:
-            block_of = {slot - p.DIRECT: block for block, slot in enumerate(slots)}
-            first_s = self._read(block_of, started_s)
+            block_of = {slot - p.DIRECT: block for block, slot in enumerate(slots, FIRST_BLOCK)}
+            first_s = self._receive(block_of, started_s, push=push)
             all_s = time.perf_counter() - started_s
             found = Fetched(True, slots, granted.sources, first_s, all_s)
         if granted.lease:
             self._worker.send(p.Loaded(granted.lease, 0, 0.0))
         return found
 
-    def has(self, hashes: Sequence[bytes]) -> bool:
-        """Tell whether the tensor's blocks have the bytes that these blocks should have."""
-        size, read = self._block_bytes, self._tensor.numpy()
-        return all(
-            read[at * size : (at + 1) * size].tobytes() == content(block, size)
-            for at, block in enumerate(hashes)
+    def take(self, hashes: Sequence[bytes]) -> bool:
+        """Tell whether the tensor has the bytes that these blocks should have, and empty it."""
+        size, came = self._block_bytes, self._tensor.numpy()
+        good = all(
+            came[at * size : (at + 1) * size].tobytes() == content(block, size)
+            for at, block in enumerate(hashes, FIRST_BLOCK)
         )
+        self._tensor.zero_()
+        return good
 
     def _open(self) -> None:
-        """Have an agent, once the store has said over which devices."""
+        """Have an agent, once the store has said over which devices, and tell how to reach it."""
         while not self._opened:
             for message in self._told():
                 if isinstance(message, p.Welcome) and message.layout is not None:
                     self._reader.open(message.layout, message.devices)
+                    serves = self._reader.serves()
+                    if serves is not None:
+                        self._worker.send(p.Serves(*serves))
                     self._opened = True
 
     def _told(self) -> list[p.Message]:
@@ -66,20 +79,22 @@ class DirectSession(Session):
         messages, self._worker.messages = self._worker.messages, []
         return messages
 
-    def _read(self, block_of: dict[int, int], started_s: float) -> float:
+    def _receive(self, block_of: dict[int, int], started_s: float, *, push: bool) -> float:
         """Read what can be read until all of it is good; return the seconds until the first was.
 
-        block_of: the tensor's block of each position.
+        block_of: the tensor's block of each position. push: say where the peer writes, instead.
         """
         first_s, good = 0.0, 0
         flying: list[tuple[int, list[int], Reading]] = []
         while good < len(block_of):
             for message in self._told():
-                if isinstance(message, p.Places):
+                if isinstance(message, p.Places) and not push:
                     flying += self._begin(message, block_of)
+                elif isinstance(message, p.Push) and push:
+                    self._worker.send(self._target(message.fetch, block_of))
                 elif isinstance(message, p.Passed):
                     if not message.ok:
-                        raise KVStoreError("blocks were read, and are not good")
+                        raise KVStoreError("blocks came, and are not good")
                     good += len(p.from_u32(message.positions))
                     first_s = first_s or time.perf_counter() - started_s
             flying = [each for each in flying if not self._arrived(*each)]
@@ -102,6 +117,11 @@ class DirectSession(Session):
                 for position, number in zip(chunk, numbers[first:], strict=False)
             ]
             yield places.fetch, chunk, self._reader.read(places.agent, moves)
+
+    def _target(self, fetch: int, block_of: dict[int, int]) -> p.Target:
+        """Say where the peer writes all of it."""
+        positions, blocks = p.u32(list(block_of)), p.u32(list(block_of.values()))
+        return p.Target(fetch, self._reader.agent, positions, blocks)
 
     def _arrived(self, fetch: int, positions: list[int], reading: Reading) -> bool:
         """Tell the store of a read that is over."""
