@@ -17,8 +17,10 @@ from kvstore.bench import handover
 from kvstore.bench.clock import Clock, child_of
 from kvstore.bench.report import Result, as_json
 from kvstore.bench.session import Session, content
+from kvstore.bench.store import StoreProcess
 from kvstore.config import parse
 from kvstore.errors import KVStoreError
+from kvstore.extra import parse_extra
 from kvstore.quantities import KIB, MIB
 from tests.fakes import hashes
 from tests.live import LiveStore, eventually
@@ -141,6 +143,8 @@ def test_times_of_a_hand_over_are_compared_within_rounds() -> None:
         (handover.HANDED_OVER, "push"): [0.01, 0.02, 0.03],
         (handover.COLD, "direct"): [1.0, 1.0, 1.0],
         (handover.HANDED_OVER, "direct"): [0.01, 0.01, 0.01],
+        (handover.COLD, "direct_push"): [1.0, 1.0, 1.0],
+        (handover.HANDED_OVER, "direct_push"): [0.03, 0.02, 0.03],
         (handover.COLD, handover.NATIVE): [1.0, 1.0, 1.0],
         (handover.HANDED_OVER, handover.NATIVE): [0.02, 0.02, 0.03],
     }
@@ -153,3 +157,26 @@ def test_times_of_a_hand_over_are_compared_within_rounds() -> None:
     assert native.ratio == pytest.approx(1.0)
     assert native.parameters["against"] == "NixlConnector"
     assert not of(results, name=handover.AGAINST_NATIVE, system=handover.NATIVE)
+    (written,) = of(results, name=handover.AGAINST_NATIVE, system="direct_push")
+    assert written.ratio == pytest.approx(1.0)
+    for one in results:
+        expected = "tcp" if one.parameters["system"] == "direct_push" else "shared memory"
+        assert one.parameters.get("transport") == (None if one.name == handover.COLD else expected)
+
+
+@pytest.mark.parametrize(
+    ("way", "transfer", "into_engine"),
+    [
+        ("pull", "pull", ""),
+        ("push", "push", ""),
+        ("direct", "pull", "pull"),
+        ("direct_push", "push", "push"),
+    ],
+)
+def test_an_engine_that_a_prompt_goes_to_has_the_settings_of_its_way(
+    tmp_path: Path, way: str, transfer: str, into_engine: str
+) -> None:
+    assert way in handover.OURS
+    connector = handover.ours(StoreProcess(tmp_path, "1GiB"), way)
+    found = parse_extra(connector["kv_connector_extra_config"])
+    assert (found.transfer, found.direct_way) == (transfer, into_engine)

@@ -1,7 +1,8 @@
 """`kvstore bench handover`: time to first token of a prompt that another engine has computed.
 
-Two real vLLM engines with a store each, pulled, pushed and pulled straight into engine memory, and
-two with vLLM's own NixlConnector.
+Two real vLLM engines with a store each: pulled and pushed, between stores and straight into engine
+memory; and two with vLLM's own NixlConnector. An engine that is pushed to has networks only, so
+these bytes go over TCP, all others through shared memory.
 In a round each pair gets a new prompt: the first engine computes it, the second one goes on with
 what the first handed back. Its time runs from the request to its first token. Then the second
 engine computes another prompt as long, by itself.
@@ -43,7 +44,8 @@ MODEL = "llama"
 SEED_FIRST = 50_000
 HANDED = {"do_remote_decode": True, "do_remote_prefill": False}
 NATIVE = "NixlConnector"
-OURS = ("pull", "push", "direct")
+INTO_ENGINE = "direct_push"  # which has networks only
+OURS = ("pull", "push", "direct", INTO_ENGINE)
 SYSTEMS = (*OURS, NATIVE)
 COLD, HANDED_OVER, AGAINST_NATIVE = "ttft_cold", "ttft_handed_over", "ttft_against_native"
 
@@ -113,8 +115,11 @@ class Pair:
 
 def ours(store: StoreProcess, way: str) -> dict[str, Any]:
     """Return the kv_transfer_config of an engine with our connector."""
-    direct = way == "direct"
-    extra = {"store": store.address, "transfer": "pull" if direct else way, "direct": direct}
+    extra = {
+        "store": store.address,
+        "transfer": "push" if way.endswith("push") else "pull",
+        "direct": way.startswith("direct"),
+    }
     return {
         "kv_connector": "TieredConnector",
         "kv_connector_module_path": "connectors.vllm",
@@ -138,7 +143,8 @@ def run(pairs: int | None) -> list[Result]:
         Progress(console=Console(stderr=True), transient=True) as progress,
         ExitStack() as ends,
     ):
-        task = progress.add_task("making a model", total=6 + rounds * len(SYSTEMS))
+        total = len(SYSTEMS) + 2 + rounds * len(SYSTEMS)  # two engines more compute prompts
+        task = progress.add_task("making a model", total=total)
         model = make_model(MODEL, Path(name))
 
         def tell(what: str) -> None:
@@ -227,6 +233,7 @@ def _result(
     if others is not None:
         pair = paired_ratio(values, others)
         base, ratio = statistics.median(others) * 1000, pair.median
+        parameters["transport"] = "tcp" if system == INTO_ENGINE else "shared memory"
         parameters |= {"against": against, "ratio_low": pair.low, "ratio_high": pair.high}
     return Result(
         name=name,
