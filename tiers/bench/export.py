@@ -171,7 +171,7 @@ class Stores:
     def fetch(self, name: str) -> Moved:
         """Hand over all blocks as one of SYSTEMS; the decode store has none of them after it."""
         way, _, where = name.rpartition("_")
-        from_disk = _disk_blocks(self.prefill, "loaded")
+        given = self._given()
         before = {process: clock.now_us() for process, clock in self._clocks.items()}
         found = self._fetched(way, where)
         cpu_us = {
@@ -180,9 +180,10 @@ class Stores:
         }
         if not found.complete or found.sources != {"peer": self._count}:
             raise KVStoreError(f"{name}: {len(found.slots)} of {self._count}, {found.sources}")
-        from_disk = _disk_blocks(self.prefill, "loaded") - from_disk
-        if from_disk != (self._count if where == "nvme" else 0):
-            raise KVStoreError(f"{name}: {from_disk} of {self._count} blocks were read from disk")
+        given = tuple(now - was for now, was in zip(self._given(), given, strict=True))
+        expected = self._count * (where == "nvme"), self._size * way.endswith("push")
+        if given != expected:
+            raise KVStoreError(f"{name}: blocks from disk, bytes pushed: {given}, not {expected}")
         admin.clear(self.decode.address)
         return Moved(self._size / found.all_s, cpu_us, found.first_s)
 
@@ -194,6 +195,11 @@ class Stores:
         if way.startswith("direct"):
             return self._reading.take(self.chains[where])
         return self._taking.holds(self.chains[where], found.slots)
+
+    def _given(self) -> tuple[int, ...]:
+        """Count the blocks that the prefill store has read from disk, and the bytes it pushed."""
+        counts = ("kvstore_tier_blocks", "loaded"), ("kvstore_hand_over_moved_bytes", "pushed")
+        return tuple(_stat(self.prefill, *count) for count in counts)
 
     @property
     def _size(self) -> int:
@@ -209,7 +215,7 @@ class Stores:
     def _await_written(self) -> None:
         """Wait until the disk has as many blocks more as a chain has."""
         deadline_s = time.monotonic() + READY_S
-        while (written := _disk_blocks(self.prefill, "stored")) < self._count:
+        while (written := _stat(self.prefill, "kvstore_tier_blocks", "stored")) < self._count:
             if time.monotonic() > deadline_s:
                 raise KVStoreError(f"{written} of {self._count} blocks are on disk")
             time.sleep(0.02)
@@ -241,10 +247,10 @@ def set_transports(transports: str | None) -> None:
         os.putenv("UCX_TLS", transports)
 
 
-def _disk_blocks(store: StoreProcess, event: str) -> int:
-    """Count the blocks that a store has "stored" on its disk, or "loaded" from it."""
+def _stat(store: StoreProcess, name: str, label: str) -> int:
+    """Return a store's count of this name and label; kvstore_tier_blocks: of its disk."""
     for stat in admin.stats(store.address):
-        if stat.name == "kvstore_tier_blocks" and event in stat.labels.values():
+        if stat.name == name and label in stat.labels.values():
             return int(stat.value)
     return 0
 
