@@ -173,17 +173,19 @@ def fetched(found: dict[str, float]) -> dict[str, int]:
     return {tier: count for tier, count in counts.items() if count}
 
 
-WAYS = [
-    "pull",
-    "push",
-    "direct",
-    pytest.param("direct push", marks=pytest.mark.e2e),
+SLOTS = ["pull", "push", "direct", pytest.param("direct push", marks=pytest.mark.e2e)]
+ENGINES = [
     "direct from the engine",
     pytest.param("direct push from the engine", marks=pytest.mark.e2e),
 ]
 
 
-@pytest.fixture(scope="module", params=WAYS)
+def ways(*names: Any) -> pytest.MarkDecorator:  # noqa: ANN401 - parameters, some with marks
+    """Say how prompts are handed over."""
+    return pytest.mark.parametrize("nodes", names, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def nodes(
     request: pytest.FixtureRequest,
     model_name: str,
@@ -213,6 +215,7 @@ def prompts(seed: int, shortest: int) -> list[Request]:
     ]
 
 
+@ways(*SLOTS, *ENGINES)
 @pytest.mark.vllm
 def test_L1_P3_prompts_that_the_prefill_node_has_in_memory(pair: Pair) -> None:
     requests = prompts(7000, 40)
@@ -228,6 +231,7 @@ def test_L1_P3_prompts_that_the_prefill_node_has_in_memory(pair: Pair) -> None:
         assert found["kvstore_stored_blocks{stored}"] >= whole, "read into the engine, then stored"
 
 
+@ways(*SLOTS)
 @pytest.mark.vllm
 @pytest.mark.e2e
 def test_L1_P3_prompts_that_the_prefill_node_has_on_disk(pair: Pair) -> None:
@@ -245,6 +249,7 @@ def test_L1_P3_prompts_that_the_prefill_node_has_on_disk(pair: Pair) -> None:
     assert blocks <= read / BLOCK_BYTES[pair.name] < 1.2 * blocks, "blocks, and their headers"
 
 
+@ways(*SLOTS)
 @pytest.mark.vllm
 @pytest.mark.e2e
 def test_L1_P3_prompts_of_which_both_nodes_and_all_tiers_have_a_part(pair: Pair) -> None:
@@ -277,6 +282,7 @@ def test_L1_P3_prompts_of_which_both_nodes_and_all_tiers_have_a_part(pair: Pair)
     assert moved == blocks * BLOCK_BYTES[pair.name]
 
 
+@ways(*SLOTS, *ENGINES)
 @pytest.mark.vllm
 @pytest.mark.e2e
 def test_P7_L1_prompts_that_the_prefill_node_is_computing(pair: Pair) -> None:
