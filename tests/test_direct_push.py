@@ -13,7 +13,6 @@ from kvstore.export.jobs import Fill, Job, Tag
 from kvstore.layout import GroupLayout, PageRun, RankLayout, RankPages
 from tests.export_rig import Pair
 from tests.fakes import SLOT_BYTES, from_u32, hashes, u32
-from tests.test_residents import Shown
 
 HALF = SLOT_BYTES // 2
 
@@ -80,18 +79,6 @@ def test_B13_direct_a_rank_without_a_groups_layers_is_not_written() -> None:
     pair.run(20)
     assert [fill.rank.agent for fill in pair.filled] == ["all"]
     assert pair.passed == {(number, 0): True}
-
-
-def test_L1_direct_what_an_engine_still_has_is_pushed_from_its_slot() -> None:
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
-    Shown(pair).add(chain, 0)
-    number = claimed(pair, chain)
-    pair.consumer.fill(number, {0: [10]}, RANKS)
-    pair.run(20)
-    assert len(pair.filled) == 2
-    assert pair.passed == {(number, 0): True}
-    assert pair.consumer.fetched == {"cpu": 1}
 
 
 def test_B14_direct_a_place_is_named_to_a_peer_once() -> None:
