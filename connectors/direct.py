@@ -27,7 +27,7 @@ from kvstore import protocol as p
 from kvstore.errors import KVStoreError, TierError
 from kvstore.layout import Move, RankLayout, RankPages
 from tiers.copier import LayerCache
-from tiers.direct import NETWORKS, READ_BYTES, EngineReader, Reading
+from tiers.direct import NETWORKS, READ_BYTES, EngineAgent, Moving
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class _Fetch(msgspec.Struct, eq=False):
 
 
 class _Flying(msgspec.Struct, frozen=True):
-    reading: Reading
+    reading: Moving
     wheres: list[Where]
     in_engine: bool
 
@@ -97,7 +97,7 @@ class Giving(msgspec.Struct, eq=False):
     """A write to a peer's engine, and how far it is."""
 
     asked: p.Give
-    writing: Reading | None = None
+    writing: Moving | None = None
     until_ns: int = 0
 
     @property
@@ -114,7 +114,7 @@ class DirectReads:
 
         Raises NotSupported where nothing can be read into them.
         """
-        self._reader = EngineReader(caches, transports=NETWORKS if pushed else None)
+        self._agent = EngineAgent(caches, transports=NETWORKS if pushed else None)
         self._slot_bytes = 0
         self._told: deque[Told] = deque()
         self._fetches: dict[int, _Fetch] = {}
@@ -126,17 +126,17 @@ class DirectReads:
         self._fetches.clear()
         self._slot_bytes = layout.slot_bytes
         self._tell = tell
-        self._reader.open(layout, devices)
+        self._agent.open(layout, devices)
         self._offer()
 
     def close(self) -> None:
         """End the agent; nothing is read or written any more."""
-        self._reader.close()
+        self._agent.close()
 
     def _offer(self) -> None:
         """Have peers read what this engine has."""
         try:
-            serves = self._reader.serves()
+            serves = self._agent.serves()
         except (TierError, ValueError) as exc:  # more pieces than can be told, say
             log.warning("peers read none of this engine's memory: %s", exc)
             return
@@ -206,7 +206,7 @@ class DirectReads:
 
     def _restart(self) -> None:
         try:
-            self._reader.restart()
+            self._agent.restart()
             self._offer()
         except TierError as exc:
             log.error("nothing can be read from peers: %s", exc)
@@ -219,14 +219,14 @@ class DirectReads:
                 return "none"
             try:
                 blocks, targets = p.from_u32(asked.blocks), p.from_u32(asked.targets)
-                giving.writing = self._reader.write(asked.ranks, asked.group, blocks, targets)
+                giving.writing = self._agent.write(asked.ranks, asked.group, blocks, targets)
             except (KVStoreError, ArithmeticError, LookupError, ValueError) as exc:
                 log.error("engine blocks are not written to a peer: %s", exc)
                 return "none"
             giving.until_ns = now_ns + GIVE_NS
         giving.until_ns = min(giving.until_ns, now_ns + limit_ns)
         try:
-            if self._reader.over(giving.writing):
+            if self._agent.over(giving.writing):
                 return "all"
         except TierError as exc:
             log.error("engine blocks were not written to a peer: %s", exc)
@@ -256,7 +256,7 @@ class DirectReads:
                 fetch.learn(message, positions)
                 continue
             if message.metadata:
-                self._reader.meet(message.agent, message.metadata)
+                self._agent.meet(message.agent, message.metadata)
             for position, number in zip(positions, p.from_u32(message.numbers), strict=True):
                 address = message.base + number * self._slot_bytes
                 fetch.places[position] = _Place(message.agent, address)
@@ -267,7 +267,7 @@ class DirectReads:
 
     def _written(self, reads: Reads) -> list[Where]:
         """List what a peer may still write, since it knows our engine blocks."""
-        if reads.agent != self._reader.agent:  # it has ended
+        if reads.agent != self._agent.name:  # it has ended
             return []
         return [where for where in reads.named if self._is_written(where)]
 
@@ -276,7 +276,7 @@ class DirectReads:
         return fetch is None or where[1] not in fetch.passed or where[1] in fetch.written
 
     def _bytes_of(self, reads: Reads, where: Where) -> int:
-        return sum(self._reader.part_bytes[move.group] for move in reads.moves[where])
+        return sum(self._agent.part_bytes[move.group] for move in reads.moves[where])
 
     def _name(self, reads: Reads, tell: Tell) -> None:
         """Tell the store where blocks may be written that a peer writes: nothing else does."""
@@ -286,7 +286,7 @@ class DirectReads:
             if fetch is None or not fetch.pushed or where in reads.named:
                 continue
             reads.named.add(where)
-            reads.agent = self._reader.agent
+            reads.agent = self._agent.name
             blocks = [0] * reads.per[moves[0].group]
             for move in moves:
                 blocks[move.part] = move.block_id
@@ -294,7 +294,7 @@ class DirectReads:
             positions.append(where[1])
             target += blocks
         for (number, _), (positions, target) in found.items():
-            tell(p.Target(number, self._reader.agent, p.u32(positions), p.u32(target)))
+            tell(p.Target(number, self._agent.name, p.u32(positions), p.u32(target)))
 
     def _place(self, where: Where) -> _Place | None:
         fetch = self._fetches.get(where[0])
@@ -324,16 +324,16 @@ class DirectReads:
         try:
             if first.peer:
                 moves = [(move, place.address) for w, place in chunk for move in reads.moves[w]]
-                reading = self._reader.read(first.peer, moves)
+                reading = self._agent.read(first.peer, moves)
             else:
                 parts = [
                     (move, place.blocks[move.part])
                     for where, place in chunk
                     for move in reads.moves[where]
                 ]
-                reading = self._reader.read_engine(first.ranks, parts)
+                reading = self._agent.read_engine(first.ranks, parts)
         except (TierError, ArithmeticError, LookupError, ValueError) as exc:
-            reading = Reading(0, 0, [], str(exc))  # others may be under way: nothing ends here
+            reading = Moving(0, 0, [], str(exc))  # others may be under way: nothing ends here
         reads.flying.append(_Flying(reading, [where for where, _ in chunk], not first.peer))
 
     def _land(self, reads: Reads, tell: Tell) -> None:
@@ -345,7 +345,7 @@ class DirectReads:
         for each in flying:
             ok = True
             try:
-                if not self._reader.over(each.reading):
+                if not self._agent.over(each.reading):
                     reads.flying.append(each)
                     continue
             except TierError as exc:

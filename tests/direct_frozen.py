@@ -20,7 +20,7 @@ import torch
 
 from kvstore.layout import GroupLayout, LayerRun, Move, RankLayout
 from tiers.copier import LayerCache
-from tiers.direct import NETWORKS, EngineReader
+from tiers.direct import NETWORKS, EngineAgent
 from tiers.exporter.agent import Agent
 
 BLOCKS, PAGE = 256, 32 << 10
@@ -45,10 +45,10 @@ def started(what: str) -> subprocess.Popen[bytes]:
     return child
 
 
-def engine(transports: str | None = None) -> tuple[torch.Tensor, EngineReader]:
+def engine(transports: str | None = None) -> tuple[torch.Tensor, EngineAgent]:
     """Empty memory of an engine, and its agent."""
     storage = torch.zeros(BLOCKS * PAGE, dtype=torch.uint8)
-    made = EngineReader({"l": LayerCache(storage, 0, PAGE, PAGE)}, transports=transports)
+    made = EngineAgent({"l": LayerCache(storage, 0, PAGE, PAGE)}, transports=transports)
     made.open(RankLayout(PAGE, (GroupLayout(PAGE, (LayerRun("l", 0, PAGE, writes=True),)),)), "lo")
     return storage, made
 

@@ -124,7 +124,7 @@ def test_B15_direct_what_an_engine_whose_agent_is_gone_has_is_read_from_slots(
         eventually(lambda: all(told(rank) for rank in made.rigs[1].ranks))
         direct = made.rigs[0].ranks[0].half._direct
         assert direct is not None
-        direct._reader._agent = None  # of one rank
+        direct._agent._agent = None  # of one rank
         assert made.load(grant, range(4)) == [False] * ranks[1]
         assert made.holds(range(4))
         assert since(made.stores[1].address, before)[CPU] == 4

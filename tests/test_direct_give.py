@@ -96,7 +96,7 @@ def test_B15_direct_what_an_engine_whose_agent_is_gone_has_is_pushed_from_slots(
         before = made.numbers(1)
         direct = made.rigs[0].ranks[0].half._direct
         assert direct is not None
-        direct._reader._agent = None  # of one rank
+        direct._agent._agent = None  # of one rank
         assert made.load(made.ask(chain), range(9, 13)) == [False] * ranks[1]
         assert made.holds(range(9, 13))
         assert since(made.stores[1].address, before)[CPU] == 4
@@ -112,10 +112,10 @@ def test_B15_direct_a_write_that_fails_has_its_load_computed(
         made.rigs[0].put(chain, range(4))
         reader = made.rigs[1].ranks[0].half._direct
         assert reader is not None
-        agent = reader._reader.agent
+        agent = reader._agent.name
         monkeypatch.setattr(DirectReads, "give", lambda *_, **__: "failed")
         assert made.load(made.ask(chain), range(9, 13)) == [True]
-        assert reader._reader.agent != agent
+        assert reader._agent.name != agent
         eventually(lambda: not made.left())
         monkeypatch.setattr(DirectReads, "give", real)
         assert made.load(made.ask(chain), range(4, 8), "again") == [False]

@@ -16,11 +16,11 @@ from kvstore.errors import TierIOError
 from kvstore.layout import GroupLayout, LayerRun, Move, PageRun, RankLayout, RankPages
 from tests.fakes import u32
 from tiers.copier import LayerCache
-from tiers.direct import NETWORKS, EngineReader, Reading
+from tiers.direct import NETWORKS, EngineAgent, Moving
 from tiers.exporter.errors import MoveError
 
 
-class Reader(EngineReader):
+class Reader(EngineAgent):
     """Reads take as long as the test likes."""
 
     def __init__(self) -> None:
@@ -31,29 +31,29 @@ class Reader(EngineReader):
         self.part_bytes = [32]
 
     @property
-    def agent(self) -> str:
+    def name(self) -> str:
         return f"own-{self.restarts}"
 
     def open(self, layout: RankLayout, devices: str) -> None: ...
 
     def serves(self) -> tuple[RankPages, int]:
-        return RankPages(self.agent, b"", ()), 32
+        return RankPages(self.name, b"", ()), 32
 
     def meet(self, peer: str, metadata: bytes) -> None: ...
 
     def restart(self) -> None:
         self.restarts += 1
 
-    def read(self, peer: str, moves: Sequence[tuple[Move, int]]) -> Reading:
+    def read(self, peer: str, moves: Sequence[tuple[Move, int]]) -> Moving:
         assert peer == "agent"
         self.moves.append(list(moves))
-        return Reading(64, 1, [])
+        return Moving(64, 1, [])
 
-    def read_engine(self, ranks: Sequence[RankPages], moves: Sequence[tuple[Move, int]]) -> Reading:
+    def read_engine(self, ranks: Sequence[RankPages], moves: Sequence[tuple[Move, int]]) -> Moving:
         self.engine_moves.append((ranks, list(moves)))
-        return Reading(64, 1, [])
+        return Moving(64, 1, [])
 
-    def over(self, reading: Reading) -> bool:
+    def over(self, reading: Moving) -> bool:
         if self.fails or reading.failure:
             raise TierIOError("a test")
         return not self.hangs
@@ -65,7 +65,7 @@ class Worker:
     def __init__(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
             self.reader = Reader()
-            patch.setattr("connectors.direct.EngineReader", lambda *_, **__: self.reader)
+            patch.setattr("connectors.direct.EngineAgent", lambda *_, **__: self.reader)
             self.reads = DirectReads({})
         layout = RankLayout(64, (GroupLayout(32, (LayerRun("l", 0, 32, writes=True),)),))
         self.said: list[p.Message] = []
@@ -256,7 +256,7 @@ def test_P8_direct_an_agent_that_is_written_to_is_reached_by_networks_only(
     for pushed, expected in ((False, None), (True, NETWORKS)):
         put.clear()
         reads = DirectReads({"l": cache}, pushed=pushed)
-        reads._reader._make = Agent  # type: ignore[assignment]
+        reads._agent._make = Agent  # type: ignore[assignment]
         reads.open(layout, "lo", lambda _: None)
         assert put.get("UCX_TLS") == expected
 
@@ -374,7 +374,7 @@ def test_direct_the_agents_that_were_not_heard_of_for_longest_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tiers.direct.PEERS_MAX", 3)
-    reader = EngineReader({"l": LayerCache(torch.zeros(64, dtype=torch.uint8), 0, 32, 32)})
+    reader = EngineAgent({"l": LayerCache(torch.zeros(64, dtype=torch.uint8), 0, 32, 32)})
     reader._make = Agent  # type: ignore[assignment]
     layout = RankLayout(64, (GroupLayout(32, (LayerRun("l", 0, 32, writes=True),)),))
     reader.open(layout, "lo")
@@ -385,9 +385,9 @@ def test_direct_the_agents_that_were_not_heard_of_for_longest_are_forgotten(
     assert agent.known == ["a", "c", "d"], "met once each"
 
 
-def halves() -> tuple[EngineReader, Any, list[RankPages]]:
+def halves() -> tuple[EngineAgent, Any, list[RankPages]]:
     """A reader of a page whose halves two ranks have, and its agent."""
-    reader = EngineReader({"l": LayerCache(torch.zeros(64, dtype=torch.uint8), 0, 32, 32)})
+    reader = EngineAgent({"l": LayerCache(torch.zeros(64, dtype=torch.uint8), 0, 32, 32)})
     reader._make = Agent  # type: ignore[assignment]
     layout = RankLayout(64, (GroupLayout(32, (LayerRun("l", 0, 32, writes=True),)),))
     reader.open(layout, "lo")
@@ -424,7 +424,7 @@ def test_direct_an_engine_whose_agents_were_forgotten_is_read_again(
 
 
 def test_B15_direct_a_peer_that_is_gone_keeps_no_other_from_being_read_after_a_restart() -> None:
-    reader = EngineReader({"l": LayerCache(torch.zeros(64, dtype=torch.uint8), 0, 32, 32)})
+    reader = EngineAgent({"l": LayerCache(torch.zeros(64, dtype=torch.uint8), 0, 32, 32)})
     reader._make = Agent  # type: ignore[assignment]
     layout = RankLayout(64, (GroupLayout(32, (LayerRun("l", 0, 32, writes=True),)),))
     reader.open(layout, "lo")

@@ -24,7 +24,7 @@ from tests.fakes import from_u32, hashes, keys_of, u32
 from tests.test_direct_push import RANKS, TARGETS, claimed, filled, job_of
 from tests.test_direct_worker import Reader
 from tests.test_residents import Shown
-from tiers.direct import Reading, common
+from tiers.direct import Moving, common
 from tiers.runner import NOTHING
 
 # The store that has the blocks
@@ -97,6 +97,34 @@ def test_B20_direct_what_an_engine_has_half_written_fails() -> None:
     assert pair.passed[number, 0] is False
     assert (number, 0) in pair.unsafe
     assert not any(10 in blocks for _, _, _, blocks in filled(pair))
+    pair.check_nothing_left()
+
+
+def test_P3_direct_what_an_engine_has_written_is_good_whatever_it_overwrites_then() -> None:
+    """It is the peer's own by then."""
+    pair, _, memory, number = shown(0)
+    ((tags, _),) = pair.given
+    pair.producer.written(tags, ok=True)
+    memory.here.clear()
+    pair.run(5)
+    assert pair.passed[number, 0]
+    assert not pair.producer.counts["stale"]
+    pair.check_nothing_left()
+
+
+def test_B19_direct_a_write_that_stopped_though_it_was_wanted_has_not_been_made() -> None:
+    """By an exporter whose memory a peer has written over, say."""
+    pair, chain = Pair(), hashes(1)
+    pair.put(chain)
+    held: list[list[Tag]] = []
+    pair.fill = lambda tags, fill: held.append(tags)  # type: ignore[method-assign] # noqa: ARG005
+    number = claimed(pair, chain)
+    pair.consumer.fill(number, {0: [10]}, RANKS)
+    pair.run(5)
+    for tags in held:
+        pair.producer.written(tags, ok=False, stopped=True)
+    pair.run(5)
+    assert pair.passed == {(number, 0): False}
     pair.check_nothing_left()
 
 
@@ -308,17 +336,17 @@ class Writer(Reader):
 
     def write(
         self, ranks: Sequence[RankPages], group: int, blocks: Sequence[int], there: Sequence[int]
-    ) -> Reading:
+    ) -> Moving:
         if self.refuses:
             raise TierError("a test")
         assert [rank.agent for rank in ranks] == ["theirs"]
         self.written.append((group, blocks, there))
-        return Reading(64, 1, [], clean=self.clean)
+        return Moving(64, 1, [], clean=self.clean)
 
 
 def worker() -> tuple[DirectReads, Writer, Giving]:
     made, writer = DirectReads.__new__(DirectReads), Writer()
-    made._reader, made._tell = writer, lambda _: None
+    made._agent, made._tell = writer, lambda _: None
     asked = p.Give(7, 0, (RankPages("theirs", b"md", ((),)),), u32([1, 2]), u32([3, 4]))
     return made, writer, Giving(asked)
 

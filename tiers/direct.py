@@ -38,7 +38,7 @@ NETWORKS = "^shm"  # UCX's transports but those between processes of one machine
 READ_BYTES = 16 << 20  # of one read; in shared memory it is made by the call that starts it
 
 
-class Reading(msgspec.Struct, eq=False):
+class Moving(msgspec.Struct, eq=False):
     """One that was started; bytes: how many it reads. agent: the number of who reads it.
 
     failure: of a part that could not be read; others may still be under way. clean: that part had
@@ -52,7 +52,7 @@ class Reading(msgspec.Struct, eq=False):
     clean: bool = False
 
 
-class EngineReader:
+class EngineAgent:
     """One worker's; called from one thread at a time."""
 
     def __init__(self, caches: dict[str, LayerCache], *, transports: str | None = None) -> None:
@@ -102,7 +102,7 @@ class EngineReader:
             self.restart()
 
     @property
-    def agent(self) -> str:
+    def name(self) -> str:
         """Its agent's name; "" without one."""
         return "" if self._agent is None else self._agent.name
 
@@ -156,7 +156,7 @@ class EngineReader:
             except MoveError as exc:
                 log.debug("%s", exc)
 
-    def read(self, peer: str, moves: Sequence[tuple[Move, int]]) -> Reading:
+    def read(self, peer: str, moves: Sequence[tuple[Move, int]]) -> Moving:
         """Start reading slots, from these addresses on, into engine blocks. Raises TierError."""
         if self._layout is None:
             raise TierError("no layout")
@@ -171,7 +171,7 @@ class EngineReader:
                 remote.append(in_slots(page, parts))
         return self._start([(peer, local, remote)])
 
-    def read_engine(self, ranks: Sequence[RankPages], moves: Sequence[tuple[Move, int]]) -> Reading:
+    def read_engine(self, ranks: Sequence[RankPages], moves: Sequence[tuple[Move, int]]) -> Moving:
         """Start reading a peer's engine blocks into ours, of any ranks. Raises TierError."""
         shared, parts = self._shared_with(ranks), []
         for number, rank in enumerate(ranks):
@@ -203,7 +203,7 @@ class EngineReader:
 
     def write(
         self, ranks: Sequence[RankPages], group: int, blocks: Sequence[int], there: Sequence[int]
-    ) -> Reading:
+    ) -> Moving:
         """Start writing what this rank has of engine blocks of a group into those of a peer's.
 
         ranks: with the group's pages only. Raises TierError, IndexError for another group.
@@ -228,10 +228,10 @@ class EngineReader:
 
     def _start(
         self, parts: Sequence[tuple[str, list[Places], list[Places]]], *, write: bool = False
-    ) -> Reading:
+    ) -> Moving:
         if self._agent is None:
             raise TierIOError("no agent")
-        reading = Reading(0, self._agents, [])
+        reading = Moving(0, self._agents, [])
         try:
             for peer, here, there in parts:
                 self._meet(self._agent, peer)
@@ -254,7 +254,7 @@ class EngineReader:
                 raise MoveError(f"metadata of another exporter than {peer!r}", "refused")
             self._met.add(peer)
 
-    def over(self, reading: Reading) -> bool:
+    def over(self, reading: Moving) -> bool:
         """Tell whether a read has ended. Raises TierError if it failed; it has ended then, too."""
         if reading.flights:
             if self._agent is None or reading.agent != self._agents:
@@ -265,7 +265,7 @@ class EngineReader:
         return not reading.flights
 
     @staticmethod
-    def _look(agent: Agent, reading: Reading) -> None:
+    def _look(agent: Agent, reading: Moving) -> None:
         """Let go of the flights that are over."""
         flying, reading.flights = reading.flights, []
         for flight in flying:

@@ -15,7 +15,7 @@ from kvstore.bench.session import ANSWER_S, LOOK_S, Fetched, Session, content
 from kvstore.errors import KVStoreError
 from kvstore.layout import Move
 from tiers.copier import LayerCache
-from tiers.direct import READ_BYTES, EngineReader, Reading
+from tiers.direct import READ_BYTES, EngineAgent, Moving
 
 FIRST_BLOCK = 1  # 0 is the name of none
 
@@ -27,9 +27,7 @@ class DirectSession(Session):
         """path: of the store's socket. name: of the engine."""
         super().__init__(path, name, block_bytes, direct=True)
         self._tensor = torch.zeros((FIRST_BLOCK + blocks) * block_bytes, dtype=torch.uint8)
-        self._reader = EngineReader(
-            {"layer": LayerCache(self._tensor, 0, block_bytes, block_bytes)}
-        )
+        self._agent = EngineAgent({"layer": LayerCache(self._tensor, 0, block_bytes, block_bytes)})
         self._opened = False
 
     def fetch_direct(self, hashes: Sequence[bytes], peer: str, *, push: bool = False) -> Fetched:
@@ -66,8 +64,8 @@ class DirectSession(Session):
         while not self._opened:
             for message in self._told():
                 if isinstance(message, p.Welcome) and message.layout is not None:
-                    self._reader.open(message.layout, message.devices)
-                    serves = self._reader.serves()
+                    self._agent.open(message.layout, message.devices)
+                    serves = self._agent.serves()
                     if serves is not None:
                         self._worker.send(p.Serves(*serves))
                     self._opened = True
@@ -85,7 +83,7 @@ class DirectSession(Session):
         block_of: the tensor's block of each position. push: say where the peer writes, instead.
         """
         first_s, good = 0.0, 0
-        flying: list[tuple[int, list[int], Reading]] = []
+        flying: list[tuple[int, list[int], Moving]] = []
         while good < len(block_of):
             for message in self._told():
                 if isinstance(message, p.Places) and not push:
@@ -104,10 +102,10 @@ class DirectSession(Session):
 
     def _begin(
         self, places: p.Places, block_of: dict[int, int]
-    ) -> Iterator[tuple[int, list[int], Reading]]:
+    ) -> Iterator[tuple[int, list[int], Moving]]:
         """Start reading what can be read now."""
         if places.metadata:
-            self._reader.meet(places.agent, places.metadata)
+            self._agent.meet(places.agent, places.metadata)
         positions, numbers = p.from_u32(places.positions), p.from_u32(places.numbers)
         at_once = max(1, READ_BYTES // self._block_bytes)
         for first in range(0, len(positions), at_once):
@@ -116,16 +114,16 @@ class DirectSession(Session):
                 (Move(0, block_of[position], 0, 0), places.base + number * self._block_bytes)
                 for position, number in zip(chunk, numbers[first:], strict=False)
             ]
-            yield places.fetch, chunk, self._reader.read(places.agent, moves)
+            yield places.fetch, chunk, self._agent.read(places.agent, moves)
 
     def _target(self, fetch: int, block_of: dict[int, int]) -> p.Target:
         """Say where the peer writes all of it."""
         positions, blocks = p.u32(list(block_of)), p.u32(list(block_of.values()))
-        return p.Target(fetch, self._reader.agent, positions, blocks)
+        return p.Target(fetch, self._agent.name, positions, blocks)
 
-    def _arrived(self, fetch: int, positions: list[int], reading: Reading) -> bool:
+    def _arrived(self, fetch: int, positions: list[int], reading: Moving) -> bool:
         """Tell the store of a read that is over."""
-        if not self._reader.over(reading):
+        if not self._agent.over(reading):
             return False
         self._worker.send(p.Arrived(fetch, p.u32(positions), reading.bytes, ok=True))
         return True
