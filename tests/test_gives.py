@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from kvstore.export.jobs import Give, Resident, Tag
 from kvstore.layout import PageRun, RankPages
 from kvstore.service import gives as under_test
 from kvstore.service.gives import AT_ONCE, Gives
+from kvstore.service.peers import Peers
 from tests.export_rig import Pair
 from tests.fakes import from_u32, hashes, keys_of, u32
 from tests.test_direct_push import RANKS, TARGETS, claimed, filled, job_of
@@ -190,6 +192,7 @@ def test_B2_direct_a_pull_is_not_counted_as_written_by_an_engine() -> None:
     fetch = pair.consumer._fetches[number]
     assert not fetch.blocks[0].given
     fetch.written(have, [])
+    assert not fetch.blocks[0].given, "nor if workers read it"
     with pytest.raises(ProtocolError, match="expected different ones below 1"):
         fetch.written(m.Have(number, b"", b"", b"", b"", given=u32([1])), [])
 
@@ -250,6 +253,18 @@ def test_B20_direct_a_write_that_one_rank_has_not_made_is_not_made(
     for rank, end in enumerate(ends):
         sent.gives.given(1, rank, p.Given(sent.told[0][1].give, end))
     assert sent.ended() == [([0], *expected)]
+
+
+def test_a_write_is_over_when_all_have_written_that_were_there_when_it_was_wanted() -> None:
+    """An engine that has lost a worker is about to go; what is left of it is not all of it."""
+    sent, workers = Sent(), {0: 10, 1: 11}
+    for _ in range(AT_ONCE):
+        sent.start(0)
+    give = Give(1, 0, (), [5], [6])
+    sent.gives.start([Tag(1, 1, 9)], give, workers)
+    del workers[1]
+    sent.gives.given(1, 0, p.Given(1, "all"))
+    assert [connection for connection, _ in sent.told[AT_ONCE:]] == [10, 11]
 
 
 def test_workers_are_told_once_how_a_peer_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,6 +336,20 @@ def test_B2_direct_the_end_of_what_a_worker_was_not_told_is_refused(
     sent.gives.given(1, 0, p.Given(1, "all"))
     with pytest.raises(ProtocolError, match="the end of give 1"):
         sent.gives.given(1, 0, p.Given(1, "all"))
+
+
+def test_B20_direct_a_store_passes_on_what_ends_and_what_nobody_waits_for() -> None:
+    peers, sent, abandoned = Peers.__new__(Peers), Sent(), list[Tag]()
+    mover = SimpleNamespace(abandon=lambda _, tag: abandoned.append(tag))
+    requests = SimpleNamespace(end_of=lambda _: None)
+    peers.__dict__ |= {"gives": sent.gives, "_mover": mover, "requests": requests}
+    for position in range(AT_ONCE + 1):
+        sent.start(position)
+    peers.abandon(Tag(1, 1, AT_ONCE))
+    assert sent.ended() == [([AT_ONCE], False, True)]
+    assert abandoned == [Tag(1, 1, AT_ONCE)], "or the exporter writes it"
+    peers.end_of(1)
+    assert len(sent.ended()) == AT_ONCE
 
 
 # The worker
