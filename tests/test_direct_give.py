@@ -45,6 +45,8 @@ def test_L1_direct_a_prompt_is_pushed_from_engine_memory_into_engine_memory(
         assert moved(made) == (0, 5 * part(made))
         results = made.rigs[0].ranks[0].half._runner._results
         assert all(outcome.store_job for outcome in results), "nobody takes them while it is idle"
+    ended = [rank.half._direct for rig in made.rigs for rank in rig.ranks]
+    assert not any(direct is None or direct._agent.name for direct in ended), "UCX's threads go on"
 
 
 def test_L1_direct_what_the_engine_has_overwritten_is_pushed_from_slots(tmp_path: Path) -> None:

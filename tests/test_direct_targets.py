@@ -136,7 +136,9 @@ def test_the_workers_of_a_peers_engine_are_known_as_long_as_its_connection(
     assert told.known == {"exporter": b"md", "a": b"again", "b": b"md"}
     known.update(1, b"more")
     assert told.known["exporter"] == b"more", "a connection's first"
+    assert known.metadata("a") == b"again"
     known.meet(1, "c", b"md")
     assert told.known.keys() == {"exporter", "b", "c"}, "the longest known makes room"
     known.leave(1)
     assert len(known) == 2
+    assert [known.metadata(name) for name in ("exporter", "b", "c", "a")].count(b"") == 2

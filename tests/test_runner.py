@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from tiers import runner
-from tiers.runner import Runner
+from tiers.runner import NOTHING, Runner
 
 
 def failed(job: str, error: Exception) -> str:
@@ -63,3 +63,12 @@ def test_who_waits_is_told_of_work_that_is_not_over() -> None:
     end.set()
     made.close()
     assert made.poll() == ["copy"]
+
+
+def test_a_result_that_nobody_asks_for_is_not_kept() -> None:
+    made: Runner[str, str] = Runner("test", lambda job: NOTHING if job == "quiet" else job, failed)
+    for job in ("quiet", "said", "quiet"):
+        made.submit(job)
+    made.drain()
+    assert made.poll() == ["said"]
+    made.close()

@@ -244,7 +244,7 @@ class EngineAgent:
                 reading.bytes += int(local[:, 1].sum())
         except MoveError as exc:
             reading.failure = str(exc)  # what was started of it is not over
-            reading.clean = exc.error == "refused"
+            reading.clean = not exc.begun
         return reading
 
     def _meet(self, agent: Agent, peer: str) -> None:

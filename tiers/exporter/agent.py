@@ -15,7 +15,7 @@ from typing import Any, NewType
 import numpy as np
 import numpy.typing as npt
 
-from tiers.exporter.errors import MoveError
+from tiers.exporter.errors import ErrorClass, MoveError
 
 try:
     from nixl_cu13 import _bindings
@@ -47,11 +47,12 @@ Region = Any
 """Memory that has been registered."""
 
 
-def failed(what: str, exc: Exception) -> MoveError:
+def failed(what: str, exc: Exception, *, begun: bool = False) -> MoveError:
     """Say what kind of failure an error of NIXL is."""
     if isinstance(exc, _bindings.nixlRemoteDisconnectError):
-        return MoveError(f"{what}: the peer is gone", "gone")
-    return MoveError(f"{what}: {exc}", "refused" if isinstance(exc, _REFUSED) else "failed")
+        return MoveError(f"{what}: the peer is gone", "gone", begun=begun)
+    error: ErrorClass = "refused" if isinstance(exc, _REFUSED) else "failed"
+    return MoveError(f"{what}: {exc}", error, begun=begun)
 
 
 class Agent:
@@ -153,7 +154,7 @@ class Agent:
             status = self._agent.postXferReq(flight, "")
         except ERRORS as exc:
             self._agent.releaseXferReq(flight)
-            raise failed("ended", exc) from exc
+            raise failed("ended", exc, begun=True) from exc
         return Flight(flight), status == _bindings.NIXL_SUCCESS
 
     def move(self, peer: str, local: Places, remote: Places, *, write: bool) -> tuple[Flight, bool]:

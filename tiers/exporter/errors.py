@@ -13,7 +13,8 @@ ErrorClass = Literal["gone", "refused", "stopped", "failed"]
 class MoveError(TierIOError):
     """What a transfer ends with."""
 
-    def __init__(self, text: str, error: ErrorClass) -> None:
-        """text: in words."""
+    def __init__(self, text: str, error: ErrorClass, *, begun: bool = False) -> None:
+        """text: in words. begun: some of it may have been moved."""
         super().__init__(text)
         self.error: ErrorClass = error
+        self.begun = begun

@@ -1,0 +1,131 @@
+"""An engine's agent that writes to a peer's engine, with a NIXL that does as it is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvstore.errors import TierIOError
+from kvstore.layout import GroupLayout, LayerRun, PageRun, RankLayout, RankPages
+from tests.test_direct_worker import Agent
+from tiers import direct
+from tiers.copier import LayerCache
+from tiers.direct import EngineAgent
+from tiers.exporter.errors import MoveError
+
+PAGE = 32
+
+
+class Writing(Agent):
+    """Takes note of what is written."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.written: list[tuple[str, list[int], list[int], list[int]]] = []
+        self.wrong: MoveError | None = None  # of the second write
+        self.late: MoveError | None = None
+
+    def move(self, peer: str, *places: Any, write: bool) -> tuple[int, bool]:  # noqa: ANN401
+        assert write
+        assert peer in self.known
+        if self.wrong is not None and self.written:
+            raise self.wrong
+        here, there = places
+        assert np.array_equal(here[:, 1], there[:, 1])
+        found = here[:, 0].tolist(), there[:, 0].tolist(), here[:, 1].tolist()
+        self.written.append((peer, *found))
+        return 1, not self.flying
+
+    def over(self, flight: int) -> bool:
+        if self.late is not None:
+            raise self.late
+        return super().over(flight)
+
+
+def engine() -> tuple[EngineAgent, Any, int]:
+    """One of two layers, of which another rank writes the second; its NIXL, and its memory."""
+    storage = torch.zeros(8 * PAGE, dtype=torch.uint8)
+    caches = {name: LayerCache(storage, at * PAGE, 2 * PAGE, PAGE) for at, name in enumerate("ab")}
+    runs = LayerRun("a", 0, PAGE, writes=True), LayerRun("b", PAGE, PAGE, writes=False)
+    made = EngineAgent(caches)
+    made._make = Writing  # type: ignore[assignment]
+    made.open(RankLayout(4 * PAGE, (GroupLayout(2 * PAGE, runs),)), "lo")
+    return made, made._agent, storage.data_ptr()
+
+
+def rank(name: str, metadata: bytes | None = None, size: int = 2 * PAGE) -> RankPages:
+    page = PageRun(0, size, 1, 1 << 20, 4096, 0)
+    return RankPages(name, name.encode() if metadata is None else metadata, ((page,),))
+
+
+def test_O20_a_rank_writes_what_no_other_rank_writes() -> None:
+    made, nixl, base = engine()
+    moving = made.write([rank("one"), rank("two")], 0, [1, 3], [7, 5])
+    assert made.over(moving)
+    here = [base + 2 * PAGE, base + 6 * PAGE]
+    there = [(1 << 20) + 7 * 4096, (1 << 20) + 5 * 4096]
+    assert nixl.written == [(peer, here, there, [PAGE] * 2) for peer in ("one", "two")]
+    assert moving.bytes == 4 * PAGE
+
+
+def test_a_rank_that_shares_nothing_with_a_peers_does_not_meet_it() -> None:
+    made, nixl, _ = engine()
+    far = RankPages("far", b"far", ((PageRun(PAGE, PAGE, 1, 1 << 20, 4096, 0),),))
+    assert made.over(made.write([far], 0, [1], [2]))
+    assert not nixl.known
+
+
+def test_how_a_peer_is_reached_is_told_once() -> None:
+    made, nixl, _ = engine()
+    for metadata in (b"one", b"", b""):
+        assert made.over(made.write([rank("one", metadata)], 0, [1], [2]))
+    assert nixl.known == ["one"]
+    moving = made.write([rank("two", b"")], 0, [1], [2])
+    with pytest.raises(TierIOError):
+        made.over(moving)
+    assert moving.clean, "nothing was begun"
+
+
+def test_another_layout_or_many_peers_leave_nothing_of_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(direct, "ENGINES_MAX", 2)
+    made, _, _ = engine()
+    for size in (4, 8, 16, 4):
+        made.write([rank("one", size=size)], 0, [1], [2])
+        assert len(made._common) <= 2
+    made.open(RankLayout(PAGE, (GroupLayout(PAGE, (LayerRun("b", 0, PAGE, writes=True),)),)), "lo")
+    assert not made._common
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_B20_direct_a_write_that_NIXL_refused_is_clean_if_it_had_not_begun(*, begun: bool) -> None:
+    made, nixl, _ = engine()
+    nixl.wrong, nixl.flying = MoveError("a test", "refused", begun=begun), True
+    moving = made.write([rank("one"), rank("two")], 0, [1], [2])
+    assert not made.over(moving), "the first rank's is under way"
+    nixl.flying = False
+    with pytest.raises(TierIOError, match="a test"):
+        made.over(moving)
+    assert moving.clean is not begun
+
+
+def test_B20_direct_a_write_of_which_a_part_failed_on_its_way_is_not_clean() -> None:
+    made, nixl, _ = engine()
+    nixl.wrong, nixl.flying = MoveError("a test", "refused"), True
+    moving = made.write([rank("one"), rank("two")], 0, [1], [2])
+    nixl.late = MoveError("on its way", "failed")
+    with pytest.raises(TierIOError, match="on its way"):
+        made.over(moving)
+    assert not moving.clean
+
+
+def test_an_agent_ends_when_it_is_closed() -> None:
+    made, _, _ = engine()
+    made.close()
+    assert (made._agent, made.name) == (None, "")
+    with pytest.raises(TierIOError, match="no agent"):
+        made.write([rank("one")], 0, [1], [2])
