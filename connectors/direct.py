@@ -14,6 +14,7 @@ not even that ends what others write: an agent that is written to is reached by 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 FETCHES_MAX = 1024  # that the store has told of
 GIVE_UP_NS = 1_000_000_000  # for reads that nobody waits for, to end by themselves
 GIVE_NS = 5_000_000_000  # for a write, of some MB
+LATE_MAX = 16  # of these that have not ended by then
 
 Where = tuple[int, int]
 """A fetch, and a position in it."""
@@ -118,6 +120,7 @@ class DirectReads:
         self._slot_bytes = 0
         self._told: deque[Told] = deque()
         self._fetches: dict[int, _Fetch] = {}
+        self._late: list[Moving] = []  # writes that nobody waits for
         self._tell: Tell = nobody
 
     def open(self, layout: RankLayout, devices: str, tell: Tell) -> None:
@@ -217,6 +220,7 @@ class DirectReads:
         if giving.writing is None:
             if over:
                 return "none"
+            self._look_at_late()
             try:
                 blocks, targets = p.from_u32(asked.blocks), p.from_u32(asked.targets)
                 giving.writing = self._agent.write(asked.ranks, asked.group, blocks, targets)
@@ -233,9 +237,21 @@ class DirectReads:
             return "none" if giving.writing.clean else "failed"
         if now_ns < giving.until_ns:
             return None
-        log.warning("what goes to a peer does not end: ending the agent that it goes through")
-        self._restart()
+        log.warning("what goes to a peer does not end: it is waited for no more")
+        self._late.append(giving.writing)
         return "failed"
+
+    def _look_at_late(self) -> None:
+        """Let go of writes that nobody waits for; too many of them end with the agent."""
+        late, self._late = self._late, []
+        for writing in late:
+            with contextlib.suppress(TierError):
+                if not self._agent.over(writing):
+                    self._late.append(writing)
+        if len(self._late) > LATE_MAX:
+            log.warning("%d writes to peers do not end: ending their agent", len(self._late))
+            self._late.clear()
+            self._restart()
 
     def _listen(self) -> None:
         while self._told:

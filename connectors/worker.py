@@ -24,7 +24,7 @@ from functools import partial
 
 import msgspec
 
-from connectors.direct import DirectReads, Giving, Reads, Told, nobody
+from connectors.direct import DirectReads, End, Giving, Reads, Told, nobody
 from connectors.jobs import LoadJob, StepMeta, StoreJob, pieces
 from connectors.link import Link, LinkLost, attach, monotonic_ns
 from connectors.loads import Load
@@ -113,9 +113,10 @@ class WorkerHalf:
         self._stores_over: set[int] = set()
         self._stores_open: dict[int, Task] = {}
         self._loads_open: set[str] = set()
+        self._gives_open: set[int] = set()
         self._stats = WorkerStats()
         self._stop = threading.Event()
-        self._runner: Runner[Task, Outcome] = Runner("kvstore-copy", self._copy, _failed)
+        self._runner: Runner[Task, Outcome] = Runner("kvstore-copy", self._copy, self._raised)
         self._thread = threading.Thread(target=self._talk, name="kvstore-link", daemon=True)
         self._thread.start()
 
@@ -227,9 +228,20 @@ class WorkerHalf:
             end = self._direct.give(giving, monotonic_ns(), over=over)
             if end is None:
                 return None
-            copied = giving.bytes if end == "all" else 0
-            self._tell(task.link, p.Given(giving.asked.give, end, copied))
+            self._given(task.link, giving, end)
         return NOTHING
+
+    def _given(self, link: Link, giving: Giving, end: End) -> None:
+        self._gives_open.discard(giving.asked.give)
+        copied = giving.bytes if end == "all" else 0
+        self._tell(link, p.Given(giving.asked.give, end, copied))
+
+    def _raised(self, task: Task, _error: Exception) -> Outcome | Nothing:
+        """End a job that a bug has ended; the store waits for a word on a write."""
+        if isinstance(task.job, Giving) and task.link is not None:
+            self._given(task.link, task.job, "failed")
+            return NOTHING
+        return _failed(task)
 
     def _store(self, task: Task, job: StoreJob) -> Outcome | None:
         """Begin the copy, then wait for its end; None while it is under way."""
@@ -375,12 +387,14 @@ class WorkerHalf:
                 self._slots.add(message.extent, extent)
                 link.send(p.Mapped(message.extent))
             elif isinstance(message, p.Unmap):
-                self._runner.drain()
+                # What is written to peers uses no slots.
+                self._runner.wait(lambda: self._runner.open <= len(self._gives_open))
                 removed = self._slots.remove(message.extent)
                 if removed is not None:
                     self._device.unpin(removed)
                 link.send(p.Unmapped(message.extent))
             elif isinstance(message, p.Give) and self._direct is not None:
+                self._gives_open.add(message.give)
                 self._runner.submit(Task(Giving(message), 0, link=link))
             elif isinstance(message, Told) and self._direct is not None:
                 self._direct.told(message)
@@ -398,7 +412,7 @@ def _direct_reads(caches: dict[str, LayerCache], *, pushed: bool) -> DirectReads
         return None
 
 
-def _failed(task: Task, _error: Exception | None = None) -> Outcome:
+def _failed(task: Task) -> Outcome:
     job = task.job
     if isinstance(job, StoreJob):
         return Outcome(ok=False, store_job=job.job_id)

@@ -26,6 +26,7 @@ from kvstore.types import GroupRule
 FORMAT = 1
 ALIGNMENT = 4096
 PIECES_MAX = 1 << 14  # of one rank's part of a block
+METADATA_MAX = 1 << 18  # of one rank's agent
 TRAIT_DIGITS = 12  # of a digest that is shown as a trait
 
 
@@ -144,7 +145,7 @@ class RankPages(msgspec.Struct, frozen=True, array_like=True):
     """One rank's part of an engine's memory, which its agent serves; runs by group."""
 
     agent: Annotated[str, msgspec.Meta(max_length=256)]
-    metadata: Annotated[bytes, msgspec.Meta(max_length=1 << 18)]
+    metadata: Annotated[bytes, msgspec.Meta(max_length=METADATA_MAX)]
     pages: tuple[tuple[PageRun, ...], ...]
 
     def __post_init__(self) -> None:

@@ -150,3 +150,27 @@ def test_L1_direct_blocks_of_several_engine_blocks_are_pushed_from_engine_memory
         assert made.holds(range(10, 16))
         assert made.rigs[1].ranks[0].untouched(range(10))
         assert since(made.stores[1].address, before)[GPU] == 3
+
+
+def test_B15_direct_what_is_written_as_its_engine_detaches_comes_from_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its workers end what they have begun and say so, and nobody tells of overwritten blocks."""
+    chain, real, done = hashes(4), DirectReads.give, list[End | None]()
+
+    def late(self: DirectReads, giving: Giving, now_ns: int, *, over: bool) -> End | None:
+        if not done:
+            done.append(real(self, giving, now_ns, over=False))
+            made.rigs[0].client.detach("a test")
+            eventually(lambda: not made.numbers(0).get("kvstore_sessions{active}"))
+        return real(self, giving, now_ns, over=over)
+
+    with nodes(tmp_path, serving=True, push=True) as made:
+        made.rigs[0].put(chain, range(4))
+        monkeypatch.setattr(DirectReads, "give", late)
+        before = made.numbers(1)
+        assert made.load(made.ask(chain), range(9, 13)) == [False]
+        assert made.holds(range(9, 13))
+        assert done
+        assert since(made.stores[1].address, before)[CPU] == 4
+        eventually(lambda: not made.left())

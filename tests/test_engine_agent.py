@@ -25,7 +25,7 @@ class Writing(Agent):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.written: list[tuple[str, list[int], list[int], list[int]]] = []
-        self.wrong: MoveError | None = None  # of the second write
+        self.wrong: Exception | None = None  # of the second write
         self.late: MoveError | None = None
 
     def move(self, peer: str, *places: Any, write: bool) -> tuple[int, bool]:  # noqa: ANN401
@@ -92,7 +92,7 @@ def test_how_a_peer_is_reached_is_told_once() -> None:
 def test_another_layout_or_many_peers_leave_nothing_of_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(direct, "ENGINES_MAX", 2)
+    monkeypatch.setattr(direct, "COMMON_MAX", 2)
     made, _, _ = engine()
     for size in (4, 8, 16, 4):
         made.write([rank("one", size=size)], 0, [1], [2])
@@ -129,3 +129,26 @@ def test_an_agent_ends_when_it_is_closed() -> None:
     assert (made._agent, made.name) == (None, "")
     with pytest.raises(TierIOError, match="no agent"):
         made.write([rank("one")], 0, [1], [2])
+
+
+def test_B20_direct_a_write_whose_agent_has_ended_may_still_come() -> None:
+    """Whatever else of it had not begun: what had is in a socket, say."""
+    made, nixl, _ = engine()
+    nixl.wrong, nixl.flying = MoveError("a test", "refused"), True
+    moving = made.write([rank("one"), rank("two")], 0, [1], [2])
+    assert moving.clean
+    made.restart()
+    with pytest.raises(TierIOError, match="its agent has ended"):
+        made.over(moving)
+    assert not moving.clean
+
+
+def test_B20_direct_a_write_in_which_the_bindings_fail_is_waited_for() -> None:
+    made, nixl, _ = engine()
+    nixl.wrong, nixl.flying = TypeError("of the bindings"), True
+    moving = made.write([rank("one"), rank("two")], 0, [1], [2])
+    assert not made.over(moving)
+    nixl.flying = False
+    with pytest.raises(TierIOError, match="of the bindings"):
+        made.over(moving)
+    assert not moving.clean

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from connectors.direct import GIVE_NS, GIVE_UP_NS, DirectReads, End, Giving
-from connectors.link import Link
-from connectors.worker import Task, WorkerHalf
+from connectors.direct import End
 from kvstore import protocol as p
-from kvstore.errors import ProtocolError, TierError
+from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
 from kvstore.export import writes
 from kvstore.export.jobs import Give, Resident, Tag
-from kvstore.layout import PageRun, RankPages
+from kvstore.layout import METADATA_MAX, PageRun, RankPages
 from kvstore.service import gives as under_test
-from kvstore.service.gives import AT_ONCE, Gives
+from kvstore.service.gives import AT_ONCE, OF_PEER, SLOW_NS, WAIT_NS, Gives
 from kvstore.service.peers import Peers
 from tests.export_rig import Pair
 from tests.fakes import from_u32, hashes, keys_of, u32
 from tests.test_direct_push import RANKS, TARGETS, claimed, filled, job_of
-from tests.test_direct_worker import Reader
 from tests.test_residents import Shown
-from tiers.direct import Moving, common
-from tiers.runner import NOTHING
 
 # The store that has the blocks
 
@@ -183,6 +175,22 @@ def test_many_blocks_of_an_engine_are_written_some_at_a_time(
     assert pair.passed == {(number, position): True for position in range(3)}
 
 
+def test_B2_direct_what_is_written_at_once_is_not_too_many_pieces() -> None:
+    """Each is an address; all of a rank's are made before the first is written."""
+    pair, _, _, number = shown(0, 1, 2)
+    assert [len(tags) for tags, _ in pair.given] == [3]
+    pair.given.clear()
+    (peer,), job = pair.producer._peers.values(), job_of(pair)
+    pieces = writes.FILL_PIECES // 2
+    pages = (PageRun(0, 1, pieces // 2, 4096, 4096, 1), PageRun(pieces, 1, pieces // 2, 1, 4096, 1))
+    job.ranks = (RankPages("theirs", b"", (pages,)),)
+    assert [len(tags) for tags, _ in writes.gives(peer, job, [0, 1, 2])] == [2, 1]
+    many = tuple(RankPages(f"r{n}", b"", (pages,)) for n in range(5))
+    with pytest.raises(ProtocolError, match="81920 pieces of a block, expected up to 65536"):
+        writes.check_ranks(pair.source.layout, many)
+    assert not pair.passed.get((number, 0))
+
+
 def test_B2_direct_a_pull_is_not_counted_as_written_by_an_engine() -> None:
     pair, chain = Pair(), hashes(1)
     pair.put(chain)
@@ -206,6 +214,7 @@ class Sent:
     def __init__(self) -> None:
         self.told: list[tuple[int, p.Give]] = []
         self.known = {"theirs": b"md"}
+        self.now_ns, self.peers = 1, 100
         self.gives = Gives(self._take, lambda agent: self.known.get(agent, b""))
 
     def _take(self, connection: int, message: p.Message, fd: int | None) -> None:
@@ -213,13 +222,17 @@ class Sent:
         assert fd is None
         self.told.append((connection, message))
 
-    def start(self, *positions: int, engine: int = 1, world: int = 1) -> None:
+    def start(self, *positions: int, engine: int = 1, world: int = 1, peer: int = 0) -> None:
+        """Of a peer of its own, if not said otherwise."""
         give = Give(engine, 0, (RankPages("theirs", b"", ((),)),), [5], [6])
-        tags = [Tag(1, 1, position) for position in positions]
-        self.gives.start(tags, give, {rank: 10 + rank for rank in range(world)})
+        self.peers += 1
+        tags = [Tag(peer or self.peers, 1, position) for position in positions]
+        self.gives.start(tags, give, {rank: 10 + rank for rank in range(world)}, self.now_ns)
 
     def ended(self) -> list[tuple[list[int], bool, bool]]:
-        return [([t.position for t in e.tags], e.ok, e.stopped) for e in self.gives.take()]
+        return [
+            ([t.position for t in e.tags], e.ok, e.stopped) for e in self.gives.take(self.now_ns)
+        ]
 
 
 def test_a_write_is_over_when_all_ranks_of_the_engine_have_written() -> None:
@@ -261,9 +274,10 @@ def test_a_write_is_over_when_all_have_written_that_were_there_when_it_was_wante
     for _ in range(AT_ONCE):
         sent.start(0)
     give = Give(1, 0, (), [5], [6])
-    sent.gives.start([Tag(1, 1, 9)], give, workers)
+    sent.gives.start([Tag(1, 1, 9)], give, workers, sent.now_ns)
     del workers[1]
     sent.gives.given(1, 0, p.Given(1, "all"))
+    assert len(sent.ended()) == 1
     assert [connection for connection, _ in sent.told[AT_ONCE:]] == [10, 11]
 
 
@@ -291,8 +305,59 @@ def test_a_few_writes_of_an_engine_are_under_way_and_others_do_not_wait_for_it()
     sent.start(9, engine=2)
     assert len(sent.told) == AT_ONCE + 1
     sent.gives.given(1, 0, p.Given(sent.told[1][1].give, "all"))
-    assert len(sent.told) == AT_ONCE + 2
     assert sent.ended() == [([1], True, False)]
+    assert len(sent.told) == AT_ONCE + 2
+
+
+def test_B15_direct_a_peer_that_hangs_takes_a_part_of_an_engines_turns_only() -> None:
+    sent = Sent()
+    for position in range(OF_PEER + 2):
+        sent.start(position, peer=1)
+    sent.start(50, peer=2)
+    assert len(sent.told) == OF_PEER + 1
+    sent.now_ns += WAIT_NS
+    assert sent.ended() == [([OF_PEER], False, True), ([OF_PEER + 1], False, True)], "from slots"
+    assert len(sent.told) == OF_PEER + 1
+    sent.now_ns += SLOW_NS
+    sent.start(60, peer=3)
+    assert sent.ended() == [([60], False, True)], "nor is a slow engine asked"
+    for _, told in list(sent.told):
+        sent.gives.given(1, 0, p.Given(told.give, "all"))
+    sent.start(70, peer=3)
+    assert len(sent.told) == OF_PEER + 2
+    sent.now_ns += SLOW_NS - 1
+    sent.start(80, peer=4)
+    assert len(sent.told) == OF_PEER + 3, "it has had the first one since it was told of it"
+
+
+def test_B15_direct_an_engine_that_is_about_to_go_begins_no_write() -> None:
+    sent = Sent()
+    for position in range(AT_ONCE + 1):
+        sent.start(position)
+    sent.gives.leave(2)
+    sent.gives.leave(1)
+    assert sent.ended() == [([AT_ONCE], False, True)]
+    sent.gives.given(1, 0, p.Given(sent.told[0][1].give, "all"))
+    assert sent.ended() == [([0], True, False)], "what it has begun it ends"
+
+
+def test_how_a_peer_is_reached_is_told_again_to_workers_that_could_not_begin() -> None:
+    sent = Sent()
+    for end, metadata in (("all", b"md"), ("none", b""), ("all", b"md"), ("all", b"")):
+        sent.start(0)
+        _, told = sent.told[-1]
+        assert told.ranks[0].metadata == metadata
+        sent.gives.given(1, 0, p.Given(told.give, end))  # type: ignore[arg-type]
+        sent.ended()
+
+
+def test_B2_direct_no_worker_is_told_more_than_a_message_can_have() -> None:
+    """An exporter's metadata may be longer, and a peer can name that."""
+    sent = Sent()
+    sent.known["theirs"] = bytes(METADATA_MAX + 1)
+    sent.start(0)
+    frame = p.encode(sent.told[0][1])
+    assert list(p.Decoder(p.ToEngine).feed(frame)) == [sent.told[0][1]]
 
 
 def test_B20_direct_what_nobody_waits_for_and_no_worker_was_told_is_not_begun() -> None:
@@ -300,10 +365,10 @@ def test_B20_direct_what_nobody_waits_for_and_no_worker_was_told_is_not_begun() 
     for position in range(AT_ONCE):
         sent.start(position)
     sent.start(20, 21)
-    for position in (0, 20, 99):
-        sent.gives.abandon(Tag(1, 1, position))
+    for tag in (Tag(101, 1, 0), Tag(105, 1, 20), Tag(9, 9, 9)):
+        sent.gives.abandon(tag)
     assert not sent.ended(), "it is under way; the other one has a block that is wanted"
-    sent.gives.abandon(Tag(1, 1, 21))
+    sent.gives.abandon(Tag(105, 1, 21))
     assert sent.ended() == [([20, 21], False, True)]
     for _, told in list(sent.told):
         sent.gives.given(1, 0, p.Given(told.give, "all"))
@@ -320,8 +385,8 @@ def test_B15_direct_writes_of_an_engine_that_is_gone_end() -> None:
     assert not sent.ended()
     sent.gives.end_of(1)
     ended = sent.ended()
-    assert [how for _, *how in ended[:-1]] == [[False, False]] * AT_ONCE, "some may still come"
-    assert ended[-1] == ([AT_ONCE], False, True)
+    assert ended[0] == ([AT_ONCE], False, True)
+    assert [how for _, *how in ended[1:]] == [[False, False]] * AT_ONCE, "some may still come"
     assert not sent.gives._of
 
 
@@ -345,139 +410,9 @@ def test_B20_direct_a_store_passes_on_what_ends_and_what_nobody_waits_for() -> N
     peers.__dict__ |= {"gives": sent.gives, "_mover": mover, "requests": requests}
     for position in range(AT_ONCE + 1):
         sent.start(position)
-    peers.abandon(Tag(1, 1, AT_ONCE))
+    last = Tag(101 + AT_ONCE, 1, AT_ONCE)
+    peers.abandon(last)
     assert sent.ended() == [([AT_ONCE], False, True)]
-    assert abandoned == [Tag(1, 1, AT_ONCE)], "or the exporter writes it"
+    assert abandoned == [last], "or the exporter writes it"
     peers.end_of(1)
     assert len(sent.ended()) == AT_ONCE
-
-
-# The worker
-
-
-class Writer(Reader):
-    """Writes take as long as the test likes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.refuses = self.clean = False
-        self.written: list[tuple[int, Sequence[int], Sequence[int]]] = []
-
-    def write(
-        self, ranks: Sequence[RankPages], group: int, blocks: Sequence[int], there: Sequence[int]
-    ) -> Moving:
-        if self.refuses:
-            raise TierError("a test")
-        assert [rank.agent for rank in ranks] == ["theirs"]
-        self.written.append((group, blocks, there))
-        return Moving(64, 1, [], clean=self.clean)
-
-
-def worker() -> tuple[DirectReads, Writer, Giving]:
-    made, writer = DirectReads.__new__(DirectReads), Writer()
-    made._agent, made._tell = writer, lambda _: None
-    asked = p.Give(7, 0, (RankPages("theirs", b"md", ((),)),), u32([1, 2]), u32([3, 4]))
-    return made, writer, Giving(asked)
-
-
-def test_L1_direct_a_worker_writes_engine_blocks_to_a_peers() -> None:
-    made, writer, giving = worker()
-    writer.hangs = True
-    assert made.give(giving, 0, over=False) is None
-    assert made.give(giving, 1, over=False) is None
-    assert writer.written == [(0, [1, 2], [3, 4])], "once"
-    writer.hangs = False
-    assert made.give(giving, 2, over=False) == "all"
-    assert giving.bytes == 64
-
-
-@pytest.mark.parametrize("how", ["session", "refused", "numbers", "clean", "failed"])
-def test_B20_direct_a_worker_says_whether_something_may_still_come(how: str) -> None:
-    made, writer, giving = worker()
-    writer.refuses, writer.clean, writer.fails = (
-        how == "refused",
-        how == "clean",
-        how in {"failed", "clean"},
-    )
-    if how == "numbers":
-        giving.asked = p.Give(7, 0, (), b"abc", b"")
-    end = made.give(giving, 0, over=how == "session")
-    assert end == ("failed" if how == "failed" else "none")
-    assert writer.restarts == 0
-
-
-@pytest.mark.parametrize("over", [False, True])
-def test_B20_direct_a_write_that_does_not_end_ends_with_the_agent(*, over: bool) -> None:
-    made, writer, giving = worker()
-    writer.hangs = True
-    assert made.give(giving, 0, over=False) is None
-    limit_ns = GIVE_UP_NS if over else GIVE_NS
-    for now_ns in (1, limit_ns - 1):
-        assert made.give(giving, now_ns, over=over) is None
-    assert writer.restarts == 0
-    assert made.give(giving, limit_ns + 1, over=over) == "failed"
-    assert writer.restarts == 1
-
-
-def test_O14_direct_a_write_of_a_session_that_is_over_is_not_begun_and_says_so() -> None:
-    made, writer, giving = worker()
-    said: list[p.Message] = []
-    half, link = WorkerHalf.__new__(WorkerHalf), Link.__new__(Link)
-    link.send = said.append  # type: ignore[method-assign, assignment]
-    half._direct, half._link = made, None
-    assert half._copy(Task(giving, 0, link=link)) is NOTHING
-    assert said == [p.Given(7, "none", 0)]
-    assert not writer.written
-    half._link = link
-    assert half._copy(Task(giving, 0, link=link)) is NOTHING
-    assert said[1:] == [p.Given(7, "all", 64)]
-
-
-# Which bytes both have
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_O20_ranks_write_together_all_of_each_rank_of_a_peers_once(seed: int) -> None:
-    """Heads that several ranks of the peer's have go to each of them."""
-    rng = random.Random(seed)
-    part = 64 * rng.randint(1, 8)
-
-    def pages(world: int, base: int, *, same: bool) -> list[tuple[PageRun, ...]]:
-        size = part if same else part // world
-        found: list[tuple[PageRun, ...]] = []
-        for rank in range(world):
-            pieces = rng.choice([n for n in (1, 2, 4) if size % n == 0])
-            offset = 0 if same else rank * size
-            cut = size // pieces, pieces, base + (rank << 20), 4096, size // pieces + 8
-            found.append((PageRun(offset, *cut),))
-        return found
-
-    mine = pages(rng.choice([1, 2, 4]), 1 << 32, same=False)
-    theirs = pages(rng.choice([1, 2, 4]), 1 << 40, same=rng.random() < 0.3)
-    for rank in theirs:
-        found = sorted(
-            (each.base_there, each.size, each.base) for own in mine for each in common(own, rank)
-        )
-        reached = torch.zeros(part, dtype=torch.int32)
-        for there, size, here in found:
-            begin = _offset(rank, there)
-            assert begin == _offset(mine[(here - (1 << 32)) >> 20], here)
-            reached[begin : begin + size] += 1
-        begin = rank[0].offset
-        end = begin + rank[0].pieces * rank[0].piece_bytes
-        assert reached[begin:end].tolist() == [1] * (end - begin)
-        assert int(reached.sum()) == end - begin
-
-
-def _offset(pages: tuple[PageRun, ...], address: int) -> int:
-    """Where in a part the byte at an address belongs."""
-    (run,) = pages
-    piece, inside = divmod(address - run.base, run.piece_stride)
-    return run.offset + piece * run.piece_bytes + inside
-
-
-def test_O20_pages_that_lie_one_over_another_are_an_error() -> None:
-    own = [PageRun(16 * n, 16, 1, 4096, 512, 0) for n in range(8)]
-    over = [PageRun(0, 128, 1, 4096, 512, 0) for _ in range(8)]
-    with pytest.raises(TierError, match="one over another"):
-        common(own, over)

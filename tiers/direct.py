@@ -15,6 +15,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -33,16 +34,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ENGINES_MAX = 64  # of peers, whose memory is known
+COMMON_MAX = 256  # ranks of theirs, and groups
 PEERS_MAX = 1024  # agents
 NETWORKS = "^shm"  # UCX's transports but those between processes of one machine
+BINDINGS = (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError)
 READ_BYTES = 16 << 20  # of one read; in shared memory it is made by the call that starts it
 
 
 class Moving(msgspec.Struct, eq=False):
-    """One that was started; bytes: how many it reads. agent: the number of who reads it.
+    """A read or a write that was started; bytes: of it. agent: the number of who does it.
 
-    failure: of a part that could not be read; others may still be under way. clean: that part had
-    not begun.
+    failure: of a part that could not be moved; others may still be under way. clean: that part had
+    not begun, and none of the others has failed.
     """
 
     bytes: int
@@ -220,7 +223,7 @@ class EngineAgent:
         return self._start(parts, write=True)
 
     def _common_with(self, group: int, pages: tuple[PageRun, ...]) -> list[Overlap]:
-        if len(self._common) >= ENGINES_MAX:
+        if len(self._common) >= COMMON_MAX:
             self._common.clear()
         if (group, pages) not in self._common:
             self._common[group, pages] = common(self._own[group], pages)
@@ -232,10 +235,10 @@ class EngineAgent:
         if self._agent is None:
             raise TierIOError("no agent")
         reading = Moving(0, self._agents, [])
+        rows_of = [(peer, np.concatenate(own), np.concatenate(far)) for peer, own, far in parts]
         try:
-            for peer, here, there in parts:
+            for peer, local, remote in rows_of:
                 self._meet(self._agent, peer)
-                local, remote = np.concatenate(here), np.concatenate(there)
                 flight, over = self._agent.move(peer, local, remote, write=write)
                 if over:
                     self._agent.let_go(flight)
@@ -245,6 +248,9 @@ class EngineAgent:
         except MoveError as exc:
             reading.failure = str(exc)  # what was started of it is not over
             reading.clean = not exc.begun
+        except BINDINGS as exc:  # nor is it then
+            log.exception("blocks of a peer, or for one, were not moved")
+            reading.failure = repr(exc)
         return reading
 
     def _meet(self, agent: Agent, peer: str) -> None:
@@ -258,6 +264,7 @@ class EngineAgent:
         """Tell whether a read has ended. Raises TierError if it failed; it has ended then, too."""
         if reading.flights:
             if self._agent is None or reading.agent != self._agents:
+                reading.clean = False
                 raise TierIOError("its agent has ended")
             self._look(self._agent, reading)
         if reading.failure and not reading.flights:
@@ -321,18 +328,18 @@ def _pieces(runs: Iterable[PageRun], rank: int = 0) -> Iterator[_Piece]:
 
 
 def common(own: Iterable[PageRun], theirs: Iterable[PageRun]) -> list[Overlap]:
-    """Return the bytes of a part that both have. Raises TierError if one has some twice."""
-    here, there, at = sorted(_pieces(own)), sorted(_pieces(theirs)), 0
+    """Return the bytes of a part that both have. Raises TierError if they have some twice."""
+    there, at = sorted(_pieces(theirs)), 0
     found: list[Overlap] = []
-    for piece in here:
+    if any(one.offset + one.size > next_one.offset for one, next_one in pairwise(there)):
+        raise TierError("pages that lie one over another")
+    for piece in sorted(_pieces(own)):
         while at < len(there) and there[at].offset + there[at].size <= piece.offset:
             at += 1
         n = at
         while n < len(there) and there[n].offset < piece.offset + piece.size:
             found.append(_overlap(piece, there[n], max(piece.offset, there[n].offset)))
             n += 1
-        if len(found) > len(here) + len(there):
-            raise TierError("pages that lie one over another")
     return found
 
 

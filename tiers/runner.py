@@ -38,7 +38,7 @@ class Runner(Generic[J, R]):
         self,
         name: str,
         work: Callable[[J], R | Nothing | None],
-        failed: Callable[[J, Exception], R],
+        failed: Callable[[J, Exception], R | Nothing],
         threads: int = 1,
         told: Callable[[], None] | None = None,
     ) -> None:

@@ -14,7 +14,7 @@ Region = Callable[[int], tuple[m.Region, bytes] | None]
 
 
 def is_overwritten(source: Source, block: Block) -> bool:
-    """Tell whether a block was told to be in an engine's memory, and is not any more."""
+    """Tell whether a block was in an engine's memory, as was told or written, and is not now."""
     return block.resident is not None and not source.engines.holds(block.resident)
 
 

@@ -15,7 +15,9 @@ from kvstore.layout import RankPages, SlotLayout
 
 _T = TypeVar("_T")
 FILL_BYTES = 8 << 20  # of one write into an engine: what waits for nobody is in quarantine whole
+FILL_PIECES = 1 << 15  # of one, of all ranks together
 RUNS_MAX = 1 << 13  # of pages, of all ranks together
+PIECES_MAX = 1 << 16  # of one block there
 
 
 def tags_of(peer: Peer, job: Job, positions: Sequence[int]) -> list[Tag]:
@@ -61,7 +63,7 @@ def gives(peer: Peer, job: Job, positions: Sequence[int]) -> Iterator[tuple[list
             for rank in job.ranks
             if rank.pages[group]
         )
-        for batch in _batches(layout, found):
+        for batch in _batches(layout, job, group, found):
             own = [block for _, blocks, _ in batch for block in blocks]
             there = [block for _, _, blocks in batch for block in blocks]
             tags = tags_of(peer, job, [position for position, _, _ in batch])
@@ -89,8 +91,9 @@ def written_of(
     return rest, again
 
 
-def _batches(layout: SlotLayout, found: list[_T]) -> Iterator[list[_T]]:
-    step = max(1, FILL_BYTES // layout.slot_bytes)
+def _batches(layout: SlotLayout, job: Job, group: int, found: list[_T]) -> Iterator[list[_T]]:
+    pieces = sum(run.pieces for rank in job.ranks for run in rank.pages[group])
+    step = max(1, min(FILL_BYTES // layout.slot_bytes, FILL_PIECES // max(1, pieces)))
     return (found[at : at + step] for at in range(0, len(found), step))
 
 
@@ -108,7 +111,7 @@ def fills(peer: Peer, job: Job, positions: Sequence[int]) -> Iterator[tuple[list
         wanted = [at for at in block.target if at]
         batches.setdefault((extent, group), []).append((position, offsets, wanted))
     for (extent, group), found in batches.items():
-        for batch in _batches(layout, found):
+        for batch in _batches(layout, job, group, found):
             offsets = [offset for _, offsets, _ in batch for offset in offsets]
             blocks = [block for _, _, blocks in batch for block in blocks]
             for rank in job.ranks:
@@ -136,9 +139,11 @@ def learn(layout: SlotLayout, job: Job, fill: m.Fill) -> list[int]:
 
 def check_ranks(layout: SlotLayout, ranks: Sequence[RankPages]) -> None:
     """Raise ProtocolError for pages that are not of parts of such slots, but of other blocks'."""
-    runs = sum(len(pages) for rank in ranks for pages in rank.pages)
-    if runs > RUNS_MAX:
-        raise ProtocolError(f"{runs} runs of pages, expected up to {RUNS_MAX}")
+    runs = [run for rank in ranks for pages in rank.pages for run in pages]
+    if len(runs) > RUNS_MAX:
+        raise ProtocolError(f"{len(runs)} runs of pages, expected up to {RUNS_MAX}")
+    if (pieces := sum(run.pieces for run in runs)) > PIECES_MAX:
+        raise ProtocolError(f"{pieces} pieces of a block, expected up to {PIECES_MAX}")
     for number, rank in enumerate(ranks):
         if len(rank.pages) != len(layout.rules):
             raise ProtocolError(

@@ -57,9 +57,9 @@ class _Engine(msgspec.Struct, eq=False):
     """One session's; coming: shown, by slot, and not stored yet."""
 
     world: int
+    workers: Mapping[int, int]
     blocks: int = 0
     ranks: dict[int, RankPages] = {}
-    workers: Mapping[int, int] = {}
     board: _Board | None = None
     left: bool = False
     coming: dict[int, tuple[bytes, Resident]] = {}
@@ -83,8 +83,8 @@ class Engines:
         """
         if not 0 < message.blocks <= BLOCKS_MAX:
             raise ProtocolError(f"{message.blocks} engine blocks, expected 1 to {BLOCKS_MAX}")
-        engine = self._engines.setdefault(session, _Engine(world))
-        engine.ranks[rank], engine.workers = message.rank, workers
+        engine = self._engines.setdefault(session, _Engine(world, workers))
+        engine.ranks[rank] = message.rank
         if engine.board is None:
             engine.blocks = max(engine.blocks, message.blocks)
 

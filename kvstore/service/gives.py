@@ -1,16 +1,16 @@
 """Blocks that workers of our engines write to engines of peers: a few at a time, the others wait.
 
-waiting --fewer than AT_ONCE of its engine's are under way--> told to all of its workers
-  |                                                             |
-  | nobody wants it any more                                    +--each has said what became of it,
-  v                                                             |  or the engine is gone
-stopped                                                         v  and some of it may still come
-                                                              written, stopped or failed
+waiting --few of its engine's and its peer's are under way--> told to all of its workers
+  | nobody wants it any more, it waits for long,                | each says what became of it,
+  | or the engine leaves, or is slow                            | or the engine is gone
+  +-> stopped: the exporter can write it                        +-> written, stopped or failed
+
+Failed: some of it may still come. A peer that hangs takes a part of an engine's turns only.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -18,21 +18,29 @@ import msgspec
 from kvstore import protocol as p
 from kvstore.errors import ProtocolError
 from kvstore.export.jobs import Give, Tag
+from kvstore.layout import METADATA_MAX
 from kvstore.service.direct import Send
 from kvstore.service.moves import Written
 
 AT_ONCE = 4  # of one engine
-TOLD_MAX = 1024  # agents that an engine's workers have been told of; they know as many
+OF_PEER = 2  # of these
+WAIT_NS = 500_000_000  # then an exporter is faster
+SLOW_NS = 1_000_000_000  # an engine that has not ended one for so long is told no others
+TOLD_MAX = 512  # agents that an engine's workers have been told of; they know twice as many
 
 
 class _Give(msgspec.Struct, eq=False):
-    """One of them; wanted: its blocks that somebody waits for. left: ranks that have not ended."""
+    """One of them; wanted: its blocks that somebody waits for. left: ranks that have not ended.
+
+    since_ns: when it was asked for, or told to the workers.
+    """
 
     number: int
     tags: list[Tag]
     give: Give
     workers: Mapping[int, int]
     wanted: int
+    since_ns: int
     left: set[int] = set()
     ends: set[str] = set()
 
@@ -43,6 +51,21 @@ class _Engine(msgspec.Struct, eq=False):
     waiting: deque[_Give] = msgspec.field(default_factory=deque)
     open: dict[int, _Give] = {}
     told: set[str] = set()
+
+    def is_slow(self, now_ns: int) -> bool:
+        """Tell whether its workers have had something to write for long."""
+        return any(now_ns - found.since_ns >= SLOW_NS for found in self.open.values())
+
+    def next(self) -> _Give | None:
+        """Take the first one that may be told now."""
+        if len(self.open) >= AT_ONCE:
+            return None
+        peers = Counter(found.tags[0].peer for found in self.open.values())
+        for found in self.waiting:
+            if peers[found.tags[0].peer] < OF_PEER:
+                self.waiting.remove(found)
+                return found
+        return None
 
 
 class Gives:
@@ -58,24 +81,29 @@ class Gives:
         self._next = 1
         self.moved_bytes = 0
 
-    def start(self, tags: list[Tag], give: Give, workers: Mapping[int, int]) -> None:
+    def start(self, tags: list[Tag], give: Give, workers: Mapping[int, int], now_ns: int) -> None:
         """Have an engine's workers, by rank, write; ends as Written."""
         engine = self._engines.setdefault(give.engine, _Engine())
-        found = _Give(self._next, tags, give, dict(workers), len(tags))
+        found = _Give(self._next, tags, give, dict(workers), len(tags), now_ns)
         self._next += 1
         self._of |= dict.fromkeys(tags, found)
+        if engine.is_slow(now_ns):
+            self._end(found, ok=False, stopped=True)
+            return
         engine.waiting.append(found)
-        self._go_on(engine)
+        self._go_on(engine, now_ns)
 
-    def _go_on(self, engine: _Engine) -> None:
-        while engine.waiting and len(engine.open) < AT_ONCE:
-            self._tell(engine, engine.waiting.popleft())
+    def _go_on(self, engine: _Engine, now_ns: int) -> None:
+        while (found := engine.next()) is not None:
+            found.since_ns = now_ns
+            self._tell(engine, found)
 
     def _tell(self, engine: _Engine, found: _Give) -> None:
         give, ranks = found.give, []
         for rank in give.ranks:
             news = rank.agent not in engine.told
             metadata = self._metadata(rank.agent) if news else b""
+            metadata = metadata if len(metadata) <= METADATA_MAX else b""  # an exporter's, say
             ranks.append(msgspec.structs.replace(rank, metadata=metadata))
         if len(engine.told) > TOLD_MAX:
             engine.told.clear()
@@ -107,26 +135,36 @@ class Gives:
         self.moved_bytes += message.copied_bytes
         found.left.discard(rank)
         found.ends.add(message.end)
+        if message.end == "none":  # a worker may have forgotten them
+            engine.told.difference_update(rank.agent for rank in found.give.ranks)
         if not found.left:
             del engine.open[message.give]
             ok = found.ends == {"all"}
             self._end(found, ok=ok, stopped=not ok and "failed" not in found.ends)
-            self._go_on(engine)
 
     def _end(self, found: _Give, *, ok: bool, stopped: bool) -> None:
         for tag in found.tags:
             self._of.pop(tag, None)
         self._ended.append(Written(found.tags, ok, stopped))
 
+    def leave(self, session: int) -> None:
+        """An engine is about to go: what its workers have begun they still end."""
+        engine = self._engines.get(session)
+        while engine is not None and engine.waiting:
+            self._end(engine.waiting.popleft(), ok=False, stopped=True)
+
     def end_of(self, session: int) -> None:
         """An engine is gone: what its workers had begun may still come."""
+        self.leave(session)
         engine = self._engines.pop(session, _Engine())
         for found in engine.open.values():
             self._end(found, ok=False, stopped=False)
-        for found in engine.waiting:
-            self._end(found, ok=False, stopped=True)
 
-    def take(self) -> list[Written]:
-        """Return what has ended since the last call."""
+    def take(self, now_ns: int) -> list[Written]:
+        """Go on; return what has ended since the last call."""
+        for engine in self._engines.values():
+            self._go_on(engine, now_ns)
+            while engine.waiting and now_ns - engine.waiting[0].since_ns >= WAIT_NS:
+                self._end(engine.waiting.popleft(), ok=False, stopped=True)
         ended, self._ended = self._ended, []
         return ended

@@ -59,7 +59,7 @@ class Checked(msgspec.Struct, frozen=True):
 
 
 class Written(msgspec.Struct, frozen=True):
-    """A push has ended; stopped: it was abandoned, and what had begun has ended well."""
+    """A push has ended; stopped: not all of it was done, and what had begun has ended well."""
 
     tags: list[Tag]
     ok: bool

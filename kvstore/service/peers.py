@@ -26,7 +26,7 @@ from kvstore.export.jobs import Fill, Give, Source, Tag, Write
 from kvstore.export.producer import Producer
 from kvstore.metrics import Numbers
 from kvstore.protocol import Arrived as Arrived_
-from kvstore.protocol import Extent, Given, Message, Target, Unmap
+from kvstore.protocol import Extent, Message, Target, Unmap
 from kvstore.service.agents import Agents
 from kvstore.service.channel import Channel, ClusterKey
 from kvstore.service.direct import Direct, Send, no_workers
@@ -53,7 +53,7 @@ from kvstore.types import BlockKey, Slot
 
 log = logging.getLogger(__name__)
 
-OfFetch = Arrived_ | Target | Given
+OfFetch = Arrived_ | Target
 EVENTS = (
     *("fetched", "corrupt", "late", "ended", "lost", "exporter", "cleared"),  # as a consumer
     *("let_go", "heartbeats"),
@@ -216,11 +216,9 @@ class Peers:
     def of_fetch(
         self, namespace: Namespace, session: int, rank: int, message: OfFetch, now_ns: int
     ) -> None:
-        """A worker has read, or written, or failed to, or says where. Raises ProtocolError."""
+        """A worker has read, or could not, or can be written to. Raises ProtocolError."""
         digest, consumer = namespace.layout.digest, self.inlet(namespace)
-        if isinstance(message, Given):
-            self.gives.given(session, rank, message)
-        elif isinstance(message, Target):
+        if isinstance(message, Target):
             ranks = namespace.engines.ranks(session)
             targets = self.direct.target(digest, session, rank, message, ranks)
             if targets is None:
@@ -387,7 +385,7 @@ class Peers:
         noted, self._noted = self._noted, []
         for extent in noted:
             self._mapped(extent)
-        for event in (*self._mover.poll(now_ns), *self.gives.take()):
+        for event in (*self._mover.poll(now_ns), *self.gives.take(now_ns)):
             self._on_event(event)
         self.channel.poll(now_ns)
         for namespace in self._namespaces.values():
@@ -479,7 +477,8 @@ class Peers:
 
     def give(self, tags: list[Tag], source: Source, give: Give) -> None:
         """Have workers of an engine of ours write to one of a peer's."""
-        self.gives.start(tags, give, source.engines.workers(give.engine))
+        workers = source.engines.workers(give.engine)
+        self.gives.start(tags, give, workers, self._now_ns)
 
     def abandon(self, tag: Tag) -> None:
         """Nobody waits for a write any more."""

@@ -120,6 +120,13 @@ class Session(msgspec.Struct, eq=False):
         """Tell whether all workers can read a peer's slots themselves."""
         return len(self.readers) == self.world
 
+    def rank_of(self, connection: int) -> int:
+        """Return whose connection it is. Raises ProtocolError if it is no worker's."""
+        for rank, worker in self.workers.items():
+            if worker == connection:
+                return rank
+        raise ProtocolError("a worker's message from a scheduler")
+
     def taken(self, role: str, rank: int) -> bool:
         """Tell whether this part of the engine is connected."""
         return self.scheduler is not None if role == "scheduler" else rank in self.workers

@@ -30,6 +30,8 @@ from kvstore.writes import WriteBudget
 
 log = logging.getLogger(__name__)
 
+OfPeers = OfFetch | p.Given | p.Serves
+
 Send = Callable[[int, p.Message, int | None], None]
 MakeTiers = Callable[[str, int, SlotMemory], Sequence[Tier]]
 
@@ -114,7 +116,7 @@ class Store:
                 self._query(connection, message)
             elif session is None:
                 raise ProtocolError(f"{type(message).__name__} before Hello")
-            elif session.phase is not Phase.ENDING:
+            elif session.phase is not Phase.ENDING or isinstance(message, p.Given):
                 self._dispatch(session, connection, message)
         except ProtocolError as exc:
             log.warning("connection %d: %s", connection, exc)
@@ -130,25 +132,17 @@ class Store:
                 raise ProtocolError("Step from a worker")
             self._step(session, message)
         elif isinstance(message, p.Stored):
-            self._stored(session, self._rank(session, connection), message)
+            self._stored(session, session.rank_of(connection), message)
         elif isinstance(message, p.Loaded):
-            self._loaded(session, self._rank(session, connection), message)
-        elif isinstance(message, OfFetch):
-            self._of_fetch(session, self._rank(session, connection), message)
-        elif isinstance(message, p.Serves):
-            self._serves(session, self._rank(session, connection), message)
+            self._loaded(session, session.rank_of(connection), message)
+        elif isinstance(message, OfPeers):
+            self._of_peers(session, session.rank_of(connection), message)
         elif isinstance(message, p.Mapped | p.Unmapped):
             if session.namespace is not None:
                 session.namespace.settle(message.extent, connection)
                 self._maybe_activate(session)
         else:
             raise ProtocolError(f"{type(message).__name__} is not for the store")
-
-    def _rank(self, session: Session, connection: int) -> int:
-        for rank, worker in session.workers.items():
-            if worker == connection:
-                return rank
-        raise ProtocolError("a worker's message from a scheduler")
 
     def on_closed(self, connection: int, now_ns: int) -> None:
         """A connection is gone; its session ends, and with the last worker its slots come back."""
@@ -312,6 +306,8 @@ class Store:
         session.asks.clear()
         if session.namespace is not None:
             session.namespace.engines.leave(session.number)
+        if self._peers is not None:
+            self._peers.gives.leave(session.number)
         self.numbers.add("kvstore_sessions_ended", reason)
         for connection in session.connections():
             self._send(connection, p.Detach(text), None)
@@ -426,22 +422,26 @@ class Store:
         if damaged is not None:
             self._desk.end_lease(session, lease_id, damaged)
 
-    def _serves(self, session: Session, rank: int, message: p.Serves) -> None:
-        if session.namespace is not None:
-            check_ranks(session.namespace.layout, [message.rank])
-            number, world = session.number, session.world
-            session.namespace.engines.serves(number, session.workers, world, rank, message)
-            self._give_board(session)
-
     def _give_board(self, session: Session) -> None:
         if session.phase is Phase.ACTIVE and session.namespace is not None:
             board = session.namespace.engines.take_board(session.number)
             if board is not None and session.scheduler is not None:
                 self._send(session.scheduler, *board)
 
-    def _of_fetch(self, session: Session, rank: int, message: OfFetch) -> None:
-        if self._peers is not None and session.namespace is not None:
-            self._peers.of_fetch(session.namespace, session.number, rank, message, self._now_ns)
+    def _of_peers(self, session: Session, rank: int, message: OfPeers) -> None:
+        namespace, peers = session.namespace, self._peers
+        if namespace is None:
+            return
+        if isinstance(message, p.Serves):
+            check_ranks(namespace.layout, [message.rank])
+            number, world = session.number, session.world
+            namespace.engines.serves(number, session.workers, world, rank, message)
+            self._give_board(session)
+        elif isinstance(message, p.Given):
+            if peers is not None:
+                peers.gives.given(session.number, rank, message)
+        elif peers is not None:
+            peers.of_fetch(namespace, session.number, rank, message, self._now_ns)
 
     # Admin
 

@@ -338,14 +338,18 @@ def test_B15_direct_a_prefill_engine_that_is_killed_or_freezes_while_it_writes(
             time.sleep(0.5)  # told to write
             extra.kill("driver", how)
 
+        before = _numbers(prefill)
         watch = Watch()
         with meanwhile(act):
             got = decode.run(requests, params, TOKENS_OUT)
         assert watch.own_s() < IN_TIME_S
         assert_same(expected, got)
         if how is signal.SIGSTOP:
+            assert numbers(prefill.address)["kvstore_hand_over_open{jobs}"], "not said to be over"
             extra.kill("driver", signal.SIGCONT)
-            prefill.nothing_held()
+        prefill.nothing_held()
+        lost = since(prefill.address, before).get("kvstore_hand_over_events{failed}", 0)
+        assert how is signal.SIGSTOP or lost, "it was told to write"
     forget(decode.engine)
     goes_on(both, reference, 79)
 

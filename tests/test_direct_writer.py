@@ -1,0 +1,207 @@
+"""What a worker writes to a peer's engine, without NIXL; and which bytes these are."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from connectors.direct import GIVE_NS, GIVE_UP_NS, LATE_MAX, DirectReads, Giving
+from connectors.link import Link
+from connectors.worker import Outcome, Task, WorkerHalf
+from kvstore import protocol as p
+from kvstore.errors import TierError
+from kvstore.layout import PageRun, RankPages
+from tests.fakes import u32
+from tests.test_direct_worker import Reader
+from tiers.copier import SlotMap
+from tiers.direct import Moving, common
+from tiers.runner import NOTHING, Runner
+
+# The worker
+
+
+class Writer(Reader):
+    """Writes take as long as the test likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refuses = self.clean = False
+        self.written: list[tuple[int, Sequence[int], Sequence[int]]] = []
+
+    def write(
+        self, ranks: Sequence[RankPages], group: int, blocks: Sequence[int], there: Sequence[int]
+    ) -> Moving:
+        if self.refuses:
+            raise TierError("a test")
+        assert [rank.agent for rank in ranks] == ["theirs"]
+        self.written.append((group, blocks, there))
+        return Moving(64, 1, [], clean=self.clean)
+
+
+def worker() -> tuple[DirectReads, Writer, Giving]:
+    made, writer = DirectReads.__new__(DirectReads), Writer()
+    made._agent, made._tell, made._late = writer, lambda _: None, []
+    asked = p.Give(7, 0, (RankPages("theirs", b"md", ((),)),), u32([1, 2]), u32([3, 4]))
+    return made, writer, Giving(asked)
+
+
+def test_L1_direct_a_worker_writes_engine_blocks_to_a_peers() -> None:
+    made, writer, giving = worker()
+    writer.hangs = True
+    assert made.give(giving, 0, over=False) is None
+    assert made.give(giving, 1, over=False) is None
+    assert writer.written == [(0, [1, 2], [3, 4])], "once"
+    writer.hangs = False
+    assert made.give(giving, 2, over=False) == "all"
+    assert giving.bytes == 64
+
+
+@pytest.mark.parametrize("how", ["session", "refused", "numbers", "clean", "failed"])
+def test_B20_direct_a_worker_says_whether_something_may_still_come(how: str) -> None:
+    made, writer, giving = worker()
+    writer.refuses, writer.clean, writer.fails = (
+        how == "refused",
+        how == "clean",
+        how in {"failed", "clean"},
+    )
+    if how == "numbers":
+        giving.asked = p.Give(7, 0, (), b"abc", b"")
+    end = made.give(giving, 0, over=how == "session")
+    assert end == ("failed" if how == "failed" else "none")
+    assert writer.restarts == 0
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_B20_direct_a_write_that_does_not_end_may_still_come(*, over: bool) -> None:
+    """What else goes through the agent goes on: the peer ends the one that is written."""
+    made, writer, giving = worker()
+    writer.hangs = True
+    assert made.give(giving, 0, over=False) is None
+    limit_ns = GIVE_UP_NS if over else GIVE_NS
+    for now_ns in (1, limit_ns - 1):
+        assert made.give(giving, now_ns, over=over) is None
+    assert writer.restarts == 0
+    assert made.give(giving, limit_ns + 1, over=over) == "failed"
+    assert writer.restarts == 0
+
+
+def test_B20_direct_many_writes_that_do_not_end_end_with_the_agent() -> None:
+    made, writer, giving = worker()
+
+    def lost(count: int) -> None:
+        writer.hangs = True
+        for _ in range(count):
+            late = Giving(giving.asked)
+            assert made.give(late, 0, over=False) is None
+            assert made.give(late, GIVE_NS, over=False) == "failed"
+
+    lost(LATE_MAX)
+    writer.hangs = False
+    assert made.give(Giving(giving.asked), 0, over=False) == "all"
+    assert not made._late, "what has ended is no trouble"
+    lost(LATE_MAX + 1)
+    assert writer.restarts == 0
+    assert made.give(Giving(giving.asked), 0, over=False) is None
+    assert writer.restarts == 1
+    assert not made._late
+
+
+def test_O14_direct_a_write_of_a_session_that_is_over_is_not_begun_and_says_so() -> None:
+    made, writer, giving = worker()
+    said: list[p.Message] = []
+    half, link = WorkerHalf.__new__(WorkerHalf), Link.__new__(Link)
+    link.send = said.append  # type: ignore[method-assign, assignment]
+    half._direct, half._link, half._gives_open = made, None, {7}
+    assert half._copy(Task(giving, 0, link=link)) is NOTHING
+    assert said == [p.Given(7, "none", 0)]
+    assert not writer.written
+    half._link = link
+    assert half._copy(Task(giving, 0, link=link)) is NOTHING
+    assert said[1:] == [p.Given(7, "all", 64)]
+    assert not half._gives_open
+
+
+def test_B15_direct_a_store_hears_of_a_write_whatever_has_happened() -> None:
+    made, _, giving = worker()
+    said: list[p.Message] = []
+    half, link = WorkerHalf.__new__(WorkerHalf), Link.__new__(Link)
+    link.send = said.append  # type: ignore[method-assign, assignment]
+    half._direct, half._link, half._gives_open = made, link, {7}
+    made.give = dict[int, str]().pop  # type: ignore[method-assign, assignment]
+    half._runner = Runner("test", half._copy, half._raised)
+    half._runner.submit(Task(giving, 0, link=link))
+    half._runner.close()
+    assert said == [p.Given(7, "failed", 0)]
+    assert not half._gives_open
+
+
+def test_P8_direct_memory_is_unmapped_whatever_is_written_to_peers() -> None:
+    """The link thread waits for nobody else: peers' words on loads come through it."""
+    made, writer, giving = worker()
+    writer.hangs = True
+    said: list[p.Message] = []
+    half, link = WorkerHalf.__new__(WorkerHalf), Link.__new__(Link)
+    link.send = said.append  # type: ignore[method-assign, assignment]
+    half._direct, half._link, half._slots = made, link, SlotMap()
+    half._gives_open, half._stop = set(), threading.Event()
+    half._runner = Runner("test", half._copy, lambda *_: Outcome(ok=False))
+    assert half._handle(link, [giving.asked, p.Unmap(3)])
+    assert said == [p.Unmapped(3)]
+    writer.hangs = False
+    half._runner.drain()
+    assert said[1:] == [p.Given(7, "all", 64)]
+    half._runner.close()
+
+
+# Which bytes both have
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_O20_ranks_write_together_all_of_each_rank_of_a_peers_once(seed: int) -> None:
+    """Heads that several ranks of the peer's have go to each of them."""
+    rng = random.Random(seed)
+    part = 64 * rng.randint(1, 8)
+
+    def pages(world: int, base: int, *, same: bool) -> list[tuple[PageRun, ...]]:
+        size = part if same else part // world
+        found: list[tuple[PageRun, ...]] = []
+        for rank in range(world):
+            pieces = rng.choice([n for n in (1, 2, 4) if size % n == 0])
+            offset = 0 if same else rank * size
+            cut = size // pieces, pieces, base + (rank << 20), 4096, size // pieces + 8
+            found.append((PageRun(offset, *cut),))
+        return found
+
+    mine = pages(rng.choice([1, 2, 4]), 1 << 32, same=False)
+    theirs = pages(rng.choice([1, 2, 4]), 1 << 40, same=rng.random() < 0.3)
+    for rank in theirs:
+        found = sorted(
+            (each.base_there, each.size, each.base) for own in mine for each in common(own, rank)
+        )
+        reached = torch.zeros(part, dtype=torch.int32)
+        for there, size, here in found:
+            begin = _offset(rank, there)
+            assert begin == _offset(mine[(here - (1 << 32)) >> 20], here)
+            reached[begin : begin + size] += 1
+        begin = rank[0].offset
+        end = begin + rank[0].pieces * rank[0].piece_bytes
+        assert reached[begin:end].tolist() == [1] * (end - begin)
+        assert int(reached.sum()) == end - begin
+
+
+def _offset(pages: tuple[PageRun, ...], address: int) -> int:
+    """Where in a part the byte at an address belongs."""
+    (run,) = pages
+    piece, inside = divmod(address - run.base, run.piece_stride)
+    return run.offset + piece * run.piece_bytes + inside
+
+
+def test_O20_pages_that_lie_one_over_another_are_an_error() -> None:
+    own = [PageRun(16 * n, 16, 1, 4096, 512, 0) for n in range(8)]
+    over = [PageRun(0, 128, 1, 4096, 512, 0) for _ in range(8)]
+    with pytest.raises(TierError, match="one over another"):
+        common(own, over)
