@@ -11,7 +11,7 @@ import pytest
 
 from kvstore import protocol as p
 from kvstore.errors import ProtocolError
-from kvstore.export import fetches
+from kvstore.export import fetches, jobs
 from kvstore.export import messages as m
 from kvstore.export import producer as o
 from tests.export_rig import LANDING, Pair
@@ -370,7 +370,7 @@ def test_a_request_whose_engine_is_gone_computes_nothing_more() -> None:
 
 
 def test_jobs_of_a_peer_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(o, "JOBS_MAX", 2)
+    monkeypatch.setattr(jobs, "JOBS_MAX", 2)
     pair, chain = Pair(), hashes(2)
     pair.hand("r")
     for _ in range(2):
