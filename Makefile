@@ -78,7 +78,7 @@ demo-pd: $(READY) ## prompts go from a prefill engine to two decode engines; pri
 test: $(READY) ## all but the long matrix: test-fast, slow and real-engine tests
 	$(PY) -m pytest -m "not e2e"
 
-test-fast: $(READY) ## no real engine; under 90 seconds
+test-fast: $(READY) ## no real engine, nothing slow; some six minutes
 	$(PY) -m pytest -m "not vllm and not slow and not e2e"
 
 test-e2e: $(READY) ## the long matrix with real engines
