@@ -32,6 +32,7 @@ from tests.fakes import SLOT_BYTES, Engine, HeapPool, Town, from_u32
 LANDING = 32
 LANDING_EXTENT = 1 << 30
 HELD = 16 * SLOT_BYTES
+ENGINES = "giver", "taker", "victim"
 PATIENCE_MS = 2600  # an answer may wait for memory for two seconds
 SENT = 0.9999  # of all messages, others are not taken
 SETTINGS = {"cpu": {"capacity": "64MiB"}, "server": {"metrics": ""}, "peer": {}}
@@ -364,7 +365,7 @@ class Good:
         self.sites = prefill, decode
         self.giver = prefill.attach("prefill", credit_slots=8)
         self.taker = decode.attach("decode", credit_slots=8)
-        self.third = decode.attach("victim", credit_slots=4, direct=True)  # asks bad peers
+        self.victim = decode.attach("victim", credit_slots=4, direct=True)  # asks bad peers
         self.chains: list[list[bytes]] = []
         self.done = self.again = 0
 
@@ -372,7 +373,7 @@ class Good:
         for site, engine in zip(self.sites, (self.giver, self.taker), strict=True):
             site.tick(ms)
             engine.pump()
-        self.third.pump()
+        self.victim.pump()
 
     def until(self, done: Callable[[], object], what: str) -> None:
         for _ in range(PATIENCE_MS):
@@ -408,12 +409,13 @@ class Good:
 
     def _attach_again(self) -> None:
         """Do as engines do whose session has ended: they held slots of memory that was to go."""
-        for site, name in zip(self.sites, ("giver", "taker"), strict=True):
+        for site, name in zip((*self.sites, self.sites[1]), ENGINES, strict=True):
             engine: Engine = getattr(self, name)
             if engine.detached:
                 for connection in (engine.scheduler, *engine.workers):
                     site.close(connection)
-                setattr(self, name, site.attach(engine.name, credit_slots=8))
+                how = {"credit_slots": engine.credit_slots, "direct": engine.direct}
+                setattr(self, name, site.attach(engine.name, **how))
 
     def _fetched(self, chain: list[bytes], *, push: bool) -> bool:
         """Ask for all blocks, and read them; False if some do not come."""

@@ -42,7 +42,6 @@ class World:
         self.prefill, self.decode = Site(self.net, "prefill"), Site(self.net, "decode")
         self.net.places["evil:1"] = self._evil
         self.good = Good(self.prefill, self.decode)
-        self.victim = self.good.third
         self.mutate = Mutator(self.rng)
         self.counts: Counter[str] = Counter()
         self.sent = 0
@@ -202,29 +201,30 @@ class World:
 
     def _tempt(self) -> None:
         """An engine asks for what only we may have."""
-        if not self.victim.detached and self.decode.store.sessions.get("victim"):
-            self.victim._asks += 1
+        victim = self.good.victim
+        if not victim.detached and self.decode.store.sessions.get("victim"):
+            victim._asks += 1
             chain = hashes(self.rng.randint(1, 5), f"v{self.rng.randrange(1 << 20)}")
             push, direct = self.rng.random() < 0.4, self.rng.random() < 0.5
-            asked = self.victim._asks, b"".join(chain), 32
+            asked = victim._asks, b"".join(chain), 32
             lookup = p.Lookup(*asked, peer="evil:1", push=push, direct=direct)
-            self.victim.step(lookups=(lookup,))
+            victim.step(lookups=(lookup,))
             self.decode.tick(1)
-            self.victim.pump()
-            told = [(each.fetch, each.positions) for each in self.victim.places]
-            told += [(each.fetch, each.positions) for each in self.victim.in_engines]
+            victim.pump()
+            told = [(each.fetch, each.positions) for each in victim.places]
+            told += [(each.fetch, each.positions) for each in victim.in_engines]
             for fetch, positions in told:
-                self.decode.say(self.victim.workers[0], self._arrived(fetch, positions))
-            for fetch in self.victim.pushes:
-                self.decode.say(self.victim.workers[0], p.Serves(self._rank(), 8))
-                self.decode.say(self.victim.workers[0], self._target(fetch, u32(range(5))))
-            self.victim.pushes.clear()
-            self.victim.places.clear()
-            self.victim.in_engines.clear()
-            for granted in self.victim.granted.values():
+                self.decode.say(victim.workers[0], self._arrived(fetch, positions))
+            for fetch in victim.pushes:
+                self.decode.say(victim.workers[0], p.Serves(self._rank(), 8))
+                self.decode.say(victim.workers[0], self._target(fetch, u32(range(5))))
+            victim.pushes.clear()
+            victim.places.clear()
+            victim.in_engines.clear()
+            for granted in victim.granted.values():
                 if granted.lease and self.rng.random() < 0.7:
-                    self.decode.say(self.victim.workers[0], p.Loaded(granted.lease, 0, 0.0))
-            self.victim.granted.clear()
+                    self.decode.say(victim.workers[0], p.Loaded(granted.lease, 0, 0.0))
+            victim.granted.clear()
 
     def _tell(self, wants: Sequence[m.Want]) -> p.Message:  # noqa: PLR0911 - one for each message
         job = self.rng.choice(wants).job if wants and self.rng.random() < 0.9 else self._job()

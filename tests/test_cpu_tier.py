@@ -275,6 +275,45 @@ def test_a_worker_that_does_not_unmap_in_time_ends_its_session() -> None:
     assert not memory.released
 
 
+def test_O23_a_frozen_engine_does_not_keep_its_models_memory_from_growing() -> None:
+    """Others waited two seconds for each answer, for as long as it was frozen."""
+    town, _ = heap(extents=4)
+    good, frozen = town.attach("good"), town.attach("frozen")
+    frozen.maps = False
+    before = extents_of(town)[0]
+    while extents_of(town) == [before]:
+        good.put(hashes(1, f"{len(good.added)}"))
+    (mapping,) = [*next(iter(town.store.namespaces.values())).extents.values()][before:]
+    assert (mapping.state, mapping.waiting) == ("mapping", {*frozen.workers})
+    town.tick(ms=61_000)
+    fill(good)
+    assert frozen.workers[0] in mapping.told, "it may map this one yet"
+    assert extents_of(town) == [4]
+    assert len(good.extents) == 4
+    assert len(town.take(frozen.workers[0], p.Extent)) == 1, "none, after it had ended"
+    assert {m.state for n in town.store.namespaces.values() for m in n.extents.values()} == {"live"}
+
+
+def test_O23_a_frozen_engine_does_not_keep_memory_of_others_from_moving() -> None:
+    town, memory = heap(extents=6)
+    frozen = town.attach("frozen", identity="frozen")
+    rich = town.attach("rich", identity="rich")
+    for number in range(6):
+        fill(frozen, 2, f"{number}")
+        fill(rich, 2, f"{number}")
+    assert extents_of(town) == [3, 3]
+    frozen.maps = False
+    poor = Engine(town, "poor", identity="poor")
+    poor.join()
+    town.settle(poor, rich, turns=10)
+    assert (poor.active, extents_of(town)) == (None, [3, 3, 0])
+    town.tick(ms=3_100)
+    town.settle(poor, rich, turns=10)
+    assert poor.active is not None
+    assert extents_of(town) == [3, 2, 1], "one that it keeps is enough"
+    assert memory.used_bytes_max <= memory.capacity_bytes
+
+
 def test_O20_memory_under_a_lease_stays_until_the_lease_ends() -> None:
     town, memory = heap(extents=2)
     rich = town.attach("rich", identity="rich")

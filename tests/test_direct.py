@@ -97,12 +97,19 @@ class Nodes:
         pairs = [(block, first + at) for at, block in enumerate(blocks)]
         return all(rank.holds(*pair) for rank in self.rigs[1].ranks for pair in pairs)
 
+    def brings(self, grant: Grant, blocks: range) -> dict[str, float]:
+        """Load the chain into engine blocks; return what the decode store has counted so far."""
+        assert self.load(grant, blocks) == [False] * len(self.rigs[1].ranks)
+        assert self.holds(blocks)
+        eventually(lambda: not self.left())
+        return self.numbers(1)
+
     def numbers(self, side: int) -> dict[str, float]:
         return numbers(self.stores[side].address)
 
     def left(self) -> dict[str, float]:
         """What is still held on either side for a hand-over."""
-        hand_over = ("bytes{held}", "open{fetches}", "open{jobs}")
+        hand_over = ("bytes{held}", "open{fetches}", "open{jobs}", "open{gives}")
         names = ["kvstore_leases", *(f"kvstore_hand_over_{name}" for name in hand_over)]
         found = [(side, name, self.numbers(side).get(name)) for side in (0, 1) for name in names]
         return {f"{side} {name}": value for side, name, value in found if value}

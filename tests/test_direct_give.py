@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from connectors.direct import DirectReads, End, Giving
-from tests.engine.support import since
 from tests.fakes import hashes
 from tests.live import eventually
 from tests.test_direct import Nodes, nodes
@@ -35,12 +34,8 @@ def test_L1_direct_a_prompt_is_pushed_from_engine_memory_into_engine_memory(
     chain = hashes(5)
     with nodes(tmp_path, ranks, serving=True, push=True) as made:
         made.rigs[0].put(chain, range(5))
-        before = made.numbers(1)
-        assert made.load(made.ask(chain), range(9, 14)) == [False] * ranks[1]
-        assert made.holds(range(9, 14))
+        found = made.brings(made.ask(chain), range(9, 14))
         assert all(rank.untouched([*range(9), *range(14, BLOCKS)]) for rank in made.rigs[1].ranks)
-        eventually(lambda: not made.left())
-        found = since(made.stores[1].address, before)
         assert (found[GPU], found.get(CPU)) == (5, None)
         assert moved(made) == (0, 5 * part(made))
         results = made.rigs[0].ranks[0].half._runner._results
@@ -54,13 +49,9 @@ def test_L1_direct_what_the_engine_has_overwritten_is_pushed_from_slots(tmp_path
     with nodes(tmp_path, serving=True, push=True) as made:
         made.rigs[0].put(chain, range(6))
         overwrite(made, [1, 4])
-        before = made.numbers(1)
-        assert made.load(made.ask(chain), range(9, 15)) == [False]
-        assert made.holds(range(9, 15))
-        found = since(made.stores[1].address, before)
+        found = made.brings(made.ask(chain), range(9, 15))
         assert (found[GPU], found[CPU]) == (4, 2)
         assert moved(made) == (2 * part(made), 4 * part(made))
-        eventually(lambda: not made.left())
 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1)])
@@ -78,14 +69,10 @@ def test_B19_direct_what_is_overwritten_while_it_is_written_is_written_again_fro
     with nodes(tmp_path, ranks, serving=True, push=True) as made:
         made.rigs[0].put(chain, range(6))
         monkeypatch.setattr(DirectReads, "give", late)
-        before = made.numbers(1)
-        assert made.load(made.ask(chain), range(9, 15)) == [False] * ranks[1]
+        found = made.brings(made.ask(chain), range(9, 15))
         assert done
-        assert made.holds(range(9, 15))
-        found = since(made.stores[1].address, before)
         assert (found[GPU], found[CPU]) == (4, 2)
         assert moved(made) == (2 * part(made), 6 * part(made))
-        eventually(lambda: not made.left())
 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 2)])
@@ -95,14 +82,10 @@ def test_B15_direct_what_an_engine_whose_agent_is_gone_has_is_pushed_from_slots(
     chain = hashes(4)
     with nodes(tmp_path, ranks, serving=True, push=True) as made:
         made.rigs[0].put(chain, range(4))
-        before = made.numbers(1)
         direct = made.rigs[0].ranks[0].half._direct
         assert direct is not None
         direct._agent._agent = None  # of one rank
-        assert made.load(made.ask(chain), range(9, 13)) == [False] * ranks[1]
-        assert made.holds(range(9, 13))
-        assert since(made.stores[1].address, before)[CPU] == 4
-        eventually(lambda: not made.left())
+        assert made.brings(made.ask(chain), range(9, 13))[CPU] == 4
 
 
 def test_B15_direct_a_write_that_fails_has_its_load_computed(
@@ -128,15 +111,11 @@ def test_B15_direct_a_prompt_whose_engine_detaches_is_pushed_from_slots(tmp_path
     chain = hashes(4)
     with nodes(tmp_path, serving=True, push=True) as made:
         made.rigs[0].put(chain, range(4))
-        before = made.numbers(1)
         grant = made.ask(chain)
         made.rigs[0].client.detach("a test")
         for rank in made.rigs[0].ranks:
             rank.storage.fill_(0x55)
-        assert made.load(grant, range(9, 13)) == [False]
-        assert made.holds(range(9, 13))
-        assert since(made.stores[1].address, before)[CPU] == 4
-        eventually(lambda: not made.left())
+        assert made.brings(grant, range(9, 13))[CPU] == 4
 
 
 def test_L1_direct_blocks_of_several_engine_blocks_are_pushed_from_engine_memory(
@@ -145,11 +124,9 @@ def test_L1_direct_blocks_of_several_engine_blocks_are_pushed_from_engine_memory
     chain = hashes(3)
     with nodes(tmp_path, serving=True, per=2, push=True) as made:
         made.rigs[0].put(chain, range(6))
-        before = made.numbers(1)
-        assert made.load(made.ask(chain), range(10, 16)) == [False]
-        assert made.holds(range(10, 16))
+        found = made.brings(made.ask(chain), range(10, 16))
         assert made.rigs[1].ranks[0].untouched(range(10))
-        assert since(made.stores[1].address, before)[GPU] == 3
+        assert found[GPU] == 3
 
 
 def test_B15_direct_what_is_written_as_its_engine_detaches_comes_from_slots(
@@ -168,9 +145,6 @@ def test_B15_direct_what_is_written_as_its_engine_detaches_comes_from_slots(
     with nodes(tmp_path, serving=True, push=True) as made:
         made.rigs[0].put(chain, range(4))
         monkeypatch.setattr(DirectReads, "give", late)
-        before = made.numbers(1)
-        assert made.load(made.ask(chain), range(9, 13)) == [False]
-        assert made.holds(range(9, 13))
+        found = made.brings(made.ask(chain), range(9, 13))
         assert done
-        assert since(made.stores[1].address, before)[CPU] == 4
-        eventually(lambda: not made.left())
+        assert found[CPU] == 4

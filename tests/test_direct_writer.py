@@ -110,12 +110,19 @@ def test_B20_direct_many_writes_that_do_not_end_end_with_the_agent() -> None:
     assert not made._late
 
 
-def test_O14_direct_a_write_of_a_session_that_is_over_is_not_begun_and_says_so() -> None:
-    made, writer, giving = worker()
+def half_of(made: DirectReads) -> tuple[WorkerHalf, Link, list[p.Message]]:
+    """A worker that has begun give 7, its link, and what it says."""
     said: list[p.Message] = []
     half, link = WorkerHalf.__new__(WorkerHalf), Link.__new__(Link)
     link.send = said.append  # type: ignore[method-assign, assignment]
-    half._direct, half._link, half._gives_open = made, None, {7}
+    half._direct, half._link, half._gives_open = made, link, {7}
+    return half, link, said
+
+
+def test_O14_direct_a_write_of_a_session_that_is_over_is_not_begun_and_says_so() -> None:
+    made, writer, giving = worker()
+    half, link, said = half_of(made)
+    half._link = None
     assert half._copy(Task(giving, 0, link=link)) is NOTHING
     assert said == [p.Given(7, "none", 0)]
     assert not writer.written
@@ -127,10 +134,7 @@ def test_O14_direct_a_write_of_a_session_that_is_over_is_not_begun_and_says_so()
 
 def test_B15_direct_a_store_hears_of_a_write_whatever_has_happened() -> None:
     made, _, giving = worker()
-    said: list[p.Message] = []
-    half, link = WorkerHalf.__new__(WorkerHalf), Link.__new__(Link)
-    link.send = said.append  # type: ignore[method-assign, assignment]
-    half._direct, half._link, half._gives_open = made, link, {7}
+    half, link, said = half_of(made)
     made.give = dict[int, str]().pop  # type: ignore[method-assign, assignment]
     half._runner = Runner("test", half._copy, half._raised)
     half._runner.submit(Task(giving, 0, link=link))
@@ -143,11 +147,8 @@ def test_P8_direct_memory_is_unmapped_whatever_is_written_to_peers() -> None:
     """The link thread waits for nobody else: peers' words on loads come through it."""
     made, writer, giving = worker()
     writer.hangs = True
-    said: list[p.Message] = []
-    half, link = WorkerHalf.__new__(WorkerHalf), Link.__new__(Link)
-    link.send = said.append  # type: ignore[method-assign, assignment]
-    half._direct, half._link, half._slots = made, link, SlotMap()
-    half._gives_open, half._stop = set(), threading.Event()
+    half, link, said = half_of(made)
+    half._slots, half._gives_open, half._stop = SlotMap(), set(), threading.Event()
     half._runner = Runner("test", half._copy, lambda *_: Outcome(ok=False))
     assert half._handle(link, [giving.asked, p.Unmap(3)])
     assert said == [p.Unmapped(3)]

@@ -243,7 +243,9 @@ def test_a_write_is_over_when_all_ranks_of_the_engine_have_written() -> None:
     assert (from_u32(message.blocks), from_u32(message.targets)) == ([5], [6])
     sent.gives.given(1, 1, p.Given(message.give, "all", 64))
     assert not sent.ended()
+    assert sent.gives.open == 1
     sent.gives.given(1, 0, p.Given(message.give, "all", 32))
+    assert sent.gives.open == 0
     assert sent.ended() == [([0, 1], True, False)]
     assert not sent.ended()
     assert sent.gives.moved_bytes == 96

@@ -52,10 +52,10 @@ class Place:
 
     def ask(self, address: str) -> None:
         """Have the decode engine ask somebody for what nobody has."""
-        self.good.third._asks += 1
-        number = self.good.third._asks
+        self.good.victim._asks += 1
+        number = self.good.victim._asks
         chain = hashes(1, f"nowhere {number}")
-        self.good.third.step(lookups=(p.Lookup(number, chain[0], 32, peer=address),))
+        self.good.victim.step(lookups=(p.Lookup(number, chain[0], 32, peer=address),))
 
 
 @pytest.fixture

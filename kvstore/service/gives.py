@@ -81,6 +81,11 @@ class Gives:
         self._next = 1
         self.moved_bytes = 0
 
+    @property
+    def open(self) -> int:
+        """Count those that workers were told of and have not all ended."""
+        return sum(len(engine.open) for engine in self._engines.values())
+
     def start(self, tags: list[Tag], give: Give, workers: Mapping[int, int], now_ns: int) -> None:
         """Have an engine's workers, by rank, write; ends as Written."""
         engine = self._engines.setdefault(give.engine, _Engine())

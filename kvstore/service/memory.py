@@ -1,11 +1,12 @@
 """Which namespace gets which memory: growth, and taking extents back when the cap is reached.
 
-mapping --all workers mapped it--> live --needed elsewhere--> retiring
+mapping --all workers whose sessions go on mapped it--> live --needed elsewhere--> retiring
 retiring --no slot in use--> unmapping --all workers unmapped it--> given back
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable
 
@@ -18,6 +19,8 @@ log = logging.getLogger(__name__)
 _MAP_LIMIT_NS = 60_000_000_000
 _RETIRE_LIMIT_NS = 3_000_000_000
 _RETRY_NS = 5_000_000_000  # after an extent could not be made
+_MAPPED = ("mapping", "live")  # by all workers, also by those that come
+_LEAVING = ("retiring", "unmapping")
 
 
 class Memory:
@@ -30,7 +33,7 @@ class Memory:
         workers_of: Callable[[Namespace], set[int]],
         holders_of: Callable[[Namespace, Mapping], set[int]],
     ) -> None:
-        """workers_of(namespace): connections of its workers, which have to map extents.
+        """workers_of(namespace): connections of its workers, which have to map new extents.
 
         holders_of(namespace, mapping): a connection of each session with credits in an extent.
         """
@@ -44,8 +47,9 @@ class Memory:
     def announce(self, namespace: Namespace, worker: int, now_ns: int) -> None:
         """Hand all of a namespace's memory to a worker that has just joined."""
         for extent, mapping in namespace.extents.items():
-            if mapping.state in ("mapping", "live"):
+            if mapping.state in _MAPPED:
                 mapping.waiting.add(worker)
+                mapping.told.add(worker)
                 mapping.since_ns = now_ns
                 self._send_extent(namespace, extent, mapping, worker)
 
@@ -61,10 +65,20 @@ class Memory:
         )
         self._send(to, message, memory.fd)
 
+    def excuse(self, namespace: Namespace, connections: Iterable[int]) -> None:
+        """Do not wait for workers of a session that has ended to map memory: they may be frozen.
+
+        What they have mapped, or may still map, is theirs until they unmap it or are gone.
+        """
+        extents = [e for e, m in namespace.extents.items() if m.state in _MAPPED]
+        for extent, connection in itertools.product(extents, connections):
+            namespace.settle(extent, connection)
+
     def forget(self, namespaces: Iterable[Namespace], connection: int) -> None:
         """Stop waiting for a connection that is gone."""
         for namespace in namespaces:
-            for extent in list(namespace.extents):
+            for extent, mapping in list(namespace.extents.items()):
+                mapping.told.discard(connection)
                 namespace.settle(extent, connection)
 
     def tick(self, namespaces: dict[str, Namespace], now_ns: int) -> set[int]:
@@ -132,8 +146,11 @@ class Memory:
     def _take_from_another(self, namespaces: dict[str, Namespace], needy: Namespace) -> None:
         """Retire an extent of an unused namespace, else of one that holds more than its share."""
         others = [n for n in namespaces.values() if n is not needy and n.shrinkable() is not None]
-        if any(m.state in ("retiring", "unmapping") for n in others for m in n.extents.values()):
+        leaving = [(n, m) for n in others for m in n.extents.values() if m.state in _LEAVING]
+        if any(self._now_ns - mapping.since_ns <= _RETIRE_LIMIT_NS for _, mapping in leaving):
             return
+        kept = {donor for donor, _ in leaving}  # by a frozen engine, say: more would be, too
+        others = [n for n in others if n not in kept]
         unused = sorted((n for n in others if not n.sessions), key=lambda n: n.used_ns)
         richer = sorted(
             (n for n in others if len(n.extents) > len(needy.extents) + 1),
@@ -151,7 +168,7 @@ class Memory:
             if namespace.manager.retire_slots(slots) == 0:
                 mapping.state = "unmapping"
                 mapping.since_ns = self._now_ns
-                mapping.waiting = set(self._workers_of(namespace))
+                mapping.waiting = set(mapping.told)
                 for worker in mapping.waiting:
                     self._send(worker, p.Unmap(extent), None)
         if mapping.state == "unmapping" and not mapping.waiting:

@@ -86,12 +86,16 @@ class SharedGenerations:
 
 
 class Mapping(msgspec.Struct, eq=False):
-    """An extent in a namespace and who still has to map or unmap it (connection ids)."""
+    """An extent in a namespace and who still has to map or unmap it (connection ids).
+
+    told: who may have it mapped.
+    """
 
     memory: MemoryExtent
     first: int
     waiting: set[int]
     since_ns: int
+    told: set[int]
     state: str = "mapping"  # -> "live" -> "retiring" -> "unmapping" -> gone
 
 
@@ -153,7 +157,7 @@ class Namespace:
         first = len(self._places) * memory.count
         self._places.append(extent)
         self.generations.extend(memory.count)
-        mapping = Mapping(memory, first, waiting, now_ns)
+        mapping = Mapping(memory, first, waiting, now_ns, {*waiting})
         self.extents[extent] = mapping
         self.growing = False
         return mapping

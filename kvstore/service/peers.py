@@ -361,6 +361,7 @@ class Peers:
         open_now = {
             "fetches": fetches,
             "jobs": self.producer.jobs,
+            "gives": self.gives.open,
             "requests": len(self.producer.hands),
             "asked": len(self._links),
             "asking": self.channel.came,

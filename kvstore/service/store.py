@@ -31,7 +31,6 @@ from kvstore.writes import WriteBudget
 log = logging.getLogger(__name__)
 
 OfPeers = OfFetch | p.Given | p.Serves
-
 Send = Callable[[int, p.Message, int | None], None]
 MakeTiers = Callable[[str, int, SlotMemory], Sequence[Tier]]
 
@@ -89,7 +88,7 @@ class Store:
         return {
             connection
             for session in self.sessions.values()
-            if session.namespace is namespace
+            if session.namespace is namespace and session.phase is not Phase.ENDING
             for connection in session.workers.values()
         } | (set() if self._peers is None else {EXPORTER})
 
@@ -306,6 +305,7 @@ class Store:
         session.asks.clear()
         if session.namespace is not None:
             session.namespace.engines.leave(session.number)
+            self._memory.excuse(session.namespace, session.workers.values())
         if self._peers is not None:
             self._peers.gives.leave(session.number)
         self.numbers.add("kvstore_sessions_ended", reason)

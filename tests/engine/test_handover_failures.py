@@ -37,6 +37,7 @@ LEASE = "3s"  # tests.serve_brief has such leases between stores, too
 HELD = (
     *("kvstore_hand_over_bytes{held}", "kvstore_hand_over_bytes{landing}"),
     *("kvstore_hand_over_open{fetches}", "kvstore_hand_over_open{jobs}"),
+    "kvstore_hand_over_open{gives}",
     *("kvstore_hand_over_open{requests}", "kvstore_leases", "kvstore_jobs_open"),
 )
 slice_only = pytest.mark.e2e  # all but a few are in the long matrix
@@ -323,6 +324,7 @@ def test_B15_direct_a_prefill_engine_that_is_killed_or_freezes_while_it_writes(
     if not (pushed and direct):
         pytest.skip("only what is pushed into an engine is written by another")
     prefill, decode = both
+    told = "kvstore_hand_over_open{gives}"
     seed = 7800 + 10 * how  # what the store has, an engine does not compute
     requests = [Request(id=f"w{n}", tokens=prompt(seed + n, 300 + 64 * n)) for n in range(4)]
     expected = reference("llama_s", requests, TOKENS_OUT)
@@ -335,15 +337,14 @@ def test_B15_direct_a_prefill_engine_that_is_killed_or_freezes_while_it_writes(
         extra.kill("driver", signal.SIGSTOP)
 
         def act() -> None:
-            eventually(lambda: numbers(prefill.address).get("kvstore_hand_over_open{jobs}"))
-            time.sleep(0.5)  # told to write
+            eventually(lambda: numbers(prefill.address).get(told))
             extra.kill("driver", how)
 
         before = _numbers(prefill)
         watch = Watch()
         with meanwhile(act):
             got = decode.run(requests, params, TOKENS_OUT)
-        waits = numbers(prefill.address).get("kvstore_hand_over_open{jobs}")
+        waits = numbers(prefill.address).get(told)
         if how is signal.SIGSTOP:
             extra.kill("driver", signal.SIGCONT)
         assert watch.own_s() < IN_TIME_S
