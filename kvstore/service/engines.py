@@ -103,6 +103,11 @@ class Engines:
             return None
         return p.Board(engine.blocks), engine.board.fd
 
+    @property
+    def serving(self) -> int:
+        """Count those whose memory peers are told of."""
+        return sum(e.board is not None and not e.left for e in self._engines.values())
+
     def shown(self, session: int, shown: p.Shown, granted: Container[Slot]) -> None:
         """Engine blocks are about to be copied to granted slots. Raises ProtocolError."""
         engine = self._engines.get(session)

@@ -362,6 +362,7 @@ class Peers:
             "fetches": fetches,
             "jobs": self.producer.jobs,
             "gives": self.gives.open,
+            "serving": sum(n.engines.serving for n in self._namespaces.values()),
             "requests": len(self.producer.hands),
             "asked": len(self._links),
             "asking": self.channel.came,

@@ -24,7 +24,16 @@ from kvstore.bench.models import prompt
 from kvstore.bench.steal import Watch
 from kvstore.bench.store import StoreProcess
 from tests.engine.identity import assert_same
-from tests.engine.support import CAPACITY, Reference, attach, eventually, forget, numbers, since
+from tests.engine.support import (
+    CAPACITY,
+    ENGINE_BLOCK,
+    Reference,
+    attach,
+    eventually,
+    forget,
+    numbers,
+    since,
+)
 from tests.handover_nodes import exporter_of, free_port, gone
 
 pytestmark = pytest.mark.vllm
@@ -290,6 +299,18 @@ def test_B15_who_is_killed_during_the_transfer(
     goes_on(both, reference, seed + 1)
 
 
+def prefilled(node: Node, engine: Engine, requests: Sequence[Request]) -> list[Any]:
+    """Compute prompts with another engine of a node's store, which has all of them then."""
+    before = _numbers(node)
+    made = [msgspec.structs.replace(r, kv_transfer_params=HANDED) for r in requests]
+    params = [result.kv_transfer_params for result in engine.run(made, max_tokens=1)]
+    engine.go_idle()
+    blocks = sum(-(-len(request.tokens) // ENGINE_BLOCK) for request in requests)
+    name = "kvstore_stored_blocks{stored}"  # an engine that is idle may still copy
+    eventually(lambda: since(node.address, before).get(name, 0) >= blocks)
+    return params
+
+
 @slice_only
 def test_a_prefill_engine_that_is_gone_leaves_its_blocks(
     both: tuple[Node, Node], reference: Reference, model: Callable[[str], Path]
@@ -299,9 +320,7 @@ def test_a_prefill_engine_that_is_gone_leaves_its_blocks(
     requests = [Request(id=f"g{n}", tokens=prompt(7700 + n, 300 + 64 * n)) for n in range(4)]
     expected = reference("llama_s", requests, TOKENS_OUT)
     with Engine(model("llama_s"), connector=attach(prefill.store, lease="60s")) as extra:
-        made = [msgspec.structs.replace(r, kv_transfer_params=HANDED) for r in requests]
-        params = [result.kv_transfer_params for result in extra.run(made, max_tokens=1)]
-        extra.go_idle()
+        params = prefilled(prefill, extra, requests)
         extra.kill("driver")
     before = numbers(decode.address)
     got = decode.run(requests, params, TOKENS_OUT)
@@ -331,9 +350,8 @@ def test_B15_direct_a_prefill_engine_that_is_killed_or_freezes_while_it_writes(
     with Engine(
         model("llama_s"), connector=attach(prefill.store, lease="60s", direct=True)
     ) as extra:
-        made = [msgspec.structs.replace(r, kv_transfer_params=HANDED) for r in requests]
-        params = [result.kv_transfer_params for result in extra.run(made, max_tokens=1)]
-        extra.go_idle()
+        eventually(lambda: numbers(prefill.address).get("kvstore_hand_over_open{serving}"))
+        params = prefilled(prefill, extra, requests)
         extra.kill("driver", signal.SIGSTOP)
 
         def act() -> None:
