@@ -17,7 +17,8 @@ import pytest
 from kvstore import protocol as p
 from kvstore.errors import TierError, TierFull
 from kvstore.service.namespace import MemoryPool
-from tests.fakes import SLOT_BYTES, Engine, HeapPool, Town, blocks, hashes, settings
+from kvstore.service.session import Phase
+from tests.fakes import SLOT_BYTES, Engine, HeapPool, Town, blocks, hashes, phase, settings
 from tiers.cpu import CpuExtent, CpuMemory
 
 EXTENT = 64 * 1024
@@ -233,12 +234,17 @@ def test_three_namespaces_share_the_cap() -> None:
     assert memory.used_bytes_max <= memory.capacity_bytes
 
 
-def poor_and_rich() -> tuple[Town, HeapPool, Engine, Engine]:
-    """A rich engine that does not answer Unmap by itself, and a poor one that needs memory."""
+def poor_and_rich(*, slow: bool = False) -> tuple[Town, HeapPool, Engine, Engine]:
+    """A rich engine that does not answer Unmap by itself, and a poor one that needs memory.
+
+    slow: another one of the rich one's model has not mapped anything yet.
+    """
     town, memory = heap(extents=3)
     rich = town.attach("rich", identity="rich")
     fill(rich)
     rich.maps = False
+    if slow:
+        Engine(town, "slow", identity="rich", maps=False).join()
     poor = Engine(town, "poor", identity="poor")
     poor.join()
     town.settle(poor, turns=10)
@@ -284,14 +290,57 @@ def test_O23_a_frozen_engine_does_not_keep_its_models_memory_from_growing() -> N
     while extents_of(town) == [before]:
         good.put(hashes(1, f"{len(good.added)}"))
     (mapping,) = [*next(iter(town.store.namespaces.values())).extents.values()][before:]
-    assert (mapping.state, mapping.waiting) == ("mapping", {*frozen.workers})
-    town.tick(ms=61_000)
+    assert (mapping.state, {*mapping.waiting}) == ("mapping", {*frozen.workers})
+    town.tick(ms=30_000)
+    late = Engine(town, "late", maps=False)
+    late.join()
+    town.tick(ms=31_000)
+    assert phase(town, frozen) is Phase.ENDING, "however many come after it"
+    assert phase(town, late) is Phase.JOINING, "it has a minute of its own"
+    late.leave()
     fill(good)
     assert frozen.workers[0] in mapping.told, "it may map this one yet"
     assert extents_of(town) == [4]
     assert len(good.extents) == 4
     assert len(town.take(frozen.workers[0], p.Extent)) == 1, "none, after it had ended"
     assert {m.state for n in town.store.namespaces.values() for m in n.extents.values()} == {"live"}
+
+
+def test_O23_memory_that_a_frozen_engine_may_have_mapped_moves_when_it_is_gone() -> None:
+    """Also where its session had ended before anybody needed that."""
+    town, memory = heap(extents=2)
+    good, frozen = town.attach("good"), town.attach("frozen")
+    fill(good)
+    town.say(frozen.scheduler, p.Mapped(1))
+    town.say(frozen.scheduler, p.Arrived(1, b"", 0, ok=True))  # no worker's: it ends
+    assert phase(town, frozen) is Phase.ENDING
+    frozen.maps = False
+    poor = Engine(town, "poor", identity="poor")
+    poor.join()
+    for number in range(4):
+        good.put(hashes(2, f"more{number}"))  # uses up credits in the extent that goes
+        town.settle(poor, good, turns=5)
+    assert not memory.released
+    town.say(frozen.workers[0], p.Unmapped(2))
+    town.settle(poor, good, turns=5)
+    assert not memory.released, "nobody knows what who has ended means"
+    town.close(frozen.workers[0])
+    town.settle(poor, good, turns=10)
+    assert len(memory.released) == 1
+    assert poor.active is not None
+
+
+def test_O23_who_maps_memory_as_it_is_to_be_unmapped_still_has_to_unmap_it() -> None:
+    town, memory, rich, poor = poor_and_rich(slow=True)
+    (unmap,) = town.take(rich.workers[0], p.Unmap)
+    slow = town.store.sessions["slow"].workers[0]
+    town.say(rich.workers[0], p.Unmapped(unmap.extent))
+    town.say(slow, p.Mapped(unmap.extent))
+    town.settle(rich, poor, turns=10)
+    assert not memory.released
+    town.say(slow, p.Unmapped(unmap.extent))
+    town.settle(rich, poor, turns=10)
+    assert len(memory.released) == 1
 
 
 def test_O23_a_frozen_engine_does_not_keep_memory_of_others_from_moving() -> None:
@@ -331,6 +380,25 @@ def test_O20_memory_under_a_lease_stays_until_the_lease_ends() -> None:
     town.settle(poor, rich, turns=20)
     assert len(memory.released) == 1
     assert poor.active is not None
+
+
+def test_O20_where_leases_keep_memory_for_long_more_of_the_same_model_is_asked_for() -> None:
+    town, _ = heap(extents=4)
+    rich = town.attach("rich", identity="rich")
+    chain = hashes(24, "rich")
+    rich.put(chain)
+    assert len(blocks(rich.hit(chain))) == 24
+    (namespace,) = town.store.namespaces.values()
+    poor = Engine(town, "poor", identity="poor")
+    poor.join()
+
+    def retiring() -> int:
+        town.settle(poor, rich)
+        return [mapping.state for mapping in namespace.extents.values()].count("retiring")
+
+    assert retiring() == 1
+    town.tick(ms=3_100)
+    assert retiring() == 2
 
 
 def test_a_failed_extent_is_no_end_of_the_store(caplog: pytest.LogCaptureFixture) -> None:

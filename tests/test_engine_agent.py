@@ -97,6 +97,10 @@ def test_another_layout_or_many_peers_leave_nothing_of_before(
     for size in (4, 8, 16, 4):
         made.write([rank("one", size=size)], 0, [1], [2])
         assert len(made._common) <= 2
+    monkeypatch.setattr(direct, "OVERLAPS_MAX", 1)
+    for size in (32, 64):
+        made.write([rank("one", size=size)], 0, [1], [2])
+        assert len(made._common) == 1
     made.open(RankLayout(PAGE, (GroupLayout(PAGE, (LayerRun("b", 0, PAGE, writes=True),)),)), "lo")
     assert not made._common
 

@@ -14,7 +14,7 @@ from kvstore.export import writes
 from kvstore.export.jobs import Give, Resident, Tag
 from kvstore.layout import METADATA_MAX, PageRun, RankPages
 from kvstore.service import gives as under_test
-from kvstore.service.gives import AT_ONCE, OF_PEER, SLOW_NS, WAIT_NS, Gives
+from kvstore.service.gives import AT_ONCE, LOST_NS, OF_PEER, SLOW_NS, WAIT_NS, Gives
 from kvstore.service.peers import Peers
 from tests.export_rig import Pair
 from tests.fakes import from_u32, hashes, keys_of, u32
@@ -175,9 +175,11 @@ def test_many_blocks_of_an_engine_are_written_some_at_a_time(
     assert pair.passed == {(number, position): True for position in range(3)}
 
 
-def test_B2_direct_what_is_written_at_once_is_not_too_many_pieces() -> None:
+def test_B2_direct_what_is_written_at_once_is_not_too_many_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each is an address; all of a rank's are made before the first is written."""
-    pair, _, _, number = shown(0, 1, 2)
+    pair, chain, memory, _ = shown(0, 1, 2)
     assert [len(tags) for tags, _ in pair.given] == [3]
     pair.given.clear()
     (peer,), job = pair.producer._peers.values(), job_of(pair)
@@ -185,10 +187,15 @@ def test_B2_direct_what_is_written_at_once_is_not_too_many_pieces() -> None:
     pages = (PageRun(0, 1, pieces // 2, 4096, 4096, 1), PageRun(pieces, 1, pieces // 2, 1, 4096, 1))
     job.ranks = (RankPages("theirs", b"", (pages,)),)
     assert [len(tags) for tags, _ in writes.gives(peer, job, [0, 1, 2])] == [2, 1]
+    for block, key in zip(job.blocks, keys_of(chain), strict=True):
+        block.target, memory.here[key] = [5, 6], Resident(1, (1, 2), (0, 0))
+    assert [len(tags) for tags, _ in writes.gives(peer, job, [0, 1, 2])] == [1, 1, 1]
+    monkeypatch.setattr(writes, "FILL_PIECES", writes.FILL_PIECES - 1)
+    assert not [*writes.gives(peer, job, [0, 1, 2])], "an exporter cuts blocks into parts"
+    assert sum(len(tags) for tags, _ in writes.fills(peer, job, [0, 1, 2])) == 3
     many = tuple(RankPages(f"r{n}", b"", (pages,)) for n in range(5))
     with pytest.raises(ProtocolError, match="81920 pieces of a block, expected up to 65536"):
         writes.check_ranks(pair.source.layout, many)
-    assert not pair.passed.get((number, 0))
 
 
 def test_B2_direct_a_pull_is_not_counted_as_written_by_an_engine() -> None:
@@ -367,16 +374,40 @@ def test_B20_direct_what_nobody_waits_for_and_no_worker_was_told_is_not_begun() 
     for position in range(AT_ONCE):
         sent.start(position)
     sent.start(20, 21)
-    for tag in (Tag(101, 1, 0), Tag(105, 1, 20), Tag(9, 9, 9)):
+    for tag in (Tag(101, 1, 0), Tag(9, 9, 9)):
         sent.gives.abandon(tag)
-    assert not sent.ended(), "it is under way; the other one has a block that is wanted"
-    sent.gives.abandon(Tag(105, 1, 21))
+    assert not sent.ended(), "it is under way"
+    for position in (20, 21):
+        sent.gives.abandon(Tag(105, 1, position))
     assert sent.ended() == [([20, 21], False, True)]
     for _, told in list(sent.told):
         sent.gives.given(1, 0, p.Given(told.give, "all"))
     assert len(sent.told) == AT_ONCE
     assert len(sent.ended()) == AT_ONCE
     assert not sent.gives._of
+
+
+def test_B15_direct_a_write_that_a_frozen_engine_does_not_end_is_lost_and_still_its() -> None:
+    """Its blocks' slots are not held for as long as it is frozen."""
+    sent = Sent()
+    for position in range(AT_ONCE):
+        sent.start(position)
+    sent.now_ns += LOST_NS - 1
+    assert not sent.ended()
+    sent.now_ns += 1
+    assert sent.ended() == [([position], False, False) for position in range(AT_ONCE)]
+    assert not sent.ended(), "once"
+    assert not sent.gives._of
+    sent.start(20)
+    assert sent.ended() == [([20], False, True)], "it is told no others"
+    for _, told in list(sent.told):
+        sent.gives.given(1, 0, p.Given(told.give, "all", 1))
+    assert not sent.ended()
+    assert (sent.gives.open, sent.gives.moved_bytes) == (0, AT_ONCE)
+    sent.start(21)
+    assert len(sent.told) == AT_ONCE + 1, "it goes on"
+    sent.gives.end_of(1)
+    assert sent.ended() == [([21], False, False)]
 
 
 def test_B15_direct_writes_of_an_engine_that_is_gone_end() -> None:

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 ENGINES_MAX = 64  # of peers, whose memory is known
 COMMON_MAX = 256  # ranks of theirs, and groups
+OVERLAPS_MAX = 1 << 17  # of all of these, before another one
 PEERS_MAX = 1024  # agents
 NETWORKS = "^shm"  # UCX's transports but those between processes of one machine
 BINDINGS = (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError)
@@ -223,9 +224,10 @@ class EngineAgent:
         return self._start(parts, write=True)
 
     def _common_with(self, group: int, pages: tuple[PageRun, ...]) -> list[Overlap]:
-        if len(self._common) >= COMMON_MAX:
-            self._common.clear()
         if (group, pages) not in self._common:
+            kept = sum(map(len, self._common.values()))
+            if len(self._common) >= COMMON_MAX or kept >= OVERLAPS_MAX:
+                self._common.clear()
             self._common[group, pages] = common(self._own[group], pages)
         return self._common[group, pages]
 

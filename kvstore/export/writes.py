@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
 
 import msgspec
 
@@ -13,7 +12,7 @@ from kvstore.export.jobs import Fill, Give, Job, Peer, Source, Tag, Write
 from kvstore.export.news import is_overwritten
 from kvstore.layout import RankPages, SlotLayout
 
-_T = TypeVar("_T")
+Placed = tuple[int, list[int], list[int]]  # a position, and what goes where
 FILL_BYTES = 8 << 20  # of one write into an engine: what waits for nobody is in quarantine whole
 FILL_PIECES = 1 << 15  # of one, of all ranks together
 RUNS_MAX = 1 << 13  # of pages, of all ranks together
@@ -46,12 +45,13 @@ def slot_writes(
 def gives(peer: Peer, job: Job, positions: Sequence[int]) -> Iterator[tuple[list[Tag], Give]]:
     """Gather what one of our engines still has, and writes itself, some blocks at a time."""
     layout, engines = peer.source.layout, peer.source.engines
-    batches: dict[tuple[int, int], list[tuple[int, list[int], list[int]]]] = {}
+    batches: dict[tuple[int, int], list[Placed]] = {}
     for position in positions:
         block, group = job.blocks[position], job.order[position][1]
         block.resident = None if block.moved or block.target is None else engines.find(block.key)
         place, target = block.resident, block.target or ()
-        if place is None or len(place.blocks) < len(target):
+        pieces = _pieces(job, group) * len(target)
+        if place is None or len(place.blocks) < len(target) or pieces > FILL_PIECES:
             block.resident = None
             continue
         pairs = [(own, at) for own, at in zip(place.blocks, target, strict=False) if at]
@@ -91,16 +91,23 @@ def written_of(
     return rest, again
 
 
-def _batches(layout: SlotLayout, job: Job, group: int, found: list[_T]) -> Iterator[list[_T]]:
-    pieces = sum(run.pieces for rank in job.ranks for run in rank.pages[group])
+def _batches(
+    layout: SlotLayout, job: Job, group: int, found: list[Placed]
+) -> Iterator[list[Placed]]:
+    pieces = _pieces(job, group) * max(len(blocks) for _, _, blocks in found)
     step = max(1, min(FILL_BYTES // layout.slot_bytes, FILL_PIECES // max(1, pieces)))
     return (found[at : at + step] for at in range(0, len(found), step))
+
+
+def _pieces(job: Job, group: int) -> int:
+    """Count those of an engine block, in all ranks."""
+    return sum(run.pieces for rank in job.ranks for run in rank.pages[group])
 
 
 def fills(peer: Peer, job: Job, positions: Sequence[int]) -> Iterator[tuple[list[Tag], Fill]]:
     """Gather what goes to an engine from slots, for each rank, extent and group."""
     layout = peer.source.layout
-    batches: dict[tuple[int, int], list[tuple[int, list[int], list[int]]]] = {}
+    batches: dict[tuple[int, int], list[Placed]] = {}
     for position in positions:
         block, group = job.blocks[position], job.order[position][1]
         if block.slot is None or block.target is None or block.resident is not None:

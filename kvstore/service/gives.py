@@ -2,7 +2,7 @@
 
 waiting --few of its engine's and its peer's are under way--> told to all of its workers
   | nobody wants it any more, it waits for long,                | each says what became of it,
-  | or the engine leaves, or is slow                            | or the engine is gone
+  | or the engine leaves, or is slow                            | or the engine is gone, or frozen
   +-> stopped: the exporter can write it                        +-> written, stopped or failed
 
 Failed: some of it may still come. A peer that hangs takes a part of an engine's turns only.
@@ -26,21 +26,22 @@ AT_ONCE = 4  # of one engine
 OF_PEER = 2  # of these
 WAIT_NS = 500_000_000  # then an exporter is faster
 SLOW_NS = 1_000_000_000  # an engine that has not ended one for so long is told no others
+LOST_NS = 10_000_000_000  # a worker gives up by itself before: it is frozen, say
 TOLD_MAX = 512  # agents that an engine's workers have been told of; they know twice as many
 
 
 class _Give(msgspec.Struct, eq=False):
-    """One of them; wanted: its blocks that somebody waits for. left: ranks that have not ended.
+    """One of them. left: ranks that have not ended.
 
-    since_ns: when it was asked for, or told to the workers.
+    since_ns: when it was asked for, or told to the workers. lost: it is not waited for any more.
     """
 
     number: int
     tags: list[Tag]
     give: Give
     workers: Mapping[int, int]
-    wanted: int
     since_ns: int
+    lost: bool = False
     left: set[int] = set()
     ends: set[str] = set()
 
@@ -89,7 +90,7 @@ class Gives:
     def start(self, tags: list[Tag], give: Give, workers: Mapping[int, int], now_ns: int) -> None:
         """Have an engine's workers, by rank, write; ends as Written."""
         engine = self._engines.setdefault(give.engine, _Engine())
-        found = _Give(self._next, tags, give, dict(workers), len(tags), now_ns)
+        found = _Give(self._next, tags, give, dict(workers), now_ns)
         self._next += 1
         self._of |= dict.fromkeys(tags, found)
         if engine.is_slow(now_ns):
@@ -122,12 +123,8 @@ class Gives:
 
     def abandon(self, tag: Tag) -> None:
         """Nobody waits for a block any more: what no worker was told of is not begun."""
-        found = self._of.pop(tag, None)
-        if found is None:
-            return
-        found.wanted -= 1
-        waiting = self._engines[found.give.engine].waiting
-        if not found.wanted and found in waiting:
+        found = self._of.get(tag)  # a job's other blocks are not waited for, either
+        if found is not None and found in (waiting := self._engines[found.give.engine].waiting):
             waiting.remove(found)
             self._end(found, ok=False, stopped=True)
 
@@ -145,6 +142,8 @@ class Gives:
         if not found.left:
             del engine.open[message.give]
             ok = found.ends == {"all"}
+            if found.lost:
+                return
             self._end(found, ok=ok, stopped=not ok and "failed" not in found.ends)
 
     def _end(self, found: _Give, *, ok: bool, stopped: bool) -> None:
@@ -163,6 +162,12 @@ class Gives:
         self.leave(session)
         engine = self._engines.pop(session, _Engine())
         for found in engine.open.values():
+            self._lose(found)
+
+    def _lose(self, found: _Give) -> None:
+        """Some of it may still come: it is over for all but its engine."""
+        if not found.lost:
+            found.lost = True
             self._end(found, ok=False, stopped=False)
 
     def take(self, now_ns: int) -> list[Written]:
@@ -171,5 +176,8 @@ class Gives:
             self._go_on(engine, now_ns)
             while engine.waiting and now_ns - engine.waiting[0].since_ns >= WAIT_NS:
                 self._end(engine.waiting.popleft(), ok=False, stopped=True)
+            for found in engine.open.values():
+                if now_ns - found.since_ns >= LOST_NS:
+                    self._lose(found)
         ended, self._ended = self._ended, []
         return ended

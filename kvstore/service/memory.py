@@ -48,9 +48,8 @@ class Memory:
         """Hand all of a namespace's memory to a worker that has just joined."""
         for extent, mapping in namespace.extents.items():
             if mapping.state in _MAPPED:
-                mapping.waiting.add(worker)
+                mapping.waiting[worker] = now_ns
                 mapping.told.add(worker)
-                mapping.since_ns = now_ns
                 self._send_extent(namespace, extent, mapping, worker)
 
     def _send_extent(self, namespace: Namespace, extent: int, mapping: Mapping, to: int) -> None:
@@ -68,7 +67,7 @@ class Memory:
     def excuse(self, namespace: Namespace, connections: Iterable[int]) -> None:
         """Do not wait for workers of a session that has ended to map memory: they may be frozen.
 
-        What they have mapped, or may still map, is theirs until they unmap it or are gone.
+        What they have mapped, or may still map, is theirs until they are gone.
         """
         extents = [e for e, m in namespace.extents.items() if m.state in _MAPPED]
         for extent, connection in itertools.product(extents, connections):
@@ -96,10 +95,10 @@ class Memory:
             for extent, mapping in list(namespace.extents.items()):
                 if mapping.state == "live" and not mapping.waiting:
                     continue  # as nearly always
-                waited_ns = now_ns - mapping.since_ns
-                if mapping.waiting and waited_ns > _MAP_LIMIT_NS:
-                    late |= mapping.waiting
-                if mapping.state == "retiring" and waited_ns > _RETIRE_LIMIT_NS:
+                waiting = mapping.waiting.items()
+                late |= {worker for worker, asked in waiting if now_ns - asked > _MAP_LIMIT_NS}
+                retiring = mapping.state == "retiring"
+                if retiring and now_ns - mapping.since_ns > _RETIRE_LIMIT_NS:
                     late |= self._holders_of(namespace, mapping)
                 self._shrink(namespace, extent, mapping)
         return late
@@ -149,7 +148,8 @@ class Memory:
         leaving = [(n, m) for n in others for m in n.extents.values() if m.state in _LEAVING]
         if any(self._now_ns - mapping.since_ns <= _RETIRE_LIMIT_NS for _, mapping in leaving):
             return
-        kept = {donor for donor, _ in leaving}  # by a frozen engine, say: more would be, too
+        # What a frozen engine keeps is not given back, nor would more of its model's be.
+        kept = {donor for donor, mapping in leaving if mapping.state == "unmapping"}
         others = [n for n in others if n not in kept]
         unused = sorted((n for n in others if not n.sessions), key=lambda n: n.used_ns)
         richer = sorted(
@@ -168,7 +168,7 @@ class Memory:
             if namespace.manager.retire_slots(slots) == 0:
                 mapping.state = "unmapping"
                 mapping.since_ns = self._now_ns
-                mapping.waiting = set(mapping.told)
+                mapping.waiting = dict.fromkeys(mapping.told, self._now_ns)
                 for worker in mapping.waiting:
                     self._send(worker, p.Unmap(extent), None)
         if mapping.state == "unmapping" and not mapping.waiting:

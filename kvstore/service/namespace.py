@@ -86,14 +86,14 @@ class SharedGenerations:
 
 
 class Mapping(msgspec.Struct, eq=False):
-    """An extent in a namespace and who still has to map or unmap it (connection ids).
+    """An extent in a namespace. waiting: connections that have to map or unmap it, since when.
 
     told: who may have it mapped.
     """
 
     memory: MemoryExtent
     first: int
-    waiting: set[int]
+    waiting: dict[int, int]
     since_ns: int
     told: set[int]
     state: str = "mapping"  # -> "live" -> "retiring" -> "unmapping" -> gone
@@ -157,7 +157,7 @@ class Namespace:
         first = len(self._places) * memory.count
         self._places.append(extent)
         self.generations.extend(memory.count)
-        mapping = Mapping(memory, first, waiting, now_ns, {*waiting})
+        mapping = Mapping(memory, first, dict.fromkeys(waiting, now_ns), now_ns, waiting)
         self.extents[extent] = mapping
         self.growing = False
         return mapping
@@ -166,13 +166,17 @@ class Namespace:
         """Return the slots of an extent."""
         return range(mapping.first, mapping.first + mapping.memory.count)
 
-    def settle(self, extent: int, connection: int) -> None:
-        """Note that a connection has mapped or unmapped an extent, or is gone."""
+    def settle(self, extent: int, connection: int, *, unmapped: bool | None = None) -> None:
+        """Note that a connection has mapped or unmapped an extent; None: or is gone.
+
+        Who was asked to unmap an extent before it had mapped it says both.
+        """
         mapping = self.extents.get(extent)
-        if mapping is not None and connection in mapping.waiting:
-            mapping.waiting.discard(connection)
-            if not mapping.waiting and mapping.state == "mapping":
-                self.go_live(mapping)
+        if mapping is None or unmapped not in (None, mapping.state == "unmapping"):
+            return
+        waited = mapping.waiting.pop(connection, None) is not None
+        if waited and not mapping.waiting and mapping.state == "mapping":
+            self.go_live(mapping)
 
     def go_live(self, mapping: Mapping) -> None:
         """Start using an extent's slots."""

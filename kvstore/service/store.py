@@ -81,8 +81,7 @@ class Store:
         self._peers = peers
         if peers is not None:
             peers.serve(self.namespaces, self.numbers, send)
-        self._pool = pool
-        self._disk = disk
+        self._pool, self._disk = pool, disk
 
     def _workers_of(self, namespace: Namespace) -> set[int]:
         return {
@@ -138,7 +137,8 @@ class Store:
             self._of_peers(session, session.rank_of(connection), message)
         elif isinstance(message, p.Mapped | p.Unmapped):
             if session.namespace is not None:
-                session.namespace.settle(message.extent, connection)
+                gone = isinstance(message, p.Unmapped)
+                session.namespace.settle(message.extent, connection, unmapped=gone)
                 self._maybe_activate(session)
         else:
             raise ProtocolError(f"{type(message).__name__} is not for the store")
