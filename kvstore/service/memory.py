@@ -148,8 +148,8 @@ class Memory:
         leaving = [(n, m) for n in others for m in n.extents.values() if m.state in _LEAVING]
         if any(self._now_ns - mapping.since_ns <= _RETIRE_LIMIT_NS for _, mapping in leaving):
             return
-        # What a frozen engine keeps is not given back, nor would more of its model's be.
-        kept = {donor for donor, mapping in leaving if mapping.state == "unmapping"}
+        # By leases, or a frozen engine, which would keep more: one is enough of a model's.
+        kept = {donor for donor, _ in leaving}
         others = [n for n in others if n not in kept]
         unused = sorted((n for n in others if not n.sessions), key=lambda n: n.used_ns)
         richer = sorted(
