@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -88,8 +90,9 @@ def test_B15_direct_what_an_engine_whose_agent_is_gone_has_is_pushed_from_slots(
         assert made.brings(made.ask(chain), range(9, 13))[CPU] == 4
 
 
+@pytest.mark.parametrize("raises", [False, True])
 def test_B15_direct_a_write_that_fails_has_its_load_computed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, raises: bool
 ) -> None:
     """Some of it may still come, so the decode engine's agent ends; the next load is good."""
     chain, real = hashes(4), DirectReads.give
@@ -98,7 +101,8 @@ def test_B15_direct_a_write_that_fails_has_its_load_computed(
         reader = made.rigs[1].ranks[0].half._direct
         assert reader is not None
         agent = reader._agent.name
-        monkeypatch.setattr(DirectReads, "give", lambda *_, **__: "failed")
+        failed: Mapping[object, str] = {} if raises else defaultdict(lambda: "failed")
+        monkeypatch.setattr(DirectReads, "give", lambda *_, **__: failed[0])
         assert made.load(made.ask(chain), range(9, 13)) == [True]
         assert reader._agent.name != agent
         eventually(lambda: not made.left())
