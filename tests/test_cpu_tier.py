@@ -311,7 +311,6 @@ def test_O23_memory_that_a_frozen_engine_may_have_mapped_moves_when_it_is_gone()
     town, memory = heap(extents=2)
     good, frozen = town.attach("good"), town.attach("frozen")
     fill(good)
-    town.say(frozen.scheduler, p.Mapped(1))
     town.say(frozen.scheduler, p.Arrived(1, b"", 0, ok=True))  # no worker's: it ends
     assert phase(town, frozen) is Phase.ENDING
     frozen.maps = False
