@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from msgspec.structs import replace
 
 from kvstore import protocol as p
 from kvstore.errors import ProtocolError
@@ -12,10 +13,12 @@ from kvstore.export import fetches
 from kvstore.export import messages as m
 from kvstore.layout import RankPages
 from kvstore.leases import GroupHit
+from kvstore.lookup import Answer
+from kvstore.manager import Manager
 from kvstore.service.direct import Direct, reaching_on, with_reads
 from kvstore.service.namespace import Namespace
 from kvstore.service.session import Session
-from kvstore.types import GroupRule, LookupResult
+from kvstore.types import Chain, GroupRule, LookupResult
 from tests.export_rig import Pair
 from tests.fakes import Engine, Town, from_u32, hashes, keys_of, u32
 from tiers.memory import MemoryTier
@@ -241,9 +244,11 @@ def test_what_is_behind_a_gap_is_asked_for_though_it_is_here() -> None:
 class Others:
     """Peers of a desk: what they are asked, and what they have."""
 
-    def __init__(self, offers: dict[int, str]) -> None:
+    def __init__(self, offers: dict[int, str], owed: int = 0) -> None:
+        """Be asked `owed` times in vain for what was offered."""
         self.wants: list[m.Want] = []
         self.offers = offers
+        self.owed, self.asked = owed, 0
         self.read_: list[list[int]] = []
         self.over: list[int] = []
 
@@ -254,8 +259,9 @@ class Others:
         self.wants.append(want)
         return len(self.wants)
 
-    def offered(self, _namespace: Namespace, _fetch: int) -> dict[int, str]:
-        return self.offers
+    def offered(self, _namespace: Namespace, _fetch: int) -> dict[int, str] | None:
+        self.asked += 1
+        return self.offers if self.asked > self.owed else None
 
     def pushes(self, _address: str) -> bool:
         return True
@@ -272,7 +278,9 @@ class Others:
         self.over.append(fetch)
 
 
-def ask(offers: dict[int, str], blocks: int = 4) -> tuple[Others, Engine, p.Granted]:
+def asking(
+    offers: dict[int, str], owed: int = 0, *, memory_only: bool = False
+) -> tuple[Others, Engine]:
     """An engine has stored all but the second of four blocks, and asks a peer for it."""
     town, chain = Town(tiers=[("shelf", MemoryTier)]), hashes(4)
     engine = town.attach("engine", direct=True)
@@ -282,12 +290,39 @@ def ask(offers: dict[int, str], blocks: int = 4) -> tuple[Others, Engine, p.Gran
     namespace.manager.drop(keys_of(chain)[1], "test")
     for tier in namespace.tiering.tiers:
         tier.clear()
-    others = Others(offers)
+    others = Others(offers, owed)
     town.store._desk._peers = others
-    lookup = p.Lookup(77, b"".join(chain[:blocks]), 32, peer="x:1", direct=True)
-    engine.step(lookups=(lookup,))
-    town.settle(engine, turns=12)
+    where = {"memory_only": memory_only, "peer": "x:1", "direct": True}
+    engine.step(lookups=(replace(p.Lookup(77, b"".join(chain), 32), **where),))
+    return others, engine
+
+
+def ask(offers: dict[int, str]) -> tuple[Others, Engine, p.Granted]:
+    """As asking(), until it has its answer."""
+    others, engine = asking(offers)
+    engine.town.settle(engine, turns=12)
     return others, engine, engine.granted[77]
+
+
+def test_nothing_is_looked_up_again_while_a_peer_owes_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A look costs its prompt's length, and others wait meanwhile."""
+    looks: list[int] = []
+    look = Manager.lookup
+
+    def counted(manager: Manager, chain: Chain, limit: int, *more: object, **how: object) -> Answer:
+        looks.append(limit)
+        return look(manager, chain, limit, *more, **how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Manager, "lookup", counted)
+    others, engine = asking({0: "cpu", 1: "cpu", 2: "cpu"}, owed=9)
+    while others.asked < others.owed:
+        engine.town.settle(engine, turns=1)
+        assert looks == []
+    engine.town.settle(engine, turns=3)
+    assert looks
+    assert engine.granted[77].kept == 1
 
 
 def test_B6_direct_what_is_behind_a_gap_is_read_too_and_let_go_of_with_its_lease() -> None:
@@ -300,6 +335,13 @@ def test_B6_direct_what_is_behind_a_gap_is_read_too_and_let_go_of_with_its_lease
     engine.step(release=(granted.lease,))
     engine.town.settle(engine)
     assert others.over == [1]
+
+
+def test_who_wants_nothing_but_memory_asks_no_peer() -> None:
+    others, engine = asking({0: "cpu"}, owed=9, memory_only=True)
+    engine.town.settle(engine, turns=1)
+    assert others.wants == []
+    assert from_u32(engine.granted[77].hits[0].indices) == [0]
 
 
 @pytest.mark.parametrize("offers", [{}, {0: "cpu"}])

@@ -92,10 +92,10 @@ class Desk:
         ask = Ask(lookup.ask, chain, blocks, now_ns, deadline_ns, memory_only)
         if session.phase is not Phase.ACTIVE or namespace is None:
             return p.Granted(ask.ask, 0, _ASK_AGAIN_MS, ())
-        if lookup.peer and self._peers is not None:
+        if lookup.peer and self._peers is not None and not memory_only:
             direct = lookup.direct and session.direct
             self._fetch_from(self._peers, namespace, ask, lookup, now_ns, direct=direct)
-        found = self._settled(namespace, ask)
+        found = None if self._owed(namespace, ask) else self._settled(namespace, ask)
         if found is not None or now_ns >= ask.deadline_ns:
             return self._answer(session, ask, now_ns, found)
         session.asks[ask.ask] = ask
@@ -132,6 +132,8 @@ class Desk:
         want = Want(0, lookup.hashes, lookup.width, indices, lookup.scope, lookup.request)
         want = replace(want, push=push)
         ask.fetch = peers.fetch(namespace, lookup.peer, want, now_ns, direct=direct)
+        if ask.fetch is not None:
+            ask.deadline_ns = max(ask.deadline_ns, now_ns + self._engine.promote_ns)
         if direct and ask.fetch is not None:
             pairs = ((group, index) for group, found in enumerate(lacking) for index in found)
             ask.direct = {pair: position for position, pair in enumerate(pairs)}
@@ -141,6 +143,14 @@ class Desk:
         if namespace.manager.probe(key) is LookupResult.HIT:
             return True
         return namespace.tiering.where(key)[0] is LookupResult.HIT
+
+    def _owed(self, namespace: Namespace, ask: Ask) -> bool:
+        """Tell whether the peer that was asked has still to answer: no look is worth it before."""
+        if ask.fetch is None or self._peers is None:
+            return False
+        if ask.offered is None:
+            ask.offered = self._peers.offered(namespace, ask.fetch)
+        return ask.offered is None
 
     def _settled(self, namespace: Namespace, ask: Ask) -> int | None:
         """Count the blocks that all tiers have; None if waiting could make the answer longer."""
@@ -166,7 +176,8 @@ class Desk:
         def below(group: int, index: int) -> LookupResult:
             found = tiering.where(chain.key(group, index))[0]
             if found is LookupResult.MISS and ask.direct is not None:
-                found = self._of_peer(namespace, ask, group, index)
+                known = ask.direct.get((group, index)) in ask.offers
+                found = LookupResult.HIT if known else LookupResult.MISS
             if found is LookupResult.RETRY:  # a tier that does not know yet what it has
                 ask.deadline_ns = max(ask.deadline_ns, ask.asked_ns + self._engine.promote_ns)
             return found if wait or found is LookupResult.HIT else LookupResult.MISS
@@ -174,17 +185,6 @@ class Desk:
         lower = below if tiering.sources and not ask.memory_only else None
         coming = not ask.memory_only
         return namespace.manager.lookup(chain, ask.blocks, below=lower, coming=coming)
-
-    def _of_peer(self, namespace: Namespace, ask: Ask, group: int, index: int) -> LookupResult:
-        """Tell whether workers can read a block from the peer that was asked."""
-        position = None if ask.direct is None else ask.direct.get((group, index))
-        if position is None or self._peers is None or ask.fetch is None:
-            return LookupResult.MISS
-        if ask.offered is None:
-            ask.offered = self._peers.offered(namespace, ask.fetch)
-            if ask.offered is None:
-                return LookupResult.RETRY
-        return LookupResult.HIT if position in ask.offered else LookupResult.MISS
 
     def _fetch(self, namespace: Namespace, ask: Ask, pinned: int, blocks: int | None) -> bool:
         """Start reading what lower tiers have of the answer; False if it could not be leased.
@@ -232,7 +232,7 @@ class Desk:
         if namespace is not None:
             for ask in list(session.asks.values()):
                 late = now_ns >= ask.deadline_ns
-                if not late and now_ns < ask.look_ns:
+                if not late and (now_ns < ask.look_ns or self._owed(namespace, ask)):
                     continue
                 blocks = None if late else self._settled(namespace, ask)
                 if late or blocks is not None:
