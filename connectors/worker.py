@@ -62,6 +62,7 @@ class Task(msgspec.Struct, eq=False):
     link: Link | None = None  # that a store, or a write to a peer's engine, was begun under
     load: Load | None = None
     reads: Reads | None = None  # of a load
+    passed: bool = False  # what these overwrite is not used any more
     broken: bool = False  # its copies from slots
     started: float = 0.0  # the copy that is under way
 
@@ -286,7 +287,7 @@ class WorkerHalf:
         ok = not task.broken and load is not None and load.ok
         if reads is not None and self._direct is not None:
             reads.failed = reads.failed or (load_over and not ok)
-            if not self._direct.advance(reads, partial(self._tell, link), now_ns):
+            if not self._read(self._direct, task, reads, link, now_ns):
                 return None
             ok = ok and not reads.failed
         if not load_over:
@@ -299,6 +300,20 @@ class WorkerHalf:
         self._tell(link, p.Loaded(job.lease, copied, seconds, p.u32(damaged)))
         copied += 0 if reads is None else reads.copied_bytes + reads.written_bytes
         return Outcome(ok=ok, request_id=job.request_id, copied_bytes=copied)
+
+    def _read(self, direct: DirectReads, task: Task, reads: Reads, link: Link, now_ns: int) -> bool:
+        """Go on with what comes from a peer; True when that is over.
+
+        Nothing is moved into blocks that what the engine was asked for before may still use.
+        """
+        try:
+            task.passed = task.passed or self._device.passed(task.mark)
+        except TierError as exc:
+            log.error("nothing is read from a peer: %s", exc)
+            reads.failed = True
+        if not task.passed and not reads.failed:
+            return False
+        return direct.advance(reads, partial(self._tell, link), now_ns)
 
     def _advance(self, task: Task, load: Load, copier: Copier, now_ns: int) -> bool:
         """Copy what has become ready; True when that was all. Raises TierError."""

@@ -26,6 +26,7 @@ from kvstore.types import GroupRule
 FORMAT = 1
 ALIGNMENT = 4096
 PIECES_MAX = 1 << 14  # of one rank's part of a block
+GPUS_MAX = 1024  # of one machine
 METADATA_MAX = 1 << 18  # of one rank's agent
 TRAIT_DIGITS = 12  # of a digest that is shown as a trait
 
@@ -142,11 +143,15 @@ class PageRun(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankPages(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's part of an engine's memory, which its agent serves; runs by group."""
+    """One rank's part of an engine's memory, which its agent serves; runs by group.
+
+    gpu: the number of the GPU that it is on, as its process counts them; None: host memory.
+    """
 
     agent: Annotated[str, msgspec.Meta(max_length=256)]
     metadata: Annotated[bytes, msgspec.Meta(max_length=METADATA_MAX)]
     pages: tuple[tuple[PageRun, ...], ...]
+    gpu: Annotated[int, msgspec.Meta(ge=0, lt=GPUS_MAX)] | None = None
 
     def __post_init__(self) -> None:
         pieces = sum(run.pieces for runs in self.pages for run in runs)

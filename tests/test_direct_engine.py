@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from connectors.board import Board
+from connectors.jobs import StepMeta
 from kvstore import protocol as p
-from kvstore.errors import ProtocolError, TierError
+from kvstore.errors import ProtocolError, TierError, TierIOError
 from kvstore.export.messages import RANKS_MAX
 from kvstore.layout import PIECES_MAX, PageRun, RankPages
 from kvstore.service.engines import BLOCKS_MAX, Engines
@@ -22,10 +24,11 @@ from tests.fakes import hashes, u32
 from tests.live import eventually
 from tests.test_direct import Nodes, nodes
 from tests.worker_rig import BLOCKS, Rank
-from tiers.copier import LayerCache
+from tiers.copier import HostDevice, LayerCache
 from tiers.direct import shared
 
 PAGES = (PageRun(0, 512, 1, 4096, 512, 0),)
+LONG_S = 0.1
 GPU, CPU = "kvstore_fetched_blocks{gpu}", "kvstore_fetched_blocks{cpu}"
 
 
@@ -363,3 +366,52 @@ def test_what_is_shown_of_a_slot_that_is_stored_already_is_not_kept() -> None:
     made.stored(1, Slot(4), key, ok=True)
     assert made.find(key) is None
     assert not made._engines[1].coming
+
+
+class Behind(HostDevice):
+    """What it computes is behind what it was asked for, as on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.done = False
+        self.error: TierIOError | None = None
+
+    def passed(self, _mark: int) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.done
+
+
+@pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
+def test_O13_direct_nothing_is_moved_into_blocks_that_are_still_computed_with(
+    tmp_path: Path, *, push: bool
+) -> None:
+    chain = hashes(3)
+    with nodes(tmp_path, push=push) as made:
+        made.rigs[0].put(chain, range(3))
+        rig, device = made.rigs[1], Behind()
+        rig.ranks[0].half._device = device
+        job = rig.load_job("r", made.ask(chain), range(4, 7))
+        rig.ranks[0].half.start_loads(StepMeta(loads=(job,)))
+        eventually(lambda: told(rig.ranks[0]))
+        time.sleep(LONG_S)
+        rig.collect()
+        assert rig.ended == []
+        assert rig.ranks[0].untouched(range(24))
+        device.done = True
+        eventually(lambda: rig.collect() and rig.ended)
+        assert rig.ended == [(0, "r", False)]
+        assert made.holds(range(4, 7))
+        eventually(lambda: not made.left())
+
+
+def test_O15_direct_a_GPU_that_has_failed_fails_the_load(tmp_path: Path) -> None:
+    chain = hashes(3)
+    with nodes(tmp_path) as made:
+        made.rigs[0].put(chain, range(3))
+        device = Behind()
+        device.error = TierIOError("a test")
+        made.rigs[1].ranks[0].half._device = device
+        assert made.load(made.ask(chain), range(4, 7)) == [True]
+        assert made.rigs[1].ranks[0].untouched(range(24))
+        eventually(lambda: not made.left())

@@ -344,8 +344,11 @@ class Agent:
         self.name = name
         self.known: list[str] = []
         self.flying = False
+        self.gpu: int | None = None
+        self.peer_gpus: list[int | None] = []
 
-    def register(self, _address: int, _size: int) -> None: ...
+    def register(self, _address: int, _size: int, gpu: int | None) -> None:
+        self.gpu = gpu
 
     def metadata(self) -> bytes:
         return b"md"
@@ -356,8 +359,12 @@ class Agent:
         self.known.append(metadata.decode())
         return metadata.decode()
 
-    def move(self, peer: str, *_places: object, write: bool) -> tuple[int, bool]:
+    def move(
+        self, peer: str, *_places: object, write: bool, gpu: int | None, peer_gpu: int | None
+    ) -> tuple[int, bool]:
         assert not write
+        assert gpu == self.gpu
+        self.peer_gpus.append(peer_gpu)
         assert peer in self.known
         return 1, not self.flying
 

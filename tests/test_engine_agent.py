@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
-from kvstore.errors import TierIOError
-from kvstore.layout import GroupLayout, LayerRun, PageRun, RankLayout, RankPages
+from kvstore.errors import NotSupported, TierIOError
+from kvstore.layout import GroupLayout, LayerRun, Move, PageRun, RankLayout, RankPages
 from tests.test_direct_worker import Agent
 from tiers import direct
 from tiers.copier import LayerCache
-from tiers.direct import EngineAgent
+from tiers.direct import EngineAgent, gpu_of
+from tiers.exporter import agent as nixl
+from tiers.exporter.agent import _bindings  # type: ignore[attr-defined]
 from tiers.exporter.errors import MoveError
 
 PAGE = 32
@@ -28,8 +31,17 @@ class Writing(Agent):
         self.wrong: Exception | None = None  # of the second write
         self.late: MoveError | None = None
 
-    def move(self, peer: str, *places: Any, write: bool) -> tuple[int, bool]:  # noqa: ANN401
+    def move(
+        self,
+        peer: str,
+        *places: Any,  # noqa: ANN401
+        write: bool,
+        gpu: int | None,
+        peer_gpu: int | None,
+    ) -> tuple[int, bool]:
         assert write
+        assert gpu == self.gpu
+        self.peer_gpus.append(peer_gpu)
         assert peer in self.known
         if self.wrong is not None and self.written:
             raise self.wrong
@@ -156,3 +168,116 @@ def test_B20_direct_a_write_in_which_the_bindings_fail_is_waited_for() -> None:
     with pytest.raises(TierIOError, match="of the bindings"):
         made.over(moving)
     assert not moving.clean
+
+
+class OnGpu:
+    """Says what a tensor on a GPU would; nobody looks into it."""
+
+    nbytes = 8 * PAGE
+
+    def __init__(self, device: str = "cuda:2") -> None:
+        self.device = device
+
+    def data_ptr(self) -> int:
+        return 1 << 21
+
+
+def on_gpu(kind: type[Agent]) -> tuple[EngineAgent, Any]:
+    caches: Any = {"a": LayerCache(OnGpu(), 0, PAGE, PAGE)}  # type: ignore[arg-type]
+    made = EngineAgent(caches)
+    made._make = kind  # type: ignore[assignment]
+    layout = RankLayout(PAGE, (GroupLayout(PAGE, (LayerRun("a", 0, PAGE, writes=True),)),))
+    made.open(layout, "lo")
+    return made, made._agent
+
+
+def test_direct_a_GPU_engine_reads_slots_and_engines_into_its_GPU() -> None:
+    made, agent = on_gpu(Agent)
+    made.meet("store", b"store")
+    assert made.over(made.read("store", [(Move(0, 1, 0, 0), 4096)]))
+    for gpu in (None, 5):
+        ranks = [msgspec.structs.replace(rank(f"engine {gpu}"), gpu=gpu)]
+        assert made.over(made.read_engine(ranks, [(Move(0, 1, 0, 0), 7)]))
+    assert agent.gpu == 2
+    assert agent.peer_gpus == [None, None, 5], "slots are host memory"
+    serves = made.serves()
+    assert serves is not None
+    assert serves[0].gpu == 2
+
+
+def test_O20_direct_a_GPU_engine_writes_to_engines_on_GPUs_and_others() -> None:
+    made, agent = on_gpu(Writing)
+    ranks = [rank("one"), msgspec.structs.replace(rank("two"), gpu=0)]
+    assert made.over(made.write(ranks, 0, [1], [7]))
+    assert agent.peer_gpus == [None, 0]
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [(["cpu"], None), (["cuda"], 0), (["cuda:0"], 0), (["cuda:3", "cuda:3"], 3)],
+)
+def test_direct_an_engines_memory_is_the_hosts_or_one_GPUs(
+    devices: list[str], expected: int | None
+) -> None:
+    assert gpu_of(caches_on(devices)) == expected
+
+
+@pytest.mark.parametrize("devices", [[], ["cpu", "cuda:0"], ["cuda:0", "cuda:1"], ["xpu:0"]])
+def test_direct_other_memory_is_refused(devices: list[str]) -> None:
+    with pytest.raises(NotSupported, match="expected 'cpu' or one GPU"):
+        gpu_of(caches_on(devices))
+
+
+def caches_on(devices: list[str]) -> dict[str, LayerCache]:
+    storages: list[Any] = [OnGpu(device) for device in devices]
+    return {f"{at}": LayerCache(storage, 0, PAGE, PAGE) for at, storage in enumerate(storages)}
+
+
+class Backend:
+    """In place of NIXL's agent: takes note of which memory it is told of."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[object, Any]] = []
+
+    def registerMem(self, region: Any, _backends: object) -> None:  # noqa: ANN401
+        self.told.append((region.getType(), region[0][:3]))
+
+    def createXferReq(self, _: object, here: Any, there: Any, *_more: object) -> int:  # noqa: ANN401
+        self.told += [(places.getType(), places[0]) for places in (here, there)]
+        return 7
+
+    def postXferReq(self, *_: object) -> object:
+        return _bindings.NIXL_SUCCESS
+
+
+def test_NIXL_is_told_which_memory_is_a_GPUs(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, backend = nixl.Agent("a test"), Backend()
+    with monkeypatch.context() as patch:
+        patch.setattr(made, "_agent", backend)
+        made.register(4096, 64, 3)
+        made.register(4096, 64)
+        here, there = (np.array([[at, 32, 0]], np.uint64) for at in (4096, 8192))
+        assert made.move("peer", here, there, write=False, gpu=3, peer_gpu=None) == (7, True)
+        assert made.move("peer", here, there, write=True, gpu=None, peer_gpu=0) == (7, True)
+    gpu, host = _bindings.VRAM_SEG, _bindings.DRAM_SEG
+    assert backend.told == [
+        (gpu, (4096, 64, 3)),
+        (host, (4096, 64, 0)),
+        (gpu, (4096, 32, 3)),
+        (host, (8192, 32, 0)),
+        (host, (4096, 32, 0)),
+        (gpu, (8192, 32, 0)),
+    ]
+
+
+def test_B2_direct_a_peer_that_says_its_memory_is_on_a_GPU_where_it_is_not_is_refused() -> None:
+    ours, theirs = nixl.Agent("ours"), nixl.Agent("theirs")
+    memory = np.zeros((2, 4096), np.uint8)
+    for agent, own in zip((ours, theirs), memory, strict=True):
+        agent.register(own.ctypes.data, own.nbytes)
+    assert ours.add_peer(theirs.metadata()) == "theirs"
+    here, there = (np.array([[own.ctypes.data, 64, 0]], np.uint64) for own in memory)
+    with pytest.raises(MoveError) as refused:
+        ours.move("theirs", here, there, write=False, peer_gpu=3)
+    assert refused.value.error == "refused"
+    assert not refused.value.begun

@@ -38,6 +38,14 @@ def test_parts_of_slots_are_written_to_engine_blocks_piece_by_piece(rig: Rig) ->
     assert (ended.id, ended.bytes, ended.error) == (7, 2 * (2 * 512 + 256), None)
 
 
+def test_a_write_into_a_GPU_engine_names_its_GPU(rig: Rig) -> None:
+    rig.mover.add_peer("a", b"a")
+    for number, gpu in enumerate((None, 0, 3)):
+        assert rig.mover.start(fill(number, [0], [1], gpu=gpu)) is None
+        rig.steps()
+    assert rig.agent.gpus == [None, 0, 3]
+
+
 def test_a_long_write_into_an_engine_goes_in_chunks(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,14 +37,16 @@ class FakeAgent(Agent):
         self.flights: dict[int, tuple[str, int]] = {}  # whose, bytes
         self.started: list[tuple[str, int]] = []  # whose, blocks
         self.placed: list[tuple[list[int], list[int]]] = []  # addresses here and there
+        self.gpus: list[int | None] = []  # that these are on there
         self.peers: dict[str, int] = {}  # how often met since it was last forgotten
         self.forgotten: Counter[str] = Counter()
         self.slow: set[str] = set()  # what is started with them is not over at once
         self.broken: dict[str, ErrorClass] = {}
         self.unknown: set[str] = set()  # whose memory is not where it should be, until met afresh
 
-    def register(self, address: int, size: int) -> Region:
+    def register(self, address: int, size: int, gpu: int | None = None) -> Region:
         assert size > 0
+        assert gpu is None
         self.regions.add(address)
         return address
 
@@ -99,8 +101,19 @@ class FakeAgent(Agent):
         self.flights[flight] = (peer, len(local_indices) * SLOT)
         return Flight(flight), peer not in self.slow
 
-    def move(self, peer: str, local: Places, remote: Places, *, write: bool) -> tuple[Flight, bool]:
+    def move(
+        self,
+        peer: str,
+        local: Places,
+        remote: Places,
+        *,
+        write: bool,
+        gpu: int | None = None,
+        peer_gpu: int | None = None,
+    ) -> tuple[Flight, bool]:
         assert write
+        assert gpu is None
+        self.gpus.append(peer_gpu)
         assert local[:, 1].tolist() == remote[:, 1].tolist()
         self.placed.append((local[:, 0].tolist(), remote[:, 0].tolist()))
         if peer in self.broken and peer not in self.slow:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from connectors.direct import End
 from kvstore import protocol as p
@@ -157,11 +158,12 @@ def test_B13_direct_an_engine_writes_wanted_parts_to_ranks_that_have_the_group()
     claimed(pair, chain)
     pair.run(5)
     job = job_of(pair)
-    job.ranks, job.blocks[0].target = (RankPages("none", b"", ((),)), RANKS[1]), [0, 31]
+    theirs = replace(RANKS[1], gpu=3)
+    job.ranks, job.blocks[0].target = (RankPages("none", b"", ((),)), theirs), [0, 31]
     (peer,) = pair.producer._peers.values()
     ((tags, give),) = writes.gives(peer, job, [0])
     assert (give.blocks, give.targets, len(tags)) == ([1], [31], 1)
-    assert [rank.agent for rank in give.ranks] == ["rank 1"]
+    assert [(rank.agent, rank.gpu) for rank in give.ranks] == [("rank 1", 3)]
     job.blocks[0].writes = 0
 
 

@@ -159,11 +159,12 @@ def test_a_block_that_goes_to_several_ranks_is_abandoned_in_each_write(mover: Pe
     pages = (PageRun(0, 64, 1, 1 << 20, 64, 0),)
     tags = [Tag(1, 1, 0), Tag(1, 1, 1)]
     for rank in range(3):
-        there = RankPages(f"rank {rank}", b"", (pages,))
+        there = RankPages(f"rank {rank}", b"", (pages,), rank or None)
         mover.fill(tags, Fill(9, there, 0, [0, 4096], [5, 6]))
     first = fake.started[0]
     assert (first.peer, first.extent, first.pages, first.bytes) == ("rank 0", 9, pages, 128)
     assert np.frombuffer(first.parts, np.uint64).tolist() == [0, 4096]
+    assert [filling.gpu for filling in fake.started] == [None, 1, 2]
     mover._ended(1, 128, None)
     mover.abandon(None, tags[0])
     assert not fake.abandoned, "the other block is wanted"

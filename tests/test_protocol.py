@@ -43,7 +43,7 @@ TO_STORE: tuple[p.Message, ...] = (
     p.Loaded(7, 4096, 0.5, u32([9])),
     p.Target(5, "agent", u32([3]), u32([7, 0])),
     p.Arrived(5, u32([0, 2]), 8192, ok=True),
-    p.Serves(RankPages("agent", b"md", ((PageRun(0, 512, 2, 4096, 1024, 512),),)), 8),
+    p.Serves(RankPages("agent", b"md", ((PageRun(0, 512, 2, 4096, 1024, 512),),), 3), 8),
     p.Step(shown=(p.Shown(u32([1]), (b"a",), u32([2]), u32([3])),)),
     p.Given(7, "none"),
     p.Query("stats"),

@@ -2,6 +2,7 @@
 
     step thread    mark() ---- what the engine has been asked to compute up to here
     copy thread    copier.copy(moves, after=mark) -> Copying ---- over()?
+    copy thread    passed(mark)? ... for what the device does not move itself
     step thread    fence(copies) ---- what the engine computes from here on waits for them
     link thread    pin(extent) ... unpin(extent) ---- slot memory comes and goes
 
@@ -59,6 +60,13 @@ class Device(Protocol):
 
     def mark(self) -> int:
         """Name this point in what the engine computes; called from its step thread."""
+        ...
+
+    def passed(self, mark: int) -> bool:
+        """Tell whether the engine has computed up to a mark; called from the copy thread.
+
+        Raises TierError if it never will.
+        """
         ...
 
     def fence(self, copies: Iterable[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Reads a peer's slots, or its engine's tensors, straight into tensors in host memory.
+"""Reads a peer's slots, or its engine's tensors, straight into tensors, on a GPU or not.
 
 Writes such tensors to those of a peer's engine, too.
 
@@ -37,7 +37,7 @@ ENGINES_MAX = 64  # of peers, whose memory is known
 COMMON_MAX = 256  # ranks of theirs, and groups
 OVERLAPS_MAX = 1 << 17  # of all of these, before another one
 PEERS_MAX = 1024  # agents
-NETWORKS = "^shm"  # UCX's transports but those between processes of one machine
+NETWORKS = "^shm,cuda_ipc"  # UCX's transports but those between processes of one machine
 BINDINGS = (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError)
 READ_BYTES = 16 << 20  # of one read; in shared memory it is made by the call that starts it
 
@@ -64,9 +64,7 @@ class EngineAgent:
 
         Raises NotSupported where they cannot be read into.
         """
-        kinds = {str(cache.storage.device) for cache in caches.values()}
-        if kinds != {"cpu"}:
-            raise NotSupported(f"direct = true: KV tensors are on {sorted(kinds)}, expected 'cpu'")
+        self._gpu = gpu_of(caches)
         try:  # not every engine has it
             self._make: Callable[[str], Agent] = import_module("tiers.exporter.agent").Agent
         except ImportError as exc:
@@ -122,7 +120,7 @@ class EngineAgent:
             metadata = self._agent.metadata()
         except MoveError as exc:
             raise TierIOError(str(exc)) from exc
-        return RankPages(self._agent.name, metadata, tuple(self._pages)), blocks
+        return RankPages(self._agent.name, metadata, tuple(self._pages), self._gpu), blocks
 
     def restart(self) -> None:
         """Forget all reads, and have them end. Raises TierError."""
@@ -131,7 +129,7 @@ class EngineAgent:
         try:
             self._agent = self._make(f"kvstore-engine-{secrets.token_hex(8)}")
             for address, size in self._memory():
-                self._agent.register(address, size)
+                self._agent.register(address, size, self._gpu)
         except MoveError as exc:
             raise TierIOError(f"direct = true: {exc}") from exc
 
@@ -173,7 +171,7 @@ class EngineAgent:
             for page in pages if own else ():
                 local.append(in_pages(page, blocks))
                 remote.append(in_slots(page, parts))
-        return self._start([(peer, local, remote)])
+        return self._start([(peer, None, local, remote)])
 
     def read_engine(self, ranks: Sequence[RankPages], moves: Sequence[tuple[Move, int]]) -> Moving:
         """Start reading a peer's engine blocks into ours, of any ranks. Raises TierError."""
@@ -188,7 +186,7 @@ class EngineAgent:
                         local.append(rows(each.here(blocks[:, 0]), each.size))
                         remote.append(rows(each.there(blocks[:, 1]), each.size))
             if local:
-                parts.append((rank.agent, local, remote))
+                parts.append((rank.agent, rank.gpu, local, remote))
         return self._start(parts)
 
     def _shared_with(self, ranks: Sequence[RankPages]) -> list[list[Overlap]]:
@@ -220,7 +218,7 @@ class EngineAgent:
             if overlaps:
                 local = [rows(each.here(own), each.size) for each in overlaps]
                 remote = [rows(each.there(theirs), each.size) for each in overlaps]
-                parts.append((rank.agent, local, remote))
+                parts.append((rank.agent, rank.gpu, local, remote))
         return self._start(parts, write=True)
 
     def _common_with(self, group: int, pages: tuple[PageRun, ...]) -> list[Overlap]:
@@ -232,16 +230,24 @@ class EngineAgent:
         return self._common[group, pages]
 
     def _start(
-        self, parts: Sequence[tuple[str, list[Places], list[Places]]], *, write: bool = False
+        self,
+        parts: Sequence[tuple[str, int | None, list[Places], list[Places]]],
+        *,
+        write: bool = False,
     ) -> Moving:
+        """Start moving, by peer and the GPU that it has them on, between our places and its."""
         if self._agent is None:
             raise TierIOError("no agent")
         reading = Moving(0, self._agents, [])
-        rows_of = [(peer, np.concatenate(own), np.concatenate(far)) for peer, own, far in parts]
+        rows_of = [
+            (peer, gpu, np.concatenate(own), np.concatenate(far)) for peer, gpu, own, far in parts
+        ]
         try:
-            for peer, local, remote in rows_of:
+            for peer, gpu, local, remote in rows_of:
                 self._meet(self._agent, peer)
-                flight, over = self._agent.move(peer, local, remote, write=write)
+                flight, over = self._agent.move(
+                    peer, local, remote, write=write, gpu=self._gpu, peer_gpu=gpu
+                )
                 if over:
                     self._agent.let_go(flight)
                 else:
@@ -286,6 +292,17 @@ class EngineAgent:
                 agent.let_go(flight)
             else:
                 reading.flights.append(flight)
+
+
+def gpu_of(caches: dict[str, LayerCache]) -> int | None:
+    """Return the number of the GPU that tensors are on; None: host memory. Raises NotSupported."""
+    kinds = {str(cache.storage.device) for cache in caches.values()}
+    kind, _, number = next(iter(kinds), "").partition(":")
+    if len(kinds) != 1 or kind not in {"cpu", "cuda"}:
+        raise NotSupported(
+            f"direct = true: KV tensors are on {sorted(kinds)}, expected 'cpu' or one GPU"
+        )
+    return int(number or 0) if kind == "cuda" else None
 
 
 def page_run(run: LayerRun, cache: LayerCache) -> PageRun:

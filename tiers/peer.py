@@ -401,7 +401,8 @@ class PeerMover:
         """Write to an engine of a peer's."""
         rank, parts, blocks = fill.rank, array("Q", fill.offsets).tobytes(), u32(fill.blocks)
         pages = rank.pages[fill.group]
-        self._start(Filling(rank.agent, fill.extent, pages, parts, blocks), None, tags)
+        filling = Filling(rank.agent, fill.extent, pages, parts, blocks, rank.gpu)
+        self._start(filling, None, tags)
 
     def read(self, tags: list[Part], agent: str, digest: str, read: Read) -> None:
         """Read a peer's slots into landing slots, some at a time."""

@@ -59,7 +59,7 @@ def gives(peer: Peer, job: Job, positions: Sequence[int]) -> Iterator[tuple[list
         batches.setdefault((place.engine, group), []).append((position, own, there))
     for (engine, group), found in batches.items():
         ranks = tuple(
-            RankPages(rank.agent, b"", (rank.pages[group],))
+            RankPages(rank.agent, b"", (rank.pages[group],), rank.gpu)
             for rank in job.ranks
             if rank.pages[group]
         )

@@ -2,8 +2,8 @@
 
 NIXL's bindings are used directly. Its Python agent has UCX's thread look for work without a
 pause: an idle exporter would take a whole core, and so would each of its peers. And its package
-loads torch to learn which CUDA there is: five times the memory, and a second at each start. Only
-memory of the host is moved here, which every build of NIXL can.
+loads torch to learn which CUDA there is: five times the memory, and a second at each start. Host
+memory is what every build of NIXL moves; a GPU's takes one that was built with CUDA.
 
 All calls are one thread's. NIXL protects nothing: what is asked for has to be checked before.
 """
@@ -55,6 +55,17 @@ def failed(what: str, exc: Exception, *, begun: bool = False) -> MoveError:
     return MoveError(f"{what}: {exc}", error, begun=begun)
 
 
+def _segment(gpu: int | None) -> Any:  # noqa: ANN401 - the bindings have no types
+    return _bindings.DRAM_SEG if gpu is None else _bindings.VRAM_SEG
+
+
+def _places(places: Places, gpu: int | None) -> Any:  # noqa: ANN401 - the same
+    if gpu is not None:
+        places = places.copy()
+        places[:, 2] = gpu
+    return _bindings.nixlXferDList(_segment(gpu), places)
+
+
 class Agent:
     """Registers memory, knows peers, and moves blocks between own memory and theirs."""
 
@@ -80,10 +91,13 @@ class Agent:
             raise failed("no metadata", exc) from exc
         return found
 
-    def register(self, address: int, size: int) -> Region:
-        """Make memory known; one region, since no block may span two. Raises MoveError."""
-        places = np.array([[address, size, 0]], dtype=np.uint64)
-        region = _bindings.nixlRegDList(_bindings.DRAM_SEG, places)
+    def register(self, address: int, size: int, gpu: int | None = None) -> Region:
+        """Make memory known; one region, since no block may span two. Raises MoveError.
+
+        gpu: the number of the GPU that it is on, None: host memory.
+        """
+        places = np.array([[address, size, gpu or 0]], dtype=np.uint64)
+        region = _bindings.nixlRegDList(_segment(gpu), places)
         try:
             self._agent.registerMem(region, self._backends)
         except ERRORS as exc:
@@ -157,10 +171,22 @@ class Agent:
             raise failed("ended", exc, begun=True) from exc
         return Flight(flight), status == _bindings.NIXL_SUCCESS
 
-    def move(self, peer: str, local: Places, remote: Places, *, write: bool) -> tuple[Flight, bool]:
-        """Start moving between places of ours and of a peer's, one by one; else like start()."""
+    def move(
+        self,
+        peer: str,
+        local: Places,
+        remote: Places,
+        *,
+        write: bool,
+        gpu: int | None = None,
+        peer_gpu: int | None = None,
+    ) -> tuple[Flight, bool]:
+        """Start moving between places of ours and of a peer's, one by one; else like start().
+
+        gpu, peer_gpu: the numbers of the GPUs that they are on, None: host memory.
+        """
         operation = _bindings.NIXL_WRITE if write else _bindings.NIXL_READ
-        lists = [_bindings.nixlXferDList(_bindings.DRAM_SEG, each) for each in (local, remote)]
+        lists = [_places(local, gpu), _places(remote, peer_gpu)]
         try:
             flight = self._agent.createXferReq(operation, *lists, peer, "", self._backends)
         except ERRORS as exc:

@@ -111,6 +111,7 @@ class Filling(msgspec.Struct, frozen=True):
     pages: tuple[PageRun, ...]
     parts: bytes
     blocks: bytes
+    gpu: int | None = None
 
     @property
     def bytes(self) -> int:

@@ -76,7 +76,7 @@ class Fill(Message, frozen=True):
     """Write parts of an own extent to an engine's blocks, in memory of a peer's.
 
     pages: where bytes of a part lie in there. parts: where in the extent each begins (u64);
-    blocks: the engine block that it is written to (u32).
+    blocks: the engine block that it is written to (u32). gpu: see RankPages.
     """
 
     id: int
@@ -85,6 +85,7 @@ class Fill(Message, frozen=True):
     pages: tuple[PageRun, ...]
     parts: bytes
     blocks: bytes
+    gpu: int | None = None
 
 
 class Abandon(Message, frozen=True):

@@ -262,7 +262,7 @@ class Mover:
         def start(part: slice) -> tuple[Flight, bool]:
             local = np.concatenate([in_slots(page, parts[part]) for page in asked.pages])
             remote = np.concatenate([in_pages(page, blocks[part]) for page in asked.pages])
-            return self._agent.move(asked.peer, local, remote, write=True)
+            return self._agent.move(asked.peer, local, remote, write=True, peer_gpu=asked.gpu)
 
         size = sum(page.pieces * page.piece_bytes for page in asked.pages)
         pieces = sum(page.pieces for page in asked.pages)

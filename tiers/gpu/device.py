@@ -251,6 +251,10 @@ class CudaDevice:
         self._cuda.record(event, self._cuda.compute_stream())
         return event
 
+    def passed(self, mark: int) -> bool:
+        """Ask the device whether the compute stream has come to a mark. Raises TierError."""
+        return self._cuda.reached(mark)
+
     def fence(self, copies: Iterable[Queued]) -> None:
         """Let the compute stream wait for copies; the calling thread does not wait."""
         stream = self._cuda.compute_stream()
