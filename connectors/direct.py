@@ -124,7 +124,10 @@ class DirectReads:
         self._tell: Tell = nobody
 
     def open(self, layout: RankLayout, devices: str, tell: Tell) -> None:
-        """A session begins; no load is under way. tell(): to the store. Raises TierError."""
+        """A session begins; no load is under way. tell(): to the store.
+
+        Raises TierError, NotSupported where NIXL does not take the tensors' memory.
+        """
         self._told.clear()
         self._fetches.clear()
         self._slot_bytes = layout.slot_bytes

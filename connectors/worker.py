@@ -31,7 +31,7 @@ from connectors.loads import Load
 from kvstore import protocol as p
 from kvstore.errors import KVStoreError, NotSupported, TierError
 from kvstore.extra import DirectWay
-from kvstore.layout import Move, RankGeometry
+from kvstore.layout import Move, RankGeometry, RankLayout
 from tiers.copier import LayerCache, MappedExtent, SlotMap
 from tiers.device import Copier, Copying, Device, device_of
 from tiers.runner import NOTHING, Nothing, Runner
@@ -374,7 +374,7 @@ class WorkerHalf:
             self._copier = self._device.copier(welcome.layout)
             self._wait_ns = welcome.wait_ms * 1_000_000
             if self._direct is not None and welcome.devices:
-                self._direct.open(welcome.layout, welcome.devices, partial(self._tell, link))
+                self._open_direct(self._direct, welcome.layout, welcome.devices, link)
             self._link, self._session = link, welcome.session
             while not self._stop.is_set() and self._handle(link, link.receive(_READ_S)):
                 pass
@@ -386,6 +386,17 @@ class WorkerHalf:
             for extent in self._slots.clear():
                 self._device.unpin(extent)
             link.close()
+
+    def _open_direct(
+        self, direct: DirectReads, layout: RankLayout, devices: str, link: Link
+    ) -> None:
+        """Raises NotSupported where that cannot be; the next session is one without."""
+        try:
+            direct.open(layout, devices, partial(self._tell, link))
+        except NotSupported:
+            self._direct = None
+            self._hello = msgspec.structs.replace(self._hello, direct=False)
+            raise
 
     def _handle(self, link: Link, messages: Iterable[p.Message]) -> bool:
         for message in messages:

@@ -24,7 +24,9 @@ from tests.fakes import hashes
 from tests.handover_nodes import exporter_of
 from tests.live import eventually
 from tests.worker_rig import Rig, heard
+from tiers.exporter.agent import Agent
 from tiers.exporter.child import ucx_settings
+from tiers.exporter.errors import MoveError
 
 CAPACITY = "16MiB"
 PATIENT = 'promote = "60s"\n'  # however slow the machine is
@@ -44,11 +46,12 @@ class Nodes:
         serving: bool,
         per: int,
         push: bool,
+        place: tuple[str, str],
     ) -> None:
         """more: sections of the prefill store's settings; engine: of both stores' [engine].
 
         serving: the prefill engine's memory can be read, too. per: engine blocks in a block.
-        push: the decode engine is written to.
+        push: the decode engine is written to. place: where the engines' tensors are.
         """
         self.push = push
         ends.callback(os.unsetenv, "UCX_TLS")  # of agents that are written to
@@ -64,7 +67,7 @@ class Nodes:
             way: DirectWay = "pull" if serving else ""
             if name == "d":
                 way = "push" if push else "pull"
-            rig = Rig(path, world=world, per=per, direct=way)
+            rig = Rig(path, world=world, per=per, direct=way, place=place[name == "d"])
             ends.callback(rig.close)
             rig.attach()
             self.rigs.append(rig)
@@ -125,11 +128,11 @@ def nodes(
     serving: bool = False,
     per: int = 1,
     push: bool = False,
+    place: tuple[str, str] = ("cpu", "cpu"),
 ) -> Iterator[Nodes]:
+    how = {"ranks": ranks, "more": more, "engine": engine, "serving": serving, "per": per}
     with ExitStack() as ends:
-        yield Nodes(
-            folder, ends, ranks=ranks, more=more, engine=engine, serving=serving, per=per, push=push
-        )
+        yield Nodes(folder, ends, **how, push=push, place=place)  # type: ignore[arg-type]
 
 
 ways = pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
@@ -203,6 +206,25 @@ def test_L1_direct_blocks_come_from_the_peers_disk(tmp_path: Path, *, push: bool
         assert made.load(granted, range(6, 12)) == [False]
         assert made.holds(range(6, 12))
         assert made.numbers(1)["kvstore_fetched_blocks{nvme}"] == 6
+
+
+def test_direct_what_NIXL_cannot_reach_goes_through_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU's memory, where NIXL was built without CUDA."""
+
+    def refuse(_agent: Agent, address: int, size: int, gpu: int | None) -> None:
+        raise MoveError(f"a test: {size} bytes at {address:#x} of {gpu}", "refused")
+
+    monkeypatch.setattr(Agent, "register", refuse)
+    chain = hashes(3)
+    with nodes(tmp_path) as made:
+        made.rigs[0].put(chain, range(3))
+        grant = made.ask(chain)
+        assert (grant.kept >= 3, grant.sources) == (True, {"peer": 3})
+        found = made.brings(grant, range(4, 7))
+        assert found["kvstore_hand_over_moved_bytes{pulled}"] > 0
+        assert not found.get("kvstore_hand_over_moved_bytes{direct}")
 
 
 def test_B9_direct_an_answer_that_is_not_used_lets_the_peer_go(tmp_path: Path) -> None:

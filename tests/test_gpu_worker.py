@@ -186,6 +186,22 @@ def test_O13_a_load_into_the_source_of_a_store_waits_for_it(start: Start) -> Non
     assert gpu.rank.holds(2, 1)
 
 
+def test_O13_direct_a_mark_is_passed_when_what_the_engine_computes_has_come_to_it(
+    start: Start,
+) -> None:
+    gpu = start()
+    device = gpu.rank.device
+    assert device is not None
+    gpu.cuda.held.add(COMPUTE)
+    done: list[bool] = []
+    gpu.cuda.compute(lambda: done.append(True))
+    mark = device.mark()
+    assert not any(device.passed(mark) for _ in range(100))
+    gpu.cuda.held.discard(COMPUTE)
+    eventually(lambda: device.passed(mark))
+    assert done
+
+
 def test_O15_a_slot_that_is_reused_under_a_copy_fails_the_load(
     start: Start,
 ) -> None:

@@ -52,12 +52,14 @@ class Rank:
         device: MakeDevice | None = None,
         *,
         direct: DirectWay = "",
+        place: str = "cpu",
     ) -> None:
         heads = HEADS // world
         self.heads = slice(rank * heads, (rank + 1) * heads)
         self.page = heads * HEAD_BYTES
         self.stride = (self.page + pad) * LAYERS  # a block's layers lie side by side
-        self.storage = torch.full((BLOCKS * self.stride,), POISON, dtype=torch.uint8)
+        size = (BLOCKS * self.stride,)
+        self.storage = torch.full(size, POISON, dtype=torch.uint8, device=place)
         caches = {
             f"layer.{i}": LayerCache(self.storage, i * (self.page + pad), self.stride, self.page)
             for i in range(LAYERS)
@@ -85,7 +87,7 @@ class Rank:
     def holds(self, block: int, of: int) -> bool:
         """Whether a block has the bytes that block `of` had."""
         return all(
-            torch.equal(self.view(block, layer), truth(of, layer)[self.heads].flatten())
+            torch.equal(self.view(block, layer).cpu(), truth(of, layer)[self.heads].flatten())
             for layer in range(LAYERS)
         )
 
@@ -109,10 +111,14 @@ class Rig:
         pad: int = 0,
         device: MakeDevice | None = None,
         direct: DirectWay = "",
+        place: str = "cpu",
     ) -> None:
+        """place: where its tensors are, as torch says it."""
         self.per = per
         made = per, pad, path, device
-        self.ranks = [Rank(name, rank, world, *made, direct=direct) for rank in range(world)]
+        self.ranks = [
+            Rank(name, rank, world, *made, direct=direct, place=place) for rank in range(world)
+        ]
         hello = p.Hello(p.VERSION, name, "scheduler", 0, world, credit_slots=16)
         self.client = StoreClient(Attacher(lambda: path, hello), monotonic_ns)
         self.ended: list[tuple[int, str, bool]] = []  # (rank, request, failed)

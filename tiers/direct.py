@@ -83,7 +83,10 @@ class EngineAgent:
         self._met: set[str] = set()  # those that the agent knows
 
     def open(self, layout: RankLayout, devices: str) -> None:
-        """Read by a store's layout, over these network devices. Raises TierError."""
+        """Read by a store's layout, over these network devices.
+
+        Raises TierError, NotSupported where NIXL does not take the tensors' memory.
+        """
         self._pages = [
             tuple(page_run(run, cache_of(run, self._caches)) for run in group.runs)
             for group in layout.groups
@@ -101,7 +104,10 @@ class EngineAgent:
         self._shared.clear()
         self._common.clear()
         if self._agent is None:
-            self.restart()
+            try:
+                self.restart()
+            except TierIOError as exc:
+                raise NotSupported(str(exc)) from exc
 
     @property
     def name(self) -> str:
@@ -131,6 +137,7 @@ class EngineAgent:
             for address, size in self._memory():
                 self._agent.register(address, size, self._gpu)
         except MoveError as exc:
+            self._agent = None
             raise TierIOError(f"direct = true: {exc}") from exc
 
     def close(self) -> None:

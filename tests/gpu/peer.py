@@ -1,0 +1,113 @@
+"""A peer in a process of its own: a store's slots in host memory, and an engine's pages.
+
+Also what a test needs of its own engine, so that both sides have the same pages.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from kvstore.layout import GroupLayout, LayerRun, RankLayout, RankPages
+from tiers.copier import LayerCache
+from tiers.direct import NETWORKS, EngineAgent, Moving
+from tiers.exporter.agent import Agent
+from tiers.exporter.child import ucx_settings
+from tiers.pages import in_pages, in_slots
+
+BLOCKS, LAYERS, PAGE = 24, 3, 16384
+SLOT = LAYERS * PAGE
+LIMIT_S = 60.0
+DEVICES = "lo"
+
+
+class Slots(msgspec.Struct):
+    """Where a peer's slots are, and the agent that serves them."""
+
+    agent: str
+    metadata: bytes
+    address: int
+
+
+class Write(msgspec.Struct):
+    """Have the slots' agent write these slots to engine blocks, by pairs."""
+
+    rank: RankPages
+    pairs: list[tuple[int, int]]
+
+
+def truth(seed: int) -> torch.Tensor:
+    """What slots or engine blocks hold: block, layer, bytes."""
+    made = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (BLOCKS, LAYERS, PAGE), dtype=torch.uint8, generator=made)
+
+
+class Engine:
+    """An engine's pages, layer after layer, and its agent."""
+
+    def __init__(self, device: str, seed: int, *, written: bool) -> None:
+        """written: by a peer's store, so networks are used only."""
+        self.memory = truth(seed).transpose(0, 1).contiguous().to(device)
+        storage = self.memory.view(-1)
+        caches = {
+            str(layer): LayerCache(storage, layer * BLOCKS * PAGE, PAGE, PAGE)
+            for layer in range(LAYERS)
+        }
+        runs = tuple(LayerRun(str(at), at * PAGE, PAGE, writes=True) for at in range(LAYERS))
+        self.agent = EngineAgent(caches, transports=NETWORKS if written else None)
+        self.agent.open(RankLayout(SLOT, (GroupLayout(SLOT, runs),)), DEVICES)
+        served = self.agent.serves()
+        assert served is not None
+        self.rank = served[0]
+
+    def blocks(self) -> torch.Tensor:
+        """What it holds now: block, layer, bytes."""
+        return self.memory.cpu().transpose(0, 1)
+
+    def over(self, moving: Moving) -> None:
+        """Wait for a transfer."""
+        limit = time.monotonic() + LIMIT_S
+        while not self.agent.over(moving):
+            assert time.monotonic() < limit, "a transfer has not ended"
+            time.sleep(0.0001)
+
+
+def _write(agent: Agent, address: int, asked: Write) -> None:
+    """As an exporter does it."""
+    assert agent.add_peer(asked.rank.metadata) == asked.rank.agent
+    slots = np.array([address + slot * SLOT for slot, _ in asked.pairs], np.uint64)
+    blocks = np.array([block for _, block in asked.pairs], np.uint64)
+    pages = asked.rank.pages[0]
+    here = np.concatenate([in_slots(page, slots) for page in pages])
+    there = np.concatenate([in_pages(page, blocks) for page in pages])
+    flight, over = agent.move(asked.rank.agent, here, there, write=True, peer_gpu=asked.rank.gpu)
+    limit = time.monotonic() + LIMIT_S
+    while not over:
+        assert time.monotonic() < limit, "a write has not ended"
+        over = agent.over(flight)
+    agent.let_go(flight)
+
+
+def serve(pipe: Connection, device: str) -> None:
+    """Run until the other side closes the pipe."""
+    engine, slots = Engine(device, 1, written=False), truth(2).contiguous()
+    ucx_settings(DEVICES, None)
+    agent = Agent(f"slots of {engine.rank.agent}")
+    agent.register(slots.data_ptr(), slots.numel())
+    pipe.send((engine.rank, Slots(agent.name, agent.metadata(), slots.data_ptr())))
+    while True:
+        try:
+            asked: Any = pipe.recv()
+        except EOFError:
+            return
+        if isinstance(asked, Write):
+            _write(agent, slots.data_ptr(), asked)
+            pipe.send(None)
+        else:
+            pipe.send(array("B", engine.blocks().contiguous().numpy().tobytes()))

@@ -1,0 +1,119 @@
+"""Engine memory, on a GPU or not, moved by NIXL from and to another process, bit for bit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import numpy as np
+import pytest
+import torch
+
+from kvstore.layout import Move, RankPages
+from tests.gpu.peer import BLOCKS, LAYERS, PAGE, SLOT, Engine, Slots, Write, serve, truth
+
+places = pytest.mark.parametrize(
+    ("device", "theirs"),
+    [
+        ("cpu", "cpu"),
+        pytest.param("cuda:0", "cuda:0", marks=pytest.mark.gpu),
+        pytest.param("cuda:0", "cpu", marks=pytest.mark.gpu),
+        pytest.param("cpu", "cuda:0", marks=pytest.mark.gpu),
+    ],
+)
+SOME = [(3, 7), (4, 1), (20, 0), (0, 23)]  # a block there, and one here
+LIMIT_S = 120.0
+
+
+class Peer:
+    """Another process, with its engine on a device."""
+
+    def __init__(self, device: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, there = context.Pipe()
+        self._child = context.Process(target=serve, args=(there, device), daemon=True)
+        self._child.start()
+        there.close()
+        self.rank: RankPages
+        self.slots: Slots
+        self.rank, self.slots = self.answer()
+
+    def answer(self) -> tuple[RankPages, Slots]:
+        assert self._pipe.poll(LIMIT_S), "the other process says nothing"
+        found: tuple[RankPages, Slots] = self._pipe.recv()
+        return found
+
+    def tell(self, asked: Write | None) -> Connection:
+        self._pipe.send(asked)
+        assert self._pipe.poll(LIMIT_S)
+        return self._pipe
+
+    def blocks(self) -> torch.Tensor:
+        """What its engine holds now."""
+        found = np.frombuffer(self.tell(None).recv(), np.uint8)
+        return torch.from_numpy(found.copy()).view(BLOCKS, LAYERS, PAGE)
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._child.join(10)
+        self._child.kill()
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator[dict[str, Peer]]:
+    """Those that run, by their device: to start one takes seconds."""
+    made: dict[str, Peer] = {}
+    yield made
+    for one in made.values():
+        one.close()
+    os.unsetenv("UCX_TLS")
+
+
+@pytest.fixture
+def peer(peers: dict[str, Peer], theirs: str) -> Peer:
+    if theirs not in peers:
+        peers[theirs] = Peer(theirs)
+    return peers[theirs]
+
+
+def expected(before: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """What is there once SOME blocks of a source are, and nothing else has changed."""
+    found = before.clone()
+    for there, here in SOME:
+        found[here] = source[there]
+    return found
+
+
+@places
+def test_L1_direct_slots_are_read_into_engine_memory(peer: Peer, device: str) -> None:
+    engine = Engine(device, 5, written=False)
+    engine.agent.meet(peer.slots.agent, peer.slots.metadata)
+    moves = [(Move(0, here, 0, 0), peer.slots.address + there * SLOT) for there, here in SOME]
+    engine.over(engine.agent.read(peer.slots.agent, moves))
+    assert torch.equal(engine.blocks(), expected(truth(5), truth(2)))
+
+
+@places
+def test_L1_direct_a_peers_engine_is_read_into_engine_memory(peer: Peer, device: str) -> None:
+    engine = Engine(device, 5, written=False)
+    moves = [(Move(0, here, 0, 0), there) for there, here in SOME]
+    engine.over(engine.agent.read_engine([peer.rank], moves))
+    assert torch.equal(engine.blocks(), expected(truth(5), peer.blocks()))
+
+
+@places
+def test_O20_direct_engine_memory_is_written_to_a_peers_engine(peer: Peer, device: str) -> None:
+    engine = Engine(device, 5, written=False)
+    here, there = [b for b, _ in SOME], [b for _, b in SOME]
+    before = peer.blocks()
+    engine.over(engine.agent.write([peer.rank], 0, here, there))
+    assert torch.equal(peer.blocks(), expected(before, truth(5)))
+
+
+@places
+def test_L1_direct_slots_are_written_to_engine_memory(peer: Peer, device: str) -> None:
+    engine = Engine(device, 5, written=True)
+    peer.tell(Write(engine.rank, SOME)).recv()
+    assert torch.equal(engine.blocks(), expected(truth(5), truth(2)))
