@@ -15,6 +15,10 @@ THREADS_MIN = 2  # one slow read holds no other
 BETTER = 1.1  # threads are the cheaper mover, so another has to be faster by this
 DRIVE_WRITES_PER_DAY = 1.0
 DAY_S = 86_400
+GDS_UNUSED = (
+    "kvstore does not use it: blocks always go through host memory, where their checksums are"
+    " compared before an engine gets them"
+)
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -47,6 +51,29 @@ class Suggestion(msgspec.Struct, frozen=True):
         )
 
 
+class Gds(msgspec.Struct, frozen=True):
+    """Whether NIXL's GDS plugin could move blocks between this disk and a GPU.
+
+    usable: it loads, and there is a GPU. direct: the bytes would not pass host memory, either.
+    reasons: what stands in the way of the two.
+    """
+
+    usable: bool
+    direct: bool
+    reasons: list[str]
+
+    @property
+    def text(self) -> str:
+        """Return it as a sentence."""
+        if self.direct:
+            found = "could be used"
+        elif self.usable:
+            found = f"would go through host memory: {'; '.join(self.reasons)}"
+        else:
+            found = f"cannot be used: {'; '.join(self.reasons)}"
+        return f"{found}. {GDS_UNUSED}"
+
+
 class Report(msgspec.Struct, frozen=True):
     """All that was measured; movers: what each that was tried is, or why it cannot be had."""
 
@@ -56,7 +83,7 @@ class Report(msgspec.Struct, frozen=True):
     drive_bytes: int  # size of the file system
     seconds: float
     movers: dict[str, str]
-    gds: str
+    gds: Gds
     samples: list[Sample]
     suggestion: Suggestion
     toml: str
@@ -91,7 +118,7 @@ def show(report: Report) -> None:
     console.print(table)
     lines = [f"{name}: {what}" for name, what in report.movers.items()]
     lines += [
-        f"GDS: {report.gds}",
+        f"GDS: {report.gds.text}",
         "",
         report.suggestion.toml,
         "",

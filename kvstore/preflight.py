@@ -10,15 +10,18 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import msgspec
 
 from kvstore.config import Config
+from kvstore.diskcheck import Gds
 from kvstore.errors import ConfigError
 from kvstore.quantities import GIB, KIB, MIB
 from kvstore.service.server import CPU_TIER, find_class
 
+GDS = "tiers.nvme.gds"
 SHMEM_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 
 
@@ -136,6 +139,8 @@ def _disk(config: Config) -> Iterator[Finding]:
         yield Finding(Level.FAIL, "nvme", text)
     else:
         yield Finding(Level.OK, "nvme", "direct I/O works there")
+    gds: Gds = import_module(GDS).examine(folder)
+    yield Finding(Level.OK, "gds", gds.text)
 
 
 def _huge_pages() -> Finding:
