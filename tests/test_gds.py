@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.diskcheck import Gds
+from tests.compiled import compiled
 from tiers.nvme import gds, nixl_gds
 
 MOUNTS = """\
@@ -29,6 +30,31 @@ def test_nixl_is_tried_for_real() -> None:
     assert found == "" or found.startswith("NIXL"), found
     assert "answer" not in found
     assert "NOT_FOUND" not in found, "a library that is missing is named"
+
+
+@pytest.mark.parametrize(
+    ("does", "expected"),
+    [
+        ("open", ""),
+        ("fail", "refuses: NIXL_ERR_BACKEND: cuFileDriverOpen failed: nvidia-fs driver is not loa"),
+        ("abort", "ends the process that loads it (Aborted)"),
+        ("hang", "does not answer within 5 s"),
+    ],
+)
+def test_the_real_plugin_on_a_cufile_that_is_none(
+    does: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled("cufile_stub.c", tmp_path / "libcufile.so.0")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setenv("CUFILE_STUB", does)
+    monkeypatch.setattr(gds, "LIMIT_S", 5.0 if does == "hang" else 600.0)
+    found = gds.attempt()
+    if "does not load" in found:  # of another version, or libcudart is not here either
+        pytest.skip(found)
+    if does == "open":
+        assert found == ""
+    else:
+        assert found.startswith(f"NIXL's GDS plugin {expected}")
 
 
 def test_a_plugin_that_nixl_does_not_have_is_refused_in_its_words(

@@ -69,7 +69,7 @@ def attempt() -> str:
         except msgspec.DecodeError:
             pass  # it ended in good order, but in the middle
         how = signal.strsignal(-status) if status < 0 else f"status {status}"
-        return f"NIXL's {PLUGIN} plugin ends the process that loads it ({how}){_last(said)}"
+        return f"NIXL's {PLUGIN} plugin ends the process that loads it ({how}){_first(said)}"
 
 
 def _wrong(tried: Tried, said: str) -> str:
@@ -81,7 +81,7 @@ def _wrong(tried: Tried, said: str) -> str:
     missing = _NOT_LOADED.search(said)
     if missing:
         return f"NIXL's {PLUGIN} plugin does not load: {missing[1]}"
-    return f"NIXL's {PLUGIN} plugin refuses: {tried.wrong}{_last(said)}"
+    return f"NIXL's {PLUGIN} plugin refuses: {tried.wrong}{_first(said)}"
 
 
 def _run(answer: IO[bytes], log: IO[bytes]) -> int | None:
@@ -113,10 +113,10 @@ def _text(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
-def _last(said: str) -> str:
-    """Return the last error of a log, to go behind a sentence."""
-    errors = _ERROR.findall(said)
-    return f": {errors[-1]}" if errors else ""
+def _first(said: str) -> str:
+    """Return the first error of a log, to go behind a sentence: later ones follow from it."""
+    error = _ERROR.search(said)
+    return f": {error[1]}" if error else ""
 
 
 def _detours(folder: Path) -> Iterator[str]:
