@@ -7,6 +7,7 @@ import statistics
 import msgspec
 from rich.table import Table
 
+from kvstore.gds import Gds
 from kvstore.printing import output
 from kvstore.quantities import GIB, MIB
 
@@ -15,10 +16,6 @@ THREADS_MIN = 2  # one slow read holds no other
 BETTER = 1.1  # threads are the cheaper mover, so another has to be faster by this
 DRIVE_WRITES_PER_DAY = 1.0
 DAY_S = 86_400
-GDS_UNUSED = (
-    "kvstore does not use it: blocks always go through host memory, where their checksums are"
-    " compared before an engine gets them"
-)
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -49,29 +46,6 @@ class Suggestion(msgspec.Struct, frozen=True):
             f'mover = "{self.mover}"\n'
             f'write_budget = "{max(1, self.write_budget_bytes // size)}{unit}"'
         )
-
-
-class Gds(msgspec.Struct, frozen=True):
-    """Whether NIXL's GDS plugin could move blocks between this disk and a GPU.
-
-    usable: it loads, and there is a GPU. direct: the bytes would not pass host memory, either.
-    reasons: what stands in the way of the two.
-    """
-
-    usable: bool
-    direct: bool
-    reasons: list[str]
-
-    @property
-    def text(self) -> str:
-        """Return it as a sentence."""
-        if self.direct:
-            found = "could be used"
-        elif self.usable:
-            found = f"would go through host memory: {'; '.join(self.reasons)}"
-        else:
-            found = f"cannot be used: {'; '.join(self.reasons)}"
-        return f"{found}. {GDS_UNUSED}"
 
 
 class Report(msgspec.Struct, frozen=True):

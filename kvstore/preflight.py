@@ -17,8 +17,8 @@ import msgspec
 
 from kvstore import numa
 from kvstore.config import Config
-from kvstore.diskcheck import Gds
 from kvstore.errors import ConfigError
+from kvstore.gds import Gds
 from kvstore.quantities import GIB, KIB, MIB
 from kvstore.service.server import CPU_TIER, find_class
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.diskcheck import Gds
+from kvstore.gds import Gds
 from tests.compiled import compiled
 from tiers.nvme import gds, nixl_gds
 

@@ -19,7 +19,7 @@ from typing import IO
 
 import msgspec
 
-from kvstore.diskcheck import Gds
+from kvstore.gds import Gds
 from tiers.nvme.nixl_gds import PLUGIN, Tried
 
 DEVICES = Path("/dev")
