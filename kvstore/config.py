@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from kvstore.errors import ConfigError
+from kvstore.numa import NODE_MAX
 from kvstore.quantities import GIB, MIB, parse_bytes, parse_duration_ns, shown
 from kvstore.settings import (
     Required,
@@ -29,6 +30,7 @@ from kvstore.settings import (
     refuse_unknown,
     section_of,
     text_of,
+    whole_number,
 )
 
 HUGE_PAGE_BYTES = 2 * MIB
@@ -76,10 +78,13 @@ class CpuConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     extent (bytes): the unit in which memory is handed to a namespace, registered, pinned, grown
         and shrunk; a multiple of 2 MiB (one huge page). Default "auto", capacity / 8 between
         16 MiB and 1 GiB: several models can share a small store, a large one has few regions.
+    numa: number of the NUMA node whose memory is taken while it has room, that of the GPUs. Default
+        none, the kernel decides: most machines have one, and a wrong one is slower.
     """
 
     capacity_bytes: int = msgspec.field(name="capacity")
     extent_bytes: int = msgspec.field(name="extent")
+    numa: int | None = None
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -264,12 +269,6 @@ def _read_folder(value: object, _found: Mapping[str, Any]) -> str:
     return path
 
 
-def _read_threads(value: object, _found: Mapping[str, Any]) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= THREADS_MAX:
-        raise ConfigError(f"expected a whole number from 1 to {THREADS_MAX}, found {shown(value)}")
-    return value
-
-
 def _read_mover(value: object, _found: Mapping[str, Any]) -> str:
     expected = " or ".join(f'"{name}"' for name in MOVERS)
     mover = text_of(value, expected)
@@ -452,6 +451,7 @@ SERVER = {
 CPU = {
     "capacity": Setting(_read_capacity, Required('capacity = "8GiB"')),
     "extent": Setting(_read_extent, "auto"),
+    "numa": optional(whole_number(0, NODE_MAX)),
 }
 ENGINE = {
     "credit": Setting(_read_credit, None),
@@ -465,7 +465,7 @@ NVME = {
     "capacity": Setting(_read_disk_capacity, Required('capacity = "200GiB"')),
     "extent": Setting(_read_disk_extent, "auto"),
     "durability": Setting(_read_defer, "1s"),
-    "threads": Setting(_read_threads, 4),
+    "threads": Setting(whole_number(1, THREADS_MAX), 4),
     "mover": Setting(_read_mover, "threads"),
     "backlog": Setting(_read_backlog, "10s"),
     "write_budget": optional(_read_budget),

@@ -7,6 +7,7 @@ import statistics
 import msgspec
 from rich.table import Table
 
+from kvstore.gds import Gds
 from kvstore.printing import output
 from kvstore.quantities import GIB, MIB
 
@@ -56,7 +57,7 @@ class Report(msgspec.Struct, frozen=True):
     drive_bytes: int  # size of the file system
     seconds: float
     movers: dict[str, str]
-    gds: str
+    gds: Gds
     samples: list[Sample]
     suggestion: Suggestion
     toml: str
@@ -91,7 +92,7 @@ def show(report: Report) -> None:
     console.print(table)
     lines = [f"{name}: {what}" for name, what in report.movers.items()]
     lines += [
-        f"GDS: {report.gds}",
+        f"GDS: {report.gds.text}",
         "",
         report.suggestion.toml,
         "",

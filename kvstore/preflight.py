@@ -10,15 +10,19 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import msgspec
 
+from kvstore import numa
 from kvstore.config import Config
 from kvstore.errors import ConfigError
+from kvstore.gds import Gds
 from kvstore.quantities import GIB, KIB, MIB
 from kvstore.service.server import CPU_TIER, find_class
 
+GDS = "tiers.nvme.gds"
 SHMEM_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 
 
@@ -111,6 +115,26 @@ def _memory(config: Config) -> Iterator[Finding]:
     if rest:
         text += f"; {shown(rest)} of the capacity fill no extent and stay unused"
     yield Finding(Level.NOTE if rest else Level.OK, "cpu", text)
+    yield _nodes(config.cpu.numa)
+
+
+def _nodes(chosen: int | None) -> Finding:
+    """Say which NUMA node slots are taken from, and where the GPUs are."""
+    there, gpus = numa.nodes(), numa.nodes_of_gpus()
+    text = "taken from any node, as the kernel decides"
+    if chosen is not None:
+        try:
+            numa.check(chosen)
+        except ConfigError as exc:
+            return Finding(Level.FAIL, "numa", str(exc))
+        text = f"taken from node {chosen} while it has room"
+    text += f"; nodes with memory: {_listed(there)}, GPUs at nodes: {_listed(gpus)}"
+    far = len(there) > 1 and bool(gpus) and gpus != [chosen]
+    return Finding(Level.NOTE if far else Level.OK, "numa", text)
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers)) or "none known"
 
 
 def _disk(config: Config) -> Iterator[Finding]:
@@ -136,6 +160,8 @@ def _disk(config: Config) -> Iterator[Finding]:
         yield Finding(Level.FAIL, "nvme", text)
     else:
         yield Finding(Level.OK, "nvme", "direct I/O works there")
+    gds: Gds = import_module(GDS).examine(folder)
+    yield Finding(Level.OK, "gds", gds.text)
 
 
 def _huge_pages() -> Finding:

@@ -82,6 +82,19 @@ def read_flag(value: object, _found: Mapping[str, Any]) -> bool:
     return value
 
 
+def whole_number(least: int, most: int) -> Reader:
+    """Make what reads a whole number from least to most."""
+
+    def read(value: object, _found: Mapping[str, Any]) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ConfigError(
+                f"expected a whole number from {least} to {most}, found {shown(value)}"
+            )
+        return value
+
+    return read
+
+
 def optional(read: Reader) -> Setting:
     """Make a setting that may be left out, and is None then."""
     return Setting(lambda value, found: None if value is None else read(value, found), None)

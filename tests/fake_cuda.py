@@ -126,6 +126,9 @@ class FakeCuda:
 
     # Cuda
 
+    def bus_id(self) -> str:
+        return "0000:AB:00.0"
+
     def compute_stream(self) -> int:
         return COMPUTE
 

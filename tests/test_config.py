@@ -27,6 +27,7 @@ metrics = "[::1]:0"
 [cpu]
 capacity = "8GiB"
 extent = "256MiB"
+numa = 1
 
 [engine]
 credit = "1GiB"
@@ -73,6 +74,7 @@ def test_a_full_file_is_read_into_bytes_and_nanoseconds(tmp_path: Path) -> None:
     assert found.server.socket == "/tmp/kv.sock"  # noqa: S108  never opened
     assert found.server.metrics == Address("::1", 0)
     assert (found.cpu.capacity_bytes, found.cpu.extent_bytes) == (8 * GIB, 256 * MIB)
+    assert found.cpu.numa == 1
     assert found.engine.credit_bytes == GIB
     assert found.engine.lease_ns == 60 * 10**9
     assert found.engine.leased_bytes == GIB
@@ -88,6 +90,7 @@ def test_only_the_capacity_is_needed() -> None:
     assert found.server.socket == "/run/kvstore/kvstore.sock"
     assert found.server.metrics == Address("127.0.0.1", 9400)
     assert found.cpu.extent_bytes == GIB
+    assert found.cpu.numa is None
     assert found.engine.credit_bytes == 512 * MIB
     assert found.engine.lease_ns == 30 * 10**9
     assert found.engine.leased_bytes == 2 * GIB
@@ -165,6 +168,10 @@ def test_leased_may_be_a_size() -> None:
         (with_setting("cpu", "extent", "3MiB"), ["[cpu] extent", "2MiB", '"3MiB"']),
         (with_setting("cpu", "extent", 0), ["[cpu] extent", "found 0"]),
         (with_setting("cpu", "extent", "16GiB"), ["[cpu] extent", str(8 * GIB), '"16GiB"']),
+        (with_setting("cpu", "numa", -1), ["[cpu] numa", "from 0 to 1023", "found -1"]),
+        (with_setting("cpu", "numa", 1024), ["[cpu] numa", "from 0 to 1023", "found 1024"]),
+        (with_setting("cpu", "numa", True), ["[cpu] numa", "found true"]),
+        (with_setting("cpu", "numa", "0"), ["[cpu] numa", 'found "0"']),
         (with_setting("engine", "credit", "9GiB"), ["[engine] credit", str(8 * GIB), '"9GiB"']),
         (with_setting("engine", "leased", "101%"), ["[engine] leased", '"101%"']),
         (with_setting("engine", "leased", "0%"), ["[engine] leased", '"0%"']),

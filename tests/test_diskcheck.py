@@ -143,13 +143,6 @@ def test_a_mover_that_does_not_load_is_said_and_left_out(
     assert {s.mover for s in report.samples} == {"threads"}
 
 
-def test_what_there_is_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "DEVICES", tmp_path)
-    assert measure._gds() == "no GPU here"
-    (tmp_path / "nvidia0").touch()
-    assert measure._gds().startswith("NIXL's plugin ")
-
-
 # Refusals
 
 
@@ -254,9 +247,11 @@ def test_the_command_prints_an_object_or_a_table(
     assert table["path"] == str(tmp_path)
     assert set(table) == set(Report.__struct_fields__)
     assert "nvme" in tomllib.loads(table["toml"])
+    assert table["gds"]["direct"] == (table["gds"]["reasons"] == [])
     assert cli.main(arguments) == 0
     printed = capsys.readouterr().out
     assert "GDS: " in printed
+    assert "blocks always go through host memory" in printed
     assert "[nvme]\nthreads = " in printed
     assert "1 write of its capacity per day" in printed
     assert not list(tmp_path.glob(".*"))

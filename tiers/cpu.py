@@ -6,15 +6,20 @@ client could otherwise crash every other by truncating), and passes descriptors 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import logging
 import mmap
 import os
 from collections.abc import Sequence
 
 import numpy as np
 
+from kvstore import numa
 from kvstore.errors import TierError, TierFull
 from tiers.runner import Runner
+
+log = logging.getLogger(__name__)
 
 _SLICE = 32 << 20
 _PAGE = mmap.PAGESIZE
@@ -33,8 +38,11 @@ def touch(mapped: mmap.mmap) -> None:
 class CpuExtent:
     """count slots of slot_bytes, then a u32 generation per slot, in one sealed memfd."""
 
-    def __init__(self, extent_bytes: int, slot_bytes: int) -> None:
-        """Allocate and populate; takes about a second per GiB. Raises TierFull without memory."""
+    def __init__(self, extent_bytes: int, slot_bytes: int, node: int | None = None) -> None:
+        """Allocate and populate; takes about a second per GiB. Raises TierFull without memory.
+
+        node: the NUMA node that it is taken from while that has room; None: the kernel decides.
+        """
         self.count = extent_bytes // (slot_bytes + GENERATION_BYTES)
         if self.count < 1:
             raise TierFull(f"a block takes {slot_bytes} bytes, an extent has {extent_bytes}")
@@ -45,6 +53,8 @@ class CpuExtent:
         self.fd = os.memfd_create("kvstore-extent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, self.bytes)
+            if node is not None:
+                numa.prefer(self.fd, self.bytes, node)
             for start in range(0, self.bytes, _SLICE):
                 os.posix_fallocate(self.fd, start, min(_SLICE, self.bytes - start))
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -67,6 +77,11 @@ class CpuExtent:
         """Publish a slot's generation."""
         self._generations[position] = value
 
+    def nodes(self) -> dict[int, int]:
+        """Count some of its pages by NUMA node. Raises OSError where the system does not tell."""
+        address = np.frombuffer(self._map, np.uint8).ctypes.data
+        return numa.nodes_of(address, self.bytes)
+
     def close(self) -> None:
         """Unmap here; the memory goes when every process has unmapped."""
         self._generations.release()
@@ -78,12 +93,18 @@ class CpuExtent:
 class CpuMemory:
     """Makes extents on a helper thread and never holds more than capacity_bytes."""
 
-    def __init__(self, capacity_bytes: int, extent_bytes: int) -> None:
-        """extent_bytes: size of each extent; the unit of growth."""
+    def __init__(self, capacity_bytes: int, extent_bytes: int, node: int | None = None) -> None:
+        """extent_bytes: size of each extent; the unit of growth. node: NUMA node, see CpuExtent.
+
+        Raises ConfigError if memory cannot be placed on the node.
+        """
+        if node is not None:
+            numa.check(node)
         if extent_bytes > capacity_bytes:
             raise TierError(f"extent of {extent_bytes} bytes, capacity is {capacity_bytes}")
         self.capacity_bytes = capacity_bytes
         self.extent_bytes = extent_bytes
+        self._node = node
         self._used = 0
         self._runner: Runner[tuple[str, int], tuple[str, CpuExtent | Exception]] = Runner(
             "kvstore-extents", self._make, lambda job, exc: (job[0], exc)
@@ -104,9 +125,23 @@ class CpuMemory:
 
     def _make(self, job: tuple[str, int]) -> tuple[str, CpuExtent | Exception]:
         try:
-            return job[0], CpuExtent(self.extent_bytes, job[1])
+            made = CpuExtent(self.extent_bytes, job[1], self._node)
         except TierFull as exc:
             return job[0], exc
+        self._say_where(made)
+        return job[0], made
+
+    def _say_where(self, extent: CpuExtent) -> None:
+        """Log memory that is not on the node it was to be on."""
+        if self._node is None:
+            return
+        with contextlib.suppress(OSError):  # the system does not tell
+            if elsewhere := sorted(extent.nodes().keys() - {self._node}):
+                log.warning(
+                    "NUMA node %d has no room: an extent is on node %s, in part or whole",
+                    self._node,
+                    " and ".join(map(str, elsewhere)),
+                )
 
     def poll(self) -> Sequence[tuple[str, CpuExtent | Exception]]:
         """Return what the helper thread has finished."""

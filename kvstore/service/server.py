@@ -131,7 +131,8 @@ class Server:
         self._stopping = False
         self._gauges_ns = 0
         self._lonely_since = time.monotonic()
-        pool = find_class(CPU_TIER)(config.cpu.capacity_bytes, config.cpu.extent_bytes)
+        cpu = config.cpu
+        pool = find_class(CPU_TIER)(cpu.capacity_bytes, cpu.extent_bytes, cpu.numa)
         self._pool = pool
         self._disk = None if config.nvme is None else find_class(NVME_TIER)(config.nvme)
         first = secrets.randbits(40) << 16

@@ -51,6 +51,10 @@ class Launch(msgspec.Struct, frozen=True):
 class Cuda(Protocol):
     """CUDA as the copier sees it; streams and events are numbers. Callable from any thread."""
 
+    def bus_id(self) -> str:
+        """Return where on the PCI bus the GPU is, as 0000:65:00.0."""
+        ...
+
     def compute_stream(self) -> int:
         """Return the stream on which the calling thread's engine computes."""
         ...
@@ -189,6 +193,10 @@ class CupyCuda:
         except self._runtime.CUDARuntimeError as exc:
             raise TierIOError(f"GPU {self._index}: {exc}") from exc
 
+    def bus_id(self) -> str:
+        """Ask."""
+        return str(self._call(self._runtime.deviceGetPCIBusId, self._index))
+
     def compute_stream(self) -> int:
         """Ask torch, which the engine computes with."""
         return int(torch.cuda.current_stream(self._index).cuda_stream)
@@ -258,7 +266,6 @@ class CupyCuda:
     ) -> None:
         """Queue them by the driver: cupy has no call for a batch."""
         self._use()
-        """Queue them by the driver: cupy has no call for a batch."""
         to, source, sizes = (np.ascontiguousarray(array) for array in (to, source, sizes))
         code = self._batch(
             ctypes.c_void_p(to.ctypes.data),

@@ -13,6 +13,7 @@ import resource
 import time
 from collections.abc import Callable
 
+from kvstore import numa
 from kvstore.errors import TierError, TierIOError
 from tiers.copier import MappedExtent
 from tiers.gpu.cuda import Cuda
@@ -33,6 +34,7 @@ class Pins:
         self._clock = clock
         self._pieces: dict[int, list[tuple[int, int]]] = {}  # extent's address -> address, bytes
         self._logged = clock()
+        self._node = _node_of(cuda)  # None: not known, or it was told already
 
     @property
     def bytes(self) -> int:
@@ -61,6 +63,28 @@ class Pins:
         except TierError:
             self.unpin(extent)
             raise
+        self._say_where(extent)
+
+    def _say_where(self, extent: MappedExtent) -> None:
+        """Log once that slot memory is on another NUMA node than the GPU."""
+        if self._node is None:
+            return
+        try:
+            found = numa.nodes_of(extent.address, extent.bytes)
+        except OSError as exc:
+            log.info("kvstore: the system does not tell on which NUMA node memory is: %s", exc)
+            self._node = None
+            return
+        if found[self._node] * 2 < found.total():
+            log.warning(
+                "kvstore: the GPU is at NUMA node %d, slot memory is on node %s, so copies take the"
+                " link between processors: set numa = %d in [cpu] of the store (if it is, that node"
+                " has no room)",
+                self._node,
+                " and ".join(map(str, sorted(found))),
+                self._node,
+            )
+            self._node = None
 
     def _say(self, extent: MappedExtent) -> None:
         now = self._clock()
@@ -78,6 +102,13 @@ class Pins:
         """Let go of an extent that no copy uses; of what is not registered, too."""
         for address, _ in self._pieces.pop(extent.address, []):
             self._cuda.unpin(address)
+
+
+def _node_of(cuda: Cuda) -> int | None:
+    try:
+        return numa.node_of_gpu(cuda.bus_id())
+    except TierIOError:  # it is for a line in the log only
+        return None
 
 
 def pieces_of(extent: MappedExtent) -> list[tuple[int, int]]:

@@ -26,6 +26,7 @@ from kvstore.diskcheck import Report, Sample, suggest
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.quantities import GIB, MIB
 from tiers.nvme.files import ExtentFile, address_of
+from tiers.nvme.gds import examine
 from tiers.nvme.mover import NIXL, Move, Mover, ThreadMover, writers_of
 
 BLOCK_BYTES = 2 * MIB
@@ -37,7 +38,6 @@ FILL_SHARE = 0.25  # of the time, to write the file for the first time
 AREA_BLOCKS_MIN = 64
 TICK_S = 0.0005
 SILENCE_S = 30.0
-DEVICES = Path("/dev")
 
 Watch = Callable[[float, str], None]  # share that is done, and what is going on
 
@@ -73,7 +73,7 @@ def measure(folder: Path, seconds: float, watch: Watch) -> Report:
         drive_bytes=drive,
         seconds=round(time.monotonic() - start_s, 1),
         movers=movers,
-        gds=_gds(),
+        gds=examine(folder),
         samples=samples,
         suggestion=suggestion,
         toml=suggestion.toml,
@@ -164,16 +164,6 @@ def _movers() -> tuple[dict[str, str], dict[str, Callable[[int], Mover[Move]]]]:
         made.close()
         makers["nixl"] = lambda depth: kind(depth, depth)
     return found, makers
-
-
-def _gds() -> str:
-    if not list(DEVICES.glob("nvidia[0-9]*")):
-        return "no GPU here"
-    try:
-        found: str = import_module(NIXL).gds()
-    except ImportError as exc:
-        return f"no NIXL here: {exc}"
-    return found
 
 
 class _Checked(Move, eq=False):
