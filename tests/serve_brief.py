@@ -12,13 +12,14 @@ from pathlib import Path
 
 from kvstore import cli
 from kvstore.export import consumer, producer
-from kvstore.service import channel, peers, quarantine, server
+from kvstore.service import channel, peers, quarantine, requests, server
 from tiers.exporter import client
 
 S = 1_000_000_000
 TIMES = {
     (consumer, "STALL_NS"): 2 * S,
     (consumer, "LEASE_MS"): 3_000,
+    (requests, "LEASE_MS"): 3_000,  # what it imported
     (producer, "GRACE_NS"): 1 * S,
     (peers, "IDLE_NS"): 4 * S,
     (quarantine, "QUIET_NS"): 3 * S,
