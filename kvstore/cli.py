@@ -430,7 +430,9 @@ def _resize(chosen: argparse.Namespace) -> int:
 def _bench(chosen: argparse.Namespace) -> int:
     from kvstore.bench import report
     from kvstore.bench.steal import Watch
+    from kvstore.bench.store import end_as_interrupted
 
+    end_as_interrupted()
     watch = Watch()
     module, _ = BENCHES[chosen.name]
     if chosen.path is not None and chosen.name != "nvme-index":

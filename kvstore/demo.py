@@ -8,14 +8,12 @@ from where it had to.
 
 from __future__ import annotations
 
-import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.box import SIMPLE_HEAD
@@ -24,7 +22,7 @@ from rich.table import Table
 
 from kvstore.bench.engine import Engine, Request, Result
 from kvstore.bench.models import make_model, prompt
-from kvstore.bench.store import StoreProcess
+from kvstore.bench.store import StoreProcess, end_as_interrupted
 from kvstore.errors import KVStoreError
 from kvstore.preflight import shown
 
@@ -222,13 +220,9 @@ def show(console: Console, passes: list[Pass], metrics: dict[str, float]) -> Non
             console.print(f"  {name} {value:,.0f}{unit}", highlight=False)
 
 
-def _interrupt(_number: int, _frame: Any) -> None:  # noqa: ANN401 - a signal's frame
-    raise KeyboardInterrupt
-
-
 def main() -> int:
     """Run the demo; 0 only if everything is as promised."""
-    signal.signal(signal.SIGTERM, _interrupt)  # leave nothing running either way
+    end_as_interrupted()
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as name:
         tempfile.tempdir = name  # engines' logs too

@@ -10,7 +10,6 @@ every token's KV came from where it had to.
 from __future__ import annotations
 
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from rich.table import Table
 from kvstore import admin
 from kvstore.bench.api import Answer, ApiServer, complete
 from kvstore.bench.models import make_model, prompt
+from kvstore.bench.store import end_as_interrupted
 from kvstore.errors import KVStoreError
 
 BLOCK_TOKENS = 64
@@ -413,13 +413,9 @@ def show(console: Console, runs: list[Run], legs: dict[str, float]) -> None:
     console.print(f"the router's legs: {done}")
 
 
-def _interrupt(_number: int, _frame: Any) -> None:  # noqa: ANN401 - a signal's frame
-    raise KeyboardInterrupt
-
-
 def main() -> int:
     """Run the demo; 0 only if everything is as promised."""
-    signal.signal(signal.SIGTERM, _interrupt)  # leave nothing running either way
+    end_as_interrupted()
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as name:
         tempfile.tempdir = name

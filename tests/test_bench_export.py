@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kvstore.bench import handover
@@ -34,6 +35,22 @@ BUSY = "x = sum(i for i in range({count})); print(x, flush=True); input()"
 
 def of(results: Sequence[Result], **wanted: object) -> list[Result]:
     return [r for r in results if wanted.items() <= {"name": r.name, **r.parameters}.items()]
+
+
+@pytest.mark.slow
+def test_a_benchmark_that_is_terminated_leaves_nothing_running(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvstore.cli", "bench", "export", "--pairs", "1"]
+    with subprocess.Popen(command, cwd=tmp_path) as bench:
+        try:
+            eventually(lambda: len([*tmp_path.glob("*/*/kvstore.sock")]) == 2)
+            started = psutil.Process(bench.pid).children(recursive=True)
+            bench.terminate()
+            assert bench.wait(60) == 130
+        finally:
+            bench.kill()
+    assert len(started) >= 2
+    assert psutil.wait_procs(started, timeout=10)[1] == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -132,6 +133,15 @@ class StoreProcess:
                 return
         text = self.log_path.read_text(encoding="utf-8", errors="replace")
         raise StoreFailed(f"the store did not start:\n{text}")
+
+
+def end_as_interrupted() -> None:
+    """Have SIGTERM end this process as Ctrl-C does: what it started is stopped on the way out."""
+
+    def interrupt(*_signal: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
 
 
 def free_port() -> int:
