@@ -23,7 +23,7 @@ from kvstore.errors import KVStoreError, NotSupported
 from kvstore.layout import Move
 from tiers.copier import Done, HostCopier, SlotMap
 
-SMALL = Shape(4, 8, 16, 64, 128, 512, prompt_blocks=64, step_tokens=256)  # 8 MiB
+SMALL = Shape(2, 16, 16, 128, 64, 512, prompt_blocks=32, step_tokens=128)  # 8 MiB
 TINY = Shape(2, 2, 4, 16, 32, 64, prompt_blocks=5, step_tokens=32)
 CPU = torch.device("cpu")
 
@@ -47,7 +47,6 @@ def test_it_measures_a_prompt_from_each_place(here: Path) -> None:
     assert all(result.parameters["pairs"] == 2 for result in found.values())
     assert all(result.ratio for name, result in found.items() if name != "ttft_cold")
     assert found["ttft_cpu_hit"].parameters["against"] == "one copy"
-    assert found["ttft_gpu_hit"].value < found["ttft_cold"].value
     assert list(here.iterdir()) == []
 
 
@@ -60,7 +59,7 @@ def test_a_hit_in_the_engine_is_none_in_the_store(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(PagedEngine, "drop_cache", lambda _engine: None)
 
     monkeypatch.setattr(gpu_ttft.Rounds, "fill", then_keep)
-    with pytest.raises(KVStoreError, match=r"cpu_hit, .*\{'gpu': 1024\}, expected \{'cpu': 1024\}"):
+    with pytest.raises(KVStoreError, match=r"cpu_hit, .*\{'gpu': 512\}, expected \{'cpu': 512\}"):
         measure()
 
 
@@ -68,14 +67,14 @@ def test_a_hit_in_the_engine_is_none_in_the_store(monkeypatch: pytest.MonkeyPatc
 def test_a_hit_in_memory_is_none_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """With more memory the prompt of two rounds before has not left it as a whole."""
     monkeypatch.setattr(gpu_ttft, "MEMORY_PROMPTS", 3)
-    with pytest.raises(KVStoreError, match=r"nvme_hit, .*'cpu': \d+.*, .*\{'nvme': 1024\}"):
+    with pytest.raises(KVStoreError, match=r"nvme_hit, .*'cpu': \d+.*, .*\{'nvme': 512\}"):
         measure()
 
 
 @pytest.mark.usefixtures("here")
 def test_what_the_connector_says_is_what_the_store_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StoreClient, "used", lambda *_: None)
-    with pytest.raises(KVStoreError, match=r"cpu_hit, .* the store says: \{\}, .*'cpu': 1024"):
+    with pytest.raises(KVStoreError, match=r"cpu_hit, .* the store says: \{\}, .*'cpu': 512"):
         measure()
 
 
@@ -89,7 +88,7 @@ def test_a_load_that_copies_nothing_is_found_out(monkeypatch: pytest.MonkeyPatch
         return right(self, moves, slots, store=store, after=after) if store else Done(1)
 
     monkeypatch.setattr(HostCopier, "copy", copy)
-    with pytest.raises(KVStoreError, match=r"cpu_hit, prompt 1: 64 of 64 blocks are not as"):
+    with pytest.raises(KVStoreError, match=r"cpu_hit, prompt 1: 32 of 32 blocks are not as"):
         measure()
 
 
@@ -125,19 +124,22 @@ def computed(model: PagedModel, prompt: Prompt, table: list[int], cuts: list[int
 
 
 def dense(model: PagedModel, prompt: Prompt) -> Tensor:
-    """The same without pages, chunks or torch's attention, in single precision."""
+    """The same without pages, chunks or torch's attention, in single precision.
+
+    On a GPU, too: tests/gpu/test_ttft.py.
+    """
     shape, count = model.shape, len(prompt.tokens)
 
     def normal(of: Tensor) -> Tensor:
         return of * (of.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
 
-    hidden = model._embedding[torch.tensor(prompt.tokens)].float()
-    hide = torch.ones(count, count).triu(1).bool()
+    hidden = model._embedding[model.upload(prompt.tokens)].float()
+    hide = torch.ones(count, count, device=model.device).triu(1).bool()
+    of = torch.arange(shape.query_heads) // (shape.query_heads // shape.kv_heads)
+    heads = [shape.query_heads, shape.kv_heads, shape.kv_heads]
     for into, out in zip(model._into, model._out, strict=True):
         mixed = (normal(hidden) @ into.float()).view(count, -1, shape.head)
-        heads = [shape.query_heads, shape.kv_heads, shape.kv_heads]
         query, key, value = torch.split(mixed, heads, dim=1)
-        of = torch.arange(shape.query_heads) // (shape.query_heads // shape.kv_heads)
         scores = torch.einsum("qhd,khd->hqk", query, key[:, of]) / shape.head**0.5
         weights = scores.masked_fill(hide, float("-inf")).softmax(-1)
         seen = torch.einsum("hqk,khd->qhd", weights, value[:, of]).reshape(count, -1)
@@ -152,7 +154,7 @@ def test_chunks_in_pages_give_what_the_whole_gives() -> None:
     for cuts in ([0, 80, 81], [0, 32, 64, 80, 81], [0, 81], [0, 7, 50, 80, 81]):
         found = computed(model, prompt, [3, 9, 1, 17, 4, 8], cuts)
         assert found.dtype is DTYPE
-        assert torch.allclose(found.float(), expected, atol=0.05), cuts
+        assert torch.allclose(found.float(), expected, atol=0.02), cuts
 
 
 def test_where_its_blocks_are_changes_nothing_and_one_bit_does() -> None:

@@ -41,13 +41,13 @@ ROUNDS = 5
 COLD, GPU_HIT, CPU_HIT, NVME_HIT = "ttft_cold", "ttft_gpu_hit", "ttft_cpu_hit", "ttft_nvme_hit"
 SOURCES = {COLD: None, GPU_HIT: OWN, CPU_HIT: MEMORY, NVME_HIT: NVME}
 # In prompts. A store gives a quarter of its memory in advance; what is left holds nearly two, so a
-# prompt has left it when two others have come. On disk four others are used until it is asked for:
-# two that were written, and two that were read.
+# prompt has left it when two others have come. On disk four others are used until it is asked for,
+# two that were written and two that were read; what is left is for the index and the last extent.
 MEMORY_PROMPTS = 2.5
 ROUNDS_BEFORE = 2
-DISK_PROMPTS = 6
+DISK_PROMPTS = 7
 GPU_PROMPTS = 4  # the engine's two, one for the copy in one piece, and what computing takes
-FILL_PROMPTS_MAX = 20
+FILL_S = 300.0  # memory is made and pinned at about a second for each GiB
 AS_EXPECTED = ("stored", "loaded", "evicted")  # the disk is full after some rounds
 SETTLE_S = 300.0  # a slow disk writes a prompt in that time
 _LOOK_S = 0.02
@@ -132,9 +132,12 @@ class Rounds:
         Of these prompts some blocks find no slot: its memory grows while they come.
         """
         extent = extent_bytes(self._engine.shape)
-        for number in range(FILL_PROMPTS_MAX):
-            tell(f"filling the store: prompt {number + 1}")
-            self._engine.run(Prompt(self._engine.shape, -1 - number))
+        limit_s = time.monotonic() + FILL_S
+        number = 0
+        while time.monotonic() < limit_s:
+            number += 1
+            tell(f"filling the store: prompt {number}")
+            self._engine.run(Prompt(self._engine.shape, -number))
             self._engine.end()
             held, cap = self._settle(0).memory
             self._engine.drop_cache()
@@ -142,8 +145,8 @@ class Rounds:
             if held + extent > cap and credits_held >= self._enough:
                 return
         raise KVStoreError(
-            f"after {FILL_PROMPTS_MAX} prompts the store holds {held} of {cap} bytes, the engine"
-            f" {credits_held} free slots, expected {self._enough}"
+            f"after {FILL_S:.0f} s and {number} prompts the store holds {held} of {cap} bytes, the"
+            f" engine {credits_held} free slots, expected {self._enough}"
         )
 
     def take(self, *, measured: bool) -> None:
