@@ -30,6 +30,10 @@ BENCHES = {
     "attach": ("connectors.bench.attach", "store round trips, scheduler half, bytes; no engine"),
     "export": ("tiers.bench.export", "hand-over between two stores, against raw NIXL and disk"),
     "gpu": ("tiers.bench.gpu", "blocks between a GPU and pinned memory; needs a GPU and cupy"),
+    "gpu-ttft": (
+        "connectors.bench.gpu_ttft",
+        "time to first token in a stand-in engine, by where a prompt's KV is; needs a GPU and cupy",
+    ),
     "handover": (
         "kvstore.bench.handover",
         "time to first token of a prompt computed by another real vLLM engine; needs vllm",

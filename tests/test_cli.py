@@ -265,7 +265,8 @@ def test_a_store_that_does_not_start_says_why(tmp_path: Path) -> None:
 
 
 def test_every_bench_is_there() -> None:
-    names = ["attach", "export", "gpu", "handover", "index", "nvme", "nvme-index", "vllm"]
+    names = ["attach", "export", "gpu", "gpu-ttft", "handover"]
+    names += ["index", "nvme", "nvme-index", "vllm"]
     assert sorted(cli.BENCHES) == names
     code = (
         "import importlib; from kvstore.cli import BENCHES\n"
