@@ -301,6 +301,11 @@ class StoreClient:
         """Tell whether known_ready is false for all of them."""
         return self._known.isdisjoint(keys) and self._known_before.isdisjoint(keys)
 
+    def all_known(self, keys: Sequence[bytes]) -> bool:
+        """Tell whether known_ready is true for all of them."""
+        lacking = [key for key in keys if key not in self._known]
+        return self._known_before.issuperset(lacking)
+
     # The wire
 
     def send_step(self) -> None:

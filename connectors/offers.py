@@ -119,11 +119,14 @@ class Offers:
                 continue
             suffix = of.suffix
             keys = [block_hash + suffix for block_hash in hashes]
+            new = self._client.none_known(keys)
+            if not new and self._client.all_known(keys):  # of what the engine's own cache had
+                continue
             if (
-                len(ids) != (end - first) * of.engine_blocks
+                not new
+                or len(ids) != (end - first) * of.engine_blocks
                 or 0 in ids
                 or tracked.present[of.group].any_of(first, end)
-                or not self._client.none_known(keys)
             ):
                 return False
             runs.append((of, ids, keys))

@@ -26,6 +26,7 @@ class Client:
         self.session = 7
         self.credits = deque(range(100, 100 + credits_count))
         self.known: set[bytes] = set()
+        self.asked = 0  # for single ones
         self.shown: list[tuple[list[int], list[bytes], list[int]]] = []
 
     def show(self, slots: Sequence[int], keys: Sequence[bytes], blocks: Sequence[int]) -> None:
@@ -33,10 +34,14 @@ class Client:
             self.shown.append((list(slots), list(keys), list(blocks)))
 
     def known_ready(self, key: bytes) -> bool:
+        self.asked += 1
         return key in self.known
 
     def none_known(self, keys: Sequence[bytes]) -> bool:
         return self.known.isdisjoint(keys)
+
+    def all_known(self, keys: Sequence[bytes]) -> bool:
+        return self.known.issuperset(keys)
 
 
 class Request:
@@ -113,6 +118,19 @@ def test_a_long_prompt_is_cut_into_jobs_in_order() -> None:
     keys = [key for job in jobs for key in job.keys]
     assert [parent for job in jobs for parent in job.parents] == [b"", *keys[:-1]]
     assert [job.job_id for job in jobs] == sorted({job.job_id for job in jobs})
+
+
+def test_a_prompt_that_the_store_has_is_passed_over_in_runs() -> None:
+    """As of the engine's own cache: it is in the way of a request's first step."""
+    desk, last = Desk(), make_key(b"a/299", 0)
+    request, tracked = desk.new("a", 300)
+    desk.client.known.update(make_key(block, 0) for block in request.block_hashes)
+    desk.client.known.discard(last)
+    desk.offer(request, tracked, list(range(1, 301)))
+    assert tracked.cursor == 300
+    assert desk.client.asked <= JOB_BLOCKS_MAX, "only the last run has something new"
+    (job,) = desk.offers.take_jobs()
+    assert job.keys == (last,)
 
 
 def test_a_run_gathered_at_once_is_the_same_as_block_by_block() -> None:
