@@ -36,6 +36,7 @@ FETCHES_MAX = 1024  # that the store has told of
 GIVE_UP_NS = 1_000_000_000  # for reads that nobody waits for, to end by themselves
 GIVE_NS = 5_000_000_000  # for a write, of some MB
 LATE_MAX = 16  # of these that have not ended by then
+RETRY_NS = 1_000_000_000  # to make an agent again that could not be made
 
 Where = tuple[int, int]
 """A fetch, and a position in it."""
@@ -121,6 +122,7 @@ class DirectReads:
         self._told: deque[Told] = deque()
         self._fetches: dict[int, _Fetch] = {}
         self._late: list[Moving] = []  # writes that nobody waits for
+        self._retry_ns = 0  # not before, if there is no agent
         self._tell: Tell = nobody
 
     def open(self, layout: RankLayout, devices: str, tell: Tell) -> None:
@@ -182,6 +184,9 @@ class DirectReads:
         if not reads.failed:
             reads.failed = False in passed or (None in passed and now_ns >= reads.until_ns)
         if not reads.failed:
+            if not self._agent.name and now_ns >= self._retry_ns:
+                self._retry_ns = now_ns + RETRY_NS
+                self._restart()
             self._name(reads, tell)
             self._start(reads)
             self._land(reads, tell)

@@ -306,11 +306,13 @@ class WorkerHalf:
 
         Nothing is moved into blocks that what the engine was asked for before may still use.
         """
-        try:
-            task.passed = task.passed or self._device.passed(task.mark)
-        except TierError as exc:
-            log.error("nothing is read from a peer: %s", exc)
-            reads.failed = True
+        if not task.passed and not reads.failed:
+            try:
+                task.passed = self._device.passed(task.mark)
+            except TierError as exc:
+                log.error("nothing is read from a peer: %s", exc)
+                reads.failed = True
+            reads.until_ns = now_ns + self._wait_ns  # the engine may be steps ahead
         if not task.passed and not reads.failed:
             return False
         return direct.advance(reads, partial(self._tell, link), now_ns)
@@ -363,7 +365,7 @@ class WorkerHalf:
                 # session that has us in it; and a store may come back with other settings.
                 if str(exc) != str(self.refused) and not self._stop.is_set():
                     log.error("kvstore: %s", exc)
-                self.refused = exc
+                self.refused = exc.with_traceback(None)  # which would keep what failed
                 self._stop.wait(REFUSED_WAIT_S)
 
     def _serve(self, link: Link, welcome: p.Welcome) -> None:

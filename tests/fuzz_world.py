@@ -327,7 +327,8 @@ class World:
 
     def _rank(self) -> RankPages:
         sizes = 0, self.rng.choice((1, 512)), self.rng.randint(1, 3)
-        return RankPages("evil", b"metadata", ((PageRun(*sizes, 4096, 4096, 1024),),))
+        gpu = self.rng.choice((None, 0, 3))
+        return RankPages("evil", b"metadata", ((PageRun(*sizes, 4096, 4096, 1024),),), gpu)
 
     def _blocks(self, count: int) -> bytes:
         """Engine blocks for so many positions, one or two for each."""

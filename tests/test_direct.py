@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -212,8 +214,10 @@ def test_direct_what_NIXL_cannot_reach_goes_through_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a GPU's memory, where NIXL was built without CUDA."""
+    refused = []
 
-    def refuse(_agent: Agent, address: int, size: int, gpu: int | None) -> None:
+    def refuse(agent: Agent, address: int, size: int, gpu: int | None) -> None:
+        refused.append(weakref.ref(agent))
         raise MoveError(f"a test: {size} bytes at {address:#x} of {gpu}", "refused")
 
     monkeypatch.setattr(Agent, "register", refuse)
@@ -225,6 +229,28 @@ def test_direct_what_NIXL_cannot_reach_goes_through_the_store(
         found = made.brings(grant, range(4, 7))
         assert found["kvstore_hand_over_moved_bytes{pulled}"] > 0
         assert not found.get("kvstore_hand_over_moved_bytes{direct}")
+        gc.collect()
+        assert [agent() for agent in refused] == [None]
+
+
+@ways
+def test_B15_direct_an_agent_that_could_not_be_made_anew_is_made_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, push: bool
+) -> None:
+    def refuse(_agent: Agent, address: int, size: int, _gpu: int | None) -> None:
+        raise MoveError(f"a test: {size} bytes at {address:#x}", "refused")
+
+    chain = hashes(3)
+    with nodes(tmp_path, push=push) as made:
+        made.rigs[0].put(chain, range(3))
+        direct = made.rigs[1].ranks[0].half._direct
+        assert direct is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(Agent, "register", refuse)
+            direct._restart()
+            assert not direct._agent.name
+        assert made.load(made.ask(chain), range(4, 7)) == [False]
+        assert made.holds(range(4, 7))
 
 
 def test_B9_direct_an_answer_that_is_not_used_lets_the_peer_go(tmp_path: Path) -> None:

@@ -405,13 +405,41 @@ def test_O13_direct_nothing_is_moved_into_blocks_that_are_still_computed_with(
         eventually(lambda: not made.left())
 
 
-def test_O15_direct_a_GPU_that_has_failed_fails_the_load(tmp_path: Path) -> None:
+@pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
+def test_L1_direct_an_engine_that_is_far_ahead_of_its_GPU_has_time_for_its_loads(
+    tmp_path: Path, *, push: bool
+) -> None:
+    """Longer than blocks may be late: that begins when they can be moved."""
+    chain = hashes(3)
+    with nodes(tmp_path, push=push, engine='promote = "1s"\n') as made:
+        made.rigs[0].put(chain, range(3))
+        rig, device = made.rigs[1], Behind()
+        rig.ranks[0].half._device = device
+        job = rig.load_job("r", made.ask(chain), range(4, 7))
+        rig.ranks[0].half.start_loads(StepMeta(loads=(job,)))
+        time.sleep(1.3)
+        device.done = True
+        eventually(lambda: rig.collect() and rig.ended)
+        assert rig.ended == [(0, "r", False)]
+
+
+def test_O15_direct_a_GPU_that_has_failed_fails_the_load(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     chain = hashes(3)
     with nodes(tmp_path) as made:
         made.rigs[0].put(chain, range(3))
         device = Behind()
         device.error = TierIOError("a test")
-        made.rigs[1].ranks[0].half._device = device
-        assert made.load(made.ask(chain), range(4, 7)) == [True]
+        half = made.rigs[1].ranks[0].half
+        half._device = device
+        job = made.rigs[1].load_job("r", made.ask(chain), range(4, 7))
+        with pytest.MonkeyPatch.context() as patch:  # as if a disk still filled some of its slots
+            patch.setattr(half, "_advance", lambda *_: False)
+            half.start_loads(StepMeta(loads=(job,)))
+            time.sleep(LONG_S)
+        eventually(lambda: made.rigs[1].collect() and made.rigs[1].ended)
+        assert made.rigs[1].ended == [(0, "r", True)]
+        assert sum("nothing is read from a peer" in r.message for r in caplog.records) == 1
         assert made.rigs[1].ranks[0].untouched(range(24))
         eventually(lambda: not made.left())

@@ -20,7 +20,7 @@ from kvstore.service.namespace import Namespace
 from kvstore.service.session import Session
 from kvstore.types import Chain, GroupRule, LookupResult
 from tests.export_rig import Pair
-from tests.fakes import Engine, Town, from_u32, hashes, keys_of, u32
+from tests.fakes import Engine, Town, from_u32, hashes, keys_of, settings, u32
 from tiers.memory import MemoryTier
 
 REGION = m.Region(3, 4096, 8)
@@ -244,8 +244,9 @@ def test_what_is_behind_a_gap_is_asked_for_though_it_is_here() -> None:
 class Others:
     """Peers of a desk: what they are asked, and what they have."""
 
-    def __init__(self, offers: dict[int, str], owed: int = 0) -> None:
+    def __init__(self, offers: dict[int, str], owed: int = 0, *, direct: bool = True) -> None:
         """Be asked `owed` times in vain for what was offered."""
+        self.direct, self.asked_ns = direct, 0
         self.wants: list[m.Want] = []
         self.offers = offers
         self.owed, self.asked = owed, 0
@@ -255,7 +256,8 @@ class Others:
     def fetch(
         self, namespace: Namespace, address: str, want: m.Want, now_ns: int, *, direct: bool = False
     ) -> int:
-        assert (namespace, address, direct, now_ns) == (namespace, "x:1", True, now_ns)
+        assert (namespace, address, direct) == (namespace, "x:1", self.direct)
+        self.asked_ns = now_ns
         self.wants.append(want)
         return len(self.wants)
 
@@ -304,7 +306,7 @@ def ask(offers: dict[int, str]) -> tuple[Others, Engine, p.Granted]:
     return others, engine, engine.granted[77]
 
 
-def test_nothing_is_looked_up_again_while_a_peer_owes_its_answer(
+def test_little_is_looked_up_again_while_a_peer_owes_its_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A look costs its prompt's length, and others wait meanwhile."""
@@ -316,13 +318,17 @@ def test_nothing_is_looked_up_again_while_a_peer_owes_its_answer(
         return look(manager, chain, limit, *more, **how)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Manager, "lookup", counted)
-    others, engine = asking({0: "cpu", 1: "cpu", 2: "cpu"}, owed=9)
-    while others.asked < others.owed:
-        engine.town.settle(engine, turns=1)
-        assert looks == []
-    engine.town.settle(engine, turns=3)
-    assert looks
-    assert engine.granted[77].kept == 1
+    others, engine = asking({0: "cpu", 1: "cpu", 2: "cpu"}, owed=10**9)
+    engine.town.settle(engine)
+    assert looks == []
+    for _ in range(100):  # longer than other answers would be waited for
+        engine.town.tick(2)
+        engine.pump()
+    assert 77 not in engine.granted
+    assert 1 <= len(looks) <= 9, "once in 20 ms, then less often"
+    others.owed = 0
+    engine.town.settle(engine, turns=1)
+    assert engine.granted[77].kept == 1, "at once"
 
 
 def test_B6_direct_what_is_behind_a_gap_is_read_too_and_let_go_of_with_its_lease() -> None:
@@ -335,6 +341,66 @@ def test_B6_direct_what_is_behind_a_gap_is_read_too_and_let_go_of_with_its_lease
     engine.step(release=(granted.lease,))
     engine.town.settle(engine)
     assert others.over == [1]
+
+
+def test_an_answer_that_came_since_the_last_look_counts_at_the_deadline() -> None:
+    for settled in (False, True):
+        others, engine = asking({0: "cpu", 1: "cpu", 2: "cpu"}, owed=10**9)
+        town = engine.town
+        town.settle(engine)
+        assert 77 not in engine.granted
+        others.owed = 0
+        (session,) = town.store.sessions.values()
+        ask, desk = session.asks[77], town.store._desk
+        found = desk.settle(session, 77, town.now_ns) if settled else None
+        (granted,) = [found] if settled else desk.retry(session, ask.deadline_ns)
+        assert granted is not None
+        assert granted.kept == 1
+        assert others.read_ == [[0, 1, 2]]
+
+
+def test_what_its_own_store_gets_meanwhile_is_answered_though_a_peer_is_silent() -> None:
+    _, engine = asking({}, owed=10**9)
+    town, keys = engine.town, keys_of(hashes(4))
+    town.settle(engine)
+    engine.report(0, [engine.credits.pop(0)], [keys[1]], [keys[0]])
+    for _ in range(20):
+        town.tick(2)
+        engine.pump()
+    assert from_u32(engine.granted[77].hits[0].indices) == [0, 1, 2, 3]
+
+
+def test_a_block_that_is_half_written_is_waited_for_no_longer_when_a_peer_has_answered() -> None:
+    """By one rank of two: the peer, which lacks it, has nothing to do with that."""
+    town, keys = Town(tiers=[("shelf", MemoryTier)]), keys_of(hashes(1))
+    engine = town.attach("engine", world=2)
+    engine.report(0, [engine.credits.pop(0)], [keys[0]], [b""])
+    town.store._desk._peers = others = Others({}, direct=False)
+    engine.step(lookups=(p.Lookup(77, hashes(1)[0], 32, peer="x:1"),))
+    while 77 not in engine.granted:
+        town.tick(5)
+        engine.pump()
+    assert len(others.wants) == 1
+    assert town.now_ns - others.asked_ns <= settings().engine.defer_ns + 10_000_000
+
+
+def test_a_session_that_ends_lets_go_of_what_its_lookups_wait_for() -> None:
+    others, engine = asking({0: "cpu"}, owed=10**9)
+    engine.town.settle(engine)
+    assert others.over == []
+    engine.town.store.end_sessions()
+    assert others.over == [1]
+
+
+def test_direct_what_has_failed_between_offer_and_claim_is_told() -> None:
+    pair, chain = Pair(), hashes(3)
+    pair.put(chain)
+    number = offered(pair, chain)
+    pair.consumer._done(pair.consumer._fetches[number], 1, ok=False)
+    pair.consumer.claim(number, [0, 1, 2])
+    assert pair.passed == {(number, 1): False}
+    pair.consumer.claim(number + 1, [0])
+    assert pair.passed[number + 1, 0] is False
 
 
 def test_who_wants_nothing_but_memory_asks_no_peer() -> None:

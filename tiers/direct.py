@@ -103,11 +103,8 @@ class EngineAgent:
         self._met.clear()
         self._shared.clear()
         self._common.clear()
-        if self._agent is None:
-            try:
-                self.restart()
-            except TierIOError as exc:
-                raise NotSupported(str(exc)) from exc
+        if self._agent is None and (wrong := self._made_anew()):
+            raise NotSupported(wrong)
 
     @property
     def name(self) -> str:
@@ -130,6 +127,14 @@ class EngineAgent:
 
     def restart(self) -> None:
         """Forget all reads, and have them end. Raises TierError."""
+        if wrong := self._made_anew():
+            raise TierIOError(wrong)
+
+    def _made_anew(self) -> str:
+        """Have a new agent and return what is wrong; there is none then.
+
+        As a text: an error would keep the agent that failed.
+        """
         self._agent, self._agents = None, self._agents + 1  # the only reference: that ends it
         self._met.clear()
         try:
@@ -138,7 +143,8 @@ class EngineAgent:
                 self._agent.register(address, size, self._gpu)
         except MoveError as exc:
             self._agent = None
-            raise TierIOError(f"direct = true: {exc}") from exc
+            return f"direct = true: {exc}"
+        return ""
 
     def close(self) -> None:
         """End the agent, and all that goes through it."""

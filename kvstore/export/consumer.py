@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-import msgspec
+from msgspec.structs import replace
 
 from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
@@ -101,8 +101,7 @@ class Consumer:
         self._fetches[number] = fetch
         for position, block in enumerate(() if direct else blocks):
             self._located.setdefault(block.key, Tag(number, position))
-        how = {"job": number, "lease_ms": LEASE_MS, "direct": direct}
-        self._send(peer, msgspec.structs.replace(want, **how))
+        self._send(peer, replace(want, job=number, lease_ms=LEASE_MS, direct=direct))
         return number
 
     def claimed(self, number: int) -> None:
@@ -120,10 +119,12 @@ class Consumer:
         return dict(fetch.tiers) if fetch.offered else None
 
     def claim(self, number: int, positions: Collection[int]) -> None:
-        """Workers will read these blocks of a direct fetch, which were offered."""
+        """Workers will read these of a direct fetch; what has failed since its offer is told."""
         fetch = self._fetches.get(number)
+        wanted = [p for p in positions if fetch and fetch.blocks[p].state is State.OFFERED]
+        for position in {*positions}.difference(wanted):
+            self._work.passed(number, position, ok=False, written=False)
         if fetch is not None:
-            wanted = [p for p in positions if fetch.blocks[p].state is State.OFFERED]
             for position in wanted:
                 fetch.blocks[position].state = State.CLAIMED
             if fetch.push:

@@ -26,6 +26,7 @@ from kvstore.service.session import Ask, Phase, Session
 from kvstore.types import BlockKey, Chain, LeaseId, LookupResult, Slot
 
 _ASK_AGAIN_MS = 1000
+_OWED_NS = 20_000_000  # a peer answers in less: before it does, a look seldom tells anything new
 
 
 class Peers(Protocol):
@@ -95,9 +96,12 @@ class Desk:
         if lookup.peer and self._peers is not None and not memory_only:
             direct = lookup.direct and session.direct
             self._fetch_from(self._peers, namespace, ask, lookup, now_ns, direct=direct)
-        found = None if self._owed(namespace, ask) else self._settled(namespace, ask)
-        if found is not None or now_ns >= ask.deadline_ns:
-            return self._answer(session, ask, now_ns, found)
+        if self._owed(namespace, ask):
+            ask.look_ns = now_ns + _OWED_NS
+        else:
+            found = self._settled(namespace, ask)
+            if found is not None or now_ns >= ask.deadline_ns:
+                return self._answer(session, ask, now_ns, found)
         session.asks[ask.ask] = ask
         return None
 
@@ -132,8 +136,6 @@ class Desk:
         want = Want(0, lookup.hashes, lookup.width, indices, lookup.scope, lookup.request)
         want = replace(want, push=push)
         ask.fetch = peers.fetch(namespace, lookup.peer, want, now_ns, direct=direct)
-        if ask.fetch is not None:
-            ask.deadline_ns = max(ask.deadline_ns, now_ns + self._engine.promote_ns)
         if direct and ask.fetch is not None:
             pairs = ((group, index) for group, found in enumerate(lacking) for index in found)
             ask.direct = {pair: position for position, pair in enumerate(pairs)}
@@ -145,11 +147,12 @@ class Desk:
         return namespace.tiering.where(key)[0] is LookupResult.HIT
 
     def _owed(self, namespace: Namespace, ask: Ask) -> bool:
-        """Tell whether the peer that was asked has still to answer: no look is worth it before."""
-        if ask.fetch is None or self._peers is None:
+        """Tell whether the peer that was asked has still to answer; once it has, look at once."""
+        if ask.fetch is None or self._peers is None or ask.offered is not None:
             return False
-        if ask.offered is None:
-            ask.offered = self._peers.offered(namespace, ask.fetch)
+        ask.offered = self._peers.offered(namespace, ask.fetch)
+        if ask.offered is not None:
+            ask.look_ns = 0
         return ask.offered is None
 
     def _settled(self, namespace: Namespace, ask: Ask) -> int | None:
@@ -176,8 +179,7 @@ class Desk:
         def below(group: int, index: int) -> LookupResult:
             found = tiering.where(chain.key(group, index))[0]
             if found is LookupResult.MISS and ask.direct is not None:
-                known = ask.direct.get((group, index)) in ask.offers
-                found = LookupResult.HIT if known else LookupResult.MISS
+                found = ask.of_peer(group, index)
             if found is LookupResult.RETRY:  # a tier that does not know yet what it has
                 ask.deadline_ns = max(ask.deadline_ns, ask.asked_ns + self._engine.promote_ns)
             return found if wait or found is LookupResult.HIT else LookupResult.MISS
@@ -231,16 +233,17 @@ class Desk:
         answers: list[p.Granted | None] = []
         if namespace is not None:
             for ask in list(session.asks.values()):
-                late = now_ns >= ask.deadline_ns
-                if not late and (now_ns < ask.look_ns or self._owed(namespace, ask)):
+                owed = self._owed(namespace, ask)
+                if now_ns < min(ask.look_ns, ask.deadline_ns):
                     continue
-                blocks = None if late else self._settled(namespace, ask)
-                if late or blocks is not None:
+                blocks = self._settled(namespace, ask)  # which may move the deadline
+                if blocks is not None or now_ns >= ask.deadline_ns:
                     del session.asks[ask.ask]
                     answers.append(self._answer(session, ask, now_ns, blocks))
                 else:
                     # A look costs its length: the longer it has waited, the less often.
-                    ask.look_ns = now_ns + (now_ns - ask.asked_ns) // 8
+                    waited_ns = (now_ns - ask.asked_ns) // 8
+                    ask.look_ns = now_ns + max(waited_ns, _OWED_NS if owed else 0)
         return answers
 
     def _answer(
@@ -249,6 +252,7 @@ class Desk:
         namespace = session.namespace
         if namespace is None:
             return None
+        self._owed(namespace, ask)  # it may have answered since the last look
         if blocks is None and ask.direct is not None:
             blocks = self._look(namespace, ask, wait=False).blocks
         manager, engine = namespace.manager, self._engine
@@ -328,6 +332,13 @@ class Desk:
         sources = self._sources(namespace, ask, lease) | {PEER: len(reads[first_full])}
         lease_ms = self._engine.lease_ns // 1_000_000
         return p.Granted(ask.ask, lease.lease_id, lease_ms, hits, sources, kept=kept)
+
+    def end(self, session: Session) -> None:
+        """A session asks nothing more: its peers are not kept waiting."""
+        if session.namespace is not None:
+            for ask in session.asks.values():
+                self._let_go(session.namespace, ask)
+        session.asks.clear()
 
     # The ends of leases
 

@@ -19,7 +19,7 @@ from kvstore import protocol as p
 from kvstore.errors import ProtocolError
 from kvstore.layout import RankGeometry, RankLayout
 from kvstore.service.namespace import Namespace
-from kvstore.types import BlockKey, Chain, LeaseId, Slot
+from kvstore.types import BlockKey, Chain, LeaseId, LookupResult, Slot
 
 
 class Phase(enum.Enum):
@@ -50,6 +50,15 @@ class Ask(msgspec.Struct, eq=False):
     def offers(self) -> dict[int, str]:
         """Say what a peer has offered."""
         return self.offered or {}
+
+    def of_peer(self, group: int, index: int) -> LookupResult:
+        """Tell whether workers can read a block from the peer that was asked."""
+        position = None if self.direct is None else self.direct.get((group, index))
+        if position is None:
+            return LookupResult.MISS
+        if self.offered is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if position in self.offered else LookupResult.MISS
 
 
 class Writing(msgspec.Struct, eq=False):

@@ -302,7 +302,7 @@ class Store:
         if session.phase is Phase.ENDING:
             return
         session.phase = Phase.ENDING
-        session.asks.clear()
+        self._desk.end(session)
         if session.namespace is not None:
             session.namespace.engines.leave(session.number)
             self._memory.excuse(session.namespace, session.workers.values())

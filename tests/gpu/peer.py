@@ -18,7 +18,6 @@ from kvstore.layout import GroupLayout, LayerRun, RankLayout, RankPages
 from tiers.copier import LayerCache
 from tiers.direct import NETWORKS, EngineAgent, Moving
 from tiers.exporter.agent import Agent
-from tiers.exporter.child import ucx_settings
 from tiers.pages import in_pages, in_slots
 
 BLOCKS, LAYERS, PAGE = 24, 3, 16384
@@ -97,7 +96,6 @@ def _write(agent: Agent, address: int, asked: Write) -> None:
 def serve(pipe: Connection, device: str) -> None:
     """Run until the other side closes the pipe."""
     engine, slots = Engine(device, 1, written=False), truth(2).contiguous()
-    ucx_settings(DEVICES, None)
     agent = Agent(f"slots of {engine.rank.agent}")
     agent.register(slots.data_ptr(), slots.numel())
     pipe.send((engine.rank, Slots(agent.name, agent.metadata(), slots.data_ptr())))

@@ -68,7 +68,6 @@ def peers() -> Iterator[dict[str, Peer]]:
     yield made
     for one in made.values():
         one.close()
-    os.unsetenv("UCX_TLS")
 
 
 @pytest.fixture
@@ -104,16 +103,21 @@ def test_L1_direct_a_peers_engine_is_read_into_engine_memory(peer: Peer, device:
 
 
 @places
-def test_O20_direct_engine_memory_is_written_to_a_peers_engine(peer: Peer, device: str) -> None:
-    engine = Engine(device, 5, written=False)
+def test_O20_direct_engine_memory_is_written_to_a_peers_engine(
+    peer: Peer, device: str, theirs: str
+) -> None:
+    seed = 5 + 2 * device.count("cuda") + theirs.count("cuda")  # other bytes in each case
+    engine = Engine(device, seed, written=False)
     here, there = [b for b, _ in SOME], [b for _, b in SOME]
     before = peer.blocks()
+    assert not torch.equal(before, expected(before, truth(seed)))
     engine.over(engine.agent.write([peer.rank], 0, here, there))
-    assert torch.equal(peer.blocks(), expected(before, truth(5)))
+    assert torch.equal(peer.blocks(), expected(before, truth(seed)))
 
 
 @places
 def test_L1_direct_slots_are_written_to_engine_memory(peer: Peer, device: str) -> None:
     engine = Engine(device, 5, written=True)
+    os.unsetenv("UCX_TLS")  # set for that agent
     peer.tell(Write(engine.rank, SOME)).recv()
     assert torch.equal(engine.blocks(), expected(truth(5), truth(2)))

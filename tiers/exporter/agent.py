@@ -87,7 +87,7 @@ class Agent:
         """Return what peers need to reach all registered memory. Raises MoveError."""
         try:
             found: bytes = self._agent.getLocalMD()
-        except ERRORS as exc:
+        except LOAD_ERRORS as exc:
             raise failed("no metadata", exc) from exc
         return found
 
@@ -100,7 +100,7 @@ class Agent:
         region = _bindings.nixlRegDList(_segment(gpu), places)
         try:
             self._agent.registerMem(region, self._backends)
-        except ERRORS as exc:
+        except LOAD_ERRORS as exc:
             raise failed(f"cannot register {size} bytes", exc) from exc
         return region
 
