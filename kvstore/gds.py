@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 UNUSED = (
-    "kvstore does not use it: blocks always go through host memory, where their checksums are"
-    " compared before an engine gets them"
+    "kvstore does not use it: what is on disk always goes through host memory, where checksums are"
+    " compared before an engine gets it"
 )
 
 

@@ -251,7 +251,7 @@ def test_the_command_prints_an_object_or_a_table(
     assert cli.main(arguments) == 0
     printed = capsys.readouterr().out
     assert "GDS: " in printed
-    assert "blocks always go through host memory" in printed
+    assert "what is on disk always goes through host memory" in printed
     assert "[nvme]\nthreads = " in printed
     assert "1 write of its capacity per day" in printed
     assert not list(tmp_path.glob(".*"))

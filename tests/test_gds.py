@@ -136,7 +136,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_machine_that_could_use_it_is_told_that_kvstore_does_not(machine: Path) -> None:
     found = gds.examine(machine / "disk" / "kv")
     assert found == Gds(usable=True, direct=True, reasons=[])
-    assert found.text.startswith("could be used. kvstore does not use it: blocks always go through")
+    assert found.text.startswith("could be used. kvstore does not use it: what is on disk always")
 
 
 def test_what_makes_it_go_through_host_memory_is_named(machine: Path) -> None:
