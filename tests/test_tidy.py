@@ -19,7 +19,7 @@ SOURCES = sorted(
 )
 TESTS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py"))
 
-FILE_LINES_MAX = 500
+FILE_LINES_MAX = 800
 FUNCTION_LINES_MAX = 70
 
 # Never back: kvstore <- tiers <- connectors.
