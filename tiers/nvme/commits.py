@@ -79,7 +79,7 @@ class Commits:
         for space, puts, deletes in batches:
             self._purge.add(space.committed(puts, deletes, ok=error is None))
         if error is not None:
-            self._shared.health.write_failed("a commit", error, now_s)
+            self._shared.write_failed("a commit", error, now_s)
 
 
 def commit(shared: Shared, changes: Commit) -> None:

@@ -22,6 +22,7 @@ from tiers.nvme.chores import Keeper
 from tiers.nvme.commits import Commits
 from tiers.nvme.files import allow_files
 from tiers.nvme.health import HANG_S, Health, Pace
+from tiers.nvme.journal import IndexDamagedError
 from tiers.nvme.mover import Mover, mover_of, writers_of
 from tiers.nvme.opening import Opening
 from tiers.nvme.purge import Purge
@@ -85,12 +86,25 @@ class NvmeDisk:
         """Make a namespace's tier."""
         space = self._space(context.namespace, context.slot_bytes)
         if space.slot_bytes != context.slot_bytes:
-            raise TierError(
-                f"blocks of {context.slot_bytes} bytes, on disk they have {space.slot_bytes}"
-            )
+            self._resized(space, context.slot_bytes)
+            space = self._space(context.namespace, context.slot_bytes)
         made = NvmeTier(context, space, self)
         self._tiers.append(made)
         return made
+
+    def _resized(self, space: Space, slot_bytes: int) -> None:
+        """Have an index read anew that gives a namespace another size of blocks than it has.
+
+        Its name follows from that size among others, so that the index is what is wrong.
+        """
+        del self._shared.opening.spaces[space.digest]
+        for file in space.extents.values():
+            file.close()
+        wrong = IndexDamagedError(
+            f"namespace {space.digest[:12]} has blocks of {space.slot_bytes} bytes, expected"
+            f" {slot_bytes}"
+        )
+        self._shared.write_failed("reading the index", wrong, time.monotonic())
 
     def _space(self, namespace: str, slot_bytes: int) -> Space:
         spaces = self._shared.opening.spaces

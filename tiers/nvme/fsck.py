@@ -440,7 +440,7 @@ def main() -> int:
     """Run as the child that frames_of starts."""
     try:
         say(Path(sys.argv[1]), sys.stdout.buffer)
-    except (lmdb.Error, struct.error, ValueError) as exc:
+    except (lmdb.Error, struct.error, ValueError, SystemError) as exc:
         sys.stderr.write(f"{exc}\n")
         return _DAMAGED if is_damage(exc) or isinstance(exc, struct.error) else 1
     except OSError as exc:

@@ -40,7 +40,7 @@ from tiers.nvme.messages import (
 
 _decoder = msgspec.msgpack.Decoder(Request)
 _encoder = msgspec.msgpack.Encoder()
-_ERRORS = (lmdb.Error, OSError, MemoryError, ValueError, OtherFormatError)
+_ERRORS = (lmdb.Error, OSError, MemoryError, ValueError, SystemError, OtherFormatError)
 
 
 class Indexer:
@@ -124,7 +124,7 @@ class Indexer:
 def failed(exc: Exception) -> Failed:
     """Put an error into words, and say whose fault it is."""
     return Failed(
-        str(exc) or type(exc).__name__,
+        str(exc.__cause__ or exc) or type(exc).__name__,
         damaged=is_damage(exc),
         format=isinstance(exc, OtherFormatError),
     )

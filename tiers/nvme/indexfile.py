@@ -18,13 +18,21 @@ from tiers.nvme.messages import FORMAT, NAMESPACE, NUMBER, Commit
 _CHUNK_BYTES = 1 << 20
 _CHUNK_ROWS = 1 << 15
 _NUMBER_MAX = (1 << 8 * NUMBER.size) - 1
-_DAMAGE = (
-    lmdb.CorruptedError,
-    lmdb.InvalidError,
-    lmdb.PageNotFoundError,
-    lmdb.VersionMismatchError,
-    lmdb.IncompatibleError,
+_ROW_BYTES_MIN = 16  # of the file: no table has more rows than it has room for
+_NOT_ITS_FAULT = (  # they say something about the machine, or about an error before
+    lmdb.MapFullError,
+    lmdb.ReadersFullError,
+    lmdb.TlsFullError,
+    lmdb.DbsFullError,
+    lmdb.TxnFullError,
+    lmdb.PanicError,
+    lmdb.LockError,
+    lmdb.MemoryError,
+    lmdb.DiskError,
+    lmdb.ReadonlyError,
 )
+FORMAT_BITS = 4
+"""Another version's format differs from ours in more bits; in fewer, these have flipped."""
 
 
 class OtherFormatError(Exception):
@@ -32,8 +40,16 @@ class OtherFormatError(Exception):
 
 
 def is_damage(exc: Exception) -> bool:
-    """Tell whether an error says that the file's content is wrong; a failing disk says nothing."""
-    return isinstance(exc, (*_DAMAGE, ValueError))
+    """Tell whether an error says that the file's content is wrong; a failing disk says nothing.
+
+    All of LMDB's own errors do but for a few. What the system says to it is a plain lmdb.Error.
+    A SystemError comes from its binding: a call that went well, with an error behind it.
+    """
+    if isinstance(exc, SystemError):
+        return isinstance(exc.__cause__, Exception) and is_damage(exc.__cause__)
+    if isinstance(exc, lmdb.Error):
+        return type(exc) is not lmdb.Error and not isinstance(exc, _NOT_ITS_FAULT)
+    return isinstance(exc, ValueError)
 
 
 class IndexFile:
@@ -41,6 +57,7 @@ class IndexFile:
 
     def __init__(self, path: Path, map_bytes: int) -> None:
         """Open or make it. Raises OtherFormatError."""
+        self._path = path
         # The store's lock on the directory is the only one: nobody else reads while we write.
         self._env = lmdb.open(str(path), map_size=map_bytes, max_dbs=4, lock=False, readahead=False)
         try:
@@ -63,6 +80,8 @@ class IndexFile:
             cursor = txn.cursor(self._blocks)
             last = bytes(cursor.key()) if cursor.last() else b""
         if found not in (None, FORMAT):
+            if _bits_apart(found, FORMAT) <= FORMAT_BITS:
+                raise lmdb.CorruptedError(f"format {found!r}, expected {FORMAT!r}")
             raise OtherFormatError(
                 f"{path}: format {found!r}, this version has {FORMAT!r}; use another directory"
             )
@@ -73,9 +92,12 @@ class IndexFile:
 
     def tables(self) -> tuple[dict[str, tuple[int, int]], dict[int, int]]:
         """Return namespaces (digest -> number, slot bytes) and extents (number -> namespace)."""
+        most = self._rows_max()
         with self._env.begin() as txn:
-            namespaces = list(txn.cursor(self._namespaces))
-            extents = list(txn.cursor(self._extents))
+            namespaces = list(islice(txn.cursor(self._namespaces), most))
+            extents = list(islice(txn.cursor(self._extents), most))
+        if most in (len(namespaces), len(extents)):
+            raise lmdb.CorruptedError("more rows than there is room for")
         if any(len(v) != NAMESPACE.size for _, v in namespaces) or any(
             len(row) != NUMBER.size for row in chain.from_iterable(extents)
         ):
@@ -84,6 +106,10 @@ class IndexFile:
             {bytes(digest).decode(): NAMESPACE.unpack(value) for digest, value in namespaces},
             {NUMBER.unpack(number)[0]: NUMBER.unpack(owner)[0] for number, owner in extents},
         )
+
+    def _rows_max(self) -> int:
+        """Return what no table has as many rows as; pages that lead in a circle would never end."""
+        return (self._path / "data.mdb").stat().st_size // _ROW_BYTES_MIN
 
     def mark(self, *, clean: bool) -> None:
         """Say durably whether all is in order."""
@@ -128,7 +154,7 @@ class IndexFile:
         """Yield the records of a namespace in chunks: key, value, key, value, ..."""
         prefix = NUMBER.pack(number)
         with self._env.begin() as txn:
-            left = txn.stat(self._blocks)["entries"]
+            left = min(txn.stat(self._blocks)["entries"], self._rows_max())
             cursor = txn.cursor(self._blocks)
             if not cursor.set_range(prefix):
                 return
@@ -158,6 +184,8 @@ class IndexFile:
                 if number == _NUMBER_MAX:
                     break
                 there = cursor.set_range(NUMBER.pack(number + 1))
+                if there and _number_of(cursor.key()) <= number:
+                    raise lmdb.CorruptedError("keys are not in order")
         return found
 
     def close(self) -> None:
@@ -167,6 +195,12 @@ class IndexFile:
 
 def _number_of(key: bytes) -> int:
     return int(NUMBER.unpack(key[: NUMBER.size].ljust(NUMBER.size, b"\0"))[0])
+
+
+def _bits_apart(one: bytes, other: bytes) -> int:
+    if len(one) != len(other):
+        return 8 * max(len(one), len(other))
+    return sum((a ^ b).bit_count() for a, b in zip(one, other, strict=True))
 
 
 def shorter_than_it_says(env: lmdb.Environment, path: Path) -> bool:

@@ -47,7 +47,7 @@ class Purge:
         def done(error: Exception | None, now_s: float) -> None:
             self._running = False
             if error is not None:
-                self._shared.health.write_failed("a commit", error, now_s)
+                self._shared.write_failed("a commit", error, now_s)
             elif not self._left and number in self._numbers:
                 self._numbers.remove(number)
 

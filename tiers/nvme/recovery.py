@@ -86,6 +86,9 @@ class Recovery:
 
     def _mended(self, mending: _Mending, error: Exception | None, now_s: float) -> None:
         self.phase = Phase.OPEN
+        if isinstance(error, IndexDamagedError):
+            self._shared.write_failed("opening the index", error, now_s)
+            return
         if error is not None:
             self._shared.health.not_yet(str(error), now_s)
             return
@@ -130,7 +133,8 @@ class _Return:
         volume = self._shared.volume
         unused = volume.open_again()
         try:
-            if not (unused and volume.knows_index() and self._continue()):
+            whole = self._shared.opening.damage is None
+            if not (whole and unused and volume.knows_index() and self._continue()):
                 self._read_anew()
         except BaseException:
             volume.close()

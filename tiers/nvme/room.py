@@ -119,7 +119,7 @@ class Room:
             self._full_until_s = now_s + FULL_S
         elif error is not None:
             self._stuck[growth.number] = takes
-            self._shared.health.write_failed("making an extent", error, now_s)
+            self._shared.write_failed("making an extent", error, now_s)
 
     def _take_from_another(self, needy: Space) -> bool:
         """Retire an extent of the namespace that has the most; True while one is going."""
@@ -177,7 +177,7 @@ class Room:
         takes = self._removing.pop(number)
         if error is not None:
             self._stuck[number] = takes
-            self._shared.health.write_failed("removing an extent", error, now_s)
+            self._shared.write_failed("removing an extent", error, now_s)
 
     @property
     def stuck(self) -> list[int]:

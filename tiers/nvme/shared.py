@@ -10,7 +10,7 @@ import msgspec
 from kvstore.config import NvmeConfig
 from tiers.nvme.chores import Keeper
 from tiers.nvme.health import Health
-from tiers.nvme.journal import Journal
+from tiers.nvme.journal import IndexDamagedError, Journal
 from tiers.nvme.opening import Opening
 from tiers.nvme.space import Space
 from tiers.nvme.volume import Volume
@@ -25,6 +25,17 @@ class Shared(msgspec.Struct, eq=False):
     opening: Opening  # another one after a return to a directory that is not as it was left
     health: Health
     keeper: Keeper
+
+    def write_failed(self, what: str, error: Exception, now_s: float) -> None:
+        """Something that changes the disk has failed; a damaged index is read anew, and set aside.
+
+        It stays as it is, so that to try again would be of no use.
+        """
+        if isinstance(error, IndexDamagedError):
+            self.opening.damage = error
+            self.health.lost(f"{what} failed: {error}", now_s)
+        else:
+            self.health.write_failed(what, error, now_s)
 
     @property
     def spaces(self) -> list[Space]:

@@ -1,0 +1,169 @@
+"""Bits of the index that flip: a start is never refused, and no byte that is served is wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from kvstore.errors import ConfigError
+from tests.nvme_blocks import SLOT_BYTES, eventually_ok, key, settings_for, shelf
+from tiers.nvme import NvmeDisk, health
+from tiers.nvme.indexer import failed
+from tiers.nvme.indexfile import IndexFile, is_damage
+from tiers.nvme.messages import FORMAT, NAMESPACE
+
+CHAINS, LENGTH = 40, 10
+BITS = 40
+SEEDS, OF_ONE_TEST = 200, 20
+
+
+@pytest.fixture(autouse=True)
+def _again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "RETRY_S", 0.05)
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that was shut down in order."""
+    folder = tmp_path_factory.mktemp("filled") / "kv"
+    with shelf(settings_for(folder)) as made:
+        for chain in range(CHAINS):
+            made.put(chain, 0, LENGTH)
+    return folder
+
+
+@pytest.fixture
+def folder(filled: Path, tmp_path: Path) -> Iterator[Path]:
+    shutil.copytree(filled, tmp_path / "kv")
+    yield tmp_path / "kv"
+    shutil.rmtree(tmp_path / "kv")
+
+
+def index_of(folder: Path) -> Path:
+    return folder / "index" / "data.mdb"
+
+
+def flip(path: Path, seed: int) -> None:
+    data, chance = bytearray(path.read_bytes()), random.Random(seed)
+    for _ in range(BITS):
+        bit = chance.randrange(8 * len(data))
+        data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, OF_ONE_TEST))
+def test_S2_flipped_bits_of_an_index_cost_blocks_and_nothing_else(
+    filled: Path, tmp_path: Path, first: int
+) -> None:
+    """What is still found has the right bytes (get() looks), and new blocks are kept."""
+    for seed in range(first, first + OF_ONE_TEST):
+        folder = tmp_path / str(seed)
+        shutil.copytree(filled, folder)
+        flip(index_of(folder), seed)
+        with shelf(settings_for(folder)) as found:
+            for chain in range(CHAINS):
+                there = [key(chain, n) for n in range(LENGTH) if found.has(chain, n)]
+                assert found.get(there).done <= len(there)
+            eventually_ok(found)  # what a read has found may have it set aside
+            assert found.put(99, 0, 5).done == 5
+            found.settle()
+        with shelf(settings_for(folder)) as again:
+            again.settle()
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    "error", [lmdb.BadTxnError, lmdb.CorruptedError, lmdb.BadValsizeError, lmdb.KeyExistsError]
+)
+def test_S2_what_only_damage_makes_lmdb_say_is_damage(error: type[lmdb.Error]) -> None:
+    assert is_damage(error("what", 1))
+    assert failed(error("what", 1)).damaged
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(lmdb.Error, lmdb.MapFullError, lmdb.ReadersFullError, lmdb.DiskError, lmdb.MemoryError),
+        *(lmdb.ReadonlyError, lmdb.LockError, lmdb.TlsFullError, lmdb.PanicError, OSError),
+    ],
+)
+def test_S2_what_the_machine_makes_lmdb_say_is_no_damage(error: type[Exception]) -> None:
+    assert not is_damage(error("what", 28))
+
+
+def test_S2_an_error_behind_a_call_that_went_well_is_told_by_its_cause() -> None:
+    outer = SystemError("returned a result with an exception set")
+    assert not is_damage(outer)
+    outer.__cause__ = lmdb.BadTxnError("mdb_cursor_get", 1)
+    assert failed(outer).damaged
+    assert "mdb_cursor_get" in failed(outer).text
+
+
+def test_S2_a_format_with_flipped_bits_is_damage_and_another_one_is_not(folder: Path) -> None:
+    data = index_of(folder).read_bytes()
+    index_of(folder).write_bytes(data.replace(FORMAT, FORMAT[:-1] + bytes([FORMAT[-1] ^ 2])))
+    with shelf(settings_for(folder)) as found:
+        assert found.keys() == []
+    index_of(folder).write_bytes(data.replace(FORMAT, b"x" * len(FORMAT)))
+    with pytest.raises(ConfigError, match="use another directory"):
+        NvmeDisk(settings_for(folder))
+
+
+def test_S2_a_namespace_whose_blocks_have_another_size_on_disk_is_damage(folder: Path) -> None:
+    """Else its engines could never attach: the name follows from the size."""
+    with lmdb.open(str(folder / "index"), max_dbs=4, lock=False, map_size=256 << 20) as env:
+        names = env.open_db(b"namespaces")
+        with env.begin(write=True) as txn:
+            ((digest, value),) = list(txn.cursor(names))
+            number, size = NAMESPACE.unpack(value)
+            assert size == SLOT_BYTES
+            txn.put(digest, NAMESPACE.pack(number, size | 1 << 18), db=names)
+    with shelf(settings_for(folder)) as found:
+        eventually_ok(found)
+        assert found.put(1, 0, 3).done == 3
+        found.settle()
+    assert list(folder.glob("index.damaged*"))
+    with shelf(settings_for(folder)) as again:
+        assert again.get([key(1, n) for n in range(3)]).done == 3
+
+
+def test_S2_damage_that_a_commit_finds_sets_the_index_aside(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It stays as it is: to write again and again would be of no use."""
+    with shelf(settings_for(folder)) as found:
+        path = index_of(folder)
+        data = path.read_bytes()
+        head = 2 * os.sysconf("SC_PAGE_SIZE")
+        flags = 10  # of a page: after its number and a pad
+        for page in range(head, len(data), head // 2):
+            data = data[: page + flags] + b"\xff\xff" + data[page + flags + 2 :]
+        with path.open("r+b") as file:
+            file.write(data)
+        found.put(99, 0, 5)
+        end = time.monotonic() + 60
+        while not list(folder.glob("index.damaged*")) and time.monotonic() < end:
+            found.disk.flush()
+        assert list(folder.glob("index.damaged*"))
+        eventually_ok(found)
+        assert found.put(98, 0, 5).done == 5
+        found.settle()
+        assert found.get([key(98, n) for n in range(5)]).done == 5
+    assert "starts empty" in caplog.text
+
+
+def test_S2_pages_that_lead_in_a_circle_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(IndexFile(folder / "index", 64 << 20)) as file:
+        monkeypatch.setattr(IndexFile, "_rows_max", lambda _self: 1)
+        with pytest.raises(lmdb.CorruptedError, match="more rows"):
+            file.tables()
+        with pytest.raises(lmdb.CorruptedError, match="more records"):
+            list(file.rows(1))
