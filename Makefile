@@ -31,11 +31,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 # Notes on package locations that lack a package say nothing; everything else pip has to say stays.
 QUIET = 2> >(grep -v -e 'is ignored: it is neither a file nor a directory' -e '^$$' >&2 || true)
-# What the disk is measured with: installed where that is possible without asking anybody.
-APT := DEBIAN_FRONTEND=noninteractive timeout 120 apt-get -qq -y
-FIO = command -v fio >/dev/null || { [[ $$(id -u) == 0 ]] && command -v apt-get >/dev/null \
-    && { $(APT) install --no-install-recommends fio \
-        || { $(APT) update && $(APT) install --no-install-recommends fio; }; }; } >/dev/null 2>&1 </dev/null
+# Debian's packages that benchmarks and tests use: installed where that needs no question.
+# RUNLEVEL: a package's service is not started.
+APT := DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 timeout 180 apt-get -qq -y
+have = command -v $(1) >/dev/null || { [[ $$(id -u) == 0 ]] && command -v apt-get >/dev/null \
+    && { $(APT) install --no-install-recommends $(1) \
+        || { $(APT) update && $(APT) install --no-install-recommends $(1); }; }; } >/dev/null 2>&1 </dev/null
 
 .PHONY: help setup demo demo-pd test test-fast test-e2e test-crash sim fuzz gpu check format bench clean
 
@@ -65,7 +66,8 @@ $(READY): pyproject.toml
 	    $(PY) -c 'import vllm' >$(VENV)/vllm.log 2>&1 \
 	        || { cat $(VENV)/vllm.log >&2; echo "make: vLLM was installed but cannot be imported" >&2; exit 1; }; \
 	fi
-	@$(FIO) || echo "fio is not here and cannot be installed: kvstore bench nvme uses a plain loop" >&2
+	@$(call have,fio) || echo "fio is not here and cannot be installed: kvstore bench nvme uses a plain loop" >&2
+	@$(call have,prometheus) || echo "prometheus is not here and cannot be installed: its tests are skipped" >&2
 	@touch $@
 	@echo "$(VENV) is ready" >&2
 

@@ -61,13 +61,17 @@ class Manager:
         rules: Sequence[GroupRule],
         generations: Generations,
         policy: EvictionPolicy | None = None,
+        evictions: Counter[str] | None = None,
     ) -> None:
-        """generations: has a counter for every slot added; the caller sees to that."""
+        """generations: has a counter for every slot added; the caller sees to that.
+
+        evictions: counts blocks that leave, by reason; managers may share one.
+        """
         self.rules = tuple(rules)
         self._one_full = [rule.trailing for rule in rules] == [None]
         self.index = Index()
         self.leases = LeaseBook()
-        self.evictions: Counter[str] = Counter()
+        self.evictions: Counter[str] = Counter() if evictions is None else evictions
         self.slots_total = 0
         self._generations = generations
         self._policy: EvictionPolicy = policy or LeafLRU()

@@ -6,13 +6,16 @@ Labels are tier, outcome, reason, event and namespace; never a key or a request.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+
+from kvstore.protocol import EVENTS
+from kvstore.types import StoreOutcome
 
 MEMORY = "cpu"  # the memory pool's tier label
 NVME = "nvme"
@@ -23,9 +26,30 @@ SUM = "sum"
 BUCKETS = ("0.001", "0.003", "0.01", "0.03", "0.1", "0.3", "1.0", "3.0", "+Inf")  # seconds
 
 
+EVICTIONS = ("capacity", "resize", "clear", "damaged")
+# Of a tier that is only read from, of every other one, and of the disk.
+READ_EVENTS = ("loaded", "loaded_failed", "corrupt", "orphan")
+TIER_EVENTS = (*READ_EVENTS, "stored", "stored_failed", "skipped", "over_budget", "late")
+DISK_EVENTS = (
+    *("unplaced", "io_error"),
+    *("evicted", "damaged", "unreadable", "unlinked", "failed", "resize"),
+    *("cleared", "discarded", "unreachable", "foreign"),
+)
+FETCHED_TIERS = ("gpu", "cpu", "nvme", "prefill", "other")
+HAND_OVER_EVENTS = (
+    *("fetched", "corrupt", "late", "ended", "lost", "exporter", "cleared"),  # as a consumer
+    *("let_go", "heartbeats"),
+    *("confirmed", "stale", "expired", "failed", "gone", "refused"),  # as a producer
+    *("released", "lapsed", "extended", "unknown", "ambiguous"),
+    *("unauthorised", "malformed", "too_many", "unsent"),  # of the side channel
+)
+
+
 class Spec(NamedTuple):
     """One metric. Counters get "_total" appended by the exposition format.
 
+    values: of a counter's only label; they are there from the start, at 0. A label "tier" without
+    any has the names of the store's tiers. of_peers: only where other stores are asked or served.
     A histogram's label is "le", with the sum under SUM.
     """
 
@@ -33,6 +57,8 @@ class Spec(NamedTuple):
     kind: str
     help: str
     labels: tuple[str, ...]
+    values: tuple[str, ...] = ()
+    of_peers: bool = False
 
 
 TABLE = (
@@ -53,30 +79,35 @@ TABLE = (
         "counter",
         "Lookups answered, by outcome: hit, miss, capped, expired.",
         ("outcome",),
+        ("hit", "miss", "capped", "expired"),
     ),
     Spec(
         "kvstore_stored_blocks",
         "counter",
         "Blocks written into memory slots, by outcome.",
         ("outcome",),
+        tuple(outcome.value for outcome in StoreOutcome),
     ),
     Spec(
         "kvstore_copied_bytes",
         "counter",
         "Bytes copied between engines and memory, by direction.",
         ("direction",),
+        ("store", "load"),
     ),
     Spec(
         "kvstore_copy_seconds",
         "counter",
         "Seconds that workers spent copying, by direction.",
         ("direction",),
+        ("store", "load"),
     ),
     Spec(
         "kvstore_evicted_blocks",
         "counter",
         "Blocks that left memory, by reason.",
         ("reason",),
+        EVICTIONS,
     ),
     Spec(
         "kvstore_tier_blocks",
@@ -89,18 +120,23 @@ TABLE = (
         "counter",
         "What engines met: deferrals, time-outs, failed loads.",
         ("event",),
+        tuple(sorted(EVENTS)),
     ),
     Spec(
         "kvstore_hand_over_events",
         "counter",
         "Blocks and messages handed over between stores, by event.",
         ("event",),
+        HAND_OVER_EVENTS,
+        of_peers=True,
     ),
     Spec(
         "kvstore_fetched_blocks",
         "counter",
         "Blocks fetched from other stores, by the tier that these had them in.",
         ("tier",),
+        FETCHED_TIERS,
+        of_peers=True,
     ),
     Spec(
         "kvstore_hand_over_moved_bytes",
@@ -109,6 +145,8 @@ TABLE = (
         " straight into its engines' memory (direct), or written by its engines' workers to those"
         " of others (given).",
         ("direction",),
+        ("pulled", "pushed", "direct", "given"),
+        of_peers=True,
     ),
     Spec(
         "kvstore_hand_over_held_seconds",
@@ -127,12 +165,14 @@ TABLE = (
         "counter",
         "Engine sessions that ended, by reason.",
         ("reason",),
+        ("closed", "protocol", "memory", "refused", "shutdown"),
     ),
     Spec(
         "kvstore_refused",
         "counter",
         "Connections and messages refused, by reason.",
         ("reason",),
+        ("protocol", "malformed", "outbox"),
     ),
     Spec(
         "kvstore_hand_over_bytes",
@@ -203,11 +243,48 @@ TABLE = (
 )
 
 
+def zeros(tiers: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Go through the counters of a store with these tiers, by metric name and label values.
+
+    A counter that began with its first event would hide this event from rate() and increase().
+    """
+    for spec in TABLE:
+        if spec.kind != "counter" or (spec.of_peers and PEER not in tiers):
+            continue
+        if spec.labels == ("tier", "event"):
+            for tier in tiers:
+                for event in _events_of(tier):
+                    yield spec.name, tier, event
+        elif spec.labels:
+            for value in spec.values or tiers:
+                yield spec.name, value
+        else:
+            yield (spec.name,)
+
+
+def _events_of(tier: str) -> tuple[str, ...]:
+    if tier == MEMORY:
+        return ()  # has counters of its own
+    if tier == PEER:
+        return READ_EVENTS
+    return (*TIER_EVENTS, *DISK_EVENTS) if tier == NVME else TIER_EVENTS
+
+
 class Numbers(msgspec.Struct):
-    """What the store has counted, by metric name and label values; plain and cheap to add to."""
+    """What the store has counted, by metric name and label values; plain and cheap to add to.
+
+    evicted, moved: what namespaces count together, by reason and by (tier, event): a namespace
+    that is forgotten takes nothing along.
+    """
 
     counts: Counter[tuple[str, ...]] = msgspec.field(default_factory=Counter)
     gauges: dict[tuple[str, ...], float] = msgspec.field(default_factory=dict)
+    evicted: Counter[str] = msgspec.field(default_factory=Counter)
+    moved: Counter[tuple[str, str]] = msgspec.field(default_factory=Counter)
+
+    def start(self, tiers: Sequence[str]) -> None:
+        """Have every counter of a store with these tiers at 0."""
+        self.counts.update(dict.fromkeys(zeros(tiers), 0))
 
     def add(self, name: str, *labels: str, by: float = 1) -> None:
         """Count up."""

@@ -29,7 +29,7 @@ SECTIONS = {
     "[[tier]]": config.TIER,
     "kv_connector_extra_config": extra._EXTRA,
 }
-LANGUAGES = {"", "json", "python", "sh", "toml"}  # one more needs a test of its own
+LANGUAGES = {"", "json", "promql", "python", "sh", "toml"}  # tests/test_prometheus.py
 
 
 def text(name: str) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from socket import socket
 
@@ -16,13 +18,26 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvstore import config
 from kvstore import protocol as p
 from kvstore.errors import ConfigError
-from kvstore.metrics import TABLE, Numbers, Spec, StoreCollector
+from kvstore.metrics import (
+    DISK_EVENTS,
+    EVICTIONS,
+    HAND_OVER_EVENTS,
+    MEMORY,
+    NVME,
+    PEER,
+    TABLE,
+    TIER_EVENTS,
+    Numbers,
+    Spec,
+    StoreCollector,
+)
 from tests.fakes import Town, blocks, hashes
 from tests.live import LiveStore, engine
 from tiers.memory import MemoryTier
 
 UNITS = ("bytes", "seconds", "tokens", "blocks", "lookups", "slots", "leases", "sessions", "tiers")
 NO_UNIT = {"events", "refused", "started", "ended", "open"}
+ROOT = Path(__file__).parent.parent
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -132,6 +147,96 @@ def test_metrics_without_labels_are_there_from_the_start() -> None:
     found = scrape(Numbers())
     assert found["kvstore_lookup_tokens_total", ()] == 0
     assert found["kvstore_sessions_started_total", ()] == 0
+
+
+def counters(found: Samples) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
+    return {key for key in found if key[0].endswith("_total")}
+
+
+def test_M3_every_counter_is_there_at_0_from_the_start(samples: Samples) -> None:
+    before = scrape(Town(tiers=[("shelf", MemoryTier)]).store.numbers)
+    assert set(before.values()) == {0}
+    assert counters(before) == counters(samples), "what a busy store counts was there before"
+
+
+def test_M3_a_store_with_a_disk_and_peers_has_their_counters_too() -> None:
+    numbers = Numbers()
+    numbers.start([MEMORY, NVME, PEER])
+    found = scrape(numbers)
+    assert set(found.values()) == {0}
+    for spec in TABLE:
+        if spec.kind == "counter":
+            assert any(name == f"{spec.name}_total" for name, _ in found), spec.name
+    for tier, event in [(NVME, "stored_failed"), (NVME, "damaged"), (PEER, "corrupt")]:
+        labels = (("event", event), ("tier", tier))
+        assert found["kvstore_tier_blocks_total", labels] == 0
+    assert found["kvstore_hand_over_events_total", (("event", "unauthorised"),)] == 0
+
+
+def literals(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield (metric or attribute, label) of all that a module counts under a constant label."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Subscript):
+            name = node.target.value.attr if isinstance(node.target.value, ast.Attribute) else ""
+            yield from ((name.lstrip("_"), label) for label in constants(node.target.slice))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            called, places = node.func.attr, [p for a in node.args for p in constants(a)]
+            if called == "add" and places and places[0].startswith("kvstore_"):
+                yield from ((places[0], label) for label in places[1:2])
+            if called in ("drop", "_end") and places:
+                yield called, places[0]
+
+
+def constants(node: ast.expr) -> list[str]:
+    """Return the strings that an expression may stand for, the last part of a tuple."""
+    if isinstance(node, ast.Tuple):
+        return constants(node.elts[-1]) if node.elts else []
+    if isinstance(node, ast.IfExp):
+        return [*constants(node.body), *constants(node.orelse)]
+    return [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+
+
+VALUES = {spec.name: spec.values for spec in TABLE}
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "allowed"),
+    [
+        ("kvstore/export/*.py", "counts", HAND_OVER_EVENTS),
+        ("kvstore/service/requests.py", "counts", HAND_OVER_EVENTS),
+        ("kvstore/service/channel.py", "counts", HAND_OVER_EVENTS),
+        ("kvstore/tiering.py", "counts", TIER_EVENTS),
+        ("kvstore/manager.py", "drop", EVICTIONS),
+        ("kvstore/manager.py", "evictions", EVICTIONS),
+        ("tiers/nvme/*.py", "counts", DISK_EVENTS),
+        ("tiers/nvme/*.py", "drop", DISK_EVENTS),
+        ("kvstore/service/store.py", "_end", VALUES["kvstore_sessions_ended"]),
+        *(("kvstore/**/*.py", name, values) for name, values in VALUES.items() if values),
+    ],
+)
+def test_M3_nothing_is_counted_under_a_label_that_is_not_there_from_the_start(
+    where: str, what: str, allowed: tuple[str, ...]
+) -> None:
+    found = {label for path in ROOT.glob(where) for name, label in literals(path) if name == what}
+    assert found <= set(allowed), f"{where} counts {found - set(allowed)} under {what}"
+    assert found or what.startswith("kvstore_"), f"{where} counts nothing under {what}"
+
+
+def test_every_value_of_a_label_is_documented() -> None:
+    page = (ROOT / "docs/reference/metrics.md").read_text()
+    values = {value for spec in TABLE for value in spec.values} | {*TIER_EVENTS, *DISK_EVENTS}
+    assert not [value for value in sorted(values) if f"`{value}`" not in page]
+
+
+def test_M3_what_a_forgotten_namespace_has_counted_stays_in_the_totals() -> None:
+    town = busy_town()
+    before = scrape(town.store.numbers)
+    town.store.namespaces.clear()
+    town.store.refresh_gauges()
+    after = scrape(town.store.numbers)
+    assert before["kvstore_evicted_blocks_total", (("reason", "capacity"),)] > 0
+    for key in counters(before):
+        assert after[key] == before[key], key
 
 
 def test_M1_tokens_hit_by_tier_over_tokens_looked_up_is_the_hit_rate(samples: Samples) -> None:

@@ -20,7 +20,6 @@ write, lands there. One that may still be written when its block is given up is 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from msgspec.structs import replace
@@ -31,6 +30,7 @@ from kvstore.export.fetches import (
     Block,
     Check,
     Fetch,
+    Fetched,
     Landing,
     Loads,
     Regions,
@@ -59,8 +59,15 @@ Send = Callable[[int, Message], None]
 class Consumer:
     """All fetches into one namespace. To its tiering it is a tier: what was offered is here."""
 
-    def __init__(self, work: Work, landing: Landing, send: Send, groups: int) -> None:
-        """groups: KV groups of the namespace."""
+    def __init__(
+        self,
+        work: Work,
+        landing: Landing,
+        send: Send,
+        groups: int,
+        fetched: Fetched | None = None,
+    ) -> None:
+        """groups: KV groups of the namespace. fetched: what is counted; consumers may share it."""
         self.name = "peer"
         self._work = work
         self._landing = landing
@@ -77,8 +84,8 @@ class Consumer:
         self._late_fills: dict[int, list[int]] = {}  # by fetch: positions of which that is so
         self._next = 1
         self._now_ns = 0
-        self.counts: Counter[str] = Counter()
-        self.fetched: Counter[str] = Counter()  # blocks, by the tier that their peer had them in
+        counted = Fetched() if fetched is None else fetched
+        self.counts, self.fetched = counted.events, counted.blocks
 
     # Asking
 

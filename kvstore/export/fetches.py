@@ -47,6 +47,13 @@ class Block(msgspec.Struct, eq=False):
     sum: int = 0
 
 
+class Fetched(msgspec.Struct):
+    """What is counted of fetches: events by name, and blocks by the tier their peer had them in."""
+
+    events: Counter[str] = msgspec.field(default_factory=Counter)
+    blocks: Counter[str] = msgspec.field(default_factory=Counter)
+
+
 class Fetch(msgspec.Struct, eq=False):
     """What is wanted from one peer in one go; direct: by workers, into engine memory."""
 

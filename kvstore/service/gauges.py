@@ -41,7 +41,10 @@ def resize(disk: Disk | None, query: Query) -> None:
 
 
 def gauges(
-    pool: MemoryPool, sessions: Iterable[Session], namespaces: Mapping[str, Namespace]
+    pool: MemoryPool,
+    sessions: Iterable[Session],
+    namespaces: Mapping[str, Namespace],
+    numbers: Numbers,
 ) -> dict[tuple[str, ...], float]:
     """Return gauges, and counters kept elsewhere, by metric name and label values."""
     found: dict[tuple[str, ...], float] = {}
@@ -51,8 +54,6 @@ def gauges(
         found["kvstore_sessions", phase.value] = 0
     for session in sessions:
         found["kvstore_sessions", session.phase.value] += 1
-    evicted: dict[str, int] = {}
-    moved: dict[tuple[str, str], int] = {}
     for digest, namespace in namespaces.items():
         manager, label = namespace.manager, digest[:12]
         found["kvstore_slots", label, "free"] = manager.slots_free
@@ -60,13 +61,9 @@ def gauges(
         found["kvstore_slots", label, "used"] = manager.slots_used
         found["kvstore_leases", label] = len(manager.leases)
         found["kvstore_jobs_open", label] = namespace.tiering.jobs_open
-        for reason, count in manager.evictions.items():
-            evicted[reason] = evicted.get(reason, 0) + count
-        for move, count in namespace.tiering.counts.items():
-            moved[move] = moved.get(move, 0) + count
-    for reason, count in evicted.items():
+    for reason, count in numbers.evicted.items():
         found["kvstore_evicted_blocks", reason] = count
-    for (tier, what), count in moved.items():
+    for (tier, what), count in numbers.moved.items():
         found["kvstore_tier_blocks", tier, what] = count
     return found
 

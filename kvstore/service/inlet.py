@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvstore.export.consumer import Consumer
-from kvstore.export.fetches import Check, EngineRead, Read
+from kvstore.export.fetches import Check, EngineRead, Fetched, Read
 from kvstore.export.fetches import Tag as Part
 from kvstore.protocol import Message
 from kvstore.service.direct import Direct
@@ -15,6 +15,8 @@ from kvstore.service.namespace import Namespace
 
 class Others(Protocol):
     """The connections to peers."""
+
+    fetched: Fetched
 
     def say(self, number: int, message: Message) -> None:
         """Send on a connection that was made, once it is welcome."""
@@ -35,7 +37,7 @@ class Inlet:
         self._mover = mover
         layout = namespace.layout
         self._landing = mover.landing(layout.digest, layout.slot_bytes)
-        self.consumer = Consumer(self, self._landing, peers.say, len(layout.rules))
+        self.consumer = Consumer(self, self._landing, peers.say, len(layout.rules), peers.fetched)
 
     @property
     def quarantined_bytes(self) -> int:

@@ -11,6 +11,7 @@ import msgspec
 
 from kvstore.layout import SlotLayout
 from kvstore.manager import Manager
+from kvstore.metrics import Numbers
 from kvstore.service.engines import Engines
 from kvstore.tier import SlotMemory, Tier
 from kvstore.tiering import Tiering
@@ -109,18 +110,24 @@ class Namespace:
         backlog_ns: dict[str, int] | None = None,
         budgets: dict[str, WriteBudget] | None = None,
         make_remote: Callable[[Namespace], Tier] | None = None,
+        numbers: Numbers | None = None,
     ) -> None:
         """make_tiers(digest, slot_bytes, memory): the lower tiers of this namespace.
 
         make_remote(namespace): one that is only read from, the peers.
         backlog_ns, budgets: of the tiers, by their names; see Tiering.
+        numbers: counts for all namespaces, so that nothing is lost with one that is forgotten.
         """
         self.layout = layout
         self.generations = SharedGenerations(self._publish)
-        self.manager = Manager(layout.rules, self.generations)
+        totals = Numbers() if numbers is None else numbers
+        self.manager = Manager(layout.rules, self.generations, evictions=totals.evicted)
         tiers = make_tiers(layout.digest, layout.slot_bytes, self)
         remote = () if make_remote is None else (make_remote(self),)
-        self.tiering = Tiering(self.manager, tiers, layout.slot_bytes, backlog_ns, budgets, remote)
+        limits = backlog_ns, budgets
+        self.tiering = Tiering(
+            self.manager, tiers, layout.slot_bytes, *limits, remote, counts=totals.moved
+        )
         self.engines = Engines()
         self.extents: dict[int, Mapping] = {}
         self.sessions: set[int] = set()

@@ -14,7 +14,6 @@ wants something says Hello again.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import msgspec
@@ -22,9 +21,10 @@ import msgspec
 from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
 from kvstore.export.consumer import STALL_NS, Consumer
+from kvstore.export.fetches import Fetched
 from kvstore.export.jobs import Fill, Give, Source, Tag, Write
 from kvstore.export.producer import Producer
-from kvstore.metrics import Numbers
+from kvstore.metrics import HAND_OVER_EVENTS, Numbers
 from kvstore.protocol import Arrived as Arrived_
 from kvstore.protocol import Extent, Message, Target, Unmap
 from kvstore.service.agents import Agents
@@ -54,13 +54,6 @@ from kvstore.types import BlockKey, Slot
 log = logging.getLogger(__name__)
 
 OfFetch = Arrived_ | Target
-EVENTS = (
-    *("fetched", "corrupt", "late", "ended", "lost", "exporter", "cleared"),  # as a consumer
-    *("let_go", "heartbeats"),
-    *("confirmed", "stale", "expired", "failed", "gone", "refused"),  # as a producer
-    *("released", "lapsed", "extended", "unknown", "ambiguous"),
-    *("unauthorised", "malformed", "too_many", "unsent"),  # of the side channel
-)
 EXPORTER = -1  # the exporter's number among the store's connections: it maps extents, too
 LINKS_MAX = 128  # peers that are asked at one time; each takes some descriptors
 IDLE_NS = 300_000_000_000  # a connection that nothing was asked on; its peer forgets it later
@@ -105,6 +98,7 @@ class Peers:
         self._links: dict[int, _Link] = {}
         self._by_address: dict[tuple[str, str], int] = {}
         self._inlets: dict[str, Inlet] = {}
+        self.fetched = Fetched()
         self._now_ns = 0
         self.requests = Requests(
             self.producer.hands,
@@ -343,12 +337,11 @@ class Peers:
 
     def gauges(self) -> dict[tuple[str, ...], float]:
         """Return gauges, and counters kept here."""
-        counts = self.channel.counts + self.producer.counts + self.requests.counts
+        counts = self.channel.counts + self.producer.counts
+        counts.update(self.requests.counts)
+        counts.update(self.fetched.events)
         quarantined = landing = fetches = 0
-        fetched: Counter[str] = Counter()
         for inlet in self._inlets.values():
-            counts.update(inlet.consumer.counts)
-            fetched.update(inlet.consumer.fetched)
             quarantined += inlet.quarantined_bytes
             landing += inlet.landing_bytes
             fetches += inlet.consumer.open
@@ -369,8 +362,9 @@ class Peers:
             "exporters": len(self._agents),
         }
         found |= {("kvstore_hand_over_open", what): count for what, count in open_now.items()}
-        found |= {("kvstore_hand_over_events", event): counts[event] for event in EVENTS}
-        found |= {("kvstore_fetched_blocks", tier): count for tier, count in fetched.items()}
+        found |= {("kvstore_hand_over_events", event): counts[event] for event in HAND_OVER_EVENTS}
+        blocks = self.fetched.blocks
+        found |= {("kvstore_fetched_blocks", tier): count for tier, count in blocks.items()}
         direct = {"direct": self.direct.moved_bytes, "given": self.gives.moved_bytes}
         moved = {**self._mover.moved_bytes, **direct}
         found |= {("kvstore_hand_over_moved_bytes", way): size for way, size in moved.items()}

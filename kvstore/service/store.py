@@ -64,6 +64,7 @@ class Store:
             *(tier.name for tier in config.tiers),
             *((PEER,) if config.peer else ()),
         )
+        self.numbers.start(self._tier_names)
         self._make_tiers = make_tiers
         self._backlog_ns = {tier.name: tier.backlog_ns for tier in config.tiers}
         self._budgets: dict[str, WriteBudget] = {}
@@ -278,7 +279,7 @@ class Store:
         if namespace is None:
             remote = None if self._peers is None else self._peers.inlet
             limits = self._backlog_ns, self._budgets
-            namespace = Namespace(layout, self._make_tiers, *limits, remote)
+            namespace = Namespace(layout, self._make_tiers, *limits, remote, self.numbers)
             self.namespaces[layout.digest] = namespace
         session.layouts = layout.ranks  # the namespace may have been made for other ranks
         return namespace
@@ -471,7 +472,7 @@ class Store:
 
     def refresh_gauges(self) -> None:
         """Bring the gauges, and counters kept elsewhere, up to date."""
-        found = gauges(self._pool, self.sessions.values(), self.namespaces)
+        found = gauges(self._pool, self.sessions.values(), self.namespaces, self.numbers)
         if self._disk is not None:
             found |= disk_gauges(self._disk)
         if self._peers is not None:
