@@ -13,8 +13,8 @@ from tests.engine.support import attach
 from tests.live import eventually
 from tests.prometheus import prometheus, queries
 
-TOKENS = 1024
-POOL_BYTES = 4 << 20  # two prompts
+TOKENS = 8000
+POOL_BYTES = 36 << 20  # two prompts, and what vLLM asks for
 
 
 @pytest.mark.e2e
