@@ -214,8 +214,9 @@ def _counts(text: str) -> list[int]:
 
 
 def _serve(chosen: argparse.Namespace) -> int:
+    from kvstore.available import MARGIN_BYTES, memory_left
     from kvstore.config import load
-    from kvstore.preflight import memory_available_bytes, shown
+    from kvstore.quantities import sized
     from kvstore.service.server import listen, serve
 
     config = load(chosen.config)
@@ -225,10 +226,17 @@ def _serve(chosen: argparse.Namespace) -> int:
     if config.server.metrics is not None:
         metrics = config.server.metrics
         log.info("metrics at http://%s:%d/metrics", metrics.host, metrics.port)
-    capacity, available = config.cpu.capacity_bytes, memory_available_bytes()
-    log.info("cpu capacity %s in extents of %s", shown(capacity), shown(config.cpu.extent_bytes))
-    if capacity > available:
-        log.warning("only %s of memory are available now", shown(available))
+    capacity, available = config.cpu.capacity_bytes, memory_left()
+    log.info(
+        "cpu capacity %s in extents of %s",
+        sized(capacity),
+        sized(config.cpu.extent_bytes),
+    )
+    if capacity + MARGIN_BYTES > available.bytes:
+        log.warning(
+            "only %s of memory are available now (%s): stops growing when %s are left",
+            sized(available.bytes), available.of, sized(MARGIN_BYTES),
+        )  # fmt: skip
     try:
         serve(config, listener)
     finally:
@@ -380,8 +388,8 @@ def _rate(done: Amount, seconds: float) -> str:
 def _show_fsck(report: Report) -> None:
     from rich.table import Table
 
-    from kvstore.preflight import shown
     from kvstore.printing import output
+    from kvstore.quantities import sized
 
     table = Table(box=None, header_style="bold")
     for heading in ("what", "state"):
@@ -392,13 +400,13 @@ def _show_fsck(report: Report) -> None:
     for what, state, amount in report.rows():
         style = "red" if amount.count and state != "ok" else None
         meaning = MEANINGS[what, state]
-        table.add_row(what, state, f"{amount.count:,}", shown(amount.bytes), meaning, style=style)
+        table.add_row(what, state, f"{amount.count:,}", sized(amount.bytes), meaning, style=style)
     if report.index_error is not None:
         print(f"the index is damaged: {report.index_error}")
     output().print(table)
     seconds = max(report.read_s, 1e-9)
     print(
-        f"{shown(report.used_bytes)} on disk; {shown(report.read_bytes)} of blocks read in"
+        f"{sized(report.used_bytes)} on disk; {sized(report.read_bytes)} of blocks read in"
         f" {report.read_s:.1f} s, {report.read_bytes / seconds / 1e9:.2f} GB/s"
     )
     if not report.in_order:
@@ -419,14 +427,13 @@ def _resize(chosen: argparse.Namespace) -> int:
     from rich.console import Console
 
     from kvstore import admin
-    from kvstore.preflight import shown
-    from kvstore.quantities import parse_bytes
+    from kvstore.quantities import parse_bytes, sized
 
     steps = admin.resize(chosen.store, chosen.tier, parse_bytes(chosen.capacity))
     with Console(stderr=True).status("resizing") as status:
         for used, cap in steps:
-            status.update(f"{chosen.tier}: {shown(used)} in use, {shown(cap)} are allowed")
-    print(f"{chosen.tier}: capacity {shown(cap)}, {shown(used)} in use")
+            status.update(f"{chosen.tier}: {sized(used)} in use, {sized(cap)} are allowed")
+    print(f"{chosen.tier}: capacity {sized(cap)}, {sized(used)} in use")
     print("a restart takes the capacity of the configuration file again", file=sys.stderr)
     return 0
 

@@ -271,8 +271,8 @@ def _as_json(puller: Puller, found: list[Pulled], seconds: float) -> dict[str, A
 def _show(puller: Puller, found: list[Pulled], seconds: float) -> None:
     from rich.table import Table
 
-    from kvstore.preflight import shown
     from kvstore.printing import output
+    from kvstore.quantities import sized
 
     table = Table(box=None, header_style="bold")
     table.add_column("block", no_wrap=True)
@@ -293,7 +293,7 @@ def _show(puller: Puller, found: list[Pulled], seconds: float) -> None:
     came = sum(not block.problem for block in found)
     per_second = came * size / max(seconds, 1e-9) / 1e9
     print(
-        f"{came:,} of {len(found):,} blocks, {shown(came * size)}"
+        f"{came:,} of {len(found):,} blocks, {sized(came * size)}"
         f" in {seconds:.2f} s, {per_second:.2f} GB/s"
     )
 

@@ -24,7 +24,7 @@ from kvstore.bench.engine import Engine, Request, Result
 from kvstore.bench.models import make_model, prompt
 from kvstore.bench.store import StoreProcess, end_as_interrupted
 from kvstore.errors import KVStoreError
-from kvstore.preflight import shown
+from kvstore.quantities import sized
 
 CAPACITY = "256MiB"
 DISK_CAPACITY = "512MiB"
@@ -216,7 +216,7 @@ def show(console: Console, passes: list[Pass], metrics: dict[str, float]) -> Non
     console.print("from the store's /metrics:")
     for name, value in metrics.items():
         if name.startswith(SHOWN_METRICS):
-            unit = f"  ({shown(int(value))})" if "bytes" in name else ""
+            unit = f"  ({sized(int(value))})" if "bytes" in name else ""
             console.print(f"  {name} {value:,.0f}{unit}", highlight=False)
 
 

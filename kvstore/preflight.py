@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import os
 import resource
@@ -16,10 +15,11 @@ from pathlib import Path
 import msgspec
 
 from kvstore import numa
+from kvstore.available import MARGIN_BYTES, memory_left
 from kvstore.config import Config
 from kvstore.errors import ConfigError
 from kvstore.gds import Gds
-from kvstore.quantities import GIB, KIB, MIB
+from kvstore.quantities import sized
 from kvstore.service.server import CPU_TIER, find_class
 
 GDS = "tiers.nvme.gds"
@@ -42,14 +42,6 @@ class Finding(msgspec.Struct, frozen=True):
     text: str
 
 
-def shown(count: int) -> str:
-    """Show bytes with the largest unit that leaves no long fraction."""
-    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if count >= size:
-            return f"{count / size:.1f}".removesuffix(".0") + f" {unit}"
-    return f"{count} B"
-
-
 def examine(config: Config) -> list[Finding]:
     """Look at everything a store needs here. Raises ConfigError for a tier that cannot load."""
     return [
@@ -61,21 +53,6 @@ def examine(config: Config) -> list[Finding]:
         _locked_memory(),
         *_tiers(config),
     ]
-
-
-def memory_available_bytes() -> int:
-    """Memory that can be had now: the system's, or what the cgroup leaves, if that is less."""
-    available = 0
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * KIB
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/proc/self/cgroup").read_text(encoding="utf-8").rpartition("::/")[2].strip()
-        folder = Path("/sys/fs/cgroup") / group
-        limit = int((folder / "memory.max").read_text(encoding="ascii"))
-        used = int((folder / "memory.current").read_text(encoding="ascii"))
-        available = min(available, max(0, limit - used))
-    return available
 
 
 def _socket(config: Config) -> Finding:
@@ -106,14 +83,17 @@ def _metrics(config: Config) -> Finding:
 
 def _memory(config: Config) -> Iterator[Finding]:
     capacity, extent = config.cpu.capacity_bytes, config.cpu.extent_bytes
-    available = memory_available_bytes()
-    text = f"capacity {shown(capacity)}, {shown(available)} are available now"
-    enough = capacity <= available
-    yield Finding(Level.OK if enough else Level.FAIL, "cpu", text)
+    left = memory_left()
+    text = f"capacity {sized(capacity)}, {sized(left.bytes)} are available now"
+    if capacity + MARGIN_BYTES > left.bytes:
+        text += f" ({left.of}); it stops growing when {sized(MARGIN_BYTES)} are left"
+        yield Finding(Level.NOTE, "cpu", text)
+    else:
+        yield Finding(Level.OK, "cpu", text)
     count, rest = divmod(capacity, extent)
-    text = f"{count} extents of {shown(extent)}"
+    text = f"{count} extents of {sized(extent)}"
     if rest:
-        text += f"; {shown(rest)} of the capacity fill no extent and stay unused"
+        text += f"; {sized(rest)} of the capacity fill no extent and stay unused"
     yield Finding(Level.NOTE if rest else Level.OK, "cpu", text)
     yield _nodes(config.cpu.numa)
 
@@ -150,7 +130,7 @@ def _disk(config: Config) -> Iterator[Finding]:
         return
     held = sum(file.stat().st_blocks * 512 for file in path.glob("*.extent"))
     free = shutil.disk_usage(folder).free + held
-    text = f"{path}: capacity {shown(nvme.capacity_bytes)}, {shown(free)} are free or ours"
+    text = f"{path}: capacity {sized(nvme.capacity_bytes)}, {sized(free)} are free or ours"
     yield Finding(Level.OK if nvme.capacity_bytes <= free else Level.NOTE, "nvme", text)
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".kvstore-check-") as probe:
@@ -178,7 +158,7 @@ def _huge_pages() -> Finding:
 
 def _locked_memory() -> Finding:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    text = "no limit" if limit == resource.RLIM_INFINITY else f"limit {shown(limit)}"
+    text = "no limit" if limit == resource.RLIM_INFINITY else f"limit {sized(limit)}"
     return Finding(Level.OK, "locked memory", f"{text}; this version locks none")
 
 

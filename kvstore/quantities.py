@@ -80,3 +80,11 @@ def shown(value: object) -> str:
     else:
         text = str(value)
     return text if len(text) <= 80 else text[:77] + "..."  # noqa: PLR2004  one line
+
+
+def sized(count: int) -> str:
+    """Show bytes with the largest unit that leaves no long fraction."""
+    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if count >= size:
+            return f"{count / size:.1f}".removesuffix(".0") + f" {unit}"
+    return f"{count} B"

@@ -111,11 +111,12 @@ def test_check_says_what_a_store_would_do(
     assert not (path.parent / "kv.sock").exists()
 
 
-def test_check_fails_when_the_capacity_is_not_there(
+def test_S5_check_notes_that_the_capacity_is_not_there(
     config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["check", "--config", str(config(capacity="1000TiB"))]) == 1
-    assert "fail  cpu" in capsys.readouterr().out
+    """A store starts all the same, and takes what there is."""
+    assert cli.main(["check", "--config", str(config(capacity="1000TiB"))]) == 0
+    assert re.search(r"note  cpu .* are available now \(.*\); it stops", capsys.readouterr().out)
 
 
 def test_check_notes_capacity_that_fills_no_extent(

@@ -16,7 +16,7 @@ import pytest
 
 from kvstore import protocol as p
 from kvstore.errors import TierError, TierFull
-from kvstore.service.namespace import MemoryPool
+from kvstore.service.namespace import MemoryExtent, MemoryPool
 from kvstore.service.session import Phase
 from tests.fakes import SLOT_BYTES, Engine, HeapPool, Town, blocks, hashes, phase, settings
 from tiers.cpu import CpuExtent, CpuMemory
@@ -406,10 +406,55 @@ def test_a_failed_extent_is_no_end_of_the_store(caplog: pytest.LogCaptureFixture
     memory.fail = TierFull("no memory")
     engine = town.attach()
     assert engine.active is None
-    assert "cannot make an extent: no memory" in caplog.text
+    assert "no memory for another extent: no memory" in caplog.text
     memory.fail = None
     other = town.attach("other", identity="other")
     assert other.active is not None
+
+
+def test_S5_that_memory_is_short_is_said_once_until_there_was_some(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    town, memory = heap()
+    memory.fail = TierFull("a test leaves 1 B")
+    engine = town.attach()
+    for _ in range(10):
+        town.tick(ms=5_100)
+        town.settle(engine)
+    assert caplog.text.count("a test leaves 1 B; goes on with the 0 B it has") == 1
+    memory.fail = None
+    town.tick(ms=5_100)
+    town.settle(engine)
+    assert engine.active is not None, "it grows again"
+    assert caplog.text.count("there is memory for another extent again") == 1
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_S5_where_memory_is_short_a_model_without_any_gets_some_of_another(
+    monkeypatch: pytest.MonkeyPatch, *, enough: bool
+) -> None:
+    """As where the cap is reached; one extent, as nobody knows whether that will do."""
+    town, memory = heap(extents=8)
+    rich = town.attach("rich", identity="rich")
+    rich.put(hashes(24, "rich"))
+    town.settle(rich)
+    assert extents_of(town)[0] > 2
+    memory.fail = TierFull("no memory")
+    release = memory.release
+
+    def released(extent: MemoryExtent) -> None:
+        release(extent)
+        memory.fail = None if enough else memory.fail
+
+    monkeypatch.setattr(memory, "release", released)
+    poor = Engine(town, "poor", identity="poor")
+    poor.join()
+    for _ in range(10):  # long before it would look again
+        town.tick(ms=100)
+        town.settle(poor, rich)
+    assert len(memory.released) == 1
+    assert (poor.active is not None) is enough
 
 
 def test_real_memory_is_shared_the_same_way() -> None:

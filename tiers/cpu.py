@@ -11,12 +11,14 @@ import fcntl
 import logging
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from kvstore import numa
+from kvstore.available import MARGIN_BYTES, Left, memory_left
 from kvstore.errors import TierError, TierFull
+from kvstore.quantities import sized
 from tiers.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -35,13 +37,29 @@ def touch(mapped: mmap.mmap) -> None:
     np.frombuffer(mapped, np.uint8)[::_PAGE].sum()
 
 
+def _refuse_beyond(left: Left, wanted: int) -> None:
+    """Raise TierFull for memory that is not there: to take it is to be killed."""
+    if wanted + MARGIN_BYTES > left.bytes:
+        raise TierFull(
+            f"an extent takes {sized(wanted)} more, and {sized(MARGIN_BYTES)} are to stay free;"
+            f" {left.of} leaves {sized(left.bytes)}"
+        )
+
+
 class CpuExtent:
     """count slots of slot_bytes, then a u32 generation per slot, in one sealed memfd."""
 
-    def __init__(self, extent_bytes: int, slot_bytes: int, node: int | None = None) -> None:
+    def __init__(
+        self,
+        extent_bytes: int,
+        slot_bytes: int,
+        node: int | None = None,
+        look: Callable[[], Left] = memory_left,
+    ) -> None:
         """Allocate and populate; takes about a second per GiB. Raises TierFull without memory.
 
         node: the NUMA node that it is taken from while that has room; None: the kernel decides.
+        look(): memory that can be had. It is asked again and again: others take some meanwhile.
         """
         self.count = extent_bytes // (slot_bytes + GENERATION_BYTES)
         if self.count < 1:
@@ -56,10 +74,14 @@ class CpuExtent:
             if node is not None:
                 numa.prefer(self.fd, self.bytes, node)
             for start in range(0, self.bytes, _SLICE):
+                _refuse_beyond(look(), self.bytes - start)
                 os.posix_fallocate(self.fd, start, min(_SLICE, self.bytes - start))
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
             self._map = mmap.mmap(self.fd, self.bytes)
+        except TierFull:
+            os.close(self.fd)
+            raise
         except OSError as exc:
             os.close(self.fd)
             raise TierFull(f"no memory for an extent of {self.bytes} bytes: {exc}") from exc

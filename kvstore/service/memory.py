@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from kvstore import protocol as p
+from kvstore.quantities import sized
 from kvstore.service.namespace import Mapping, MemoryExtent, MemoryPool, Namespace
 from kvstore.types import Slot
 
@@ -19,6 +20,7 @@ log = logging.getLogger(__name__)
 _MAP_LIMIT_NS = 60_000_000_000
 _RETIRE_LIMIT_NS = 3_000_000_000
 _RETRY_NS = 5_000_000_000  # after an extent could not be made
+_QUIET_NS = 60_000_000_000  # between two log lines that memory is short, and two extents taken
 _MAPPED = ("mapping", "live")  # by all workers, also by those that come
 _LEAVING = ("retiring", "unmapping")
 
@@ -43,6 +45,9 @@ class Memory:
         self._holders_of = holders_of
         self._now_ns = 0
         self._next_extent = 1
+        self._short = False  # as the log was told
+        self._told_ns = self._taken_ns = -_QUIET_NS
+        self._released = False
 
     def announce(self, namespace: Namespace, worker: int, now_ns: int) -> None:
         """Hand all of a namespace's memory to a worker that has just joined."""
@@ -90,6 +95,7 @@ class Memory:
         for tag, made in self.pool.poll():
             self._made(namespaces.get(tag), made)
         late: set[int] = set()
+        self._released = False
         for namespace in namespaces.values():
             self._grow(namespaces, namespace)
             for extent, mapping in list(namespace.extents.items()):
@@ -101,15 +107,21 @@ class Memory:
                 if retiring and now_ns - mapping.since_ns > _RETIRE_LIMIT_NS:
                     late |= self._holders_of(namespace, mapping)
                 self._shrink(namespace, extent, mapping)
+        if self._released:  # whoever waits for memory need wait no longer
+            for namespace in namespaces.values():
+                namespace.retry_ns = 0
         return late
 
     def _made(self, namespace: Namespace | None, made: MemoryExtent | Exception) -> None:
         if isinstance(made, Exception):
-            log.error("cannot make an extent: %s", made)
+            self._tell_short(made)
             if namespace is not None:
                 namespace.growing = False
                 namespace.retry_ns = self._now_ns + _RETRY_NS
             return
+        if self._short:
+            self._short = False
+            log.info("there is memory for another extent again")
         if namespace is None:
             self.pool.release(made)
             return
@@ -121,6 +133,16 @@ class Memory:
             self._send_extent(namespace, extent, mapping, worker)
         if not waiting:
             namespace.go_live(mapping)
+
+    def _tell_short(self, why: Exception) -> None:
+        """Say once that memory is short, until there was some again."""
+        if not self._short and self._now_ns - self._told_ns >= _QUIET_NS:
+            self._short, self._told_ns = True, self._now_ns
+            log.warning(
+                "no memory for another extent: %s; goes on with the %s it has, and looks again"
+                " every %d s",
+                why, sized(self.pool.used_bytes), _RETRY_NS // 1_000_000_000,
+            )  # fmt: skip
 
     def can_grow(self, namespace: Namespace) -> bool:
         """Tell whether more memory is coming or to be had, so that nothing need be evicted yet."""
@@ -134,20 +156,27 @@ class Memory:
         namespace.slots_wanted = 0
         if not low or not namespace.sessions:
             return
-        if namespace.coming or self._now_ns < namespace.retry_ns:
+        if namespace.coming:
             return
         tag = namespace.layout.digest
-        if self.pool.request(tag, namespace.layout.slot_bytes):
+        short = self._now_ns < namespace.retry_ns
+        if not short and self.pool.request(tag, namespace.layout.slot_bytes):
             namespace.growing = True
-        else:
+        elif not short:
             self._take_from_another(namespaces, namespace)
+        elif (  # what is given back may not be there for us: one now and then
+            not namespace.extents
+            and self._now_ns - self._taken_ns >= _QUIET_NS
+            and self._take_from_another(namespaces, namespace)
+        ):
+            self._taken_ns = self._now_ns
 
-    def _take_from_another(self, namespaces: dict[str, Namespace], needy: Namespace) -> None:
+    def _take_from_another(self, namespaces: dict[str, Namespace], needy: Namespace) -> bool:
         """Retire an extent of an unused namespace, else of one that holds more than its share."""
         others = [n for n in namespaces.values() if n is not needy and n.shrinkable() is not None]
         leaving = [(n, m) for n in others for m in n.extents.values() if m.state in _LEAVING]
         if any(self._now_ns - mapping.since_ns <= _RETIRE_LIMIT_NS for _, mapping in leaving):
-            return
+            return False
         # By leases, or a frozen engine, which would keep more: one is enough of a model's.
         kept = {donor for donor, _ in leaving}
         others = [n for n in others if n not in kept]
@@ -161,6 +190,8 @@ class Memory:
             if extent is not None:
                 donor.extents[extent].state = "retiring"
                 donor.extents[extent].since_ns = self._now_ns
+                return True
+        return False
 
     def _shrink(self, namespace: Namespace, extent: int, mapping: Mapping) -> None:
         if mapping.state == "retiring":
@@ -174,3 +205,4 @@ class Memory:
         if mapping.state == "unmapping" and not mapping.waiting:
             del namespace.extents[extent]
             self.pool.release(mapping.memory)
+            self._released = True

@@ -39,8 +39,7 @@ from kvstore.bench.session import Fetched, Session
 from kvstore.bench.steal import Watch
 from kvstore.bench.store import StoreProcess
 from kvstore.errors import KVStoreError
-from kvstore.preflight import shown
-from kvstore.quantities import KIB, MIB
+from kvstore.quantities import KIB, MIB, sized
 from tiers.bench import raw
 from tiers.bench.nvme import ATTEMPTS, READERS, WRITERS
 from tiers.bench.reader import DirectSession
@@ -88,7 +87,7 @@ def run(pairs: int | None, sizes: Sizes | None = None) -> list[Result]:
     free = shutil.disk_usage(Path.cwd()).free
     if free < needed:
         raise KVStoreError(
-            f"{Path.cwd()}: {shown(free)} free, the benchmark needs {shown(needed)} for a while"
+            f"{Path.cwd()}: {sized(free)} free, the benchmark needs {sized(needed)} for a while"
         )
     results = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -96,7 +95,7 @@ def run(pairs: int | None, sizes: Sizes | None = None) -> list[Result]:
         task = progress.add_task("export", total=total)
         for transport in sizes.transports:
             for block_bytes in sizes.block_bytes:
-                what = f"{transport}, blocks of {shown(block_bytes)}"
+                what = f"{transport}, blocks of {sized(block_bytes)}"
                 progress.update(task, description=what)
                 with (
                     tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=Path.cwd()) as name,

@@ -42,8 +42,7 @@ from kvstore.bench.report import Result, paired_ratio
 from kvstore.bench.steal import Watch
 from kvstore.config import NvmeConfig
 from kvstore.errors import KVStoreError
-from kvstore.preflight import shown
-from kvstore.quantities import MIB
+from kvstore.quantities import MIB, sized
 from kvstore.tier import TierContext
 from kvstore.types import BlockKey, JobId, JobKind, Slot, TransferJob
 from tiers.nvme.disk import NvmeDisk
@@ -179,7 +178,7 @@ def run(pairs: int | None, sizes: Sizes | None = None) -> list[Result]:
     free = shutil.disk_usage(Path.cwd()).free
     if free < needed:
         raise KVStoreError(
-            f"{Path.cwd()}: {shown(free)} free, the benchmark needs {shown(needed)} for a while"
+            f"{Path.cwd()}: {sized(free)} free, the benchmark needs {sized(needed)} for a while"
         )
     memory, pages = filled(sizes.data_bytes)
     with (
@@ -189,7 +188,7 @@ def run(pairs: int | None, sizes: Sizes | None = None) -> list[Result]:
         task = progress.add_task("nvme", total=len(sizes.block_bytes) * (1 + rounds))
         results, sums, plain, disturbed = [], list[float](), list[float](), 0
         for block_bytes in sizes.block_bytes:
-            progress.update(task, description=f"blocks of {shown(block_bytes)}")
+            progress.update(task, description=f"blocks of {sized(block_bytes)}")
             series = _Series(Path(name), memory, block_bytes, sizes)
             found = series.measure(rounds, lambda: progress.advance(task))
             results += _results(block_bytes, pages, found, series.plain)

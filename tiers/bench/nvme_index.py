@@ -26,8 +26,7 @@ from rich.progress import Progress
 from kvstore.bench.report import Result
 from kvstore.config import NvmeConfig
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.preflight import shown
-from kvstore.quantities import GIB, KIB, MIB
+from kvstore.quantities import GIB, KIB, MIB, sized
 from kvstore.tier import TierContext
 from kvstore.types import BlockKey, LookupResult, Slot
 from tiers.nvme.journal import Journal
@@ -70,7 +69,7 @@ def run(blocks: Sequence[int] | None = None, folder: Path | None = None) -> list
         raise ConfigError(f"{below}: expected a directory")
     needed, free = 2 * RECORD_BYTES * max(counts) + 64 * MIB, shutil.disk_usage(below).free
     if free < needed:
-        raise KVStoreError(f"{below}: {shown(free)} free, the benchmark needs {shown(needed)}")
+        raise KVStoreError(f"{below}: {sized(free)} free, the benchmark needs {sized(needed)}")
     results = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("index", total=2 * sum(counts))
