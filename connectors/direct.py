@@ -24,6 +24,7 @@ from typing import Literal
 import msgspec
 
 from connectors.jobs import LoadJob, pieces
+from connectors.loads import Patience
 from kvstore import protocol as p
 from kvstore.errors import KVStoreError, TierError
 from kvstore.layout import Move, RankLayout, RankPages
@@ -84,7 +85,7 @@ class Reads(msgspec.Struct, eq=False):
     """What one load reads: the moves of each block, and how far they are."""
 
     moves: dict[Where, list[Move]]
-    until_ns: int
+    patience: Patience
     per: tuple[int, ...]  # engine blocks in a block, by group
     started: dict[Where, _Place] = {}
     named: set[Where] = set()  # whose engine blocks the peer may write, by this agent:
@@ -93,6 +94,8 @@ class Reads(msgspec.Struct, eq=False):
     flying: list[_Flying] = []
     copied_bytes: int = 0
     failed: bool = False
+    good: int = 0  # blocks that are there
+    late: int = 0  # blocks that were not when it was given up
     given_up_ns: int | None = None
 
 
@@ -155,10 +158,10 @@ class DirectReads:
         """The store has said something; called from the link thread."""
         self._told.append(message)
 
-    def reads(self, job: LoadJob, per: tuple[int, ...], until_ns: int) -> Reads | None:
+    def reads(self, job: LoadJob, per: tuple[int, ...], patience: Patience) -> Reads | None:
         """Return what a load has to read; None: nothing. per: engine blocks in a block, by group.
 
-        until_ns: when blocks that are not good are late.
+        patience: with blocks that are not good.
         """
         fetches = dict(zip(job.store.slots, job.generations, strict=True))
         read: dict[Where, list[Move]] = {}
@@ -167,7 +170,7 @@ class DirectReads:
                 if move.slot >= p.DIRECT:
                     where = fetches[move.slot], move.slot - p.DIRECT
                     read.setdefault(where, []).append(move)
-        return Reads(read, until_ns, per) if read else None
+        return Reads(read, patience, per) if read else None
 
     def advance(self, reads: Reads, tell: Tell, now_ns: int) -> bool:
         """Go on with a load's reads; True when they are over: not failed, all are good.
@@ -182,7 +185,13 @@ class DirectReads:
         self._land(reads, tell)
         passed = [self._passed(where) for where in reads.moves]
         if not reads.failed:
-            reads.failed = False in passed or (None in passed and now_ns >= reads.until_ns)
+            good = passed.count(True)
+            if good > reads.good:
+                reads.good = good
+                reads.patience.arrived(now_ns)
+            if None in passed and reads.patience.is_over(now_ns):
+                reads.late = passed.count(None)
+            reads.failed = False in passed or reads.late > 0
         if not reads.failed:
             if not self._agent.name and now_ns >= self._retry_ns:
                 self._retry_ns = now_ns + RETRY_NS

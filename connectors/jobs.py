@@ -42,7 +42,10 @@ class StoreJob(msgspec.Struct, frozen=True):
 
 
 class LoadJob(msgspec.Struct, frozen=True):
-    """Copy leased slots into a request's engine blocks; generations go with the slots."""
+    """Copy leased slots into a request's engine blocks; generations go with the slots.
+
+    source: where the bytes come from, for people.
+    """
 
     request_id: str
     session: int
@@ -50,6 +53,7 @@ class LoadJob(msgspec.Struct, frozen=True):
     engine: EngineSpec
     store: StoreSpec
     generations: tuple[int, ...]
+    source: str = ""
 
 
 class StepMeta(msgspec.Struct, frozen=True):

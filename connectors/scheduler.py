@@ -334,7 +334,9 @@ class SchedulerHalf:
         # A load that lacks a block it promised is given to the workers as one that fails.
         session, request_id = self._client.session if whole else 0, tracked.request.request_id
         store = StoreSpec(MEDIUM, slots)
-        self._loads.append(LoadJob(request_id, session, grant.lease, engine, store, generations))
+        where = ", ".join((*grant.sources, *filter(None, [tracked.remote.address])))
+        job = LoadJob(request_id, session, grant.lease, engine, store, generations, where)
+        self._loads.append(job)
         self._load_targets.update(engine.block_ids)
         tracked.phase, tracked.remote = Phase.LOADING, NO_REMOTE
         tracked.key_hash = tracked.question.hashes[local // self._geometry.block_tokens]

@@ -115,7 +115,8 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         if self._extra.store is not None:
             return self._extra.store
         base = re.sub(r"_dp\d+$", "", self._engine)  # replicas of one engine share a store
-        return ensure(base, self._extra.cpu_bytes or 0, self._extra.nvme, self._extra.listen)
+        extra = self._extra
+        return ensure(base, extra.cpu_bytes or 0, extra.nvme, extra.listen, extra.engine)
 
     def _start_scheduler(self) -> SchedulerHalf:
         scheduler = self._config.scheduler_config

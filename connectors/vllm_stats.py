@@ -18,6 +18,7 @@ EVENTS = frozenset(
         "detached",
         "failed_loads",
         "failed_stores",
+        "given_up_loads",
         "load_bytes",
         "load_failed",
         "load_tokens",

@@ -3,7 +3,9 @@
 Threads: the engine's step thread submits and collects; one copies; one talks to the store (memory
 handed over, session ended). Only memory is touched here, never a disk. A load whose slots are
 still being filled from a lower tier is taken up again and again, other copies in between, and
-fails when that takes too long: so every copy ends, and nobody waits for another's.
+is given up when nothing arrives any more, or it takes too long: so every copy ends, and nobody
+waits for another's. While it waits it tells the store, which keeps its lease and says whether what
+a peer sends or computes goes on.
 
 Where the engine's tensors are is the device's matter (tiers/device.py). On a GPU a copy is queued
 and then asked about, as a load is that waits; in host memory it has ended when it was begun. A job
@@ -27,11 +29,12 @@ import msgspec
 from connectors.direct import DirectReads, End, Giving, Reads, Told, nobody
 from connectors.jobs import LoadJob, StepMeta, StoreJob, pieces
 from connectors.link import Link, LinkLost, attach, monotonic_ns
-from connectors.loads import Load
+from connectors.loads import Load, Patience
 from kvstore import protocol as p
 from kvstore.errors import KVStoreError, NotSupported, TierError
 from kvstore.extra import DirectWay
 from kvstore.layout import Move, RankGeometry, RankLayout
+from kvstore.quantities import shown
 from tiers.copier import LayerCache, MappedExtent, SlotMap
 from tiers.device import Copier, Copying, Device, device_of
 from tiers.runner import NOTHING, Nothing, Runner
@@ -51,6 +54,7 @@ class Outcome(msgspec.Struct, frozen=True):
     store_job: int | None = None
     request_id: str | None = None
     copied_bytes: int = 0
+    late: bool = False  # a load was given up
 
 
 class Task(msgspec.Struct, eq=False):
@@ -61,10 +65,16 @@ class Task(msgspec.Struct, eq=False):
     copying: Copying | None = None  # of a store
     link: Link | None = None  # that a store, or a write to a peer's engine, was begun under
     load: Load | None = None
+    patience: Patience | None = None  # of a load
     reads: Reads | None = None  # of a load
     passed: bool = False  # what these overwrite is not used any more
     broken: bool = False  # its copies from slots
     started: float = 0.0  # the copy that is under way
+
+    @property
+    def load_ok(self) -> bool:
+        """Tell whether all that comes from slots has come; asked once that is over."""
+        return not self.broken and self.load is not None and self.load.ok
 
 
 class WorkerStats(msgspec.Struct):
@@ -73,6 +83,7 @@ class WorkerStats(msgspec.Struct):
     store_bytes: int = 0
     load_bytes: int = 0
     failed_loads: int = 0
+    given_up_loads: int = 0  # of these, what had not come in time
     failed_stores: int = 0
 
 
@@ -110,7 +121,8 @@ class WorkerHalf:
         self._session = 0
         self._copier: Copier | None = None
         self._slots = SlotMap()
-        self._wait_ns = 0
+        self._wait_ns = self._limit_ns = 0
+        self._waiting: dict[int, Patience] = {}  # by lease: what the store may say of it
         self._stores_over: set[int] = set()
         self._stores_open: dict[int, Task] = {}
         self._loads_open: set[str] = set()
@@ -173,6 +185,7 @@ class WorkerHalf:
                 if not outcome.ok:
                     failed.add(outcome.request_id)
                     self._stats.failed_loads += 1
+                    self._stats.given_up_loads += outcome.late
                 self._stats.load_bytes += outcome.copied_bytes
             elif outcome.store_job is not None:
                 self._stores_over.add(outcome.store_job)
@@ -274,32 +287,48 @@ class WorkerHalf:
         load_over = task.broken
         try:
             if task.load is None and not task.broken:
-                until_ns, per = now_ns + self._wait_ns, self._blocks_per_chunk
-                task.load = Load(job, per, until_ns)
-                if self._direct is not None:
-                    task.reads = self._direct.reads(job, per, until_ns)
+                self._begin_load(task, job, now_ns)
             if task.load is not None and not task.broken:
                 load_over = self._advance(task, task.load, copier, now_ns)
         except (TierError, ValueError) as exc:
             log.error("load for %s failed: %s", job.request_id, exc)
             load_over = task.broken = True
-        load, reads = task.load, task.reads
-        ok = not task.broken and load is not None and load.ok
+        reads, reads_over = task.reads, True
         if reads is not None and self._direct is not None:
-            reads.failed = reads.failed or (load_over and not ok)
-            if not self._read(self._direct, task, reads, link, now_ns):
-                return None
-            ok = ok and not reads.failed
-        if not load_over:
-            return None
+            reads.failed = reads.failed or (load_over and not task.load_ok)
+            reads_over = self._read(self._direct, task, reads, link, now_ns)
+        if reads_over and load_over:
+            return self._loaded(task, job, link, now_ns)
+        if task.patience is not None and task.patience.asks(now_ns):
+            self._tell(link, p.Loading(job.lease))
+        return None
+
+    def _begin_load(self, task: Task, job: LoadJob, now_ns: int) -> None:
+        """Take up a load for the first time. Raises ValueError if its blocks and slots differ."""
+        per, patience = self._blocks_per_chunk, Patience(self._wait_ns, self._limit_ns, now_ns)
+        task.load = Load(job, per, patience)
+        if self._direct is not None:
+            task.reads = self._direct.reads(job, per, patience)
+        task.patience = self._waiting[job.lease] = patience
+
+    def _loaded(self, task: Task, job: LoadJob, link: Link, now_ns: int) -> Outcome:
+        """Report a load that is over."""
+        load, reads = task.load, task.reads
+        self._waiting.pop(job.lease, None)
         slots = [slot for slot in job.store.slots if slot < p.DIRECT]
         damaged = slots if task.broken or load is None else load.damaged
         if damaged:
             log.warning("load for %s: %d slots hold something else", job.request_id, len(damaged))
         copied, seconds = (0, 0.0) if load is None else (load.copied_bytes, load.seconds)
-        self._tell(link, p.Loaded(job.lease, copied, seconds, p.u32(damaged)))
-        copied += 0 if reads is None else reads.copied_bytes + reads.written_bytes
-        return Outcome(ok=ok, request_id=job.request_id, copied_bytes=copied)
+        late = (0 if load is None else load.late) + (0 if reads is None else reads.late)
+        if late and task.patience is not None:
+            _warn_late(job, late, task.patience, now_ns)
+        self._tell(link, p.Loaded(job.lease, copied, seconds, p.u32(damaged), late))
+        ok = task.load_ok
+        if reads is not None:
+            copied += reads.copied_bytes + reads.written_bytes
+            ok = ok and not reads.failed
+        return Outcome(ok, request_id=job.request_id, copied_bytes=copied, late=late > 0)
 
     def _read(self, direct: DirectReads, task: Task, reads: Reads, link: Link, now_ns: int) -> bool:
         """Go on with what comes from a peer; True when that is over.
@@ -312,7 +341,7 @@ class WorkerHalf:
             except TierError as exc:
                 log.error("nothing is read from a peer: %s", exc)
                 reads.failed = True
-            reads.until_ns = now_ns + self._wait_ns  # the engine may be steps ahead
+            reads.patience.not_yet(now_ns)  # the engine may be steps ahead
         if not task.passed and not reads.failed:
             return False
         return direct.advance(reads, partial(self._tell, link), now_ns)
@@ -330,6 +359,7 @@ class WorkerHalf:
     def _abandon(self, task: Task, job: LoadJob, now_ns: int) -> Outcome | None:
         """End a load whose session is over; None while its engine blocks are being written."""
         load = task.load
+        self._waiting.pop(job.lease, None)
         if task.reads is not None and self._direct is not None:
             task.reads.failed = True
             if not self._direct.give_up(task.reads, now_ns, nobody):
@@ -375,6 +405,7 @@ class WorkerHalf:
                 raise TierError("the store's welcome has no layout")
             self._copier = self._device.copier(welcome.layout)
             self._wait_ns = welcome.wait_ms * 1_000_000
+            self._limit_ns = welcome.limit_ms * 1_000_000
             if self._direct is not None and welcome.devices:
                 self._open_direct(self._direct, welcome.layout, welcome.devices, link)
             self._link, self._session = link, welcome.session
@@ -424,12 +455,30 @@ class WorkerHalf:
             elif isinstance(message, p.Give) and self._direct is not None:
                 self._gives_open.add(message.give)
                 self._runner.submit(Task(Giving(message), 0, link=link))
+            elif isinstance(message, p.Coming):
+                patience = self._waiting.get(message.lease)
+                if patience is not None:
+                    patience.heard(message, monotonic_ns())
             elif isinstance(message, Told) and self._direct is not None:
                 self._direct.told(message)
             elif isinstance(message, p.Detach):
                 log.info("kvstore: detached: %s", message.reason)
                 return False
         return True
+
+
+def _warn_late(job: LoadJob, late: int, patience: Patience, now_ns: int) -> None:
+    blocks = len(job.store.slots)
+    log.warning(
+        "load for request %s given up: %d of %d blocks from %s came, the last sign of one %.1f s"
+        " ago, in %.1f s; the request is computed",
+        shown(job.request_id),
+        blocks - late,
+        blocks,
+        shown(job.source),
+        patience.quiet_ns(now_ns) / 1e9,
+        patience.whole_ns(now_ns) / 1e9,
+    )
 
 
 def _direct_reads(caches: dict[str, LayerCache], *, pushed: bool) -> DirectReads | None:

@@ -101,9 +101,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     defer (duration): how long an answer may wait for blocks that are still being written;
         then the request goes on with what is ready. Default "100ms": about what
         computing a few hundred tokens costs. "0s" never waits.
-    promote (duration): how long a request may wait for blocks that are read from lower tiers;
-        then it goes on with what is in memory. Default "2s": some gigabytes of a disk, and the
-        longest that one that hangs holds a request. "0s" reads nothing from lower tiers.
+    promote (duration): how long a request may wait for blocks that come from lower tiers or peers
+        while none of them arrives; then it is computed. An engine that still computes them at a
+        peer is waited for. Default "2s": a disk or a peer that is silent for longer hangs, and
+        holds a request no longer than this. "0s" reads nothing from lower tiers.
+    promote_limit (duration): how long it may wait for all of them, and how long for the next one
+        while a peer's engine computes; what a peer computes before does not count. Default "60s":
+        more than a long prompt takes, and the most that what only drips costs.
     """
 
     credit_bytes: int = msgspec.field(name="credit")
@@ -111,6 +115,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     leased_bytes: int = msgspec.field(name="leased")
     defer_ns: int = msgspec.field(name="defer")
     promote_ns: int = msgspec.field(name="promote")
+    promote_limit_ns: int = msgspec.field(name="promote_limit", default=60_000_000_000)
 
 
 class NvmeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -419,6 +424,13 @@ def _read_defer(value: object, _found: Mapping[str, Any]) -> int:
     return parse_duration_ns(value)
 
 
+def _read_limit(value: object, _found: Mapping[str, Any]) -> int:
+    limit_ns = parse_duration_ns(value)
+    if limit_ns == 0:
+        raise ConfigError(f"expected more than 0, found {shown(value)}: no load could end")
+    return limit_ns
+
+
 def _read_class(value: object, _found: Mapping[str, Any]) -> str:
     expected = 'a dotted name such as "package.module:Class"'
     text = text_of(value, expected)
@@ -459,6 +471,7 @@ ENGINE = {
     "leased": Setting(_read_leased, "25%"),
     "defer": Setting(_read_defer, "100ms"),
     "promote": Setting(_read_defer, "2s"),
+    "promote_limit": Setting(_read_limit, "60s"),
 }
 NVME = {
     "path": Setting(_read_folder, Required('path = "/nvme/kv"')),

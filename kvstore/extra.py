@@ -10,7 +10,7 @@ import msgspec
 from kvstore.config import CPU, ENGINE, NVME, PEER, SERVER
 from kvstore.errors import ConfigError
 from kvstore.quantities import shown
-from kvstore.settings import Setting, optional, read_flag, read_section, text_of
+from kvstore.settings import Reader, Setting, optional, read_flag, read_section, text_of
 
 TRANSFERS = ("auto", "pull", "push")
 COUNT_MAX = 10**9
@@ -27,6 +27,8 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cpu (bytes): capacity of a private store, started with the engine; None for a shared one.
     nvme: table of a private store's `[nvme]`, such as {"path": "/nvme/kv", "capacity": "200GiB"};
         None for no disk.
+    promote, promote_limit (durations): of a private store's `[engine]`: how long a request waits
+        for blocks of its disk or of peers while none arrives, and in all; None for the defaults.
     block_tokens: tokens in one block, a multiple of the engine's block size; None for the
         engine's own block size. Larger blocks mean fewer keys and longer copies, but what does
         not fill a block is computed again.
@@ -48,6 +50,8 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store: str | None
     cpu_bytes: int | None = msgspec.field(name="cpu")
     nvme: dict[str, Any] | None
+    promote: str | None
+    promote_limit: str | None
     block_tokens: int | None
     transfer: str
     lease_ns: int = msgspec.field(name="lease")
@@ -56,6 +60,12 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     recompute_threshold: int
     decode_ttl_ns: int = msgspec.field(name="decode_ttl")
     direct: bool
+
+    @property
+    def engine(self) -> dict[str, str]:
+        """What a private store's `[engine]` says."""
+        found = {"promote": self.promote, "promote_limit": self.promote_limit}
+        return {name: value for name, value in found.items() if value is not None}
 
     @property
     def direct_way(self) -> DirectWay:
@@ -75,7 +85,7 @@ def parse_extra(table: Mapping[str, Any]) -> ExtraConfig:
             f"{source}: expected one of store and cpu, found {given}: "
             'store = "unix:///path" attaches to a running store, cpu = "8GiB" starts a private one'
         )
-    for name in ("nvme", "listen"):
+    for name in ("nvme", "listen", "promote", "promote_limit"):
         if found[name] is not None and found["store"] is not None:
             raise ConfigError(
                 f"{source}: {name} is for a private store; a shared one has its own file"
@@ -94,6 +104,14 @@ def _read_nvme(value: object, _found: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"expected a table with path and capacity, found {shown(value)}")
     read_section(value, NVME, "in it")
     return value
+
+
+def _read_wait(name: str) -> Reader:
+    def read(value: object, found: Mapping[str, Any]) -> str:
+        ENGINE[name].read(value, found)
+        return str(value)
+
+    return read
 
 
 def _read_listen_text(value: object, found: Mapping[str, Any]) -> str:
@@ -124,6 +142,8 @@ _EXTRA = {
     "store": optional(SERVER["socket"].read),
     "cpu": optional(CPU["capacity"].read),
     "nvme": optional(_read_nvme),
+    "promote": optional(_read_wait("promote")),
+    "promote_limit": optional(_read_wait("promote_limit")),
     "block_tokens": optional(_read_count),
     "transfer": Setting(_read_transfer, "auto"),
     "lease": ENGINE["lease"],

@@ -99,6 +99,17 @@ class LeaseBook:
         self._blocks[lease.owner] = self.blocks_of(lease.owner) + len(lease.entries)
         heapq.heappush(self._deadlines, (lease.deadline_ns, lease.lease_id))
 
+    def extend(self, lease_id: LeaseId, deadline_ns: int) -> None:
+        """Have a lease end later, if it has not ended."""
+        lease = self._leases.get(lease_id)
+        if lease is not None and deadline_ns > lease.deadline_ns:
+            self._leases[lease_id] = msgspec.structs.replace(lease, deadline_ns=deadline_ns)
+
+    def entries_of(self, lease_id: LeaseId) -> Sequence[Entry]:
+        """Return what a lease pins; nothing if it has ended."""
+        lease = self._leases.get(lease_id)
+        return () if lease is None else lease.entries
+
     def end(self, lease_id: LeaseId) -> Lease | None:
         """Unpin; None if the lease has ended before."""
         lease = self._leases.pop(lease_id, None)
@@ -128,6 +139,11 @@ class LeaseBook:
         late = []
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             lease_id = heapq.heappop(self._deadlines)[1]
-            if lease_id in self._leases:
+            lease = self._leases.get(lease_id)
+            if lease is None:
+                continue
+            if lease.deadline_ns <= now_ns:
                 late.append(lease_id)
+            else:  # it was extended
+                heapq.heappush(self._deadlines, (lease.deadline_ns, lease_id))
         return late

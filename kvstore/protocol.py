@@ -169,12 +169,22 @@ class Stored(Message, frozen=True):
 
 
 class Loaded(Message, frozen=True):
-    """A worker finished reading under a lease; damaged: slots whose bytes were not right."""
+    """A worker finished reading under a lease; damaged: slots whose bytes were not right.
+
+    late: blocks that had not arrived when it gave up.
+    """
 
     lease: int
     copied_bytes: Count
     seconds: Seconds
     damaged: bytes = b""
+    late: Count = 0
+
+
+class Loading(Message, frozen=True):
+    """A worker still waits for what a lease names: the lease goes on. Coming may answer."""
+
+    lease: int
 
 
 class Arrived(Message, frozen=True):
@@ -235,8 +245,9 @@ class Query(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """The connection is part of a session.
 
-    layout: for workers, what to copy where. wait_ms: for workers, how long a load may wait for
-    slots that are coming. side_channel: where other stores can ask this one, host:port.
+    layout: for workers, what to copy where. wait_ms, limit_ms: for workers, how long a load may
+    wait for slots that are coming without an arrival, and in all. side_channel: where other stores
+    can ask this one, host:port.
     devices: for workers that read from peers, the network devices for that; UCX's names.
     """
 
@@ -244,6 +255,7 @@ class Welcome(Message, frozen=True):
     namespace: str = ""
     layout: RankLayout | None = None
     wait_ms: int = 0
+    limit_ms: int = 0
     side_channel: str = ""
     devices: str = ""
 
@@ -357,6 +369,18 @@ class Passed(Message, frozen=True):
     written: bool = False
 
 
+class Coming(Message, frozen=True):
+    """What a lease names comes from a peer, and goes on.
+
+    quiet_ms: time since a block of it came, or the peer said that it is computed. computed_ms:
+    time since the peer said so; None: it has not.
+    """
+
+    lease: int
+    quiet_ms: Count
+    computed_ms: Count | None = None
+
+
 class Push(Message, frozen=True):
     """The peer writes the blocks of a fetch: say where, once they may be written (Target)."""
 
@@ -413,16 +437,16 @@ class Report(Message, frozen=True):
     body: bytes
 
 
-ToStore = (
-    Hello | Step | Mapped | Unmapped | Stored | Loaded | Arrived | Target | Serves | Given | Query
+ToStore = (Hello | Step | Mapped | Unmapped | Stored | Loading | Loaded) | (
+    Arrived | Target | Serves | Given | Query
 )
-ToWorker = Extent | Unmap | Places | InEngine | Push | Passed | Give
+ToWorker = Extent | Unmap | Coming | Places | InEngine | Push | Passed | Give
 ToEngine = ToWorker | Welcome | Refused | Active | Answers | Board | Detach | Report
 
 EVENTS = frozenset(
     {
         *("deferred", "deferred_steps", "timed_out", "load_failed", "detached", "store_declined"),
-        *("transfer_refused", "hand_over_unstored"),
+        *("transfer_refused", "hand_over_unstored", "load_given_up"),
     }
 )
 

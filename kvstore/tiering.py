@@ -220,6 +220,11 @@ class Tiering:
         work = self._coming.get(key)
         return None if work is None else work.tier.name
 
+    def coming_with(self, key: BlockKey) -> Sequence[BlockKey]:
+        """Name the blocks that come together with one that is on its way up."""
+        work = self._coming.get(key)
+        return () if work is None else work.job.keys
+
     def promote(self, chain: Chain, blocks: int) -> None:
         """Start reading what the first `blocks` blocks lack in memory.
 

@@ -151,6 +151,7 @@ class World:
             leased_bytes=rng.choice((4, 15, 100)) * SLOT_BYTES,
             defer_ns=rng.choice((0, 20, 100)) * MS,
             promote_ns=rng.choice((30, 2_000) if self._promotes else (0, 5, 30, 2_000)) * MS,
+            promote_limit_ns=rng.choice((60_000, 60_000, 100)) * MS,
         )
         tiers = (TierConfig("tiers.memory:MemoryTier", "nvme", {}, rng.choice((2, 640)) * MS),)
         return Config(
@@ -417,7 +418,9 @@ class World:
         """Without faults nothing fails, and nothing is given up."""
         assert self.net.store is not None
         numbers, engine = self.net.store.numbers.counts, self._config.engine
-        lost = [key for key in numbers if key[0] == "kvstore_sessions_ended"]
+        lost = [
+            key for key, count in numbers.items() if key[0] == "kvstore_sessions_ended" and count
+        ]
         assert not lost, f"sessions ended without a fault: {lost}"
         for event in ("timed_out", "detached"):
             assert not self.counts[event], f"{event} without a fault"
@@ -428,7 +431,8 @@ class World:
             if event in ("loaded_failed", "corrupt") and count
         }
         assert not failed, f"a tier failed without a fault: {failed}"
-        kept = not self.tiered or engine.promote_ns > 1_000 * MS
+        waits_ns = min(engine.promote_ns, engine.promote_limit_ns)
+        kept = not self.tiered or waits_ns > 1_000 * MS
         if kept and engine.lease_ns > 1_000 * MS:
             assert not self.counts["loads_failed"], "a leased hit could not be loaded"
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from connectors.jobs import LoadJob, StepMeta, StoreJob, pieces
 from connectors.link import LinkLost
-from connectors.loads import Load
+from connectors.loads import Load, Patience
 from connectors.reference import Shape
 from kvstore import protocol as p
 from kvstore.errors import TierError, check
@@ -61,7 +61,8 @@ class Worker:
         self._queue: deque[StoreJob | LoadJob] = deque()
         self._copying: Iterator[bool] | None = None
         self._waiting: deque[Iterator[bool]] = deque()  # loads whose slots are being filled
-        self._wait_ns = 0
+        self._waits_ns = 0, 0
+        self._patience: dict[int, Patience] = {}  # by lease
         self.counts: Counter[str] = Counter()
         self.meanwhile: Callable[[], None] = lambda: None  # in the middle of a load's copies
         self._ending = False
@@ -174,7 +175,9 @@ class Worker:
         ok, load = False, None
         while job.session == self._session and self.wire is not None:
             if load is None:
-                load = Load(job, self._per, self._net.now + self._wait_ns)
+                patience = Patience(*self._waits_ns, self._net.now)
+                self._patience[job.lease] = patience
+                load = Load(job, self._per, patience)
             try:
                 over = load.advance(self._fill, self._generations, self._net.now)
             except TierError:
@@ -185,8 +188,10 @@ class Worker:
                 damaged = load.damaged or [s for s in job.store.slots if self._errs()]
                 ok = load.ok and not damaged
                 self.counts["late"] += load.late > 0
-                self._tell(self.wire, p.Loaded(job.lease, 1, 1e-6, p.u32(damaged)))
+                self._tell(self.wire, p.Loaded(job.lease, 1, 1e-6, p.u32(damaged), load.late))
                 break
+            if patience.asks(self._net.now):
+                self._tell(self.wire, p.Loading(job.lease))
             self.counts["waits"] += 1
             yield False
         self.loads_open.discard(job.request_id)
@@ -262,7 +267,9 @@ class Worker:
             if taken is None:
                 return
             self.wire, self._session = taken[0], taken[1].session
-            self._layout, self._wait_ns = taken[1].layout, taken[1].wait_ms * MS
+            welcome = taken[1]
+            self._layout = welcome.layout
+            self._waits_ns = welcome.wait_ms * MS, welcome.limit_ms * MS
         try:
             while not self._ending:
                 message = self.wire.pop()
@@ -284,6 +291,9 @@ class Worker:
         if isinstance(message, p.Extent):
             self._extents[message.extent] = (message.first, wire.fds.popleft())
             wire.send(p.Mapped(message.extent))
+        elif isinstance(message, p.Coming):
+            if message.lease in self._patience:
+                self._patience[message.lease].heard(message, self._net.now)
         elif isinstance(message, p.Unmap):
             while self.busy:
                 self.copy(1)

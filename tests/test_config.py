@@ -340,15 +340,41 @@ def test_extra_config_names_a_shared_store() -> None:
     table = {"store": "unix:///run/kvstore.sock", "block_tokens": 64, "transfer": "push"}
     found = parse_extra(table)
     assert found == ExtraConfig(
-        "/run/kvstore.sock", None, None, 64, "push", 30 * 10**9, None, False, 0, 480 * 10**9, False
+        "/run/kvstore.sock",
+        None,
+        None,
+        None,
+        None,
+        64,
+        "push",
+        30 * 10**9,
+        None,
+        False,
+        0,
+        480 * 10**9,
+        False,
     )
 
 
 def test_extra_config_sizes_a_private_store() -> None:
     more = {"two_way": True, "recompute_threshold": 64, "decode_ttl": "5m", "direct": True}
-    found = parse_extra({"cpu": "8GiB", "listen": "127.0.0.1:9", "lease": "1m", **more})
+    found = parse_extra(
+        {"cpu": "8GiB", "listen": "127.0.0.1:9", "lease": "1m", "promote": "5s", **more}
+    )
     assert found == ExtraConfig(
-        None, 8 * GIB, None, None, "auto", 60 * 10**9, "127.0.0.1:9", True, 64, 300 * 10**9, True
+        None,
+        8 * GIB,
+        None,
+        "5s",
+        None,
+        None,
+        "auto",
+        60 * 10**9,
+        "127.0.0.1:9",
+        True,
+        64,
+        300 * 10**9,
+        True,
     )
 
 

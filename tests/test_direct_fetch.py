@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from msgspec.structs import replace
@@ -18,7 +19,7 @@ from kvstore.manager import Manager
 from kvstore.service.direct import Direct, reaching_on, with_reads
 from kvstore.service.namespace import Namespace
 from kvstore.service.session import Session
-from kvstore.types import Chain, GroupRule, LookupResult
+from kvstore.types import BlockKey, Chain, GroupRule, LookupResult
 from tests.export_rig import Pair
 from tests.fakes import Engine, Town, from_u32, hashes, keys_of, settings, u32
 from tiers.memory import MemoryTier
@@ -275,6 +276,11 @@ class Others:
 
     def read_no_more(self, _namespace: Namespace, fetch: int) -> None:
         self.over.append(fetch)
+
+    def sign(
+        self, _namespace: Namespace, _fetch: int | None, _keys: Sequence[BlockKey], _now_ns: int
+    ) -> tuple[int, int | None] | None:
+        return None
 
     def claimed(self, _namespace: Namespace, fetch: int) -> None:
         self.over.append(fetch)

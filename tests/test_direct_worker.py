@@ -10,6 +10,7 @@ import torch
 
 from connectors.direct import GIVE_UP_NS, DirectReads, Reads
 from connectors.jobs import EngineSpec, LoadJob, StoreSpec
+from connectors.loads import Patience
 from connectors.worker import Task, WorkerHalf
 from kvstore import protocol as p
 from kvstore.errors import TierIOError
@@ -76,7 +77,7 @@ class Worker:
             "r", 1, 1, EngineSpec((20, 21, 22, 23, 24), (5,), (0,)), StoreSpec("cpu", slots),
             (3, 9, 9),
         )  # fmt: skip
-        found = self.reads.reads(self.job, (2,), 1000)
+        found = self.reads.reads(self.job, (2,), Patience(1000, 10**6, 0))
         assert found is not None
         self.load: Reads = found
 
@@ -196,7 +197,10 @@ def test_an_engine_whose_pages_cannot_be_told_serves_nobody_and_reads_all_the_sa
 def test_what_comes_from_slots_only_reads_nothing_of_a_peer() -> None:
     worker = Worker()
     engine, store = EngineSpec((20, 21), (2,), (0,)), StoreSpec("cpu", (7,))
-    assert worker.reads.reads(LoadJob("r", 1, 1, engine, store, (3,)), (2,), 1000) is None
+    assert (
+        worker.reads.reads(LoadJob("r", 1, 1, engine, store, (3,)), (2,), Patience(1000, 10**6, 0))
+        is None
+    )
 
 
 @pytest.mark.parametrize("how", ["refused", "late", "read"])
@@ -313,7 +317,7 @@ def test_B20_direct_a_pushed_load_that_failed_ends_the_agent_that_may_be_written
 def test_O14_direct_a_pushed_load_whose_session_is_over_ends_the_agent() -> None:
     worker = pushed()
     half = WorkerHalf.__new__(WorkerHalf)
-    half._direct = worker.reads
+    half._direct, half._waiting = worker.reads, {}
     task = Task(worker.job, 0, reads=worker.load)
     assert half._abandon(task, worker.job, 0) is None, "engine blocks may be written"
     outcome = half._abandon(task, worker.job, GIVE_UP_NS)
@@ -328,7 +332,7 @@ def test_O14_direct_a_load_whose_session_is_over_waits_for_what_is_being_read() 
     worker.places(4)
     assert not worker.advance()
     half = WorkerHalf.__new__(WorkerHalf)
-    half._direct = worker.reads
+    half._direct, half._waiting = worker.reads, {}
     task = Task(worker.job, 0, reads=worker.load)
     assert half._abandon(task, worker.job, 0) is None, "engine blocks are being written"
     worker.reader.hangs = False

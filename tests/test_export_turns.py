@@ -70,7 +70,7 @@ def test_B14_who_got_no_landing_slot_is_the_first_to_get_one() -> None:
             fetches.Block(key, fetches.State.CLAIMED, place=(m.Region(0, 0, 1), 0))
             for key in keys_of(hashes(count, str(peer)))
         ]
-        inlet._fetches[peer] = fetches.Fetch(peer, peer, blocks, False, 0, 0, 0, count)
+        inlet._fetches[peer] = fetches.Fetch(peer, peer, blocks, False, 0, 0, 0, 0, count)
         for position in range(count):
             inlet._turns.queue(peer, fetches.Tag(peer, position))
     inlet._move()

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from connectors.jobs import EngineSpec, LoadJob, StoreSpec
-from connectors.loads import Load
+from connectors.loads import Load, Patience
 from kvstore.layout import Move
 from tiers.copier import Done
 
@@ -38,7 +38,7 @@ def load(slots: Sequence[int], per: int = 1, generation: int = LEASED) -> Load:
     blocks = tuple(range(len(slots) * per))
     spec = EngineSpec(blocks, (len(blocks),), (0,))
     job = LoadJob("r", 1, 1, spec, StoreSpec("cpu", tuple(slots)), (generation,) * len(slots))
-    return Load(job, (per,), until_ns=100)
+    return Load(job, (per,), Patience(100, 1000, 0))
 
 
 def test_what_is_ready_is_copied_in_one_call() -> None:
@@ -69,8 +69,9 @@ def test_O15_slots_that_are_not_ready_in_time_fail_the_load_and_are_not_called_d
     memory = Memory(3)
     memory.generations[0] = LEASED
     work = load([0, 1, 2])
-    assert not work.advance(memory.copy, memory.now, 99)
-    assert work.advance(memory.copy, memory.now, 100)
+    assert not work.advance(memory.copy, memory.now, 1)
+    assert not work.advance(memory.copy, memory.now, 100)
+    assert work.advance(memory.copy, memory.now, 101)
     assert not work.ok
     assert work.damaged == []
     assert work.late == 2
@@ -108,4 +109,4 @@ def test_a_job_whose_slots_do_not_fit_is_refused() -> None:
     spec = EngineSpec((1, 2), (2,), (0,))
     job = LoadJob("r", 1, 1, spec, StoreSpec("cpu", (1,)), (1,))
     with pytest.raises(ValueError, match="slots"):
-        Load(job, (1,), 0)
+        Load(job, (1,), Patience(1, 1, 0))

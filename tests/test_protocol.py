@@ -40,7 +40,8 @@ TO_STORE: tuple[p.Message, ...] = (
     p.Mapped(1),
     p.Unmapped(2),
     p.Stored(u32([1, 2]), (b"a", b"b"), (b"", b"a"), ok=False, seconds=0.25),
-    p.Loaded(7, 4096, 0.5, u32([9])),
+    p.Loading(7),
+    p.Loaded(7, 4096, 0.5, u32([9]), 2),
     p.Target(5, "agent", u32([3]), u32([7, 0])),
     p.Arrived(5, u32([0, 2]), 8192, ok=True),
     p.Serves(RankPages("agent", b"md", ((PageRun(0, 512, 2, 4096, 1024, 512),),), 3), 8),
@@ -54,6 +55,7 @@ TO_ENGINE: tuple[p.Message, ...] = (
     p.Refused("no", retry=True),
     p.Extent(1, 0, 15, 4096, 61440, 65536),
     p.Unmap(1),
+    p.Coming(7, 250, 1000),
     p.Active(15, 100),
     p.Answers(),
     p.Answers(

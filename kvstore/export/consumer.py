@@ -20,13 +20,14 @@ write, lands there. One that may still be written when its block is given up is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
 from kvstore.export.fetches import (
+    WAITS,
     Block,
     Check,
     Fetch,
@@ -37,6 +38,7 @@ from kvstore.export.fetches import (
     State,
     Tag,
     Turns,
+    Waits,
     Work,
     engine_reads_of,
     fills_of,
@@ -49,11 +51,15 @@ from kvstore.types import BlockKey, Chain, JobResult, LookupResult, TransferJob
 ANSWER_NS = 1_000_000_000
 STALL_NS = 10_000_000_000
 LEASE_MS = 30_000
-EXTEND_NS = 1_000_000_000  # a heartbeat is answered by who does not know the fetch any more
+EXTEND_NS = 1_000_000_000  # a heartbeat is answered by who computes, or does not know the fetch
+EXTEND_NS_MIN = 10_000_000
 UNCLAIMED = frozenset({State.WANTED, State.OFFERED})
 OPEN = frozenset(State) - {State.DONE}
+LANDING = frozenset({State.LANDED, State.CHECKED})
+PULLED = LANDING | {State.MOVING}
 
 Send = Callable[[int, Message], None]
+FromProducer = m.Offer | m.Have | m.Resident | m.Computing | m.Valid | m.End
 
 
 class Consumer:
@@ -66,8 +72,11 @@ class Consumer:
         send: Send,
         groups: int,
         fetched: Fetched | None = None,
+        waits: Waits = WAITS,
     ) -> None:
         """groups: KV groups of the namespace. fetched: what is counted; consumers may share it."""
+        self._waits = waits
+        self._extend_ns = max(EXTEND_NS_MIN, min(EXTEND_NS, waits.quiet_ns // 4))
         self.name = "peer"
         self._work = work
         self._landing = landing
@@ -100,9 +109,9 @@ class Consumer:
         chain = Chain(want.hashes, want.width, self._groups, want.scope)
         number, self._next = self._next, self._next + 1
         blocks = [Block(chain.key(g, index)) for g, index in m.wanted_of(want, self._groups)]
-        extend_ns = now_ns + EXTEND_NS
+        extend_ns, left = now_ns + self._extend_ns, len(blocks)
         fetch = Fetch(
-            number, peer, blocks, want.push, now_ns, now_ns, extend_ns, len(blocks), want.request
+            number, peer, blocks, want.push, now_ns, extend_ns, now_ns, now_ns, left, want.request
         )
         fetch.direct = direct
         self._fetches[number] = fetch
@@ -169,6 +178,7 @@ class Consumer:
             self.let_go(number)
             return
         fetch.heard_ns = now_ns
+        fetch.arrived_ns = now_ns if ok else fetch.arrived_ns
         moving = [p for p in positions if fetch.blocks[p].state is State.MOVING]
         unread = [p for p in moving if not ok and fetch.blocks[p].resident is not None]
         for position in moving:
@@ -194,7 +204,7 @@ class Consumer:
     def on_message(self, peer: int, message: Message, now_ns: int) -> None:
         """Act on one message of a peer. Raises ProtocolError for a wrong one."""
         self._now_ns = now_ns
-        if not isinstance(message, m.Offer | m.Have | m.Resident | m.Valid | m.End):
+        if not isinstance(message, FromProducer):
             raise ProtocolError(f"{type(message).__name__} is not for a consumer")
         if isinstance(message, m.Have):  # they are told once, whatever they were told with
             self._regions.learn(peer, message.regions)
@@ -205,7 +215,14 @@ class Consumer:
             return
         if fetch.peer != peer:
             raise ProtocolError(f"job {message.job} is not this peer's")
+        if isinstance(message, m.Computing):
+            self._computing(fetch, now_ns)
+            return
         fetch.heard_ns = now_ns
+        self._on_word(fetch, message)
+        self._settle(fetch)
+
+    def _on_word(self, fetch: Fetch, message: Message) -> None:
         if isinstance(message, m.Offer):
             fetch.take(message)
             self._give_up(fetch, {State.WANTED})
@@ -215,11 +232,41 @@ class Consumer:
             self._resident(fetch, message)
         elif isinstance(message, m.Valid):
             self._valid(fetch, message)
-        else:
+        elif isinstance(message, m.End):
             fetch.ended = message.reason not in m.MAY_BE_WRITTEN
             self._fail(fetch, "ended")
             self._written_no_more(message)
-        self._settle(fetch)
+
+    def _computing(self, fetch: Fetch, now_ns: int) -> None:
+        """Wait for what is computed, but not for ever: an engine can hang while its store lives."""
+        on_its_way = PULLED if not fetch.push else LANDING
+        if any(block.state in on_its_way for block in fetch.blocks):
+            return  # that is what has to arrive
+        waited_for = now_ns - fetch.waited_ns < LEASE_MS * 1_000_000
+        if waited_for and now_ns - fetch.arrived_ns < self._waits.limit_ns:
+            fetch.heard_ns = fetch.computed_ns = now_ns
+
+    def sign(
+        self, number: int | None, keys: Iterable[BlockKey], now_ns: int
+    ) -> tuple[int, int | None] | None:
+        """Say when a block of a fetch came, or its peer said that it computes, and when it said so.
+
+        Somebody waits for it, then.
+
+        Both in milliseconds before now. number: of the fetch; None: of that which brings the first
+        of these blocks that is still fetched. None if there is none.
+        """
+        if number is None:
+            tags = (self._located.get(key) for key in keys)
+            number = next((tag.fetch for tag in tags if tag is not None), None)
+        fetch = None if number is None else self._fetches.get(number)
+        if fetch is None:
+            return None
+        fetch.waited_ns = now_ns
+        computed_ns = fetch.computed_ns
+        heard_ns = fetch.arrived_ns if computed_ns is None else max(fetch.arrived_ns, computed_ns)
+        ago_ms = None if computed_ns is None else (now_ns - computed_ns) // 1_000_000
+        return (now_ns - heard_ns) // 1_000_000, ago_ms
 
     def _written_no_more(self, end: m.End) -> None:
         if end.reason not in m.MAY_BE_WRITTEN:
@@ -272,6 +319,7 @@ class Consumer:
             block.place, block.sum = (region, slot), summed
             if fetch.push and block.state is State.MOVING:
                 landed.append(position)
+                fetch.arrived_ns = self._now_ns
         if fetch.direct:
             fetch.written(have, landed)
             self._confirm(fetch, landed)
@@ -304,11 +352,11 @@ class Consumer:
         """Give up what is late, keep leases alive, and go on where landing slots are free."""
         self._now_ns = now_ns
         for fetch in list(self._fetches.values()):
-            limit_ns = STALL_NS if fetch.offered else ANSWER_NS
+            limit_ns = max(STALL_NS, self._waits.quiet_ns) if fetch.offered else ANSWER_NS
             if now_ns - fetch.heard_ns >= limit_ns:
                 self._fail(fetch, "late")
             elif now_ns >= fetch.extend_ns:
-                fetch.extend_ns = now_ns + EXTEND_NS
+                fetch.extend_ns = now_ns + self._extend_ns
                 self._send(fetch.peer, m.Extend(fetch.number, LEASE_MS))
             self._settle(fetch)
         self._move()
@@ -321,6 +369,7 @@ class Consumer:
         if fetch is None:
             return
         fetch.heard_ns = self._now_ns
+        fetch.arrived_ns = self._now_ns if ok else fetch.arrived_ns
         moving = [t.position for t in tags if fetch.blocks[t.position].state is State.MOVING]
         if ok:
             self._check(fetch, moving)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -19,6 +19,16 @@ REGIONS_MAX = 1 << 16  # of all peers
 ENGINE = "gpu"
 TIERS = ("cpu", "nvme", "prefill", ENGINE)  # of a peer's, and how they are counted
 OTHER = "other"
+
+
+class Waits(NamedTuple):
+    """How long blocks of a fetch may take: without one of them, and while a peer computes."""
+
+    quiet_ns: int = 2_000_000_000
+    limit_ns: int = 60_000_000_000
+
+
+WAITS = Waits()
 
 
 class State(enum.Enum):
@@ -61,12 +71,14 @@ class Fetch(msgspec.Struct, eq=False):
     peer: int
     blocks: list[Block]
     push: bool
-    asked_ns: int
     heard_ns: int
     extend_ns: int
+    arrived_ns: int  # the last block
+    waited_ns: int  # when a load was last known to wait for it
     left: int  # blocks that are not DONE
     request: str = ""
     offered: bool = False
+    computed_ns: int | None = None  # when its peer said that it computes what it has not
     released: bool = False
     tiers: dict[int, str] = {}  # position -> the peer's tier
     direct: bool = False

@@ -183,6 +183,12 @@ class Hands:
         hand = None if request is None else self._hands[request]
         return hand is not None and hand.wanted and (hand.running or key in hand.missing)
 
+    def computes(self, name: str) -> bool:
+        """Tell whether a request still runs, and somebody waits for what it computes."""
+        request = self._named(name)
+        hand = None if request is None else self._hands[request]
+        return hand is not None and hand.wanted and hand.running
+
     def keep(self, manager: Manager | None, name: str, end_ns: int) -> None:
         """A request waits for what is held: hold it until end_ns at least."""
         request = self._named(name)

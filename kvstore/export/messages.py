@@ -18,8 +18,9 @@ an engine's block is good only once the producer has said so.
 To be pushed, the consumer sends Land(job, positions, landing slots) as it has room, and Have
 comes once the producer has written them. If it is direct, blocks may be named in an engine's
 memory instead, by Resident(job), and need no sums; Valid(again) names those that the engine has
-overwritten since, which come once more, by Have. Extend(job) is the heartbeat. End(job) says that
-no more will come. Durations travel, clocks are never compared.
+overwritten since, which come once more, by Have. Extend(job) is the heartbeat; Computing(job)
+answers it while the request that is waited for still runs. End(job) says that no more will come.
+Durations travel, clocks are never compared.
 
 A request that waits at the consumer is spoken of by its name, without Hello: Keep(request) is its
 heartbeat, Done(request) says that what is held for it is not wanted any more, Noted answers that.
@@ -243,6 +244,12 @@ class Resident(Message, frozen=True):
     ranks: Annotated[tuple[RankPages, ...], msgspec.Meta(max_length=RANKS_MAX)] = ()
 
 
+class Computing(Message, frozen=True):
+    """The answer to Extend while the job's request runs: what is not there yet is computed."""
+
+    job: int
+
+
 class Valid(Message, frozen=True):
     """The lease held when these positions were confirmed.
 
@@ -288,7 +295,9 @@ class Noted(Message, frozen=True):
 
 
 ToProducer = Hello | Locate | Want | Land | Fill | Confirm | Extend | Release | Keep | Done
-ToConsumer = Welcome | Starting | Refused | Located | Offer | Have | Resident | Valid | End | Noted
+ToConsumer = (Welcome | Starting | Refused | Located | Noted) | (
+    Offer | Have | Resident | Computing | Valid | End
+)
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -119,9 +119,17 @@ class Producer:
         elif isinstance(message, m.Extend):
             if not job.over:
                 job.deadline_ns = max(job.deadline_ns, now_ns + m.lease_ns(message.lease_ms))
+                if self._computes(job):
+                    self._send(peer.number, m.Computing(job.number))
         else:
             self._release(peer, job)
         self._settle(peer, job)
+
+    def _computes(self, job: Job) -> bool:
+        """Tell whether a job waits for an engine, and for nothing that is being moved."""
+        if not job.awaited or not self.hands.computes(job.request):
+            return False
+        return not any(block.state in BUSY for block in job.blocks)
 
     def on_closed(self, number: int) -> None:
         """A peer is gone: nothing is held for it but what is in use at this moment."""

@@ -7,7 +7,7 @@ the slots that it will fill.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from kvstore import protocol as p
 from kvstore.config import EngineConfig
 from kvstore.errors import ProtocolError
 from kvstore.export.messages import Want, clip
+from kvstore.index import State
 from kvstore.leases import Lease
 from kvstore.lookup import Answer
 from kvstore.metrics import PEER, Numbers
@@ -54,6 +55,15 @@ class Peers(Protocol):
 
     def pushes(self, address: str) -> bool:
         """Tell whether a peer had better write its blocks than have them read."""
+        ...
+
+    def sign(
+        self, namespace: Namespace, fetch: int | None, keys: Sequence[BlockKey], now_ns: int
+    ) -> tuple[int, int | None] | None:
+        """Say when a fetch, or the one that brings these blocks, went on, and was computed.
+
+        Both in milliseconds before now; see Coming.
+        """
         ...
 
     def claimed(self, namespace: Namespace, fetch: int) -> None:
@@ -339,6 +349,26 @@ class Desk:
             for ask in session.asks.values():
                 self._let_go(session.namespace, ask)
         session.asks.clear()
+
+    # Leases that are loaded
+
+    def loading(self, session: Session, lease_id: LeaseId, now_ns: int) -> p.Coming | None:
+        """A worker waits for what a lease names: it goes on. Say what a peer has said of that."""
+        namespace = session.namespace
+        if namespace is None or not namespace.manager.leases.owned_by(lease_id, session.number):
+            return None
+        leases = namespace.manager.leases
+        leases.extend(lease_id, now_ns + self._engine.lease_ns)
+        fetch = session.fetches.get(lease_id)
+        keys: Sequence[BlockKey] = ()
+        if fetch is None:
+            entries = leases.entries_of(lease_id)
+            first = next((entry for entry in entries if entry.state is State.COMING), None)
+            keys = () if first is None else namespace.tiering.coming_with(first.key)
+        if self._peers is None or (fetch is None and not keys):
+            return None
+        sign = self._peers.sign(namespace, fetch, keys, now_ns)
+        return None if sign is None else p.Coming(lease_id, *sign)
 
     # The ends of leases
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvstore.export.consumer import Consumer
-from kvstore.export.fetches import Check, EngineRead, Fetched, Read
+from kvstore.export.fetches import Check, EngineRead, Fetched, Read, Waits
 from kvstore.export.fetches import Tag as Part
 from kvstore.protocol import Message
 from kvstore.service.direct import Direct
@@ -30,14 +30,17 @@ class Others(Protocol):
 class Inlet:
     """The work of one namespace's consumer, and what it sends."""
 
-    def __init__(self, peers: Others, namespace: Namespace, mover: Mover, direct: Direct) -> None:
+    def __init__(
+        self, peers: Others, namespace: Namespace, mover: Mover, direct: Direct, waits: Waits
+    ) -> None:
         self._peers = peers
         self._direct = direct
         self._namespace = namespace
         self._mover = mover
         layout = namespace.layout
         self._landing = mover.landing(layout.digest, layout.slot_bytes)
-        self.consumer = Consumer(self, self._landing, peers.say, len(layout.rules), peers.fetched)
+        how = len(layout.rules), peers.fetched, waits
+        self.consumer = Consumer(self, self._landing, peers.say, *how)
 
     @property
     def quarantined_bytes(self) -> int:

@@ -14,14 +14,14 @@ wants something says Hello again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
 from kvstore.export.consumer import STALL_NS, Consumer
-from kvstore.export.fetches import Fetched
+from kvstore.export.fetches import WAITS, Fetched, Waits
 from kvstore.export.jobs import Fill, Give, Source, Tag, Write
 from kvstore.export.producer import Producer
 from kvstore.metrics import HAND_OVER_EVENTS, Numbers
@@ -75,8 +75,14 @@ class _Link(msgspec.Struct, eq=False):
 class Peers:
     """All hand-overs of one store."""
 
-    def __init__(self, key: ClusterKey | None, mover: Mover, held_bytes_max: int) -> None:
-        """held_bytes_max: of what is held for one peer at one time."""
+    def __init__(
+        self,
+        key: ClusterKey | None,
+        mover: Mover,
+        held_bytes_max: int,
+        waits: Waits = WAITS,
+    ) -> None:
+        """held_bytes_max: of what is held for one peer at one time. waits: for blocks of peers."""
         self.channel = Channel(key, self._on_message, self._on_lost)
         send = self.channel.send
         self._agents = Agents(mover)
@@ -88,7 +94,7 @@ class Peers:
             held_bytes_max,
             self._agents.meet,
         )
-        self._mover = mover
+        self._mover, self._waits = mover, waits
         self._namespaces: Mapping[str, Namespace] = {}
         self.direct, self.gives = Direct(no_workers), Gives(no_workers, self._agents.metadata)
         self._numbers = Numbers()
@@ -130,7 +136,7 @@ class Peers:
         """Return the remote tier of a namespace."""
         digest = namespace.layout.digest
         if digest not in self._inlets:
-            self._inlets[digest] = Inlet(self, namespace, self._mover, self.direct)
+            self._inlets[digest] = Inlet(self, namespace, self._mover, self.direct, self._waits)
         return self._inlets[digest].consumer
 
     def fetch(
@@ -190,6 +196,12 @@ class Peers:
         if number is not None:
             self.channel.send(number, message)
         return number is not None
+
+    def sign(
+        self, namespace: Namespace, fetch: int | None, keys: Sequence[BlockKey], now_ns: int
+    ) -> tuple[int, int | None] | None:
+        """Say when a fetch, or the one that brings these blocks, went on, and was computed."""
+        return self.inlet(namespace).sign(fetch, keys, now_ns)
 
     def claimed(self, namespace: Namespace, fetch: int) -> None:
         """Nothing more will be loaded of a fetch."""

@@ -35,11 +35,16 @@ def address_of(engine_id: str) -> str:
 
 
 def ensure(
-    engine_id: str, cpu_bytes: int, nvme: Mapping[str, Any] | None = None, listen: str | None = ""
+    engine_id: str,
+    cpu_bytes: int,
+    nvme: Mapping[str, Any] | None = None,
+    listen: str | None = "",
+    engine: Mapping[str, str] | None = None,
 ) -> str:
     """Start the engine's private store unless it runs; return its address.
 
-    nvme: its `[nvme]`, None for no disk. listen: of its `[peer]`, empty for no hand-over.
+    nvme: its `[nvme]`, None for no disk. listen: of its `[peer]`, empty for no hand-over. engine:
+    its `[engine]`.
     Raises ConfigError when no process can be started.
     """
     address = address_of(engine_id)
@@ -54,6 +59,8 @@ def ensure(
     with listener:
         listener.listen(128)
         settings: dict[str, Any] = {"cpu": {"capacity": cpu_bytes}, "server": {"metrics": ""}}
+        if engine:
+            settings["engine"] = dict(engine)
         if nvme is not None:
             settings["nvme"] = dict(nvme)
         if listen:

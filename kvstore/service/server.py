@@ -26,8 +26,9 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from kvstore import protocol as p
 from kvstore.collector import collect_young_only
-from kvstore.config import Config, PeerConfig
+from kvstore.config import Config, EngineConfig, PeerConfig
 from kvstore.errors import ConfigError, ProtocolError
+from kvstore.export.fetches import Waits
 from kvstore.metrics import NVME, StoreCollector
 from kvstore.service.channel import ClusterKey
 from kvstore.service.peers import EXPORTER, Peers
@@ -136,14 +137,14 @@ class Server:
         self._pool = pool
         self._disk = None if config.nvme is None else find_class(NVME_TIER)(config.nvme)
         first = secrets.randbits(40) << 16
-        self._peers = self._make_peers(config.peer)
+        self._peers = self._make_peers(config.peer, config.engine)
         self._watched: tuple[int, ...] = ()  # descriptors of the peers
         self.store = Store(
             config, pool, self._make_tiers, self._send, first, self._disk, self._peers
         )
 
     @staticmethod
-    def _make_peers(config: PeerConfig | None) -> Peers | None:
+    def _make_peers(config: PeerConfig | None, engine: EngineConfig) -> Peers | None:
         """Listen for other stores, where that is wanted. Raises ConfigError."""
         if config is None:
             return None
@@ -152,7 +153,8 @@ class Server:
         mover = find_class(PEER_MOVER)(name, config.devices, config.landing_bytes)
         if config.eager:
             mover.wake()
-        peers = Peers(key, mover, config.held_bytes)
+        waits = Waits(engine.promote_ns, engine.promote_limit_ns)
+        peers = Peers(key, mover, config.held_bytes, waits)
         try:
             peers.channel.listen(config.listen.host, config.listen.port)
         except ConfigError:

@@ -69,6 +69,14 @@ class Writing(msgspec.Struct, eq=False):
     ok: bool = True
 
 
+class Reading(msgspec.Struct, eq=False):
+    """What ranks have said of a lease that they read under: which of them, and slots."""
+
+    ranks: set[int] = set()
+    damaged: set[Slot] = set()
+    late: bool = False  # one of them gave it up
+
+
 class News(msgspec.Struct, eq=False):
     """What gathered for a scheduler half since the last message to it."""
 
@@ -93,7 +101,7 @@ class Session(msgspec.Struct, eq=False):
     namespace: Namespace | None = None
     granted: set[Slot] = set()
     writing: dict[Slot, Writing] = {}  # slots that some ranks have reported
-    loading: dict[LeaseId, tuple[set[int], set[Slot]]] = {}  # lease -> ranks done, damaged
+    loading: dict[LeaseId, Reading] = {}
     fetches: dict[LeaseId, int] = {}  # lease -> what workers read of a peer for it
     readers: set[int] = set()  # ranks that can
     asks: dict[int, Ask] = {}
@@ -140,18 +148,21 @@ class Session(msgspec.Struct, eq=False):
         """Tell whether this part of the engine is connected."""
         return self.scheduler is not None if role == "scheduler" else rank in self.workers
 
-    def loaded(self, lease: LeaseId, rank: int, damaged: Iterable[int]) -> set[Slot] | None:
-        """Note that a rank has read; all damaged slots once every rank has, None before.
+    def loaded(
+        self, lease: LeaseId, rank: int, damaged: Iterable[int], *, late: bool = False
+    ) -> Reading | None:
+        """Note that a rank has read; what all of them have said once every rank has, None before.
 
         A lease that has ended, or is another session's, is not kept in mind.
         """
         if self.namespace is None or not self.namespace.manager.leases.owned_by(lease, self.number):
             self.loading.pop(lease, None)
             return None
-        ranks, found = self.loading.setdefault(lease, (set(), set()))
-        ranks.add(rank)
-        found.update(map(Slot, damaged))
-        if len(ranks) < self.world:
+        found = self.loading.setdefault(lease, Reading())
+        found.ranks.add(rank)
+        found.damaged.update(map(Slot, damaged))
+        found.late = found.late or late
+        if len(found.ranks) < self.world:
             return None
         del self.loading[lease]
         return found

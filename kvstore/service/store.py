@@ -132,6 +132,11 @@ class Store:
             self._step(session, message)
         elif isinstance(message, p.Stored):
             self._stored(session, session.rank_of(connection), message)
+        elif isinstance(message, p.Loading):
+            session.rank_of(connection)
+            coming = self._desk.loading(session, LeaseId(message.lease), self._now_ns)
+            if coming is not None:
+                self._send(connection, coming, None)
         elif isinstance(message, p.Loaded):
             self._loaded(session, session.rank_of(connection), message)
         elif isinstance(message, OfPeers):
@@ -257,10 +262,10 @@ class Store:
         for rank, worker in session.workers.items():
             if first_time or worker == joined:
                 layout = session.layouts[rank]
-                digest, promote_ns = namespace.layout.digest, self._config.engine.promote_ns
+                digest, engine = namespace.layout.digest, self._config.engine
                 devices = "" if self._peers is None else self._peers.devices
-                wait_ms = promote_ns // 1_000_000
-                welcome = p.Welcome(session.number, digest, layout, wait_ms, devices=devices)
+                waits = engine.promote_ns // 1_000_000, engine.promote_limit_ns // 1_000_000
+                welcome = p.Welcome(session.number, digest, layout, *waits, devices=devices)
                 self._send(worker, welcome, None)
                 self._memory.announce(namespace, worker, self._now_ns)
         if session.scheduler is not None and (first_time or session.scheduler == joined):
@@ -419,9 +424,11 @@ class Store:
         self.numbers.add("kvstore_copied_bytes", "load", by=message.copied_bytes)
         self.numbers.add("kvstore_copy_seconds", "load", by=message.seconds)
         lease_id = LeaseId(message.lease)
-        damaged = session.loaded(lease_id, rank, p.from_u32(message.damaged))
-        if damaged is not None:
-            self._desk.end_lease(session, lease_id, damaged)
+        damaged = p.from_u32(message.damaged)
+        found = session.loaded(lease_id, rank, damaged, late=message.late > 0)
+        if found is not None:
+            self.numbers.add("kvstore_engine_events", "load_given_up", by=found.late)
+            self._desk.end_lease(session, lease_id, found.damaged)
 
     def _give_board(self, session: Session) -> None:
         if session.phase is Phase.ACTIVE and session.namespace is not None:
