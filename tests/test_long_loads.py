@@ -185,7 +185,7 @@ def test_P2_P7_B15_a_prefill_of_ten_seconds_is_waited_for_with_all_settings_as_t
 
 
 MANY = 8 * 200 + 3  # tokens whose blocks come in several jobs, computed in several steps
-CHUNKED = msgspec.structs.replace(SHAPE, budget=8 * 70)
+CHUNKED = msgspec.structs.replace(SHAPE, budget=8 * 16)
 
 
 @both_ways
@@ -216,7 +216,7 @@ def test_B15_a_peer_that_stalls_in_mid_transfer_is_given_up_after_a_time_without
             took_s = time.monotonic() - stalled_s[0]
             staller.join()
             (left if whole or push else right).freeze(store=whole, go_on=True)
-        assert 0.9 < took_s < 4
+        assert 0.9 < took_s < 3.5, "the prefill goes on for longer"
         assert loaded["d"] < MANY // 8 * 8
         [(came, blocks, quiet_s, whole_s)] = given_up(caplog)
         assert 64 <= came < blocks == MANY // 8
@@ -319,6 +319,7 @@ def test_B15_O8_a_disk_that_is_slow_and_goes_on_is_waited_for(
             assert fault.hurt
         assert took_s > 2, "a test of nothing"
         assert loaded == {"slow": ON_DISK // 8 * 8}
+        assert not store.numbers().get(("lookups", "expired"))
         assert given_up(caplog) == []
         assert store.given_up == 0
         eventually(store.let_go)
