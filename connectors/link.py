@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvstore import protocol as p
+from kvstore import users
 from kvstore.errors import KVStoreError, NotSupported, ProtocolError
 
 log = logging.getLogger(__name__)
@@ -21,6 +22,7 @@ OUTBOX_BYTES_MAX = 16 << 20
 _WRITE_BYTES = 1 << 18
 _READ_BYTES = 1 << 16
 _ANCILLARY_BYTES = socket.CMSG_SPACE(8 * array("i").itemsize)
+_CONNECT_S = 1.0
 _RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -113,32 +115,32 @@ class Link:
             os.close(self.fds.pop())
 
 
-def connect(address: str) -> Link:
-    """Connect to a store's unix socket. Raises LinkLost if nobody answers there."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(1.0)
+def connect(address: str, user: int | None = None) -> Link:
+    """Connect to a store's unix socket.
+
+    user: who may listen there beside us and root. Raises LinkLost if none of these answers there.
+    """
     try:
-        sock.connect(address)
+        return Link(users.connect(address, _CONNECT_S, user))
     except OSError as exc:
-        sock.close()
-        shown = address.replace("\0", "@")
-        raise LinkLost(f"no store at {shown}: {exc.strerror or exc}") from exc
-    return Link(sock)
+        raise LinkLost(f"no store at {address}: {exc.strerror or exc}") from exc
+    except users.OtherUserError as exc:
+        raise LinkLost(f"{exc} (store_user names another)") from exc
 
 
 def attach(
-    find: Callable[[], str], hello: p.Hello, stop: threading.Event
+    find: Callable[[], str], hello: p.Hello, stop: threading.Event, user: int | None = None
 ) -> tuple[Link, p.Welcome] | None:
     """Connect and say Hello until a store welcomes us; None when stop is set.
 
-    find(): the store's address; starts a private store if there is none.
+    find(): the store's address; starts a private store if there is none. user: as in connect().
     Raises NotSupported when the store refuses for good.
     """
     tries = 0
     while not stop.is_set():
         link = None
         try:
-            link = connect(find())
+            link = connect(find(), user)
             link.send(hello)
             welcome = _await_welcome(link, stop)
             if welcome is not None:
@@ -175,11 +177,15 @@ def _await_welcome(link: Link, stop: threading.Event) -> p.Welcome | None:
 class Attacher:
     """Connects in the background, so that the engine's step never does."""
 
-    def __init__(self, find: Callable[[], str], hello: p.Hello) -> None:
-        """find(): the store's address; starts a private store if there is none."""
+    def __init__(self, find: Callable[[], str], hello: p.Hello, user: int | None = None) -> None:
+        """find(): the store's address; starts a private store if there is none.
+
+        user: who may run it beside us and root.
+        """
         self.refused: KVStoreError | None = None
         self._find = find
         self._hello = hello
+        self._user = user
         self._stop = threading.Event()
         self._ready: deque[tuple[Link, p.Welcome]] = deque()
         self._thread: threading.Thread | None = None
@@ -192,7 +198,7 @@ class Attacher:
 
     def _run(self) -> None:
         try:
-            attached = attach(self._find, self._hello, self._stop)
+            attached = attach(self._find, self._hello, self._stop, self._user)
         except KVStoreError as exc:
             self.refused = exc
             log.error("kvstore: %s", exc)

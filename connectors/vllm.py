@@ -123,7 +123,8 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         per_step = 2 * scheduler.max_num_batched_tokens // self._tokens.block_tokens
         credit = (per_step + scheduler.max_num_seqs) * len(self._tokens.rules)
         hello = p.Hello(p.VERSION, self._engine, "scheduler", 0, self._world, credit_slots=credit)
-        client = StoreClient(Attacher(self._find_store, hello), monotonic_ns)
+        attacher = Attacher(self._find_store, hello, self._extra.store_user)
+        client = StoreClient(attacher, monotonic_ns)
         events = self._config.kv_events_config
         client.collect_events = events is not None and events.enable_kv_cache_events
         try:
@@ -188,7 +189,14 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         rank = compat.rank_geometry(self._config, self._cache, kv_caches, caches, self._tokens)
         number = self._config.parallel_config.rank
         who, direct = (self._engine, number, self._world), self._extra.direct_way
-        self._worker = WorkerHalf(*who, rank, caches, self._find_store, direct=direct)
+        self._worker = WorkerHalf(
+            *who,
+            rank,
+            caches,
+            self._find_store,
+            direct=direct,
+            store_user=self._extra.store_user,
+        )
 
     def _half(self) -> WorkerHalf:
         if self._worker is None:

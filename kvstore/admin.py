@@ -1,10 +1,12 @@
 """Asking a running store something from outside: one question, one answer, no session.
 
 A store is named by its socket, or as "engine:ID" when it is the private one of that engine.
+It is asked only if it is ours or root's, or runs as one of the users named.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from kvstore.errors import KVStoreError, ProtocolError
 from kvstore.metrics import TABLE
 from kvstore.service.listing import Listed
 from kvstore.service.private import address_of
+from kvstore.users import OtherUserError, connect
 
 TIMEOUT_S = 10.0
 CLEAR_S = 120.0
@@ -42,29 +45,33 @@ class Stat(msgspec.Struct, frozen=True):
     value: float
 
 
-def stats(address: str, timeout_s: float = TIMEOUT_S) -> list[Stat]:
+def stats(address: str, timeout_s: float = TIMEOUT_S, user: int | None = None) -> list[Stat]:
     """Read the store's numbers. Raises StoreUnreachable."""
-    return _stats_of(_ask(address, p.Query("stats"), timeout_s))
+    return _stats_of(_ask(address, p.Query("stats"), timeout_s, user))
 
 
-def blocks(address: str, timeout_s: float = TIMEOUT_S) -> list[Listed]:
+def blocks(address: str, timeout_s: float = TIMEOUT_S, user: int | None = None) -> list[Listed]:
     """Read which models a store has, and names of blocks in its memory."""
-    return msgspec.json.decode(_ask(address, p.Query("blocks"), timeout_s), type=list[Listed])
+    return msgspec.json.decode(_ask(address, p.Query("blocks"), timeout_s, user), type=list[Listed])
 
 
-def clear(address: str, timeout_s: float = CLEAR_S) -> list[Stat]:
+def clear(address: str, timeout_s: float = CLEAR_S, user: int | None = None) -> list[Stat]:
     """Drop all blocks that nobody is reading, and read the numbers after it."""
-    return _stats_of(_ask(address, p.Query("clear"), timeout_s))
+    return _stats_of(_ask(address, p.Query("clear"), timeout_s, user))
 
 
 def resize(
-    address: str, tier: str, capacity_bytes: int, timeout_s: float = TIMEOUT_S
+    address: str,
+    tier: str,
+    capacity_bytes: int,
+    timeout_s: float = TIMEOUT_S,
+    user: int | None = None,
 ) -> Iterator[tuple[int, int]]:
     """Change a tier's cap; yield its bytes and its cap until the first is within the second.
 
     Raises StoreUnreachable, or StoreRefused when there is no such tier or it can't be so small.
     """
-    rows = _stats_of(_ask(address, p.Query("resize", tier, capacity_bytes), timeout_s))
+    rows = _stats_of(_ask(address, p.Query("resize", tier, capacity_bytes), timeout_s, user))
     while True:
         found = {stat.name: int(stat.value) for stat in rows if stat.labels.get("tier") == tier}
         used, cap = found["kvstore_memory_bytes"], found["kvstore_capacity_bytes"]
@@ -72,26 +79,30 @@ def resize(
         if used <= cap:
             return
         time.sleep(_LOOK_S)
-        rows = stats(address, timeout_s)
+        rows = stats(address, timeout_s, user)
 
 
-def _ask(address: str, query: p.Query, timeout_s: float) -> bytes:
+def _ask(address: str, query: p.Query, timeout_s: float, user: int | None) -> bytes:
     engine = address.removeprefix(PRIVATE)
     private = engine != address
     path = address_of(engine) if private else parse_socket(address)
     shown = address if private else f"unix://{path}"
     deadline_s = time.monotonic() + timeout_s
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        try:
-            sock.settimeout(timeout_s)
-            sock.connect(path)
-            sock.sendall(p.encode(query))
+    try:
+        with connect(path, timeout_s, user) as sock:
+            with contextlib.suppress(BrokenPipeError):  # it has said why, and closed
+                sock.sendall(p.encode(query))
             return _receive(sock, deadline_s)
-        except OSError as exc:
-            reason = exc.strerror or f"no answer in {timeout_s:.0f} s"
-            raise StoreUnreachable(f"no store answers at {shown}: {reason}") from exc
-        except ProtocolError as exc:
-            raise StoreUnreachable(f"{shown} is no kvstore: {exc}") from exc
+    except TimeoutError as exc:
+        raise StoreUnreachable(
+            f"the store at {shown} did not answer within {timeout_s:g} s"
+        ) from exc
+    except OSError as exc:
+        raise StoreUnreachable(f"no store answers at {shown}: {exc.strerror}") from exc
+    except OtherUserError as exc:
+        raise StoreUnreachable(f"{shown} is not asked: {exc}; --user names another") from exc
+    except ProtocolError as exc:
+        raise StoreUnreachable(f"{shown} is no kvstore: {exc}") from exc
 
 
 def _stats_of(body: bytes) -> list[Stat]:

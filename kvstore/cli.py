@@ -155,11 +155,7 @@ def _add_admin_commands(add: Callable[[str, str, str], argparse.ArgumentParser])
     resize.add_argument("tier", choices=["nvme"], help="what to resize")
     resize.add_argument("capacity", help='the new cap, such as "500GiB"')
     for command in (stats, clear, resize):
-        command.add_argument(
-            "--store",
-            required=True,
-            help=f"the store's socket, as {address}, or engine:ID for that engine's private one",
-        )
+        cli_peers.add_store(command)
 
 
 def _add_check_options(check: argparse.ArgumentParser) -> None:
@@ -216,16 +212,14 @@ def _counts(text: str) -> list[int]:
 def _serve(chosen: argparse.Namespace) -> int:
     from kvstore.available import MARGIN_BYTES, memory_left
     from kvstore.config import load
+    from kvstore.logs import log_to_stderr
     from kvstore.quantities import sized
-    from kvstore.service.server import listen, serve
+    from kvstore.service.listener import listen
+    from kvstore.service.server import serve
 
     config = load(chosen.config)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    listener = listen(config.server.socket)
-    log.info("listening at unix://%s", config.server.socket)
-    if config.server.metrics is not None:
-        metrics = config.server.metrics
-        log.info("metrics at http://%s:%d/metrics", metrics.host, metrics.port)
+    log_to_stderr("%(asctime)s %(levelname)s %(message)s")
+    listener = listen(config.server.socket, shared=bool(config.server.allow))
     capacity, available = config.cpu.capacity_bytes, memory_left()
     log.info(
         "cpu capacity %s in extents of %s",
@@ -237,12 +231,7 @@ def _serve(chosen: argparse.Namespace) -> int:
             "only %s of memory are available now (%s): stops growing when %s are left",
             sized(available.bytes), available.of, sized(MARGIN_BYTES),
         )  # fmt: skip
-    try:
-        serve(config, listener)
-    finally:
-        listener.close()
-        with contextlib.suppress(OSError):
-            Path(config.server.socket).unlink(missing_ok=True)
+    serve(config, listener)
     log.info("stopped")
     return 0
 
@@ -297,7 +286,7 @@ def _check_disk(chosen: argparse.Namespace) -> int:
 def _stats(chosen: argparse.Namespace) -> int:
     from kvstore import admin
 
-    found = admin.stats(chosen.store)
+    found = admin.stats(chosen.store, user=chosen.user)
     if chosen.json:
         rows = [{"name": s.name, "labels": s.labels, "value": s.value} for s in found]
         print(json.dumps(rows))
@@ -322,7 +311,7 @@ def _clear(chosen: argparse.Namespace) -> int:
 
     left = sum(
         int(stat.value)
-        for stat in admin.clear(chosen.store)
+        for stat in admin.clear(chosen.store, user=chosen.user)
         if stat.name == "kvstore_slots" and stat.labels.get("state") == "used"
     )
     print(f"cleared; {left} blocks are in use and stay until they are not")
@@ -429,7 +418,8 @@ def _resize(chosen: argparse.Namespace) -> int:
     from kvstore import admin
     from kvstore.quantities import parse_bytes, sized
 
-    steps = admin.resize(chosen.store, chosen.tier, parse_bytes(chosen.capacity))
+    capacity = parse_bytes(chosen.capacity)
+    steps = admin.resize(chosen.store, chosen.tier, capacity, user=chosen.user)
     with Console(stderr=True).status("resizing") as status:
         for used, cap in steps:
             status.update(f"{chosen.tier}: {sized(used)} in use, {sized(cap)} are allowed")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.users import read_user
 
 if TYPE_CHECKING:
     from kvstore.pull import Pulled, Puller
@@ -64,11 +65,7 @@ def add_commands(add: Add) -> None:
         f"kvstore keys --store {_SOCKET}",
     )
     keys.set_defaults(run=_keys)
-    keys.add_argument(
-        "--store",
-        required=True,
-        help=f"the store's socket, as {_SOCKET}, or engine:ID for that engine's private store",
-    )
+    add_store(keys)
     keys.add_argument(
         "--limit",
         type=int,
@@ -78,6 +75,27 @@ def add_commands(add: Add) -> None:
     keys.add_argument("--json", action="store_true", help="a JSON list instead of tables")
     _add_pull(add)
     _add_router(add)
+
+
+def add_store(command: argparse.ArgumentParser) -> None:
+    """Let a command be told which running store is meant, and who may be running it."""
+    command.add_argument(
+        "--store",
+        required=True,
+        help=f"the store's socket, as {_SOCKET}, or engine:ID for that engine's private one",
+    )
+    command.add_argument(
+        "--user",
+        type=_user,
+        help="name or number of who runs the store, if that is neither you nor root",
+    )
+
+
+def _user(text: str) -> int:
+    try:
+        return read_user(int(text) if text.isdecimal() else text, {})
+    except ConfigError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
 
 
 def _add_pull(add: Add) -> None:
@@ -149,7 +167,7 @@ def _keys(chosen: argparse.Namespace) -> int:
         raise ConfigError(f"--limit: expected at least 1, found {chosen.limit}")
     found = [
         msgspec.structs.replace(one, keys=dict(list(one.keys.items())[: chosen.limit]))
-        for one in admin.blocks(chosen.store)
+        for one in admin.blocks(chosen.store, user=chosen.user)
     ]
     if chosen.json:
         print(msgspec.json.encode(found).decode())

@@ -32,6 +32,7 @@ from kvstore.settings import (
     text_of,
     whole_number,
 )
+from kvstore.users import read_users
 
 HUGE_PAGE_BYTES = 2 * MIB
 EXTENT_BYTES_MIN = 16 * MIB
@@ -59,14 +60,16 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[server]`: where the store can be reached.
 
     socket: path of the unix socket for engines and admin commands, `unix://` allowed in front.
-        Default "/run/kvstore/kvstore.sock": emptied at boot, and who may attach is decided by
-        the permissions of its directory.
+        Default "/run/kvstore/kvstore.sock": emptied at boot.
+    allow: names or numbers of users whose engines may attach, beside the store's own and root.
+        Default none: another user could read what these store, and have them load other things.
     metrics: host:port of the Prometheus endpoint, "" for none. Default "127.0.0.1:9400":
         reachable from outside only by decision.
     """
 
     socket: str
     metrics: Address | None
+    allow: tuple[int, ...] = ()
 
 
 class CpuConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -459,6 +462,7 @@ def _read_options(value: object, _found: Mapping[str, Any]) -> dict[str, Any]:
 SERVER = {
     "socket": Setting(_read_socket, "/run/kvstore/kvstore.sock"),
     "metrics": Setting(_read_address, "127.0.0.1:9400"),
+    "allow": Setting(read_users, []),
 }
 CPU = {
     "capacity": Setting(_read_capacity, Required('capacity = "8GiB"')),

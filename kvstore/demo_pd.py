@@ -324,7 +324,7 @@ class Router:
     def __init__(self, folder: Path, prefill: str, decode: str) -> None:
         self.port = 0
         self._log_path = folder / "router.log"
-        command = [sys.executable, "-m", "kvstore.cli", "router", "--listen", "127.0.0.1:0"]
+        command = [sys.executable, "-P", "-m", "kvstore.cli", "router", "--listen", "127.0.0.1:0"]
         self._command = [*command, "--prefill", prefill, "--decode", decode]
         self._child: subprocess.Popen[bytes] | None = None
 

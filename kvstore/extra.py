@@ -11,11 +11,10 @@ from kvstore.config import CPU, ENGINE, NVME, PEER, SERVER
 from kvstore.errors import ConfigError
 from kvstore.quantities import shown
 from kvstore.settings import Reader, Setting, optional, read_flag, read_section, text_of
+from kvstore.users import read_user
 
 TRANSFERS = ("auto", "pull", "push")
 COUNT_MAX = 10**9
-LISTEN = "127.0.0.1:0"
-
 
 DirectWay = Literal["", "pull", "push"]
 
@@ -35,9 +34,8 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer: how a prompt that another engine computed is fetched, "pull", "push" or "auto": pushed
         over TCP, else pulled.
     lease (duration): how long what this engine computed for another one is held for it.
-    listen: host:port of a private store's side channel, port 0 for a free one, "" for none.
-        Default "127.0.0.1:0": it costs nothing until something is handed over. None for a
-        shared store.
+    listen: host:port of a private store's side channel, port 0 for a free one; on loopback, since
+        it has no key. None for no hand-over: then no port is open.
     two_way: what a decode engine decoded is held for the next turn, which a prefill engine pulls.
     recompute_threshold (tokens): fewer are computed instead of pulled for such a turn; 0 is off.
     decode_ttl (duration): how long they are held.
@@ -45,6 +43,8 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         what is pushed is written there, over networks only, also within a machine: "auto" pulls.
         Whoever reaches such an agent over the network can read and write all memory of its
         process: for a fabric that only trusted machines are on.
+    store_user: number of the user who runs a shared store, if that is neither the engine's nor
+        root, named or numbered in the setting. Nobody else's store is attached to.
     """
 
     store: str | None
@@ -60,6 +60,7 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     recompute_threshold: int
     decode_ttl_ns: int = msgspec.field(name="decode_ttl")
     direct: bool
+    store_user: int | None = None
 
     @property
     def engine(self) -> dict[str, str]:
@@ -94,8 +95,8 @@ def parse_extra(table: Mapping[str, Any]) -> ExtraConfig:
         raise ConfigError(
             f"{source}: recompute_threshold is for two_way = true, which is false here"
         )
-    if found["listen"] is None and found["store"] is None:
-        found["listen"] = LISTEN
+    if found["store_user"] is not None and found["store"] is None:
+        raise ConfigError(f"{source}: store_user is for a shared store; a private one is ours")
     return msgspec.convert(found, ExtraConfig)
 
 
@@ -115,8 +116,7 @@ def _read_wait(name: str) -> Reader:
 
 
 def _read_listen_text(value: object, found: Mapping[str, Any]) -> str:
-    if value != "":
-        PEER["listen"].read(value, found)
+    PEER["listen"].read(value, found)
     return str(value)
 
 
@@ -152,4 +152,5 @@ _EXTRA = {
     "recompute_threshold": Setting(_read_threshold, 0),
     "decode_ttl": Setting(ENGINE["lease"].read, "480s"),
     "direct": Setting(read_flag, False),
+    "store_user": optional(read_user),
 }

@@ -19,7 +19,9 @@ from kvstore.available import MARGIN_BYTES, memory_left
 from kvstore.config import Config
 from kvstore.errors import ConfigError
 from kvstore.gds import Gds
+from kvstore.ownfiles import refuse_folder
 from kvstore.quantities import sized
+from kvstore.service.listener import taken
 from kvstore.service.server import CPU_TIER, find_class
 
 GDS = "tiers.nvme.gds"
@@ -57,9 +59,11 @@ def examine(config: Config) -> list[Finding]:
 
 def _socket(config: Config) -> Finding:
     path = Path(config.server.socket)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        if probe.connect_ex(str(path)) == 0:
+    try:
+        if taken(str(path)):
             return Finding(Level.FAIL, "socket", f"{path}: a store is running there already")
+    except OSError as exc:
+        return Finding(Level.FAIL, "socket", f"{path}: {exc.strerror}")
     folder = next(parent for parent in path.parents if parent.is_dir())
     if not os.access(folder, os.W_OK | os.X_OK):
         return Finding(Level.FAIL, "socket", f"{path}: no permission to write in {folder}")
@@ -128,7 +132,13 @@ def _disk(config: Config) -> Iterator[Finding]:
         why = "no permission to write" if folder.is_dir() else "it is no directory"
         yield Finding(Level.FAIL, "nvme", f"{path}: {why} ({folder})")
         return
-    held = sum(file.stat().st_blocks * 512 for file in path.glob("*.extent"))
+    if folder == path:
+        try:
+            refuse_folder(nvme.path, path.stat())
+        except ConfigError as exc:
+            yield Finding(Level.FAIL, "nvme", str(exc))
+            return
+    held = sum(file.lstat().st_blocks * 512 for file in path.glob("*.extent"))
     free = shutil.disk_usage(folder).free + held
     text = f"{path}: capacity {sized(nvme.capacity_bytes)}, {sized(free)} are free or ours"
     yield Finding(Level.OK if nvme.capacity_bytes <= free else Level.NOTE, "nvme", text)

@@ -35,6 +35,7 @@ _DURATION_UNITS_NS = {
 
 # What the system's own interfaces take as a size.
 QUANTITY_MAX = 2**63 - 1
+_SHOWN_MAX = 80  # characters: a part of one line
 
 
 def parse_bytes(value: object) -> int:
@@ -67,19 +68,32 @@ def _quantity(value: object, units: Mapping[str, int], expected: str, plain: int
     return amount
 
 
+def one_line(text: str, length_max: int) -> str:
+    """Escape what is not printable, line ends and terminal codes among it, and cut what is long."""
+    rest = len(text) - length_max
+    if rest > 0:
+        text = text[:length_max]
+    if not text.isprintable():
+        text = "".join(
+            char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
+            for char in text
+        )
+    return f"{text}... ({rest} more characters)" if rest > 0 else text
+
+
 def shown(value: object) -> str:
     """Show a value as its file would, short enough for one line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        text = json.dumps(value, ensure_ascii=False)
+        text = one_line(json.dumps(value[:_SHOWN_MAX], ensure_ascii=False), _SHOWN_MAX * 10)
     elif isinstance(value, dict):
         text = "a table"
     elif isinstance(value, list):
         text = "a list"
     else:
         text = str(value)
-    return text if len(text) <= 80 else text[:77] + "..."  # noqa: PLR2004  one line
+    return text if len(text) <= _SHOWN_MAX else text[: _SHOWN_MAX - 3] + "..."
 
 
 def sized(count: int) -> str:

@@ -18,7 +18,8 @@ import pytest
 from kvstore import protocol as p
 from kvstore.config import Config
 from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
-from kvstore.service.server import Server, listen
+from kvstore.service.listener import listen
+from kvstore.service.server import Server
 from kvstore.types import GroupRule, make_key
 from tests.fakes import from_u32, u32
 
@@ -36,12 +37,13 @@ class LiveStore:
     """Runs a Server until the block ends; seconds: how long its end took."""
 
     def __init__(self, config: Config) -> None:
-        self.server = Server(config, listen(config.server.socket))
+        self.server = Server(config, listen(config.server.socket, shared=bool(config.server.allow)))
         self.path = config.server.socket
         self.seconds = 0.0
         self._thread = threading.Thread(target=self.server.run, name="store")
 
     def __enter__(self) -> Self:
+        self.server._listener.start()  # the thread does it as well, but who knows when
         self._thread.start()
         return self
 

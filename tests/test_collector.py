@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import gc
 import random
-import socket
 import subprocess
 import sys
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
 from kvstore.config import parse
 from kvstore.manager import Manager
 from kvstore.service import server
+from kvstore.service.listener import listen
 from kvstore.types import Chain, GroupRule, Slot
 
 
@@ -73,7 +74,7 @@ def test_what_leaves_a_manager_is_freed_without_a_collection() -> None:
 
 
 def test_a_store_collects_young_objects_only_before_it_serves(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     done: list[str] = []
 
@@ -91,8 +92,6 @@ def test_a_store_collects_young_objects_only_before_it_serves(
     monkeypatch.setattr(server, "Server", Serving)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr(server, "collect_young_only", lambda: done.append("collector set"))
-    with socket.socket(socket.AF_UNIX) as listener:
-        server.serve(
-            parse({"server": {"socket": "/unused"}, "cpu": {"capacity": "1GiB"}}), listener
-        )
+    path = str(tmp_path / "kv.sock")
+    server.serve(parse({"server": {"socket": path}, "cpu": {"capacity": "1GiB"}}), listen(path))
     assert done == ["checked", "collector set", "served"]

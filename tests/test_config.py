@@ -385,10 +385,35 @@ def test_direct_goes_with_every_way_to_transfer(transfer: str) -> None:
     assert parse_extra({"cpu": "8GiB", "transfer": transfer}).direct_way == ""
 
 
-def test_a_private_store_listens_on_loopback_unless_told_not_to() -> None:
-    assert parse_extra({"cpu": "8GiB"}).listen == "127.0.0.1:0"
-    assert not parse_extra({"cpu": "8GiB", "listen": ""}).listen
+def test_S3_a_private_store_has_no_port_unless_told_to() -> None:
+    assert parse_extra({"cpu": "8GiB"}).listen is None
+    assert parse_extra({"cpu": "8GiB", "listen": "127.0.0.1:0"}).listen == "127.0.0.1:0"
     assert parse_extra({"store": "/run/kv.sock"}).listen is None
+
+
+def test_S1_users_are_named_or_numbered() -> None:
+    assert parse_extra({"store": "/s", "store_user": "root"}).store_user == 0
+    assert parse_extra({"store": "/s", "store_user": 1001}).store_user == 1001
+    found = parse({"server": {"allow": ["root", 1001]}, "cpu": {"capacity": "1GiB"}})
+    assert found.server.allow == (0, 1001)
+
+
+@pytest.mark.parametrize(
+    ("allow", "part"),
+    [
+        ("root", 'found "root"'),
+        (["no such user"], 'found "no such user"'),
+        ([-1], "found -1"),
+        ([2**32 - 1], "found 4294967295"),
+        ([True], "found true"),
+        (["a\0b"], "found"),
+        ([7] * 1001, "found 1001 of them"),
+    ],
+)
+def test_S1_what_is_no_user_is_refused(allow: object, part: str) -> None:
+    with pytest.raises(ConfigError, match="allow: expected") as caught:
+        parse({"server": {"allow": allow}, "cpu": {"capacity": "1GiB"}})
+    assert part in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -411,6 +436,8 @@ def test_a_private_store_listens_on_loopback_unless_told_not_to() -> None:
         ({"cpu": "lots"}, ["cpu", '"8GiB"', '"lots"']),
         ({"store": "tcp://host"}, ["store", '"tcp://host"']),
         ({"store": "/s", "listen": "127.0.0.1:0"}, ["listen is for a private store"]),
+        ({"cpu": "8GiB", "listen": ""}, ["listen", '"host:port"', 'found ""']),
+        ({"cpu": "8GiB", "store_user": 0}, ["store_user is for a shared store"]),
         ({"cpu": "8GiB", "listen": "here"}, ["listen", '"host:port"', '"here"']),
         ({"cpu": "8GiB", "two_way": 1}, ["two_way: expected true or false, found 1"]),
         (

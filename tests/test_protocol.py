@@ -21,7 +21,7 @@ from kvstore import config
 from kvstore import protocol as p
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.layout import PageRun, RankPages, slot_layout
-from kvstore.service.server import listen
+from kvstore.service.listener import listen
 from tests.fakes import blocks, geometry, hashes, u32
 from tests.live import Client, LiveStore, client, engine, eventually
 
@@ -315,7 +315,12 @@ def test_a_second_store_at_the_same_path_is_told_so(store: LiveStore) -> None:
 def test_a_socket_left_behind_is_replaced(tmp_path: Path) -> None:
     path = str(tmp_path / "kv.sock")
     listen(path).close()
-    with listen(path), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+    Path(path).touch()
+    Path(path).unlink()
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(path)
+    with listen(path) as found, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        found.start()
         probe.connect(path)
 
 
@@ -330,14 +335,21 @@ def test_a_file_at_the_path_is_not_deleted(tmp_path: Path) -> None:
 def test_a_path_that_cannot_be_bound_is_a_clear_error(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(ConfigError, match=r"cannot listen at .*/file/kv.sock: "):
+    with pytest.raises(ConfigError, match=r"expected a directory, found the file .*/file$"):
         listen(str(blocked / "kv.sock"))
 
 
-def test_only_owner_and_group_may_connect(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shared", "socket_mode", "folder"), [(False, 0o600, 0o700), (True, 0o666, 0o755)]
+)
+def test_S1_only_whom_the_settings_name_can_reach_it(
+    tmp_path: Path, shared: bool, socket_mode: int, folder: int
+) -> None:
     path = tmp_path / "deep" / "kv.sock"
-    with listen(str(path)):
-        assert stat.S_IMODE(path.stat().st_mode) == 0o660
+    with listen(str(path), shared=shared):
+        assert stat.S_IMODE(path.stat().st_mode) == socket_mode
+        assert stat.S_IMODE(path.parent.stat().st_mode) == folder
+    assert list(path.parent.iterdir()) == []
 
 
 # The end

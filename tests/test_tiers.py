@@ -14,7 +14,8 @@ import pytest
 from kvstore import config
 from kvstore import protocol as p
 from kvstore.errors import ConfigError, TierFull
-from kvstore.service.server import Server, find_class, listen
+from kvstore.service.listener import listen
+from kvstore.service.server import Server, find_class
 from kvstore.tier import Tier, TierContext
 from kvstore.tiering import Tiering
 from kvstore.types import BlockKey, JobKind, JobResult, LookupResult, Slot

@@ -20,7 +20,7 @@ class Echo:
         self._reply_bytes = reply_bytes
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         sizes = [str(theirs.fileno()), str(request_bytes), str(reply_bytes)]
-        command = [sys.executable, "-m", "connectors.bench.echo", *sizes]
+        command = [sys.executable, "-P", "-m", "connectors.bench.echo", *sizes]
         with theirs:
             self._child = subprocess.Popen(command, pass_fds=[theirs.fileno()])
 

@@ -97,7 +97,7 @@ class RankStarter:
         self._ranks: list[ProcessRank] = []
         self._ended: dict[int, int] = {}
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "connectors.reference.rank_process"]
+        command = [sys.executable, "-P", "-m", "connectors.reference.rank_process"]
         path = os.pathsep.join(filter(None, sys.path))
         with theirs:
             # A session of its own: Ctrl-C reaches our process, which then ends them in order.

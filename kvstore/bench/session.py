@@ -24,12 +24,14 @@ from kvstore import protocol as p
 from kvstore.errors import KVStoreError
 from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.types import GroupRule, make_key
+from kvstore.users import connect
 
 ANSWER_S = 60.0
 LOOK_S = 0.0003  # between two looks at slots
 CREDIT_SLOTS = 8
 BLOCK_TOKENS = 16
 HASH_BYTES = 32
+_CONNECT_S = 10.0
 _READ_BYTES = 1 << 18
 _FDS_MAX = 16
 
@@ -53,8 +55,8 @@ class _Connection:
     """Messages of one half, and descriptors that came with them."""
 
     def __init__(self, path: str) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.connect(path)
+        self.sock = connect(path, _CONNECT_S)
+        self.sock.settimeout(None)
         self.fds: deque[int] = deque()
         self.messages: list[p.Message] = []
         self._decoder = p.Decoder(p.ToEngine)

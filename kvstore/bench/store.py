@@ -60,7 +60,15 @@ class StoreProcess:
 
     def __enter__(self) -> Self:
         self.config_path.write_text(self._text, encoding="utf-8")
-        command = [sys.executable, "-m", self._module, "serve", "--config", str(self.config_path)]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            self._module,
+            "serve",
+            "--config",
+            str(self.config_path),
+        ]
         with self.log_path.open("wb") as sink:
             # A session of its own: Ctrl-C reaches our process, which then stops it in order.
             self._child = subprocess.Popen(

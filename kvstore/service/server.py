@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import secrets
 import selectors
 import signal
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,9 +29,11 @@ from kvstore.errors import ConfigError, ProtocolError
 from kvstore.export.fetches import Waits
 from kvstore.metrics import NVME, StoreCollector
 from kvstore.service.channel import ClusterKey
+from kvstore.service.listener import Listener
 from kvstore.service.peers import EXPORTER, Peers
 from kvstore.service.store import Store
 from kvstore.tier import SlotMemory, Tier, TierContext
+from kvstore.users import USERS_MAX, peer_uid, trusted
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +45,7 @@ _READ_BYTES = 1 << 18
 _TICK_S = 0.2
 _BUSY_TICK_S = 0.001
 _CLOSE_S = 0.5
-_FLUSH_S = 30.0  # without a block that was kept
-_FLUSH_LIMIT_S = 600.0
+_FLUSH_S = 30.0
 _PROGRESS_S = 2.0
 _GAUGES_NS = 50_000_000
 
@@ -58,29 +57,6 @@ def find_class(dotted: str) -> Any:  # noqa: ANN401 - whatever the name stands f
         return getattr(import_module(module), name)
     except (ImportError, AttributeError) as exc:
         raise ConfigError(f"{dotted!r} cannot be loaded: {exc}") from exc
-
-
-def listen(path: str) -> socket.socket:
-    """Bind a unix socket at a path. Raises ConfigError when a store answers there already."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        Path(path).parent.mkdir(mode=0o750, parents=True, exist_ok=True)
-        with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
-            if probe.connect_ex(path) == 0:
-                raise ConfigError(f"a store is running at {path} already")
-        if Path(path).exists() and not Path(path).is_socket():
-            raise ConfigError(f"cannot listen at {path}: it exists and is no socket")
-        Path(path).unlink(missing_ok=True)
-        listener.bind(path)
-        Path(path).chmod(0o660)
-    except ConfigError:
-        listener.close()
-        raise
-    except OSError as exc:
-        listener.close()
-        raise ConfigError(f"cannot listen at {path}: {exc.strerror}") from exc
-    listener.listen(128)
-    return listener
 
 
 class _Connection:
@@ -120,9 +96,7 @@ class _Connection:
 class Server:
     """Runs a Store on sockets until it is told to stop, or its last client has gone."""
 
-    def __init__(
-        self, config: Config, listener: socket.socket, linger_s: float | None = None
-    ) -> None:
+    def __init__(self, config: Config, listener: Listener, linger_s: float | None = None) -> None:
         """linger_s: a private store ends this long after its last client; None: never."""
         self._config = config
         self._listener = listener
@@ -132,6 +106,7 @@ class Server:
         self._next = 1
         self._stopping = False
         self._gauges_ns = 0
+        self._strangers: set[int] = set()  # users refused, each of whom is logged once
         self._lonely_since = time.monotonic()
         cpu = config.cpu
         pool = find_class(CPU_TIER)(cpu.capacity_bytes, cpu.extent_bytes, cpu.numa)
@@ -180,11 +155,13 @@ class Server:
 
     def run(self) -> None:
         """Serve until stop(). Closes everything it opened."""
-        self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._listener.sock.setblocking(False)
+        self._selector.register(self._listener.sock, selectors.EVENT_READ, None)
         stop_metrics: Callable[[], None] | None = None
         try:
             stop_metrics = self._start_metrics()
+            self._listener.start()
+            log.info("listening at unix://%s", self._listener.path)
             while not self._stopping:
                 self._turn()
                 if not self._connections and self._linger_s is not None:
@@ -196,12 +173,12 @@ class Server:
             for connection in list(self._connections.values()):
                 self._drop(connection)
             self._selector.close()
-            self._listener.close()
             if self._peers is not None:
                 self._peers.close()
             if self._disk is not None:
                 self._disk.close()
             self._pool.close()
+            self._listener.close()  # last: whoever comes next finds all of it free
 
     def stop(self, *_signal: object) -> None:
         """End the loop after this turn; a signal handler."""
@@ -219,6 +196,8 @@ class Server:
             raise ConfigError(
                 f"metrics endpoint {address.host}:{address.port}: {exc.strerror}"
             ) from exc
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        log.info("metrics at http://%s:%d/metrics", host, server.server_port)
 
         def stop() -> None:
             server.shutdown()
@@ -267,20 +246,29 @@ class Server:
 
     def _accept(self) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock, _ = self._listener.sock.accept()
         except OSError as exc:
             if exc.errno not in (errno.EAGAIN, errno.ECONNABORTED):
                 log.warning("accept: %s", exc)
             return
-        if not _same_user(sock):
-            log.warning("a process of another user tried to connect")
-            sock.close()
-            return
         sock.setblocking(False)
+        uid = peer_uid(sock)
+        if not trusted(uid, self._config.server.allow):
+            self._refuse(sock, uid)
+            return
         connection = _Connection(self._next, sock)
         self._next += 1
         self._connections[connection.number] = connection
         self._selector.register(sock, selectors.EVENT_READ, connection)
+
+    def _refuse(self, sock: socket.socket, uid: int) -> None:
+        reason = f"uid {uid} may not attach: [server] allow does not name it"
+        self.store.numbers.add("kvstore_refused", "user")
+        if uid not in self._strangers and len(self._strangers) < USERS_MAX:
+            self._strangers.add(uid)
+            log.warning("a process was refused: %s", reason)
+        with sock, contextlib.suppress(OSError):
+            sock.send(p.encode(p.Refused(reason, retry=False)))
 
     def _read(self, connection: _Connection) -> None:
         try:
@@ -351,14 +339,10 @@ class Server:
 
     def _copy_down(self) -> None:
         """Copy what only memory has to the lower tiers, within a time budget."""
-        started = told = kept = time.monotonic()
+        started = told = time.monotonic()
         self.store.enqueue_all()
-        total = before = self.store.queued_blocks
-        while left := self.store.queued_blocks:
-            now = time.monotonic()
-            kept, before = (now, left) if left < before else (kept, before)
-            if now - kept >= _FLUSH_S or now - started >= _FLUSH_LIMIT_S:
-                break
+        total = self.store.queued_blocks
+        while (left := self.store.queued_blocks) and time.monotonic() - started < _FLUSH_S:
             self.store.on_tick(time.monotonic_ns())
             if time.monotonic() - told > _PROGRESS_S:
                 told = time.monotonic()
@@ -368,20 +352,12 @@ class Server:
             log.info("%d blocks were still to be kept: %d are", total, total - left)
 
 
-def _same_user(sock: socket.socket) -> bool:
-    """Refuse other users at abstract addresses, which have no file permissions."""
-    if sock.getsockname()[:1] not in (b"\0", "\0"):
-        return True
-    peer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    uid = int(struct.unpack("3i", peer)[1])
-    return uid in (os.getuid(), 0)
-
-
-def serve(config: Config, listener: socket.socket, linger_s: float | None = None) -> None:
-    """Run a store in this process until SIGTERM or SIGINT."""
-    server = Server(config, listener, linger_s)
-    server.check_tiers()
-    signal.signal(signal.SIGTERM, server.stop)
-    signal.signal(signal.SIGINT, server.stop)
-    collect_young_only()
-    server.run()
+def serve(config: Config, listener: Listener, linger_s: float | None = None) -> None:
+    """Run a store in this process until SIGTERM, SIGINT or SIGHUP; closes the listener."""
+    with listener:
+        server = Server(config, listener, linger_s)
+        server.check_tiers()
+        for end in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(end, server.stop)
+        collect_young_only()
+        server.run()

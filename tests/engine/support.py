@@ -16,6 +16,7 @@ from kvstore import admin
 from kvstore.bench.engine import Engine, Request, Result
 from kvstore.bench.models import prompt
 from kvstore.bench.store import StoreProcess
+from kvstore.service.listener import taken
 from kvstore.service.private import address_of
 
 ENGINE_BLOCK = 32
@@ -297,7 +298,7 @@ def holders(inodes: set[int]) -> set[int]:
 
 def has_private_address(engine_id: str) -> bool:
     """Whether the address of an engine's private store is in use."""
-    return address_of(engine_id).replace("\0", "@") in Path("/proc/net/unix").read_text().split()
+    return taken(address_of(engine_id))
 
 
 def shared_memory_files() -> set[str]:

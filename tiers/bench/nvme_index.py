@@ -129,7 +129,7 @@ def _place(number: int) -> int:
 def opened(folder: Path, count: int) -> Found:
     """Open the disk in a fresh process."""
     done = subprocess.run(  # noqa: S603 - our own module
-        [sys.executable, "-m", __name__, str(folder), str(count), str(time.monotonic())],
+        [sys.executable, "-P", "-m", __name__, str(folder), str(count), str(time.monotonic())],
         capture_output=True,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

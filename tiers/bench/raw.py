@@ -135,7 +135,7 @@ class Process:
         """transports: UCX_TLS; None: UCX chooses."""
         self._start = start
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "tiers.bench.raw"],
+            [sys.executable, "-P", "-m", "tiers.bench.raw"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment("lo", transports),

@@ -33,7 +33,7 @@ class Child:
         ours, its = socket.socketpair()
         try:
             self._process: subprocess.Popen[bytes] = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-m", "tiers.exporter.process", service],
+                [sys.executable, "-P", "-m", "tiers.exporter.process", service],
                 stdin=its.fileno(),
                 stdout=_SHARED,
                 env=environment(devices, transports),

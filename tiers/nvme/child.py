@@ -64,7 +64,7 @@ class Process(Protocol):
 def start(passed: Sequence[int], lock_fd: int) -> Process:
     """Start indexer.py with these descriptors. Raises OSError."""
     return subprocess.Popen(  # noqa: S603 - our own module
-        [sys.executable, "-m", "tiers.nvme.indexer", *map(str, passed)],
+        [sys.executable, "-P", "-m", "tiers.nvme.indexer", *map(str, passed)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,  # whoever reads the store's would wait for this one
         pass_fds=(*passed, lock_fd),

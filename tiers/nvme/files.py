@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvstore.errors import ConfigError, TierIOError
+from kvstore.ownfiles import open_file
 
 PAGE_BYTES = 4096
 RUN_BLOCKS_MAX = 256  # a vectored call takes up to 1,024 pieces
@@ -33,9 +34,14 @@ def open_direct(path: Path, *, make: bool = False, folder: int | None = None) ->
 
     folder: descriptor of its directory, which counts then, whatever the path leads to by now.
     """
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT | (os.O_CREAT | os.O_TRUNC if make else 0)
+    name = str(path) if folder is None else path.name
+    flags = os.O_RDWR | os.O_DIRECT
+    if make:  # anew, whatever has the name: nobody can have put something there
+        flags |= os.O_CREAT | os.O_EXCL
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)
     try:
-        return os.open(path if folder is None else path.name, flags, 0o600, dir_fd=folder)
+        return open_file(name, flags, folder)
     except OSError as exc:
         if exc.errno == errno.EINVAL:
             raise ConfigError(

@@ -40,7 +40,7 @@ from tiers.nvme.opening import set_aside
 from tiers.nvme.sorting import Refused, Sorted, packed
 from tiers.nvme.space import Space
 from tiers.nvme.tier import RUN_BYTES_MAX
-from tiers.nvme.volume import Volume
+from tiers.nvme.volume import EXTENT, Volume
 from tiers.runner import Runner
 
 LOCK_WAIT_S = 1.0
@@ -153,7 +153,9 @@ class Known:
             self._spaces[NUMBER.pack(number)] = Space(number, digest, slot_bytes)
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # all are open at one time
-        files = {path.name: path for path in sorted(self._folder.glob("*.extent"))}
+        with os.scandir(self._folder) as entries:
+            names = sorted(e.name for e in entries if not e.is_dir(follow_symlinks=False))
+        files = {name: self._folder / name for name in names if EXTENT.fullmatch(name)}
         for number, owner in sorted(head.extents):
             space, name = self._spaces.get(NUMBER.pack(owner)), f"{number:06d}.extent"
             file = None if space is None else open_extent(self._folder / name, space.slot_bytes)
@@ -254,7 +256,7 @@ class Known:
             finally:
                 journal.close()
         done.blocks_dropped, done.extents_dropped = len(changes.deletes), len(self._gone)
-        for path in self._orphans:
+        for path in self._orphans:  # a link is removed itself, not what it leads to
             path.unlink(missing_ok=True)
             done.files_removed += 1
         sync_folder(self._folder)
@@ -275,7 +277,7 @@ def on_disk(path: Path) -> int:
 def open_extent(path: Path, slot_bytes: int) -> ExtentFile | None:
     """Open an extent; None when it is not there. Raises TierError when that is not its fault."""
     try:
-        return ExtentFile(path, slot_bytes, path.stat().st_size)
+        return ExtentFile(path, slot_bytes, path.lstat().st_size)
     except OSError as exc:
         if exc.errno in _NOT_ITS_FAULT:
             raise TierError(f"{path} cannot be opened: {exc.strerror}") from exc
@@ -366,7 +368,7 @@ def read_index(path: Path) -> tuple[Head, list[tuple[bytes, bytes]]]:
 def frames_of(path: Path) -> Iterator[bytes]:
     """Yield what the child says of the index. Raises TierIOError when damaged, else TierError."""
     done = subprocess.run(  # noqa: S603 - our own module
-        [sys.executable, "-m", "tiers.nvme.fsck", str(path)],
+        [sys.executable, "-P", "-m", "tiers.nvme.fsck", str(path)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         check=False,

@@ -15,6 +15,7 @@ The index is the same as before when its head is, which every commit changes.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -27,13 +28,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvstore.errors import ConfigError, TierFull, TierIOError
+from kvstore.ownfiles import open_file, refuse_folder
 from tiers.nvme.files import ExtentFile
 from tiers.nvme.messages import FOLDER
 
 _LOCK = "lock"
 _PROBE = "probe"
 _ASIDE = f"{FOLDER}.damaged-"
-_EXTENT = re.compile(r"[0-9]{6,}\.extent")
+EXTENT = re.compile(r"[0-9]{6,}\.extent")
 _HEAD_BYTES = 2 * mmap.PAGESIZE  # LMDB's two meta pages
 _READ_BYTES = 1 << 20
 # Others need room, too, and a file system that is full to the brim is slow.
@@ -76,7 +78,11 @@ class Volume:
         """Make the directory if it is not there, and lock it. Raises ConfigError when taken."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            refuse_folder(str(self.path), self.path.stat())
             self._attach(os.O_CREAT)
+        except (FileExistsError, NotADirectoryError) as exc:
+            self.close()
+            raise ConfigError(f"{self.path}: expected a directory, found a file there") from exc
         except OSError as exc:
             self.close()
             raise ConfigError(f"{self.path}: cannot be used: {exc.strerror}") from exc
@@ -121,9 +127,38 @@ class Volume:
 
     def _attach(self, flags: int) -> None:
         self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._lock_fd = os.open(_LOCK, os.O_RDWR | os.O_CLOEXEC | flags, 0o600, dir_fd=self._fd)
+        self._lock_fd = open_file(_LOCK, os.O_RDWR | flags, self._fd)
+        self._refuse_index()
         folder, lock = os.fstat(self._fd), os.fstat(self._lock_fd)
         self._place = Place(folder.st_dev, folder.st_ino, lock.st_ino)
+
+    def _refuse_index(self) -> None:
+        """Raise OSError for an index that is not ours: LMDB follows links to its files."""
+        try:
+            fd = self._open_index()
+        except FileNotFoundError:
+            return
+        try:
+            os.close(open_file("data.mdb", os.O_RDWR, fd))
+        except FileNotFoundError:
+            pass
+        finally:
+            os.close(fd)
+
+    def _open_index(self) -> int:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            fd = os.open(FOLDER, flags, dir_fd=self._fd)
+        except NotADirectoryError:
+            raise OSError(
+                errno.EPERM, f"{FOLDER}: expected a directory, found a symbolic link or a file"
+            ) from None
+        try:
+            refuse_folder(f"{self.path}/{FOLDER}", os.fstat(fd))
+        except ConfigError as exc:
+            os.close(fd)
+            raise OSError(errno.EPERM, str(exc)) from exc
+        return fd
 
     def _locked(self) -> bool:
         try:
@@ -182,12 +217,14 @@ class Volume:
             raise TierIOError("another file system is in its place")
         if folder.st_ino != self._place.folder:
             raise TierIOError("another directory is in its place")
-        if os.stat(_LOCK, dir_fd=fd).st_ino != self._place.lock:
+        if os.stat(_LOCK, dir_fd=fd, follow_symlinks=False).st_ino != self._place.lock:
             raise TierIOError("another lock file is in its place")
 
     def try_write(self) -> None:
         """Write a page durably, beside what counts. Raises OSError when that does not work."""
-        fd = os.open(_PROBE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
+        with contextlib.suppress(FileNotFoundError):  # of a store that was killed
+            os.unlink(_PROBE, dir_fd=self._fd)
+        fd = open_file(_PROBE, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._fd)
         try:
             os.pwrite(fd, bytes(mmap.PAGESIZE), 0)
             os.fsync(fd)
@@ -210,16 +247,23 @@ class Volume:
         return self._head is not None and self._head == self._index_head()
 
     def _index_head(self) -> bytes:
-        fd = os.open(f"{FOLDER}/data.mdb", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._fd)
+        fd = self._open_data()
         try:
             return os.pread(fd, _HEAD_BYTES, 0)
         finally:
             os.close(fd)
 
+    def _open_data(self) -> int:
+        folder = self._open_index()
+        try:
+            return open_file("data.mdb", os.O_RDONLY, folder)
+        finally:
+            os.close(folder)
+
     def read_index(self) -> None:
         """Read all of it, as plain bytes: what cannot be read is not damaged. Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
-            fd = os.open(f"{FOLDER}/data.mdb", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._fd)
+            fd = self._open_data()
             try:
                 while os.read(fd, _READ_BYTES):
                     pass
@@ -248,7 +292,7 @@ class Volume:
 
     def open_extent(self, number: int, slot_bytes: int) -> ExtentFile:
         """Open an extent that is there. Raises OSError."""
-        size = os.stat(self.extent(number).name, dir_fd=self._fd).st_size
+        size = os.stat(self.extent(number).name, dir_fd=self._fd, follow_symlinks=False).st_size
         return ExtentFile(self.extent(number), slot_bytes, size, self._fd)
 
     def open_extents(self, files: Collection[ExtentFile]) -> None:
@@ -272,8 +316,10 @@ class Volume:
         return len(strangers)
 
     def _numbers(self) -> Iterator[int]:
-        for name in _names(self._fd):
-            if _EXTENT.fullmatch(name):
+        with os.scandir(self._fd) as entries:
+            found = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+        for name in found:
+            if EXTENT.fullmatch(name):
                 yield int(name.removesuffix(".extent"))
 
 
@@ -287,7 +333,8 @@ def _bytes_of(folder: int, name: str) -> int:
         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if not stat.S_ISDIR(found.st_mode):
             return found.st_blocks * 512
-        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(name, flags, dir_fd=folder)
     except FileNotFoundError:
         return 0
     try:

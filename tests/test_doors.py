@@ -1,0 +1,515 @@
+"""Who may listen, who may connect, and whose a path is: other users, links, and two at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from connectors.link import LinkLost, attach, connect
+from kvstore import admin, cli
+from kvstore import protocol as p
+from kvstore.config import parse
+from kvstore.errors import ConfigError
+from kvstore.quantities import shown
+from kvstore.service import private
+from kvstore.service.listener import listen, taken
+from tests.live import LiveEngine, LiveStore, eventually
+
+STRANGER = 65534
+MODULE = "kvstore.cli"
+ROOT = Path(__file__).parent.parent
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+
+
+def as_stranger(code: str, *arguments: str) -> subprocess.Popen[bytes]:
+    """Run Python as another user; what it needs is imported before, who knows what it may read."""
+    text = (
+        f"import os, socket, sys; os.setgroups([]); os.setgid({STRANGER}); os.setuid({STRANGER})\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", text + textwrap.dedent(code), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd="/",
+    )
+
+
+@pytest.fixture
+def ended() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that are killed at the end."""
+    processes: list[subprocess.Popen[bytes]] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that everybody can reach and write in."""
+    folder = Path("/tmp") / f"kvstore-test-{secrets.token_hex(6)}"  # noqa: S108 - as /tmp is
+    folder.mkdir()
+    folder.chmod(0o1777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+LISTENS = """
+sock = socket.socket(socket.AF_UNIX)
+sock.bind(sys.argv[1].replace("@", chr(0)))
+if not sys.argv[1].startswith("@"):
+    os.chmod(sys.argv[1], 0o777)
+sock.listen()
+print("listens", flush=True)
+got = b""
+while True:
+    other, _ = sock.accept()
+    other.settimeout(1)
+    try:
+        got = other.recv(1000)
+    except OSError:
+        got = b""
+    other.close()
+    print("got", len(got), flush=True)
+"""
+
+
+def stranger_at(path: str, ended: list[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+    ended.append(as_stranger(LISTENS, path))
+    out = ended[-1].stdout
+    assert out is not None
+    assert out.readline() == b"listens\n"
+    return ended[-1]
+
+
+def heard(process: subprocess.Popen[bytes]) -> bytes:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+# S1: clients look who listens
+
+
+@as_root
+def test_S1_an_engine_tells_nothing_to_a_store_of_another_user(
+    open_folder: Path, ended: list[subprocess.Popen[bytes]]
+) -> None:
+    path = str(open_folder / "kv.sock")
+    fake = stranger_at(path, ended)
+    with pytest.raises(LinkLost, match=rf"uid {STRANGER} listens at .*, expected uid 0 "):
+        connect(path)
+    assert heard(fake) == b"got 0\n"
+    connect(path, STRANGER).close()  # the one that the configuration names
+
+    stop = threading.Event()
+    threading.Timer(0.5, stop.set).start()
+    assert attach(lambda: path, p.Hello(p.VERSION, "e", "scheduler", 0, 1), stop) is None
+    assert {heard(fake) for _ in range(3)} == {b"got 0\n"}
+
+
+@as_root
+def test_S1_commands_ask_no_store_of_another_user(
+    open_folder: Path, ended: list[subprocess.Popen[bytes]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(open_folder / "kv.sock")
+    fake = stranger_at(path, ended)
+    for command in (["stats"], ["clear"], ["resize", "nvme", "1GiB"], ["keys"]):
+        assert cli.main([*command, "--store", path]) == 1
+        assert f"uid {STRANGER} listens at {path}" in capsys.readouterr().err
+        assert heard(fake) == b"got 0\n"
+
+
+@as_root
+@pytest.mark.parametrize("user", ["nobody", str(STRANGER)])
+def test_S1_a_command_can_name_who_runs_the_store(
+    open_folder: Path,
+    ended: list[subprocess.Popen[bytes]],
+    capsys: pytest.CaptureFixture[str],
+    user: str,
+) -> None:
+    path = str(open_folder / "kv.sock")
+    fake = stranger_at(path, ended)
+    assert cli.main(["stats", "--store", path, "--user", user]) == 1
+    assert "is no kvstore" in capsys.readouterr().err
+    assert int(heard(fake).split()[1]) > 0
+
+
+# S1: a private store's name can be neither taken nor read
+
+
+@as_root
+def test_S1_another_user_cannot_take_the_name_of_a_private_store(
+    ended: list[subprocess.Popen[bytes]],
+) -> None:
+    engine = f"prefill {secrets.token_hex(4)}"
+    address = private.address_of(engine)
+    Path(address).parent.mkdir(mode=0o700, exist_ok=True)
+    taker = as_stranger(LISTENS, address.replace("\0", "@"))
+    ended.append(taker)
+    assert heard(taker) == b"", "it has the name"
+    found = private.ensure(engine, 64 << 20)
+    assert admin.stats(f"engine:{engine}")
+    unix = as_stranger("sys.stdout.write(open('/proc/net/unix').read())")
+    seen = unix.communicate()[0]
+    assert b"@kvstore" not in seen, "an abstract name"
+    reader = as_stranger("socket.socket(socket.AF_UNIX).connect(sys.argv[1])", found)
+    reader.communicate()
+    assert reader.returncode != 0
+    eventually(lambda: not taken(found))
+
+
+@as_root
+def test_S1_another_users_folder_is_not_used(
+    open_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private, "_FOLDERS", open_folder)
+    mine = open_folder / "kvstore-0"
+    mine.mkdir(mode=0o700)
+    os.chown(mine, STRANGER, STRANGER)
+    with pytest.raises(ConfigError, match=rf"{mine}: expected a directory of uid 0.* {STRANGER}"):
+        private.ensure("engine", 64 << 20)
+    assert list(mine.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [0o750, 0o701, 0o777])
+def test_S1_an_open_folder_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    monkeypatch.setattr(private, "_FOLDERS", tmp_path)
+    mine = tmp_path / f"kvstore-{os.geteuid()}"
+    mine.mkdir()
+    mine.chmod(mode)
+    with pytest.raises(ConfigError, match=f"found mode {mode:04o}: chmod 0700"):
+        private.ensure("engine", 64 << 20)
+
+
+def test_S1_a_folder_reached_through_a_link_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private, "_FOLDERS", tmp_path)
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / f"kvstore-{os.geteuid()}").symlink_to("elsewhere")
+    with pytest.raises(ConfigError, match="expected a directory, found something else"):
+        private.ensure("engine", 64 << 20)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_S1_a_folder_that_others_can_rename_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setattr(private, "_FOLDERS", shared)
+    with pytest.raises(ConfigError, match="found mode 0777"):
+        private.ensure("engine", 64 << 20)
+
+
+def test_a_private_store_that_was_killed_is_replaced_and_leaves_nothing() -> None:
+    engine, other = (f"engine {secrets.token_hex(4)}" for _ in range(2))
+    address = private.ensure(engine, 64 << 20)
+    killed = private.ensure(other, 64 << 20)
+    assert admin.stats(f"engine:{engine}")
+    for child in private._children[-2:]:
+        child.kill()
+        child.wait()
+    assert not taken(address)
+    assert Path(address).exists()
+    assert private.ensure(engine, 64 << 20) == address
+    assert admin.stats(f"engine:{engine}")
+    assert not Path(killed).exists(), "what another one has left is taken away"
+    eventually(lambda: not taken(address))
+    eventually(lambda: not Path(address).exists())
+    assert not list(Path(address).parent.glob(f"{Path(address).name}*"))
+
+
+def test_processes_of_an_engine_that_start_together_have_one_private_store() -> None:
+    engine = f"engine {secrets.token_hex(4)}"
+    before = len(private._children)
+    found: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(private.ensure(engine, 64 << 20)))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(found) == {private.address_of(engine)}
+    assert len(private._children) == before + 1
+    private._children[-1].wait()
+
+
+# S1: a store looks who connects
+
+
+CONNECTS = """
+sock = socket.socket(socket.AF_UNIX)
+sock.settimeout(20)
+sock.connect(sys.argv[1])
+sys.stdin.buffer.readline()
+try:
+    sock.sendall(bytes.fromhex(sys.argv[2]))
+    sys.stdout.buffer.write(sock.recv(1000))
+except BrokenPipeError:
+    sys.stdout.buffer.write(sock.recv(1000))
+"""
+
+
+def asked_by_stranger(path: str) -> bytes:
+    query = p.encode(p.Query("stats")).hex()
+    return as_stranger(CONNECTS, path, query).communicate(b"\n")[0]
+
+
+@as_root
+@pytest.mark.parametrize("allow", [[], [STRANGER]])
+def test_S1_a_store_lets_in_whom_its_settings_name(
+    open_folder: Path, allow: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = open_folder / "kv.sock"
+    server = {"socket": str(path), "metrics": "", "allow": allow}
+    with LiveStore(parse({"server": server, "cpu": {"capacity": "16MiB"}})) as store:
+        path.chmod(0o777)  # whatever its mode is: the kernel says who it is
+        answers = [asked_by_stranger(str(path)) for _ in range(3)]
+        refused = store.server.store.numbers.value("kvstore_refused", "user")
+    told = f"uid {STRANGER} may not attach".encode()
+    assert [told in answer for answer in answers] == [not allow] * 3
+    assert [b"kvstore_capacity_bytes" in answer for answer in answers] == [bool(allow)] * 3
+    assert refused == (0 if allow else 3)
+    assert caplog.text.count("a process was refused") == (0 if allow else 1)
+
+
+@as_root
+def test_S1_an_engine_of_another_user_is_served_by_a_store_that_names_it(open_folder: Path) -> None:
+    folder = open_folder / "new"
+    server = {"socket": f"{folder}/kv.sock", "metrics": "", "allow": [STRANGER]}
+    with LiveStore(parse({"server": server, "cpu": {"capacity": "16MiB"}})) as store:
+        assert b"kvstore_capacity_bytes" in asked_by_stranger(store.path)
+        with contextlib.closing(LiveEngine(store)):  # and ours is, too
+            pass
+
+
+# D14: whose the path is
+
+
+def serve(path: Path, log: Path, more: str = "") -> subprocess.Popen[bytes]:
+    config = path.with_suffix(f".{secrets.token_hex(3)}.toml")
+    text = f'[server]\nsocket = "{path}"\nmetrics = ""\n[cpu]\ncapacity = "16MiB"\n{more}'
+    config.write_text(text, encoding="utf-8")
+    with log.open("ab") as sink:
+        return subprocess.Popen(
+            [sys.executable, "-m", MODULE, "serve", "--config", str(config)], stderr=sink
+        )
+
+
+def test_of_stores_started_at_once_exactly_one_lives(tmp_path: Path) -> None:
+    """30 rounds of 4 listeners in processes of their own, forked when all is imported."""
+    path = str(tmp_path / "kv.sock")
+    for number in range(30):
+        if number % 3 == 0:  # else there is what the ones before have left, who were killed
+            for left in tmp_path.iterdir():
+                left.unlink()
+        ready, go = os.pipe()
+        results = []
+        for _ in range(4):
+            out, mine = os.pipe()
+            if not (child := os.fork()):
+                os.close(go)
+                os.read(ready, 1)  # all at once, when it is closed
+                try:
+                    found = listen(path)
+                    found.start()
+                    os.write(mine, b"lives")
+                    time.sleep(60)
+                except ConfigError as exc:
+                    os.write(mine, str(exc).encode())
+                finally:
+                    os._exit(0)
+            os.close(mine)
+            results.append((child, out))
+        os.close(ready)
+        os.close(go)
+        said = [os.read(out, 1000).decode() for _, out in results]
+        with contextlib.closing(socket.socket(socket.AF_UNIX)) as client:
+            client.connect(path)
+        for child, out in results:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            os.close(out)
+        assert sorted(said) == sorted(["lives", *[f"a store is running at {path} already"] * 3]), (
+            f"round {number}"
+        )
+
+
+def test_two_whole_stores_at_once_and_the_one_that_ends_takes_its_own_file_away(
+    tmp_path: Path,
+) -> None:
+    path, log = tmp_path / "kv.sock", tmp_path / "log"
+    stores = [serve(path, log) for _ in range(2)]
+    eventually(lambda: any(store.poll() is not None for store in stores))
+    (lives,) = [store for store in stores if store.poll() is None]
+    assert {store.poll() for store in stores} == {None, 2}
+    eventually(path.exists)
+    eventually(lambda: "listening at" in log.read_text())
+    assert admin.stats(str(path))
+    lives.terminate()
+    assert lives.wait(60) == 0
+    assert not path.exists()
+    assert not taken(str(path))
+
+
+def test_a_file_of_somebody_else_at_the_path_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "kv.sock"
+    with listen(str(path)):
+        path.unlink()
+        path.write_text("another")
+    assert path.read_text() == "another"
+
+
+def test_a_second_store_beside_a_frozen_one_is_refused_at_once(tmp_path: Path) -> None:
+    path, log = tmp_path / "kv.sock", tmp_path / "log"
+    frozen = serve(path, log)
+    try:
+        eventually(lambda: log.exists() and "listening at" in log.read_text())
+        frozen.send_signal(signal.SIGSTOP)
+        waiting = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                waiting.append(socket.socket(socket.AF_UNIX))
+                waiting[-1].setblocking(False)
+                waiting[-1].connect(str(path))
+        started = time.monotonic()
+        with pytest.raises(ConfigError, match="a store is running at"):
+            listen(str(path))
+        with pytest.raises(admin.StoreUnreachable, match=r"did not answer within 0\.5 s"):
+            admin.stats(str(path), timeout_s=0.5)
+        assert time.monotonic() - started < 5
+        for sock in waiting:
+            sock.close()
+    finally:
+        frozen.kill()
+        frozen.wait()
+
+
+def test_S1_nobody_connects_before_the_disk_is_open_and_nothing_is_said_too_early(
+    tmp_path: Path,
+) -> None:
+    path, log = tmp_path / "kv.sock", tmp_path / "log"
+    disk = tmp_path / "disk"
+    disk.write_text("a file")
+    store = serve(path, log, f'[nvme]\npath = "{disk}"\ncapacity = "64MiB"\n')
+    assert store.wait(60) == 2
+    text = log.read_text()
+    assert "listening at" not in text
+    assert f"{disk}: expected a directory, found a file there" in text
+    assert not path.exists()
+    early = socket.socket(socket.AF_UNIX)
+    with listen(str(path)), early, pytest.raises(ConnectionRefusedError):
+        early.connect(str(path))
+
+
+def test_the_metrics_port_in_the_log_is_the_real_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = {"socket": f"{tmp_path}/kv.sock", "metrics": "127.0.0.1:0"}
+    caplog.set_level("INFO")
+    with LiveStore(parse({"server": server, "cpu": {"capacity": "16MiB"}})):
+        eventually(lambda: "listening at" in caplog.text)
+    (line,) = [line for line in caplog.messages if line.startswith("metrics at")]
+    assert not line.endswith(":0/metrics")
+
+
+@pytest.mark.parametrize("end", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
+def test_a_store_that_is_told_to_end_does_so_in_order(tmp_path: Path, end: signal.Signals) -> None:
+    path, log = tmp_path / "kv.sock", tmp_path / "log"
+    store = serve(path, log, f'[nvme]\npath = "{tmp_path}/disk"\ncapacity = "64MiB"\n')
+    eventually(lambda: log.exists() and "listening at" in log.read_text())
+    store.send_signal(end)
+    assert store.wait(60) == 0
+    assert "stopped" in log.read_text()
+    assert not list(tmp_path.glob("kv.sock*"))
+
+
+# Children import from where their parent does, not from where it was started
+
+
+def test_S1_children_import_nothing_from_the_current_folder(tmp_path: Path) -> None:
+    evil, marker = tmp_path / "evil", tmp_path / "marker"
+    evil.mkdir()
+    for name in ("kvstore", "tiers", "lmdb", "msgspec"):
+        (evil / f"{name}.py").write_text(
+            f"open({str(marker)!r}, 'a').write('{name} ')\nraise SystemExit(0)\n"
+        )
+    code = f"""
+        from kvstore.service import private
+        from tiers.exporter.child import Child
+        from tiers.nvme.journal import Journal
+        import pathlib, os
+        private.ensure("engine {secrets.token_hex(4)}", 64 << 20)
+        private._children[-1].wait()
+        fd = os.open({str(tmp_path)!r}, os.O_RDONLY)
+        Journal(pathlib.Path({str(tmp_path)!r}), 100, fd).close()
+        child = Child("x", "lo", None)
+        child._process.wait(3) if child._process.poll() else child._process.kill()
+    """
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", textwrap.dedent(code)],
+        cwd=evil,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        check=False,
+    )
+    assert not marker.exists(), marker.read_text()
+    assert done.returncode == 0, done.stderr.decode()
+
+
+# S2: the log
+
+
+def test_S2_a_record_is_one_line_whatever_is_in_it() -> None:
+    code = """
+        import logging
+        from kvstore.logs import log_to_stderr
+        log_to_stderr("%(levelname)s %(message)s")
+        log = logging.getLogger("x")
+        log.info("engine %s attached", "a\\nINFO engine b\\x1b[2J\\x9b1m\\u202e\\ud800 \u00fc")
+        log.info("engine %s attached", "x" * (20 << 20))
+        log.warning("%s")
+        try:
+            raise ValueError("two\\nlines")
+        except ValueError:
+            log.exception("a job raised")
+    """
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
+    )
+    first, second, third, fourth, *trace = done.stderr.splitlines()
+    assert first == ("INFO engine a\\nINFO engine b\\x1b[2J\\x9b1m\\u202e\\ud800 \u00fc attached")
+    assert second.startswith("INFO engine xxx")
+    assert second.endswith("x... (20969536 more characters)")
+    assert len(second) < 2100
+    assert (third, fourth) == ("WARNING %s", "ERROR a job raised")
+    assert trace[0] == "Traceback (most recent call last):"
+
+
+def test_S2_values_in_errors_are_escaped_and_cut() -> None:
+    assert shown("a\n\x9b\u202e\x7f\ud800") == '"a\\n\\x9b\\u202e\\x7f\\ud800"'
+    assert shown("\u00fcber /run/\u00e9") == '"\u00fcber /run/\u00e9"'
+    assert len(shown("x" * (20 << 20))) == len(shown("\x00" * 100)) == 80

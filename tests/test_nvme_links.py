@@ -1,0 +1,165 @@
+"""A folder of a disk that somebody else has prepared, or can write in: nothing is followed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvstore import cli
+from kvstore.config import NvmeConfig
+from kvstore.errors import ConfigError, KVStoreError
+from tests.nvme_blocks import key, settings_for, shelf
+from tiers.nvme import NvmeDisk, fsck
+from tiers.nvme.files import ExtentFile
+from tiers.nvme.volume import Volume
+
+STRANGER = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+PRECIOUS = b"precious" * 1000
+
+
+@pytest.fixture
+def precious(tmp_path: Path) -> Path:
+    """A file that is none of the store's business."""
+    path = tmp_path / "precious"
+    path.write_bytes(PRECIOUS)
+    return path
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> NvmeConfig:
+    """A directory with some blocks, closed in order."""
+    made = settings_for(tmp_path / "kv")
+    with shelf(made) as before:
+        before.put(0, 0, 8)
+    return made
+
+
+def replace(path: Path, target: Path, how: str) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    if how == "hard link":
+        path.hardlink_to(target)
+    else:
+        path.symlink_to(target)
+
+
+@pytest.mark.parametrize("how", ["symbolic link", "hard link"])
+@pytest.mark.parametrize("name", ["lock", "000001.extent", "index/data.mdb"])
+def test_S1_a_link_in_the_folder_is_refused_and_not_written_through(
+    settings: NvmeConfig, precious: Path, name: str, how: str
+) -> None:
+    replace(Path(settings.path) / name, precious, how)
+    with pytest.raises(ConfigError, match=f"expected a regular file .*{how}"):
+        NvmeDisk(settings)
+    assert precious.read_bytes() == PRECIOUS
+    if (name, how) == ("000001.extent", "symbolic link"):  # lost, and the link is removed
+        found = fsck.examine(Path(settings.path), repair=True)
+        assert (found.extents.lost.count, found.extents.orphan.count) == (1, 1)
+    else:
+        with pytest.raises(KVStoreError, match=f"expected a regular file .*{how}"):
+            fsck.examine(Path(settings.path), repair=True)
+    assert precious.read_bytes() == PRECIOUS
+
+
+def test_S1_an_index_that_is_a_link_is_refused(settings: NvmeConfig, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(Path(settings.path) / "index", elsewhere)
+    before = (elsewhere / "data.mdb").read_bytes()
+    replace(Path(settings.path) / "index", elsewhere, "symbolic link")
+    for use in (NvmeDisk, lambda s: fsck.examine(Path(s.path), repair=True)):
+        with pytest.raises(KVStoreError, match=r"index: expected a directory, found a symbolic"):
+            use(settings)
+        assert (elsewhere / "data.mdb").read_bytes() == before
+
+
+def test_S1_links_with_the_names_of_extents_and_probes_are_not_followed(
+    settings: NvmeConfig, precious: Path
+) -> None:
+    """They lie where the next extent comes, and where a disk that fails is tried."""
+    folder = Path(settings.path)
+    for number in range(2, 40):
+        (folder / f"{number:06d}.extent").symlink_to(precious)
+    (folder / "probe").symlink_to(precious)
+    with shelf(settings) as again:
+        again.disk._shared.volume.try_write()
+        again.put(1, 0, 8)
+        again.put(2, 0, 8)
+        assert again.tier.lookup(key(1, 7)) is not None
+    assert precious.read_bytes() == PRECIOUS
+
+
+def test_S1_only_our_files_are_removed_as_unknown(settings: NvmeConfig, precious: Path) -> None:
+    folder = Path(settings.path)
+    (folder / "000077.extent").symlink_to(precious)
+    (folder / "000078.extent").mkdir()
+    (folder / "mine.extent").write_text("not one of ours")
+    (folder / "000079.extent").write_bytes(bytes(4096))
+    with shelf(settings):
+        pass
+    left = {path.name for path in folder.glob("*.extent")}
+    assert left == {"000001.extent", "000077.extent", "000078.extent", "mine.extent"}
+    (folder / "000079.extent").write_bytes(bytes(4096))
+    assert fsck.examine(folder, repair=True).ok is False  # which removes links, too
+    assert {path.name for path in folder.glob("*.extent")} == left - {"000077.extent"}
+    assert precious.read_bytes() == PRECIOUS
+
+
+def test_S1_an_extent_is_made_anew_whatever_has_its_name(tmp_path: Path, precious: Path) -> None:
+    volume = Volume(tmp_path / "kv")
+    volume.open(0)
+    try:
+        volume.extent(1).symlink_to(precious)
+        volume.make_extent(1, 4096, 1 << 21).close()
+        assert not volume.extent(1).is_symlink()
+        volume.extent(2).symlink_to(precious)
+        with pytest.raises(OSError, match="symbolic link"):
+            ExtentFile(volume.extent(2), 4096, 1 << 21)
+    finally:
+        volume.close()
+    assert precious.read_bytes() == PRECIOUS
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775, 0o757])
+def test_S1_a_folder_that_others_can_write_in_is_refused(
+    settings: NvmeConfig, mode: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(settings.path)
+    folder.chmod(mode)
+    expected = f"no other user can write in, found mode {mode:04o}: chmod {mode & ~0o022:04o}"
+    with pytest.raises(ConfigError, match=expected):
+        NvmeDisk(settings)
+    assert cli.main(["fsck", settings.path]) == 2
+    assert expected in capsys.readouterr().err
+    config = folder.parent / "kv.toml"
+    config.write_text(
+        f'[server]\nsocket = "{folder.parent}/kv.sock"\nmetrics = ""\n[cpu]\ncapacity = "16MiB"\n'
+        f'[nvme]\npath = "{folder}"\ncapacity = "64MiB"\n'
+    )
+    assert cli.main(["check", "--config", str(config)]) != 0
+    assert expected in capsys.readouterr().out
+    below = settings_for(folder / "own")  # made by the store itself
+    with shelf(below) as again:
+        again.put(0, 0, 8)
+    folder.chmod(0o755)
+    with shelf(settings) as again:
+        assert again.tier.lookup(key(0, 0)) is not None
+
+
+@as_root
+@pytest.mark.parametrize("name", ["", "index", "lock", "000001.extent", "index/data.mdb"])
+def test_S1_what_another_user_owns_is_refused(settings: NvmeConfig, name: str) -> None:
+    os.chown(Path(settings.path) / name, STRANGER, STRANGER)
+    with pytest.raises(ConfigError, match=rf"expected a .* of uid 0.*uid {STRANGER}"):
+        NvmeDisk(settings)
+
+
+def test_a_file_in_the_place_of_the_folder_is_said(precious: Path) -> None:
+    for path in (precious, precious / "kv"):
+        with pytest.raises(ConfigError, match="expected a directory, found a file there"):
+            NvmeDisk(settings_for(path))
