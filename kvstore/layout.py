@@ -20,7 +20,9 @@ from typing import Annotated
 
 import msgspec
 
+from kvstore import limits
 from kvstore.errors import ConfigError
+from kvstore.limits import Heads, Name, Text
 from kvstore.types import GroupRule
 
 FORMAT = 1
@@ -30,15 +32,19 @@ GPUS_MAX = 1024  # of one machine
 METADATA_MAX = 1 << 18  # of one rank's agent
 TRAIT_DIGITS = 12  # of a digest that is shown as a trait
 
+ByGroup = msgspec.Meta(max_length=limits.GROUPS_MAX)
+Chunk = Annotated[int, msgspec.Meta(ge=1, le=limits.CHUNK_MAX)]
+PageRuns = Annotated[tuple["PageRun", ...], msgspec.Meta(max_length=PIECES_MAX)]
+
 
 class LayerGeometry(msgspec.Struct, frozen=True):
     """One layer's page on one rank. page_bytes: bytes of one engine block of this layer."""
 
-    name: str
-    page_bytes: int
-    heads: int = 1
-    head_first: int = 0
-    heads_total: int = 1
+    name: Name
+    page_bytes: Annotated[int, msgspec.Meta(ge=1, le=limits.PAGE_BYTES_MAX)]
+    heads: Heads = 1
+    head_first: Annotated[int, msgspec.Meta(ge=0, lt=limits.HEADS_MAX)] = 0
+    heads_total: Heads = 1
     head_major: bool = True  # heads are the page's outermost dimension
 
     def __post_init__(self) -> None:
@@ -53,7 +59,7 @@ class GroupGeometry(msgspec.Struct, frozen=True):
     """One KV group on one rank; layers in the engine's order."""
 
     rule: GroupRule
-    layers: tuple[LayerGeometry, ...]
+    layers: Annotated[tuple[LayerGeometry, ...], msgspec.Meta(max_length=limits.LAYERS_MAX)]
 
     def __post_init__(self) -> None:
         names = [layer.name for layer in self.layers]
@@ -69,11 +75,11 @@ class RankGeometry(msgspec.Struct, frozen=True):
     traits: what identity is made of, by name, for people to read.
     """
 
-    identity: str
-    block_tokens: int
-    blocks_per_chunk: tuple[int, ...]
-    groups: tuple[GroupGeometry, ...]
-    traits: dict[str, str] = {}
+    identity: Text
+    block_tokens: Annotated[int, msgspec.Meta(ge=1, lt=limits.TOKENS_MAX)]
+    blocks_per_chunk: Annotated[tuple[Chunk, ...], ByGroup]
+    groups: Annotated[tuple[GroupGeometry, ...], ByGroup]
+    traits: Annotated[dict[Name, Text], msgspec.Meta(max_length=limits.TRAITS_MAX)] = {}
 
     def __post_init__(self) -> None:
         if not self.groups or len(self.groups) != len(self.blocks_per_chunk):
@@ -83,6 +89,13 @@ class RankGeometry(msgspec.Struct, frozen=True):
             )
         if min(self.blocks_per_chunk) < 1 or self.block_tokens < 1:
             raise ValueError(f"blocks of {self.block_tokens} tokens, {self.blocks_per_chunk}")
+        if self.layers > limits.LAYERS_MAX:
+            raise ValueError(f"{self.layers} layers, expected up to {limits.LAYERS_MAX}")
+
+    @property
+    def layers(self) -> int:
+        """Count the layers of all groups."""
+        return sum(len(group.layers) for group in self.groups)
 
 
 class LayerRun(msgspec.Struct, frozen=True):
@@ -150,7 +163,7 @@ class RankPages(msgspec.Struct, frozen=True, array_like=True):
 
     agent: Annotated[str, msgspec.Meta(max_length=256)]
     metadata: Annotated[bytes, msgspec.Meta(max_length=METADATA_MAX)]
-    pages: tuple[tuple[PageRun, ...], ...]
+    pages: Annotated[tuple[PageRuns, ...], ByGroup]
     gpu: Annotated[int, msgspec.Meta(ge=0, lt=GPUS_MAX)] | None = None
 
     def __post_init__(self) -> None:
@@ -171,9 +184,14 @@ class Move(msgspec.Struct, frozen=True):
 def slot_layout(ranks: Sequence[RankGeometry]) -> SlotLayout:
     """Compute the layout of the slots that these ranks fill together.
 
-    Raises ConfigError if the ranks do not fit together, naming both values.
+    Raises ConfigError if the ranks do not fit together, naming both values, or are too many.
     """
     first = ranks[0]
+    layers = sum(rank.layers for rank in ranks)
+    if layers > limits.ENGINE_LAYERS_MAX:
+        raise ConfigError(
+            f"{layers} layers on {len(ranks)} ranks, expected up to {limits.ENGINE_LAYERS_MAX}"
+        )
     for number, rank in enumerate(ranks):
         for found, expected, what in (
             (rank.identity, first.identity, "identity"),
@@ -189,6 +207,8 @@ def slot_layout(ranks: Sequence[RankGeometry]) -> SlotLayout:
         for (layouts, _), count in zip(groups, first.blocks_per_chunk, strict=True)
     )
     slot_bytes = -(-used // ALIGNMENT) * ALIGNMENT
+    if slot_bytes > limits.SLOT_BYTES_MAX:
+        raise ConfigError(f"blocks of {slot_bytes} bytes, expected up to {limits.SLOT_BYTES_MAX}")
     orders = [
         (group.rule.trailing, order) for group, (_, order) in zip(first.groups, groups, strict=True)
     ]
@@ -226,11 +246,12 @@ def _group_layouts(
     names = list(dict.fromkeys(layer.name for group in ranks for layer in group.layers))
     if not names:
         raise ConfigError("a KV group has no layers on any rank, expected at least one")
+    by_name = [{layer.name: layer for layer in group.layers} for group in ranks]
     placed: dict[str, tuple[int, list[LayerGeometry | None]]] = {}
     order: list[tuple[str, int, int]] = []
     offset = 0
     for name in names:
-        holders = [_find(group, name) for group in ranks]
+        holders = [layers.get(name) for layers in by_name]
         whole = _whole_layer(name, [layer for layer in holders if layer is not None])
         placed[name] = (offset, holders)
         sample = next(layer for layer in holders if layer is not None)
@@ -238,35 +259,31 @@ def _group_layouts(
         order.append((name, whole, cuts))
         offset += whole
     layouts = []
+    written: set[tuple[str, int]] = set()
     for rank in range(len(ranks)):
         runs = []
         for name, (start, holders) in placed.items():
             layer = holders[rank]
             if layer is not None:
                 begin = start + layer.head_first // layer.heads * layer.page_bytes
-                earlier = [h for h in holders[:rank] if h is not None]
-                writes = all(h.head_first != layer.head_first for h in earlier)
+                writes = (name, layer.head_first) not in written
+                written.add((name, layer.head_first))
                 runs.append(LayerRun(name, begin, layer.page_bytes, writes))
         layouts.append(GroupLayout(offset, tuple(runs)))
     return layouts, order
 
 
-def _find(group: GroupGeometry, name: str) -> LayerGeometry | None:
-    return next((layer for layer in group.layers if layer.name == name), None)
-
-
 def _whole_layer(name: str, holders: Sequence[LayerGeometry]) -> int:
     """Return the bytes of a layer over all ranks; the ranks must cover its heads exactly."""
     sample = holders[0]
-    covered: set[int] = set()
+    firsts = {layer.head_first for layer in holders}
     for layer in holders:
         same = (layer.page_bytes, layer.heads, layer.heads_total, layer.head_major)
         if same != (sample.page_bytes, sample.heads, sample.heads_total, sample.head_major):
             raise ConfigError(f"ranks disagree about layer {name}: {layer} and {sample}")
-        covered.update(range(layer.head_first, layer.head_first + layer.heads))
-    if covered != set(range(sample.heads_total)):
+    if len(firsts) < sample.heads_total // sample.heads:
+        held = [head for first in sorted(firsts) for head in range(first, first + sample.heads)]
         raise ConfigError(
-            f"layer {name}: ranks hold heads {sorted(covered)},"
-            f" expected 0..{sample.heads_total - 1}"
+            f"layer {name}: ranks hold heads {held}, expected 0..{sample.heads_total - 1}"
         )
     return sample.page_bytes * (sample.heads_total // sample.heads)

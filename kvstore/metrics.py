@@ -172,7 +172,7 @@ TABLE = (
         "counter",
         "Connections and messages refused, by reason.",
         ("reason",),
-        ("protocol", "malformed", "outbox", "user"),
+        ("protocol", "malformed", "outbox", "input", "internal", "user"),
     ),
     Spec(
         "kvstore_hand_over_bytes",

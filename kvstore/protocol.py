@@ -26,19 +26,23 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from kvstore import limits
 from kvstore.errors import ProtocolError
 from kvstore.layout import RankGeometry, RankLayout, RankPages
+from kvstore.limits import Count, Hash, LeaseMs, Name, Number, Rank, Seconds, Text, Words
 
 VERSION = 1
-FRAME_BYTES_MAX = 256 << 20
+FRAME_BYTES_MAX = 256 << 20  # from a store; what it is told has less: see limits
 
 U32 = "I"
 WORD = 4  # bytes of one
 
-
-# What is added to counters: none goes down, or to where it is no number any more.
-Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Requests = msgspec.Meta(max_length=limits.STEP_ITEMS_MAX)
+Keys = Annotated[tuple[Hash, ...], msgspec.Meta(max_length=limits.STORED_MAX)]
+Hashes = Annotated[bytes, msgspec.Meta(max_length=limits.FRAME_BYTES_MAX)]
+Slots = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Numbers = Annotated[tuple[Number, ...], Requests]
+Counts = Annotated[dict[Name, Count], msgspec.Meta(max_length=limits.KINDS_MAX)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -54,12 +58,12 @@ class Hello(Message, frozen=True):
     direct: this worker can read a peer's slots into its engine's memory.
     """
 
-    version: int
-    engine: str
-    role: str  # "scheduler" or "worker"
-    rank: int
-    world: int
-    credit_slots: int = 0  # scheduler half: empty slots it can use in two steps
+    version: Number
+    engine: Name
+    role: Name  # "scheduler" or "worker"
+    rank: Rank
+    world: Annotated[int, msgspec.Meta(ge=1, le=limits.RANKS_MAX)]
+    credit_slots: Slots = 0  # scheduler half: empty slots it can use in two steps
     geometry: RankGeometry | None = None  # workers
     direct: bool = False
 
@@ -75,13 +79,13 @@ class Lookup(Message, frozen=True):
     direct: workers read themselves what a peer has, into the engine's memory.
     """
 
-    ask: int
-    hashes: bytes
-    width: int
-    scope: bytes = b""
+    ask: Number
+    hashes: Hashes
+    width: Annotated[int, msgspec.Meta(ge=1, le=limits.HASH_BYTES_MAX)]
+    scope: Hash = b""
     memory_only: bool = False
-    peer: str = ""
-    request: str = ""
+    peer: Name = ""
+    request: Text = ""
     push: bool | None = None
     inside: bool = False
     loadable: Count | None = None
@@ -92,7 +96,7 @@ class Usage(Message, frozen=True):
     """Tokens of requests admitted since the last step: asked for, and served, by tier."""
 
     lookup_tokens: Count
-    hit_tokens: dict[str, Count]
+    hit_tokens: Counts
 
 
 class Handing(Message, frozen=True):
@@ -103,21 +107,21 @@ class Handing(Message, frozen=True):
     whoever has the same. fixed: nobody makes lease_ms longer.
     """
 
-    request: str
+    request: Text
     state: Literal["running", "done", "gone"]
-    hashes: bytes = b""
-    width: int = 0
-    scope: bytes = b""
-    lease_ms: Count = 0
-    common: str = ""
+    hashes: Hashes = b""
+    width: Annotated[int, msgspec.Meta(ge=0, le=limits.HASH_BYTES_MAX)] = 0
+    scope: Hash = b""
+    lease_ms: LeaseMs = 0
+    common: Text = ""
     fixed: bool = False
 
 
 class LetGo(Message, frozen=True):
     """A request does not want any more what a store at host:port has of it under this name."""
 
-    peer: str
-    request: str
+    peer: Name
+    request: Text
 
 
 class Shown(Message, frozen=True):
@@ -127,43 +131,43 @@ class Shown(Message, frozen=True):
     many for each slot.
     """
 
-    slots: bytes
-    keys: tuple[bytes, ...]
-    blocks: bytes
-    generations: bytes
+    slots: Words
+    keys: Keys
+    blocks: Words
+    generations: Words
 
 
 class Step(Message, frozen=True):
     """One batch per engine step from the scheduler half."""
 
-    lookups: tuple[Lookup, ...] = ()
-    settle: tuple[int, ...] = ()  # asks to answer now, with what is ready
-    release: tuple[int, ...] = ()  # leases not used, or asks not wanted any more
+    lookups: Annotated[tuple[Lookup, ...], Requests] = ()
+    settle: Numbers = ()  # asks to answer now, with what is ready
+    release: Numbers = ()  # leases not used, or asks not wanted any more
     usage: Usage | None = None
-    counts: dict[str, Count] = {}  # events by name (EVENTS), since the last step
-    handing: tuple[Handing, ...] = ()
-    let_go: tuple[LetGo, ...] = ()
-    shown: tuple[Shown, ...] = ()
+    counts: Counts = {}  # events by name (EVENTS), since the last step
+    handing: Annotated[tuple[Handing, ...], Requests] = ()
+    let_go: Annotated[tuple[LetGo, ...], Requests] = ()
+    shown: Annotated[tuple[Shown, ...], Requests] = ()
 
 
 class Mapped(Message, frozen=True):
     """The worker has mapped an extent and may use its slots."""
 
-    extent: int
+    extent: Number
 
 
 class Unmapped(Message, frozen=True):
     """The worker will not touch an extent any more."""
 
-    extent: int
+    extent: Number
 
 
 class Stored(Message, frozen=True):
     """A worker finished writing slots. keys[i] is in slots[i]; parents[i] may be empty."""
 
-    slots: bytes
-    keys: tuple[bytes, ...]
-    parents: tuple[bytes, ...]
+    slots: Words
+    keys: Keys
+    parents: Keys
     ok: bool
     seconds: Seconds
 
@@ -174,24 +178,24 @@ class Loaded(Message, frozen=True):
     late: blocks that had not arrived when it gave up.
     """
 
-    lease: int
+    lease: Number
     copied_bytes: Count
     seconds: Seconds
-    damaged: bytes = b""
+    damaged: Words = b""
     late: Count = 0
 
 
 class Loading(Message, frozen=True):
     """A worker still waits for what a lease names: the lease goes on. Coming may answer."""
 
-    lease: int
+    lease: Number
 
 
 class Arrived(Message, frozen=True):
     """A worker has read these positions of a fetch (u32) into its engine's memory, or could not."""
 
-    fetch: int
-    positions: bytes
+    fetch: Number
+    positions: Words
     copied_bytes: Count
     ok: bool
 
@@ -203,10 +207,10 @@ class Target(Message, frozen=True):
     position; 0: that part is not wanted.
     """
 
-    fetch: int
-    agent: str
-    positions: bytes
-    blocks: bytes
+    fetch: Number
+    agent: Name
+    positions: Words
+    blocks: Words
 
 
 class Serves(Message, frozen=True):
@@ -216,7 +220,7 @@ class Serves(Message, frozen=True):
     """
 
     rank: RankPages
-    blocks: int
+    blocks: Number
 
 
 class Given(Message, frozen=True):
@@ -226,7 +230,7 @@ class Given(Message, frozen=True):
     may. copied_bytes: what this worker has written.
     """
 
-    give: int
+    give: Number
     end: Literal["all", "none", "failed"]
     copied_bytes: Count = 0
 
@@ -234,9 +238,9 @@ class Given(Message, frozen=True):
 class Query(Message, frozen=True):
     """Admin: "stats", "blocks", "clear", or "resize" with a tier and its new capacity."""
 
-    what: str
-    tier: str = ""
-    capacity_bytes: int = 0
+    what: Name
+    tier: Name = ""
+    capacity_bytes: Count = 0
 
 
 # Store to engine
@@ -480,10 +484,16 @@ class NotFramed(ProtocolError):
 class Decoder:
     """Turns a byte stream into messages of one direction; h11-like, does no I/O."""
 
-    def __init__(self, kinds: object) -> None:
-        """kinds: ToStore or ToEngine."""
+    def __init__(self, kinds: object, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
+        """kinds: ToStore or ToEngine. frame_bytes_max: of one message; may change at any time."""
+        self.frame_bytes_max = frame_bytes_max
         self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(kinds)
         self._buffer = bytearray()
+
+    @property
+    def unfinished_bytes(self) -> int:
+        """Count the bytes of a message that has not ended."""
+        return len(self._buffer)
 
     def feed(self, data: bytes | memoryview) -> Iterator[Message]:
         """Yield the messages that are complete now. Raises ProtocolError for anything else.
@@ -495,8 +505,8 @@ class Decoder:
         try:
             while len(self._buffer) - start >= _HEADER.size:
                 (size,) = _HEADER.unpack_from(self._buffer, start)
-                if size > FRAME_BYTES_MAX:
-                    raise NotFramed(f"frame of {size} bytes, at most {FRAME_BYTES_MAX}")
+                if size > self.frame_bytes_max:
+                    raise NotFramed(f"frame of {size} bytes, at most {self.frame_bytes_max}")
                 end = start + _HEADER.size + size
                 if len(self._buffer) < end:
                     break

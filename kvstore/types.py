@@ -7,6 +7,8 @@ from typing import NewType, cast
 
 import msgspec
 
+from kvstore.limits import Trailing
+
 BlockHash = NewType("BlockHash", bytes)
 """Chained content hash of one block: it names all tokens before the block too."""
 
@@ -101,7 +103,7 @@ class GroupRule(msgspec.Struct, frozen=True):
     exact: a block stands for the tokens up to its end, and for no fewer: a recurrent state.
     """
 
-    trailing: int | None = None
+    trailing: Trailing | None = None
     exact: bool = False
 
     def __post_init__(self) -> None:

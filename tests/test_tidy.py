@@ -37,7 +37,18 @@ BORDER = {
 }
 
 # These decide and move nothing: what they do follows from their arguments alone.
-CORE = ("types", "errors", "layout", "index", "lookup", "eviction", "curve", "manager", "leases")
+CORE = (
+    "types",
+    "errors",
+    "limits",
+    "layout",
+    "index",
+    "lookup",
+    "eviction",
+    "curve",
+    "manager",
+    "leases",
+)
 IMPURE = {
     *("asyncio", "concurrent", "fcntl", "mmap", "multiprocessing", "os", "pathlib", "random"),
     *("selectors", "shutil", "signal", "socket", "subprocess", "tempfile", "threading", "time"),
@@ -50,7 +61,11 @@ HEAVY = ("torch", "cupy", "nixl", "vllm", "tiers", "connectors")
 # Engines are configured by environment, so what starts them has to look at it.
 ENVIRONMENT_READERS = ("kvstore/bench/*",)
 # A worker's bug must still free the slots of its job.
-BROAD_EXCEPTS = ("tiers/runner.py",)
+BROAD_EXCEPTS = (
+    "tiers/runner.py",
+    "kvstore/service/store.py",  # the barriers of connections and sessions
+    "kvstore/guard.py",  # and of tiers of others
+)
 
 
 @cache

@@ -21,6 +21,7 @@ import msgspec
 
 from kvstore.errors import ProtocolError
 from kvstore.index import Entry
+from kvstore.limits import HANDS_MAX
 from kvstore.manager import Manager
 from kvstore.types import BlockKey
 
@@ -95,6 +96,9 @@ class Hands:
             return
         if before is not None:
             self._end(request, "gone")
+        if len(self._hands) >= HANDS_MAX:
+            self._counts["unknown"] += 1
+            return
         self._hands[request] = Hand(manager, slot_bytes, owner, common)
         if common:
             self._common.setdefault(common, []).append(request)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from kvstore import limits
 from kvstore import protocol as p
 from kvstore.config import EngineConfig
 from kvstore.errors import ProtocolError
@@ -94,6 +95,9 @@ class Desk:
         """Answer a lookup, or keep it while an answer could get longer."""
         if lookup.width <= 0 or len(lookup.hashes) % lookup.width:
             raise ProtocolError(f"{len(lookup.hashes)} bytes of hashes, {lookup.width} each")
+        if len(lookup.hashes) // lookup.width > limits.LOOKUP_BLOCKS_MAX:
+            blocks = len(lookup.hashes) // lookup.width
+            raise ProtocolError(f"{blocks} blocks, expected up to {limits.LOOKUP_BLOCKS_MAX}")
         namespace = session.namespace
         rules = 0 if namespace is None else len(namespace.layout.rules)
         chain = Chain(lookup.hashes, lookup.width, rules, lookup.scope, inside=lookup.inside)
@@ -112,6 +116,8 @@ class Desk:
             found = self._settled(namespace, ask)
             if found is not None or now_ns >= ask.deadline_ns:
                 return self._answer(session, ask, now_ns, found)
+        if len(session.asks) >= limits.ASKS_MAX:
+            return self._answer(session, ask, now_ns)
         session.asks[ask.ask] = ask
         return None
 

@@ -22,10 +22,11 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
 
+from kvstore import limits
 from kvstore import protocol as p
 from kvstore.collector import collect_young_only
 from kvstore.config import Config, EngineConfig, PeerConfig
-from kvstore.errors import ConfigError, ProtocolError
+from kvstore.errors import ConfigError, InvariantBroken, ProtocolError
 from kvstore.export.fetches import Waits
 from kvstore.metrics import NVME, StoreCollector
 from kvstore.service.channel import ClusterKey
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 CPU_TIER = "tiers.cpu:CpuMemory"
 NVME_TIER = "tiers.nvme:NvmeDisk"
 PEER_MOVER = "tiers.peer:PeerMover"
-OUTBOX_BYTES_MAX = 64 << 20
+BROKEN_STATUS = 70  # of the process: EX_SOFTWARE
 _READ_BYTES = 1 << 18
 _TICK_S = 0.2
 _BUSY_TICK_S = 0.001
@@ -65,15 +66,17 @@ class _Connection:
     def __init__(self, number: int, sock: socket.socket) -> None:
         self.number = number
         self.sock = sock
-        self.decoder = p.Decoder(p.ToStore)
+        self.decoder = p.Decoder(p.ToStore, limits.HELLO_BYTES_MAX)
         self.outbox: deque[tuple[memoryview, int | None]] = deque()
         self.outbox_bytes = 0
+        self.refused = False  # it hears why, and is dropped
         self.events = selectors.EVENT_READ
 
     def send(self, message: p.Message, fd: int | None) -> None:
         frame = p.encode(message)
         self.outbox.append((memoryview(frame), fd))
         self.outbox_bytes += len(frame)
+        self.refused = self.refused or isinstance(message, p.Refused)
 
     def flush(self) -> None:
         """Write what the socket takes. Raises OSError when the client is gone."""
@@ -280,9 +283,16 @@ class Server:
         if not data:
             self._drop(connection)
             return
+        if connection.refused:
+            return
         try:
             for message in connection.decoder.feed(data):
                 self.store.on_message(connection.number, message, time.monotonic_ns())
+                if self.store.knows(connection.number):
+                    connection.decoder.frame_bytes_max = limits.FRAME_BYTES_MAX
+                if connection.refused or connection.outbox_bytes > limits.OUTBOX_BYTES_MAX:
+                    break
+            self._shed()
         except ProtocolError as exc:
             log.warning("connection %d: %s", connection.number, exc)
             self.store.numbers.add("kvstore_refused", "malformed")
@@ -290,6 +300,23 @@ class Server:
             with contextlib.suppress(OSError):
                 connection.flush()
             self._drop(connection)
+
+    def _shed(self) -> None:
+        """Drop who takes most, while all connections together take more than they may."""
+        found = list(self._connections.values())
+        for bytes_of, most, what, reason in (
+            (_unfinished, limits.UNFINISHED_BYTES_MAX, "of messages that have not ended", "input"),
+            (_unread, limits.OUTBOXES_BYTES_MAX, "of answers that are not read", "outbox"),
+        ):
+            while (total := sum(map(bytes_of, found))) > most:
+                largest = max(found, key=bytes_of)
+                log.warning(
+                    "connection %d dropped: it has %d bytes %s, all have %d, expected up to %d",
+                    largest.number, bytes_of(largest), what, total, most,
+                )  # fmt: skip
+                self.store.numbers.add("kvstore_refused", reason)
+                found.remove(largest)
+                self._drop(largest)
 
     def _send(self, number: int, message: p.Message, fd: int | None) -> None:
         if number == EXPORTER and self._peers is not None:
@@ -306,9 +333,12 @@ class Server:
                 except OSError:
                     self._drop(connection)
                     continue
-            if connection.outbox_bytes > OUTBOX_BYTES_MAX:
+            if connection.outbox_bytes > limits.OUTBOX_BYTES_MAX:
                 log.warning("connection %d does not read: dropped", connection.number)
                 self.store.numbers.add("kvstore_refused", "outbox")
+                self._drop(connection)
+                continue
+            if connection.refused and not connection.outbox:
                 self._drop(connection)
                 continue
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.outbox else 0)
@@ -352,6 +382,14 @@ class Server:
             log.info("%d blocks were still to be kept: %d are", total, total - left)
 
 
+def _unfinished(connection: _Connection) -> int:
+    return connection.decoder.unfinished_bytes
+
+
+def _unread(connection: _Connection) -> int:
+    return connection.outbox_bytes
+
+
 def serve(config: Config, listener: Listener, linger_s: float | None = None) -> None:
     """Run a store in this process until SIGTERM, SIGINT or SIGHUP; closes the listener."""
     with listener:
@@ -360,4 +398,9 @@ def serve(config: Config, listener: Listener, linger_s: float | None = None) -> 
         for end in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(end, server.stop)
         collect_young_only()
-        server.run()
+        try:
+            server.run()
+        except InvariantBroken:
+            # What it knows of its memory is wrong: nothing of it is served or kept any more.
+            log.critical("the store ends, and copies nothing down: a bug", exc_info=True)
+            raise SystemExit(BROKEN_STATUS) from None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from kvstore import limits
 from kvstore import protocol as p
 from kvstore.config import Config
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError
@@ -120,10 +121,24 @@ class Store:
         except ProtocolError as exc:
             log.warning("connection %d: %s", connection, exc)
             self.numbers.add("kvstore_refused", "protocol")
-            if session is None:
-                self._send(connection, p.Refused(str(exc), retry=False), None)
-            else:
-                self._end(session, "protocol", str(exc))
+            self._turn_away(connection, "protocol", str(exc))
+        except Exception:  # the barrier of a connection: what nobody foresaw costs no other
+            what = f"a bug of the store in {type(message).__name__}"
+            log.exception("connection %d: %s", connection, what)
+            self.numbers.add("kvstore_refused", "internal")
+            self._turn_away(connection, "internal", what)
+
+    def _turn_away(self, connection: int, reason: str, text: str) -> None:
+        """End the session of a connection, or refuse it if it is in none."""
+        session = self._by_connection.get(connection)
+        if session is None:
+            self._send(connection, p.Refused(text, retry=False), None)
+        else:
+            self._end(session, reason, text)
+
+    def knows(self, connection: int) -> bool:
+        """Tell whether a connection is part of a session."""
+        return connection in self._by_connection
 
     def _dispatch(self, session: Session, connection: int, message: p.Message) -> None:
         if isinstance(message, p.Step):
@@ -174,17 +189,25 @@ class Store:
         for namespace in self.namespaces.values():
             self._tick_namespace(namespace)
         for session in self.sessions.values():
-            if session.phase is Phase.JOINING:
-                self._maybe_activate(session)
-            if session.phase is Phase.ACTIVE:
-                if session.asks:
-                    self._answer(session, self._desk.retry(session, now_ns))
-                self._grant_credits(session)
-            self._tell_news(session)
+            try:
+                self._tick_session(session)
+            except Exception:  # the barrier of a session: what it said before may break it now
+                log.exception("engine %r: a bug", session.engine)
+                self.numbers.add("kvstore_refused", "internal")
+                self._end(session, "internal", "a bug of the store")
         if self._clearing and not any(n.manager.clearing for n in self.namespaces.values()):
             waiting, self._clearing = self._clearing, []
             for connection in waiting:
                 self._report(connection)
+
+    def _tick_session(self, session: Session) -> None:
+        if session.phase is Phase.JOINING:
+            self._maybe_activate(session)
+        if session.phase is Phase.ACTIVE:
+            if session.asks:
+                self._answer(session, self._desk.retry(session, self._now_ns))
+            self._grant_credits(session)
+        self._tell_news(session)
 
     @property
     def busy(self) -> bool:
@@ -221,6 +244,7 @@ class Store:
             raise ProtocolError(f"world of {hello.world}, expected at least 1")
         if connection in self._by_connection:
             raise ProtocolError("a second Hello")
+        self._check_layers(hello)
         session = self.sessions.get(hello.engine)
         if session is not None and session.phase is Phase.ENDING:
             self._send(
@@ -245,6 +269,17 @@ class Store:
         if len(session.geometries) == session.world:
             self._welcome(session, connection)
 
+    def _check_layers(self, hello: p.Hello) -> None:
+        """Raise ProtocolError where a store would keep more of its engines' layers than it may."""
+        if hello.geometry is None:
+            return
+        kept = [g.layers for session in self.sessions.values() for g in session.geometries.values()]
+        if sum(kept) + hello.geometry.layers > limits.STORE_LAYERS_MAX:
+            raise ProtocolError(
+                f"{hello.geometry.layers} layers more than the {sum(kept)} of attached engines,"
+                f" expected up to {limits.STORE_LAYERS_MAX} in sum"
+            )
+
     def _welcome(self, session: Session, joined: int) -> None:
         """All ranks' geometries are known: find the namespace and greet who waits for it."""
         first_time = session.namespace is None
@@ -252,7 +287,7 @@ class Store:
             try:
                 session.namespace = self._namespace(session)
             except KVStoreError as exc:
-                log.error("engine %s refused: %s", session.engine, exc)
+                log.error("engine %r refused: %s", session.engine, exc)
                 for connection in session.connections():
                     self._send(connection, p.Refused(str(exc), retry=False), None)
                 self._end(session, "refused", str(exc))
@@ -302,7 +337,7 @@ class Store:
             limit_ms = max(self._config.engine.defer_ns, slower_ns) // 1_000_000
             self._to_scheduler(session, p.Active(namespace.manager.slots_total, limit_ms))
             self._give_board(session)
-            log.info("engine %s attached, session %d", session.engine, session.number)
+            log.info("engine %r attached, session %d", session.engine, session.number)
 
     def _end(self, session: Session, reason: str, text: str) -> None:
         if session.phase is Phase.ENDING:
@@ -335,7 +370,7 @@ class Store:
         namespace.manager.give_back(session.granted)
         for lease_id in namespace.manager.leases.of_owner(session.number):
             self._desk.end_lease(session, lease_id)
-        log.info("engine %s detached, session %d", session.engine, session.number)
+        log.info("engine %r detached, session %d", session.engine, session.number)
 
     def _to_scheduler(self, session: Session, message: p.Message) -> None:
         if session.scheduler is not None:
@@ -458,6 +493,8 @@ class Store:
             self._send(connection, p.Report(listing(self.namespaces)), None)
             return
         if query.what == "clear":
+            if connection in self._clearing:
+                raise ProtocolError("a clear before the last one is answered")
             for namespace in self.namespaces.values():
                 namespace.manager.clear()
                 namespace.tiering.clear()

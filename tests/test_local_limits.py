@@ -1,0 +1,298 @@
+"""What a client says at the local socket costs its own connection: not the store, nor its memory.
+
+Against a store process, whose address space is limited, so that taking too much would end it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+import psutil
+import pytest
+
+from kvstore import config
+from kvstore import protocol as p
+from kvstore.bench.store import StoreProcess
+from kvstore.errors import InvariantBroken
+from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
+from kvstore.service.desk import Desk
+from kvstore.service.server import Server, listen, serve
+from kvstore.service.session import Ask, Session
+from kvstore.service.store import Store
+from kvstore.types import Chain, GroupRule
+from tests.fakes import blocks, hashes
+from tests.live import Client, LiveEngine, LiveStore, client, engine, eventually
+
+SPACE_BYTES = 2 << 30  # more than a store of 64 MiB takes
+PROMPT_S = 3.0  # an answer that takes longer is a stall, also on a machine that does other things
+
+
+class Kept(StoreProcess):
+    """A store that is still expected to be there."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, "64MiB", scraped=False)
+        self.path = self.address.removeprefix("unix://")
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    @property
+    def rss_bytes(self) -> int:
+        return int(psutil.Process(self.pid).memory_info().rss)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Kept]:
+    with Kept(tmp_path) as made:
+        resource.prlimit(made.pid, resource.RLIMIT_AS, (SPACE_BYTES, SPACE_BYTES))
+        yield made
+
+
+def serves(store: Kept, name: str) -> float:
+    """Have an engine attach, store and read; return how long that took."""
+    started = time.monotonic()
+    with engine(store, name, page_bytes=1 << 16) as live:
+        live.put(chain := hashes(2, name))
+        granted = live.ask(chain)
+        assert blocks(granted) == [0, 1]
+        assert live.read(granted) == [live.content(block) for block in chain]
+    return time.monotonic() - started
+
+
+def shape(layers: Sequence[LayerGeometry]) -> RankGeometry:
+    group = GroupGeometry(GroupRule(), tuple(layers))
+    return RankGeometry("model", 16, (1,), (group,), {"model": "model"})
+
+
+def raw(message: p.Message, **geometry: object) -> bytes:
+    """The frame of a Hello with other values in its geometry, whatever these are."""
+    items = ["Hello", *msgspec.to_builtins(message)[1:]]
+    items[1 + p.Hello.__struct_fields__.index("geometry")].update(geometry)
+    body = msgspec.msgpack.encode(items)
+    return struct.pack("<I", len(body)) + body
+
+
+def hellos(world: int = 1, **layer: object) -> Iterator[bytes]:
+    """Say Hello as each rank, with one layer that has these values."""
+    good = shape([LayerGeometry("layer", 4096)])
+    for rank in range(world):
+        fields = {"name": "layer", "page_bytes": 4096, "head_first": rank, "heads_total": world}
+        groups = [{"rule": {}, "layers": [fields | layer]}]
+        hello = p.Hello(p.VERSION, "bad", "worker", rank, world, geometry=good)
+        yield raw(hello, groups=groups)
+
+
+def heads(count: int) -> list[bytes]:
+    return list(hellos(heads=count, heads_total=count))
+
+
+def many_layers(count: int) -> list[bytes]:
+    layers = [{"name": f"layer{number}", "page_bytes": 1024} for number in range(count)]
+    hello = p.Hello(p.VERSION, "bad", "worker", 0, 1, geometry=shape([LayerGeometry("l", 4096)]))
+    return [raw(hello, groups=[{"rule": {}, "layers": layers}])]
+
+
+def many_groups(count: int) -> list[bytes]:
+    hello = p.Hello(p.VERSION, "bad", "worker", 0, 1, geometry=shape([LayerGeometry("l", 4096)]))
+    groups = [{"rule": {}, "layers": [{"name": "layer", "page_bytes": 4096}]}] * count
+    return [
+        raw(hello, groups=groups, blocks_per_chunk=[1] * count),
+        p.encode(p.Hello(p.VERSION, "bad", "scheduler", 0, 1, 4)),
+        p.encode(p.Step((p.Lookup(1, b"h" * 32, 32),))),
+    ]
+
+
+BAD = {
+    "pages of 2^63 bytes on 2 ranks": list(hellos(2, page_bytes=1 << 63)),
+    "2^40 heads": heads(1 << 40),
+    "2^24 heads": heads(1 << 24),
+    "2^26 heads": heads(1 << 26),
+    "65,537 groups": many_groups(65_537),
+    "20,000 layers": many_layers(20_000),
+    "a name of 20 MiB": [p.encode(p.Hello(p.VERSION, "e" * (20 << 20), "scheduler", 0, 1))],
+    "2^31 ranks": [p.encode(p.Hello(p.VERSION, "e", "scheduler", 0, 1 << 31))],
+    "2^62 credits": [p.encode(p.Hello(p.VERSION, "e", "scheduler", 0, 1, 1 << 62))],
+}
+
+
+def say(store: Kept, frames: Sequence[bytes]) -> list[Client]:
+    """Send each frame on a connection of its own; return those that are still open."""
+    clients = []
+    for frame in frames:
+        client = Client(store.path)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dropped in mid-sentence
+            client.sock.sendall(frame)
+        clients.append(client)
+    return clients
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_S2_numbers_of_a_hello_have_limits(store: Kept, name: str) -> None:
+    assert serves(store, "before") < PROMPT_S
+    before_bytes = store.rss_bytes
+    clients = say(store, BAD[name])
+    assert serves(store, "meanwhile") < PROMPT_S
+    for bad in clients:
+        bad.close()
+    assert serves(store, "after") < PROMPT_S
+    assert store.rss_bytes - before_bytes < 64 << 20
+    assert "Traceback" not in store.log
+
+
+def test_S2_a_hello_of_thousands_of_layers_holds_nobody_up(store: Kept) -> None:
+    started = time.monotonic()
+    (client,) = say(store, many_layers(4096))
+    assert client.take(p.Welcome).namespace
+    assert time.monotonic() - started < PROMPT_S
+    client.close()
+
+
+def test_S2_unfinished_input_is_bounded_in_sum(store: Kept) -> None:
+    """Ten connections with 20 MiB each of a frame that does not end, and one that behaves."""
+    good = LiveEngine(store, "good", page_bytes=1 << 16)
+    before_bytes = store.rss_bytes
+    bad = []
+    for number in range(10):
+        bad.append(LiveEngine(store, f"bad{number}", page_bytes=1 << 16))
+        send_unfinished(bad[-1].scheduler.sock, 30 << 20, 20 << 20)
+    assert store.rss_bytes - before_bytes < 160 << 20
+    good.put(chain := hashes(2))
+    assert blocks(good.ask(chain)) == [0, 1]
+    assert "of messages that have not ended" in store.log
+    for each in (good, *bad):
+        each.close()
+
+
+def test_S2_before_hello_a_message_is_small(store: Kept) -> None:
+    bad = Client(store.path)
+    send_unfinished(bad.sock, (1 << 20) + 1, 1 << 16)
+    bad.read_to_end()
+    assert isinstance(bad.messages[0], p.Refused)
+    assert "at most 1048576" in bad.messages[0].reason
+    bad.close()
+
+
+def send_unfinished(sock: socket.socket, size: int, sent: int) -> None:
+    """Begin a frame of `size` bytes, and send so many of them."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        sock.sendall(struct.pack("<I", size) + bytes(sent))
+
+
+def test_S2_a_client_that_asks_and_does_not_read_is_dropped(store: Kept) -> None:
+    """Each answer is longer than its question: they must not pile up within one turn."""
+    engine = LiveEngine(store, "good", page_bytes=1 << 12)
+    for number in range(10):
+        engine.put(hashes(100, f"r{number}"))
+    assert blocks(engine.ask(hashes(100, "r9"))) == list(range(100))
+    before_bytes = store.rss_bytes
+    bad = Client(store.path)
+    frame = p.encode(p.Query("blocks"))
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        bad.sock.sendall(frame * 5000)
+    assert blocks(engine.ask(hashes(100, "r9"))) == list(range(100))
+    assert store.rss_bytes - before_bytes < 200 << 20
+    bad.close()
+    engine.close()
+
+
+# What nobody foresaw
+
+
+class Surprise(Exception):
+    """Of a kind that no code here expects."""
+
+
+def surprised(*_arguments: object) -> NoReturn:
+    raise Surprise("nobody foresaw this")
+
+
+def settings_for(folder: Path) -> config.Config:
+    server = {"socket": f"{folder}/kv.sock", "metrics": ""}
+    return config.parse({"cpu": {"capacity": "16MiB"}, "server": server})
+
+
+@pytest.mark.parametrize("where", ["ask", "retry"])
+def test_S2_what_raises_costs_its_session_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    """In a message, and in a later turn about what was said."""
+    real = getattr(Desk, where)
+
+    def broken(desk: Desk, session: Session, *rest: object) -> object:
+        return surprised() if session.engine == "bad" else real(desk, session, *rest)
+
+    with LiveStore(settings_for(tmp_path)) as store, engine(store) as good:
+        bad = LiveEngine(store, "bad")
+        monkeypatch.setattr(Desk, where, broken)
+        if where == "retry":
+            waiting = Ask(9, Chain(b"h" * 32, 32, 1), 1, 0, 1 << 62)
+            store.server.store.sessions["bad"].asks[9] = waiting
+        bad.scheduler.send(p.Step((p.Lookup(1, b"h" * 32, 32),)))
+        assert "a bug of the store" in bad.scheduler.take(p.Detach).reason
+        good.put(chain := hashes(2))
+        assert good.read(good.ask(chain)) == [good.content(block) for block in chain]
+        assert store.server.store.numbers.value("kvstore_refused", "internal") == 1
+        bad.close()
+        with engine(store, "bad2"):
+            eventually(lambda: "bad" not in store.server.store.sessions)
+    assert caplog.text.count("Traceback") == 1
+
+
+def test_S2_what_raises_before_hello_costs_its_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LiveStore(settings_for(tmp_path)) as store, engine(store) as good, client(store) as bad:
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "_query", surprised)
+            bad.send(p.Query("stats"))
+            assert "a bug of the store in Query" in bad.take(p.Refused).reason
+        bad.read_to_end()  # it is closed
+        good.put(chain := hashes(2))
+        assert blocks(good.ask(chain)) == [0, 1]
+
+
+def test_S2_a_broken_invariant_ends_the_store_and_copies_nothing_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its memory is not to be trusted: it ends, in order, and says so."""
+
+    def broken(*_arguments: object) -> NoReturn:
+        raise InvariantBroken("two blocks in one slot")
+
+    monkeypatch.setattr(Desk, "ask", broken)
+    monkeypatch.setattr(Server, "_copy_down", surprised)
+    settings = settings_for(tmp_path)
+    listener = listen(settings.server.socket)
+    asking = threading.Thread(target=ask_once, args=(settings.server.socket,))
+    asking.start()
+    with pytest.raises(SystemExit) as ended:
+        serve(settings, listener)
+    asking.join()
+    assert ended.value.code == 70
+    assert "copies nothing down" in caplog.text
+    assert "two blocks in one slot" in caplog.text
+
+
+def ask_once(path: str) -> None:
+    engine = LiveEngine(Somewhere(path))
+    engine.scheduler.send(p.Step((p.Lookup(1, b"h" * 32, 32),)))
+    engine.scheduler.read_to_end()
+    engine.close()
+
+
+class Somewhere:
+    """A store somewhere."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
