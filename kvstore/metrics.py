@@ -165,7 +165,7 @@ TABLE = (
         "counter",
         "Engine sessions that ended, by reason.",
         ("reason",),
-        ("closed", "protocol", "memory", "refused", "shutdown"),
+        ("closed", "protocol", "memory", "refused", "shutdown", "internal"),
     ),
     Spec(
         "kvstore_refused",
