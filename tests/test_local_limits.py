@@ -25,7 +25,8 @@ from kvstore.bench.store import StoreProcess
 from kvstore.errors import InvariantBroken
 from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.service.desk import Desk
-from kvstore.service.server import Server, listen, serve
+from kvstore.service.listener import listen
+from kvstore.service.server import Server, serve
 from kvstore.service.session import Ask, Session
 from kvstore.service.store import Store
 from kvstore.types import Chain, GroupRule
@@ -274,6 +275,7 @@ def test_S2_a_broken_invariant_ends_the_store_and_copies_nothing_down(
     monkeypatch.setattr(Server, "_copy_down", surprised)
     settings = settings_for(tmp_path)
     listener = listen(settings.server.socket)
+    listener.start()  # serve() does it as well, when the other thread may have asked
     asking = threading.Thread(target=ask_once, args=(settings.server.socket,))
     asking.start()
     with pytest.raises(SystemExit) as ended:
