@@ -41,7 +41,7 @@ HAND_OVER_EVENTS = (
     *("let_go", "heartbeats"),
     *("confirmed", "stale", "expired", "failed", "gone", "refused"),  # as a producer
     *("released", "lapsed", "extended", "unknown", "ambiguous"),
-    *("unauthorised", "malformed", "too_many", "unsent"),  # of the side channel
+    *("unauthorised", "malformed", "too_many", "unsent", "undialled"),  # of the side channel
 )
 
 

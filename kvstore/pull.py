@@ -370,12 +370,12 @@ def _troubles(consumer: Consumer) -> int:
 
 def _why(peer: str, reason: str) -> str:
     """Say in words what the transport noticed."""
-    if "connect_retried" in reason:
+    if any(word in reason for word in ("refused", "timed out", "unreachable", "no route")):
         return (
             f"nobody listens at {peer}: does that store run, does its [peer] listen there, and"
             " may this machine reach it?"
         )
-    if "handshake" in reason or "disconnected" in reason:
+    if "closed" in reason or "disconnected" in reason:
         return (
             f"{peer} ends the connection: both sides need the same cluster key, or none;"
             " give the file that [peer] key names there"

@@ -77,12 +77,12 @@ def test_what_has_arrived_is_known_though_sending_took_its_signal(
     server, client = made(listens=True), made()
     number = client.channel.connect(server.channel.address)
     client.channel.send(number, m.Release(1))
-    until(lambda: server.got, server)
+    until(lambda: server.got, server, client)
     client.channel.send(number, m.Release(2))
-    until(lambda: server.channel.waiting)
+    until(lambda: server.channel.waiting or server.channel._gate.poll(0), client)
     server.channel.send(server.got[0][0], m.End(1, "all"))
     assert server.channel.waiting
-    until(lambda: client.channel.waiting)
+    until(lambda: client.channel.waiting or client.channel._gate.poll(0), server)
     until(lambda: client.got and len(server.got) == 2, server, client)
     assert not server.channel.waiting
     assert not client.channel.waiting
@@ -94,7 +94,7 @@ def test_two_peers_are_two_numbers(made: Callable[..., Post]) -> None:
     for job, client in enumerate(clients):
         number = client.channel.connect(server.channel.address)
         client.channel.send(number, m.Release(job))
-    until(lambda: len(server.got) == 2, server)
+    until(lambda: len(server.got) == 2, server, *clients)
     for number, message in server.got:
         assert isinstance(message, m.Release)
         server.channel.send(number, m.End(message.job, "x"))
@@ -127,7 +127,7 @@ def test_a_client_key_of_its_own_is_refused_and_counted(made: Callable[..., Post
     stranger = made(forged)
     number = stranger.channel.connect(server.channel.address)
     stranger.channel.send(number, WANT)
-    until(lambda: server.channel.counts["unauthorised"], server)
+    until(lambda: server.channel.counts["unauthorised"], server, stranger)
     until(lambda: stranger.lost, server, stranger)
     assert not server.got
 
@@ -206,19 +206,27 @@ def test_nobody_there_is_told(made: Callable[..., Post]) -> None:
     assert client.lost[0][0] == number
 
 
-def test_too_many_messages_are_dropped_and_counted(made: Callable[..., Post]) -> None:
+def test_B2_who_says_too_much_in_a_second_is_hung_up_on_and_may_come_back(
+    made: Callable[..., Post],
+) -> None:
     server, client = made(listens=True), made()
     number = client.channel.connect(server.channel.address)
     client.channel.send(number, m.Release(1))
-    until(lambda: server.got, server)
+    until(lambda: server.got, server, client)
     server.channel._heard[server.got[0][0]] = (5, 9_999)
     for job in (2, 3, 4):
         client.channel.send(number, m.Release(job))
     end = time.monotonic() + WAIT_S
-    while server.channel.counts["too_many"] < 2:
+    while not server.channel.counts["too_many"] or not client.lost:
         assert time.monotonic() < end
         server.channel.poll(5 * 10**9)
+        client.channel.poll(time.monotonic_ns())
     assert [message for _, message in server.got] == [m.Release(1), m.Release(2)]
+    assert server.lost == [(server.got[0][0], "it says too much")]
+    assert client.lost == [(number, "connection: disconnected")]
+    again = client.channel.connect(server.channel.address)
+    client.channel.send(again, m.Release(5))
+    until(lambda: len(server.got) == 3, server, client)
 
 
 def test_a_key_file_is_private_and_whole(tmp_path: Path) -> None:

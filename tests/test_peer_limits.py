@@ -206,7 +206,7 @@ def test_without_descriptors_for_one_more_connection_its_peer_is_lost(
     number = made.connect("127.0.0.1:9")
     made.send(number, m.Release(1))
     made.poll(1)
-    assert lost == [(number, "127.0.0.1:9: Too many open files")]
+    assert lost == [(number, "'127.0.0.1:9': Too many open files")]
     made.close()
 
 

@@ -132,6 +132,8 @@ def test_what_has_arrived_on_the_side_channel_is_not_slept_over(mover: PeerMover
         end_s = time.monotonic() + WAIT_S
         while not peers.channel.waiting:
             assert time.monotonic() < end_s
+            other.poll(time.monotonic_ns())
+            peers.channel._gate.poll(time.monotonic_ns())
         assert peers.wait_s(time.monotonic_ns()) == 0
     finally:
         peers.channel.close()

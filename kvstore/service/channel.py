@@ -1,17 +1,18 @@
 """The side channel's sockets: ZeroMQ with CURVE, so that who has no cluster key learns nothing.
 
-One ROUTER listens, one DEALER for each peer that is asked. All of it is polled from the store's
-loop: nothing here waits. A message that cannot be read, is too long or comes too often is
-counted and dropped; the listener goes on.
+One ROUTER listens, one DEALER for each peer that is asked, all of them behind a gate that bounds
+what comes (see gate.py). All of it is polled from the store's loop: nothing here waits. A message
+that cannot be read is counted, and answered now and then; whoever says too much in a second is
+hung up on; the listener goes on.
 """
 
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import logging
 import os
 import secrets
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,9 @@ from zmq.utils.monitor import recv_monitor_message
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.export import messages as m
 from kvstore.protocol import Message
+from kvstore.ratelog import RateLog
+from kvstore.service.gate import Gate
+from kvstore.service.loopback import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +38,11 @@ QUEUE_MAX = 10_000  # messages that a peer has not read
 _DOMAIN = "kvstore"
 _KEY_BYTES = 32
 _PARTS = 2  # of what a router receives: who, and what
-READ_MAX = 256  # messages taken from one socket in one go
+READ_NS = 5_000_000  # of one poll: engines wait meanwhile
+READ_MAX = 64  # messages taken from one peer that was asked, in one go
+ANSWERS_MAX = 10  # to wrong messages of one peer in a second
+BARRED_MAX = 4096
+LOGGED_MAX = 300  # characters of a wrong message's error
 FORGET_NS = 600_000_000_000  # a peer that has said nothing
 CAME_MAX = 1024  # peers that came; one more takes the place of that which was silent longest
 STRANGE = (
@@ -42,7 +50,6 @@ STRANGE = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | STRANGE
 CALLS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | STRANGE
 HANDSHAKE_MS = 2000
 
@@ -119,16 +126,24 @@ class Channel:
         self._heard: dict[int, tuple[int, int]] = {}  # this second, and messages in it
         self._doomed: list[tuple[int, str]] = []  # to be lost at the next poll
         self._next = 1
+        self._gate = Gate(keyed=key is not None)
+        self._ended: dict[int, str] = {}  # connections of the gate, read to the end and then lost
+        self._lines: dict[int, int] = {}  # number -> the gate's
+        self._numbers: dict[int, int] = {}  # and back
+        self._barred: dict[bytes, None] = {}  # routing ids of who was hung up on
+        self._rude: dict[int, tuple[int, int]] = {}  # number -> second, and wrong messages in it
+        self._said = RateLog(log)
 
     def listen(self, host: str, port: int) -> None:
         """Let others ask. Raises ConfigError for a port in use, or an open host without a key."""
-        if self._key is None and not _loopback(host):
+        if self._key is None and not is_loopback(host):
             raise ConfigError(
                 f"peer listen {host}:{port}: not a loopback address and no cluster key; "
                 "make one with kvstore keygen, or listen on 127.0.0.1"
             )
         router = self._socket(zmq.ROUTER)
         router.router_mandatory = True
+        router.setsockopt(zmq.IPC_FILTER_PID, os.getpid())
         if self._key is not None:
             self._auth = ThreadAuthenticator(self._context)
             self._auth.start()
@@ -138,43 +153,59 @@ class Channel:
             router.zap_domain = _DOMAIN.encode()
             self._calls = router.get_monitor_socket(CALLS)
         try:
-            router.bind(f"tcp://{host}:{port}")
-        except zmq.ZMQError as exc:
+            self.address = self._gate.listen(host, port)
+            router.bind(self._gate.inside)
+        except (ConfigError, zmq.ZMQError) as exc:
             self._close_router(router)
+            if isinstance(exc, ConfigError):
+                raise
             raise ConfigError(f"peer listen {host}:{port}: {exc.strerror}") from exc
         self._router, self._router_fd = router, router.fd
-        self.address = router.last_endpoint.decode().removeprefix("tcp://")
 
     def callback(self, _domain: str, key: bytes) -> bool:
         """Say whether a client's key is the cluster's (for the authenticator)."""
         return self._key is not None and key == self._key.client_public
 
+    def may_dial(self, address: str) -> str:
+        """Say why an address must not be connected to; nothing if it may be."""
+        try:
+            self._gate.may_dial(address)
+        except ConfigError as exc:
+            return str(exc)
+        return ""
+
     def connect(self, address: str) -> int:
         """Begin to connect to a peer; return its number."""
+        number, self._next = self._next, self._next + 1
+        dealer = None
         try:
             dealer = self._socket(zmq.DEALER)
-        except zmq.ZMQError as exc:  # no descriptors, say
-            number, self._next = self._next, self._next + 1
-            self._doomed.append((number, f"{address}: {exc.strerror}"))
-            return number
-        if self._key is not None:
-            dealer.curve_publickey = self._key.client_public
-            dealer.curve_secretkey = self._key.client_secret
-            dealer.curve_serverkey = self._key.server_public
-        number, self._next = self._next, self._next + 1
-        monitor = dealer.get_monitor_socket(LOST)
-        self._made[number] = _Dealer(dealer, monitor, address, (dealer.fd, monitor.fd))
-        try:
-            dealer.connect(f"tcp://{address}")
-        except zmq.ZMQError as exc:  # not an address at all
-            self._doomed.append((number, f"{address}: {exc.strerror}"))
+            dealer.reconnect_ivl = -1  # a new one is made
+            if self._key is not None:
+                dealer.curve_publickey = self._key.client_public
+                dealer.curve_secretkey = self._key.client_secret
+                dealer.curve_serverkey = self._key.server_public
+            line, inside = self._gate.dial(address)
+            self._made[number] = _Dealer(dealer, address, dealer.fd)
+            self._lines[number], self._numbers[line] = line, number
+            dealer.connect(inside)
+        except (
+            ConfigError,
+            OSError,
+            zmq.ZMQError,
+        ) as exc:  # or no descriptors
+            if dealer is not None and number not in self._made:
+                dealer.close()
+            reason = str(exc) if isinstance(exc, ConfigError) else exc.strerror
+            self._doomed.append((number, f"{address[:100]!r}: {reason}"))
         return number
 
     def _socket(self, kind: int) -> Any:  # noqa: ANN401 - its options are attributes
         made = self._context.socket(kind)
         made.linger = 0
         made.maxmsgsize = m.MESSAGE_BYTES_MAX
-        made.sndhwm = made.rcvhwm = QUEUE_MAX
+        made.sndhwm = QUEUE_MAX
+        made.rcvhwm = 0  # the gate's to bound: one that is full aborts the process in the end
         made.handshake_ivl = made.connect_timeout = HANDSHAKE_MS
         made.heartbeat_ivl = 1000
         made.heartbeat_timeout = 5000
@@ -186,8 +217,9 @@ class Channel:
             yield self._router_fd
         if self._calls is not None:
             yield self._calls.fd
+        yield self._gate.fileno()
         for dealer in self._made.values():
-            yield from dealer.fds
+            yield dealer.fd
 
     @property
     def waiting(self) -> bool:
@@ -195,7 +227,7 @@ class Channel:
 
         To have sent can use up a descriptor's signal.
         """
-        if self._doomed or (self._router is not None and _readable(self._router)):
+        if self._doomed or self._ended or (self._router is not None and _readable(self._router)):
             return True
         return any(_readable(dealer.socket) for dealer in self._made.values())
 
@@ -205,6 +237,7 @@ class Channel:
         Nobody is told in here: whoever sends may be going through what would change.
         """
         frame = m.encode(message)
+        self._gate.sending(self._lines.get(number, 0), len(frame))
         try:
             if number in self._made:
                 self._made[number].socket.send(frame, zmq.DONTWAIT)
@@ -223,35 +256,73 @@ class Channel:
             else:
                 self._on_lost(number, reason)
         self._count_strangers(now_ns)
-        self._poll_router(now_ns)
+        if not self._gate_is_closed():
+            self._gate.drained()
+        self._ended.update(self._gate.poll(now_ns))
+        until_ns = time.monotonic_ns() + READ_NS
+        self._poll_router(now_ns, until_ns)
         for number, dealer in list(self._made.items()):
-            for _ in range(READ_MAX if _readable(dealer.socket) else 0):
-                try:
-                    frame = dealer.socket.recv(zmq.DONTWAIT)
-                except zmq.Again:
-                    break
-                self._take(number, frame, m.decode_for_consumer, now_ns)
-                if number not in self._made:
-                    break  # what it said has ended it
-            if number in self._made and _readable(dealer.monitor):
-                event: Any = recv_monitor_message(dealer.monitor)
-                name = zmq.Event(event["event"]).name or "?"
-                self._lose(number, f"connection: {name.lower()}")
+            self._poll_dealer(number, dealer, now_ns, until_ns)
+        self._lose_ended()
+        self._tell_trouble()
 
-    def _poll_router(self, now_ns: int) -> None:
-        here = self._router is not None and _readable(self._router)
-        for _ in range(READ_MAX if here else 0):
+    def _gate_is_closed(self) -> bool:
+        """Tell whether anything that was let in has not been taken."""
+        sockets = [dealer.socket for dealer in self._made.values()]
+        return any(_readable(s) for s in (*sockets, self._router) if s is not None)
+
+    def _poll_dealer(self, number: int, dealer: _Dealer, now_ns: int, until_ns: int) -> None:
+        """Take some of what a peer answers: at least one message, whoever else says how much."""
+        for _ in range(READ_MAX if _readable(dealer.socket) else 0):
             try:
-                parts = self._router.recv_multipart(zmq.DONTWAIT)
+                frame = dealer.socket.recv(zmq.DONTWAIT)
             except zmq.Again:
                 break
-            number = self._came.get(parts[0])
-            if number is None:
-                number = self._admit(parts[0])
-            if len(parts) == _PARTS:
-                self._take(number, parts[1], m.decode_for_producer, now_ns)
-            else:
-                self.counts["malformed"] += 1
+            self._gate.took(self._lines[number])
+            self._take(number, frame, m.decode_for_consumer, now_ns)
+            if number not in self._made or time.monotonic_ns() > until_ns:
+                break
+
+    def _lose_ended(self) -> None:
+        """Lose connections that have ended, once all that they said has been taken."""
+        unread = self._router is not None and _readable(self._router)
+        for line, reason in list(self._ended.items()):
+            number = self._numbers.get(line)
+            dealer = None if number is None else self._made.get(number)
+            if unread if dealer is None else _readable(dealer.socket):
+                continue
+            del self._ended[line]
+            if number is not None:
+                self._lose(number, f"connection: {reason}")
+
+    def _tell_trouble(self) -> None:
+        trouble, self._gate.trouble = self._gate.trouble, []
+        for kind, text in trouble:
+            self.counts["unauthorised" if kind == "stranger" else "too_many"] += 1
+            self._said.warn(f"side channel, {kind}", "side channel: %s", text)
+        self._said.tick()
+
+    def _poll_router(self, now_ns: int, until_ns: int) -> None:
+        while self._router is not None and _readable(self._router):
+            try:
+                routing = self._router.recv(zmq.DONTWAIT)
+                frame = self._router.recv(zmq.DONTWAIT, copy=False)
+                more = frame.more
+                while self._router.getsockopt(zmq.RCVMORE):
+                    self._router.recv(zmq.DONTWAIT)
+            except zmq.Again:
+                break
+            if routing not in self._barred:
+                number = self._came.get(routing)
+                if number is None:
+                    number = self._admit(routing, self._gate.number_of(frame.get(zmq.SRCFD)))
+                self._gate.took(self._lines.get(number, 0))
+                if more:
+                    self._wrong(number, "a message of several parts", now_ns)
+                else:
+                    self._take(number, frame.bytes, m.decode_for_producer, now_ns)
+            if time.monotonic_ns() > until_ns:
+                break
 
     def _count_strangers(self, now_ns: int) -> None:
         """Count the connections that no handshake made ones of the cluster.
@@ -270,13 +341,15 @@ class Channel:
             self._callers.popleft()
             self.counts["unauthorised"] += 1
 
-    def _admit(self, routing: bytes) -> int:
-        """Number a peer that has come."""
+    def _admit(self, routing: bytes, line: int | None = None) -> int:
+        """Number a peer that has come; line: the gate's number of it, if it is still there."""
         if len(self._ids) >= CAME_MAX:
             silent = min(self._ids, key=lambda number: self._heard.get(number, (0, 0))[0])
-            self._lose(silent, "others came")
+            self._hang_up(silent, "others came")
         number, self._next = self._next, self._next + 1
         self._came[routing], self._ids[number] = number, routing
+        if line is not None:
+            self._lines[number], self._numbers[line] = line, number
         return number
 
     def _take(
@@ -287,14 +360,34 @@ class Channel:
         self._heard[number] = (second, count + 1 if at == second else 1)
         if self._heard[number][1] > RATE_MAX:
             self.counts["too_many"] += 1
+            self._said.warn(
+                "peers that say too much", "peer %d: over %d messages in a second", number, RATE_MAX
+            )
+            self._hang_up(number, "it says too much")
             return
         try:
             self._on_message(number, decode(frame))
         except ProtocolError as exc:
-            self.counts["malformed"] += 1
-            log.warning("peer %d: %s", number, exc)
-            if number in self._ids:
-                self.send(number, m.Refused(f"not understood: {exc}"[: m.TEXT_MAX]))
+            self._wrong(number, str(exc), now_ns)
+
+    def _wrong(self, number: int, text: str, now_ns: int) -> None:
+        """Count a wrong message; not all of them are answered."""
+        self.counts["malformed"] += 1
+        self._said.warn("wrong messages of peers", "peer %d: %r", number, text[:LOGGED_MAX])
+        second = now_ns // 1_000_000_000
+        at, count = self._rude.get(number, (second, 0))
+        self._rude[number] = (second, count + 1 if at == second else 1)
+        if number in self._ids and self._rude[number][1] <= ANSWERS_MAX:
+            self.send(number, m.Refused(f"not understood: {text}"[: m.TEXT_MAX]))
+
+    def _hang_up(self, number: int, reason: str) -> None:
+        """Take nothing more of a peer, not even what it has said before."""
+        routing = self._ids.get(number)
+        if routing is not None:
+            self._barred[routing] = None
+            if len(self._barred) > BARRED_MAX:
+                del self._barred[next(iter(self._barred))]
+        self._lose(number, reason)
 
     def _lose(self, number: int, reason: str) -> None:
         dealer = self._made.pop(number, None)
@@ -304,6 +397,11 @@ class Channel:
         if routing is not None:
             self._came.pop(routing, None)
         self._heard.pop(number, None)
+        self._rude.pop(number, None)
+        line = self._lines.pop(number, None)
+        if line is not None:
+            self._numbers.pop(line, None)
+            self._gate.drop(line)
         if dealer is not None or routing is not None:
             self._on_lost(number, reason)
 
@@ -339,27 +437,18 @@ class Channel:
         if self._auth is not None:
             self._auth.stop()
         self._context.term()
+        self._gate.close()
 
 
 class _Dealer(msgspec.Struct):
     socket: Any
-    monitor: Any
     address: str
-    fds: tuple[int, int]
+    fd: int
 
     def close(self) -> None:
-        self.socket.disable_monitor()
-        self.monitor.close()
         self.socket.close()
 
 
 def _readable(socket: Any) -> bool:  # noqa: ANN401 - one of ZeroMQ's
     """Tell whether there is a message: five times faster than to be told by an exception."""
     return bool(socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -27,8 +27,9 @@ from kvstore.export.producer import Producer
 from kvstore.metrics import HAND_OVER_EVENTS, Numbers
 from kvstore.protocol import Arrived as Arrived_
 from kvstore.protocol import Extent, Message, Target, Unmap
+from kvstore.ratelog import RateLog
 from kvstore.service.agents import Agents
-from kvstore.service.channel import Channel, ClusterKey
+from kvstore.service.channel import LOGGED_MAX, Channel, ClusterKey
 from kvstore.service.direct import Direct, Send, no_workers
 from kvstore.service.gives import Gives
 from kvstore.service.inlet import Inlet
@@ -112,6 +113,7 @@ class Peers:
             lambda namespace, request: self.inlet(namespace).withdraw(request),
             self._tell,
         )
+        self._said = RateLog(log)
         self._swept_ns = 0
         self._quarantine = Quarantine()
 
@@ -170,6 +172,11 @@ class Peers:
     def _connected(self, address: str, digest: str, now_ns: int) -> int | None:
         number = self._by_address.get((address, digest))
         if number is None:
+            why = self.channel.may_dial(address)
+            if why:
+                self.channel.counts["undialled"] += 1
+                self._said.warn("addresses that are not dialled", "%s", why)
+                return None
             if not self._room_for_link():
                 return None
             number = self.channel.connect(address)
@@ -307,10 +314,12 @@ class Peers:
             case m.Starting():
                 consumer.heard(number, self._now_ns, STALL_NS)
             case m.Refused(reason):
-                log.warning("peer %s: %s", link.address, reason)
+                self._said.warn(
+                    "peers that refuse", "peer %r: %r", link.address, reason[:LOGGED_MAX]
+                )
                 self.channel.drop(number)
             case m.Noted(request, state):
-                log.debug("peer %s: %s: %s", link.address, request, state)
+                log.debug("peer %r: %r: %s", link.address, request[:LOGGED_MAX], state)
             case _ if link.agent is None:
                 raise ProtocolError(f"{type(message).__name__} before Welcome")
             case _:

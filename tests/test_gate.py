@@ -1,0 +1,247 @@
+"""Peers that flood: a real store, real peers in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from kvstore.errors import ConfigError
+from kvstore.export import messages as m
+from kvstore.ratelog import LINES_MAX, WINDOW_NS, RateLog
+from kvstore.service import gate, loopback
+from kvstore.service.channel import Channel, ClusterKey
+from kvstore.service.gate import Gate
+from tests.test_channel import Post, until
+
+KEY = ClusterKey(b"k" * 32)
+WRONG = b"\xc1"
+
+
+def flood(address: str, key: ClusterKey | None, frame: bytes, seconds: float) -> None:
+    """Say one thing as fast as can be, read nothing, and go away."""
+    context: Any = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.linger = 0
+    if key is not None:
+        peer.curve_publickey, peer.curve_secretkey = key.client_public, key.client_secret
+        peer.curve_serverkey = key.server_public
+    peer.connect(f"tcp://{address}")
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            for _ in range(100):
+                peer.send(frame, zmq.DONTWAIT)
+        except zmq.Again:
+            peer.poll(50, zmq.POLLOUT)
+    os._exit(0)
+
+
+def serve(said: Any, key: ClusterKey | None) -> None:  # noqa: ANN401 - a pipe
+    """Be a listener that tells how long its longest poll was, and how much memory it took."""
+    logging.disable()
+    post = Post(key)
+    post.channel.listen("127.0.0.1", 0)
+    said.send(post.channel.address)
+    longest = 0.0
+    while not said.poll():
+        began = time.monotonic()
+        post.channel.poll(time.monotonic_ns())
+        longest = max(longest, time.monotonic() - began)
+        post.got.clear()
+        time.sleep(0.0005)
+    malformed = post.channel.counts["malformed"]
+    said.send((longest, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, malformed))
+    said.recv()
+
+
+@pytest.fixture
+def made() -> Iterator[Callable[..., Post]]:
+    posts: list[Post] = []
+
+    def make(key: ClusterKey | None = None, *, listens: bool = False) -> Post:
+        posts.append(Post(key))
+        if listens:
+            posts[-1].channel.listen("127.0.0.1", 0)
+        return posts[-1]
+
+    yield make
+    for post in posts:
+        post.channel.close()
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["open", "keyed"])
+@pytest.mark.parametrize(("size", "rounds", "seconds"), [(1, 4, 1.2), (15 << 20, 1, 4.0)])
+def test_B2_peers_that_flood_and_go_cost_a_store_neither_its_life_nor_memory_nor_turns(
+    key: ClusterKey | None, size: int, rounds: int, seconds: float
+) -> None:
+    """ZeroMQ aborts when a queue is full at its peer's end: within four rounds before the gate."""
+    spawn = multiprocessing.get_context("fork")
+    ours, theirs = spawn.Pipe()
+    store = spawn.Process(target=serve, args=(theirs, key))
+    store.start()
+    theirs.close()
+    address = ours.recv()
+    for _ in range(rounds):
+        peers = [
+            spawn.Process(target=flood, args=(address, key, WRONG * size, seconds))
+            for _ in range(2)
+        ]
+        for peer in peers:
+            peer.start()
+        for peer in peers:
+            peer.join()
+        time.sleep(0.2)
+        assert store.is_alive(), f"the store ended with {store.exitcode}"
+    ours.send("stop")
+    longest, most_kb, malformed = ours.recv()
+    ours.send("end")
+    store.join()
+    assert store.exitcode == 0
+    assert malformed > 0
+    assert most_kb < 400 << 10
+    assert longest < 0.5, "one turn; a machine that is busy takes some of it"
+
+
+def test_S2_what_peers_leave_unfinished_is_bounded_in_sum(
+    made: Callable[..., Post], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "UNFINISHED_BYTES_MAX", 1 << 20)
+    server, friend = made(listens=True), made()
+    host, _, port = server.channel.address.rpartition(":")
+    number = friend.channel.connect(server.channel.address)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32)
+    ready = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(4)]
+        for sock in socks:
+            sock.sendall(greeting + ready + b"\x02" + (15 << 20).to_bytes(8, "big"))
+            sock.setblocking(False)
+
+        def hung_up() -> bool:
+            for sock in socks:
+                with contextlib.suppress(BlockingIOError, ConnectionError):
+                    sock.send(bytes(1 << 16))
+            return server.channel.counts["too_many"] > 0
+
+        until(hung_up, server, friend)
+    friend.channel.send(number, m.Release(1))
+    until(lambda: server.got, server, friend)
+    assert server.channel._gate._unfinished <= 2 << 20
+
+
+def test_S3_without_a_key_only_loopback_is_dialled() -> None:
+    lost: list[tuple[int, str]] = []
+    channel = Channel(None, lambda *_: None, lambda *how: lost.append(how))
+    for address in ("192.0.2.2:9", "example.com:9", "[2001:db8::1]:9", "127.0.0.1.nip.io:9"):
+        assert "is not a loopback address and no cluster key" in channel.may_dial(address)
+        number = channel.connect(address)
+        channel.poll(1)
+        assert [found for found, _ in lost] == [number]
+        assert not len(channel._gate), "nothing was begun"
+        lost.clear()
+    for address in ("127.0.0.1:9", "127.9.9.9:9", "[::1]:9", "localhost:9"):
+        assert not channel.may_dial(address)
+    channel.close()
+    keyed = Channel(KEY, lambda *_: None, lambda *_: None)
+    assert not keyed.may_dial("192.0.2.2:9")
+    keyed.close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.7", "example.com", "127.0.0.1.x"])  # noqa: S104
+def test_S3_without_a_key_only_loopback_is_listened_on_however_it_is_spelled(host: str) -> None:
+    channel = Channel(None, lambda *_: None, lambda *_: None)
+    with pytest.raises(ConfigError, match="not a loopback address and no cluster key"):
+        channel.listen(host, 0)
+    channel.close()
+
+
+def test_S1_without_a_key_another_users_process_is_not_spoken_to(
+    made: Callable[..., Post], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as this process is another user's than the kernel says, both ways."""
+    server, client = made(listens=True), made()
+    number = client.channel.connect(server.channel.address)
+    monkeypatch.setattr(gate, "may_ask", lambda _sock: False)
+    client.channel.send(number, m.Hello(1, "n", {}))
+    until(lambda: client.lost, server, client)
+    assert server.channel.counts["unauthorised"] == 1
+    assert not client.got
+    monkeypatch.undo()
+    monkeypatch.setattr(gate, "may_answer", lambda _sock: False)
+    client.lost.clear()
+    client.channel.connect(server.channel.address)
+    until(lambda: client.lost, server, client)
+    assert "another user's process listens there" in client.lost[0][1]
+    assert not server.got
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_S1_the_kernel_says_whose_a_connection_on_loopback_is(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
+        name = listener.getsockname()[:2]
+        for uid, expected in ((0, True), (65534, False)):
+            reader, writer = os.pipe()
+            pid = os.fork()
+            if not pid:
+                os.setuid(uid)
+                with socket.create_connection(name):
+                    os.read(reader, 1)
+                    os._exit(0)
+            tcp, _ = listener.accept()
+            assert loopback.may_ask(tcp) is expected
+            os.write(writer, b"x")
+            os.waitpid(pid, 0)
+            assert not loopback.may_ask(tcp), "a socket that was closed is nobody's"
+            tcp.close()
+        with socket.create_connection(name) as own:
+            assert loopback.may_answer(own)
+
+
+def test_S2_a_listener_without_descriptors_goes_on_when_there_are_some(
+    made: Callable[..., Post], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, client = made(listens=True), made()
+    monkeypatch.setattr(Gate, "_pass_on", lambda self, tcp: (tcp.close(), self._pause("24"))[1])
+    client.channel.connect(server.channel.address)
+    until(lambda: server.channel.counts["too_many"], server, client)
+    assert server.channel.counts["too_many"] == 1
+    monkeypatch.undo()
+    number = client.channel.connect(server.channel.address)
+    client.channel.send(number, m.Release(1))
+    until(lambda: server.got, server, client)
+
+
+def test_S2_log_lines_that_outsiders_cause_are_few_and_the_rest_is_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = [0]
+    said = RateLog(logging.getLogger("test"), lambda: now[0])
+    with caplog.at_level(logging.WARNING):
+        for number in range(10_000):
+            said.warn("wrong ones", "wrong: %d", number)
+        said.warn("others", "other")
+        assert len(caplog.records) == LINES_MAX + 1
+        now[0] = WINDOW_NS
+        said.tick()
+        said.tick()
+    assert caplog.messages[-1] == "wrong ones: 9,995 more in the last 10 s"
+    assert len(caplog.records) == LINES_MAX + 2
+
+
+def test_S2_what_is_no_address_is_refused_before_it_is_used() -> None:
+    for address in ("", "x", "a b:1", "[::1", "127.0.0.1:0", "127.0.0.1:99999", "h:1\n", ":1"):
+        with pytest.raises(ConfigError, match=r"is no host:port|has no port"):
+            loopback.host_and_port(address)
+    assert loopback.host_and_port("[::1]:5") == ("::1", 5)
