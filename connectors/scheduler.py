@@ -70,6 +70,7 @@ class SchedulerHalf:
         self._scope = b""
         self._direct = transfer.direct
         self._requests: dict[str, Tracked] = {}
+        self._left_out: dict[str, int] = {}  # tokens that the engine has of requests not told of
         self._arrived = 0
         self._room = Room()
         self._scheduled: Mapping[str, int] = {}  # in the last step
@@ -137,6 +138,7 @@ class SchedulerHalf:
         """Answer how many tokens beyond `computed` can be loaded; None: ask again later."""
         tracked = self._requests.get(request_id)
         if tracked is None:
+            self._left_out[request_id] = computed
             return 0, False
         tracked.local = computed
         self._room.seen(tracked)
@@ -268,9 +270,15 @@ class SchedulerHalf:
         return self._loading_hashes[tracked.question.hashes[block]] > 0
 
     def update_state_after_alloc(self, request_id: str, table: BlockTable, external: int) -> None:
-        """The engine has given the request its blocks: plan the load, if there is one."""
+        """The engine has given the request its blocks: plan the load, if there is one.
+
+        Without a load of ours another connector may fill them, whoever's request it is.
+        """
         tracked = self._requests.get(request_id)
-        if tracked is None or tracked.phase is Phase.LOADING:
+        if tracked is None:
+            self._load_targets.update(self._fresh(table, self._left_out.pop(request_id, 0)))
+            return
+        if tracked.phase is Phase.LOADING:
             return
         self._room.served(tracked)
         if tracked.phase is Phase.LOADED:  # counted before, and its present blocks are known
@@ -292,7 +300,8 @@ class SchedulerHalf:
             if tracked.ask is not None:
                 self._client.drop(tracked.ask)
             self._load_targets.update(self._fresh(table, tracked.local))  # another may fill them
-            tracked.phase, tracked.remote = Phase.RUNNING, NO_REMOTE
+            # Until it is scheduled nothing of it is whole, whatever the engine counts as computed.
+            tracked.phase, tracked.remote = Phase.NEW, NO_REMOTE
             self._hands.let_go(request_id)
         tracked.ask = None
 
@@ -437,6 +446,7 @@ class SchedulerHalf:
         """
         tracked = self._requests.pop(request_id, None)
         self._left.pop(request_id, None)
+        self._left_out.pop(request_id, None)
         if tracked is None:
             return False
         self._room.served(tracked)

@@ -243,6 +243,33 @@ def test_O13_a_load_into_a_source_flushes_it() -> None:
     assert script.load(other, [[9, 1]]).flush == (job.job_id,)
 
 
+def test_O13_blocks_of_a_request_left_out_may_be_filled_by_another_connector() -> None:
+    """One with an adapter is nothing to us, but its blocks may be what we still read."""
+    script, request = Script(), Request("r", 32)
+    run(script, request)
+    (job,) = script.step(request, 32, TABLE).stores
+    for number, (local, flush) in enumerate([(48, ()), (32, (job.job_id,))]):
+        name = f"adapter{number}"
+        assert script.half.get_num_new_matched_tokens(name, local) == (0, False)
+        script.half.update_state_after_alloc(name, [[9, 8, 1]], 0)
+        assert script.step().flush == flush
+    script.half.get_num_new_matched_tokens("gone", 16)
+    assert not script.half.request_finished("gone", ())
+    assert script.half._left_out == {}
+
+
+def test_O13_what_another_connector_still_loads_is_not_stored_when_its_request_ends() -> None:
+    """The engine counts it as computed from the moment at which the load is planned."""
+    script, request = Script(), Request("r", 33)
+    script.arrive(request)
+    script.matched(request)
+    script.half.update_state_after_alloc("r", [[1, 2, 3]], 0)
+    request.num_computed_tokens = 32
+    assert not script.step().stores
+    script.half.request_finished("r", [[1, 2, 3]])
+    assert not script.step().early
+
+
 def test_O13_a_copy_that_is_over_is_not_flushed() -> None:
     script, request = Script(world=2), Request("r", 16)
     run(script, request)

@@ -136,9 +136,11 @@ def test_a_tail_is_the_last_of_its_job() -> None:
     script.client.side_channel = "127.0.0.1:9500"
     script.half._hands._transfer = Transfer("engine")
     requests = {name: Request(name, 20, name, 8) for name in ("p", "q")}
-    for name, request in requests.items():
+    for request in requests.values():
         script.half.on_new_request(request, HANDED)
         script.admit(request)
+        script.step(request, 1, [[1, 2, 3, 4]])
+    for name, request in requests.items():
         request.num_computed_tokens, request.num_tokens = 20, 21
         assert script.half.hand_over(name, [[1, 2, 3, 4]])
     script.half.request_finished("p", [[1, 2, 3, 4]])

@@ -251,6 +251,7 @@ def test_B10_a_prompt_that_left_nothing_hands_back_where_and_no_blocks() -> None
     script, wanted = attached(), Request("p", 10)
     script.half.on_new_request(wanted, HANDED)
     script.admit(wanted)
+    script.step(wanted, 10, [[]])
     params = script.half.hand_over("p", [[]])
     assert params is not None
     assert (params["remote_num_tokens"], params["remote_block_ids"]) == (0, [[]])
