@@ -16,6 +16,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from connectors import vllm_version  # noqa: F401 - the first, see there
+
+# isort: split
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -33,12 +36,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from connectors import vllm_compat as compat
+from connectors import vllm_multi as multi
 from connectors.client import StoreClient
 from connectors.jobs import StepMeta
 from connectors.link import Attacher, monotonic_ns
 from connectors.requests import Step
 from connectors.scheduler import SchedulerHalf
 from connectors.transfer import Transfer, is_handed_over
+from connectors.vllm_private import check_private
 from connectors.vllm_stats import TieredPromMetrics, TieredStats
 from connectors.worker import WorkerHalf
 from kvstore import protocol as p
@@ -102,14 +107,19 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         self._skipped_adapters = False
         self._manager: Any = None
         if role is KVConnectorRole.SCHEDULER:
-            if transfer.kv_load_failure_policy != "recompute":
-                log.warning(
-                    "kv_load_failure_policy is %r: set to 'recompute', so that a failed load is"
-                    " computed instead of failing its request",
-                    transfer.kv_load_failure_policy,
-                )
-                transfer.kv_load_failure_policy = "recompute"
+            self._compute_what_fails()
             self._scheduler = self._start_scheduler()
+
+    def _compute_what_fails(self) -> None:
+        read = multi.transfer_of_engine(self)
+        if read.kv_load_failure_policy != "recompute":
+            log.warning(
+                "kv_load_failure_policy of %s is %r: set to 'recompute', so that a failed load is"
+                " computed instead of failing its request",
+                read.kv_connector,
+                read.kv_load_failure_policy,
+            )
+            read.kv_load_failure_policy = "recompute"
 
     def _find_store(self) -> str:
         if self._extra.store is not None:
@@ -267,7 +277,8 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Remember where block tables are."""
+        """Remember where block tables are, and check that all names used are there."""
+        check_private(kv_cache_manager)
         self._manager = kv_cache_manager
 
     def on_new_request(self, request: Request) -> None:
@@ -299,8 +310,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
         Beside other connectors (MultiConnector) these may load into them before a step names them.
         """
-        wanted = num_external_tokens or self._extra.direct
-        table = blocks.get_block_ids() if wanted else ()
+        table = compat.ids_of(blocks.blocks)
         self._plan().update_state_after_alloc(request.request_id, table, num_external_tokens)
 
     def get_external_cache_hit_sources(
@@ -316,7 +326,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Plan a step's copies."""
         state = scheduler_output.kv_connector_block_state
-        hand_overs = getattr(state, "boundary_state_offloads", None) or {}
+        hand_overs = {} if state is None else state.boundary_state_offloads
 
         def table(request_id: str) -> Any:
             blocks = compat.block_table(self._manager, request_id)
@@ -403,3 +413,6 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.shutdown()
         if self._worker is not None:
             self._worker.shutdown()
+
+
+multi.register(TieredConnector.__name__, __name__)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, overload
 
 import torch
-import vllm
+
+from connectors import vllm_version  # noqa: F401 - the first, see there
+
+# isort: split
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed, resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -34,7 +36,10 @@ from kvstore.layout import TRAIT_DIGITS, GroupGeometry, LayerGeometry, RankGeome
 from kvstore.types import GroupRule, window_rule
 from tiers.copier import LayerCache, pieces_of
 
-VERSIONS = ("0.32", "0.33")
+NO_CONTEXT = (
+    "expected one of them on: vLLM switches both off where a model cannot go on from loaded KV,"
+    " such as MLA on a CPU"
+)
 HASH_ALGORITHMS = ("sha256", "sha256_cbor")
 _SAMPLES = 256
 _SAMPLE_BYTES = 4096
@@ -48,12 +53,10 @@ def check_supported(config: Any) -> None:
     Roles: under kv_producer an engine frees preempted blocks while they are still written.
     Hash algorithms: with one that is not cryptographic, prompts can be made to collide.
     """
-    version = ".".join(re.findall(r"\d+", vllm.__version__)[:2])
     parallel = config.parallel_config
     transfer = config.kv_transfer_config
     algorithm = config.cache_config.prefix_caching_hash_algo
     for wrong, text in (
-        (version not in VERSIONS, f"vLLM {vllm.__version__}, served are {', '.join(VERSIONS)}"),
         (
             config.model_config.is_encoder_decoder,
             "an encoder-decoder model, served are decoder-only models",
@@ -67,13 +70,17 @@ def check_supported(config: Any) -> None:
             f"prefix_caching_hash_algo {algorithm!r}, expected one of {HASH_ALGORITHMS}",
         ),
         (
-            getattr(parallel, "nnodes", 1) > 1 or parallel.distributed_executor_backend == "ray",
+            parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray",
             "an engine on several nodes, expected one node",
         ),
         (
-            getattr(parallel, "decode_context_parallel_size", 1) > 1
-            or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
             "context parallelism, expected context parallel sizes of 1",
+        ),
+        (
+            not config.cache_config.enable_prefix_caching
+            and not config.scheduler_config.enable_chunked_prefill,
+            f"prefix caching and chunked prefill are both off, {NO_CONTEXT}",
         ),
     ):
         if wrong:
@@ -272,8 +279,7 @@ def transfer_of(request: Any) -> dict[str, Any] | None:
     Images have no place in the name of a partly filled block: with them whole blocks are fetched.
     """
     params: dict[str, Any] | None = request.kv_transfer_params
-    mixed = getattr(request, "prompt_is_token_ids", None) is not None
-    if not params or request.prompt_token_ids is None or mixed:
+    if not params or request.prompt_token_ids is None or request.prompt_is_token_ids is not None:
         return None
     if request.mm_features and params.get("do_remote_prefill"):
         return params | {"remote_num_tokens": 0}
@@ -323,13 +329,18 @@ class _Ids(Sequence[int]):
         return int(self._blocks[index].block_id)
 
 
+def ids_of(groups: Sequence[Sequence[Any]]) -> Sequence[Sequence[int]]:
+    """Return the ids of vLLM's blocks by group without copying them."""
+    return [_Ids(blocks) for blocks in groups]
+
+
 def block_table(
     kv_cache_manager: Any,
     request_id: str,
 ) -> Sequence[Sequence[int]]:
     """Return a request's block ids by group without copying them."""
     managers = kv_cache_manager.coordinator.single_type_managers
-    return [_Ids(manager.req_to_blocks.get(request_id, ())) for manager in managers]
+    return ids_of([manager.req_to_blocks.get(request_id, ()) for manager in managers])
 
 
 def cached_tokens(kv_cache_manager: Any, request: Any) -> int:

@@ -19,6 +19,7 @@ EVENTS = frozenset(
         "failed_loads",
         "failed_stores",
         "given_up_loads",
+        "hand_over_unstored",
         "load_bytes",
         "load_failed",
         "load_tokens",
@@ -26,6 +27,7 @@ EVENTS = frozenset(
         "store_bytes",
         "store_declined",
         "timed_out",
+        "transfer_refused",
     }
 )
 
@@ -62,7 +64,7 @@ class TieredPromMetrics(KVConnectorPromMetrics):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
-        """Register the counter."""
+        """Register the counter, with every event at 0 for every engine."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         counter: type[Counter] = self._counter_cls
         self._events = counter(
@@ -70,6 +72,9 @@ class TieredPromMetrics(KVConnectorPromMetrics):
             documentation="What the kvstore connector counted, by event; bytes where so named.",
             labelnames=[*labelnames, "event"],
         )
+        for labels in per_engine_labelvalues.values():
+            for event in EVENTS:
+                self._events.labels(*labels, event)
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
         """Add one report."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import msgspec
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from connectors import vllm
 from connectors.jobs import LoadJob, StepMeta, StoreJob, StoreSpec
@@ -86,3 +88,8 @@ class ImpatientConnector(vllm.TieredConnector):
     def _start_scheduler(self) -> Any:  # noqa: ANN401 - the scheduler half
         with patch.object(vllm, "ATTACH_S", 1.0):
             return super()._start_scheduler()
+
+
+# In a MultiConnector reports go by the name of a class, which has to be known to vLLM.
+with contextlib.suppress(ValueError):
+    KVConnectorFactory.register_connector("TroubledConnector", __name__, "TroubledConnector")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import time
 from collections.abc import Callable
@@ -22,10 +23,10 @@ pytestmark = pytest.mark.vllm
 REFUSED_S = 300.0  # an engine that fails at once takes about 8 s on two idle cores
 
 
-def refusal(model: Path, connector: dict[str, Any]) -> str:
+def refusal(model: Path, connector: dict[str, Any], **settings: Any) -> str:  # noqa: ANN401
     """Start an engine that must not start, and return what it said."""
     started_s = time.monotonic()
-    engine = Engine(model, connector=connector)
+    engine = Engine(model, connector=connector, **settings)
     with pytest.raises(EngineFailed) as caught, contextlib.closing(engine):
         engine.__enter__()
     assert time.monotonic() - started_s < REFUSED_S
@@ -64,6 +65,44 @@ def test_O22_an_engine_that_is_not_served_says_why(
     connector["kv_connector_extra_config"] |= extra
     said = refusal(model("llama_s"), connector)
     assert re.search(message, said), said
+
+
+def mla_model(folder: Path) -> Path:
+    """A tiny model with multi-head latent attention: a configuration, weights are made up."""
+    settings = {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "dtype": "bfloat16",
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 2,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "q_lora_rank": None,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 32,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+    }
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_O22_a_model_that_cannot_go_on_from_loaded_kv_is_refused(tmp_path: Path) -> None:
+    """On a CPU vLLM switches off what would need it."""
+    model = mla_model(tmp_path)
+    said = refusal(model, attach(), extra={"load_format": "dummy"})
+    assert "prefix caching and chunked prefill are both off, expected one of them on" in said, said
 
 
 def test_O22_a_store_that_refuses_is_an_error_at_start(

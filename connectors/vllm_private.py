@@ -1,0 +1,82 @@
+"""The names of vLLM that no interface promises, checked at start: a rename is one message then.
+
+What the connector calls and overrides by contract is not here; a step that met another name would
+end the engine, or, worse, store nothing for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, KVCacheBlockCopy
+from vllm.v1.core.sched.output import (
+    CachedRequestData,
+    KVConnectorBlockState,
+    NewRequestData,
+    SchedulerOutput,
+)
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from connectors.vllm_version import VERSION
+from kvstore.errors import NotSupported
+
+REQUEST = (
+    *("_all_token_ids", "all_token_ids", "block_hashes", "kv_transfer_params", "lora_request"),
+    *("max_tokens", "mm_features", "num_computed_tokens", "num_in_flight_tokens"),
+    *("num_prompt_tokens", "num_tokens", "prompt_is_token_ids", "prompt_token_ids", "request_id"),
+    "status",
+)
+CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (
+        SchedulerOutput,
+        (
+            *("kv_cache_block_copies", "kv_connector_block_state", "num_scheduled_tokens"),
+            *("preempted_req_ids", "scheduled_cached_reqs", "scheduled_new_reqs"),
+        ),
+    ),
+    (KVConnectorBlockState, ("boundary_state_offloads",)),
+    (NewRequestData, ("block_ids", "num_computed_tokens")),
+    (
+        CachedRequestData,
+        ("new_block_ids", "num_computed_tokens", "req_ids", "resumed_req_ids"),
+    ),
+    (KVConnectorOutput, ("failed_recving", "finished_recving", "kv_connector_worker_meta")),
+    (KVCacheBlockCopy, ("dst_block_id",)),
+    (KVCacheBlocks, ("blocks",)),
+    (KVCacheBlock, ("block_id",)),
+)
+MANAGER = ("coordinator", "prefix_cache_lookup_enabled")
+COORDINATOR = ("find_longest_cache_hit", "single_type_managers")
+GROUP = ("req_to_blocks",)
+
+
+def check_private(kv_cache_manager: Any) -> None:
+    """Raise NotSupported, in one message, for all names that are not there."""
+    if missing := list(_missing(kv_cache_manager)):
+        raise NotSupported(
+            f"kvstore does not serve this engine: vLLM {VERSION} has no {', '.join(missing)},"
+            " expected as in a release of it; use one, or a kvstore that knows this engine"
+        )
+
+
+def _missing(manager: Any) -> Iterator[str]:
+    for owner, names in CLASSES:
+        there = {*dir(owner), *getattr(owner, "__dataclass_fields__", ())}
+        yield from (f"{owner.__name__}.{name}" for name in names if name not in there)
+    request = Request("", [0], SamplingParams(max_tokens=1), None)
+    yield from (f"Request.{name}" for name in REQUEST if not hasattr(request, name))
+    yield from _not_in(manager, "KVCacheManager", MANAGER)
+    coordinator = getattr(manager, "coordinator", None)
+    if coordinator is None:
+        return
+    yield from _not_in(coordinator, "KVCacheCoordinator", COORDINATOR)
+    for group in getattr(coordinator, "single_type_managers", ()):
+        yield from _not_in(group, type(group).__name__, GROUP)
+
+
+def _not_in(thing: Any, what: str, names: tuple[str, ...]) -> Iterator[str]:
+    return (f"{what}.{name}" for name in names if not hasattr(thing, name))

@@ -1,0 +1,142 @@
+"""Beside vLLM's own offloading in a MultiConnector: nothing of the other's is stored as ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore import admin
+from kvstore.bench.engine import Engine, Request
+from kvstore.bench.models import prompt
+from kvstore.bench.native import native_config
+from kvstore.bench.store import StoreProcess
+from tests.engine.identity import assert_same
+from tests.engine.support import (
+    CAPACITY,
+    ENGINE_BLOCK,
+    LLAMA_BLOCK_BYTES,
+    OURS,
+    TOKENS_OUT,
+    TROUBLES,
+    Trouble,
+    attach,
+    broken,
+    forget,
+    grown,
+    numbers,
+    servable,
+    settled,
+    wanted_file,
+)
+
+pytestmark = pytest.mark.vllm
+
+ENGINE_BLOCKS = 41  # a prompt and the next one do not fit together
+TOKENS = 810
+SMALL: dict[str, Any] = {
+    "kv_cache_bytes": ENGINE_BLOCKS * LLAMA_BLOCK_BYTES,
+    "extra": {"max_model_len": 1024},
+}
+
+
+def both(
+    store: StoreProcess, *, ours_first: bool, by: str = broken("TroubledConnector")
+) -> dict[str, Any]:
+    """A MultiConnector of vLLM's own offloading and ours, with vLLM's default policy."""
+    ours = attach(store, by=by)
+    del ours["kv_load_failure_policy"]
+    connectors = [native_config(64 << 20), ours]
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"connectors": connectors[:: -1 if ours_first else 1]},
+    }
+
+
+@pytest.fixture(params=[False, True], ids=["ours-last", "ours-first"])
+def beside(
+    request: pytest.FixtureRequest, model: Callable[[str], Path], tmp_path: Path
+) -> Iterator[tuple[Engine, StoreProcess]]:
+    """An engine with both, small enough that prompts take each other's blocks."""
+    with StoreProcess(tmp_path, CAPACITY) as store:
+        connector = both(store, ours_first=request.param)
+        env = {TROUBLES: str(tmp_path)}
+        with Engine(model("llama_s"), connector=connector, env=env, **SMALL) as engine:
+            yield engine, store
+
+
+def test_O13_blocks_that_another_connector_loads_into_are_stored_before(
+    beside: tuple[Engine, StoreProcess],
+    model: Callable[[str], Path],
+    plain: Callable[[str], Engine],
+    tmp_path: Path,
+) -> None:
+    engine, store = beside
+    firsts = [Request(id=f"a{i}", tokens=prompt(900 + i, TOKENS)) for i in range(4)]
+    seconds = [Request(id=f"b{i}", tokens=prompt(950 + i, TOKENS), arrive_step=6) for i in range(4)]
+    expected = plain("llama_s").run(firsts, max_tokens=TOKENS_OUT)
+    for second in seconds:
+        engine.run([second], max_tokens=2)  # so that the other one has it
+    engine.go_idle()
+    forget(engine)
+    settled(lambda: numbers(store.address))
+    admin.clear(store.address)  # and ours not
+    before = engine.metrics()
+    wanted_file(tmp_path, Trouble.LONG_PAUSES).touch()
+    for first, second in zip(firsts, seconds, strict=True):
+        engine.run([first, second], max_tokens=4)
+    wanted_file(tmp_path, Trouble.LONG_PAUSES).unlink()
+    loaded = grown(engine, before, "external_prefix_cache_hits")
+    assert loaded == sum(servable(TOKENS) for _ in seconds)  # over their firsts' blocks
+    engine.go_idle()
+    settled(lambda: numbers(store.address))
+    with Engine(model("llama_s"), connector=attach(store)) as other:
+        got = other.run(firsts, max_tokens=TOKENS_OUT)
+    assert [result.cached_tokens for result in got] == [servable(TOKENS) for _ in firsts]
+    assert_same(expected, got)
+
+
+def test_O15_a_load_that_fails_beside_another_connector_is_computed(
+    model: Callable[[str], Path], plain: Callable[[str], Engine], tmp_path: Path
+) -> None:
+    requests = [Request(id=f"c{i}", tokens=prompt(970 + i, 300 + 90 * i)) for i in range(4)]
+    expected = plain("llama_s").run(requests, max_tokens=TOKENS_OUT)
+    with StoreProcess(tmp_path, CAPACITY) as store:
+        connector = both(store, ours_first=True)
+        with Engine(model("llama_s"), connector=connector, env={TROUBLES: str(tmp_path)}) as engine:
+            assert (
+                engine.log_path.read_text().count(
+                    "kv_load_failure_policy of MultiConnector is 'fail': set to 'recompute'"
+                )
+                == 1
+            )
+            engine.run(requests, max_tokens=TOKENS_OUT)
+            forget(engine)
+            before = settled(engine.metrics)
+            wanted_file(tmp_path, Trouble.FAILING).touch()
+            got = engine.run(requests, max_tokens=TOKENS_OUT)
+            failed = grown(engine, before, "kvstore_events{event=load_failed}")
+    assert failed >= len(requests)
+    assert {result.finish_reason for result in got} == {"length"}
+    assert_same(expected, got)
+
+
+@pytest.mark.parametrize("ours_first", [False, True])
+def test_M1_what_is_counted_beside_another_connector_reaches_vllms_endpoint(
+    model: Callable[[str], Path], tmp_path: Path, ours_first: bool
+) -> None:
+    requests = [Request(id=f"d{i}", tokens=prompt(980 + i, 300)) for i in range(2)]
+    with StoreProcess(tmp_path, CAPACITY) as store:
+        connector = both(store, ours_first=ours_first, by=OURS)
+        with Engine(model("llama_s"), connector=connector) as engine:
+            named = {name for name in engine.metrics() if name.startswith("kvstore_events{")}
+            engine.run(requests, max_tokens=2)
+            engine.go_idle()
+            engine.run(requests, max_tokens=2)
+            found = engine.metrics()
+    assert found["kvstore_events{event=store_blocks}"] == 2 * (300 // ENGINE_BLOCK)
+    assert {"kvstore_events{event=transfer_refused}"} <= named

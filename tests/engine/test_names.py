@@ -1,0 +1,207 @@
+"""An engine that the connector does not know: an unknown version, or a name that is gone."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what vLLM imports
+]
+
+ROOT = Path(__file__).parent.parent.parent
+COUNTED = ("connectors/*.py", "connectors/nixl/*.py")
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.32.0", "0.3.2"])
+@pytest.mark.parametrize("module", ["vllm", "vllm_compat"])
+def test_O22_an_unknown_engine_version_is_refused_before_its_insides_are_imported(
+    tmp_path: Path, version: str, module: str
+) -> None:
+    """The stand-in has a version and nothing else, as one whose modules have moved."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(f"__version__ = {version!r}\n")
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; import connectors.{module}"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.stderr.splitlines()[-1] == (
+        "kvstore.errors.NotSupported: kvstore does not serve this engine:"
+        f" vLLM {version}, served are 0.32, 0.33"
+    )
+
+
+def manager(**changes: object) -> Any:  # noqa: ANN401 - stands for vLLM's
+    group = SimpleNamespace(req_to_blocks={})
+    coordinator = SimpleNamespace(
+        find_longest_cache_hit=None, single_type_managers=(group, SimpleNamespace(req_to_blocks={}))
+    )
+    parts = {"coordinator": coordinator, "group": group}
+    made = SimpleNamespace(coordinator=coordinator, prefix_cache_lookup_enabled=None)
+    for name in changes:
+        part, _, attribute = name.rpartition("__")
+        delattr(parts.get(part, made), attribute)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("gone", "told"),
+    [
+        ("coordinator", "KVCacheManager.coordinator"),
+        ("prefix_cache_lookup_enabled", "KVCacheManager.prefix_cache_lookup_enabled"),
+        ("coordinator__find_longest_cache_hit", "KVCacheCoordinator.find_longest_cache_hit"),
+        ("coordinator__single_type_managers", "KVCacheCoordinator.single_type_managers"),
+        ("group__req_to_blocks", "SimpleNamespace.req_to_blocks"),
+    ],
+)
+def test_O22_a_block_manager_without_a_name_is_refused_at_start(gone: str, told: str) -> None:
+    from connectors.vllm import TieredConnector
+    from connectors.vllm_private import check_private
+    from kvstore.errors import NotSupported
+
+    check_private(manager())
+    connector = object.__new__(TieredConnector)
+    with pytest.raises(NotSupported, match=r"vLLM 0\.\d+ has no ") as caught:
+        connector.bind_kv_cache_manager(manager(**{gone: None}))
+    assert f" has no {told}, expected" in str(caught.value)
+
+
+def _classes() -> list[tuple[str, str]]:
+    """Each (class, name) in vllm_private, read without importing vLLM."""
+    tree = ast.parse((ROOT / "connectors" / "vllm_private.py").read_text(encoding="utf-8"))
+    found = []
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "CLASSES":
+            assert isinstance(node.value, ast.Tuple)
+            for pair in node.value.elts:
+                assert isinstance(pair, ast.Tuple)
+                owner = ast.unparse(pair.elts[0])
+                names = [n.value for n in ast.walk(pair.elts[1]) if isinstance(n, ast.Constant)]
+                found += [(owner, str(name)) for name in names]
+    assert len(found) > 10
+    return found
+
+
+@pytest.mark.parametrize(("owner", "name"), _classes())
+def test_O22_a_field_that_was_renamed_is_refused_at_start(
+    monkeypatch: pytest.MonkeyPatch, owner: str, name: str
+) -> None:
+    from connectors import vllm_private
+    from kvstore.errors import NotSupported
+
+    classes = {kind.__name__: kind for kind, _ in vllm_private.CLASSES}
+    fields = [n for kind, names in vllm_private.CLASSES if kind.__name__ == owner for n in names]
+    there = SimpleNamespace(**dict.fromkeys(set(fields) - {name}))
+    stand_in = type(owner, (), vars(there))
+    changed = tuple(
+        (stand_in if kind is classes[owner] else kind, names)
+        for kind, names in vllm_private.CLASSES
+    )
+    monkeypatch.setattr(vllm_private, "CLASSES", changed)
+    with pytest.raises(NotSupported, match=rf" has no {owner}\.{name}, expected"):
+        vllm_private.check_private(manager())
+
+
+def _request_names() -> list[str]:
+    """What the connector reads or writes of vLLM's requests."""
+    found = set()
+    for path in (ROOT / "connectors").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and (
+                ast.unparse(node.value) in {"request", "tracked.request"}
+            ):
+                found.add(node.attr)
+    return sorted(found)
+
+
+def test_O22_every_name_read_of_a_request_is_checked() -> None:
+    from connectors.vllm_private import REQUEST
+
+    assert set(_request_names()) <= set(REQUEST)
+
+
+@pytest.mark.parametrize("name", ["mm_features", "num_in_flight_tokens", "prompt_is_token_ids"])
+def test_O22_a_request_without_a_name_is_refused_at_start(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    from vllm.v1.request import Request
+
+    from connectors import vllm_private
+    from kvstore.errors import NotSupported
+
+    def lacking(*arguments: object) -> Any:  # noqa: ANN401 - vLLM's
+        request = Request(*arguments)
+        delattr(request, name)
+        return request
+
+    monkeypatch.setattr(vllm_private, "Request", lacking)
+    with pytest.raises(NotSupported, match=rf" has no Request\.{name}, expected"):
+        vllm_private.check_private(manager())
+
+
+# What is counted
+
+
+def counted() -> set[str]:
+    """Every event that the connector counts, wherever it does."""
+    found = set()
+    for pattern in COUNTED:
+        for path in ROOT.glob(pattern):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("_count"):
+                    found |= {a.value for a in node.args if isinstance(a, ast.Constant)}
+                elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+                    if ast.unparse(node.value).split(".")[-1] in {"stats", "counts"}:
+                        found.add(node.slice.value)
+                elif isinstance(node, ast.ClassDef) and node.name == "WorkerStats":
+                    found |= {
+                        ast.unparse(field.target)
+                        for field in node.body
+                        if isinstance(field, ast.AnnAssign)
+                    }
+    return {str(name) for name in found}
+
+
+def test_M1_every_event_that_is_counted_reaches_vllms_endpoint() -> None:
+    from connectors.vllm_stats import EVENTS
+
+    assert counted() == EVENTS
+    assert {"hand_over_unstored", "transfer_refused", "load_bytes"} <= EVENTS
+
+
+def test_M1_every_event_on_vllms_endpoint_is_documented() -> None:
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
+    (row,) = [line for line in page.splitlines() if "`vllm:kvstore_events_total`" in line]
+    assert {name for name in counted() if f"`{name}`" not in row} == set()
+
+
+def test_M1_every_event_is_there_at_0_for_every_engine() -> None:
+    from prometheus_client import Counter, Gauge, Histogram
+
+    from connectors.vllm_stats import EVENTS, TieredPromMetrics
+
+    types = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+    config = SimpleNamespace(kv_transfer_config=None)
+    engines: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
+    metrics = TieredPromMetrics(config, types, ["model_name", "engine"], engines)
+    metrics.observe({"load_bytes": 7, "foreign": 1}, 1)
+    (family,) = metrics._events.collect()
+    found = {
+        (sample.labels["engine"], sample.labels["event"]): sample.value
+        for sample in family.samples
+        if sample.name.endswith("_total")
+    }
+    expected = dict.fromkeys(((engine, event) for engine in "01" for event in EVENTS), 0.0)
+    assert found == expected | {("1", "load_bytes"): 7.0}
