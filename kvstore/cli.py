@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -72,17 +73,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _parser().parse_args(arguments)
     try:
         status: int = chosen.run(chosen)
-    except ConfigError as exc:
-        print(f"kvstore: error: {exc}", file=sys.stderr)
-        return 2
-    except KVStoreError as exc:
-        print(f"kvstore: error: {exc}", file=sys.stderr)
-        return 1
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `kvstore stats | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the end of Python would say it again
         return 1
+    except Exception as exc:  # whatever is given, what comes is a line
+        if chosen.debug:
+            raise
+        return _failed(exc, serves=chosen.run is _serve)
     return status
+
+
+def _failed(exc: Exception, *, serves: bool) -> int:
+    """Say in one line what is wrong; return the exit status."""
+    if isinstance(exc, KVStoreError):
+        text = str(exc)
+    elif isinstance(exc, OSError):
+        text = f"{exc.filename or 'the system'}: {exc.strerror or exc}"
+    else:
+        text = f"internal error, please report it: {type(exc).__name__}: {exc}"
+        if serves:  # it cannot be had again
+            log.critical("internal error", exc_info=exc)
+        else:
+            text += "; `kvstore --debug ...` shows where"
+    print("kvstore: error: " + " ".join(text.split()), file=sys.stderr)
+    return 2 if isinstance(exc, ConfigError) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=raw,
     )
     parser.add_argument("--version", action="version", version=f"kvstore {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show a traceback where it fails")
     commands = parser.add_subparsers(title="commands", required=True, metavar="command")
 
     def add(name: str, text: str, example: str) -> argparse.ArgumentParser:
@@ -214,10 +232,12 @@ def _serve(chosen: argparse.Namespace) -> int:
     from kvstore.config import load
     from kvstore.logs import log_to_stderr
     from kvstore.quantities import sized
+    from kvstore.refusals import require
     from kvstore.service.listener import listen
     from kvstore.service.server import serve
 
     config = load(chosen.config)
+    require(config)
     log_to_stderr("%(asctime)s %(levelname)s %(message)s")
     listener = listen(config.server.socket, shared=bool(config.server.allow))
     capacity, available = config.cpu.capacity_bytes, memory_left()
@@ -253,7 +273,7 @@ def _check(chosen: argparse.Namespace) -> int:
     failed = [finding for finding in findings if finding.level is Level.FAIL]
     if failed:
         print(f"{len(failed)} of {len(findings)} would stop the store", file=sys.stderr)
-    return 1 if failed else 0
+    return 2 if failed else 0
 
 
 def _check_disk(chosen: argparse.Namespace) -> int:
@@ -416,9 +436,9 @@ def _resize(chosen: argparse.Namespace) -> int:
     from rich.console import Console
 
     from kvstore import admin
-    from kvstore.quantities import parse_bytes, sized
+    from kvstore.quantities import sized
 
-    capacity = parse_bytes(chosen.capacity)
+    capacity = _capacity(chosen.capacity)
     steps = admin.resize(chosen.store, chosen.tier, capacity, user=chosen.user)
     with Console(stderr=True).status("resizing") as status:
         for used, cap in steps:
@@ -426,6 +446,15 @@ def _resize(chosen: argparse.Namespace) -> int:
     print(f"{chosen.tier}: capacity {sized(cap)}, {sized(used)} in use")
     print("a restart takes the capacity of the configuration file again", file=sys.stderr)
     return 0
+
+
+def _capacity(text: str) -> int:
+    from kvstore.config import NVME
+
+    try:
+        return int(NVME["capacity"].read(text, {}))
+    except ConfigError as exc:
+        raise ConfigError(f"capacity: {exc}") from None
 
 
 def _bench(chosen: argparse.Namespace) -> int:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import re
+import stat
 import tomllib
 from collections.abc import Mapping
 from fractions import Fraction
@@ -38,6 +40,8 @@ HUGE_PAGE_BYTES = 2 * MIB
 EXTENT_BYTES_MIN = 16 * MIB
 EXTENT_BYTES_MAX = GIB
 DISK_BYTES_MIN = 64 * MIB
+DISK_BYTES_MAX = 256 << 40  # for more, a process has not enough addresses for the index
+FILE_BYTES_MAX = MIB
 THREADS_MAX = 64
 MOVERS = ("threads", "nixl")
 # sun_path of a unix socket address is 108 bytes, the last of them a zero.
@@ -208,7 +212,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def load(path: str | Path) -> Config:
     """Read the settings from a TOML file; ConfigError says in one line what is wrong."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = _text_of(path)
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
     except UnicodeDecodeError as exc:
@@ -217,7 +221,23 @@ def load(path: str | Path) -> Config:
         table = tomllib.loads(text)
     except ValueError as exc:  # not TOMLDecodeError alone: a number can have too many digits
         raise ConfigError(f"{path}: not valid TOML: {exc}") from exc
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deep") from None
     return parse(table, source=str(path))
+
+
+def _text_of(path: str | Path) -> str:
+    """Read a file, without the mark that some editors put before UTF-8. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would hold it
+    with os.fdopen(fd, "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"{path}: expected a file, found a device or pipe")
+        if found.st_size > FILE_BYTES_MAX:
+            raise ConfigError(
+                f"{path}: expected a file of {FILE_BYTES_MAX} bytes at most, found {found.st_size}"
+            )
+        return file.read(FILE_BYTES_MAX).decode("utf-8-sig")
 
 
 def parse(table: Mapping[str, Any], *, source: str = "config") -> Config:
@@ -298,6 +318,8 @@ def _read_disk_capacity(value: object, _found: Mapping[str, Any]) -> int:
     capacity_bytes = parse_bytes(value)
     if capacity_bytes < DISK_BYTES_MIN:
         raise ConfigError(f"expected at least 64MiB, found {shown(value)}")
+    if capacity_bytes > DISK_BYTES_MAX:
+        raise ConfigError(f"expected at most 256TiB, found {shown(value)}")
     return capacity_bytes
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import enum
-import os
 import resource
 import shutil
-import socket
-import tempfile
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -19,10 +16,8 @@ from kvstore.available import MARGIN_BYTES, memory_left
 from kvstore.config import Config
 from kvstore.errors import ConfigError
 from kvstore.gds import Gds
-from kvstore.ownfiles import refuse_folder
 from kvstore.quantities import sized
-from kvstore.service.listener import taken
-from kvstore.service.server import CPU_TIER, find_class
+from kvstore.refusals import NVME_REFUSALS, refusals, writable_folder
 
 GDS = "tiers.nvme.gds"
 SHMEM_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
@@ -45,44 +40,48 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def examine(config: Config) -> list[Finding]:
-    """Look at everything a store needs here. Raises ConfigError for a tier that cannot load."""
-    return [
-        _socket(config),
+    """Look at everything a store needs here."""
+    failed = [Finding(Level.FAIL, what, text) for what, text in _refused(config)]
+    wrong = {finding.what for finding in failed}
+    rest = [
+        Finding(Level.OK, "socket", f"unix://{config.server.socket}"),
         _metrics(config),
         *_memory(config),
         *_disk(config),
+        _peer(config),
         _huge_pages(),
         _locked_memory(),
-        *_tiers(config),
+        *(Finding(Level.OK, f"tier {t.name}", f"{t.class_name} loads") for t in config.tiers),
     ]
+    return failed + [finding for finding in rest if finding.what not in wrong]
 
 
-def _socket(config: Config) -> Finding:
-    path = Path(config.server.socket)
-    try:
-        if taken(str(path)):
-            return Finding(Level.FAIL, "socket", f"{path}: a store is running there already")
-    except OSError as exc:
-        return Finding(Level.FAIL, "socket", f"{path}: {exc.strerror}")
-    folder = next(parent for parent in path.parents if parent.is_dir())
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return Finding(Level.FAIL, "socket", f"{path}: no permission to write in {folder}")
-    return Finding(Level.OK, "socket", f"unix://{path}")
+def _refused(config: Config) -> Iterator[tuple[str, str]]:
+    """Go through what would stop a store, in its words."""
+    for what, look in refusals(config):
+        try:
+            look()
+        except ConfigError as exc:
+            yield what, str(exc)
+    if config.nvme is not None:
+        user = import_module(NVME_REFUSALS).user_of(Path(config.nvme.path))
+        if user is not None:
+            yield "nvme", user
 
 
 def _metrics(config: Config) -> Finding:
     address = config.server.metrics
-    if address is None:
-        return Finding(Level.OK, "metrics", "no endpoint")
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address.host, address.port))
-        except OSError as exc:
-            text = f"{address.host}:{address.port}: {exc.strerror}"
-            return Finding(Level.FAIL, "metrics", text)
-    return Finding(Level.OK, "metrics", f"http://{address.host}:{address.port}/metrics")
+    text = "no endpoint" if address is None else f"http://{address.host}:{address.port}/metrics"
+    return Finding(Level.OK, "metrics", text)
+
+
+def _peer(config: Config) -> Finding:
+    peer = config.peer
+    if peer is None:
+        return Finding(Level.OK, "peer", "no hand-over")
+    secret = "without a key" if peer.key is None else "with a key"
+    text = f"{peer.listen.host}:{peer.listen.port} {secret}, over {peer.devices}"
+    return Finding(Level.OK, "peer", text)
 
 
 def _memory(config: Config) -> Iterator[Finding]:
@@ -107,10 +106,6 @@ def _nodes(chosen: int | None) -> Finding:
     there, gpus = numa.nodes(), numa.nodes_of_gpus()
     text = "taken from any node, as the kernel decides"
     if chosen is not None:
-        try:
-            numa.check(chosen)
-        except ConfigError as exc:
-            return Finding(Level.FAIL, "numa", str(exc))
         text = f"taken from node {chosen} while it has room"
     text += f"; nodes with memory: {_listed(there)}, GPUs at nodes: {_listed(gpus)}"
     far = len(there) > 1 and bool(gpus) and gpus != [chosen]
@@ -127,29 +122,14 @@ def _disk(config: Config) -> Iterator[Finding]:
         yield Finding(Level.OK, "nvme", "no disk")
         return
     path = Path(nvme.path)
-    folder = next(parent for parent in (path, *path.parents) if parent.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        why = "no permission to write" if folder.is_dir() else "it is no directory"
-        yield Finding(Level.FAIL, "nvme", f"{path}: {why} ({folder})")
-        return
-    if folder == path:
-        try:
-            refuse_folder(nvme.path, path.stat())
-        except ConfigError as exc:
-            yield Finding(Level.FAIL, "nvme", str(exc))
-            return
-    held = sum(file.lstat().st_blocks * 512 for file in path.glob("*.extent"))
-    free = shutil.disk_usage(folder).free + held
+    try:
+        folder = writable_folder(path, str(path))
+        held = sum(file.lstat().st_blocks * 512 for file in path.glob("*.extent"))
+        free = shutil.disk_usage(folder).free + held
+    except (ConfigError, OSError):
+        return  # it is said already
     text = f"{path}: capacity {sized(nvme.capacity_bytes)}, {sized(free)} are free or ours"
     yield Finding(Level.OK if nvme.capacity_bytes <= free else Level.NOTE, "nvme", text)
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".kvstore-check-") as probe:
-            os.close(os.open(probe.name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC))
-    except OSError as exc:
-        text = f"{folder}: {exc.strerror}: a file system with direct I/O is needed, as ext4 or xfs"
-        yield Finding(Level.FAIL, "nvme", text)
-    else:
-        yield Finding(Level.OK, "nvme", "direct I/O works there")
     gds: Gds = import_module(GDS).examine(folder)
     yield Finding(Level.OK, "gds", gds.text)
 
@@ -170,10 +150,3 @@ def _locked_memory() -> Finding:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text = "no limit" if limit == resource.RLIM_INFINITY else f"limit {sized(limit)}"
     return Finding(Level.OK, "locked memory", f"{text}; this version locks none")
-
-
-def _tiers(config: Config) -> Iterator[Finding]:
-    for name, dotted in (("cpu", CPU_TIER), *((t.name, t.class_name) for t in config.tiers)):
-        if not callable(find_class(dotted)):
-            raise ConfigError(f"tier {name}: {dotted} is no class")
-        yield Finding(Level.OK, f"tier {name}", f"{dotted} loads")

@@ -27,11 +27,12 @@ from kvstore.export import messages as m
 from kvstore.export.consumer import Consumer
 from kvstore.layout import SlotLayout
 from kvstore.metrics import Numbers
+from kvstore.plugins import find_class
 from kvstore.protocol import Message, u32
 from kvstore.service.channel import Channel, ClusterKey
 from kvstore.service.namespace import Namespace
 from kvstore.service.peers import Peers
-from kvstore.service.server import PEER_MOVER, find_class
+from kvstore.service.server import PEER_MOVER
 from kvstore.types import (
     BlockKey,
     GroupRule,

@@ -14,7 +14,7 @@ import pytest
 from kvstore import cli, config, extra, protocol
 from kvstore.bench.report import Result, as_json
 from kvstore.metrics import TABLE
-from kvstore.service.server import find_class
+from kvstore.plugins import find_class
 from kvstore.settings import Required
 
 ROOT = Path(__file__).parent.parent

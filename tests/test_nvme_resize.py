@@ -115,7 +115,7 @@ def test_the_command_changes_a_running_store(
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
-    [("1MiB", "expected nvme from"), ("many", "such as"), ("-5", "such as")],
+    [("1MiB", "expected at least 64MiB"), ("many", "such as"), ("-5", "such as")],
 )
 def test_a_wrong_capacity_is_refused(
     live: config.Config, tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: str, says: str

@@ -14,8 +14,9 @@ import pytest
 from kvstore import config
 from kvstore import protocol as p
 from kvstore.errors import ConfigError, TierFull
+from kvstore.plugins import find_class
 from kvstore.service.listener import listen
-from kvstore.service.server import Server, find_class
+from kvstore.service.server import Server
 from kvstore.tier import Tier, TierContext
 from kvstore.tiering import Tiering
 from kvstore.types import BlockKey, JobKind, JobResult, LookupResult, Slot

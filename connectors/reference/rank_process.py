@@ -26,7 +26,7 @@ from connectors.reference.shape import Shape
 from connectors.worker import WorkerHalf
 from kvstore.errors import InvariantBroken, KVStoreError
 from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
-from kvstore.service.server import find_class
+from kvstore.plugins import find_class
 from tiers.copier import LayerCache
 
 log = logging.getLogger(__name__)

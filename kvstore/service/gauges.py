@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from kvstore.config import DISK_BYTES_MIN
+from kvstore.config import DISK_BYTES_MAX, DISK_BYTES_MIN
 from kvstore.errors import ProtocolError
 from kvstore.metrics import MEMORY, NVME, Numbers
 from kvstore.protocol import EVENTS, Query, Step
@@ -32,8 +32,12 @@ def count_step(numbers: Numbers, step: Step, tiers: Collection[str]) -> None:
 
 def resize(disk: Disk | None, query: Query) -> None:
     """Give the NVMe tier another cap. Raises ProtocolError for what it cannot have."""
-    if query.tier != NVME or disk is None or query.capacity_bytes < DISK_BYTES_MIN:
-        have = f"{NVME} from {DISK_BYTES_MIN} bytes on" if disk else "no such tier"
+    if (
+        query.tier != NVME
+        or disk is None
+        or not (DISK_BYTES_MIN <= query.capacity_bytes <= DISK_BYTES_MAX)
+    ):
+        have = f"{NVME} from {DISK_BYTES_MIN} to {DISK_BYTES_MAX} bytes" if disk else "no such tier"
         raise ProtocolError(
             f"resize of {query.tier!r} to {query.capacity_bytes} bytes, expected {have}"
         )

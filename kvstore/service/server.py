@@ -16,9 +16,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
 
@@ -29,6 +27,7 @@ from kvstore.config import Config, EngineConfig, PeerConfig
 from kvstore.errors import ConfigError, InvariantBroken, ProtocolError
 from kvstore.export.fetches import Waits
 from kvstore.metrics import NVME, StoreCollector
+from kvstore.plugins import find_class, find_tier
 from kvstore.service.channel import ClusterKey
 from kvstore.service.listener import Listener
 from kvstore.service.peers import EXPORTER, Peers
@@ -49,15 +48,6 @@ _CLOSE_S = 0.5
 _FLUSH_S = 30.0
 _PROGRESS_S = 2.0
 _GAUGES_NS = 50_000_000
-
-
-def find_class(dotted: str) -> Any:  # noqa: ANN401 - whatever the name stands for
-    """Import "package.module:Class". Raises ConfigError naming what is missing."""
-    module, _, name = dotted.partition(":")
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as exc:
-        raise ConfigError(f"{dotted!r} cannot be loaded: {exc}") from exc
 
 
 class _Connection:
@@ -148,13 +138,13 @@ class Server:
             tiers.append(self._disk.tier(TierContext(NVME, digest, slot_bytes, memory, {})))
         for tier in self._config.tiers:
             context = TierContext(tier.name, digest, slot_bytes, memory, tier.options)
-            tiers.append(find_class(tier.class_name)(context))
+            tiers.append(find_tier(tier.name, tier.class_name)(context))
         return tiers
 
     def check_tiers(self) -> None:
         """Load the tier classes now, so that a wrong name is an error at start-up."""
         for tier in self._config.tiers:
-            find_class(tier.class_name)
+            find_tier(tier.name, tier.class_name)
 
     def run(self) -> None:
         """Serve until stop(). Closes everything it opened."""

@@ -40,6 +40,11 @@ class IndexDamagedError(TierIOError):
     """What the index's file says is wrong, beyond doubt."""
 
 
+def map_bytes_of(blocks_max: int) -> int:
+    """Return the addresses that an index for so many blocks is mapped at."""
+    return max(_MAP_BYTES_MIN, 2 * RECORD_BYTES * blocks_max)
+
+
 class Journal:
     """The index on disk. Calls come from one thread, and wait for the disk.
 
@@ -57,7 +62,7 @@ class Journal:
         """
         self.path = folder / FOLDER
         self.path.mkdir(mode=0o700, exist_ok=True)
-        self._map_bytes = max(_MAP_BYTES_MIN, 2 * RECORD_BYTES * blocks_max)
+        self._map_bytes = map_bytes_of(blocks_max)
         self._lock_fd = lock_fd
         self._verify = False
         self._deaths = 0

@@ -30,13 +30,18 @@ LOAD_S = 0.006  # of each poll
 RETRY_S = 0.5
 
 
+def blocks_max_of(capacity_bytes: int) -> int:
+    """Return how many blocks a capacity has room for, be they as small as can be."""
+    return capacity_bytes // stride_of(1)
+
+
 class Opening:
     """The journal and the namespaces of one directory, from its start on."""
 
     def __init__(self, volume: Volume, capacity_bytes: int) -> None:
         """Nothing is read before open()."""
         self._volume = volume
-        self._blocks_max = capacity_bytes // stride_of(1)
+        self._blocks_max = blocks_max_of(capacity_bytes)
         self.spaces: dict[str, Space] = {}
         self.next_extent = 1
         self.generation = 1  # the highest that a write has had

@@ -60,6 +60,21 @@ class Look(NamedTuple):
     read_only: bool
 
 
+def taken(path: Path, lock_fd: int) -> str:
+    """Say who has a directory, whose lock file is given."""
+    holder = _marks(lock_fd)[0] or "unknown"
+    return (
+        f"{path} is in use by the store with process id {holder} or what is left of it;"
+        " one store per directory"
+    )
+
+
+def _marks(lock_fd: int) -> tuple[str, str, str]:
+    lines = os.pread(lock_fd, 200, 0).decode(errors="replace").split("\n")
+    holder, known, use, *_ = [*lines, "", "", ""]
+    return holder.strip(), known.strip(), use.strip()
+
+
 class Volume:
     """A directory of a disk. All but the constructor touch it, and may hang with it."""
 
@@ -90,9 +105,9 @@ class Volume:
             deadline = time.monotonic() + wait_s
             while not self._locked():
                 if time.monotonic() >= deadline:
-                    raise ConfigError(self._taken())
+                    raise ConfigError(taken(self.path, self._lock_fd))
                 time.sleep(0.05)
-            _, known, _ = self._marks()
+            _, known, _ = _marks(self._lock_fd)
             self._id = known or secrets.token_hex(8)
             self._mark()
         except BaseException:
@@ -107,8 +122,8 @@ class Volume:
         try:
             self._attach(0)
             if not self._locked():
-                raise TierIOError(self._taken())
-            _, known, use = self._marks()
+                raise TierIOError(taken(self.path, self._lock_fd))
+            _, known, use = _marks(self._lock_fd)
             if known != self._id:
                 raise TierIOError("another directory is in its place")
             if use != self._use:
@@ -166,18 +181,6 @@ class Volume:
         except BlockingIOError:
             return False
         return True
-
-    def _taken(self) -> str:
-        holder = self._marks()[0] or "unknown"
-        return (
-            f"{self.path} is in use by the store with process id {holder} or what is left of it;"
-            " one store per directory"
-        )
-
-    def _marks(self) -> tuple[str, str, str]:
-        lines = os.pread(self._lock_fd, 200, 0).decode(errors="replace").split("\n")
-        holder, known, use, *_ = [*lines, "", "", ""]
-        return holder.strip(), known.strip(), use.strip()
 
     def _mark(self) -> None:
         marks = f"{os.getpid()}\n{self._id}\n{self._use}\n".encode()
