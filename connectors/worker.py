@@ -128,6 +128,7 @@ class WorkerHalf:
         self._stores_over: set[int] = set()
         self._stores_open: dict[int, Task] = {}
         self._loads_open: set[str] = set()
+        self._idle_loads: set[str] = set()  # of these: what wait, and copy nothing
         self._gives_open: set[int] = set()
         self._stats = WorkerStats()
         self._stop = threading.Event()
@@ -284,6 +285,7 @@ class WorkerHalf:
     def _load(self, task: Task, job: LoadJob) -> Outcome | None:
         """Copy what is ready; None while slots are still being filled, or copied."""
         link, copier, now_ns = self._link, self._copier, monotonic_ns()
+        self._idle_loads.discard(job.request_id)
         if job.session != self._session or link is None or copier is None:
             return self._abandon(task, job, now_ns)
         load_over = task.broken
@@ -303,6 +305,8 @@ class WorkerHalf:
             return self._loaded(task, job, link, now_ns)
         if task.patience is not None and task.patience.asks(now_ns):
             self._tell(link, p.Loading(job.lease))
+        if task.load is None or not task.load.copying:
+            self._idle_loads.add(job.request_id)
         return None
 
     def _begin_load(self, task: Task, job: LoadJob, now_ns: int) -> None:
@@ -433,6 +437,13 @@ class WorkerHalf:
             self._hello = msgspec.structs.replace(self._hello, direct=False)
             raise
 
+    def _uses_no_slots(self) -> bool:
+        """Tell whether nothing is being copied from slots that are about to go.
+
+        What is written to peers uses none, and what a load that waits has leased does not go.
+        """
+        return self._runner.open <= len(self._gives_open) + len(self._idle_loads)
+
     def _handle(self, link: Link, messages: Iterable[p.Message]) -> bool:
         for message in messages:
             if isinstance(message, p.Extent):
@@ -448,8 +459,7 @@ class WorkerHalf:
                 self._slots.add(message.extent, extent)
                 link.send(p.Mapped(message.extent))
             elif isinstance(message, p.Unmap):
-                # What is written to peers uses no slots.
-                self._runner.wait(lambda: self._runner.open <= len(self._gives_open))
+                self._runner.wait(self._uses_no_slots)
                 removed = self._slots.remove(message.extent)
                 if removed is not None:
                     self._device.unpin(removed)

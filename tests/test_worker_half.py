@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from connectors.jobs import EngineSpec, LoadJob, StepMeta, StoreJob, StoreSpec
 from connectors.worker import WorkerHalf
+from kvstore import protocol as p
 from kvstore.bench.steal import Watch
 from kvstore.config import Config, parse
 from kvstore.layout import GroupLayout, LayerRun, Move, RankLayout
@@ -153,6 +155,22 @@ def test_O15_a_slot_that_was_reused_fails_the_load(rig: Rig) -> None:
     assert rig.load(job) == [True]
     assert rig.ranks[0].half.take_stats().failed_loads == 1
     assert rig.ask(chain).lease == 0, "the damaged copies are dropped"
+
+
+def test_O23_memory_is_given_back_while_a_load_waits_for_long(rig: Rig) -> None:
+    """What it leases is not what goes; its store would end the session of who keeps it waiting."""
+    chain = hashes(2)
+    rig.put(chain, [1, 2])
+    half = rig.ranks[0].half
+    half._wait_ns = half._limit_ns = 600 * 10**9
+    waits = rig.load_job("waits", rig.ask(chain), [10, 11], stale=1)
+    half.start_loads(StepMeta(loads=(waits,)))
+    said: list[p.Message] = []
+    link = SimpleNamespace(send=said.append)
+    unmap = threading.Thread(target=half._handle, args=(link, [p.Unmap(99)]), daemon=True)
+    unmap.start()
+    eventually(lambda: said == [p.Unmapped(99)])
+    assert half._loads_open == {"waits"}
 
 
 def test_a_request_that_loads_again_gets_what_the_second_job_names(rig: Rig) -> None:

@@ -45,7 +45,8 @@ _READ_BYTES = 1 << 18
 _TICK_S = 0.2
 _BUSY_TICK_S = 0.001
 _CLOSE_S = 0.5
-_FLUSH_S = 30.0
+_FLUSH_S = 30.0  # without a block that was kept
+_FLUSH_LIMIT_S = 600.0
 _PROGRESS_S = 2.0
 _GAUGES_NS = 50_000_000
 
@@ -359,10 +360,14 @@ class Server:
 
     def _copy_down(self) -> None:
         """Copy what only memory has to the lower tiers, within a time budget."""
-        started = told = time.monotonic()
+        started = told = kept = time.monotonic()
         self.store.enqueue_all()
-        total = self.store.queued_blocks
-        while (left := self.store.queued_blocks) and time.monotonic() - started < _FLUSH_S:
+        total = before = self.store.queued_blocks
+        while left := self.store.queued_blocks:
+            now = time.monotonic()
+            kept, before = (now, left) if left < before else (kept, before)
+            if now - kept >= _FLUSH_S or now - started >= _FLUSH_LIMIT_S:
+                break
             self.store.on_tick(time.monotonic_ns())
             if time.monotonic() - told > _PROGRESS_S:
                 told = time.monotonic()
