@@ -137,6 +137,7 @@ def test_S2_what_peers_leave_unfinished_is_bounded_in_sum(
     friend.channel.send(number, m.Release(1))
     until(lambda: server.got, server, friend)
     assert server.channel._gate._unfinished <= 2 << 20
+    assert not server.channel.counts["malformed"], "none of them got to the end of its message"
 
 
 def test_S3_without_a_key_only_loopback_is_dialled() -> None:
