@@ -6,10 +6,7 @@ vLLM's names stay in this file and in vllm.py. Checked against 0.32 (runs in the
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -17,22 +14,23 @@ import torch
 from connectors import vllm_version  # noqa: F401 - the first, see there
 
 # isort: split
-from vllm.v1.core.kv_cache_utils import get_none_hash_seed, resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
-    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     group_kernel_blocks,
 )
 
 from connectors.requests import Geometry
+from connectors.vllm_identity import identity
+from connectors.vllm_pages import layer_geometry
 from kvstore.errors import ConfigError, NotSupported
-from kvstore.layout import TRAIT_DIGITS, GroupGeometry, LayerGeometry, RankGeometry
+from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.types import GroupRule, window_rule
 from tiers.copier import LayerCache, pieces_of
 
@@ -41,10 +39,6 @@ NO_CONTEXT = (
     " such as MLA on a CPU"
 )
 HASH_ALGORITHMS = ("sha256", "sha256_cbor")
-_SAMPLES = 256
-_SAMPLE_BYTES = 4096
-_WHOLE_FILE_BYTES = 64 << 20
-TRAIT_CHARACTERS = 100  # of one fact as others are told it
 
 
 def check_supported(config: Any) -> None:
@@ -184,90 +178,12 @@ def rank_geometry(
             if isinstance(spec, UniformTypeKVCacheSpecs):
                 spec = spec.kv_cache_specs[name]
             blocks = group_kernel_blocks(tensors[name], cache.num_blocks)
-            layers.append(_layer(config, name, spec, held.page_bytes, blocks))
+            layers.append(layer_geometry(config, name, spec, held.page_bytes, blocks))
         groups.append(GroupGeometry(rule, tuple(layers)))
-    named, traits = identity(config)
-    return RankGeometry(named, tokens.block_tokens, tokens.blocks_per_chunk, tuple(groups), traits)
-
-
-def _layer(
-    config: Any,
-    name: str,
-    spec: Any,
-    page_bytes: int,
-    blocks: torch.Tensor,
-) -> LayerGeometry:
-    parallel = config.parallel_config
-    size = parallel.tensor_parallel_size
-    rank = parallel.rank % size
-    replicated = isinstance(spec, MLAAttentionSpec) or getattr(spec, "tp_replicated", False)
-    heads = getattr(spec, "num_kv_heads", 1)
-    total = config.model_config.get_total_num_kv_heads()
-    if replicated or size == 1:
-        return LayerGeometry(name, page_bytes)
-    if isinstance(spec, MambaSpec) or heads != max(1, total // size):
-        return LayerGeometry(name, page_bytes, 1, rank, size, head_major=False)
-    head_first = rank * total // size
-    one_kernel_block = blocks.dim() == 4  # noqa: PLR2004 - [B, H, N, C]
-    head_major = one_kernel_block and blocks.stride(1) >= blocks.stride(2)
-    return LayerGeometry(name, page_bytes, heads, head_first, total, head_major)
-
-
-def identity(config: Any) -> tuple[str, dict[str, str]]:
-    """Name everything beside the geometry that decides a block's bytes or its hash.
-
-    As a digest, and for people to read. The model's name is for these only: another path, or
-    another name of the same weights, is the same model.
-    """
-    model, cache = config.model_config, config.cache_config
-    speculative = config.speculative_config
-    facts = {
-        "hf_config": model.hf_config.to_dict(),
-        "weights": weights_fingerprint(model.model, model.revision),
-        "dtype": str(model.dtype),
-        "cache_dtype": str(cache.cache_dtype),
-        "quantization": str(model.quantization),
-        "hash": [cache.prefix_caching_hash_algo, get_none_hash_seed()],
-        "speculative": None if speculative is None else str(speculative.method),
-    }
-    facts["hf_config"].pop("_name_or_path", None)
-    here = Path(model.model).is_dir()
-    traits = {
-        "model": Path(model.model).name if here else model.model,
-        "weights": facts["weights"][:TRAIT_DIGITS] if here else facts["weights"],
-        "config": _digest(facts["hf_config"])[:TRAIT_DIGITS],
-        "dtype": facts["dtype"].removeprefix("torch."),
-        "cache dtype": facts["cache_dtype"],
-        "quantization": facts["quantization"],
-        "hash": cache.prefix_caching_hash_algo,
-        "hash seed": _digest(facts["hash"])[:TRAIT_DIGITS],
-        "speculative": str(facts["speculative"]),
-    }
-    return _digest(facts), {name: text[:TRAIT_CHARACTERS] for name, text in traits.items()}
-
-
-def _digest(facts: Any) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def weights_fingerprint(model: str, revision: str | None) -> str:
-    """Digest a model's weight files: whole when small, else evenly spaced samples of each."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return f"{model}@{revision}"
-    digest = hashlib.sha256()
-    files = [f for f in sorted(folder.iterdir()) if f.suffix in (".safetensors", ".bin", ".pt")]
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}".encode())
-        with file.open("rb") as source:
-            if size <= _WHOLE_FILE_BYTES:
-                digest.update(source.read())
-                continue
-            for sample in range(_SAMPLES):
-                source.seek((size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
-                digest.update(source.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
+    named, traits, unnamed = identity(config)
+    return RankGeometry(
+        named, tokens.block_tokens, tokens.blocks_per_chunk, tuple(groups), traits, unnamed
+    )
 
 
 SHORTENED = "prompt_shortened"  # a hand-over parameter of ours

@@ -9,7 +9,8 @@ which is topology-free: a rank with heads 4..7 of 8 owns the second half of each
 whatever tensor-parallel size wrote them, and a rank's run is one whole engine page. (Run lengths
 for five real models: docs/decisions/001-slot-order.md.) Where an engine keeps tokens outside of
 heads, a page cannot be cut by head; then the ranks' pages follow one another and the
-tensor-parallel size is part of the digest.
+tensor-parallel size is part of the digest. What lies inside a page is copied as it lies, so its
+order is part of the digest at every size (PageForm).
 """
 
 from __future__ import annotations
@@ -25,12 +26,28 @@ from kvstore.errors import ConfigError
 from kvstore.limits import Heads, Name, Text
 from kvstore.types import GroupRule
 
-FORMAT = 1
+FORMAT = 2
 ALIGNMENT = 4096
 PIECES_MAX = 1 << 14  # of one rank's part of a block
 GPUS_MAX = 1024  # of one machine
 METADATA_MAX = 1 << 18  # of one rank's agent
 TRAIT_DIGITS = 12  # of a digest that is shown as a trait
+FORM_MAX = 512  # characters of what is said of a page's form
+
+
+class PageForm(msgspec.Struct, frozen=True):
+    """How the bytes of a layer's page are to be read. It is compared, never taken apart.
+
+    Equal forms with equal sizes are the same bytes, whatever the tensor parallel size and the
+    number of blocks were. order: the page's dimensions with their sizes, outermost first, those of
+    one element left out; heads that are outermost are counted over all ranks, others over one.
+    kernel_tokens: tokens of what the engine's kernels take for a block. content: what is innermost.
+    """
+
+    order: Annotated[str, msgspec.Meta(max_length=FORM_MAX)] = ""
+    kernel_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)] = 0
+    content: Annotated[str, msgspec.Meta(max_length=FORM_MAX)] = ""
+
 
 ByGroup = msgspec.Meta(max_length=limits.GROUPS_MAX)
 Chunk = Annotated[int, msgspec.Meta(ge=1, le=limits.CHUNK_MAX)]
@@ -46,6 +63,7 @@ class LayerGeometry(msgspec.Struct, frozen=True):
     head_first: Annotated[int, msgspec.Meta(ge=0, lt=limits.HEADS_MAX)] = 0
     heads_total: Heads = 1
     head_major: bool = True  # heads are the page's outermost dimension
+    form: PageForm = PageForm()
 
     def __post_init__(self) -> None:
         sizes = (self.page_bytes, self.heads, self.heads_total)
@@ -73,6 +91,8 @@ class RankGeometry(msgspec.Struct, frozen=True):
     identity: whatever else decides the bytes (model, weights, dtype, hash algorithm ...).
     block_tokens: tokens of one block; blocks_per_chunk: engine blocks in it, per group.
     traits: what identity is made of, by name, for people to read.
+    unnamed: why the identity does not say all that decides the bytes; "": it does. Blocks of such
+    an engine are for itself only, and for as long as it is attached.
     """
 
     identity: Text
@@ -80,6 +100,7 @@ class RankGeometry(msgspec.Struct, frozen=True):
     blocks_per_chunk: Annotated[tuple[Chunk, ...], ByGroup]
     groups: Annotated[tuple[GroupGeometry, ...], ByGroup]
     traits: Annotated[dict[Name, Text], msgspec.Meta(max_length=limits.TRAITS_MAX)] = {}
+    unnamed: Annotated[str, msgspec.Meta(max_length=FORM_MAX)] = ""
 
     def __post_init__(self) -> None:
         if not self.groups or len(self.groups) != len(self.blocks_per_chunk):
@@ -122,13 +143,21 @@ class RankLayout(msgspec.Struct, frozen=True):
 
 
 class SlotLayout(msgspec.Struct, frozen=True):
-    """A namespace's slots: digest names everything that decides the bytes; traits say it."""
+    """A namespace's slots: digest names everything that decides the bytes; traits say it.
+
+    unnamed: see RankGeometry.
+    """
 
     digest: str
     slot_bytes: int
     rules: tuple[GroupRule, ...]
     ranks: tuple[RankLayout, ...]
     traits: dict[str, str]
+    unnamed: str = ""
+
+    def of_session(self, number: int) -> SlotLayout:
+        """Return the same under a digest that no other session of any store has."""
+        return msgspec.structs.replace(self, digest=_digest((self.digest, number)))
 
 
 class PageRun(msgspec.Struct, frozen=True, array_like=True):
@@ -222,6 +251,7 @@ def slot_layout(ranks: Sequence[RankGeometry]) -> SlotLayout:
         "groups": ", ".join(kinds),
         "slot bytes": str(slot_bytes),
         "layout": _digest((FORMAT, orders))[:TRAIT_DIGITS],
+        **_forms(first),
     }
     return SlotLayout(
         _digest(facts),
@@ -232,7 +262,20 @@ def slot_layout(ranks: Sequence[RankGeometry]) -> SlotLayout:
             for rank in range(len(ranks))
         ),
         first.traits | traits,
+        next((rank.unnamed for rank in ranks if rank.unnamed), ""),
     )
+
+
+def _forms(rank: RankGeometry) -> dict[str, str]:
+    """Say how pages are to be read, for people: the different values, cut short."""
+    forms = [layer.form for group in rank.groups for layer in group.layers]
+    values = {
+        "page order": [form.order for form in forms],
+        "kernel block": [str(form.kernel_tokens) for form in forms],
+        "page content": [form.content for form in forms],
+    }
+    told = {name: "; ".join(dict.fromkeys(found))[:FORM_MAX] for name, found in values.items()}
+    return told if any(form != PageForm() for form in forms) else {}
 
 
 def _digest(facts: object) -> str:
@@ -241,14 +284,14 @@ def _digest(facts: object) -> str:
 
 def _group_layouts(
     ranks: Sequence[GroupGeometry],
-) -> tuple[list[GroupLayout], list[tuple[str, int, int]]]:
+) -> tuple[list[GroupLayout], list[tuple[str, int, int, PageForm]]]:
     """Place the layers of all ranks; return a layout per rank, and the order for the digest."""
     names = list(dict.fromkeys(layer.name for group in ranks for layer in group.layers))
     if not names:
         raise ConfigError("a KV group has no layers on any rank, expected at least one")
     by_name = [{layer.name: layer for layer in group.layers} for group in ranks]
     placed: dict[str, tuple[int, list[LayerGeometry | None]]] = {}
-    order: list[tuple[str, int, int]] = []
+    order: list[tuple[str, int, int, PageForm]] = []
     offset = 0
     for name in names:
         holders = [layers.get(name) for layers in by_name]
@@ -256,7 +299,7 @@ def _group_layouts(
         placed[name] = (offset, holders)
         sample = next(layer for layer in holders if layer is not None)
         cuts = 0 if sample.head_major else sample.heads_total // sample.heads
-        order.append((name, whole, cuts))
+        order.append((name, whole, cuts, sample.form))
         offset += whole
     layouts = []
     written: set[tuple[str, int]] = set()
@@ -278,8 +321,8 @@ def _whole_layer(name: str, holders: Sequence[LayerGeometry]) -> int:
     sample = holders[0]
     firsts = {layer.head_first for layer in holders}
     for layer in holders:
-        same = (layer.page_bytes, layer.heads, layer.heads_total, layer.head_major)
-        if same != (sample.page_bytes, sample.heads, sample.heads_total, sample.head_major):
+        same = msgspec.structs.replace(layer, head_first=sample.head_first)
+        if same != sample:
             raise ConfigError(f"ranks disagree about layer {name}: {layer} and {sample}")
     if len(firsts) < sample.heads_total // sample.heads:
         held = [head for first in sorted(firsts) for head in range(first, first + sample.heads)]

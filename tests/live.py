@@ -127,10 +127,13 @@ class LiveEngine:
         name: str = "engine",
         page_bytes: int = 1 << 20,
         model: str = "model",
+        geometry: RankGeometry | None = None,
     ) -> None:
-        layers = (LayerGeometry("layer", page_bytes),)
-        groups = (GroupGeometry(GroupRule(), layers),)
-        geometry = RankGeometry(model, 16, (1,), groups, {"model": model})
+        """geometry: of a block of page_bytes in all."""
+        if geometry is None:
+            layers = (LayerGeometry("layer", page_bytes),)
+            groups = (GroupGeometry(GroupRule(), layers),)
+            geometry = RankGeometry(model, 16, (1,), groups, {"model": model})
         self.worker, self.scheduler = Client(store.path), Client(store.path)
         self.worker.send(p.Hello(p.VERSION, name, "worker", 0, 1, geometry=geometry))
         self.scheduler.send(p.Hello(p.VERSION, name, "scheduler", 0, 1, 4))

@@ -107,7 +107,8 @@ class Desk:
         ask = Ask(lookup.ask, chain, blocks, now_ns, deadline_ns, memory_only)
         if session.phase is not Phase.ACTIVE or namespace is None:
             return p.Granted(ask.ask, 0, _ASK_AGAIN_MS, ())
-        if lookup.peer and self._peers is not None and not memory_only:
+        alone = memory_only or namespace.layout.unnamed
+        if lookup.peer and self._peers is not None and not alone:
             direct = lookup.direct and session.direct
             self._fetch_from(self._peers, namespace, ask, lookup, now_ns, direct=direct)
         if self._owed(namespace, ask):

@@ -304,7 +304,8 @@ class Store:
                 self._send(worker, welcome, None)
                 self._memory.announce(namespace, worker, self._now_ns)
         if session.scheduler is not None and (first_time or session.scheduler == joined):
-            here = "" if self._peers is None else self._peers.channel.address
+            peers = None if namespace.layout.unnamed else self._peers
+            here = "" if peers is None else peers.channel.address
             welcome = p.Welcome(session.number, namespace.layout.digest, side_channel=here)
             self._send(session.scheduler, welcome, None)
 
@@ -315,11 +316,19 @@ class Store:
                 f"a block takes {layout.slot_bytes} bytes, an extent has {self._pool.extent_bytes}:"
                 " use a larger cpu capacity or extent, or a smaller block_tokens"
             )
+        if layout.unnamed:
+            layout = layout.of_session(session.number)
+            log.warning(
+                "engine %r: its blocks stay in memory, for itself only, until it detaches: %r",
+                session.engine,
+                layout.unnamed,
+            )
         namespace = self.namespaces.get(layout.digest)
         if namespace is None:
-            remote = None if self._peers is None else self._peers.inlet
+            remote = None if self._peers is None or layout.unnamed else self._peers.inlet
             limits = self._backlog_ns, self._budgets
-            namespace = Namespace(layout, self._make_tiers, *limits, remote, self.numbers)
+            make_tiers = _no_tiers if layout.unnamed else self._make_tiers
+            namespace = Namespace(layout, make_tiers, *limits, remote, self.numbers)
             self.namespaces[layout.digest] = namespace
         session.layouts = layout.ranks  # the namespace may have been made for other ranks
         return namespace
@@ -370,6 +379,8 @@ class Store:
         namespace.manager.give_back(session.granted)
         for lease_id in namespace.manager.leases.of_owner(session.number):
             self._desk.end_lease(session, lease_id)
+        if namespace.layout.unnamed:
+            namespace.manager.clear()  # nobody can ask for them any more
         log.info("engine %r detached, session %d", session.engine, session.number)
 
     def _to_scheduler(self, session: Session, message: p.Message) -> None:
@@ -406,7 +417,7 @@ class Store:
         if session.namespace is not None:
             for shown in step.shown:
                 session.namespace.engines.shown(session.number, shown, session.granted)
-            if self._peers is not None:
+            if self._peers is not None and not session.namespace.layout.unnamed:
                 self._peers.requests.on_step(session.namespace, session.number, step, self._now_ns)
         answers = [self._desk.ask(session, lookup, self._now_ns) for lookup in step.lookups]
         answers += [self._desk.settle(session, number, self._now_ns) for number in step.settle]
@@ -542,3 +553,8 @@ class Store:
         """End the lower tiers in order."""
         for namespace in self.namespaces.values():
             namespace.tiering.close()
+
+
+def _no_tiers(_digest: str, _slot_bytes: int, _memory: SlotMemory) -> Sequence[Tier]:
+    """Keep blocks in memory: what has no name cannot be found again."""
+    return ()

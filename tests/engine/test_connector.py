@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,65 +77,6 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         return connector
 
     return made
-
-
-# B3: what an engine's blocks are
-
-
-def facts(folder: Path, **changes: object) -> Any:  # noqa: ANN401 - stands for VllmConfig
-    model: dict[str, object] = {
-        "model": str(folder),
-        "revision": None,
-        "dtype": "torch.bfloat16",
-        "quantization": None,
-        "hf_config": SimpleNamespace(to_dict=lambda: {"layers": 4, "_name_or_path": str(folder)}),
-    }
-    cache: dict[str, object] = {"cache_dtype": "auto", "prefix_caching_hash_algo": "sha256"}
-    for part in (model, cache):
-        part.update({name: value for name, value in changes.items() if name in part})
-    return SimpleNamespace(
-        model_config=SimpleNamespace(**model),
-        cache_config=SimpleNamespace(**cache),
-        speculative_config=changes.get("speculative_config"),
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "trait"),
-    [
-        ({"dtype": "torch.float16"}, "dtype"),
-        ({"cache_dtype": "fp8"}, "cache dtype"),
-        ({"quantization": "awq"}, "quantization"),
-        ({"hf_config": SimpleNamespace(to_dict=lambda: {"layers": 5})}, "config"),
-        ({"speculative_config": SimpleNamespace(method="eagle")}, "speculative"),
-        ({"prefix_caching_hash_algo": "sha256_cbor"}, "hash"),
-    ],
-)
-def test_B3_whatever_changes_an_engines_identity_changes_a_trait(
-    tmp_path: Path, change: dict[str, Any], trait: str
-) -> None:
-    from connectors.vllm_compat import identity
-
-    before, traits = identity(facts(tmp_path))
-    after, changed = identity(facts(tmp_path, **change))
-    assert after != before
-    different = {name for name in traits if changed[name] != traits[name]}
-    assert different - {"hash seed"} == {trait}
-
-
-def test_B3_the_same_weights_elsewhere_are_the_same_model(tmp_path: Path) -> None:
-    from connectors.vllm_compat import identity
-
-    found = []
-    for name, content in (("a", b"1"), ("b", b"1"), ("c", b"2")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_bytes(content)
-        found.append(identity(facts(tmp_path / name)))
-    (one, named), (same, _), (other, weights) = found
-    assert one == same != other
-    assert named["model"] == "a"
-    assert named["weights"] != weights["weights"]
-    assert identity(facts(tmp_path / "org" / "name"))[1]["model"] == f"{tmp_path}/org/name"
 
 
 # O13: what a step gives new content, so that the fence knows it
