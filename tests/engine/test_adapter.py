@@ -1,0 +1,114 @@
+"""What the adapter passes on between vLLM and the two halves, held line by line."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from connectors.jobs import StepMeta
+from connectors.requests import Geometry
+from connectors.transfer import Transfer
+from kvstore.types import GroupRule
+from tests.engine.test_shortened import request_of
+from tests.script import Script
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what vLLM imports
+]
+
+TOKENS = Geometry(16, 16, (16,), (GroupRule(),))
+TABLE = ([1, 2],)
+
+
+@pytest.fixture
+def connector() -> Any:  # noqa: ANN401 - vLLM's classes are Any here
+    """Both sides of an engine with one group; a peer can reach its store."""
+    from connectors import vllm as ours
+
+    script = Script(TOKENS)
+    script.client.side_channel = "127.0.0.1:9500"
+    script.half._hands._transfer = Transfer("engine")
+    made = object.__new__(ours.TieredConnector)
+    made._manager = SimpleNamespace(prefix_cache_lookup_enabled=lambda _request: False)
+    made._scheduler, made._tokens, made._states = script.half, TOKENS, frozenset()
+    made._worker, made._skipped_adapters = None, False
+    made._connector_metadata = None
+    made.script = script
+    return made
+
+
+def run(connector: Any, request: Any) -> Any:  # noqa: ANN401 - vLLM's
+    """Let a request arrive, be admitted and computed; the step's copies."""
+    connector.on_new_request(request)
+    connector.get_num_new_matched_tokens(request, 0)
+    blocks = SimpleNamespace(blocks=[[SimpleNamespace(block_id=i) for i in TABLE[0]]])
+    connector.update_state_after_alloc(request, blocks, 0)
+    return connector.script.step(request, 32, TABLE)
+
+
+@pytest.mark.parametrize("status", ["ABORTED", "IGNORED", "ERROR", "STOPPED", "LENGTH_CAPPED"])
+def test_B10_only_a_request_that_ended_by_itself_is_handed_over(
+    connector: Any,  # noqa: ANN401
+    status: str,
+) -> None:
+    from vllm.v1.request import RequestStatus
+
+    request = request_of(33, {"do_remote_decode": True})
+    run(connector, request)
+    connector.script.steps()
+    request.status = RequestStatus[f"FINISHED_{status}"]
+    delayed, params = connector.request_finished_all_groups(request, TABLE)
+    connector.script.step()
+    states = [handing.state for step in connector.script.steps() for handing in step.handing]
+    whole = status in {"STOPPED", "LENGTH_CAPPED"}
+    assert not delayed
+    assert (params is not None) == whole
+    assert states == (["done"] if whole else ["gone"]), "nothing is held for anybody"
+
+
+def test_O14_requests_whose_blocks_may_go_are_reported_as_sent(connector: Any) -> None:  # noqa: ANN401
+    from connectors.vllm import TieredMetadata
+
+    loads = {"l", "f"}, {"f"}
+    connector._worker = SimpleNamespace(finished_loads=lambda _step: loads)
+    connector.bind_connector_metadata(TieredMetadata(StepMeta(sent=("a", "b"))))
+    found = connector.get_transfer_results(set())
+    assert found.finished_sending == {"a", "b"}
+    assert (found.finished_recving, found.failed_recving) == loads
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_B3_a_request_with_an_adapter_is_neither_stored_nor_loaded(
+    connector: Any,  # noqa: ANN401
+    *,
+    adapter: bool,
+) -> None:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.request import RequestStatus
+
+    lora = LoRARequest("a", 1, "/a") if adapter else None
+    request = request_of(33, {"do_remote_decode": True}, lora_request=lora)
+    meta = run(connector, request)
+    steps = connector.script.steps()
+    assert any(step.lookups for step in steps) is not adapter
+    assert any(step.handing for step in steps) is not adapter
+    assert bool(meta.stores) is not adapter
+    assert not meta.loads
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    _, params = connector.request_finished_all_groups(request, TABLE)
+    assert (params is None) is adapter
+    assert bool(connector.script.step().early) is False
+
+
+def test_O13_a_copy_is_over_when_all_ranks_have_said_so() -> None:
+    from connectors.vllm import TieredWorkerMetadata
+
+    one = TieredWorkerMetadata(Counter({1: 1, 2: 1}))
+    both = one.aggregate(TieredWorkerMetadata(Counter({2: 1, 3: 1})))
+    assert both.stores_over == {1: 1, 2: 2, 3: 1}
+    with pytest.raises(TypeError, match="NoneType among the reports of TieredConnector"):
+        one.aggregate(None)
