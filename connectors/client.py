@@ -12,7 +12,7 @@ from array import array
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 KNOWN_KEYS_MAX = 100_000
 EVENTS_MAX = 100_000
+MEMORY, DISK = "memory", "disk"
 
 
 class Places:
@@ -84,6 +85,14 @@ class Places:
 
 
 NOWHERE = Places((), (), ())
+
+
+class Happened(NamedTuple):
+    """A block entered (stored) or left a medium: MEMORY or DISK."""
+
+    medium: str
+    stored: bool
+    key: bytes
 
 
 class Grant(msgspec.Struct, frozen=True):
@@ -151,7 +160,8 @@ class StoreClient:
         self.defer_ms = 0
         self.side_channel = ""  # host:port where other stores can ask ours
         self.credits: deque[int] = deque()
-        self.events: deque[tuple[bool, bytes]] = deque(maxlen=EVENTS_MAX)  # (stored, key)
+        self.events: deque[Happened] = deque(maxlen=EVENTS_MAX)
+        self.events_lost = 0  # of these, since nobody took them
         self.collect_events = False
         self.detached = 0
         self.counts: Counter[str] = Counter()
@@ -400,8 +410,16 @@ class StoreClient:
         if len(self._known) > KNOWN_KEYS_MAX:  # forgetting is safe: a block is copied once more
             self._known, self._known_before = set(), self._known
         if self.collect_events:
-            self.events.extend((True, key) for key in answers.added)
-            self.events.extend((False, key) for key in answers.removed)
+            self._happened(MEMORY, answers.added, answers.removed)
+            self._happened(DISK, answers.disk_added, answers.disk_removed)
+
+    def _happened(self, medium: str, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """Note what became of each key in all; the two lists are of one turn, in no order."""
+        change = Counter(added)
+        change.subtract(removed)
+        fresh = [Happened(medium, of > 0, key) for key, of in change.items() if of]
+        self.events_lost += max(0, len(self.events) + len(fresh) - EVENTS_MAX)
+        self.events.extend(fresh)
 
 
 def _unpack(hit: p.Hit) -> Places:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from connectors.client import StoreClient
+from connectors.events import Events
 from connectors.jobs import EngineSpec, StoreJob, StoreSpec
 from connectors.requests import BlockTable, Geometry, Tracked
 from connectors.tails import Tail
@@ -43,14 +44,20 @@ class Offers:
     """Plans stores of complete blocks, and knows which engine blocks are still being read."""
 
     def __init__(
-        self, geometry: Geometry, client: StoreClient, world: int, declined: Callable[[], None]
+        self,
+        geometry: Geometry,
+        client: StoreClient,
+        world: int,
+        count: Callable[[str], None],
+        events: Events,
     ) -> None:
-        """world: ranks that report each job. declined(): called when credits ran out."""
+        """world: ranks that report each job. count(event): called when credits ran out."""
+        self._events = events
         self.blocks = 0  # offered so far
         self._geometry = geometry
         self._client = client
         self._world = world
-        self._declined = declined
+        self._count = count
         self._hashes_per_block = geometry.block_tokens // geometry.hash_tokens
         self._sources: dict[int, frozenset[int]] = {}  # unfinished job -> engine blocks it reads
         self._ranks_over: Counter[int] = Counter()
@@ -92,7 +99,7 @@ class Offers:
                 return 0
             self._take(tracked, end, blocks)
             if tracked.cursor < end:
-                self._declined()
+                self._count("store_declined")
         return (tracked.cursor + 1) * size
 
     def _take(self, tracked: Tracked, end: int, table: BlockTable) -> None:
@@ -132,6 +139,8 @@ class Offers:
             runs.append((of, ids, keys))
         for of, ids, keys in runs:
             self._gather_run(of, ids, keys, above)
+        if runs:
+            self._events.offered(tracked.request, first, end)
         return True
 
     def _gather_run(
@@ -153,7 +162,7 @@ class Offers:
         free, known_ready = self._client.credits, self._client.known_ready
         above = hashes[first * every - 1] if first else b""
         for index in range(first, end):
-            block_hash = hashes[(index + 1) * every - 1]
+            block_hash, slots = hashes[(index + 1) * every - 1], self._slots
             for of in self._gathered:
                 per = of.engine_blocks
                 ids = table[of.group][index * per : (index + 1) * per]
@@ -169,6 +178,8 @@ class Offers:
                     of.keys.append(key)
                     of.parents.append(above + of.suffix if above and not of.rooted else b"")
                     self._slots += 1
+            if self._slots > slots:
+                self._events.offered(tracked.request, index, index + 1)
             above = block_hash
 
     def has_tail(self, tail: Tail, table: BlockTable) -> bool:
@@ -194,7 +205,7 @@ class Offers:
         if not client.session or tracked.cursor != tail.block:
             return False
         if not self.may_offer():
-            self._declined()
+            self._count("store_declined")
             return False
         above = hashes[tail.block * self._hashes_per_block - 1] if tail.block else b""
         for of, ids in zip(self._gathered, self._sources_of(tail, table), strict=True):

@@ -22,13 +22,14 @@ from typing import Any
 import msgspec
 
 from connectors.client import NOWHERE, Grant, StoreClient
+from connectors.events import BlockEvent, Events
 from connectors.handover import HandOvers
 from connectors.jobs import LoadJob, StepMeta, StoreJob, StoreSpec
 from connectors.offers import MEDIUM, Offers
 from connectors.plans import plan_of
 from connectors.requests import NEVER, BlockTable, EngineRequest, Geometry, Phase, Step, Tracked
 from connectors.room import Room
-from connectors.tails import is_tail, question_of
+from connectors.tails import question_of
 from connectors.transfer import NO_REMOTE, NO_TRANSFER, Transfer
 from kvstore import protocol as p
 from kvstore.lookup import Answer, common_hit
@@ -79,7 +80,9 @@ class SchedulerHalf:
         self._loads: list[LoadJob] = []
         self._load_targets: set[int] = set()
         self._early: list[StoreJob] = []
-        self._offers = Offers(geometry, client, world, lambda: self._count("store_declined"))
+        self._events = Events(geometry, client, self._count)
+        told = self._count, self._events
+        self._offers = Offers(geometry, client, world, *told)
         how = transfer, world, self._offers, self._count, clock
         self._hands = HandOvers(geometry, client, *how)
         self._waited_s = 0.0
@@ -121,6 +124,7 @@ class SchedulerHalf:
         tracked.ask = self._client.ask(lookup)
         if tracked.ask is not None:
             tracked.phase, tracked.question = Phase.ASKED, question
+            self._events.asked(tracked.request, question.hashes[: question.own])
 
     def _worth_loading(self, tracked: Tracked, computed: int) -> int | None:
         """Return how many tokens a load has to reach; None if it cannot.
@@ -450,6 +454,7 @@ class SchedulerHalf:
         if tracked is None:
             return False
         self._room.served(tracked)
+        self._events.ended(tracked.request)
         if tracked.phase is Phase.RUNNING:
             computed = tracked.request.num_computed_tokens
             self._offers.offer(tracked, computed, lambda _: table)
@@ -479,15 +484,9 @@ class SchedulerHalf:
             tracked.cursor = NEVER  # until the engine allocates afresh: its blocks are of before
         return not any(t.phase is Phase.LOADING for t in self._requests.values())
 
-    def take_events(self) -> list[tuple[bool, bytes, int]]:
-        """Return (stored or removed, block hash, group) for blocks of the current scope."""
-        events = []
-        width = self._geometry.hash_bytes
-        while self._client.events:
-            stored, key = self._client.events.popleft()
-            if key[width + 2 :] == self._scope and not is_tail(key):
-                events.append((stored, key[:width], int.from_bytes(key[width : width + 2], "big")))
-        return events
+    def take_events(self) -> list[BlockEvent]:
+        """Return what entered and left the tiers, of blocks of the current scope."""
+        return list(self._events.take(self._scope))
 
     def take_stats(self) -> dict[str, int]:
         """Return what was counted since the last call."""
@@ -500,9 +499,9 @@ class SchedulerHalf:
         self.stats.clear()
         return stats
 
-    def _count(self, event: str) -> None:
-        self.stats[event] += 1
-        self._client.counts[event] += 1
+    def _count(self, event: str, by: int = 1) -> None:
+        self.stats[event] += by
+        self._client.counts[event] += by
 
     def shutdown(self) -> None:
         """Close the connection; safe to call twice."""

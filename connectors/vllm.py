@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from connectors import vllm_version  # noqa: F401 - the first, see there
 
 # isort: split
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -132,11 +131,13 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler = self._config.scheduler_config
         per_step = 2 * scheduler.max_num_batched_tokens // self._tokens.block_tokens
         credit = (per_step + scheduler.max_num_seqs) * len(self._tokens.rules)
-        hello = p.Hello(p.VERSION, self._engine, "scheduler", 0, self._world, credit_slots=credit)
+        config = self._config.kv_events_config
+        events = config is not None and bool(config.enable_kv_cache_events)
+        who = p.VERSION, self._engine, "scheduler", 0, self._world
+        hello = p.Hello(*who, credit_slots=credit, events=events)
         attacher = Attacher(self._find_store, hello, self._extra.store_user)
         client = StoreClient(attacher, monotonic_ns)
-        events = self._config.kv_events_config
-        client.collect_events = events is not None and events.enable_kv_cache_events
+        client.collect_events = events
         try:
             attached = client.wait_attached(ATTACH_S)
         except BaseException:
@@ -387,21 +388,8 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.has_pending_work()
 
     def take_events(self) -> Iterable[Any]:
-        """Return blocks that entered or left the tiers since the last call."""
-        for stored, block_hash, group in self._plan().take_events():
-            if stored:
-                yield BlockStored(
-                    block_hashes=[block_hash],
-                    parent_block_hash=None,
-                    token_ids=[],
-                    block_size=self._tokens.block_tokens,
-                    lora_id=None,
-                    medium="CPU",
-                    lora_name=None,
-                    group_idx=group,
-                )
-            else:
-                yield BlockRemoved(block_hashes=[block_hash], medium="CPU", group_idx=group)
+        """Return blocks that entered or left the tiers since the last call, as the engine would."""
+        return compat.kv_events(self._plan().take_events(), self._tokens, self._cache)
 
     def reset_cache(self) -> bool:
         """Forget everything stored so far, for this engine only."""

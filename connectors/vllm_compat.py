@@ -6,7 +6,7 @@ vLLM's names stay in this file and in vllm.py. Checked against 0.32 (runs in the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
 import torch
@@ -14,7 +14,18 @@ import torch
 from connectors import vllm_version  # noqa: F401 - the first, see there
 
 # isort: split
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    MEDIUM_STORAGE,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+)
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    maybe_convert_block_hash,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -23,9 +34,12 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
+    get_kv_cache_spec_kind,
     group_kernel_blocks,
 )
 
+from connectors.client import DISK, MEMORY
+from connectors.events import BlockEvent
 from connectors.requests import Geometry
 from connectors.vllm_identity import identity
 from connectors.vllm_pages import layer_geometry
@@ -222,6 +236,33 @@ def leave_out_last(request: Any, hash_tokens: int) -> None:
     del request.block_hashes[last // hash_tokens :]
     request.num_prompt_tokens = last
     request.max_tokens = 1
+
+
+_MEDIA = {MEMORY: MEDIUM_CPU, DISK: MEDIUM_STORAGE}
+_LOCALITY = "LOCAL"  # a block's place, seen from who publishes it: on the same node
+
+
+def kv_events(events: Iterable[BlockEvent], tokens: Geometry, cache: Any) -> Iterator[KVCacheEvent]:
+    """Make vLLM's events, with hashes in the form in which the engine publishes its own."""
+    for event in events:
+        hashes = [maybe_convert_block_hash(BlockHash(name)) for name in event.hashes]
+        medium, group = _MEDIA[event.medium], event.group
+        if not event.stored:
+            yield BlockRemoved(hashes, medium, group_idx=group, locality=_LOCALITY)
+            continue
+        spec, parent = cache.kv_cache_groups[group].kv_cache_spec, event.parent
+        yield BlockStored(
+            block_hashes=hashes,
+            parent_block_hash=parent and maybe_convert_block_hash(BlockHash(parent)),
+            token_ids=list(event.tokens),
+            block_size=tokens.engine_block_tokens[group],
+            lora_id=None,
+            medium=medium,
+            lora_name=None,
+            group_idx=group,
+            kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
+            locality=_LOCALITY,
+        )
 
 
 class _Ids(Sequence[int]):

@@ -16,6 +16,7 @@ EVENTS = frozenset(
         "deferred",
         "deferred_steps",
         "detached",
+        "events_untold",
         "failed_loads",
         "failed_stores",
         "given_up_loads",

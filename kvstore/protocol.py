@@ -31,7 +31,7 @@ from kvstore.errors import ProtocolError
 from kvstore.layout import RankGeometry, RankLayout, RankPages
 from kvstore.limits import Count, Hash, LeaseMs, Name, Number, Rank, Seconds, Text, Words
 
-VERSION = 1
+VERSION = 2
 FRAME_BYTES_MAX = 256 << 20  # from a store; what it is told has less: see limits
 
 U32 = "I"
@@ -55,7 +55,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Hello(Message, frozen=True):
     """First message of every connection. engine names the session; uid is checked by the OS.
 
-    direct: this worker can read a peer's slots into its engine's memory.
+    direct: this worker can read a peer's slots into its engine's memory. events: the scheduler half
+    wants to hear of what is on disk, too.
     """
 
     version: Number
@@ -66,6 +67,7 @@ class Hello(Message, frozen=True):
     credit_slots: Slots = 0  # scheduler half: empty slots it can use in two steps
     geometry: RankGeometry | None = None  # workers
     direct: bool = False
+    events: bool = False
 
 
 class Lookup(Message, frozen=True):
@@ -341,8 +343,10 @@ class Answers(Message, frozen=True):
 
     granted: tuple[Granted, ...] = ()
     credits: bytes = b""  # u32 array of slots
-    added: tuple[bytes, ...] = ()  # keys that became ready in the namespace
+    added: tuple[bytes, ...] = ()  # keys that became ready in the namespace's memory
     removed: tuple[bytes, ...] = ()  # keys that left it
+    disk_added: tuple[bytes, ...] = ()  # keys that can be read on disk now, for who wants events
+    disk_removed: tuple[bytes, ...] = ()  # keys that cannot any more
 
 
 class Places(Message, frozen=True):
@@ -450,7 +454,7 @@ ToEngine = ToWorker | Welcome | Refused | Active | Answers | Board | Detach | Re
 EVENTS = frozenset(
     {
         *("deferred", "deferred_steps", "timed_out", "load_failed", "detached", "store_declined"),
-        *("transfer_refused", "hand_over_unstored", "load_given_up"),
+        *("transfer_refused", "hand_over_unstored", "load_given_up", "events_untold"),
     }
 )
 

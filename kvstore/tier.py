@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from kvstore.types import BlockKey, JobResult, LookupResult, Slot, TransferJob
+from kvstore.types import BlockKey, Changes, JobResult, LookupResult, Slot, TransferJob
 
 
 class SlotMemory(Protocol):
@@ -57,6 +57,19 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Release everything; results not polled are lost. Safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class Telling(Protocol):
+    """A tier that can say what enters and leaves it; NVMe does, and others may."""
+
+    def tell(self) -> None:
+        """Note changes from now on; somebody takes them in every turn."""
+        ...
+
+    def take_changes(self) -> Changes:
+        """Return what can be read since the last call, and what cannot any more."""
         ...
 
 

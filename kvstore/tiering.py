@@ -24,10 +24,11 @@ from kvstore.errors import BlockCorrupt, TierError, check
 from kvstore.index import Entry, State
 from kvstore.leases import Lease
 from kvstore.manager import Manager
-from kvstore.tier import Tier
+from kvstore.tier import Telling, Tier
 from kvstore.types import (
     BlockKey,
     Chain,
+    Changes,
     JobId,
     JobKind,
     JobResult,
@@ -80,6 +81,7 @@ class Tiering:
         self.counts: Counter[tuple[str, str]] = Counter() if counts is None else counts
         self.tiers = tuple(tiers)
         self.sources = (*tiers, *remote)
+        self._telling = [tier for tier in tiers if isinstance(tier, Telling)]
         self._manager = manager
         self._slot_bytes = slot_bytes
         self._now_ns = 0
@@ -96,6 +98,20 @@ class Tiering:
         self._coming: dict[BlockKey, _Open] = {}
         self._staged: list[tuple[Any, bool]] = []
         self._next_job = 1
+
+    def tell(self) -> None:
+        """Have the tiers that can say so note what enters and leaves them."""
+        for tier in self._telling:
+            tier.tell()
+
+    def take_changes(self) -> Changes:
+        """Return what entered and left these tiers since the last call; nothing before tell()."""
+        told = Changes()
+        for tier in self._telling:
+            changes = tier.take_changes()
+            told.added += changes.added
+            told.removed += changes.removed
+        return told
 
     @property
     def busy(self) -> bool:

@@ -90,8 +90,8 @@ class StoreOutcome(enum.Enum):
 class Changes(msgspec.Struct):
     """Keys that became ready or left since the last take_changes, in order."""
 
-    added: list[BlockKey]
-    removed: list[BlockKey]
+    added: list[BlockKey] = []
+    removed: list[BlockKey] = []
 
 
 class GroupRule(msgspec.Struct, frozen=True):

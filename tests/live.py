@@ -128,6 +128,8 @@ class LiveEngine:
         page_bytes: int = 1 << 20,
         model: str = "model",
         geometry: RankGeometry | None = None,
+        *,
+        events: bool = False,
     ) -> None:
         """geometry: of a block of page_bytes in all."""
         if geometry is None:
@@ -136,7 +138,7 @@ class LiveEngine:
             geometry = RankGeometry(model, 16, (1,), groups, {"model": model})
         self.worker, self.scheduler = Client(store.path), Client(store.path)
         self.worker.send(p.Hello(p.VERSION, name, "worker", 0, 1, geometry=geometry))
-        self.scheduler.send(p.Hello(p.VERSION, name, "scheduler", 0, 1, 4))
+        self.scheduler.send(p.Hello(p.VERSION, name, "scheduler", 0, 1, 4, events=events))
         self.credits: list[int] = []
         self._maps: list[tuple[p.Extent, mmap.mmap]] = []
         self._page_bytes = page_bytes

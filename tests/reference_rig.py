@@ -6,6 +6,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 
+from connectors.events import BlockEvent
 from connectors.jobs import StepMeta
 from connectors.reference import (
     Engine,
@@ -36,7 +37,7 @@ class Script:
         self.delays: set[str] = set()
         self.loads: list[tuple[str, int, int, list[list[int]]]] = []  # first, end, table
         self.resets: list[bytes] = []
-        self.events: list[tuple[bool, bytes, int]] = []
+        self.events: list[BlockEvent] = []
         self.stats: Counter[str] = Counter()
         self._computed: dict[str, int] = {}
 
@@ -81,7 +82,7 @@ class Script:
         self.resets.append(nonce)
         return True
 
-    def take_events(self) -> list[tuple[bool, bytes, int]]:
+    def take_events(self) -> list[BlockEvent]:
         events, self.events = self.events, []
         return events
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connectors.client import Places
+from connectors.events import Events
 from connectors.jobs import StoreJob, pieces
 from connectors.offers import JOB_BLOCKS_MAX, Offers
 from connectors.requests import Geometry, Tracked
@@ -23,6 +24,7 @@ class Client:
     """Credits and known keys, and nothing else."""
 
     def __init__(self, credits_count: int) -> None:
+        self.collect_events = False
         self.session = 7
         self.credits = deque(range(100, 100 + credits_count))
         self.known: set[bytes] = set()
@@ -59,9 +61,11 @@ class Desk:
         self.client = Client(credits_count)
         self.declined = 0
         self.geometry = geometry
-        self.offers = Offers(geometry, self.client, 1, self._decline)  # type: ignore[arg-type]
+        events = Events(geometry, self.client, lambda *_: None)  # type: ignore[arg-type]
+        self.offers = Offers(geometry, self.client, 1, self._decline, events)  # type: ignore[arg-type]
 
-    def _decline(self) -> None:
+    def _decline(self, event: str) -> None:
+        assert event == "store_declined"
         self.declined += 1
 
     def offer(self, request: Request, tracked: Tracked, *tables: list[int]) -> int:

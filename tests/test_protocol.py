@@ -99,7 +99,7 @@ def test_every_message_survives_the_wire(kinds: UnionType, messages: Sequence[p.
 
 
 def test_messages_of_the_other_direction_are_refused() -> None:
-    with pytest.raises(ProtocolError, match="not a message of protocol 1"):
+    with pytest.raises(ProtocolError, match=f"not a message of protocol {p.VERSION}"):
         decode(p.ToStore, [p.encode(p.Active(1, 1))])
 
 
@@ -150,7 +150,7 @@ def test_an_oversized_frame_is_refused_before_it_is_read() -> None:
     ],
 )
 def test_what_is_no_message_is_a_protocol_error(body: bytes) -> None:
-    with pytest.raises(ProtocolError, match="not a message of protocol 1"):
+    with pytest.raises(ProtocolError, match=f"not a message of protocol {p.VERSION}"):
         decode(p.ToStore, [framed(body)])
 
 
@@ -167,7 +167,7 @@ def test_geometry_that_makes_no_sense_is_a_protocol_error(change: dict[str, obje
     hello = p.Hello(p.VERSION, "engine", "worker", 0, 1, geometry=geometry())
     raw = ["Hello", *msgspec.to_builtins(hello)[1:]]
     raw[1 + p.Hello.__struct_fields__.index("geometry")].update(change)
-    with pytest.raises(ProtocolError, match="not a message of protocol 1"):
+    with pytest.raises(ProtocolError, match=f"not a message of protocol {p.VERSION}"):
         decode(p.ToStore, [framed(msgspec.msgpack.encode(raw))])
 
 
@@ -212,7 +212,7 @@ def test_a_damaged_message_gives_a_message_or_a_protocol_error(
     ],
 )
 def test_numbers_that_no_counter_can_take_are_a_protocol_error(message: p.Message) -> None:
-    with pytest.raises(ProtocolError, match="not a message of protocol 1"):
+    with pytest.raises(ProtocolError, match=f"not a message of protocol {p.VERSION}"):
         decode(p.ToStore, [p.encode(message)])
 
 
@@ -269,9 +269,10 @@ def test_a_truncated_message_is_no_harm(store: LiveStore) -> None:
 
 def test_B3_a_wrong_version_is_told_both_numbers(store: LiveStore) -> None:
     with client(store) as old:
-        old.send(p.Hello(2, "engine", "scheduler", 0, 1))
+        old.send(p.Hello(p.VERSION + 1, "engine", "scheduler", 0, 1))
         message = old.take(p.Refused)
-        assert (message.reason, message.retry) == ("protocol 2, ours is 1", False)
+        text = f"protocol {p.VERSION + 1}, ours is {p.VERSION}"
+        assert (message.reason, message.retry) == (text, False)
 
 
 def test_a_client_that_goes_away_in_mid_sentence_is_forgotten(store: LiveStore) -> None:

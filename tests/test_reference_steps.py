@@ -7,6 +7,7 @@ import random
 import msgspec
 import pytest
 
+from connectors.events import BlockEvent
 from connectors.jobs import StepMeta
 from connectors.reference import Group, Shape, State, WorkerResults
 from kvstore.errors import InvariantBroken
@@ -215,11 +216,12 @@ def test_E8_statistics_of_both_sides_are_one() -> None:
 def test_E8_events_of_engine_and_connector_go_out_together() -> None:
     rig = Rig()
     request = rig.add("a", 9, 1)
-    rig.script.events = [(True, b"there", 0)]
+    there = BlockEvent("memory", stored=True, group=0, hashes=[b"there"])
+    rig.script.events = [there]
     output = rig.step()
     assert output is not None
     own = [(True, request.hash_at(4), 0), (True, request.hash_at(8), 0)]
-    assert output.events == [*own, (True, b"there", 0)]
+    assert output.events == [*own, there]
     rig.engine.reset(1, b"n")
     rig.add("b", 4, 1)
     output = rig.step()

@@ -394,15 +394,16 @@ def test_O17_a_reset_during_a_load_says_so() -> None:
 
 
 def test_O16_events_are_those_of_the_own_scope() -> None:
-    script, request = Script(), Request("r", 16)
-    script.arrive(request)
+    script, request = Script(), Request("r", 40)
     script.client.collect_events = True
+    script.arrive(request)
     ours, theirs = script.key(request, 0), script.key(request, 0, scope=b"another")
     script.changed(added=[ours, theirs])
-    script.changed(removed=[ours])
+    script.changed(removed=[ours, theirs])
     script.step()
-    block = request.block_hashes[0]
-    assert script.half.take_events() == [(True, block, 0), (False, block, 0)]
+    hashes = [request.block_hashes[0]]
+    told = [(event.stored, event.hashes) for event in script.half.take_events()]
+    assert told == [(True, hashes), (False, hashes)]
     assert script.half.take_events() == []
 
 

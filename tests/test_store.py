@@ -94,9 +94,10 @@ def test_a_worker_that_does_not_map_ends_its_session_only() -> None:
 def test_B3_another_protocol_version_is_told_both_numbers() -> None:
     town = Town()
     connection = town.connect()
-    town.say(connection, p.Hello(2, "engine", "scheduler", 0, 1))
+    town.say(connection, p.Hello(p.VERSION + 1, "engine", "scheduler", 0, 1))
     (refused,) = refusals(town, connection)
-    assert (refused.reason, refused.retry) == ("protocol 2, ours is 1", False)
+    text = f"protocol {p.VERSION + 1}, ours is {p.VERSION}"
+    assert (refused.reason, refused.retry) == (text, False)
     assert not town.store.sessions
 
 

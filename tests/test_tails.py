@@ -182,12 +182,14 @@ def test_O13_the_fence_covers_a_tail() -> None:
 def test_O16_a_tail_is_no_event() -> None:
     script, request = prefill(40, [[1, 2, 3]])
     script.client.collect_events = True
+    script.half._events.offered(request, 0, 2)
     tail = tail_hash(ONE_GROUP, request, 40)
     finish(script, [[1, 2, 3]])
     script.changed(added=[script.key(request, 0), make_key(tail, 0)])
     script.changed(removed=[make_key(tail, 0)])
     script.step()
-    assert script.half.take_events() == [(True, request.block_hashes[0], 0)]
+    told = [(event.stored, event.hashes) for event in script.half.take_events()]
+    assert told == [(True, [request.block_hashes[0]])]
 
 
 # The engine that goes on with it

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import msgspec
 
+from connectors.events import BlockEvent
 from connectors.jobs import StepMeta
 from connectors.requests import BlockTable, EngineRequest, Step
 
@@ -55,8 +56,8 @@ class SchedulerSide(Protocol):
         """Leave everything stored so far behind; False if that is not possible now."""
         ...
 
-    def take_events(self) -> list[tuple[bool, bytes, int]]:
-        """Return (stored or removed, block hash, group) since the last call."""
+    def take_events(self) -> list[BlockEvent]:
+        """Return what entered and left the tiers since the last call."""
         ...
 
     def take_stats(self) -> Mapping[str, int]:

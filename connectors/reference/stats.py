@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from connectors.events import BlockEvent
+
 
 class HitStats(msgspec.Struct):
     """Tokens of requests that started to run, by where their KV came from.
@@ -31,4 +33,4 @@ class Output(msgspec.Struct):
     finished: list[str]
     hits: HitStats
     connector: dict[str, int]
-    events: list[tuple[bool, bytes, int]]
+    events: list[tuple[bool, bytes, int] | BlockEvent]

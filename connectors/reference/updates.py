@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from connectors.events import BlockEvent
 from connectors.reference.book import Book
 from connectors.reference.device import Batch
 from connectors.reference.ranks import Report
@@ -42,11 +43,12 @@ class Updates:
         for request_id in sorted(report.sent):
             book.let_go(request_id, "blocks sent")
         finished, book.finished = book.finished, []
-        events, book.tables.pool.events = book.tables.pool.events, []
+        events: list[tuple[bool, bytes, int] | BlockEvent] = [*book.tables.pool.events]
+        book.tables.pool.events = []
         stats = report.stats
         for name, number in book.connector.take_stats().items():
             stats[name] = stats.get(name, 0) + number
-        events.extend(book.connector.take_events())
+        events += book.connector.take_events()
         return Output(tokens, finished, batch.hits, stats, events)
 
     # Loads

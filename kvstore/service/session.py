@@ -19,7 +19,7 @@ from kvstore import protocol as p
 from kvstore.errors import ProtocolError
 from kvstore.layout import RankGeometry, RankLayout
 from kvstore.service.namespace import Namespace
-from kvstore.types import BlockKey, Chain, LeaseId, LookupResult, Slot
+from kvstore.types import Chain, Changes, LeaseId, LookupResult, Slot
 
 
 class Phase(enum.Enum):
@@ -82,8 +82,8 @@ class News(msgspec.Struct, eq=False):
 
     granted: list[p.Granted] = []
     credits: list[Slot] = []
-    added: list[BlockKey] = []
-    removed: list[BlockKey] = []
+    changes: Changes = msgspec.field(default_factory=Changes)  # of memory
+    on_disk: Changes = msgspec.field(default_factory=Changes)
 
 
 class Session(msgspec.Struct, eq=False):
@@ -98,6 +98,7 @@ class Session(msgspec.Struct, eq=False):
     geometries: dict[int, RankGeometry] = {}
     layouts: tuple[RankLayout, ...] = ()  # by rank, once all geometries are known
     credit_slots: int = 0
+    events: bool = False  # it wants to hear what is on disk
     namespace: Namespace | None = None
     granted: set[Slot] = set()
     writing: dict[Slot, Writing] = {}  # slots that some ranks have reported
@@ -117,7 +118,7 @@ class Session(msgspec.Struct, eq=False):
             raise ProtocolError(f"world of {hello.world}, the session has {self.world}")
         if hello.role == "scheduler":
             self.scheduler = connection
-            self.credit_slots = hello.credit_slots
+            self.credit_slots, self.events = hello.credit_slots, hello.events
         elif hello.role == "worker" and hello.geometry is not None:
             if not 0 <= hello.rank < hello.world:
                 raise ProtocolError(f"rank {hello.rank}, expected 0..{hello.world - 1}")
@@ -136,6 +137,32 @@ class Session(msgspec.Struct, eq=False):
     def direct(self) -> bool:
         """Tell whether all workers can read a peer's slots themselves."""
         return len(self.readers) == self.world
+
+    def heard(self, changes: Changes, on_disk: Changes) -> None:
+        """Note for the scheduler half what entered and left memory, and the disk."""
+        news = self.news
+        news.changes.added += changes.added
+        news.changes.removed += changes.removed
+        if self.events:
+            news.on_disk.added += on_disk.added
+            news.on_disk.removed += on_disk.removed
+
+    def take_news(self) -> p.Answers | None:
+        """Return what has gathered for the scheduler half, as one message; None if nothing has."""
+        news, here, disk = self.news, self.news.changes, self.news.on_disk
+        if not any(
+            (news.granted, news.credits, here.added, here.removed, disk.added, disk.removed)
+        ):
+            return None
+        self.news = News()
+        return p.Answers(
+            tuple(news.granted),
+            p.u32(news.credits),
+            tuple(here.added),
+            tuple(here.removed),
+            tuple(disk.added),
+            tuple(disk.removed),
+        )
 
     def rank_of(self, connection: int) -> int:
         """Return whose connection it is. Raises ProtocolError if it is no worker's."""

@@ -24,7 +24,7 @@ from kvstore.service.listing import listing
 from kvstore.service.memory import Memory
 from kvstore.service.namespace import Mapping, MemoryPool, Namespace
 from kvstore.service.peers import EXPORTER, OfFetch, Peers
-from kvstore.service.session import News, Phase, Session, Writing
+from kvstore.service.session import Phase, Session, Writing
 from kvstore.tier import SlotMemory, Tier
 from kvstore.types import BlockKey, LeaseId, Slot
 from kvstore.writes import WriteBudget
@@ -226,14 +226,12 @@ class Store:
                     self._desk.lease_ended(session, lease_id)
         namespace.tiering.poll(self._now_ns)
         manager.clear_some()
-        changes = manager.take_changes()
-        if not changes.added and not changes.removed:
-            return
+        changes, on_disk = manager.take_changes(), namespace.tiering.take_changes()
         for session in self.sessions.values():
             if session.namespace is namespace and session.phase is Phase.ACTIVE:
-                session.news.added.extend(changes.added)
-                session.news.removed.extend(changes.removed)
-        namespace.tiering.cascade(changes.added)
+                session.heard(changes, on_disk)
+        if changes.added:
+            namespace.tiering.cascade(changes.added)
 
     # Sessions
 
@@ -342,6 +340,8 @@ class Store:
         ):
             session.phase = Phase.ACTIVE
             self.numbers.add("kvstore_sessions_started")
+            if session.events:
+                namespace.tiering.tell()
             slower_ns = self._config.engine.promote_ns if namespace.tiering.sources else 0
             limit_ms = max(self._config.engine.defer_ns, slower_ns) // 1_000_000
             self._to_scheduler(session, p.Active(namespace.manager.slots_total, limit_ms))
@@ -428,12 +428,8 @@ class Store:
 
     def _tell_news(self, session: Session) -> None:
         """Send a scheduler half all that has gathered for it, as one message."""
-        news = session.news
-        if news.granted or news.credits or news.added or news.removed:
-            session.news = News()
-            answers = p.Answers(
-                tuple(news.granted), p.u32(news.credits), tuple(news.added), tuple(news.removed)
-            )
+        answers = session.take_news()
+        if answers is not None:
             self._to_scheduler(session, answers)
 
     # Reports of workers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -16,7 +17,16 @@ from tests.engine.support import GROUPS, TOKENS_OUT, attach, numbers, settled, s
 class Served:
     """A store, an engine attached to it, and the KV events that the engine publishes."""
 
-    def __init__(self, name: str, model: Path, folder: Path, store: StoreProcess) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: Path,
+        folder: Path,
+        store: StoreProcess,
+        **extra: Any,  # noqa: ANN401 - as the connector takes it
+    ) -> None:
+        """extra: of the connector."""
+        self._extra = extra
         self.name = name
         self.store = store
         self.groups = GROUPS[name]
@@ -29,7 +39,7 @@ class Served:
 
     def _start(self) -> Engine:
         events = {"enable_kv_cache_events": True, "endpoint": self._endpoint}
-        connector = attach(self.store)
+        connector = attach(self.store, **self._extra)
         extra = {"kv_events_config": events}
         return Engine(self._model, connector=connector, extra=extra).__enter__()
 
@@ -53,12 +63,15 @@ class Served:
     def since(self, before: dict[str, float]) -> dict[str, float]:
         return settled(lambda: since(self.store.address, before))
 
-    def events(self) -> list[dict[str, object]]:
-        """What has been published about the tiers since the last call; arrives a step late."""
+    def events(self) -> list[Any]:
+        """What has been published since the last call, as vLLM's objects; arrives a step late."""
+        from vllm.distributed.kv_events import KVEventBatch
+
+        decoder = msgspec.msgpack.Decoder(KVEventBatch)
         self.engine.run([Request(id="tick", tokens=[3, 4, 5])], max_tokens=2)
         self.engine.go_idle()
-        found = []
+        found: list[Any] = []
         while self._subscription.poll(500):
             *_, payload = self._subscription.recv_multipart()
-            found += msgspec.msgpack.decode(payload)[1]
-        return [event for event in found if event.get("medium", "GPU") != "GPU"]
+            found += decoder.decode(payload).events
+        return found

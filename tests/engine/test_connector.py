@@ -7,9 +7,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from connectors.requests import Geometry
+from kvstore import protocol as p
 from kvstore.errors import NotSupported
 from kvstore.types import GroupRule
 from tests.script import Request, Script
@@ -170,22 +172,39 @@ def test_O15_a_failed_load_is_computed_whatever_the_engine_was_told(
 # O16
 
 
-def test_O16_events_have_the_engines_hashes_and_nothing_made_up(make: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("ints", [True, False])
+def test_O16_events_have_hashes_in_the_form_of_the_engines_own(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, *, ints: bool
+) -> None:
+    import torch
+    from vllm.distributed.kv_events import KVEventBatch
+    from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", str(int(ints)))
     connector = make()
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+    connector._cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
     script, request = connector.script, Request("r", 64)
-    script.arrive(request)
     script.client.collect_events = True
-    key = script.key(request, 1, 1)
-    script.changed(added=[key])
-    script.changed(removed=[key])
+    script.arrive(request)
+    key = script.key(request, 1, 0)
+    script.inbox.append(p.Answers(added=(key,), disk_added=(key,)))
+    script.inbox.append(p.Answers(removed=(key,)))
     script.step()
-    stored, removed = connector.take_events()
-    block = request.block_hashes[3]  # the last of the block's own
-    assert (stored.block_hashes, removed.block_hashes) == ([block], [block])
-    assert (stored.medium, removed.medium) == ("CPU", "CPU")
-    assert (stored.group_idx, removed.group_idx) == (1, 1)
-    assert (stored.block_size, stored.token_ids) == (32, [])
-    assert (stored.parent_block_hash, stored.lora_id, stored.lora_name) == (None, None, None)
+    encoded = msgspec.msgpack.encode(KVEventBatch(0.0, list(connector.take_events())))
+    here, on_disk, removed = msgspec.msgpack.decode(encoded, type=KVEventBatch).events
+    names = [maybe_convert_block_hash(BlockHash(name)) for name in request.block_hashes]
+    assert all(isinstance(name, int if ints else bytes) for name in names)
+    assert (here.block_hashes, here.parent_block_hash) == (names[2:], names[1])
+    assert removed.block_hashes == names[2:]
+    assert [event.medium for event in (here, on_disk, removed)] == ["CPU", "STORAGE", "CPU"]
+    assert [event.locality for event in (here, on_disk, removed)] == ["LOCAL"] * 3
+    assert [event.group_idx for event in (here, on_disk, removed)] == [0, 0, 0]
+    assert (here.block_size, here.token_ids) == (16, list(range(32, 64)))
+    assert (here.kv_cache_spec_kind, here.lora_id, here.lora_name) == ("full_attention", None, None)
+    assert on_disk.block_hashes == here.block_hashes
+    assert on_disk.token_ids == here.token_ids
     assert list(connector.take_events()) == []
 
 

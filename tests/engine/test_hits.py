@@ -147,30 +147,3 @@ def test_O17_a_connector_reset_is_for_one_engine_only(served: Served) -> None:
     served.restart()
     assert_exact(served, requests, reference)
     forget(served.engine)
-
-
-def test_O16_events_name_what_enters_and_leaves_the_tiers_once(served: Served) -> None:
-    served.events()
-    requests = unique(seed=5)
-    served.engine.run(requests, max_tokens=TOKENS_OUT)
-    forget(served.engine)
-    served.stats()
-    stored = served.events()
-    expected = blocks_kept(requests, TOKENS_OUT) * served.groups
-    assert len(stored) == expected
-    assert {event["type"] for event in stored} == {"BlockStored"}
-    assert {event["medium"] for event in stored} == {"CPU"}
-    assert {event["block_size"] for event in stored} == {ENGINE_BLOCK}
-    assert {event["group_idx"] for event in stored} == set(range(served.groups))
-    names = {(str(event["block_hashes"]), event["group_idx"]) for event in stored}
-    assert len(names) == expected
-    served.engine.run(requests, max_tokens=TOKENS_OUT)
-    assert served.events() == []  # hits are no news
-    forget(served.engine)
-    admin.clear(served.store.address)
-    removed = served.events()
-    assert {event["type"] for event in removed} == {"BlockRemoved"}
-    assert {event["medium"] for event in removed} == {"CPU"}
-    gone = [(str(event["block_hashes"]), event["group_idx"]) for event in removed]
-    assert len(gone) == len(set(gone))
-    assert names <= set(gone)  # and what earlier tests left

@@ -21,7 +21,7 @@ from typing import cast
 
 from kvstore.eviction import LeafLRU
 from kvstore.index import TABLE_SHIFT, TABLES, Node, State
-from kvstore.types import BlockKey, Slot
+from kvstore.types import BlockKey, Changes, Slot
 
 
 class Durable(enum.Enum):
@@ -66,11 +66,12 @@ class Record(Node):
 class DiskIndex:
     """Records by key, with their children, in order of recency."""
 
-    def __init__(self) -> None:
-        """Start empty."""
+    def __init__(self, told: Changes | None = None) -> None:
+        """Start empty. told: where what can be read, and cannot any more, is noted."""
         self._tables: list[dict[BlockKey, Record]] = [{} for _ in range(TABLES)]
         self._count = 0
         self.order = LeafLRU()
+        self.told = told
 
     def __len__(self) -> int:
         """Count the records, those being written included."""
@@ -120,6 +121,7 @@ class DiskIndex:
                 record.after.before = record.before
             parent.children -= 1
         record.before = record.after = None
+        self.gone(record)
         self.order.remove(record)
         del self._tables[hash(record.key) >> TABLE_SHIFT][record.key]
         self._count -= 1
@@ -144,15 +146,25 @@ class DiskIndex:
         """The record's data is on disk: it may be read, and evicted as a leaf."""
         record.state = State.READY
         self.order.touch(record)
+        if self.told is not None:
+            self.told.added.append(record.key)
 
-    def dismantle(self) -> Iterator[None]:
+    def gone(self, record: Record) -> None:
+        """The record is about to be taken out, or not to be read any more."""
+        if self.told is not None and record.state is State.READY:
+            self.told.removed.append(record.key)
+
+    def dismantle(self) -> Iterator[list[BlockKey]]:
         """Cut the records of an index that nobody uses apart, so that their memory is free.
 
-        Yields after each table. They hang together in circles, which would else wait for a
-        collection of all garbage.
+        Yields after each table, which keys of it could be read, if somebody is told. They hang
+        together in circles, which would else wait for a collection of all garbage.
         """
         while self._tables:
-            for record in self._tables.pop().values():
+            table, readable = self._tables.pop(), list[BlockKey]()
+            if self.told is not None:
+                readable = [key for key, record in table.items() if record.state is State.READY]
+            for record in table.values():
                 record.parent = record.prev = record.next = None
                 record.first = record.before = record.after = None
-            yield
+            yield readable

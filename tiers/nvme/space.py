@@ -228,6 +228,7 @@ class Space:
         if record.slot >> 32 in self._cleared:
             return
         self.counts[reason] += 1
+        self.index.gone(record)
         record.state = State.DROPPED
         if not self._sink(record, _DROPS_MAX):
             self.pin(record)  # its slot waits for those below it
@@ -264,8 +265,8 @@ class Space:
     def clear(self, number: int) -> None:
         """Forget every block. number: one that the journal has nothing under."""
         self.counts["cleared"] += len(self.index)
-        self._dismantling.append(self.index.dismantle())
-        self.index = DiskIndex()
+        self._dismantling.append(self._dismantle(self.index))
+        self.index = DiskIndex(self.index.told)
         self._old_numbers.append(self.number)
         self.number = number
         self.loading = False
@@ -278,6 +279,12 @@ class Space:
         self._emptying.clear()
         self._sinking.clear()
         self.to_put, self.to_delete = [], []
+
+    def _dismantle(self, cleared: DiskIndex) -> Iterator[None]:
+        for readable in cleared.dismantle():
+            if self.index.told is not None:  # of what was not stored again since then
+                self.index.told.removed += (k for k in readable if self.index.get(k) is None)
+            yield
 
     @property
     def renumbering(self) -> bool:

@@ -12,7 +12,7 @@ import msgspec
 from kvstore.errors import BlockCorrupt, TierError, TierFull, TierIOError
 from kvstore.index import State
 from kvstore.tier import TierContext
-from kvstore.types import BlockKey, JobKind, JobResult, LookupResult, TransferJob
+from kvstore.types import BlockKey, Changes, JobKind, JobResult, LookupResult, TransferJob
 from tiers.nvme.files import RUN_BLOCKS_MAX
 from tiers.nvme.index import Record
 from tiers.nvme.mover import Move, Moved
@@ -112,6 +112,7 @@ class NvmeTier:
         if not self._closed:
             self.space.attached -= 1
             space.attached += 1
+            space.index.told = self.space.index.told
         self.space = space
 
     def lookup(self, key: BlockKey) -> LookupResult:
@@ -163,6 +164,18 @@ class NvmeTier:
         """Forget every block, at once; those stored from now on are kept."""
         self._disk.clear_space(self.space)
 
+    def tell(self) -> None:
+        """Note what becomes readable, and what leaves."""
+        self.space.index.told = self.space.index.told or Changes()
+
+    def take_changes(self) -> Changes:
+        """Return what was noted since the last call."""
+        told = self.space.index.told
+        if told is None:
+            return Changes()
+        self.space.index.told = Changes()
+        return told
+
     def drain(self) -> None:
         """Wait until every job has a result; not for ever, should the disk hang."""
         deadline = time.monotonic() + DRAIN_S
@@ -177,6 +190,7 @@ class NvmeTier:
             self.drain()
             self._closed = True
             self.space.attached -= 1
+            self.space.index.told = None  # nobody takes it any more
 
     # Loads
 

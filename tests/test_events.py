@@ -1,0 +1,257 @@
+"""What a scheduler half tells of blocks that enter and leave the tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from connectors import client as client_module
+from connectors import events as events_module
+from connectors.client import DISK, MEMORY
+from connectors.events import BlockEvent
+from connectors.requests import Geometry
+from kvstore import protocol as p
+from kvstore.config import parse
+from kvstore.types import GroupRule, make_key
+from tests.live import LiveStore, engine
+from tests.nvme_blocks import key, settings_for, shelf
+from tests.script import Request, Script, hashes
+
+TABLE = [[1, 2, 3, 4]]
+TWO = Geometry(32, 16, (16, 32, 32), (GroupRule(), GroupRule(), GroupRule(2)))
+
+
+def listening(geometry: Geometry | None = None) -> Script:
+    script = Script() if geometry is None else Script(geometry)
+    script.client.collect_events = True
+    return script
+
+
+def run(script: Script, request: Request, table: Sequence[Sequence[int]] = TABLE) -> None:
+    script.arrive(request)
+    script.admit(request)
+    script.step(request, request.num_tokens, table)
+
+
+def happened(
+    script: Script,
+    added: Sequence[bytes] = (),
+    removed: Sequence[bytes] = (),
+    disk_added: Sequence[bytes] = (),
+    disk_removed: Sequence[bytes] = (),
+) -> list[BlockEvent]:
+    """What is told of one turn of the store."""
+    lists = added, removed, disk_added, disk_removed
+    script.inbox.append(p.Answers((), b"", *map(tuple, lists)))
+    script.step()
+    return script.half.take_events()
+
+
+def stored(request: Request, block: int, medium: str = MEMORY) -> BlockEvent:
+    names, tokens = request.block_hashes, list(request.all_token_ids)
+    parent = names[block - 1] if block else None
+    return BlockEvent(medium, True, 0, [names[block]], parent, tokens[block * 16 : block * 16 + 16])
+
+
+def gone(request: Request, block: int, medium: str = MEMORY) -> BlockEvent:
+    return BlockEvent(medium, False, 0, [request.block_hashes[block]])
+
+
+def plain(events: Sequence[BlockEvent]) -> list[BlockEvent]:
+    return [event._replace(tokens=list(event.tokens) if event.stored else ()) for event in events]
+
+
+def test_O16_events_have_tokens_and_parent_and_name_the_tier() -> None:
+    script, request = listening(), Request("r", 40)
+    run(script, request)
+    first, second = (script.key(request, index) for index in range(2))
+    got = happened(script, added=[first, second])
+    assert plain(got) == [stored(request, 0), stored(request, 1)]
+    assert plain(happened(script, disk_added=[first])) == [stored(request, 0, DISK)]
+    assert happened(script, removed=[first, second]) == [gone(request, 0), gone(request, 1)]
+    assert happened(script, disk_removed=[first]) == [gone(request, 0, DISK)]
+    assert script.half.take_events() == []
+
+
+def test_O16_a_run_of_blocks_has_tokens_too() -> None:
+    script, request = listening(), Request("r", 16 * 6)
+    run(script, request, [[1, 2, 3, 4, 5, 6]])
+    keys = [script.key(request, index) for index in range(6)]
+    assert plain(happened(script, added=keys)) == [stored(request, index) for index in range(6)]
+
+
+def test_O16_the_request_need_not_live_until_its_blocks_are_stored() -> None:
+    script, request = listening(), Request("r", 16)
+    run(script, request)
+    script.half.request_finished("r", TABLE)
+    assert plain(happened(script, added=[script.key(request, 0)])) == [stored(request, 0)]
+    assert plain(happened(script, disk_added=[script.key(request, 0)])) == [
+        stored(request, 0, DISK)
+    ]
+
+
+def test_O16_what_comes_up_for_a_request_has_its_tokens() -> None:
+    script, request, other = listening(), Request("r", 40), Request("o", 40, "other")
+    script.arrive(request, [0, 1])
+    assert plain(happened(script, added=[script.key(request, 1)])) == [stored(request, 1)]
+    script.half.request_finished("r", ())
+    script.arrive(other)
+    script.half.request_finished("o", ())
+    assert happened(script, added=[script.key(other, 0)]) == []
+    assert script.half.take_stats()["events_untold"] == 1
+    assert not script.half._events._asked, "nothing stays of requests that are gone"
+
+
+def test_O16_what_this_engine_has_no_tokens_of_is_counted_not_told() -> None:
+    script, theirs = listening(), Request("t", 32)
+    keys = [script.key(theirs, index) for index in range(2)]
+    assert happened(script, added=keys, disk_added=keys[:1]) == []
+    assert script.half.take_stats() == {"events_untold": 3}
+    (step,) = [step for step in script.steps() if step.counts]
+    assert step.counts == {"events_untold": 3}
+
+
+def test_O16_a_prompt_that_was_shortened_meanwhile_tells_nothing_wrong() -> None:
+    script, request = listening(), Request("r", 40)
+    script.arrive(request)
+    name = script.key(request, 1)
+    request.block_hashes = hashes(2, "changed")
+    assert happened(script, added=[name]) == []
+    request.block_hashes = []
+    assert happened(script, added=[name]) == []
+
+
+def test_O16_one_turn_tells_of_each_block_what_became_of_it_once() -> None:
+    script, request = listening(), Request("r", 48)
+    run(script, request)
+    a, b, c = (script.key(request, index) for index in range(3))
+    assert plain(happened(script, added=[a, b])) == [stored(request, 0), stored(request, 1)]
+    # a left and came back, b left, c came and left
+    assert happened(script, added=[a, c], removed=[a, b, c]) == [gone(request, 1)]
+
+
+def test_O16_a_block_of_several_engine_blocks_is_told_as_these() -> None:
+    script, request = listening(TWO), Request("r", 64)
+    run(script, request, [[1, 2, 3, 4], [1, 2], [1, 2]])
+    names, tokens = request.block_hashes, list(range(32, 64))
+    keys = [script.key(request, 1, group) for group in range(3)]
+    assert plain(happened(script, added=keys)) == [  # the window's group is not told
+        BlockEvent(MEMORY, True, 0, [names[2], names[3]], names[1], tokens),
+        BlockEvent(MEMORY, True, 1, [names[3]], names[1], tokens),
+    ]
+    assert happened(script, removed=keys) == [
+        BlockEvent(MEMORY, False, 0, [names[2], names[3]]),
+        BlockEvent(MEMORY, False, 1, [names[3]]),
+    ]
+    unknown = Request("u", 32, "u")
+    assert happened(script, removed=[script.key(unknown, 0)]) == [
+        BlockEvent(MEMORY, False, 0, [unknown.block_hashes[1]])  # all that is known of it
+    ]
+
+
+def test_O16_what_is_remembered_for_events_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_module, "TOKENS_MAX", 64)
+    monkeypatch.setattr(events_module, "HASHES_MAX", 4)
+    script = listening(TWO)
+    names = []
+    for number in range(5):
+        request = Request(f"r{number}", 48, f"r{number}")
+        run(script, request, [[1, 2, 3], [1, 2], [1, 2]])
+        names.append(script.key(request, 0))
+    told = script.half._events
+    assert len(told._described) == 2
+    assert len(happened(script, added=names)) == 5, "they are here yet, and were asked for"
+    assert len(told._described) == len(told._told) == 2
+    for number in range(5):
+        script.half.request_finished(f"r{number}", ())
+    script.half.take_stats()
+    assert len(happened(script, disk_added=names)) == 2
+    assert script.half.take_stats()["events_untold"] == 3
+
+
+def test_O16_events_that_nobody_takes_are_bounded_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "EVENTS_MAX", 2)
+    script, request = listening(), Request("r", 64)
+    script.client.events = type(script.client.events)(maxlen=2)
+    run(script, request)
+    keys = [script.key(request, index) for index in range(3)]
+    assert plain(happened(script, added=keys)) == [stored(request, 1), stored(request, 2)]
+    assert script.half.take_stats()["events_untold"] == 1
+
+
+def test_O16_an_engine_without_events_remembers_nothing() -> None:
+    script, request = Script(), Request("r", 40)
+    run(script, request)
+    assert happened(script, added=[script.key(request, 0)]) == []
+    assert not script.half._events._described
+    assert not script.half._events._asked
+    assert not script.client.events
+
+
+def test_O16_the_disk_is_told_of_to_those_who_asked(tmp_path: Path) -> None:
+    config = parse(
+        {
+            "cpu": {"capacity": "16MiB", "extent": "16MiB"},
+            "server": {"socket": str(tmp_path / "store.sock"), "metrics": ""},
+            "nvme": {"path": str(tmp_path / "kv"), "capacity": "64MiB", "durability": "50ms"},
+        }
+    )
+    expected = {make_key(name, 0) for name in hashes(3)}
+    with (
+        LiveStore(config) as store,
+        engine(store, "a", events=True) as one,
+        engine(store, "b") as other,
+    ):
+        one.put(hashes(3))
+        heard = list[bytes]()
+        while not expected <= set(heard):
+            heard += one.scheduler.take(p.Answers).disk_added
+        assert sorted(heard) == sorted(expected)
+        other.scheduler.send(p.Step((p.Lookup(1, hashes(1)[0], 32),)))
+        answers = other.scheduler.take(p.Answers)
+        while not answers.granted:
+            assert not answers.disk_added
+            answers = other.scheduler.take(p.Answers)
+        assert not answers.disk_added
+
+
+def test_O16_a_disk_tier_tells_what_can_be_read_and_what_cannot(tmp_path: Path) -> None:
+    with shelf(settings_for(tmp_path / "kv")) as made:
+        made.put(0, 0, 2)
+        assert made.tier.take_changes().added == [], "nobody wants to know yet"
+        made.tier.tell()
+        made.put(1, 0, 3)
+        names = [key(1, index) for index in range(3)]
+        assert made.tier.take_changes().added == names
+        made.tier.discard([names[1]])  # and what hangs below it
+        changes = made.tier.take_changes()
+        assert (changes.added, sorted(changes.removed)) == ([], sorted(names[1:]))
+        made.put(1, 1, 2)
+        assert made.tier.take_changes().added == [names[1]]
+        made.tier.clear()
+        made.put(1, 0, 1)  # is here again before all that was cleared is told
+        made.settle()
+        changes = made.tier.take_changes()
+        left = {key(0, 0), key(0, 1), names[1]}
+        assert set(changes.removed) - set(changes.added) == left
+        assert names[0] not in changes.removed or names[0] in changes.added
+        assert len(changes.removed) == len(set(changes.removed))
+        made.tier.close()
+        assert made.tier.space.index.told is None, "nobody takes it any more"
+
+
+def test_O16_a_write_that_fails_is_no_event(tmp_path: Path) -> None:
+    with shelf(settings_for(tmp_path / "kv")) as made:
+        made.tier.tell()
+        space = made.tier.space
+        made.put(0, 0, 1)
+        made.tier.take_changes()
+        (place,) = space.take_places(1)
+        record = space.begin(key(5, 0), None, place, 99)
+        space.written(record, 0, ok=False)
+        changes = made.tier.take_changes()
+        assert (changes.added, changes.removed) == ([], [])
