@@ -161,7 +161,9 @@ def counted() -> set[str]:
         for path in ROOT.glob(pattern):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("_count"):
-                    found |= {a.value for a in node.args if isinstance(a, ast.Constant)}
+                    found |= {
+                        ast.literal_eval(a) for a in node.args[:1] if isinstance(a, ast.Constant)
+                    }
                 elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
                     if ast.unparse(node.value).split(".")[-1] in {"stats", "counts"}:
                         found.add(node.slice.value)
@@ -171,7 +173,7 @@ def counted() -> set[str]:
                         for field in node.body
                         if isinstance(field, ast.AnnAssign)
                     }
-    return {str(name) for name in found}
+    return {name for name in found if isinstance(name, str)}
 
 
 def test_M1_every_event_that_is_counted_reaches_vllms_endpoint() -> None:
