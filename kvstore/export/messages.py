@@ -40,7 +40,7 @@ from kvstore.layout import RankPages
 from kvstore.protocol import Message, from_u32
 from kvstore.types import GroupRule
 
-VERSION = 1
+VERSION = 2
 MESSAGE_BYTES_MAX = 16 << 20
 JOB_BLOCKS_MAX = 1 << 16
 LEASE_MS_MAX = 600_000
