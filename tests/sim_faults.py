@@ -138,7 +138,9 @@ def _memory(world: World, _: Host, rng: random.Random) -> bool:
 def _clear(world: World, _: Host, __: random.Random) -> bool:
     if world.net.store is None:
         return False
-    world.net.store.on_message(0, p.Query("clear"), world.net.now)
+    store = world.net.store
+    if 0 not in store._clearing:  # an operator waits for an answer before the next one
+        store.on_message(0, p.Query("clear"), world.net.now)
     return True
 
 

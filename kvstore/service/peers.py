@@ -315,7 +315,7 @@ class Peers:
                 consumer.heard(number, self._now_ns, STALL_NS)
             case m.Refused(reason):
                 self._said.warn(
-                    "peers that refuse", "peer %r: %r", link.address, reason[:LOGGED_MAX]
+                    "peers that refuse", "peer %s: %s", link.address, reason[:LOGGED_MAX]
                 )
                 self.channel.drop(number)
             case m.Noted(request, state):
