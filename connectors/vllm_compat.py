@@ -102,7 +102,8 @@ def group_rule(spec: Any, block_tokens: int) -> GroupRule:
     if isinstance(spec, CrossAttentionSpec | EncoderOnlyAttentionSpec | ChunkedLocalAttentionSpec):
         raise NotSupported(f"kvstore does not serve KV groups of kind {type(spec).__name__}")
     if isinstance(spec, SlidingWindowSpec):
-        return window_rule(spec.sliding_window, block_tokens)
+        # Below its window the engine keeps tokens that a drafter of several modules goes back to.
+        return window_rule(spec.sliding_window + spec.extra_retained_tokens, block_tokens)
     if isinstance(spec, MambaSpec):
         if spec.mamba_cache_mode != "align":
             raise NotSupported(
