@@ -77,22 +77,22 @@ def common_hit(
     """Find the largest number of blocks that every group can serve.
 
     Groups shrink one another until the number is stable. No more than `local` blocks is no
-    hit: Answer(local). A definite miss in any group beats pending in another: then waiting
-    would not help.
+    hit: Answer(local). Pending is told only where it matters: with all pending blocks missing the
+    number would be another than with all of them present.
 
     prefix(group, limit): a faster way than scanning to the answer of prefix_hit, if there is one.
     inside: a hit of `limit` blocks ends inside of the last one; all shorter ones end with one.
     """
-    answer = _shrunk(rules, probe, limit, local, prefix, inside=inside)
-    if answer.blocks > local or not answer.pending:
+    answer, counted = _shrunk(rules, probe, limit, local, prefix, inside=inside)
+    if not answer.pending or (counted and answer.blocks > local):
         return answer
 
     def hopeful(group: int, index: int) -> LookupResult:
         result = probe(group, index)
         return result if result is _MISS else _HIT
 
-    coming = _shrunk(rules, hopeful, limit, local, prefix, inside=inside).blocks
-    return Answer(local, pending=coming > local)
+    coming, _ = _shrunk(rules, hopeful, limit, local, prefix, inside=inside)
+    return Answer(answer.blocks, pending=coming.blocks > answer.blocks)
 
 
 def _shrunk(
@@ -103,7 +103,8 @@ def _shrunk(
     prefix: Callable[[int, int], Answer] | None,
     *,
     inside: bool,
-) -> Answer:
+) -> tuple[Answer, bool]:
+    """Return also whether a pending block is among those that the answer counts."""
     if prefix is None:
         prefix = partial(prefix_hit, probe)
     blocks, waiting = limit, False
@@ -121,4 +122,4 @@ def _shrunk(
                 waiting = waiting or answer.pending
                 blocks = answer.blocks
         if blocks == before or len(rules) == 1:
-            return Answer(blocks, pending or waiting)
+            return Answer(blocks, pending or waiting), pending

@@ -163,6 +163,35 @@ def test_O4_waiting_for_what_another_group_cannot_use_is_no_reason_to_wait() -> 
     assert common([FULL, GroupRule(2)], "HHHP", "HHH.") == Answer(3)
 
 
+@pytest.mark.parametrize(
+    ("line", "local", "answer"),
+    [
+        ("HHHHH.P.", 0, Answer(5)),  # it would be a window's only block
+        ("HHHHH.PP", 0, Answer(5, pending=True)),
+        ("HHHHHP..", 0, Answer(5, pending=True)),
+        ("HHH.P.H.", 0, Answer(3)),
+        ("P.......", 0, Answer(0, pending=True)),  # short, but reaches the first block
+        ("...P....", 3, Answer(3, pending=True)),
+        ("...P....", 2, Answer(2)),
+        ("HHPH.RHH", 0, Answer(8)),  # a longer hit than the first one can become
+    ],
+)
+def test_O3_a_pending_block_behind_a_gap_does_not_make_the_answer_wait(
+    line: str, local: int, answer: Answer
+) -> None:
+    assert common([GroupRule(2)], line, local=local) == answer
+    assert common([FULL, GroupRule(2)], "H" * 8, line, local=local) == answer
+
+
+def test_O3_a_pending_block_that_another_group_rules_out_does_not_make_the_answer_wait() -> None:
+    rules = [FULL, GroupRule(2), STATE]
+    assert common(rules, "HHHH....", "HHHHHHPP", "HHHHHHHH") == Answer(4)
+    assert common(rules, "HHHHHHHH", "HHHHHHPP", "HHHH....") == Answer(4)
+    assert common(rules, "HHHHHHHH", "HHHHHPPP", "HHHHHHH.") == Answer(5, pending=True)
+    assert common(rules, "HHHHHHHH", "HHHH.HPH", "HHHHH.H.") == Answer(4, pending=True)
+    assert common(rules, "HHHHHHHH", "HHHH.HPH", "HHHHH...") == Answer(4)
+
+
 def test_O4_nothing_beyond_what_the_engine_has_is_no_hit() -> None:
     assert common([FULL], "HHH.", local=3) == Answer(3)
     assert common([FULL], "HHHP", local=4) == Answer(4)
@@ -223,6 +252,7 @@ def serves(
 
 
 LINE = st.text("HHHPR.", min_size=8, max_size=8)
+GAPS = st.text("HHPR..", min_size=8, max_size=8)
 RULE = st.one_of(
     st.builds(GroupRule, st.none()), st.builds(GroupRule, st.integers(1, 5)), st.just(STATE)
 )
@@ -252,6 +282,31 @@ def test_O3_trailing_hit_agrees_with_brute_force(
 
 
 @given(
+    st.lists(st.tuples(RULE, LINE | GAPS), min_size=1, max_size=4),
+    st.integers(0, 8),
+    st.integers(0, 8),
+    st.booleans(),
+)
+def test_O3_an_answer_waits_only_where_a_pending_block_could_change_it(
+    groups: list[tuple[GroupRule, str]], limit: int, local: int, inside: bool
+) -> None:
+    rules, limit = [rule for rule, _ in groups], max(limit, local)
+
+    def ends(as_letter: str) -> Answer:
+        lines = [line.replace("P", as_letter).replace("R", as_letter) for _, line in groups]
+        return common_hit(rules, world(*lines), limit, local, inside=inside)
+
+    answer = common_hit(rules, world(*(line for _, line in groups)), limit, local, inside=inside)
+    failed, came = ends("."), ends("H")
+    assert not failed.pending
+    assert not came.pending
+    assert answer.pending == (failed.blocks != came.blocks)
+    if not answer.pending:
+        assert answer.blocks == came.blocks
+    assert failed.blocks <= answer.blocks <= came.blocks
+
+
+@given(
     st.lists(st.tuples(RULE, LINE), min_size=1, max_size=4),
     st.integers(0, 8),
     st.integers(0, 8),
@@ -276,12 +331,8 @@ def test_O4_common_hit_agrees_with_brute_force(
     answer = common_hit(rules, probe, limit, local, inside=inside)
     assert answer.blocks == now
     full = [line[:now] for rule, line in groups if rule.trailing is None]
-    if now == local:
-        assert answer.pending == (later > local)
-    elif later > now or any(set(line) & set("PR") for line in full):
-        assert answer.pending
-    elif not set("".join(lines)) & set("PR"):
-        assert not answer.pending
+    counted = now > local and any(set(line) & set("PR") for line in full)
+    assert answer.pending == (later > now or counted)
     quick = partial(prefix_hit, probe)
     faster = common_hit(rules, probe, limit, local, quick, inside=inside)
     assert faster == answer
