@@ -329,8 +329,8 @@ class Manager:
 
         Groups that need the whole prefix are pinned as far as every one of them reaches, the
         others wherever a block of theirs is present in that range: which of these a request
-        needs depends on what its engine has computed itself. Recency is refreshed for the
-        paths that a request without own blocks would use.
+        needs depends on what its engine has computed itself. Recency is refreshed now for the paths
+        of the former, whose last block others may hang below, and with the last pin for leaves.
         """
         limit = min(limit, chain.blocks)
         full = [group for group, rule in enumerate(self.rules) if rule.trailing is None]
@@ -354,22 +354,14 @@ class Manager:
             entries += present
         if not entries:
             return None
-        self._touch_paths(chain, limit)
+        for group in full:
+            self.touch(chain.key(group, limit - 1))
         lease = Lease(self.leases.new_id(), owner, deadline_ns, tuple(hits), tuple(entries))
         self.leases.add(lease)
         for entry in entries:
             if entry.next is not None:
                 self._pinned(entry)
         return lease
-
-    def _touch_paths(self, chain: Chain, limit: int) -> None:
-        usable = self.lookup(chain, limit).blocks
-        for group, rule in enumerate(self.rules):
-            if rule.trailing is None:
-                self.touch(chain.key(group, limit - 1))
-            else:
-                for index in range(usable - 1, chain.first_of(rule, usable) - 1, -1):
-                    self.touch(chain.key(group, index))
 
     def touch(self, key: BlockKey) -> None:
         """Refresh the recency of a ready block, and with it of the path above it."""

@@ -383,6 +383,31 @@ def test_O5_a_lookup_changes_nothing_and_a_load_refreshes_the_path() -> None:
     assert (rig.manager.lookup(old, 2), rig.manager.lookup(new, 2)) == (Answer(2), Answer(0))
 
 
+def test_O5_a_load_of_a_prefix_refreshes_its_path_and_not_what_hangs_below() -> None:
+    rig, long, other = Rig(8), chain(4, "a"), chain(4, "b")
+    rig.put(long)
+    rig.put(other)
+    lease = rig.manager.prepare_load(long, 2, 7, 100)
+    assert lease is not None
+    rig.manager.complete_load(lease.lease_id)
+    rig.grant(6)
+    assert rig.manager.lookup(long, 4) == Answer(2)
+    assert rig.manager.lookup(other, 4) == Answer(0)
+
+
+def test_O5_a_load_refreshes_the_blocks_of_a_window() -> None:
+    rig, old, new = Rig(8, [FULL, GroupRule(1)]), chain(2, "a", 2), chain(2, "b", 2)
+    for blocks in (old, new):
+        rig.put(blocks)
+        for index in range(2):
+            (slot,) = rig.grant()
+            rig.manager.begin_store(blocks.key(1, index), None, slot)  # a window has no path
+            rig.manager.complete_store(slot, ok=True)
+    rig.manager.complete_load(rig.lease(old).lease_id)
+    rig.grant(4)
+    assert (rig.manager.lookup(old, 2), rig.manager.lookup(new, 2)) == (Answer(2), Answer(0))
+
+
 @pytest.mark.parametrize("hole", range(6))
 def test_O2_a_hole_ends_the_hit(hole: int) -> None:
     rig, blocks = Rig(6), chain(6)
