@@ -112,12 +112,15 @@ class Tracked:
 
     __slots__ = (
         "ask", "capped", "cursor", "deferred_ns", "failures", "grant", "key_hash", "local",
-        "number", "phase", "present", "question", "remote", "request", "waited",
+        "number", "phase", "present", "question", "reads", "remote", "request", "waited",
     )  # fmt: skip
 
-    def __init__(self, request: EngineRequest, groups: int, number: int = 0) -> None:
+    def __init__(
+        self, request: EngineRequest, groups: int, number: int = 0, *, reads: bool = True
+    ) -> None:
         self.request = request
         self.number = number  # the higher, the later it came
+        self.reads = reads  # it may be given what others have computed
         self.phase = Phase.NEW
         self.ask: int | None = None
         self.capped = False  # it found something, and had to give its lease back, or got none

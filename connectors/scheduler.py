@@ -91,15 +91,21 @@ class SchedulerHalf:
     # Requests arrive, are looked up, are admitted
 
     def on_new_request(
-        self, request: EngineRequest, transfer: Mapping[str, Any] | None = None, cached: int = 0
+        self,
+        request: EngineRequest,
+        transfer: Mapping[str, Any] | None = None,
+        cached: int = 0,
+        *,
+        reads: bool = True,
     ) -> None:
         """Take note of a request and queue its lookup; its keys are sent once.
 
         transfer: hand-over parameters, if it has any; wrong ones are told and not used.
         cached: tokens that the engine has of a request with parameters.
+        reads: False: it computes its whole prompt. Nothing is asked; its blocks are stored.
         """
         self._arrived += 1
-        tracked = Tracked(request, self._groups, self._arrived)
+        tracked = Tracked(request, self._groups, self._arrived, reads=reads)
         self._requests[request.request_id] = tracked
         if not self._client.session:
             self._client.receive()  # the store may have let us in while no step was taken
@@ -111,7 +117,7 @@ class SchedulerHalf:
 
         After a load that failed only about what is in memory: nobody waits for a disk twice.
         """
-        if self._room.is_for_another(tracked):
+        if not tracked.reads or self._room.is_for_another(tracked):
             return
         remote, again = NO_REMOTE if tracked.failures else tracked.remote, tracked.failures > 0
         question = question_of(self._geometry, tracked.request, remote)
@@ -295,7 +301,8 @@ class SchedulerHalf:
         tracked.present = own or (NOWHERE,) * self._groups
         self._rewind(tracked)
         hits = self._sources_of(tracked, grant, external)
-        self._client.used(tracked.request.num_tokens - tracked.local, hits)
+        if tracked.reads:
+            self._client.used(tracked.request.num_tokens - tracked.local, hits)
         if external:
             whole = self._plan_load(tracked, grant or NO_GRANT, table, external)
             if tracked.ask is not None:

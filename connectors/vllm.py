@@ -293,7 +293,8 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         if self._states and is_handed_over(transfer):
             compat.leave_out_last(request, self._tokens.hash_tokens)
         cached = compat.cached_tokens(self._manager, request) if transfer else 0
-        self._plan().on_new_request(request, transfer, cached)
+        reads = not request.skip_reading_prefix_cache
+        self._plan().on_new_request(request, transfer, cached, reads=reads)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

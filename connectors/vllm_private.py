@@ -28,7 +28,7 @@ REQUEST = (
     *("_all_token_ids", "all_token_ids", "block_hashes", "kv_transfer_params", "lora_request"),
     *("max_tokens", "mm_features", "num_computed_tokens", "num_in_flight_tokens"),
     *("num_prompt_tokens", "num_tokens", "prompt_is_token_ids", "prompt_token_ids", "request_id"),
-    "status",
+    *("skip_reading_prefix_cache", "status"),
 )
 CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (

@@ -46,10 +46,16 @@ class Half(SchedulerHalf):
     requests: dict[str, Request]
 
     def on_new_request(
-        self, request: EngineRequest, transfer: Params = None, cached: int = 0
+        self,
+        request: EngineRequest,
+        transfer: Params = None,
+        cached: int = 0,
+        *,
+        reads: bool = True,
     ) -> None:
         assert not transfer
         assert not cached
+        assert reads
         super().on_new_request(request, self.given[request.request_id])
 
     def request_finished(self, request_id: str, table: BlockTable) -> bool:

@@ -45,6 +45,22 @@ def test_O4_the_last_token_is_left_to_the_engine() -> None:
     assert script.matched(request) == (16, True)
 
 
+def test_O6_a_request_that_computes_all_its_prompt_asks_nothing_and_is_stored() -> None:
+    script, request = Script(), Request("r", 48)
+    script.half.on_new_request(request, reads=False)
+    assert script.lookups() == []
+    for _ in range(2):  # the second time: preempted, and back
+        assert script.matched(request) == (0, False)
+        assert script.lookups() == []
+        script.half.update_state_after_alloc("r", [[1, 2, 3]], 0)
+        meta = script.step(request, 48, [[1, 2, 3]])
+        assert script.indices(request, meta) == [0, 1, 2]
+        request.num_computed_tokens = 0
+    assert not any(step.usage for step in script.steps()), "it could not hit"
+    assert script.waited_ns == 0
+    assert not script.half.take_stats().get("deferred")
+
+
 def test_O4_all_groups_must_serve_the_hit() -> None:
     script, request = Script(WINDOW), Request("r", 81)
     script.arrive(request, [0, 1, 2, 3, 4], [1, 2, 4])

@@ -10,7 +10,7 @@ import pytest
 
 from connectors.jobs import StepMeta
 from connectors.requests import Geometry
-from connectors.transfer import Transfer
+from connectors.transfer import NO_SOURCE, Transfer, source_of
 from kvstore.types import GroupRule
 from tests.engine.test_shortened import request_of
 from tests.script import Script
@@ -70,6 +70,24 @@ def test_B10_only_a_request_that_ended_by_itself_is_handed_over(
     assert states == (["done"] if whole else ["gone"]), "nothing is held for anybody"
 
 
+def test_B10_a_request_preempted_in_its_last_step_names_no_blocks(connector: Any) -> None:  # noqa: ANN401
+    """With asynchronous scheduling its output comes after its blocks have gone."""
+    from vllm.v1.request import RequestStatus
+
+    request = request_of(33, {"do_remote_decode": True})
+    run(connector, request)
+    request.num_computed_tokens = 0
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    delayed, params = connector.request_finished_all_groups(request, ([],))
+    assert not delayed
+    assert params is not None
+    assert (params["remote_num_tokens"], params["remote_block_ids"]) == (0, [[]])
+    assert source_of(params) is NO_SOURCE, "the decode engine computes it"
+    connector.script.step()
+    handing = [one.state for step in connector.script.steps() for one in step.handing]
+    assert handing[-1:] == ["gone"], "nothing is held for anybody"
+
+
 def test_O14_requests_whose_blocks_may_go_are_reported_as_sent(connector: Any) -> None:  # noqa: ANN401
     from connectors.vllm import TieredMetadata
 
@@ -102,6 +120,21 @@ def test_B3_a_request_with_an_adapter_is_neither_stored_nor_loaded(
     _, params = connector.request_finished_all_groups(request, TABLE)
     assert (params is None) is adapter
     assert bool(connector.script.step().early) is False
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+@pytest.mark.parametrize("params", [None, {"do_remote_decode": True}])
+def test_O6_a_prompt_whose_logprobs_are_wanted_asks_nothing_and_is_stored(
+    connector: Any,  # noqa: ANN401
+    logprobs: int | None,
+    params: dict[str, Any] | None,
+) -> None:
+    request = request_of(33, params, prompt_logprobs=logprobs)
+    assert request.skip_reading_prefix_cache is (logprobs is not None)
+    connector.on_new_request(request)
+    assert bool(connector.script.lookups()) is (logprobs is None)
+    assert run(connector, request).stores
+    assert ("deferred" in connector.script.half.take_stats()) is (logprobs is None)
 
 
 def test_O13_a_copy_is_over_when_all_ranks_have_said_so() -> None:

@@ -145,7 +145,7 @@ def test_O14_a_finished_request_never_keeps_its_blocks(make: Callable[..., Any])
     from vllm.v1.request import RequestStatus
 
     connector = make()
-    more = {"lora_request": None, "kv_transfer_params": None}
+    more = {"lora_request": None, "kv_transfer_params": None, "skip_reading_prefix_cache": False}
     ended = RequestStatus.FINISHED_LENGTH_CAPPED
     request = SimpleNamespace(**vars(Request("r", 64)), **more, status=ended)
     connector.on_new_request(request)

@@ -23,15 +23,20 @@ HANDED = {"do_remote_decode": True}
 GIVEN = {"do_remote_prefill": True, "remote_num_tokens": 40}
 
 
-def request_of(tokens: int, params: dict[str, Any] | None = None, **more: object) -> Any:  # noqa: ANN401 - vLLM's
+def request_of(
+    tokens: int,
+    params: dict[str, Any] | None = None,
+    **more: Any,  # noqa: ANN401 - vLLM's
+) -> Any:  # noqa: ANN401 - vLLM's
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
     init_none_hash(sha256)
+    wanted = more.pop("prompt_logprobs", None)
     extra = None if params is None else {"kv_transfer_params": params}
-    sampling = SamplingParams(max_tokens=9, extra_args=extra)
+    sampling = SamplingParams(max_tokens=9, extra_args=extra, prompt_logprobs=wanted)
     hasher = get_request_block_hasher(HASH_TOKENS, sha256)
     arguments = {"prompt_token_ids": list(range(tokens)), "block_hasher": hasher} | more
     return Request("r", sampling_params=sampling, pooling_params=None, **arguments)
