@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import random
 import select
 import socket
 import threading
@@ -24,6 +26,8 @@ _READ_BYTES = 1 << 16
 _ANCILLARY_BYTES = socket.CMSG_SPACE(8 * array("i").itemsize)
 _CONNECT_S = 1.0
 _RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+REFUSED_FIRST_S, REFUSED_MOST_S = 1.0, 60.0  # until an engine that was refused asks again
+_REASONS_MAX = 16  # that are logged
 
 
 class LinkLost(KVStoreError):
@@ -108,6 +112,10 @@ class Link:
         """Let the next receive return these first."""
         self._put_back = messages
 
+    def fileno(self) -> int:
+        """Return the socket's descriptor; -1 once it is closed."""
+        return self._sock.fileno()
+
     def close(self) -> None:
         """Close the socket and what came with messages nobody read; safe to call twice."""
         self._sock.close()
@@ -174,37 +182,101 @@ def _await_welcome(link: Link, stop: threading.Event) -> p.Welcome | None:
     return None
 
 
+class Refusals:
+    """How long one half of an engine waits after a refusal, and what the log says of it."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+        self._wait_s = 0.0
+        self._in_a_row = 0
+        self._attached_s: float | None = None
+
+    def wait_s(self, why: KVStoreError) -> float:
+        """Take note of a refusal; return the seconds until the store is asked again.
+
+        They double from refusal to refusal, and begin anew once a session has lasted.
+        """
+        now_s = time.monotonic()
+        if self._attached_s is not None and now_s - self._attached_s > REFUSED_MOST_S:
+            self._told.clear()
+            self._wait_s = 0.0
+        self._attached_s = None
+        self._in_a_row += 1
+        reason = str(why)
+        if reason not in self._told and len(self._told) < _REASONS_MAX:
+            self._told.add(reason)
+            log.error("kvstore: %s; serving without it, and asking again now and then", reason)
+        self._wait_s = min(max(REFUSED_FIRST_S, 2 * self._wait_s), REFUSED_MOST_S)
+        part = random.uniform(0.8, 1.0)  # noqa: S311 - many engines' halves were refused at once
+        return self._wait_s * part
+
+    def attached(self) -> None:
+        """Take note of a session."""
+        self._attached_s = time.monotonic()
+        if self._in_a_row:
+            log.info("kvstore: attached again after %d refusals", self._in_a_row)
+            self._in_a_row = 0
+
+
 class Attacher:
-    """Connects in the background, so that the engine's step never does."""
+    """Connects in the background, so that the engine's step never does.
+
+    Again and again: after a refusal, and when the store has closed a connection, which an idle
+    engine would not find out.
+    """
 
     def __init__(self, find: Callable[[], str], hello: p.Hello, user: int | None = None) -> None:
         """find(): the store's address; starts a private store if there is none.
 
         user: who may run it beside us and root.
         """
-        self.refused: KVStoreError | None = None
+        self.refused: KVStoreError | None = None  # by the last store that has answered
         self._find = find
         self._hello = hello
         self._user = user
         self._stop = threading.Event()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._refusals = Refusals()
         self._ready: deque[tuple[Link, p.Welcome]] = deque()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start connecting; take() has the connection when there is one."""
-        if not self._stop.is_set():
-            self._thread = threading.Thread(target=self._run, name="kvstore-attach", daemon=True)
-            self._thread.start()
+        """Have a connection made, unless there is one that was not taken; take() has it then."""
+        if self._stop.is_set():
+            return
+        if self._thread is not None and self._thread.is_alive():
+            os.eventfd_write(self._wake, 1)  # the last connection may have been closed
+            return
+        self._thread = threading.Thread(target=self._run, name="kvstore-attach", daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
-        try:
-            attached = attach(self._find, self._hello, self._stop, self._user)
-        except KVStoreError as exc:
-            self.refused = exc
-            log.error("kvstore: %s", exc)
-            return
-        if attached is not None:
-            self._ready.append(attached)
+        while not self._stop.is_set():
+            try:
+                attached = attach(self._find, self._hello, self._stop, self._user)
+            except KVStoreError as exc:
+                self.refused = exc.with_traceback(None)  # which would keep what failed
+                self._stop.wait(self._refusals.wait_s(exc))
+                continue
+            if attached is not None:
+                self.refused = None
+                self._refusals.attached()
+                self._offer(attached)
+
+    def _offer(self, attached: tuple[Link, p.Welcome]) -> None:
+        """Have a connection taken; return when either end has closed it."""
+        link, closed = attached[0], select.poll()
+        closed.register(link.fileno(), select.POLLRDHUP)
+        closed.register(self._wake, select.POLLIN)
+        self._ready.append(attached)
+        while link.fileno() >= 0 and not self._stop.is_set():
+            if any(fd != self._wake for fd, _ in closed.poll()):
+                break
+            os.eventfd_read(self._wake)
+        self._stop.wait(_RETRY_S[0])
+        with contextlib.suppress(ValueError):
+            self._ready.remove(attached)  # if nobody took it
+            link.close()
 
     def take(self) -> tuple[Link, p.Welcome] | None:
         """Return a new connection and the store's welcome, once."""
@@ -212,9 +284,12 @@ class Attacher:
 
     def close(self) -> None:
         """Stop connecting and close what nobody took; safe to call twice."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        if not self._stop.is_set():
+            self._stop.set()
+            os.eventfd_write(self._wake, 1)
+            if self._thread is not None:
+                self._thread.join()
+            os.close(self._wake)
         while self._ready:
             self._ready.popleft()[0].close()
 

@@ -104,11 +104,13 @@ class SchedulerHalf:
         cached: tokens that the engine has of a request with parameters.
         reads: False: it computes its whole prompt. Nothing is asked; its blocks are stored.
         """
+        if not self._requests:
+            self._client.receive()  # the store may have gone while no step was taken
+        if not self._client.session:
+            self._client.receive()  # and have let us in again
         self._arrived += 1
         tracked = Tracked(request, self._groups, self._arrived, reads=reads)
         self._requests[request.request_id] = tracked
-        if not self._client.session:
-            self._client.receive()  # the store may have let us in while no step was taken
         tracked.remote = self._hands.begun(request, transfer, cached)
         self._ask(tracked)
 

@@ -28,7 +28,7 @@ import msgspec
 
 from connectors.direct import DirectReads, End, Giving, Reads, Told, nobody
 from connectors.jobs import LoadJob, StepMeta, StoreJob, pieces
-from connectors.link import Link, LinkLost, attach, monotonic_ns
+from connectors.link import Link, LinkLost, Refusals, attach, monotonic_ns
 from connectors.loads import Load, Patience
 from kvstore import protocol as p
 from kvstore.errors import KVStoreError, NotSupported, TierError
@@ -42,7 +42,6 @@ from tiers.runner import NOTHING, Nothing, Runner
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.02
-REFUSED_WAIT_S = 1.0
 SHUTDOWN_WAIT_S = 5.0  # for stores that are queued; a copy takes milliseconds
 _READ_S = 0.1
 
@@ -131,6 +130,7 @@ class WorkerHalf:
         self._idle_loads: set[str] = set()  # of these: what wait, and copy nothing
         self._gives_open: set[int] = set()
         self._stats = WorkerStats()
+        self._refusals = Refusals()
         self._stop = threading.Event()
         self._runner: Runner[Task, Outcome] = Runner("kvstore-copy", self._copy, self._raised)
         self._thread = threading.Thread(target=self._talk, name="kvstore-link", daemon=True)
@@ -399,10 +399,9 @@ class WorkerHalf:
             except KVStoreError as exc:
                 # Not for good: the scheduler half, which attaches later, is refused only in a
                 # session that has us in it; and a store may come back with other settings.
-                if str(exc) != str(self.refused) and not self._stop.is_set():
-                    log.error("kvstore: %s", exc)
-                self.refused = exc.with_traceback(None)  # which would keep what failed
-                self._stop.wait(REFUSED_WAIT_S)
+                if not self._stop.is_set():
+                    self.refused = exc.with_traceback(None)  # which would keep what failed
+                    self._stop.wait(self._refusals.wait_s(exc))
 
     def _serve(self, link: Link, welcome: p.Welcome) -> None:
         """Be attached until that ends. Raises TierError for memory that copies cannot use."""
@@ -457,6 +456,7 @@ class WorkerHalf:
                 )
                 self._device.pin(extent, self._stop.is_set)
                 self._slots.add(message.extent, extent)
+                self._refusals.attached()
                 link.send(p.Mapped(message.extent))
             elif isinstance(message, p.Unmap):
                 self._runner.wait(self._uses_no_slots)

@@ -1,0 +1,196 @@
+"""An engine that was refused, or whose store went while it was idle, attaches again by itself."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from connectors import link as links
+from connectors.client import StoreClient
+from connectors.link import Attacher, Refusals, monotonic_ns
+from connectors.scheduler import SchedulerHalf
+from kvstore import protocol as p
+from kvstore.config import Config, parse
+from kvstore.errors import NotSupported
+from kvstore.service.session import Phase
+from tests.live import LiveStore, eventually
+from tests.script import ONE_GROUP, Request
+from tests.worker_rig import Rig, heard
+
+OLD = "protocol 2, ours is 1"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    server = {"socket": str(tmp_path / "store.sock"), "metrics": ""}
+    return parse({"cpu": {"capacity": "16MiB", "extent": "16MiB"}, "server": server})
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask again after 20 to 100 ms."""
+    monkeypatch.setattr(links, "REFUSED_FIRST_S", 0.02, raising=False)
+    monkeypatch.setattr(links, "REFUSED_MOST_S", 0.1, raising=False)
+
+
+class OtherStore:
+    """Refuses every Hello for good."""
+
+    def __init__(self, path: str) -> None:
+        self.refused: list[tuple[str, float]] = []  # role, when
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(path)
+        self._listener.listen()
+        self._path = Path(path)
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            sock, _ = self._listener.accept()
+            with sock:
+                for hello in p.Decoder(p.ToStore).feed(sock.recv(1 << 16)):
+                    assert isinstance(hello, p.Hello)
+                    self.refused.append((hello.role, time.monotonic()))
+                    sock.sendall(p.encode(p.Refused(OLD, retry=False)))
+                    break
+                else:
+                    return
+
+    def times(self, role: str) -> list[float]:
+        return [at for who, at in self.refused if who == role]
+
+    def close(self) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as last:
+            last.connect(str(self._path))
+        self._thread.join()
+        self._listener.close()
+        self._path.unlink()
+
+
+@pytest.fixture
+def other() -> Iterator[Callable[[str], OtherStore]]:
+    """Make one that ends with the test if it did not before."""
+    made: list[OtherStore] = []
+
+    def make(path: str) -> OtherStore:
+        made.append(OtherStore(path))
+        return made[-1]
+
+    yield make
+    for store in made:
+        if store._thread.is_alive():
+            store.close()
+
+
+@pytest.fixture
+def rig(config: Config) -> Iterator[Rig]:
+    made = Rig(config.server.socket)
+    yield made
+    made.close()
+
+
+def active(store: LiveStore) -> bool:
+    """Whether an engine is attached with both its halves, as its store sees it."""
+    sessions = list(store.server.store.sessions.values())
+    return any(s.phase is Phase.ACTIVE and s.scheduler is not None for s in sessions)
+
+
+def said(caplog: pytest.LogCaptureFixture, level: int, words: str) -> int:
+    return sum(r.levelno == level and words in r.getMessage() for r in caplog.records)
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_O22_an_engine_that_was_refused_attaches_once_it_may(
+    config: Config,
+    rig: Rig,
+    other: Callable[[str], OtherStore],
+    caplog: pytest.LogCaptureFixture,
+    busy: bool,
+) -> None:
+    """busy: it takes steps meanwhile, and finds out what becomes of its store."""
+    caplog.set_level(logging.INFO)
+    half = SchedulerHalf(ONE_GROUP, rig.client, monotonic_ns)
+    with LiveStore(config):
+        rig.attach()
+    first = rig.client.session
+    refuses = other(config.server.socket)
+
+    def again(role: str) -> bool:
+        return (not busy or heard(rig.client)) and len(refuses.times(role)) >= 4
+
+    eventually(lambda: again("worker"))
+    eventually(lambda: again("scheduler"))
+    assert bool(rig.client.session) is not busy, "an idle one takes no notice, and no step"
+    refuses.close()
+    with LiveStore(config) as store:
+        eventually(lambda: (not busy or heard(rig.client)) and active(store))
+        if busy:
+            eventually(lambda: heard(rig.client) and rig.client.session)
+        else:
+            half.on_new_request(Request("first", 64))
+            assert half.get_num_new_matched_tokens("first", 0) is not None
+        assert rig.client.session not in (0, first)
+        rig.put([b"%032d" % n for n in range(2)], (1, 2))
+        assert len(rig.ask([b"%032d" % n for n in range(2)]).hits[0]) == 2
+    assert said(caplog, logging.ERROR, OLD) == 2, "each half says it once"
+    assert said(caplog, logging.INFO, "attached again after") == 2
+
+
+def test_O22_the_first_request_after_an_idle_engines_store_came_back_is_asked_about(
+    config: Config, rig: Rig
+) -> None:
+    half = SchedulerHalf(ONE_GROUP, rig.client, monotonic_ns)
+    with LiveStore(config):
+        rig.attach()
+    with LiveStore(config) as store:
+        eventually(lambda: active(store))
+        half.on_new_request(Request("first", 64))
+        assert half._requests["first"].ask is not None
+
+
+def test_O22_who_is_refused_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "REFUSED_FIRST_S", 1.0)
+    monkeypatch.setattr(links, "REFUSED_MOST_S", 60.0)
+    refusals, why = Refusals(), NotSupported("no")
+    for most in (1, 2, 4, 8, 16, 32, 60, 60):
+        assert 0.8 * most <= refusals.wait_s(why) <= most
+    refusals.attached()  # and refused again at once: nothing has lasted
+    assert refusals.wait_s(why) >= 0.8 * 60
+    refusals.attached()
+    later = time.monotonic() + 61
+    monkeypatch.setattr("connectors.link.time.monotonic", lambda: later)
+    assert refusals.wait_s(why) <= 1
+
+
+def test_O22_at_the_start_a_refusal_is_an_error(
+    tmp_path: Path, other: Callable[[str], OtherStore]
+) -> None:
+    path = str(tmp_path / "store.sock")
+    other(path)
+    hello = p.Hello(p.VERSION, "engine", "scheduler", 0, 1)
+    client = StoreClient(Attacher(lambda: path, hello), monotonic_ns)
+    try:
+        with pytest.raises(NotSupported, match=OLD):
+            client.wait_attached(20)
+    finally:
+        client.close()
+
+
+def test_O22_an_engine_ends_at_once_while_it_waits(
+    tmp_path: Path, other: Callable[[str], OtherStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "REFUSED_FIRST_S", 600.0, raising=False)
+    monkeypatch.setattr(links, "REFUSED_MOST_S", 600.0, raising=False)
+    path = str(tmp_path / "store.sock")
+    refuses, rig = other(path), Rig(path)
+    eventually(lambda: refuses.times("worker") and refuses.times("scheduler"))
+    started = time.monotonic()
+    rig.close()
+    assert time.monotonic() - started < 60
