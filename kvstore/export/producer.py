@@ -139,6 +139,10 @@ class Producer:
             peer.closed = True
             self._drop(peer)
 
+    def serves(self, source: Source) -> bool:
+        """Tell whether a peer may ask for blocks of a namespace, without another Hello."""
+        return any(peer.source is source for peer in self._peers.values())
+
     @property
     def jobs(self) -> int:
         """Count what is wanted by peers."""

@@ -138,6 +138,8 @@ def disk_gauges(disk: Disk) -> dict[tuple[str, ...], float]:
     counts: Counter[str] = Counter()
     for space in disk.spaces:
         counts.update(space.counts)
+        if not space.total:
+            continue  # nothing of it is here, and there may have been many
         label = space.digest[:12]
         found["kvstore_tier_slots", NVME, label, "free"] = space.free
         found["kvstore_tier_slots", NVME, label, "used"] = space.total - space.free

@@ -53,6 +53,11 @@ class Inlet:
         return self._landing.used * self._namespace.layout.slot_bytes
 
     @property
+    def open(self) -> bool:
+        """Tell whether something is fetched, or landing memory is not free."""
+        return bool(self.consumer.open or self.consumer.quarantined or self._landing.used)
+
+    @property
     def crowded(self) -> bool:
         """Tell whether more than half of the landing memory is in quarantine."""
         return 2 * self.consumer.quarantined > self._landing.count

@@ -193,6 +193,12 @@ class Memory:
                 return True
         return False
 
+    def give_back(self, namespace: Namespace, now_ns: int) -> None:
+        """Retire all extents of a namespace that is not used."""
+        for mapping in namespace.extents.values():
+            if mapping.state == "live":
+                mapping.state, mapping.since_ns = "retiring", now_ns
+
     def _shrink(self, namespace: Namespace, extent: int, mapping: Mapping) -> None:
         if mapping.state == "retiring":
             slots = [Slot(slot) for slot in namespace.slots_of(mapping)]

@@ -203,6 +203,13 @@ class Namespace:
         return min(reversed(live), key=lambda extent: on_credit[extent], default=None)
 
     @property
+    def unused(self) -> bool:
+        """Tell whether no engine has it, nothing is in it, and nothing goes on there."""
+        manager = self.manager
+        idle = not (self.sessions or self.coming or manager.clearing or self.tiering.jobs_open)
+        return idle and not (len(manager.index) or manager.slots_granted or len(manager.leases))
+
+    @property
     def coming(self) -> bool:
         """Tell whether an extent is being made or mapped."""
         return self.growing or any(m.state == "mapping" for m in self.extents.values())

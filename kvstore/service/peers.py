@@ -141,6 +141,16 @@ class Peers:
             self._inlets[digest] = Inlet(self, namespace, self._mover, self.direct, self._waits)
         return self._inlets[digest].consumer
 
+    def forget(self, namespace: Namespace) -> bool:
+        """Forget a namespace; False if somebody may still ask for its blocks, or send some."""
+        digest = namespace.layout.digest
+        asked = any(link.digest == digest for link in self._links.values())
+        inlet = self._inlets.get(digest)
+        if asked or self.producer.serves(namespace) or (inlet is not None and inlet.open):
+            return False
+        self._inlets.pop(digest, None)
+        return True
+
     def fetch(
         self, namespace: Namespace, address: str, want: m.Want, now_ns: int, *, direct: bool = False
     ) -> int | None:

@@ -31,6 +31,9 @@ from kvstore.writes import WriteBudget
 
 log = logging.getLogger(__name__)
 
+FORGET_NS = 60_000_000_000  # after its last engine's end, of a namespace without blocks
+_SWEEP_NS = 1_000_000_000
+
 OfPeers = OfFetch | p.Given | p.Serves
 Send = Callable[[int, p.Message, int | None], None]
 MakeTiers = Callable[[str, int, SlotMemory], Sequence[Tier]]
@@ -75,7 +78,7 @@ class Store:
         self._send = send
         self._by_connection: dict[int, Session] = {}
         self._next_session = first_session
-        self._now_ns = 0
+        self._now_ns = self._swept_ns = 0
         self._clearing: list[int] = []  # who waits for the end of a clear
         self._ended: set[int] = set()  # schedulers of buried sessions that did not close yet
         self._memory = Memory(pool, send, self._workers_of, self._holders_of)
@@ -199,6 +202,25 @@ class Store:
             waiting, self._clearing = self._clearing, []
             for connection in waiting:
                 self._report(connection)
+
+        if now_ns - self._swept_ns >= min(_SWEEP_NS, FORGET_NS):
+            self._swept_ns = now_ns
+            self._forget_unused()
+
+    def _forget_unused(self) -> None:
+        """Forget namespaces without engines and blocks, once their memory is given back.
+
+        What lower tiers keep of them is there when an engine comes that has it.
+        """
+        for digest, namespace in list(self.namespaces.items()):
+            if not namespace.unused or self._now_ns - namespace.used_ns < FORGET_NS:
+                continue
+            if namespace.extents:
+                self._memory.give_back(namespace, self._now_ns)
+            elif self._peers is None or self._peers.forget(namespace):
+                namespace.tiering.close()
+                del self.namespaces[digest]
+                log.debug("namespace %s is forgotten", digest[:12])
 
     def _tick_session(self, session: Session) -> None:
         if session.phase is Phase.JOINING:

@@ -89,6 +89,7 @@ class NvmeDisk:
             self._resized(space, context.slot_bytes)
             space = self._space(context.namespace, context.slot_bytes)
         made = NvmeTier(context, space, self)
+        self._tiers = [tier for tier in self._tiers if not tier.closed]
         self._tiers.append(made)
         return made
 

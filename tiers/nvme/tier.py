@@ -149,9 +149,10 @@ class NvmeTier:
             self._start_stores()
 
     def poll(self) -> Sequence[JobResult]:
-        """Return the jobs that have ended."""
-        self._disk.poll()
-        self._start_stores()
+        """Return the jobs that have ended; a tier without any has no need of the disk."""
+        if self._open:
+            self._disk.poll()
+            self._start_stores()
         results, self._results = self._results, []
         return results
 
@@ -333,6 +334,11 @@ class NvmeTier:
         work.next = len(job.keys) + 1
         self._open -= 1
         self._results.append(JobResult(job.job_id, done, work.error))
+
+    @property
+    def closed(self) -> bool:
+        """Tell whether it takes no more jobs."""
+        return self._closed
 
     @property
     def open(self) -> int:
