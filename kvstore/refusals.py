@@ -16,7 +16,7 @@ from pathlib import Path
 from kvstore import numa
 from kvstore.config import Address, Config, PeerConfig
 from kvstore.errors import ConfigError
-from kvstore.plugins import find_tier
+from kvstore.guard import refuse_tier
 from kvstore.service.channel import Channel, ClusterKey
 from kvstore.service.listener import TakenError, taken
 
@@ -37,7 +37,7 @@ def refusals(config: Config) -> Iterator[tuple[str, Callable[[], None]]]:
     if peer is not None:
         yield "peer", lambda: refuse_peer(peer)
     for tier in config.tiers:
-        yield f"tier {tier.name}", lambda tier=tier: find_tier(tier.name, tier.class_name)  # type: ignore[misc]
+        yield f"tier {tier.name}", lambda tier=tier: refuse_tier(tier)  # type: ignore[misc]
     if server.metrics is not None:
         address = server.metrics
         yield "metrics", lambda: refuse_metrics(address)

@@ -22,7 +22,8 @@ class Tier(Protocol):
     """One place below the host pool where blocks can live.
 
     Called from one thread. No method blocks, except drain and close. Failures of a job come
-    back in its JobResult; submit raises TierError only for a closed tier.
+    back in its JobResult; submit raises TierError only for a closed tier. A tier of others that
+    raises anything else is used no more; it is drained and closed then, on another thread.
     """
 
     name: str  # metric label, unique in the process

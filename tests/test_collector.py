@@ -81,9 +81,6 @@ def test_a_store_collects_young_objects_only_before_it_serves(
     class Serving:
         def __init__(self, *_: object) -> None: ...
 
-        def check_tiers(self) -> None:
-            done.append("checked")
-
         def stop(self, *_: object) -> None: ...
 
         def run(self) -> None:
@@ -94,4 +91,4 @@ def test_a_store_collects_young_objects_only_before_it_serves(
     monkeypatch.setattr(server, "collect_young_only", lambda: done.append("collector set"))
     path = str(tmp_path / "kv.sock")
     server.serve(parse({"server": {"socket": path}, "cpu": {"capacity": "1GiB"}}), listen(path))
-    assert done == ["checked", "collector set", "served"]
+    assert done == ["collector set", "served"]

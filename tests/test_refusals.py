@@ -92,10 +92,10 @@ WRONG: dict[str, dict[str, tuple[Any, ...]]] = {
         "class": (
             1, "", "os", "os:getcwd", "os:environ", "no.such:Tier", "os:nothing",
             "json:JSONDecoder",
-            "tests.broken_plugin:Tier",
+            "tests.broken_plugin:Tier", "tests.bad_tiers:Closed", "tests.bad_tiers:Exits",
         ),
         "name": (1, "", "CPU", "cpu", "nvme", "x" * 33, "a b"),
-        "options": (1, "a", []),
+        "options": (1, "a", [], {"blocks": "many"}, {"blocks": {}}),
         "backlog": (*MOMENTS, "0s"),
     },
 }  # fmt: skip
@@ -142,7 +142,9 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def toml(table: dict[str, Any]) -> str:
     def shown(value: Any) -> str:  # noqa: ANN401 - of TOML
-        return "{}" if value == {} else json.dumps(value)
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{key} = {shown(one)}" for key, one in value.items()) + "}"
+        return json.dumps(value)
 
     lines = []
     for name, section in table.items():

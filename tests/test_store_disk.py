@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from kvstore import admin
+from kvstore import protocol as p
 from kvstore.bench.steal import Watch
 from kvstore.config import Config, parse
 from kvstore.index import State
-from tests.live import LiveStore, engine, eventually
+from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
+from kvstore.types import GroupRule
+from tests.live import LiveStore, client, engine, eventually
 from tests.nvme_blocks import settings_for, shelf
 from tests.script import hashes
 from tiers.nvme import NvmeDisk
@@ -55,6 +59,35 @@ def test_an_idle_store_commits_within_its_window(config: Config) -> None:
             eventually(lambda: all(r.durable is not Durable.NO for r in records(store)))
             took.append(watch.own_s())
         assert min(took) < WINDOW_S + 0.1, "it was looked at every 0.2 s"
+
+
+@pytest.mark.parametrize("mib", [20, 16])
+def test_O22_a_block_larger_than_an_extent_on_disk_is_refused_when_an_engine_attaches(
+    config: Config, mib: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing of it was ever kept on disk, and nothing said so."""
+    wide = msgspec.structs.replace(config.cpu, capacity_bytes=64 << 20, extent_bytes=32 << 20)
+    with LiveStore(msgspec.structs.replace(config, cpu=wide)) as store, ExitStack() as stack:
+        if mib <= 16:  # as large as an extent: it fits
+            one = stack.enter_context(engine(store, page_bytes=mib << 20))
+            one.put(hashes(1))
+            eventually(lambda: any(r.state is State.READY for r in records(store)))
+            return
+        worker = stack.enter_context(client(store))
+        layers = (LayerGeometry("layer", mib << 20),)
+        geometry = RankGeometry(
+            "model", 16, (1,), (GroupGeometry(GroupRule(), layers),), {"model": "model"}
+        )
+        worker.send(p.Hello(p.VERSION, "engine", "worker", 0, 1, geometry=geometry))
+        refused = worker.take(p.Refused)
+        assert not refused.retry
+        expected = (
+            "a block takes 20971520 bytes, an extent on disk has 16777216: use a larger [nvme]"
+            " extent, or a smaller block_tokens"
+        )
+        assert refused.reason == expected
+        assert expected in caplog.text
+        assert not store.server.store.namespaces
 
 
 def test_an_answer_does_not_wait_for_the_disk_to_be_looked_at(

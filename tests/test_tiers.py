@@ -15,8 +15,7 @@ from kvstore import config
 from kvstore import protocol as p
 from kvstore.errors import ConfigError, TierFull
 from kvstore.plugins import find_class
-from kvstore.service.listener import listen
-from kvstore.service.server import Server
+from kvstore.refusals import require
 from kvstore.tier import Tier, TierContext
 from kvstore.tiering import Tiering
 from kvstore.types import BlockKey, JobKind, JobResult, LookupResult, Slot
@@ -154,12 +153,8 @@ def test_a_tier_named_in_the_settings_serves_what_memory_has_let_go(tmp_path: Pa
 
 
 def test_a_tier_that_cannot_be_loaded_is_an_error_at_start(tmp_path: Path) -> None:
-    listener = listen(str(tmp_path / "kv.sock"))
-    server = Server(toml(tmp_path, "no_such_package:Tier"), listener)
-    with listener, pytest.raises(ConfigError, match="'no_such_package:Tier' cannot be loaded"):
-        server.check_tiers()
-    server._pool.close()
-    server._selector.close()
+    with pytest.raises(ConfigError, match="'no_such_package:Tier' cannot be loaded"):
+        require(toml(tmp_path, "no_such_package:Tier"))
     with pytest.raises(ConfigError, match="NoSuchTier"):
         find_class("tiers.memory:NoSuchTier")
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from kvstore.config import DISK_BYTES_MAX, DISK_BYTES_MIN
 from kvstore.errors import ProtocolError
+from kvstore.guard import STATES, Plugin
 from kvstore.metrics import MEMORY, NVME, Numbers
 from kvstore.protocol import EVENTS, Query, Step
 from kvstore.service.namespace import MemoryPool, Namespace
@@ -146,3 +147,12 @@ def disk_gauges(disk: Disk) -> dict[tuple[str, ...], float]:
     for event, count in counts.items():
         found["kvstore_tier_blocks", NVME, event] = count
     return found
+
+
+def plugin_gauges(plugins: Iterable[Plugin]) -> dict[tuple[str, ...], float]:
+    """Return the state of each tier of others."""
+    return {
+        ("kvstore_tiers", plugin.name, state): float(plugin.state == state)
+        for plugin in plugins
+        for state in STATES
+    }

@@ -26,8 +26,9 @@ from kvstore.collector import collect_young_only
 from kvstore.config import Config, EngineConfig, PeerConfig
 from kvstore.errors import ConfigError, InvariantBroken, ProtocolError
 from kvstore.export.fetches import Waits
+from kvstore.guard import Plugin
 from kvstore.metrics import NVME, StoreCollector
-from kvstore.plugins import find_class, find_tier
+from kvstore.plugins import find_class
 from kvstore.service.channel import ClusterKey
 from kvstore.service.listener import Listener
 from kvstore.service.peers import EXPORTER, Peers
@@ -108,10 +109,12 @@ class Server:
         self._disk = None if config.nvme is None else find_class(NVME_TIER)(config.nvme)
         first = secrets.randbits(40) << 16
         self._peers = self._make_peers(config.peer, config.engine)
+        self._plugins = [Plugin(tier) for tier in config.tiers]
         self._watched: tuple[int, ...] = ()  # descriptors of the peers
         self.store = Store(
             config, pool, self._make_tiers, self._send, first, self._disk, self._peers
         )
+        self.store.plugins = self._plugins
 
     @staticmethod
     def _make_peers(config: PeerConfig | None, engine: EngineConfig) -> Peers | None:
@@ -137,15 +140,8 @@ class Server:
         tiers: list[Tier] = []
         if self._disk is not None:
             tiers.append(self._disk.tier(TierContext(NVME, digest, slot_bytes, memory, {})))
-        for tier in self._config.tiers:
-            context = TierContext(tier.name, digest, slot_bytes, memory, tier.options)
-            tiers.append(find_tier(tier.name, tier.class_name)(context))
+        tiers += [plugin.guarded(digest, slot_bytes, memory) for plugin in self._plugins]
         return tiers
-
-    def check_tiers(self) -> None:
-        """Load the tier classes now, so that a wrong name is an error at start-up."""
-        for tier in self._config.tiers:
-            find_tier(tier.name, tier.class_name)
 
     def run(self) -> None:
         """Serve until stop(). Closes everything it opened."""
@@ -389,7 +385,6 @@ def serve(config: Config, listener: Listener, linger_s: float | None = None) -> 
     """Run a store in this process until SIGTERM, SIGINT or SIGHUP; closes the listener."""
     with listener:
         server = Server(config, listener, linger_s)
-        server.check_tiers()
         for end in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(end, server.stop)
         collect_young_only()

@@ -16,10 +16,11 @@ from kvstore import protocol as p
 from kvstore.config import Config
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.export.writes import check_ranks
+from kvstore.guard import Plugin
 from kvstore.layout import slot_layout
 from kvstore.metrics import MEMORY, NVME, PEER, Numbers
 from kvstore.service.desk import Desk
-from kvstore.service.gauges import Disk, count_step, disk_gauges, gauges, resize
+from kvstore.service.gauges import Disk, count_step, disk_gauges, gauges, plugin_gauges, resize
 from kvstore.service.listing import listing
 from kvstore.service.memory import Memory
 from kvstore.service.namespace import Mapping, MemoryPool, Namespace
@@ -87,6 +88,7 @@ class Store:
         if peers is not None:
             peers.serve(self.namespaces, self.numbers, send)
         self._pool, self._disk = pool, disk
+        self.plugins: Sequence[Plugin] = ()  # whose tiers are in make_tiers
 
     def _workers_of(self, namespace: Namespace) -> set[int]:
         return {
@@ -343,6 +345,12 @@ class Store:
                 session.engine,
                 layout.unnamed,
             )
+        disk = self._config.nvme
+        if disk is not None and layout.slot_bytes > disk.extent_bytes:
+            raise ConfigError(
+                f"a block takes {layout.slot_bytes} bytes, an extent on disk has"
+                f" {disk.extent_bytes}: use a larger [nvme] extent, or a smaller block_tokens"
+            )
         namespace = self.namespaces.get(layout.digest)
         if namespace is None:
             remote = None if self._peers is None or layout.unnamed else self._peers.inlet
@@ -548,6 +556,7 @@ class Store:
         found = gauges(self._pool, self.sessions.values(), self.namespaces, self.numbers)
         if self._disk is not None:
             found |= disk_gauges(self._disk)
+        found |= plugin_gauges(self.plugins)
         if self._peers is not None:
             found |= self._peers.gauges()
         self.numbers.gauges = found
