@@ -159,6 +159,15 @@ class Slow(MemoryTier):
         super().close()
 
 
+class Waits(Bad):
+    """Has slots by their address, so that no view tells of it, until it is drained."""
+
+    go = threading.Event()
+
+    def drain(self) -> None:
+        self.go.wait()
+
+
 class Tells(Bad):
     """Says what enters it."""
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore import admin, config
 from kvstore.errors import TierError
-from kvstore.guard import Plugin
+from kvstore.guard import Plugin, _Lent
 from kvstore.tier import Telling, Tier
 from kvstore.types import BlockKey, JobId, JobKind, LookupResult, Slot, TransferJob
 from tests import bad_tiers
@@ -231,10 +231,33 @@ def test_S2_each_job_of_a_tier_that_goes_off_fails_once() -> None:
 
 def test_S2_a_job_that_a_tier_does_not_take_is_refused_and_the_tier_stays() -> None:
     plugin, tier, _ = guarded("Bad", raises=["submit"], how="TierError")
-    tier._tier._jobs.clear()  # type: ignore[attr-defined]
     with pytest.raises(TierError, match="submit of a bad tier"):
         tier.submit(job(1, JobKind.STORE, 1))
     assert not plugin.off
+    assert tier.poll() == [], "it is no job of the tier's, who reports it all the same"
+    assert plugin.off
+
+
+def test_S2_a_tier_that_is_off_has_its_slots_until_it_is_drained() -> None:
+    bad_tiers.Waits.go.clear()
+    _, tier, _ = guarded("Waits", raises=["poll"])
+    tier.submit(job(1, JobKind.LOAD, 1))
+    try:
+        for _ in range(100):
+            assert tier.poll() == []
+    finally:
+        bad_tiers.Waits.go.set()
+    eventually(tier.poll)
+
+
+def test_S2_a_tier_that_is_off_gets_no_memory() -> None:
+    plugin = Plugin(config.TierConfig("tests.bad_tiers:Bad", "bad", {}, backlog_ns=10**10))
+    lent = _Lent(plugin, ArrayMemory())
+    lent.view(Slot(0))[:] = b"x" * SLOT_BYTES
+    with plugin.barrier("poll"):
+        raise RuntimeError
+    with pytest.raises(TierError, match="tier bad is off"):
+        lent.view(Slot(0))
 
 
 def test_O16_what_a_tier_has_told_of_leaves_with_it() -> None:
