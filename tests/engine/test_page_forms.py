@@ -97,6 +97,8 @@ def test_B3_one_head_left_on_each_rank_is_outermost_at_any_stride(folder: Path) 
 
 
 def test_B3_tokens_outside_of_heads_are_told_from_heads_outside_at_every_size(folder: Path) -> None:
+    first, second = (r.geometry.groups[0].layers[0] for r in Engine(folder, "LBNHC", ranks=2).ranks)
+    assert (first.head_major, first.heads_total, second.head_first) == (False, 2, 1)
     for ones, others in itertools.product((1, 2), repeat=2):
         one, other = Engine(folder, "LBNHC", ranks=ones), Engine(folder, "LBHNC", ranks=others)
         assert one.layout.digest != other.layout.digest
