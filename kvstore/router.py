@@ -139,7 +139,10 @@ class Router:
                     )
                 answer.raise_for_status()
                 found = json.loads(data).get("kv_transfer_params")
-        except (aiohttp.ClientError, TimeoutError, ValueError, AttributeError) as exc:
+        except (
+            *(aiohttp.ClientError, TimeoutError),
+            *(ValueError, AttributeError, RecursionError),  # no JSON, another one, one too deep
+        ) as exc:
             log.warning(
                 "prefill engine %s: %s; the decode engine computes the prompt", engine, _text(exc)
             )
@@ -205,7 +208,7 @@ async def _body_of(request: web.Request) -> dict[str, Any]:
     """Return a request's JSON object; raise an answer that says what is wrong with it."""
     try:
         found = json.loads(await request.read())
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise web.HTTPBadRequest(
             text=_message(f"the body is no JSON: {exc}", 400), content_type="application/json"
         ) from exc

@@ -311,7 +311,11 @@ def test_what_the_decode_engine_refuses_is_passed_on() -> None:
     run(work)
 
 
-@pytest.mark.parametrize(("data", "says"), [(b"{", "no JSON"), (b"[]", "found list")])
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [(b"{", "no JSON"), (b"[" * 100_000, "no JSON"), (b"[]", "found list")],
+    ids=["cut", "deep", "list"],
+)
 def test_a_body_that_is_none_is_said(data: bytes, says: str) -> None:
     async def work() -> None:
         async with rig() as made:

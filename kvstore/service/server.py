@@ -18,8 +18,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, start_http_server
-
 from kvstore import limits
 from kvstore import protocol as p
 from kvstore.collector import collect_young_only
@@ -29,6 +27,8 @@ from kvstore.export.fetches import Waits
 from kvstore.guard import Plugin
 from kvstore.metrics import NVME, StoreCollector
 from kvstore.plugins import find_class
+from kvstore.ratelog import RateLog
+from kvstore.service import endpoint
 from kvstore.service.channel import ClusterKey
 from kvstore.service.listener import Listener
 from kvstore.service.peers import EXPORTER, Peers
@@ -46,6 +46,7 @@ _READ_BYTES = 1 << 18
 _TICK_S = 0.2
 _BUSY_TICK_S = 0.001
 _CLOSE_S = 0.5
+_PAUSE_NS = 500_000_000  # after a connection could not be taken, for want of descriptors say
 _FLUSH_S = 30.0  # without a block that was kept
 _FLUSH_LIMIT_S = 600.0
 _PROGRESS_S = 2.0
@@ -101,6 +102,8 @@ class Server:
         self._next = 1
         self._stopping = False
         self._gauges_ns = 0
+        self._accept_ns = 0  # when connections are taken again, after one that could not be
+        self._said = RateLog(log)
         self._strangers: set[int] = set()  # users refused, each of whom is logged once
         self._lonely_since = time.monotonic()
         cpu = config.cpu
@@ -178,23 +181,7 @@ class Server:
         address = self._config.server.metrics
         if address is None:
             return None
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(StoreCollector(self.store.numbers))
-        try:
-            server, thread = start_http_server(address.port, address.host, registry)
-        except OSError as exc:
-            raise ConfigError(
-                f"metrics endpoint {address.host}:{address.port}: {exc.strerror}"
-            ) from exc
-        host = f"[{address.host}]" if ":" in address.host else address.host
-        log.info("metrics at http://%s:%d/metrics", host, server.server_port)
-
-        def stop() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-        return stop
+        return endpoint.start(address, StoreCollector(self.store.numbers))
 
     def _turn(self) -> None:
         timeout = _BUSY_TICK_S if self.store.busy else _TICK_S
@@ -212,6 +199,8 @@ class Server:
                 self._read(connection)
         self._flush()  # engines wait for answers
         now_ns = time.monotonic_ns()
+        self._accept_again(now_ns)
+        self._said.tick()
         if self._disk is not None:
             self._disk.poll()
         if self._peers is not None:
@@ -234,12 +223,20 @@ class Server:
         wait_s = peers.wait_s(time.monotonic_ns())
         return _TICK_S if wait_s is None else wait_s
 
+    def _accept_again(self, now_ns: int) -> None:
+        """Listen again, some time after a connection could not be taken."""
+        if self._accept_ns and now_ns > self._accept_ns:
+            self._accept_ns = 0
+            self._selector.register(self._listener.sock, selectors.EVENT_READ, None)
+
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.sock.accept()
         except OSError as exc:
             if exc.errno not in (errno.EAGAIN, errno.ECONNABORTED):
-                log.warning("accept: %s", exc)
+                self._said.warn("connections not taken", "a connection cannot be taken: %s", exc)
+                self._selector.unregister(self._listener.sock)
+                self._accept_ns = time.monotonic_ns() + _PAUSE_NS
             return
         sock.setblocking(False)
         uid = peer_uid(sock)
@@ -281,7 +278,7 @@ class Server:
                     break
             self._shed()
         except ProtocolError as exc:
-            log.warning("connection %d: %s", connection.number, exc)
+            self._said.warn("wrong messages", "connection %d: %s", connection.number, exc)
             self.store.numbers.add("kvstore_refused", "malformed")
             connection.send(p.Refused(str(exc), retry=False), None)
             with contextlib.suppress(OSError):
@@ -321,7 +318,11 @@ class Server:
                     self._drop(connection)
                     continue
             if connection.outbox_bytes > limits.OUTBOX_BYTES_MAX:
-                log.warning("connection %d does not read: dropped", connection.number)
+                self._said.warn(
+                    "connections that do not read",
+                    "connection %d does not read: dropped",
+                    connection.number,
+                )
                 self.store.numbers.add("kvstore_refused", "outbox")
                 self._drop(connection)
                 continue

@@ -1,0 +1,122 @@
+"""A store that is short of descriptors, and a metrics endpoint whose clients stay."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvstore import config
+from kvstore.bench.store import free_port
+from kvstore.ratelog import LINES_MAX
+from kvstore.service import endpoint
+from tests.fakes import blocks, hashes
+from tests.live import LiveStore, client, engine, eventually
+
+IDLE = 60
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def store(tmp_path: Path, port: int) -> Iterator[LiveStore]:
+    server = {"socket": f"{tmp_path}/kv.sock", "metrics": f"127.0.0.1:{port}"}
+    with LiveStore(config.parse({"cpu": {"capacity": "16MiB"}, "server": server})) as made:
+        yield made
+
+
+def scrape(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as reply:
+        text: str = reply.read().decode()
+    return text
+
+
+def up(port: int) -> bool:
+    try:
+        return bool(scrape(port))
+    except OSError:
+        return False
+
+
+def test_S2_idle_clients_of_the_metrics_endpoint_take_few_threads(
+    store: LiveStore, port: int
+) -> None:
+    eventually(lambda: up(port))
+    before = threading.active_count()
+    with ExitStack() as ends:
+        for _ in range(IDLE):
+            ends.enter_context(socket.create_connection(("127.0.0.1", port)))
+        for _ in range(3):
+            assert "kvstore_lookups_total" in scrape(port), "the oldest makes room"
+        assert threading.active_count() - before <= endpoint.CONNECTIONS_MAX + 1
+    assert not store.server.store.sessions
+
+
+def test_S2_a_client_of_the_metrics_endpoint_that_says_nothing_is_closed(
+    store: LiveStore, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert endpoint._Handler.timeout == endpoint.SILENT_S
+    monkeypatch.setattr(endpoint._Handler, "timeout", 0.2)
+    eventually(lambda: up(port))
+    assert not store.server.store.sessions
+    with socket.create_connection(("127.0.0.1", port)) as idle:
+        idle.settimeout(60)
+        assert idle.recv(1) == b""
+
+
+def test_S2_a_store_without_descriptors_waits_for_some_and_says_so_rarely(
+    store: LiveStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with engine(store) as live, ExitStack() as ends, caplog.at_level(logging.WARNING):
+        late = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        ends.enter_context(late)
+        used = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, limits[1]))
+        try:
+            taken = []
+            while True:
+                try:
+                    taken.append(os.dup(late.fileno()))
+                except OSError:
+                    break
+            late.connect(store.path)
+            before = time.process_time()
+            time.sleep(2.0)
+            spent_s = time.process_time() - before
+            live.put(chain := hashes(2))
+            assert blocks(live.ask(chain)) == [0, 1], "engines that are attached are served"
+        finally:
+            for descriptor in taken:
+                os.close(descriptor)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        with client(store) as another:
+            another.sock.sendall(b"\xff" * 64)
+            another.read_to_end()
+    told = [text for text in caplog.messages if "cannot be taken" in text]
+    assert 1 <= len(told) <= LINES_MAX
+    assert spent_s < 1.0
+
+
+def test_S2_wrong_messages_of_many_connections_are_few_lines(
+    store: LiveStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        for _ in range(10 * LINES_MAX):
+            with client(store) as stranger:
+                stranger.sock.sendall(b"\xff" * 64)
+                stranger.read_to_end()
+    told = [text for text in caplog.messages if text.startswith("connection ")]
+    assert 1 <= len(told) <= 2 * LINES_MAX
