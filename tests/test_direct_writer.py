@@ -148,7 +148,8 @@ def test_P8_direct_memory_is_unmapped_whatever_is_written_to_peers() -> None:
     made, writer, giving = worker()
     writer.hangs = True
     half, link, said = half_of(made)
-    half._slots, half._gives_open, half._stop = SlotMap(), set(), threading.Event()
+    half._slots, half._gives_open, half._idle_loads = SlotMap(), set(), set()
+    half._stop = threading.Event()
     half._runner = Runner("test", half._copy, lambda *_: Outcome(ok=False))
     assert half._handle(link, [giving.asked, p.Unmap(3)])
     assert said == [p.Unmapped(3)]
