@@ -152,7 +152,7 @@ def look(folder: Path, count: int, started_s: float) -> Found:
     first_hit_s, longest_s = 0.0, 0.0
     while disk.state == "loading":
         began_s = time.monotonic()
-        tier.poll()
+        disk.poll()
         longest_s = max(longest_s, time.monotonic() - began_s)
         if not first_hit_s and tier.lookup(key_of(0)) is LookupResult.HIT:
             first_hit_s = time.monotonic() - started_s

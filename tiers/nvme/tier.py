@@ -149,8 +149,8 @@ class NvmeTier:
             self._start_stores()
 
     def poll(self) -> Sequence[JobResult]:
-        """Return the jobs that have ended; a tier without any has no need of the disk."""
-        if self._open:
+        """Return the jobs that have ended; without any, a disk that was read needs nothing."""
+        if self._open or self._disk.state == "loading":
             self._disk.poll()
             self._start_stores()
         results, self._results = self._results, []
