@@ -52,6 +52,11 @@ class Threads(Protocol):
     """What a tier needs of its disk."""
 
     @property
+    def state(self) -> str:
+        """What the disk can do now; "loading" while its index is read."""
+        ...
+
+    @property
     def online(self) -> bool:
         """Tell whether blocks can be read."""
         ...
