@@ -161,7 +161,7 @@ class StoreClient:
         self.side_channel = ""  # host:port where other stores can ask ours
         self.credits: deque[int] = deque()
         self.events: deque[Happened] = deque(maxlen=EVENTS_MAX)
-        self.events_lost = 0  # of these, since nobody took them
+        self.events_lost = 0  # of these: the engine did not take them in time
         self.collect_events = False
         self.detached = 0
         self.counts: Counter[str] = Counter()

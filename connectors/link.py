@@ -275,7 +275,7 @@ class Attacher:
             os.eventfd_read(self._wake)
         self._stop.wait(_RETRY_S[0])
         with contextlib.suppress(ValueError):
-            self._ready.remove(attached)  # if nobody took it
+            self._ready.remove(attached)  # unless it was taken
             link.close()
 
     def take(self) -> tuple[Link, p.Welcome] | None:

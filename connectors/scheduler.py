@@ -284,7 +284,7 @@ class SchedulerHalf:
     def update_state_after_alloc(self, request_id: str, table: BlockTable, external: int) -> None:
         """The engine has given the request its blocks: plan the load, if there is one.
 
-        Without a load of ours another connector may fill them, whoever's request it is.
+        Without a load of ours another connector may fill them, also for a request unknown here.
         """
         tracked = self._requests.get(request_id)
         if tracked is None:
