@@ -21,6 +21,7 @@ from kvstore.errors import KVStoreError
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 300.0  # it keeps on disk what only memory has
+PRODUCT = "kvstore.cli"
 
 
 class StoreFailed(KVStoreError):
@@ -36,14 +37,15 @@ class StoreProcess:
         capacity: str,
         settings: str = "",
         *,
-        module: str = "kvstore.cli",
+        module: str = PRODUCT,
         environment: Mapping[str, str] | None = None,
         scraped: bool = True,
     ) -> None:
         """capacity: of the CPU tier, as in the file; settings: more sections of the file.
 
-        module: has the command line, which tests change; environment: added to ours. scraped:
-        it has a metrics endpoint, which takes half a second to end.
+        module: has the command line, which tests change (one of theirs is found in the working
+        folder, where the product looks for nothing); environment: added to ours. scraped: it has
+        a metrics endpoint, which takes half a second to end.
         """
         self.config_path = folder / "kvstore.toml"
         self.log_path = folder / "store.log"
@@ -62,7 +64,7 @@ class StoreProcess:
         self.config_path.write_text(self._text, encoding="utf-8")
         command = [
             sys.executable,
-            "-P",
+            *(("-P",) if self._module == PRODUCT else ()),
             "-m",
             self._module,
             "serve",
