@@ -28,7 +28,7 @@ def plan_of(
     tokens needs; what is not in its answer stands as slot 0.
     """
     size = geometry.block_tokens
-    blocks, inside = -(-total // size), total % size > 0
+    blocks, inside = -(-total // size), total % size
     ids: list[int] = []
     sizes: list[int] = []
     firsts: list[int] = []

@@ -71,14 +71,15 @@ class Question(NamedTuple):
     """What is asked about a request's blocks.
 
     hashes: one for each block. The first `own` of them are the engine's; one more may be a tail's.
-    blocks: of these, how many may be loaded; they stand for the first `end` tokens.
+    blocks: of these, how many may be loaded; they stand for the first `end` tokens. inside: tokens
+    of the last of these, 0: all.
     """
 
     hashes: Sequence[bytes] = ()
     own: int = 0
     blocks: int = 0
     end: int = 0
-    inside: bool = False  # of the last block
+    inside: int = 0
 
 
 NO_QUESTION = Question()

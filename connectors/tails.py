@@ -67,10 +67,10 @@ def question_of(geometry: Geometry, request: EngineRequest, remote: Remote) -> Q
     if tokens == 1 or remote.tokens < tokens - 1 or (geometry.exact and end != remote.tokens):
         return plain  # nothing is to be loaded, or nothing else of what was computed elsewhere
     index = (end - 1) // size
-    inside = end % size > 0
+    inside = end % size
     if index < len(hashes) and (not inside or remote.tokens >= (index + 1) * size):
         return Question(hashes, len(hashes), index + 1, end, inside)
     tail = tail_of(geometry, request, remote.tokens, remote.request)
     if tail is None or tail.block != index or tail.end > tokens:
         return plain
-    return Question([*hashes[:index], tail.hash], index, index + 1, end, inside=True)
+    return Question([*hashes[:index], tail.hash], index, index + 1, end, inside)

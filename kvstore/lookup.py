@@ -72,7 +72,7 @@ def common_hit(
     local: int = 0,
     prefix: Callable[[int, int], Answer] | None = None,
     *,
-    inside: bool = False,
+    inside: int = 0,
 ) -> Answer:
     """Find the largest number of blocks that every group can serve.
 
@@ -81,7 +81,7 @@ def common_hit(
     number would be another than with all of them present.
 
     prefix(group, limit): a faster way than scanning to the answer of prefix_hit, if there is one.
-    inside: a hit of `limit` blocks ends inside of the last one; all shorter ones end with one.
+    inside: tokens that a hit of `limit` blocks uses of its last one, 0: all, as shorter ones do.
     """
     answer, counted = _shrunk(rules, probe, limit, local, prefix, inside=inside)
     if not answer.pending or (counted and answer.blocks > local):
@@ -102,7 +102,7 @@ def _shrunk(
     local: int,
     prefix: Callable[[int, int], Answer] | None,
     *,
-    inside: bool,
+    inside: int,
 ) -> tuple[Answer, bool]:
     """Return also whether a pending block is among those that the answer counts."""
     if prefix is None:
@@ -117,7 +117,7 @@ def _shrunk(
                 blocks = max(local, answer.blocks)
         for group, rule in enumerate(rules):
             if rule.trailing is not None:
-                at_limit = blocks - rule.first_of(blocks, inside=inside and blocks == limit)
+                at_limit = blocks - rule.first_of(blocks, inside=inside if blocks == limit else 0)
                 answer = trailing_hit(probe, group, blocks, rule.trailing, local, at_limit)
                 waiting = waiting or answer.pending
                 blocks = answer.blocks

@@ -320,7 +320,7 @@ class Manager:
             return answer if answer.blocks > local else Answer(local)
         probe = self.index.prober(chain, below, coming=coming)
         prefix = partial(self.index.hit, chain, below=below, coming=coming)
-        return common_hit(self.rules, probe, limit, local, prefix, inside=chain.ends_inside(limit))
+        return common_hit(self.rules, probe, limit, local, prefix, inside=chain.inside_of(limit))
 
     def prepare_load(
         self, chain: Chain, limit: int, owner: int, deadline_ns: int, *, coming: bool = True

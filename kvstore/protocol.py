@@ -76,7 +76,7 @@ class Lookup(Message, frozen=True):
     hashes: one hash of `width` bytes per block, first block first. memory_only: leave lower tiers
     out, and what is coming from them. peer: host:port of a store that may have what is not here;
     request: the hand-over, which may still be computing it there; push: have it
-    written; None: if that is faster. inside: what is used of the last block ends inside of it.
+    written; None: if that is faster. inside: tokens used of the last block, 0: all.
     loadable: how many may be loaded, which lower tiers and peers are asked for; None: all.
     direct: workers read themselves what a peer has, into the engine's memory.
     """
@@ -89,7 +89,7 @@ class Lookup(Message, frozen=True):
     peer: Name = ""
     request: Text = ""
     push: bool | None = None
-    inside: bool = False
+    inside: Count = 0
     loadable: Count | None = None
     direct: bool = False
 

@@ -7,7 +7,7 @@ from typing import NewType, cast
 
 import msgspec
 
-from kvstore.limits import Trailing
+from kvstore.limits import Count, Trailing
 
 BlockHash = NewType("BlockHash", bytes)
 """Chained content hash of one block: it names all tokens before the block too."""
@@ -37,11 +37,11 @@ class Chain:
     __slots__ = ("blocks", "inside", "packed", "suffixes", "width")
 
     def __init__(
-        self, packed: bytes, width: int, groups: int, scope: bytes = b"", *, inside: bool = False
+        self, packed: bytes, width: int, groups: int, scope: bytes = b"", *, inside: int = 0
     ) -> None:
         """packed: one hash of `width` bytes per block, first block first.
 
-        inside: what is used of the last block ends inside of it.
+        inside: how many tokens of the last block are used, if not all are.
         """
         self.blocks = len(packed) // width
         self.inside = inside
@@ -60,13 +60,13 @@ class Chain:
         starts = range(0, count * width, width)
         return cast("list[BlockKey]", [packed[at : at + width] + suffix for at in starts])
 
-    def ends_inside(self, blocks: int) -> bool:
-        """Tell whether a hit of this many blocks ends inside of its last one."""
-        return self.inside and blocks == self.blocks
+    def inside_of(self, blocks: int) -> int:
+        """Return how many tokens a hit of this many blocks uses of its last one; 0: all."""
+        return self.inside if blocks == self.blocks else 0
 
     def first_of(self, rule: GroupRule, blocks: int) -> int:
         """Return the first block that a hit of this many blocks needs of a group."""
-        return rule.first_of(blocks, inside=self.ends_inside(blocks))
+        return rule.first_of(blocks, inside=self.inside_of(blocks))
 
 
 class LookupResult(enum.Enum):
@@ -100,29 +100,34 @@ class GroupRule(msgspec.Struct, frozen=True):
     trailing: number of blocks that must be present right before the hit's end; None when the
         whole prefix must be (full attention). A sliding window of w tokens needs
         max(1, ceil((w - 1) / block_tokens)), a recurrent state 1.
+    reach: how many tokens of the first of these blocks are needed, if the hit ends with a block.
     exact: a block stands for the tokens up to its end, and for no fewer: a recurrent state.
     """
 
     trailing: Trailing | None = None
+    reach: Count = 0
     exact: bool = False
 
     def __post_init__(self) -> None:
         if self.trailing is not None and self.trailing < 1:
             raise ValueError(f"trailing is {self.trailing}, expected None or at least 1")
 
-    def first_of(self, blocks: int, *, inside: bool) -> int:
+    def first_of(self, blocks: int, *, inside: int) -> int:
         """Return the first block that a hit of this many blocks needs.
 
-        inside: it ends inside of the last one, so that a window may begin inside of one, too.
+        inside: tokens that it uses of the last one, 0: all. A window begins as much earlier as
+        the hit ends earlier, which may be in the block before.
         """
         if self.trailing is None:
             return 0
-        return max(0, blocks - self.trailing - (inside and not self.exact))
+        return max(0, blocks - self.trailing - (0 < inside < self.reach))
 
 
 def window_rule(window_tokens: int, block_tokens: int) -> GroupRule:
     """Sliding window: enough trailing blocks to cover what the next token attends to."""
-    return GroupRule(max(1, -(-(window_tokens - 1) // block_tokens)))
+    before = window_tokens - 1
+    blocks = max(1, -(-before // block_tokens))
+    return GroupRule(blocks, reach=before - (blocks - 1) * block_tokens)
 
 
 class JobKind(enum.Enum):

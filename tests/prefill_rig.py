@@ -11,7 +11,7 @@ from kvstore import protocol as p
 from kvstore.types import GroupRule
 from tests.script import BLOCK, ONE_GROUP, Request, Script
 
-WINDOW = Geometry(BLOCK, BLOCK, (BLOCK, BLOCK), (GroupRule(), GroupRule(2)))
+WINDOW = Geometry(BLOCK, BLOCK, (BLOCK, BLOCK), (GroupRule(), GroupRule(2, reach=BLOCK)))
 HANDED = {"do_remote_decode": True}
 
 

@@ -87,6 +87,31 @@ def test_B10_B12_prompts_that_end_before_their_blocks_have_slots_are_handed_over
     assert kept >= 4
 
 
+def test_B4_B12_a_block_that_the_window_has_left_before_it_had_a_slot_is_not_waited_for(
+    stores: tuple[LiveStore, LiveStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is stored before the prompt ends; the engine has let go of a block by then."""
+    prompts = {"left": prompt("left", 31)}
+    with (
+        node(stores[0], "p left", PARTS, slots=4) as prefill,
+        node(stores[1], "d left", PARTS) as d,
+    ):
+        free, step = prefill.half._client.credits, prefill._step
+        kept = [free.popleft() for _ in range(len(free))]
+
+        def step_and_see() -> None:
+            step()
+            if prefill.half._hands.unstored():
+                free.extend(kept)
+                kept.clear()
+
+        monkeypatch.setattr(prefill, "_step", step_and_see)
+        before = prefill.blocks()
+        params = prefill.compute(prompts)
+        assert [now - then for now, then in zip(prefill.blocks(), before, strict=True)] == [4, 3]
+        assert d.run(prompts, 12, params) == {"left": 30}
+
+
 @pytest.mark.parametrize("name", ["full", "window", "parts"])
 def test_O4_of_a_prompt_that_ends_with_a_block_all_before_that_comes(
     stores: tuple[LiveStore, LiveStore], name: str
@@ -122,14 +147,13 @@ def test_B4_windows_and_states_move_only_what_the_next_token_needs(
     prefill, decode = nodes
     prompts = {"b4": prompt("b4", 60)}
     params = prefill.compute(prompts)
-    eventually(lambda: prefill.held("b4") == (12, 0))
+    eventually(lambda: prefill.held("b4") == (11, 0))
     fetched, before = decode.fetched(), decode.blocks()
     assert decode.run(prompts, 1, params) == {"b4": 59}
     after = decode.blocks()
-    # Tokens 0..58 are in blocks 0..7. The last token looks back to token 50, in block 6; the rule
-    # knows no tokens, so block 5 comes, too.
-    assert [now - then for now, then in zip(after, before, strict=True)] == [8, 3, 1]
-    assert decode.fetched() - fetched == 12
+    # Tokens 0..58 are in blocks 0..7. The last token looks back to token 50, in block 6.
+    assert [now - then for now, then in zip(after, before, strict=True)] == [8, 2, 1]
+    assert decode.fetched() - fetched == 11
 
 
 def test_B6_only_what_the_decode_node_lacks_moves(nodes: tuple[Node, Node]) -> None:

@@ -14,6 +14,7 @@ from kvstore.types import GroupRule, LookupResult, window_rule
 
 FULL = GroupRule()
 STATE = GroupRule(1, exact=True)
+WINDOW = GroupRule(2, reach=5)  # of a third block, if less of the last one is used
 LETTERS = {
     "H": LookupResult.HIT,
     "P": LookupResult.PENDING,
@@ -27,9 +28,7 @@ def world(*groups: str) -> Probe:
     return lambda group, index: LETTERS[groups[group][index]]
 
 
-def common(
-    rules: Sequence[GroupRule], *groups: str, local: int = 0, inside: bool = False
-) -> Answer:
+def common(rules: Sequence[GroupRule], *groups: str, local: int = 0, inside: int = 0) -> Answer:
     return common_hit(rules, world(*groups), len(groups[0]), local, inside=inside)
 
 
@@ -43,7 +42,7 @@ def common(
 def test_O1_a_window_needs_the_blocks_that_the_next_token_attends_to(
     window: int, block: int, blocks: int
 ) -> None:
-    assert window_rule(window, block) == GroupRule(blocks)
+    assert window_rule(window, block).trailing == blocks
 
 
 def test_O1_a_rule_that_needs_nothing_is_refused() -> None:
@@ -52,7 +51,7 @@ def test_O1_a_rule_that_needs_nothing_is_refused() -> None:
 
 
 def test_O1_one_call_serves_full_window_and_state_groups() -> None:
-    rules = [FULL, GroupRule(2), STATE]
+    rules = [FULL, WINDOW, STATE]
     assert common(rules, "HHHHHHHH", "...HHH.H", ".....H.H") == Answer(6)
 
 
@@ -184,7 +183,7 @@ def test_O3_a_pending_block_behind_a_gap_does_not_make_the_answer_wait(
 
 
 def test_O3_a_pending_block_that_another_group_rules_out_does_not_make_the_answer_wait() -> None:
-    rules = [FULL, GroupRule(2), STATE]
+    rules = [FULL, WINDOW, STATE]
     assert common(rules, "HHHH....", "HHHHHHPP", "HHHHHHHH") == Answer(4)
     assert common(rules, "HHHHHHHH", "HHHHHHPP", "HHHH....") == Answer(4)
     assert common(rules, "HHHHHHHH", "HHHHHPPP", "HHHHHHH.") == Answer(5, pending=True)
@@ -204,12 +203,12 @@ def test_O4_nothing_beyond_what_the_engine_has_is_no_hit() -> None:
 @pytest.mark.parametrize(
     ("rule", "line", "local", "blocks"),
     [
-        (GroupRule(2), "...HHH", 0, 6),
-        (GroupRule(2), "....HH", 0, 0),  # the window begins inside of a block that is missing
-        (GroupRule(2), "..HHH.", 0, 5),  # one that ends with a block does not
-        (GroupRule(2), "HH..HH", 0, 2),
-        (GroupRule(2), "....HH", 4, 6),  # the engine has that block
-        (GroupRule(2), "HH", 0, 2),  # it begins before the first token
+        (WINDOW, "...HHH", 0, 6),
+        (WINDOW, "....HH", 0, 0),  # the window begins inside of a block that is missing
+        (WINDOW, "..HHH.", 0, 5),  # one that ends with a block does not
+        (WINDOW, "HH..HH", 0, 2),
+        (WINDOW, "....HH", 4, 6),  # the engine has that block
+        (WINDOW, "HH", 0, 2),  # it begins before the first token
         (STATE, ".....H", 0, 6),
         (STATE, "..H...", 0, 3),
     ],
@@ -217,17 +216,28 @@ def test_O4_nothing_beyond_what_the_engine_has_is_no_hit() -> None:
 def test_O3_a_window_that_begins_inside_of_a_block_needs_that_one_too(
     rule: GroupRule, line: str, local: int, blocks: int
 ) -> None:
-    assert common([rule], line, local=local, inside=True) == Answer(blocks)
+    assert common([rule], line, local=local, inside=4) == Answer(blocks)
 
 
 def test_O4_all_groups_agree_on_the_tokens_of_a_last_block_or_do_without_it() -> None:
-    rules = [FULL, GroupRule(2), STATE]
-    assert common(rules, "HHHHH", "..HHH", "....H", inside=True) == Answer(5)
-    assert common(rules, "HHHH.", "..HHH", "...HH", inside=True) == Answer(4)
-    assert common(rules, "HHHHH", ".HHH.", "...HH", inside=True) == Answer(4)
-    assert common(rules, "HHHHH", ".HHHH", "...H.", inside=True) == Answer(4)
-    assert common(rules, "HHHHH", "...HH", "...HH", inside=True) == Answer(0)
-    assert common(rules, "HHHHP", "..HHH", "....H", inside=True) == Answer(5, pending=True)
+    rules = [FULL, WINDOW, STATE]
+    assert common(rules, "HHHHH", "..HHH", "....H", inside=4) == Answer(5)
+    assert common(rules, "HHHH.", "..HHH", "...HH", inside=4) == Answer(4)
+    assert common(rules, "HHHHH", ".HHH.", "...HH", inside=4) == Answer(4)
+    assert common(rules, "HHHHH", ".HHHH", "...H.", inside=4) == Answer(4)
+    assert common(rules, "HHHHH", "...HH", "...HH", inside=4) == Answer(0)
+    assert common(rules, "HHHHP", "..HHH", "....H", inside=4) == Answer(5, pending=True)
+
+
+@pytest.mark.parametrize("window", [1, 2, 9, 16, 17, 18, 20, 24, 25, 32, 33])
+@pytest.mark.parametrize("block", [8, 16])
+def test_O3_a_hit_needs_the_blocks_that_the_window_of_the_next_token_covers(
+    window: int, block: int
+) -> None:
+    rule = window_rule(window, block)
+    for tokens in range(1, 10 * block):
+        first = max(0, min(tokens - window + 1, tokens - 1)) // block
+        assert rule.first_of(-(-tokens // block), inside=tokens % block) == first, tokens
 
 
 # Against brute force
@@ -238,15 +248,15 @@ def longest(good: Callable[[int], bool], local: int, limit: int) -> int:
 
 
 def serves(
-    rule: GroupRule, line: str, blocks: int, local: int, *, hopeful: bool, inside: bool = False
+    rule: GroupRule, line: str, blocks: int, local: int, *, hopeful: bool, inside: int = 0
 ) -> bool:
     """Tell whether a group has what a hit of `blocks` blocks needs, by the contract's words.
 
-    inside: it ends inside of the last one.
+    inside: tokens that it uses of the last one.
     """
     if rule.trailing is None:
         return "." not in line[:blocks]
-    more = 1 if inside and not rule.exact else 0
+    more = 1 if inside and inside < rule.reach else 0
     needed = line[max(local, blocks - rule.trailing - more) : blocks]
     return "." not in needed if hopeful else set(needed) <= {"H"}
 
@@ -254,7 +264,9 @@ def serves(
 LINE = st.text("HHHPR.", min_size=8, max_size=8)
 GAPS = st.text("HHPR..", min_size=8, max_size=8)
 RULE = st.one_of(
-    st.builds(GroupRule, st.none()), st.builds(GroupRule, st.integers(1, 5)), st.just(STATE)
+    st.builds(GroupRule, st.none()),
+    st.builds(GroupRule, st.integers(1, 5), st.integers(0, 8)),
+    st.just(STATE),
 )
 
 
@@ -285,10 +297,10 @@ def test_O3_trailing_hit_agrees_with_brute_force(
     st.lists(st.tuples(RULE, LINE | GAPS), min_size=1, max_size=4),
     st.integers(0, 8),
     st.integers(0, 8),
-    st.booleans(),
+    st.integers(0, 7),
 )
 def test_O3_an_answer_waits_only_where_a_pending_block_could_change_it(
-    groups: list[tuple[GroupRule, str]], limit: int, local: int, inside: bool
+    groups: list[tuple[GroupRule, str]], limit: int, local: int, inside: int
 ) -> None:
     rules, limit = [rule for rule, _ in groups], max(limit, local)
 
@@ -310,19 +322,18 @@ def test_O3_an_answer_waits_only_where_a_pending_block_could_change_it(
     st.lists(st.tuples(RULE, LINE), min_size=1, max_size=4),
     st.integers(0, 8),
     st.integers(0, 8),
-    st.booleans(),
+    st.integers(0, 7),
 )
 def test_O4_common_hit_agrees_with_brute_force(
-    groups: list[tuple[GroupRule, str]], limit: int, local: int, inside: bool
+    groups: list[tuple[GroupRule, str]], limit: int, local: int, inside: int
 ) -> None:
     rules, lines = [rule for rule, _ in groups], [line for _, line in groups]
     limit = max(limit, local)
 
     def all_serve(blocks: int, *, hopeful: bool) -> bool:
-        ends_inside = inside and blocks == limit
+        used = inside if blocks == limit else 0
         return all(
-            serves(rule, line, blocks, local, hopeful=hopeful, inside=ends_inside)
-            for rule, line in groups
+            serves(rule, line, blocks, local, hopeful=hopeful, inside=used) for rule, line in groups
         )
 
     now = longest(lambda n: all_serve(n, hopeful=False), local, limit)

@@ -9,7 +9,7 @@ from kvstore.lookup import common_hit
 from kvstore.types import Chain, GroupRule, LookupResult
 from tests.test_manager import Rig, chain
 
-RULE = st.builds(GroupRule, st.none() | st.integers(1, 2), st.booleans())
+RULE = st.builds(GroupRule, st.none() | st.integers(1, 2), st.integers(0, 8), st.booleans())
 RULES = st.lists(RULE, min_size=1, max_size=2)
 LOWER = st.lists(st.sampled_from(list(LookupResult)), min_size=6, max_size=6)
 
@@ -34,7 +34,7 @@ def stored(rig: Rig, blocks: Chain, group: int, states: str) -> None:
     limit=st.integers(0, 7),
     local=st.integers(0, 6),
     coming=st.booleans(),
-    inside=st.booleans(),
+    inside=st.integers(0, 7),
 )
 def test_O4_a_lookup_answers_what_a_scan_of_all_groups_answers(
     rules: list[GroupRule],
@@ -44,7 +44,7 @@ def test_O4_a_lookup_answers_what_a_scan_of_all_groups_answers(
     local: int,
     *,
     coming: bool,
-    inside: bool,
+    inside: int,
 ) -> None:
     rig, blocks = Rig(20, rules), chain(6, groups=len(rules))
     blocks.inside = inside
@@ -58,8 +58,8 @@ def test_O4_a_lookup_answers_what_a_scan_of_all_groups_answers(
         result = rig.manager.index.probe(blocks.key(group, index), coming=coming)
         return below(group, index) if result is LookupResult.MISS else result
 
-    ends_inside = inside and limit >= 6
-    expected = common_hit(rules, probe, min(limit, 6), local, inside=ends_inside)
+    used = inside if limit >= 6 else 0
+    expected = common_hit(rules, probe, min(limit, 6), local, inside=used)
     answer = rig.manager.lookup(
         blocks, limit, local, below if lower is not None else None, coming=coming
     )

@@ -358,7 +358,7 @@ def test_O17_clear_empties_lower_tiers_too() -> None:
 
 def test_O3_a_hit_that_ends_inside_of_a_block_brings_the_block_in_which_a_window_begins() -> None:
     """From a lower tier, too; of a state only the last one."""
-    rules = (GroupRule(), GroupRule(2), GroupRule(1, exact=True))
+    rules = (GroupRule(), GroupRule(2, reach=7), GroupRule(1, exact=True))
     town = Town(tiers=[("shelf", MemoryTier)])
     engine, chain = town.attach(rules=rules, credit_slots=30), hashes(5)
     engine.put(chain, groups=3)
@@ -366,12 +366,12 @@ def test_O3_a_hit_that_ends_inside_of_a_block_brings_the_block_in_which_a_window
     for index in reversed(range(5)):
         for group in range(3):
             assert namespace.manager.drop(make_key(chain[index], group), "test")
-    for ask, inside in ((1, False), (2, True)):
+    for ask, inside in ((1, 0), (2, 7), (3, 6)):
         lookup = p.Lookup(ask, b"".join(chain), 32, inside=inside)
         engine.step(lookups=(lookup,))
         town.settle(engine)
         granted = engine.granted[ask]
-        first = 2 if inside else 3
+        first = 2 if inside == 6 else 3
         assert [blocks(granted, g) for g in range(3)] == [[*range(5)], [*range(first, 5)], [4]]
 
 

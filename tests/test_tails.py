@@ -14,7 +14,7 @@ from kvstore import protocol as p
 from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
 from kvstore.layout import Move
-from kvstore.types import Chain, GroupRule, make_key
+from kvstore.types import Chain, GroupRule, make_key, window_rule
 from tests.prefill_rig import HANDED, WINDOW, finish, prefill, tail_hash
 from tests.script import BLOCK, ONE_GROUP, Request, Script
 
@@ -214,7 +214,7 @@ def test_B6_all_tokens_of_a_prompt_are_announced_the_tail_included() -> None:
     script, request, lookup = decode(40, 40, present=([0, 1, 2],))
     assert lookup is not None
     assert lookup.hashes == b"".join([*request.block_hashes, tail_hash(ONE_GROUP, request, 40)])
-    assert (lookup.peer, lookup.request, lookup.inside) == ("10.0.0.7:9500", "p", True)
+    assert (lookup.peer, lookup.request, lookup.inside) == ("10.0.0.7:9500", "p", 8)
     assert script.matched(request) == (40, True)
     (job,) = script.load(request, [[1, 2, 3, 4]]).loads
     assert job.engine.block_ids == (1, 2, 3), "no lookahead block"
@@ -244,7 +244,7 @@ def test_B6_without_the_tail_the_whole_blocks_are_loaded() -> None:
 def test_B6_a_prompt_that_ends_with_a_block_is_loaded_whole() -> None:
     script, request, lookup = decode(32, 32, present=([0, 1],))
     assert lookup is not None
-    assert (lookup.hashes, lookup.inside) == (b"".join(request.block_hashes), False)
+    assert (lookup.hashes, lookup.inside) == (b"".join(request.block_hashes), 0)
     assert script.matched(request) == (32, True)
     assert len(script.load(request, [[1, 2]]).loads) == 1
 
@@ -269,7 +269,7 @@ def test_a_tail_is_asked_for_where_it_is_of_this_prompt(there: int, asked: int) 
     _, _, lookup = decode(40, there)
     assert lookup is not None
     assert len(lookup.hashes) // 32 == asked
-    assert lookup.inside == (asked == 3)
+    assert lookup.inside == (there % BLOCK if asked == 3 else 0)
 
 
 @pytest.mark.parametrize("tokens", ["40", -1, 1.5])
@@ -339,7 +339,7 @@ def test_B4_a_window_that_lacks_its_first_block_ends_before_the_tail() -> None:
 def test_B4_a_window_of_a_prompt_that_ends_with_a_block() -> None:
     script, request, lookup = decode(64, 64, WINDOW, ([0, 1, 2, 3], [1, 2, 3]))
     assert lookup is not None
-    assert (lookup.hashes, lookup.inside) == (b"".join(request.block_hashes), True)
+    assert (lookup.hashes, lookup.inside) == (b"".join(request.block_hashes), 15)
     assert script.matched(request) == (63, True)
     (job,) = script.load(request, [[1, 2, 3, 4], [0, 6, 7, 8]]).loads
     assert job.engine.block_ids == (1, 2, 3, 4, 6, 7, 8)
@@ -373,7 +373,7 @@ def test_B5_a_state_of_another_length_is_not_asked_for() -> None:
 def test_B5_a_state_at_a_blocks_end_is_an_ordinary_one() -> None:
     script, request, lookup = decode(33, 32, STATES, ([0, 1], [1]))
     assert lookup is not None
-    assert (lookup.hashes, lookup.inside) == (b"".join(request.block_hashes), False)
+    assert (lookup.hashes, lookup.inside) == (b"".join(request.block_hashes), 0)
     assert script.matched(request) == (32, True)
 
 
@@ -408,7 +408,7 @@ def test_a_question_fits_its_prompt_whatever_was_computed_elsewhere(geometry: Ge
             assert asked.blocks <= len(asked.hashes)
             assert ordinary <= asked.end <= geometry.loadable(tokens) or not asked.blocks
             assert asked.end <= asked.blocks * BLOCK < asked.end + BLOCK
-            assert asked.inside == (asked.end % BLOCK > 0)
+            assert asked.inside == asked.end % BLOCK
             fits = there == tokens - 1 or (there == tokens and not geometry.exact)
             if fits and tokens > 1:
                 assert asked.end == min(there, geometry.loadable(tokens))
@@ -438,7 +438,7 @@ def test_B4_a_wrong_number_of_groups_is_refused() -> None:
 
 
 def test_B4_only_a_hit_of_all_blocks_ends_inside_of_one() -> None:
-    chain = Chain(bytes(5 * 32), 32, 1, inside=True)
-    assert [chain.first_of(GroupRule(2), blocks) for blocks in (5, 4, 1)] == [2, 2, 0]
+    chain, rule = Chain(bytes(5 * 32), 32, 1, inside=5), window_rule(2 * BLOCK, BLOCK)
+    assert [chain.first_of(rule, blocks) for blocks in (5, 4, 1)] == [2, 2, 0]
     assert [chain.first_of(STATE, blocks) for blocks in (5, 4)] == [4, 3]
     assert [chain.first_of(FULL, blocks) for blocks in (5, 4)] == [0, 0]

@@ -337,8 +337,8 @@ def lease_ns(lease_ms: int) -> int:
 def clip(rule: GroupRule, blocks: int) -> range:
     """Return which of a group's blocks are handed over: all, or those that what comes next needs.
 
-    A window's are one more than its trailing blocks, since it may begin inside of one. A state's
-    are two: the last one, and the one that is left if that cannot be had.
+    Each group's are one more than its trailing blocks: a window may begin inside of one, and what
+    is left if the last block cannot be had needs it, too.
     """
     return range(0 if rule.trailing is None else max(0, blocks - rule.trailing - 1), blocks)
 

@@ -365,6 +365,7 @@ class Producer:
         source, size = peer.source, peer.source.layout.slot_bytes
         room = self._room(peer) // size
         below: dict[str, tuple[Tier, list[int]]] = {}
+        late: list[int] = []
         while job.awaited and room > 0 and not job.over:
             position = job.awaited[0]
             block = job.blocks[position]
@@ -380,12 +381,15 @@ class Producer:
             elif tier is not None and found is LookupResult.HIT:
                 below.setdefault(tier.name, (tier, []))[1].append(position)
                 room -= 1
+            elif self.hands.computes(job.request):
+                break  # they come in order
             elif self.hands.may_come(job.request, block.key):
-                break
+                late.append(position)  # or never: a window may have left it before it had a slot
             else:
                 self.counts["gone"] += 1
                 self._done(peer, job, position)
             job.awaited.popleft()
+        job.awaited.extendleft(reversed(late))
         for tier, positions in below.values():
             self._stage(peer, job, tier, positions)
 

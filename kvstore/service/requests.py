@@ -118,7 +118,7 @@ class Requests:
             raise ProtocolError(f"{len(handing.hashes)} bytes of hashes, {handing.width} each")
         else:
             hashes, width = handing.hashes, handing.width
-            chain = Chain(hashes, width, len(rules), handing.scope, inside=True)
+            chain = Chain(hashes, width, len(rules), handing.scope, inside=1)  # whatever is asked
             keys = [
                 chain.key(group, index)
                 for group, rule in enumerate(rules)

@@ -62,15 +62,15 @@ def test_O9_a_hit_has_every_block_of_a_window_that_the_engine_makes_room_for(
         table = engine.req_to_blocks[name]
         kept = sum(block is not engine.block_pool.null_block for block in table)
         assert len(table) == hit
-        assert hit - rule.first_of(hit, inside=False) == max(1, kept)
+        assert hit - rule.first_of(hit, inside=0) == max(1, kept)
 
 
 def test_O1_what_a_hit_needs_of_a_window_is_the_same_in_blocks_of_several() -> None:
     from connectors.vllm_compat import group_rule
 
-    assert group_rule(window(17, 0), 2 * BLOCK) == GroupRule(1)
-    assert group_rule(window(33, 0), 2 * BLOCK) == GroupRule(1)
-    assert group_rule(window(33, 1), 2 * BLOCK) == GroupRule(2)
+    assert group_rule(window(17, 0), 2 * BLOCK) == GroupRule(1, reach=16)
+    assert group_rule(window(33, 0), 2 * BLOCK) == GroupRule(1, reach=32)
+    assert group_rule(window(33, 1), 2 * BLOCK) == GroupRule(2, reach=1)
 
 
 # O1, O22: kinds of groups
@@ -81,7 +81,7 @@ def test_O1_what_a_hit_needs_of_a_window_is_the_same_in_blocks_of_several() -> N
     [
         ("FullAttentionSpec", {}, GroupRule(None)),
         ("MLAAttentionSpec", {}, GroupRule(None)),
-        ("SlidingWindowSpec", {"sliding_window": 18}, GroupRule(2)),
+        ("SlidingWindowSpec", {"sliding_window": 18}, GroupRule(2, reach=1)),
         ("MambaSpec", {"mamba_cache_mode": "align"}, GroupRule(1, exact=True)),
     ],
 )
@@ -161,7 +161,7 @@ def test_O1_a_geometry_is_read_from_the_engines_own_groups() -> None:
     assert found.block_tokens == 4 * BLOCK
     assert found.hash_tokens == BLOCK
     assert found.engine_block_tokens == (2 * BLOCK, BLOCK)
-    assert found.rules == (GroupRule(None), GroupRule(1))
+    assert found.rules == (GroupRule(None), GroupRule(1, reach=17))
     assert geometry(engine(), cache_of(full, window(18, 0)), None).block_tokens == 2 * BLOCK
 
 

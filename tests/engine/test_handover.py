@@ -119,14 +119,8 @@ class Pair:
         self._reference = reference
 
     def needed(self, tokens: int) -> list[tuple[int, int]]:
-        """The blocks, by group and index, that a prompt needs of which so many tokens come.
-
-        A store does not count on it that the last token's window begins with a block, but workers
-        read what the engine has blocks for.
-        """
-        blocks, inside = -(-tokens // ENGINE_BLOCK), tokens % ENGINE_BLOCK > 0
-        if self.decode.direct and tokens % ENGINE_BLOCK == ENGINE_BLOCK - 1:
-            inside = False
+        """The blocks, by group and index, that a prompt needs of which so many tokens come."""
+        blocks, inside = -(-tokens // ENGINE_BLOCK), tokens % ENGINE_BLOCK
         return [
             (group, index)
             for group, rule in enumerate(RULES[self.name])
