@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -36,6 +37,7 @@ from tests.live import WAIT_S
 from tests.rank_faults import SIDE
 from tests.rank_rig import doze, wait_for
 from tests.reference_rig import Script, Side
+from tests.rows import ROOT
 
 pytestmark = pytest.mark.slow  # processes by the dozen
 
@@ -216,6 +218,7 @@ def test_nothing_is_left_of_an_engine_that_was_killed(tmp_path: Path) -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},  # ranks find ours where their parent does
     )
     with engine:
         assert engine.stdout is not None
