@@ -104,13 +104,22 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerHalf | None = None
         self._skipped_adapters = False
+        self._hands_over = True
         self._manager: Any = None
         if role is KVConnectorRole.SCHEDULER:
-            self._compute_what_fails()
+            of_engine = multi.transfer_of_engine(self)
+            self._compute_what_fails(of_engine)
+            asked = "transfer" in transfer.kv_connector_extra_config
+            self._hands_over = of_engine is transfer or asked
+            if not self._hands_over:
+                log.info(
+                    "kvstore: hand-overs are left to the other connectors of %s, since"
+                    " kv_connector_extra_config has no transfer",
+                    of_engine.kv_connector,
+                )
             self._scheduler = self._start_scheduler()
 
-    def _compute_what_fails(self) -> None:
-        read = multi.transfer_of_engine(self)
+    def _compute_what_fails(self, read: Any) -> None:
         if read.kv_load_failure_policy != "recompute":
             log.warning(
                 "kv_load_failure_policy of %s is %r: set to 'recompute', so that a failed load is"
@@ -289,7 +298,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
                 log.warning("kvstore: requests with LoRA adapters are neither stored nor loaded")
                 self._skipped_adapters = True
             return
-        transfer = compat.transfer_of(request)
+        transfer = compat.transfer_of(request) if self._hands_over else None
         if self._states and is_handed_over(transfer):
             compat.leave_out_last(request, self._tokens.hash_tokens)
         cached = compat.cached_tokens(self._manager, request) if transfer else 0

@@ -32,7 +32,7 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         engine's own block size. Larger blocks mean fewer keys and longer copies, but what does
         not fill a block is computed again.
     transfer: how a prompt that another engine computed is fetched, "pull", "push" or "auto": pushed
-        over TCP, else pulled.
+        over TCP, else pulled. A child of vLLM's MultiConnector hands over only if this is set.
     lease (duration): how long what this engine computed for another one is held for it.
     listen: host:port of a private store's side channel, port 0 for a free one; on loopback, since
         it has no key. None for no hand-over: then no port is open.

@@ -51,10 +51,13 @@ def blocks(language: str) -> list[Any]:
 
 def check_transfer_config(table: dict[str, Any]) -> None:
     """Names as the connector has them, settings as it reads them."""
-    assert table["kv_connector"] == "TieredConnector"
-    assert table["kv_connector_module_path"] == "connectors.vllm"
     assert table["kv_role"] == "kv_both"
     assert table["kv_load_failure_policy"] == "recompute"
+    if table["kv_connector"] == "MultiConnector":
+        children = table["kv_connector_extra_config"]["connectors"]
+        (table,) = [child for child in children if "kv_connector_module_path" in child]
+    assert table["kv_connector"] == "TieredConnector"
+    assert table["kv_connector_module_path"] == "connectors.vllm"
     extra.parse_extra(table["kv_connector_extra_config"])
 
 

@@ -134,6 +134,15 @@ def native(role: str) -> dict[str, Any]:
     return {"kv_connector": NATIVE, "kv_role": role, "kv_buffer_device": "cpu"}
 
 
+def native_env() -> dict[str, str]:
+    """Return the environment of such an engine, for peers on this machine."""
+    return {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        "UCX_NET_DEVICES": "lo",
+    }
+
+
 def run(pairs: int | None) -> list[Result]:
     """Measure; pairs: rounds after the first, which warms up."""
     rounds = (pairs or PAIRS) + WARM_UP_ROUNDS
@@ -186,15 +195,7 @@ def started(
     prefill = side("prefill", ours(stores["prefill"], "direct"))  # its memory can be read, too
     measured = {way: Pair(way, prefill, side(way, ours(stores[way], way))) for way in OURS}
     natives = [
-        side(
-            f"{NATIVE}, {role}",
-            native(role),
-            {
-                "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-                "UCX_NET_DEVICES": "lo",
-            },
-        )
+        side(f"{NATIVE}, {role}", native(role), native_env())
         for role in ("kv_producer", "kv_consumer")
     ]
     return {**measured, NATIVE: Pair(NATIVE, *natives)}

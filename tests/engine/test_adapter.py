@@ -35,7 +35,7 @@ def connector() -> Any:  # noqa: ANN401 - vLLM's classes are Any here
     made = object.__new__(ours.TieredConnector)
     made._manager = SimpleNamespace(prefix_cache_lookup_enabled=lambda _request: False)
     made._scheduler, made._tokens, made._states = script.half, TOKENS, frozenset()
-    made._worker, made._skipped_adapters = None, False
+    made._worker, made._skipped_adapters, made._hands_over = None, False, True
     made._connector_metadata = None
     made.script = script
     return made

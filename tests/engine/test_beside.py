@@ -10,6 +10,7 @@ import pytest
 
 from kvstore import admin
 from kvstore.bench.engine import Engine, Request
+from kvstore.bench.handover import HANDED, native, native_env
 from kvstore.bench.models import prompt
 from kvstore.bench.native import native_config
 from kvstore.bench.store import StoreProcess
@@ -49,12 +50,7 @@ def both(
     ours = attach(store, by=by)
     del ours["kv_load_failure_policy"]
     connectors = [native_config(64 << 20), ours]
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {"connectors": connectors[:: -1 if ours_first else 1]},
-    }
+    return children(*connectors[:: -1 if ours_first else 1]) | {"kv_load_failure_policy": "fail"}
 
 
 @pytest.fixture(params=[False, True], ids=["ours-last", "ours-first"])
@@ -140,3 +136,48 @@ def test_M1_what_is_counted_beside_another_connector_reaches_vllms_endpoint(
             found = engine.metrics()
     assert found["kvstore_events{event=store_blocks}"] == 2 * (300 // ENGINE_BLOCK)
     assert {"kvstore_events{event=transfer_refused}"} <= named
+
+
+def test_B10_beside_a_connector_that_hands_over_prompts_are_its_own_and_blocks_ours(
+    model: Callable[[str], Path], plain: Callable[[str], Engine], tmp_path: Path
+) -> None:
+    """Two children that both hand over a request end a MultiConnector's engine."""
+    tokens = prompt(990, 300)
+    whole = Request(id="whole", tokens=tokens)
+    expected = plain("llama_s").run([whole], max_tokens=TOKENS_OUT)
+    folders = [tmp_path / name for name in "pd"]
+    for folder in folders:
+        folder.mkdir()
+    with (
+        StoreProcess(folders[0], CAPACITY, "[peer]\n") as left,
+        StoreProcess(folders[1], CAPACITY, "[peer]\n") as right,
+    ):
+        prefill_by, decode_by = (
+            children(native("kv_producer"), attach(left)),
+            children(attach(right), native("kv_consumer")),
+        )
+        with Engine(model("llama_s"), connector=prefill_by, env=native_env()) as prefill:
+            first = Request(id="first", tokens=tokens, kv_transfer_params=HANDED)
+            (handed,) = prefill.run([first], max_tokens=1)
+            assert handed.kv_transfer_params is not None
+            with Engine(model("llama_s"), connector=decode_by, env=native_env()) as decode:
+                params = handed.kv_transfer_params
+                second = Request(id="whole", tokens=tokens, kv_transfer_params=params)
+                assert_same(expected, decode.run([second], max_tokens=TOKENS_OUT))
+                assert decode.metrics()["external_prefix_cache_hits"] == len(tokens)  # by its count
+                for engine in (prefill, decode):
+                    engine.go_idle()
+                    forget(engine)
+                    (again,) = engine.run([whole], max_tokens=TOKENS_OUT)
+                    assert again.cached_tokens == servable(len(tokens))
+                    assert_same(expected, [again])
+
+
+def children(*connectors: dict[str, Any]) -> dict[str, Any]:
+    """The kv_transfer_config of a MultiConnector."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": list(connectors)},
+    }
