@@ -51,7 +51,7 @@ def connector() -> Any:  # noqa: ANN401 - vLLM's classes are Any here
     made = object.__new__(ours.TieredConnector)
     made._manager = SimpleNamespace(prefix_cache_lookup_enabled=lambda _request: False)
     made._scheduler, made._tokens, made._states = script.half, STATES, frozenset({1})
-    made._worker = None
+    made._worker, made._hands_over = None, True
     made.script = script
     return made
 
