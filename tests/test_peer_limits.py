@@ -20,6 +20,7 @@ from tests.fakes import SLOT_BYTES, hashes, u32
 from tests.fuzz_site import HELD, End, Good, Net, Site
 
 SECOND_NS = 1_000_000_000
+TOO_MANY = bytes(4 * (m.JOB_BLOCKS_MAX + 1))  # of positions
 
 
 class Place:
@@ -266,11 +267,38 @@ def test_regions_that_peers_name_are_limited(place: Place, monkeypatch: pytest.M
         m.Hello(1, "n", {"t": "x" * 5000}),
         m.Land(1, m.Region(1, 2, 3), b"", b"", bytes((1 << 20) + 1)),
         wanted(hashes(1), request="r" * 5000),
+        m.Want(1, bytes(32), 32, (bytes(4 * (m.JOB_BLOCKS_MAX + 1)),)),
+        m.Want(1, bytes(32), 32, (b"",) * 65),
+        m.Land(1, m.Region(1, 2, 3), TOO_MANY, TOO_MANY),
+        m.Fill(1, b"", bytes((8 << 20) + 4)),
+        m.Confirm(1, TOO_MANY),
+        m.Confirm(1, b"", TOO_MANY),
     ],
 )
 def test_what_would_be_kept_and_is_large_is_no_message(message: p.Message) -> None:
     with pytest.raises(ProtocolError, match="length <= "):
         m.decode_for_producer(m.encode(message))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Offer(1, TOO_MANY, (), b""),
+        m.Offer(1, b"", (), TOO_MANY),
+        m.Have(1, TOO_MANY, b"", b"", b""),
+        m.Have(1, b"", TOO_MANY + TOO_MANY, b"", b""),
+        m.Have(1, b"", b"", TOO_MANY, b""),
+        m.Have(1, b"", b"", b"", TOO_MANY + TOO_MANY),
+        m.Have(1, b"", b"", b"", b"", given=TOO_MANY),
+        m.Resident(1, b"", 1, bytes((8 << 20) + 4)),
+        m.Valid(1, TOO_MANY),
+        m.Valid(1, b"", TOO_MANY),
+    ],
+)
+def test_an_answer_speaks_of_as_many_blocks_as_a_job_can_have(message: p.Message) -> None:
+    """Else a message of 16 MiB would be four million numbers, in the loop that serves engines."""
+    with pytest.raises(ProtocolError, match="length <= "):
+        m.decode_for_consumer(m.encode(message))
 
 
 # Quarantine

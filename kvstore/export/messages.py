@@ -37,6 +37,7 @@ import msgspec
 
 from kvstore.errors import ProtocolError
 from kvstore.layout import RankPages
+from kvstore.limits import GROUPS_MAX, Words
 from kvstore.protocol import Message, from_u32
 from kvstore.types import GroupRule
 
@@ -55,6 +56,8 @@ Name = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
 Traits = Annotated[dict[Name, Text], msgspec.Meta(max_length=64)]
 Metadata = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+Positions = Annotated[bytes, msgspec.Meta(max_length=4 * JOB_BLOCKS_MAX)]  # u32, as generations
+Places = Annotated[bytes, msgspec.Meta(max_length=8 * JOB_BLOCKS_MAX)]  # u32 pairs; sums are u64
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -100,7 +103,7 @@ class Want(Message, frozen=True):
     job: int
     hashes: bytes
     width: int
-    indices: tuple[bytes, ...]
+    indices: Annotated[tuple[Positions, ...], msgspec.Meta(max_length=GROUPS_MAX)]
     scope: bytes = b""
     request: Text = ""
     lease_ms: int = 30_000
@@ -116,8 +119,8 @@ class Land(Message, frozen=True):
 
     job: int
     region: Region
-    positions: bytes
-    slots: bytes
+    positions: Positions
+    slots: Positions
     metadata: Metadata = b""
 
 
@@ -129,8 +132,8 @@ class Fill(Message, frozen=True):
     """
 
     job: int
-    positions: bytes
-    blocks: bytes
+    positions: Positions
+    blocks: Words
     ranks: Annotated[tuple[RankPages, ...], msgspec.Meta(max_length=RANKS_MAX)] = ()
 
 
@@ -141,8 +144,8 @@ class Confirm(Message, frozen=True):
     """
 
     job: int
-    positions: bytes
-    unread: bytes = b""
+    positions: Positions
+    unread: Positions = b""
 
 
 class Extend(Message, frozen=True):
@@ -207,9 +210,9 @@ class Offer(Message, frozen=True):
     """Which positions can be had; the others are not here. tiers[i]: where positions[i] is."""
 
     job: int
-    positions: bytes
+    positions: Positions
     tiers: Annotated[tuple[Name, ...], msgspec.Meta(max_length=256)]
-    which: bytes  # u8 for each position: index into tiers
+    which: Positions  # u8 for each position: index into tiers
 
 
 class Have(Message, frozen=True):
@@ -221,13 +224,13 @@ class Have(Message, frozen=True):
     """
 
     job: int
-    positions: bytes
-    places: bytes
-    generations: bytes
-    sums: bytes
+    positions: Positions
+    places: Places
+    generations: Positions
+    sums: Places
     regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=REGIONS_MAX)] = ()
     metadata: Metadata = b""
-    given: bytes = b""
+    given: Positions = b""
 
 
 class Resident(Message, frozen=True):
@@ -238,9 +241,9 @@ class Resident(Message, frozen=True):
     """
 
     job: int
-    positions: bytes
+    positions: Positions
     engine: int
-    blocks: bytes
+    blocks: Words
     ranks: Annotated[tuple[RankPages, ...], msgspec.Meta(max_length=RANKS_MAX)] = ()
 
 
@@ -257,8 +260,8 @@ class Valid(Message, frozen=True):
     """
 
     job: int
-    positions: bytes
-    again: bytes = b""
+    positions: Positions
+    again: Positions = b""
 
 
 LEASE_OVER = "lease"
