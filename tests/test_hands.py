@@ -9,6 +9,7 @@ from kvstore import protocol as p
 from kvstore.errors import ProtocolError
 from kvstore.export import hands as h
 from kvstore.export import messages as m
+from kvstore.export import producer
 from kvstore.service.requests import Held, Waiting
 from tests.export_rig import Pair
 from tests.fakes import SLOT_BYTES, from_u32, hashes, keys_of, u32
@@ -359,6 +360,24 @@ def test_who_comes_before_the_exporter_is_told_to_wait_and_welcome_later() -> No
     pair.producer.tick(pair.giver.now_ns)
     pair.producer.tick(pair.giver.now_ns)
     assert [type(one) for one in said] == [m.Starting, m.Welcome]
+
+
+def test_those_who_wait_for_the_exporter_are_limited_and_others_may_ask_again() -> None:
+    pair, said = Pair(), dict[int, p.Message]()
+    pair.producer._send = said.__setitem__
+    pair.producer._exporter = lambda: None
+    layout = pair.source.layout
+    hello = m.Hello(m.VERSION, layout.digest, layout.traits, "other", bytes(1 << 20))
+    for number in range(100, 101 + producer.EARLY_MAX):
+        pair.producer.on_message(number, hello, 0)
+    last = said.pop(100 + producer.EARLY_MAX)
+    assert isinstance(last, m.Refused)
+    assert last.retry
+    assert set(map(type, said.values())) == {m.Starting}
+    assert len(pair.producer._early) == producer.EARLY_MAX
+    pair.producer.on_closed(100)
+    pair.producer.on_message(100 + producer.EARLY_MAX, hello, 0)
+    assert said[100 + producer.EARLY_MAX] == m.Starting()
 
 
 def test_a_peer_that_asks_for_patience_gets_it_until_it_is_there() -> None:

@@ -35,6 +35,7 @@ from kvstore.tier import Tier
 from kvstore.types import BlockKey, LookupResult
 
 GRACE_NS = 5_000_000_000
+EARLY_MAX = 64  # greetings that wait for the exporter, of a megabyte each
 MEMORY, PREFILL = "cpu", "prefill"
 
 Send = Callable[[int, Message], None]
@@ -190,10 +191,12 @@ class Producer:
         elif source is None:
             refused = m.Refused(f"namespace {hello.namespace[:12]} is not served here yet", True)
         elif (ours := self._exporter()) is None:
-            if number not in self._early:
-                self._send(number, m.Starting())
-            self._early[number] = hello
-            return
+            if number in self._early or len(self._early) < EARLY_MAX:
+                if number not in self._early:
+                    self._send(number, m.Starting())
+                self._early[number] = hello
+                return
+            refused = m.Refused(f"{EARLY_MAX} others wait for the exporter to start", True)
         else:
             self._peers[number] = Peer(number, source, hello.agent)
             self._meet(number, hello.agent, hello.metadata)
