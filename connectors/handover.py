@@ -179,6 +179,10 @@ class HandOvers:
         if holder is not None:
             self._client.let_go(holder.address, holder.request)
 
+    def runs(self, request_id: str) -> bool:
+        """Tell whether another engine goes on with what a request computes."""
+        return request_id in self._running
+
     def ended(self, request_id: str) -> None:
         """A request has ended; one that was not handed over is wanted by nobody."""
         self.let_go(request_id)

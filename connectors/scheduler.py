@@ -451,6 +451,10 @@ class SchedulerHalf:
             return None
         return self._hands.over(tracked, table[: self._groups], self._scope)
 
+    def handed_over(self, request_ids: Iterable[str]) -> list[EngineRequest]:
+        """Return those of these requests that another engine goes on with."""
+        return [self._requests[name].request for name in request_ids if self._hands.runs(name)]
+
     def request_finished(self, request_id: str, table: BlockTable) -> bool:
         """Offer what is complete and was not offered; give back what was not used.
 

@@ -336,6 +336,9 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Plan a step's copies."""
+        preempted = scheduler_output.preempted_req_ids or ()
+        for request in self._plan().handed_over(preempted):
+            compat.compute_again(request)
         state = scheduler_output.kv_connector_block_state
         hand_overs = {} if state is None else state.boundary_state_offloads
 
@@ -348,7 +351,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             scheduler_output.num_scheduled_tokens,
             self._written(scheduler_output),
             table,
-            scheduler_output.preempted_req_ids or (),
+            preempted,
         )
         return TieredMetadata(self._plan().build_meta(step))
 

@@ -217,6 +217,15 @@ def transfer_of(request: Any) -> dict[str, Any] | None:
     return params
 
 
+def compute_again(request: Any) -> None:
+    """Have a preempted request's output that is under way dropped, and sampled again.
+
+    Scheduling may be steps ahead of the output. A hand-over's last output would end the request
+    after its blocks have gone; vLLM drops it by itself for connectors that do nothing else.
+    """
+    request.drop_stale_output = True
+
+
 def leave_out_last(request: Any, hash_tokens: int) -> None:
     """Let a prefill request end one token before its prompt does, and sample one.
 

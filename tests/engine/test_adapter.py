@@ -88,6 +88,24 @@ def test_B10_a_request_preempted_in_its_last_step_names_no_blocks(connector: Any
     assert handing[-1:] == ["gone"], "nothing is held for anybody"
 
 
+@pytest.mark.parametrize("handed", [False, True])
+def test_B10_output_of_a_preempted_hand_over_that_is_under_way_is_computed_again(
+    connector: Any,  # noqa: ANN401
+    *,
+    handed: bool,
+) -> None:
+    """By the engine that has it to do: else it would end the request, whose blocks have gone."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    request = request_of(33, {"do_remote_decode": True} if handed else None)
+    run(connector, request)
+    output = SchedulerOutput.make_empty()
+    output.preempted_req_ids = {request.request_id, "unknown"}
+    connector._plan().build_meta = lambda step: StepMeta() if set(step.preempted) else None
+    connector.build_connector_meta(output)
+    assert request.drop_stale_output == handed
+
+
 def test_O14_requests_whose_blocks_may_go_are_reported_as_sent(connector: Any) -> None:  # noqa: ANN401
     from connectors.vllm import TieredMetadata
 
