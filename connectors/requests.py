@@ -27,6 +27,11 @@ class EngineRequest(Protocol):
     num_computed_tokens: int
 
     @property
+    def num_in_flight_tokens(self) -> int:
+        """How many of the computed ones are of steps whose output is not there yet."""
+        ...
+
+    @property
     def all_token_ids(self) -> Sequence[int]:
         """Its tokens, `num_tokens` of them or more."""
         ...
@@ -112,7 +117,7 @@ class Tracked:
     """One request."""
 
     __slots__ = (
-        "ask", "capped", "cursor", "deferred_ns", "failures", "grant", "key_hash", "local",
+        "ask", "begun", "capped", "cursor", "deferred_ns", "failures", "grant", "key_hash", "local",
         "number", "phase", "present", "question", "reads", "remote", "request", "waited",
     )  # fmt: skip
 
@@ -130,6 +135,7 @@ class Tracked:
         self.failures = 0
         self.grant: Grant | None = None
         self.local = 0
+        self.begun: int | None = None  # what it had computed before a step that can be taken back
         self.present: tuple[Places, ...] = (NOWHERE,) * groups
         self.cursor = 0  # blocks before it were offered, or need not be
         self.key_hash: bytes | None = None  # first block being loaded, see O7

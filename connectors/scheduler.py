@@ -56,11 +56,13 @@ class SchedulerHalf:
         world: int = 1,
         shares_prefixes: bool = True,
         transfer: Transfer = NO_TRANSFER,
+        beside: bool = False,
     ) -> None:
         """world: ranks that report each job.
 
         shares_prefixes: the engine has a prefix cache, so loading a block twice is waste.
         transfer: how blocks are handed over between engines.
+        beside: other connectors load, too, and may say after a step that what it used was bad.
         """
         self.stats: Counter[str] = Counter()
         self._geometry = geometry
@@ -70,6 +72,7 @@ class SchedulerHalf:
         self._groups = len(geometry.rules)
         self._scope = b""
         self._direct = transfer.direct
+        self._beside = beside
         self._requests: dict[str, Tracked] = {}
         self._left_out: dict[str, int] = {}  # tokens that the engine has of requests not told of
         self._arrived = 0
@@ -400,8 +403,25 @@ class SchedulerHalf:
             return
         if tracked.phase in (Phase.NEW, Phase.LOADED):
             tracked.phase = Phase.RUNNING
+            tracked.begun = tracked.request.num_computed_tokens if self._beside else None
+        if self._can_be_taken_back(tracked):
+            return
         computed = tracked.request.num_computed_tokens + tokens
         self._left[request_id] = self._offers.offer(tracked, computed, step.table) - computed
+
+    @staticmethod
+    def _can_be_taken_back(tracked: Tracked) -> bool:
+        """Tell whether another connector can still call bad what a request has begun with.
+
+        One that loads within a step says so with the step's output, and the request goes back.
+        """
+        request = tracked.request
+        if tracked.begun is not None:
+            settled = request.num_computed_tokens - request.num_in_flight_tokens
+            if settled <= tracked.begun:
+                return True
+            tracked.begun = None
+        return False
 
     def on_output(
         self, stores_over: Mapping[int, int], loaded: Iterable[str], failed: Iterable[str]
@@ -468,7 +488,7 @@ class SchedulerHalf:
             return False
         self._room.served(tracked)
         self._events.ended(tracked.request)
-        if tracked.phase is Phase.RUNNING:
+        if tracked.phase is Phase.RUNNING and not self._can_be_taken_back(tracked):
             computed = tracked.request.num_computed_tokens
             self._offers.offer(tracked, computed, lambda _: table)
         self._early.extend(self._offers.take_jobs())

@@ -104,13 +104,14 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerHalf | None = None
         self._skipped_adapters = False
-        self._hands_over = True
+        self._hands_over, self._beside = True, False
         self._manager: Any = None
         if role is KVConnectorRole.SCHEDULER:
             of_engine = multi.transfer_of_engine(self)
             self._compute_what_fails(of_engine)
             asked = "transfer" in transfer.kv_connector_extra_config
-            self._hands_over = of_engine is transfer or asked
+            self._beside = of_engine is not transfer
+            self._hands_over = asked or not self._beside
             if not self._hands_over:
                 log.info(
                     "kvstore: hand-overs are left to the other connectors of %s, since"
@@ -171,6 +172,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
                 self._extra.decode_ttl_ns // 1_000_000,
                 self._extra.direct,
             ),
+            beside=self._beside,
         )
 
     # Facts that vLLM asks for

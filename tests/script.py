@@ -41,6 +41,7 @@ class Request:
         self.request_id = name
         self.num_tokens = tokens
         self.num_computed_tokens = 0
+        self.num_in_flight_tokens = 0
         self.all_token_ids: Sequence[int] = range(tokens)
         self.block_hashes: Sequence[bytes] = hashes(tokens // hash_tokens, text)
 
@@ -90,6 +91,7 @@ class Script:
         world: int = 1,
         shares_prefixes: bool = True,
         credits: int = 100,  # noqa: A002 - the protocol's word
+        beside: bool = False,
     ) -> None:
         self.refused: KVStoreError | None = None
         self.geometry = geometry
@@ -106,7 +108,8 @@ class Script:
         self._seen = 0
         self.client = StoreClient(self, lambda: self.now_ns)
         self.half = SchedulerHalf(
-            geometry, self.client, lambda: self.now_ns, world=world, shares_prefixes=shares_prefixes
+            geometry, self.client, lambda: self.now_ns,
+            world=world, shares_prefixes=shares_prefixes, beside=beside,
         )  # fmt: skip
         self.attach(credits)
 

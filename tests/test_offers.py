@@ -51,6 +51,7 @@ class Request:
         self.request_id = name
         self.block_hashes: Sequence[bytes] = [f"{name}/{index}".encode() for index in range(blocks)]
         self.num_tokens = self.num_computed_tokens = blocks * 16
+        self.num_in_flight_tokens = 0
         self.all_token_ids: Sequence[int] = range(self.num_tokens)
 
 

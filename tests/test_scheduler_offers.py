@@ -55,6 +55,39 @@ def test_O10_running_requests_offer_what_they_generate() -> None:
     assert script.indices(request, script.step(request, 1, TABLE)) == [1]
 
 
+def test_O15_beside_others_nothing_is_offered_before_the_first_steps_output_is_there() -> None:
+    """Until then another connector may call bad what that step has used."""
+    script, request = Script(beside=True), Request("r", 96)
+    run(script, request)
+    request.num_computed_tokens = 32  # of another connector's
+    assert not script.step(request, 16, TABLE).stores
+    request.num_in_flight_tokens = 32  # of this step and of the next one
+    assert not script.step(request, 16, TABLE).stores
+    request.num_in_flight_tokens = 16
+    assert script.indices(request, script.step(request, 16, TABLE)) == [0, 1, 2, 3, 4]
+
+
+def test_O15_beside_others_what_is_called_bad_is_computed_again_before_it_is_offered() -> None:
+    script, request = Script(beside=True), Request("r", 96)
+    run(script, request)
+    request.num_computed_tokens = 32
+    assert not script.step(request, 16, TABLE).stores
+    request.num_computed_tokens = 0  # all of it was bad
+    assert not script.step(request, 32, TABLE).stores
+    assert not script.step(request, 16, TABLE).stores
+    assert script.indices(request, script.step(request, 16, TABLE)) == [0, 1, 2, 3]
+
+
+def test_O15_beside_others_a_request_that_ends_within_its_first_step_leaves_nothing() -> None:
+    script, request = Script(beside=True), Request("r", 96)
+    run(script, request)
+    request.num_computed_tokens = 32
+    script.step(request, 16, TABLE)
+    request.num_in_flight_tokens = 16
+    assert not script.half.request_finished("r", TABLE)
+    assert not script.step().early
+
+
 def test_O10_never_more_than_is_hashed() -> None:
     """Asynchronous scheduling counts tokens as computed whose values nobody knows yet."""
     script, request = Script(), Request("r", 31)

@@ -49,6 +49,7 @@ class Request:
         self.all_token_ids: Sequence[int] = ()  # of no use: nothing is handed over
         self.num_tokens = len(hashes) * BLOCK_TOKENS + rest_tokens
         self.num_computed_tokens = 0
+        self.num_in_flight_tokens = 0
         self.tokens_max = self.num_tokens + output_tokens
         self.table: list[int] = []
 

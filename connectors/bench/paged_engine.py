@@ -64,6 +64,7 @@ class Request:
         self.all_token_ids: Sequence[int] = prompt.tokens
         self.num_tokens = len(prompt.tokens)
         self.num_computed_tokens = 0
+        self.num_in_flight_tokens = 0
         self.table: list[int] = []
 
 

@@ -95,6 +95,11 @@ class Request:
         return max(0, settled)
 
     @property
+    def num_in_flight_tokens(self) -> int:
+        """Tokens of steps whose output is not there yet, those from before a preemption too."""
+        return sum(work.end - work.first for work in self.in_flight)
+
+    @property
     def awaits_output(self) -> bool:
         """Tell whether a step from before its preemption will still give it tokens."""
         return any(work.stale and not work.dropped for work in self.in_flight)

@@ -173,6 +173,31 @@ def test_B10_beside_a_connector_that_hands_over_prompts_are_its_own_and_blocks_o
                     assert_same(expected, [again])
 
 
+@pytest.mark.parametrize("ours_first", [False, True])
+def test_O15_what_another_connector_calls_bad_after_a_step_is_not_stored(
+    model: Callable[[str], Path], plain: Callable[[str], Engine], tmp_path: Path, ours_first: bool
+) -> None:
+    """It loads within the step, which computes with the bytes; those are in other requests, too."""
+    begin = prompt(995, 200)
+    requests = [Request(id=f"e{i}", tokens=begin + prompt(996 + i, 100)) for i in range(4)]
+    expected = plain("llama_s").run(requests, max_tokens=TOKENS_OUT)
+    with StoreProcess(tmp_path, CAPACITY) as store:
+        failing = {
+            "kv_connector": "FailingConnector",
+            "kv_connector_module_path": "tests.engine.neighbour",
+            "kv_role": "kv_both",
+        }
+        connector = children(*[failing, attach(store)][:: -1 if ours_first else 1])
+        with Engine(model("llama_s"), connector=connector) as engine:
+            assert_same(expected, engine.run(requests, max_tokens=TOKENS_OUT))
+            engine.go_idle()
+        settled(lambda: numbers(store.address))
+        with Engine(model("llama_s"), connector=attach(store)) as other:
+            got = other.run(requests, max_tokens=TOKENS_OUT)
+    assert [result.cached_tokens for result in got] == [servable(300)] * 4
+    assert_same(expected, got)
+
+
 def children(*connectors: dict[str, Any]) -> dict[str, Any]:
     """The kv_transfer_config of a MultiConnector."""
     return {
