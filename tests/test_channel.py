@@ -5,57 +5,22 @@ from __future__ import annotations
 import random
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import zmq
 
-from kvstore import protocol as p
-from kvstore.errors import ConfigError, ProtocolError
+from kvstore.errors import ConfigError
 from kvstore.export import messages as m
-from kvstore.service.channel import Channel, ClusterKey
+from kvstore.service.channel import ClusterKey
+from tests.posts import Post, make_posts, until
 
 WAIT_S = 600.0
 WANT = m.Want(1, b"h" * 32, 32, (b"\0\0\0\0",))
 
 
-class Post:
-    """A channel and all that has come to it."""
-
-    def __init__(self, key: ClusterKey | None = None) -> None:
-        self.got: list[tuple[int, p.Message]] = []
-        self.lost: list[tuple[int, str]] = []
-        self.channel = Channel(key, self.take, lambda number, why: self.lost.append((number, why)))
-
-    def take(self, number: int, message: p.Message) -> None:
-        if message == m.Release(666):
-            raise ProtocolError("a wrong one")
-        self.got.append((number, message))
-
-
-@pytest.fixture
-def made() -> Iterator[Callable[..., Post]]:
-    posts: list[Post] = []
-
-    def make(key: ClusterKey | None = None, *, listens: bool = False) -> Post:
-        posts.append(Post(key))
-        if listens:
-            posts[-1].channel.listen("127.0.0.1", 0)
-        return posts[-1]
-
-    yield make
-    for post in posts:
-        post.channel.close()
-
-
-def until(done: Callable[[], object], *posts: Post) -> None:
-    end = time.monotonic() + WAIT_S
-    while not done():
-        assert time.monotonic() < end
-        for post in posts:
-            post.channel.poll(time.monotonic_ns())
-        time.sleep(0.001)
+made = pytest.fixture(make_posts)
 
 
 @pytest.mark.parametrize("key", [None, ClusterKey(b"k" * 32)])

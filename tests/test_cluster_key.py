@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from kvstore.export import messages as m
 from kvstore.service.channel import ClusterKey
 from tests.fakes import hashes, u32
 from tests.live import LiveStore, engine, eventually
-from tests.test_channel import Post, until
+from tests.posts import Post, make_posts, until
 from tests.test_peers import address, config
 
 KEY = ClusterKey(b"k" * 32)
@@ -61,19 +61,7 @@ class Tap:
             sock.close()
 
 
-@pytest.fixture
-def made() -> Iterator[Callable[..., Post]]:
-    posts: list[Post] = []
-
-    def make(key: ClusterKey | None = None, *, listens: bool = False) -> Post:
-        posts.append(Post(key))
-        if listens:
-            posts[-1].channel.listen("127.0.0.1", 0)
-        return posts[-1]
-
-    yield make
-    for post in posts:
-        post.channel.close()
+made = pytest.fixture(make_posts)
 
 
 def test_what_was_recorded_is_refused_and_counted_when_it_is_said_again(

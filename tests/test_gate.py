@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from kvstore.ratelog import LINES_MAX, WINDOW_NS, RateLog
 from kvstore.service import gate, loopback
 from kvstore.service.channel import Channel, ClusterKey
 from kvstore.service.gate import Gate
-from tests.test_channel import Post, until
+from tests.posts import Post, make_posts, until
 
 KEY = ClusterKey(b"k" * 32)
 WRONG = b"\xc1"
@@ -72,19 +72,7 @@ def most_kb() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
-@pytest.fixture
-def made() -> Iterator[Callable[..., Post]]:
-    posts: list[Post] = []
-
-    def make(key: ClusterKey | None = None, *, listens: bool = False) -> Post:
-        posts.append(Post(key))
-        if listens:
-            posts[-1].channel.listen("127.0.0.1", 0)
-        return posts[-1]
-
-    yield make
-    for post in posts:
-        post.channel.close()
+made = pytest.fixture(make_posts)
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["open", "keyed"])
