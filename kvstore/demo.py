@@ -213,9 +213,9 @@ def show(console: Console, passes: list[Pass], metrics: dict[str, float]) -> Non
             "-" if one is passes[0] else outputs,
         )
     console.print(table)
-    console.print("from the store's /metrics:")
+    console.print("from the store's /metrics, what is not 0:")
     for name, value in metrics.items():
-        if name.startswith(SHOWN_METRICS):
+        if value and name.startswith(SHOWN_METRICS):
             unit = f"  ({sized(int(value))})" if "bytes" in name else ""
             console.print(f"  {name} {value:,.0f}{unit}", highlight=False)
 
