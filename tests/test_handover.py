@@ -90,7 +90,7 @@ def test_B10_B12_prompts_that_end_before_their_blocks_have_slots_are_handed_over
 def test_B4_B12_a_block_that_the_window_has_left_before_it_had_a_slot_is_not_waited_for(
     stores: tuple[LiveStore, LiveStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is stored before the prompt ends; the engine has let go of a block by then."""
+    """The store has slots only after the prompt's end; the engine has freed a block by then."""
     prompts = {"left": prompt("left", 31)}
     with (
         node(stores[0], "p left", PARTS, slots=4) as prefill,
