@@ -38,7 +38,7 @@ have = command -v $(1) >/dev/null || { [[ $$(id -u) == 0 ]] && command -v apt-ge
     && { $(APT) install --no-install-recommends $(1) \
         || { $(APT) update && $(APT) install --no-install-recommends $(1); }; }; } >/dev/null 2>&1 </dev/null
 
-.PHONY: help setup demo demo-pd test test-fast test-e2e test-crash sim fuzz gpu check format bench clean
+.PHONY: help setup demo demo-pd test test-fast test-e2e test-crash sim fuzz mutants gpu check format bench clean
 
 help: ## show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' \
@@ -88,6 +88,9 @@ test-e2e: $(READY) ## the long matrix with real engines
 
 sim: $(READY) ## SEEDS=n simulated worlds (20000) on all cores, from seed FIRST (0)
 	@$(PY) -m tests.sim $(FIRST) --seeds $(SEEDS)
+
+mutants: $(READY) ## take out lines that keep promises, one at a time: tests must fail
+	@$(PY) -m tests.mutants
 
 fuzz: $(READY) ## MESSAGES=n wrong messages (10000000) on all cores, from seed FIRST (0)
 	@$(PY) -m tests.fuzz --messages $(MESSAGES) --first $(FIRST)

@@ -26,6 +26,7 @@ import pytest
 from kvstore.errors import TierError
 from kvstore.tier import Tier, TierContext
 from kvstore.types import BlockKey, JobId, JobKind, JobResult, LookupResult, Slot, TransferJob
+from tests.patience import WAIT_S
 from tiers.nvme import mover as threads_mover
 from tiers.nvme import nixl_mover
 from tiers.nvme.files import Descriptor, ExtentFile, open_direct
@@ -33,7 +34,6 @@ from tiers.nvme.mover import Move, Moved, Mover
 
 SLOT_BYTES = 4096
 SLOTS = 32
-WAIT_S = 600.0
 MOVED_SLOTS = 64
 MOVER_MODULES = (threads_mover, nixl_mover)
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from kvstore.bench.steal import Watch
 from kvstore.protocol import u32
+from tests.patience import WAIT_S
 from tiers.cpu import CpuExtent
 from tiers.exporter.client import Down, Event, Exporter, Move, Settings
 from tiers.exporter.messages import Ended, Mapped, Metadata, Ready
@@ -17,7 +18,6 @@ from tiers.exporter.messages import Ended, Mapped, Metadata, Ready
 EXPORT, LANDING = 1, 2
 KIB = 1 << 10
 MIB = 1 << 20
-WAIT_S = 600.0
 E = TypeVar("E")
 
 

@@ -17,8 +17,8 @@ from kvstore import protocol as p
 from kvstore.bench.steal import Watch
 from kvstore.bench.store import StoreProcess
 from tests.live import LiveEngine
+from tests.patience import WAIT_S
 
-WAIT_S = 600.0
 PROMOTE_S = 1.0  # most that an engine waits for blocks
 SLACK_S = 3.0  # of a machine that does other things, too
 CAPACITY = "64MiB"  # 63 blocks of 1 MiB

@@ -22,7 +22,8 @@ from kvstore import protocol as p
 from kvstore.index import State
 from kvstore.service.namespace import Namespace
 from kvstore.types import BlockKey
-from tests.live import WAIT_S, LiveStore
+from tests.live import LiveStore
+from tests.patience import WAIT_S
 from tests.rank_rig import wait_for
 
 HANDED = {"do_remote_decode": True}

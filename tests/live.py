@@ -22,8 +22,8 @@ from kvstore.service.listener import listen
 from kvstore.service.server import Server
 from kvstore.types import GroupRule, make_key
 from tests.fakes import from_u32, u32
+from tests.patience import WAIT_S
 
-WAIT_S = 600.0
 M = TypeVar("M", bound=p.Message)
 
 

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.faults import missing
+from tests.patience import WAIT_S
 
 MIB = 1 << 20
 BYTES = 512 * MIB  # its file has holes
-WAIT_S = 600.0
 _SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN
 _WITHOUT_JOURNAL = 2  # what is not on the device yet is lost
 _FREEZE, _THAW = 0xC0045877, 0xC0045878  # FIFREEZE, FITHAW

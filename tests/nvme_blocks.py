@@ -11,13 +11,13 @@ from pathlib import Path
 from kvstore.config import NvmeConfig
 from kvstore.tier import TierContext
 from kvstore.types import BlockKey, JobId, JobKind, JobResult, LookupResult, Slot, TransferJob
+from tests.patience import WAIT_S
 from tiers.nvme import NvmeDisk
 from tiers.nvme.tier import NvmeTier
 
 MIB = 1 << 20
 SLOT_BYTES = 8192
 SLOTS = 64
-WAIT_S = 600.0
 
 
 def settings_for(path: Path, capacity_bytes: int = 64 * MIB) -> NvmeConfig:

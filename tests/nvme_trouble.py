@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.nvme_blocks import WAIT_S, Shelf, key
+from tests.nvme_blocks import Shelf, key
+from tests.patience import WAIT_S
 from tiers.nvme import health, watch
 from tiers.nvme.recovery import Phase
 

@@ -9,7 +9,7 @@ from kvstore import protocol as p
 from kvstore.errors import ProtocolError
 from kvstore.export import messages as m
 from kvstore.service.channel import Channel, ClusterKey
-from tests.live import WAIT_S
+from tests.patience import WAIT_S
 
 
 class Post:

@@ -20,7 +20,7 @@ from connectors.scheduler import SchedulerHalf
 from kvstore import admin
 from kvstore import protocol as p
 from kvstore.bench.store import StoreProcess
-from tests.live import WAIT_S
+from tests.patience import WAIT_S
 from tests.rank_faults import Faults, faults_at
 
 WORLD = 4

@@ -19,10 +19,10 @@ from kvstore.bench.store import StoreProcess
 from tests.fakes import hashes
 from tests.faults import Faults
 from tests.live import LiveEngine
+from tests.patience import WAIT_S
 
 PROMOTE_S = 0.4  # most that an answer waits for the disk
 SLACK_S = 2.0  # of a machine that does other things, too
-WAIT_S = 600.0
 CHAIN = 2  # blocks of a request
 MEMORY = "16MiB"  # 15 blocks of 1 MiB
 

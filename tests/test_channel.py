@@ -14,9 +14,9 @@ import zmq
 from kvstore.errors import ConfigError
 from kvstore.export import messages as m
 from kvstore.service.channel import ClusterKey
+from tests.patience import WAIT_S
 from tests.posts import Post, make_posts, until
 
-WAIT_S = 600.0
 WANT = m.Want(1, b"h" * 32, 32, (b"\0\0\0\0",))
 
 

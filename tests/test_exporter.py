@@ -20,7 +20,6 @@ from tests.exporter_rig import (
     KIB,
     LANDING,
     MIB,
-    WAIT_S,
     Side,
     end,
     filled,
@@ -28,6 +27,7 @@ from tests.exporter_rig import (
     start_all,
     wait,
 )
+from tests.patience import WAIT_S
 from tiers.exporter import messages as m
 from tiers.exporter.child import Child
 from tiers.exporter.client import Move

@@ -19,7 +19,8 @@ import pytest
 from kvstore.bench.steal import Watch
 from kvstore.errors import InvariantBroken
 from kvstore.protocol import Message, u32
-from tests.exporter_rig import EXPORT, KIB, LANDING, MIB, WAIT_S, Side, end, start_all, wait
+from tests.exporter_rig import EXPORT, KIB, LANDING, MIB, Side, end, start_all, wait
+from tests.patience import WAIT_S
 from tiers.exporter import client
 from tiers.exporter.client import Down, Exporter, Move, Settings
 from tiers.exporter.messages import Ended, Mapped, NotMapped, Ready, Unmapped, Wrong

@@ -24,7 +24,8 @@ from kvstore.service.channel import ClusterKey
 from kvstore.types import make_key
 from tests.fakes import geometry, hashes, u32
 from tests.fuzz_inputs import Mutator
-from tests.handover_nodes import WAIT_S, Node, nothing_left
+from tests.handover_nodes import Node, nothing_left
+from tests.patience import WAIT_S
 
 pytestmark = pytest.mark.slow
 

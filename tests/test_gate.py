@@ -242,3 +242,33 @@ def test_S2_what_is_no_address_is_refused_before_it_is_used() -> None:
         with pytest.raises(ConfigError, match=r"is no host:port|has no port"):
             loopback.host_and_port(address)
     assert loopback.host_and_port("[::1]:5") == ("::1", 5)
+
+
+def test_B2_no_more_is_let_in_than_the_store_has_taken(
+    made: Callable[..., Post], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ reads all that it gets, whatever the store does meanwhile."""
+    monkeypatch.setattr(gate, "LET_IN_BYTES", 2 * gate.CHUNK_BYTES)
+    server, friend = made(listens=True), made()
+    number = friend.channel.connect(server.channel.address)
+    friend.channel.send(number, m.Release(1))
+    until(lambda: server.got, server, friend)
+    for _ in range(4):
+        friend.channel.send(number, m.Hello(1, "n" * (1 << 20), {}))
+    ours = server.channel._gate
+    for _ in range(500):  # turns in which the store takes nothing
+        friend.channel.poll(time.monotonic_ns())
+        ours.poll(time.monotonic_ns())
+        time.sleep(0.001)
+    assert 2 * gate.CHUNK_BYTES <= ours._let_in < 3 * gate.CHUNK_BYTES
+    until(lambda: server.channel.counts["malformed"], server, friend)  # such a name is none
+
+
+def test_S3_a_name_of_another_address_is_no_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as /etc/hosts says so."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.7", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    channel = Channel(None, lambda *_: None, lambda *_: None)
+    with pytest.raises(ConfigError, match=r"localhost is 192\.0\.2\.7, not a loopback address"):
+        channel.listen("localhost", 0)
+    channel.close()

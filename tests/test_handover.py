@@ -10,7 +10,8 @@ from connectors.reference import Group, Shape
 from kvstore.config import parse
 from kvstore.export import consumer, hands
 from tests.handover_rig import Node, node, prompt
-from tests.live import WAIT_S, LiveStore, eventually
+from tests.live import LiveStore, eventually
+from tests.patience import WAIT_S
 from tests.test_peers import inside
 
 FULL = Shape((Group(4),), 8, 400, budget=24)

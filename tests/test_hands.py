@@ -495,3 +495,14 @@ def test_B12_an_abort_in_mid_prefill_drops_what_was_pending() -> None:
     assert pair.arrived(chain) == 1
     assert not pair.consumer._fetches
     pair.check_nothing_left()
+
+
+def test_S2_requests_that_are_handed_over_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(h, "HANDS_MAX", 2)
+    rig = Rig()
+    for request in ("a", "b", "c"):
+        rig.begin(request)
+    assert len(rig.hands) == 2
+    rig.put(rig.chain)
+    rig.begin("a")  # is known, and may begin again
+    assert len(rig.hands) == 2

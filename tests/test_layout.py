@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore import limits
 from kvstore.errors import ConfigError
 from kvstore.layout import (
     ALIGNMENT,
@@ -428,3 +429,12 @@ def test_B13_any_topology_reads_what_any_other_wrote(
         assert written == layers * shape.heads * HEAD_BYTES * shape.chunks[group]
         for at, page, _ in copies(readers, group, writing=False):
             assert slot[at : at + len(page)] == page
+
+
+def test_S2_layers_of_all_ranks_of_an_engine_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "ENGINE_LAYERS_MAX", 2)
+    ranks = ranks_of(2)
+    layers = sum(rank.layers for rank in ranks)
+    assert layers > 2
+    with pytest.raises(ConfigError, match=f"{layers} layers on 2 ranks, expected up to 2"):
+        slot_layout(ranks)

@@ -19,7 +19,7 @@ import msgspec
 import psutil
 import pytest
 
-from kvstore import config
+from kvstore import config, limits
 from kvstore import protocol as p
 from kvstore.bench.store import StoreProcess
 from kvstore.errors import InvariantBroken
@@ -205,6 +205,29 @@ def test_S2_a_client_that_asks_and_does_not_read_is_dropped(store: Kept) -> None
     assert store.rss_bytes - before_bytes < 200 << 20
     bad.close()
     engine.close()
+
+
+def test_S2_one_read_of_many_questions_stops_where_the_answers_are_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All the questions are there in one piece: nothing is written while they are answered."""
+    monkeypatch.setattr(limits, "OUTBOX_BYTES_MAX", 1 << 20)
+    answered, query = 0, Store._query
+
+    def counted(store: Store, connection: int, message: p.Query) -> None:
+        nonlocal answered
+        answered += 1
+        query(store, connection, message)
+
+    monkeypatch.setattr(Store, "_query", counted)
+    with LiveStore(settings_for(tmp_path)) as store, engine(store) as good, client(store) as bad:
+        bad.send(question := p.Query("stats"))
+        size = len(p.encode(bad.take(p.Report)))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            bad.sock.sendall(p.encode(question) * 5000)
+        good.put(chain := hashes(2))
+        assert blocks(good.ask(chain)) == [0, 1]
+        assert 1 < answered <= 2 + limits.OUTBOX_BYTES_MAX // size + 1
 
 
 # What nobody foresaw

@@ -28,7 +28,8 @@ from kvstore.bench.store import StoreProcess
 from tests.faults import Call, Faults, Kind
 from tests.handover_nodes import exporter_of, free_port
 from tests.handover_rig import HANDED, Node, node, prompt
-from tests.live import WAIT_S, LiveStore, eventually
+from tests.live import LiveStore, eventually
+from tests.patience import WAIT_S
 
 SHAPE = Shape((Group(4),), 8, 1200, budget=4000)
 TOKENS = 8 * 40 + 3

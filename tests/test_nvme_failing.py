@@ -114,6 +114,28 @@ def test_an_index_that_may_have_a_commit_that_failed_is_read_anew(
         assert whole(found, 2, 5)
 
 
+def test_an_index_that_was_found_damaged_before_is_not_gone_on_with(
+    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a commit has found is not found again when the index is opened."""
+
+    def fail(*_: object) -> None:
+        raise IndexDamagedError("for the test")
+
+    with shelf(settings) as found:
+        found.put(1, 0, 5)
+        found.settle()
+        before = found.tier.space
+        with monkeypatch.context() as patched:
+            patched.setattr(Journal, "commit", fail)
+            found.put(2, 0, 5)
+            away(found)
+        wait(found, lambda: found.tier.space is not before)
+        assert list(folder.glob("index.damaged-*")), "it is kept for inspection"
+        wait_for(found, "ok")
+        assert found.put(3, 0, 5).done == 5
+
+
 def test_an_extent_whose_removal_fails_still_counts_and_goes_later(
     settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,8 @@ import pytest
 from kvstore import admin, cli, config
 from tests.fakes import hashes
 from tests.live import LiveStore, engine, eventually
-from tests.nvme_blocks import MIB, WAIT_S, Shelf, disk_bytes, key, settings_for, shelf
+from tests.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
+from tests.patience import WAIT_S
 from tiers.nvme import NvmeDisk
 
 ROUNDS = 50

@@ -12,13 +12,13 @@ from kvstore.export.fetches import Read
 from kvstore.export.fetches import Tag as Part
 from kvstore.quantities import MIB
 from kvstore.service.moves import Unreachable
+from tests.patience import WAIT_S
 from tiers import peer
 from tiers.exporter.client import Event
 from tiers.exporter.messages import Mapped, Metadata, NotMapped, Unmapped
 from tiers.peer import Landing, PeerMover
 
 SLOT = MIB // 4
-WAIT_S = 600.0
 
 
 class Exporter:

@@ -22,10 +22,10 @@ from kvstore.service.channel import Channel
 from kvstore.service.moves import Checked, Event, Summed, Written
 from kvstore.service.peers import Peers
 from kvstore.types import BlockKey, Slot
+from tests.patience import WAIT_S
 from tiers.exporter.client import Filling
 from tiers.peer import PeerMover, batches
 
-WAIT_S = 600.0
 KEY = BlockKey(b"k" * 34)
 
 

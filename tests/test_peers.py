@@ -17,7 +17,8 @@ from kvstore.config import Config, parse
 from kvstore.export import consumer
 from kvstore.types import LookupResult, make_key
 from tests.fakes import hashes
-from tests.live import WAIT_S, LiveStore, engine, eventually
+from tests.live import LiveStore, engine, eventually
+from tests.patience import WAIT_S
 from tiers.exporter.client import Exporter
 from tiers.peer import PeerMover
 

@@ -19,7 +19,8 @@ from kvstore.export.hands import Hands
 from kvstore.service import private
 from kvstore.service.peers import Peers
 from tests.fakes import hashes
-from tests.live import WAIT_S, LiveEngine, LiveStore, engine, eventually
+from tests.live import LiveEngine, LiveStore, engine, eventually
+from tests.patience import WAIT_S
 from tests.test_peers import address, config, exporter_of
 
 REQUEST = "r-1a2b3c4d"
@@ -260,3 +261,17 @@ def test_a_private_store_can_be_asked_and_runs_nothing_for_it(listen: str | None
         assert here.startswith("127.0.0.1:") == bool(listen)
         assert process.children() == []
     process.wait(WAIT_S)
+
+
+def test_S4_a_namespace_that_peers_ask_for_or_send_to_is_not_forgotten(
+    nodes: tuple[Node, Node],
+) -> None:
+    prefill, decode = nodes
+    chain = hashes(2)
+    prefill.hand_over(chain, 60_000)
+    granted = decode.engine.ask(chain, peer=address(prefill.store), request=REQUEST)
+    assert decode.engine.read(granted) == [decode.engine.content(block) for block in chain]
+    for node in nodes:
+        (namespace,) = node.store.server.store.namespaces.values()
+        assert not node.peers.forget(namespace)
+        assert node.peers.inlet(namespace) is node.peers.inlet(namespace)

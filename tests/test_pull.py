@@ -28,7 +28,8 @@ from kvstore.service.private import address_of, ensure
 from kvstore.types import LookupResult, Slot, make_key
 from tests.export_rig import Pair
 from tests.fakes import hashes, keys_of
-from tests.live import WAIT_S, LiveEngine, LiveStore, engine, eventually
+from tests.live import LiveEngine, LiveStore, engine, eventually
+from tests.patience import WAIT_S
 from tests.test_peers import address, config, inside
 from tiers.peer import PeerMover
 

@@ -33,7 +33,7 @@ from connectors.reference.processes import (
 )
 from connectors.reference.ranks import RankStep
 from kvstore.errors import InvariantBroken
-from tests.live import WAIT_S
+from tests.patience import WAIT_S
 from tests.rank_faults import SIDE
 from tests.rank_rig import doze, wait_for
 from tests.reference_rig import Script, Side

@@ -18,7 +18,7 @@ import pytest
 
 from connectors.reference import State
 from connectors.reference.processes import RankLost, RankStarter, end_ranks
-from tests.live import WAIT_S
+from tests.patience import WAIT_S
 from tests.rank_faults import LOAD, SIDE, STORE
 from tests.rank_rig import (
     BLOCK_TOKENS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from kvstore import limits
 from kvstore import protocol as p
 from kvstore.layout import GroupGeometry
 from kvstore.service.session import Phase
@@ -393,3 +394,45 @@ def test_shutdown_tells_every_engine() -> None:
     for engine in engines:
         engine.pump()
         assert set(engine.detached) == {"the store is shutting down"}
+
+
+# Limits of sums
+
+
+def test_S2_layers_of_all_engines_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    town = Town()
+    good = town.attach("good")
+    layers = geometry().layers
+    monkeypatch.setattr(limits, "STORE_LAYERS_MAX", 2 * layers)
+    second = town.attach("second")
+    third = Engine(town, "third")
+    third.join_rank(0, third.workers[0])
+    (refused,) = refusals(town, third.workers[0])
+    assert f"{layers} layers more than the {2 * layers} of attached engines" in refused.reason
+    assert phase(town, good) is phase(town, second) is Phase.ACTIVE
+    second.leave()
+    town.settle(good)
+    assert phase(town, town.attach("fourth")) is Phase.ACTIVE, "there is room again"
+
+
+def test_S2_a_lookup_has_a_limit_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LOOKUP_BLOCKS_MAX", 3)
+    town = Town()
+    good, bad = town.attach("good"), town.attach("bad")
+    good.ask(hashes(3))
+    bad.ask(hashes(4))
+    town.settle(good, bad)
+    assert bad.detached
+    assert not good.detached
+
+
+def test_S2_lookups_that_wait_have_a_limit_and_the_next_is_answered_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "ASKS_MAX", 1)
+    town, engine, chain, _ = pending_town()
+    first, second = engine.ask(chain), engine.ask(chain)
+    town.tick()
+    engine.pump()
+    assert first not in engine.granted
+    assert engine.granted[second].lease == 0

@@ -13,7 +13,8 @@ from kvstore import protocol as p
 from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry, slot_layout
 from kvstore.types import GroupRule
 from tests.fakes import geometry, hashes
-from tests.live import WAIT_S, LiveEngine, LiveStore, engine, eventually
+from tests.live import LiveEngine, LiveStore, engine, eventually
+from tests.patience import WAIT_S
 from tests.test_peers import address, config
 
 WHY = "load_format 'dummy', expected one that reads files"

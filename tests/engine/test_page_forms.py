@@ -16,8 +16,9 @@ from kvstore.layout import LayerGeometry, slot_layout
 from tests.engine.facts import with_weights
 from tests.engine.views import HEAD_SIZE, HEADS, LAYERS, LAYOUTS, TOKENS, Engine
 from tests.fakes import hashes
-from tests.live import WAIT_S, LiveEngine, LiveStore, eventually
+from tests.live import LiveEngine, LiveStore, eventually
 from tests.live import engine as live_engine
+from tests.patience import WAIT_S
 from tests.test_peers import address, config
 
 pytestmark = [

@@ -1,0 +1,325 @@
+"""Lines that keep a promise, taken out one at a time: some test has to fail for each.
+
+    python -m tests.mutants [--list] [WORD ...]
+
+Each runs in a copy of the working tree; only those whose file or tests have every WORD in their
+name, if any is given. It ends with 1 when a line went that no test missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_S = 300
+_COPIED = ("kvstore", "tiers", "connectors", "tests", "pyproject.toml", "Makefile", "README.md")
+_FAILED = re.compile(r"^\d+ failed|, \d+ failed|^FAILED ", re.MULTILINE)
+
+
+class Mutant(NamedTuple):
+    """A change of one place, and who has to notice it.
+
+    found: text that is once in the file. instead: what is put there. tests: pytest's arguments.
+    """
+
+    path: str
+    found: str
+    instead: str
+    tests: str
+
+    def __str__(self) -> str:
+        """Name it: a file, the line that goes, the tests."""
+        return f"{self.path}: {' '.join(self.found.split())[:60]!r} ({self.tests})"
+
+
+STORE, SERVER, GATE = (f"kvstore/service/{name}.py" for name in ("store", "server", "gate"))
+EVENTS, LOADS, LIMITS = "connectors/events.py", "connectors/loads.py", "kvstore/limits.py"
+
+MUTANTS = (
+    # A session that raises costs itself only.
+    Mutant(
+        STORE,
+        "        except Exception:  # the barrier of a connection",
+        "        except ZeroDivisionError:  # the barrier of a connection",
+        "tests/test_local_limits.py -k S2_what_raises",
+    ),
+    Mutant(
+        STORE,
+        "            except Exception:  # the barrier of a session",
+        "            except ZeroDivisionError:  # the barrier of a session",
+        "tests/test_local_limits.py -k S2_what_raises",
+    ),
+    Mutant(
+        STORE,
+        'self._turn_away(connection, "internal", what)',
+        "pass",
+        "tests/test_local_limits.py -k S2_what_raises",
+    ),
+    # Peers reach ZeroMQ through the gate only, as far as the store keeps up.
+    Mutant(
+        GATE,
+        "            if self._let_in >= LET_IN_BYTES:\n                break\n",
+        "",
+        "tests/test_gate.py -k B2_no_more",
+    ),
+    Mutant(
+        GATE,
+        "        if self._unfinished > UNFINISHED_BYTES_MAX:",
+        "        if False:",
+        "tests/test_gate.py -k S2_what_peers_leave_unfinished",
+    ),
+    Mutant(
+        GATE,
+        "        if not self._keyed and not is_loopback(host):",
+        "        if False:",
+        "tests/test_gate.py -k S3_without_a_key_only_loopback_is_dialled",
+    ),
+    Mutant(
+        GATE,
+        "            if not self._keyed and not is_loopback(str(name[0])):",
+        "            if False:",
+        "tests/test_gate.py -k S3_a_name",
+    ),
+    Mutant(
+        GATE,
+        "            if not self._keyed and not _is_ours(tcp, may_ask):",
+        "            if False:",
+        "tests/test_gate.py -k S1_without_a_key",
+    ),
+    Mutant(
+        GATE,
+        "        elif not self._keyed and not _is_ours(tcp, may_answer):",
+        "        elif False:",
+        "tests/test_gate.py -k S1_without_a_key",
+    ),
+    Mutant(
+        GATE,
+        "        room = self._now_ns >= self._paused_ns and len(self._lines) < self._lines_max",
+        "        room = self._paused_ns == 0",
+        "tests/test_gate.py -k S2_a_listener_without_descriptors",
+    ),
+    Mutant(
+        "kvstore/ratelog.py",
+        "LINES_MAX = 5",
+        "LINES_MAX = 5_000",
+        "tests/test_gate.py -k S2_log_lines",
+    ),
+    # Events that a router can read.
+    Mutant(
+        EVENTS,
+        "names, found.parent, found.tokens)",
+        "names, None, found.tokens)",
+        "tests/test_events.py -k O16_events_have_tokens",
+    ),
+    Mutant(
+        EVENTS,
+        "        if last >= len(hashes) or hashes[last] != block_hash:",
+        "        if False:",
+        "tests/test_events.py -k O16_a_prompt_that_was_shortened",
+    ),
+    Mutant(
+        EVENTS,
+        "            if not known or rules[group].trailing is not None:",
+        "            if not known:",
+        "tests/test_events.py -k O16_a_block_of_several",
+    ),
+    Mutant(
+        EVENTS,
+        '                self._count("events_untold", 1)',
+        "                pass",
+        "tests/test_events.py -k O16_what_this_engine_has_no_tokens_of",
+    ),
+    Mutant(
+        EVENTS,
+        "        if len(self._described) > self._described_max:",
+        "        if False:",
+        "tests/test_events.py -k O16_what_is_remembered",
+    ),
+    Mutant(
+        EVENTS,
+        "            if len(self._told) > self._told_max:",
+        "            if False:",
+        "tests/test_events.py -k O16_what_is_remembered",
+    ),
+    Mutant(
+        EVENTS,
+        "                    del self._asked[block_hash]",
+        "                    pass",
+        "tests/test_events.py -k O16_what_comes_up_for_a_request",
+    ),
+    # A model that cannot go on from loaded KV.
+    Mutant(
+        "connectors/vllm_compat.py",
+        "            not config.cache_config.enable_prefix_caching\n"
+        "            and not config.scheduler_config.enable_chunked_prefill,",
+        "            False,",
+        "tests/engine/test_unsupported.py -k O22_a_model_that_cannot_go_on",
+    ),
+    # Loads end for want of arrivals.
+    Mutant(
+        LOADS,
+        "self._heard_ns = max(self._heard_ns, now_ns - coming.quiet_ms * 1_000_000)",
+        "pass",
+        "tests/test_long_loads.py -k P2_P7_B15_blocks",
+    ),
+    Mutant(
+        LOADS,
+        "        self._arrived_ns = now_ns\n\n    def not_yet",
+        "        pass\n\n    def not_yet",
+        "tests/test_long_loads.py -k B15_O8_a_disk_that_is_slow",
+    ),
+    Mutant(
+        LOADS,
+        "return self.quiet_ns(now_ns) >= self._quiet_ns or",
+        "return",
+        "tests/test_long_loads.py -k 'B15_a_peer_that_stalls and exporter'",
+    ),
+    Mutant(
+        LOADS,
+        "return self.quiet_ns(now_ns) >= self._quiet_ns or",
+        "return",
+        "tests/test_long_loads.py -k B15_a_disk_that_stalls",
+    ),
+    Mutant(
+        LOADS,
+        "or self.spent_ns(now_ns) >= self._limit_ns",
+        "",
+        "tests/test_long_loads.py -k B15_what_only_drips",
+    ),
+    # Limits of local messages.
+    Mutant(
+        "kvstore/service/desk.py",
+        "        if len(lookup.hashes) // lookup.width > limits.LOOKUP_BLOCKS_MAX:",
+        "        if False:",
+        "tests/test_store.py -k S2_a_lookup_has",
+    ),
+    Mutant(
+        "kvstore/service/desk.py",
+        "        if len(session.asks) >= limits.ASKS_MAX:",
+        "        if False:",
+        "tests/test_store.py -k S2_lookups_that_wait",
+    ),
+    Mutant(
+        "kvstore/export/hands.py",
+        "        if len(self._hands) >= HANDS_MAX:",
+        "        if False:",
+        "tests/test_hands.py -k S2_requests",
+    ),
+    Mutant(
+        "kvstore/layout.py",
+        "    if layers > limits.ENGINE_LAYERS_MAX:",
+        "    if False:",
+        "tests/test_layout.py -k S2_layers",
+    ),
+    Mutant(
+        STORE,
+        "        self._check_layers(hello)\n",
+        "",
+        "tests/test_store.py -k S2_layers",
+    ),
+    Mutant(
+        SERVER,
+        "                if connection.refused or connection.outbox_bytes"
+        " > limits.OUTBOX_BYTES_MAX:\n                    break\n",
+        "",
+        "tests/test_local_limits.py -k S2_one_read",
+    ),
+    # Others.
+    Mutant(
+        "tiers/exporter/child.py",
+        '[sys.executable, "-P", "-m", "tiers.exporter.process", service]',
+        '[sys.executable, "-m", "tiers.exporter.process", service]',
+        "tests/test_doors.py -k S1_children",
+    ),
+    Mutant(
+        "tiers/nvme/recovery.py",
+        "            if not (whole and unused and",
+        "            if not (unused and",
+        "tests/test_nvme_failing.py -k damaged_before",
+    ),
+    Mutant(
+        "kvstore/service/peers.py",
+        "        if asked or self.producer.serves(namespace) or"
+        " (inlet is not None and inlet.open):",
+        "        if False:",
+        "tests/test_peers_life.py -k S4_a_namespace",
+    ),
+)
+
+
+def run(mutant: Mutant, folder: Path) -> str:
+    """Take one line out and run its tests; return what is wrong, nothing if they failed.
+
+    folder: a copy of the tree, which is as it was afterwards.
+    """
+    path = folder / mutant.path
+    text = path.read_text(encoding="utf-8")
+    if text.count(mutant.found) != 1:
+        return f"the text is there {text.count(mutant.found)} times, expected once"
+    path.write_text(text.replace(mutant.found, mutant.instead), encoding="utf-8")
+    words = [word.strip("'") for word in re.findall(r"'[^']*'|\S+", mutant.tests)]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *words]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder), "KVSTORE_TESTS_WAIT_S": "20"},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return ""  # a store that hangs is noticed
+    finally:
+        path.write_text(text, encoding="utf-8")
+    if done.returncode == 1 and _FAILED.search(done.stdout):
+        return ""
+    last = (done.stdout.strip() or done.stderr.strip()).splitlines()[-1:]
+    return f"no test failed: {last[0] if last else done.returncode}"
+
+
+def main() -> None:
+    """Run those that are named."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*", metavar="WORD", help="what the names have to contain")
+    parser.add_argument("--list", action="store_true", help="name them, and run none")
+    args = parser.parse_args()
+    chosen = [m for m in MUTANTS if all(word in str(m) for word in args.words)]
+    if args.list:
+        print(*chosen, sep="\n")
+        return
+    if not chosen:
+        sys.exit(f"none of {len(MUTANTS)} has {' '.join(args.words)!r} in its name; see --list")
+    wrong = 0
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name:
+        folder = Path(name)
+        for copied in _COPIED:
+            source = ROOT / copied
+            if source.is_dir():
+                skipped = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(source, folder / copied, ignore=skipped)
+            elif source.exists():
+                shutil.copy(source, folder)
+        for number, mutant in enumerate(chosen, 1):
+            began = time.monotonic()
+            found = run(mutant, folder)
+            wrong += bool(found)
+            took_s = time.monotonic() - began
+            counted = f"{number}/{len(chosen)} {took_s:4.0f} s"
+            print(f"{counted}  {mutant}  {found or 'noticed'}", flush=True)
+    if wrong:
+        sys.exit(f"{wrong} of {len(chosen)} lines went and no test missed them")
+
+
+if __name__ == "__main__":
+    main()
