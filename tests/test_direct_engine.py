@@ -106,6 +106,7 @@ def test_B15_direct_what_an_engine_whose_agent_is_gone_has_is_read_from_slots(
     chain = hashes(4)
     with nodes(tmp_path, ranks, serving=True) as made:
         made.rigs[0].put(chain, range(4))
+        assert made.brings(made.ask(chain), range(4))[GPU] == 4  # agents that never met can hang
         grant = made.ask(chain)
         eventually(lambda: all(told(rank) for rank in made.rigs[1].ranks))
         direct = made.rigs[0].ranks[0].half._direct

@@ -191,10 +191,20 @@ def nodes(
     direct, serving = request.param.startswith("direct"), "from" in request.param
     how = {"transfer": "push" if "push" in request.param else "pull", "direct": direct}
     with ExitStack() as ends:
-        yield (
-            Node(model(model_name), folder / "p", ends, disk, direct=serving),
-            Node(model(model_name), folder / "d", ends, **how),
-        )
+        prefill = Node(model(model_name), folder / "p", ends, disk, direct=serving)
+        decode = Node(model(model_name), folder / "d", ends, **how)
+        if serving:
+            seeds = iter(range(9000, 10000))
+            eventually(lambda: from_engine(prefill, decode, next(seeds)))
+        yield prefill, decode
+
+
+def from_engine(prefill: Node, decode: Node, seed: int) -> bool:
+    """Whether a prompt comes from engine memory: from slots until both engines' agents have met."""
+    small = [Request(id=f"{seed}", tokens=prompt(seed, 40))]
+    before = numbers(decode.store.address)
+    decode.run(small, prefill.compute(small), 1)
+    return "gpu" in fetched(settled(lambda: since(decode.store.address, before)))
 
 
 @pytest.fixture
