@@ -66,16 +66,16 @@ $(READY): pyproject.toml
 	    $(PY) -c 'import vllm' >$(VENV)/vllm.log 2>&1 \
 	        || { cat $(VENV)/vllm.log >&2; echo "make: vLLM was installed but cannot be imported" >&2; exit 1; }; \
 	fi
-	@$(call have,fio) || echo "fio is not here and cannot be installed: kvstore bench nvme uses a plain loop" >&2
+	@$(call have,fio) || echo "fio is not here and cannot be installed: the nvme benchmark uses a plain loop" >&2
 	@$(call have,prometheus) || echo "prometheus is not here and cannot be installed: its tests are skipped" >&2
 	@touch $@
 	@echo "$(VENV) is ready" >&2
 
 demo: $(READY) ## a real vLLM engine gets its KV back from the store; prints a table
-	@$(PY) -m kvstore.demo
+	@$(PY) -m tests.demo
 
 demo-pd: $(READY) ## prompts go from a prefill engine to two decode engines; prints a table
-	@$(PY) -m kvstore.demo_pd
+	@$(PY) -m tests.demo --pd
 
 test: $(READY) ## all but the long matrix: test-fast, slow and real-engine tests
 	$(PY) -m pytest -m "not e2e"
@@ -114,12 +114,12 @@ format: $(READY) ## apply what `make check` would ask for
 	$(PY) -m ruff format .
 
 bench: $(READY) ## the benchmarks, as tables
-	$(VENV)/bin/kvstore bench attach
-	$(VENV)/bin/kvstore bench index
-	$(VENV)/bin/kvstore bench nvme
-	$(VENV)/bin/kvstore bench export
-	$(VENV)/bin/kvstore bench vllm
-	$(VENV)/bin/kvstore bench handover
+	$(PY) -m tests.bench attach
+	$(PY) -m tests.bench index
+	$(PY) -m tests.bench nvme
+	$(PY) -m tests.bench export
+	$(PY) -m tests.bench vllm
+	$(PY) -m tests.bench handover
 
 clean: ## remove .venv and all caches
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
-from connectors.client import StoreClient
-from connectors.requests import EngineRequest, Geometry
-from connectors.tails import is_tail
+from connectors.partial_block import is_tail
+from connectors.request_state import EngineRequest, Geometry
+from connectors.store_client import StoreClient
 
 TOKENS_MAX = 1 << 20  # of described blocks; the oldest are forgotten
 HASHES_MAX = 1 << 19  # of blocks that are told in several engine blocks

@@ -21,19 +21,27 @@ from typing import Any
 
 import msgspec
 
-from connectors.client import NOWHERE, Grant, StoreClient
 from connectors.events import BlockEvent, Events
-from connectors.handover import HandOvers
-from connectors.jobs import LoadJob, StepMeta, StoreJob, StoreSpec
-from connectors.offers import MEDIUM, Offers
-from connectors.plans import plan_of
-from connectors.requests import NEVER, BlockTable, EngineRequest, Geometry, Phase, Step, Tracked
-from connectors.room import Room
-from connectors.tails import question_of
-from connectors.transfer import NO_REMOTE, NO_TRANSFER, Transfer
-from kvstore import protocol as p
-from kvstore.lookup import Answer, common_hit
-from kvstore.types import LookupResult
+from connectors.kv_transfer_params import NO_REMOTE, NO_TRANSFER, Transfer
+from connectors.lease_queue import Room
+from connectors.load_planner import plan_of
+from connectors.partial_block import question_of
+from connectors.pd_scheduler import HandOvers
+from connectors.request_state import (
+    NEVER,
+    BlockTable,
+    EngineRequest,
+    Geometry,
+    Phase,
+    Step,
+    Tracked,
+)
+from connectors.step_meta import LoadJob, StepMeta, StoreJob, StoreSpec
+from connectors.store_client import NOWHERE, Grant, StoreClient
+from connectors.store_planner import MEDIUM, Offers
+from kvstore.core.lookup import Answer, common_hit
+from kvstore.core.types import LookupResult
+from kvstore.wire import engine as p
 
 IDLE_WAIT_S = 0.001
 BUSY_WAIT_S = 0.0002

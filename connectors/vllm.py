@@ -36,19 +36,19 @@ from vllm.v1.request import RequestStatus
 
 from connectors import vllm_compat as compat
 from connectors import vllm_multi as multi
-from connectors.client import StoreClient
-from connectors.jobs import StepMeta
-from connectors.link import Attacher, monotonic_ns
-from connectors.requests import Step
+from connectors.config import parse_extra
+from connectors.kv_transfer_params import Transfer, is_handed_over
+from connectors.request_state import Step
 from connectors.scheduler import SchedulerHalf
-from connectors.transfer import Transfer, is_handed_over
+from connectors.step_meta import StepMeta
+from connectors.store_client import StoreClient
+from connectors.store_connection import Attacher, monotonic_ns
 from connectors.vllm_private import check_private
 from connectors.vllm_stats import TieredPromMetrics, TieredStats
 from connectors.worker import WorkerHalf
-from kvstore import protocol as p
-from kvstore.errors import NotSupported
-from kvstore.extra import parse_extra
-from kvstore.service.private import ensure
+from kvstore.core.errors import NotSupported
+from kvstore.launch import ensure
+from kvstore.wire import engine as p
 
 if TYPE_CHECKING:
     import torch

@@ -38,15 +38,15 @@ from vllm.v1.kv_cache_interface import (
     group_kernel_blocks,
 )
 
-from connectors.client import DISK, MEMORY
+from connectors.copies.host import LayerCache, pieces_of
 from connectors.events import BlockEvent
-from connectors.requests import Geometry
+from connectors.request_state import Geometry
+from connectors.store_client import DISK, MEMORY
 from connectors.vllm_identity import identity
 from connectors.vllm_pages import layer_geometry
-from kvstore.errors import ConfigError, NotSupported
-from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
-from kvstore.types import GroupRule, window_rule
-from tiers.copier import LayerCache, pieces_of
+from kvstore.core.errors import ConfigError, NotSupported
+from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
+from kvstore.core.types import GroupRule, window_rule
 
 NO_CONTEXT = (
     "expected one of them on: vLLM switches both off where a model cannot go on from loaded KV,"

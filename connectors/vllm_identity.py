@@ -15,7 +15,7 @@ from connectors.vllm_version import VERSION
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 
 from connectors.weights import UnnamedError, fingerprint
-from kvstore.layout import TRAIT_DIGITS
+from kvstore.core.layout import TRAIT_DIGITS
 
 TRAIT_CHARACTERS = 100  # of one fact as others are told it
 # These take all weights from the model's folder. Others make them up or have them from elsewhere.

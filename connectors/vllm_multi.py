@@ -9,7 +9,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from kvstore.errors import NotSupported
+from kvstore.core.errors import NotSupported
 
 
 def register(name: str, module: str) -> None:

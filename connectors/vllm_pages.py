@@ -1,4 +1,4 @@
-"""How vLLM lays out a layer's page, in the terms of kvstore.layout: what decides its bytes' order.
+"""How vLLM lays out a layer's page, in the terms of core/layout: what decides its bytes' order.
 
 A page is copied as it lies, so two engines may share it only if they read it in the same way.
 That depends on the layout that an engine chose (its tensors' strides say it), on the blocks that
@@ -23,8 +23,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowMLASpec,
 )
 
-from kvstore.errors import NotSupported
-from kvstore.layout import LayerGeometry, PageForm
+from kvstore.core.errors import NotSupported
+from kvstore.core.layout import LayerGeometry, PageForm
 
 _AXES = ("kernel blocks", "heads", "tokens", "bytes")
 _HEADS, _BYTES = 1, 3  # among the axes

@@ -22,7 +22,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from connectors.vllm_version import VERSION
-from kvstore.errors import NotSupported
+from kvstore.core.errors import NotSupported
 
 REQUEST = (
     *("_all_token_ids", "all_token_ids", "block_hashes", "drop_stale_output"),

@@ -10,7 +10,7 @@ import re
 
 import vllm
 
-from kvstore.errors import NotSupported
+from kvstore.core.errors import NotSupported
 
 VERSIONS = ("0.32", "0.33")
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kvstore.errors import KVStoreError
+from kvstore.core.errors import KVStoreError
 
 log = logging.getLogger(__name__)
 

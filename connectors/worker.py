@@ -7,7 +7,7 @@ is given up when nothing arrives any more, or it takes too long: so every copy e
 waits for another's. While it waits it tells the store, which keeps its lease and says whether what
 a peer sends or computes goes on.
 
-Where the engine's tensors are is the device's matter (tiers/device.py). On a GPU a copy is queued
+Where the engine's tensors are is the device's matter (copies/device.py). On a GPU a copy is queued
 and then asked about, as a load is that waits; in host memory it has ended when it was begun. A job
 is over, well or not, only when nothing of it is being copied any more.
 
@@ -26,17 +26,18 @@ from functools import partial
 
 import msgspec
 
-from connectors.direct import DirectReads, End, Giving, Reads, Told, nobody
-from connectors.jobs import LoadJob, StepMeta, StoreJob, pieces
-from connectors.link import Link, LinkLost, Refusals, attach, monotonic_ns
-from connectors.loads import Load, Patience
-from kvstore import protocol as p
-from kvstore.errors import KVStoreError, NotSupported, TierError
-from kvstore.extra import DirectWay
-from kvstore.layout import Move, RankGeometry, RankLayout
-from kvstore.quantities import shown
-from tiers.copier import LayerCache, MappedExtent, SlotMap
-from tiers.device import Copier, Copying, Device, device_of
+from connectors.config import DirectWay
+from connectors.copies.device import Copier, Copying, Device, device_of
+from connectors.copies.host import LayerCache, MappedExtent, SlotMap
+from connectors.direct_reads import DirectReads, End, Giving, Reads, Told, nobody
+from connectors.load_progress import Load, Patience
+from connectors.step_meta import LoadJob, StepMeta, StoreJob, pieces
+from connectors.store_connection import Link, LinkLost, Refusals, attach, monotonic_ns
+from kvstore.core.errors import KVStoreError, NotSupported, TierError
+from kvstore.core.layout import Move, RankGeometry, RankLayout
+from kvstore.units import shown
+from kvstore.wire import engine as p
+from kvstore.wire import framing
 from tiers.runner import NOTHING, Nothing, Runner
 
 log = logging.getLogger(__name__)
@@ -277,7 +278,7 @@ class WorkerHalf:
             ok = False
         seconds = time.perf_counter() - task.started
         if task.link is not None:  # open until the last copy is over, also if the session is not
-            stored = p.Stored(p.u32(job.store.slots), job.keys, job.parents, ok, seconds)
+            stored = p.Stored(framing.u32(job.store.slots), job.keys, job.parents, ok, seconds)
             self._tell(task.link, stored)
         copied = task.copying.bytes if ok and task.copying is not None else 0
         return Outcome(ok=ok, store_job=job.job_id, copied_bytes=copied)
@@ -329,7 +330,7 @@ class WorkerHalf:
         late = (0 if load is None else load.late) + (0 if reads is None else reads.late)
         if late and task.patience is not None:
             _warn_late(job, late, task.patience, now_ns)
-        self._tell(link, p.Loaded(job.lease, copied, seconds, p.u32(damaged), late))
+        self._tell(link, p.Loaded(job.lease, copied, seconds, framing.u32(damaged), late))
         ok = task.load_ok
         if reads is not None:
             copied += reads.copied_bytes + reads.written_bytes
@@ -381,7 +382,7 @@ class WorkerHalf:
     def _fill(self, copier: Copier, mark: int, moves: Sequence[Move]) -> Copying:
         return copier.copy(moves, self._slots, store=False, after=mark)
 
-    def _tell(self, link: Link, message: p.Message) -> None:
+    def _tell(self, link: Link, message: framing.Message) -> None:
         try:
             link.send(message)
         except LinkLost as exc:  # the link thread sees it too, and ends the session
@@ -443,7 +444,7 @@ class WorkerHalf:
         """
         return self._runner.open <= len(self._gives_open) + len(self._idle_loads)
 
-    def _handle(self, link: Link, messages: Iterable[p.Message]) -> bool:
+    def _handle(self, link: Link, messages: Iterable[framing.Message]) -> bool:
         for message in messages:
             if isinstance(message, p.Extent):
                 extent = MappedExtent(

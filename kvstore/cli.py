@@ -13,47 +13,25 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
 
-from kvstore import __version__, cli_peers
-from kvstore.errors import ConfigError, KVStoreError
-from kvstore.fsck import MEANINGS, Amount, Report
+from kvstore import __version__
+from kvstore.core.errors import ConfigError, KVStoreError
+from kvstore.wire.credentials import read_user
+from tiers.nvme.fsck_report import MEANINGS, Amount, Report
 
+_SOCKET = "unix:///run/kvstore/kvstore.sock"
 log = logging.getLogger(__name__)
 
 SECONDS = 20.0  # of `check --disk`
 SECONDS_MIN = 5
 SECONDS_MAX = 600
 
-# By name, like tiers: what measures the connectors is a layer above this one.
-BENCHES = {
-    "attach": ("connectors.bench.attach", "store round trips, scheduler half, bytes; no engine"),
-    "export": ("tiers.bench.export", "hand-over between two stores, against raw NIXL and disk"),
-    "gpu": ("tiers.bench.gpu", "blocks between a GPU and pinned memory; needs a GPU and cupy"),
-    "gpu-ttft": (
-        "connectors.bench.gpu_ttft",
-        "time to first token in a stand-in engine, by where a prompt's KV is; needs a GPU and cupy",
-    ),
-    "handover": (
-        "kvstore.bench.handover",
-        "time to first token of a prompt computed by another real vLLM engine; needs vllm",
-    ),
-    "index": ("kvstore.bench.index", "the manager up to millions of blocks, against vLLM's"),
-    "nvme": ("tiers.bench.nvme", "blocks to disk and back, against plain direct I/O"),
-    "nvme-index": ("tiers.bench.nvme_index", "how fast a disk's blocks are known after a start"),
-    "vllm": ("kvstore.bench.ttft", "time to first token in real vLLM engines; needs vllm"),
-}
-COUNTING = ("index", "nvme-index")  # measure so many blocks
-FSCK = "tiers.nvme.fsck"
-MEASURE = "tiers.nvme.measure"
-
 _EXAMPLES = """\
 examples:
   kvstore check --config kvstore.toml     what a store would do here, without starting it
   kvstore serve --config kvstore.toml     run the store of this node
   kvstore stats --store unix:///run/kvstore/kvstore.sock
-  kvstore bench attach --json             one JSON object on standard output
 """
 
 _FSCK = """\
@@ -146,14 +124,13 @@ def _parser() -> argparse.ArgumentParser:
     fsck.add_argument("--repair", action="store_true", help="drop what is wrong")
     fsck.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
-    cli_peers.add_commands(add)
-    bench = add("bench", "measure on this machine", "kvstore bench attach --json")
-    _add_bench_options(bench)
-    demo = add("demo", "show a real vLLM engine getting its KV back", "kvstore demo")
-    demo.set_defaults(run=_demo)
-    demo.add_argument(
-        "--pd", action="store_true", help="a prefill engine and two decode engines, as make demo-pd"
+    keygen = add(
+        "keygen",
+        "make a cluster key, which stores that hand over blocks to each other share",
+        "kvstore keygen /etc/kvstore/cluster.key",
     )
+    keygen.set_defaults(run=_keygen)
+    keygen.add_argument("path", type=Path, help="file to make; one that is there is kept")
     return parser
 
 
@@ -173,7 +150,28 @@ def _add_admin_commands(add: Callable[[str, str, str], argparse.ArgumentParser])
     resize.add_argument("tier", choices=["nvme"], help="what to resize")
     resize.add_argument("capacity", help='the new cap, such as "500GiB"')
     for command in (stats, clear, resize):
-        cli_peers.add_store(command)
+        _add_store(command)
+
+
+def _add_store(command: argparse.ArgumentParser) -> None:
+    """Let a command be told which running store is meant, and who may be running it."""
+    command.add_argument(
+        "--store",
+        required=True,
+        help=f"the store's socket, as {_SOCKET}, or engine:ID for that engine's private one",
+    )
+    command.add_argument(
+        "--user",
+        type=_user,
+        help="name or number of who runs the store, if that is neither you nor root",
+    )
+
+
+def _user(text: str) -> int:
+    try:
+        return read_user(int(text) if text.isdecimal() else text, {})
+    except ConfigError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
 
 
 def _add_check_options(check: argparse.ArgumentParser) -> None:
@@ -192,49 +190,14 @@ def _seconds(text: str) -> float:
     return float(text)
 
 
-def _add_bench_options(bench: argparse.ArgumentParser) -> None:
-    bench.set_defaults(run=_bench)
-    names = "; ".join(f"{name}: {text}" for name, (_, text) in BENCHES.items())
-    bench.add_argument("name", choices=BENCHES, help=names)
-    bench.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    bench.add_argument("--pairs", type=_pairs, help="rounds to measure (default: each bench's own)")
-    bench.add_argument(
-        "--blocks",
-        type=_counts,
-        help="of index and nvme-index: counts to measure, such as 10000,1000000",
-    )
-    bench.add_argument("--path", type=Path, help="of nvme-index: where to make it (default: here)")
-    bench.epilog = (
-        "example:\n  kvstore bench attach --json\n"
-        "  kvstore bench index --blocks 10000,100000,1000000,10000000\n"
-        "  kvstore bench nvme-index --blocks 10000,1000000 --path /nvme\n"
-        "  kvstore bench export --pairs 3"
-    )
-
-
-def _pairs(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1, found {text!r}")
-    return int(text)
-
-
-def _counts(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(
-            f"expected whole numbers from 1 with commas between, found {text!r}"
-        )
-    return [int(part) for part in parts]
-
-
 def _serve(chosen: argparse.Namespace) -> int:
-    from kvstore.available import MARGIN_BYTES, memory_left
+    from kvstore.check import require
     from kvstore.config import load
+    from kvstore.listener import listen
     from kvstore.logs import log_to_stderr
-    from kvstore.quantities import sized
-    from kvstore.refusals import require
-    from kvstore.service.listener import listen
-    from kvstore.service.server import serve
+    from kvstore.memory_limits import MARGIN_BYTES, memory_left
+    from kvstore.store.server import serve
+    from kvstore.units import sized
 
     config = load(chosen.config)
     require(config)
@@ -257,8 +220,8 @@ def _serve(chosen: argparse.Namespace) -> int:
 
 
 def _check(chosen: argparse.Namespace) -> int:
+    from kvstore.check import Level, examine
     from kvstore.config import load
-    from kvstore.preflight import Level, examine
 
     if chosen.disk:
         return _check_disk(chosen)
@@ -278,8 +241,8 @@ def _check(chosen: argparse.Namespace) -> int:
 
 def _check_disk(chosen: argparse.Namespace) -> int:
     from kvstore.config import load
-    from kvstore.diskcheck import Report as Measured
-    from kvstore.diskcheck import show
+    from tiers.nvme.drive_report import Report as Measured
+    from tiers.nvme.drive_report import show
 
     if chosen.path is not None and chosen.config is not None:
         chosen.parser.error("expected one of --path and --config, found both")
@@ -290,8 +253,8 @@ def _check_disk(chosen: argparse.Namespace) -> int:
             raise ConfigError(f"{chosen.config}: expected [nvme] with a path, found none")
         folder = next(p for p in (Path(nvme.path), *Path(nvme.path).parents) if p.exists())
     from kvstore.printing import share
+    from tiers.nvme.drive_check import measure
 
-    measure = import_module(MEASURE).measure
     with share() as watch:
         report: Measured = measure(folder, chosen.seconds or SECONDS, watch)
     if chosen.json:
@@ -304,7 +267,7 @@ def _check_disk(chosen: argparse.Namespace) -> int:
 
 
 def _stats(chosen: argparse.Namespace) -> int:
-    from kvstore import admin
+    from kvstore.store import admin
 
     found = admin.stats(chosen.store, user=chosen.user)
     if chosen.json:
@@ -327,7 +290,7 @@ def _stats(chosen: argparse.Namespace) -> int:
 
 
 def _clear(chosen: argparse.Namespace) -> int:
-    from kvstore import admin
+    from kvstore.store import admin
 
     left = sum(
         int(stat.value)
@@ -339,10 +302,10 @@ def _clear(chosen: argparse.Namespace) -> int:
 
 
 def _fsck(chosen: argparse.Namespace) -> int:
+    from tiers.nvme.fsck import examine
+
     with _progress() as watch:
-        report: Report = import_module(FSCK).examine(
-            chosen.directory, repair=chosen.repair, watch=watch
-        )
+        report: Report = examine(chosen.directory, repair=chosen.repair, watch=watch)
     if chosen.json:
         import msgspec
 
@@ -398,7 +361,7 @@ def _show_fsck(report: Report) -> None:
     from rich.table import Table
 
     from kvstore.printing import output
-    from kvstore.quantities import sized
+    from kvstore.units import sized
 
     table = Table(box=None, header_style="bold")
     for heading in ("what", "state"):
@@ -435,8 +398,8 @@ def _show_fsck(report: Report) -> None:
 def _resize(chosen: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from kvstore import admin
-    from kvstore.quantities import sized
+    from kvstore.store import admin
+    from kvstore.units import sized
 
     capacity = _capacity(chosen.capacity)
     steps = admin.resize(chosen.store, chosen.tier, capacity, user=chosen.user)
@@ -457,34 +420,12 @@ def _capacity(text: str) -> int:
         raise ConfigError(f"capacity: {exc}") from None
 
 
-def _bench(chosen: argparse.Namespace) -> int:
-    from kvstore.bench import report
-    from kvstore.bench.steal import Watch
-    from kvstore.bench.store import end_as_interrupted
+def _keygen(chosen: argparse.Namespace) -> int:
+    from kvstore.handover.side_channel import ClusterKey
 
-    end_as_interrupted()
-    watch = Watch()
-    module, _ = BENCHES[chosen.name]
-    if chosen.path is not None and chosen.name != "nvme-index":
-        raise ConfigError(f"--path: expected with nvme-index, found {chosen.name}")
-    if chosen.name in COUNTING:
-        if chosen.pairs is not None:
-            raise ConfigError(f"--pairs: expected without {chosen.name}, which measures once")
-        place = [chosen.path] if chosen.name == "nvme-index" else []
-        results = import_module(module).run(chosen.blocks, *place)
-    elif chosen.blocks is not None:
-        expected = " or ".join(COUNTING)
-        raise ConfigError(f"--blocks: expected with {expected}, found {chosen.name}")
-    else:
-        results = import_module(module).run(chosen.pairs)
-    report.show(chosen.name, results, stolen=watch.share(), json=chosen.json)
+    ClusterKey.make(chosen.path)
+    print(f"{chosen.path}: a new cluster key; copy it to every store as [peer] key")
     return 0
-
-
-def _demo(chosen: argparse.Namespace) -> int:
-    from kvstore import demo, demo_pd
-
-    return demo_pd.main() if chosen.pd else demo.main()
 
 
 if __name__ == "__main__":

@@ -20,9 +20,8 @@ from typing import Any
 
 import msgspec
 
-from kvstore.errors import ConfigError
+from kvstore.core.errors import ConfigError
 from kvstore.numa import NODE_MAX
-from kvstore.quantities import GIB, MIB, parse_bytes, parse_duration_ns, shown
 from kvstore.settings import (
     Required,
     Setting,
@@ -34,7 +33,8 @@ from kvstore.settings import (
     text_of,
     whole_number,
 )
-from kvstore.users import read_users
+from kvstore.units import GIB, MIB, parse_bytes, parse_duration_ns, shown
+from kvstore.wire.credentials import read_users
 
 HUGE_PAGE_BYTES = 2 * MIB
 EXTENT_BYTES_MIN = 16 * MIB

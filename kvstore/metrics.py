@@ -1,4 +1,4 @@
-"""All metrics in one table, and the collector that turns the store's numbers into them.
+"""All metrics in one table, and what the store has counted of them.
 
 Labels are tier, outcome, reason, event and namespace; never a key or a request.
 """
@@ -10,12 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
-from kvstore.protocol import EVENTS
-from kvstore.types import StoreOutcome
+from kvstore.core.types import StoreOutcome
+from kvstore.wire.engine import EVENTS
 
 MEMORY = "cpu"  # the memory pool's tier label
 NVME = "nvme"
@@ -301,29 +298,3 @@ class Numbers(msgspec.Struct):
         """Read one number back."""
         key = (name, *labels)
         return self.gauges.get(key, self.counts.get(key, 0))
-
-
-class StoreCollector(Collector):
-    """Shows Numbers to Prometheus. Reads a copy, so a scrape never holds up the store's loop."""
-
-    def __init__(self, numbers: Numbers) -> None:
-        """numbers: written by the store's thread, read here."""
-        self._numbers = numbers
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield every metric of the table, present or not."""
-        values = {**dict(self._numbers.counts), **dict(self._numbers.gauges)}
-        for spec in TABLE:
-            if spec.kind == "histogram":
-                counts = [(most, values.get((spec.name, most), 0)) for most in BUCKETS]
-                total = values.get((spec.name, SUM), 0)
-                yield HistogramMetricFamily(spec.name, spec.help, counts, total)
-                continue
-            kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-            family = kind(spec.name, spec.help, labels=spec.labels)
-            for key, value in values.items():
-                if key[0] == spec.name:
-                    family.add_metric(key[1:], value)
-            if not spec.labels and not family.samples:
-                family.add_metric((), 0)
-            yield family

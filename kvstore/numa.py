@@ -18,7 +18,7 @@ import platform
 from collections import Counter
 from pathlib import Path
 
-from kvstore.errors import ConfigError
+from kvstore.core.errors import ConfigError
 
 NODES = Path("/sys/devices/system/node")
 PCI = Path("/sys/bus/pci")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from kvstore.errors import ConfigError
-from kvstore.tier import Tier
+from kvstore.core.errors import ConfigError
+from kvstore.core.tier import Tier
 
 _VERBS = sorted(name for name in vars(Tier) if not name.startswith("_") and name != "name")
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from kvstore.errors import ConfigError
-from kvstore.quantities import shown
+from kvstore.core.errors import ConfigError
+from kvstore.units import shown
 
 # Raw value and the settings read before it (those of the store's capacity, too), to the value.
 Reader = Callable[[Any, Mapping[str, Any]], Any]

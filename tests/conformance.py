@@ -23,14 +23,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstore.errors import TierError
-from kvstore.tier import Tier, TierContext
-from kvstore.types import BlockKey, JobId, JobKind, JobResult, LookupResult, Slot, TransferJob
-from tests.patience import WAIT_S
-from tiers.nvme import mover as threads_mover
+from kvstore.core.errors import TierError
+from kvstore.core.tier import Tier, TierContext
+from kvstore.core.types import BlockKey, JobId, JobKind, JobResult, LookupResult, Slot, TransferJob
+from tests.harness.patience import WAIT_S
+from tiers.nvme import block_io as threads_mover
 from tiers.nvme import nixl_mover
+from tiers.nvme.block_io import Move, Moved, Mover
 from tiers.nvme.files import Descriptor, ExtentFile, open_direct
-from tiers.nvme.mover import Move, Moved, Mover
 
 SLOT_BYTES = 4096
 SLOTS = 32

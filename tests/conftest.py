@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.faults import build
-from tests.forked import OF_ENGINES, OF_INDEXES, fork_index, start_server
-from tiers.nvme.child import Child
+from tests.harness.faults import build
+from tests.harness.forked import OF_ENGINES, OF_INDEXES, fork_index, start_server
+from tiers.nvme.index_process import Child
 
 # Other work beside the tests makes them slow, not wrong.
 settings.register_profile("kvstore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -40,7 +40,7 @@ def forking(request: pytest.FixtureRequest) -> None:
     """Processes can be forked from one that has imported what they need."""
     imports, environment = [*OF_INDEXES], dict(os.environ)
     if any(item.get_closest_marker("vllm") for item in request.session.items):
-        from kvstore.bench import engine
+        from tests.bench import engine
         from tests.engine.support import ENVIRONMENT
 
         imports += OF_ENGINES

@@ -41,8 +41,9 @@ class Mutant(NamedTuple):
         return f"{self.path}: {' '.join(self.found.split())[:60]!r} ({self.tests})"
 
 
-STORE, SERVER, GATE = (f"kvstore/service/{name}.py" for name in ("store", "server", "gate"))
-EVENTS, LOADS = "connectors/events.py", "connectors/loads.py"
+STORE, SERVER = "kvstore/store/sessions.py", "kvstore/store/server.py"
+GATE = "kvstore/handover/gate.py"
+EVENTS, LOADS = "connectors/events.py", "connectors/load_progress.py"
 
 MUTANTS = (
     # A session that raises costs itself only.
@@ -108,7 +109,7 @@ MUTANTS = (
         "tests/test_gate.py -k S2_a_listener_without_descriptors",
     ),
     Mutant(
-        "kvstore/ratelog.py",
+        "kvstore/rate_log.py",
         "LINES_MAX = 5",
         "LINES_MAX = 5_000",
         "tests/test_gate.py -k S2_log_lines",
@@ -197,25 +198,25 @@ MUTANTS = (
     ),
     # Limits of local messages.
     Mutant(
-        "kvstore/service/desk.py",
+        "kvstore/store/lookups.py",
         "        if len(lookup.hashes) // lookup.width > limits.LOOKUP_BLOCKS_MAX:",
         "        if False:",
         "tests/test_store.py -k S2_a_lookup_has",
     ),
     Mutant(
-        "kvstore/service/desk.py",
+        "kvstore/store/lookups.py",
         "        if len(session.asks) >= limits.ASKS_MAX:",
         "        if False:",
         "tests/test_store.py -k S2_lookups_that_wait",
     ),
     Mutant(
-        "kvstore/export/hands.py",
+        "kvstore/handover/request_leases.py",
         "        if len(self._hands) >= HANDS_MAX:",
         "        if False:",
-        "tests/test_hands.py -k S2_requests",
+        "tests/test_request_leases.py -k S2_requests",
     ),
     Mutant(
-        "kvstore/layout.py",
+        "kvstore/core/layout.py",
         "    if layers > limits.ENGINE_LAYERS_MAX:",
         "    if False:",
         "tests/test_layout.py -k S2_layers",
@@ -235,19 +236,19 @@ MUTANTS = (
     ),
     # Others.
     Mutant(
-        "tiers/exporter/child.py",
-        '[sys.executable, "-P", "-m", "tiers.exporter.process", service]',
-        '[sys.executable, "-m", "tiers.exporter.process", service]',
+        "tiers/nixl/exporter_child.py",
+        '[sys.executable, "-P", "-m", "tiers.nixl.exporter", service]',
+        '[sys.executable, "-m", "tiers.nixl.exporter", service]',
         "tests/test_doors.py -k S1_children",
     ),
     Mutant(
-        "tiers/nvme/recovery.py",
+        "tiers/nvme/remount.py",
         "            if not (whole and unused and",
         "            if not (unused and",
         "tests/test_nvme_failing.py -k damaged_before",
     ),
     Mutant(
-        "kvstore/service/peers.py",
+        "kvstore/handover/peers.py",
         "        if asked or self.producer.serves(namespace) or"
         " (inlet is not None and inlet.open):",
         "        if False:",

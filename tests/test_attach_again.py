@@ -11,17 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from connectors import link as links
-from connectors.client import StoreClient
-from connectors.link import Attacher, Refusals, monotonic_ns
+from connectors import store_connection as links
 from connectors.scheduler import SchedulerHalf
-from kvstore import protocol as p
+from connectors.store_client import StoreClient
+from connectors.store_connection import Attacher, Refusals, monotonic_ns
 from kvstore.config import Config, parse
-from kvstore.errors import NotSupported
-from kvstore.service.session import Phase
-from tests.live import LiveStore, eventually
-from tests.script import ONE_GROUP, Request
-from tests.worker_rig import Rig, heard
+from kvstore.core.errors import NotSupported
+from kvstore.store.session import Phase
+from kvstore.wire import engine as p
+from kvstore.wire import framing
+from tests.harness.live import LiveStore, eventually
+from tests.harness.script import ONE_GROUP, Request
+from tests.harness.worker_rig import Rig, heard
 
 OLD = "protocol 2, ours is 1"
 
@@ -55,10 +56,10 @@ class OtherStore:
         while True:
             sock, _ = self._listener.accept()
             with sock:
-                for hello in p.Decoder(p.ToStore).feed(sock.recv(1 << 16)):
+                for hello in framing.Decoder(p.ToStore).feed(sock.recv(1 << 16)):
                     assert isinstance(hello, p.Hello)
                     self.refused.append((hello.role, time.monotonic()))
-                    sock.sendall(p.encode(p.Refused(OLD, retry=False)))
+                    sock.sendall(framing.encode(p.Refused(OLD, retry=False)))
                     break
                 else:
                     return
@@ -173,7 +174,7 @@ def test_O22_who_is_refused_waits_longer_each_time(monkeypatch: pytest.MonkeyPat
     assert refusals.wait_s(why) >= 0.8 * 60
     refusals.attached()
     later = time.monotonic() + 61
-    monkeypatch.setattr("connectors.link.time.monotonic", lambda: later)
+    monkeypatch.setattr("connectors.store_connection.time.monotonic", lambda: later)
     assert refusals.wait_s(why) <= 1
 
 

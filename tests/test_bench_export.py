@@ -14,18 +14,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvstore.bench import handover
-from kvstore.bench.clock import Clock, child_of
-from kvstore.bench.report import Result, as_json
-from kvstore.bench.session import Session, content
-from kvstore.bench.store import StoreProcess
+from connectors.config import parse_extra
 from kvstore.config import parse
-from kvstore.errors import KVStoreError
-from kvstore.extra import parse_extra
-from kvstore.quantities import KIB, MIB
-from tests.fakes import hashes
-from tests.live import LiveStore, eventually
-from tiers.bench import export, raw
+from kvstore.core.errors import KVStoreError
+from kvstore.units import KIB, MIB
+from tests.bench import export, handover, raw_nixl
+from tests.bench.clock import Clock, child_of
+from tests.bench.report import Result, as_json
+from tests.bench.session import Session, content
+from tests.bench.store import StoreProcess
+from tests.harness.fakes import hashes
+from tests.harness.live import LiveStore, eventually
 
 SMALL = export.Sizes(
     block_bytes=(256 * KIB,), data_bytes=16 * MIB, transports=("shared memory", "tcp")
@@ -39,7 +38,7 @@ def of(results: Sequence[Result], **wanted: object) -> list[Result]:
 
 @pytest.mark.slow
 def test_a_benchmark_that_is_terminated_leaves_nothing_running(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kvstore.cli", "bench", "export", "--pairs", "1"]
+    command = [sys.executable, "-m", "tests.bench", "export", "--pairs", "1"]
     with subprocess.Popen(command, cwd=tmp_path) as bench:
         try:
             eventually(lambda: len([*tmp_path.glob("*/*/kvstore.sock")]) == 2)
@@ -90,15 +89,18 @@ def test_every_hand_over_has_its_limit_from_the_same_run(
 @pytest.mark.slow
 def test_raw_nixl_moves_each_block_once_and_sums_when_it_should() -> None:
     with ExitStack() as ends:
-        sides = [ends.enter_context(raw.Process(raw.Start(64 * KIB, 64), None)) for _ in range(2)]
+        sides = [
+            ends.enter_context(raw_nixl.Process(raw_nixl.Start(64 * KIB, 64), None))
+            for _ in range(2)
+        ]
         sides[0].meet(sides[1])
         for write in (False, True):
-            sides[0].do(raw.Move(write, seed=1))
+            sides[0].do(raw_nixl.Move(write, seed=1))
         before_us = sides[1].clock.now_us()
-        sides[1].do(raw.Sum())
+        sides[1].do(raw_nixl.Sum())
         assert sides[1].clock.now_us() > before_us
         with pytest.raises(KVStoreError, match="NIXL without a store"):
-            sides[1].do(raw.Meet(b"no metadata", 1))
+            sides[1].do(raw_nixl.Meet(b"no metadata", 1))
 
 
 def test_too_little_space_is_said_before_anything_is_made(

@@ -1,14 +1,14 @@
-"""`kvstore bench gpu` without a GPU: what it says, and its figures' arithmetic on a fake device."""
+"""`tests.bench gpu` without a GPU: what it says, and its figures' arithmetic on a fake device."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from kvstore.errors import NotSupported
-from tests.fake_cuda import FakeCuda
-from tiers.bench import gpu
-from tiers.gpu.measure import Choice
+from connectors.copies.gpu.measure import Choice
+from kvstore.core.errors import NotSupported
+from tests.bench import gpu
+from tests.harness.fake_cuda import FakeCuda
 
 KERNEL = Choice(((1, 4),), ((1, 4),))
 

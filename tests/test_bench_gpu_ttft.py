@@ -1,4 +1,4 @@
-"""`kvstore bench gpu-ttft` in host memory and in small: a real store, both halves, a real disk."""
+"""`tests.bench gpu-ttft` in host memory and in small: a real store, both halves, a real disk."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from connectors.bench import gpu_ttft
-from connectors.bench.paged import DTYPE, PagedModel, Shape
-from connectors.bench.paged_engine import Answer, PagedEngine, Prompt
-from connectors.client import StoreClient
-from kvstore.bench.report import Result
-from kvstore.errors import KVStoreError, NotSupported
-from kvstore.layout import Move
-from tiers.copier import Done, HostCopier, SlotMap
+from connectors.copies.host import Done, HostCopier, SlotMap
+from connectors.store_client import StoreClient
+from kvstore.core.errors import KVStoreError, NotSupported
+from kvstore.core.layout import Move
+from tests.bench import gpu_ttft
+from tests.bench.paged import DTYPE, PagedModel, Shape
+from tests.bench.paged_engine import Answer, PagedEngine, Prompt
+from tests.bench.report import Result
 
 SMALL = Shape(2, 16, 16, 128, 64, 512, prompt_blocks=32, step_tokens=128)  # 8 MiB
 TINY = Shape(2, 2, 4, 16, 32, 64, prompt_blocks=5, step_tokens=32)

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvstore import cli
-from kvstore.bench import index, prompts
-from kvstore.bench.report import Result, as_json
-from kvstore.errors import InvariantBroken
-from kvstore.eviction import LeafLRU
-from kvstore.index import Node
+from kvstore.core.errors import InvariantBroken
+from kvstore.core.eviction import LeafLRU
+from kvstore.core.index import Node
+from tests.bench import __main__ as bench
+from tests.bench import index, prompts
+from tests.bench.report import Result, as_json
 
 BLOCKS = 4000
 NAMES = {
@@ -78,11 +78,11 @@ def test_without_vllm_the_table_and_the_rows_say_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without_vllm(monkeypatch)
-    assert cli.main(["bench", "index", "--blocks", str(BLOCKS)]) == 0
+    assert bench.main(["index", "--blocks", str(BLOCKS)]) == 0
     shown = capsys.readouterr()
     assert "vllm=not installed" in shown.out.replace("\n", " ")
     assert "not installed" in shown.err
-    assert cli.main(["bench", "index", "--blocks", str(BLOCKS), "--json"]) == 0
+    assert bench.main(["index", "--blocks", str(BLOCKS), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["results"]
     assert all(row["vllm"].startswith("not installed") for row in rows)
     assert {row["reference"] for row in rows} == {row["ratio"] for row in rows} == {None}
@@ -90,9 +90,9 @@ def test_without_vllm_the_table_and_the_rows_say_so(
 
 @pytest.mark.vllm
 def test_vllms_managers_run_beside_ours_in_the_same_run() -> None:
-    command = ["bench", "index", "--blocks", str(BLOCKS), "--json"]
+    command = ["index", "--blocks", str(BLOCKS), "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "kvstore.cli", *command], capture_output=True, check=True
+        [sys.executable, "-m", "tests.bench", *command], capture_output=True, check=True
     )
     rows = json.loads(done.stdout)["results"]
     assert {row["against"] for row in rows} == {"LRU", "ARC"}
@@ -141,5 +141,5 @@ def test_a_question_has_as_many_stored_blocks_as_it_says(case: prompts.Case) -> 
 
 
 def test_too_few_blocks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "index", "--blocks", "10000,300"]) == 2
+    assert bench.main(["index", "--blocks", "10000,300"]) == 2
     assert "--blocks: expected at least 4000, found 300" in capsys.readouterr().err

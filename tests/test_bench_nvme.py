@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import cli
-from kvstore.bench import direct, steal
-from kvstore.bench.direct import Moved
-from kvstore.bench.report import Result, as_json
-from kvstore.errors import KVStoreError
-from tests.nvme_blocks import MIB
-from tiers.bench import nvme
-from tiers.nvme.measure import filled
+from kvstore.core.errors import KVStoreError
+from tests.bench import __main__ as bench
+from tests.bench import nvme, raw_disk, steal
+from tests.bench.raw_disk import Moved
+from tests.bench.report import Result, as_json
+from tests.harness.nvme_blocks import MIB
+from tiers.nvme.drive_check import filled
 
 SMALL = nvme.Sizes(
     block_bytes=(MIB // 2, MIB), data_bytes=8 * MIB, job_bytes=2 * MIB, extent_bytes=4 * MIB
@@ -95,8 +94,8 @@ def test_what_comes_back_is_what_was_written(tmp_path: Path) -> None:
     memory, _ = filled(4 * MIB)
     blocks = [memory[at : at + MIB] for at in range(0, len(memory), MIB)]
     expected = bytes(memory)
-    for kind in (direct.ThreadLoop, direct.FilePerBlock):
-        system = kind(tmp_path, blocks, direct.Depth(2, 2, 2 * MIB))
+    for kind in (raw_disk.ThreadLoop, raw_disk.FilePerBlock):
+        system = kind(tmp_path, blocks, raw_disk.Depth(2, 2, 2 * MIB))
         system.write()
         memory[:] = bytes(len(memory))
         system.read()
@@ -111,7 +110,7 @@ import ctypes
 PR_SET_THP_DISABLE = 41
 assert ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
 """
-PAGES = "from tiers.nvme.measure import filled; print(filled(8 << 20)[1])"
+PAGES = "from tiers.nvme.drive_check import filled; print(filled(8 << 20)[1])"
 
 
 def test_pages_are_called_huge_only_when_they_are() -> None:
@@ -128,9 +127,9 @@ def test_pages_are_called_huge_only_when_they_are() -> None:
 def test_fio_is_the_reference_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log"
     install_fio(tmp_path, monkeypatch, FIO.format(log=log, io=IO))
-    system = direct.reference(tmp_path, blocks_of(MIB, 8), direct.Depth(4, 2, MIB))
+    system = raw_disk.reference(tmp_path, blocks_of(MIB, 8), raw_disk.Depth(4, 2, MIB))
     assert system.name == "fio"
-    assert system.read() == direct.Moved(2e9, 1250.0)  # a quarter of 40 ms for 8 blocks
+    assert system.read() == raw_disk.Moved(2e9, 1250.0)  # a quarter of 40 ms for 8 blocks
     assert system.write().bytes_per_s == 2e9
     system.close()
     options = log.read_text(encoding="ascii").split()
@@ -143,12 +142,12 @@ def test_fio_and_the_loop_make_calls_as_long_as_the_tiers(
 ) -> None:
     log = tmp_path / "log"
     install_fio(tmp_path, monkeypatch, FIO.format(log=log, io=IO))
-    depth = direct.Depth(4, 2, 2 * MIB)
+    depth = raw_disk.Depth(4, 2, 2 * MIB)
     memory, _ = filled(8 * MIB)
     blocks = [memory[at : at + MIB // 2] for at in range(0, len(memory), MIB // 2)]
-    direct.Fio(tmp_path, blocks, depth).read()
+    raw_disk.Fio(tmp_path, blocks, depth).read()
     assert {f"--bs={2 * MIB}", f"--size={2 * MIB}"} <= set(log.read_text("ascii").split())
-    loop = direct.ThreadLoop(tmp_path, blocks, depth)
+    loop = raw_disk.ThreadLoop(tmp_path, blocks, depth)
     lengths: list[int] = []
     real = os.pwritev
 
@@ -178,7 +177,7 @@ def test_fio_that_fails_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
     install_fio(tmp_path, monkeypatch, script)
-    system = direct.reference(tmp_path, blocks_of(MIB, 8), direct.Depth(4, 2, MIB))
+    system = raw_disk.reference(tmp_path, blocks_of(MIB, 8), raw_disk.Depth(4, 2, MIB))
     with pytest.raises(KVStoreError, match="fio"):
         system.read()
 
@@ -195,8 +194,8 @@ def test_too_little_space_is_said_before_anything_is_made() -> None:
 def test_the_index_benchmark_measures_each_count(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["bench", "nvme-index", "--blocks", "300,5000", "--path", str(tmp_path), "--json"]
-    assert cli.main(arguments) == 0
+    arguments = ["nvme-index", "--blocks", "300,5000", "--path", str(tmp_path), "--json"]
+    assert bench.main(arguments) == 0
     found = json.loads(capsys.readouterr().out)["results"]
     assert [row["blocks"] for row in found] == [300] * 6 + [5000] * 6
     values = {row["name"]: row["value"] for row in found[6:]}
@@ -222,13 +221,13 @@ def test_the_index_benchmark_measures_each_count(
 def test_wrong_arguments_of_benchmarks_are_refused(
     capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
 ) -> None:
-    assert cli.main(["bench", *arguments]) == 2
+    assert bench.main([*arguments]) == 2
     assert says in capsys.readouterr().err
 
 
 def test_a_count_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["bench", "nvme-index", "--blocks", "10,many"])
+        bench.main(["nvme-index", "--blocks", "10,many"])
     assert "found '10,many'" in capsys.readouterr().err
 
 

@@ -27,11 +27,9 @@ COMMANDS = (
     ("stats", "--store", "{}"),
     ("stats", "--store", "unix://{}"),
     ("clear", "--store", "{}"),
-    ("keys", "--store", "{}"),
     ("resize", "nvme", "1GiB", "--store", "{}"),
     ("resize", "nvme", "{}", "--store", "unix:///none.sock"),
     ("keygen", "{}/key"),
-    ("pull", "--from", "{}", "--namespace", "0", "--key", "00"),
 )  # fmt: skip
 
 
@@ -131,7 +129,7 @@ def test_S6_who_reads_no_further_gets_no_traceback(tmp_path: Path) -> None:
 def test_S6_a_folder_that_one_may_not_read_is_a_line(tmp_path: Path) -> None:
     (tmp_path / "kv").mkdir(mode=0o700)
     code = (
-        "import os, sys, rich.progress, tiers.nvme.fsck; from kvstore import cli, preflight\n"
+        "import os, sys, rich.progress, tiers.nvme.fsck; from kvstore import cli, check\n"
         "os.setgid(65534); os.setuid(65534)\n"
         f"sys.exit(cli.main(['fsck', {str(tmp_path / 'kv' / 'x')!r}]))"
     )

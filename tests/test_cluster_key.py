@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.export import messages as m
-from kvstore.service.channel import ClusterKey
-from tests.fakes import hashes, u32
-from tests.live import LiveStore, engine, eventually
-from tests.posts import Post, make_posts, until
+from kvstore.handover.side_channel import ClusterKey
+from kvstore.wire import peer as m
+from tests.harness.fakes import hashes, u32
+from tests.harness.live import LiveStore, engine, eventually
+from tests.harness.posts import Post, make_posts, until
 from tests.test_peers import address, config
 
 KEY = ClusterKey(b"k" * 32)

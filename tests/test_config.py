@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from connectors.config import ExtraConfig, parse_extra
 from kvstore import config
 from kvstore.config import Address, parse
-from kvstore.errors import ConfigError
-from kvstore.extra import ExtraConfig, parse_extra
-from kvstore.quantities import parse_bytes, parse_duration_ns
+from kvstore.core.errors import ConfigError
+from kvstore.units import parse_bytes, parse_duration_ns
 
 MIB = 1 << 20
 GIB = 1 << 30

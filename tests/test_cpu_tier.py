@@ -14,11 +14,11 @@ from typing import cast
 import numpy as np
 import pytest
 
-from kvstore import protocol as p
-from kvstore.errors import TierError, TierFull
-from kvstore.service.namespace import MemoryExtent, MemoryPool
-from kvstore.service.session import Phase
-from tests.fakes import SLOT_BYTES, Engine, HeapPool, Town, blocks, hashes, phase, settings
+from kvstore.core.errors import TierError, TierFull
+from kvstore.core.tier import MemoryExtent, MemoryPool
+from kvstore.store.session import Phase
+from kvstore.wire import engine as p
+from tests.harness.fakes import SLOT_BYTES, Engine, HeapPool, Town, blocks, hashes, phase, settings
 from tiers.cpu import CpuExtent, CpuMemory
 
 EXTENT = 64 * 1024
@@ -482,5 +482,5 @@ def test_real_memory_is_shared_the_same_way() -> None:
     town.store.close()
     for namespace in town.store.namespaces.values():
         for mapping in namespace.extents.values():
-            memory.release(mapping.memory)  # type: ignore[arg-type]
+            memory.release(mapping.memory)
     memory.close()

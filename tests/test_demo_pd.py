@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kvstore import demo_pd
-from kvstore.bench.api import Answer
-from kvstore.demo_pd import BLOCK_TOKENS, Run, Served, expected, given
+from tests.bench.api import Answer
+from tests.demo import pd
+from tests.demo.pd import BLOCK_TOKENS, Run, Served, expected, given
 from tests.engine import support
 
 LEGS = {"prefill ok": 6.0, "decode ok": 6.0}
@@ -41,14 +41,14 @@ def test_every_token_is_expected_from_one_place() -> None:
 
 
 def test_it_is_content_when_all_is_as_promised() -> None:
-    assert demo_pd.problems([run()], LEGS) == []
+    assert pd.problems([run()], LEGS) == []
 
 
 @pytest.mark.parametrize("field", Served.__struct_fields__)
 def test_one_block_from_elsewhere_is_a_failure(field: str) -> None:
     has = expected(4000)
     served = msgspec.structs.replace(has, **{field: getattr(has, field) + BLOCK_TOKENS})
-    said = demo_pd.problems([run(served=served)], LEGS)
+    said = pd.problems([run(served=served)], LEGS)
     assert said[0].startswith("pull, cold: tokens came from Served(")
     assert len(said) == 1 + field.startswith("peer"), "the store says how many it fetched"
 
@@ -56,18 +56,18 @@ def test_one_block_from_elsewhere_is_a_failure(field: str) -> None:
 @pytest.mark.parametrize("more", [-1, 1])
 def test_what_the_store_fetched_has_to_be_what_was_used(more: int) -> None:
     made = run()
-    (said,) = demo_pd.problems([run(fetched=made.fetched + more)], LEGS)
+    (said,) = pd.problems([run(fetched=made.fetched + more)], LEGS)
     assert said.endswith(f"blocks were fetched, {given(4000)} tokens used")
 
 
 def test_another_output_is_a_failure() -> None:
-    assert demo_pd.problems([run(answer=Answer([1, 3], 0.1))], LEGS) == [
+    assert pd.problems([run(answer=Answer([1, 3], 0.1))], LEGS) == [
         "pull, cold: [1, 3] instead of [1, 2]"
     ]
 
 
 def test_a_leg_that_failed_is_a_failure() -> None:
-    (said,) = demo_pd.problems([run()], LEGS | {"prefill failed": 1})
+    (said,) = pd.problems([run()], LEGS | {"prefill failed": 1})
     assert said == "the router counted 1 of 'prefill failed', expected 0"
 
 
@@ -76,7 +76,7 @@ def test_what_it_prints_fits_80_columns() -> None:
     console = Console(file=out, width=80, highlight=False)
     most = Served(4508, 4000, 4480, 4480, 4000)
     runs = [run(name="known start", way="push", served=most), run(answer=Answer([9], 10.0))]
-    demo_pd.show(console, runs, LEGS)
+    pd.show(console, runs, LEGS)
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert "…" not in out.getvalue(), "nothing is cut"

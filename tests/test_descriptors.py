@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from kvstore import config
-from kvstore.bench.store import free_port
-from kvstore.ratelog import LINES_MAX
-from kvstore.service import endpoint
-from tests.fakes import blocks, hashes
-from tests.live import LiveStore, client, engine, eventually
+from kvstore.rate_log import LINES_MAX
+from kvstore.store import metrics_endpoint
+from tests.bench.store import free_port
+from tests.harness.fakes import blocks, hashes
+from tests.harness.live import LiveStore, client, engine, eventually
 
 IDLE = 60
 
@@ -60,15 +60,15 @@ def test_S2_idle_clients_of_the_metrics_endpoint_take_few_threads(
             ends.enter_context(socket.create_connection(("127.0.0.1", port)))
         for _ in range(3):
             assert "kvstore_lookups_total" in scrape(port), "the oldest makes room"
-        assert threading.active_count() - before <= endpoint.CONNECTIONS_MAX + 1
+        assert threading.active_count() - before <= metrics_endpoint.CONNECTIONS_MAX + 1
     assert not store.server.store.sessions
 
 
 def test_S2_a_client_of_the_metrics_endpoint_that_says_nothing_is_closed(
     store: LiveStore, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert endpoint._Handler.timeout == endpoint.SILENT_S
-    monkeypatch.setattr(endpoint._Handler, "timeout", 0.2)
+    assert metrics_endpoint._Handler.timeout == metrics_endpoint.SILENT_S
+    monkeypatch.setattr(metrics_endpoint._Handler, "timeout", 0.2)
     eventually(lambda: up(port))
     assert not store.server.store.sessions
     with socket.create_connection(("127.0.0.1", port)) as idle:

@@ -15,20 +15,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from connectors.client import Grant
-from kvstore import protocol as p
-from kvstore.bench.steal import Watch
-from kvstore.bench.store import StoreProcess, free_port
-from kvstore.export.consumer import STALL_NS
-from kvstore.extra import DirectWay
+from connectors.config import DirectWay
+from connectors.store_client import Grant
+from kvstore.handover.consumer import STALL_NS
+from kvstore.wire import engine as p
+from tests.bench.steal import Watch
+from tests.bench.store import StoreProcess, free_port
 from tests.engine.support import numbers, since
-from tests.fakes import hashes
-from tests.handover_nodes import exporter_of
-from tests.live import eventually
-from tests.worker_rig import Rig, heard
-from tiers.exporter.agent import Agent
-from tiers.exporter.child import ucx_settings
-from tiers.exporter.errors import MoveError
+from tests.harness.fakes import hashes
+from tests.harness.handover_nodes import exporter_of
+from tests.harness.live import eventually
+from tests.harness.worker_rig import Rig, heard
+from tiers.nixl.agent import Agent
+from tiers.nixl.errors import MoveError
+from tiers.nixl.exporter_child import ucx_settings
 
 CAPACITY = "16MiB"
 PATIENT = 'promote = "60s"\n'  # however slow the machine is
@@ -364,7 +364,7 @@ def test_B20_direct_nothing_is_written_once_an_agent_has_ended(side: str) -> Non
     The reader has TCP only. Who writes may go any way, and the one that is written takes networks.
     """
     settings = {**os.environ, **ucx_settings("lo", "tcp,self" if side == "reader" else None)}
-    command = [sys.executable, "-m", "tests.direct_frozen", side]
+    command = [sys.executable, "-m", "tests.harness.direct_frozen", side]
     done = subprocess.run(
         command, env=settings, capture_output=True, text=True, timeout=120, check=False
     )

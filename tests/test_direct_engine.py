@@ -11,21 +11,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from connectors.board import Board
-from connectors.jobs import StepMeta
-from kvstore import protocol as p
-from kvstore.errors import ProtocolError, TierError, TierIOError
-from kvstore.export.messages import RANKS_MAX
-from kvstore.layout import PIECES_MAX, PageRun, RankPages
-from kvstore.service.engines import BLOCKS_MAX, Engines
-from kvstore.types import BlockKey, Slot
+from connectors.block_versions import Board
+from connectors.copies.host import HostDevice, LayerCache
+from connectors.engine_agent import shared
+from connectors.step_meta import StepMeta
+from kvstore.core.errors import ProtocolError, TierError, TierIOError
+from kvstore.core.layout import PIECES_MAX, PageRun, RankPages
+from kvstore.core.types import BlockKey, Slot
+from kvstore.handover.engine_blocks import BLOCKS_MAX, Engines
+from kvstore.wire import engine as p
+from kvstore.wire.peer import RANKS_MAX
 from tests.engine.support import since
-from tests.fakes import hashes, u32
-from tests.live import eventually
+from tests.harness.fakes import hashes, u32
+from tests.harness.live import eventually
+from tests.harness.worker_rig import BLOCKS, Rank
 from tests.test_direct import Nodes, nodes
-from tests.worker_rig import BLOCKS, Rank
-from tiers.copier import HostDevice, LayerCache
-from tiers.direct import shared
 
 PAGES = (PageRun(0, 512, 1, 4096, 512, 0),)
 LONG_S = 0.1

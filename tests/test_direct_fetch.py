@@ -8,21 +8,22 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from kvstore import protocol as p
-from kvstore.errors import ProtocolError
-from kvstore.export import fetches
-from kvstore.export import messages as m
-from kvstore.layout import RankPages
-from kvstore.leases import GroupHit
-from kvstore.lookup import Answer
-from kvstore.manager import Manager
-from kvstore.service.direct import Direct, reaching_on, with_reads
-from kvstore.service.namespace import Namespace
-from kvstore.service.session import Session
-from kvstore.types import BlockKey, Chain, GroupRule, LookupResult
-from tests.export_rig import Pair
-from tests.fakes import Engine, Town, from_u32, hashes, keys_of, settings, u32
-from tiers.memory import MemoryTier
+from kvstore.core.errors import ProtocolError
+from kvstore.core.layout import RankPages
+from kvstore.core.leases import GroupHit
+from kvstore.core.lookup import Answer
+from kvstore.core.manager import Manager
+from kvstore.core.types import BlockKey, Chain, GroupRule, LookupResult
+from kvstore.handover import fetches
+from kvstore.handover.direct_fetches import Direct, reaching_on, with_reads
+from kvstore.store.namespace import Namespace
+from kvstore.store.session import Session
+from kvstore.wire import engine as p
+from kvstore.wire import framing
+from kvstore.wire import peer as m
+from tests.harness.fakes import Engine, Town, from_u32, hashes, keys_of, settings, u32
+from tests.harness.handover_pair import Pair
+from tests.reference.memory_tier import MemoryTier
 
 REGION = m.Region(3, 4096, 8)
 
@@ -166,8 +167,8 @@ def test_B14_direct_each_claimed_block_ends_once_whatever_happens(seed: int) -> 
 # What the store tells its workers, and they it
 
 
-def direct() -> tuple[Direct, list[tuple[int, p.Message]]]:
-    sent: list[tuple[int, p.Message]] = []
+def direct() -> tuple[Direct, list[tuple[int, framing.Message]]]:
+    sent: list[tuple[int, framing.Message]] = []
     made = Direct(lambda connection, message, _: sent.append((connection, message)))
     made.begin("n", 5, 1, {0: 10, 1: 11}, [0, 1, 2])
     return made, sent
@@ -299,7 +300,7 @@ def asking(
     for tier in namespace.tiering.tiers:
         tier.clear()
     others = Others(offers, owed)
-    town.store._desk._peers = others
+    town.store._desk._peers = others  # type: ignore[assignment]
     where = {"memory_only": memory_only, "peer": "x:1", "direct": True}
     engine.step(lookups=(replace(p.Lookup(77, b"".join(chain), 32), **where),))
     return others, engine
@@ -381,7 +382,7 @@ def test_a_block_that_is_half_written_is_waited_for_no_longer_when_a_peer_has_an
     town, keys = Town(tiers=[("shelf", MemoryTier)]), keys_of(hashes(1))
     engine = town.attach("engine", world=2)
     engine.report(0, [engine.credits.pop(0)], [keys[0]], [b""])
-    town.store._desk._peers = others = Others({}, direct=False)
+    town.store._desk._peers = others = Others({}, direct=False)  # type: ignore[assignment]
     engine.step(lookups=(p.Lookup(77, hashes(1)[0], 32, peer="x:1"),))
     while 77 not in engine.granted:
         town.tick(5)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from connectors.direct import DirectReads, End, Giving
-from tests.fakes import hashes
-from tests.live import eventually
+from connectors.direct_reads import DirectReads, End, Giving
+from tests.harness.fakes import hashes
+from tests.harness.live import eventually
+from tests.harness.worker_rig import BLOCKS
 from tests.test_direct import Nodes, nodes
 from tests.test_direct_engine import CPU, GPU, overwrite
-from tests.worker_rig import BLOCKS
 
 PUSHED, GIVEN = (f"kvstore_hand_over_moved_bytes{{{way}}}" for way in ("pushed", "given"))
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvstore.errors import ProtocolError
-from kvstore.export import messages as m
-from kvstore.export import writes
-from kvstore.export.consumer import ANSWER_NS, STALL_NS
-from kvstore.export.jobs import Fill, Job, Tag
-from kvstore.layout import GroupLayout, PageRun, RankLayout, RankPages
-from tests.export_rig import Pair
-from tests.fakes import SLOT_BYTES, from_u32, hashes, u32
+from kvstore.core.errors import ProtocolError
+from kvstore.core.layout import GroupLayout, PageRun, RankLayout, RankPages
+from kvstore.handover import writes
+from kvstore.handover.consumer import ANSWER_NS, STALL_NS
+from kvstore.handover.jobs import Fill, Job, Tag
+from kvstore.wire import peer as m
+from tests.harness.fakes import SLOT_BYTES, from_u32, hashes, u32
+from tests.harness.handover_pair import Pair
 
 HALF = SLOT_BYTES // 2
 

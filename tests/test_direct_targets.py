@@ -7,20 +7,21 @@ from typing import Any
 
 import pytest
 
-from kvstore import protocol as p
-from kvstore.errors import ProtocolError
-from kvstore.layout import RankPages
-from kvstore.service import agents
-from kvstore.service.direct import Direct
-from kvstore.service.peers import Peers
-from tests.fakes import u32
+from kvstore.core.errors import ProtocolError
+from kvstore.core.layout import RankPages
+from kvstore.handover import peer_agents
+from kvstore.handover.direct_fetches import Direct
+from kvstore.handover.peers import Peers
+from kvstore.wire import engine as p
+from kvstore.wire import framing
+from tests.harness.fakes import u32
 from tests.test_direct_push import RANKS
 from tests.test_peer_limits import Told
 
 
-def waiting(push: bool = True) -> tuple[Direct, list[tuple[int, p.Message]]]:
+def waiting(push: bool = True) -> tuple[Direct, list[tuple[int, framing.Message]]]:
     """A claimed fetch of two ranks, whose workers were told to name their engine blocks."""
-    sent: list[tuple[int, p.Message]] = []
+    sent: list[tuple[int, framing.Message]] = []
     made = Direct(lambda connection, message, _: sent.append((connection, message)))
     made.begin("n", 5, 1, {0: 10, 1: 11}, [0, 1])
     if push:
@@ -126,10 +127,10 @@ def test_B20_direct_workers_are_told_what_may_still_be_written() -> None:
 def test_the_workers_of_a_peers_engine_are_known_as_long_as_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(agents, "NAMED_MAX", 3)
-    monkeypatch.setattr(agents, "KNOWN_MAX", 2)
+    monkeypatch.setattr(peer_agents, "NAMED_MAX", 3)
+    monkeypatch.setattr(peer_agents, "KNOWN_MAX", 2)
     told = Told()
-    known = agents.Agents(told)
+    known = peer_agents.Agents(told)
     for name in ("exporter", "a", "b"):
         known.meet(1, name, b"md")
     known.meet(1, "a", b"again")

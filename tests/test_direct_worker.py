@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from connectors.direct import GIVE_UP_NS, DirectReads, Reads
-from connectors.jobs import EngineSpec, LoadJob, StoreSpec
-from connectors.loads import Patience
+from connectors.copies.host import LayerCache
+from connectors.direct_reads import GIVE_UP_NS, DirectReads, Reads
+from connectors.engine_agent import NETWORKS, EngineAgent, Moving
+from connectors.load_progress import Patience
+from connectors.step_meta import EngineSpec, LoadJob, StoreSpec
 from connectors.worker import Task, WorkerHalf
-from kvstore import protocol as p
-from kvstore.errors import TierIOError
-from kvstore.layout import GroupLayout, LayerRun, Move, PageRun, RankLayout, RankPages
-from tests.fakes import u32
-from tiers.copier import LayerCache
-from tiers.direct import NETWORKS, EngineAgent, Moving
-from tiers.exporter.errors import MoveError
+from kvstore.core.errors import TierIOError
+from kvstore.core.layout import GroupLayout, LayerRun, Move, PageRun, RankLayout, RankPages
+from kvstore.wire import engine as p
+from kvstore.wire import framing
+from tests.harness.fakes import u32
+from tiers.nixl.errors import MoveError
 
 
 class Reader(EngineAgent):
@@ -66,10 +67,10 @@ class Worker:
     def __init__(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
             self.reader = Reader()
-            patch.setattr("connectors.direct.EngineAgent", lambda *_, **__: self.reader)
+            patch.setattr("connectors.direct_reads.EngineAgent", lambda *_, **__: self.reader)
             self.reads = DirectReads({})
         layout = RankLayout(64, (GroupLayout(32, (LayerRun("l", 0, 32, writes=True),)),))
-        self.said: list[p.Message] = []
+        self.said: list[framing.Message] = []
         self.reads.open(layout, "lo", self.said.append)
         assert self.said.pop() == p.Serves(*self.reader.serves())
         slots = (7, p.DIRECT + 4, p.DIRECT + 6)
@@ -254,7 +255,7 @@ def test_P8_direct_an_agent_that_is_written_to_is_reached_by_networks_only(
 ) -> None:
     """What another process of the machine copies could not be ended."""
     put: dict[str, str] = {}
-    monkeypatch.setattr("tiers.direct.os.putenv", put.__setitem__)
+    monkeypatch.setattr("connectors.engine_agent.os.putenv", put.__setitem__)
     cache = LayerCache(torch.zeros(64, dtype=torch.uint8), 0, 32, 32)
     layout = RankLayout(64, (GroupLayout(32, (LayerRun("l", 0, 32, writes=True),)),))
     for pushed, expected in ((False, None), (True, NETWORKS)):
@@ -384,7 +385,7 @@ class Agent:
 def test_direct_the_agents_that_were_not_heard_of_for_longest_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tiers.direct.PEERS_MAX", 3)
+    monkeypatch.setattr("connectors.engine_agent.PEERS_MAX", 3)
     reader = EngineAgent({"l": LayerCache(torch.zeros(64, dtype=torch.uint8), 0, 32, 32)})
     reader._make = Agent  # type: ignore[assignment]
     layout = RankLayout(64, (GroupLayout(32, (LayerRun("l", 0, 32, writes=True),)),))
@@ -423,7 +424,7 @@ def test_B20_direct_a_read_of_which_a_part_failed_is_over_when_the_rest_is() -> 
 def test_direct_an_engine_whose_agents_were_forgotten_is_read_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tiers.direct.PEERS_MAX", 2)
+    monkeypatch.setattr("connectors.engine_agent.PEERS_MAX", 2)
     reader, agent, ranks = halves()
     ranks[1] = RankPages("there", b"there", ranks[1].pages)
     for peer in ("x", "y"):

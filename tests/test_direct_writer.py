@@ -9,16 +9,17 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from connectors.direct import GIVE_NS, GIVE_UP_NS, LATE_MAX, DirectReads, Giving
-from connectors.link import Link
+from connectors.copies.host import SlotMap
+from connectors.direct_reads import GIVE_NS, GIVE_UP_NS, LATE_MAX, DirectReads, Giving
+from connectors.engine_agent import Moving, common
+from connectors.store_connection import Link
 from connectors.worker import Outcome, Task, WorkerHalf
-from kvstore import protocol as p
-from kvstore.errors import TierError
-from kvstore.layout import PageRun, RankPages
-from tests.fakes import u32
+from kvstore.core.errors import TierError
+from kvstore.core.layout import PageRun, RankPages
+from kvstore.wire import engine as p
+from kvstore.wire import framing
+from tests.harness.fakes import u32
 from tests.test_direct_worker import Reader
-from tiers.copier import SlotMap
-from tiers.direct import Moving, common
 from tiers.runner import NOTHING, Runner
 
 # The worker
@@ -110,9 +111,9 @@ def test_B20_direct_many_writes_that_do_not_end_end_with_the_agent() -> None:
     assert not made._late
 
 
-def half_of(made: DirectReads) -> tuple[WorkerHalf, Link, list[p.Message]]:
+def half_of(made: DirectReads) -> tuple[WorkerHalf, Link, list[framing.Message]]:
     """A worker that has begun give 7, its link, and what it says."""
-    said: list[p.Message] = []
+    said: list[framing.Message] = []
     half, link = WorkerHalf.__new__(WorkerHalf), Link.__new__(Link)
     link.send = said.append  # type: ignore[method-assign, assignment]
     half._direct, half._link, half._gives_open = made, link, {7}

@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from kvstore.config import NvmeConfig
-from tests import nvme_damage
-from tests.nvme_blocks import settings_for
-from tests.nvme_damage import extents, index
-from tests.served import CHAIN, Served, served
+from tests.harness import nvme_damage
+from tests.harness.nvme_blocks import settings_for
+from tests.harness.nvme_damage import extents, index
+from tests.harness.served import CHAIN, Served, served
 
 pytestmark = pytest.mark.slow  # whole stores on a disk that is made to fail
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.bench.steal import Watch
-from kvstore.bench.store import StoreFailed
-from tests.faults import Call, Faults, Kind
-from tests.served import PROMOTE_S, Served, served
+from tests.bench.steal import Watch
+from tests.bench.store import StoreFailed
+from tests.harness.faults import Call, Faults, Kind
+from tests.harness.served import PROMOTE_S, Served, served
 
 pytestmark = pytest.mark.slow  # whole stores on a disk that is made to fail
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.loopfs import LoopDisk, loop_disk
-from tests.served import PROMOTE_S, Served, served
+from tests.harness.loopfs import LoopDisk, loop_disk
+from tests.harness.served import PROMOTE_S, Served, served
 
 pytestmark = pytest.mark.slow  # whole stores on a disk that is made to fail
 

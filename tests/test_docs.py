@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
-from kvstore import cli, config, extra, protocol
-from kvstore.bench.report import Result, as_json
+from connectors import config as extra
+from kvstore import cli, config
 from kvstore.metrics import TABLE
 from kvstore.plugins import find_class
 from kvstore.settings import Required
+from kvstore.wire import engine
+from tests.bench import __main__ as bench
+from tests.bench.report import Result, as_json
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -29,7 +32,7 @@ SECTIONS = {
     "[[tier]]": config.TIER,
     "kv_connector_extra_config": extra._EXTRA,
 }
-LANGUAGES = {"", "json", "promql", "python", "sh", "toml"}  # tests/test_prometheus.py
+LANGUAGES = {"", "json", "promql", "sh", "toml"}  # tests/test_prometheus.py
 
 
 def text(name: str) -> str:
@@ -79,12 +82,6 @@ def test_toml_is_a_configuration(block: str) -> None:
         assert callable(find_class(tier.class_name))
 
 
-@pytest.mark.parametrize("block", blocks("python"))
-def test_programs_are_run_by_a_test(block: str) -> None:
-    compile(block, "docs", "exec")
-    assert block in text("docs/how-to/hand-over.md"), "tests/test_pull.py runs that page's only"
-
-
 @pytest.mark.parametrize("block", blocks("sh"))
 def test_commands_exist(block: str) -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):.*## ", text("Makefile"), re.MULTILINE))
@@ -95,6 +92,10 @@ def test_commands_exist(block: str) -> None:
     for line in filter(None, (shlex.split(line, comments=True) for line in block.splitlines())):
         if line[0] == "make":
             assert set(line[1:]) <= targets
+        elif line[:3] == ["python", "-m", "tests.bench"]:
+            bench.parser().parse_args(line[3:])
+        elif line[:2] == ["python", "-m"]:
+            assert line[2] in {"tests.demo", "tests.demo.router", "tests.rows"}
         else:
             assert line[0] == "kvstore"
             cli._parser().parse_args(line[1:])
@@ -141,7 +142,7 @@ def test_metrics_that_are_named_exist(name: str) -> None:
 
 def test_every_event_is_explained() -> None:
     page = text("docs/reference/metrics.md")
-    assert all(f"`{event}`" in page for event in protocol.EVENTS)
+    assert all(f"`{event}`" in page for event in engine.EVENTS)
 
 
 def subcommands() -> Iterator[tuple[str, list[str]]]:
@@ -160,15 +161,15 @@ def test_every_command_and_option_is_explained() -> None:
         part = page.partition(f"\n## kvstore {command}\n")[2].partition("\n## ")[0]
         assert part, command
         assert all(option in part for option in options), command
-    assert all(f"`{name}` measures" in page for name in cli.BENCHES)
+    assert all(f"`{name}` measures" in page for name in bench.BENCHES)
 
 
 def test_every_message_is_explained() -> None:
     page = text("docs/reference/protocol.md")
-    assert f"version {protocol.VERSION}." in page
+    assert f"version {engine.VERSION}." in page
     for heading, union in (
-        ("Engine to store", protocol.ToStore),
-        ("Store to engine", protocol.ToEngine),
+        ("Engine to store", engine.ToStore),
+        ("Store to engine", engine.ToEngine),
     ):
         expected = {
             kind.__name__: ", ".join(f"`{field}`" for field in kind.__struct_fields__) or "-"

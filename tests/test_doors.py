@@ -18,15 +18,16 @@ from pathlib import Path
 
 import pytest
 
-from connectors.link import LinkLost, attach, connect
-from kvstore import admin, cli
-from kvstore import protocol as p
+from connectors.store_connection import LinkLost, attach, connect
+from kvstore import cli, launch
 from kvstore.config import parse
-from kvstore.errors import ConfigError
-from kvstore.quantities import shown
-from kvstore.service import private
-from kvstore.service.listener import listen, taken
-from tests.live import LiveEngine, LiveStore, eventually
+from kvstore.core.errors import ConfigError
+from kvstore.listener import listen, taken
+from kvstore.store import admin
+from kvstore.units import shown
+from kvstore.wire import engine as p
+from kvstore.wire import framing
+from tests.harness.live import LiveEngine, LiveStore, eventually
 
 STRANGER = 65534
 MODULE = "kvstore.cli"
@@ -126,7 +127,7 @@ def test_S1_commands_ask_no_store_of_another_user(
 ) -> None:
     path = str(open_folder / "kv.sock")
     fake = stranger_at(path, ended)
-    for command in (["stats"], ["clear"], ["resize", "nvme", "1GiB"], ["keys"]):
+    for command in (["stats"], ["clear"], ["resize", "nvme", "1GiB"]):
         assert cli.main([*command, "--store", path]) == 1
         assert f"uid {STRANGER} listens at {path}" in capsys.readouterr().err
         assert heard(fake) == b"got 0\n"
@@ -155,16 +156,17 @@ def test_S1_another_user_cannot_take_the_name_of_a_private_store(
     ended: list[subprocess.Popen[bytes]],
 ) -> None:
     engine = f"prefill {secrets.token_hex(4)}"
-    address = private.address_of(engine)
+    address = launch.address_of(engine)
     Path(address).parent.mkdir(mode=0o700, exist_ok=True)
     taker = as_stranger(LISTENS, address.replace("\0", "@"))
     ended.append(taker)
     assert heard(taker) == b"", "it has the name"
-    found = private.ensure(engine, 64 << 20)
+    found = launch.ensure(engine, 64 << 20)
     assert admin.stats(f"engine:{engine}")
     unix = as_stranger("sys.stdout.write(open('/proc/net/unix').read())")
     seen = unix.communicate()[0]
-    assert b"@kvstore" not in seen, "an abstract name"
+    names = [line.split()[-1] for line in seen.splitlines() if b" @" in line]
+    assert not [name for name in names if Path(address).stem.encode() in name], "an abstract name"
     reader = as_stranger("socket.socket(socket.AF_UNIX).connect(sys.argv[1])", found)
     reader.communicate()
     assert reader.returncode != 0
@@ -175,12 +177,12 @@ def test_S1_another_user_cannot_take_the_name_of_a_private_store(
 def test_S1_another_users_folder_is_not_used(
     open_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(private, "_FOLDERS", open_folder)
+    monkeypatch.setattr(launch, "_FOLDERS", open_folder)
     mine = open_folder / "kvstore-0"
     mine.mkdir(mode=0o700)
     os.chown(mine, STRANGER, STRANGER)
     with pytest.raises(ConfigError, match=rf"{mine}: expected a directory of uid 0.* {STRANGER}"):
-        private.ensure("engine", 64 << 20)
+        launch.ensure("engine", 64 << 20)
     assert list(mine.iterdir()) == []
 
 
@@ -188,22 +190,22 @@ def test_S1_another_users_folder_is_not_used(
 def test_S1_an_open_folder_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
 ) -> None:
-    monkeypatch.setattr(private, "_FOLDERS", tmp_path)
+    monkeypatch.setattr(launch, "_FOLDERS", tmp_path)
     mine = tmp_path / f"kvstore-{os.geteuid()}"
     mine.mkdir()
     mine.chmod(mode)
     with pytest.raises(ConfigError, match=f"found mode {mode:04o}: chmod 0700"):
-        private.ensure("engine", 64 << 20)
+        launch.ensure("engine", 64 << 20)
 
 
 def test_S1_a_folder_reached_through_a_link_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(private, "_FOLDERS", tmp_path)
+    monkeypatch.setattr(launch, "_FOLDERS", tmp_path)
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / f"kvstore-{os.geteuid()}").symlink_to("elsewhere")
     with pytest.raises(ConfigError, match="expected a directory, found something else"):
-        private.ensure("engine", 64 << 20)
+        launch.ensure("engine", 64 << 20)
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
@@ -213,22 +215,22 @@ def test_S1_a_folder_that_others_can_rename_is_not_used(
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
-    monkeypatch.setattr(private, "_FOLDERS", shared)
+    monkeypatch.setattr(launch, "_FOLDERS", shared)
     with pytest.raises(ConfigError, match="found mode 0777"):
-        private.ensure("engine", 64 << 20)
+        launch.ensure("engine", 64 << 20)
 
 
 def test_a_private_store_that_was_killed_is_replaced_and_leaves_nothing() -> None:
     engine, other = (f"engine {secrets.token_hex(4)}" for _ in range(2))
-    address = private.ensure(engine, 64 << 20)
-    killed = private.ensure(other, 64 << 20)
+    address = launch.ensure(engine, 64 << 20)
+    killed = launch.ensure(other, 64 << 20)
     assert admin.stats(f"engine:{engine}")
-    for child in private._children[-2:]:
+    for child in launch._children[-2:]:
         child.kill()
         child.wait()
     assert not taken(address)
     assert Path(address).exists()
-    assert private.ensure(engine, 64 << 20) == address
+    assert launch.ensure(engine, 64 << 20) == address
     assert admin.stats(f"engine:{engine}")
     assert not Path(killed).exists(), "what another one has left is taken away"
     eventually(lambda: not taken(address))
@@ -238,19 +240,19 @@ def test_a_private_store_that_was_killed_is_replaced_and_leaves_nothing() -> Non
 
 def test_processes_of_an_engine_that_start_together_have_one_private_store() -> None:
     engine = f"engine {secrets.token_hex(4)}"
-    before = len(private._children)
+    before = len(launch._children)
     found: list[str] = []
     threads = [
-        threading.Thread(target=lambda: found.append(private.ensure(engine, 64 << 20)))
+        threading.Thread(target=lambda: found.append(launch.ensure(engine, 64 << 20)))
         for _ in range(8)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert set(found) == {private.address_of(engine)}
-    assert len(private._children) == before + 1
-    private._children[-1].wait()
+    assert set(found) == {launch.address_of(engine)}
+    assert len(launch._children) == before + 1
+    launch._children[-1].wait()
 
 
 # S1: a store looks who connects
@@ -270,7 +272,7 @@ except BrokenPipeError:
 
 
 def asked_by_stranger(path: str) -> bytes:
-    query = p.encode(p.Query("stats")).hex()
+    query = framing.encode(p.Query("stats")).hex()
     return as_stranger(CONNECTS, path, query).communicate(b"\n")[0]
 
 
@@ -454,12 +456,12 @@ def test_S1_children_import_nothing_from_the_current_folder(tmp_path: Path) -> N
             f"open({str(marker)!r}, 'a').write('{name} ')\nraise SystemExit(0)\n"
         )
     code = f"""
-        from kvstore.service import private
-        from tiers.exporter.child import Child
-        from tiers.nvme.journal import Journal
+        from kvstore import launch
+        from tiers.nixl.exporter_child import Child
+        from tiers.nvme.index_client import Journal
         import pathlib, os, select
-        private.ensure("engine {secrets.token_hex(4)}", 64 << 20)
-        private._children[-1].wait()
+        launch.ensure("engine {secrets.token_hex(4)}", 64 << 20)
+        launch._children[-1].wait()
         fd = os.open({str(tmp_path)!r}, os.O_RDONLY)
         Journal(pathlib.Path({str(tmp_path)!r}), 100, fd).close()
         child = Child("x", "lo", None)

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore.errors import NotSupported, TierIOError
-from kvstore.layout import GroupLayout, LayerRun, Move, PageRun, RankLayout, RankPages
+from connectors import engine_agent
+from connectors.copies.host import LayerCache
+from connectors.engine_agent import EngineAgent, gpu_of
+from kvstore.core.errors import NotSupported, TierIOError
+from kvstore.core.layout import GroupLayout, LayerRun, Move, PageRun, RankLayout, RankPages
 from tests.test_direct_worker import Agent
-from tiers import direct
-from tiers.copier import LayerCache
-from tiers.direct import EngineAgent, gpu_of
-from tiers.exporter import agent as nixl
-from tiers.exporter.agent import _bindings  # type: ignore[attr-defined]
-from tiers.exporter.errors import MoveError
+from tiers.nixl import agent as nixl
+from tiers.nixl.agent import _bindings  # type: ignore[attr-defined]
+from tiers.nixl.errors import MoveError
 
 PAGE = 32
 
@@ -104,12 +104,12 @@ def test_how_a_peer_is_reached_is_told_once() -> None:
 def test_another_layout_or_many_peers_leave_nothing_of_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(direct, "COMMON_MAX", 2)
+    monkeypatch.setattr(engine_agent, "COMMON_MAX", 2)
     made, _, _ = engine()
     for size in (4, 8, 16, 4):
         made.write([rank("one", size=size)], 0, [1], [2])
         assert len(made._common) <= 2
-    monkeypatch.setattr(direct, "OVERLAPS_MAX", 1)
+    monkeypatch.setattr(engine_agent, "OVERLAPS_MAX", 1)
     for size in (32, 64):
         made.write([rank("one", size=size)], 0, [1], [2])
         assert len(made._common) == 1

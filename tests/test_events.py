@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from connectors import client as client_module
 from connectors import events as events_module
-from connectors.client import DISK, MEMORY
+from connectors import store_client as client_module
 from connectors.events import BlockEvent
-from connectors.requests import Geometry
-from kvstore import protocol as p
+from connectors.request_state import Geometry
+from connectors.store_client import DISK, MEMORY
 from kvstore.config import parse
-from kvstore.types import GroupRule, make_key
-from tests.live import LiveStore, engine
-from tests.nvme_blocks import key, settings_for, shelf
-from tests.script import Request, Script, hashes
+from kvstore.core.types import GroupRule, make_key
+from kvstore.wire import engine as p
+from tests.harness.live import LiveStore, engine
+from tests.harness.nvme_blocks import key, settings_for, shelf
+from tests.harness.script import Request, Script, hashes
 
 TABLE = [[1, 2, 3, 4]]
 TWO = Geometry(32, 16, (16, 32, 32), (GroupRule(), GroupRule(), GroupRule(2)))

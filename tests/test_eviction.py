@@ -9,9 +9,9 @@ from itertools import islice
 
 import pytest
 
-from kvstore.eviction import SKIPS_MAX, LeafLRU
-from kvstore.index import Entry, Index, Node, State
-from kvstore.types import BlockKey, Slot
+from kvstore.core.eviction import SKIPS_MAX, LeafLRU
+from kvstore.core.index import Entry, Index, Node, State
+from kvstore.core.types import BlockKey, Slot
 
 
 class Counting(LeafLRU):

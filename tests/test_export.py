@@ -9,13 +9,13 @@ from functools import partial
 import msgspec
 import pytest
 
-from kvstore import protocol as p
-from kvstore.errors import ProtocolError
-from kvstore.export import fetches, jobs
-from kvstore.export import messages as m
-from kvstore.export import producer as o
-from tests.export_rig import LANDING, Pair
-from tests.fakes import blocks, hashes, keys_of, u32
+from kvstore.core.errors import ProtocolError
+from kvstore.handover import fetches, jobs
+from kvstore.handover import producer as o
+from kvstore.wire import framing
+from kvstore.wire import peer as m
+from tests.harness.fakes import blocks, hashes, keys_of, u32
+from tests.harness.handover_pair import LANDING, Pair
 
 
 @pytest.mark.parametrize("push", [False, True])
@@ -165,7 +165,7 @@ def test_B16_blocks_are_held_for_a_while_after_the_lease_and_confirmed_no_more()
     end_ns = pair.giver.now_ns + 30 * 10**9
     pair.producer.tick(end_ns)
     assert pair.producer.counts["expired"] == 1
-    said: list[p.Message] = []
+    said: list[framing.Message] = []
     pair.producer._send = lambda _peer, message: said.append(message)
     pair.producer.on_message(pair.peer, m.Confirm(1, u32([0, 1])), end_ns)
     assert said == [m.Valid(1, b"")]

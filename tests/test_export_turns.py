@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 
-from kvstore import protocol as p
-from kvstore.export import fetches, jobs
-from kvstore.export import messages as m
-from tests.export_rig import LANDING, Pair
-from tests.fakes import hashes, keys_of
+from kvstore.handover import fetches, jobs
+from kvstore.wire import framing
+from kvstore.wire import peer as m
+from tests.harness.fakes import hashes, keys_of
+from tests.harness.handover_pair import LANDING, Pair
 
 
 @pytest.mark.parametrize("push", [False, True])
 def test_landing_slots_are_free_as_soon_as_their_blocks_are_copied(push: bool) -> None:
     pair, chain = Pair(), hashes(2 * LANDING)
     pair.put(chain)
-    late, take = list[p.Message](), pair.down.take
+    late, take = list[framing.Message](), pair.down.take
 
-    def all_but_the_last_word(message: p.Message) -> None:
+    def all_but_the_last_word(message: framing.Message) -> None:
         late.append(message) if isinstance(message, m.Valid | m.End) else take(message)
 
     pair.down.take = all_but_the_last_word

@@ -6,17 +6,17 @@ from collections import Counter
 
 import pytest
 
-from kvstore import protocol as p
-from kvstore.errors import ProtocolError
-from kvstore.export import messages as m
-from kvstore.types import BlockKey
-from tests.export_rig import Pair, content
-from tests.fakes import from_u32, hashes, keys_of, u32
+from kvstore.core.errors import ProtocolError
+from kvstore.core.types import BlockKey
+from kvstore.wire import framing
+from kvstore.wire import peer as m
+from tests.harness.fakes import from_u32, hashes, keys_of, u32
+from tests.harness.handover_pair import Pair, content
 
 S = 10**9
 
 
-def sent(pair: Pair, kind: type[p.Message]) -> list[p.Message]:
+def sent(pair: Pair, kind: type[framing.Message]) -> list[framing.Message]:
     return [message for message in (*pair.up.sent, *pair.down.sent) if isinstance(message, kind)]
 
 
@@ -79,7 +79,9 @@ def test_P1_a_consumer_registers_once_and_each_block_has_one_place_to_go() -> No
         (m.Land(1, m.Region(900, 0, 6), u32([1]), u32([6])), "expected below 6"),
     ],
 )
-def test_P1_what_is_registered_twice_or_nowhere_is_refused(again: p.Message, expected: str) -> None:
+def test_P1_what_is_registered_twice_or_nowhere_is_refused(
+    again: framing.Message, expected: str
+) -> None:
     pair, chain = Pair(), hashes(2)
     pair.hand("r")
     pair.want(chain, push=True, request="r")
@@ -121,13 +123,13 @@ def test_P2_registration_and_finished_prefill_come_in_either_order(order: str, p
 class Held:
     """Messages to the consumer from the first of a kind on, kept until they are let through."""
 
-    def __init__(self, pair: Pair, kind: type[p.Message]) -> None:
-        self.kept: list[p.Message] = []
+    def __init__(self, pair: Pair, kind: type[framing.Message]) -> None:
+        self.kept: list[framing.Message] = []
         self._take = pair.down.take
-        self._kinds: tuple[type[p.Message], ...] = (kind,)
+        self._kinds: tuple[type[framing.Message], ...] = (kind,)
         pair.down.take = self._sort
 
-    def _sort(self, message: p.Message) -> None:
+    def _sort(self, message: framing.Message) -> None:
         if self.kept or isinstance(message, self._kinds):
             self.kept.append(message)
         else:
@@ -141,7 +143,7 @@ class Held:
 
 @pytest.mark.parametrize("kind", [m.Have, m.Valid])
 def test_P6_blocks_are_used_after_the_completion_only_which_clears_both_sides(
-    kind: type[p.Message],
+    kind: type[framing.Message],
 ) -> None:
     """What lies where it should, with the right sum, is not enough."""
     pair, chain = Pair(), hashes(4)
@@ -172,7 +174,7 @@ def test_P7_what_is_ready_goes_while_the_prefill_goes_on(push: bool) -> None:
         pair.put(chain[:ready])
         pair.run(20)
         assert pair.consumer.counts["fetched"] == ready
-        assert pair.producer.hands.located("r", pair.source.manager)[0] == "running"
+        assert pair.producer.hands.computes("r")
     pair.producer.hands.gone("r")
     pair.run(3)
     assert pair.arrived(chain) == 5

@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvstore import protocol
-from kvstore.protocol import Message, u32
-from tests.exporter_rig import (
+from kvstore.wire import framing
+from kvstore.wire.framing import Message, u32
+from tests.harness.exporter_rig import (
     EXPORT,
     KIB,
     LANDING,
@@ -27,10 +27,10 @@ from tests.exporter_rig import (
     start_all,
     wait,
 )
-from tests.patience import WAIT_S
-from tiers.exporter import messages as m
-from tiers.exporter.child import Child
-from tiers.exporter.client import Move
+from tests.harness.patience import WAIT_S
+from tiers.nixl import messages as m
+from tiers.nixl.exporter_child import Child
+from tiers.nixl.supervisor import Move
 
 TRANSPORTS = {"cma": None, "tcp": "tcp,self"}
 BLOCKS = (4 * KIB, 64 * KIB, 512 * KIB, 2 * MIB, 5000)
@@ -206,7 +206,7 @@ def random_message(rng: random.Random) -> Message:
 def test_anything_that_is_said_is_answered_and_ends_nothing(told: Told) -> None:
     rng = random.Random(5)
     for _ in range(4000):
-        body = bytearray(protocol.encode(random_message(rng))[4:])
+        body = bytearray(framing.encode(random_message(rng))[4:])
         for _ in range(rng.choice((0, 0, 1, 3))):
             body[rng.randrange(len(body))] = rng.randrange(256)
         told.raw(rng.randbytes(rng.randrange(60)) if rng.random() < 0.2 else bytes(body))
@@ -263,5 +263,5 @@ def test_it_ends_when_it_cannot_tell_messages_apart(told: Told) -> None:
     told.child._outbox.append((memoryview(struct.pack("<I", 1 << 30)), None))
     told.child.flush()
     (failed,) = told.until(m.Failed)
-    assert failed == m.Failed(f"frame of {1 << 30} bytes, at most {protocol.FRAME_BYTES_MAX}")
+    assert failed == m.Failed(f"frame of {1 << 30} bytes, at most {framing.FRAME_BYTES_MAX}")
     assert told.child.ended(WAIT_S) == "it ended with 1"

@@ -16,14 +16,14 @@ import msgspec
 import psutil
 import pytest
 
-from kvstore.bench.steal import Watch
-from kvstore.errors import InvariantBroken
-from kvstore.protocol import Message, u32
-from tests.exporter_rig import EXPORT, KIB, LANDING, MIB, Side, end, start_all, wait
-from tests.patience import WAIT_S
-from tiers.exporter import client
-from tiers.exporter.client import Down, Exporter, Move, Settings
-from tiers.exporter.messages import Ended, Mapped, NotMapped, Ready, Unmapped, Wrong
+from kvstore.core.errors import InvariantBroken
+from kvstore.wire.framing import Message, u32
+from tests.bench.steal import Watch
+from tests.harness.exporter_rig import EXPORT, KIB, LANDING, MIB, Side, end, start_all, wait
+from tests.harness.patience import WAIT_S
+from tiers.nixl import supervisor
+from tiers.nixl.messages import Ended, Mapped, NotMapped, Ready, Unmapped, Wrong
+from tiers.nixl.supervisor import Down, Exporter, Move, Settings
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +84,7 @@ def test_a_stopped_process_holds_nothing_up(side: Side, monkeypatch: pytest.Monk
     assert promptly(lambda: numbers.extend(side.exporter.start(large) for _ in range(3))) < 5
     side.poll()
     assert not side.of(Down)
-    monkeypatch.setattr(client, "OUTBOX_BYTES_MAX", 16 * MIB)
+    monkeypatch.setattr(supervisor, "OUTBOX_BYTES_MAX", 16 * MIB)
     wait(side, lambda: side.of(Down))
     assert side.of(Down)[0].reason == "it does not read: it was ended by SIGKILL"
     assert set(numbers) == set(side.ended)
@@ -104,7 +104,7 @@ def test_signals_of_a_terminal_are_for_the_store(side: Side) -> None:
 
 STORE = """
 import sys, time
-from tiers.exporter.client import Exporter, Settings
+from tiers.nixl.supervisor import Exporter, Settings
 exporter = Exporter(Settings("store"))
 while exporter.name is None:
     exporter.poll(time.monotonic_ns())

@@ -12,19 +12,10 @@ import msgspec
 import psutil
 import pytest
 
-from kvstore.protocol import u32
-from tests.exporter_rig import (
-    EXPORT,
-    KIB,
-    LANDING,
-    MIB,
-    Side,
-    end,
-    start_all,
-    wait,
-)
-from tiers.exporter import messages as m
-from tiers.exporter.client import Down, Move
+from kvstore.wire.framing import u32
+from tests.harness.exporter_rig import EXPORT, KIB, LANDING, MIB, Side, end, start_all, wait
+from tiers.nixl import messages as m
+from tiers.nixl.supervisor import Down, Move
 
 pytestmark = pytest.mark.slow
 

@@ -8,11 +8,11 @@ from array import array
 import msgspec
 import pytest
 
-from kvstore.layout import PageRun
-from kvstore.protocol import u32
+from kvstore.core.layout import PageRun
+from kvstore.wire.framing import u32
 from tests.test_exporter_mover import SIZE, SLOT, Rig, rig
-from tiers.exporter import mover as under_test
-from tiers.exporter.messages import Ended, Fill
+from tiers.nixl import transfers as under_test
+from tiers.nixl.messages import Ended, Fill
 
 __all__ = ["rig"]
 

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvstore.protocol import u32
+from kvstore.wire.framing import u32
 from tiers.cpu import CpuExtent
-from tiers.exporter import mover as under_test
-from tiers.exporter.agent import Agent, Blocks, Flight, Indices, Places, Region
-from tiers.exporter.errors import ErrorClass, MoveError
-from tiers.exporter.extents import Extent
-from tiers.exporter.messages import Ended, PeerRefused, Transfer, Unmapped
-from tiers.exporter.mover import CHUNK_BYTES, FLIGHTS_MAX, LONG_NAP_S, NAP_S, Mover
+from tiers.nixl import transfers as under_test
+from tiers.nixl.agent import Agent, Blocks, Flight, Indices, Places, Region
+from tiers.nixl.errors import ErrorClass, MoveError
+from tiers.nixl.extents import Extent
+from tiers.nixl.messages import Ended, PeerRefused, Transfer, Unmapped
+from tiers.nixl.transfers import CHUNK_BYTES, FLIGHTS_MAX, LONG_NAP_S, NAP_S, Mover
 
 SLOT = 4096
 SIZE = 64 * SLOT

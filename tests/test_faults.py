@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import Call, Faults, Kind
+from tests.harness.faults import Call, Faults, Kind
 
 # Does one thing per line that it reads; says "ok", or the number of the error.
 CHILD = """

@@ -9,13 +9,13 @@ from typing import cast
 
 import pytest
 
-from kvstore import protocol as p
 from kvstore.config import Config, parse
-from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
-from kvstore.service import store as stores
-from kvstore.types import GroupRule
-from tests.fakes import hashes
-from tests.live import Client, LiveStore, engine, eventually
+from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
+from kvstore.core.types import GroupRule
+from kvstore.store import sessions as stores
+from kvstore.wire import engine as p
+from tests.harness.fakes import hashes
+from tests.harness.live import Client, LiveStore, engine, eventually
 from tiers.nvme.disk import NvmeDisk
 
 PAGE = 1 << 16

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import Forked
+from tests.harness.forked import Forked
 
 
 def tell(fds: list[int], word: str) -> None:

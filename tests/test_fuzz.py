@@ -9,13 +9,13 @@ from typing import get_args
 import msgspec
 import pytest
 
-from kvstore import protocol as p
-from kvstore.errors import ProtocolError
-from kvstore.export import messages as m
-from tests import fuzz_site
-from tests.fuzz import attempts
-from tests.fuzz_inputs import Mutator
-from tests.fuzz_world import Failed, World
+from kvstore.core.errors import ProtocolError
+from kvstore.wire import framing
+from kvstore.wire import peer as m
+from tests.fuzz import site
+from tests.fuzz.campaign import attempts
+from tests.fuzz.inputs import Mutator
+from tests.fuzz.world import Failed, World
 
 MESSAGES = 96_000
 WORLD = 24_000
@@ -50,7 +50,7 @@ def test_a_world_is_the_same_again_from_its_seed() -> None:
 def test_what_escapes_is_told_with_its_input_and_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     decode = m.decode_for_producer
 
-    def breaks(data: bytes) -> p.Message:
+    def breaks(data: bytes) -> framing.Message:
         message = decode(data)
         if isinstance(message, m.Extend):
             raise KeyError(message.job)
@@ -62,8 +62,8 @@ def test_what_escapes_is_told_with_its_input_and_its_seed(monkeypatch: pytest.Mo
 
 
 def test_a_client_that_is_not_served_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuzz_site.Mover, "read", lambda *_: None)
-    monkeypatch.setattr(fuzz_site.Mover, "write", lambda *_: None)
+    monkeypatch.setattr(site.Mover, "read", lambda *_: None)
+    monkeypatch.setattr(site.Mover, "write", lambda *_: None)
     with pytest.raises(Failed, match="a good client: no block in time"):
         World(3).run(10)
 

@@ -18,14 +18,15 @@ from typing import Self
 import pytest
 import zmq
 
-from kvstore import protocol as p
-from kvstore.export import messages as m
-from kvstore.service.channel import ClusterKey
-from kvstore.types import make_key
-from tests.fakes import geometry, hashes, u32
-from tests.fuzz_inputs import Mutator
-from tests.handover_nodes import Node, nothing_left
-from tests.patience import WAIT_S
+from kvstore.core.types import make_key
+from kvstore.handover.side_channel import ClusterKey
+from kvstore.wire import engine as p
+from kvstore.wire import framing
+from kvstore.wire import peer as m
+from tests.fuzz.inputs import Mutator
+from tests.harness.fakes import geometry, hashes, u32
+from tests.harness.handover_nodes import Node, nothing_left
+from tests.harness.patience import WAIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -108,9 +109,9 @@ class Rough:
         except zmq.Again:
             time.sleep(0.001)
 
-    def _say(self) -> p.Message:
+    def _say(self) -> framing.Message:
         job, chain = self.rng.randint(1, 4), self._chain[: self.rng.randint(1, 4)]
-        said: tuple[p.Message, ...] = (
+        said: tuple[framing.Message, ...] = (
             m.Hello(m.VERSION, "n" * 64, {"model": "m"}, "rough", b"no metadata"),
             m.Want(job, b"".join(chain), 32, (u32(range(len(chain))),), lease_ms=1000),
             m.Land(job, m.Region(1, 4096, 4), u32([0]), u32([1]), b"no metadata"),
@@ -131,7 +132,7 @@ class Rough:
                 p.Stored(u32([1]), (key,), (b"",), ok=True, seconds=0.1),
                 p.Query("stats"),
             ):
-                body = self._shape(p.encode(message)[4:])
+                body = self._shape(framing.encode(message)[4:])
                 try:
                     sock.sendall(len(body).to_bytes(4, "little") + body)
                 except OSError:

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import zmq
 
-from kvstore.errors import ConfigError
-from kvstore.export import messages as m
-from kvstore.ratelog import LINES_MAX, WINDOW_NS, RateLog
-from kvstore.service import gate, loopback
-from kvstore.service.channel import Channel, ClusterKey
-from kvstore.service.gate import Gate
-from tests.posts import Post, make_posts, until
+from kvstore.core.errors import ConfigError
+from kvstore.handover import gate, loopback
+from kvstore.handover.gate import Gate
+from kvstore.handover.side_channel import Channel, ClusterKey
+from kvstore.rate_log import LINES_MAX, WINDOW_NS, RateLog
+from kvstore.wire import peer as m
+from tests.harness.posts import Post, make_posts, until
 
 KEY = ClusterKey(b"k" * 32)
 WRONG = b"\xc1"

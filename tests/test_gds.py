@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.gds import Gds
-from tests.compiled import compiled
+from tests.harness.compiled import compiled
 from tiers.nvme import gds, nixl_gds
 
 MOUNTS = """\

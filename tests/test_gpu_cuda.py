@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvstore.errors import NotSupported, TierIOError
-from tests.compiled import library
-from tiers.gpu import cuda
+from connectors.copies.gpu import cuda
+from kvstore.core.errors import NotSupported, TierIOError
+from tests.harness.compiled import library
 
 
 def test_a_batch_of_copies_reaches_the_driver_as_its_header_says(
@@ -19,7 +19,7 @@ def test_a_batch_of_copies_reaches_the_driver_as_its_header_says(
 ) -> None:
     """Arguments of ctypes against a stub with the types of CUDA 13; cupy has no such call."""
     driver = library("driver_stub.c", tmp_path)
-    monkeypatch.setattr("tiers.gpu.cuda.ctypes.CDLL", lambda _: driver)
+    monkeypatch.setattr("connectors.copies.gpu.cuda.ctypes.CDLL", lambda _: driver)
     made = cuda.CupyCuda.__new__(cuda.CupyCuda)
     monkeypatch.setattr(made, "_use", lambda: None, raising=False)
     made._index = 0
@@ -60,7 +60,7 @@ def test_an_event_is_reached_not_yet_or_failed(
 ) -> None:
     """Asked forever, a device that has failed would never end a job."""
     driver = library("driver_stub.c", tmp_path)
-    monkeypatch.setattr("tiers.gpu.cuda.ctypes.CDLL", lambda _: driver)
+    monkeypatch.setattr("connectors.copies.gpu.cuda.ctypes.CDLL", lambda _: driver)
     made = cuda.CupyCuda.__new__(cuda.CupyCuda)
     monkeypatch.setattr(made, "_use", lambda: None, raising=False)
     made._index = 3

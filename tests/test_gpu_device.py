@@ -1,4 +1,4 @@
-"""Copies for a GPU, on a fake of CUDA that runs streams in any order it may (tests/fake_cuda.py).
+"""Copies for a GPU, on a fake of CUDA that runs streams in any order it may (harness/fake_cuda.py).
 
 The fake is what makes a missing wait fail: a device would mostly run things in the harmless order.
 """
@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore.errors import TierError
-from kvstore.layout import Move
-from tests.fake_cuda import COMPUTE, FakeCuda
-from tests.gpu_layouts import Bytes, Engine, engine_of, fill_random, random_engine
+from connectors.copies.gpu import measure
+from connectors.copies.gpu.cuda import Launch
+from connectors.copies.gpu.device import CudaDevice, GpuCopier, Queued
+from connectors.copies.gpu.measure import Choice, Rate, chosen
+from connectors.copies.gpu.pins import Pins, explain, pieces_of
+from connectors.copies.gpu.plan import Words
+from connectors.copies.host import MappedExtent, SlotMap
+from kvstore.core.errors import TierError
+from kvstore.core.layout import Move
+from tests.harness.fake_cuda import COMPUTE, FakeCuda
+from tests.harness.gpu_layouts import Bytes, Engine, engine_of, fill_random, random_engine
 from tests.test_gpu_plan import BLOCKS, POISON, SLOTS, slots_for, some_moves
-from tiers.copier import MappedExtent, SlotMap
-from tiers.gpu import measure
-from tiers.gpu.cuda import Launch
-from tiers.gpu.device import CudaDevice, GpuCopier, Queued
-from tiers.gpu.measure import Choice, Rate, chosen
-from tiers.gpu.pins import Pins, explain, pieces_of
-from tiers.gpu.plan import Words
 
 KERNEL = Choice(((1, 8),), ((1, 8),))
 ENGINES = Choice(((1, 0),), ((1, 0),))
@@ -343,7 +343,7 @@ def extent_of(slots: int, size: int) -> MappedExtent:
 
 
 def test_registrations_end_where_slots_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiers.gpu.pins.PIECE_BYTES", 50_000)
+    monkeypatch.setattr("connectors.copies.gpu.pins.PIECE_BYTES", 50_000)
     extent = extent_of(7, 12288)
     pieces = pieces_of(extent)
     assert len(pieces) == 2
@@ -354,7 +354,7 @@ def test_registrations_end_where_slots_end(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_copies_run_in_memory_registered_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiers.gpu.pins.PIECE_BYTES", 1)
+    monkeypatch.setattr("connectors.copies.gpu.pins.PIECE_BYTES", 1)
     rig = Rig(choice=ENGINES)
     assert len(rig.cuda.pinned_ranges) == 2 * SLOTS
     rig.finish(rig.copy([Move(0, b, b, 0) for b in range(BLOCKS)], store=True))
@@ -375,7 +375,7 @@ def test_what_was_registered_is_let_go_and_only_that() -> None:
 def test_memory_that_cannot_be_registered_is_explained_and_nothing_of_it_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tiers.gpu.pins.PIECE_BYTES", 1)
+    monkeypatch.setattr("connectors.copies.gpu.pins.PIECE_BYTES", 1)
     cuda = FakeCuda([])
     cuda.refuse["pin"] = 3
     with pytest.raises(TierError, match=r"refuses this pin; 0 of 0 MiB.*container.*ulimit -l"):
@@ -384,7 +384,7 @@ def test_memory_that_cannot_be_registered_is_explained_and_nothing_of_it_is_kept
 
 
 def test_pinning_stops_when_the_worker_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiers.gpu.pins.PIECE_BYTES", 1)
+    monkeypatch.setattr("connectors.copies.gpu.pins.PIECE_BYTES", 1)
     cuda, asked = FakeCuda([]), threading.Event()
 
     def stopped() -> bool:
@@ -399,7 +399,7 @@ def test_pinning_stops_when_the_worker_does(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_progress_is_told_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
     now = iter(range(0, 10_000, 6))
-    caplog.set_level("INFO", "tiers.gpu.pins")
+    caplog.set_level("INFO", "connectors.copies.gpu.pins")
     pins = Pins(FakeCuda([]), lambda: float(next(now)))
     for _ in range(4):
         pins.pin(extent_of(1, 12288), lambda: False)

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.compiled import library
-from tests.gpu_layouts import Bytes
-from tests.gpu_twin import items
-from tiers.gpu.plan import Words, tiles_of
+from connectors.copies.gpu.plan import Words, tiles_of
+from tests.harness.compiled import library
+from tests.harness.gpu_layouts import Bytes
+from tests.harness.gpu_twin import items
 
 ROOT = Path(__file__).parent.parent
-KERNEL = ROOT / "tiers" / "gpu" / "kernel.cu"
+KERNEL = ROOT / "connectors" / "copies" / "gpu" / "kernel.cu"
 ARCHITECTURES = (80, 90, 100, 120)
 BLOCKS = 5
 

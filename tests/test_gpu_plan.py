@@ -12,12 +12,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.errors import TierError
-from kvstore.layout import GroupLayout, LayerRun, Move, RankLayout
-from tests.gpu_layouts import Bytes, Engine, cases, engine_of, fill_random, random_engine
-from tests.gpu_twin import items
-from tiers.copier import HostCopier, LayerCache, MappedExtent, SlotMap, pieces_of
-from tiers.gpu.plan import GroupPlan, Words, copies_of, joined, places_of, plans, tiles_of
+from connectors.copies.gpu.plan import (
+    GroupPlan,
+    Words,
+    copies_of,
+    joined,
+    places_of,
+    plans,
+    tiles_of,
+)
+from connectors.copies.host import HostCopier, LayerCache, MappedExtent, SlotMap, pieces_of
+from kvstore.core.errors import TierError
+from kvstore.core.layout import GroupLayout, LayerRun, Move, RankLayout
+from tests.harness.gpu_layouts import Bytes, Engine, cases, engine_of, fill_random, random_engine
+from tests.harness.gpu_twin import items
 
 BLOCKS, SLOTS, PAGE = 7, 6, 4096
 POISON = 0xEE

@@ -1,4 +1,4 @@
-"""The worker half with a GPU that is a fake (tests/fake_cuda.py says why), against a real store.
+"""The worker half with a GPU that is a fake (harness/fake_cuda.py says why), against a real store.
 
 The fake's streams move only when events are asked for, so a test can hold one and see what the
 worker half does while a copy is under way.
@@ -14,21 +14,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from connectors.jobs import StepMeta
-from kvstore import protocol as p
+from connectors.copies import device as devices
+from connectors.copies.device import Device, device_of
+from connectors.copies.gpu import cuda as real
+from connectors.copies.gpu.device import CudaDevice
+from connectors.copies.gpu.measure import Choice
+from connectors.copies.host import HostDevice, LayerCache
+from connectors.step_meta import StepMeta
 from kvstore.config import Config, parse
-from kvstore.errors import NotSupported
-from kvstore.types import make_key
-from tests.fake_cuda import COMPUTE, FakeCuda
-from tests.live import LiveStore, eventually
-from tests.script import hashes
-from tests.worker_rig import BLOCKS, POISON, Rig, heard
-from tiers import device as devices
-from tiers.copier import HostDevice, LayerCache
-from tiers.device import Device, device_of
-from tiers.gpu import cuda as real
-from tiers.gpu.device import CudaDevice
-from tiers.gpu.measure import Choice
+from kvstore.core.errors import NotSupported
+from kvstore.core.types import make_key
+from kvstore.wire import engine as p
+from kvstore.wire import framing
+from tests.harness.fake_cuda import COMPUTE, FakeCuda
+from tests.harness.live import LiveStore, eventually
+from tests.harness.script import hashes
+from tests.harness.worker_rig import BLOCKS, POISON, Rig, heard
 
 CHOICES = {"kernel": Choice(((1, 8),), ((1, 8),)), "engines": Choice(((1, 0),), ((1, 0),))}
 LONG_S = 0.1  # enough for hundreds of looks at a copy
@@ -286,7 +287,7 @@ def test_O17_shutdown_finishes_copies_and_unregisters_memory(store: LiveStore) -
 def test_memory_that_the_store_takes_back_is_unregistered_first(start: Start) -> None:
     gpu = start()
     assert gpu.cuda.pinned_ranges
-    sent: list[p.Message] = []
+    sent: list[framing.Message] = []
     link = SimpleNamespace(send=sent.append)
     (number,) = gpu.half._slots._extents
     assert gpu.half._handle(link, [p.Unmap(number)])  # type: ignore[arg-type]

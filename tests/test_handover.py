@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from connectors.reference import Group, Shape
 from kvstore.config import parse
-from kvstore.export import consumer, hands
-from tests.handover_rig import Node, node, prompt
-from tests.live import LiveStore, eventually
-from tests.patience import WAIT_S
+from kvstore.handover import consumer, request_leases
+from tests.harness.handover_rig import Node, node, prompt
+from tests.harness.live import LiveStore, eventually
+from tests.harness.patience import WAIT_S
+from tests.reference import Group, Shape
 from tests.test_peers import inside
 
 FULL = Shape((Group(4),), 8, 400, budget=24)
@@ -38,7 +38,11 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveStore
         return LiveStore(parse(settings))
 
     with pytest.MonkeyPatch.context() as patch, store("p") as prefill, store("d") as decode:
-        for module, limit in ((consumer, "ANSWER_NS"), (consumer, "STALL_NS"), (hands, "LATE_NS")):
+        for module, limit in (
+            (consumer, "ANSWER_NS"),
+            (consumer, "STALL_NS"),
+            (request_leases, "LATE_NS"),
+        ):
             patch.setattr(module, limit, int(WAIT_S * 1e9))
         yield prefill, decode
 

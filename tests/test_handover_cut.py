@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.service.channel import ClusterKey
-from tests.fakes import hashes
-from tests.handover_nodes import Node, nothing_left
+from kvstore.handover.side_channel import ClusterKey
+from tests.harness.fakes import hashes
+from tests.harness.handover_nodes import Node, nothing_left
 from tests.test_handover_faults import NOTICED_S, computed
 
 pytestmark = pytest.mark.slow

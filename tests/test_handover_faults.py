@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvstore import protocol as p
-from tests.fakes import hashes
-from tests.handover_nodes import Node, answers_to, gone, nothing_left, release, signal_now
+from kvstore.wire import engine as p
+from tests.harness.fakes import hashes
+from tests.harness.handover_nodes import Node, answers_to, gone, nothing_left, release, signal_now
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.index import STRANDS_MAX, Entry, Index, State, Strand
-from kvstore.types import BlockKey, Chain, LookupResult, Slot
+from kvstore.core.index import STRANDS_MAX, Entry, Index, State, Strand
+from kvstore.core.types import BlockKey, Chain, LookupResult, Slot
 
 WIDTH = 8
 

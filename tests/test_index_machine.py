@@ -13,9 +13,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvstore.eviction import LeafLRU
-from kvstore.index import Entry, Index, State, Strand
-from kvstore.types import BlockKey, Chain, LookupResult, Slot
+from kvstore.core.eviction import LeafLRU
+from kvstore.core.index import Entry, Index, State, Strand
+from kvstore.core.types import BlockKey, Chain, LookupResult, Slot
 
 WIDTH = 8
 DEEPEST = 5

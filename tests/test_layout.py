@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore import limits
-from kvstore.errors import ConfigError
-from kvstore.layout import (
+from kvstore.core import limits
+from kvstore.core.errors import ConfigError
+from kvstore.core.layout import (
     ALIGNMENT,
     GroupGeometry,
     LayerGeometry,
@@ -23,7 +23,7 @@ from kvstore.layout import (
     SlotLayout,
     slot_layout,
 )
-from kvstore.types import GroupRule
+from kvstore.core.types import GroupRule
 
 DECISION = Path(__file__).parent.parent / "docs" / "decisions" / "001-slot-order.md"
 HEAD_BYTES = 96

@@ -19,19 +19,21 @@ import msgspec
 import psutil
 import pytest
 
-from kvstore import config, limits
-from kvstore import protocol as p
-from kvstore.bench.store import StoreProcess
-from kvstore.errors import InvariantBroken
-from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
-from kvstore.service.desk import Desk
-from kvstore.service.listener import listen
-from kvstore.service.server import Server, serve
-from kvstore.service.session import Ask, Session
-from kvstore.service.store import Store
-from kvstore.types import Chain, GroupRule
-from tests.fakes import blocks, hashes
-from tests.live import Client, LiveEngine, LiveStore, client, engine, eventually
+from kvstore import config
+from kvstore.core import limits
+from kvstore.core.errors import InvariantBroken
+from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
+from kvstore.core.types import Chain, GroupRule
+from kvstore.listener import listen
+from kvstore.store.lookups import Desk
+from kvstore.store.server import Server, serve
+from kvstore.store.session import Ask, Session
+from kvstore.store.sessions import Store
+from kvstore.wire import engine as p
+from kvstore.wire import framing
+from tests.bench.store import StoreProcess
+from tests.harness.fakes import blocks, hashes
+from tests.harness.live import Client, LiveEngine, LiveStore, client, engine, eventually
 
 SPACE_BYTES = 2 << 30  # more than a store of 64 MiB takes
 PROMPT_S = 3.0  # an answer that takes longer is a stall, also on a machine that does other things
@@ -76,7 +78,7 @@ def shape(layers: Sequence[LayerGeometry]) -> RankGeometry:
     return RankGeometry("model", 16, (1,), (group,), {"model": "model"})
 
 
-def raw(message: p.Message, **geometry: object) -> bytes:
+def raw(message: framing.Message, **geometry: object) -> bytes:
     """The frame of a Hello with other values in its geometry, whatever these are."""
     items = ["Hello", *msgspec.to_builtins(message)[1:]]
     items[1 + p.Hello.__struct_fields__.index("geometry")].update(geometry)
@@ -109,8 +111,8 @@ def many_groups(count: int) -> list[bytes]:
     groups = [{"rule": {}, "layers": [{"name": "layer", "page_bytes": 4096}]}] * count
     return [
         raw(hello, groups=groups, blocks_per_chunk=[1] * count),
-        p.encode(p.Hello(p.VERSION, "bad", "scheduler", 0, 1, 4)),
-        p.encode(p.Step((p.Lookup(1, b"h" * 32, 32),))),
+        framing.encode(p.Hello(p.VERSION, "bad", "scheduler", 0, 1, 4)),
+        framing.encode(p.Step((p.Lookup(1, b"h" * 32, 32),))),
     ]
 
 
@@ -121,9 +123,9 @@ BAD = {
     "2^26 heads": heads(1 << 26),
     "65,537 groups": many_groups(65_537),
     "20,000 layers": many_layers(20_000),
-    "a name of 20 MiB": [p.encode(p.Hello(p.VERSION, "e" * (20 << 20), "scheduler", 0, 1))],
-    "2^31 ranks": [p.encode(p.Hello(p.VERSION, "e", "scheduler", 0, 1 << 31))],
-    "2^62 credits": [p.encode(p.Hello(p.VERSION, "e", "scheduler", 0, 1, 1 << 62))],
+    "a name of 20 MiB": [framing.encode(p.Hello(p.VERSION, "e" * (20 << 20), "scheduler", 0, 1))],
+    "2^31 ranks": [framing.encode(p.Hello(p.VERSION, "e", "scheduler", 0, 1 << 31))],
+    "2^62 credits": [framing.encode(p.Hello(p.VERSION, "e", "scheduler", 0, 1, 1 << 62))],
 }
 
 
@@ -198,7 +200,7 @@ def test_S2_a_client_that_asks_and_does_not_read_is_dropped(store: Kept) -> None
     assert blocks(engine.ask(hashes(100, "r9"))) == list(range(100))
     before_bytes = store.rss_bytes
     bad = Client(store.path)
-    frame = p.encode(p.Query("blocks"))
+    frame = framing.encode(p.Query("stats"))
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         bad.sock.sendall(frame * 5000)
     assert blocks(engine.ask(hashes(100, "r9"))) == list(range(100))
@@ -222,9 +224,9 @@ def test_S2_one_read_of_many_questions_stops_where_the_answers_are_too_long(
     monkeypatch.setattr(Store, "_query", counted)
     with LiveStore(settings_for(tmp_path)) as store, engine(store) as good, client(store) as bad:
         bad.send(question := p.Query("stats"))
-        size = len(p.encode(bad.take(p.Report)))
+        size = len(framing.encode(bad.take(p.Report)))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            bad.sock.sendall(p.encode(question) * 5000)
+            bad.sock.sendall(framing.encode(question) * 5000)
         good.put(chain := hashes(2))
         assert blocks(good.ask(chain)) == [0, 1]
         assert 1 < answered <= 2 + limits.OUTBOX_BYTES_MAX // size + 1

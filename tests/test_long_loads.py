@@ -21,15 +21,15 @@ import msgspec
 import psutil
 import pytest
 
-from connectors.jobs import StepMeta
-from connectors.reference import Group, Shape
-from kvstore import admin
-from kvstore.bench.store import StoreProcess
-from tests.faults import Call, Faults, Kind
-from tests.handover_nodes import exporter_of, free_port
-from tests.handover_rig import HANDED, Node, node, prompt
-from tests.live import LiveStore, eventually
-from tests.patience import WAIT_S
+from connectors.step_meta import StepMeta
+from kvstore.store import admin
+from tests.bench.store import StoreProcess
+from tests.harness.faults import Call, Faults, Kind
+from tests.harness.handover_nodes import exporter_of, free_port
+from tests.harness.handover_rig import HANDED, Node, node, prompt
+from tests.harness.live import LiveStore, eventually
+from tests.harness.patience import WAIT_S
+from tests.reference import Group, Shape
 
 SHAPE = Shape((Group(4),), 8, 1200, budget=4000)
 TOKENS = 8 * 40 + 3
@@ -49,7 +49,7 @@ class Store(StoreProcess):
         folder.mkdir(exist_ok=True)
         self.listen = f"127.0.0.1:{free_port()}"
         settings = f'extent = "16MiB"\n[engine]\n{waits}{more}[peer]\nlisten = "{self.listen}"\n'
-        how = {"module": "tests.serve_brief", "scraped": False} | how
+        how = {"module": "tests.harness.serve_brief", "scraped": False} | how
         super().__init__(folder, "64MiB", settings, **cast("Any", how))
         self.path = self.address.removeprefix("unix://")
 
@@ -148,7 +148,12 @@ def meet(prefill: Node, decode: Node) -> None:
 
 
 def long_prefill(
-    folder: Path, waits: str, step_s: float, *, push: bool, module: str = "tests.serve_brief"
+    folder: Path,
+    waits: str,
+    step_s: float,
+    *,
+    push: bool,
+    module: str = "tests.harness.serve_brief",
 ) -> float:
     """A prompt is computed in one step of so many seconds; return how long it was waited for."""
     text = prompt(folder, TOKENS)

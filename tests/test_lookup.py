@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.lookup import Answer, Probe, common_hit, prefix_hit, trailing_hit
-from kvstore.types import GroupRule, LookupResult, window_rule
+from kvstore.core.lookup import Answer, Probe, common_hit, prefix_hit, trailing_hit
+from kvstore.core.types import GroupRule, LookupResult, window_rule
 
 FULL = GroupRule()
 STATE = GroupRule(1, exact=True)

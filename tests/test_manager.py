@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvstore.errors import InvariantBroken
-from kvstore.index import Entry, State
-from kvstore.leases import Lease, hit_of
-from kvstore.lookup import Answer
-from kvstore.manager import Manager
-from kvstore.types import BlockKey, Chain, GroupRule, LookupResult, Slot, StoreOutcome
+from kvstore.core.errors import InvariantBroken
+from kvstore.core.index import Entry, State
+from kvstore.core.leases import Lease, hit_of
+from kvstore.core.lookup import Answer
+from kvstore.core.manager import Manager
+from kvstore.core.types import BlockKey, Chain, GroupRule, LookupResult, Slot, StoreOutcome
 
 WIDTH = 4
 FULL = GroupRule()

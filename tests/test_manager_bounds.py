@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.eviction import SKIPS_MAX
-from kvstore.types import Chain, LookupResult, Slot, StoreOutcome
+from kvstore.core.eviction import SKIPS_MAX
+from kvstore.core.types import Chain, LookupResult, Slot, StoreOutcome
 from tests.test_manager import WIDTH, Rig
 
 

@@ -6,11 +6,11 @@ import gc
 
 import pytest
 
-from kvstore import protocol as p
-from kvstore.lookup import Answer
-from kvstore.manager import CLEAR_MAX
-from kvstore.types import LookupResult, Slot, StoreOutcome
-from tests.fakes import Town, hashes
+from kvstore.core.lookup import Answer
+from kvstore.core.manager import CLEAR_MAX
+from kvstore.core.types import LookupResult, Slot, StoreOutcome
+from kvstore.wire import engine as p
+from tests.harness.fakes import Town, hashes
 from tests.test_manager import Rig, chain
 from tests.test_manager_bounds import filled
 
@@ -182,7 +182,7 @@ def test_cleared_blocks_are_freed_without_a_collection() -> None:
 def test_a_store_goes_on_while_it_clears_and_answers_when_all_slots_are_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvstore.manager.Manager.clear_some.__defaults__", (2,))
+    monkeypatch.setattr("kvstore.core.manager.Manager.clear_some.__defaults__", (2,))
     town = Town()
     engine, chain = town.attach(), hashes(6)
     engine.put(chain)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.lookup import common_hit
-from kvstore.types import Chain, GroupRule, LookupResult
+from kvstore.core.lookup import common_hit
+from kvstore.core.types import Chain, GroupRule, LookupResult
 from tests.test_manager import Rig, chain
 
 RULE = st.builds(GroupRule, st.none() | st.integers(1, 2), st.integers(0, 8), st.booleans())

@@ -16,11 +16,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvstore.index import Entry, Node, State
-from kvstore.leases import Lease
-from kvstore.lookup import Answer, common_hit
-from kvstore.manager import Manager
-from kvstore.types import BlockKey, Chain, GroupRule, LookupResult, Slot, StoreOutcome
+from kvstore.core.index import Entry, Node, State
+from kvstore.core.leases import Lease
+from kvstore.core.lookup import Answer, common_hit
+from kvstore.core.manager import Manager
+from kvstore.core.types import BlockKey, Chain, GroupRule, LookupResult, Slot, StoreOutcome
 
 WIDTH = 8
 RULES = (GroupRule(), GroupRule(2))

@@ -16,8 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore import config
-from kvstore import protocol as p
-from kvstore.errors import ConfigError
+from kvstore.core.errors import ConfigError
 from kvstore.metrics import (
     DISK_EVENTS,
     EVICTIONS,
@@ -29,11 +28,12 @@ from kvstore.metrics import (
     TIER_EVENTS,
     Numbers,
     Spec,
-    StoreCollector,
 )
-from tests.fakes import Town, blocks, hashes
-from tests.live import LiveStore, engine
-from tiers.memory import MemoryTier
+from kvstore.store.metrics_endpoint import StoreCollector
+from kvstore.wire import engine as p
+from tests.harness.fakes import Town, blocks, hashes
+from tests.harness.live import LiveStore, engine
+from tests.reference.memory_tier import MemoryTier
 
 UNITS = ("bytes", "seconds", "tokens", "blocks", "lookups", "slots", "leases", "sessions", "tiers")
 NO_UNIT = {"events", "refused", "started", "ended", "open"}
@@ -202,15 +202,13 @@ VALUES = {spec.name: spec.values for spec in TABLE}
 @pytest.mark.parametrize(
     ("where", "what", "allowed"),
     [
-        ("kvstore/export/*.py", "counts", HAND_OVER_EVENTS),
-        ("kvstore/service/requests.py", "counts", HAND_OVER_EVENTS),
-        ("kvstore/service/channel.py", "counts", HAND_OVER_EVENTS),
-        ("kvstore/tiering.py", "counts", TIER_EVENTS),
-        ("kvstore/manager.py", "drop", EVICTIONS),
-        ("kvstore/manager.py", "evictions", EVICTIONS),
+        ("kvstore/handover/*.py", "counts", HAND_OVER_EVENTS),
+        ("kvstore/core/tiering.py", "counts", TIER_EVENTS),
+        ("kvstore/core/manager.py", "drop", EVICTIONS),
+        ("kvstore/core/manager.py", "evictions", EVICTIONS),
         ("tiers/nvme/*.py", "counts", DISK_EVENTS),
         ("tiers/nvme/*.py", "drop", DISK_EVENTS),
-        ("kvstore/service/store.py", "_end", VALUES["kvstore_sessions_ended"]),
+        ("kvstore/store/sessions.py", "_end", VALUES["kvstore_sessions_ended"]),
         *(("kvstore/**/*.py", name, values) for name, values in VALUES.items() if values),
     ],
 )

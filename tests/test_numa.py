@@ -20,17 +20,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from connectors.copies.gpu.pins import Pins
 from kvstore import cli, numa
+from kvstore.check import Level, _nodes
 from kvstore.config import parse
-from kvstore.errors import ConfigError, TierIOError
-from kvstore.preflight import Level, _nodes
-from tests.fake_cuda import FakeCuda
-from tests.fakes import SLOT_BYTES
-from tests.live import LiveStore
+from kvstore.core.errors import ConfigError, TierIOError
+from tests.harness.fake_cuda import FakeCuda
+from tests.harness.fakes import SLOT_BYTES
+from tests.harness.live import LiveStore
+from tests.harness.worker_rig import Rig
 from tests.test_gpu_device import extent_of
-from tests.worker_rig import Rig
 from tiers.cpu import CpuExtent, CpuMemory
-from tiers.gpu.pins import Pins
 
 SIZE = 4 << 20
 GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
@@ -319,7 +319,7 @@ def test_a_system_that_does_not_tell_stops_nothing(
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(numa, "nodes_of", refuse)
-    caplog.set_level("INFO", "tiers.gpu.pins")
+    caplog.set_level("INFO", "connectors.copies.gpu.pins")
     cuda = FakeCuda([])
     pins = Pins(cuda)
     for _ in range(2):

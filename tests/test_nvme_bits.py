@@ -13,11 +13,11 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from kvstore.errors import ConfigError
-from tests.nvme_blocks import SLOT_BYTES, eventually_ok, key, settings_for, shelf
+from kvstore.core.errors import ConfigError
+from tests.harness.nvme_blocks import SLOT_BYTES, eventually_ok, key, settings_for, shelf
 from tiers.nvme import NvmeDisk, health
-from tiers.nvme.indexer import failed
-from tiers.nvme.indexfile import IndexFile, is_damage
+from tiers.nvme.index_file import IndexFile, is_damage
+from tiers.nvme.index_server import failed
 from tiers.nvme.messages import FORMAT, NAMESPACE
 
 CHAINS, LENGTH = 40, 10

@@ -9,13 +9,13 @@ import lmdb
 import pytest
 
 from kvstore.config import NvmeConfig
-from kvstore.types import BlockKey
-from tests.nvme_blocks import Shelf, content, key, settings_for, shelf
+from kvstore.core.types import BlockKey
+from tests.harness.nvme_blocks import Shelf, content, key, settings_for, shelf
 from tiers.nvme import NvmeDisk
 from tiers.nvme.files import ExtentFile
 from tiers.nvme.index import Durable
 from tiers.nvme.messages import FOLDER
-from tiers.nvme.space import Space
+from tiers.nvme.namespace import Space
 
 SLOTS = 8192
 

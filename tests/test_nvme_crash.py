@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.nvme_blocks import disk_bytes
-from tests.nvme_child import CAPACITY_BYTES
-from tests.nvme_load import Name, parse, path_to
+from tests.harness.nvme_blocks import disk_bytes
+from tests.harness.nvme_child import CAPACITY_BYTES
+from tests.harness.nvme_load import Name, parse, path_to
 
 KILLS = int(os.environ.get("KVSTORE_KILLS", "30"))
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,7 +104,7 @@ class Child:
         self._errors = errors
         with errors.open("wb") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.nvme_child", str(folder), str(seed)],
+                [sys.executable, "-m", "tests.harness.nvme_child", str(folder), str(seed)],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 bufsize=0,

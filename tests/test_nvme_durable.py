@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.nvme_blocks import key
+from tests.harness.nvme_blocks import key
 from tiers.nvme.files import ExtentFile
-from tiers.nvme.indexfile import IndexFile
-from tiers.nvme.journal import IndexDamagedError, Journal
+from tiers.nvme.index_client import IndexDamagedError, Journal
+from tiers.nvme.index_file import IndexFile
 from tiers.nvme.messages import FOLDER, Commit
-from tiers.nvme.space import Space
+from tiers.nvme.namespace import Space
 
 MAP_BYTES = 64 << 20
 PREFIX = b"\0\0\0\1"

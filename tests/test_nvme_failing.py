@@ -12,17 +12,27 @@ from typing import Any
 
 import pytest
 
-from kvstore.bench.steal import Watch
 from kvstore.config import NvmeConfig
-from kvstore.errors import ConfigError, TierIOError
-from kvstore.service.gauges import disk_gauges
-from kvstore.types import LookupResult
-from tests.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
-from tests.nvme_trouble import Gate, Wrap, away, be_quick, raise_eio, refuse, wait, wait_for, whole
+from kvstore.core.errors import ConfigError, TierIOError
+from kvstore.core.types import LookupResult
+from kvstore.store.gauges import disk_gauges
+from tests.bench.steal import Watch
+from tests.harness.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
+from tests.harness.nvme_trouble import (
+    Gate,
+    Wrap,
+    away,
+    be_quick,
+    raise_eio,
+    refuse,
+    wait,
+    wait_for,
+    whole,
+)
 from tiers.nvme import NvmeDisk, disk
-from tiers.nvme.journal import IndexDamagedError, Journal
+from tiers.nvme.directory import Look, Volume
+from tiers.nvme.index_client import IndexDamagedError, Journal
 from tiers.nvme.messages import Commit
-from tiers.nvme.volume import Look, Volume
 
 
 @pytest.fixture(autouse=True)

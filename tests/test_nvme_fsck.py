@@ -19,10 +19,9 @@ import pytest
 
 from kvstore import cli
 from kvstore.config import NvmeConfig
-from kvstore.errors import ConfigError, TierError
-from kvstore.fsck import Amount, Report
-from tests.nvme_blocks import SLOT_BYTES, SLOTS, key, settings_for, shelf
-from tests.nvme_damage import (
+from kvstore.core.errors import ConfigError, TierError
+from tests.harness.nvme_blocks import SLOT_BYTES, SLOTS, key, settings_for, shelf
+from tests.harness.nvme_damage import (
     CHAINS,
     COUNT,
     LENGTH,
@@ -36,6 +35,7 @@ from tests.nvme_damage import (
     name_of,
 )
 from tiers.nvme import fsck
+from tiers.nvme.fsck_report import Amount, Report
 from tiers.nvme.messages import NUMBER
 
 pytestmark = pytest.mark.slow
@@ -138,7 +138,7 @@ def test_the_watcher_sees_every_block(settings: NvmeConfig) -> None:
 def test_a_store_that_was_killed_leaves_a_directory_in_order(settings: NvmeConfig) -> None:
     code = (
         "import os, signal\nfrom pathlib import Path\n"
-        "from tests.nvme_blocks import settings_for, shelf\n"
+        "from tests.harness.nvme_blocks import settings_for, shelf\n"
         f"with shelf(settings_for(Path({settings.path!r}))) as found:\n"
         "    found.put(500, 0, 9)\n"
         "    found.settle()\n"

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from kvstore.errors import TierIOError
+from kvstore.core.errors import TierIOError
 from tiers.nvme import health
 from tiers.nvme.health import READ_ERRORS_MAX, RETRY_MAX_S, RETRY_S, Health, Pace, State
 

@@ -11,12 +11,12 @@ from typing import Self
 import pytest
 
 from kvstore import config
-from kvstore import protocol as p
-from kvstore.bench.steal import Watch
-from kvstore.service import server
-from kvstore.types import LeaseId
-from tests.fakes import from_u32, hashes
-from tests.live import LiveStore, engine, eventually
+from kvstore.core.types import LeaseId
+from kvstore.store import server
+from kvstore.wire import engine as p
+from tests.bench.steal import Watch
+from tests.harness.fakes import from_u32, hashes
+from tests.harness.live import LiveStore, engine, eventually
 from tiers.nvme import disk, tier
 
 PROMOTE_S = 0.3

@@ -11,10 +11,10 @@ import lmdb
 import pytest
 
 from kvstore.config import NvmeConfig
-from kvstore.errors import ConfigError
-from tests.nvme_blocks import MIB, key, settings_for, shelf
-from tiers.nvme import NvmeDisk, volume
-from tiers.nvme.indexfile import IndexFile
+from kvstore.core.errors import ConfigError
+from tests.harness.nvme_blocks import MIB, key, settings_for, shelf
+from tiers.nvme import NvmeDisk, directory
+from tiers.nvme.index_file import IndexFile
 from tiers.nvme.messages import NAMESPACE, VALUE
 
 Table = Any  # lmdb has no name for it
@@ -145,7 +145,7 @@ def test_an_extent_that_may_not_be_opened_is_an_error_not_a_loss(
     with shelf(settings) as before:
         before.put(1, 0, 3)
     with monkeypatch.context() as patched:
-        patched.setattr(volume, "ExtentFile", _raise_emfile)
+        patched.setattr(directory, "ExtentFile", _raise_emfile)
         with pytest.raises(ConfigError, match="Too many open files"):
             NvmeDisk(settings)
     with shelf(settings) as after:

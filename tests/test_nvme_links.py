@@ -10,11 +10,11 @@ import pytest
 
 from kvstore import cli
 from kvstore.config import NvmeConfig
-from kvstore.errors import ConfigError, KVStoreError
-from tests.nvme_blocks import key, settings_for, shelf
+from kvstore.core.errors import ConfigError, KVStoreError
+from tests.harness.nvme_blocks import key, settings_for, shelf
 from tiers.nvme import NvmeDisk, fsck
+from tiers.nvme.directory import Volume
 from tiers.nvme.files import ExtentFile
-from tiers.nvme.volume import Volume
 
 STRANGER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")

@@ -15,12 +15,12 @@ from typing import Any, cast
 import pytest
 
 from kvstore.config import MOVERS, NvmeConfig
-from kvstore.errors import ConfigError
+from kvstore.core.errors import ConfigError
 from tests.conformance import CheckedMove, MoverContract
-from tests.nvme_blocks import MIB, key, shelf
+from tests.harness.nvme_blocks import MIB, key, shelf
 from tiers.nvme import NvmeDisk, nixl_mover
+from tiers.nvme.block_io import Mover, ThreadMover, mover_of, writers_of
 from tiers.nvme.files import ExtentFile
-from tiers.nvme.mover import Mover, ThreadMover, mover_of, writers_of
 from tiers.nvme.nixl_mover import NixlMover
 from tiers.nvme.tier import Run
 
@@ -140,7 +140,7 @@ def test_one_request_is_spread_over_the_threads(
 
 SCRIPT = """
 from tests.test_nvme_movers import disk_with
-from kvstore.errors import ConfigError
+from kvstore.core.errors import ConfigError
 from pathlib import Path
 from tiers.nvme import NvmeDisk
 import sys

@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 
 from kvstore.config import NvmeConfig
-from kvstore.types import BlockKey
-from tests.nvme_load import Load, Name, names_of, path_to
-from tests.nvme_platter import DELAY_S, ChildHere, Platter
+from kvstore.core.types import BlockKey
+from tests.harness.nvme_load import Load, Name, names_of, path_to
+from tests.harness.nvme_platter import DELAY_S, ChildHere, Platter
 from tiers.nvme import NvmeDisk
-from tiers.nvme.child import Child
 from tiers.nvme.index import DiskIndex, Record
+from tiers.nvme.index_process import Child
 from tiers.nvme.messages import NUMBER, Commit
-from tiers.nvme.space import Space
+from tiers.nvme.namespace import Space
 
 MIB = 1 << 20
 SLOT_BYTES = (4096, 5000)  # of each namespace

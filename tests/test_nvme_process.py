@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from kvstore.config import NvmeConfig
-from kvstore.errors import ConfigError, TierIOError
-from kvstore.types import LookupResult
-from tests.nvme_blocks import Shelf, key, settings_for, shelf
-from tiers.nvme import NvmeDisk, disk, health, opening
-from tiers.nvme.child import IndexProcessDiedError
-from tiers.nvme.journal import Journal
+from kvstore.core.errors import ConfigError, TierIOError
+from kvstore.core.types import LookupResult
+from tests.harness.nvme_blocks import Shelf, key, settings_for, shelf
+from tiers.nvme import NvmeDisk, disk, health, startup
+from tiers.nvme.index_client import Journal
+from tiers.nvme.index_process import IndexProcessDiedError
 from tiers.nvme.messages import FOLDER, Batch, Commit, Stream
 
 STORE = """
@@ -44,7 +44,7 @@ def settings(tmp_path: Path) -> NvmeConfig:
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "RETRY_S", 0.1)
-    monkeypatch.setattr(opening, "RETRY_S", 0.05)
+    monkeypatch.setattr(startup, "RETRY_S", 0.05)
 
 
 def pid_of(found: Shelf) -> int:
@@ -266,7 +266,7 @@ def test_the_process_ends_with_a_store_that_is_killed(store: subprocess.Popen[st
 
 def test_a_process_that_is_busy_ends_with_its_store_too() -> None:
     code = (
-        "import sys, threading; from tiers.nvme.indexer import end_with\n"
+        "import sys, threading; from tiers.nvme.index_server import end_with\n"
         "threading.Thread(target=end_with, args=(int(sys.argv[1]),), daemon=True).start()\n"
         "while True: pass"
     )
@@ -350,7 +350,7 @@ def test_clear_while_the_index_loads_clears_what_comes_later(settings: NvmeConfi
 def test_clear_between_two_batches_of_records_clears_those_to_come(
     settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "LOAD_S", 0.0)
+    monkeypatch.setattr(startup, "LOAD_S", 0.0)
     with shelf(settings) as before:
         chains(before, 100)
     after = Shelf(NvmeDisk(settings))

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import admin, cli, config
-from tests.fakes import hashes
-from tests.live import LiveStore, engine, eventually
-from tests.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
-from tests.patience import WAIT_S
+from kvstore import cli, config
+from kvstore.store import admin
+from tests.harness.fakes import hashes
+from tests.harness.live import LiveStore, engine, eventually
+from tests.harness.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
+from tests.harness.patience import WAIT_S
 from tiers.nvme import NvmeDisk
 
 ROUNDS = 50

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.config import NvmeConfig
-from kvstore.errors import TierIOError
-from tests.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
-from tests.nvme_trouble import (
+from kvstore.core.errors import TierIOError
+from tests.harness.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
+from tests.harness.nvme_trouble import (
     Gate,
     away,
     be_quick,
@@ -22,8 +22,8 @@ from tests.nvme_trouble import (
     wait_for,
     whole,
 )
-from tiers.nvme import NvmeDisk, room, watch
-from tiers.nvme.recovery import Phase
+from tiers.nvme import NvmeDisk, extent_allocator, probe
+from tiers.nvme.remount import Phase
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def test_another_directory_in_its_place_is_not_touched(
 def test_no_extent_is_made_in_the_directory_below_a_mount_point(
     settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "EVERY_S", 1000.0)  # it has not been seen yet
+    monkeypatch.setattr(probe, "EVERY_S", 1000.0)  # it has not been seen yet
     with shelf(settings) as found:
         found.put(1, 0, 5)
         found.settle()
@@ -105,7 +105,7 @@ def test_no_extent_is_made_in_the_directory_below_a_mount_point(
         assert len(list(folder.glob("*.extent"))) == made
         shutil.rmtree(folder)
         folder.with_name("elsewhere").rename(folder)
-        monkeypatch.setattr(watch, "EVERY_S", 0.05)
+        monkeypatch.setattr(probe, "EVERY_S", 0.05)
         wait_for(found, "ok")
         assert whole(found, 1, 5)
 
@@ -220,7 +220,7 @@ def test_what_could_not_be_removed_is_let_go_of_too(
             found.put(chain, 0, 30)
         found.settle()
         with monkeypatch.context() as patched:
-            patched.setattr(room, "commit", fail)
+            patched.setattr(extent_allocator, "commit", fail)
             found.disk.resize(6 * MIB)
             wait_for(found, "read_only")
             lose(found)

@@ -11,10 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from kvstore.config import MOVERS, NvmeConfig
-from kvstore.errors import BlockCorrupt, ConfigError, TierIOError
-from kvstore.tier import Tier, TierContext
+from kvstore.core.errors import BlockCorrupt, ConfigError, TierIOError
+from kvstore.core.tier import Tier, TierContext
 from tests.conformance import TierContract
-from tests.nvme_blocks import MIB, SLOT_BYTES, content, disk_bytes, key, settings_for, shelf
+from tests.harness.nvme_blocks import MIB, SLOT_BYTES, content, disk_bytes, key, settings_for, shelf
 from tiers.nvme import NvmeDisk, disk, health
 
 

@@ -9,15 +9,15 @@ import msgspec
 import pytest
 import zmq
 
-from kvstore import protocol as p
-from kvstore.errors import ProtocolError
-from kvstore.export import fetches, jobs
-from kvstore.export import messages as m
-from kvstore.service import agents, channel, peers
-from kvstore.service.agents import Agents
-from kvstore.service.channel import Channel
-from tests.fakes import SLOT_BYTES, hashes, u32
-from tests.fuzz_site import HELD, End, Good, Net, Site
+from kvstore.core.errors import ProtocolError
+from kvstore.handover import fetches, jobs, peer_agents, peers, side_channel
+from kvstore.handover.peer_agents import Agents
+from kvstore.handover.side_channel import Channel
+from kvstore.wire import engine as p
+from kvstore.wire import framing
+from kvstore.wire import peer as m
+from tests.fuzz.site import HELD, End, Good, Net, Site
+from tests.harness.fakes import SLOT_BYTES, hashes, u32
 
 SECOND_NS = 1_000_000_000
 TOO_MANY = bytes(4 * (m.JOB_BLOCKS_MAX + 1))  # of positions
@@ -30,13 +30,13 @@ class Place:
         self.net = Net(random.Random(1))
         self.prefill, self.decode = Site(self.net, "prefill"), Site(self.net, "decode")
         self.good = Good(self.prefill, self.decode)
-        self.heard: list[p.Message] = []
+        self.heard: list[framing.Message] = []
 
     def turns(self, count: int, ms: int = 1) -> None:
         for _ in range(count):
             self.good.turn(ms)
 
-    def caller(self, hello: m.Hello | None = None) -> Callable[[p.Message], None]:
+    def caller(self, hello: m.Hello | None = None) -> Callable[[framing.Message], None]:
         """Connect to the prefill store's side channel; returns what says something there."""
         _, say = self.prefill.wire.accept(
             End(lambda frame: self.heard.append(m.decode_for_consumer(frame)))
@@ -86,7 +86,7 @@ class Told:
 def test_exporters_that_are_known_are_limited_and_those_in_use_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(agents, "KNOWN_MAX", 3)
+    monkeypatch.setattr(peer_agents, "KNOWN_MAX", 3)
     told = Told()
     known = Agents(told)
     known.meet(1, "used", b"1")
@@ -122,7 +122,7 @@ def test_only_who_is_welcome_is_told_to_the_exporter(place: Place) -> None:
 def test_a_peer_whose_connections_are_gone_is_forgotten_in_the_end(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agents, "KNOWN_MAX", 2)
+    monkeypatch.setattr(peer_agents, "KNOWN_MAX", 2)
     for number in range(5):
         place.caller(place.hello(f"agent-{number}"))
         place.turns(2)
@@ -149,7 +149,7 @@ def test_who_says_nothing_for_long_is_forgotten(place: Place) -> None:
 def test_one_more_connection_takes_the_place_of_the_one_silent_longest(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel, "CAME_MAX", 3)
+    monkeypatch.setattr(side_channel, "CAME_MAX", 3)
     says = []
     for _ in range(3):
         says.append(place.caller(place.hello()))
@@ -275,7 +275,7 @@ def test_regions_that_peers_name_are_limited(place: Place, monkeypatch: pytest.M
         m.Confirm(1, b"", TOO_MANY),
     ],
 )
-def test_what_would_be_kept_and_is_large_is_no_message(message: p.Message) -> None:
+def test_what_would_be_kept_and_is_large_is_no_message(message: framing.Message) -> None:
     with pytest.raises(ProtocolError, match="length <= "):
         m.decode_for_producer(m.encode(message))
 
@@ -295,7 +295,7 @@ def test_what_would_be_kept_and_is_large_is_no_message(message: p.Message) -> No
         m.Valid(1, b"", TOO_MANY),
     ],
 )
-def test_an_answer_speaks_of_as_many_blocks_as_a_job_can_have(message: p.Message) -> None:
+def test_an_answer_speaks_of_as_many_blocks_as_a_job_can_have(message: framing.Message) -> None:
     """Else a message of 16 MiB would be four million numbers, in the loop that serves engines."""
     with pytest.raises(ProtocolError, match="length <= "):
         m.decode_for_consumer(m.encode(message))

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvstore.export import messages as m
-from kvstore.export.fetches import Read
-from kvstore.export.fetches import Tag as Part
-from kvstore.quantities import MIB
-from kvstore.service.moves import Unreachable
-from tests.patience import WAIT_S
-from tiers import peer
-from tiers.exporter.client import Event
-from tiers.exporter.messages import Mapped, Metadata, NotMapped, Unmapped
-from tiers.peer import Landing, PeerMover
+from kvstore.handover import transfers
+from kvstore.handover.fetches import Read
+from kvstore.handover.fetches import Tag as Part
+from kvstore.handover.moves import Unreachable
+from kvstore.handover.transfers import Landing, PeerMover
+from kvstore.units import MIB
+from kvstore.wire import peer as m
+from tests.harness.patience import WAIT_S
+from tiers.nixl.messages import Mapped, Metadata, NotMapped, Unmapped
+from tiers.nixl.supervisor import Event
 
 SLOT = MIB // 4
 
@@ -62,7 +62,7 @@ class Exporter:
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> Exporter:
     made = Exporter()
-    monkeypatch.setattr(peer, "Exporter", lambda *_, **__: made)
+    monkeypatch.setattr(transfers, "Exporter", lambda *_, **__: made)
     return made
 
 
@@ -101,7 +101,7 @@ def test_landing_memory_is_made_when_it_is_wanted(mover: PeerMover, exporter: Ex
 def test_landing_memory_of_all_models_is_limited_and_the_one_unused_longest_makes_room(
     mover: PeerMover, exporter: Exporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer, "LANDINGS_MAX", 2)
+    monkeypatch.setattr(transfers, "LANDINGS_MAX", 2)
     first, second = ready(mover, "first"), ready(mover, "second")
     slots = first.take(1)
     third = ready(mover, "third")

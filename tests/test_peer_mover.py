@@ -11,20 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.export import messages as m
-from kvstore.export.fetches import Check
-from kvstore.export.fetches import Tag as Part
-from kvstore.export.jobs import Fill, Tag
-from kvstore.export.sums import block_sum, copied_sum
-from kvstore.layout import PageRun, RankPages
-from kvstore.quantities import KIB, MIB
-from kvstore.service.channel import Channel
-from kvstore.service.moves import Checked, Event, Summed, Written
-from kvstore.service.peers import Peers
-from kvstore.types import BlockKey, Slot
-from tests.patience import WAIT_S
-from tiers.exporter.client import Filling
-from tiers.peer import PeerMover, batches
+from kvstore.core.layout import PageRun, RankPages
+from kvstore.core.types import BlockKey, Slot
+from kvstore.handover.checksums import block_sum, copied_sum
+from kvstore.handover.fetches import Check
+from kvstore.handover.fetches import Tag as Part
+from kvstore.handover.jobs import Fill, Tag
+from kvstore.handover.moves import Checked, Event, Summed, Written
+from kvstore.handover.peers import Peers
+from kvstore.handover.side_channel import Channel
+from kvstore.handover.transfers import PeerMover, batches
+from kvstore.units import KIB, MIB
+from kvstore.wire import peer as m
+from tests.harness.patience import WAIT_S
+from tiers.nixl.supervisor import Filling
 
 KEY = BlockKey(b"k" * 34)
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from kvstore import admin
 from kvstore.config import Config, parse
-from kvstore.export import consumer
-from kvstore.types import LookupResult, make_key
-from tests.fakes import hashes
-from tests.live import LiveStore, engine, eventually
-from tests.patience import WAIT_S
-from tiers.exporter.client import Exporter
-from tiers.peer import PeerMover
+from kvstore.core.types import LookupResult, make_key
+from kvstore.handover import consumer
+from kvstore.handover.transfers import PeerMover
+from kvstore.store import admin
+from tests.harness.fakes import hashes
+from tests.harness.live import LiveStore, engine, eventually
+from tests.harness.patience import WAIT_S
+from tiers.nixl.supervisor import Exporter
 
 
 def config(folder: Path, **more: Any) -> Config:  # noqa: ANN401 - sections

@@ -12,15 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvstore import protocol as p
-from kvstore.bench.steal import Watch
-from kvstore.export.consumer import STALL_NS
-from kvstore.export.hands import Hands
-from kvstore.service import private
-from kvstore.service.peers import Peers
-from tests.fakes import hashes
-from tests.live import LiveEngine, LiveStore, engine, eventually
-from tests.patience import WAIT_S
+from kvstore import launch
+from kvstore.handover.consumer import STALL_NS
+from kvstore.handover.peers import Peers
+from kvstore.handover.request_leases import Hands
+from kvstore.wire import engine as p
+from tests.bench.steal import Watch
+from tests.harness.fakes import hashes
+from tests.harness.live import LiveEngine, LiveStore, engine, eventually
+from tests.harness.patience import WAIT_S
 from tests.test_peers import address, config, exporter_of
 
 REQUEST = "r-1a2b3c4d"
@@ -185,7 +185,7 @@ def test_B11_heartbeats_come_from_the_store_and_end_with_the_request(
 ) -> None:
     """The engines of both sides say nothing all the while."""
     prefill, decode = nodes
-    monkeypatch.setattr("kvstore.service.requests.LEASE_MS", 1500)
+    monkeypatch.setattr("kvstore.handover.heartbeats.LEASE_MS", 1500)
     decode.peers.requests._waiting._period_ns = 300_000_000
     chain = hashes(2)
     prefill.hand_over(chain, 1500)
@@ -254,8 +254,8 @@ class Private:
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", None])
 def test_a_private_store_can_be_asked_and_runs_nothing_for_it(listen: str | None) -> None:
-    store = Private(private.ensure(f"test-{secrets.token_hex(8)}", 64 << 20, None, listen))
-    process = psutil.Process(private._children[-1].pid)
+    store = Private(launch.ensure(f"test-{secrets.token_hex(8)}", 64 << 20, None, listen))
+    process = psutil.Process(launch._children[-1].pid)
     with engine(store) as made:
         here = made.scheduler.take(p.Welcome).side_channel
         assert here.startswith("127.0.0.1:") == bool(listen)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from kvstore import config
-from kvstore import protocol as p
-from kvstore.bench.store import free_port
 from kvstore.metrics import TABLE
-from tests.fakes import hashes
-from tests.live import LiveStore, client, engine
-from tests.prometheus import prometheus, queries
+from kvstore.wire import engine as p
+from tests.bench.store import free_port
+from tests.harness.fakes import hashes
+from tests.harness.live import LiveStore, client, engine
+from tests.harness.prometheus import prometheus, queries
 
 OF_STORE = [query for query in queries() if "vllm:" not in query]
 

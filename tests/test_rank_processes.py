@@ -13,30 +13,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from connectors.jobs import StepMeta
-from connectors.reference import (
-    Engine,
-    Group,
-    LocalRank,
-    Rank,
-    Request,
-    Shape,
-    Span,
-    WorkerResults,
-)
-from connectors.reference.processes import (
-    ProcessRank,
-    RankLost,
-    RankSpec,
-    RankStarter,
-    end_ranks,
-)
-from connectors.reference.ranks import RankStep
-from kvstore.errors import InvariantBroken
-from tests.patience import WAIT_S
-from tests.rank_faults import SIDE
-from tests.rank_rig import doze, wait_for
-from tests.reference_rig import Script, Side
+from connectors.step_meta import StepMeta
+from kvstore.core.errors import InvariantBroken
+from tests.harness.patience import WAIT_S
+from tests.harness.rank_faults import SIDE
+from tests.harness.rank_rig import doze, wait_for
+from tests.harness.reference_rig import Script, Side
+from tests.reference import Engine, Group, LocalRank, Rank, Request, Shape, Span, WorkerResults
+from tests.reference.processes import ProcessRank, RankLost, RankSpec, RankStarter, end_ranks
+from tests.reference.ranks import RankStep
 from tests.rows import ROOT
 
 pytestmark = pytest.mark.slow  # processes by the dozen
@@ -183,19 +168,19 @@ def test_ranks_end_with_the_process_that_starts_them() -> None:
 
 
 def test_a_side_that_does_not_exist_is_told(capfd: pytest.CaptureFixture[str]) -> None:
-    with RankStarter("tests.rank_faults:NoSide") as starter:
+    with RankStarter("tests.harness.rank_faults:NoSide") as starter:
         assert starter._child.wait(WAIT_S) == 1
         with pytest.raises(RankLost, match="the process that starts ranks is gone"):
             starter.start(RankSpec("engine", "model", SHAPE, 0, ""))
     said = capfd.readouterr().err
-    assert "'tests.rank_faults:NoSide' cannot be loaded" in said
+    assert "'tests.harness.rank_faults:NoSide' cannot be loaded" in said
     assert "Traceback" not in said
 
 
 ENGINE = f"""
 import sys
 from pathlib import Path
-from connectors.reference.processes import RankSpec, RankStarter
+from tests.reference.processes import RankSpec, RankStarter
 from tests.test_rank_processes import SHAPE
 starter = RankStarter({SIDE!r})
 folder = Path(sys.argv[1])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from connectors.reference import Group, Request, Shape, State, WorkerResults, block_bytes
-from kvstore.errors import InvariantBroken
-from tests.reference_rig import FULL, Rig
+from kvstore.core.errors import InvariantBroken
+from tests.harness.reference_rig import FULL, Rig
+from tests.reference import Group, Request, Shape, State, WorkerResults, block_bytes
 
 LATER = (None, False)
 

@@ -16,11 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from connectors.reference import State
-from connectors.reference.processes import RankLost, RankStarter, end_ranks
-from tests.patience import WAIT_S
-from tests.rank_faults import LOAD, SIDE, STORE
-from tests.rank_rig import (
+from tests.harness.patience import WAIT_S
+from tests.harness.rank_faults import LOAD, SIDE, STORE
+from tests.harness.rank_rig import (
     BLOCK_TOKENS,
     BLOCKS,
     SLOTS,
@@ -31,6 +29,8 @@ from tests.rank_rig import (
     site,
     wait_for,
 )
+from tests.reference import State
+from tests.reference.processes import RankLost, RankStarter, end_ranks
 
 pytestmark = pytest.mark.slow  # processes by the dozen
 

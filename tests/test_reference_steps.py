@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from connectors.events import BlockEvent
-from connectors.jobs import StepMeta
-from connectors.reference import Group, Shape, State, WorkerResults
-from kvstore.errors import InvariantBroken
-from tests.reference_rig import FULL, Rig
+from connectors.step_meta import StepMeta
+from kvstore.core.errors import InvariantBroken
+from tests.harness.reference_rig import FULL, Rig
+from tests.reference import Group, Shape, State, WorkerResults
 
 
 def but(**changes: object) -> Shape:

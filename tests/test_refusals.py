@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 
-from kvstore import cli, config, extra
-from kvstore.errors import ConfigError
-from kvstore.service import server
-from kvstore.service.channel import ClusterKey
-from kvstore.service.listener import listen
-from tests.nvme_blocks import settings_for
+from connectors import config as extra
+from kvstore import cli, config
+from kvstore.core.errors import ConfigError
+from kvstore.handover.side_channel import ClusterKey
+from kvstore.listener import listen
+from kvstore.store import server
+from tests.harness.nvme_blocks import settings_for
 from tiers.nvme import NvmeDisk
 
 WAIT_S = 120.0
@@ -92,7 +93,8 @@ WRONG: dict[str, dict[str, tuple[Any, ...]]] = {
         "class": (
             1, "", "os", "os:getcwd", "os:environ", "no.such:Tier", "os:nothing",
             "json:JSONDecoder",
-            "tests.broken_plugin:Tier", "tests.bad_tiers:Closed", "tests.bad_tiers:Exits",
+            "tests.harness.broken_plugin:Tier", "tests.harness.bad_tiers:Closed",
+            "tests.harness.bad_tiers:Exits",
         ),
         "name": (1, "", "CPU", "cpu", "nvme", "x" * 33, "a b"),
         "options": (1, "a", [], {"blocks": "many"}, {"blocks": {}}),
@@ -161,7 +163,7 @@ def write(folder: Path, section: str, name: str, value: object) -> Path:
         "engine": {},
         "nvme": {"path": f"{folder}/kv", "capacity": "64MiB"},
         "peer": {"eager": False},
-        "tier": {"class": "tiers.memory:MemoryTier", "name": "shelf"},
+        "tier": {"class": "tests.reference.memory_tier:MemoryTier", "name": "shelf"},
     }
     if section:
         table[section][name] = value

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from connectors.tails import Tail
-from kvstore import protocol as p
-from kvstore.errors import ProtocolError
-from kvstore.export import messages as m
-from kvstore.export.jobs import Resident
-from kvstore.layout import PageRun, RankPages
-from kvstore.types import BlockKey
-from tests.export_rig import Pair
-from tests.fakes import SLOT_BYTES, Engine, Town, from_u32, hashes, keys_of, u32
-from tests.script import Request, Script
+from connectors.partial_block import Tail
+from kvstore.core.errors import ProtocolError
+from kvstore.core.layout import PageRun, RankPages
+from kvstore.core.types import BlockKey
+from kvstore.handover.engine_blocks import Resident
+from kvstore.wire import engine as p
+from kvstore.wire import peer as m
+from tests.harness.fakes import SLOT_BYTES, Engine, Town, from_u32, hashes, keys_of, u32
+from tests.harness.handover_pair import Pair
+from tests.harness.script import Request, Script
 from tests.test_direct_fetch import offered
 
 RANK = RankPages("theirs", b"md", ())

@@ -1,4 +1,4 @@
-"""`kvstore router` before two small engines that only speak HTTP."""
+"""`python -m tests.demo.router` before two small engines that only speak HTTP."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 from aiohttp import ClientError, web
 from aiohttp.test_utils import TestClient, TestServer
 
-from kvstore import cli
-from kvstore.errors import ConfigError
-from kvstore.router import PATHS, Router, decode_leg, prefill_leg, read_engine
+from kvstore.core.errors import ConfigError
+from tests.demo import router
+from tests.demo.router import PATHS, Router, decode_leg, prefill_leg, read_engine
 
 HANDED = {"do_remote_prefill": True, "remote_request_id": "r", "remote_num_tokens": 64}
 BODY = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 20, "stream": True}
@@ -209,7 +209,7 @@ def test_a_prefill_engine_that_is_dead_costs_a_computation() -> None:
 def test_a_prefill_engine_that_has_frozen_costs_a_computation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvstore.router.PREFILL_S", 0.2)
+    monkeypatch.setattr("tests.demo.router.PREFILL_S", 0.2)
     thawed = asyncio.Event()
 
     async def freezes(request: web.Request) -> web.StreamResponse:
@@ -353,7 +353,7 @@ def test_engines_take_turns_and_keys_are_passed_on() -> None:
 def test_what_is_no_engine_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="expected a URL such as"):
         read_engine(url)
-    assert cli.main(["router", "--prefill", url, "--decode", url, "--listen", "127.0.0.1:0"]) == 2
+    assert router.main(["--prefill", url, "--decode", url, "--listen", "127.0.0.1:0"]) == 2
 
 
 def test_a_port_in_use_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -362,14 +362,14 @@ def test_a_port_in_use_is_one_line_and_status_2(capsys: pytest.CaptureFixture[st
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         ends = ["--prefill", "http://a:1", "--decode", "http://a:1", "--listen", address]
-        assert cli.main(["router", *ends]) == 2
-    assert f"kvstore: error: --listen {address}: " in capsys.readouterr().err
+        assert router.main([*ends]) == 2
+    assert f"router: error: --listen {address}: " in capsys.readouterr().err
 
 
 def test_the_command_says_where_it_serves_and_ends_in_order() -> None:
     ends = ["--prefill", "http://a:1", "--decode", "http://a:1", "--listen", "127.0.0.1:0"]
     child = subprocess.Popen(
-        [sys.executable, "-m", "kvstore.cli", "router", *ends],
+        [sys.executable, "-m", "tests.demo.router", *ends],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )

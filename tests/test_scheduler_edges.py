@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from connectors import client
-from connectors.requests import Geometry
+from connectors import store_client
+from connectors.request_state import Geometry
 from connectors.scheduler import LOADING_LIMIT_NS
-from kvstore import protocol as p
-from kvstore.types import GroupRule
-from tests.script import BLOCK, MS, Request, Script, hashes
+from kvstore.core.types import GroupRule
+from kvstore.wire import engine as p
+from kvstore.wire import framing
+from tests.harness.script import BLOCK, MS, Request, Script, hashes
 
 ROOT = Path(__file__).parent.parent
 PARTS = Geometry(BLOCK, 8, (8,), (GroupRule(),))  # two engine blocks in a block
@@ -160,7 +161,7 @@ def test_O13_every_block_of_a_copy_is_fenced_until_all_ranks_have_ended(
 
 
 def test_O11_of_what_is_ready_the_latest_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "KNOWN_KEYS_MAX", 3)
+    monkeypatch.setattr(store_client, "KNOWN_KEYS_MAX", 3)
     script, request = Script(), Request("r", 10 * BLOCK)
     script.arrive(request, [])
     script.admit(request)
@@ -220,7 +221,11 @@ def test_O19_each_group_has_its_own_slots_and_generations_in_its_order() -> None
     script.half.on_new_request(request)
     (lookup,) = script.lookups()
     hits = tuple(
-        p.Hit(p.u32([0, 1, 2]), p.u32([g + 5, g + 3, g + 4]), p.u32([g + 1, g + 2, g + 3]))
+        p.Hit(
+            framing.u32([0, 1, 2]),
+            framing.u32([g + 5, g + 3, g + 4]),
+            framing.u32([g + 1, g + 2, g + 3]),
+        )
         for g in (10, 20)
     )
     script.inbox.append(p.Answers(granted=(p.Granted(lookup.ask, 1, 30_000, hits),)))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from connectors.jobs import pieces
-from connectors.requests import Geometry
+from connectors.request_state import Geometry
 from connectors.scheduler import ANSWER_LIMIT_NS, LOADING_LIMIT_NS
-from kvstore import protocol as p
-from kvstore.layout import Move
-from kvstore.types import GroupRule
-from tests.script import BLOCK, MS, US, Request, Script, hashes
+from connectors.step_meta import pieces
+from kvstore.core.layout import Move
+from kvstore.core.types import GroupRule
+from kvstore.wire import engine as p
+from tests.harness.script import BLOCK, MS, US, Request, Script, hashes
 
 PARTS = Geometry(BLOCK, 8, (8,), (GroupRule(),))  # two engine blocks in a block
 WINDOW = Geometry(BLOCK, BLOCK, (BLOCK, BLOCK), (GroupRule(), GroupRule(2)))

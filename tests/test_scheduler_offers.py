@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from connectors.requests import Geometry, Step
-from kvstore import protocol as p
-from kvstore.types import GroupRule
-from tests.script import BLOCK, Request, Script, hashes
+from connectors.request_state import Geometry, Step
+from kvstore.core.types import GroupRule
+from kvstore.wire import engine as p
+from tests.harness.script import BLOCK, Request, Script, hashes
 
 PARTS = Geometry(BLOCK, 8, (8,), (GroupRule(),))
 TWO_FULL = Geometry(BLOCK, BLOCK, (BLOCK, BLOCK), (GroupRule(), GroupRule()))

@@ -12,11 +12,11 @@ from functools import partial
 
 import pytest
 
-from connectors.jobs import StepMeta
-from tests import sim_worker
-from tests.sim import STEPS, Cut, World
-from tests.sim_faults import FAULTS, IMPOSSIBLE, STATES, never_met
-from tests.sim_runs import attempt, attempts, cut_short, replay
+from connectors.step_meta import StepMeta
+from tests.sim import worker
+from tests.sim.faults import FAULTS, IMPOSSIBLE, STATES, never_met
+from tests.sim.runs import attempt, attempts, cut_short, replay
+from tests.sim.world import STEPS, Cut, World
 
 SEEDS = 500
 # Met once or twice in these worlds, so that a small change may lose them: `make sim` has enough.
@@ -93,11 +93,11 @@ def test_a_seed_is_the_same_world_in_another_process() -> None:
 def _unfenced(monkeypatch: pytest.MonkeyPatch) -> int:
     """The fence is left out; return a seed that finds that."""
 
-    def before_step(self: sim_worker.Worker, meta: StepMeta) -> None:
+    def before_step(self: worker.Worker, meta: StepMeta) -> None:
         for job in meta.early:
             self._submit(job)
 
-    monkeypatch.setattr(sim_worker.Worker, "before_step", before_step)
+    monkeypatch.setattr(worker.Worker, "before_step", before_step)
     return next(seed for seed in range(40) if attempt(seed).error)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvstore import limits
-from kvstore import protocol as p
-from kvstore.layout import GroupGeometry
-from kvstore.service.session import Phase
-from kvstore.types import GroupRule, LookupResult, make_key
-from tests.fakes import (
+from kvstore.core import limits
+from kvstore.core.layout import GroupGeometry
+from kvstore.core.types import GroupRule, LookupResult, make_key
+from kvstore.store.session import Phase
+from kvstore.wire import engine as p
+from tests.harness.fakes import (
     SLOT_BYTES,
     Engine,
     HeapPool,
@@ -22,7 +22,7 @@ from tests.fakes import (
     phase,
     u32,
 )
-from tiers.memory import MemoryTier
+from tests.reference.memory_tier import MemoryTier
 
 
 def refusals(town: Town, connection: int) -> list[p.Refused]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore import protocol as p
-from kvstore.service.session import Phase
-from kvstore.types import BlockKey, GroupRule, make_key
-from tests.fakes import (
+from kvstore.core.types import BlockKey, GroupRule, make_key
+from kvstore.store.session import Phase
+from kvstore.wire import engine as p
+from tests.harness.fakes import (
     SLOT_BYTES,
     Engine,
     HeapPool,

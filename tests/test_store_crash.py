@@ -18,15 +18,15 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import admin
-from kvstore.errors import KVStoreError
-from kvstore.types import BlockKey
-from tests.crash_engine import CrashEngine, Layout, Truth, shape
-from tests.crash_ledger import Ledger, Life, read_directory
-from tests.crash_store import MIB, START_S, Cap, StoreProcess, numbers
-from tests.store_child import POINTS
+from kvstore.core.errors import KVStoreError
+from kvstore.core.types import BlockKey
+from kvstore.store import admin
+from tests.harness.crash_engine import CrashEngine, Layout, Truth, shape
+from tests.harness.crash_ledger import Ledger, Life, read_directory
+from tests.harness.crash_store import MIB, START_S, Cap, StoreProcess, numbers
+from tests.harness.store_child import POINTS
+from tiers.nvme.directory import Volume
 from tiers.nvme.fsck import examine
-from tiers.nvme.volume import Volume
 
 KILLS = int(os.environ.get("KVSTORE_KILLS", "30"))
 SEED = int(os.environ.get("KVSTORE_SEED", "1"))

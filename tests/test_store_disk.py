@@ -9,16 +9,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvstore import admin
-from kvstore import protocol as p
-from kvstore.bench.steal import Watch
 from kvstore.config import Config, parse
-from kvstore.index import State
-from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry
-from kvstore.types import GroupRule
-from tests.live import LiveStore, client, engine, eventually
-from tests.nvme_blocks import settings_for, shelf
-from tests.script import hashes
+from kvstore.core.index import State
+from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
+from kvstore.core.types import GroupRule
+from kvstore.store import admin
+from kvstore.wire import engine as p
+from tests.bench.steal import Watch
+from tests.harness.live import LiveStore, client, engine, eventually
+from tests.harness.nvme_blocks import settings_for, shelf
+from tests.harness.script import hashes
 from tiers.nvme import NvmeDisk
 from tiers.nvme.index import Durable, Record
 

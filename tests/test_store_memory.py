@@ -6,11 +6,11 @@ import select
 import time
 from pathlib import Path
 
-from kvstore import protocol as p
-from kvstore.bench.store import StoreProcess
-from tests.cgroups import PLACE, group
-from tests.fakes import from_u32, hashes
-from tests.live import LiveEngine
+from kvstore.wire import engine as p
+from tests.bench.store import StoreProcess
+from tests.harness.cgroups import PLACE, group
+from tests.harness.fakes import from_u32, hashes
+from tests.harness.live import LiveEngine
 
 MIB = 1 << 20
 LIMIT = 400 * MIB
@@ -46,7 +46,7 @@ def test_S5_a_store_in_a_small_cgroup_lives_and_grows_when_it_may(tmp_path: Path
             tmp_path,
             "2GiB",
             'extent = "32MiB"\n',
-            module="tests.cgroups",
+            module="tests.harness.cgroups",
             environment={PLACE: str(limited.folder)},
         )
         with store:

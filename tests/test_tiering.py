@@ -6,11 +6,11 @@ from collections.abc import Collection, Sequence
 
 import pytest
 
-from kvstore import tiering
-from kvstore.errors import BlockCorrupt
-from kvstore.manager import Manager
-from kvstore.tiering import JOB_BLOCKS_MAX, Tiering
-from kvstore.types import (
+from kvstore.core import tiering
+from kvstore.core.errors import BlockCorrupt
+from kvstore.core.manager import Manager
+from kvstore.core.tiering import JOB_BLOCKS_MAX, Tiering
+from kvstore.core.types import (
     BlockKey,
     Chain,
     GroupRule,
@@ -21,7 +21,7 @@ from kvstore.types import (
     StoreOutcome,
     TransferJob,
 )
-from kvstore.writes import WriteBudget
+from kvstore.core.write_budget import WriteBudget
 
 
 class SlowTier:

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 
 from kvstore import config
-from kvstore import protocol as p
-from kvstore.errors import ConfigError, TierFull
+from kvstore.check import require
+from kvstore.core.errors import ConfigError, TierFull
+from kvstore.core.tier import Tier, TierContext
+from kvstore.core.tiering import Tiering
+from kvstore.core.types import BlockKey, JobKind, JobResult, LookupResult, Slot
 from kvstore.plugins import find_class
-from kvstore.refusals import require
-from kvstore.tier import Tier, TierContext
-from kvstore.tiering import Tiering
-from kvstore.types import BlockKey, JobKind, JobResult, LookupResult, Slot
+from kvstore.wire import engine as p
 from tests.conformance import SLOT_BYTES, ArrayMemory, TierContract, content, finish, key
-from tests.fakes import HeapPool, Town, blocks, from_u32, hashes, keys_of, settings
-from tests.live import LiveStore, engine, eventually
-from tiers.faulty import FaultyTier
-from tiers.memory import MemoryTier
+from tests.harness.fakes import HeapPool, Town, blocks, from_u32, hashes, keys_of, settings
+from tests.harness.live import LiveStore, engine, eventually
+from tests.reference.faulty_tier import FaultyTier
+from tests.reference.memory_tier import MemoryTier
 
 PLUGINS = Path(__file__).parent / "plugins"
 
@@ -156,7 +156,7 @@ def test_a_tier_that_cannot_be_loaded_is_an_error_at_start(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="'no_such_package:Tier' cannot be loaded"):
         require(toml(tmp_path, "no_such_package:Tier"))
     with pytest.raises(ConfigError, match="NoSuchTier"):
-        find_class("tiers.memory:NoSuchTier")
+        find_class("tests.reference.memory_tier:NoSuchTier")
 
 
 def drop_from_memory(town: Town) -> None:

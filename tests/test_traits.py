@@ -5,16 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvstore import protocol as p
-from kvstore.errors import ProtocolError
-from kvstore.export import messages as m
-from kvstore.types import GroupRule
-from tests.export_rig import Pair
+from kvstore.core.errors import ProtocolError
+from kvstore.core.types import GroupRule
+from kvstore.wire import framing
+from kvstore.wire import peer as m
+from tests.harness.handover_pair import Pair
 
 
-def refusal(pair: Pair, traits: dict[str, str], version: int = m.VERSION) -> p.Message:
+def refusal(pair: Pair, traits: dict[str, str], version: int = m.VERSION) -> framing.Message:
     """What a peer of another model hears."""
-    said = list[p.Message]()
+    said = list[framing.Message]()
     pair.producer._send = lambda _peer, message: said.append(message)
     pair.producer.on_message(99, m.Hello(version, "other", traits), 0)
     return said[0]

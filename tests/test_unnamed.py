@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import admin
-from kvstore import protocol as p
-from kvstore.layout import GroupGeometry, LayerGeometry, RankGeometry, slot_layout
-from kvstore.types import GroupRule
-from tests.fakes import geometry, hashes
-from tests.live import LiveEngine, LiveStore, engine, eventually
-from tests.patience import WAIT_S
+from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry, slot_layout
+from kvstore.core.types import GroupRule
+from kvstore.store import admin
+from kvstore.wire import engine as p
+from tests.harness.fakes import geometry, hashes
+from tests.harness.live import LiveEngine, LiveStore, engine, eventually
+from tests.harness.patience import WAIT_S
 from tests.test_peers import address, config
 
 WHY = "load_format 'dummy', expected one that reads files"

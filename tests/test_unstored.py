@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from connectors.handover import STORE_LIMIT_NS
-from connectors.requests import Geometry
+from connectors.pd_scheduler import STORE_LIMIT_NS
+from connectors.request_state import Geometry
 from connectors.scheduler import IDLE_WAIT_S
-from kvstore import protocol as p
-from kvstore.types import make_key
-from tests.prefill_rig import HANDED, WINDOW, prefill, tail_hash
-from tests.script import MS, ONE_GROUP, Request, Script
+from kvstore.core.types import make_key
+from kvstore.wire import engine as p
+from tests.harness.prefill_rig import HANDED, WINDOW, prefill, tail_hash
+from tests.harness.script import MS, ONE_GROUP, Request, Script
 
 TOKENS, TABLE, TABLES = 40, [[5, 6, 7]], [[1, 2, 3], [4, 5, 6]]
 

@@ -13,17 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from connectors.jobs import EngineSpec, LoadJob, StepMeta, StoreJob, StoreSpec
+from connectors.copies.host import Done, HostCopier, LayerCache, MappedExtent, SlotMap
+from connectors.step_meta import EngineSpec, LoadJob, StepMeta, StoreJob, StoreSpec
 from connectors.worker import WorkerHalf
-from kvstore import protocol as p
-from kvstore.bench.steal import Watch
 from kvstore.config import Config, parse
-from kvstore.layout import GroupLayout, LayerRun, Move, RankLayout
-from kvstore.types import make_key
-from tests.live import LiveStore, eventually
-from tests.script import hashes
-from tests.worker_rig import BLOCKS, LAYERS, POISON, Rank, Rig, heard
-from tiers.copier import Done, HostCopier, LayerCache, MappedExtent, SlotMap
+from kvstore.core.layout import GroupLayout, LayerRun, Move, RankLayout
+from kvstore.core.types import make_key
+from kvstore.wire import engine as p
+from kvstore.wire import framing
+from tests.bench.steal import Watch
+from tests.harness.live import LiveStore, eventually
+from tests.harness.script import hashes
+from tests.harness.worker_rig import BLOCKS, LAYERS, POISON, Rank, Rig, heard
 
 PAGE = 4096
 
@@ -165,7 +166,7 @@ def test_O23_memory_is_given_back_while_a_load_waits_for_long(rig: Rig) -> None:
     half._wait_ns = half._limit_ns = 600 * 10**9
     waits = rig.load_job("waits", rig.ask(chain), [10, 11], stale=1)
     half.start_loads(StepMeta(loads=(waits,)))
-    said: list[p.Message] = []
+    said: list[framing.Message] = []
     link = SimpleNamespace(send=said.append)
     unmap = threading.Thread(target=half._handle, args=(link, [p.Unmap(99)]), daemon=True)
     unmap.start()

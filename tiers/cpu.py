@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvstore import numa
-from kvstore.available import MARGIN_BYTES, Left, memory_left
-from kvstore.errors import TierError, TierFull
-from kvstore.quantities import sized
+from kvstore.core.errors import TierError, TierFull
+from kvstore.core.tier import MemoryExtent
+from kvstore.memory_limits import MARGIN_BYTES, Left, memory_left
+from kvstore.units import sized
 from tiers.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -173,7 +174,7 @@ class CpuMemory:
                 self._used -= self.extent_bytes
         return results
 
-    def release(self, extent: CpuExtent) -> None:
+    def release(self, extent: MemoryExtent) -> None:
         """Give an extent's memory back."""
         extent.close()
         self._used -= self.extent_bytes

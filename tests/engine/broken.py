@@ -15,10 +15,10 @@ import msgspec
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from connectors import vllm
-from connectors.jobs import LoadJob, StepMeta, StoreJob, StoreSpec
+from connectors.copies.host import LayerCache
+from connectors.step_meta import LoadJob, StepMeta, StoreJob, StoreSpec
 from connectors.worker import Outcome, Task, WorkerHalf
 from tests.engine.support import TROUBLES, Trouble, seen_file, wanted_file
-from tiers.copier import LayerCache
 
 SLOW_S = 0.4
 PAUSE_S = {Trouble.PAUSES: 0.004, Trouble.LONG_PAUSES: 0.05}

@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvstore.bench.engine import Engine, Request, Result
-from kvstore.bench.models import make_model
-from kvstore.bench.store import StoreProcess
+from tests.bench.engine import Engine, Request, Result
+from tests.bench.models import make_model
+from tests.bench.store import StoreProcess
 from tests.engine.forked import ForkedEngine
 from tests.engine.served import Served
 from tests.engine.support import CAPACITY, ENVIRONMENT, GROUPS, Reference, Troubled, forget

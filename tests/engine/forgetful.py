@@ -8,7 +8,7 @@ from pathlib import Path
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingWorker
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from kvstore.bench.native_worker import MemcpySpec, MemcpyWorker
+from tests.bench.native_worker import MemcpySpec, MemcpyWorker
 from tests.engine.support import TROUBLES, Trouble, wanted_file
 
 

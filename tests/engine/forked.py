@@ -1,4 +1,4 @@
-"""Engine processes that need not import vLLM; see tests/forked.py.
+"""Engine processes that need not import vLLM; see tests/harness/forked.py.
 
 Where an engine's core and workers are processes, vLLM starts those afresh, by itself.
 """
@@ -10,12 +10,12 @@ import sys
 from collections.abc import Mapping
 from typing import IO
 
-from kvstore.bench import driver
-from tests.forked import Forked
+from tests.bench import driver
+from tests.harness.forked import Forked
 
 
 class ForkedEngine(Forked):
-    """One engine process; see kvstore.bench.engine.Child."""
+    """One engine process; see tests.bench.engine.Child."""
 
     def __init__(self, environment: Mapping[str, str], log_fd: int) -> None:
         commands, ours_in = os.pipe()
@@ -30,7 +30,7 @@ class ForkedEngine(Forked):
 
 
 def _be_an_engine(fds: list[int], environment: dict[str, str]) -> None:
-    """Become what `python -m kvstore.bench.driver` is, with stdin, stdout and stderr."""
+    """Become what `python -m tests.bench.driver` is, with stdin, stdout and stderr."""
     os.environ.update(environment)  # what sitecustomize has set stays, as in a new process
     for number, fd in enumerate(fds):
         os.dup2(fd, number)

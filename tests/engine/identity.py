@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvstore.bench.engine import Result
+from tests.bench.engine import Result
 
 NEAR_TIE = 0.13
 """Logits between 8 and 16 are 1/16 apart in bfloat16; two of these can be rounding."""

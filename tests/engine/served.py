@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvstore.bench.engine import Engine, Request, Result
-from kvstore.bench.store import StoreProcess
+from tests.bench.engine import Engine, Request, Result
+from tests.bench.store import StoreProcess
 from tests.engine.support import GROUPS, TOKENS_OUT, attach, numbers, settled, since
 
 

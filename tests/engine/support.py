@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 import psutil
 
-from kvstore import admin
-from kvstore.bench.engine import Engine, Request, Result
-from kvstore.bench.models import prompt
-from kvstore.bench.store import StoreProcess
-from kvstore.service.listener import taken
-from kvstore.service.private import address_of
+from kvstore.launch import address_of
+from kvstore.listener import taken
+from kvstore.store import admin
+from tests.bench.engine import Engine, Request, Result
+from tests.bench.models import prompt
+from tests.bench.store import StoreProcess
 
 ENGINE_BLOCK = 32
 TOKENS_OUT = 24
@@ -258,7 +258,7 @@ def private_store_of(engine: Engine) -> psutil.Process:
 
 def _is_private_store(process: psutil.Process) -> bool:
     try:
-        return "kvstore.service.private" in process.cmdline()
+        return "kvstore.store.embedded" in process.cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return False
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from connectors.jobs import StepMeta
-from connectors.requests import Geometry
-from connectors.transfer import NO_SOURCE, Transfer, source_of
-from kvstore.types import GroupRule
+from connectors.kv_transfer_params import NO_SOURCE, Transfer, source_of
+from connectors.request_state import Geometry
+from connectors.step_meta import StepMeta
+from kvstore.core.types import GroupRule
 from tests.engine.test_shortened import request_of
-from tests.script import Script
+from tests.harness.script import Script
 
 pytestmark = [
     pytest.mark.vllm,

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvstore import admin
-from kvstore.bench.engine import Engine, Request
-from kvstore.bench.handover import HANDED, native, native_env
-from kvstore.bench.models import prompt
-from kvstore.bench.native import native_config
-from kvstore.bench.store import StoreProcess
+from kvstore.store import admin
+from tests.bench.engine import Engine, Request
+from tests.bench.handover import HANDED, native, native_env
+from tests.bench.models import prompt
+from tests.bench.native import native_config
+from tests.bench.store import StoreProcess
 from tests.engine.identity import assert_same
 from tests.engine.support import (
     CAPACITY,

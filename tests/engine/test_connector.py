@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from connectors.requests import Geometry
-from kvstore import protocol as p
-from kvstore.errors import NotSupported
-from kvstore.types import GroupRule
-from tests.script import Request, Script
+from connectors.request_state import Geometry
+from kvstore.core.errors import NotSupported
+from kvstore.core.types import GroupRule
+from kvstore.wire import engine as p
+from tests.harness.script import Request, Script
 
 pytestmark = [
     pytest.mark.vllm,

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.bench.engine import Engine, Request, Result
-from kvstore.bench.models import prompt
-from kvstore.bench.store import StoreProcess
+from tests.bench.engine import Engine, Request, Result
+from tests.bench.models import prompt
+from tests.bench.store import StoreProcess
 from tests.engine.identity import assert_same
 from tests.engine.support import TOKENS_OUT, attach, eventually, forget, grown, numbers, servable
-from tests.faults import Call, Faults
-from tests.loopfs import loop_disk
+from tests.harness.faults import Call, Faults
+from tests.harness.loopfs import loop_disk
 
 pytestmark = pytest.mark.vllm
 

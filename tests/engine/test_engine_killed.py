@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvstore.bench.engine import Engine, EngineFailed, Request
-from kvstore.bench.models import prompt
-from kvstore.bench.store import StoreProcess
+from tests.bench.engine import Engine, EngineFailed, Request
+from tests.bench.models import prompt
+from tests.bench.store import StoreProcess
 from tests.engine.support import (
     CAPACITY,
     assert_given_back,

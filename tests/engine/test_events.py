@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvstore import admin
-from kvstore.bench.engine import Request
-from kvstore.bench.models import prompt
-from kvstore.bench.store import StoreProcess
+from kvstore.store import admin
+from tests.bench.engine import Request
+from tests.bench.models import prompt
+from tests.bench.store import StoreProcess
 from tests.engine.served import Served
 from tests.engine.support import CAPACITY, ENGINE_BLOCK, TOKENS_OUT, eventually, forget, numbers
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.errors import ConfigError, NotSupported
-from kvstore.types import GroupRule
+from kvstore.core.errors import ConfigError, NotSupported
+from kvstore.core.types import GroupRule
 
 pytestmark = [
     pytest.mark.vllm,

@@ -13,10 +13,10 @@ import msgspec
 import psutil
 import pytest
 
-from kvstore.bench.engine import Engine, Request, Result
-from kvstore.bench.models import GEMMA_WINDOW, prompt
-from kvstore.bench.store import StoreProcess, free_port
-from kvstore.types import GroupRule, window_rule
+from kvstore.core.types import GroupRule, window_rule
+from tests.bench.engine import Engine, Request, Result
+from tests.bench.models import GEMMA_WINDOW, prompt
+from tests.bench.store import StoreProcess, free_port
 from tests.engine.identity import assert_same
 from tests.engine.support import (
     BLOCK_BYTES,

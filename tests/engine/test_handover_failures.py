@@ -18,11 +18,11 @@ import msgspec
 import psutil
 import pytest
 
-from kvstore import admin
-from kvstore.bench.engine import Engine, Request, Result
-from kvstore.bench.models import prompt
-from kvstore.bench.steal import Watch
-from kvstore.bench.store import StoreProcess
+from kvstore.store import admin
+from tests.bench.engine import Engine, Request, Result
+from tests.bench.models import prompt
+from tests.bench.steal import Watch
+from tests.bench.store import StoreProcess
 from tests.engine.identity import assert_same
 from tests.engine.support import (
     CAPACITY,
@@ -34,7 +34,7 @@ from tests.engine.support import (
     numbers,
     since,
 )
-from tests.handover_nodes import exporter_of, free_port, gone
+from tests.harness.handover_nodes import exporter_of, free_port, gone
 
 pytestmark = pytest.mark.vllm
 
@@ -42,7 +42,7 @@ TOKENS_OUT = 16
 HANDED = {"do_remote_decode": True, "do_remote_prefill": False}
 IN_TIME_S = 20.0  # a run that computes all takes two; an answer may wait for two, a load for ten
 STARTED_S = 3.0  # an exporter takes half a second, alone
-LEASE = "3s"  # tests.serve_brief has such leases between stores, too
+LEASE = "3s"  # tests.harness.serve_brief has such leases between stores, too
 HELD = (
     *("kvstore_hand_over_bytes{held}", "kvstore_hand_over_bytes{landing}"),
     *("kvstore_hand_over_open{fetches}", "kvstore_hand_over_open{jobs}"),
@@ -64,7 +64,7 @@ class Node:
     ) -> None:
         folder.mkdir()
         peer = f'[peer]\nlisten = "127.0.0.1:{free_port()}"\n'
-        self.store = StoreProcess(folder, CAPACITY, peer, module="tests.serve_brief")
+        self.store = StoreProcess(folder, CAPACITY, peer, module="tests.harness.serve_brief")
         ends.enter_context(self.store)
         attached = attach(self.store, lease=LEASE, **extra)
         self.engine = ends.enter_context(Engine(model, connector=attached))

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvstore import admin
-from kvstore.bench.engine import Request, Result
-from kvstore.bench.models import prompt
-from kvstore.bench.steal import Watch
+from kvstore.store import admin
+from tests.bench.engine import Request, Result
+from tests.bench.models import prompt
+from tests.bench.steal import Watch
 from tests.engine.identity import assert_same
 from tests.engine.support import ENGINE_BLOCK, Reference, eventually, forget, numbers, since
 from tests.engine.test_handover import HANDED, TOKENS_OUT, Node

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstore.bench.engine import Engine, Request
-from kvstore.bench.models import prompt
-from kvstore.bench.store import StoreProcess
+from tests.bench.engine import Engine, Request
+from tests.bench.models import prompt
+from tests.bench.store import StoreProcess
 from tests.engine.identity import assert_same
 from tests.engine.support import CAPACITY, ENGINE_BLOCK, TOKENS_OUT, attach, given, numbers, since
 from tests.engine.test_handover import HANDED

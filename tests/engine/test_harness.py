@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvstore.bench.engine import Engine, EngineFailed, Request
-from kvstore.bench.models import make_model, prompt
-from kvstore.bench.native import native_config
+from tests.bench.engine import Engine, EngineFailed, Request
+from tests.bench.models import make_model, prompt
+from tests.bench.native import native_config
 from tests.engine.identity import assert_same, divergences
 from tests.engine.support import TROUBLES, Trouble, forget, grown, wanted_file
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvstore import admin
-from kvstore.bench.engine import Request, Result
-from kvstore.bench.models import prompt
+from kvstore.store import admin
+from tests.bench.engine import Request, Result
+from tests.bench.models import prompt
 from tests.engine.identity import assert_same
 from tests.engine.served import Served
 from tests.engine.support import (

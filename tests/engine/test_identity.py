@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvstore.bench.engine import Request, Result
-from kvstore.bench.models import prompt
+from tests.bench.engine import Request, Result
+from tests.bench.models import prompt
 from tests.engine.identity import assert_same, divergences
 from tests.engine.served import Served
 from tests.engine.support import (

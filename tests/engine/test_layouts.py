@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore.errors import NotSupported
-from kvstore.layout import GroupGeometry, LayerGeometry, Move, RankGeometry, slot_layout
-from kvstore.types import GroupRule
-from tests.gpu_layouts import Engine
-from tests.gpu_twin import items
+from connectors.copies.gpu.plan import places_of, plans
+from connectors.copies.host import LayerCache
+from kvstore.core.errors import NotSupported
+from kvstore.core.layout import GroupGeometry, LayerGeometry, Move, RankGeometry, slot_layout
+from kvstore.core.types import GroupRule
+from tests.harness.gpu_layouts import Engine
+from tests.harness.gpu_twin import items
 from tests.test_gpu_plan import SLOTS, memory, slots_for
-from tiers.copier import LayerCache
-from tiers.gpu.plan import places_of, plans
 
 pytestmark = pytest.mark.vllm
 

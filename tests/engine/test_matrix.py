@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from kvstore.bench.engine import Engine, Request, Result
-from kvstore.bench.store import StoreProcess
+from tests.bench.engine import Engine, Request, Result
+from tests.bench.store import StoreProcess
 from tests.engine.identity import assert_same
 from tests.engine.support import (
     CAPACITY,

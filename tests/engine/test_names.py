@@ -38,7 +38,7 @@ def test_O22_an_unknown_engine_version_is_refused_before_its_insides_are_importe
         timeout=600,
     )
     assert done.stderr.splitlines()[-1] == (
-        "kvstore.errors.NotSupported: kvstore does not serve this engine:"
+        "kvstore.core.errors.NotSupported: kvstore does not serve this engine:"
         f" vLLM {version}, served are 0.32, 0.33"
     )
 
@@ -69,7 +69,7 @@ def manager(**changes: object) -> Any:  # noqa: ANN401 - stands for vLLM's
 def test_O22_a_block_manager_without_a_name_is_refused_at_start(gone: str, told: str) -> None:
     from connectors.vllm import TieredConnector
     from connectors.vllm_private import check_private
-    from kvstore.errors import NotSupported
+    from kvstore.core.errors import NotSupported
 
     check_private(manager())
     connector = object.__new__(TieredConnector)
@@ -99,7 +99,7 @@ def test_O22_a_field_that_was_renamed_is_refused_at_start(
     monkeypatch: pytest.MonkeyPatch, owner: str, name: str
 ) -> None:
     from connectors import vllm_private
-    from kvstore.errors import NotSupported
+    from kvstore.core.errors import NotSupported
 
     classes = {kind.__name__: kind for kind, _ in vllm_private.CLASSES}
     fields = [n for kind, names in vllm_private.CLASSES if kind.__name__ == owner for n in names]
@@ -139,7 +139,7 @@ def test_O22_a_request_without_a_name_is_refused_at_start(
     from vllm.v1.request import Request
 
     from connectors import vllm_private
-    from kvstore.errors import NotSupported
+    from kvstore.core.errors import NotSupported
 
     def lacking(*arguments: object) -> Any:  # noqa: ANN401 - vLLM's
         request = Request(*arguments)

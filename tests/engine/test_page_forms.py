@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvstore import admin
-from kvstore.errors import NotSupported
-from kvstore.layout import LayerGeometry, slot_layout
+from kvstore.core.errors import NotSupported
+from kvstore.core.layout import LayerGeometry, slot_layout
+from kvstore.store import admin
 from tests.engine.facts import with_weights
 from tests.engine.views import HEAD_SIZE, HEADS, LAYERS, LAYOUTS, TOKENS, Engine
-from tests.fakes import hashes
-from tests.live import LiveEngine, LiveStore, eventually
-from tests.live import engine as live_engine
-from tests.patience import WAIT_S
+from tests.harness.fakes import hashes
+from tests.harness.live import LiveEngine, LiveStore, eventually
+from tests.harness.live import engine as live_engine
+from tests.harness.patience import WAIT_S
 from tests.test_peers import address, config
 
 pytestmark = [
@@ -266,7 +266,7 @@ def _refused(prefill: LiveStore, taker: LiveEngine, chain: list[bytes]) -> float
 
 
 def test_B3_ranks_that_disagree_about_a_page_are_refused(folder: Path) -> None:
-    from kvstore.errors import ConfigError
+    from kvstore.core.errors import ConfigError
 
     one, other = (Engine(folder, layout, ranks=2) for layout in ("LBNHC", "LBHNC"))
     with pytest.raises(ConfigError, match=r"disagree about layer layer.0: .*tokens.*tokens"):

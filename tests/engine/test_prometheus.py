@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.bench.api import ApiServer, complete
-from kvstore.bench.models import prompt
+from tests.bench.api import ApiServer, complete
+from tests.bench.models import prompt
 from tests.engine.support import attach
-from tests.live import eventually
-from tests.prometheus import prometheus, queries
+from tests.harness.live import eventually
+from tests.harness.prometheus import prometheus, queries
 
 TOKENS = 8000
 POOL_BYTES = 36 << 20  # two prompts, and what vLLM asks for

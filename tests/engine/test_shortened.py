@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from connectors.requests import Geometry
-from connectors.tails import tail_of
-from kvstore.types import GroupRule
-from tests.script import Script
+from connectors.partial_block import tail_of
+from connectors.request_state import Geometry
+from kvstore.core.types import GroupRule
+from tests.harness.script import Script
 
 pytestmark = [
     pytest.mark.vllm,

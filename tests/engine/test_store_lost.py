@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvstore.bench.engine import Request, Result
-from kvstore.bench.models import prompt
-from kvstore.bench.steal import Watch
+from tests.bench.engine import Request, Result
+from tests.bench.models import prompt
+from tests.bench.steal import Watch
 from tests.engine.identity import assert_same
 from tests.engine.support import (
     TOKENS_OUT,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.bench.engine import Engine, EngineFailed, Request, Result
-from kvstore.bench.models import prompt
-from kvstore.bench.store import StoreProcess
+from tests.bench.engine import Engine, EngineFailed, Request, Result
+from tests.bench.models import prompt
+from tests.bench.store import StoreProcess
 from tests.engine.identity import assert_same
 from tests.engine.support import (
     BLOCK_BYTES,

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.bench.engine import Engine, EngineFailed, Request
-from kvstore.bench.models import prompt
-from kvstore.bench.store import StoreProcess
+from tests.bench.engine import Engine, EngineFailed, Request
+from tests.bench.models import prompt
+from tests.bench.store import StoreProcess
 from tests.engine.identity import assert_same
 from tests.engine.support import attach, broken, eventually, forget, servable
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from connectors.requests import Geometry
-from kvstore.layout import RankGeometry, SlotLayout, slot_layout
-from kvstore.types import GroupRule
+from connectors.copies.host import LayerCache
+from connectors.request_state import Geometry
+from kvstore.core.layout import RankGeometry, SlotLayout, slot_layout
+from kvstore.core.types import GroupRule
 from tests.engine.facts import facts
-from tiers.copier import LayerCache
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 LAYERS, HEADS, TOKENS, HEAD_SIZE = 2, 4, 32, 16

@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 import torch
 
-from kvstore.layout import GroupLayout, LayerRun, RankLayout, RankPages
-from tiers.copier import LayerCache
-from tiers.direct import NETWORKS, EngineAgent, Moving
-from tiers.exporter.agent import Agent
-from tiers.pages import in_pages, in_slots
+from connectors.copies.host import LayerCache
+from connectors.engine_agent import NETWORKS, EngineAgent, Moving
+from kvstore.core.layout import GroupLayout, LayerRun, RankLayout, RankPages
+from tiers.nixl.agent import Agent
+from tiers.nixl.pages import in_pages, in_slots
 
 BLOCKS, LAYERS, PAGE = 24, 3, 16384
 SLOT = LAYERS * PAGE

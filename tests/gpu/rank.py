@@ -10,11 +10,11 @@ import time
 
 import torch
 
-from kvstore.layout import GroupGeometry, LayerGeometry, Move, RankGeometry, slot_layout
-from kvstore.types import GroupRule
-from tiers.copier import LayerCache, MappedExtent, SlotMap
-from tiers.gpu.device import CudaDevice
-from tiers.gpu.measure import Choice
+from connectors.copies.gpu.device import CudaDevice
+from connectors.copies.gpu.measure import Choice
+from connectors.copies.host import LayerCache, MappedExtent, SlotMap
+from kvstore.core.layout import GroupGeometry, LayerGeometry, Move, RankGeometry, slot_layout
+from kvstore.core.types import GroupRule
 
 LAYERS, BLOCKS, HEADS, HEAD_BYTES = 4, 32, 8, 4096
 PAGE = 4096

@@ -25,7 +25,7 @@ timeout 200 "$python" -m pytest --confcutdir=tests/gpu -q --maxfail=40 -W defaul
     --junitxml="$out/tests.xml" 2>&1 | tee "$out/tests.txt" || failed=$?
 
 bench() { # FILE SECONDS ARGUMENTS...
-    timeout --kill-after=5 --signal=INT "$2" "$python" -m kvstore.cli bench "${@:3}" --json \
+    timeout --kill-after=5 --signal=INT "$2" "$python" -m tests.bench "${@:3}" --json \
         >"$out/$1" || { failed=$?; return; }
     "$python" - "$out/$1" <<'PY'
 import json, sys

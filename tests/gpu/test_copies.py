@@ -11,9 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore.errors import TierError
-from kvstore.layout import Move
-from tests.gpu_layouts import (
+from connectors.copies.gpu.cuda import CupyCuda, Launch
+from connectors.copies.gpu.device import CudaDevice, Queued
+from connectors.copies.gpu.measure import RUN_SIZES, Choice, chosen, rates
+from connectors.copies.gpu.plan import plans
+from connectors.copies.host import Done, HostCopier, LayerCache, MappedExtent, SlotMap
+from kvstore.core.errors import TierError
+from kvstore.core.layout import Move
+from tests.harness.gpu_layouts import (
     Engine,
     Group,
     cases,
@@ -23,12 +28,7 @@ from tests.gpu_layouts import (
     make_group,
     random_engine,
 )
-from tests.gpu_twin import items
-from tiers.copier import Done, HostCopier, LayerCache, MappedExtent, SlotMap
-from tiers.gpu.cuda import CupyCuda, Launch
-from tiers.gpu.device import CudaDevice, Queued
-from tiers.gpu.measure import RUN_SIZES, Choice, chosen, rates
-from tiers.gpu.plan import plans
+from tests.harness.gpu_twin import items
 
 pytestmark = pytest.mark.gpu
 

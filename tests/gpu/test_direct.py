@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore.layout import Move, RankPages
+from kvstore.core.layout import Move, RankPages
 from tests.gpu.peer import BLOCKS, LAYERS, PAGE, SLOT, Engine, Slots, Write, serve, truth
 
 places = pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The stand-in engine of `kvstore bench gpu-ttft` on a real GPU, with a store process, in small.
+"""The stand-in engine of `tests.bench gpu-ttft` on a real GPU, with a store process, in small.
 
 What these need beside the other tests here is imported by each: without it they fail by themselves.
 """
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.gpu
 
 @torch.no_grad()
 def test_chunks_in_pages_give_what_the_whole_gives() -> None:
-    from connectors.bench.paged import PagedModel, Shape
-    from connectors.bench.paged_engine import Prompt
+    from tests.bench.paged import PagedModel, Shape
+    from tests.bench.paged_engine import Prompt
     from tests.test_bench_gpu_ttft import computed, dense
 
     shape = Shape(2, 2, 8, 64, 64, 64, prompt_blocks=5)
@@ -35,8 +35,8 @@ def test_a_prompt_is_the_same_from_each_place(
     from rich.console import Console
     from rich.progress import Progress
 
-    from connectors.bench import gpu_ttft
-    from connectors.bench.paged import Shape
+    from tests.bench import gpu_ttft
+    from tests.bench.paged import Shape
 
     monkeypatch.chdir(tmp_path)
     shape = Shape(layers=4, prompt_blocks=256, step_tokens=1024)  # 64 MiB

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from functools import partial
 
+from tiers.nvme.context import Shared, remembered
 from tiers.nvme.index import Record
+from tiers.nvme.index_gc import Purge
 from tiers.nvme.messages import Commit
-from tiers.nvme.purge import Purge
-from tiers.nvme.shared import Shared, remembered
-from tiers.nvme.space import Space
+from tiers.nvme.namespace import Space
 
 Batch = tuple[Space, list[Record], list[Record]]
 NEVER = float("inf")

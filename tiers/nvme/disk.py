@@ -16,23 +16,23 @@ import time
 from pathlib import Path
 
 from kvstore.config import NvmeConfig
-from kvstore.errors import ConfigError, TierError, TierIOError
-from kvstore.tier import TierContext
-from tiers.nvme.chores import Keeper
+from kvstore.core.errors import ConfigError, TierError, TierIOError
+from kvstore.core.tier import TierContext
+from tiers.nvme.block_io import Mover, mover_of, writers_of
 from tiers.nvme.commits import Commits
+from tiers.nvme.context import Shared
+from tiers.nvme.directory import Volume
+from tiers.nvme.extent_allocator import Room
 from tiers.nvme.files import allow_files
 from tiers.nvme.health import HANG_S, Health, Pace
-from tiers.nvme.journal import IndexDamagedError
-from tiers.nvme.mover import Mover, mover_of, writers_of
-from tiers.nvme.opening import Opening
-from tiers.nvme.purge import Purge
-from tiers.nvme.recovery import Recovery
-from tiers.nvme.room import Room
-from tiers.nvme.shared import Shared
-from tiers.nvme.space import Space
+from tiers.nvme.index_client import IndexDamagedError
+from tiers.nvme.index_gc import Purge
+from tiers.nvme.maintenance import Keeper
+from tiers.nvme.namespace import Space
+from tiers.nvme.probe import Watch
+from tiers.nvme.remount import Recovery
+from tiers.nvme.startup import Opening
 from tiers.nvme.tier import NvmeTier, Run
-from tiers.nvme.volume import Volume
-from tiers.nvme.watch import Watch
 
 log = logging.getLogger(__name__)
 

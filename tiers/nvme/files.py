@@ -16,8 +16,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvstore.errors import ConfigError, TierIOError
-from kvstore.ownfiles import open_file
+from kvstore.core.errors import ConfigError, TierIOError
+from kvstore.owned_files import open_file
 
 PAGE_BYTES = 4096
 RUN_BLOCKS_MAX = 256  # a vectored call takes up to 1,024 pieces

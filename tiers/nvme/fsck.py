@@ -28,19 +28,19 @@ from typing import BinaryIO
 import lmdb
 import msgspec
 
-from kvstore.errors import ConfigError, TierError, TierIOError
-from kvstore.fsck import Amount, Repair, Report
-from kvstore.index import State
+from kvstore.core.errors import ConfigError, TierError, TierIOError
+from kvstore.core.index import State
+from tiers.nvme.directory import EXTENT, Volume
 from tiers.nvme.files import ExtentFile, stride_of, sync_folder
+from tiers.nvme.fsck_report import Amount, Repair, Report
 from tiers.nvme.index import Record
-from tiers.nvme.indexfile import is_damage, verify
-from tiers.nvme.journal import Journal
+from tiers.nvme.index_client import Journal
+from tiers.nvme.index_file import is_damage, verify
+from tiers.nvme.index_load import Refused, Sorted, packed
 from tiers.nvme.messages import FOLDER, FORMAT, NAMESPACE, NUMBER, RECORD_BYTES, Commit
-from tiers.nvme.opening import set_aside
-from tiers.nvme.sorting import Refused, Sorted, packed
-from tiers.nvme.space import Space
+from tiers.nvme.namespace import Space
+from tiers.nvme.startup import set_aside
 from tiers.nvme.tier import RUN_BYTES_MAX
-from tiers.nvme.volume import EXTENT, Volume
 from tiers.runner import Runner
 
 LOCK_WAIT_S = 1.0

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import cast
 
-from kvstore.eviction import LeafLRU
-from kvstore.index import TABLE_SHIFT, TABLES, Node, State
-from kvstore.types import BlockKey, Changes, Slot
+from kvstore.core.eviction import LeafLRU
+from kvstore.core.index import TABLE_SHIFT, TABLES, Node, State
+from kvstore.core.types import BlockKey, Changes, Slot
 
 
 class Durable(enum.Enum):

@@ -21,9 +21,9 @@ import msgspec
 from nixl import _api as nixl
 from nixl import _bindings
 
-from kvstore.errors import ConfigError, TierIOError
+from kvstore.core.errors import ConfigError, TierIOError
+from tiers.nvme.block_io import READS_FIRST_S, Moved, R
 from tiers.nvme.files import Descriptor, address_of, aligned
-from tiers.nvme.mover import READS_FIRST_S, Moved, R
 from tiers.runner import Runner
 
 NAP_S = 0.0002

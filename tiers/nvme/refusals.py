@@ -10,15 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvstore.config import NvmeConfig
-from kvstore.errors import ConfigError
-from kvstore.ownfiles import open_file, refuse_folder
-from kvstore.quantities import sized
-from kvstore.refusals import writable_folder
+from kvstore.core.errors import ConfigError
+from kvstore.owned_files import open_file, refuse_folder, writable_folder
+from kvstore.units import sized
+from tiers.nvme.block_io import mover_of
+from tiers.nvme.directory import taken
 from tiers.nvme.files import open_direct
-from tiers.nvme.journal import map_bytes_of
-from tiers.nvme.mover import mover_of
-from tiers.nvme.opening import blocks_max_of
-from tiers.nvme.volume import taken
+from tiers.nvme.index_client import map_bytes_of
+from tiers.nvme.startup import blocks_max_of
 
 
 def refuse(settings: NvmeConfig) -> None:

@@ -9,14 +9,14 @@ from typing import Protocol
 
 import msgspec
 
-from kvstore.errors import BlockCorrupt, TierError, TierFull, TierIOError
-from kvstore.index import State
-from kvstore.tier import TierContext
-from kvstore.types import BlockKey, Changes, JobKind, JobResult, LookupResult, TransferJob
+from kvstore.core.errors import BlockCorrupt, TierError, TierFull, TierIOError
+from kvstore.core.index import State
+from kvstore.core.tier import TierContext
+from kvstore.core.types import BlockKey, Changes, JobKind, JobResult, LookupResult, TransferJob
+from tiers.nvme.block_io import Move, Moved
 from tiers.nvme.files import RUN_BLOCKS_MAX
 from tiers.nvme.index import Record
-from tiers.nvme.mover import Move, Moved
-from tiers.nvme.space import Space
+from tiers.nvme.namespace import Space
 
 RUN_BYTES_MIN = 512 << 10  # below, more calls cost more than they bring
 RUN_BYTES_MAX = 4 << 20

@@ -13,9 +13,9 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from kvstore.errors import BlockCorrupt, TierError, TierIOError
-from kvstore.tier import TierContext
-from kvstore.types import BlockKey, JobKind, JobResult, LookupResult, TransferJob
+from kvstore.core.errors import BlockCorrupt, TierError, TierIOError
+from kvstore.core.tier import TierContext
+from kvstore.core.types import BlockKey, JobKind, JobResult, LookupResult, TransferJob
 
 
 class DirectoryTier:

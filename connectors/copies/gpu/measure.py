@@ -1,0 +1,146 @@
+"""Which engine moves runs of which size: measured once, before the first copy.
+
+The copy engines take no processor of the GPU but a moment for each run, which tells below some tens
+of KiB. The kernel takes processors, the fewer the better for what the engine computes beside it. So
+the kernel is chosen where it is clearly faster, with as few thread blocks as give nearly its best.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from connectors.copies.gpu.cuda import Cuda, Launch
+from connectors.copies.gpu.plan import Words, copies_of, tiles_of
+from kvstore.core.errors import TierIOError
+
+log = logging.getLogger(__name__)
+
+RUN_SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
+THREAD_BLOCKS = (4, 8, 16, 32)
+BYTES = 32 << 20  # moved for one figure
+RUNS_MAX = 2048  # of one figure: the smallest runs would take the longest otherwise
+ROUNDS = 3
+NEARLY = 0.95
+CLEARLY = 1.05
+_ASK_S = 0.0002
+
+
+class Rate(msgspec.Struct, frozen=True):
+    """Bytes a second of runs of one size in one direction; thread_blocks 0: the copy engines."""
+
+    store: bool
+    run_bytes: int
+    thread_blocks: int
+    bytes_per_s: float
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """Who moves runs; rows: by run size, growing, (run bytes, thread blocks, 0: copy engines)."""
+
+    store: tuple[tuple[int, int], ...]
+    load: tuple[tuple[int, int], ...]
+
+    def thread_blocks(self, run_bytes: int, *, store: bool) -> int:
+        """Return how many thread blocks move runs of a size, 0 for the copy engines.
+
+        The nearest size that was measured decides, by ratio.
+        """
+        rows = self.store if store else self.load
+        nearest = min(rows, key=lambda row: max(row[0], run_bytes) / max(1, min(row[0], run_bytes)))
+        return nearest[1]
+
+
+GUESS = Choice(((16 << 10, 8), (64 << 10, 0)), ((16 << 10, 8), (64 << 10, 0)))
+"""Without a measurement: the kernel for runs up to 32 KiB, about where others have found it."""
+
+
+def measured(make: Callable[[], Cuda]) -> Choice:
+    """Measure with a CUDA of its own, whose memory is given back. Raises NotSupported.
+
+    Where that fails, because the engine has left no memory, say, it says so and guesses.
+    """
+    started, cuda = time.monotonic(), make()
+    try:
+        choice = chosen(rates(cuda))
+    except TierIOError as exc:
+        log.warning("kvstore: not measured, copies take turns by size: %s; %s", exc, GUESS)
+        choice = GUESS
+    finally:
+        cuda.close()
+    log.info("kvstore: GPU measured in %.1f s: %s", time.monotonic() - started, choice)
+    return choice
+
+
+def chosen(found: list[Rate]) -> Choice:
+    """Choose from what was measured."""
+    return Choice(_rows(found, store=True), _rows(found, store=False))
+
+
+def _rows(found: list[Rate], *, store: bool) -> tuple[tuple[int, int], ...]:
+    rows = []
+    for size in sorted({rate.run_bytes for rate in found}):
+        here = {
+            rate.thread_blocks: rate.bytes_per_s
+            for rate in found
+            if rate.store is store and rate.run_bytes == size
+        }
+        engines = here.pop(0)
+        best = max(here.values())
+        few = min(blocks for blocks, speed in here.items() if speed >= NEARLY * best)
+        rows.append((size, few if here[few] > CLEARLY * engines else 0))
+    return tuple(rows)
+
+
+def rates(cuda: Cuda) -> list[Rate]:
+    """Measure every size, direction and engine; the best of a few rounds each."""
+    stream, begin, end = cuda.new_stream(), cuda.new_event(timing=True), cuda.new_event(timing=True)
+    device, host = cuda.memory(BYTES), cuda.pinned(BYTES)
+    host[:] = np.arange(BYTES // 4, dtype=np.uint32).view(np.uint8)  # zeros may go faster
+
+    def timed(work: Callable[[], None]) -> float:
+        best = float("inf")
+        for _ in range(1 + ROUNDS):  # the first one warms up
+            cuda.record(begin, stream)
+            work()
+            cuda.record(end, stream)
+            while not cuda.reached(end):
+                time.sleep(_ASK_S)
+            best = min(best, cuda.milliseconds(begin, end))
+        return best / 1000
+
+    found = []
+    for size in RUN_SIZES:
+        count = min(RUNS_MAX, BYTES // size)
+        runs = np.array([[device, size, 0, size]], np.uint64)
+        tiles = tiles_of(runs)
+        table = cuda.table(tiles, stream)
+        places = cuda.pinned(count * 16).view(np.uint64).reshape(count, 2)
+        places[:, 0] = host.ctypes.data + np.arange(count, dtype=np.uint64) * np.uint64(size)
+        places[:, 1] = np.arange(count)
+        for store in (True, False):
+            for blocks in (0, *THREAD_BLOCKS):
+                work = _work(cuda, stream, runs, places, store=store)
+                if blocks:
+                    launch = Launch(
+                        table, len(tiles), places.ctypes.data, count, store, blocks
+                    )  # fmt: skip
+                    work = _launching(cuda, stream, launch)
+                found.append(Rate(store, size, blocks, count * size / timed(work)))
+    return found
+
+
+def _launching(cuda: Cuda, stream: int, launch: Launch) -> Callable[[], None]:
+    return lambda: cuda.launch(launch, stream)
+
+
+def _work(
+    cuda: Cuda, stream: int, runs: Words, places: Words, *, store: bool
+) -> Callable[[], None]:
+    engine, slot, sizes = copies_of(runs, places)
+    to, source = (slot, engine) if store else (engine, slot)
+    return lambda: cuda.copy(to, source, sizes, stream)

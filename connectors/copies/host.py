@@ -1,0 +1,339 @@
+"""Copies between an engine's KV tensors and slots, for engines whose tensors are in host memory.
+
+A page is copied as it lies: `layout.py` says where each layer's bytes go, the tensor's own
+strides say where they come from. Layers at equal distances are copied as one strided block, and
+so are engine blocks at equal distances; torch does the copy with the GIL released.
+
+The same for tensors on a GPU is in tiers/gpu/, behind the interface in connectors/copies/device.py.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvstore.core.errors import TierError
+from kvstore.core.layout import GroupLayout, LayerRun, Move, RankLayout
+
+
+class LayerCache(msgspec.Struct, frozen=True):
+    """One layer's pages: block b starts at offset + b * block_stride of storage (uint8, 1-D).
+
+    A page is `pieces` equal runs of bytes, each piece_stride after the one before: one run for
+    most engines, two where K and V are kept apart, one for each head where layers lie inside heads.
+    """
+
+    storage: torch.Tensor
+    offset: int
+    block_stride: int
+    page_bytes: int
+    pieces: int = 1
+    piece_stride: int = 0
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of one run."""
+        return self.page_bytes // self.pieces
+
+
+def pieces_of(
+    shape: Sequence[int], strides: Sequence[int], item_bytes: int
+) -> tuple[int, int, int] | None:
+    """Cut a page into equal runs of bytes at equal distances: pieces, piece_stride, piece_bytes.
+
+    strides: in bytes. None if it takes more than one distance, or bytes overlap.
+    """
+    run, pieces, step = item_bytes, 1, 0
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size == 1:
+            continue
+        if pieces == 1 and stride == run:
+            run *= size
+        elif pieces == 1 and stride > run:
+            pieces, step = size, stride
+        elif stride == pieces * step:
+            pieces *= size
+        else:
+            return None
+    return pieces, step, run
+
+
+class _Stack(msgspec.Struct, frozen=True):
+    """Layers at equal distances on both sides."""
+
+    cache: LayerCache
+    layers: int
+    layer_stride: int
+    slot_offset: int
+    slot_stride: int
+    writes: bool
+
+
+class MappedExtent:
+    """A store's extent in this process."""
+
+    def __init__(
+        self, fd: int, first: int, count: int, slot_bytes: int, size: int, gens: int
+    ) -> None:
+        """Map the descriptor and close it. gens: offset of the generations."""
+        self.first, self.count, self.slot_bytes = first, count, slot_bytes
+        try:
+            self._map = mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+        self._map.madvise(mmap.MADV_DONTFORK)
+        self.data = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.address, self.bytes = self.data.data_ptr(), size
+        self.data[:: mmap.PAGESIZE].sum()  # fault the pages in now, not in the first copy
+        self.generations = np.frombuffer(self._map, np.uint32, count, gens)
+
+
+class SlotMap:
+    """Finds slots in the extents that are mapped."""
+
+    def __init__(self) -> None:
+        """Start without memory."""
+        self._extents: dict[int, MappedExtent] = {}
+        self._by_first: dict[int, MappedExtent] = {}
+        self._per_extent = 1
+
+    def add(self, number: int, extent: MappedExtent) -> None:
+        """Make an extent's slots known; all extents of a store's namespace are equal."""
+        self._extents[number] = extent
+        self._per_extent = extent.count
+        self._by_first[extent.first // extent.count] = extent
+
+    def remove(self, number: int) -> MappedExtent | None:
+        """Forget an extent and return it; it is unmapped with the last copy that uses it."""
+        extent = self._extents.pop(number, None)
+        if extent is not None:
+            del self._by_first[extent.first // extent.count]
+        return extent
+
+    def clear(self) -> list[MappedExtent]:
+        """Forget everything; return what was there."""
+        extents = list(self._extents.values())
+        self._extents.clear()
+        self._by_first.clear()
+        return extents
+
+    def place(self, slot: int) -> tuple[MappedExtent, int]:
+        """Return the extent of a slot and the slot's offset. Raises TierError if unknown."""
+        number, position = divmod(slot, self._per_extent)
+        extent = self._by_first.get(number)
+        if extent is None:
+            raise TierError(f"slot {slot} is not mapped here")
+        return extent, position * extent.slot_bytes
+
+    def generations(self, slots: NDArray[np.int64]) -> NDArray[np.uint32]:
+        """Return slots' generations as they are now. Raises TierError for one not mapped here."""
+        found = np.empty(len(slots), np.uint32)
+        for extent, here, positions in self._places(slots):
+            found[here] = extent.generations[positions]
+        return found
+
+    def addresses(self, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Return where slots begin in this process. Raises TierError for one not mapped here."""
+        found = np.empty(len(slots), np.uint64)
+        for extent, here, positions in self._places(slots):
+            found[here] = extent.address + positions * extent.slot_bytes
+        return found
+
+    def _places(
+        self, slots: NDArray[np.int64]
+    ) -> Iterable[tuple[MappedExtent, NDArray[np.bool_], NDArray[np.int64]]]:
+        numbers, positions = np.divmod(slots, self._per_extent)
+        for number in np.unique(numbers):
+            extent = self._by_first.get(int(number))
+            if extent is None:
+                raise TierError(f"slot {number * self._per_extent} is not mapped here")
+            here = numbers == number
+            yield extent, here, positions[here]
+
+
+class Done(msgspec.Struct, frozen=True):
+    """A copy that had ended when it was asked for."""
+
+    bytes: int
+
+    def over(self) -> bool:
+        """It is."""
+        return True
+
+
+class HostDevice:
+    """Engine tensors in host memory: whoever asks for a copy has made it when the call returns."""
+
+    def __init__(self, caches: dict[str, LayerCache]) -> None:
+        """caches: by layer name."""
+        self._caches = caches
+
+    def copier(self, layout: RankLayout) -> HostCopier:
+        """Plan copies after a store's layout. Raises TierError for a layer that is not there."""
+        return HostCopier(self._caches, layout)
+
+    def mark(self) -> int:
+        """Return anything: the forward pass is over when its step's copies are asked for."""
+        return 0
+
+    def passed(self, _mark: int) -> bool:
+        """Return True, for the same reason."""
+        return True
+
+    def fence(self, copies: Iterable[Done]) -> None:
+        """Do nothing: none of them is under way."""
+
+    def pin(self, extent: MappedExtent, stopped: Callable[[], bool]) -> None:
+        """Do nothing: the processor reads any memory."""
+
+    def unpin(self, extent: MappedExtent) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class HostCopier:
+    """Moves pages between host KV tensors and slots."""
+
+    def __init__(self, caches: dict[str, LayerCache], layout: RankLayout) -> None:
+        """Find the layers at equal distances. Raises TierError for a layer that is not there."""
+        self._layout = layout
+        self._stacks = [_stacks(group, caches) for group in layout.groups]
+
+    def copy(
+        self,
+        moves: Iterable[Move],
+        slots: SlotMap,
+        *,
+        store: bool,
+        after: int = 0,  # noqa: ARG002 - nothing is under way
+    ) -> Done:
+        """Copy engine -> slots (store) or slots -> engine."""
+        copied = 0
+        for run in _runs(moves, slots, self._layout.groups):
+            for stack in self._stacks[run.group]:
+                if store and not stack.writes:
+                    continue
+                engine, slot = _views(stack, run)
+                if store:
+                    slot.copy_(engine)
+                else:
+                    engine.copy_(slot)
+                copied += engine.numel()
+        return Done(copied)
+
+
+class _Run(msgspec.Struct):
+    group: int
+    extent: MappedExtent
+    block_first: int
+    offset_first: int
+    block_step: int = 1
+    offset_step: int = 1
+    count: int = 1
+
+
+def _runs(moves: Iterable[Move], slots: SlotMap, groups: Sequence[GroupLayout]) -> Iterable[_Run]:
+    """Join moves whose blocks and places are at equal, growing distances."""
+    run: _Run | None = None
+    for move in moves:
+        extent, base = slots.place(move.slot)
+        offset = base + move.part * groups[move.group].stride
+        if run is not None and run.group == move.group and run.extent is extent:
+            if run.count == 1:
+                block_step = move.block_id - run.block_first
+                offset_step = offset - run.offset_first
+                if block_step > 0 and offset_step > 0:
+                    run.block_step, run.offset_step, run.count = block_step, offset_step, 2
+                    continue
+            elif (
+                move.block_id == run.block_first + run.count * run.block_step
+                and offset == run.offset_first + run.count * run.offset_step
+            ):
+                run.count += 1
+                continue
+        if run is not None:
+            yield run
+        run = _Run(move.group, extent, move.block_id, offset)
+    if run is not None:
+        yield run
+
+
+def _views(stack: _Stack, run: _Run) -> tuple[torch.Tensor, torch.Tensor]:
+    cache = stack.cache
+    shape = (run.count, stack.layers, cache.pieces, cache.piece_bytes)
+    engine = cache.storage.as_strided(
+        shape,
+        (run.block_step * cache.block_stride, stack.layer_stride, cache.piece_stride, 1),
+        cache.offset + run.block_first * cache.block_stride,
+    )
+    slot = run.extent.data.as_strided(
+        shape,
+        (run.offset_step, stack.slot_stride, cache.piece_bytes, 1),
+        run.offset_first + stack.slot_offset,
+    )
+    return engine, slot
+
+
+def cache_of(run: LayerRun, caches: dict[str, LayerCache]) -> LayerCache:
+    """Return the pages of a layer. Raises TierError if they are not what the layout says."""
+    cache = caches.get(run.name)
+    if cache is None:
+        raise TierError(f"layer {run.name} of the layout is not among {sorted(caches)}")
+    if cache.page_bytes != run.length:
+        raise TierError(
+            f"layer {run.name} has pages of {cache.page_bytes} bytes, the layout says {run.length}"
+        )
+    return cache
+
+
+def _stacks(group: GroupLayout, caches: dict[str, LayerCache]) -> list[_Stack]:
+    stacks: list[_Stack] = []
+    pending: list[tuple[LayerRun, LayerCache]] = []
+    for run in group.runs:
+        cache = cache_of(run, caches)
+        if pending and not _fits(pending, run, cache):
+            stacks.append(_stack(pending))
+            pending = []
+        pending.append((run, cache))
+    if pending:
+        stacks.append(_stack(pending))
+    return stacks
+
+
+def _fits(pending: list[tuple[LayerRun, LayerCache]], run: LayerRun, cache: LayerCache) -> bool:
+    last_run, last = pending[-1]
+    if (
+        cache.storage.data_ptr() != last.storage.data_ptr()
+        or (cache.block_stride, cache.pieces, cache.piece_stride)
+        != (last.block_stride, last.pieces, last.piece_stride)
+        or run.length != last_run.length
+        or run.writes != last_run.writes
+        or cache.offset <= last.offset
+    ):
+        return False
+    if len(pending) == 1:
+        return True
+    before_run, before = pending[-2]
+    return (
+        cache.offset - last.offset == last.offset - before.offset
+        and run.offset - last_run.offset == last_run.offset - before_run.offset
+    )
+
+
+def _stack(pending: list[tuple[LayerRun, LayerCache]]) -> _Stack:
+    first_run, first = pending[0]
+    layer_stride = slot_stride = first.page_bytes
+    if len(pending) > 1:
+        layer_stride = pending[1][1].offset - first.offset
+        slot_stride = pending[1][0].offset - first_run.offset
+    return _Stack(
+        first, len(pending), layer_stride, first_run.offset, slot_stride, first_run.writes
+    )

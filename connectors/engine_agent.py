@@ -1,0 +1,401 @@
+"""Reads a peer's slots, or its engine's tensors, straight into tensors, on a GPU or not.
+
+Writes such tensors to those of a peer's engine, too.
+
+It has an agent of its own, by which peers read these tensors, too, and write them.
+
+Only for engines that asked for it: whoever reaches an agent can read and write all memory of its
+process. A read is over, or the agent is: once that is made anew, nothing of before is written.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import import_module
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from connectors.copies.host import LayerCache, cache_of
+from kvstore.core.errors import NotSupported, TierError, TierIOError
+from kvstore.core.layout import LayerRun, Move, PageRun, RankLayout, RankPages
+from tiers.nixl.errors import MoveError
+from tiers.nixl.exporter_child import ucx_settings
+from tiers.nixl.pages import in_pages, in_slots, rows
+
+if TYPE_CHECKING:
+    from tiers.nixl.agent import Agent, Flight, Places
+
+log = logging.getLogger(__name__)
+
+ENGINES_MAX = 64  # of peers, whose memory is known
+COMMON_MAX = 256  # ranks of theirs, and groups
+OVERLAPS_MAX = 1 << 17  # of all of these, before another one
+PEERS_MAX = 1024  # agents
+NETWORKS = "^shm,cuda_ipc"  # UCX's transports but those between processes of one machine
+BINDINGS = (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError)
+READ_BYTES = 16 << 20  # of one read; in shared memory it is made by the call that starts it
+
+
+class Moving(msgspec.Struct, eq=False):
+    """A read or a write that was started; bytes: of it. agent: the number of who does it.
+
+    failure: of a part that could not be moved; others may still be under way. clean: that part had
+    not begun, and none of the others has failed.
+    """
+
+    bytes: int
+    agent: int
+    flights: list[Flight]  # none: it is over
+    failure: str = ""
+    clean: bool = False
+
+
+class EngineAgent:
+    """One worker's; called from one thread at a time."""
+
+    def __init__(self, caches: dict[str, LayerCache], *, transports: str | None = None) -> None:
+        """caches: by layer name. transports: as in exporter Settings.
+
+        Raises NotSupported where they cannot be read into.
+        """
+        self._gpu = gpu_of(caches)
+        try:  # not every engine has it
+            self._make: Callable[[str], Agent] = import_module("tiers.nixl.agent").Agent
+        except ImportError as exc:
+            raise NotSupported(f"direct = true needs the package nixl: {exc}") from exc
+        self._caches = caches
+        self._transports = transports
+        self.part_bytes: list[int] = []  # of an engine block, by group
+        self._layout: RankLayout | None = None
+        self._pages: list[tuple[PageRun, ...]] = []  # by group
+        self._own: list[tuple[PageRun, ...]] = []  # of these, what no other rank writes
+        self._shared: dict[tuple[str, ...], list[list[Overlap]]] = {}  # by a peer's agents
+        self._common: dict[tuple[int, tuple[PageRun, ...]], list[Overlap]] = {}
+        self._agent: Agent | None = None
+        self._agents = 0  # that there have been
+        self._peers: dict[str, bytes] = {}  # and how to reach them; the last one heard of is last
+        self._met: set[str] = set()  # those that the agent knows
+
+    def open(self, layout: RankLayout, devices: str) -> None:
+        """Read by a store's layout, over these network devices.
+
+        Raises TierError, NotSupported where NIXL does not take the tensors' memory.
+        """
+        self._pages = [
+            tuple(page_run(run, cache_of(run, self._caches)) for run in group.runs)
+            for group in layout.groups
+        ]
+        self._own = [
+            tuple(page for page, run in zip(pages, group.runs, strict=True) if run.writes)
+            for pages, group in zip(self._pages, layout.groups, strict=True)
+        ]
+        self.part_bytes = [sum(run.length for run in group.runs) for group in layout.groups]
+        for name, value in ucx_settings(devices, self._transports).items():
+            os.putenv(name, value)  # UCX reads them when the first agent is made
+        self._layout = layout
+        self._peers.clear()
+        self._met.clear()
+        self._shared.clear()
+        self._common.clear()
+        if self._agent is None and (wrong := self._made_anew()):
+            raise NotSupported(wrong)
+
+    @property
+    def name(self) -> str:
+        """Its agent's name; "" without one."""
+        return "" if self._agent is None else self._agent.name
+
+    def serves(self) -> tuple[RankPages, int] | None:
+        """Say how peers reach this rank's blocks, and how many there are; None: they cannot.
+
+        Raises TierError, and ValueError for pages of too many pieces.
+        """
+        if self._agent is None:
+            return None
+        blocks = max(cache.storage.nbytes // cache.block_stride for cache in self._caches.values())
+        try:
+            metadata = self._agent.metadata()
+        except MoveError as exc:
+            raise TierIOError(str(exc)) from exc
+        return RankPages(self._agent.name, metadata, tuple(self._pages), self._gpu), blocks
+
+    def restart(self) -> None:
+        """Forget all reads, and have them end. Raises TierError."""
+        if wrong := self._made_anew():
+            raise TierIOError(wrong)
+
+    def _made_anew(self) -> str:
+        """Have a new agent and return what is wrong; there is none then.
+
+        As a text: an error would keep the agent that failed.
+        """
+        self._agent, self._agents = None, self._agents + 1  # the only reference: that ends it
+        self._met.clear()
+        try:
+            self._agent = self._make(f"kvstore-engine-{secrets.token_hex(8)}")
+            for address, size in self._memory():
+                self._agent.register(address, size, self._gpu)
+        except MoveError as exc:
+            self._agent = None
+            return f"direct = true: {exc}"
+        return ""
+
+    def close(self) -> None:
+        """End the agent, and all that goes through it."""
+        self._agent = None
+
+    def _memory(self) -> Iterable[tuple[int, int]]:
+        storages = (cache.storage for cache in self._caches.values())
+        return {(storage.data_ptr(), storage.nbytes) for storage in storages}
+
+    def meet(self, peer: str, metadata: bytes) -> None:
+        """Know how to reach a peer's exporter, or how to reach it now."""
+        if self._peers.pop(peer, None) != metadata:
+            self._met.discard(peer)
+        self._peers[peer] = metadata
+        if len(self._peers) > PEERS_MAX:
+            self._forget(next(iter(self._peers)))
+
+    def _forget(self, peer: str) -> None:
+        del self._peers[peer]
+        if peer in self._met and self._agent is not None:
+            self._met.discard(peer)
+            try:
+                self._agent.remove_peer(peer)
+            except MoveError as exc:
+                log.debug("%s", exc)
+
+    def read(self, peer: str, moves: Sequence[tuple[Move, int]]) -> Moving:
+        """Start reading slots, from these addresses on, into engine blocks. Raises TierError."""
+        if self._layout is None:
+            raise TierError("no layout")
+        local, remote = [], []
+        for group, pages in enumerate(self._pages):
+            own = [(move, address) for move, address in moves if move.group == group]
+            stride = self._layout.groups[group].stride
+            blocks = np.array([move.block_id for move, _ in own], np.uint64)
+            parts = np.array([at + move.part * stride for move, at in own], np.uint64)
+            for page in pages if own else ():
+                local.append(in_pages(page, blocks))
+                remote.append(in_slots(page, parts))
+        return self._start([(peer, None, local, remote)])
+
+    def read_engine(self, ranks: Sequence[RankPages], moves: Sequence[tuple[Move, int]]) -> Moving:
+        """Start reading a peer's engine blocks into ours, of any ranks. Raises TierError."""
+        shared, parts = self._shared_with(ranks), []
+        for number, rank in enumerate(ranks):
+            local, remote = [], []
+            for group, overlaps in enumerate(shared):
+                own = [(move.block_id, block) for move, block in moves if move.group == group]
+                blocks = np.array(own, np.uint64).reshape(-1, 2)
+                for each in overlaps if own else ():
+                    if each.rank == number:
+                        local.append(rows(each.here(blocks[:, 0]), each.size))
+                        remote.append(rows(each.there(blocks[:, 1]), each.size))
+            if local:
+                parts.append((rank.agent, rank.gpu, local, remote))
+        return self._start(parts)
+
+    def _shared_with(self, ranks: Sequence[RankPages]) -> list[list[Overlap]]:
+        """Return what of each group lies where; the ranks become known. Raises TierError."""
+        agents = tuple(rank.agent for rank in ranks)
+        for rank in ranks:
+            self.meet(rank.agent, rank.metadata)
+        if agents not in self._shared:
+            if len(self._shared) >= ENGINES_MAX:
+                self._shared.clear()
+            self._shared[agents] = [
+                shared(pages, [r.pages[group] if group < len(r.pages) else () for r in ranks])
+                for group, pages in enumerate(self._pages)
+            ]
+        return self._shared[agents]
+
+    def write(
+        self, ranks: Sequence[RankPages], group: int, blocks: Sequence[int], there: Sequence[int]
+    ) -> Moving:
+        """Start writing what this rank has of engine blocks of a group into those of a peer's.
+
+        ranks: with the group's pages only. Raises TierError, IndexError for another group.
+        """
+        own, theirs, parts = np.array(blocks, np.uint64), np.array(there, np.uint64), []
+        for rank in ranks:
+            if rank.metadata:
+                self.meet(rank.agent, rank.metadata)
+            overlaps = self._common_with(group, rank.pages[0])
+            if overlaps:
+                local = [rows(each.here(own), each.size) for each in overlaps]
+                remote = [rows(each.there(theirs), each.size) for each in overlaps]
+                parts.append((rank.agent, rank.gpu, local, remote))
+        return self._start(parts, write=True)
+
+    def _common_with(self, group: int, pages: tuple[PageRun, ...]) -> list[Overlap]:
+        if (group, pages) not in self._common:
+            kept = sum(map(len, self._common.values()))
+            if len(self._common) >= COMMON_MAX or kept >= OVERLAPS_MAX:
+                self._common.clear()
+            self._common[group, pages] = common(self._own[group], pages)
+        return self._common[group, pages]
+
+    def _start(
+        self,
+        parts: Sequence[tuple[str, int | None, list[Places], list[Places]]],
+        *,
+        write: bool = False,
+    ) -> Moving:
+        """Start moving, by peer and the GPU that it has them on, between our places and its."""
+        if self._agent is None:
+            raise TierIOError("no agent")
+        reading = Moving(0, self._agents, [])
+        rows_of = [
+            (peer, gpu, np.concatenate(own), np.concatenate(far)) for peer, gpu, own, far in parts
+        ]
+        try:
+            for peer, gpu, local, remote in rows_of:
+                self._meet(self._agent, peer)
+                flight, over = self._agent.move(
+                    peer, local, remote, write=write, gpu=self._gpu, peer_gpu=gpu
+                )
+                if over:
+                    self._agent.let_go(flight)
+                else:
+                    reading.flights.append(flight)
+                reading.bytes += int(local[:, 1].sum())
+        except MoveError as exc:
+            reading.failure = str(exc)  # what was started of it is not over
+            reading.clean = not exc.begun
+        except BINDINGS as exc:  # nor is it then
+            log.exception("blocks of a peer, or for one, were not moved")
+            reading.failure = repr(exc)
+        return reading
+
+    def _meet(self, agent: Agent, peer: str) -> None:
+        """Have the agent know a peer. Raises MoveError."""
+        if peer not in self._met:  # one that cannot be reached is nobody else's trouble
+            if agent.add_peer(self._peers.get(peer, b"")) != peer:
+                raise MoveError(f"metadata of another exporter than {peer!r}", "refused")
+            self._met.add(peer)
+
+    def over(self, reading: Moving) -> bool:
+        """Tell whether a read has ended. Raises TierError if it failed; it has ended then, too."""
+        if reading.flights:
+            if self._agent is None or reading.agent != self._agents:
+                reading.clean = False
+                raise TierIOError("its agent has ended")
+            self._look(self._agent, reading)
+        if reading.failure and not reading.flights:
+            raise TierIOError(reading.failure)
+        return not reading.flights
+
+    @staticmethod
+    def _look(agent: Agent, reading: Moving) -> None:
+        """Let go of the flights that are over."""
+        flying, reading.flights = reading.flights, []
+        for flight in flying:
+            try:
+                over = agent.over(flight)
+            except MoveError as exc:
+                over, reading.failure, reading.clean = True, str(exc), False
+            if over:
+                agent.let_go(flight)
+            else:
+                reading.flights.append(flight)
+
+
+def gpu_of(caches: dict[str, LayerCache]) -> int | None:
+    """Return the number of the GPU that tensors are on; None: host memory. Raises NotSupported."""
+    kinds = {str(cache.storage.device) for cache in caches.values()}
+    kind, _, number = next(iter(kinds), "").partition(":")
+    if len(kinds) != 1 or kind not in {"cpu", "cuda"}:
+        raise NotSupported(
+            f"direct = true: KV tensors are on {sorted(kinds)}, expected 'cpu' or one GPU"
+        )
+    return int(number or 0) if kind == "cuda" else None
+
+
+def page_run(run: LayerRun, cache: LayerCache) -> PageRun:
+    """Say where a layer's run lies in a tensor's memory."""
+    base = cache.storage.data_ptr() + cache.offset
+    cut = cache.piece_bytes, cache.pieces
+    return PageRun(run.offset, *cut, base, cache.block_stride, cache.piece_stride)
+
+
+class Overlap(msgspec.Struct, frozen=True):
+    """Bytes of an engine block's part that one piece here and one of a rank there have."""
+
+    rank: int
+    size: int
+    base: int
+    stride: int
+    base_there: int
+    stride_there: int
+
+    def here(self, blocks: Places) -> Places:
+        """Return addresses of these engine blocks of ours."""
+        return np.uint64(self.base) + blocks * np.uint64(self.stride)
+
+    def there(self, blocks: Places) -> Places:
+        """Return addresses of these engine blocks of the peer's."""
+        return np.uint64(self.base_there) + blocks * np.uint64(self.stride_there)
+
+
+class _Piece(msgspec.Struct, frozen=True, order=True):
+    offset: int
+    size: int
+    base: int
+    stride: int
+    rank: int = 0
+
+
+def _pieces(runs: Iterable[PageRun], rank: int = 0) -> Iterator[_Piece]:
+    for run in runs:
+        for n in range(run.pieces):
+            offset, base = run.offset + n * run.piece_bytes, run.base + n * run.piece_stride
+            yield _Piece(offset, run.piece_bytes, base, run.block_stride, rank)
+
+
+def common(own: Iterable[PageRun], theirs: Iterable[PageRun]) -> list[Overlap]:
+    """Return the bytes of a part that both have. Raises TierError if they have some twice."""
+    there, at = sorted(_pieces(theirs)), 0
+    found: list[Overlap] = []
+    if any(one.offset + one.size > next_one.offset for one, next_one in pairwise(there)):
+        raise TierError("pages that lie one over another")
+    for piece in sorted(_pieces(own)):
+        while at < len(there) and there[at].offset + there[at].size <= piece.offset:
+            at += 1
+        n = at
+        while n < len(there) and there[n].offset < piece.offset + piece.size:
+            found.append(_overlap(piece, there[n], max(piece.offset, there[n].offset)))
+            n += 1
+    return found
+
+
+def _overlap(piece: _Piece, other: _Piece, start: int) -> Overlap:
+    """Return what two pieces have in common from `start` on."""
+    size = min(piece.offset + piece.size, other.offset + other.size) - start
+    here, far = piece.base + start - piece.offset, other.base + start - other.offset
+    return Overlap(other.rank, size, here, piece.stride, far, other.stride)
+
+
+def shared(own: Iterable[PageRun], theirs: Sequence[Iterable[PageRun]]) -> list[Overlap]:
+    """Cut our runs of a part where those of a peer's ranks begin and end.
+
+    Raises TierError if they do not have all of it.
+    """
+    there = sorted(piece for rank, runs in enumerate(theirs) for piece in _pieces(runs, rank))
+    found, at = [], 0
+    for piece in sorted(_pieces(own)):
+        reached, end = piece.offset, piece.offset + piece.size
+        while reached < end:
+            while at < len(there) and there[at].offset + there[at].size <= reached:
+                at += 1
+            if at == len(there) or there[at].offset > reached:
+                raise TierError(f"the peer's ranks lack byte {reached} of a block's part")
+            found.append(_overlap(piece, there[at], reached))
+            reached += found[-1].size
+    return found

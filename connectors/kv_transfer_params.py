@@ -1,0 +1,183 @@
+"""Hand-over parameters: what vLLM's routers carry from a prefill engine to a decode engine.
+
+The names are those of vLLM's own connectors, so that routers need not know ours. Which blocks are
+handed over follows from the prompt's hashes; block ids are passed along and never used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import msgspec
+
+from kvstore.config import PORT_MAX
+from kvstore.core.errors import ConfigError
+
+_EXPECTED = {
+    "remote_engine_id": (str, "a text"),
+    "remote_request_id": (str, "a text"),
+    "remote_host": (str, "a host"),
+    "remote_port": (int, f"a port up to {PORT_MAX}"),
+}
+_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
+
+
+class Transfer(msgspec.Struct, frozen=True):
+    """How an engine hands over: its id, by push or pull, and how long blocks are held for it.
+
+    push: blocks are written to it; None: whichever is faster, as far as its store can tell.
+    two_way: what this engine decoded is held for decode_ttl_ms, for the prefill engine's next
+    turn; what a decode engine has so is pulled, from recompute_threshold tokens on.
+    direct: workers pull into the engine's memory themselves.
+    """
+
+    engine: str = ""
+    push: bool | None = None
+    lease_ms: int = 30_000
+    two_way: bool = False
+    recompute_threshold: int = 0
+    decode_ttl_ms: int = 480_000
+    direct: bool = False
+
+
+NO_TRANSFER = Transfer()
+
+
+class Remote(NamedTuple):
+    """Where a prompt was computed: its store's side channel, and the request there.
+
+    push: its blocks are to be written to us; None: our store chooses. tokens: those whose KV it
+    has; 0: not said.
+    """
+
+    address: str = ""
+    request: str = ""
+    push: bool | None = None
+    tokens: int = 0
+
+
+NO_REMOTE = Remote()
+
+
+class Source(NamedTuple):
+    """Where a request's prompt was computed; turn: there the turn before was decoded."""
+
+    remote: Remote = NO_REMOTE
+    turn: bool = False
+
+
+NO_SOURCE = Source()
+
+
+def source_of(params: Mapping[str, Any] | None, how: Transfer = NO_TRANSFER) -> Source:
+    """Return where a request's prompt is; NO_SOURCE if it was computed nowhere else.
+
+    Raises ConfigError, naming all that is missing or of the wrong type.
+    """
+    if params is None:
+        return NO_SOURCE
+    if not isinstance(params, Mapping):
+        raise ConfigError(f"expected a table of parameters, found {params!r}")
+    wrong: list[str] = []
+    decodes = _flag(params, "do_remote_prefill", wrong)
+    prefills = _flag(params, "do_remote_decode", wrong)
+    if decodes and prefills:
+        wrong.append("do_remote_prefill and do_remote_decode: expected one of them, found both")
+    turn = prefills and how.two_way and bool(params.get("remote_block_ids"))
+    source = NO_SOURCE
+    if (decodes or turn) and not _is_empty(params):
+        source = Source(_remote(params, wrong, push=how.push if decodes else False), turn)
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+    return source
+
+
+def is_handed_over(params: Mapping[str, Any] | None) -> bool:
+    """Tell whether another engine goes on with what a request computes."""
+    return isinstance(params, Mapping) and params.get("do_remote_decode") is True
+
+
+def _flag(params: Mapping[str, Any], name: str, wrong: list[str]) -> bool:
+    found = params.get(name)
+    if found is not None and not isinstance(found, bool):
+        wrong.append(f"{name}: expected true or false, found {found!r}")
+    return found is True
+
+
+def _is_empty(params: Mapping[str, Any]) -> bool:
+    """Tell whether a prefill has said that it left nothing: 0 tokens, in no blocks."""
+    blocks = params.get("remote_block_ids")
+    nothing = not blocks or (_is_table(blocks) and not any(blocks))
+    return params.get("remote_num_tokens") == 0 and nothing
+
+
+def _remote(params: Mapping[str, Any], wrong: list[str], *, push: bool | None) -> Remote:
+    for name, (kind, expected) in _EXPECTED.items():
+        found = params.get(name)
+        if not isinstance(found, kind) or isinstance(found, bool) or not found:
+            wrong.append(f"{name}: expected {expected}, found {found!r}")
+    port = params.get("remote_port")
+    if isinstance(port, int) and not 0 <= port <= PORT_MAX:
+        wrong.append(f"remote_port: expected a port up to {PORT_MAX}, found {port}")
+    blocks = params.get("remote_block_ids")
+    if not push and not (_is_table(blocks) and any(blocks or ())):
+        wrong.append(f"remote_block_ids: expected lists of block ids, found {blocks!r}")
+    for name, least, needed in (("tp_size", 1, bool(push)), ("remote_num_tokens", 0, False)):
+        found = params.get(name)
+        if (found is not None or needed) and not (_is_number(found) and found >= least):
+            wrong.append(f"{name}: expected a whole number from {least} on, found {found!r}")
+    if wrong:
+        return NO_REMOTE
+    host, tokens = params["remote_host"], params.get("remote_num_tokens") or 0
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return Remote(address, params["remote_request_id"], push, tokens)
+
+
+def _is_table(value: object) -> bool:
+    """Tell whether these are block ids, or lists of them by group."""
+    return isinstance(value, list | tuple) and all(
+        _is_number(one) or (isinstance(one, list | tuple) and all(map(_is_number, one)))
+        for one in value
+    )
+
+
+def _is_number(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def common_id(request_id: str) -> str:
+    """Return what the ids have in common that engines give a request which both were sent.
+
+    vLLM adds "-" and 8 hexadecimal digits to the id that a request came with.
+    """
+    return _SUFFIX.sub("", request_id)
+
+
+def parameters(
+    transfer: Transfer,
+    request: str,
+    side_channel: str,
+    table: Sequence[Sequence[int]],
+    tokens: int,
+    world: int,
+    *,
+    turn: bool = False,
+) -> dict[str, Any]:
+    """Return what a request hands back; tokens: those whose KV is handed over.
+
+    turn: it was a decode engine's, and the next turn's prefill may go on with it.
+    """
+    host, _, port = side_channel.rpartition(":")
+    return {
+        "do_remote_prefill": not turn,
+        "do_remote_decode": turn,
+        "remote_engine_id": transfer.engine,
+        "remote_request_id": request,
+        "remote_host": host.strip("[]"),
+        "remote_port": int(port),
+        "remote_block_ids": [list(ids) for ids in table],
+        "remote_num_tokens": tokens,
+        "tp_size": world,
+    }

@@ -1,0 +1,97 @@
+"""What the scheduler half hands to the worker half, inside the engine's own step messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from kvstore.core.layout import Move
+
+
+class EngineSpec(msgspec.Struct, frozen=True):
+    """Engine blocks of a transfer, by group in group order.
+
+    group_sizes: ids listed per group, 0 for a group with nothing. block_indices: logical index
+    of each group's first listed engine block, so that a block can be entered part-way. In a
+    store they are 0: its blocks are of several requests and whole; the last of a group may lack
+    its end.
+    """
+
+    block_ids: tuple[int, ...]
+    group_sizes: tuple[int, ...]
+    block_indices: tuple[int, ...]
+
+
+class StoreSpec(msgspec.Struct, frozen=True):
+    """The same blocks on the store's side: slots in the same order."""
+
+    medium: str
+    slots: tuple[int, ...]
+
+
+class StoreJob(msgspec.Struct, frozen=True):
+    """Copy engine blocks into granted slots. keys and parents go with the slots."""
+
+    job_id: int
+    session: int
+    engine: EngineSpec
+    store: StoreSpec
+    keys: tuple[bytes, ...]
+    parents: tuple[bytes, ...]
+
+
+class LoadJob(msgspec.Struct, frozen=True):
+    """Copy leased slots into a request's engine blocks; generations go with the slots.
+
+    source: where the bytes come from, for people.
+    """
+
+    request_id: str
+    session: int
+    lease: int
+    engine: EngineSpec
+    store: StoreSpec
+    generations: tuple[int, ...]
+    source: str = ""
+
+
+class StepMeta(msgspec.Struct, frozen=True):
+    """One engine step's work.
+
+    early: stores whose sources are complete already, submitted before anything else.
+    stores: stores whose sources this step's forward completes.
+    flush: store jobs that must be over before this step overwrites their sources.
+    idle: the step computes nothing, so waiting for loads costs nobody anything.
+    sent: requests that had ended before, and whose engine blocks may go now.
+    """
+
+    early: tuple[StoreJob, ...] = ()
+    stores: tuple[StoreJob, ...] = ()
+    loads: tuple[LoadJob, ...] = ()
+    flush: tuple[int, ...] = ()
+    idle: bool = False
+    sent: tuple[str, ...] = ()
+
+
+def pieces(
+    engine: EngineSpec, store: StoreSpec, blocks_per_chunk: tuple[int, ...]
+) -> Iterator[Move]:
+    """Pair engine blocks with slots. Raises ValueError if the two specs do not fit."""
+    at = slot_at = 0
+    for group, size in enumerate(engine.group_sizes):
+        if size == 0:
+            continue
+        first, per = engine.block_indices[group], blocks_per_chunk[group]
+        chunk_first = first // per
+        chunks = (first + size - 1) // per - chunk_first + 1
+        slots = store.slots[slot_at : slot_at + chunks]
+        if len(slots) != chunks:
+            raise ValueError(f"group {group} needs {chunks} slots, {len(slots)} are left")
+        for offset, block_id in enumerate(engine.block_ids[at : at + size]):
+            chunk, part = divmod(first + offset, per)
+            yield Move(group, block_id, slots[chunk - chunk_first], part)
+        at += size
+        slot_at += chunks
+    if slot_at != len(store.slots) or at != len(engine.block_ids):
+        raise ValueError(f"{len(store.slots)} slots, {slot_at} of them used")

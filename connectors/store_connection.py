@@ -1,0 +1,299 @@
+"""A connection from an engine process to its store, and how one is made."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import select
+import socket
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+
+from kvstore.core.errors import KVStoreError, NotSupported, ProtocolError
+from kvstore.wire import credentials, framing
+from kvstore.wire import engine as p
+
+log = logging.getLogger(__name__)
+
+OUTBOX_BYTES_MAX = 16 << 20
+_WRITE_BYTES = 1 << 18
+_READ_BYTES = 1 << 16
+_ANCILLARY_BYTES = socket.CMSG_SPACE(8 * array("i").itemsize)
+_CONNECT_S = 1.0
+_RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+REFUSED_FIRST_S, REFUSED_MOST_S = 1.0, 60.0  # until an engine that was refused asks again
+_REASONS_MAX = 16  # that are logged
+
+
+class LinkLost(KVStoreError):
+    """The store is gone, or does not keep up; connect again."""
+
+
+class Link:
+    """One socket to the store. Sends never block; bytes the socket does not take wait here."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Take over a connected socket."""
+        sock.setblocking(False)
+        self._sock = sock
+        self._decoder = framing.Decoder(p.ToEngine)
+        self._inbox = memoryview(bytearray(_READ_BYTES))
+        self._outbox = bytearray()
+        self._lock = threading.Lock()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self.fds: list[int] = []  # received with messages, in their order
+        self._put_back: list[framing.Message] = []
+
+    def send(self, message: framing.Message) -> None:
+        """Queue a message and write what the socket takes. Raises LinkLost."""
+        with self._lock:
+            self._outbox += framing.encode(message)
+            self._flush()
+
+    def flush(self) -> None:
+        """Write what the socket takes now. Raises LinkLost."""
+        if self._outbox:
+            with self._lock:
+                self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._outbox:
+                sent = self._sock.send(memoryview(self._outbox)[:_WRITE_BYTES])
+                del self._outbox[:sent]
+        except BlockingIOError:
+            if len(self._outbox) > OUTBOX_BYTES_MAX:
+                raise LinkLost(f"store does not read: {len(self._outbox)} bytes wait") from None
+        except OSError as exc:
+            raise LinkLost(f"store is gone: {exc.strerror}") from exc
+
+    def receive(self, timeout_s: float = 0.0) -> list[framing.Message]:
+        """Return what has arrived, waiting at most timeout_s for the first. Raises LinkLost."""
+        self.flush()
+        messages, self._put_back = self._put_back, []
+        if timeout_s > 0 and not messages and not self._poll.poll(timeout_s * 1000):
+            return messages
+        while True:
+            try:
+                size, ancillary, _, _ = self._sock.recvmsg_into([self._inbox], _ANCILLARY_BYTES)
+            except BlockingIOError:
+                return messages
+            except OSError as exc:
+                raise LinkLost(f"store is gone: {exc.strerror}") from exc
+            for _, _, descriptors in ancillary:  # SCM_RIGHTS is all that a store sends
+                self.fds.extend(array("i", descriptors))
+            if not size:
+                if messages:
+                    return messages  # the next call tells that the store is gone
+                raise LinkLost("store closed the connection")
+            try:
+                messages.extend(self._decoder.feed(self._inbox[:size]))
+            except ProtocolError as exc:
+                raise LinkLost(str(exc)) from exc
+            if size < _READ_BYTES:
+                return messages  # that was all; asking again would cost a system call
+
+    def take_fd(self) -> int:
+        """Return the first descriptor that has come and was not taken: its message's.
+
+        Raises LinkLost if it has not: this process has too many.
+        """
+        if not self.fds:
+            raise LinkLost("a descriptor of the store did not arrive: too many open files")
+        return self.fds.pop(0)
+
+    def put_back(self, messages: list[framing.Message]) -> None:
+        """Let the next receive return these first."""
+        self._put_back = messages
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor; -1 once it is closed."""
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        """Close the socket and what came with messages nobody read; safe to call twice."""
+        self._sock.close()
+        while self.fds:
+            os.close(self.fds.pop())
+
+
+def connect(address: str, user: int | None = None) -> Link:
+    """Connect to a store's unix socket.
+
+    user: who may listen there beside us and root. Raises LinkLost if none of these answers there.
+    """
+    try:
+        return Link(credentials.connect(address, _CONNECT_S, user))
+    except OSError as exc:
+        raise LinkLost(f"no store at {address}: {exc.strerror or exc}") from exc
+    except credentials.OtherUserError as exc:
+        raise LinkLost(f"{exc} (store_user names another)") from exc
+
+
+def attach(
+    find: Callable[[], str], hello: p.Hello, stop: threading.Event, user: int | None = None
+) -> tuple[Link, p.Welcome] | None:
+    """Connect and say Hello until a store welcomes us; None when stop is set.
+
+    find(): the store's address; starts a private store if there is none. user: as in connect().
+    Raises NotSupported when the store refuses for good.
+    """
+    tries = 0
+    while not stop.is_set():
+        link = None
+        try:
+            link = connect(find(), user)
+            link.send(hello)
+            welcome = _await_welcome(link, stop)
+            if welcome is not None:
+                return link, welcome
+        except LinkLost as exc:
+            if tries == 0:
+                log.warning("kvstore: %s; serving without it, and trying again", exc)
+        except NotSupported:
+            if link is not None:
+                link.close()
+            raise
+        if link is not None:
+            link.close()
+        stop.wait(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
+        tries += 1
+    return None
+
+
+def _await_welcome(link: Link, stop: threading.Event) -> p.Welcome | None:
+    """Wait for the answer to Hello; None if it makes sense to try again."""
+    while not stop.is_set():
+        messages = link.receive(0.1)
+        for index, message in enumerate(messages):
+            if isinstance(message, p.Welcome):
+                link.put_back(messages[index + 1 :])  # what the store sent right behind it
+                return message
+            if isinstance(message, p.Refused) and not message.retry:
+                raise NotSupported(f"the store refused this engine: {message.reason}")
+            if isinstance(message, p.Refused | p.Detach):
+                return None
+    return None
+
+
+class Refusals:
+    """How long one half of an engine waits after a refusal, and what the log says of it."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+        self._wait_s = 0.0
+        self._in_a_row = 0
+        self._attached_s: float | None = None
+
+    def wait_s(self, why: KVStoreError) -> float:
+        """Take note of a refusal; return the seconds until the store is asked again.
+
+        They double from refusal to refusal, and begin anew once a session has lasted.
+        """
+        now_s = time.monotonic()
+        if self._attached_s is not None and now_s - self._attached_s > REFUSED_MOST_S:
+            self._told.clear()
+            self._wait_s = 0.0
+        self._attached_s = None
+        self._in_a_row += 1
+        reason = str(why)
+        if reason not in self._told and len(self._told) < _REASONS_MAX:
+            self._told.add(reason)
+            log.error("kvstore: %s; serving without it, and asking again now and then", reason)
+        self._wait_s = min(max(REFUSED_FIRST_S, 2 * self._wait_s), REFUSED_MOST_S)
+        part = random.uniform(0.8, 1.0)  # noqa: S311 - many engines' halves were refused at once
+        return self._wait_s * part
+
+    def attached(self) -> None:
+        """Take note of a session."""
+        self._attached_s = time.monotonic()
+        if self._in_a_row:
+            log.info("kvstore: attached again after %d refusals", self._in_a_row)
+            self._in_a_row = 0
+
+
+class Attacher:
+    """Connects in the background, so that the engine's step never does.
+
+    Again and again: after a refusal, and when the store has closed a connection, which an idle
+    engine would not find out.
+    """
+
+    def __init__(self, find: Callable[[], str], hello: p.Hello, user: int | None = None) -> None:
+        """find(): the store's address; starts a private store if there is none.
+
+        user: who may run it beside us and root.
+        """
+        self.refused: KVStoreError | None = None  # by the last store that has answered
+        self._find = find
+        self._hello = hello
+        self._user = user
+        self._stop = threading.Event()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._refusals = Refusals()
+        self._ready: deque[tuple[Link, p.Welcome]] = deque()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Have a connection made, unless there is one that was not taken; take() has it then."""
+        if self._stop.is_set():
+            return
+        if self._thread is not None and self._thread.is_alive():
+            os.eventfd_write(self._wake, 1)  # the last connection may have been closed
+            return
+        self._thread = threading.Thread(target=self._run, name="kvstore-attach", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                attached = attach(self._find, self._hello, self._stop, self._user)
+            except KVStoreError as exc:
+                self.refused = exc.with_traceback(None)  # which would keep what failed
+                self._stop.wait(self._refusals.wait_s(exc))
+                continue
+            if attached is not None:
+                self.refused = None
+                self._refusals.attached()
+                self._offer(attached)
+
+    def _offer(self, attached: tuple[Link, p.Welcome]) -> None:
+        """Have a connection taken; return when either end has closed it."""
+        link, closed = attached[0], select.poll()
+        closed.register(link.fileno(), select.POLLRDHUP)
+        closed.register(self._wake, select.POLLIN)
+        self._ready.append(attached)
+        while link.fileno() >= 0 and not self._stop.is_set():
+            if any(fd != self._wake for fd, _ in closed.poll()):
+                break
+            os.eventfd_read(self._wake)
+        self._stop.wait(_RETRY_S[0])
+        with contextlib.suppress(ValueError):
+            self._ready.remove(attached)  # unless it was taken
+            link.close()
+
+    def take(self) -> tuple[Link, p.Welcome] | None:
+        """Return a new connection and the store's welcome, once."""
+        return self._ready.popleft() if self._ready else None
+
+    def close(self) -> None:
+        """Stop connecting and close what nobody took; safe to call twice."""
+        if not self._stop.is_set():
+            self._stop.set()
+            os.eventfd_write(self._wake, 1)
+            if self._thread is not None:
+                self._thread.join()
+            os.close(self._wake)
+        while self._ready:
+            self._ready.popleft()[0].close()
+
+
+def monotonic_ns() -> int:
+    """Return the clock that leases are measured with here."""
+    return time.monotonic_ns()

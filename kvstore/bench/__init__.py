@@ -1,1 +1,0 @@
-"""Measuring the system inside real engines, on any machine: no GPU, no download."""

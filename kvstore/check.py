@@ -1,0 +1,234 @@
+"""What a store would do with a configuration on this machine, found out without starting one.
+
+`kvstore serve` looks at refusals() before it begins, and `kvstore check` shows them: one list, so
+that what one refuses the other does, with the same words. Nothing here stays, and nothing hangs.
+"""
+
+from __future__ import annotations
+
+import enum
+import resource
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from kvstore import numa
+from kvstore.config import Address, Config, PeerConfig
+from kvstore.core.errors import ConfigError
+from kvstore.handover.side_channel import Channel, ClusterKey
+from kvstore.listener import TakenError, taken
+from kvstore.memory_limits import MARGIN_BYTES, memory_left
+from kvstore.owned_files import writable_folder
+from kvstore.store.tier_guard import refuse_tier
+from kvstore.units import sized
+from tiers.nvme import gds
+from tiers.nvme.refusals import refuse as refuse_nvme
+from tiers.nvme.refusals import user_of
+
+_DEVICES = (Path("/sys/class/net"), Path("/sys/class/infiniband"))
+_ANY_DEVICE = "all"
+SHMEM_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+
+
+class Level(enum.Enum):
+    """How a finding ends: the store works, works less well, or would not start."""
+
+    OK = "ok"
+    NOTE = "note"
+    FAIL = "fail"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line of the report."""
+
+    level: Level
+    what: str
+    text: str
+
+
+def examine(config: Config) -> list[Finding]:
+    """Look at everything a store needs here."""
+    failed = [Finding(Level.FAIL, what, text) for what, text in _refused(config)]
+    wrong = {finding.what for finding in failed}
+    rest = [
+        Finding(Level.OK, "socket", f"unix://{config.server.socket}"),
+        _metrics(config),
+        *_memory(config),
+        *_disk(config),
+        _peer(config),
+        _huge_pages(),
+        _locked_memory(),
+        *(Finding(Level.OK, f"tier {t.name}", f"{t.class_name} loads") for t in config.tiers),
+    ]
+    return failed + [finding for finding in rest if finding.what not in wrong]
+
+
+def _refused(config: Config) -> Iterator[tuple[str, str]]:
+    """Go through what would stop a store, in its words."""
+    for what, look in refusals(config):
+        try:
+            look()
+        except ConfigError as exc:
+            yield what, str(exc)
+    if config.nvme is not None:
+        user = user_of(Path(config.nvme.path))
+        if user is not None:
+            yield "nvme", user
+
+
+def _metrics(config: Config) -> Finding:
+    address = config.server.metrics
+    text = "no endpoint" if address is None else f"http://{address.host}:{address.port}/metrics"
+    return Finding(Level.OK, "metrics", text)
+
+
+def _peer(config: Config) -> Finding:
+    peer = config.peer
+    if peer is None:
+        return Finding(Level.OK, "peer", "no hand-over")
+    secret = "without a key" if peer.key is None else "with a key"
+    text = f"{peer.listen.host}:{peer.listen.port} {secret}, over {peer.devices}"
+    return Finding(Level.OK, "peer", text)
+
+
+def _memory(config: Config) -> Iterator[Finding]:
+    capacity, extent = config.cpu.capacity_bytes, config.cpu.extent_bytes
+    left = memory_left()
+    text = f"capacity {sized(capacity)}, {sized(left.bytes)} are available now"
+    if capacity + MARGIN_BYTES > left.bytes:
+        text += f" ({left.of}); it stops growing when {sized(MARGIN_BYTES)} are left"
+        yield Finding(Level.NOTE, "cpu", text)
+    else:
+        yield Finding(Level.OK, "cpu", text)
+    count, rest = divmod(capacity, extent)
+    text = f"{count} extents of {sized(extent)}"
+    if rest:
+        text += f"; {sized(rest)} of the capacity fill no extent and stay unused"
+    yield Finding(Level.NOTE if rest else Level.OK, "cpu", text)
+    yield _nodes(config.cpu.numa)
+
+
+def _nodes(chosen: int | None) -> Finding:
+    """Say which NUMA node slots are taken from, and where the GPUs are."""
+    there, gpus = numa.nodes(), numa.nodes_of_gpus()
+    text = "taken from any node, as the kernel decides"
+    if chosen is not None:
+        text = f"taken from node {chosen} while it has room"
+    text += f"; nodes with memory: {_listed(there)}, GPUs at nodes: {_listed(gpus)}"
+    far = len(there) > 1 and bool(gpus) and gpus != [chosen]
+    return Finding(Level.NOTE if far else Level.OK, "numa", text)
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers)) or "none known"
+
+
+def _disk(config: Config) -> Iterator[Finding]:
+    nvme = config.nvme
+    if nvme is None:
+        yield Finding(Level.OK, "nvme", "no disk")
+        return
+    path = Path(nvme.path)
+    try:
+        folder = writable_folder(path, str(path))
+        held = sum(file.lstat().st_blocks * 512 for file in path.glob("*.extent"))
+        free = shutil.disk_usage(folder).free + held
+    except (ConfigError, OSError):
+        return  # it is said already
+    text = f"{path}: capacity {sized(nvme.capacity_bytes)}, {sized(free)} are free or ours"
+    yield Finding(Level.OK if nvme.capacity_bytes <= free else Level.NOTE, "nvme", text)
+    yield Finding(Level.OK, "gds", gds.examine(folder).text)
+
+
+def _huge_pages() -> Finding:
+    try:
+        setting = Path(SHMEM_HUGE_PAGES).read_text(encoding="ascii")
+    except OSError:
+        return Finding(Level.NOTE, "huge pages", "this kernel has none for shared memory")
+    chosen = setting.partition("[")[2].partition("]")[0]
+    if chosen in ("always", "within_size", "force"):
+        return Finding(Level.OK, "huge pages", f"{SHMEM_HUGE_PAGES} is {chosen}")
+    text = f"off: {SHMEM_HUGE_PAGES} is {chosen}; within_size turns them on"
+    return Finding(Level.NOTE, "huge pages", text)
+
+
+def _locked_memory() -> Finding:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    text = "no limit" if limit == resource.RLIM_INFINITY else f"limit {sized(limit)}"
+    return Finding(Level.OK, "locked memory", f"{text}; this version locks none")
+
+
+def refusals(config: Config) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Go through what is looked at: its name, and a call that raises ConfigError."""
+    server, nvme, peer = config.server, config.nvme, config.peer
+    yield "socket", lambda: refuse_socket(server.socket)
+    if config.cpu.numa is not None:
+        node = config.cpu.numa
+        yield "numa", lambda: numa.check(node)
+    if nvme is not None:
+        yield "nvme", lambda: refuse_nvme(nvme)
+    if peer is not None:
+        yield "peer", lambda: refuse_peer(peer)
+    for tier in config.tiers:
+        yield f"tier {tier.name}", lambda tier=tier: refuse_tier(tier)  # type: ignore[misc]
+    if server.metrics is not None:
+        address = server.metrics
+        yield "metrics", lambda: refuse_metrics(address)
+
+
+def require(config: Config) -> None:
+    """Raise ConfigError for the first thing that keeps a store from starting."""
+    for _, look in refusals(config):
+        look()
+
+
+def refuse_socket(path: str) -> None:
+    """Raise ConfigError where no store can listen, or one does, be it one that hangs."""
+    try:
+        if taken(path):
+            raise TakenError(f"a store is running at {path} already")
+        if Path(path).exists() and not Path(path).is_socket():
+            raise ConfigError(f"cannot listen at {path}: it exists and is no socket")
+        writable_folder(Path(path).parent, f"cannot listen at {path}")
+    except OSError as exc:
+        raise ConfigError(f"cannot listen at {path}: {exc.strerror}") from exc
+
+
+def refuse_metrics(address: Address) -> None:
+    """Raise ConfigError where the endpoint cannot be."""
+    host, port = address.host, address.port
+    try:
+        family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+            probe.listen(1)
+    except OSError as exc:
+        raise ConfigError(f"metrics endpoint {host}:{port}: {exc.strerror}") from exc
+
+
+def refuse_peer(peer: PeerConfig) -> None:
+    """Raise ConfigError for a key that is none, devices that are not here, or a wrong address."""
+    key = None if peer.key is None else ClusterKey.read(Path(peer.key))
+    refuse_devices(peer.devices)
+    channel = Channel(key, lambda *_: None, lambda *_: None)
+    try:
+        channel.listen(peer.listen.host, peer.listen.port)
+    finally:
+        channel.close()
+
+
+def refuse_devices(devices: str) -> None:
+    """Raise ConfigError for a network device that this machine does not have."""
+    there = sorted(
+        {entry.name for folder in _DEVICES if folder.is_dir() for entry in folder.iterdir()}
+    )
+    for device in devices.split(","):
+        name = device.partition(":")[0]  # of a port, "mlx5_0:1"
+        if there and name not in (*there, _ANY_DEVICE):
+            raise ConfigError(
+                f"[peer] devices: expected some of {', '.join(there)}, found {device}"
+            )

@@ -1,0 +1,1 @@
+"""Decides which block is where. Plain single-threaded Python: imports nothing else of ours."""

@@ -1,0 +1,129 @@
+"""Which block leaves memory next: leaf-first LRU.
+
+A request uses a whole path, so a parent is never colder than its child, and the place of a block
+in the order stands for all blocks above it:
+
+    touched: a b c d      order:  cold  ... - x - d  hot       d is the end of the path abcd
+    d goes as a victim            cold  c - x ...              c takes the end that d had
+
+Touching refreshes the deepest block only, in O(1), and takes its parent out of the order. When a
+leaf goes, its parent takes the older end position that its own and its child's recency give it.
+The order holds leaves that can go, and inner blocks that were touched themselves after what
+hangs below them; an inner block that has reached the cold end is skipped once and leaves. When it
+can be evicted again it re-enters at the cold end, which is its exact place: everything still in
+the order was used after it. (Stack-distance argument: leaf-first LRU keeps the resident set
+closed under "parent of", so its prefix hits are plain LRU's.) A pin is a use that lasts: a pinned
+leaf is not in the order, and is touched when its last pin goes. So however many blocks are
+pinned, no call walks over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from kvstore.core.index import Node, State
+from kvstore.core.types import BlockKey, Slot
+
+SKIPS_MAX = 1024
+"""Blocks that one search for victims passes over: what limits its time."""
+_READY = State.READY
+
+
+class EvictionPolicy(Protocol):
+    """Answers "which leaf goes next". The manager tells it of every change, on one thread."""
+
+    def touch(self, entry: Node) -> None:
+        """The block was stored or used, and with it the whole path above it."""
+        ...
+
+    def freed(self, entry: Node) -> None:
+        """The block has lost its last child, or its last pin: it may be evictable now."""
+        ...
+
+    def remove(self, entry: Node) -> None:
+        """The block cannot be evicted for now: it is pinned, or it has left memory."""
+        ...
+
+    def inherit(self, entry: Node) -> None:
+        """The block leaves memory for a reason other than victims(); its parent stays."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all blocks at once. The caller unlinks them from one another."""
+        ...
+
+    def victims(self) -> Iterator[Node]:
+        """Take ready, unpinned leaves out of the order, the coldest first.
+
+        The caller takes each out of the index before it asks for the next, and after the last one
+        that it takes tells freed() of its parent. Ends when there is none, or after a limited
+        search: the next call goes on from there.
+        """
+        ...
+
+
+class LeafLRU:
+    """Leaf-first least recently used; all operations O(1) amortised."""
+
+    def __init__(self) -> None:
+        """Start with an empty order."""
+        root = Node(BlockKey(b""), None, Slot(-1))
+        root.prev = root.next = root
+        self._root = root  # root.next is the coldest, root.prev the hottest
+
+    def _link_after(self, entry: Node, at: Node | None) -> None:
+        if at is not None and (follower := at.next) is not None:
+            entry.prev, entry.next = at, follower
+            at.next = follower.prev = entry
+
+    def touch(self, entry: Node) -> None:
+        """Move to the hot end; the place stands for the parent from now on."""
+        above = entry.parent
+        if above is not None and above.next is not None:
+            self.remove(above)
+        if entry.next is not None:
+            self.remove(entry)
+        self._link_after(entry, self._root.prev)
+
+    def freed(self, entry: Node) -> None:
+        """Re-enter at the cold end, unless still in the order."""
+        if entry.next is None and _evictable(entry):
+            self._link_after(entry, self._root)
+
+    def remove(self, entry: Node) -> None:
+        """Leave the order; nothing happens if not in it."""
+        before, after = entry.prev, entry.next
+        if before is not None and after is not None:
+            before.next, after.prev = after, before
+            entry.prev = entry.next = None
+
+    def inherit(self, entry: Node) -> None:
+        """Leave the order; a parent that becomes a leaf takes the place, or else the hot end."""
+        at, above = entry.prev, entry.parent
+        self.remove(entry)
+        last = above is not None and above.children == 1 and above.next is None
+        if above is not None and last and above.state is _READY and not above.pins:
+            self._link_after(above, at or self._root.prev)
+
+    def clear(self) -> None:
+        """Cut the list off from its root."""
+        self._root.prev = self._root.next = self._root
+
+    def victims(self) -> Iterator[Node]:
+        """Yield the coldest evictable blocks; others at the cold end leave the order."""
+        root, skipped = self._root, 0
+        while skipped < SKIPS_MAX:
+            coldest = root.next
+            if coldest is None or coldest is root:
+                return
+            self.remove(coldest)
+            above: Node | None = coldest
+            skipped += not _evictable(coldest)
+            while above is not None and above.next is None and _evictable(above):
+                yield above  # and its parent, which is a leaf by then, takes this place
+                above = above.parent
+
+
+def _evictable(entry: Node) -> bool:
+    return entry.pins == 0 and entry.children == 0 and entry.state is _READY

@@ -1,0 +1,149 @@
+"""Timed pins: what a lookup's reply promises, and for how long.
+
+    granted --complete (load ended, or not wanted)--> ended
+    granted --deadline passed-----------------------> ended
+
+A lease pins its entries, so their slots keep their bytes until it ends. Reading after the end
+is caught by the slot's generation: it grows before a slot is handed to a new writer.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvstore.core.errors import check
+from kvstore.core.index import Entry, State
+from kvstore.core.types import LeaseId
+
+
+class Generations(Protocol):
+    """One counter per slot, shared with the processes that read slots."""
+
+    def __getitem__(self, slot: int, /) -> int:
+        """Return a slot's generation."""
+        ...
+
+    def __setitem__(self, slot: int, value: int, /) -> None:
+        """Set a slot's generation, visible to readers before the call returns."""
+        ...
+
+
+class GroupHit(msgspec.Struct, frozen=True):
+    """Present blocks of one KV group: block indices, ascending, and the slot of each."""
+
+    indices: Sequence[int]
+    slots: Sequence[int]
+    generations: Sequence[int]
+
+
+def hit_of(indices: Sequence[int], entries: Sequence[Entry], generations: Generations) -> GroupHit:
+    """Name the slots of blocks; of what is coming, the generation once it can be read."""
+    coming = State.COMING
+    slots = [entry.slot for entry in entries]
+    ages = [generations[slot] for slot in slots]
+    for at, entry in enumerate(entries):
+        if entry.state is coming:
+            ages[at] = (ages[at] + 1) & 0xFFFFFFFF
+    return GroupHit(indices, slots, ages)
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """Blocks pinned for one owner until complete or deadline_ns (store's clock)."""
+
+    lease_id: LeaseId
+    owner: int
+    deadline_ns: int
+    groups: tuple[GroupHit, ...]
+    entries: tuple[Entry, ...]
+
+
+class LeaseBook:
+    """All leases of a namespace, by id, by owner and by deadline."""
+
+    def __init__(self) -> None:
+        """Start without leases."""
+        self._leases: dict[LeaseId, Lease] = {}
+        self._blocks: dict[int, int] = {}
+        self._deadlines: list[tuple[int, LeaseId]] = []
+        self._next_id = 1
+
+    def __len__(self) -> int:
+        """Count the leases that have not ended."""
+        return len(self._leases)
+
+    def new_id(self) -> LeaseId:
+        """Return an id that was never used before."""
+        self._next_id += 1
+        return LeaseId(self._next_id - 1)
+
+    def blocks_of(self, owner: int) -> int:
+        """Count the blocks that an owner's leases pin, repeats included."""
+        return self._blocks.get(owner, 0)
+
+    def empty(self, owner: int, deadline_ns: int, groups: int) -> Lease:
+        """Make a lease on nothing, which ends like any other."""
+        nothing = GroupHit((), (), ())
+        lease = Lease(self.new_id(), owner, deadline_ns, (nothing,) * groups, ())
+        self.add(lease)
+        return lease
+
+    def add(self, lease: Lease) -> None:
+        """Pin the lease's entries."""
+        for entry in lease.entries:
+            entry.pins += 1
+        self._leases[lease.lease_id] = lease
+        self._blocks[lease.owner] = self.blocks_of(lease.owner) + len(lease.entries)
+        heapq.heappush(self._deadlines, (lease.deadline_ns, lease.lease_id))
+
+    def extend(self, lease_id: LeaseId, deadline_ns: int) -> None:
+        """Have a lease end later, if it has not ended."""
+        lease = self._leases.get(lease_id)
+        if lease is not None and deadline_ns > lease.deadline_ns:
+            self._leases[lease_id] = msgspec.structs.replace(lease, deadline_ns=deadline_ns)
+
+    def entries_of(self, lease_id: LeaseId) -> Sequence[Entry]:
+        """Return what a lease pins; nothing if it has ended."""
+        lease = self._leases.get(lease_id)
+        return () if lease is None else lease.entries
+
+    def end(self, lease_id: LeaseId) -> Lease | None:
+        """Unpin; None if the lease has ended before."""
+        lease = self._leases.pop(lease_id, None)
+        if lease is None:
+            return None
+        for entry in lease.entries:
+            entry.pins -= 1
+            check(entry.pins >= 0, "pins of an entry below zero")
+        left = self.blocks_of(lease.owner) - len(lease.entries)
+        if left:
+            self._blocks[lease.owner] = left
+        else:
+            self._blocks.pop(lease.owner, None)
+        return lease
+
+    def owned_by(self, lease_id: LeaseId, owner: int) -> bool:
+        """Tell whether a lease has not ended and is this owner's."""
+        lease = self._leases.get(lease_id)
+        return lease is not None and lease.owner == owner
+
+    def of_owner(self, owner: int) -> list[LeaseId]:
+        """List an owner's leases."""
+        return [lease.lease_id for lease in self._leases.values() if lease.owner == owner]
+
+    def due(self, now_ns: int) -> list[LeaseId]:
+        """Take the leases whose deadline has passed; they still have to be ended."""
+        late = []
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            lease_id = heapq.heappop(self._deadlines)[1]
+            lease = self._leases.get(lease_id)
+            if lease is None:
+                continue
+            if lease.deadline_ns <= now_ns:
+                late.append(lease_id)
+            else:  # it was extended
+                heapq.heappush(self._deadlines, (lease.deadline_ns, lease_id))
+        return late

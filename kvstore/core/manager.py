@@ -1,0 +1,495 @@
+"""The memory pool of one namespace: which block is in which slot, and who may use it.
+
+A slot's states:
+
+    FREE --prepare_store--> GRANTED --begin_store--> WRITING --complete_store(ok)--> READY
+      ^                        |                        |                              |
+      +------give_back---------+----not ok, duplicate, orphan                          |
+      +--------------------------------evicted or dropped, only at 0 pins--------------+
+
+GRANTED slots are credits: an engine writes into them without asking again, and the store learns
+the key when the copy is done. A slot's generation grows on FREE -> GRANTED, so whoever read a
+slot after its lease can tell.
+
+    GRANTED --begin_promotion--> COMING --complete_promotion(ok), generation + 1--> READY
+                                    +----not ok, orphan: generation + 2, free at 0 pins
+
+A clear puts all blocks out of reach at once and gives their slots back in slices.
+
+A slot that is being filled from a lower tier can be leased before it is ready. The lease names
+the generation that the slot will have then: a reader that finds one less waits, and one that
+finds any other gives up.
+
+Pure: no clock, thread, file or socket. Time comes in as now_ns, on one thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
+from typing import cast
+
+from kvstore.core.errors import InvariantBroken, check
+from kvstore.core.eviction import EvictionPolicy, LeafLRU
+from kvstore.core.index import Entry, Index, State
+from kvstore.core.leases import Generations, GroupHit, Lease, LeaseBook, hit_of
+from kvstore.core.lookup import Answer, Probe, common_hit
+from kvstore.core.types import (
+    BlockKey,
+    Chain,
+    Changes,
+    GroupRule,
+    LeaseId,
+    LookupResult,
+    Slot,
+    StoreOutcome,
+)
+
+_WRITING, _COMING, _READY, _DROPPED = State  # a member of an enum takes 0.1 us to read
+_HERE = (_READY, _COMING)
+_STORED = StoreOutcome.STORED
+_SWEEP_MAX = 4096  # blocks that one call looks at when slots are taken away
+CLEAR_MAX = 1024  # cleared blocks whose slots one call gives back
+
+
+class Manager:
+    """Decides for one namespace; moves nothing."""
+
+    def __init__(
+        self,
+        rules: Sequence[GroupRule],
+        generations: Generations,
+        policy: EvictionPolicy | None = None,
+        evictions: Counter[str] | None = None,
+    ) -> None:
+        """generations: has a counter for every slot added; the caller sees to that.
+
+        evictions: counts blocks that leave, by reason; managers may share one.
+        """
+        self.rules = tuple(rules)
+        self._one_full = [rule.trailing for rule in rules] == [None]
+        self.index = Index()
+        self.leases = LeaseBook()
+        self.evictions: Counter[str] = Counter() if evictions is None else evictions
+        self.slots_total = 0
+        self._generations = generations
+        self._policy: EvictionPolicy = policy or LeafLRU()
+        self._free: list[Slot] = []
+        # What is being written into a granted slot. None: not known yet; an entry that was made
+        # for this slot; else its key and its parent's, as another copy was first or nothing above.
+        self._granted: dict[Slot, Entry | tuple[BlockKey, BlockKey | None] | None] = {}
+        self._retiring: set[Slot] = set()
+        self._sweep: Iterator[list[Entry]] = iter(())  # for blocks in slots to be retired
+        self._lingering: set[Slot] = set()  # of dropped blocks that are still pinned
+        self._cleared: list[Index] = []  # ready blocks that no lookup finds any more
+        self._outdated: dict[Slot, Entry] = {}  # was coming when all was cleared
+        self._changes = Changes([], [])
+
+    # Slots
+
+    def add_slots(self, slots: Collection[Slot]) -> None:
+        """Take over empty slots; the lowest are handed out first."""
+        self._free.extend(sorted(slots, reverse=True))
+        self.slots_total += len(slots)
+
+    def retire_slots(self, slots: Collection[Slot]) -> int:
+        """Empty these slots for good and return how many are in use, as far as is known.
+
+        Each call drops some thousand blocks; once the answer is 0 the memory may go.
+        """
+        wanted = set(slots)
+        fresh = wanted - self._retiring
+        if fresh:
+            self._retiring |= fresh
+            self.slots_total -= len(fresh)
+            self._free = [slot for slot in self._free if slot not in fresh]
+            self._sweep = self.index.parts()
+        swept = not self._cleared and self._swept()
+        busy = (wanted & self._granted.keys()) | (wanted & self._lingering)
+        if swept and not busy:
+            self._retiring -= wanted
+        return len(busy) if swept else max(1, len(busy))
+
+    def _swept(self) -> bool:
+        """Drop blocks in slots to be retired, a slice of them; True when none is left.
+
+        Those that become ready later are dropped then.
+        """
+        looked = 0
+        for part in self._sweep:
+            for entry in part:
+                if entry.slot in self._retiring and entry.state is _READY:
+                    self.drop(entry.key, "resize")
+            looked += len(part)
+            if looked >= _SWEEP_MAX:
+                return False
+        return True
+
+    def prepare_store(self, count: int) -> list[Slot]:
+        """Grant up to `count` empty slots, evicting as needed; fewer if nothing can go.
+
+        Also fewer when what can go was not found soon enough; then the next call finds more.
+        """
+        free, generations = self._free, self._generations
+        if len(free) < count and self._cleared:
+            self.clear_some(count + CLEAR_MAX)
+        if len(free) < count:
+            self._evict(count)
+        granted = [free.pop() for _ in range(min(count, len(free)))]
+        for slot in granted:
+            generations[slot] = (generations[slot] + 1) & 0xFFFFFFFF
+            self._granted[slot] = None
+        return granted
+
+    def _evict(self, count: int) -> None:
+        """Take the coldest blocks out until `count` slots are free, or none is found."""
+        removed, free = self._changes.removed, self._free
+        before = len(removed)
+        victim: Entry | None = None
+        for victim in cast("Iterator[Entry]", self._policy.victims()):
+            self.index.remove(victim)
+            removed.append(victim.key)
+            if victim.slot not in self._retiring:
+                free.append(victim.slot)
+            if len(free) >= count:
+                break
+        if victim is not None:
+            self._parent_freed(victim)
+        self.evictions["capacity"] += len(removed) - before
+
+    def give_back(self, slots: Iterable[Slot]) -> None:
+        """Return granted slots that nobody writes any more."""
+        for slot in slots:
+            check(slot in self._granted, "a slot came back that was not granted")
+            self._abandon_write(slot)
+            self._release_slot(slot)
+
+    def granted(self) -> Iterable[Slot]:
+        """Go through the slots on credit, those being written included."""
+        return iter(self._granted)
+
+    @property
+    def slots_free(self) -> int:
+        """Count the empty slots."""
+        return len(self._free)
+
+    @property
+    def slots_granted(self) -> int:
+        """Count the slots on credit, those being written included."""
+        return len(self._granted)
+
+    @property
+    def slots_used(self) -> int:
+        """Count the slots that hold blocks, those being retired left out."""
+        granted = self.slots_granted - len(self._granted.keys() & self._retiring)
+        return self.slots_total - self.slots_free - granted
+
+    def _release_slot(self, slot: Slot) -> None:
+        self._lingering.discard(slot)
+        if slot not in self._retiring:
+            self._free.append(slot)
+
+    # Storing
+
+    def begin_store(self, key: BlockKey, parent: BlockKey | None, slot: Slot) -> None:
+        """Note that a granted slot is being written; lookups of key are pending from now."""
+        if slot not in self._granted:
+            raise InvariantBroken("a store into a slot that was not granted")
+        self._granted[slot] = self.index.enter(key, parent, slot) or (key, parent)
+
+    def complete_store(self, slot: Slot, *, ok: bool) -> StoreOutcome:
+        """End a write: the first complete copy of a key wins, other slots go back."""
+        write = self._granted[slot]
+        if write is None:
+            raise InvariantBroken("a store ended that had not begun")
+        if isinstance(write, Entry):
+            key, parent = write.key, write.parent.key if write.parent else None
+            entry = write if write.state is _WRITING else self.index.get(key)
+        else:
+            key, parent = write
+            entry = self.index.get(key)
+        above = self._above(entry, parent)
+        outcome = _STORED
+        if not ok:
+            outcome = StoreOutcome.FAILED
+        elif entry is not None and entry.state is not _WRITING:
+            outcome = StoreOutcome.DUPLICATE  # leases may name the slot that is coming
+        elif parent is not None and (above is None or above.state is not _READY):
+            outcome = StoreOutcome.ORPHAN
+        if outcome is not _STORED:
+            self._abandon_write(slot)
+            self._release_slot(slot)
+            return outcome
+        del self._granted[slot]
+        if entry is None:
+            entry = Entry(key, above, slot)
+            self.index.insert(entry)
+        elif entry.parent is not above:
+            self.index.relink(entry, above)
+        if entry.slot != slot:  # the copy that it was made for will be a duplicate
+            self._granted[entry.slot] = (key, parent)
+            entry.slot = slot
+        self._became_ready(entry)
+        return outcome
+
+    def _above(self, entry: Entry | None, parent: BlockKey | None) -> Entry | None:
+        """Return what an entry, or a new one, hangs below: what is here under its parent's key."""
+        above = None if entry is None else entry.parent
+        if parent is not None and (above is None or above.key != parent or above.state is _DROPPED):
+            return self.index.get(parent)
+        return above
+
+    def _abandon_write(self, slot: Slot) -> None:
+        """A slot is not on credit any more, and nothing is being written into it."""
+        entry = self._granted.pop(slot)
+        if isinstance(entry, Entry) and entry.state is _WRITING:
+            self.index.remove(entry)
+            self._parent_freed(entry)
+
+    # Promoting: a lower tier fills a slot
+
+    def begin_promotion(self, key: BlockKey, parent: BlockKey | None, slot: Slot) -> bool:
+        """Note that a lower tier fills a granted slot; leases may name the block from now on.
+
+        False, and the slot stays granted, if it could not be reached: its parent has left, or the
+        key is here by now.
+        """
+        check(slot in self._granted, "a promotion into a slot that was not granted")
+        above = None if parent is None else self.index.get(parent)
+        reachable = parent is None or (above is not None and above.state in _HERE)
+        if not reachable or self.index.get(key) is not None:
+            return False
+        self._granted[slot] = entry = Entry(key, above, slot, _COMING)
+        self.index.insert(entry)
+        return True
+
+    def complete_promotion(self, slot: Slot, *, ok: bool) -> StoreOutcome:
+        """End a promotion; whoever waits for the slot sees by its generation how it ended."""
+        entry = self._granted.pop(slot)
+        late = self._outdated.pop(slot, None)
+        if not isinstance(entry, Entry) or entry.state is not _COMING:
+            raise InvariantBroken("a promotion ended whose block is not coming")
+        above = entry.parent
+        if ok and late is None and (above is None or above.state is _READY):
+            self._grow_generation(slot, 1)
+            self._became_ready(entry)
+            return StoreOutcome.STORED
+        self._grow_generation(slot, 2)
+        if late is None:
+            self.index.remove(entry)
+        entry.state = _DROPPED
+        self._let_go(entry)
+        self._parent_freed(entry)
+        return StoreOutcome.ORPHAN if ok else StoreOutcome.FAILED
+
+    def _became_ready(self, entry: Entry) -> None:
+        entry.state = _READY
+        if not entry.pins:  # else it is touched with its last pin
+            self._policy.touch(entry)
+        self._changes.added.append(entry.key)
+        if entry.slot in self._retiring:
+            self.drop(entry.key, "resize")
+
+    def _grow_generation(self, slot: Slot, by: int) -> None:
+        self._generations[slot] = (self._generations[slot] + by) & 0xFFFFFFFF
+
+    # Looking up and loading
+
+    def probe(self, key: BlockKey) -> LookupResult:
+        """Say what memory knows about one key; what is coming is a hit."""
+        return self.index.probe(key)
+
+    def lookup(
+        self,
+        chain: Chain,
+        limit: int,
+        local: int = 0,
+        below: Probe | None = None,
+        *,
+        coming: bool = True,
+    ) -> Answer:
+        """Say how many leading blocks of a chain can be served; changes nothing.
+
+        below(group, index): asked for what is not in memory, when there are lower tiers.
+        coming: what is on its way up counts as here.
+        """
+        limit = min(chain.blocks, limit)
+        if self._one_full:  # as most models: nothing shrinks
+            answer = self.index.hit(chain, 0, limit, below, coming=coming)
+            return answer if answer.blocks > local else Answer(local)
+        probe = self.index.prober(chain, below, coming=coming)
+        prefix = partial(self.index.hit, chain, below=below, coming=coming)
+        return common_hit(self.rules, probe, limit, local, prefix, inside=chain.inside_of(limit))
+
+    def prepare_load(
+        self, chain: Chain, limit: int, owner: int, deadline_ns: int, *, coming: bool = True
+    ) -> Lease | None:
+        """Pin what is present of the first `limit` blocks, or coming; None if nothing is.
+
+        Groups that need the whole prefix are pinned as far as every one of them reaches, the
+        others wherever a block of theirs is present in that range: which of these a request
+        needs depends on what its engine has computed itself. Recency is refreshed now for the paths
+        of the former, whose last block others may hang below, and with the last pin for leaves.
+        """
+        limit = min(limit, chain.blocks)
+        full = [group for group, rule in enumerate(self.rules) if rule.trailing is None]
+        runs: dict[int, list[Entry]] = {}
+        for group in full:
+            runs[group] = self.index.run(chain, group, limit, coming=coming)
+            limit = min(limit, len(runs[group]))
+        if limit == 0:
+            return None
+        hits: list[GroupHit] = []
+        entries: list[Entry] = []
+        for group in range(len(self.rules)):
+            if group in runs:
+                present = runs[group][:limit]
+                indices: Sequence[int] = range(len(present))
+            else:
+                found = self.index.present(chain, group, limit, coming=coming)
+                indices = [index for index, _ in found]
+                present = [entry for _, entry in found]
+            hits.append(hit_of(indices, present, self._generations))
+            entries += present
+        if not entries:
+            return None
+        for group in full:
+            self.touch(chain.key(group, limit - 1))
+        lease = Lease(self.leases.new_id(), owner, deadline_ns, tuple(hits), tuple(entries))
+        self.leases.add(lease)
+        for entry in entries:
+            if entry.next is not None:
+                self._pinned(entry)
+        return lease
+
+    def touch(self, key: BlockKey) -> None:
+        """Refresh the recency of a ready block, and with it of the path above it."""
+        entry = self.index.get(key)
+        if entry is not None and entry.state is _READY:
+            self._policy.touch(entry)
+
+    def complete_load(self, lease_id: LeaseId, damaged: Collection[Slot] = ()) -> bool:
+        """End a lease; False if it had ended before. Blocks in damaged slots are dropped."""
+        lease = self.leases.end(lease_id)
+        if lease is None:
+            return False
+        for entry in lease.entries:
+            if not entry.pins and (not entry.children or entry.state is _DROPPED):
+                self._unpinned(entry)
+        if damaged:
+            bad = set(damaged)
+            for entry in lease.entries:
+                if entry.slot in bad and entry.state is _READY and self._is_here(entry):
+                    self.drop(entry.key, "damaged")
+        return True
+
+    def _pinned(self, entry: Entry) -> None:
+        """A leaf that is pinned is not in the policy's way."""
+        if not entry.children:
+            self._policy.remove(entry)
+
+    def _unpinned(self, entry: Entry) -> None:
+        """The last pin is gone: the block was in use until now, or its slot goes back."""
+        if entry.state is _DROPPED:
+            self._release_slot(entry.slot)
+        elif entry.state is _READY and not entry.children and self._is_here(entry):
+            self._policy.touch(entry)
+
+    def _is_here(self, entry: Entry) -> bool:
+        """Tell whether a block is in the index: it may have been cleared."""
+        return self.index.get(entry.key) is entry
+
+    def expire(self, now_ns: int) -> list[LeaseId]:
+        """End the leases that nobody completed in time, and name them."""
+        late = self.leases.due(now_ns)
+        for lease_id in late:
+            self.complete_load(lease_id)
+        return late
+
+    def ready(self, key: BlockKey) -> Entry | None:
+        """Return a block that can be read."""
+        entry = self.index.get(key)
+        return entry if entry is not None and entry.state is _READY else None
+
+    def pin(self, key: BlockKey) -> Entry | None:
+        """Hold one ready block for a transfer to a lower tier, until unpin."""
+        entry = self.ready(key)
+        if entry is not None:
+            entry.pins += 1
+            self._pinned(entry)
+        return entry
+
+    def unpin(self, entry: Entry) -> None:
+        """End a pin."""
+        entry.pins -= 1
+        check(entry.pins >= 0, "pins of an entry below zero")
+        if entry.pins == 0:
+            self._unpinned(entry)
+
+    # Leaving
+
+    def drop(self, key: BlockKey, reason: str) -> bool:
+        """Take a ready block out; a pinned one is unlinked now, its slot freed later."""
+        entry = self.index.get(key)
+        if entry is None or entry.state is not _READY:
+            return False
+        self._policy.inherit(entry)
+        self.index.remove(entry)
+        self.evictions[reason] += 1
+        self._changes.removed.append(entry.key)
+        self._let_go(entry)
+        self._parent_freed(entry)
+        return True
+
+    def clear(self) -> None:
+        """Put every block out of reach, in a time that only depends on what is being written.
+
+        What is coming does not become ready. clear_some gives the slots back.
+        """
+        for slot, entry in self._granted.items():
+            if not isinstance(entry, Entry) or slot in self._outdated:
+                continue
+            if (state := entry.state) is _WRITING or state is _COMING:
+                self.index.remove(entry)
+            if state is _COMING:
+                entry.state, entry.parent, self._outdated[slot] = state, None, entry
+        self._policy.clear()
+        self._cleared.append(self.index)
+        self.index = Index()
+
+    @property
+    def clearing(self) -> bool:
+        """Tell whether cleared blocks still have their slots."""
+        return bool(self._cleared)
+
+    def clear_some(self, count: int = CLEAR_MAX) -> None:
+        """Give back the slots of up to `count` cleared blocks."""
+        while self._cleared and count > 0:
+            gone = self._cleared[-1].take(count)
+            if not gone:
+                self._cleared.pop()
+            count -= len(gone)
+            self.evictions["clear"] += len(gone)
+            for entry in gone:
+                entry.state = _DROPPED
+                entry.parent = entry.prev = entry.next = None
+                if self.ready(entry.key) is None:  # else it was stored again since then
+                    self._changes.removed.append(entry.key)
+                self._let_go(entry)
+
+    def _let_go(self, entry: Entry) -> None:
+        """A block has left: its slot is free now, or with its last pin."""
+        if entry.pins:
+            self._lingering.add(entry.slot)
+        else:
+            self._release_slot(entry.slot)
+
+    def _parent_freed(self, entry: Entry) -> None:
+        if entry.parent is not None:
+            self._policy.freed(entry.parent)
+
+    def take_changes(self) -> Changes:
+        """Return what became ready and what left since the last call."""
+        changes, self._changes = self._changes, Changes([], [])
+        return changes

@@ -1,0 +1,410 @@
+"""Moves blocks between the memory pool and the tiers below it: cascade down, promote up.
+
+Cascade: every block that becomes ready is queued for each tier and copied there early, parents
+first, so that eviction never waits for a write. Only so much of memory is pinned by copies at one
+time, and what waits is bounded in seconds: what does not fit, or has left memory when its turn
+comes, is counted and not copied. Beyond a tier's write budget nothing new is queued. What a tier
+lacks of a path that is used again is queued in any case.
+Promote: blocks that only a lower tier has are read into granted slots, and can be leased at once:
+they are coming. Jobs are small, so that the first blocks can be used while the last are read, and
+end in any order; a block becomes ready only below a ready one, so a job that ended waits for the
+jobs that hold its blocks' parents.
+Every job ends in exactly one result, which unpins or releases all its slots.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kvstore.core.errors import BlockCorrupt, TierError, check
+from kvstore.core.index import Entry, State
+from kvstore.core.leases import Lease
+from kvstore.core.manager import Manager
+from kvstore.core.tier import Telling, Tier
+from kvstore.core.types import (
+    BlockKey,
+    Chain,
+    Changes,
+    JobId,
+    JobKind,
+    JobResult,
+    LookupResult,
+    Slot,
+    StoreOutcome,
+    TransferJob,
+)
+from kvstore.core.write_budget import Backlog, WriteBudget
+
+JOB_BLOCKS_MAX = 64
+LOAD_BYTES = 8 << 20
+"""Of one job that reads from a lower tier: a few milliseconds of a disk, so that engines copy the
+first blocks of a hit while the next are read."""
+_PINNED_PART = 4  # of the slots: a quarter
+_BACKLOG_NS = 10_000_000_000
+_WALK_MAX = 4096  # ancestors that are looked at in one go
+
+
+class _Open(msgspec.Struct, eq=False):
+    tier: Tier
+    job: TransferJob
+    pinned: list[Entry] = []  # of a store
+    above: set[JobId] = set()  # of a load: those that bring its blocks' parents, not landed
+    below: list[_Open] = []  # those that wait for this one
+    done: int | None = None  # blocks that arrived whole, once it has ended
+    cleared: bool = False  # what it moves is of before a clear
+    tags: Sequence[Any] = ()  # of a load for somebody who holds the slots: what to call its blocks
+
+
+class Tiering:
+    """The lower tiers of one namespace and the jobs under way to and from them."""
+
+    def __init__(
+        self,
+        manager: Manager,
+        tiers: Sequence[Tier],
+        slot_bytes: int,
+        backlog_ns: Mapping[str, int] | None = None,
+        budgets: Mapping[str, WriteBudget] | None = None,
+        remote: Sequence[Tier] = (),
+        counts: Counter[tuple[str, str]] | None = None,
+    ) -> None:
+        """tiers: fastest first. backlog_ns: how long blocks may wait for a tier, by its name.
+
+        remote: tiers that are asked after the others, and never written to.
+        budgets: what may be written to a tier, by its name; other namespaces share them.
+        counts: blocks moved, by (tier, event); other namespaces may share it.
+        """
+        self.counts: Counter[tuple[str, str]] = Counter() if counts is None else counts
+        self.tiers = tuple(tiers)
+        self.sources = (*tiers, *remote)
+        self._telling = [tier for tier in tiers if isinstance(tier, Telling)]
+        self._manager = manager
+        self._slot_bytes = slot_bytes
+        self._now_ns = 0
+        limits = backlog_ns or {}
+        self._backlogs = {t.name: Backlog(limits.get(t.name, _BACKLOG_NS)) for t in tiers}
+        self._budgets = {t.name: (budgets or {}).get(t.name) or WriteBudget(None) for t in tiers}
+        # Keys, and whether what the tier lacks above them is wanted, too.
+        self._queues: dict[str, deque[tuple[BlockKey, bool]]] = {t.name: deque() for t in tiers}
+        self._storing: Counter[str] = Counter()  # blocks being copied to a tier
+        self._stored: Counter[str] = Counter()  # since the last poll
+        self._open: dict[JobId, _Open] = {}
+        self._under_way: Counter[str] = Counter()
+        self._load_blocks = max(1, min(JOB_BLOCKS_MAX, LOAD_BYTES // slot_bytes))
+        self._coming: dict[BlockKey, _Open] = {}
+        self._staged: list[tuple[Any, bool]] = []
+        self._next_job = 1
+
+    def tell(self) -> None:
+        """Have the tiers that can say so note what enters and leaves them."""
+        for tier in self._telling:
+            tier.tell()
+
+    def take_changes(self) -> Changes:
+        """Return what entered and left these tiers since the last call; nothing before tell()."""
+        told = Changes()
+        for tier in self._telling:
+            changes = tier.take_changes()
+            told.added += changes.added
+            told.removed += changes.removed
+        return told
+
+    @property
+    def busy(self) -> bool:
+        """Tell whether any job has no result yet."""
+        return bool(self._open)
+
+    @property
+    def to_poll(self) -> bool:
+        """Tell whether a job is under way whose end nobody announces: remote tiers do."""
+        return any(self._under_way[tier.name] for tier in self.tiers)
+
+    @property
+    def jobs_open(self) -> int:
+        """Count the jobs without a result."""
+        return len(self._open)
+
+    @property
+    def queued(self) -> int:
+        """Count the blocks that wait to be copied down, or are being copied."""
+        return sum(map(len, self._queues.values())) + sum(self._storing.values())
+
+    def cascade(self, added: Sequence[BlockKey]) -> None:
+        """Queue newly ready blocks, parents first, for every tier that may take them."""
+        for tier in self.tiers:
+            if self._budgets[tier.name].left(self._now_ns):
+                self._enqueue(tier, added)
+            else:
+                self.counts[tier.name, "over_budget"] += len(added)
+            self._pump(tier)
+
+    def _enqueue(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
+        queue = self._queues[tier.name]
+        room = max(0, self._backlogs[tier.name].blocks_max - len(queue))
+        queue.extend((key, True) for key in keys[:room])
+        self.counts[tier.name, "skipped"] += len(keys[room:])
+
+    def enqueue_all(self) -> None:
+        """Queue whatever memory has and a tier lacks; for a store that ends."""
+        for tier in self.tiers:
+            entries = [entry for entry in self._manager.index if entry.state is State.READY]
+            lacking = (e.key for e in entries if tier.lookup(e.key) is LookupResult.MISS)
+            queue = self._queues[tier.name]
+            queue.clear()
+            queue.extend((key, True) for key in lacking)
+            self._pump(tier)
+
+    def _pump(self, tier: Tier) -> None:
+        """Copy queued blocks down, as many at a time as may be pinned for it."""
+        queue = self._queues[tier.name]
+        limit = max(1, self._manager.slots_total // _PINNED_PART)
+        while queue and self._storing[tier.name] < limit:
+            if tier.lookup(queue[0][0]) is LookupResult.RETRY:
+                return  # it does not know yet what it has
+            pinned: dict[BlockKey, Entry] = {}
+            room = min(JOB_BLOCKS_MAX, limit - self._storing[tier.name])
+            while queue and len(pinned) < room:
+                key, walk = queue.popleft()
+                self._gather(tier, key, pinned, room - len(pinned), walk=walk)
+            if pinned:
+                self._budgets[tier.name].spend(len(pinned) * self._slot_bytes)
+                moves = [(entry.key, entry.slot) for entry in pinned.values()]
+                parents = [e.parent.key if e.parent else None for e in pinned.values()]
+                job = self._job(JobKind.STORE, moves, parents)
+                self._submit(_Open(tier, job, list(pinned.values())))
+
+    def _gather(
+        self, tier: Tier, key: BlockKey, pinned: dict[BlockKey, Entry], room: int, *, walk: bool
+    ) -> None:
+        """Pin a block that a tier lacks; walk: after those above it that the tier lacks, too.
+
+        When these are more than there is room for they are queued, the first of them first. They
+        are not walked from again: a tier that fails would never see the end of it.
+        """
+        above = self._manager.ready(key)
+        if above is None:
+            self.counts[tier.name, "late"] += 1
+        path: list[Entry] = []
+        while above is not None and above.key not in pinned:
+            if tier.lookup(above.key) in (LookupResult.HIT, LookupResult.PENDING):
+                break  # RETRY is not: a tier that cannot tell yet passes over what it has
+            path.append(above)
+            if not walk or len(path) == _WALK_MAX:
+                break
+            above = self._manager.ready(above.parent.key) if above.parent else None
+        if len(path) > room:
+            on = len(path) == _WALK_MAX
+            self._queues[tier.name].extendleft((e.key, on and e is path[-1]) for e in path)
+            return
+        for lacking in reversed(path):
+            self._manager.pin(lacking.key)
+            pinned[lacking.key] = lacking
+
+    def where(self, key: BlockKey) -> tuple[LookupResult, Tier | None]:
+        """Find the first tier that has a block, or may have it."""
+        for tier in self.sources:
+            result = tier.lookup(key)
+            if result is not LookupResult.MISS:
+                return result, tier
+        return LookupResult.MISS, None
+
+    def used(self, chain: Chain, lease: Lease) -> None:
+        """Tell the tiers which paths a request uses, though it has them from memory.
+
+        What a tier lacks of them is worth a write now: it was used twice.
+        """
+        for group, rule in enumerate(self._manager.rules):
+            indices = lease.groups[group].indices
+            for index in indices[-(rule.trailing or 1) :]:
+                key = chain.key(group, index)
+                for tier in self.tiers:
+                    tier.touch(key)
+                    if tier.lookup(key) is LookupResult.MISS and self._manager.ready(key):
+                        self._enqueue(tier, [key])
+
+    @property
+    def coming(self) -> bool:
+        """Tell whether any block is on its way up."""
+        return bool(self._coming)
+
+    def source(self, key: BlockKey) -> str | None:
+        """Name the tier that a block is coming from; None if it is not."""
+        work = self._coming.get(key)
+        return None if work is None else work.tier.name
+
+    def coming_with(self, key: BlockKey) -> Sequence[BlockKey]:
+        """Name the blocks that come together with one that is on its way up."""
+        work = self._coming.get(key)
+        return () if work is None else work.job.keys
+
+    def promote(self, chain: Chain, blocks: int) -> None:
+        """Start reading what the first `blocks` blocks lack in memory.
+
+        Slots are granted as far as they go; what finds none stays where it is.
+        """
+        wanted: dict[Tier, list[tuple[BlockKey, BlockKey | None]]] = {}
+        for group, rule in enumerate(self._manager.rules):
+            for index in range(chain.first_of(rule, blocks), blocks):
+                key = chain.key(group, index)
+                if self._manager.probe(key) is not LookupResult.MISS:
+                    self._manager.touch(key)  # or its slot would be the next one granted
+                    continue
+                result, tier = self.where(key)
+                if tier is None or result is not LookupResult.HIT:
+                    continue
+                above = chain.key(group, index - 1) if rule.trailing is None and index else None
+                wanted.setdefault(tier, []).append((key, above))
+        for tier, pairs in wanted.items():
+            self._load(tier, pairs)
+
+    def _load(self, tier: Tier, pairs: Sequence[tuple[BlockKey, BlockKey | None]]) -> None:
+        """Read blocks into slots; the first job is under way before the next one is made."""
+        slots = self._manager.prepare_store(len(pairs))
+        for first in range(0, len(slots), self._load_blocks):
+            moves: list[tuple[BlockKey, Slot]] = []
+            parents: list[BlockKey | None] = []
+            end = first + self._load_blocks
+            for (key, above), slot in zip(pairs[first:end], slots[first:end], strict=False):
+                if self._manager.begin_promotion(key, above, slot):
+                    moves.append((key, slot))
+                    parents.append(above)
+                else:
+                    self._manager.give_back([slot])
+            if moves:
+                self._start_load(_Open(tier, self._job(JobKind.LOAD, moves, parents)))
+
+    def _start_load(self, work: _Open) -> None:
+        for position, key in enumerate(work.job.keys):
+            self._await_parent(work, work.job.parent(position))
+            self._coming[key] = work
+        self._submit(work)
+
+    def stage(
+        self, tier: Tier, keys: Sequence[BlockKey], slots: Sequence[Slot], tags: Sequence[Any]
+    ) -> None:
+        """Read blocks into granted slots of the caller, outside of the index: a copy to pass on.
+
+        take_staged() says of each tag how that ended; until then its slot stays granted.
+        """
+        for first in range(0, len(keys), self._load_blocks):
+            part = slice(first, first + self._load_blocks)
+            moves = list(zip(keys[part], slots[part], strict=True))
+            job = self._job(JobKind.LOAD, moves, [None] * len(moves))
+            self._submit(_Open(tier, job, tags=tags[part]))
+
+    def take_staged(self) -> list[tuple[Any, bool]]:
+        """Return the tags of staged blocks that were read, or could not be, since the last call."""
+        staged, self._staged = self._staged, []
+        return staged
+
+    def _await_parent(self, work: _Open, parent: BlockKey | None) -> None:
+        bringer = None if parent is None else self._coming.get(parent)
+        if bringer is not None and bringer is not work and bringer.job.job_id not in work.above:
+            work.above.add(bringer.job.job_id)
+            bringer.below.append(work)
+
+    def _job(
+        self,
+        kind: JobKind,
+        moves: Sequence[tuple[BlockKey, Slot]],
+        parents: Sequence[BlockKey | None] = (),
+    ) -> TransferJob:
+        self._next_job += 1
+        keys, slots = tuple(key for key, _ in moves), tuple(slot for _, slot in moves)
+        return TransferJob(JobId(self._next_job), kind, keys, slots, tuple(parents))
+
+    def _submit(self, work: _Open) -> None:
+        self._open[work.job.job_id] = work
+        self._under_way[work.tier.name] += 1
+        self._storing[work.tier.name] += len(work.pinned)
+        try:
+            work.tier.submit(work.job)
+        except TierError as exc:
+            self._finish(JobResult(work.job.job_id, 0, exc))
+
+    def poll(self, now_ns: int) -> None:
+        """Take finished jobs from all tiers, and start the next ones."""
+        self._now_ns = now_ns
+        busy = {tier.name: bool(self._storing[tier.name]) for tier in self.tiers}
+        for tier in self.sources:
+            for result in tier.poll():
+                self._finish(result)
+        for tier in self.tiers:
+            self._backlogs[tier.name].measure(
+                self._stored.pop(tier.name, 0), now_ns, busy=busy[tier.name]
+            )
+            self._pump(tier)
+
+    def _finish(self, result: JobResult) -> None:
+        work = self._open.pop(result.job_id, None)
+        check(work is not None, f"job {result.job_id} reported twice, or never submitted")
+        if work is None:
+            return
+        name, job = work.tier.name, work.job
+        self._under_way[name] -= 1
+        self._storing[name] -= len(work.pinned)
+        direction = "stored" if job.kind is JobKind.STORE else "loaded"
+        self.counts[name, direction] += result.done
+        if result.done < len(job.keys):
+            self.counts[name, direction + "_failed"] += len(job.keys) - result.done
+        for entry in work.pinned:
+            self._manager.unpin(entry)
+        if job.kind is JobKind.LOAD and isinstance(result.error, BlockCorrupt):
+            self.counts[name, "corrupt"] += 1
+            work.tier.discard(job.keys[result.done : result.done + 1])
+        if work.tags:
+            whole = 0 if work.cleared else result.done
+            self._staged += [(tag, place < whole) for place, tag in enumerate(work.tags)]
+        elif job.kind is JobKind.LOAD:
+            work.done = result.done
+            self._land(work)
+        else:
+            self._stored[name] += result.done
+            if work.cleared:
+                work.tier.discard(job.keys)
+
+    def _land(self, ended: _Open) -> None:
+        """Make a job's blocks ready, and those of the jobs that waited for it alone."""
+        landing = [ended]
+        while landing:
+            work = landing.pop()
+            if work.done is None or work.above:
+                continue
+            for position, (key, slot) in enumerate(zip(work.job.keys, work.job.slots, strict=True)):
+                if self._coming.get(key) is work:  # cleared, it may be on its way again
+                    del self._coming[key]
+                ok = position < work.done and not work.cleared
+                outcome = self._manager.complete_promotion(slot, ok=ok)
+                if outcome is StoreOutcome.ORPHAN:
+                    self.counts[work.tier.name, "orphan"] += 1
+            for below in work.below:
+                below.above.discard(work.job.job_id)
+            landing.extend(work.below)
+
+    def forget(self, keys: Sequence[BlockKey]) -> None:
+        """Drop damaged blocks from every tier."""
+        for tier in self.sources:
+            tier.discard(keys)
+
+    def clear(self) -> None:
+        """Empty every tier; what is under way does not come back when it ends."""
+        for queue in self._queues.values():
+            queue.clear()
+        for work in (*self._open.values(), *self._coming.values()):
+            work.cleared = True
+        for tier in self.sources:
+            tier.clear()
+
+    def close(self) -> None:
+        """Wait for jobs under way, take their results and close the tiers."""
+        for queue in self._queues.values():
+            queue.clear()
+        for tier in self.sources:
+            tier.drain()
+        self.poll(self._now_ns)
+        for tier in self.sources:
+            tier.close()

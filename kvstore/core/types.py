@@ -1,0 +1,169 @@
+"""Names for the values that every part of the system passes around."""
+
+from __future__ import annotations
+
+import enum
+from typing import NewType, cast
+
+import msgspec
+
+from kvstore.core.limits import Count, Trailing
+
+BlockHash = NewType("BlockHash", bytes)
+"""Chained content hash of one block: it names all tokens before the block too."""
+
+BlockKey = NewType("BlockKey", bytes)
+"""Block hash, then the KV group as u16, then the scope (see make_key)."""
+
+Slot = NewType("Slot", int)
+"""Index of one block's place in a namespace's memory pool."""
+
+JobId = NewType("JobId", int)
+LeaseId = NewType("LeaseId", int)
+
+
+def make_key(block_hash: bytes, group: int, scope: bytes = b"") -> BlockKey:
+    """Name one block of one KV group.
+
+    scope separates engines that must not see each other's blocks although their layouts are
+    equal: an engine takes a fresh one when its cache is reset (new weights, same namespace).
+    """
+    return BlockKey(block_hash + group.to_bytes(2, "big") + scope)
+
+
+class Chain:
+    """The keys of one request's blocks, in all groups, from its packed block hashes."""
+
+    __slots__ = ("blocks", "inside", "packed", "suffixes", "width")
+
+    def __init__(
+        self, packed: bytes, width: int, groups: int, scope: bytes = b"", *, inside: int = 0
+    ) -> None:
+        """packed: one hash of `width` bytes per block, first block first.
+
+        inside: how many tokens of the last block are used, if not all are.
+        """
+        self.blocks = len(packed) // width
+        self.inside = inside
+        self.packed = packed
+        self.width = width
+        self.suffixes = [make_key(b"", group, scope) for group in range(groups)]
+
+    def key(self, group: int, index: int) -> BlockKey:
+        """Name block `index` in one group."""
+        start = index * self.width
+        return BlockKey(self.packed[start : start + self.width] + self.suffixes[group])
+
+    def keys(self, group: int, count: int) -> list[BlockKey]:
+        """Name the first `count` blocks in one group."""
+        packed, width, suffix = self.packed, self.width, self.suffixes[group]
+        starts = range(0, count * width, width)
+        return cast("list[BlockKey]", [packed[at : at + width] + suffix for at in starts])
+
+    def inside_of(self, blocks: int) -> int:
+        """Return how many tokens a hit of this many blocks uses of its last one; 0: all."""
+        return self.inside if blocks == self.blocks else 0
+
+    def first_of(self, rule: GroupRule, blocks: int) -> int:
+        """Return the first block that a hit of this many blocks needs of a group."""
+        return rule.first_of(blocks, inside=self.inside_of(blocks))
+
+
+class LookupResult(enum.Enum):
+    """What a tier knows about one key."""
+
+    HIT = "hit"
+    PENDING = "pending"  # being written
+    MISS = "miss"
+    RETRY = "retry"  # a remote tier has not answered yet
+
+
+class StoreOutcome(enum.Enum):
+    """What became of a written slot."""
+
+    STORED = "stored"
+    DUPLICATE = "duplicate"  # another copy was complete first
+    ORPHAN = "orphan"  # its parent is not in memory, so no lookup would reach it
+    FAILED = "failed"
+
+
+class Changes(msgspec.Struct):
+    """Keys that became ready or left since the last take_changes, in order."""
+
+    added: list[BlockKey] = []
+    removed: list[BlockKey] = []
+
+
+class GroupRule(msgspec.Struct, frozen=True):
+    """Which blocks of a KV group a hit needs, as data; no other code knows model kinds.
+
+    trailing: number of blocks that must be present right before the hit's end; None when the
+        whole prefix must be (full attention). A sliding window of w tokens needs
+        max(1, ceil((w - 1) / block_tokens)), a recurrent state 1.
+    reach: how many tokens of the first of these blocks are needed, if the hit ends with a block.
+    exact: a block stands for the tokens up to its end, and for no fewer: a recurrent state.
+    """
+
+    trailing: Trailing | None = None
+    reach: Count = 0
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        if self.trailing is not None and self.trailing < 1:
+            raise ValueError(f"trailing is {self.trailing}, expected None or at least 1")
+
+    def first_of(self, blocks: int, *, inside: int) -> int:
+        """Return the first block that a hit of this many blocks needs.
+
+        inside: tokens that it uses of the last one, 0: all. A window begins as much earlier as
+        the hit ends earlier, which may be in the block before.
+        """
+        if self.trailing is None:
+            return 0
+        return max(0, blocks - self.trailing - (0 < inside < self.reach))
+
+
+def window_rule(window_tokens: int, block_tokens: int) -> GroupRule:
+    """Sliding window: enough trailing blocks to cover what the next token attends to."""
+    before = window_tokens - 1
+    blocks = max(1, -(-before // block_tokens))
+    return GroupRule(blocks, reach=before - (blocks - 1) * block_tokens)
+
+
+class JobKind(enum.Enum):
+    """Direction of a transfer between the memory pool and a lower tier."""
+
+    STORE = "store"  # slots -> tier
+    LOAD = "load"  # tier -> slots
+
+
+class TransferJob(msgspec.Struct, frozen=True):
+    """Move keys[i] to or from slots[i]; the slots stay pinned until the result.
+
+    parents: keys of the blocks before them, None for a first block and where a group has no
+    chain. A tier that keeps only what can be reached goes by them. Empty: no chains.
+    """
+
+    job_id: JobId
+    kind: JobKind
+    keys: tuple[BlockKey, ...]
+    slots: tuple[Slot, ...]
+    parents: tuple[BlockKey | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.keys) != len(self.slots):
+            raise ValueError(f"{len(self.keys)} keys for {len(self.slots)} slots")
+        if len(self.parents) not in (0, len(self.keys)):
+            raise ValueError(f"{len(self.keys)} keys, {len(self.parents)} parents")
+
+    def parent(self, position: int) -> BlockKey | None:
+        """Return the key of the block before keys[position]."""
+        return self.parents[position] if self.parents else None
+
+
+class JobResult(msgspec.Struct, frozen=True):
+    """The one report of a job: keys[:done] arrived whole; error says why not all did."""
+
+    job_id: JobId
+    done: int
+    error: Exception | None = None

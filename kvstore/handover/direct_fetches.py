@@ -1,0 +1,243 @@
+"""Fetches whose blocks workers of an engine read, or peers write, straight into its memory.
+
+desk    claimed, for a lease ----------> begin()
+peer    can be read now ---------------> tell(): Places to each worker
+workers Arrived, from each rank -------> arrived(): the consumer asks whether it is good
+        pushed: Target, from each rank --> target(): the consumer tells the peer
+peer    the lease held, or it failed --> passed(): Passed to each worker, at the end of a turn
+lease   has ended ---------------------> end()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import msgspec
+
+from kvstore.core.errors import ProtocolError
+from kvstore.core.layout import RankPages
+from kvstore.core.leases import GroupHit
+from kvstore.core.types import GroupRule
+from kvstore.handover.fetches import EngineRead
+from kvstore.wire import engine as p
+from kvstore.wire import framing
+from kvstore.wire.peer import Region, clip
+
+Send = Callable[[int, framing.Message, int | None], None]
+Positions = Mapping[int, int]
+"""Of one group: block index -> its position in a fetch."""
+
+
+def reaching_on(
+    rules: Sequence[GroupRule], lacking: Sequence[list[int]], blocks: int
+) -> list[list[int]]:
+    """Ask for what is lacking, and for all behind the first block that a full group lacks.
+
+    What is here behind a gap cannot be pinned by a lease.
+    """
+    gaps = [
+        found[0] for rule, found in zip(rules, lacking, strict=True) if not rule.trailing and found
+    ]
+    gap = min(gaps, default=blocks)
+    wanted = []
+    for rule, found in zip(rules, lacking, strict=True):
+        absent = set(found)
+        wanted.append([index for index in clip(rule, blocks) if index >= gap or index in absent])
+    return wanted
+
+
+def with_reads(fetch: int, hit: GroupHit, reads: Positions) -> p.Hit:
+    """Name what is here of a group, and what workers read."""
+    here = zip(hit.indices, hit.slots, hit.generations, strict=True)
+    read = ((index, p.DIRECT + position, fetch) for index, position in reads.items())
+    columns = list(zip(*sorted((*here, *read)), strict=True)) or [(), (), ()]
+    return p.Hit(*(framing.u32(column) for column in columns))
+
+
+def no_workers(_connection: int, _message: framing.Message, _fd: int | None) -> None:
+    """Say nothing: there is nobody."""
+
+
+class _Fetch(msgspec.Struct, eq=False):
+    """One of them; positions: that were claimed. read: by which ranks, by position."""
+
+    session: int
+    workers: Mapping[int, int]  # rank -> connection
+    positions: frozenset[int]
+    read: dict[int, set[int]] = {}
+    passed: dict[tuple[bool, bool], list[int]] = {}  # not told yet: good, or may be written
+    agent: tuple[str, bytes] | None = None  # of the peer's exporter, as it was told last
+    in_engine: set[int] = set()  # positions that are being read there
+    unread: set[int] = set()  # of these, what some rank could not read
+    engines: set[int] = set()  # whose memory was told
+    push: bool = False
+    agents: dict[int, str] = {}  # of ranks that have named engine blocks
+    targets: dict[int, list[int]] = {}  # engine blocks that some rank has named, by position
+
+    def expect(self, positions: Iterable[int], *, in_engine: bool = False) -> None:
+        """All ranks will read these: for the first time, or again from elsewhere."""
+        for position in positions:
+            self.read.pop(position, None)
+        self.unread.difference_update(positions)
+        self.in_engine.difference_update(positions)
+        if in_engine:
+            self.in_engine.update(positions)
+
+
+class Direct:
+    """Those of one store. A fetch is named by its namespace's digest and its number there."""
+
+    def __init__(self, send: Send) -> None:
+        """send(connection, message, None): to a worker."""
+        self._send = send
+        self._fetches: dict[tuple[str, int], _Fetch] = {}
+        self._news: set[tuple[str, int]] = set()  # fetches whose workers are to be told
+        self.moved_bytes = 0
+
+    def begin(
+        self,
+        digest: str,
+        number: int,
+        session: int,
+        workers: Mapping[int, int],
+        positions: Collection[int],
+    ) -> None:
+        """A session's workers, by rank, will read these positions of a fetch."""
+        self._fetches[digest, number] = _Fetch(session, dict(workers), frozenset(positions))
+
+    def tell(
+        self,
+        digest: str,
+        number: int,
+        agent: tuple[str, bytes],
+        region: Region,
+        positions: list[int],
+        numbers: list[int],
+    ) -> None:
+        """Blocks can be read now. agent: the peer's, and its metadata."""
+        fetch = self._fetches.get((digest, number))
+        if fetch is None:
+            return
+        name, metadata = agent
+        news = b"" if fetch.agent == agent else metadata
+        fetch.agent = agent
+        fetch.expect(positions)
+        where = name, news, region.base, region.slots
+        places = p.Places(number, *where, framing.u32(positions), framing.u32(numbers))
+        for connection in fetch.workers.values():
+            self._send(connection, places, None)
+
+    def tell_engine(self, digest: str, number: int, read: EngineRead) -> None:
+        """Blocks can be read now, in the memory of one of a peer's engines."""
+        fetch = self._fetches.get((digest, number))
+        if fetch is None:
+            return
+        fetch.expect(read.blocks, in_engine=True)
+        ranks = () if read.engine in fetch.engines else tuple(read.ranks)
+        fetch.engines.add(read.engine)
+        positions = framing.u32(list(read.blocks))
+        blocks = framing.u32([block for found in read.blocks.values() for block in found])
+        for connection in fetch.workers.values():
+            told = p.InEngine(number, read.engine, ranks, positions, blocks)
+            self._send(connection, told, None)
+
+    def push(self, digest: str, number: int) -> None:
+        """A fetch's peer writes its blocks: workers are to say where."""
+        fetch = self._fetches.get((digest, number))
+        if fetch is not None:
+            fetch.push = True
+            for connection in fetch.workers.values():
+                self._send(connection, p.Push(number), None)
+
+    def target(
+        self,
+        digest: str,
+        session: int,
+        rank: int,
+        message: p.Target,
+        ranks: Sequence[RankPages],
+    ) -> dict[int, list[int]] | None:
+        """Note where a rank can be written; return what all of them can, by position.
+
+        ranks: of its engine, as they are now. None: one has another agent than it had when it
+        named its blocks, which may be used otherwise by now. Raises ProtocolError for another
+        session's, or not claimed ones, or ranks that disagree.
+        """
+        fetch = self._fetches.get((digest, message.fetch))
+        positions, blocks = framing.from_u32(message.positions), framing.from_u32(message.blocks)
+        if fetch is None:
+            return {}
+        per = len(blocks) // max(1, len(positions))
+        if not fetch.push or not per or len(blocks) != per * len(positions):
+            raise ProtocolError(f"{len(blocks)} engine blocks for {len(positions)} positions")
+        self._check(fetch, message.fetch, session, positions)
+        whole = {}
+        fetch.agents[rank] = message.agent
+        for number, position in enumerate(positions):
+            found = blocks[number * per : number * per + per]
+            if not any(found):
+                raise ProtocolError(f"no engine block for position {position}")
+            if fetch.targets.setdefault(position, found) != found:
+                raise ProtocolError(f"engine blocks {found[:8]} of rank {rank}, others have others")
+            ready = fetch.read.setdefault(position, set())
+            ready.add(rank)
+            if len(ready) == len(fetch.workers):
+                whole[position] = found
+        named = [fetch.agents[number] for number in sorted(fetch.agents)]
+        return None if whole and named != [each.agent for each in ranks] else whole
+
+    @staticmethod
+    def _check(fetch: _Fetch, number: int, session: int, positions: Sequence[int]) -> None:
+        if fetch.session != session:
+            raise ProtocolError(f"fetch {number} is another engine's")
+        if not fetch.positions.issuperset(positions):
+            raise ProtocolError(f"positions {positions[:8]}, which the engine has not claimed")
+
+    def arrived(
+        self, digest: str, session: int, rank: int, message: p.Arrived
+    ) -> tuple[list[int], bool] | None:
+        """Note what a rank has read; return what all of them have, and whether it went well.
+
+        None: the fetch is over. Raises ProtocolError for another session's, or not claimed ones.
+        """
+        self.moved_bytes += message.copied_bytes
+        fetch = self._fetches.get((digest, message.fetch))
+        if fetch is None:
+            return None
+        positions = framing.from_u32(message.positions)
+        self._check(fetch, message.fetch, session, positions)
+        if fetch.push and message.ok:
+            raise ProtocolError(f"fetch {message.fetch} is written by its peer, not read")
+        if not message.ok and fetch.in_engine.isdisjoint(positions):
+            return positions, False
+        whole = []
+        for position in positions:
+            ranks = fetch.read.setdefault(position, set())
+            ranks.add(rank)
+            if not message.ok:
+                fetch.unread.add(position)
+            if len(ranks) == len(fetch.workers):
+                whole.append(position)
+        return whole, fetch.unread.isdisjoint(whole)
+
+    def passed(self, digest: str, number: int, position: int, *, ok: bool, written: bool) -> None:
+        """A block is good, or will not be, and may still be written."""
+        fetch = self._fetches.get((digest, number))
+        if fetch is not None:
+            fetch.passed.setdefault((ok, written and not ok), []).append(position)
+            self._news.add((digest, number))
+
+    def flush(self) -> None:
+        """Tell workers what came of their blocks."""
+        news, self._news = self._news, set()
+        for of in news:
+            fetch = self._fetches[of]
+            passed, fetch.passed = fetch.passed, {}
+            for how, positions in passed.items():
+                for connection in fetch.workers.values():
+                    self._send(connection, p.Passed(of[1], framing.u32(positions), *how), None)
+
+    def end(self, digest: str, number: int) -> None:
+        """Its lease has ended: workers wait for it no more, or are told not to."""
+        self.flush()
+        self._fetches.pop((digest, number), None)

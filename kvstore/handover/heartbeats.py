@@ -1,0 +1,151 @@
+"""Requests that are handed over, as our engines tell of them, and what other stores are told.
+
+Heartbeats are the store's, not the engine's: a busy engine's step may take seconds. They begin
+when a request is queued and end when it wants nothing more, or with its engine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvstore.core.errors import ProtocolError
+from kvstore.core.types import Chain
+from kvstore.handover.consumer import LEASE_MS
+from kvstore.handover.jobs import Source
+from kvstore.handover.request_leases import Hands
+from kvstore.wire import peer as m
+from kvstore.wire.engine import Handing, LetGo, Step
+from kvstore.wire.framing import Message
+
+WAITING_MAX = 1 << 16
+
+
+class Held(NamedTuple):
+    """What is held: by which store, for which namespace, under which name."""
+
+    address: str
+    namespace: str
+    request: str
+
+
+class Waiting:
+    """Requests of our engines that wait for what others hold: when to say so again."""
+
+    def __init__(self, period_ns: int) -> None:
+        """period_ns: between two heartbeats."""
+        self._period_ns = period_ns
+        self._due_ns: dict[Held, int] = {}  # in the order of time
+        self._session: dict[Held, int] = {}
+
+    def __len__(self) -> int:
+        """Count the requests."""
+        return len(self._due_ns)
+
+    def begin(self, held: Held, session: int, now_ns: int) -> bool:
+        """Take note of a request, now; False if it is known, or there are too many already."""
+        if held in self._session or len(self._session) >= WAITING_MAX:
+            return False
+        self._due_ns[held] = now_ns + self._period_ns
+        self._session[held] = session
+        return True
+
+    def end(self, held: Held) -> None:
+        """It wants nothing more; unknown ones are ignored."""
+        self._due_ns.pop(held, None)
+        self._session.pop(held, None)
+
+    def end_of(self, session: int) -> None:
+        """An engine is gone, and all of its requests with it."""
+        for held in [held for held, owner in self._session.items() if owner == session]:
+            self.end(held)
+
+    def due(self, now_ns: int) -> list[Held]:
+        """Return those whose heartbeat is due."""
+        found = []
+        for held, due_ns in self._due_ns.items():
+            if due_ns > now_ns:
+                break
+            found.append(held)
+        for held in found:  # behind the others
+            del self._due_ns[held]
+            self._due_ns[held] = now_ns + self._period_ns
+        return found
+
+
+class Requests:
+    """All of a store: those that others go on with, and those that others have computed."""
+
+    def __init__(
+        self,
+        hands: Hands,
+        wake: Callable[[], None],
+        withdraw: Callable[[Source, str], None],
+        tell: Callable[[Held, Message], bool],
+    ) -> None:
+        """hands: the former. wake(): others may ask soon.
+
+        withdraw(namespace, request): fetch no more for it.
+        tell(held, message): say something to the store that holds it; False if it cannot be said.
+        """
+        self.counts: Counter[str] = Counter()
+        self._hands = hands
+        self._wake = wake
+        self._withdraw = withdraw
+        self._tell = tell
+        self._waiting = Waiting(LEASE_MS * 1_000_000 // 3)
+
+    def on_step(self, namespace: Source, session: int, step: Step, now_ns: int) -> None:
+        """Take note of what an engine says. Raises ProtocolError."""
+        for handing in step.handing:
+            self._hand(namespace, session, handing, now_ns)
+        for lookup in step.lookups:
+            held = Held(lookup.peer, namespace.layout.digest, lookup.request)
+            if lookup.peer and lookup.request and self._waiting.begin(held, session, now_ns):
+                self._beat(held)
+        for gone in step.let_go:
+            self._let_go(namespace, gone)
+
+    def _hand(self, namespace: Source, session: int, handing: Handing, now_ns: int) -> None:
+        hands, rules = self._hands, namespace.layout.rules
+        if handing.state == "running":
+            self._wake()
+            size = namespace.layout.slot_bytes
+            hands.running(handing.request, namespace.manager, size, session, handing.common)
+        elif handing.state == "gone" or not handing.hashes:
+            hands.gone(handing.request)
+        elif handing.width <= 0 or len(handing.hashes) % handing.width:
+            raise ProtocolError(f"{len(handing.hashes)} bytes of hashes, {handing.width} each")
+        else:
+            hashes, width = handing.hashes, handing.width
+            chain = Chain(hashes, width, len(rules), handing.scope, inside=1)  # whatever is asked
+            keys = [
+                chain.key(group, index)
+                for group, rule in enumerate(rules)
+                for index in range(chain.first_of(rule, chain.blocks), chain.blocks)
+            ]
+            end_ns = now_ns + handing.lease_ms * 1_000_000
+            hands.done(handing.request, keys, end_ns, now_ns, fixed=handing.fixed)
+
+    def _let_go(self, namespace: Source, gone: LetGo) -> None:
+        if not gone.request:
+            raise ProtocolError("LetGo of a request without a name")
+        held = Held(gone.peer, namespace.layout.digest, gone.request)
+        self._waiting.end(held)
+        self._withdraw(namespace, held.request)
+        self.counts["let_go"] += self._tell(held, m.Done(held.namespace, held.request))
+
+    def _beat(self, held: Held) -> None:
+        beat = m.Keep(held.namespace, held.request, LEASE_MS)
+        self.counts["heartbeats"] += self._tell(held, beat)
+
+    def tick(self, now_ns: int) -> None:
+        """Send the heartbeats that are due."""
+        for held in self._waiting.due(now_ns):
+            self._beat(held)
+
+    def end_of(self, session: int) -> None:
+        """An engine is gone: its requests compute nothing more, and wait for nothing."""
+        self._waiting.end_of(session)
+        self._hands.end_of(session)

@@ -1,0 +1,530 @@
+"""This store's hand-overs: side channel, exporter and both state machines, tied together.
+
+    lookups that name a peer --> fetch() --> Consumer --messages--> Channel <--> other stores
+                                                |                     |
+                                                +------ Mover --------+--> Producer
+                             reads into landing slots, checks, sums, writes
+
+A connection that was made says Hello once there is something to fetch, and the exporter runs;
+until Welcome what else is to be said waits, but for what is said of requests by name. When the
+exporter is started again, it has another name and memory: all connections end, and whoever still
+wants something says Hello again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from kvstore.core.errors import ProtocolError
+from kvstore.core.types import BlockKey, Slot
+from kvstore.handover.consumer import STALL_NS, Consumer
+from kvstore.handover.direct_fetches import Direct, Send, no_workers
+from kvstore.handover.engine_writes import Gives
+from kvstore.handover.fetches import WAITS, Fetched, Waits
+from kvstore.handover.heartbeats import Held, Requests
+from kvstore.handover.inlet import Inlet
+from kvstore.handover.jobs import Fill, Give, Source, Tag, Write
+from kvstore.handover.moves import (
+    BUSY_S,
+    Arrived,
+    Checked,
+    Down,
+    Event,
+    Mover,
+    Reachable,
+    Summed,
+    Unreachable,
+    Up,
+    Written,
+)
+from kvstore.handover.peer_agents import Agents
+from kvstore.handover.producer import Producer
+from kvstore.handover.quarantine import Quarantine
+from kvstore.handover.side_channel import LOGGED_MAX, Channel, ClusterKey
+from kvstore.metrics import HAND_OVER_EVENTS, Numbers
+from kvstore.rate_log import RateLog
+from kvstore.wire import peer as m
+from kvstore.wire.engine import Arrived as Arrived_
+from kvstore.wire.engine import Extent, Target, Unmap
+from kvstore.wire.framing import Message
+
+log = logging.getLogger(__name__)
+
+OfFetch = Arrived_ | Target
+EXPORTER = -1  # the exporter's number among the store's connections: it maps extents, too
+LINKS_MAX = 128  # peers that are asked at one time; each takes some descriptors
+IDLE_NS = 300_000_000_000  # a connection that nothing was asked on; its peer forgets it later
+SWEEP_NS = 500_000_000
+
+
+class _Link(msgspec.Struct, eq=False):
+    """A connection that was made, for one namespace."""
+
+    address: str
+    digest: str
+    used_ns: int
+    greeted: bool = False
+    agent: str | None = None  # once it is welcome
+    metadata: bytes = b""  # of its exporter
+    waiting: list[Message] = []
+
+
+class Peers:
+    """All hand-overs of one store."""
+
+    def __init__(
+        self,
+        key: ClusterKey | None,
+        mover: Mover,
+        held_bytes_max: int,
+        waits: Waits = WAITS,
+    ) -> None:
+        """held_bytes_max: of what is held for one peer at one time. waits: for blocks of peers."""
+        self.channel = Channel(key, self._on_message, self._on_lost)
+        send = self.channel.send
+        self._agents = Agents(mover)
+        self.producer = Producer(
+            lambda: self._namespaces,
+            self._introduce,
+            self,
+            send,
+            held_bytes_max,
+            self._agents.meet,
+        )
+        self._mover, self._waits = mover, waits
+        self._namespaces: Mapping[str, Source] = {}
+        self.direct, self.gives = Direct(no_workers), Gives(no_workers, self._agents.metadata)
+        self._numbers = Numbers()
+        self._up: Up | None = None
+        self._noted: list[int] = []
+        self._slots: dict[int, int] = {}  # of the extents that workers map
+        self._regions: dict[int, m.Region] = {}
+        self._links: dict[int, _Link] = {}
+        self._by_address: dict[tuple[str, str], int] = {}
+        self._inlets: dict[str, Inlet] = {}
+        self.fetched = Fetched()
+        self._now_ns = 0
+        self.requests = Requests(
+            self.producer.hands,
+            mover.wake,
+            lambda namespace, request: self.inlet(namespace).withdraw(request),
+            self._tell,
+        )
+        self._said = RateLog(log)
+        self._swept_ns = 0
+        self._quarantine = Quarantine()
+
+    def serve(
+        self, namespaces: Mapping[str, Source], numbers: Numbers, send: Send = no_workers
+    ) -> None:
+        """Hand over blocks of these namespaces, which come and go.
+
+        numbers: of the store. send(connection, message, None): to one of its engines' workers.
+        """
+        self._namespaces, self._numbers = namespaces, numbers
+        self.direct, self.gives = Direct(send), Gives(send, self._agents.metadata)
+
+    def _mapped(self, extent: int) -> None:
+        """Nobody who waits for all to map or unmap an extent waits for the exporter."""
+        for namespace in self._namespaces.values():
+            namespace.settle(extent, EXPORTER)
+
+    # What the store asks for
+
+    def inlet(self, namespace: Source) -> Consumer:
+        """Return the remote tier of a namespace."""
+        digest = namespace.layout.digest
+        if digest not in self._inlets:
+            self._inlets[digest] = Inlet(self, namespace, self._mover, self.direct, self._waits)
+        return self._inlets[digest].consumer
+
+    def forget(self, namespace: Source) -> bool:
+        """Forget a namespace; False if somebody may still ask for its blocks, or send some."""
+        digest = namespace.layout.digest
+        asked = any(link.digest == digest for link in self._links.values())
+        inlet = self._inlets.get(digest)
+        if asked or self.producer.serves(namespace) or (inlet is not None and inlet.open):
+            return False
+        self._inlets.pop(digest, None)
+        return True
+
+    def fetch(
+        self, namespace: Source, address: str, want: m.Want, now_ns: int, *, direct: bool = False
+    ) -> int | None:
+        """Ask a peer for blocks; return the fetch's number in the namespace's consumer.
+
+        direct: for workers to read. None: it is ourselves, or too many others are being asked.
+        """
+        number = None
+        if address != self.channel.address:
+            number = self._connected(address, namespace.layout.digest, now_ns)
+        if number is None:
+            return None
+        self._mover.wake()
+        consumer = self.inlet(namespace)
+        fetch = consumer.want(number, want, now_ns, direct=direct)
+        if self._up is None:
+            consumer.heard(number, now_ns, STALL_NS)
+        return fetch
+
+    @property
+    def devices(self) -> str:
+        """Network devices that bytes travel over, as UCX names them."""
+        return self._mover.devices
+
+    def pushes(self, address: str) -> bool:
+        """Tell whether a peer had better write its blocks than have them read: over TCP."""
+        return self._mover.over_tcp(address.rpartition(":")[0].strip("[]"))
+
+    def _connected(self, address: str, digest: str, now_ns: int) -> int | None:
+        number = self._by_address.get((address, digest))
+        if number is None:
+            why = self.channel.may_dial(address)
+            if why:
+                self.channel.counts["undialled"] += 1
+                self._said.warn("addresses that are not dialled", "%s", why)
+                return None
+            if not self._room_for_link():
+                return None
+            number = self.channel.connect(address)
+            self._by_address[address, digest] = number
+            self._links[number] = _Link(address, digest, now_ns)
+        self._links[number].used_ns = now_ns
+        return number
+
+    def _room_for_link(self) -> bool:
+        """Tell whether one more peer can be asked; the one unused longest makes room."""
+        idle = self._idle_links() if len(self._links) >= LINKS_MAX else []
+        if idle:
+            self.channel.drop(min(idle, key=lambda number: self._links[number].used_ns))
+        return len(self._links) < LINKS_MAX
+
+    def _idle_links(self) -> list[int]:
+        """List the connections on which nothing is wanted."""
+        wanted = {peer for inlet in self._inlets.values() for peer in inlet.consumer.asked()}
+        return [number for number in self._links if number not in wanted]
+
+    def _tell(self, held: Held, message: Message) -> bool:
+        """Say what needs no Hello; not to too many peers at one time."""
+        number = self._connected(held.address, held.namespace, self._now_ns)
+        if number is not None:
+            self.channel.send(number, message)
+        return number is not None
+
+    def sign(
+        self, namespace: Source, fetch: int | None, keys: Sequence[BlockKey], now_ns: int
+    ) -> tuple[int, int | None] | None:
+        """Say when a fetch, or the one that brings these blocks, went on, and was computed.
+
+        Both in milliseconds before now; see Coming.
+        """
+        return self.inlet(namespace).sign(fetch, keys, now_ns)
+
+    def claimed(self, namespace: Source, fetch: int) -> None:
+        """Nothing more will be loaded of a fetch."""
+        self.inlet(namespace).claimed(fetch)
+
+    def offered(self, namespace: Source, fetch: int) -> dict[int, str] | None:
+        """Say in which tier a peer has which positions of a fetch; None: it has not answered."""
+        return self.inlet(namespace).offered(fetch)
+
+    def read(
+        self,
+        namespace: Source,
+        fetch: int,
+        positions: list[int],
+        session: int,
+        workers: Mapping[int, int],
+    ) -> None:
+        """Have workers read these positions of a fetch; workers: connections by rank."""
+        self.direct.begin(namespace.layout.digest, fetch, session, workers, positions)
+        self.inlet(namespace).claim(fetch, positions)
+
+    def of_fetch(
+        self, namespace: Source, session: int, rank: int, message: OfFetch, now_ns: int
+    ) -> None:
+        """A worker has read, or could not, or can be written to. Raises ProtocolError."""
+        digest, consumer = namespace.layout.digest, self.inlet(namespace)
+        if isinstance(message, Target):
+            ranks = namespace.engines.ranks(session)
+            targets = self.direct.target(digest, session, rank, message, ranks)
+            if targets is None:
+                consumer.let_go(message.fetch)
+            else:
+                consumer.fill(message.fetch, targets, ranks)
+        elif (found := self.direct.arrived(digest, session, rank, message)) is not None:
+            consumer.arrived(message.fetch, found[0], now_ns, ok=found[1])
+
+    def end_of(self, session: int) -> None:
+        """An engine is gone."""
+        self.requests.end_of(session)
+        self.gives.end_of(session)
+
+    def read_no_more(self, namespace: Source, fetch: int) -> None:
+        """The lease that a fetch is read for has ended."""
+        self.inlet(namespace).let_go(fetch, now=True)
+        self.direct.end(namespace.layout.digest, fetch)
+
+    def on_memory(self, message: Message, fd: int | None) -> None:
+        """Do with an extent what workers are told to do. Nobody waits for it to be mapped."""
+        if isinstance(message, Extent) and fd is not None:
+            self._mover.export(message.extent, fd, message.count * message.slot_bytes)
+            self._noted.append(message.extent)
+            self._slots[message.extent] = message.count
+        elif isinstance(message, Unmap):
+            self._slots.pop(message.extent, None)
+            self._regions.pop(message.extent, None)
+            self.producer.on_unmapped(message.extent)
+            self._mover.unexport(message.extent)
+
+    def say(self, number: int, message: Message) -> None:
+        """Send on a connection that was made, once it is welcome."""
+        link = self._links.get(number)
+        if link is None:
+            return
+        if link.agent is not None:
+            self.channel.send(number, message)
+            return
+        link.waiting.append(message)
+        self._greet(number)
+
+    def reached_at(self, number: int) -> tuple[str, bytes]:
+        """Name the exporter at the other end, and how to reach it; none if it is gone."""
+        link = self._links.get(number)
+        return ("", b"") if link is None else (link.agent or "", link.metadata)
+
+    def _greet(self, number: int) -> None:
+        """Say Hello, once, if there is something to say after it."""
+        link, up = self._links[number], self._up
+        namespace = self._namespaces.get(link.digest)
+        if up is not None and namespace is not None and link.waiting and not link.greeted:
+            link.greeted = True
+            traits = namespace.layout.traits
+            hello = m.Hello(m.VERSION, link.digest, traits, up.agent, up.metadata)
+            self.channel.send(number, hello)
+
+    # What comes over the side channel
+
+    def _on_message(self, number: int, message: Message) -> None:
+        link = self._links.get(number)
+        self._quarantine.stir()
+        if link is not None:
+            self._on_answer(number, link, message)
+            return
+        if isinstance(message, m.Land) and message.metadata:
+            self._agents.update(number, message.metadata)
+        self.producer.on_message(number, message, self._now_ns)
+
+    def _on_answer(self, number: int, link: _Link, message: Message) -> None:
+        consumer = self._inlets[link.digest].consumer
+        match message:
+            case m.Welcome(agent, metadata):
+                if link.agent is not None:
+                    raise ProtocolError("a second Welcome")
+                link.agent, link.metadata = agent, metadata
+                consumer.heard(number, self._now_ns)
+                self._agents.meet(number, agent, metadata)
+                waiting, link.waiting = link.waiting, []
+                for one in waiting:
+                    self.channel.send(number, one)
+            case m.Starting():
+                consumer.heard(number, self._now_ns, STALL_NS)
+            case m.Refused(reason):
+                self._said.warn(
+                    "peers that refuse", "peer %s: %s", link.address, reason[:LOGGED_MAX]
+                )
+                self.channel.drop(number)
+            case m.Noted(request, state):
+                log.debug("peer %r: %r: %s", link.address, request[:LOGGED_MAX], state)
+            case _ if link.agent is None:
+                raise ProtocolError(f"{type(message).__name__} before Welcome")
+            case _:
+                if isinstance(message, m.Have) and message.metadata:
+                    link.metadata = message.metadata
+                    self._agents.update(number, message.metadata)
+                consumer.on_message(number, message, self._now_ns)
+
+    def _on_lost(self, number: int, reason: str) -> None:
+        self._agents.leave(number)
+        link = self._links.pop(number, None)
+        if link is None:
+            self.producer.on_closed(number)
+            return
+        log.info("peer %s: %s", link.address, reason)
+        self._by_address.pop((link.address, link.digest), None)
+        inlet = self._inlets.get(link.digest)
+        if inlet is not None:
+            inlet.consumer.on_peer_lost(number)
+
+    # Turns
+
+    def fds(self) -> Iterator[int]:
+        """Go through the descriptors that become readable when poll() has something to do."""
+        yield from self.channel.fds()
+        yield from self._mover.fds()
+
+    def wait_s(self, now_ns: int) -> float | None:
+        """Return when to call poll() at the latest; None: when a descriptor says so."""
+        if self._noted or self.channel.waiting:
+            return 0.0
+        wait_s = self._mover.wait_s(now_ns)
+        if self.producer.busy or any(i.consumer.open for i in self._inlets.values()):
+            return BUSY_S if wait_s is None else min(BUSY_S, wait_s)
+        return wait_s
+
+    def gauges(self) -> dict[tuple[str, ...], float]:
+        """Return gauges, and counters kept here."""
+        counts = self.channel.counts + self.producer.counts
+        counts.update(self.requests.counts)
+        counts.update(self.fetched.events)
+        quarantined = landing = fetches = 0
+        for inlet in self._inlets.values():
+            quarantined += inlet.quarantined_bytes
+            landing += inlet.landing_bytes
+            fetches += inlet.consumer.open
+        found: dict[tuple[str, ...], float] = {
+            ("kvstore_hand_over_bytes", "held"): self.producer.held_bytes
+            + self.producer.hands.held_bytes,
+            ("kvstore_hand_over_bytes", "quarantined"): quarantined,
+            ("kvstore_hand_over_bytes", "landing"): landing,
+        }
+        open_now = {
+            "fetches": fetches,
+            "jobs": self.producer.jobs,
+            "gives": self.gives.open,
+            "serving": sum(n.engines.serving for n in self._namespaces.values()),
+            "requests": len(self.producer.hands),
+            "asked": len(self._links),
+            "asking": self.channel.came,
+            "exporters": len(self._agents),
+        }
+        found |= {("kvstore_hand_over_open", what): count for what, count in open_now.items()}
+        found |= {("kvstore_hand_over_events", event): counts[event] for event in HAND_OVER_EVENTS}
+        blocks = self.fetched.blocks
+        found |= {("kvstore_fetched_blocks", tier): count for tier, count in blocks.items()}
+        direct = {"direct": self.direct.moved_bytes, "given": self.gives.moved_bytes}
+        moved = {**self._mover.moved_bytes, **direct}
+        found |= {("kvstore_hand_over_moved_bytes", way): size for way, size in moved.items()}
+        return found
+
+    def close(self) -> None:
+        """End all hand-overs."""
+        self.channel.close()
+        self._mover.close()
+
+    def poll(self, now_ns: int) -> None:
+        """Do what there is to do."""
+        self._now_ns = now_ns
+        noted, self._noted = self._noted, []
+        for extent in noted:
+            self._mapped(extent)
+        for event in (*self._mover.poll(now_ns), *self.gives.take(now_ns)):
+            self._on_event(event)
+        self.channel.poll(now_ns)
+        for namespace in self._namespaces.values():
+            staged: dict[tuple[int, int, bool], list[Tag]] = {}
+            for tag, ok in namespace.tiering.take_staged():
+                staged.setdefault((tag.peer, tag.job, ok), []).append(tag)
+            for (_, _, ok), tags in staged.items():
+                self.producer.staged(tags, ok=ok)
+        self.producer.tick(now_ns)
+        for stored_ns in self.producer.hands.take_stored_ns():
+            self._numbers.observe("kvstore_hand_over_held_seconds", stored_ns / 1e9)
+        self.requests.tick(now_ns)
+        for inlet in self._inlets.values():
+            inlet.consumer.tick(now_ns)
+        self.direct.flush()
+        if now_ns - self._swept_ns >= SWEEP_NS:
+            self._swept_ns = now_ns
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Let go of connections that nobody uses, and of a quarantine that is in the way."""
+        self.channel.forget_silent(self._now_ns)
+        for number in self._idle_links():
+            if self._now_ns - self._links[number].used_ns >= IDLE_NS:
+                self.channel.drop(number)
+        inlets = self._inlets.values()
+        crowded = any(inlet.crowded for inlet in inlets)
+        late = self._mover.abandoned_bytes or any(i.consumer.quarantined for i in inlets)
+        used = self.producer.wanted or any(inlet.consumer.open for inlet in inlets)
+        if self._quarantine.lasts(self._now_ns, crowded=crowded, quiet=bool(late) and not used):
+            landing = sum(inlet.quarantined_bytes for inlet in inlets)
+            own = self._mover.abandoned_bytes
+            self._mover.restart(f"in quarantine: {landing} bytes to land in, {own} bytes moving")
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case Up():
+                self._up = event
+                for number, link in self._links.items():
+                    self._inlets[link.digest].consumer.heard(number, self._now_ns)
+                    self._greet(number)
+            case Down(reason):
+                self._on_down(reason)
+            case Reachable(extent, base, metadata):
+                self._reachable(extent, base, metadata)
+            case Unreachable(extent):
+                self._mapped(extent)
+            case Summed(tags, sums):
+                self.producer.summed(tags, sums)
+            case Written(tags, ok, stopped):
+                self.producer.written(tags, ok=ok, stopped=stopped)
+            case Arrived(digest, parts, ok):
+                self._inlets[digest].consumer.moved(parts, ok=ok)
+            case Checked(digest, parts, right):
+                self._inlets[digest].consumer.checked(parts, right)
+
+    def _on_down(self, reason: str) -> None:
+        """Whatever was moving has ended before: now its addresses mean nothing any more."""
+        self._up = None
+        self._regions.clear()
+        self.producer.on_exporter_lost(f"the exporter has ended: {reason}")
+        for number in list(self._links):
+            self.channel.drop(number)
+        for inlet in self._inlets.values():
+            inlet.consumer.on_exporter_lost()
+
+    def _reachable(self, extent: int, base: int, metadata: bytes) -> None:
+        if self._up is not None:
+            self._up = msgspec.structs.replace(self._up, metadata=metadata)
+        if extent in self._slots:
+            self._regions[extent] = m.Region(extent, base, self._slots[extent])
+
+    # The producer's work
+
+    def sum(self, tags: list[Tag], source: Source, blocks: list[tuple[BlockKey, Slot]]) -> None:
+        """Take blocks' checksums."""
+        views = [(key, source.view(slot)) for key, slot in blocks]
+        self._mover.sum(tags, source.layout.digest, views)
+
+    def write(self, tags: list[Tag], agent: str, write: Write) -> None:
+        """Write slots of one of our extents to a peer."""
+        self._mover.write(tags, agent, write)
+
+    def fill(self, tags: list[Tag], fill: Fill) -> None:
+        """Write parts of slots to an engine of a peer's."""
+        self._mover.fill(tags, fill)
+
+    def give(self, tags: list[Tag], source: Source, give: Give) -> None:
+        """Have workers of an engine of ours write to one of a peer's."""
+        workers = source.engines.workers(give.engine)
+        self.gives.start(tags, give, workers, self._now_ns)
+
+    def abandon(self, tag: Tag) -> None:
+        """Nobody waits for a write any more."""
+        self.gives.abandon(tag)
+        self._mover.abandon(None, tag)
+
+    def region(self, extent: int) -> tuple[m.Region, bytes] | None:
+        """Say where the exporter has an extent, and how to reach it; None: not yet."""
+        region, up = self._regions.get(extent), self._up
+        return None if region is None or up is None else (region, up.metadata)
+
+    def _introduce(self) -> tuple[str, bytes] | None:
+        """Name our exporter, which somebody needs now; None while there is none."""
+        self._mover.wake()
+        return None if self._up is None else (self._up.agent, self._up.metadata)

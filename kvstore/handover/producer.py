@@ -1,0 +1,505 @@
+"""The side of a hand-over that has the blocks: holds them, tells where they are, lets go.
+
+Of each wanted block:
+
+    AWAITED --ready in memory, pinned----------------------> SUMMING
+    AWAITED --on a lower tier, being read into a slot------> STAGING --read--> SUMMING
+    SUMMING --its sum is known--> SUMMED --to be pulled----> TOLD
+    AWAITED, STAGING --direct, without a sum---------------> TOLD, pushed: SUMMED
+    SUMMED --pushed: a landing slot, or an engine, is named> WRITING --written--> TOLD
+    WRITING, by an engine --overwritten there meanwhile----> WRITING, from its slot
+    TOLD --confirmed---------------------------------------> DONE, not held any more
+    TOLD, in an engine's memory --overwritten there--------> TOLD, in its slot
+    AWAITED --its request ended without it-----------------> DONE
+    any but AWAITED --read or write failed, job released---> DONE, once nothing is under way
+
+What is awaited has no room under the peer's cap yet, or is still computed by a running request.
+Once its lease is over a job is not confirmed any more, but what it holds stays for GRACE, because
+a reader cannot be stopped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from kvstore.core.errors import ProtocolError
+from kvstore.core.tier import Tier
+from kvstore.core.types import BlockKey, LookupResult
+from kvstore.handover.jobs import BUSY, Job, Peer, Source, State, Tag, Work, job_of
+from kvstore.handover.mismatch import difference
+from kvstore.handover.news import is_overwritten, news
+from kvstore.handover.request_leases import Hands
+from kvstore.handover.writes import fills, gives, learn, slot_writes, tags_of, written_of
+from kvstore.wire import peer as m
+from kvstore.wire.framing import Message, from_u32, u32
+
+GRACE_NS = 5_000_000_000
+EARLY_MAX = 64  # greetings that wait for the exporter, of a megabyte each
+MEMORY, PREFILL = "cpu", "prefill"
+
+Send = Callable[[int, Message], None]
+OfJob = m.Land | m.Fill | m.Confirm | m.Extend | m.Release
+
+
+class Producer:
+    """Serves all peers of a store."""
+
+    def __init__(
+        self,
+        served: Callable[[], Mapping[str, Source]],
+        exporter: Callable[[], tuple[str, bytes] | None],
+        work: Work,
+        send: Send,
+        held_bytes_max: int,
+        meet: Callable[[int, str, bytes], None],
+    ) -> None:
+        """served(): namespaces by digest. exporter(): agent and metadata; None while there is none.
+
+        held_bytes_max: for each peer, of what is held for it at one time, half of what is held for
+            all of them, and of what is held for requests whose peer has not asked yet.
+        meet(peer, agent, metadata): a peer is welcome, and has this exporter.
+        """
+        self._served = served
+        self._exporter = exporter
+        self._work = work
+        self._send = send
+        self._held_bytes_max = held_bytes_max
+        self._meet = meet
+        self.held_bytes = 0  # memory that is held for peers
+        self._peers: dict[int, Peer] = {}
+        self._early: dict[int, m.Hello] = {}  # who came before the exporter was there
+        self.counts: Counter[str] = Counter()
+        self.hands = Hands(held_bytes_max, self.counts)
+
+    # What a consumer says
+
+    def on_message(self, number: int, message: Message, now_ns: int) -> None:
+        """Act on one message of a peer. Raises ProtocolError for a wrong one."""
+        if isinstance(message, m.Hello):
+            self._hello(number, message)
+            return
+        if isinstance(message, m.Keep | m.Done):
+            self._of_request(number, message, now_ns)
+            return
+        peer = self._peers.get(number)
+        if peer is None or peer.closed:
+            raise ProtocolError(f"{type(message).__name__} before Hello")
+        if isinstance(message, m.Want):
+            self._want(peer, message, now_ns)
+        elif isinstance(message, OfJob):
+            self._of_job(peer, message, now_ns)
+        else:
+            raise ProtocolError(f"{type(message).__name__} is not for a producer")
+
+    def _of_request(self, number: int, message: m.Keep | m.Done, now_ns: int) -> None:
+        source = self._served().get(message.namespace)
+        manager = None if source is None else source.manager
+        if isinstance(message, m.Keep):
+            self.hands.keep(manager, message.request, now_ns + m.lease_ns(message.lease_ms))
+            return
+        found = self.hands.report(manager, message.request, message.rank, message.consumers)
+        self._send(number, m.Noted(message.request, found))
+
+    def _of_job(self, peer: Peer, message: OfJob, now_ns: int) -> None:
+        job = peer.jobs.get(message.job)
+        if job is None:
+            self._send(peer.number, m.End(message.job, m.UNKNOWN))
+            return
+        if job.released:
+            return  # its End follows once nothing is written any more
+        if isinstance(message, m.Land):
+            self._land(job, message)
+        elif isinstance(message, m.Fill):
+            self._fill(peer, job, message)
+        elif isinstance(message, m.Confirm):
+            self._confirm(peer, job, message)
+        elif isinstance(message, m.Extend):
+            if not job.over:
+                job.deadline_ns = max(job.deadline_ns, now_ns + m.lease_ns(message.lease_ms))
+                if self._computes(job):
+                    self._send(peer.number, m.Computing(job.number))
+        else:
+            self._release(peer, job)
+        self._settle(peer, job)
+
+    def _computes(self, job: Job) -> bool:
+        """Tell whether a job waits for an engine, and for nothing that is being moved."""
+        if not job.awaited or not self.hands.computes(job.request):
+            return False
+        return not any(block.state in BUSY for block in job.blocks)
+
+    def on_closed(self, number: int) -> None:
+        """A peer is gone: nothing is held for it but what is in use at this moment."""
+        self._early.pop(number, None)
+        peer = self._peers.get(number)
+        if peer is not None:
+            peer.closed = True
+            self._drop(peer)
+
+    def serves(self, source: Source) -> bool:
+        """Tell whether a peer may ask for blocks of a namespace, without another Hello."""
+        return any(peer.source is source for peer in self._peers.values())
+
+    @property
+    def jobs(self) -> int:
+        """Count what is wanted by peers."""
+        return sum(len(peer.jobs) for peer in self._peers.values())
+
+    @property
+    def wanted(self) -> bool:
+        """Tell whether anybody waits for anything; what is under way for nobody left out."""
+        return any(not job.released for peer in self._peers.values() for job in peer.jobs.values())
+
+    @property
+    def busy(self) -> bool:
+        """Tell whether anything is wanted by anybody, or under way."""
+        return any(peer.jobs for peer in self._peers.values())
+
+    def on_unmapped(self, extent: int) -> None:
+        """The exporter maps an extent no more: it is told anew should it come back."""
+        for peer in self._peers.values():
+            peer.regions.discard(extent)
+
+    def on_exporter_lost(self, reason: str) -> None:
+        """Our exporter has another memory now: peers have to say Hello again."""
+        for peer in list(self._peers.values()):
+            if not peer.closed:
+                self._send(peer.number, m.Refused(reason, retry=True))
+                peer.closed = True
+            self._drop(peer)
+
+    def _drop(self, peer: Peer) -> None:
+        for job in list(peer.jobs.values()):
+            self._release(peer, job)
+            self._settle(peer, job)
+        if not peer.jobs:
+            self._peers.pop(peer.number, None)
+
+    def _hello(self, number: int, hello: m.Hello) -> None:
+        if number in self._peers:
+            raise ProtocolError("a second Hello")
+        served = self._served()
+        source = served.get(hello.namespace)
+        if hello.version != m.VERSION:
+            refused = m.Refused(f"side channel {hello.version}, expected {m.VERSION}")
+        elif source is None and served:
+            refused = m.Refused(difference(hello, served)[: m.TEXT_MAX])
+        elif source is None:
+            refused = m.Refused(f"namespace {hello.namespace[:12]} is not served here yet", True)
+        elif (ours := self._exporter()) is None:
+            if number in self._early or len(self._early) < EARLY_MAX:
+                if number not in self._early:
+                    self._send(number, m.Starting())
+                self._early[number] = hello
+                return
+            refused = m.Refused(f"{EARLY_MAX} others wait for the exporter to start", True)
+        else:
+            self._peers[number] = Peer(number, source, hello.agent)
+            self._meet(number, hello.agent, hello.metadata)
+            self._send(number, m.Welcome(*ours, source.layout.traits))
+            return
+        self.counts["refused"] += 1
+        self._send(number, refused)
+
+    def _want(self, peer: Peer, want: m.Want, now_ns: int) -> None:
+        job = job_of(peer, want, now_ns)
+        if self.hands.ambiguous(want.request):
+            self.counts["ambiguous"] += 1
+            self._send(peer.number, m.End(want.job, "ambiguous"))
+            return
+        peer.jobs[job.number] = job
+        peer.blocks += len(job.blocks)
+        self._offer(peer, job, now_ns)
+        self._settle(peer, job)
+
+    def _offer(self, peer: Peer, job: Job, now_ns: int) -> None:
+        """Say what there is; of a request that is not known it may come in a moment."""
+        found = [self._tier(peer.source, job, block.key) for block in job.blocks]
+        unknown = bool(job.request) and not self.hands.knows(job.request)
+        may_wait = job.offer_ns is not None and now_ns < job.offer_ns
+        if None in found and unknown and may_wait:
+            return
+        self.counts["unknown"] += unknown
+        job.offer_ns = None
+        tiers: dict[str, int] = {}
+        which: list[int] = []
+        offered: list[int] = []
+        for position, (block, tier) in enumerate(zip(job.blocks, found, strict=True)):
+            if tier is not None:
+                block.state = State.AWAITED
+                offered.append(position)
+                which.append(tiers.setdefault(tier, len(tiers)))
+        job.awaited.extend(sorted(offered, key=job.order.__getitem__))
+        job.left = len(offered)
+        self._send(peer.number, m.Offer(job.number, u32(offered), tuple(tiers), bytes(which)))
+        self._advance(peer, job)
+
+    def _tier(self, source: Source, job: Job, key: BlockKey) -> str | None:
+        """Name the place that has a block, or will have it."""
+        if source.manager.probe(key) is not LookupResult.MISS:
+            return source.tiering.source(key) or MEMORY
+        found, tier = source.tiering.where(key)
+        if tier is not None and found is LookupResult.HIT:
+            return tier.name
+        return PREFILL if self.hands.may_come(job.request, key) else None
+
+    def _land(self, job: Job, land: m.Land) -> None:
+        positions = m.positions_of(land.positions, len(job.blocks))
+        slots = from_u32(land.slots)
+        if not job.push or job.direct or len(positions) != len(slots):
+            raise ProtocolError(f"{len(slots)} landing slots for {len(positions)} blocks to push")
+        if any(slot >= land.region.slots for slot in slots):
+            raise ProtocolError(f"landing slots {slots[:8]}, expected below {land.region.slots}")
+        for position, slot in zip(positions, slots, strict=True):
+            block = job.blocks[position]
+            if block.landing is not None:
+                raise ProtocolError(f"a second landing slot for position {position}")
+            block.landing = (land.region, slot)
+            if block.state is State.SUMMED:
+                self._write(job, position)
+
+    def _fill(self, peer: Peer, job: Job, fill: m.Fill) -> None:
+        """Take note of where blocks go in the peer's engine, and write those that are there."""
+        for position in learn(peer.source.layout, job, fill):
+            if job.blocks[position].state is State.SUMMED:
+                self._write(job, position)
+        for rank in fill.ranks:
+            self._meet(peer.number, rank.agent, rank.metadata)
+
+    def _confirm(self, peer: Peer, job: Job, confirm: m.Confirm) -> None:
+        positions = m.positions_of(confirm.positions, len(job.blocks))
+        again = {*m.positions_of(confirm.unread, len(job.blocks))}
+        told = {p for p in (*positions, *again) if job.blocks[p].state is State.TOLD}
+        told = set() if job.over else told
+        lost = {p for p in told if not job.push and is_overwritten(peer.source, job.blocks[p])}
+        again = told & (again | lost)
+        valid = sorted(told - again)
+        for position in again:
+            job.blocks[position].moved = True
+        for position in valid:
+            self._done(peer, job, position)
+        self.counts["confirmed"] += len(valid)
+        self.counts["stale"] += len({*positions}.difference(valid))
+        self._send(peer.number, m.Valid(job.number, u32(valid), u32(sorted(again))))
+        job.news += sorted(again)
+        self._advance(peer, job)
+
+    # Time, and what was done elsewhere
+
+    def tick(self, now_ns: int) -> None:
+        """Move every job along; end the leases that are over."""
+        self.hands.tick(now_ns)
+        if self._early and self._exporter() is not None:
+            early, self._early = self._early, {}
+            for number, hello in early.items():
+                self._hello(number, hello)
+        for peer in list(self._peers.values()):
+            for job in list(peer.jobs.values()):
+                if not job.over and not job.released and now_ns >= job.deadline_ns:
+                    job.over = True
+                    self.counts["expired"] += 1
+                    self._send(peer.number, m.End(job.number, m.LEASE_OVER))
+                if job.offer_ns is not None:
+                    self._offer(peer, job, now_ns)
+                if job.over and now_ns >= job.deadline_ns + GRACE_NS:
+                    self._release(peer, job)
+                self._advance(peer, job)
+                self._start_writes(peer, job)
+                self._settle(peer, job)
+
+    def staged(self, tags: list[Tag], *, ok: bool) -> None:
+        """A lower tier has read blocks of one job into their slots, or could not."""
+        self._ended(tags, State.STAGING, ok=ok)
+
+    def summed(self, tags: list[Tag], sums: list[int]) -> None:
+        """Sums are there."""
+        for tag, found in zip(tags, sums, strict=True):
+            self._peers[tag.peer].jobs[tag.job].blocks[tag.position].sum = found
+        self._ended(tags, State.SUMMING, ok=True)
+
+    def written(self, tags: list[Tag], *, ok: bool, stopped: bool = False) -> None:
+        """A write has ended; stopped: not all of it was done, and nothing can still come."""
+        peer = self._peers[tags[0].peer]
+        job = peer.jobs[tags[0].job]
+        if not job.released and (ok or stopped):
+            tags, again = written_of(peer.source, job, tags, ok=ok)
+            for tag in again:
+                self._write(job, tag.position)
+        if tags:
+            self._ended(tags, State.WRITING, ok=ok or (stopped and job.released))
+
+    def _ended(self, tags: list[Tag], state: State, *, ok: bool) -> None:
+        """Go on with blocks of one job, which is there as long as anything is under way.
+
+        What follows is done at the next tick, for all that has ended until then in one go.
+        """
+        peer = self._peers[tags[0].peer]
+        job = peer.jobs[tags[0].job]
+        self.counts["failed"] += 0 if ok else len(tags)
+        for position in (tag.position for tag in tags):
+            block = job.blocks[position]
+            if state is State.WRITING:
+                block.failed = block.failed or not ok
+                block.writes -= job.direct
+            if block.writes > 0:
+                continue  # to other ranks
+            if not ok or block.failed or job.released:
+                self._done(peer, job, position)
+                if job.push and job.direct:  # its load has failed, too
+                    self._release(peer, job)
+            elif state is State.STAGING:
+                self._sum(job, position)
+            elif state is State.WRITING or not job.push:
+                block.state = State.TOLD
+                job.news.append(position)
+            elif block.landing is not None:
+                self._write(job, position)
+            else:
+                block.state = State.SUMMED
+
+    # Of one job
+
+    def _advance(self, peer: Peer, job: Job) -> None:
+        """Hold what can be held now of what is awaited, first blocks first."""
+        source, size = peer.source, peer.source.layout.slot_bytes
+        room = self._room(peer) // size
+        below: dict[str, tuple[Tier, list[int]]] = {}
+        late: list[int] = []
+        while job.awaited and room > 0 and not job.over:
+            position = job.awaited[0]
+            block = job.blocks[position]
+            entry = source.manager.pin(block.key)
+            found, tier = source.tiering.where(block.key)
+            if entry is not None:
+                block.entry, block.slot = entry, entry.slot
+                self._hold(peer, 1)
+                room -= 1
+                self._sum(job, position)
+            elif source.manager.probe(block.key) is not LookupResult.MISS:
+                break  # is being written, or brought up
+            elif tier is not None and found is LookupResult.HIT:
+                below.setdefault(tier.name, (tier, []))[1].append(position)
+                room -= 1
+            elif self.hands.computes(job.request):
+                break  # they come in order
+            elif self.hands.may_come(job.request, block.key):
+                late.append(position)  # or never: a window may have left it before it had a slot
+            else:
+                self.counts["gone"] += 1
+                self._done(peer, job, position)
+            job.awaited.popleft()
+        job.awaited.extendleft(reversed(late))
+        for tier, positions in below.values():
+            self._stage(peer, job, tier, positions)
+
+    def _room(self, peer: Peer) -> int:
+        """Return the bytes that may be held for a peer now; each can have one block at least."""
+        of_all = 2 * self._held_bytes_max - self.held_bytes
+        room = min(self._held_bytes_max - peer.held_bytes, of_all)
+        return room if peer.held_bytes else max(room, peer.source.layout.slot_bytes)
+
+    def _hold(self, peer: Peer, blocks: int) -> None:
+        held = blocks * peer.source.layout.slot_bytes
+        peer.held_bytes += held
+        self.held_bytes += held
+
+    def _stage(self, peer: Peer, job: Job, tier: Tier, positions: list[int]) -> None:
+        """Read blocks of a lower tier into slots of their own; those without one wait."""
+        source = peer.source
+        slots = source.manager.prepare_store(len(positions))
+        job.awaited.extendleft(reversed(positions[len(slots) :]))
+        tags = tags_of(peer, job, positions[: len(slots)])
+        for tag, slot in zip(tags, slots, strict=True):
+            block = job.blocks[tag.position]
+            block.state, block.slot = State.STAGING, slot
+            self._hold(peer, 1)
+        if tags:
+            keys = [job.blocks[tag.position].key for tag in tags]
+            source.tiering.stage(tier, keys, slots, tags)
+
+    def _sum(self, job: Job, position: int) -> None:
+        """Take a block's sum, or go on without: for a direct want nobody could check it."""
+        block = job.blocks[position]
+        if not job.direct:
+            block.state = State.SUMMING
+            job.unsummed.append(position)
+        elif not job.push:
+            block.state = State.TOLD
+            job.news.append(position)
+        elif block.target is not None:
+            self._write(job, position)
+        else:
+            block.state = State.SUMMED
+
+    @staticmethod
+    def _write(job: Job, position: int) -> None:
+        job.blocks[position].state = State.WRITING
+        job.unwritten.append(position)
+
+    def _ask_sums(self, peer: Peer, job: Job) -> None:
+        positions, job.unsummed = job.unsummed, []
+        blocks = [job.blocks[position] for position in positions]
+        named = [(block.key, block.slot) for block in blocks if block.slot is not None]
+        self._work.sum(tags_of(peer, job, positions), peer.source, named)
+
+    def _start_writes(self, peer: Peer, job: Job) -> None:
+        """Write what waits."""
+        positions, job.unwritten = job.unwritten, []
+        for tags, write in () if job.direct else slot_writes(peer, job, positions):
+            self._work.write(tags, peer.agent, write)
+        for tags, give in gives(peer, job, positions) if job.direct else ():
+            self._work.give(tags, peer.source, give)
+        for tags, fill in fills(peer, job, positions) if job.direct else ():
+            self._work.fill(tags, fill)
+
+    def _tell(self, peer: Peer, job: Job) -> None:
+        """Send what can be read, or has been written, since the last time."""
+        for message in news(peer, job, self._work.region):
+            self._send(peer.number, message)
+
+    def _done(self, peer: Peer, job: Job, position: int) -> None:
+        """Let go of a block; nothing is under way with it."""
+        block, manager = job.blocks[position], peer.source.manager
+        if block.slot is not None:
+            self._hold(peer, -1)
+            if block.entry is not None:
+                manager.unpin(block.entry)
+            else:
+                manager.give_back([block.slot])
+        block.state, block.slot, block.entry = State.DONE, None, None
+        job.left -= 1
+
+    def _release(self, peer: Peer, job: Job) -> None:
+        """Let go of what is not in use at this moment; the rest follows as that ends."""
+        if job.released:
+            return
+        job.released = True
+        job.offer_ns = None
+        job.awaited.clear()
+        job.news.clear()
+        for position in job.unwritten:
+            job.blocks[position].state = State.SUMMED
+        job.unwritten.clear()
+        for position, block in enumerate(job.blocks):
+            if block.state is State.WRITING:
+                self._work.abandon(Tag(peer.number, job.number, position))
+            elif block.state is not State.DONE and block.state not in BUSY:
+                self._done(peer, job, position)
+
+    def _settle(self, peer: Peer, job: Job) -> None:
+        """Tell what is new, and forget a job that has nothing left."""
+        if job.unsummed:
+            self._ask_sums(peer, job)
+        if job.news:
+            self._tell(peer, job)
+        waits = job.left or job.offer_ns is not None
+        if waits or peer.jobs.pop(job.number, None) is None:
+            return
+        peer.blocks -= len(job.blocks)
+        if not peer.closed:
+            failed = job.push and job.direct and any(block.failed for block in job.blocks)
+            reason = m.FAILED if failed else "released" if job.released else "all"
+            self._send(peer.number, m.End(job.number, reason))
+        elif not peer.jobs:
+            self._peers.pop(peer.number, None)

@@ -1,0 +1,162 @@
+"""The unix socket of a store: a path, and the lock beside it that says whose the path is.
+
+Binding a path is no lock: a socket file outlives its process, and to ask whether anybody answers
+there hangs when that one does. So PATH.lock is locked for the store's life. Who has the lock
+replaces the socket file that is there, and takes its own away at the end, then the lock file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+from pathlib import Path
+from typing import Self
+
+from kvstore.core.errors import ConfigError
+from kvstore.owned_files import open_file
+
+BACKLOG = 128
+_LOCK = ".lock"
+
+
+class TakenError(ConfigError):
+    """A store has that path."""
+
+
+class Listener:
+    """A bound socket and its lock."""
+
+    def __init__(self, path: str, sock: socket.socket, lock_fd: int) -> None:
+        """Take over what listen() has made, in this process or in the one that started it."""
+        self.path = path
+        self.sock = sock
+        self.lock_fd = lock_fd
+        self._file = _identity(path)
+
+    def start(self) -> None:
+        """Let clients connect; what they say waits until somebody accepts."""
+        self.sock.listen(BACKLOG)
+
+    def release(self) -> None:
+        """Close it here: it is another process's from now on."""
+        self.sock.close()
+        os.close(self.lock_fd)
+
+    def close(self) -> None:
+        """Take the files away that are ours, the lock last; safe to call twice."""
+        if self.sock.fileno() < 0:
+            return
+        self.sock.close()
+        with contextlib.suppress(OSError):  # the folder is gone, or it is not ours any more
+            if _identity(self.path) == self._file:
+                Path(self.path).unlink()
+        _unlock(self.path, self.lock_fd)
+
+    def __enter__(self) -> Self:
+        """Use it, and close it at the end."""
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        """Close it."""
+        self.close()
+
+
+def listen(path: str, *, shared: bool = False) -> Listener:
+    """Take a path and bind it; nobody can connect before start().
+
+    shared: other users may reach it, of whom the store lets in those that its settings name.
+    Raises TakenError when a store has the path, ConfigError when it cannot be used.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    lock_fd = -1
+    try:
+        _make_folder(Path(path).parent, 0o755 if shared else 0o700)
+        lock_fd = _lock(path)
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                raise ConfigError(f"cannot listen at {path}: it exists and is no socket")
+            Path(path).unlink()
+        sock.bind(path)
+        Path(path).chmod(0o666 if shared else 0o600)
+        return Listener(path, sock, lock_fd)
+    except BaseException as exc:
+        sock.close()
+        if lock_fd >= 0:
+            _unlock(path, lock_fd)
+        if isinstance(exc, OSError):
+            raise ConfigError(f"cannot listen at {path}: {exc.strerror}") from exc
+        raise
+
+
+def taken(path: str) -> bool:
+    """Tell whether a store has this path, without asking it. Raises OSError."""
+    try:
+        fd = open_file(path + _LOCK, os.O_RDONLY)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def sweep(folder: Path) -> None:
+    """Take away what stores have left that were killed. Raises OSError."""
+    for lock in folder.glob(f"*{_LOCK}"):
+        path = str(lock).removesuffix(_LOCK)
+        try:
+            lock_fd = _lock(path)
+        except TakenError:
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            Path(path).unlink()
+        _unlock(path, lock_fd)
+
+
+def _make_folder(folder: Path, mode: int) -> None:
+    try:
+        folder.mkdir(mode=mode, parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        file = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        raise ConfigError(
+            f"cannot listen at a path in {folder}: expected a directory, found the file {file}"
+        ) from None
+
+
+def _lock(path: str) -> int:
+    """Lock the path. Raises TakenError, OSError."""
+    while True:
+        fd = open_file(path + _LOCK, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _identity(path + _LOCK) == _of(os.fstat(fd)):
+                return fd
+        except BlockingIOError:
+            os.close(fd)
+            raise TakenError(f"a store is running at {path} already") from None
+        except FileNotFoundError:
+            pass  # who had it took it away; the next one made is another
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _unlock(path: str, lock_fd: int) -> None:
+    with contextlib.suppress(OSError):
+        Path(path + _LOCK).unlink()
+    os.close(lock_fd)
+
+
+def _identity(path: str) -> tuple[int, int]:
+    return _of(os.lstat(path))
+
+
+def _of(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino

@@ -1,0 +1,124 @@
+"""Asking a running store something from outside: one question, one answer, no session.
+
+A store is named by its socket, or as "engine:ID" when it is the private one of that engine.
+It is asked only if it is ours or root's, or runs as one of the users named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from kvstore.config import parse_socket
+from kvstore.core.errors import KVStoreError, ProtocolError
+from kvstore.launch import address_of
+from kvstore.metrics import TABLE
+from kvstore.wire import engine as p
+from kvstore.wire import framing
+from kvstore.wire.credentials import OtherUserError, connect
+
+TIMEOUT_S = 10.0
+CLEAR_S = 120.0
+"""What a clear of 10^7 blocks takes, with much to spare: it is answered when all slots are free."""
+PRIVATE = "engine:"
+_READ_BYTES = 1 << 16
+_LOOK_S = 0.1
+
+
+class StoreUnreachable(KVStoreError):
+    """Nobody answers at that address."""
+
+
+class StoreRefused(KVStoreError):
+    """The store does not do what it was asked for."""
+
+
+class Stat(msgspec.Struct, frozen=True):
+    """One number of the store, as its metrics endpoint shows it."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+def stats(address: str, timeout_s: float = TIMEOUT_S, user: int | None = None) -> list[Stat]:
+    """Read the store's numbers. Raises StoreUnreachable."""
+    return _stats_of(_ask(address, p.Query("stats"), timeout_s, user))
+
+
+def clear(address: str, timeout_s: float = CLEAR_S, user: int | None = None) -> list[Stat]:
+    """Drop all blocks that nobody is reading, and read the numbers after it."""
+    return _stats_of(_ask(address, p.Query("clear"), timeout_s, user))
+
+
+def resize(
+    address: str,
+    tier: str,
+    capacity_bytes: int,
+    timeout_s: float = TIMEOUT_S,
+    user: int | None = None,
+) -> Iterator[tuple[int, int]]:
+    """Change a tier's cap; yield its bytes and its cap until the first is within the second.
+
+    Raises StoreUnreachable, or StoreRefused when there is no such tier or it can't be so small.
+    """
+    rows = _stats_of(_ask(address, p.Query("resize", tier, capacity_bytes), timeout_s, user))
+    while True:
+        found = {stat.name: int(stat.value) for stat in rows if stat.labels.get("tier") == tier}
+        used, cap = found["kvstore_memory_bytes"], found["kvstore_capacity_bytes"]
+        yield used, cap
+        if used <= cap:
+            return
+        time.sleep(_LOOK_S)
+        rows = stats(address, timeout_s, user)
+
+
+def _ask(address: str, query: p.Query, timeout_s: float, user: int | None) -> bytes:
+    engine = address.removeprefix(PRIVATE)
+    private = engine != address
+    path = address_of(engine) if private else parse_socket(address)
+    shown = address if private else f"unix://{path}"
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        with connect(path, timeout_s, user) as sock:
+            with contextlib.suppress(BrokenPipeError):  # it has said why, and closed
+                sock.sendall(framing.encode(query))
+            return _receive(sock, deadline_s)
+    except TimeoutError as exc:
+        raise StoreUnreachable(
+            f"the store at {shown} did not answer within {timeout_s:g} s"
+        ) from exc
+    except OSError as exc:
+        raise StoreUnreachable(f"no store answers at {shown}: {exc.strerror}") from exc
+    except OtherUserError as exc:
+        raise StoreUnreachable(f"{shown} is not asked: {exc}; --user names another") from exc
+    except ProtocolError as exc:
+        raise StoreUnreachable(f"{shown} is no kvstore: {exc}") from exc
+
+
+def _stats_of(body: bytes) -> list[Stat]:
+    return [_stat(row) for row in msgspec.json.decode(body, type=list[list[str | float]])]
+
+
+def _receive(sock: socket.socket, deadline_s: float) -> bytes:
+    decoder = framing.Decoder(p.ToEngine)
+    while data := sock.recv(_READ_BYTES):
+        for message in decoder.feed(data):
+            if isinstance(message, p.Report):
+                return message.body
+            if isinstance(message, p.Refused):
+                raise StoreRefused(f"the store refuses: {message.reason}")
+            raise ProtocolError(f"{type(message).__name__} instead of Report")
+        sock.settimeout(max(0.001, deadline_s - time.monotonic()))
+    raise ProtocolError("it closed the connection")
+
+
+def _stat(row: list[str | float]) -> Stat:
+    name, *labels, value = row
+    names = next((spec.labels for spec in TABLE if spec.name == name), ())
+    pairs = {key: str(label) for key, label in zip(names, labels, strict=False)}
+    return Stat(str(name), pairs, float(value))

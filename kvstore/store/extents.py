@@ -1,0 +1,216 @@
+"""Which namespace gets which memory: growth, and taking extents back when the cap is reached.
+
+mapping --all workers whose sessions go on mapped it--> live --needed elsewhere--> retiring
+retiring --no slot in use--> unmapping --all workers unmapped it--> given back
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable
+
+from kvstore.core.tier import MemoryExtent, MemoryPool
+from kvstore.core.types import Slot
+from kvstore.store.namespace import Mapping, Namespace
+from kvstore.units import sized
+from kvstore.wire import engine as p
+from kvstore.wire import framing
+
+log = logging.getLogger(__name__)
+
+_MAP_LIMIT_NS = 60_000_000_000
+_RETIRE_LIMIT_NS = 3_000_000_000
+_RETRY_NS = 5_000_000_000  # after an extent could not be made
+_QUIET_NS = 60_000_000_000  # between two log lines that memory is short, and two extents taken
+_MAPPED = ("mapping", "live")  # by all workers, also by those that come
+_LEAVING = ("retiring", "unmapping")
+
+
+class Memory:
+    """Hands extents of the pool to namespaces; never more than the pool's cap."""
+
+    def __init__(
+        self,
+        pool: MemoryPool,
+        send: Callable[[int, framing.Message, int | None], None],
+        workers_of: Callable[[Namespace], set[int]],
+        holders_of: Callable[[Namespace, Mapping], set[int]],
+    ) -> None:
+        """workers_of(namespace): connections of its workers, which have to map new extents.
+
+        holders_of(namespace, mapping): a connection of each session with credits in an extent.
+        """
+        self.pool = pool
+        self._send = send
+        self._workers_of = workers_of
+        self._holders_of = holders_of
+        self._now_ns = 0
+        self._next_extent = 1
+        self._short = False  # as the log was told
+        self._told_ns = self._taken_ns = -_QUIET_NS
+        self._released = False
+
+    def announce(self, namespace: Namespace, worker: int, now_ns: int) -> None:
+        """Hand all of a namespace's memory to a worker that has just joined."""
+        for extent, mapping in namespace.extents.items():
+            if mapping.state in _MAPPED:
+                mapping.waiting[worker] = now_ns
+                mapping.told.add(worker)
+                self._send_extent(namespace, extent, mapping, worker)
+
+    def _send_extent(self, namespace: Namespace, extent: int, mapping: Mapping, to: int) -> None:
+        memory = mapping.memory
+        message = p.Extent(
+            extent=extent,
+            first=mapping.first,
+            count=memory.count,
+            slot_bytes=namespace.layout.slot_bytes,
+            generations_offset=memory.generations_offset,
+            bytes=memory.bytes,
+        )
+        self._send(to, message, memory.fd)
+
+    def excuse(self, namespace: Namespace, connections: Iterable[int]) -> None:
+        """Do not wait for workers of a session that has ended to map memory: they may be frozen.
+
+        What they have mapped, or may still map, is theirs until they are gone.
+        """
+        extents = [e for e, m in namespace.extents.items() if m.state in _MAPPED]
+        for extent, connection in itertools.product(extents, connections):
+            namespace.settle(extent, connection)
+
+    def forget(self, namespaces: Iterable[Namespace], connection: int) -> None:
+        """Stop waiting for a connection that is gone."""
+        for namespace in namespaces:
+            for extent, mapping in list(namespace.extents.items()):
+                mapping.told.discard(connection)
+                namespace.settle(extent, connection)
+
+    def tick(self, namespaces: dict[str, Namespace], now_ns: int) -> set[int]:
+        """Move every extent along; return connections whose sessions hold that up for too long.
+
+        That is who was asked to map or unmap and does not, and who keeps credits in memory that
+        is needed elsewhere: an idle engine takes no steps in which it could return them.
+        """
+        self._now_ns = now_ns
+        for tag, made in self.pool.poll():
+            self._made(namespaces.get(tag), made)
+        late: set[int] = set()
+        self._released = False
+        for namespace in namespaces.values():
+            self._grow(namespaces, namespace)
+            for extent, mapping in list(namespace.extents.items()):
+                if mapping.state == "live" and not mapping.waiting:
+                    continue  # as nearly always
+                waiting = mapping.waiting.items()
+                late |= {worker for worker, asked in waiting if now_ns - asked > _MAP_LIMIT_NS}
+                retiring = mapping.state == "retiring"
+                if retiring and now_ns - mapping.since_ns > _RETIRE_LIMIT_NS:
+                    late |= self._holders_of(namespace, mapping)
+                self._shrink(namespace, extent, mapping)
+        if self._released:  # whoever waits for memory need wait no longer
+            for namespace in namespaces.values():
+                namespace.retry_ns = 0
+        return late
+
+    def _made(self, namespace: Namespace | None, made: MemoryExtent | Exception) -> None:
+        if isinstance(made, Exception):
+            self._tell_short(made)
+            if namespace is not None:
+                namespace.growing = False
+                namespace.retry_ns = self._now_ns + _RETRY_NS
+            return
+        if self._short:
+            self._short = False
+            log.info("there is memory for another extent again")
+        if namespace is None:
+            self.pool.release(made)
+            return
+        waiting = self._workers_of(namespace)
+        extent = self._next_extent
+        self._next_extent += 1
+        mapping = namespace.add_extent(extent, made, set(waiting), self._now_ns)
+        for worker in waiting:
+            self._send_extent(namespace, extent, mapping, worker)
+        if not waiting:
+            namespace.go_live(mapping)
+
+    def _tell_short(self, why: Exception) -> None:
+        """Say once that memory is short, until there was some again."""
+        if not self._short and self._now_ns - self._told_ns >= _QUIET_NS:
+            self._short, self._told_ns = True, self._now_ns
+            log.warning(
+                "no memory for another extent: %s; goes on with the %s it has, and looks again"
+                " every %d s",
+                why, sized(self.pool.used_bytes), _RETRY_NS // 1_000_000_000,
+            )  # fmt: skip
+
+    def can_grow(self, namespace: Namespace) -> bool:
+        """Tell whether more memory is coming or to be had, so that nothing need be evicted yet."""
+        room = self.pool.used_bytes + self.pool.extent_bytes <= self.pool.capacity_bytes
+        return self._now_ns >= namespace.retry_ns and (room or namespace.coming)
+
+    def _grow(self, namespaces: dict[str, Namespace], namespace: Namespace) -> None:
+        """Ask for another extent while free slots run low and somebody uses the namespace."""
+        manager = namespace.manager
+        low = manager.slots_free < max(1, manager.slots_total // 4, namespace.slots_wanted)
+        namespace.slots_wanted = 0
+        if not low or not namespace.sessions:
+            return
+        if namespace.coming:
+            return
+        tag = namespace.layout.digest
+        short = self._now_ns < namespace.retry_ns
+        if not short and self.pool.request(tag, namespace.layout.slot_bytes):
+            namespace.growing = True
+        elif not short:
+            self._take_from_another(namespaces, namespace)
+        elif (  # what is given back may not be there for us: one now and then
+            not namespace.extents
+            and self._now_ns - self._taken_ns >= _QUIET_NS
+            and self._take_from_another(namespaces, namespace)
+        ):
+            self._taken_ns = self._now_ns
+
+    def _take_from_another(self, namespaces: dict[str, Namespace], needy: Namespace) -> bool:
+        """Retire an extent of an unused namespace, else of one that holds more than its share."""
+        others = [n for n in namespaces.values() if n is not needy and n.shrinkable() is not None]
+        leaving = [(n, m) for n in others for m in n.extents.values() if m.state in _LEAVING]
+        if any(self._now_ns - mapping.since_ns <= _RETIRE_LIMIT_NS for _, mapping in leaving):
+            return False
+        # By leases, or a frozen engine, which would keep more: one is enough of a model's.
+        kept = {donor for donor, _ in leaving}
+        others = [n for n in others if n not in kept]
+        unused = sorted((n for n in others if not n.sessions), key=lambda n: n.used_ns)
+        richer = sorted(
+            (n for n in others if len(n.extents) > len(needy.extents) + 1),
+            key=lambda n: -len(n.extents),
+        )
+        for donor in [*unused, *richer][:1]:
+            extent = donor.shrinkable()
+            if extent is not None:
+                donor.extents[extent].state = "retiring"
+                donor.extents[extent].since_ns = self._now_ns
+                return True
+        return False
+
+    def give_back(self, namespace: Namespace, now_ns: int) -> None:
+        """Retire all extents of a namespace that is not used."""
+        for mapping in namespace.extents.values():
+            if mapping.state == "live":
+                mapping.state, mapping.since_ns = "retiring", now_ns
+
+    def _shrink(self, namespace: Namespace, extent: int, mapping: Mapping) -> None:
+        if mapping.state == "retiring":
+            slots = [Slot(slot) for slot in namespace.slots_of(mapping)]
+            if namespace.manager.retire_slots(slots) == 0:
+                mapping.state = "unmapping"
+                mapping.since_ns = self._now_ns
+                mapping.waiting = dict.fromkeys(mapping.told, self._now_ns)
+                for worker in mapping.waiting:
+                    self._send(worker, p.Unmap(extent), None)
+        if mapping.state == "unmapping" and not mapping.waiting:
+            del namespace.extents[extent]
+            self.pool.release(mapping.memory)
+            self._released = True

@@ -1,0 +1,359 @@
+"""Answers lookups: at once, or when blocks that are being written have arrived.
+
+What lower tiers have is answered at once, too: its reading starts with the answer, which leases
+the slots that it will fill.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+from msgspec.structs import replace
+
+from kvstore.config import EngineConfig
+from kvstore.core import limits
+from kvstore.core.errors import ProtocolError
+from kvstore.core.index import State
+from kvstore.core.leases import Lease
+from kvstore.core.lookup import Answer
+from kvstore.core.types import BlockKey, Chain, LeaseId, LookupResult, Slot
+from kvstore.handover.direct_fetches import Positions, reaching_on, with_reads
+from kvstore.handover.peers import Peers
+from kvstore.metrics import PEER, Numbers
+from kvstore.store.namespace import Namespace
+from kvstore.store.session import Ask, Phase, Session
+from kvstore.wire import engine as p
+from kvstore.wire import framing
+from kvstore.wire.peer import Want, clip
+
+_ASK_AGAIN_MS = 1000
+_OWED_NS = 20_000_000  # a peer answers in less: before it does, a look seldom tells anything new
+
+
+class Desk:
+    """Where engines ask; an answer is a lease on what it names."""
+
+    def __init__(
+        self,
+        engine: EngineConfig,
+        numbers: Numbers,
+        can_grow: Callable[[Namespace], bool],
+        peers: Peers | None = None,
+    ) -> None:
+        """engine: limits of each attached engine. can_grow: more memory is coming or to be had.
+
+        peers: other stores, where they may be asked.
+        """
+        self._peers = peers
+        self._engine = engine
+        self._numbers = numbers
+        self._can_grow = can_grow
+
+    def ask(self, session: Session, lookup: p.Lookup, now_ns: int) -> p.Granted | None:
+        """Answer a lookup, or keep it while an answer could get longer."""
+        if lookup.width <= 0 or len(lookup.hashes) % lookup.width:
+            raise ProtocolError(f"{len(lookup.hashes)} bytes of hashes, {lookup.width} each")
+        if len(lookup.hashes) // lookup.width > limits.LOOKUP_BLOCKS_MAX:
+            blocks = len(lookup.hashes) // lookup.width
+            raise ProtocolError(f"{blocks} blocks, expected up to {limits.LOOKUP_BLOCKS_MAX}")
+        namespace = session.namespace
+        rules = 0 if namespace is None else len(namespace.layout.rules)
+        chain = Chain(lookup.hashes, lookup.width, rules, lookup.scope, inside=lookup.inside)
+        deadline_ns = now_ns + self._engine.defer_ns
+        memory_only = lookup.memory_only or self._engine.promote_ns == 0
+        blocks = chain.blocks if lookup.loadable is None else min(lookup.loadable, chain.blocks)
+        ask = Ask(lookup.ask, chain, blocks, now_ns, deadline_ns, memory_only)
+        if session.phase is not Phase.ACTIVE or namespace is None:
+            return p.Granted(ask.ask, 0, _ASK_AGAIN_MS, ())
+        alone = memory_only or namespace.layout.unnamed
+        if lookup.peer and self._peers is not None and not alone:
+            direct = lookup.direct and session.direct
+            self._fetch_from(self._peers, namespace, ask, lookup, now_ns, direct=direct)
+        if self._owed(namespace, ask):
+            ask.look_ns = now_ns + _OWED_NS
+        else:
+            found = self._settled(namespace, ask)
+            if found is not None or now_ns >= ask.deadline_ns:
+                return self._answer(session, ask, now_ns, found)
+        if len(session.asks) >= limits.ASKS_MAX:
+            return self._answer(session, ask, now_ns)
+        session.asks[ask.ask] = ask
+        return None
+
+    def settle(self, session: Session, number: int, now_ns: int) -> p.Granted | None:
+        """Answer a lookup now, with what is ready."""
+        ask = session.asks.pop(number, None)
+        return None if ask is None else self._answer(session, ask, now_ns)
+
+    def _fetch_from(
+        self,
+        peers: Peers,
+        namespace: Namespace,
+        ask: Ask,
+        lookup: p.Lookup,
+        now_ns: int,
+        *,
+        direct: bool,
+    ) -> None:
+        """Ask a peer for what no tier of ours has, if there is anything to ask for."""
+        lacking = []
+        for group, rule in enumerate(namespace.layout.rules):
+            keys = ((index, ask.chain.key(group, index)) for index in clip(rule, ask.blocks))
+            lacking.append([index for index, key in keys if not self._is_here(namespace, key)])
+        if not any(lacking):
+            return
+        push = lookup.push
+        if push is None:
+            push = not direct and peers.pushes(lookup.peer)
+        if direct:
+            lacking = reaching_on(namespace.layout.rules, lacking, ask.blocks)
+        indices = tuple(framing.u32(group) for group in lacking)
+        want = Want(0, lookup.hashes, lookup.width, indices, lookup.scope, lookup.request)
+        want = replace(want, push=push)
+        ask.fetch = peers.fetch(namespace, lookup.peer, want, now_ns, direct=direct)
+        if direct and ask.fetch is not None:
+            pairs = ((group, index) for group, found in enumerate(lacking) for index in found)
+            ask.direct = {pair: position for position, pair in enumerate(pairs)}
+
+    @staticmethod
+    def _is_here(namespace: Namespace, key: BlockKey) -> bool:
+        if namespace.manager.probe(key) is LookupResult.HIT:
+            return True
+        return namespace.tiering.where(key)[0] is LookupResult.HIT
+
+    def _owed(self, namespace: Namespace, ask: Ask) -> bool:
+        """Tell whether the peer that was asked has still to answer; once it has, look at once."""
+        if ask.fetch is None or self._peers is None or ask.offered is not None:
+            return False
+        ask.offered = self._peers.offered(namespace, ask.fetch)
+        if ask.offered is not None:
+            ask.look_ns = 0
+        return ask.offered is None
+
+    def _settled(self, namespace: Namespace, ask: Ask) -> int | None:
+        """Count the blocks that all tiers have; None if waiting could make the answer longer."""
+        answer = self._look(namespace, ask)
+        if answer.pending:
+            return None
+        slotless = ask.memory_only or ask.direct is not None
+        if slotless or not namespace.tiering.sources or not self._can_grow(namespace):
+            return answer.blocks
+        # What lower tiers have needs slots; there may be more of them soon.
+        here = namespace.manager.lookup(ask.chain, answer.blocks).blocks
+        wanted, found = (_needs(namespace, ask.chain, count) for count in (answer.blocks, here))
+        namespace.slots_wanted = wanted - found
+        if namespace.slots_wanted <= namespace.manager.slots_free:
+            return answer.blocks
+        ask.deadline_ns = max(ask.deadline_ns, ask.asked_ns + self._engine.promote_ns)
+        return None
+
+    def _look(self, namespace: Namespace, ask: Ask, *, wait: bool = True) -> Answer:
+        """Count the blocks that all tiers have; wait: those that may be there soon are told."""
+        tiering, chain = namespace.tiering, ask.chain
+
+        def below(group: int, index: int) -> LookupResult:
+            found = tiering.where(chain.key(group, index))[0]
+            if found is LookupResult.MISS and ask.direct is not None:
+                found = ask.of_peer(group, index)
+            if found is LookupResult.RETRY:  # a tier that does not know yet what it has
+                ask.deadline_ns = max(ask.deadline_ns, ask.asked_ns + self._engine.promote_ns)
+            return found if wait or found is LookupResult.HIT else LookupResult.MISS
+
+        lower = below if tiering.sources and not ask.memory_only else None
+        coming = not ask.memory_only
+        return namespace.manager.lookup(chain, ask.blocks, below=lower, coming=coming)
+
+    def _fetch(self, namespace: Namespace, ask: Ask, pinned: int, blocks: int | None) -> bool:
+        """Start reading what lower tiers have of the answer; False if it could not be leased.
+
+        blocks: how many all tiers have, where that is known.
+        """
+        if ask.memory_only or not namespace.tiering.sources:
+            return True
+        if blocks is None:
+            blocks = self._look(namespace, ask, wait=False).blocks
+        if namespace.manager.lookup(ask.chain, blocks).blocks == blocks:
+            return True  # memory has it all
+        needs = _needs(namespace, ask.chain, blocks)
+        if ask.direct is None and self._too_many(namespace, pinned, needs):
+            return False
+        namespace.tiering.promote(ask.chain, blocks)
+        return True
+
+    def _let_go(self, namespace: Namespace, ask: Ask) -> None:
+        if ask.fetch is not None and self._peers is not None:
+            self._peers.claimed(namespace, ask.fetch)
+
+    def _too_many(self, namespace: Namespace, pinned: int, wanted: int) -> bool:
+        """Tell whether an engine that leases `pinned` blocks may not lease so many more.
+
+        One request alone may exceed the cap: it could never be served otherwise.
+        """
+        leased = (pinned + wanted) * namespace.layout.slot_bytes
+        return pinned > 0 and leased > self._engine.leased_bytes
+
+    def _sources(self, namespace: Namespace, ask: Ask, lease: Lease) -> dict[str, int]:
+        """Say from which tiers the blocks of the first full group are read for this answer."""
+        if not namespace.tiering.coming:
+            return {}
+        rules = namespace.layout.rules
+        group = next((g for g, rule in enumerate(rules) if rule.trailing is None), 0)
+        keys = (ask.chain.key(group, index) for index in lease.groups[group].indices)
+        found = Counter(namespace.tiering.source(key) for key in keys)
+        return {tier: blocks for tier, blocks in found.items() if tier is not None}
+
+    def retry(self, session: Session, now_ns: int) -> list[p.Granted | None]:
+        """Answer the lookups whose time has come."""
+        namespace = session.namespace
+        answers: list[p.Granted | None] = []
+        if namespace is not None:
+            for ask in list(session.asks.values()):
+                owed = self._owed(namespace, ask)
+                if now_ns < min(ask.look_ns, ask.deadline_ns):
+                    continue
+                blocks = self._settled(namespace, ask)  # which may move the deadline
+                if blocks is not None or now_ns >= ask.deadline_ns:
+                    del session.asks[ask.ask]
+                    answers.append(self._answer(session, ask, now_ns, blocks))
+                else:
+                    # A look costs its length: the longer it has waited, the less often.
+                    waited_ns = (now_ns - ask.asked_ns) // 8
+                    ask.look_ns = now_ns + max(waited_ns, _OWED_NS if owed else 0)
+        return answers
+
+    def _answer(
+        self, session: Session, ask: Ask, now_ns: int, blocks: int | None = None
+    ) -> p.Granted | None:
+        namespace = session.namespace
+        if namespace is None:
+            return None
+        self._owed(namespace, ask)  # it may have answered since the last look
+        if blocks is None and ask.direct is not None:
+            blocks = self._look(namespace, ask, wait=False).blocks
+        manager, engine = namespace.manager, self._engine
+        pinned = manager.leases.blocks_of(session.number)
+        deadline = now_ns + engine.lease_ns
+        lease, capped = None, not self._fetch(namespace, ask, pinned, blocks)
+        if ask.direct is None:
+            self._let_go(namespace, ask)
+        if not capped:
+            coming = not ask.memory_only
+            lease = manager.prepare_load(
+                ask.chain, ask.chain.blocks, session.number, deadline, coming=coming
+            )
+        if lease is not None and self._too_many(namespace, pinned, len(lease.entries)):
+            manager.complete_load(lease.lease_id)
+            lease, capped = None, True
+        if ask.direct is not None:
+            reads = None if capped else self._reads(namespace, ask, lease, blocks or 0)
+            if reads is not None:
+                return self._with_reads(session, ask, lease, reads, deadline)
+            self._let_go(namespace, ask)
+        lease_ms = engine.lease_ns // 1_000_000
+        outcome = "capped" if capped else "miss" if lease is None else "hit"
+        self._numbers.add("kvstore_lookups", outcome)
+        if lease is None:
+            return p.Granted(ask.ask, 0, lease_ms, (), capped=capped)
+        hits = tuple(
+            p.Hit(framing.u32(hit.indices), framing.u32(hit.slots), framing.u32(hit.generations))
+            for hit in lease.groups
+        )
+        namespace.tiering.used(ask.chain, lease)
+        sources = self._sources(namespace, ask, lease)
+        return p.Granted(ask.ask, lease.lease_id, lease_ms, hits, sources)
+
+    @staticmethod
+    def _reads(
+        namespace: Namespace, ask: Ask, lease: Lease | None, blocks: int
+    ) -> list[Positions] | None:
+        """Say which blocks workers have to read for a hit; None: none, or not all can be had."""
+        reads: list[Positions] = []
+        for group, rule in enumerate(namespace.layout.rules):
+            here = set(lease.groups[group].indices) if lease is not None else ()
+            needed = range(ask.chain.first_of(rule, blocks), blocks)
+            lacking = [index for index in needed if index not in here]
+            places = {index: (ask.direct or {}).get((group, index)) for index in lacking}
+            found = {i: at for i, at in places.items() if at is not None and at in ask.offers}
+            if len(found) < len(lacking):
+                return None
+            reads.append(found)
+        return reads if any(reads) else None
+
+    def _with_reads(
+        self,
+        session: Session,
+        ask: Ask,
+        lease: Lease | None,
+        reads: list[Positions],
+        deadline_ns: int,
+    ) -> p.Granted | None:
+        """Answer with what is here, and what workers are to read from a peer."""
+        namespace, fetch = session.namespace, ask.fetch
+        if namespace is None or fetch is None or self._peers is None:
+            return None
+        if lease is None:
+            lease = namespace.manager.leases.empty(session.number, deadline_ns, len(reads))
+        else:
+            namespace.tiering.used(ask.chain, lease)
+        session.fetches[lease.lease_id] = fetch
+        positions = [at for group in reads for at in group.values()]
+        self._peers.read(namespace, fetch, positions, session.number, session.workers)
+        self._numbers.add("kvstore_lookups", "hit")
+        hits = tuple(map(partial(with_reads, fetch), lease.groups, reads))
+        kept = min(index for group in reads for index in group)
+        rules = namespace.layout.rules
+        first_full = next((g for g, rule in enumerate(rules) if rule.trailing is None), 0)
+        sources = self._sources(namespace, ask, lease) | {PEER: len(reads[first_full])}
+        lease_ms = self._engine.lease_ns // 1_000_000
+        return p.Granted(ask.ask, lease.lease_id, lease_ms, hits, sources, kept=kept)
+
+    def end(self, session: Session) -> None:
+        """A session asks nothing more: its peers are not kept waiting."""
+        if session.namespace is not None:
+            for ask in session.asks.values():
+                self._let_go(session.namespace, ask)
+        session.asks.clear()
+
+    # Leases that are loaded
+
+    def loading(self, session: Session, lease_id: LeaseId, now_ns: int) -> p.Coming | None:
+        """A worker waits for what a lease names: it goes on. Say what a peer has said of that."""
+        namespace = session.namespace
+        if namespace is None or not namespace.manager.leases.owned_by(lease_id, session.number):
+            return None
+        leases = namespace.manager.leases
+        leases.extend(lease_id, now_ns + self._engine.lease_ns)
+        fetch = session.fetches.get(lease_id)
+        keys: Sequence[BlockKey] = ()
+        if fetch is None:
+            entries = leases.entries_of(lease_id)
+            first = next((entry for entry in entries if entry.state is State.COMING), None)
+            keys = () if first is None else namespace.tiering.coming_with(first.key)
+        if self._peers is None or (fetch is None and not keys):
+            return None
+        sign = self._peers.sign(namespace, fetch, keys, now_ns)
+        return None if sign is None else p.Coming(lease_id, *sign)
+
+    # The ends of leases
+
+    def end_lease(
+        self, session: Session, lease_id: LeaseId, damaged: Collection[Slot] = ()
+    ) -> None:
+        """End a session's own lease; it may have ended before."""
+        namespace = session.namespace
+        if namespace is not None and namespace.manager.leases.owned_by(lease_id, session.number):
+            namespace.manager.complete_load(lease_id, damaged)
+            self.lease_ended(session, lease_id)
+
+    def lease_ended(self, session: Session, lease_id: LeaseId) -> None:
+        """What workers were to read for it is not read any more."""
+        fetch = session.fetches.pop(lease_id, None)
+        if fetch is not None and session.namespace is not None and self._peers is not None:
+            self._peers.read_no_more(session.namespace, fetch)
+
+
+def _needs(namespace: Namespace, chain: Chain, blocks: int) -> int:
+    """Count the blocks of all groups that a hit of this length needs."""
+    return sum(blocks - chain.first_of(rule, blocks) for rule in namespace.layout.rules)

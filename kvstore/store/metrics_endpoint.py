@@ -1,0 +1,139 @@
+"""The metrics endpoint, and what it shows: a few connections at a time, and none that stays.
+
+Each connection takes a thread and a descriptor, and engines need descriptors, too. So beyond a few
+the oldest one is closed: it has had its time, or leaves its answer unread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from kvstore.config import Address
+from kvstore.core.errors import ConfigError
+from kvstore.metrics import BUCKETS, SUM, TABLE, Numbers
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS_MAX = 16
+SILENT_S = 5.0  # without a byte from a client, or one that it takes
+PAUSE_S = 0.5  # after a connection could not be taken, for want of descriptors say
+
+
+class StoreCollector(Collector):
+    """Shows Numbers to Prometheus. Reads a copy, so a scrape never holds up the store's loop."""
+
+    def __init__(self, numbers: Numbers) -> None:
+        """numbers: written by the store's thread, read here."""
+        self._numbers = numbers
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric of the table, present or not."""
+        values = {**dict(self._numbers.counts), **dict(self._numbers.gauges)}
+        for spec in TABLE:
+            if spec.kind == "histogram":
+                counts = [(most, values.get((spec.name, most), 0)) for most in BUCKETS]
+                total = values.get((spec.name, SUM), 0)
+                yield HistogramMetricFamily(spec.name, spec.help, counts, total)
+                continue
+            kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+            family = kind(spec.name, spec.help, labels=spec.labels)
+            for key, value in values.items():
+                if key[0] == spec.name:
+                    family.add_metric(key[1:], value)
+            if not spec.labels and not family.samples:
+                family.add_metric((), 0)
+            yield family
+
+
+class _Handler(WSGIRequestHandler):
+    """One request; writes no log."""
+
+    timeout = SILENT_S
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002, ANN401 - wsgiref's
+        """Log nothing."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread for each connection, up to a number of them."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._open: dict[int, socket.socket] = {}  # oldest first
+        self._lock = threading.Lock()
+        super().__init__(address, _Handler)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Take a connection; a pause after one that cannot be taken, instead of a busy loop."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(PAUSE_S)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
+        """Give a connection a thread."""
+        with self._lock:
+            if len(self._open) >= CONNECTIONS_MAX:
+                oldest = self._open.pop(next(iter(self._open)))
+                self.shutdown_request(oldest)
+            self._open[id(request)] = request
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:  # noqa: ANN401
+        """End a connection: its thread first, if it still reads or writes."""
+        with contextlib.suppress(OSError):  # its client was faster
+            request.shutdown(socket.SHUT_RDWR)
+        request.close()
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
+        """Answer a request."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._lock:
+                self._open.pop(id(request), None)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401, ARG002
+        """A client that is slow, or gone, is none of ours."""
+        log.debug("metrics client %s: %s", client_address, sys.exception())
+
+
+def start(address: Address, collector: Collector) -> Callable[[], None]:
+    """Serve metrics on a thread; return what ends that. Raises ConfigError."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    try:
+        server = _Server((address.host, address.port))
+    except OSError as exc:
+        raise ConfigError(
+            f"metrics endpoint {address.host}:{address.port}: {exc.strerror}"
+        ) from exc
+    server.set_app(make_wsgi_app(registry))
+    thread = threading.Thread(target=server.serve_forever, name="kvstore-metrics", daemon=True)
+    thread.start()
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    log.info("metrics at http://%s:%d/metrics", host, server.server_port)
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return stop

@@ -1,0 +1,174 @@
+"""One namespace in the store: its slots' memory, its manager and its lower tiers."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from kvstore.core.layout import SlotLayout
+from kvstore.core.manager import Manager
+from kvstore.core.tier import MemoryExtent, SlotMemory, Tier
+from kvstore.core.tiering import Tiering
+from kvstore.core.types import Slot
+from kvstore.core.write_budget import WriteBudget
+from kvstore.handover.engine_blocks import Engines
+from kvstore.metrics import Numbers
+
+
+class SharedGenerations:
+    """Slot generations of a namespace, written through to the extents that readers map."""
+
+    def __init__(self, publish: Callable[[int, int], None]) -> None:
+        """publish(slot, value): make a new value visible to other processes."""
+        self._values = array("L")
+        self._publish = publish
+
+    def __getitem__(self, slot: int) -> int:
+        """Return a slot's generation."""
+        return self._values[slot]
+
+    def __setitem__(self, slot: int, value: int) -> None:
+        """Set a slot's generation, for readers too."""
+        self._values[slot] = value
+        self._publish(slot, value)
+
+    def extend(self, count: int) -> None:
+        """Add slots at generation 0."""
+        self._values.extend([0] * count)
+
+
+class Mapping(msgspec.Struct, eq=False):
+    """An extent in a namespace. waiting: connections that have to map or unmap it, since when.
+
+    told: who may have it mapped.
+    """
+
+    memory: MemoryExtent
+    first: int
+    waiting: dict[int, int]
+    since_ns: int
+    told: set[int]
+    state: str = "mapping"  # -> "live" -> "retiring" -> "unmapping" -> gone
+
+
+class Namespace:
+    """Everything that shares one layout digest."""
+
+    def __init__(
+        self,
+        layout: SlotLayout,
+        make_tiers: Callable[[str, int, SlotMemory], Sequence[Tier]],
+        backlog_ns: dict[str, int] | None = None,
+        budgets: dict[str, WriteBudget] | None = None,
+        make_remote: Callable[[Namespace], Tier] | None = None,
+        numbers: Numbers | None = None,
+    ) -> None:
+        """make_tiers(digest, slot_bytes, memory): the lower tiers of this namespace.
+
+        make_remote(namespace): one that is only read from, the peers.
+        backlog_ns, budgets: of the tiers, by their names; see Tiering.
+        numbers: counts for all namespaces, so that nothing is lost with one that is forgotten.
+        """
+        self.layout = layout
+        self.generations = SharedGenerations(self._publish)
+        totals = Numbers() if numbers is None else numbers
+        self.manager = Manager(layout.rules, self.generations, evictions=totals.evicted)
+        tiers = make_tiers(layout.digest, layout.slot_bytes, self)
+        remote = () if make_remote is None else (make_remote(self),)
+        limits = backlog_ns, budgets
+        self.tiering = Tiering(
+            self.manager, tiers, layout.slot_bytes, *limits, remote, counts=totals.moved
+        )
+        self.engines = Engines()
+        self.extents: dict[int, Mapping] = {}
+        self.sessions: set[int] = set()
+        self.growing = False
+        self.slots_wanted = 0  # free ones, for what comes from lower tiers
+        self.retry_ns = 0  # no extent could be made: ask for none before
+        self.used_ns = 0
+        self._places: list[int] = []  # slot // slots per extent -> extent id
+        self._per_extent = 0
+
+    def view(self, slot: Slot) -> memoryview:
+        """Return a slot's bytes (SlotMemory, for tiers)."""
+        mapping, position = self._place(slot)
+        return mapping.memory.slot(position)
+
+    def place(self, slot: Slot) -> tuple[int, int]:
+        """Return a slot's extent and its number in there."""
+        number, position = divmod(slot, self._per_extent)
+        return self._places[number], position
+
+    def _place(self, slot: int) -> tuple[Mapping, int]:
+        number, position = divmod(slot, self._per_extent)
+        return self.extents[self._places[number]], position
+
+    def _publish(self, slot: int, value: int) -> None:
+        mapping, position = self._place(slot)
+        mapping.memory.set_generation(position, value)
+
+    def add_extent(
+        self, extent: int, memory: MemoryExtent, waiting: set[int], now_ns: int
+    ) -> Mapping:
+        """Number the slots of new memory; they are used once everybody has mapped them."""
+        self._per_extent = memory.count  # the same for all extents: slot size and extent size are
+        first = len(self._places) * memory.count
+        self._places.append(extent)
+        self.generations.extend(memory.count)
+        mapping = Mapping(memory, first, dict.fromkeys(waiting, now_ns), now_ns, waiting)
+        self.extents[extent] = mapping
+        self.growing = False
+        return mapping
+
+    def slots_of(self, mapping: Mapping) -> range:
+        """Return the slots of an extent."""
+        return range(mapping.first, mapping.first + mapping.memory.count)
+
+    def settle(self, extent: int, connection: int, *, unmapped: bool | None = None) -> None:
+        """Note that a connection has mapped or unmapped an extent; None: or is gone.
+
+        Who was asked to unmap an extent before it had mapped it says both.
+        """
+        mapping = self.extents.get(extent)
+        if mapping is None or unmapped not in (None, mapping.state == "unmapping"):
+            return
+        waited = mapping.waiting.pop(connection, None) is not None
+        if waited and not mapping.waiting and mapping.state == "mapping":
+            self.go_live(mapping)
+
+    def go_live(self, mapping: Mapping) -> None:
+        """Start using an extent's slots."""
+        mapping.state = "live"
+        self.manager.add_slots([Slot(slot) for slot in self.slots_of(mapping)])
+
+    def mapped_by(self, connection: int) -> bool:
+        """Tell whether a worker has mapped all there is, and there is something."""
+        waiting = any(connection in mapping.waiting for mapping in self.extents.values())
+        return bool(self.extents) and not waiting
+
+    def shrinkable(self) -> int | None:
+        """Return a live extent to give up: the newest of those with the fewest slots on credit."""
+        live = [extent for extent, mapping in self.extents.items() if mapping.state == "live"]
+        granted = self.manager.granted()
+        on_credit = Counter(self._places[slot // self._per_extent] for slot in granted)
+        return min(reversed(live), key=lambda extent: on_credit[extent], default=None)
+
+    @property
+    def unused(self) -> bool:
+        """Tell whether no engine has it, nothing is in it, and nothing goes on there."""
+        manager = self.manager
+        idle = not (self.sessions or self.coming or manager.clearing or self.tiering.jobs_open)
+        return idle and not (len(manager.index) or manager.slots_granted or len(manager.leases))
+
+    @property
+    def coming(self) -> bool:
+        """Tell whether an extent is being made or mapped."""
+        return self.growing or any(m.state == "mapping" for m in self.extents.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the memory this namespace holds."""
+        return sum(mapping.memory.bytes for mapping in self.extents.values())

@@ -1,0 +1,196 @@
+"""One engine in the store: its connections, its slot credits, its open questions.
+
+    JOINING --all connections there, all extents mapped--> ACTIVE
+    JOINING, ACTIVE --any connection closed, or a protocol error--> ENDING
+    ENDING --last worker's connection closed--> gone: slots and leases are free again
+
+Until then a worker may still write into a granted slot, so none of them is reused before. The
+scheduler half writes none: it is not waited for.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+
+import msgspec
+
+from kvstore.core.errors import ProtocolError
+from kvstore.core.layout import RankGeometry, RankLayout
+from kvstore.core.types import Chain, Changes, LeaseId, LookupResult, Slot
+from kvstore.store.namespace import Namespace
+from kvstore.wire import engine as p
+from kvstore.wire import framing
+
+
+class Phase(enum.Enum):
+    """Where a session is in its life."""
+
+    JOINING = "joining"
+    ACTIVE = "active"
+    ENDING = "ending"
+
+
+class Ask(msgspec.Struct, eq=False):
+    """A lookup that has no answer yet."""
+
+    ask: int
+    chain: Chain
+    blocks: int  # of these that may be loaded
+    asked_ns: int
+    deadline_ns: int
+    memory_only: bool = False
+    look_ns: int = 0  # not before
+    fetch: int | None = None  # what a peer was asked for it
+    direct: dict[tuple[int, int], int] | None = (
+        None  # for workers to read: group, index -> position
+    )
+    offered: dict[int, str] | None = None  # of these positions: in which tier
+
+    @property
+    def offers(self) -> dict[int, str]:
+        """Say what a peer has offered."""
+        return self.offered or {}
+
+    def of_peer(self, group: int, index: int) -> LookupResult:
+        """Tell whether workers can read a block from the peer that was asked."""
+        position = None if self.direct is None else self.direct.get((group, index))
+        if position is None:
+            return LookupResult.MISS
+        if self.offered is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if position in self.offered else LookupResult.MISS
+
+
+class Writing(msgspec.Struct, eq=False):
+    """A slot that some ranks have written, all of them with the same key."""
+
+    key: bytes
+    ranks: set[int] = set()
+    ok: bool = True
+
+
+class Reading(msgspec.Struct, eq=False):
+    """What ranks have said of a lease that they read under: which of them, and slots."""
+
+    ranks: set[int] = set()
+    damaged: set[Slot] = set()
+    late: bool = False  # one of them gave it up
+
+
+class News(msgspec.Struct, eq=False):
+    """What gathered for a scheduler half since the last message to it."""
+
+    granted: list[p.Granted] = []
+    credits: list[Slot] = []
+    changes: Changes = msgspec.field(default_factory=Changes)  # of memory
+    on_disk: Changes = msgspec.field(default_factory=Changes)
+
+
+class Session(msgspec.Struct, eq=False):
+    """State of one engine's session; scheduler and workers are connection ids."""
+
+    number: int
+    engine: str
+    world: int
+    phase: Phase = Phase.JOINING
+    scheduler: int | None = None
+    workers: dict[int, int] = {}  # rank -> connection
+    geometries: dict[int, RankGeometry] = {}
+    layouts: tuple[RankLayout, ...] = ()  # by rank, once all geometries are known
+    credit_slots: int = 0
+    events: bool = False  # it wants to hear what is on disk
+    namespace: Namespace | None = None
+    granted: set[Slot] = set()
+    writing: dict[Slot, Writing] = {}  # slots that some ranks have reported
+    loading: dict[LeaseId, Reading] = {}
+    fetches: dict[LeaseId, int] = {}  # lease -> what workers read of a peer for it
+    readers: set[int] = set()  # ranks that can
+    asks: dict[int, Ask] = {}
+    news: News = msgspec.field(default_factory=News)
+
+    def connections(self) -> list[int]:
+        """List the connections that are open."""
+        return [*([] if self.scheduler is None else [self.scheduler]), *self.workers.values()]
+
+    def join(self, connection: int, hello: p.Hello) -> None:
+        """Take in a connection. Raises ProtocolError for one that does not fit."""
+        if hello.world != self.world:
+            raise ProtocolError(f"world of {hello.world}, the session has {self.world}")
+        if hello.role == "scheduler":
+            self.scheduler = connection
+            self.credit_slots, self.events = hello.credit_slots, hello.events
+        elif hello.role == "worker" and hello.geometry is not None:
+            if not 0 <= hello.rank < hello.world:
+                raise ProtocolError(f"rank {hello.rank}, expected 0..{hello.world - 1}")
+            self.workers[hello.rank] = connection
+            self.geometries[hello.rank] = hello.geometry
+            self.readers = self.readers | {hello.rank} if hello.direct else self.readers
+        else:
+            raise ProtocolError(f"role {hello.role!r}, expected scheduler, or worker with geometry")
+
+    @property
+    def complete(self) -> bool:
+        """Tell whether every part of the engine is connected."""
+        return self.scheduler is not None and len(self.workers) == self.world
+
+    @property
+    def direct(self) -> bool:
+        """Tell whether all workers can read a peer's slots themselves."""
+        return len(self.readers) == self.world
+
+    def heard(self, changes: Changes, on_disk: Changes) -> None:
+        """Note for the scheduler half what entered and left memory, and the disk."""
+        news = self.news
+        news.changes.added += changes.added
+        news.changes.removed += changes.removed
+        if self.events:
+            news.on_disk.added += on_disk.added
+            news.on_disk.removed += on_disk.removed
+
+    def take_news(self) -> p.Answers | None:
+        """Return what has gathered for the scheduler half, as one message; None if nothing has."""
+        news, here, disk = self.news, self.news.changes, self.news.on_disk
+        if not any(
+            (news.granted, news.credits, here.added, here.removed, disk.added, disk.removed)
+        ):
+            return None
+        self.news = News()
+        return p.Answers(
+            tuple(news.granted),
+            framing.u32(news.credits),
+            tuple(here.added),
+            tuple(here.removed),
+            tuple(disk.added),
+            tuple(disk.removed),
+        )
+
+    def rank_of(self, connection: int) -> int:
+        """Return whose connection it is. Raises ProtocolError if it is no worker's."""
+        for rank, worker in self.workers.items():
+            if worker == connection:
+                return rank
+        raise ProtocolError("a worker's message from a scheduler")
+
+    def taken(self, role: str, rank: int) -> bool:
+        """Tell whether this part of the engine is connected."""
+        return self.scheduler is not None if role == "scheduler" else rank in self.workers
+
+    def loaded(
+        self, lease: LeaseId, rank: int, damaged: Iterable[int], *, late: bool = False
+    ) -> Reading | None:
+        """Note that a rank has read; what all of them have said once every rank has, None before.
+
+        A lease that has ended, or is another session's, is not kept in mind.
+        """
+        if self.namespace is None or not self.namespace.manager.leases.owned_by(lease, self.number):
+            self.loading.pop(lease, None)
+            return None
+        found = self.loading.setdefault(lease, Reading())
+        found.ranks.add(rank)
+        found.damaged.update(map(Slot, damaged))
+        found.late = found.late or late
+        if len(found.ranks) < self.world:
+            return None
+        del self.loading[lease]
+        return found

@@ -1,0 +1,585 @@
+"""The store's decisions about sessions: messages in, messages out. No socket, clock or thread.
+
+The server feeds it (on_message, on_closed, on_tick); it answers through `send`. The simulation
+does the same with connections of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from kvstore.config import Config
+from kvstore.core import limits
+from kvstore.core.errors import ConfigError, KVStoreError, ProtocolError
+from kvstore.core.layout import slot_layout
+from kvstore.core.tier import MemoryPool, SlotMemory, Tier
+from kvstore.core.types import BlockKey, LeaseId, Slot
+from kvstore.core.write_budget import WriteBudget
+from kvstore.handover.peers import EXPORTER, OfFetch, Peers
+from kvstore.handover.writes import check_ranks
+from kvstore.metrics import MEMORY, NVME, PEER, Numbers
+from kvstore.store.extents import Memory
+from kvstore.store.gauges import count_step, disk_gauges, gauges, plugin_gauges, resize
+from kvstore.store.lookups import Desk
+from kvstore.store.namespace import Mapping, Namespace
+from kvstore.store.session import Phase, Session, Writing
+from kvstore.store.tier_guard import Plugin
+from kvstore.wire import engine as p
+from kvstore.wire import framing
+from tiers.nvme import NvmeDisk
+
+log = logging.getLogger(__name__)
+
+FORGET_NS = 60_000_000_000  # after its last engine's end, of a namespace without blocks
+_SWEEP_NS = 1_000_000_000
+
+OfPeers = OfFetch | p.Given | p.Serves
+Send = Callable[[int, framing.Message, int | None], None]
+MakeTiers = Callable[[str, int, SlotMemory], Sequence[Tier]]
+
+
+class Store:
+    """All sessions and namespaces of one store process."""
+
+    def __init__(
+        self,
+        config: Config,
+        pool: MemoryPool,
+        make_tiers: MakeTiers,
+        send: Send,
+        first_session: int = 1,
+        disk: NvmeDisk | None = None,
+        peers: Peers | None = None,
+    ) -> None:
+        """send(connection, message, descriptor): queue a message; never raises.
+
+        disk: what all NVMe tiers of make_tiers share. peers: other stores.
+        first_session: sessions are numbered from here. It differs between store processes, so
+        that work left over from another store's session is told apart.
+        """
+        self.numbers = Numbers()
+        self.sessions: dict[str, Session] = {}
+        self.namespaces: dict[str, Namespace] = {}
+        self._config = config
+        self._tier_names = (
+            MEMORY,
+            *((NVME,) if config.nvme else ()),
+            *(tier.name for tier in config.tiers),
+            *((PEER,) if config.peer else ()),
+        )
+        self.numbers.start(self._tier_names)
+        self._make_tiers = make_tiers
+        self._backlog_ns = {tier.name: tier.backlog_ns for tier in config.tiers}
+        self._budgets: dict[str, WriteBudget] = {}
+        if config.nvme is not None:
+            self._backlog_ns[NVME] = config.nvme.backlog_ns
+            self._budgets[NVME] = WriteBudget(config.nvme.write_budget_bytes)
+        self._send = send
+        self._by_connection: dict[int, Session] = {}
+        self._next_session = first_session
+        self._now_ns = self._swept_ns = 0
+        self._clearing: list[int] = []  # who waits for the end of a clear
+        self._ended: set[int] = set()  # schedulers of buried sessions that did not close yet
+        self._memory = Memory(pool, send, self._workers_of, self._holders_of)
+        self._desk = Desk(config.engine, self.numbers, self._memory.can_grow, peers)
+        self._peers = peers
+        if peers is not None:
+            peers.serve(self.namespaces, self.numbers, send)
+        self._pool, self._disk = pool, disk
+        self.plugins: Sequence[Plugin] = ()  # whose tiers are in make_tiers
+
+    def _workers_of(self, namespace: Namespace) -> set[int]:
+        return {
+            connection
+            for session in self.sessions.values()
+            if session.namespace is namespace and session.phase is not Phase.ENDING
+            for connection in session.workers.values()
+        } | (set() if self._peers is None else {EXPORTER})
+
+    def _holders_of(self, namespace: Namespace, mapping: Mapping) -> set[int]:
+        slots = namespace.slots_of(mapping)
+        return {
+            session.connections()[0]
+            for session in self.sessions.values()
+            if session.namespace is namespace and any(slot in slots for slot in session.granted)
+        }
+
+    # Input from the server
+
+    def on_message(self, connection: int, message: framing.Message, now_ns: int) -> None:
+        """Act on one message; a wrong one ends its session, and nothing else."""
+        self._now_ns = now_ns
+        session = self._by_connection.get(connection)
+        if connection in self._ended:
+            return  # told to detach, had not read it yet
+        try:
+            if isinstance(message, p.Hello):
+                self._hello(connection, message)
+            elif isinstance(message, p.Query):
+                self._query(connection, message)
+            elif session is None:
+                raise ProtocolError(f"{type(message).__name__} before Hello")
+            elif session.phase is not Phase.ENDING or isinstance(message, p.Given):
+                self._dispatch(session, connection, message)
+        except ProtocolError as exc:
+            log.warning("connection %d: %s", connection, exc)
+            self.numbers.add("kvstore_refused", "protocol")
+            self._turn_away(connection, "protocol", str(exc))
+        except Exception:  # the barrier of a connection: what nobody foresaw costs no other
+            what = f"a bug of the store in {type(message).__name__}"
+            log.exception("connection %d: %s", connection, what)
+            self.numbers.add("kvstore_refused", "internal")
+            self._turn_away(connection, "internal", what)
+
+    def _turn_away(self, connection: int, reason: str, text: str) -> None:
+        """End the session of a connection, or refuse it if it is in none."""
+        session = self._by_connection.get(connection)
+        if session is None:
+            self._send(connection, p.Refused(text, retry=False), None)
+        else:
+            self._end(session, reason, text)
+
+    def knows(self, connection: int) -> bool:
+        """Tell whether a connection is part of a session."""
+        return connection in self._by_connection
+
+    def _dispatch(self, session: Session, connection: int, message: framing.Message) -> None:
+        if isinstance(message, p.Step):
+            if session.scheduler != connection:
+                raise ProtocolError("Step from a worker")
+            self._step(session, message)
+        elif isinstance(message, p.Stored):
+            self._stored(session, session.rank_of(connection), message)
+        elif isinstance(message, p.Loading):
+            session.rank_of(connection)
+            coming = self._desk.loading(session, LeaseId(message.lease), self._now_ns)
+            if coming is not None:
+                self._send(connection, coming, None)
+        elif isinstance(message, p.Loaded):
+            self._loaded(session, session.rank_of(connection), message)
+        elif isinstance(message, OfPeers):
+            self._of_peers(session, session.rank_of(connection), message)
+        elif isinstance(message, p.Mapped | p.Unmapped):
+            if session.namespace is not None:
+                gone = isinstance(message, p.Unmapped)
+                session.namespace.settle(message.extent, connection, unmapped=gone)
+                self._maybe_activate(session)
+        else:
+            raise ProtocolError(f"{type(message).__name__} is not for the store")
+
+    def on_closed(self, connection: int, now_ns: int) -> None:
+        """A connection is gone; its session ends, and with the last worker its slots come back."""
+        self._now_ns = now_ns
+        self._ended.discard(connection)
+        session = self._by_connection.pop(connection, None)
+        if session is None:
+            return
+        if session.scheduler == connection:
+            session.scheduler = None
+        session.workers = {r: c for r, c in session.workers.items() if c != connection}
+        self._memory.forget(self.namespaces.values(), connection)
+        self._end(session, "closed", "another connection of this engine closed")
+        if not session.workers:
+            self._bury(session)
+
+    def on_tick(self, now_ns: int) -> None:
+        """After every batch of messages, and at least a few times a second."""
+        self._now_ns = now_ns
+        for connection in self._memory.tick(self.namespaces, now_ns):
+            session = self._by_connection.get(connection)
+            if session is not None:
+                self._end(session, "memory", "its memory is needed, or was not mapped in time")
+        for namespace in self.namespaces.values():
+            self._tick_namespace(namespace)
+        for session in self.sessions.values():
+            try:
+                self._tick_session(session)
+            except Exception:  # the barrier of a session: what it said before may break it now
+                log.exception("engine %r: a bug", session.engine)
+                self.numbers.add("kvstore_refused", "internal")
+                self._end(session, "internal", "a bug of the store")
+        if self._clearing and not any(n.manager.clearing for n in self.namespaces.values()):
+            waiting, self._clearing = self._clearing, []
+            for connection in waiting:
+                self._report(connection)
+
+        if now_ns - self._swept_ns >= min(_SWEEP_NS, FORGET_NS):
+            self._swept_ns = now_ns
+            self._forget_unused()
+
+    def _forget_unused(self) -> None:
+        """Forget namespaces without engines and blocks, once their memory is given back.
+
+        What lower tiers keep of them is there when an engine comes that has it.
+        """
+        for digest, namespace in list(self.namespaces.items()):
+            if not namespace.unused or self._now_ns - namespace.used_ns < FORGET_NS:
+                continue
+            if namespace.extents:
+                self._memory.give_back(namespace, self._now_ns)
+            elif self._peers is None or self._peers.forget(namespace):
+                namespace.tiering.close()
+                del self.namespaces[digest]
+                log.debug("namespace %s is forgotten", digest[:12])
+
+    def _tick_session(self, session: Session) -> None:
+        if session.phase is Phase.JOINING:
+            self._maybe_activate(session)
+        if session.phase is Phase.ACTIVE:
+            if session.asks:
+                self._answer(session, self._desk.retry(session, self._now_ns))
+            self._grant_credits(session)
+        self._tell_news(session)
+
+    @property
+    def busy(self) -> bool:
+        """Tell whether something is under way that no message will announce."""
+        waiting = any(session.asks for session in self.sessions.values())  # for a deadline, say
+        return waiting or any(
+            n.tiering.to_poll or n.growing or n.manager.clearing for n in self.namespaces.values()
+        )
+
+    def _tick_namespace(self, namespace: Namespace) -> None:
+        manager = namespace.manager
+        for lease_id in manager.expire(self._now_ns):
+            self.numbers.add("kvstore_lookups", "expired")
+            for session in self.sessions.values():
+                if session.namespace is namespace:
+                    self._desk.lease_ended(session, lease_id)
+        namespace.tiering.poll(self._now_ns)
+        manager.clear_some()
+        changes, on_disk = manager.take_changes(), namespace.tiering.take_changes()
+        for session in self.sessions.values():
+            if session.namespace is namespace and session.phase is Phase.ACTIVE:
+                session.heard(changes, on_disk)
+        if changes.added:
+            namespace.tiering.cascade(changes.added)
+
+    # Sessions
+
+    def _hello(self, connection: int, hello: p.Hello) -> None:
+        if hello.version != p.VERSION:
+            raise ProtocolError(f"protocol {hello.version}, ours is {p.VERSION}")
+        if hello.world < 1:
+            raise ProtocolError(f"world of {hello.world}, expected at least 1")
+        if connection in self._by_connection:
+            raise ProtocolError("a second Hello")
+        self._check_layers(hello)
+        session = self.sessions.get(hello.engine)
+        if session is not None and session.phase is Phase.ENDING:
+            self._send(
+                connection, p.Refused("the engine's last session is ending", retry=True), None
+            )
+            return
+        if session is None:
+            session = Session(self._next_session, hello.engine, hello.world)
+            self._next_session += 1
+            self.sessions[hello.engine] = session
+        if session.taken(hello.role, hello.rank):
+            # An engine that came back under its id before its old processes were gone.
+            text = f"{hello.role} {hello.rank} of engine {hello.engine!r} is attached already"
+            self._send(connection, p.Refused(text, retry=True), None)
+            return
+        try:
+            session.join(connection, hello)
+        finally:
+            if not session.connections():
+                del self.sessions[hello.engine]
+        self._by_connection[connection] = session
+        if len(session.geometries) == session.world:
+            self._welcome(session, connection)
+
+    def _check_layers(self, hello: p.Hello) -> None:
+        """Raise ProtocolError where a store would keep more of its engines' layers than it may."""
+        if hello.geometry is None:
+            return
+        kept = [g.layers for session in self.sessions.values() for g in session.geometries.values()]
+        if sum(kept) + hello.geometry.layers > limits.STORE_LAYERS_MAX:
+            raise ProtocolError(
+                f"{hello.geometry.layers} layers more than the {sum(kept)} of attached engines,"
+                f" expected up to {limits.STORE_LAYERS_MAX} in sum"
+            )
+
+    def _welcome(self, session: Session, joined: int) -> None:
+        """All ranks' geometries are known: find the namespace and greet who waits for it."""
+        first_time = session.namespace is None
+        if session.namespace is None:
+            try:
+                session.namespace = self._namespace(session)
+            except KVStoreError as exc:
+                log.error("engine %r refused: %s", session.engine, exc)
+                for connection in session.connections():
+                    self._send(connection, p.Refused(str(exc), retry=False), None)
+                self._end(session, "refused", str(exc))
+                return
+            session.namespace.sessions.add(session.number)
+        namespace = session.namespace
+        for rank, worker in session.workers.items():
+            if first_time or worker == joined:
+                layout = session.layouts[rank]
+                digest, engine = namespace.layout.digest, self._config.engine
+                devices = "" if self._peers is None else self._peers.devices
+                waits = engine.promote_ns // 1_000_000, engine.promote_limit_ns // 1_000_000
+                welcome = p.Welcome(session.number, digest, layout, *waits, devices=devices)
+                self._send(worker, welcome, None)
+                self._memory.announce(namespace, worker, self._now_ns)
+        if session.scheduler is not None and (first_time or session.scheduler == joined):
+            peers = None if namespace.layout.unnamed else self._peers
+            here = "" if peers is None else peers.channel.address
+            welcome = p.Welcome(session.number, namespace.layout.digest, side_channel=here)
+            self._send(session.scheduler, welcome, None)
+
+    def _namespace(self, session: Session) -> Namespace:
+        layout = slot_layout([session.geometries[rank] for rank in range(session.world)])
+        if layout.slot_bytes + 4 > self._pool.extent_bytes:
+            raise ConfigError(
+                f"a block takes {layout.slot_bytes} bytes, an extent has {self._pool.extent_bytes}:"
+                " use a larger cpu capacity or extent, or a smaller block_tokens"
+            )
+        if layout.unnamed:
+            layout = layout.of_session(session.number)
+            log.warning(
+                "engine %r: its blocks stay in memory, for itself only, until it detaches: %r",
+                session.engine,
+                layout.unnamed,
+            )
+        disk = self._config.nvme
+        if disk is not None and layout.slot_bytes > disk.extent_bytes:
+            raise ConfigError(
+                f"a block takes {layout.slot_bytes} bytes, an extent on disk has"
+                f" {disk.extent_bytes}: use a larger [nvme] extent, or a smaller block_tokens"
+            )
+        namespace = self.namespaces.get(layout.digest)
+        if namespace is None:
+            remote = None if self._peers is None or layout.unnamed else self._peers.inlet
+            limits = self._backlog_ns, self._budgets
+            make_tiers = _no_tiers if layout.unnamed else self._make_tiers
+            namespace = Namespace(layout, make_tiers, *limits, remote, self.numbers)
+            self.namespaces[layout.digest] = namespace
+        session.layouts = layout.ranks  # the namespace may have been made for other ranks
+        return namespace
+
+    def _maybe_activate(self, session: Session) -> None:
+        namespace = session.namespace
+        if session.phase is not Phase.JOINING or namespace is None or not session.complete:
+            return
+        if namespace.manager.slots_total and all(
+            namespace.mapped_by(worker) for worker in session.workers.values()
+        ):
+            session.phase = Phase.ACTIVE
+            self.numbers.add("kvstore_sessions_started")
+            if session.events:
+                namespace.tiering.tell()
+            slower_ns = self._config.engine.promote_ns if namespace.tiering.sources else 0
+            limit_ms = max(self._config.engine.defer_ns, slower_ns) // 1_000_000
+            self._to_scheduler(session, p.Active(namespace.manager.slots_total, limit_ms))
+            self._give_board(session)
+            log.info("engine %r attached, session %d", session.engine, session.number)
+
+    def _end(self, session: Session, reason: str, text: str) -> None:
+        if session.phase is Phase.ENDING:
+            return
+        session.phase = Phase.ENDING
+        self._desk.end(session)
+        if session.namespace is not None:
+            session.namespace.engines.leave(session.number)
+            self._memory.excuse(session.namespace, session.workers.values())
+        if self._peers is not None:
+            self._peers.gives.leave(session.number)
+        self.numbers.add("kvstore_sessions_ended", reason)
+        for connection in session.connections():
+            self._send(connection, p.Detach(text), None)
+
+    def _bury(self, session: Session) -> None:
+        """The last worker has closed: nobody writes the session's slots any more."""
+        del self.sessions[session.engine]
+        if session.scheduler is not None:
+            del self._by_connection[session.scheduler]
+            self._ended.add(session.scheduler)
+        namespace = session.namespace
+        if namespace is None:
+            return
+        namespace.sessions.discard(session.number)
+        namespace.engines.end_of(session.number)
+        if self._peers is not None:
+            self._peers.end_of(session.number)
+        namespace.used_ns = self._now_ns
+        namespace.manager.give_back(session.granted)
+        for lease_id in namespace.manager.leases.of_owner(session.number):
+            self._desk.end_lease(session, lease_id)
+        if namespace.layout.unnamed:
+            namespace.manager.clear()  # nobody can ask for them any more
+        log.info("engine %r detached, session %d", session.engine, session.number)
+
+    def _to_scheduler(self, session: Session, message: framing.Message) -> None:
+        if session.scheduler is not None:
+            self._send(session.scheduler, message, None)
+
+    def _grant_credits(self, session: Session) -> None:
+        namespace = session.namespace
+        if namespace is None:
+            return
+        manager = namespace.manager
+        cap = self._config.engine.credit_bytes // namespace.layout.slot_bytes
+        least = len(namespace.layout.rules)  # with fewer than one for each group nothing is stored
+        # What comes from lower tiers needs slots, too.
+        target = max(least, min(session.credit_slots, cap, manager.slots_total // 2))
+        if (target - len(session.granted)) * 8 < target:
+            return
+        growing = self._memory.can_grow(namespace)
+        if not growing:
+            target = max(least, min(target, manager.slots_total // 4))
+        short = target - len(session.granted)
+        if short * 8 >= target:
+            # Nothing is evicted for credits while the cap has room: memory is on its way.
+            slots = manager.prepare_store(min(short, manager.slots_free) if growing else short)
+            session.granted.update(slots)
+            session.news.credits.extend(slots)
+
+    # Lookups
+
+    def _step(self, session: Session, step: p.Step) -> None:
+        for lease_id in step.release:
+            self._desk.end_lease(session, LeaseId(lease_id))
+        count_step(self.numbers, step, self._tier_names)
+        if session.namespace is not None:
+            for shown in step.shown:
+                session.namespace.engines.shown(session.number, shown, session.granted)
+            if self._peers is not None and not session.namespace.layout.unnamed:
+                self._peers.requests.on_step(session.namespace, session.number, step, self._now_ns)
+        answers = [self._desk.ask(session, lookup, self._now_ns) for lookup in step.lookups]
+        answers += [self._desk.settle(session, number, self._now_ns) for number in step.settle]
+        self._answer(session, answers)
+
+    def _answer(self, session: Session, answers: Iterable[p.Granted | None]) -> None:
+        session.news.granted.extend(answer for answer in answers if answer is not None)
+
+    def _tell_news(self, session: Session) -> None:
+        """Send a scheduler half all that has gathered for it, as one message."""
+        answers = session.take_news()
+        if answers is not None:
+            self._to_scheduler(session, answers)
+
+    # Reports of workers
+
+    def _stored(self, session: Session, rank: int, message: p.Stored) -> None:
+        namespace = session.namespace
+        slots = framing.from_u32(message.slots)
+        if namespace is None or not len(slots) == len(message.keys) == len(message.parents):
+            raise ProtocolError(f"{len(message.keys)} keys for {len(slots)} slots")
+        manager = namespace.manager
+        size = namespace.layout.slot_bytes // session.world
+        self.numbers.add("kvstore_copied_bytes", "store", by=len(slots) * size)
+        self.numbers.add("kvstore_copy_seconds", "store", by=message.seconds)
+        for number, key, parent in zip(slots, message.keys, message.parents, strict=True):
+            slot = Slot(number)
+            if slot not in session.granted:
+                raise ProtocolError(f"slot {slot} was written without a credit")
+            writing = session.writing.get(slot)
+            if writing is None:
+                writing = session.writing[slot] = Writing(key)
+                manager.begin_store(BlockKey(key), BlockKey(parent) if parent else None, slot)
+            if rank in writing.ranks or key != writing.key:
+                raise ProtocolError(f"rank {rank} reported slot {slot} twice, or with another key")
+            writing.ranks.add(rank)
+            writing.ok = writing.ok and message.ok
+            if len(writing.ranks) == session.world:
+                del session.writing[slot]
+                session.granted.discard(slot)
+                outcome = manager.complete_store(slot, ok=writing.ok)
+                namespace.engines.stored(session.number, slot, BlockKey(key), ok=writing.ok)
+                self.numbers.add("kvstore_stored_blocks", outcome.value)
+
+    def _loaded(self, session: Session, rank: int, message: p.Loaded) -> None:
+        self.numbers.add("kvstore_copied_bytes", "load", by=message.copied_bytes)
+        self.numbers.add("kvstore_copy_seconds", "load", by=message.seconds)
+        lease_id = LeaseId(message.lease)
+        damaged = framing.from_u32(message.damaged)
+        found = session.loaded(lease_id, rank, damaged, late=message.late > 0)
+        if found is not None:
+            self.numbers.add("kvstore_engine_events", "load_given_up", by=found.late)
+            self._desk.end_lease(session, lease_id, found.damaged)
+
+    def _give_board(self, session: Session) -> None:
+        if session.phase is Phase.ACTIVE and session.namespace is not None:
+            board = session.namespace.engines.take_board(session.number)
+            if board is not None and session.scheduler is not None:
+                self._send(session.scheduler, *board)
+
+    def _of_peers(self, session: Session, rank: int, message: OfPeers) -> None:
+        namespace, peers = session.namespace, self._peers
+        if namespace is None:
+            return
+        if isinstance(message, p.Serves):
+            check_ranks(namespace.layout, [message.rank])
+            number, world = session.number, session.world
+            namespace.engines.serves(number, session.workers, world, rank, message)
+            self._give_board(session)
+        elif isinstance(message, p.Given):
+            if peers is not None:
+                peers.gives.given(session.number, rank, message)
+        elif peers is not None:
+            peers.of_fetch(namespace, session.number, rank, message, self._now_ns)
+
+    # Admin
+
+    def _query(self, connection: int, query: p.Query) -> None:
+        if query.what == "clear":
+            if connection in self._clearing:
+                raise ProtocolError("a clear before the last one is answered")
+            for namespace in self.namespaces.values():
+                namespace.manager.clear()
+                namespace.tiering.clear()
+            if self._disk is not None:  # it has more than what was attached since the start
+                self._disk.clear()
+            self._clearing.append(connection)  # it hears when all slots are free
+            return
+        if query.what == "resize":
+            resize(self._disk, query)
+        elif query.what != "stats":
+            raise ProtocolError(f"query {query.what!r}, expected stats, clear or resize")
+        self._report(connection)
+
+    def _report(self, connection: int) -> None:
+        self.refresh_gauges()
+        values = {**self.numbers.counts, **self.numbers.gauges}
+        body = msgspec.json.encode([[*key, value] for key, value in sorted(values.items())])
+        self._send(connection, p.Report(body), None)
+
+    def refresh_gauges(self) -> None:
+        """Bring the gauges, and counters kept elsewhere, up to date."""
+        found = gauges(self._pool, self.sessions.values(), self.namespaces, self.numbers)
+        if self._disk is not None:
+            found |= disk_gauges(self._disk)
+        found |= plugin_gauges(self.plugins)
+        if self._peers is not None:
+            found |= self._peers.gauges()
+        self.numbers.gauges = found
+
+    def enqueue_all(self) -> None:
+        """Queue all that only memory has for the lower tiers; for a store that ends."""
+        for namespace in self.namespaces.values():
+            namespace.tiering.enqueue_all()
+
+    @property
+    def queued_blocks(self) -> int:
+        """Count the blocks that are not in a lower tier yet and will be."""
+        return sum(namespace.tiering.queued for namespace in self.namespaces.values())
+
+    def end_sessions(self) -> None:
+        """Tell every engine that the store is shutting down."""
+        for session in self.sessions.values():
+            self._end(session, "shutdown", "the store is shutting down")
+
+    def close(self) -> None:
+        """End the lower tiers in order."""
+        for namespace in self.namespaces.values():
+            namespace.tiering.close()
+
+
+def _no_tiers(_digest: str, _slot_bytes: int, _memory: SlotMemory) -> Sequence[Tier]:
+    """Keep blocks in memory: what has no name cannot be found again."""
+    return ()

@@ -1,0 +1,304 @@
+"""The barrier around tiers of others: what raises in one, or is wrong, costs that tier alone.
+
+A tier that is off stays off until the store is started again. Nothing is found in it, nothing is
+written to it, and it gets no more memory. What was under way fails once the tier has ended, so that
+it writes into no slot that is somebody else's by then. One that does not end keeps these slots.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import weakref
+from collections.abc import Collection, Sequence
+from types import TracebackType
+from typing import cast
+
+from kvstore.config import TierConfig
+from kvstore.core.errors import ConfigError, InvariantBroken, TierError
+from kvstore.core.tier import SlotMemory, Telling, Tier, TierContext
+from kvstore.core.types import BlockKey, Changes, JobId, JobResult, LookupResult, Slot, TransferJob
+from kvstore.plugins import find_tier
+
+log = logging.getLogger(__name__)
+
+STATES = ("ok", "off")
+TRIAL_NAMESPACE = "0" * 32
+TRIAL_BYTES = 4096
+_CLOSE_S = 5.0  # for a tier that was switched off and still closes as the store ends
+_RAISED = (Exception, SystemExit, InvariantBroken)  # theirs, not ours
+
+
+class Plugin:
+    """A `[[tier]]` of the configuration: its class, and whether it is still used."""
+
+    def __init__(self, config: TierConfig) -> None:
+        """Load nothing yet."""
+        self.name = config.name
+        self.off = False
+        self._config = config
+
+    @property
+    def state(self) -> str:
+        """One of STATES."""
+        return "off" if self.off else "ok"
+
+    def make(self, namespace: str, slot_bytes: int, memory: SlotMemory) -> Tier:
+        """Make a namespace's tier. Raises what the class raises, and ConfigError for no class."""
+        made: Tier = find_tier(self.name, self._config.class_name)(
+            TierContext(self.name, namespace, slot_bytes, memory, self._config.options)
+        )
+        return made
+
+    def guarded(self, namespace: str, slot_bytes: int, memory: SlotMemory) -> Tier:
+        """Make a namespace's tier behind the barrier; one that cannot be made is off."""
+        lent, made = _Lent(self, memory), None
+        with self.barrier("the constructor"):
+            made = None if self.off else self.make(namespace, slot_bytes, lent)
+        if isinstance(made, Telling):
+            return _GuardedTelling(self, made, lent)
+        return _Guarded(self, made, lent)
+
+    def barrier(self, verb: str) -> _Barrier:
+        """Switch the tier off for what is raised inside."""
+        return _Barrier(self, verb)
+
+    def switch_off(self, verb: str, exc: BaseException) -> None:
+        """Use the tier no more; said once."""
+        if not self.off:
+            self.off = True
+            log.error("tier %s is off: %s failed", self.name, verb, exc_info=exc)
+
+
+def refuse_tier(config: TierConfig) -> None:
+    """Make a `[[tier]]` for a model that is none, and close it.
+
+    Raises ConfigError for a class that is no tier's, and for options that it does not take.
+    """
+    dotted = config.class_name
+    names = ", ".join(sorted(config.options)) or "none"
+    try:
+        Plugin(config).make(TRIAL_NAMESPACE, TRIAL_BYTES, _TrialMemory()).close()
+    except ConfigError:
+        raise
+    except _RAISED as exc:
+        said = " ".join(f"{type(exc).__name__}: {exc}".split())
+        raise ConfigError(
+            f"tier {config.name}: expected options that {dotted} takes, found {names}: {said}"
+        ) from exc
+
+
+class _TrialMemory:
+    """Memory of a model without blocks."""
+
+    def view(self, _slot: Slot) -> memoryview:
+        return memoryview(bytearray(TRIAL_BYTES))
+
+
+class _Barrier:
+    """A `with` that ends what a tier raises."""
+
+    def __init__(self, plugin: Plugin, verb: str) -> None:
+        self._plugin, self._verb = plugin, verb
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        exc: BaseException | None,
+        _tb: TracebackType | None,
+    ) -> bool:
+        if not isinstance(exc, _RAISED):
+            return False
+        self._plugin.switch_off(self._verb, exc)
+        return True
+
+
+class _Lent:
+    """A namespace's memory, as a tier of others sees it: not any more once the tier is off.
+
+    Its threads ask for views, too.
+    """
+
+    def __init__(self, plugin: Plugin, memory: SlotMemory) -> None:
+        self._plugin, self._memory = plugin, memory
+        self._lock = threading.Lock()
+        self._views: dict[Slot, list[weakref.ref[object]]] = {}
+
+    def view(self, slot: Slot) -> memoryview:
+        """Return a slot's bytes. Raises TierError for a tier that is off."""
+        with self._lock:
+            if self._plugin.off:
+                raise TierError(f"tier {self._plugin.name} is off")
+            found = self._memory.view(slot)
+            lent = (ctypes.c_char * len(found)).from_buffer(found)  # lives while any view of it
+            alive = [view for view in self._views.get(slot, ()) if view() is not None]
+            self._views[slot] = [*alive, weakref.ref(lent)]
+            return memoryview(lent).cast("B")
+
+    def forget(self, slots: Collection[Slot]) -> None:
+        """Note that a job is over."""
+        with self._lock:
+            for slot in slots:
+                self._views.pop(slot, None)
+
+    def in_use(self, slots: Collection[Slot]) -> bool:
+        """Tell whether the tier can still read or write some of these slots."""
+        with self._lock:
+            return any(view() is not None for s in slots for view in self._views.get(s, ()))
+
+
+class _Guarded:
+    """One namespace's tier of others, as a Tier that never raises but for a job it does not take.
+
+    It says what the protocol wants: a result for each job, once.
+    """
+
+    def __init__(self, plugin: Plugin, tier: Tier | None, memory: _Lent) -> None:
+        self.name = plugin.name
+        self._plugin, self._memory = plugin, memory
+        self._tier = tier
+        self._open: dict[JobId, TransferJob] = {}
+        self._end: threading.Thread | None = None
+        self._ended = tier is None  # or closed: it uses no memory any more
+
+    @property
+    def _used(self) -> Tier | None:
+        return None if self._plugin.off else self._tier
+
+    def lookup(self, key: BlockKey) -> LookupResult:
+        """Miss, if it is off."""
+        if (tier := self._used) is not None:
+            with self._plugin.barrier("lookup"):
+                found = tier.lookup(key)
+                if isinstance(found, LookupResult):
+                    return found
+                raise TierError(f"expected a LookupResult, found {type(found).__name__}")
+        return LookupResult.MISS
+
+    def touch(self, key: BlockKey) -> None:
+        """Pass it on."""
+        if (tier := self._used) is not None:
+            with self._plugin.barrier("touch"):
+                tier.touch(key)
+
+    def submit(self, job: TransferJob) -> None:
+        """Pass it on. Raises TierError for a tier that is off, or does not take it."""
+        tier = self._used
+        if tier is None:
+            raise TierError(f"tier {self.name} is off")
+        self._open[job.job_id] = job
+        refusal: TierError | None = None
+        with self._plugin.barrier("submit"):
+            try:
+                tier.submit(job)
+            except TierError as exc:  # its way to say no
+                refusal = exc
+        if refusal is not None:
+            del self._open[job.job_id]
+            raise refusal
+
+    def poll(self) -> Sequence[JobResult]:
+        """Return what has ended: each job once."""
+        results: list[JobResult] = []
+        if (tier := self._used) is not None:
+            with self._plugin.barrier("poll"):
+                for result in tier.poll():
+                    job = self._checked(result)
+                    self._memory.forget(job.slots)
+                    results.append(result)
+        if self._plugin.off:
+            results += self._failed()
+        return results
+
+    def _checked(self, result: JobResult) -> TransferJob:
+        """Take a job's result. Raises TierError for what is none."""
+        if not isinstance(result, JobResult):
+            raise TierError(f"expected a JobResult, found {type(result).__name__}")
+        job = self._open.get(result.job_id)
+        if job is None:
+            raise TierError(f"job {result.job_id} was reported twice, or never submitted")
+        if not isinstance(result.done, int) or not 0 <= result.done <= len(job.keys):
+            raise TierError(f"expected up to {len(job.keys)} blocks done, found {result.done!r}")
+        return self._open.pop(result.job_id)
+
+    def _failed(self) -> list[JobResult]:
+        """Return the jobs of a tier that is off which it cannot go on with any more."""
+        if self._tier is not None and self._end is None:
+            name = f"kvstore-off-{self.name}"
+            self._end = threading.Thread(target=self._finish, args=(self._tier,), name=name)
+            self._end.daemon = True
+            self._end.start()
+        if self._end is not None and self._end.is_alive():
+            return []
+        over = [
+            job for job in self._open.values() if self._ended or not self._memory.in_use(job.slots)
+        ]
+        for job in over:
+            del self._open[job.job_id]
+            self._memory.forget(job.slots)
+        return [JobResult(job.job_id, 0, TierError(f"tier {self.name} is off")) for job in over]
+
+    def _finish(self, tier: Tier) -> None:
+        """Close a tier that is off, on a thread: it may take long."""
+        with self._plugin.barrier("drain"):
+            tier.drain()
+        with self._plugin.barrier("close"):
+            tier.close()
+            self._ended = True
+
+    def discard(self, keys: Collection[BlockKey]) -> None:
+        """Pass it on."""
+        if (tier := self._used) is not None:
+            with self._plugin.barrier("discard"):
+                tier.discard(keys)
+
+    def clear(self) -> None:
+        """Pass it on."""
+        if (tier := self._used) is not None:
+            with self._plugin.barrier("clear"):
+                tier.clear()
+
+    def drain(self) -> None:
+        """Pass it on."""
+        if (tier := self._used) is not None:
+            with self._plugin.barrier("drain"):
+                tier.drain()
+
+    def close(self) -> None:
+        """Pass it on, or wait a moment for one that is off."""
+        if (tier := self._used) is not None:
+            with self._plugin.barrier("close"):
+                tier.close()
+        elif self._end is not None:
+            self._end.join(_CLOSE_S)
+
+
+class _GuardedTelling(_Guarded):
+    """One that says what enters and leaves it: when it goes off, all that it told of has left."""
+
+    def __init__(self, plugin: Plugin, tier: Telling, memory: _Lent) -> None:
+        super().__init__(plugin, cast("Tier", tier), memory)
+        self._telling = tier
+        self._told: set[BlockKey] = set()
+
+    def tell(self) -> None:
+        """Pass it on."""
+        if self._used is not None:
+            with self._plugin.barrier("tell"):
+                self._telling.tell()
+
+    def take_changes(self) -> Changes:
+        """Pass it on."""
+        if self._used is not None:
+            with self._plugin.barrier("take_changes"):
+                changes = self._telling.take_changes()
+                if not isinstance(changes, Changes):
+                    raise TierError(f"expected Changes, found {type(changes).__name__}")
+                self._told.update(changes.added)
+                self._told.difference_update(changes.removed)
+                return changes
+        left, self._told = list(self._told), set()
+        return Changes(removed=left)

@@ -1,0 +1,450 @@
+"""The local protocol between a store and the engines on its node: its messages.
+
+A length-prefixed stream of msgpack messages over a unix socket; memory is passed as file
+descriptors beside Extent messages. The scheduler half and every worker of an engine have a
+connection each; together they are a session, which lives and dies as one: when any of them
+closes, the others are told to Detach, finish their copies, close and come back. Slots a session
+was granted are reused only after all its workers' connections have closed.
+
+    scheduler half                      store                           worker
+      Hello(scheduler) ------------------>|<------------------ Hello(worker, rank, geometry)
+      Welcome <---------------------------|-------------------------> Welcome, Extent + fd ...
+                                          |<------------------------------------ Mapped ...
+      Active, Credits <-------------------|
+      Step(lookups) --------------------->|
+      Answers <---------------------------|
+         ... jobs travel inside the engine, scheduler half to worker ...
+                                          |<---------------- Stored (copy done), Loaded (lease)
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from kvstore.core import limits
+from kvstore.core.layout import RankGeometry, RankLayout, RankPages
+from kvstore.core.limits import Count, Hash, LeaseMs, Name, Number, Rank, Seconds, Text, Words
+from kvstore.wire.framing import Message
+
+VERSION = 2
+
+Requests = msgspec.Meta(max_length=limits.STEP_ITEMS_MAX)
+Keys = Annotated[tuple[Hash, ...], msgspec.Meta(max_length=limits.STORED_MAX)]
+Hashes = Annotated[bytes, msgspec.Meta(max_length=limits.FRAME_BYTES_MAX)]
+Slots = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Numbers = Annotated[tuple[Number, ...], Requests]
+Counts = Annotated[dict[Name, Count], msgspec.Meta(max_length=limits.KINDS_MAX)]
+
+
+# Engine to store
+
+
+class Hello(Message, frozen=True):
+    """First message of every connection. engine names the session; uid is checked by the OS.
+
+    direct: this worker can read a peer's slots into its engine's memory. events: the scheduler half
+    wants to hear of what is on disk, too.
+    """
+
+    version: Number
+    engine: Name
+    role: Name  # "scheduler" or "worker"
+    rank: Rank
+    world: Annotated[int, msgspec.Meta(ge=1, le=limits.RANKS_MAX)]
+    credit_slots: Slots = 0  # scheduler half: empty slots it can use in two steps
+    geometry: RankGeometry | None = None  # workers
+    direct: bool = False
+    events: bool = False
+
+
+class Lookup(Message, frozen=True):
+    """Ask which leading blocks of a request are present; answered exactly once.
+
+    hashes: one hash of `width` bytes per block, first block first. memory_only: leave lower tiers
+    out, and what is coming from them. peer: host:port of a store that may have what is not here;
+    request: the hand-over, which may still be computing it there; push: have it
+    written; None: if that is faster. inside: tokens used of the last block, 0: all.
+    loadable: how many may be loaded, which lower tiers and peers are asked for; None: all.
+    direct: workers read themselves what a peer has, into the engine's memory.
+    """
+
+    ask: Number
+    hashes: Hashes
+    width: Annotated[int, msgspec.Meta(ge=1, le=limits.HASH_BYTES_MAX)]
+    scope: Hash = b""
+    memory_only: bool = False
+    peer: Name = ""
+    request: Text = ""
+    push: bool | None = None
+    inside: Count = 0
+    loadable: Count | None = None
+    direct: bool = False
+
+
+class Usage(Message, frozen=True):
+    """Tokens of requests admitted since the last step: asked for, and served, by tier."""
+
+    lookup_tokens: Count
+    hit_tokens: Counts
+
+
+class Handing(Message, frozen=True):
+    """A request whose blocks another store will ask for.
+
+    state: "running", it computes them; "done", these are all, held for lease_ms even if nobody
+    asks; "gone", it ended otherwise. common: what others may call it who do not know its id, but
+    whoever has the same. fixed: nobody makes lease_ms longer.
+    """
+
+    request: Text
+    state: Literal["running", "done", "gone"]
+    hashes: Hashes = b""
+    width: Annotated[int, msgspec.Meta(ge=0, le=limits.HASH_BYTES_MAX)] = 0
+    scope: Hash = b""
+    lease_ms: LeaseMs = 0
+    common: Text = ""
+    fixed: bool = False
+
+
+class LetGo(Message, frozen=True):
+    """A request does not want any more what a store at host:port has of it under this name."""
+
+    peer: Name
+    request: Text
+
+
+class Shown(Message, frozen=True):
+    """Engine blocks that are copied to slots, and stay readable after that: see Board.
+
+    slots: u32; keys[i] is what is in slots[i] once that is stored. blocks, generations: u32, as
+    many for each slot.
+    """
+
+    slots: Words
+    keys: Keys
+    blocks: Words
+    generations: Words
+
+
+class Step(Message, frozen=True):
+    """One batch per engine step from the scheduler half."""
+
+    lookups: Annotated[tuple[Lookup, ...], Requests] = ()
+    settle: Numbers = ()  # asks to answer now, with what is ready
+    release: Numbers = ()  # leases not used, or asks not wanted any more
+    usage: Usage | None = None
+    counts: Counts = msgspec.field(
+        default_factory=dict
+    )  # events by name (EVENTS), since the last step
+    handing: Annotated[tuple[Handing, ...], Requests] = ()
+    let_go: Annotated[tuple[LetGo, ...], Requests] = ()
+    shown: Annotated[tuple[Shown, ...], Requests] = ()
+
+
+class Mapped(Message, frozen=True):
+    """The worker has mapped an extent and may use its slots."""
+
+    extent: Number
+
+
+class Unmapped(Message, frozen=True):
+    """The worker will not touch an extent any more."""
+
+    extent: Number
+
+
+class Stored(Message, frozen=True):
+    """A worker finished writing slots. keys[i] is in slots[i]; parents[i] may be empty."""
+
+    slots: Words
+    keys: Keys
+    parents: Keys
+    ok: bool
+    seconds: Seconds
+
+
+class Loaded(Message, frozen=True):
+    """A worker finished reading under a lease; damaged: slots whose bytes were not right.
+
+    late: blocks that had not arrived when it gave up.
+    """
+
+    lease: Number
+    copied_bytes: Count
+    seconds: Seconds
+    damaged: Words = b""
+    late: Count = 0
+
+
+class Loading(Message, frozen=True):
+    """A worker still waits for what a lease names: the lease goes on. Coming may answer."""
+
+    lease: Number
+
+
+class Arrived(Message, frozen=True):
+    """A worker has read these positions of a fetch (u32) into its engine's memory, or could not."""
+
+    fetch: Number
+    positions: Words
+    copied_bytes: Count
+    ok: bool
+
+
+class Target(Message, frozen=True):
+    """This worker's engine blocks that blocks of a pushed fetch (u32 positions) may be written to.
+
+    agent: of the worker, which ends before they are used otherwise. blocks: u32, as many for each
+    position; 0: that part is not wanted.
+    """
+
+    fetch: Number
+    agent: Name
+    positions: Words
+    blocks: Words
+
+
+class Serves(Message, frozen=True):
+    """This worker's KV tensors can be read by peers, and written; blocks: so many engine blocks.
+
+    Said once it is welcome, and again when its agent is another one.
+    """
+
+    rank: RankPages
+    blocks: Number
+
+
+class Given(Message, frozen=True):
+    """What became of a Give.
+
+    end: "all" is written; "none", not all, and nothing of it can still come; "failed", some of it
+    may. copied_bytes: what this worker has written.
+    """
+
+    give: Number
+    end: Literal["all", "none", "failed"]
+    copied_bytes: Count = 0
+
+
+class Query(Message, frozen=True):
+    """Admin: "stats", "clear", or "resize" with a tier and its new capacity."""
+
+    what: Name
+    tier: Name = ""
+    capacity_bytes: Count = 0
+
+
+# Store to engine
+
+
+class Welcome(Message, frozen=True):
+    """The connection is part of a session.
+
+    layout: for workers, what to copy where. wait_ms, limit_ms: for workers, how long a load may
+    wait for slots that are coming without an arrival, and in all. side_channel: where other stores
+    can ask this one, host:port.
+    devices: for workers that read from peers, the network devices for that; UCX's names.
+    """
+
+    session: int
+    namespace: str = ""
+    layout: RankLayout | None = None
+    wait_ms: int = 0
+    limit_ms: int = 0
+    side_channel: str = ""
+    devices: str = ""
+
+
+class Refused(Message, frozen=True):
+    """The store will not serve this engine; retry says whether asking again can help."""
+
+    reason: str
+    retry: bool
+
+
+class Extent(Message, frozen=True):
+    """Slots first..first+count-1 live in the memory whose descriptor comes along.
+
+    Slot i starts at (i - first) * slot_bytes; from generations_offset on there is a u32
+    generation per slot.
+    """
+
+    extent: int
+    first: int
+    count: int
+    slot_bytes: int
+    generations_offset: int
+    bytes: int
+
+
+class Unmap(Message, frozen=True):
+    """Stop using an extent, then say Unmapped."""
+
+    extent: int
+
+
+class Active(Message, frozen=True):
+    """All parts of the session are there: lookups and stores may start.
+
+    defer_ms: how long the store may keep a lookup waiting for blocks that are pending.
+    """
+
+    slots_total: int
+    defer_ms: int
+
+
+DIRECT = 1 << 31
+"""From here on a slot's number is none of a slot: see Hit."""
+
+
+class Hit(Message, frozen=True):
+    """Blocks of one group: u32 arrays of block indices, slots and generations.
+
+    A slot that is being filled from a lower tier has one generation less until it can be read,
+    and never gets the leased one if that fails. Of a block that workers read from a peer the slot
+    is DIRECT + its position in a fetch, and the generation is the fetch's number.
+    """
+
+    indices: bytes
+    slots: bytes
+    generations: bytes
+
+
+class Granted(Message, frozen=True):
+    """The answer to a lookup. lease 0: nothing is present. Valid for lease_ms from the asking.
+
+    sources: tiers by name -> how many of the blocks are being read from there.
+    capped: the engine's leases are at their limit; ask again when some have ended.
+    kept: how many leading blocks the store has itself by then; None: all of them.
+    """
+
+    ask: int
+    lease: int
+    lease_ms: int
+    hits: tuple[Hit, ...]
+    sources: dict[str, int] = msgspec.field(default_factory=dict)
+    capped: bool = False
+    kept: Count | None = None
+
+
+class Answers(Message, frozen=True):
+    """One batch from the store to a scheduler half."""
+
+    granted: tuple[Granted, ...] = ()
+    credits: bytes = b""  # u32 array of slots
+    added: tuple[bytes, ...] = ()  # keys that became ready in the namespace's memory
+    removed: tuple[bytes, ...] = ()  # keys that left it
+    disk_added: tuple[bytes, ...] = ()  # keys that can be read on disk now, for who wants events
+    disk_removed: tuple[bytes, ...] = ()  # keys that cannot any more
+
+
+class Places(Message, frozen=True):
+    """Blocks of a fetch that can be read now: u32 positions, and u32 numbers in a peer's region.
+
+    agent: the peer's exporter; metadata: how to reach it, unless the fetch was told before. base:
+    where the region begins there. slots: it has so many.
+    """
+
+    fetch: int
+    agent: str
+    metadata: bytes
+    base: int
+    slots: int
+    positions: bytes
+    numbers: bytes
+
+
+class Passed(Message, frozen=True):
+    """What came of blocks of a fetch (u32 positions): what all ranks have is good, or not.
+
+    written: it is not, and the peer may still write to where it was told.
+    """
+
+    fetch: int
+    positions: bytes
+    ok: bool
+    written: bool = False
+
+
+class Coming(Message, frozen=True):
+    """What a lease names comes from a peer, and goes on.
+
+    quiet_ms: time since a block of it came, or the peer said that it is computed. computed_ms:
+    time since the peer said so; None: it has not.
+    """
+
+    lease: int
+    quiet_ms: Count
+    computed_ms: Count | None = None
+
+
+class Push(Message, frozen=True):
+    """The peer writes the blocks of a fetch: say where, once they may be written (Target)."""
+
+    fetch: int
+
+
+class InEngine(Message, frozen=True):
+    """Blocks of a fetch that can be read in the memory of a peer's engine.
+
+    engine: its number there; ranks: its memory, unless the fetch has named it before. positions:
+    u32; blocks: u32 engine blocks, as many for each position.
+    """
+
+    fetch: int
+    engine: int
+    ranks: tuple[RankPages, ...]
+    positions: bytes
+    blocks: bytes
+
+
+class Give(Message, frozen=True):
+    """Write engine blocks of a group to those of a peer's engine, what this worker has of them.
+
+    ranks: of the peer's engine, with the group's pages and no others; metadata: how to reach its
+    agent, unless this worker was told before. blocks, targets: u32, ours and theirs.
+    """
+
+    give: int
+    group: int
+    ranks: tuple[RankPages, ...]
+    blocks: bytes
+    targets: bytes
+
+
+class Board(Message, frozen=True):
+    """A u32 for each of an engine's blocks, in the memory whose descriptor comes along.
+
+    The scheduler half adds one before a block gets other content: whoever has read it meanwhile
+    finds another number than before, and uses nothing of it.
+    """
+
+    blocks: int
+
+
+class Detach(Message, frozen=True):
+    """The session is over: finish copies, close, connect again."""
+
+    reason: str
+
+
+class Report(Message, frozen=True):
+    """Answer to a Query, as JSON."""
+
+    body: bytes
+
+
+ToStore = (Hello | Step | Mapped | Unmapped | Stored | Loading | Loaded) | (
+    Arrived | Target | Serves | Given | Query
+)
+ToWorker = Extent | Unmap | Coming | Places | InEngine | Push | Passed | Give
+ToEngine = ToWorker | Welcome | Refused | Active | Answers | Board | Detach | Report
+
+EVENTS = frozenset(
+    {
+        *("deferred", "deferred_steps", "timed_out", "load_failed", "detached", "store_declined"),
+        *("transfer_refused", "hand_over_unstored", "load_given_up", "events_untold"),
+    }
+)

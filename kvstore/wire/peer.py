@@ -1,0 +1,380 @@
+"""The side channel's protocol between two stores: what a hand-over is agreed with.
+
+Bytes never travel here: they are read or written by the stores' exporters, or by workers. A block
+is named by its content key and the generation of its slot, never by a bare slot; what is named by
+an engine's block is good only once the producer has said so.
+
+    consumer (decode node)                          producer (prefill node)
+      Hello(namespace, traits, exporter) -------------->|
+      Welcome(exporter) <-------------------------------|   or Refused(reason)
+      Want(job, keys, request, lease) ----------------->|   pins what is ready, starts to read
+      Offer(job, positions) <---------------------------|   what there is, or will be
+      Have(job, positions, places, sums) <--------------|   readable now; again and again
+         READs them into landing slots, takes the sums
+      Confirm(job, positions) ------------------------->|   unpins them
+      Valid(job, positions) <---------------------------|   the lease held until now: bytes are good
+      Release(job) ------------------------------------>|
+
+To be pushed, the consumer sends Land(job, positions, landing slots) as it has room, and Have
+comes once the producer has written them. If it is direct, blocks may be named in an engine's
+memory instead, by Resident(job), and need no sums; Valid(again) names those that the engine has
+overwritten since, which come once more, by Have. Extend(job) is the heartbeat; Computing(job)
+answers it while the request that is waited for still runs. End(job) says that no more will come.
+Durations travel, clocks are never compared.
+
+A request that waits at the consumer is spoken of by its name, without Hello: Keep(request) is its
+heartbeat, Done(request) says that what is held for it is not wanted any more, Noted answers that.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Annotated, Literal
+
+import msgspec
+
+from kvstore.core.errors import ProtocolError
+from kvstore.core.layout import RankPages
+from kvstore.core.limits import GROUPS_MAX, Words
+from kvstore.core.types import GroupRule
+from kvstore.wire.framing import Message, from_u32
+
+VERSION = 2
+MESSAGE_BYTES_MAX = 16 << 20
+JOB_BLOCKS_MAX = 1 << 16
+LEASE_MS_MAX = 600_000
+CONSUMERS_MAX = 1024  # of one request
+REGIONS_MAX = 1 << 12
+RANKS_MAX = 64  # of one engine
+ENGINES_MAX = 4  # whose memory one job is told of
+TEXT_MAX = 4096
+
+# What a store keeps of a peer is small.
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
+Traits = Annotated[dict[Name, Text], msgspec.Meta(max_length=64)]
+Metadata = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+Positions = Annotated[bytes, msgspec.Meta(max_length=4 * JOB_BLOCKS_MAX)]  # u32, as generations
+Places = Annotated[bytes, msgspec.Meta(max_length=8 * JOB_BLOCKS_MAX)]  # u32 pairs; sums are u64
+
+
+class Region(msgspec.Struct, frozen=True, array_like=True):
+    """Memory of an exporter: where it begins in that process, and its slots."""
+
+    extent: int
+    base: int
+    slots: int
+
+    def __post_init__(self) -> None:
+        small = 0 <= self.extent < 1 << 32 and 0 < self.slots <= 1 << 32
+        if not small or not 0 <= self.base < 1 << 63:
+            raise ValueError(f"extent {self.extent} at {self.base} with {self.slots} slots")
+
+
+class Hello(Message, frozen=True):
+    """First message of a consumer; traits: what decides the bytes, by name, as text.
+
+    No traits: it takes what it is told in Welcome, as somebody who only looks does.
+    agent, metadata: of its exporter, empty without one (it cannot be pushed to then).
+    """
+
+    version: int
+    namespace: Name
+    traits: Traits
+    agent: Name = ""
+    metadata: Metadata = b""
+
+
+class Want(Message, frozen=True):
+    """Ask for blocks: for each group the indices wanted (u32) of a chain, first blocks first.
+
+    request: hand-over request whose blocks are waited for while it is still computed. direct: they
+    can be read in an engine's memory, too, and no sums are needed.
+    """
+
+    job: int
+    hashes: bytes
+    width: int
+    indices: Annotated[tuple[Positions, ...], msgspec.Meta(max_length=GROUPS_MAX)]
+    scope: bytes = b""
+    request: Text = ""
+    lease_ms: int = 30_000
+    push: bool = False
+    direct: bool = False
+
+
+class Land(Message, frozen=True):
+    """Where wanted blocks may be written: u32 positions in the list of wanted, u32 slots.
+
+    metadata: of the exporter, once it has mapped the region; with the first of them only.
+    """
+
+    job: int
+    region: Region
+    positions: Positions
+    slots: Positions
+    metadata: Metadata = b""
+
+
+class Fill(Message, frozen=True):
+    """Where blocks of a direct want may be written: in the memory of the consumer's engine.
+
+    blocks: u32 engine blocks, as many for each position; 0: that part is not wanted. ranks: the
+    engine's memory, unless the job has named it before.
+    """
+
+    job: int
+    positions: Positions
+    blocks: Words
+    ranks: Annotated[tuple[RankPages, ...], msgspec.Meta(max_length=RANKS_MAX)] = ()
+
+
+class Confirm(Message, frozen=True):
+    """Ask whether the lease held until now: these positions have arrived with the right sums.
+
+    unread: positions that could not be read in an engine's memory; they are told once more.
+    """
+
+    job: int
+    positions: Positions
+    unread: Positions = b""
+
+
+class Extend(Message, frozen=True):
+    """Heartbeat: the consumer still wants this."""
+
+    job: int
+    lease_ms: int
+
+
+class Release(Message, frozen=True):
+    """The consumer reads no more of a job."""
+
+    job: int
+
+
+class Keep(Message, frozen=True):
+    """Heartbeat of a request that waits here: hold for so long what is held for it."""
+
+    namespace: Name
+    request: Text
+    lease_ms: int
+
+
+class Done(Message, frozen=True):
+    """One of a request's consumers wants nothing more of it; repeats do not count."""
+
+    namespace: Name
+    request: Text
+    rank: int = 0
+    consumers: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.consumers <= CONSUMERS_MAX:
+            raise ValueError(f"rank {self.rank} of {self.consumers}, at most {CONSUMERS_MAX}")
+
+
+class Welcome(Message, frozen=True):
+    """The namespaces agree; traits: what decides the bytes here."""
+
+    agent: Name
+    metadata: Metadata
+    traits: Traits = msgspec.field(default_factory=dict)
+
+
+class Refused(Message, frozen=True):
+    """No hand-over; retry: asking again can help. job 0: the whole session."""
+
+    reason: Text
+    retry: bool = False
+    job: int = 0
+
+
+class Offer(Message, frozen=True):
+    """Which positions can be had; the others are not here. tiers[i]: where positions[i] is."""
+
+    job: int
+    positions: Positions
+    tiers: Annotated[tuple[Name, ...], msgspec.Meta(max_length=256)]
+    which: Positions  # u8 for each position: index into tiers
+
+
+class Have(Message, frozen=True):
+    """Positions that can be read (or, pushed, have been written), and what names their bytes.
+
+    places: u32 (extent, slot) pairs; generations: u32; sums: u64. regions: of extents not named
+    before, with the exporter's metadata that they can be reached by. given: positions (u32) of a
+    direct push that an engine has written from its own memory.
+    """
+
+    job: int
+    positions: Positions
+    places: Places
+    generations: Positions
+    sums: Places
+    regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=REGIONS_MAX)] = ()
+    metadata: Metadata = b""
+    given: Positions = b""
+
+
+class Resident(Message, frozen=True):
+    """Positions that can be read in an engine's memory; a direct want is told so.
+
+    engine: a number; ranks: its memory, unless the job has named it before. blocks: u32 engine
+    blocks, as many for each position.
+    """
+
+    job: int
+    positions: Positions
+    engine: int
+    blocks: Words
+    ranks: Annotated[tuple[RankPages, ...], msgspec.Meta(max_length=RANKS_MAX)] = ()
+
+
+class Computing(Message, frozen=True):
+    """The answer to Extend while the job's request runs: what is not there yet is computed."""
+
+    job: int
+
+
+class Valid(Message, frozen=True):
+    """The lease held when these positions were confirmed.
+
+    again: of these the engine's memory has other content by now; they are told once more.
+    """
+
+    job: int
+    positions: Positions
+    again: Positions = b""
+
+
+LEASE_OVER = "lease"
+FAILED = "failed"  # of a direct push: what was under way may still come
+UNKNOWN = "unknown"  # it has ended before, and was said to
+MAY_BE_WRITTEN = frozenset({LEASE_OVER, FAILED, UNKNOWN})
+
+
+class End(Message, frozen=True):
+    """Nothing more comes for a job: "all", or why not.
+
+    Nothing is written for it any more either, but for MAY_BE_WRITTEN. After LEASE_OVER another End
+    follows.
+    """
+
+    job: int
+    reason: Text
+
+
+class Starting(Message, frozen=True):
+    """Welcome comes later: the exporter at this side is being started."""
+
+
+class Noted(Message, frozen=True):
+    """The answer to Done.
+
+    "waits": the request still runs, or other consumers have not reported; "released": nothing is
+    held; "gone": it ended without blocks; "lapsed": its lease was over before; "unknown",
+    "ambiguous": refused.
+    """
+
+    request: Text
+    state: Literal["waits", "released", "gone", "lapsed", "unknown", "ambiguous"]
+
+
+ToProducer = Hello | Want | Land | Fill | Confirm | Extend | Release | Keep | Done
+ToConsumer = (Welcome | Starting | Refused | Noted) | (
+    Offer | Have | Resident | Computing | Valid | End
+)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_for_producer = msgspec.msgpack.Decoder(ToProducer)
+_for_consumer = msgspec.msgpack.Decoder(ToConsumer)
+
+
+def encode(message: Message) -> bytes:
+    """Return a message's bytes; the transport keeps messages apart."""
+    return _encoder.encode(message)
+
+
+def decode_for_producer(data: bytes) -> Message:
+    """Read what a consumer says. Raises ProtocolError for anything else."""
+    return _decode(_for_producer, data)
+
+
+def decode_for_consumer(data: bytes) -> Message:
+    """Read what a producer says. Raises ProtocolError for anything else."""
+    return _decode(_for_consumer, data)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Message], data: bytes) -> Message:
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError) as exc:
+        raise ProtocolError(f"not a message of side channel {VERSION}: {exc}") from exc
+
+
+def lease_ns(lease_ms: int) -> int:
+    """Return a lease in nanoseconds. Raises ProtocolError for one that cannot be."""
+    if not 0 < lease_ms <= LEASE_MS_MAX:
+        raise ProtocolError(f"a lease of {lease_ms} ms, expected 1 to {LEASE_MS_MAX}")
+    return lease_ms * 1_000_000
+
+
+def clip(rule: GroupRule, blocks: int) -> range:
+    """Return which of a group's blocks are handed over: all, or those that what comes next needs.
+
+    Each group's are one more than its trailing blocks: a window may begin inside of one, and what
+    is left if the last block cannot be had needs it, too.
+    """
+    return range(0 if rule.trailing is None else max(0, blocks - rule.trailing - 1), blocks)
+
+
+def positions_of(data: bytes, count: int) -> list[int]:
+    """Unpack positions. Raises ProtocolError unless each is below count and named once."""
+    found = from_u32(data)
+    if len(set(found)) != len(found) or any(position >= count for position in found):
+        raise ProtocolError(f"positions {found[:8]}, expected different ones below {count}")
+    return found
+
+
+def places_of(have: Have, count: int) -> list[tuple[int, tuple[int, int], int]]:
+    """Return position, extent and slot, and sum of each block. Raises ProtocolError."""
+    positions, sums = positions_of(have.positions, count), array("Q")
+    places = from_u32(have.places)
+    if len(have.sums) != 8 * len(positions) or len(places) != 2 * len(positions):
+        raise ProtocolError(f"{len(places)} numbers of places for {len(positions)} blocks")
+    sums.frombytes(have.sums)
+    return list(zip(positions, zip(places[::2], places[1::2], strict=True), sums, strict=True))
+
+
+def residents_of(message: Resident | Fill, count: int) -> dict[int, list[int]]:
+    """Return engine blocks by position. Raises ProtocolError."""
+    positions, blocks = positions_of(message.positions, count), from_u32(message.blocks)
+    per = len(blocks) // max(1, len(positions))
+    if not per or len(blocks) != per * len(positions):
+        raise ProtocolError(f"{len(blocks)} engine blocks for {len(positions)} positions")
+    return {at: blocks[n * per : n * per + per] for n, at in enumerate(positions)}
+
+
+def wanted_of(want: Want, groups: int) -> list[tuple[int, int]]:
+    """Return (group, index) of each position. Raises ProtocolError for what cannot be."""
+    if want.width <= 0 or not want.hashes or len(want.hashes) % want.width:
+        raise ProtocolError(f"{len(want.hashes)} bytes of hashes, {want.width} each")
+    if len(want.indices) != groups:
+        raise ProtocolError(f"indices of {len(want.indices)} groups, this model has {groups}")
+    blocks = len(want.hashes) // want.width
+    wanted: list[tuple[int, int]] = []
+    for group, data in enumerate(want.indices):
+        wanted += [(group, index) for index in _ascending(from_u32(data), blocks)]
+    if not 0 < len(wanted) <= JOB_BLOCKS_MAX:
+        raise ProtocolError(f"{len(wanted)} blocks wanted, expected 1 to {JOB_BLOCKS_MAX}")
+    return wanted
+
+
+def _ascending(indices: Sequence[int], blocks: int) -> Sequence[int]:
+    if any(index >= blocks for index in indices[-1:]) or any(a >= b for a, b in pairwise(indices)):
+        raise ProtocolError(f"indices {indices[:8]}, expected ascending ones below {blocks}")
+    return indices

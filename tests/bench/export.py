@@ -1,0 +1,406 @@
+"""`tests.bench export`: blocks from one store to another, against raw NIXL and the raw disk.
+
+Two real stores with their exporters, and the whole protocol: side channel, leases, checksums,
+landing slots, confirmation. An engine of each asks and watches its slots, as a worker does; time
+runs from the question to the last block that can be read. NIXL alone moves as many blocks of the
+same size, at positions in no order, between two processes of its own with memory of the same kind,
+as one transfer. What is compared alternates in one run. With "direct" the engine is this process,
+and an agent in it reads into its own memory; with "direct_push" the peer's exporter writes there.
+An engine that is written to has networks only, so that is measured over TCP only, against NIXL's
+WRITE over TCP.
+
+Both stores, both exporters and all threads that take checksums share this machine's processors
+here. So there is a second limit: NIXL with one pass of checksums over the bytes on each side,
+taken by a thread meanwhile, and the processor time of each process is counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+
+from kvstore.core.errors import KVStoreError
+from kvstore.store import admin
+from kvstore.units import KIB, MIB, sized
+from tests.bench import raw_nixl
+from tests.bench.clock import Clock, child_of
+from tests.bench.nvme import ATTEMPTS, READERS, WRITERS
+from tests.bench.raw_disk import Depth, System, reference
+from tests.bench.reader import DirectSession
+from tests.bench.report import Result, paired_ratio
+from tests.bench.session import Fetched, Session
+from tests.bench.steal import Watch
+from tests.bench.store import StoreProcess
+from tiers.nvme.drive_check import filled
+from tiers.nvme.tier import RUN_BYTES_MAX
+
+PAIRS = 7
+TRANSPORTS = {"shared memory": None, "tcp": "tcp,self"}
+EXPORTER = "tiers.nixl.exporter"
+PER_BYTES = 2 * MIB  # processor time is of so many bytes
+READY_S = 60.0
+OURS = ("pull_cpu", "push_cpu", "pull_nvme", "push_nvme", "direct_cpu", "direct_nvme")
+INTO_ENGINE = ("direct_push_cpu", "direct_push_nvme")  # which has networks only
+SYSTEMS = {"shared memory": OURS, "tcp": OURS + INTO_ENGINE}
+RAW = {"pull": "NIXL READ", "push": "NIXL WRITE"}
+# Which of these it is compared with.
+LIKE = {"pull": "pull", "push": "push", "direct": "pull", "direct_push": "push"}
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """How much is moved; transports: those of TRANSPORTS."""
+
+    block_bytes: tuple[int, ...] = (64 * KIB, 256 * KIB, MIB, 2 * MIB, 4 * MIB)
+    data_bytes: int = 128 * MIB  # twice the landing slots
+    transports: tuple[str, ...] = tuple(TRANSPORTS)
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """All blocks once. cpu_us: by process, for each PER_BYTES."""
+
+    bytes_per_s: float
+    cpu_us: dict[str, float]
+    first_s: float = 0.0
+
+    @property
+    def cpu_us_total(self) -> float:
+        """Processor time of all processes."""
+        return sum(self.cpu_us.values())
+
+
+def run(pairs: int | None, sizes: Sizes | None = None) -> list[Result]:
+    """Measure everything, the disk in the current directory; pairs: rounds."""
+    sizes, rounds = sizes or Sizes(), pairs or PAIRS
+    needed = 6 * sizes.data_bytes
+    free = shutil.disk_usage(Path.cwd()).free
+    if free < needed:
+        raise KVStoreError(
+            f"{Path.cwd()}: {sized(free)} free, the benchmark needs {sized(needed)} for a while"
+        )
+    results = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        total = len(sizes.block_bytes) * len(sizes.transports) * (2 + rounds)
+        task = progress.add_task("export", total=total)
+        for transport in sizes.transports:
+            for block_bytes in sizes.block_bytes:
+                what = f"{transport}, blocks of {sized(block_bytes)}"
+                progress.update(task, description=what)
+                with (
+                    tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=Path.cwd()) as name,
+                    ExitStack() as ends,
+                ):
+                    series = _Series(Path(name), block_bytes, transport, sizes, ends)
+                    progress.advance(task)
+                    found = series.measure(rounds, lambda: progress.advance(task))
+                    results += _results(block_bytes, transport, found, series.disturbed)
+    return results
+
+
+class Stores:
+    """A prefill store with some blocks in memory and others on disk only, and a decode store."""
+
+    def __init__(self, folder: Path, block_bytes: int, transport: str, data_bytes: int) -> None:
+        """transport: of all agents, one of TRANSPORTS."""
+        self.systems = SYSTEMS[transport]
+        self._transports = transports = TRANSPORTS[transport]
+        self._block_bytes = block_bytes
+        self._count = data_bytes // block_bytes
+        self.chains = {where: self._chain(where) for where in ("cpu", "nvme")}
+        environment = {} if transports is None else {"UCX_TLS": transports}
+        for name in ("prefill", "decode"):
+            (folder / name).mkdir()
+        # One extent each: what is not there yet would be made by evicting what is to be measured.
+        disk = f'[nvme]\npath = "{folder}/prefill/kv"\ncapacity = {4 * data_bytes}\n'
+        self.prefill = StoreProcess(
+            folder / "prefill",
+            f"{4 * data_bytes}B",
+            f"extent = {4 * data_bytes}\n{disk}[peer]\n",
+            environment=environment,
+            scraped=False,
+        )
+        self.decode = StoreProcess(
+            folder / "decode",
+            f"{2 * data_bytes}B",
+            f"extent = {2 * data_bytes}\n[peer]\n",
+            environment=environment,
+            scraped=False,
+        )
+        self._ends = ExitStack()
+
+    def open(self, ends: ExitStack) -> None:
+        """Start both, fill the first one, and hand over all once."""
+        ends.enter_context(self.prefill)
+        with self._session(self.prefill) as filling:
+            filling.put(self.chains["nvme"])
+            self._await_written()
+        self.prefill.stop()  # after a restart these are on disk only
+        self.prefill.__enter__()
+        giving = ends.enter_context(self._session(self.prefill))
+        giving.put(self.chains["cpu"])
+        self._await_written()
+        self._peer = giving.side_channel
+        ends.enter_context(self.decode)
+        self._taking = ends.enter_context(self._session(self.decode))
+        set_transports(self._transports)  # of the agent in this process
+        ends.callback(set_transports, None)
+        self._reading = ends.enter_context(
+            DirectSession(_path(self.decode), "reader", self._block_bytes, self._count)
+        )
+        for name in self.systems:
+            self._warm_up(name)
+        self._clocks = {
+            f"{name}_{kind}": Clock(pid)
+            for name, store in (("prefill", self.prefill), ("decode", self.decode))
+            for kind, pid in (("store", store.pid), ("exporter", child_of(store.pid, EXPORTER)))
+        }
+        self._clocks["engine"] = Clock(os.getpid())
+
+    def fetch(self, name: str) -> Moved:
+        """Hand over all blocks as one of SYSTEMS; the decode store has none of them after it."""
+        way, _, where = name.rpartition("_")
+        given = self._given()
+        before = {process: clock.now_us() for process, clock in self._clocks.items()}
+        found = self._fetched(way, where)
+        cpu_us = {
+            process: (clock.now_us() - before[process]) / self._size * PER_BYTES
+            for process, clock in self._clocks.items()
+        }
+        if not found.complete or found.sources != {"peer": self._count}:
+            raise KVStoreError(f"{name}: {len(found.slots)} of {self._count}, {found.sources}")
+        given = tuple(now - was for now, was in zip(self._given(), given, strict=True))
+        expected = self._count * (where == "nvme"), self._size * way.endswith("push")
+        if given != expected:
+            raise KVStoreError(f"{name}: blocks from disk, bytes pushed: {given}, not {expected}")
+        admin.clear(self.decode.address)
+        return Moved(self._size / found.all_s, cpu_us, found.first_s)
+
+    def _fetched(self, way: str, where: str) -> Fetched:
+        fetch = self._reading.fetch_direct if way.startswith("direct") else self._taking.fetch
+        return fetch(self.chains[where], self._peer, push=way.endswith("push"))
+
+    def _holds(self, way: str, where: str, found: Fetched) -> bool:
+        if way.startswith("direct"):
+            return self._reading.take(self.chains[where])
+        return self._taking.holds(self.chains[where], found.slots)
+
+    def _given(self) -> tuple[int, ...]:
+        """Count the blocks that the prefill store has read from disk, and the bytes it pushed."""
+        counts = ("kvstore_tier_blocks", "loaded"), ("kvstore_hand_over_moved_bytes", "pushed")
+        return tuple(_stat(self.prefill, *count) for count in counts)
+
+    @property
+    def _size(self) -> int:
+        return self._count * self._block_bytes
+
+    def _chain(self, where: str) -> list[bytes]:
+        names = (f"{where} {number}" for number in range(self._count))
+        return [hashlib.blake2b(name.encode(), digest_size=32).digest() for name in names]
+
+    def _session(self, store: StoreProcess) -> Session:
+        return Session(_path(store), "bench", self._block_bytes)
+
+    def _await_written(self) -> None:
+        """Wait until the disk has as many blocks more as a chain has."""
+        deadline_s = time.monotonic() + READY_S
+        while (written := _stat(self.prefill, "kvstore_tier_blocks", "stored")) < self._count:
+            if time.monotonic() > deadline_s:
+                raise KVStoreError(f"{written} of {self._count} blocks are on disk")
+            time.sleep(0.02)
+
+    def _warm_up(self, name: str) -> None:
+        """Hand over until memory is mapped and there is enough of it, and look at the bytes."""
+        way, _, where = name.rpartition("_")
+        deadline_s = time.monotonic() + READY_S
+        while True:
+            found = self._fetched(way, where)
+            if found.complete and not self._holds(way, where, found):
+                raise KVStoreError(f"{name}: other bytes than were stored")
+            admin.clear(self.decode.address)
+            if found.complete:
+                return
+            if time.monotonic() > deadline_s:
+                raise KVStoreError(f"{name}: {len(found.slots)} of {self._count} blocks came")
+
+
+def _path(store: StoreProcess) -> str:
+    return store.address.removeprefix("unix://")
+
+
+def set_transports(transports: str | None) -> None:
+    """Set UCX_TLS for agents that this process makes; None: UCX chooses."""
+    if transports is None:
+        os.unsetenv("UCX_TLS")
+    else:
+        os.putenv("UCX_TLS", transports)
+
+
+def _stat(store: StoreProcess, name: str, label: str) -> int:
+    """Return a store's count of this name and label; kvstore_tier_blocks: of its disk."""
+    for stat in admin.stats(store.address):
+        if stat.name == name and label in stat.labels.values():
+            return int(stat.value)
+    return 0
+
+
+class _Nixl:
+    """Two processes with NIXL alone; the first one is active."""
+
+    def __init__(
+        self, block_bytes: int, transports: str | None, data_bytes: int, ends: ExitStack
+    ) -> None:
+        start = raw_nixl.Start(block_bytes, data_bytes // block_bytes)
+        self._bytes = start.blocks * block_bytes
+        self._ours = ends.enter_context(raw_nixl.Process(start, transports))
+        self._other = ends.enter_context(raw_nixl.Process(start, transports))
+        self._ours.meet(self._other)
+        self._rounds = 0
+
+    def move(self, *, write: bool, summed: bool) -> Moved:
+        clocks = {"active": self._ours.clock, "passive": self._other.clock}
+        self._rounds += 1
+        command = raw_nixl.Move(write, self._rounds, summed)
+        before = {process: clock.now_us() for process, clock in clocks.items()}
+        started_s = time.perf_counter()
+        if summed:
+            self._other.tell(raw_nixl.Sum())
+        self._ours.do(command)
+        if summed:
+            self._other.done()
+        took_s = time.perf_counter() - started_s
+        cpu_us = {
+            process: (clock.now_us() - before[process]) / self._bytes * PER_BYTES
+            for process, clock in clocks.items()
+        }
+        return Moved(self._bytes / took_s, cpu_us)
+
+
+class _Series:
+    """All systems with one size of blocks and one transport."""
+
+    def __init__(
+        self, folder: Path, block_bytes: int, transport: str, sizes: Sizes, ends: ExitStack
+    ) -> None:
+        self.disturbed = 0
+        self._nixl = _Nixl(block_bytes, TRANSPORTS[transport], sizes.data_bytes, ends)
+        memory, _ = filled(sizes.data_bytes)
+        starts = range(0, sizes.data_bytes // block_bytes * block_bytes, block_bytes)
+        depth = Depth(READERS, WRITERS, RUN_BYTES_MAX)
+        blocks = [memory[at : at + block_bytes] for at in starts]
+        self._disk: System = reference(folder, blocks, depth)
+        self.disk_name = self._disk.name
+        ends.callback(self._disk.close)
+        self._disk.write()
+        self._stores = Stores(folder, block_bytes, transport, sizes.data_bytes)
+        self._stores.open(ends)
+
+    def measure(self, rounds: int, tell: Callable[[], None]) -> dict[str, list[Moved]]:
+        """Alternate the systems; the first round is not counted."""
+        found: dict[str, list[Moved]] = {}
+        for number in range(rounds + 1):
+            for name, moved in self._round(number).items():
+                found.setdefault(name, []).extend([moved] if number else [])
+            tell()
+        return found
+
+    def _round(self, number: int) -> dict[str, Moved]:
+        systems: dict[str, Callable[[], Moved]] = {
+            name: partial(self._stores.fetch, name) for name in self._stores.systems
+        }
+        for way in RAW:
+            for summed in (False, True):
+                name = f"{way}_summed" if summed else f"{way}_nixl"
+                move = partial(self._nixl.move, write=way == "push", summed=summed)
+                systems[name] = move
+        systems["disk"] = self._read_disk
+        names = list(systems)
+        first = number % len(names)
+        for _ in range(ATTEMPTS):
+            watch = Watch()
+            moved = {name: systems[name]() for name in names[first:] + names[:first]}
+            if not watch.disturbed():
+                break
+            self.disturbed += 1
+        return moved
+
+    def _read_disk(self) -> Moved:
+        return Moved(self._disk.read().bytes_per_s, {})
+
+
+def _results(
+    block_bytes: int, transport: str, found: dict[str, list[Moved]], disturbed: int
+) -> list[Result]:
+    common: dict[str, object] = {"block_bytes": block_bytes, "transport": transport}
+    common["rounds"] = len(found["disk"])
+    common["disturbed_rounds"] = disturbed
+    results = []
+    for name in SYSTEMS[transport]:
+        way, _, where = name.rpartition("_")
+        way = LIKE[way]
+        limits, against = _rates(found[f"{way}_nixl"]), RAW[way]
+        if where == "nvme":
+            disk = _rates(found["disk"])
+            against = "disk" if statistics.median(disk) < statistics.median(limits) else against
+            limits = [min(pair) for pair in zip(disk, limits, strict=True)]
+        summed = paired_ratio(_rates(found[name]), _rates(found[f"{way}_summed"]))
+        more: dict[str, object] = {
+            "first_block_ms": _median([moved.first_s * 1e3 for moved in found[name]], 3),
+            "summed_ratio": round(summed.median, 4),
+            "cpu_us": _median([moved.cpu_us_total for moved in found[name]], 1),
+            "nixl_cpu_us": _median([moved.cpu_us_total for moved in found[f"{way}_nixl"]], 1),
+            "cpu_us_by_process": {
+                process: _median([moved.cpu_us[process] for moved in found[name]], 1)
+                for process in found[name][0].cpu_us
+            },
+        }
+        results.append(_result(name, found[name], limits, against, {**common, **more}))
+    for way, against in RAW.items():
+        moved = found[f"{way}_summed"]
+        more = {"cpu_us": _median([each.cpu_us_total for each in moved], 1)}
+        limits = _rates(found[f"{way}_nixl"])
+        results.append(_result(f"{way}_summed", moved, limits, against, {**common, **more}))
+    return results
+
+
+def _result(
+    name: str,
+    moved: Sequence[Moved],
+    limits: Sequence[float],
+    against: str,
+    parameters: dict[str, object],
+) -> Result:
+    rates = _rates(moved)
+    ratio = paired_ratio(rates, limits)
+    return Result(
+        name=name,
+        value=statistics.median(rates) / 1e9,
+        unit="GB/s",
+        better="higher",
+        reference=statistics.median(limits) / 1e9,
+        ratio=ratio.median,
+        parameters={
+            **parameters,
+            "against": against,
+            "ratio_low": round(ratio.low, 4),
+            "ratio_high": round(ratio.high, 4),
+        },
+    )
+
+
+def _rates(moved: Sequence[Moved]) -> list[float]:
+    return [each.bytes_per_s for each in moved]
+
+
+def _median(values: Sequence[float], digits: int) -> float:
+    return round(statistics.median(values), digits)

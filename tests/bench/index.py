@@ -1,0 +1,259 @@
+"""`tests.bench index`: the manager while it grows to millions of blocks, beside vLLM's.
+
+For each count of blocks a manager of each kind grows from empty until it is full of prompts of
+several kinds (tests.bench.prompts). Then prefixes are looked up, and others are stored, which
+evicts the coldest; each eviction of ours is compared with a model of the order. The time of every
+single call is taken while it grows, and in the end with the coldest 50,000 blocks pinned. Memory is
+measured apart, with tracemalloc: that is slow.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+import tracemalloc
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+
+from kvstore.core.errors import ConfigError, check
+from kvstore.gc_tuning import collect_young_only
+from tests.bench.managers import Native, Ours, natives
+from tests.bench.prompts import CASES, KINDS, PREFIX, Request, question, unit
+from tests.bench.report import SEED, Result, paired_ratio, percentile
+
+BLOCKS = (10_000, 100_000, 1_000_000)
+BATCH = 256  # blocks stored at a time where single calls are timed
+PINNED = 50_000
+LOOKUPS = 300  # of each case, all of different requests
+ROUNDS = 20  # of PREFIX blocks stored; the systems take turns
+SHARE = 0.9999
+_NS_US, _NS_MS, _NS_S = 1e3, 1e6, 1e9
+
+Make = Callable[[int], Ours | Native]
+Asked = tuple[str, str | None, str]
+"""(what is looked up, how it differs from what is stored, what the processor remembers of it)"""
+Tell = Callable[[str, int], None]
+"""(what is measured, blocks done)"""
+
+
+class Call(msgspec.Struct, frozen=True, order=True):
+    """One call that was slow."""
+
+    wall_ns: int = 0
+    cpu_ns: int = 0
+    what: str = ""
+
+
+class Calls:
+    """The times of single calls."""
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self.wall_ns = array("q")
+        self.slowest = Call()
+        self.cpu_ns = 0  # the most that one call kept the processor busy
+
+    def take(self, steps: Iterator[str]) -> None:
+        """Run all steps, each of which is one call."""
+        wall, cpu = time.perf_counter_ns, time.thread_time_ns
+        cpu_ns, wall_ns = cpu(), wall()
+        for what in steps:
+            wall_ns, cpu_ns = wall() - wall_ns, cpu() - cpu_ns
+            self.wall_ns.append(wall_ns)
+            self.cpu_ns = max(self.cpu_ns, cpu_ns)
+            if wall_ns > self.slowest.wall_ns:
+                self.slowest = Call(wall_ns, cpu_ns, what)
+            cpu_ns, wall_ns = cpu(), wall()
+
+
+class Measured(msgspec.Struct):
+    """What one system showed at one count of blocks."""
+
+    name: str
+    blocks: int
+    lookup_us: dict[Asked, float]
+    stored: list[float]  # blocks/s of each round
+    calls: Calls
+    entry_bytes: float
+    peak_bytes: float
+
+
+def run(blocks: Sequence[int] | None = None) -> list[Result]:
+    """Measure each count of resident blocks, rounded down to whole requests."""
+    counts = [count // PREFIX * PREFIX for count in blocks or BLOCKS]
+    if min(counts) < 4 * PREFIX:
+        raise ConfigError(f"--blocks: expected at least {4 * PREFIX}, found {min(blocks or ())}")
+    console = Console(stderr=True)
+    peers, told = natives()
+    console.print(f"vLLM, to compare with: {told}")
+    kinds: list[tuple[str, Make]] = [(Ours.name, Ours), *peers]
+    collect_young_only()
+    results: list[Result] = []
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("", total=2 * len(kinds) * sum(counts))
+
+        def tell(what: str, done: int) -> None:
+            progress.update(task, description=what, advance=done)
+
+        for count in counts:
+            sizes = [_sizes(count, name, make, tell) for name, make in kinds]
+            results += rows(count, _timed(count, kinds, sizes, tell), told)
+    return results
+
+
+def _sizes(count: int, name: str, make: Make, tell: Tell) -> tuple[float, float]:
+    """Return bytes per block once all are there, and at the highest while it grew."""
+    wanted = [unit(number) for number in range(count // PREFIX)]  # keys are not counted
+    tracemalloc.start()
+    try:
+        system = make(count)
+        for requests in wanted:
+            for each in requests:
+                system.store_all(each)
+            if isinstance(system, Ours):
+                system.manager.take_changes()
+            tell(f"{count:,} blocks: memory of {name}", PREFIX)
+        now, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    return now / count, peak / count
+
+
+def _timed(
+    count: int, kinds: Sequence[tuple[str, Make]], sizes: Sequence[tuple[float, float]], tell: Tell
+) -> list[Measured]:
+    """Measure all systems, in turns where they are compared."""
+    systems = [make(count) for _, make in kinds]
+    collect_young_only()  # a store gets its slots an extent at a time, and not a million at once
+    calls = [Calls() for _ in systems]
+    whole = count // PREFIX
+    for number in range(whole):
+        requests = unit(number)
+        for system, timed in zip(systems, calls, strict=True):
+            for wanted in requests:
+                timed.take(system.store(wanted, BATCH))
+            tell(f"{count:,} blocks: {system.name}", PREFIX)
+    lookups = [_lookups(system, whole) for system in systems]
+    rates: list[list[float]] = [[] for _ in systems]
+    for number in range(whole, whole + ROUNDS):
+        (wanted,) = unit(number, KINDS[0])
+        for system, rate in zip(systems, rates, strict=True):
+            start_ns = time.perf_counter_ns()
+            system.store_all(wanted)
+            rate.append(PREFIX * _NS_S / (time.perf_counter_ns() - start_ns))
+            system.settle(wanted)
+    for system, timed in zip(systems, calls, strict=True):
+        _pinned(system, whole, timed)
+    return [
+        Measured(system.name, count, *measured)
+        for system, *measured in zip(
+            systems, lookups, rates, calls, *zip(*sizes, strict=True), strict=True
+        )
+    ]
+
+
+def _lookups(system: Ours | Native, whole: int) -> dict[Asked, float]:
+    """Return the median time of a lookup in us, by case and by what the processor remembers.
+
+    first: nobody has touched what is looked at for long, so most of it comes from main memory. The
+    question itself has just come in. again: the same lookup right after that. All cases of half
+    hits, as often each, are one more: the mix.
+    """
+    taken: dict[Asked, list[float]] = {}
+    rng = random.Random(SEED)
+    for case in CASES:
+        for asked in [question(case, whole, rng) for _ in range(LOOKUPS)]:
+            wanted = asked.received()
+            for when in ("first", "again"):
+                start_ns = time.perf_counter_ns()
+                blocks = system.lookup(wanted)
+                took = (time.perf_counter_ns() - start_ns) / _NS_US
+                taken.setdefault((case.name, case.case, when), []).append(took)
+                if case.case is not None:
+                    taken.setdefault((case.name, "mix", when), []).append(took)
+                expected = wanted.shared
+                check(blocks == expected, f"{system.name} found {blocks} blocks, not {expected}")
+    return {asked: statistics.median(times) for asked, times in taken.items()}
+
+
+def _pinned(system: Ours | Native, whole: int, timed: Calls) -> None:
+    """Store, look up and load with the coldest blocks pinned, up to half of all."""
+    held = 0
+    for number in range(whole):
+        if held * PREFIX >= min(PINNED, whole * PREFIX // 2):
+            break
+        requests = unit(number)
+        if all(system.lookup(wanted) == len(wanted.keys) for wanted in requests):
+            for wanted in requests:
+                timed.take(system.pin(wanted))
+            held += 1
+    for number in range(whole + ROUNDS, whole + 2 * ROUNDS):
+        (wanted,) = unit(number, KINDS[0])
+        timed.take(system.store(wanted, BATCH))
+        timed.take(_looked_up(system, wanted))
+        if system.lookup(wanted) == PREFIX:  # a policy may have let go of some of it
+            timed.take(system.load(wanted))
+    timed.take(system.unpin())
+
+
+def _looked_up(system: Ours | Native, wanted: Request) -> Iterator[str]:
+    system.lookup(wanted)
+    yield "lookup"
+
+
+def rows(count: int, measured: Sequence[Measured], told: str) -> list[Result]:
+    """Compare ours, the first, with each of the others; without others there is no reference."""
+    ours, *others = measured
+    results = []
+    compared: Sequence[Measured | None] = others or [None]
+    for other in compared:
+        common: dict[str, object] = {"blocks": count, "vllm": told}
+        if other is not None:
+            common["against"] = other.name
+        for mine, theirs in zip(_values(ours), _values(other or ours), strict=True):
+            reference, ratio, more = None, None, mine.parameters
+            if other is not None:
+                reference, ratio = theirs.value, mine.value / theirs.value
+            if other is not None and mine.name == "store_evict":
+                pairs = paired_ratio(ours.stored, other.stored)
+                ratio, more = (
+                    pairs.median,
+                    more | {"ratio_low": pairs.low, "ratio_high": pairs.high},
+                )
+            results.append(
+                msgspec.structs.replace(
+                    mine, reference=reference, ratio=ratio, parameters=common | more
+                )
+            )
+    return results
+
+
+def _values(of: Measured) -> Iterator[Result]:
+    """One system's numbers, without what they are compared with."""
+    for (name, case, when), value in of.lookup_us.items():
+        how = {"asked": when} | ({} if case is None else {"case": case})
+        yield Result(name=name, value=value, unit="us", better="lower", parameters=how)
+    rate = statistics.median(of.stored)
+    yield Result(name="store_evict", value=rate, unit="blocks/s", better="higher")
+    wall_ns = of.calls.wall_ns
+    for statistic, value in (("p99.99", percentile(wall_ns, SHARE)), ("maximum", max(wall_ns))):
+        more = {"statistic": statistic, "pinned": min(PINNED, of.blocks // 2)}
+        if statistic == "maximum":
+            more["call"] = of.calls.slowest.what
+            more["cpu_ms"] = round(of.calls.slowest.cpu_ns / _NS_MS, 3)
+            more["most_cpu_ms"] = round(of.calls.cpu_ns / _NS_MS, 3)
+        yield Result(
+            name="worst_call", value=value / _NS_MS, unit="ms", better="lower", parameters=more
+        )
+    yield Result(
+        name="bytes_per_entry",
+        value=of.entry_bytes,
+        unit="B",
+        better="lower",
+        parameters={"peak": round(of.peak_bytes)},
+    )

@@ -1,0 +1,344 @@
+"""`tests.bench nvme`: blocks to a disk and back, against what the disk gives without a tier.
+
+The real tier with its threads, index and commits, fed as the store feeds it: jobs of neighbouring
+blocks, several open, polled once per tick. In each round every system writes all blocks and reads
+them back, one after the other, and the bytes are gone through once for the checksums' comparison.
+What a write's commit costs comes after its time is taken.
+
+Fair to both sides: as many calls under way, and calls as long (the tier moves neighbours in one
+call); files preallocated, the page cache passed by, the first round not counted, memory in huge
+pages where the machine has any (with small ones a disk is given each block in hundreds of pieces).
+A round in which a hypervisor took the processors away is measured again. Not equal is how much
+memory there is: fio goes through a few buffers again and again, a cache's blocks each have a place
+of their own. So there is a plain loop through that memory as well.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+
+from kvstore.config import NvmeConfig
+from kvstore.core.errors import KVStoreError
+from kvstore.core.tier import TierContext
+from kvstore.core.types import BlockKey, JobId, JobKind, Slot, TransferJob
+from kvstore.units import MIB, sized
+from tests.bench.raw_disk import (
+    PASS_BYTES,
+    Depth,
+    FilePerBlock,
+    Moved,
+    System,
+    ThreadLoop,
+    difference,
+    pass_us,
+    reference,
+    timed,
+)
+from tests.bench.report import Result, paired_ratio
+from tests.bench.steal import Watch
+from tiers.nvme.block_io import writers_of
+from tiers.nvme.disk import NvmeDisk
+from tiers.nvme.drive_check import filled
+from tiers.nvme.index import Record
+from tiers.nvme.namespace import Space
+from tiers.nvme.tier import RUN_BYTES_MAX, NvmeTier
+
+PAIRS = 5
+ATTEMPTS = 4
+READERS = 4  # the default of `threads`
+WRITERS = writers_of(READERS)
+OPEN_JOBS = 4
+TICK_S = 0.001  # the store's, while something is under way
+SETTLE_S = 60.0
+KINDS = (JobKind.LOAD, JobKind.STORE)
+NAMES = {JobKind.LOAD: "read", JobKind.STORE: "write"}
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """How much is moved."""
+
+    block_bytes: tuple[int, ...] = (MIB // 2, MIB, 2 * MIB, 4 * MIB)
+    data_bytes: int = 512 * MIB
+    job_bytes: int = 32 * MIB
+    extent_bytes: int = 64 * MIB
+
+
+class Unchecked(NvmeDisk):
+    """The tier without checksums: what these cost is the difference."""
+
+    def tier(self, context: TierContext) -> NvmeTier:
+        """Make a namespace's tier."""
+        made = super().tier(context)
+        made.space.__class__ = _Unchecked
+        return made
+
+
+class _Unchecked(Space):
+    def checksum(self, _record: Record, _block: memoryview) -> int:
+        return 0
+
+
+class Slots:
+    """SlotMemory over the benchmark's blocks."""
+
+    def __init__(self, blocks: Sequence[memoryview]) -> None:
+        """Slot n is blocks[n]."""
+        self._blocks = blocks
+
+    def view(self, slot: Slot) -> memoryview:
+        """Return the slot's bytes."""
+        return self._blocks[slot]
+
+
+class Ours:
+    """An NVMe tier in a directory of its own, with room for all blocks."""
+
+    def __init__(
+        self, folder: Path, blocks: Sequence[memoryview], sizes: Sizes, *, checked: bool
+    ) -> None:
+        """Open an empty disk."""
+        self.name = "kvstore" if checked else "kvstore without checksums"
+        self._blocks = blocks
+        capacity = 2 * sizes.data_bytes + sizes.extent_bytes
+        settings = NvmeConfig(str(folder), capacity, sizes.extent_bytes, 10**9, READERS)
+        self._disk = (NvmeDisk if checked else Unchecked)(settings)
+        context = TierContext("nvme", "bench", len(blocks[0]), Slots(blocks), {})
+        self._tier = self._disk.tier(context)
+        self._per_job = max(1, sizes.job_bytes // len(blocks[0]))
+        self._keys = [BlockKey(number.to_bytes(34, "big")) for number in range(len(blocks))]
+        self._next = 0
+
+    def write(self) -> Moved:
+        """Store all blocks, until the last result."""
+        moved = timed(self._blocks, lambda: self._run(JobKind.STORE))
+        self._settle()
+        return moved
+
+    def read(self) -> Moved:
+        """Load all blocks, until the last result."""
+        return timed(self._blocks, lambda: self._run(JobKind.LOAD))
+
+    def reset(self) -> None:
+        """Forget all blocks, and wait until their slots are free again."""
+        self._tier.clear()
+        self._settle()
+
+    def close(self) -> None:
+        """Close the disk in order."""
+        self._tier.close()
+        self._disk.close()
+
+    def _jobs(self, kind: JobKind) -> list[TransferJob]:
+        jobs = []
+        for first in range(0, len(self._keys), self._per_job):
+            keys = tuple(self._keys[first : first + self._per_job])
+            slots = tuple(Slot(first + number) for number in range(len(keys)))
+            parents = (None, *keys[:-1]) if kind is JobKind.STORE else ()
+            self._next += 1
+            jobs.append(TransferJob(JobId(self._next), kind, keys, slots, parents))
+        return jobs
+
+    def _run(self, kind: JobKind) -> None:
+        waiting = self._jobs(kind)[::-1]
+        sizes = {job.job_id: len(job.keys) for job in waiting}
+        opened = 0
+        while waiting or opened:
+            while waiting and opened < OPEN_JOBS:
+                self._tier.submit(waiting.pop())
+                opened += 1
+            time.sleep(TICK_S)
+            for result in self._tier.poll():
+                opened -= 1
+                if result.error is not None or result.done != sizes[result.job_id]:
+                    raise KVStoreError(f"{self.name}: {NAMES[kind]} failed: {result}")
+
+    def _settle(self) -> None:
+        """Wait until everything is durable and nothing is under way."""
+        space, deadline_s = self._tier.space, time.monotonic() + SETTLE_S
+        while self._disk.busy or space.to_put or space.to_delete or space.leaving:
+            self._disk.flush()
+            if time.monotonic() > deadline_s:
+                raise KVStoreError(f"{self.name}: not durable after {SETTLE_S:.0f} s")
+
+
+def run(pairs: int | None, sizes: Sizes | None = None) -> list[Result]:
+    """Measure everything in the current directory; pairs: rounds, instead of the default."""
+    sizes, rounds = sizes or Sizes(), pairs or PAIRS
+    # Two references, two tiers with one extent to spare and their index, the naive files.
+    needed = 5 * sizes.data_bytes + 2 * sizes.extent_bytes + 128 * MIB
+    free = shutil.disk_usage(Path.cwd()).free
+    if free < needed:
+        raise KVStoreError(
+            f"{Path.cwd()}: {sized(free)} free, the benchmark needs {sized(needed)} for a while"
+        )
+    memory, pages = filled(sizes.data_bytes)
+    with (
+        tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=Path.cwd()) as name,
+        Progress(console=Console(stderr=True), transient=True) as progress,
+    ):
+        task = progress.add_task("nvme", total=len(sizes.block_bytes) * (1 + rounds))
+        results, sums, plain, disturbed = [], list[float](), list[float](), 0
+        for block_bytes in sizes.block_bytes:
+            progress.update(task, description=f"blocks of {sized(block_bytes)}")
+            series = _Series(Path(name), memory, block_bytes, sizes)
+            found = series.measure(rounds, lambda: progress.advance(task))
+            results += _results(block_bytes, pages, found, series.plain)
+            sums += series.sums
+            plain += series.plain
+            disturbed += series.disturbed
+    return [*results, _pass_result(sums, plain, disturbed)]
+
+
+class _Series:
+    """All systems with one size of blocks; found[system][kind] are the rounds."""
+
+    def __init__(self, folder: Path, memory: memoryview, block_bytes: int, sizes: Sizes) -> None:
+        ends = range(block_bytes, len(memory) + 1, block_bytes)
+        self._memory = memory
+        self.disturbed = 0  # rounds that were measured again, or would have to be
+        self.sums: list[float] = []
+        self.plain: list[float] = []
+        self._blocks = [memory[end - block_bytes : end] for end in ends]
+        self._folder = folder
+        self._sizes = sizes
+
+    def measure(self, rounds: int, tell: Callable[[], None]) -> dict[str, _Rounds]:
+        """Alternate the systems; the first round makes files and is not counted."""
+        call_bytes = min(RUN_BYTES_MAX, self._sizes.data_bytes // READERS)
+        depth = Depth(READERS, WRITERS, call_bytes)
+        systems: dict[str, System] = {}
+        try:
+            systems["reference"] = reference(self._folder, self._blocks, depth)
+            if systems["reference"].name != ThreadLoop.name:
+                systems["loop"] = ThreadLoop(self._folder, self._blocks, depth)
+            for name, checked in (("checked", True), ("unchecked", False)):
+                folder = self._folder / name
+                systems[name] = Ours(folder, self._blocks, self._sizes, checked=checked)
+            systems["naive"] = FilePerBlock(self._folder, self._blocks, depth)
+            found = {name: _Rounds(system.name) for name, system in systems.items()}
+            for number in range(rounds + 1):
+                moved = self._round(systems, number)
+                if number:
+                    for name, (written, read) in moved.items():
+                        found[name].moved[JobKind.STORE].append(written)
+                        found[name].moved[JobKind.LOAD].append(read)
+                    one, other = pass_us(self._memory)
+                    self.sums.append(one)
+                    self.plain.append(other)
+                tell()
+        finally:
+            for system in systems.values():
+                system.close()
+        for name in ("checked", "unchecked"):
+            shutil.rmtree(self._folder / name)
+        return found
+
+    def _round(self, systems: dict[str, System], number: int) -> dict[str, tuple[Moved, Moved]]:
+        """All systems once, as often as it takes to have the processors for ourselves."""
+        for _ in range(ATTEMPTS):
+            watch = Watch()
+            moved = {}
+            for name in _rotated(list(systems), number):
+                system = systems[name]
+                moved[name] = system.write(), system.read()
+                system.reset()
+            if not watch.disturbed():
+                break
+            self.disturbed += 1
+        return moved
+
+
+class _Rounds(msgspec.Struct):
+    system: str
+    moved: dict[JobKind, list[Moved]] = msgspec.field(
+        default_factory=lambda: {kind: [] for kind in KINDS}
+    )
+
+    def rates(self, kind: JobKind) -> list[float]:
+        return [moved.bytes_per_s for moved in self.moved[kind]]
+
+    def cpu_us(self, kind: JobKind) -> list[float]:
+        return [moved.cpu_us_per_block for moved in self.moved[kind]]
+
+
+def _rotated(names: list[str], number: int) -> list[str]:
+    first = number % len(names)
+    return names[first:] + names[:first]
+
+
+def _results(
+    block_bytes: int, pages: str, found: dict[str, _Rounds], plain_us: Sequence[float]
+) -> list[Result]:
+    results = []
+    for kind in KINDS:
+        for name in ("checked", "unchecked", "naive"):
+            parameters: dict[str, object] = {"block_bytes": block_bytes, "pages": pages}
+            if name != "naive":
+                parameters["checksum"] = name == "checked"
+            if name == "checked":
+                cost_us = difference(found[name].cpu_us(kind), found["unchecked"].cpu_us(kind))
+                pass_us_per_block = statistics.median(plain_us) * block_bytes / PASS_BYTES
+                parameters["checksum_passes"] = round(cost_us / pass_us_per_block, 2)
+                parameters["plain_pass_us"] = round(pass_us_per_block, 1)
+            loop = found.get("loop", found["reference"])
+            same_memory = paired_ratio(found[name].rates(kind), loop.rates(kind))
+            parameters["loop_ratio"] = round(same_memory.median, 4)
+            prefix = "naive_" if name == "naive" else ""
+            results.append(_result(prefix, kind, found[name], found["reference"], parameters))
+    return results
+
+
+def _result(
+    prefix: str, kind: JobKind, ours: _Rounds, other: _Rounds, parameters: dict[str, object]
+) -> Result:
+    ratio = paired_ratio(ours.rates(kind), other.rates(kind))
+    return Result(
+        name=prefix + NAMES[kind],
+        value=statistics.median(ours.rates(kind)) / 1e9,
+        unit="GB/s",
+        better="higher",
+        reference=statistics.median(other.rates(kind)) / 1e9,
+        ratio=ratio.median,
+        parameters={
+            **parameters,
+            "cpu_us_per_block": round(statistics.median(ours.cpu_us(kind)), 1),
+            "reference_cpu_us_per_block": round(statistics.median(other.cpu_us(kind)), 1),
+            "depth": READERS if kind is JobKind.LOAD else WRITERS,
+            "rounds": len(ours.moved[kind]),
+            "value_low": min(ours.rates(kind)) / 1e9,
+            "value_high": max(ours.rates(kind)) / 1e9,
+            "reference_low": min(other.rates(kind)) / 1e9,
+            "reference_high": max(other.rates(kind)) / 1e9,
+            "against": other.system,
+            "ratio_low": round(ratio.low, 4),
+            "ratio_high": round(ratio.high, 4),
+        },
+    )
+
+
+def _pass_result(sums: list[float], plain: list[float], disturbed: int) -> Result:
+    ratio = paired_ratio(sums, plain)
+    return Result(
+        name="checksum_pass",
+        value=statistics.median(sums),
+        unit="us per 2 MiB",
+        better="lower",
+        reference=statistics.median(plain),
+        ratio=ratio.median,
+        parameters={
+            "of": "XXH3-64",
+            "against": "numpy sum",
+            "disturbed_rounds": disturbed,
+            "ratio_low": round(ratio.low, 4),
+            "ratio_high": round(ratio.high, 4),
+        },
+    )

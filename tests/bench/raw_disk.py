@@ -1,0 +1,285 @@
+"""What a disk gives without a tier: fio or a plain loop with direct I/O, and one file per block.
+
+All of them move as many bytes, in the same directory, with as many calls under way; fio and the
+loop make calls as long as the tier's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import xxhash
+
+from kvstore.core.errors import KVStoreError
+
+FIO_S = 300
+PASS_BYTES = 2 << 20
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """One pass over all blocks: bytes per second, and CPU time of all threads for each block."""
+
+    bytes_per_s: float
+    cpu_us_per_block: float
+
+
+class Depth(msgspec.Struct, frozen=True):
+    """Calls under way at one time, and bytes of one: blocks that are neighbours share a call."""
+
+    read: int
+    write: int
+    call_bytes: int
+
+
+class System(Protocol):
+    """Something that keeps blocks on disk."""
+
+    name: str
+
+    def write(self) -> Moved:
+        """Write all blocks."""
+        ...
+
+    def read(self) -> Moved:
+        """Read all blocks back, from disk."""
+        ...
+
+    def reset(self) -> None:
+        """Be ready for the next round."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
+
+
+def timed(blocks: Sequence[memoryview], work: Callable[[], None]) -> Moved:
+    """Run work, which moves all these blocks."""
+    cpu_s, start_s = time.process_time(), time.perf_counter()
+    work()
+    took_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_s
+    return Moved(sum(map(len, blocks)) / took_s, cpu_s / len(blocks) * 1e6)
+
+
+def each(count: int, threads: int, move: Callable[[int], None]) -> None:
+    """Call move(0) to move(count - 1) on threads; raises what the first of them raised."""
+    numbers = iter(range(count))
+    errors: list[OSError] = []
+
+    def loop() -> None:
+        try:
+            for number in numbers:
+                move(number)
+        except OSError as exc:
+            errors.append(exc)
+
+    started = [threading.Thread(target=loop) for _ in range(threads)]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    if errors:
+        raise KVStoreError(f"the benchmark's own files: {errors[0]}")
+
+
+class ThreadLoop:
+    """One preallocated file with direct I/O: each thread moves the next blocks, nothing else."""
+
+    name = "O_DIRECT loop"
+
+    def __init__(self, folder: Path, blocks: Sequence[memoryview], depth: Depth) -> None:
+        """Preallocate the file. Raises KVStoreError without direct I/O."""
+        self._blocks = blocks
+        self._depth = depth
+        self._path = folder / "loop"
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        try:
+            self._fd = os.open(self._path, flags | os.O_DIRECT, 0o600)
+            os.posix_fallocate(self._fd, 0, sum(map(len, blocks)))
+        except OSError as exc:
+            raise KVStoreError(f"{folder}: no file with direct I/O: {exc.strerror}") from exc
+
+    def write(self) -> Moved:
+        """Write all blocks."""
+        return self._move(os.pwritev, self._depth.write)
+
+    def read(self) -> Moved:
+        """Read all blocks back."""
+        return self._move(os.preadv, self._depth.read)
+
+    def _move(self, call: Callable[[int, list[memoryview], int], int], depth: int) -> Moved:
+        size = len(self._blocks[0])
+        step = max(1, self._depth.call_bytes // size)
+        firsts = range(0, len(self._blocks), step)
+
+        def move(number: int) -> None:
+            pieces = self._blocks[firsts[number] : firsts[number] + step]
+            if call(self._fd, list(pieces), firsts[number] * size) != size * len(pieces):
+                raise OSError("a block was cut short")
+
+        return timed(self._blocks, lambda: each(len(firsts), depth, move))
+
+    def reset(self) -> None:
+        """Blocks are overwritten in place."""
+
+    def close(self) -> None:
+        """Remove the file."""
+        os.close(self._fd)
+        self._path.unlink()
+
+
+class Fio:
+    """fio with as many threads, each in its own part of one file; huge pages where glibc asks."""
+
+    name = "fio"
+
+    def __init__(self, folder: Path, blocks: Sequence[memoryview], depth: Depth) -> None:
+        """Only the number of blocks and their size are used: fio has memory of its own."""
+        self._path = folder / "fio"
+        self._blocks = len(blocks)
+        self._block_bytes = len(blocks[0])
+        self._depth = depth
+
+    def write(self) -> Moved:
+        """Write all blocks."""
+        return self._run("write", self._depth.write)
+
+    def read(self) -> Moved:
+        """Read all blocks back."""
+        return self._run("read", self._depth.read)
+
+    def _run(self, kind: str, depth: int) -> Moved:
+        call_bytes = max(self._block_bytes, self._depth.call_bytes)
+        part = self._blocks * self._block_bytes // depth // call_bytes * call_bytes
+        options = {
+            "name": "kvstore",
+            "filename": str(self._path),
+            "ioengine": "psync",
+            "direct": 1,
+            "rw": kind,
+            "bs": call_bytes,
+            "numjobs": depth,
+            "size": part,
+            "offset_increment": part,
+            "scramble_buffers": 0,
+            "output-format": "json",
+        }
+        command = ["fio", "--thread", "--group_reporting"]
+        command += [f"--{name}={value}" for name, value in options.items()]
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=FIO_S,
+                env={**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+            )
+            job = json.loads(done.stdout)["jobs"][0]
+            # Run time is the sum over threads here, and the shares are of it.
+            cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
+            blocks = job[kind]["io_bytes"] / self._block_bytes
+            return Moved(float(job[kind]["bw_bytes"]), cpu_s / blocks * 1e6)
+        except subprocess.CalledProcessError as exc:
+            raise KVStoreError(f"fio: {exc.stderr.strip() or exc}") from exc
+        except (OSError, subprocess.TimeoutExpired) as exc:
+            raise KVStoreError(f"fio: {exc}") from exc
+        except (ValueError, LookupError, ZeroDivisionError) as exc:
+            raise KVStoreError(f"fio reports in a form that is not known here: {exc!r}") from exc
+
+    def reset(self) -> None:
+        """Blocks are overwritten in place."""
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._path.unlink(missing_ok=True)
+
+
+def reference(folder: Path, blocks: Sequence[memoryview], depth: Depth) -> System:
+    """Take fio where it is installed."""
+    kind = ThreadLoop if shutil.which("fio") is None else Fio
+    return kind(folder, blocks, depth)
+
+
+class FilePerBlock:
+    """The naive tier: a block is a file, written through the page cache and renamed."""
+
+    name = "naive"
+
+    def __init__(self, folder: Path, blocks: Sequence[memoryview], depth: Depth) -> None:
+        """Files are made in folder."""
+        self._blocks = blocks
+        self._depth = depth
+        self._paths = [folder / f"{number:06d}.block" for number in range(len(blocks))]
+
+    def write(self) -> Moved:
+        """Write all blocks; nothing makes sure that they are on disk."""
+
+        def move(number: int) -> None:
+            path = self._paths[number]
+            part = path.with_suffix(".part")
+            with part.open("wb", buffering=0) as file:
+                if file.write(self._blocks[number]) != len(self._blocks[number]):
+                    raise OSError("a block was cut short")
+            part.replace(path)
+
+        return timed(self._blocks, lambda: each(len(self._paths), self._depth.write, move))
+
+    def read(self) -> Moved:
+        """Read all blocks back; first, untimed, they leave the page cache."""
+        for path in self._paths:
+            with path.open("rb") as file:
+                os.fdatasync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+        def move(number: int) -> None:
+            with self._paths[number].open("rb", buffering=0) as file:
+                if file.readinto(self._blocks[number]) != len(self._blocks[number]):
+                    raise OSError("a block was cut short")
+
+        return timed(self._blocks, lambda: each(len(self._paths), self._depth.read, move))
+
+    def reset(self) -> None:
+        """Remove the files."""
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove the files."""
+        self.reset()
+
+
+def pass_us(memory: memoryview) -> tuple[float, float]:
+    """CPU time for each 2 MiB of XXH3, and of reading as much with numpy's sum.
+
+    Goes through all of the memory, so that what is read is not in a cache from the time before.
+    """
+    pieces = [memory[at : at + PASS_BYTES] for at in range(0, len(memory), PASS_BYTES)]
+    words = [np.frombuffer(piece, np.uint64) for piece in pieces]
+    scale = 1e6 / len(memory) * PASS_BYTES
+
+    def once(work: Callable[[], object]) -> float:
+        start_s = time.thread_time()
+        work()
+        return (time.thread_time() - start_s) * scale
+
+    return (
+        once(lambda: [xxhash.xxh3_64_intdigest(piece) for piece in pieces]),
+        once(lambda: [int(piece.sum()) for piece in words]),
+    )
+
+
+def difference(ours: Sequence[float], others: Sequence[float]) -> float:
+    """Median of the differences within each pair."""
+    return statistics.median(a - b for a, b in zip(ours, others, strict=True))

@@ -1,0 +1,130 @@
+"""An engine into whose memory comes straight what a peer has, for benchmarks.
+
+Its worker reads it, or the peer writes it there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from connectors.copies.host import LayerCache
+from connectors.engine_agent import READ_BYTES, EngineAgent, Moving
+from kvstore.core.errors import KVStoreError
+from kvstore.core.layout import Move
+from kvstore.wire import engine as p
+from kvstore.wire import framing
+from tests.bench.session import ANSWER_S, LOOK_S, Fetched, Session, content
+
+FIRST_BLOCK = 1  # 0 is the name of none
+
+
+class DirectSession(Session):
+    """One with an engine's tensor of so many blocks, and an agent."""
+
+    def __init__(self, path: str, name: str, block_bytes: int, blocks: int) -> None:
+        """path: of the store's socket. name: of the engine."""
+        super().__init__(path, name, block_bytes, direct=True)
+        self._tensor = torch.zeros((FIRST_BLOCK + blocks) * block_bytes, dtype=torch.uint8)
+        self._agent = EngineAgent({"layer": LayerCache(self._tensor, 0, block_bytes, block_bytes)})
+        self._opened = False
+
+    def fetch_direct(self, hashes: Sequence[bytes], peer: str, *, push: bool = False) -> Fetched:
+        """Ask a peer for blocks, and have them in the blocks of the tensor, in their order.
+
+        push: the peer writes them. For agents that have networks only.
+        """
+        self._open()
+        started_s = time.perf_counter()
+        granted = self._ask(hashes, peer, push=push, direct=True)
+        slots = framing.from_u32(granted.hits[0].slots) if granted.lease else []
+        found = Fetched(len(slots) == len(hashes), slots, granted.sources)
+        if found.complete:
+            block_of = {slot - p.DIRECT: block for block, slot in enumerate(slots, FIRST_BLOCK)}
+            first_s = self._receive(block_of, started_s, push=push)
+            all_s = time.perf_counter() - started_s
+            found = Fetched(True, slots, granted.sources, first_s, all_s)
+        if granted.lease:
+            self._worker.send(p.Loaded(granted.lease, 0, 0.0))
+        return found
+
+    def take(self, hashes: Sequence[bytes]) -> bool:
+        """Tell whether the tensor has the bytes that these blocks should have, and empty it."""
+        size, came = self._block_bytes, self._tensor.numpy()
+        good = all(
+            came[at * size : (at + 1) * size].tobytes() == content(block, size)
+            for at, block in enumerate(hashes, FIRST_BLOCK)
+        )
+        self._tensor.zero_()
+        return good
+
+    def _open(self) -> None:
+        """Have an agent, once the store has said over which devices, and tell how to reach it."""
+        while not self._opened:
+            for message in self._told():
+                if isinstance(message, p.Welcome) and message.layout is not None:
+                    self._agent.open(message.layout, message.devices)
+                    serves = self._agent.serves()
+                    if serves is not None:
+                        self._worker.send(p.Serves(*serves))
+                    self._opened = True
+
+    def _told(self) -> list[framing.Message]:
+        """Return what the store has told the worker, after a moment if it has not."""
+        if not self._worker.messages:
+            self._listen(LOOK_S)
+        messages, self._worker.messages = self._worker.messages, []
+        return messages
+
+    def _receive(self, block_of: dict[int, int], started_s: float, *, push: bool) -> float:
+        """Read what can be read until all of it is good; return the seconds until the first was.
+
+        block_of: the tensor's block of each position. push: say where the peer writes, instead.
+        """
+        first_s, good = 0.0, 0
+        flying: list[tuple[int, list[int], Moving]] = []
+        while good < len(block_of):
+            for message in self._told():
+                if isinstance(message, p.Places) and not push:
+                    flying += self._begin(message, block_of)
+                elif isinstance(message, p.Push) and push:
+                    self._worker.send(self._target(message.fetch, block_of))
+                elif isinstance(message, p.Passed):
+                    if not message.ok:
+                        raise KVStoreError("blocks came, and are not good")
+                    good += len(framing.from_u32(message.positions))
+                    first_s = first_s or time.perf_counter() - started_s
+            flying = [each for each in flying if not self._arrived(*each)]
+            if time.perf_counter() - started_s > ANSWER_S:
+                raise KVStoreError(f"blocks did not arrive in {ANSWER_S:.0f} s")
+        return first_s
+
+    def _begin(
+        self, places: p.Places, block_of: dict[int, int]
+    ) -> Iterator[tuple[int, list[int], Moving]]:
+        """Start reading what can be read now."""
+        if places.metadata:
+            self._agent.meet(places.agent, places.metadata)
+        positions, numbers = framing.from_u32(places.positions), framing.from_u32(places.numbers)
+        at_once = max(1, READ_BYTES // self._block_bytes)
+        for first in range(0, len(positions), at_once):
+            chunk = positions[first : first + at_once]
+            moves = [
+                (Move(0, block_of[position], 0, 0), places.base + number * self._block_bytes)
+                for position, number in zip(chunk, numbers[first:], strict=False)
+            ]
+            yield places.fetch, chunk, self._agent.read(places.agent, moves)
+
+    def _target(self, fetch: int, block_of: dict[int, int]) -> p.Target:
+        """Say where the peer writes all of it."""
+        positions, blocks = framing.u32(list(block_of)), framing.u32(list(block_of.values()))
+        return p.Target(fetch, self._agent.name, positions, blocks)
+
+    def _arrived(self, fetch: int, positions: list[int], reading: Moving) -> bool:
+        """Tell the store of a read that is over."""
+        if not self._agent.over(reading):
+            return False
+        self._worker.send(p.Arrived(fetch, framing.u32(positions), reading.bytes, ok=True))
+        return True

@@ -1,0 +1,145 @@
+"""What benchmarks report: results with units and references, as a table or as one JSON object."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from tests.bench.steal import DISTURBED
+
+SEED = 20
+RESAMPLES = 4000
+CONFIDENCE = 0.9
+WHOLE_FROM = 10_000  # with four digits these would be shown with an exponent
+IN_OTHER_COLUMNS = ("against", "difference_ms", "ratio_low", "ratio_high")
+IN_JSON_ONLY = (
+    *("value_low", "value_high", "reference_low", "reference_high"),
+    "cpu_us_by_process",
+)
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """One number.
+
+    reference: the peer's value or the physical limit, measured in the same run; None for none.
+    ratio: value against reference, from pairs where there are some. parameters: what else
+    decides the number, and the interval of the ratio.
+    """
+
+    name: str
+    value: float
+    unit: str
+    better: Literal["lower", "higher"]
+    reference: float | None = None
+    ratio: float | None = None
+    parameters: dict[str, Any] = {}
+
+
+class Ratio(msgspec.Struct, frozen=True):
+    """A paired ratio: median, and the interval that holds it with 90 % confidence."""
+
+    median: float
+    low: float
+    high: float
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the smallest value that at least this share of all values does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def paired_ratio(values: Sequence[float], references: Sequence[float]) -> Ratio:
+    """Median of value over reference within each pair, with its bootstrap interval."""
+    ratios = [value / other for value, other in zip(values, references, strict=True)]
+    rng = random.Random(SEED)
+    medians = [statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES)]
+    tail = (1 - CONFIDENCE) / 2
+    return Ratio(
+        statistics.median(ratios), percentile(medians, tail), percentile(medians, 1 - tail)
+    )
+
+
+def as_json(bench: str, results: Sequence[Result], stolen: float = 0.0) -> str:
+    """Return the one object that later benchmarks have too; parameters stand beside the rest.
+
+    stolen: share of the processors' time that a hypervisor took away meanwhile.
+    """
+    rows = []
+    for result in results:
+        row = msgspec.to_builtins(result)
+        rows.append({**row.pop("parameters"), **row})
+    whole = {"bench": bench, "stolen": round(stolen, 4), "results": rows}
+    return msgspec.json.encode(whole).decode()
+
+
+def show(bench: str, results: Sequence[Result], *, stolen: float = 0.0, json: bool) -> None:
+    """Print the results; stolen: see as_json."""
+    if json:
+        print(as_json(bench, results, stolen))
+        return
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from kvstore.printing import output
+
+    common = _common([result.parameters for result in results])
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("name", no_wrap=True)
+    table.add_column("of")
+    for heading in ("value", "reference", "ratio"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for result in results:
+        own = [
+            str(value) if key == "system" else f"{key}={value}"
+            for key, value in result.parameters.items()
+            if key not in {*common, *IN_OTHER_COLUMNS, *IN_JSON_ONLY}
+        ]
+        reference = "-"
+        if result.reference is not None:
+            against = result.parameters.get("against", "")
+            reference = f"{against} {_number(result.reference)}".strip()
+        table.add_row(
+            result.name,
+            " ".join(own),
+            f"{_number(result.value)} {result.unit}".strip(),
+            reference,
+            "-" if result.ratio is None else _number(result.ratio) + _interval(result.parameters),
+        )
+    console = output()
+    everywhere = ", ".join(f"{key}={value}" for key, value in common.items())
+    console.print(f"python -m tests.bench {bench}" + (f": {everywhere}" if everywhere else ""))
+    console.print(table)
+    if stolen >= DISTURBED:
+        console.print(
+            f"a hypervisor gave {stolen:.0%} of the processors' time to other machines meanwhile:"
+            " compare ratios only, or measure again when it does not"
+        )
+
+
+def _common(parameters: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what is equal in all results that have it, if more than one has."""
+    seen: dict[str, list[Any]] = {}
+    for one in parameters:
+        for key, value in one.items():
+            seen.setdefault(key, []).append(value)
+    return {
+        key: values[0]
+        for key, values in seen.items()
+        if len(values) > 1 and all(value == values[0] for value in values)
+    }
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= WHOLE_FROM else f"{value:.4g}"
+
+
+def _interval(parameters: dict[str, Any]) -> str:
+    if "ratio_low" not in parameters:
+        return ""
+    return f" ({_number(parameters['ratio_low'])} to {_number(parameters['ratio_high'])})"

@@ -1,0 +1,161 @@
+"""A `kvstore serve` process of one's own, on a temporary socket, gone after the context."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvstore.core.errors import KVStoreError
+from kvstore.store import admin
+
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 300.0  # it keeps on disk what only memory has
+PRODUCT = "kvstore.cli"
+
+
+class StoreFailed(KVStoreError):
+    """The store process did not start; the message has its log."""
+
+
+class StoreProcess:
+    """Runs on entering the context. folder: keeps configuration, socket and log."""
+
+    def __init__(
+        self,
+        folder: Path,
+        capacity: str,
+        settings: str = "",
+        *,
+        module: str = PRODUCT,
+        environment: Mapping[str, str] | None = None,
+        scraped: bool = True,
+    ) -> None:
+        """capacity: of the CPU tier, as in the file; settings: more sections of the file.
+
+        module: has the command line, which tests change (one of theirs is found in the working
+        folder, where the product looks for nothing); environment: added to ours. scraped: it has
+        a metrics endpoint, which takes half a second to end.
+        """
+        self.config_path = folder / "kvstore.toml"
+        self.log_path = folder / "store.log"
+        self.address = f"unix://{folder / 'kvstore.sock'}"
+        self.metrics_port = free_port()
+        metrics = f"127.0.0.1:{self.metrics_port}" if scraped else ""
+        self._text = (
+            f'[server]\nsocket = "{self.address}"\nmetrics = "{metrics}"\n\n'
+            f'[cpu]\ncapacity = "{capacity}"\n{settings}'
+        )
+        self._module = module
+        self._environment = os.environ | (environment or {})
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.config_path.write_text(self._text, encoding="utf-8")
+        command = [
+            sys.executable,
+            *(("-P",) if self._module == PRODUCT else ()),
+            "-m",
+            self._module,
+            "serve",
+            "--config",
+            str(self.config_path),
+        ]
+        with self.log_path.open("wb") as sink:
+            # A session of its own: Ctrl-C reaches our process, which then stops it in order.
+            self._child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=self._environment,
+            )
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """The store's process id. Raises StoreFailed when it does not run."""
+        if self._child is None:
+            raise StoreFailed("the store is not running")
+        return self._child.pid
+
+    def stop(self) -> None:
+        """End the process; safe to call twice."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        child.terminate()
+        try:
+            child.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+    def metrics(self) -> dict[str, float]:
+        """Scrape the endpoint: values by name{label="value"}, as Prometheus shows them."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=10)
+        try:
+            connection.request("GET", "/metrics")
+            text = connection.getresponse().read().decode()
+        finally:
+            connection.close()
+        found = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels = ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items()))
+                found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+        return found
+
+    def _wait_ready(self) -> None:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            if self._child is None or self._child.poll() is not None:
+                break
+            try:
+                admin.stats(self.address, timeout_s=1.0)
+            except admin.StoreUnreachable:
+                time.sleep(0.02)
+            else:
+                return
+        text = self.log_path.read_text(encoding="utf-8", errors="replace")
+        raise StoreFailed(f"the store did not start:\n{text}")
+
+
+def end_as_interrupted() -> None:
+    """Have SIGTERM end this process as Ctrl-C does: what it started is stopped on the way out."""
+
+    def interrupt(*_signal: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,1 @@
+"""What a newcomer runs first: `python -m tests.demo`, `python -m tests.demo --pd`."""

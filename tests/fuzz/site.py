@@ -1,0 +1,447 @@
+"""Two stores that hand over blocks, without sockets, exporters or threads: all else is real.
+
+What a peer or a client says goes through the real decoders and the real decisions, one message
+after another in one thread, so that whatever happens happens again from the same seed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from unittest.mock import patch
+
+import msgspec
+
+from kvstore.config import parse
+from kvstore.core.errors import ProtocolError
+from kvstore.core.types import BlockKey, Slot, make_key
+from kvstore.handover import moves, peers
+from kvstore.handover.checksums import block_sum
+from kvstore.handover.fetches import Check, Read
+from kvstore.handover.fetches import Tag as Part
+from kvstore.handover.jobs import Fill, Tag, Write
+from kvstore.handover.peers import EXPORTER, Peers
+from kvstore.handover.side_channel import Channel
+from kvstore.store.namespace import Namespace
+from kvstore.store.sessions import Store
+from kvstore.wire import engine as p
+from kvstore.wire import framing
+from kvstore.wire import peer as m
+from tests.harness.fakes import SLOT_BYTES, Engine, HeapPool, Town, from_u32
+
+LANDING = 32
+LANDING_EXTENT = 1 << 30
+HELD = 16 * SLOT_BYTES
+ENGINES = "giver", "taker", "victim"
+PATIENCE_MS = 2600  # an answer may wait for memory for two seconds
+SENT = 0.9999  # of all messages, others are not taken
+SETTINGS = {"cpu": {"capacity": "64MiB"}, "server": {"metrics": ""}, "peer": {}}
+
+Decode = Callable[[bytes], framing.Message]
+
+
+def content(key: bytes) -> bytes:
+    return (key * (SLOT_BYTES // len(key) + 1))[:SLOT_BYTES]
+
+
+class End(msgspec.Struct, eq=False):
+    """The other end of a connection: hear(bytes) is where what is sent goes."""
+
+    hear: Callable[[bytes], None]
+
+    def close(self) -> None:
+        """Nobody is told."""
+
+
+class Wire(Channel):
+    """A side channel whose frames wait in a list; reading them is as it is."""
+
+    def __init__(self, net: Net, *how: object) -> None:
+        super().__init__(*how)  # type: ignore[arg-type]
+        self._context.term()
+        self._net = net
+        self.inbox: list[tuple[int | bytes, bytes, Decode]] = []
+        self._ends: dict[bytes, End] = {}  # by routing id
+        self._routes = itertools.count(1)
+
+    def name(self, address: str) -> None:
+        self.address = address
+        self._net.places[address] = self.accept
+
+    def accept(self, end: End) -> tuple[int, Callable[[bytes], None]]:
+        """Somebody connects; returns the number, and where to say something."""
+        routing = next(self._routes).to_bytes(8, "big")
+        self._ends[routing] = end
+        number = self._admit(routing)
+        return number, lambda frame: self.inbox.append((routing, frame, m.decode_for_producer))
+
+    def may_dial(self, _address: str) -> str:
+        """Anything: no name of the net is an address."""
+        return ""
+
+    def connect(self, address: str) -> int:
+        """Connect to whatever the net has at an address."""
+        number, self._next = self._next, self._next + 1
+        place = self._net.places.get(address)
+        if place is None:
+            self._doomed.append((number, "nobody is there"))
+            return number
+        end = End(lambda frame: self.inbox.append((number, frame, m.decode_for_consumer)))
+        _, say = place(end)
+        self._made[number] = End(say)  # type: ignore[assignment]
+        return number
+
+    def send(self, number: int, message: framing.Message) -> None:
+        """Send to whoever is there."""
+        frame = m.encode(message)
+        end = self._made.get(number) or self._ends.get(self._ids.get(number, b""))
+        if end is not None and self._net.rng.random() < SENT:
+            end.hear(frame)  # type: ignore[union-attr]
+        elif end is not None:
+            self._doomed.append((number, "it does not read"))
+
+    def poll(self, now_ns: int) -> None:
+        """Read what has come."""
+        doomed, self._doomed = self._doomed, []
+        for number, reason in doomed:
+            if number in self._made or number in self._ids:
+                self._lose(number, reason)
+            else:
+                self._on_lost(number, reason)
+        inbox, self.inbox = self.inbox, []
+        for sender, frame, decode in inbox:
+            if isinstance(sender, bytes):  # who was forgotten comes as somebody new
+                number = self._came.get(sender) or self._admit(sender)
+            else:
+                number = sender
+            self._net.reading = frame
+            if number in self._made or number in self._ids:
+                self._take(number, frame, decode, now_ns)
+
+    def fds(self) -> Iterator[int]:
+        """There are none."""
+        yield from ()
+
+
+class Landing:
+    """Landing slots in this process."""
+
+    def __init__(self, extent: int) -> None:
+        self.extent, self.count = extent, LANDING
+        self.memory = [bytearray(SLOT_BYTES) for _ in range(LANDING)]
+        self.free = list(range(LANDING))
+
+    @property
+    def used(self) -> int:
+        return LANDING - len(self.free)
+
+    def open(self) -> None:
+        """They are there."""
+
+    def take(self, count: int) -> list[int]:
+        taken, self.free = self.free[:count], self.free[count:]
+        return taken
+
+    def give(self, slots: Collection[int]) -> None:
+        assert not set(slots) & set(self.free), "given back twice"
+        self.free += slots
+
+    def region(self) -> tuple[m.Region, bytes]:
+        return m.Region(self.extent, 4096, LANDING), b"metadata"
+
+    def view(self, slot: int) -> memoryview:
+        return memoryview(self.memory[slot])
+
+
+class Mover:
+    """Moves bytes between sites of a net; each piece of work ends a few polls later."""
+
+    def __init__(self, net: Net, name: str) -> None:
+        self._net, self._name = net, name
+        self._starts = itertools.count(1)
+        self.agent = self.devices = ""
+        self.site: Site | None = None
+        self.landings: dict[str, Landing] = {}
+        self.known: dict[str, bytes] = {}
+        self.restarts = self.abandoned = 0
+        self._events: list[moves.Event] = []
+        self._later: list[tuple[int, Callable[[], moves.Event]]] = []
+        self._polls = 0
+        self._start()
+
+    def _start(self) -> None:
+        self.agent = f"{self._name}-{next(self._starts)}"
+        self._net.movers[self.agent] = self
+        self._events.append(moves.Up(self.agent, b"metadata"))
+        if self.site is not None:
+            self._events += [
+                moves.Reachable(extent, 4096 * extent, b"metadata")
+                for namespace in self.site.store.namespaces.values()
+                for extent in namespace.extents
+            ]
+
+    def poll(self, _now_ns: int) -> Sequence[moves.Event]:
+        self._polls += 1
+        due = [work for at, work in self._later if at <= self._polls]
+        self._later = [(at, work) for at, work in self._later if at > self._polls]
+        events, self._events = self._events, []
+        return [*events, *(work() for work in due)]
+
+    def _do(self, work: Callable[[], moves.Event]) -> None:
+        self._later.append((self._polls + self._net.rng.randint(1, 3), work))
+
+    def restart(self, _why: str) -> None:
+        """End all that is under way, then be another one."""
+        self.restarts += 1
+        self._events += [work() for _, work in self._later]
+        self._later.clear()
+        del self._net.movers[self.agent]
+        self._events.append(moves.Down("test"))
+        self._start()
+
+    def export(self, extent: int, _fd: int, _size: int) -> None:
+        self._events.append(moves.Reachable(extent, 4096 * extent, b"metadata"))
+
+    def unexport(self, extent: int) -> None:
+        self._events.append(moves.Unreachable(extent))
+
+    def fds(self) -> Iterator[int]:
+        yield from ()
+
+    def wait_s(self, _now_ns: int) -> float | None:
+        return None
+
+    def landing(self, namespace: str, _slot_bytes: int) -> Landing:
+        if namespace not in self.landings:
+            self.landings[namespace] = Landing(LANDING_EXTENT + len(self.landings))
+        return self.landings[namespace]
+
+    def wake(self) -> None:
+        """It is awake."""
+
+    def over_tcp(self, host: str) -> bool:
+        return host == "tcp"
+
+    def add_peer(self, agent: str, metadata: bytes) -> None:
+        self.known[agent] = metadata
+
+    def remove_peer(self, agent: str) -> None:
+        del self.known[agent]
+
+    def abandon(self, digest: str | None, tag: Tag | Part) -> None:
+        """What is under way here always ends."""
+
+    @property
+    def moved_bytes(self) -> Mapping[str, int]:
+        return {}
+
+    @property
+    def abandoned_bytes(self) -> int:
+        return self.abandoned
+
+    def sum(
+        self, tags: list[Tag], namespace: str, named: list[tuple[BlockKey, memoryview]]
+    ) -> None:
+        self._do(lambda: moves.Summed(tags, [block_sum(namespace, *block) for block in named]))
+
+    def check(
+        self, tags: list[Part], namespace: str, named: list[tuple[Check, memoryview, memoryview]]
+    ) -> None:
+        def work() -> moves.Event:
+            right = []
+            for check, landed, slot in named:
+                slot[:] = landed
+                right.append(block_sum(namespace, check.key, slot) == check.sum)
+            return moves.Checked(namespace, tags, right)
+
+        self._do(work)
+
+    def write(self, tags: list[Tag], agent: str, write: Write) -> None:
+        def work() -> moves.Event:
+            other = self._net.movers.get(agent)
+            region = write.landing
+            found = [] if other is None else list(other.landings.values())
+            target = next((at for at in found if at.region()[0] == region), None)
+            if target is not None:
+                for number, slot in zip(write.numbers, write.landing_slots, strict=True):
+                    target.memory[slot][:] = self.slot(write.extent, number) or b""
+            return moves.Written(tags, target is not None)
+
+        self._do(work)
+
+    def fill(self, tags: list[Tag], fill: Fill) -> None:
+        self._do(lambda: moves.Written(tags, fill.rank.agent == "evil"))
+
+    def read(self, tags: list[Part], agent: str, digest: str, read: Read) -> None:
+        def work() -> moves.Event:
+            other, ok = self._net.movers.get(agent), True
+            for number, slot in zip(read.numbers, read.landing, strict=True):
+                found = None if other is None else other.slot(read.region.extent, number)
+                if found is None:
+                    ok = False
+                else:
+                    self.landings[digest].memory[slot][:] = found
+            return moves.Arrived(digest, tags, ok)
+
+        self._do(work)
+
+    def slot(self, extent: int, number: int) -> bytes | None:
+        for namespace in () if self.site is None else self.site.store.namespaces.values():
+            mapping = namespace.extents.get(extent)
+            if mapping is not None and number < mapping.memory.count:
+                return bytes(mapping.memory.slot(number))
+        return None
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class Net:
+    """Addresses, and exporters by name."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.places: dict[str, Callable[[End], tuple[int, Callable[[bytes], None]]]] = {}
+        self.movers: dict[str, Mover] = {}
+        self.reading = b""  # the last input that anybody has read
+
+
+class Site(Town):
+    """A store and its peers."""
+
+    def __init__(self, net: Net, name: str) -> None:
+        config = parse(SETTINGS)
+        super().__init__(config, HeapPool(12, 16))
+        self.mover = Mover(net, name)
+        with patch.object(peers, "Channel", lambda *how: Wire(net, *how)):
+            self.peers = Peers(None, self.mover, HELD)
+        self.wire: Wire = self.peers.channel  # type: ignore[assignment]
+        self.wire.name(f"{name}:1")
+        self.store = Store(config, self.pool, self._make_tiers, self._send, peers=self.peers)
+        self.mover.site = self
+        self.decoders: dict[int, framing.Decoder] = {}
+
+    def _send(self, connection: int, message: framing.Message, fd: int | None) -> None:
+        if connection == EXPORTER:
+            self.peers.on_memory(message, fd)
+        super()._send(connection, message, fd)
+
+    def tick(self, ms: int = 0) -> None:
+        self.now_ns += ms * 1_000_000
+        self.peers.poll(self.now_ns)
+        self.store.on_tick(self.now_ns)
+        self.pump()
+
+    def hear(self, connection: int, data: bytes) -> bool:
+        """Take bytes of a client as the server does; False: its connection is closed."""
+        decoder = self.decoders.setdefault(connection, framing.Decoder(p.ToStore))
+        try:
+            for message in decoder.feed(data):
+                self.say(connection, message)
+        except ProtocolError:
+            self.store.numbers.add("kvstore_refused", "malformed")
+            self.forget(connection)
+            return False
+        return True
+
+    def pump(self) -> None:
+        """Let clients map memory, whatever else they do: others would wait for them."""
+        for connection in self.decoders:
+            said, self.inbox[connection] = self.inbox[connection], []
+            for message in said:
+                if isinstance(message, p.Extent):
+                    self.say(connection, p.Mapped(message.extent))
+
+    def forget(self, connection: int) -> None:
+        self.decoders.pop(connection, None)
+        self.close(connection)
+
+    def namespace(self, engine: Engine) -> Namespace:
+        found = self.store.sessions[engine.name].namespace
+        assert found is not None
+        return found
+
+
+class Good:
+    """A prefill engine, a decode engine, and hand-overs between them."""
+
+    def __init__(self, prefill: Site, decode: Site) -> None:
+        self.sites = prefill, decode
+        self.giver = prefill.attach("prefill", credit_slots=8)
+        self.taker = decode.attach("decode", credit_slots=8)
+        self.victim = decode.attach("victim", credit_slots=4, direct=True)  # asks bad peers
+        self.chains: list[list[bytes]] = []
+        self.done = self.again = 0
+
+    def turn(self, ms: int = 1) -> None:
+        for site, engine in zip(self.sites, (self.giver, self.taker), strict=True):
+            site.tick(ms)
+            engine.pump()
+        self.victim.pump()
+
+    def until(self, done: Callable[[], object], what: str) -> None:
+        for _ in range(PATIENCE_MS):
+            if done():
+                return
+            self.turn()
+        raise AssertionError(f"a good client: no {what} in time")
+
+    def put(self, chain: Sequence[bytes]) -> None:
+        namespace = self.sites[0].namespace(self.giver)
+        for index, block in enumerate(chain):
+            self.until(lambda: self.giver.credits, "slot")
+            slot = self.giver.credits.pop(0)
+            namespace.view(Slot(slot))[:] = content(block)
+            parent = make_key(chain[index - 1], 0) if index else b""
+            self.giver.report(0, [slot], [make_key(block, 0)], [parent])
+
+    def hand_over(self, chain: list[bytes], *, push: bool) -> None:
+        """Have one engine go on with what another one computed. Raises AssertionError.
+
+        As an engine does, it stores and asks again what did not stay or come: other models take
+        memory away, with what is in it.
+        """
+        self.chains = [*self.chains[-7:], chain]
+        for _ in range(3):
+            self._attach_again()
+            self.put(chain)
+            if self._fetched(chain, push=push):
+                self.done += 1
+                return
+            self.again += 1
+        raise AssertionError("a good client: not all blocks came")
+
+    def _attach_again(self) -> None:
+        """Do as engines do whose session has ended: they held slots of memory that was to go."""
+        for site, name in zip((*self.sites, self.sites[1]), ENGINES, strict=True):
+            engine: Engine = getattr(self, name)
+            if engine.detached:
+                for connection in (engine.scheduler, *engine.workers):
+                    site.close(connection)
+                how = {"credit_slots": engine.credit_slots, "direct": engine.direct}
+                setattr(self, name, site.attach(engine.name, **how))
+
+    def _fetched(self, chain: list[bytes], *, push: bool) -> bool:
+        """Ask for all blocks, and read them; False if some do not come."""
+        taker, site = self.taker, self.sites[1]
+        taker._asks += 1
+        lookup = p.Lookup(
+            taker._asks, b"".join(chain), 32, peer=self.sites[0].wire.address, push=push
+        )
+        taker.step(lookups=(lookup,))
+        self.until(lambda: lookup.ask in taker.granted, "answer")
+        granted, found = taker.granted.pop(lookup.ask), 0
+        if not granted.lease:
+            return False
+        (hit,), ages = granted.hits, site.namespace(taker).generations
+        slots = zip(chain, from_u32(hit.slots), from_u32(hit.generations), strict=False)
+        for block, slot, leased in slots:
+            self.until(lambda: ages[slot] != leased - 1, "block")  # noqa: B023 - asked at once
+            if ages[slot] != leased:
+                break
+            view = site.namespace(taker).view(Slot(slot))
+            assert view == content(block), "a good client: wrong bytes"
+            found += 1
+        taker.town.say(taker.workers[0], p.Loaded(granted.lease, 1, 0.001))
+        return found == len(chain)

@@ -1,0 +1,1 @@
+"""Engines, stores, disks and peers for tests: rigs that many tests share, and no tests."""

@@ -1,0 +1,210 @@
+"""Tiers that somebody else wrote badly. What they do wrong is in their options."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from kvstore.core.errors import BlockCorrupt, TierError, check
+from kvstore.core.tier import TierContext
+from kvstore.core.types import (
+    BlockKey,
+    Changes,
+    JobId,
+    JobKind,
+    JobResult,
+    LookupResult,
+    TransferJob,
+)
+from tests.reference.memory_tier import MemoryTier
+
+
+class Bad(MemoryTier):
+    """Raises in the methods options["raises"], from call number options["after"] on."""
+
+    def __init__(self, context: TierContext) -> None:
+        super().__init__(context)
+        self._raises = context.options.get("raises", [])
+        self._after = context.options.get("after", 0)
+        self._how = context.options.get("how", "RuntimeError")
+        self._calls = 0
+        if "constructor" in self._raises and context.slot_bytes >= 1 << 20:
+            raise RuntimeError("the constructor of a bad tier")
+
+    def _maybe(self, verb: str) -> None:
+        if verb in self._raises:
+            self._calls += 1
+            if self._calls > self._after:
+                if self._how == "SystemExit":
+                    raise SystemExit(3)
+                if self._how == "InvariantBroken":
+                    check(condition=False, broken=f"{verb} of a bad tier")
+                if self._how == "TierError":
+                    raise TierError(f"{verb} of a bad tier")
+                raise RuntimeError(f"{verb} of a bad tier")
+
+    def lookup(self, key: BlockKey) -> LookupResult:
+        self._maybe("lookup")
+        return super().lookup(key)
+
+    def touch(self, key: BlockKey) -> None:
+        self._maybe("touch")
+        super().touch(key)
+
+    def submit(self, job: TransferJob) -> None:
+        super().submit(job)
+        self._maybe("submit")
+
+    def poll(self) -> Sequence[JobResult]:
+        if self._jobs or self._results:
+            self._maybe("poll")
+        return super().poll()
+
+    def discard(self, keys: Collection[BlockKey]) -> None:
+        self._maybe("discard")
+        super().discard(keys)
+
+    def clear(self) -> None:
+        self._maybe("clear")
+        super().clear()
+
+    def drain(self) -> None:
+        self._maybe("drain")
+        super().drain()
+
+    def close(self) -> None:
+        if self._blocks:  # and not in the trial at the start
+            self._maybe("close")
+        super().close()
+
+
+class Corrupt(Bad):
+    """Keeps nothing whole."""
+
+    def __init__(self, context: TierContext) -> None:
+        super().__init__(context)
+        self._loads: set[JobId] = set()
+
+    def poll(self) -> Sequence[JobResult]:
+        return [
+            JobResult(r.job_id, 0, BlockCorrupt("all of it")) if r.job_id in self._loads else r
+            for r in super().poll()
+        ]
+
+    def submit(self, job: TransferJob) -> None:
+        super().submit(job)
+        if job.kind is JobKind.LOAD:
+            self._loads.add(job.job_id)
+
+
+WRONG: dict[str, Callable[[list[JobResult]], Any]] = {
+    "twice": lambda found: [*found, *found],
+    "unknown": lambda found: [*found, JobResult(JobId(9999), 1)],
+    "more": lambda found: [JobResult(r.job_id, r.done + 1) for r in found],
+    "negative": lambda found: [JobResult(r.job_id, -1) for r in found],
+    "words": lambda found: [JobResult(r.job_id, "all") for r in found],  # type: ignore[arg-type]
+    "no_result": lambda found: [r.job_id for r in found],
+    "no_list": lambda found: 7 if found else [],
+    "unhashable": lambda found: [JobResult([], 1) for _ in found],  # type: ignore[arg-type]
+}
+
+
+class Wrong(MemoryTier):
+    """Reports what WRONG[options["what"]] makes of its results, and of a lookup."""
+
+    def __init__(self, context: TierContext) -> None:
+        super().__init__(context)
+        self._what = context.options["what"]
+
+    def lookup(self, key: BlockKey) -> LookupResult:
+        return True if self._what == "lookup" else super().lookup(key)  # type: ignore[return-value]
+
+    def poll(self) -> Sequence[JobResult]:
+        found = list(super().poll())
+        return WRONG[self._what](found) if found and self._what in WRONG else found
+
+
+class Slow(MemoryTier):
+    """Its thread writes into what it was lent until it is let go, and poll raises meanwhile."""
+
+    go = threading.Event()
+    writing = threading.Event()
+    ended = threading.Event()
+
+    def __init__(self, context: TierContext) -> None:
+        super().__init__(context)
+        self._close = context.options.get("close", True)
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: TransferJob) -> None:
+        super().submit(job)
+        if job.kind is JobKind.LOAD:
+            self._thread = threading.Thread(target=self._write, args=(job,))
+            self._thread.start()
+
+    def _write(self, job: TransferJob) -> None:
+        view = self._memory.view(job.slots[0])
+        self.writing.set()
+        self.go.wait()
+        view[:] = b"?" * len(view)
+        self.ended.set()
+
+    def poll(self) -> Sequence[JobResult]:
+        if self._thread is not None:
+            raise RuntimeError("poll of a bad tier")
+        return super().poll()
+
+    def drain(self) -> None:
+        if self._thread is not None:
+            if not self._close:
+                raise RuntimeError("drain of a bad tier")
+            self._thread.join()
+
+    def close(self) -> None:
+        if self._thread is not None and not self._close:
+            raise RuntimeError("close of a bad tier")
+        super().close()
+
+
+class Waits(Bad):
+    """Has slots by their address, so that no view tells of it, until it is drained."""
+
+    go = threading.Event()
+
+    def drain(self) -> None:
+        self.go.wait()
+
+
+class Tells(Bad):
+    """Says what enters it."""
+
+    def __init__(self, context: TierContext) -> None:
+        super().__init__(context)
+        self._new: list[BlockKey] = []
+
+    def tell(self) -> None:
+        """All is noted in any case."""
+
+    def submit(self, job: TransferJob) -> None:
+        super().submit(job)
+        self._new += job.keys
+
+    def take_changes(self) -> Changes:
+        self._maybe("take_changes")
+        new, self._new = self._new, []
+        return Changes(added=new)
+
+
+class Closed(MemoryTier):
+    """Cannot be made."""
+
+    def __init__(self, context: TierContext) -> None:
+        raise RuntimeError(f"no server for\n{context.name}")
+
+
+class Exits(MemoryTier):
+    """A script more than a class."""
+
+    def __init__(self, context: TierContext) -> None:
+        raise SystemExit(f"usage: {context.name}")

@@ -1,0 +1,337 @@
+"""Two stores and a hand-over between them, in one thread: real managers, tierings and messages."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+
+from kvstore.core.tier import Tier, TierContext
+from kvstore.core.types import BlockKey, Slot
+from kvstore.handover import consumer as c
+from kvstore.handover import fetches, jobs
+from kvstore.handover import producer as o
+from kvstore.handover.checksums import block_sum
+from kvstore.store.namespace import Namespace
+from kvstore.wire import framing
+from kvstore.wire import peer as m
+from tests.harness.fakes import SLOT_BYTES, HeapPool, Town, keys_of, u32
+from tests.reference.memory_tier import MemoryTier
+
+LANDING = 6
+
+
+def content(key: bytes) -> bytes:
+    return (key * (SLOT_BYTES // len(key) + 1))[:SLOT_BYTES]
+
+
+class Wire:
+    """Messages on their way, encoded; all that is done elsewhere ends at a time of its own."""
+
+    def __init__(self, seed: int = 0, delays: int = 0) -> None:
+        self.random = random.Random(seed)
+        self.delays = delays
+        self.later: list[tuple[int, Callable[[], None]]] = []
+        self.turn = 0
+
+    def do(self, work: Callable[[], None]) -> None:
+        self.later.append((self.turn + self.random.randint(0, self.delays), work))
+
+    def step(self) -> None:
+        self.turn += 1
+        due = [work for turn, work in self.later if turn < self.turn]
+        self.later = [(turn, work) for turn, work in self.later if turn >= self.turn]
+        for work in due:
+            work()
+
+
+class Line:
+    """One direction of a connection: in order, each message some turns later."""
+
+    def __init__(self, wire: Wire, take: Callable[[framing.Message], None], kinds: object) -> None:
+        self.wire, self.take = wire, take
+        self.queue: deque[bytes] = deque()
+        self.decoder = framing.Decoder(kinds)
+        self.sent: list[framing.Message] = []
+        self.cut = False
+
+    def send(self, _peer: int, message: framing.Message) -> None:
+        self.sent.append(message)
+        self.queue.append(framing.encode(message))
+        self.wire.do(self.deliver)
+
+    def deliver(self) -> None:
+        frame = self.queue.popleft()
+        if not self.cut:
+            for message in self.decoder.feed(frame):
+                self.take(message)
+
+
+class LandingSlots:
+    def __init__(self) -> None:
+        self.memory = [bytearray(SLOT_BYTES) for _ in range(LANDING)]
+        self.free = list(range(LANDING))
+
+    def take(self, count: int) -> list[int]:
+        taken, self.free = self.free[:count], self.free[count:]
+        return taken
+
+    def give(self, slots: Collection[int]) -> None:
+        assert not set(slots) & set(self.free)
+        self.free += slots
+
+    def region(self) -> tuple[m.Region, bytes]:
+        return m.Region(900, 0, LANDING), b"md"
+
+
+class Pair:
+    """A prefill store with a shelf below its memory, and a decode store."""
+
+    def __init__(self, seed: int = 0, delays: int = 0, held: int = 64) -> None:
+        self.wire = Wire(seed, delays)
+        self.peer = 7  # this connection's number
+        self.giver = Town(pool=HeapPool(4, 8), tiers=[("shelf", MemoryTier)])
+        self.taker = Town(pool=HeapPool(4, 8), tiers=[("peer", self._consumer)])
+        self.prefill = self.giver.attach(credit_slots=4)
+        self.landing = LandingSlots()
+        self.decode = self.taker.attach(credit_slots=4)
+        self.damage: set[BlockKey] = set()
+        self.fail = 0.0
+        self.passed_on: list[tuple[int, int]] = []  # fetch, position
+        self.passed: dict[tuple[int, int], bool] = {}
+        self.in_engines: list[fetches.EngineRead] = []
+        self.pushing: list[int] = []  # fetches whose workers are to say where
+        self.unsafe: set[tuple[int, int]] = set()  # passed, and may still be written
+        self.met: list[str] = []  # agents that the prefill store's exporter was told of
+        self.filled: list[jobs.Fill] = []
+        self.given: list[
+            tuple[list[jobs.Tag], jobs.Give]
+        ] = []  # told to engines, by the test to end
+        self.producer = o.Producer(
+            lambda: self.giver.store.namespaces,
+            lambda: ("agent", b"md"),
+            self,
+            self._to_consumer,
+            held * SLOT_BYTES,
+            lambda _, agent, __: self.met.append(agent),
+        )
+        self.welcome: list[framing.Message] = []
+        self.connect()
+        self.run(8)
+
+    def connect(self) -> None:
+        """Be another connection; what is still on its way in the old one is lost."""
+        self.peer += 1
+        peer = self.peer
+
+        def to_producer(message: framing.Message) -> None:
+            if peer == self.peer:
+                self.producer.on_message(peer, message, self.giver.now_ns)
+
+        def to_consumer(message: framing.Message) -> None:
+            if isinstance(message, m.Welcome | m.Refused | m.Noted | m.Starting):
+                self.welcome.append(message)
+            elif peer == self.peer:
+                self.consumer.on_message(peer, message, self.taker.now_ns)
+
+        self.down = Line(self.wire, to_consumer, m.ToConsumer)
+        self.up = Line(self.wire, to_producer, m.ToProducer)
+        layout = self.source.layout
+        self.up.send(peer, m.Hello(m.VERSION, layout.digest, layout.traits, "other", b"md"))
+
+    @property
+    def source(self) -> Namespace:
+        return next(iter(self.giver.store.namespaces.values()))
+
+    @property
+    def target(self) -> Namespace:
+        return next(iter(self.taker.store.namespaces.values()))
+
+    def _consumer(self, _context: TierContext) -> Tier:
+        self.consumer = c.Consumer(_Moves(self), _Room(self), self._to_producer, 1)
+        return self.consumer
+
+    def _to_consumer(self, peer: int, message: framing.Message) -> None:
+        if peer == self.peer:
+            self.down.send(peer, message)
+
+    def _to_producer(self, peer: int, message: framing.Message) -> None:
+        if peer == self.peer:
+            self.up.send(peer, message)
+
+    # The producer's work
+
+    def sum(
+        self, tags: list[jobs.Tag], source: jobs.Source, named: list[tuple[BlockKey, Slot]]
+    ) -> None:
+        def work() -> None:
+            sums = [block_sum("n", key, self.source.view(slot)) for key, slot in named]
+            self.producer.summed(tags, sums)
+
+        assert source is self.source
+        self.wire.do(work)
+
+    def write(self, tags: list[jobs.Tag], agent: str, write: jobs.Write) -> None:
+        def work() -> None:
+            ok = self.wire.random.random() >= self.fail
+            for number, slot in zip(write.numbers, write.landing_slots, strict=True):
+                if ok:
+                    self.landing.memory[slot][:] = self._slot(write.extent, number)
+            self.producer.written(tags, ok=ok)
+
+        assert agent == "other"
+        self.wire.do(work)
+
+    def fill(self, tags: list[jobs.Tag], fill: jobs.Fill) -> None:
+        def work() -> None:
+            ok = self.wire.random.random() >= self.fail
+            if ok:
+                self.filled.append(fill)
+            self.producer.written(tags, ok=ok)
+
+        self.wire.do(work)
+
+    def give(self, tags: list[jobs.Tag], source: jobs.Source, give: jobs.Give) -> None:
+        assert source is self.source
+        self.given.append((tags, give))
+
+    def abandon(self, tag: jobs.Tag) -> None:
+        """What is under way here always ends."""
+
+    def region(self, extent: int) -> tuple[m.Region, bytes]:
+        return m.Region(extent, 4096 * extent, self.source.extents[extent].memory.count), b"md"
+
+    def _slot(self, extent: int, number: int) -> bytes:
+        return bytes(self.source.extents[extent].memory.slot(number))
+
+    def lose(self) -> None:
+        """The connection breaks, and is made again."""
+        peer = self.peer
+        self.connect()
+        self.consumer.on_peer_lost(peer)
+        self.producer.on_closed(peer)
+
+    # Time
+
+    def run(self, turns: int, ms: int = 1) -> None:
+        for _ in range(turns):
+            self.wire.step()
+            for town, engine in ((self.giver, self.prefill), (self.taker, self.decode)):
+                town.tick(ms)
+                engine.pump()
+            for tag, ok in self.source.tiering.take_staged():
+                self.producer.staged([tag], ok=ok)
+            self.producer.tick(self.giver.now_ns)
+            self.consumer.tick(self.taker.now_ns)
+
+    def put(self, chain: Sequence[bytes]) -> None:
+        for index, key in enumerate(keys_of(chain)):
+            self.source.view(Slot(self.prefill.credits[0]))[:] = content(key)
+            self.prefill.put(chain[: index + 1], first=index)
+
+    def hand(self, request: str) -> None:
+        self.producer.hands.running(request, self.source.manager, SLOT_BYTES, 1)
+
+    def want(self, chain: Sequence[bytes], *, push: bool = False, request: str = "") -> int:
+        want = m.Want(1, b"".join(chain), 32, (u32(range(len(chain))),), b"", request, push=push)
+        return self.consumer.want(self.peer, want, self.taker.now_ns)
+
+    def arrived(self, chain: Sequence[bytes]) -> int:
+        """Count the leading blocks that the decode store has, all of them with the right bytes."""
+        count = 0
+        for key in keys_of(chain):
+            entry = self.target.manager.ready(key)
+            if entry is None:
+                break
+            assert self.target.view(entry.slot) == content(key), "wrong bytes"
+            count += 1
+        return count
+
+    def check_nothing_left(self) -> None:
+        assert not any(peer.jobs for peer in self.producer._peers.values())
+        assert len(self.producer._peers) == 1, "closed ones are forgotten"
+        assert all(peer.held_bytes == 0 for peer in self.producer._peers.values())
+        assert all(entry.pins == 0 for entry in self.source.manager.index)
+        on_credit = set(self.source.manager.granted())
+        assert on_credit == set(self.prefill.credits), "staging slots that nobody gave back"
+        assert set(self.target.manager.granted()) == set(self.decode.credits)
+        assert not self.consumer._fetches
+        assert not self.consumer._located
+        assert self.consumer.quarantined == 0
+        assert sorted(self.landing.free) == list(range(LANDING))
+
+
+class _Moves:
+    """The consumer's work."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+
+    def read(self, tags: list[fetches.Tag], peer: int, read: fetches.Read) -> None:
+        def work() -> None:
+            pair = self._pair
+            ok = pair.wire.random.random() >= pair.fail
+            for number, slot in zip(read.numbers, read.landing, strict=True):
+                if ok:
+                    pair.landing.memory[slot][:] = pair._slot(read.region.extent, number)
+            pair.consumer.moved(tags, ok=ok)
+
+        assert peer <= self._pair.peer
+        self._pair.wire.do(work)
+
+    def abandon(self, tag: fetches.Tag) -> None:
+        """What is under way here always ends."""
+
+    def pass_on(self, number: int, peer: int, read: fetches.Read, positions: list[int]) -> None:
+        """Workers read what they are told at once: see Pair.passed_on."""
+        assert peer <= self._pair.peer
+        self._pair.passed_on += [(number, at) for at in positions]
+        for slot in read.numbers:
+            self._pair._slot(read.region.extent, slot)
+
+    def pass_on_engine(self, number: int, read: fetches.EngineRead) -> None:
+        """As pass_on: see Pair.passed_on, and what it was told in Pair.in_engines."""
+        self._pair.passed_on += [(number, at) for at in read.blocks]
+        self._pair.in_engines.append(read)
+
+    def push(self, number: int) -> None:
+        self._pair.pushing.append(number)
+
+    def passed(self, number: int, position: int, *, ok: bool, written: bool) -> None:
+        self._pair.passed[number, position] = ok
+        (self._pair.unsafe.add if written else self._pair.unsafe.discard)((number, position))
+
+    def check(self, tags: list[fetches.Tag], checks: list[fetches.Check]) -> None:
+        def work() -> None:
+            right = []
+            for check in checks:
+                landed = memoryview(self._pair.landing.memory[check.landing])
+                if check.key in self._pair.damage:
+                    landed[5] ^= 1
+                right.append(block_sum("n", check.key, landed) == check.sum)
+                if right[-1]:
+                    self._pair.target.view(check.slot)[:] = landed
+            self._pair.consumer.checked(tags, right)
+
+        self._pair.wire.do(work)
+
+
+class _Room:
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+
+    @property
+    def count(self) -> int:
+        return LANDING
+
+    def open(self) -> None:
+        """They are there."""
+
+    def take(self, count: int) -> list[int]:
+        return self._pair.landing.take(count)
+
+    def give(self, slots: Collection[int]) -> None:
+        self._pair.landing.give(slots)
+
+    def region(self) -> tuple[m.Region, bytes]:
+        return self._pair.landing.region()

@@ -1,0 +1,248 @@
+"""A store on a real unix socket, run in a thread, and clients that speak its protocol."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+import pytest
+
+from kvstore.config import Config
+from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
+from kvstore.core.types import GroupRule, make_key
+from kvstore.listener import listen
+from kvstore.store.server import Server
+from kvstore.wire import engine as p
+from kvstore.wire import framing
+from tests.harness.fakes import from_u32, u32
+from tests.harness.patience import WAIT_S
+
+M = TypeVar("M", bound=framing.Message)
+
+
+class Reachable(Protocol):
+    """A store that listens at a path."""
+
+    path: str
+
+
+class LiveStore:
+    """Runs a Server until the block ends; seconds: how long its end took."""
+
+    def __init__(self, config: Config) -> None:
+        self.server = Server(config, listen(config.server.socket, shared=bool(config.server.allow)))
+        self.path = config.server.socket
+        self.seconds = 0.0
+        self._thread = threading.Thread(target=self.server.run, name="store")
+
+    def __enter__(self) -> Self:
+        self.server._listener.start()  # the thread does it as well, but who knows when
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _exc: BaseException | None,
+        _tb: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        started = time.monotonic()
+        self.server.stop()
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+        self.seconds = self.seconds or time.monotonic() - started
+
+
+class Client:
+    """One connection."""
+
+    def __init__(self, path: str) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(WAIT_S)
+        self.sock.connect(path)
+        self.fds: list[int] = []
+        self.messages: list[framing.Message] = []
+        self.closed = False
+        self._decoder = framing.Decoder(p.ToEngine)
+
+    def send(self, *messages: framing.Message) -> None:
+        self.sock.sendall(b"".join(map(framing.encode, messages)))
+
+    def read(self) -> None:
+        """Wait for bytes and take in what they are."""
+        data, fds, _, _ = socket.recv_fds(self.sock, 1 << 16, 16)
+        self.fds.extend(fds)
+        self.closed = self.closed or not data
+        self.messages.extend(self._decoder.feed(data))
+
+    def take(self, kind: type[M]) -> M:
+        """Wait for the next message of a kind; others are kept."""
+        while True:
+            for message in self.messages:
+                if isinstance(message, kind):
+                    self.messages.remove(message)
+                    return message
+            assert not self.closed, f"closed before {kind.__name__}; got {self.messages}"
+            self.read()
+
+    def read_to_end(self) -> None:
+        while not self.closed:
+            try:
+                self.read()
+            except ConnectionResetError:
+                self.closed = True
+
+    def close(self) -> None:
+        self.sock.close()
+        for descriptor in self.fds:
+            os.close(descriptor)
+        self.fds.clear()
+
+
+@contextmanager
+def client(store: Reachable) -> Iterator[Client]:
+    made = Client(store.path)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+class LiveEngine:
+    """An engine of one rank that fills and reads slots itself."""
+
+    def __init__(
+        self,
+        store: Reachable,
+        name: str = "engine",
+        page_bytes: int = 1 << 20,
+        model: str = "model",
+        geometry: RankGeometry | None = None,
+        *,
+        events: bool = False,
+    ) -> None:
+        """geometry: of a block of page_bytes in all."""
+        if geometry is None:
+            layers = (LayerGeometry("layer", page_bytes),)
+            groups = (GroupGeometry(GroupRule(), layers),)
+            geometry = RankGeometry(model, 16, (1,), groups, {"model": model})
+        self.worker, self.scheduler = Client(store.path), Client(store.path)
+        self.worker.send(p.Hello(p.VERSION, name, "worker", 0, 1, geometry=geometry))
+        self.scheduler.send(p.Hello(p.VERSION, name, "scheduler", 0, 1, 4, events=events))
+        self.credits: list[int] = []
+        self._maps: list[tuple[p.Extent, mmap.mmap]] = []
+        self._page_bytes = page_bytes
+        self._asks = 0
+        self.map_extent()
+        self.active = self.scheduler.take(p.Active)
+
+    def map_extent(self) -> None:
+        message = self.worker.take(p.Extent)
+        self._maps.append((message, mmap.mmap(self.worker.fds.pop(0), message.bytes)))
+        self.worker.send(p.Mapped(message.extent))
+
+    def _place(self, slot: int) -> tuple[mmap.mmap, int]:
+        for extent, memory in self._maps:
+            if extent.first <= slot < extent.first + extent.count:
+                return memory, (slot - extent.first) * extent.slot_bytes
+        raise KeyError(slot)
+
+    def generation(self, slot: int) -> int:
+        for extent, memory in self._maps:
+            if extent.first <= slot < extent.first + extent.count:
+                at = extent.generations_offset + 4 * (slot - extent.first)
+                return int.from_bytes(memory[at : at + 4], sys.byteorder)
+        raise KeyError(slot)
+
+    def content(self, block: bytes) -> bytes:
+        return (block * (self._page_bytes // len(block) + 1))[: self._page_bytes]
+
+    def put(self, chain: Sequence[bytes]) -> None:
+        """Store a request's blocks; their bytes follow from their hashes."""
+        for index, block in enumerate(chain):
+            while not self.credits:
+                self.credits.extend(from_u32(self.scheduler.take(p.Answers).credits))
+            slot = self.credits.pop(0)
+            memory, at = self._place(slot)
+            memory[at : at + self._page_bytes] = self.content(block)
+            parent = make_key(chain[index - 1], 0) if index else b""
+            keys = (make_key(block, 0),)
+            self.worker.send(p.Stored(u32([slot]), keys, (parent,), ok=True, seconds=0.001))
+
+    def ask(self, chain: Sequence[bytes], **how: Any) -> p.Granted:  # noqa: ANN401 - of Lookup
+        self._asks += 1
+        lookup = p.Lookup(self._asks, b"".join(chain), len(chain[0]), **how)
+        self.scheduler.send(p.Step((lookup,)))
+        while True:
+            answers = self.scheduler.take(p.Answers)
+            self.credits.extend(from_u32(answers.credits))
+            for granted in answers.granted:
+                if granted.ask == self._asks:
+                    return granted
+
+    def read(self, granted: p.Granted) -> list[bytes]:
+        """Return the bytes of the blocks in an answer once they are there, and end its lease."""
+        found = []
+        for hit in granted.hits[:1] if granted.lease else []:
+            for slot, leased in zip(from_u32(hit.slots), from_u32(hit.generations), strict=True):
+                eventually(lambda: self.generation(slot) == leased)  # noqa: B023 - asked at once
+                memory, at = self._place(slot)
+                found.append(memory[at : at + self._page_bytes])
+        if granted.lease:
+            self.worker.send(p.Loaded(granted.lease, len(found) * self._page_bytes, 0.001))
+        return found
+
+    def load(self, granted: p.Granted, within_s: float) -> list[bytes]:
+        """Read as a worker does: up to the first block that fails, or is not there in time."""
+        end_s = time.monotonic() + within_s
+        found: list[bytes] = []
+        damaged: list[int] = []
+        hit = granted.hits[0] if granted.lease else p.Hit(b"", b"", b"")
+        for slot, leased in zip(from_u32(hit.slots), from_u32(hit.generations), strict=True):
+            while (leased - self.generation(slot)) & 0xFFFFFFFF == 1 and time.monotonic() < end_s:
+                time.sleep(0.0003)
+            if self.generation(slot) != leased:
+                damaged = [slot] if (leased - self.generation(slot)) & 0xFFFFFFFF != 1 else []
+                break
+            memory, at = self._place(slot)
+            found.append(memory[at : at + self._page_bytes])
+            assert self.generation(slot) == leased, "a leased slot has changed"
+        if granted.lease:
+            done = p.Loaded(granted.lease, len(found) * self._page_bytes, 0.001, u32(damaged))
+            self.worker.send(done)
+        return found
+
+    def close(self) -> None:
+        self.scheduler.close()
+        self.worker.close()
+        for _, memory in self._maps:
+            memory.close()
+
+
+@contextmanager
+def engine(store: Reachable, name: str = "engine", **how: Any) -> Iterator[LiveEngine]:  # noqa: ANN401 - of LiveEngine
+    made = LiveEngine(store, name, **how)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def eventually(done: Callable[[], object]) -> None:
+    """Wait until something holds."""
+    end = time.monotonic() + WAIT_S
+    while not done():
+        if time.monotonic() > end:
+            pytest.fail("did not happen in time")
+        time.sleep(0.002)

@@ -1,0 +1,96 @@
+"""Trouble for a disk, and waiting for what comes of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.nvme_blocks import Shelf, key
+from tests.harness.patience import WAIT_S
+from tiers.nvme import health, probe
+from tiers.nvme.remount import Phase
+
+Wrap = Callable[..., Any]
+
+
+def be_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at the directory often, and try soon to come back."""
+    monkeypatch.setattr(health, "RETRY_S", 0.1)
+    monkeypatch.setattr(probe, "EVERY_S", 0.05)
+
+
+def wait(found: Shelf, done: Callable[[], object]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not done():
+        assert time.monotonic() < end, f"{found.disk.state}: {found.disk._health.reason}"
+        found.disk.flush()
+
+
+def wait_for(found: Shelf, state: str) -> None:
+    wait(found, lambda: found.disk.state == state)
+
+
+def away(found: Shelf) -> None:
+    """Wait until it is off and has let go of everything."""
+    wait(found, lambda: found.disk._recovery.phase is Phase.AWAY)
+
+
+def lose(found: Shelf) -> None:
+    """Turn it off, until let_back: not for a moment, which a slow machine would miss."""
+    found.disk._health.lost("for the test", time.monotonic() + WAIT_S)
+
+
+def let_back(found: Shelf) -> None:
+    """Let it try again now."""
+    found.disk._health._retry_at_s = time.monotonic()
+
+
+def whole(found: Shelf, chain: int, count: int) -> bool:
+    return found.get([key(chain, index) for index in range(count)]).done == count
+
+
+def open_files(folder: Path) -> list[str]:
+    """Files in a directory that this process has open, by whatever name it has now."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(link.readlink())
+        except FileNotFoundError:
+            continue  # the descriptor of this very listing
+        if Path(target).is_relative_to(folder):
+            found.append(target)
+    return found
+
+
+def refuse(real: Wrap, name: str, number: int) -> Wrap:
+    def call(path: Any, *more: Any, **named: Any) -> Any:  # noqa: ANN401 - as os.open
+        if isinstance(path, str | Path) and Path(path).name == name:
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, *more, **named)
+
+    return call
+
+
+def raise_eio(*_: object) -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+class Gate:
+    """Calls that hang until the gate opens."""
+
+    def __init__(self, real: Wrap) -> None:
+        self.go_on = threading.Event()
+        self.waiting = 0
+        self._real = real
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - as the real one
+        self.waiting += 1
+        self.go_on.wait(600)
+        return self._real(*arguments, **named)

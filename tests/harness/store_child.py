@@ -1,0 +1,286 @@
+"""`kvstore serve` for the crash campaign: the real server, whose disk tells what it does.
+
+python -m tests.harness.store_child CONFIG LOG [POINT NUMBER]
+
+Lines are appended to LOG, which lies outside of the tier's directory, each with the time:
+
+    loading | serving            the index is being read | all of it is known
+    stored NAMESPACE KEY...      acknowledged, and can be read
+    gone NAMESPACE REASON KEY... said before it can be durable
+    commit | committed           planned | durable
+    resize BYTES | cleared NAMESPACE
+    lag SECONDS                  this process was kept waiting as long as that, and never longer
+    killed POINT                 the last line, when it was this process that killed itself
+
+With POINT, it sends itself a SIGKILL when it gets there for the NUMBERth time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvstore import cli
+from kvstore.config import NvmeConfig
+from kvstore.core.tier import TierContext
+from kvstore.core.types import JobId, JobKind, JobResult, LookupResult, TransferJob
+from tiers import nvme
+from tiers.nvme import NvmeDisk
+from tiers.nvme.commits import Commits
+from tiers.nvme.files import ExtentFile
+from tiers.nvme.index import DiskIndex, Record
+from tiers.nvme.index_client import Journal
+from tiers.nvme.messages import Commit
+from tiers.nvme.namespace import Space
+from tiers.nvme.tier import NvmeTier
+
+POINTS = (
+    "load",  # a turn while the index is read
+    "loaded",
+    "read",
+    "half-written",  # of several blocks that one call writes
+    "written",
+    "sync",  # data written, not synced
+    "commit",  # data synced, the index not written
+    "amid",  # at any time while the index is written
+    "committed",  # and nobody told
+    "made",  # an extent file is there, the index does not know it
+    "known",  # it does
+    "forgotten",  # the index has forgotten an extent, the file is there
+    "gone",
+    "resize",
+    "clear",
+)
+AMID_S = 0.004
+LAG_S = 0.02
+
+
+class Watch:
+    """Where lines go, and where the process ends."""
+
+    def __init__(self, log: Path, point: str, number: int) -> None:
+        self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._point, self._left = point, number
+        self._lock = threading.Lock()
+
+    def say(self, line: str) -> None:
+        os.write(self._log, f"{time.monotonic():.6f} {line}\n".encode())
+
+    def reach(self, point: str) -> None:
+        if self.passes(point):
+            self.die()
+
+    def passes(self, point: str) -> bool:
+        """True at the NUMBERth time that POINT is reached."""
+        if point != self._point:
+            return False
+        with self._lock:
+            self._left -= 1
+            return self._left == 0
+
+    def die(self) -> None:
+        self.say(f"killed {self._point}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def watch_lag(self) -> None:
+        """Tell when this process does not get the processor in time."""
+        longest = LAG_S
+        while True:
+            began = time.monotonic()
+            time.sleep(0.005)
+            if time.monotonic() - began > longest:
+                longest = time.monotonic() - began
+                self.say(f"lag {longest:.6f}")
+
+
+WATCH: Watch  # of this process
+
+
+class WatchedDisk(NvmeDisk):
+    """The real one, and says what it does."""
+
+    def __init__(self, settings: NvmeConfig) -> None:
+        super().__init__(settings)
+        self._told = ""
+
+    def poll(self) -> None:
+        super().poll()
+        now = "loading" if self.state == "loading" else "serving"
+        if now != self._told:
+            self._told = now
+            WATCH.say(now)
+            if now == "serving":
+                WATCH.reach("loaded")
+        if now == "loading":
+            WATCH.reach("load")
+
+    def tier(self, context: TierContext) -> NvmeTier:
+        """Make a tier that tells what it acknowledges."""
+        tier = super().tier(context)
+        jobs: dict[JobId, TransferJob] = {}
+        submit, poll = tier.submit, tier.poll
+
+        def told_submit(job: TransferJob) -> None:
+            if job.kind is JobKind.STORE:
+                jobs[job.job_id] = job
+            submit(job)
+
+        def told_poll() -> Sequence[JobResult]:
+            results = poll()
+            for result in results:
+                job = jobs.pop(result.job_id, None)
+                if job is not None:
+                    here = [
+                        k for k in job.keys[: result.done] if tier.lookup(k) is LookupResult.HIT
+                    ]
+                    if here:
+                        keys = " ".join(key.hex() for key in here)
+                        WATCH.say(f"stored {context.namespace} {keys}")
+            return results
+
+        for name, told in (("submit", told_submit), ("poll", told_poll)):
+            setattr(tier, name, told)
+        return tier
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Change the cap."""
+        WATCH.say(f"resize {capacity_bytes}")
+        super().resize(capacity_bytes)
+        WATCH.reach("resize")
+
+
+def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
+    """Plain assignments: this process is ours alone."""
+    setattr(owner, name, make(getattr(owner, name)))
+
+
+def _watch_leaving() -> None:
+    """Have every block that leaves told, with the reason, before that can become durable."""
+    reasons: list[tuple[Space, str]] = []
+
+    def told_drop(drop: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(space: Space, record: Record, reason: str) -> None:
+            reasons.append((space, reason))
+            drop(space, record, reason)
+            reasons.pop()
+
+        return wrapped
+
+    def told_subtree(take: Callable[..., Iterator[Record]]) -> Callable[..., Iterator[Record]]:
+        def wrapped(index: DiskIndex, record: Record) -> Iterator[Record]:
+            gone = list(take(index, record))
+            space, reason = reasons[-1]
+            keys = " ".join(each.key.hex() for each in gone)
+            WATCH.say(f"gone {space.digest} {reason} {keys}")
+            WATCH.reach("gone")
+            return iter(gone)
+
+        return wrapped
+
+    def told_clear(clear: Callable[[Space, int], None]) -> Callable[[Space, int], None]:
+        def wrapped(space: Space, number: int) -> None:
+            WATCH.say(f"cleared {space.digest}")
+            clear(space, number)
+            WATCH.reach("clear")
+
+        return wrapped
+
+    _replace(Space, "clear", told_clear)
+    _replace(Space, "drop", told_drop)
+    _replace(DiskIndex, "take_subtree", told_subtree)
+
+
+def _watch_files() -> None:
+    def write(original: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(file: ExtentFile, position: int, blocks: Sequence[memoryview]) -> None:
+            if WATCH.passes("half-written"):
+                half = blocks[: len(blocks) // 2]
+                original(file, position, [*half, blocks[len(half)][: file.stride // 2]])
+                WATCH.die()
+            original(file, position, blocks)
+            WATCH.reach("written")
+
+        return wrapped
+
+    def read(original: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(file: ExtentFile, position: int, blocks: Sequence[memoryview]) -> None:
+            original(file, position, blocks)
+            WATCH.reach("read")
+
+        return wrapped
+
+    def sync(original: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(file: ExtentFile) -> None:
+            WATCH.reach("sync")
+            original(file)
+
+        return wrapped
+
+    _replace(ExtentFile, "write", write)
+    _replace(ExtentFile, "read", read)
+    _replace(ExtentFile, "sync", sync)
+
+
+def _watch_commits() -> None:
+    def begin(original: Callable[[Commits], None]) -> Callable[[Commits], None]:
+        def wrapped(commits: Commits) -> None:
+            WATCH.say("commit")
+            original(commits)
+
+        return wrapped
+
+    def ended(original: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(commits: Commits, *result: object) -> None:
+            original(commits, *result)
+            WATCH.say("committed")
+
+        return wrapped
+
+    _replace(Commits, "_begin", begin)
+    _replace(Commits, "_ended", ended)
+
+
+def _watch_index() -> None:
+    def commit(original: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(journal: Journal, changes: Commit) -> None:
+            if changes.extents:
+                WATCH.reach("made")
+            if changes.puts:
+                WATCH.reach("commit")
+                if WATCH.passes("amid"):
+                    delay_s = AMID_S * (time.monotonic_ns() % 1000) / 1000
+                    threading.Timer(delay_s, WATCH.die).start()
+            original(journal, changes)
+            if changes.extents:
+                WATCH.reach("known")
+            if changes.extents_gone:
+                WATCH.reach("forgotten")
+            if changes.puts:
+                WATCH.reach("committed")
+
+        return wrapped
+
+    _replace(Journal, "commit", commit)
+
+
+def main() -> int:
+    global WATCH  # noqa: PLW0603 - one process, one watch
+    config, log, *point = sys.argv[1:]
+    WATCH = Watch(Path(log), point[0] if point else "", int(point[1]) if point else 0)
+    _watch_leaving()
+    _watch_files()
+    _watch_commits()
+    _watch_index()
+    threading.Thread(target=WATCH.watch_lag, daemon=True).start()
+    nvme.NvmeDisk = WatchedDisk  # type: ignore[misc]
+    return cli.main(["serve", "--config", config])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""What the engine asks of a connector's two sides, and how the worker half answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import msgspec
+
+from connectors.events import BlockEvent
+from connectors.request_state import BlockTable, EngineRequest, Step
+from connectors.step_meta import StepMeta
+
+
+class SchedulerSide(Protocol):
+    """The side that plans; connectors.scheduler.SchedulerHalf is one."""
+
+    def on_new_request(self, request: EngineRequest) -> None:
+        """Take note of a request, before anything is asked about it."""
+        ...
+
+    def get_num_new_matched_tokens(self, request_id: str, computed: int) -> tuple[int | None, bool]:
+        """Answer how many tokens beyond `computed` can be loaded, and whether asynchronously.
+
+        None: ask again later. An asynchronous load may bring all tokens, another all but one.
+        """
+        ...
+
+    def update_state_after_alloc(self, request_id: str, table: BlockTable, external: int) -> None:
+        """Plan the load of `external` tokens, if there are any."""
+        ...
+
+    def hit_sources(self, request_id: str, external: int) -> Mapping[str, int]:
+        """Split the tokens of the load just planned by tier."""
+        ...
+
+    def build_meta(self, step: Step) -> StepMeta:
+        """Plan a step's copies; called once a step."""
+        ...
+
+    def on_output(
+        self, stores_over: Mapping[int, int], loaded: Iterable[str], failed: Iterable[str]
+    ) -> None:
+        """Take the ranks' reports."""
+        ...
+
+    def request_finished(self, request_id: str, table: BlockTable) -> bool:
+        """Let go of a request. True: its blocks are kept until it is reported as sent."""
+        ...
+
+    def has_pending_work(self) -> bool:
+        """Tell whether one more step is needed although no request is left."""
+        ...
+
+    def reset_cache(self, nonce: bytes) -> bool:
+        """Leave everything stored so far behind; False if that is not possible now."""
+        ...
+
+    def take_events(self) -> list[BlockEvent]:
+        """Return what entered and left the tiers since the last call."""
+        ...
+
+    def take_stats(self) -> Mapping[str, int]:
+        """Return what was counted since the last call."""
+        ...
+
+
+class WorkerResults(msgspec.Struct, frozen=True):
+    """What a rank's side has to say after a step; each fact once.
+
+    ended: requests whose load is over; failed: which of them brought nothing. sent: finished
+    requests whose blocks may go. invalid: engine blocks that a load left wrong, reported no
+    later than the load's end. over: store jobs that ended.
+    """
+
+    ended: set[str] = set()
+    failed: set[str] = set()
+    sent: set[str] = set()
+    invalid: set[int] = set()
+    over: frozenset[int] = frozenset()
+    stats: Mapping[str, int] = {}
+
+
+class WorkerSide(Protocol):
+    """The side that copies, one for each rank; called in this order in every step."""
+
+    def before_step(self, meta: StepMeta) -> None:
+        """End the copies whose sources this step overwrites."""
+        ...
+
+    def start_loads(self, meta: StepMeta) -> None:
+        """Start asynchronous loads; do the others."""
+        ...
+
+    def after_forward(self, meta: StepMeta) -> None:
+        """Start the copies of what this step has computed."""
+        ...
+
+    def results(self, meta: StepMeta) -> WorkerResults:
+        """Report what ended since the last call."""
+        ...
+
+
+class CopyingHalf(Protocol):
+    """What connectors.worker.WorkerHalf and its simulations have in common."""
+
+    def before_step(self, meta: StepMeta) -> None:
+        """See WorkerSide."""
+        ...
+
+    def start_loads(self, meta: StepMeta) -> None:
+        """See WorkerSide."""
+        ...
+
+    def after_forward(self, meta: StepMeta) -> None:
+        """See WorkerSide."""
+        ...
+
+    def finished_loads(self, meta: StepMeta) -> tuple[set[str], set[str]]:
+        """Return requests whose load ended, and which failed."""
+        ...
+
+    def take_stores_over(self) -> frozenset[int]:
+        """Return store jobs that ended."""
+        ...
+
+    def take_stats(self) -> msgspec.Struct:
+        """Return what was counted."""
+        ...
+
+
+class TieredWorker:
+    """A worker half under the engine's names."""
+
+    def __init__(self, half: CopyingHalf) -> None:
+        self.half = half
+        self.before_step = half.before_step
+        self.start_loads = half.start_loads
+        self.after_forward = half.after_forward
+
+    def results(self, meta: StepMeta) -> WorkerResults:
+        """Report what ended; our loads are asynchronous, and fail as a whole."""
+        ended, failed = self.half.finished_loads(meta)
+        counts = msgspec.structs.asdict(self.half.take_stats())
+        stats = {name: number for name, number in counts.items() if number}
+        return WorkerResults(
+            ended, failed, set(meta.sent), over=self.half.take_stores_over(), stats=stats
+        )

@@ -1,0 +1,157 @@
+"""One simulated engine with its real halves, and the shapes that engines come in."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from connectors.request_state import BlockTable, Phase
+from connectors.scheduler import SchedulerHalf
+from connectors.step_meta import StepMeta
+from connectors.store_client import StoreClient
+from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
+from kvstore.wire import engine as p
+from tests.reference import (
+    Engine,
+    Group,
+    LocalRank,
+    Request,
+    Shape,
+    TieredWorker,
+    WorkerResults,
+    block_bytes,
+)
+from tests.sim.store import Joiner, Net
+from tests.sim.worker import Worker
+
+_GROUPS = (
+    ((Group(4),), 4),
+    ((Group(4),), 8),
+    ((Group(4), Group(4, window=9)), 4),
+    ((Group(4), Group(4, window=6)), 8),
+    ((Group(8), Group(4, window=10)), 8),
+    ((Group(4), Group(8, window=20)), 16),
+    ((Group(4), Group(8, state=True)), 8),
+    ((Group(8), Group(8, window=10), Group(8, state=True)), 8),
+)
+PRIORITIES = 3
+SENT = 0.2  # chance that a rank has sent a request's blocks, in each step
+
+
+def make_shape(rng: random.Random) -> Shape:
+    groups, block_tokens = rng.choice(_GROUPS)
+    state = groups[-1].state
+    batches = rng.choice((1, 1, 2, 3))
+    return Shape(
+        groups=groups,
+        block_tokens=block_tokens,
+        world=rng.choice((1, 1, 2)),
+        blocks=rng.choice((40, 50, 120)) * len(groups),
+        budget=rng.choice((8, 8, 24) if state else (8, 24, 64)),  # states at more steps' ends
+        running_max=rng.choice((2, 6)),
+        lookahead=rng.choice((0, 0, 3)),
+        prefix_cache=state or rng.random() < 0.6,
+        batches=batches,
+        drafts=0 if state else rng.choice((0, 0, 1, 3)),
+        by_priority=rng.random() < 0.3,
+        defer_frees=batches > 1 and rng.random() < 0.5,
+        reuse_newest=rng.random() < 0.5,
+    )
+
+
+class Half(SchedulerHalf):
+    """A scheduler half that sometimes keeps a request's blocks, as a hand-over would."""
+
+    rng = random.Random(0)
+    delays = 0.0
+    sends: Sequence[list[str]] = ()  # what each rank has still to report as sent
+
+    def request_finished(self, request_id: str, table: BlockTable) -> bool:
+        tracked = self._requests.get(request_id)
+        loading = tracked is not None and tracked.phase is Phase.LOADING
+        delay = super().request_finished(request_id, table)
+        if loading or self.rng.random() >= self.delays:
+            return delay
+        for rank in self.sends:
+            rank.append(request_id)
+        return True
+
+
+class Sender(TieredWorker):
+    """A worker that reports blocks as sent, some time after their request has ended."""
+
+    def __init__(self, worker: Worker, rng: random.Random) -> None:
+        super().__init__(worker)
+        self.left: list[str] = []
+        self._rng = rng
+
+    def results(self, meta: StepMeta) -> WorkerResults:
+        results = super().results(meta)
+        sent = {name for name in self.left if self._rng.random() < SENT}
+        self.left[:] = [name for name in self.left if name not in sent]
+        return msgspec.structs.replace(results, sent=sent)
+
+
+class Host:
+    """One engine with its two halves."""
+
+    def __init__(self, net: Net, rng: random.Random, name: str, shape: Shape, model: str) -> None:
+        self.name, self.shape, self.scope = name, shape, b""
+        self.geometry = shape.geometry
+        self._model = model
+        memory = [bytearray(shape.blocks * shape.page_bytes) for _ in range(shape.world)]
+        self.workers = [
+            Worker(net, self._hello(name, rank), shape, pages, rng)
+            for rank, pages in enumerate(memory)
+        ]
+        credit = rng.choice((2, 6, 20))
+        hello = p.Hello(p.VERSION, name, "scheduler", 0, shape.world, credit_slots=credit)
+        self.client = StoreClient(Joiner(net, hello), lambda: net.now)
+        self.half = Half(
+            self.geometry,
+            self.client,
+            lambda: net.now,
+            world=shape.world,
+            shares_prefixes=shape.prefix_cache,
+        )
+        senders = [Sender(worker, rng) for worker in self.workers]
+        self.half.rng, self.half.delays = rng, rng.choice((0.0, 0.0, 0.3))
+        self.half.sends = [sender.left for sender in senders]
+        self.ranks = [
+            LocalRank(shape, rank, sender, self.workers[rank].memory)
+            for rank, sender in enumerate(senders)
+        ]
+        self.engine = Engine(shape, self.half, self.ranks, rng)
+        self.counts: Counter[str] = Counter()  # of the halves
+
+    def step(self) -> None:
+        for output in self.engine.step():
+            for event, number in output.connector.items():
+                self.counts[event] += number
+
+    def _hello(self, name: str, rank: int) -> p.Hello:
+        shape = self.shape
+        groups = tuple(
+            GroupGeometry(
+                rule,
+                (LayerGeometry(f"g{group}", tokens * shape.token_bytes, 1, rank, shape.world),),
+            )
+            for group, (rule, tokens) in enumerate(
+                zip(shape.rules, shape.group_tokens, strict=True)
+            )
+        )
+        per = self.geometry.blocks_per_chunk
+        geometry = RankGeometry(self._model, shape.block_tokens, per, groups)
+        return p.Hello(p.VERSION, name, "worker", rank, shape.world, geometry=geometry)
+
+    def content(self, request: Request, group: int, index: int) -> bytes:
+        """What a slot holds for one of the request's blocks: engine block, then rank."""
+        per = self.geometry.blocks_per_chunk[group]
+        return b"".join(
+            block_bytes(self.shape, request.text, group, rank, at)
+            for at in range(index * per, (index + 1) * per)
+            for rank in range(self.shape.world)
+        )

@@ -1,0 +1,292 @@
+"""`kvstore check --disk`: what it measures, suggests and leaves behind, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvstore import cli
+from kvstore.config import parse
+from kvstore.core.errors import ConfigError, KVStoreError
+from kvstore.units import GIB, MIB
+from tests.harness.nvme_blocks import settings_for
+from tiers.nvme import drive_check, nixl_mover
+from tiers.nvme.block_io import Move, ThreadMover
+from tiers.nvme.drive_report import Report, Sample, suggest
+
+pytestmark = pytest.mark.slow  # measures a drive
+
+WRITERS = {1: 2, 2: 2, 4: 2, 8: 4, 16: 8}
+
+
+def samples(
+    reads: dict[int, float], writes: dict[int, float], mover: str = "threads"
+) -> list[Sample]:
+    return [
+        Sample(mover, kind, pattern, depth, rate * 1e9, 100.0)
+        for kind, rates in (("read", reads), ("write", writes))
+        for depth, rate in rates.items()
+        for pattern in ("sequential", "random")
+    ]
+
+
+FLAT = dict.fromkeys(WRITERS, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("reads", "writes", "threads"),
+    [
+        (FLAT, FLAT, 2),  # one slow read holds no other
+        ({1: 1.0, 2: 1.9, 4: 3.4, 8: 3.5, 16: 3.4}, FLAT, 4),
+        (FLAT, {1: 1.0, 2: 2.0, 4: 4.0, 8: 4.1, 16: 4.0}, 8),  # half as many writes
+        ({1: 1.0, 2: 2.0}, {1: 1.0, 2: 2.0}, 2),  # too slow to go on
+        ({1: 1.0, 2: 2.0, 4: 3.0}, {1: 1.0, 2: 1.0, 4: 9.0}, 4),  # never enough writes
+    ],
+)
+def test_threads_are_the_fewest_that_nearly_fill_the_drive(
+    reads: dict[int, float], writes: dict[int, float], threads: int
+) -> None:
+    assert suggest(samples(reads, writes), WRITERS, GIB).threads == threads
+
+
+@pytest.mark.parametrize(("nixl", "mover"), [(1.05, "threads"), (1.2, "nixl")])
+def test_another_mover_has_to_be_faster_by_a_tenth(nixl: float, mover: str) -> None:
+    both = samples(FLAT, FLAT) + samples(dict.fromkeys(WRITERS, nixl), FLAT, "nixl")
+    assert suggest(both, WRITERS, GIB).mover == mover
+
+
+@pytest.mark.parametrize(
+    ("drive_bytes", "rate", "budget"),
+    [
+        (252 * GIB, 2.0, "252GiB"),  # one drive write per day
+        (10**18, 0.001, "80GiB"),  # more cannot be written in a day
+        (600 * MIB, 1.0, "600MiB"),
+    ],
+)
+def test_the_budget_is_a_drive_write_per_day_and_says_so(
+    drive_bytes: int, rate: float, budget: str
+) -> None:
+    found = suggest(samples(FLAT, dict.fromkeys(WRITERS, rate)), WRITERS, drive_bytes)
+    assert f'write_budget = "{budget}"' in found.toml
+    assert "1 write of its capacity per day" in found.assumption
+    assert f"{drive_bytes / GIB:.0f} GiB" in found.assumption
+    given = tomllib.loads(found.toml)["nvme"]
+    parsed = parse(
+        {"cpu": {"capacity": "8GiB"}, "nvme": {"path": "/k", "capacity": "1GiB", **given}}
+    )
+    assert parsed.nvme is not None
+    assert parsed.nvme.threads == found.threads
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drive_check, "FILE_BYTES", 256 * MIB)
+    monkeypatch.setattr(drive_check, "DEPTHS", (1, 4))
+    monkeypatch.setattr(cli, "SECONDS", 0.5)
+
+
+@pytest.mark.usefixtures("quick")
+def test_every_mover_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
+    heard: list[tuple[float, str]] = []
+    report = drive_check.measure(tmp_path, 1.5, lambda share, what: heard.append((share, what)))
+    assert set(report.movers) == {"threads", "nixl"}
+    assert {s.mover for s in report.samples} == {"threads", "nixl"}
+    cases = {(s.mover, s.kind, s.pattern) for s in report.samples}
+    assert len(cases) == 8
+    assert all(s.bytes_per_s > 0 and s.cpu_us_per_block > 0 for s in report.samples)
+    assert report.seconds < 10
+    assert report.drive_bytes == shutil.disk_usage(tmp_path).total
+    shares = [share for share, _ in heard]
+    assert shares == sorted(shares)
+    assert all(0 <= share <= 1 for share in shares)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("quick")
+def test_only_what_was_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading space that was never written is no I/O, and no rate of the drive."""
+    monkeypatch.setattr(drive_check, "AREA_BLOCKS_MIN", 8)
+    written: set[int] = set()
+    stray: list[int] = []
+    start = ThreadMover.start
+
+    def watched(mover: ThreadMover[Move], run: Move) -> None:
+        if run.store:
+            written.add(run.position)
+        elif run.position not in written:
+            stray.append(run.position)
+        start(mover, run)
+
+    monkeypatch.setattr(ThreadMover, "start", watched)
+    drive_check.measure(tmp_path, 0.02, lambda _share, _what: None)
+    assert 8 <= len(written) < 128, "the time was over before the file was full"
+    assert not stray
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_mover_that_does_not_load_is_said_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_mover, "PLUGIN", "NONE")
+    report = drive_check.measure(tmp_path, 0.5, lambda _share, _what: None)
+    assert report.movers["nixl"].startswith('not here: mover = "nixl": expected NIXL')
+    assert {s.mover for s in report.samples} == {"threads"}
+
+
+# Refusals
+
+
+def test_no_space_is_refused_with_what_is_needed_and_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = SimpleNamespace(total=10 * GIB, used=0, free=123456)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: usage)
+    needed = drive_check.FILE_BYTES + drive_check.SPARE_BYTES
+    with pytest.raises(ConfigError, match=f"needed are {needed} bytes .* found 123456 free"):
+        drive_check.measure(tmp_path, 5, lambda _share, _what: None)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_error_of_the_drive_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "pwritev", refuse)
+    assert cli.main(["check", "--disk", "--path", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert "Input/output error" in error
+    assert "Traceback" not in error
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_drive_that_does_not_answer_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drive_check, "SILENCE_S", 0.2)
+    monkeypatch.setattr(ThreadMover, "poll", lambda _mover: [])
+    with pytest.raises(KVStoreError, match="no answer from the disk"):
+        drive_check.measure(tmp_path, 1, lambda _share, _what: None)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["check"], "expected --config FILE, or --disk"),
+        (["check", "--config", "x.toml", "--json"], "found no --disk"),
+        (["check", "--disk", "--config", "x.toml", "--path", "."], "found both"),
+        (["check", "--disk", "--seconds", "1"], "expected a whole number from 5 to 600, found '1'"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/nowhere", "/nowhere: expected a directory: No such file"),
+        ("/proc/self/stat", "expected a directory where files can be made"),
+    ],
+)
+def test_a_wrong_place_is_one_line(
+    path: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["check", "--disk", "--path", path]) == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert error.count("\n") == 1
+
+
+def test_a_configuration_without_a_disk_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "kv.toml").write_text('[cpu]\ncapacity = "1GiB"\n', encoding="ascii")
+    assert cli.main(["check", "--disk", "--config", str(tmp_path / "kv.toml")]) == 2
+    assert "expected [nvme] with a path, found none" in capsys.readouterr().err
+
+
+# The command
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("by", ["path", "config", "here"])
+def test_the_command_prints_an_object_or_a_table(
+    tmp_path: Path, by: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["check", "--disk"]
+    if by == "path":
+        arguments += ["--path", str(tmp_path)]
+    elif by == "config":  # a directory that the store will make
+        path = settings_for(tmp_path / "kv").path
+        text = f'[cpu]\ncapacity = "1GiB"\n[nvme]\npath = "{path}"\ncapacity = "1GiB"\n'
+        (tmp_path / "kv.toml").write_text(text, encoding="ascii")
+        arguments += ["--config", str(tmp_path / "kv.toml")]
+    else:
+        monkeypatch.chdir(tmp_path)
+    assert cli.main([*arguments, "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert table["path"] == str(tmp_path)
+    assert set(table) == set(Report.__struct_fields__)
+    assert "nvme" in tomllib.loads(table["toml"])
+    assert table["gds"]["direct"] == (table["gds"]["reasons"] == [])
+    assert cli.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "GDS: " in printed
+    assert "what is on disk always goes through host memory" in printed
+    assert "[nvme]\nthreads = " in printed
+    assert "1 write of its capacity per day" in printed
+    assert not list(tmp_path.glob(".*"))
+
+
+COMMAND = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started the tests
+from kvstore import cli
+sys.exit(cli.main(["check", "--disk", "--path", sys.argv[1]]))
+"""
+
+
+def test_ctrl_c_and_kill_leave_nothing_behind(tmp_path: Path) -> None:
+    """The space is given back, too: the file has no name while it is measured."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        command = [sys.executable, "-c", COMMAND, str(tmp_path)]
+        child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        held = Path(f"/proc/{child.pid}/fd")
+        end = time.monotonic() + 600
+        while time.monotonic() < end and not _deleted(held):
+            time.sleep(0.01)
+        assert _deleted(held), "it measures now"
+        child.send_signal(number)
+        _, error = child.communicate(timeout=600)
+        assert child.returncode == (130 if number is signal.SIGINT else -number)
+        assert "Traceback" not in error
+        assert not list(tmp_path.iterdir())
+
+
+def _deleted(folder: Path) -> bool:
+    for link in list(folder.glob("*")):
+        try:
+            if ".kvstore-check-" in str(link.readlink()) and "deleted" in str(link.readlink()):
+                return True
+        except OSError:
+            continue
+    return False

@@ -1,0 +1,454 @@
+"""Hand-over parameters, and what the scheduler half makes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from connectors.kv_transfer_params import (
+    NO_SOURCE,
+    Remote,
+    Source,
+    Transfer,
+    common_id,
+    is_handed_over,
+    parameters,
+    source_of,
+)
+from kvstore.core.errors import ConfigError
+from kvstore.wire import engine as p
+from tests.harness.script import Request, Script
+
+GIVEN: dict[str, Any] = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_engine_id": "engine",
+    "remote_request_id": "r-1",
+    "remote_host": "10.0.0.7",
+    "remote_port": 9500,
+    "remote_block_ids": [[1, 2]],
+}
+PUSHED = Transfer(push=True)
+TWO_WAY = Transfer("engine", two_way=True)
+
+
+def test_parameters_say_where_a_prompt_is() -> None:
+    assert source_of(GIVEN) == Source(Remote("10.0.0.7:9500", "r-1"))
+    there = source_of({**GIVEN, "remote_host": "::1", "remote_num_tokens": 50})
+    assert there == Source(Remote("[::1]:9500", "r-1", tokens=50))
+    pushed = source_of({**GIVEN, "remote_block_ids": None, "tp_size": 1}, PUSHED)
+    assert pushed == Source(Remote("10.0.0.7:9500", "r-1", push=True))
+    assert source_of({**GIVEN, "remote_block_ids": [3, 4]}) == source_of(GIVEN)
+    assert source_of(None) == source_of({}) == NO_SOURCE
+    assert source_of({"do_remote_prefill": False, "remote_port": "x"}) == NO_SOURCE
+
+
+def test_B10_what_is_handed_back_can_be_passed_along() -> None:
+    made = parameters(Transfer("engine"), "r-1", "[::1]:9500", [[3, 4], []], 64, 2)
+    assert made == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "engine",
+        "remote_request_id": "r-1",
+        "remote_host": "::1",
+        "remote_port": 9500,
+        "remote_block_ids": [[3, 4], []],
+        "remote_num_tokens": 64,
+        "tp_size": 2,
+    }
+    for how in (Transfer(), Transfer(push=False), PUSHED):
+        assert source_of(made, how) == Source(Remote("[::1]:9500", "r-1", how.push, 64))
+    assert not is_handed_over(made)
+
+
+def test_B10_a_prefill_that_left_nothing_is_asked_for_nothing() -> None:
+    for how in (Transfer(), Transfer(push=False), PUSHED):
+        nothing: tuple[object, ...] = ([], [[], []], None)
+        for blocks in nothing:
+            empty = {**GIVEN, "remote_block_ids": blocks, "remote_num_tokens": 0}
+            assert source_of(empty, how) == NO_SOURCE
+
+
+NAMES = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [None, "", 0, True, [], 1.5, {"a": 1}])
+def test_B7_what_is_missing_or_wrong_is_named(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: expected a .*, found "):
+        source_of({**GIVEN, name: value})
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_B7_a_port_is_in_range(port: int) -> None:
+    with pytest.raises(
+        ConfigError, match=f"remote_port: expected a port up to 65535, found {port}"
+    ):
+        source_of({**GIVEN, "remote_port": port})
+
+
+@pytest.mark.parametrize("blocks", [None, [], [[]], 5, "ids", [["1"]], {"0": [1]}])
+@pytest.mark.parametrize("tokens", [None, 64])
+def test_B7_a_pull_without_remote_blocks_is_refused(blocks: object, tokens: object) -> None:
+    with pytest.raises(ConfigError, match=r"^remote_block_ids: expected lists of block ids, found"):
+        source_of({**GIVEN, "remote_block_ids": blocks, "remote_num_tokens": tokens})
+
+
+@pytest.mark.parametrize("size", [None, 0, -1, "1", True, 1.0])
+def test_B7_a_push_without_the_others_size_is_refused(size: object) -> None:
+    with pytest.raises(ConfigError, match=r"^tp_size: expected a whole number from 1 on, found"):
+        source_of({**GIVEN, "tp_size": size}, PUSHED)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"do_remote_prefill": "yes"}, "do_remote_prefill: expected true or false, found 'yes'"),
+        ({"do_remote_decode": 1}, "do_remote_decode: expected true or false, found 1"),
+        ({"do_remote_decode": True}, "expected one of them, found both"),
+        ({"remote_num_tokens": "many"}, "remote_num_tokens: expected a whole number"),
+        ({"remote_num_tokens": -1}, "remote_num_tokens: expected a whole number from 0 on"),
+        ({"tp_size": "two"}, "tp_size: expected a whole number from 1 on, found 'two'"),
+        (
+            {"remote_host": None, "remote_port": "x", "remote_block_ids": None},
+            "remote_host: .*; remote_port: .*; remote_block_ids: ",
+        ),
+    ],
+)
+def test_B7_all_that_is_wrong_is_named_at_once(change: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        source_of({**GIVEN, **change})
+
+
+def test_B7_parameters_that_are_no_table_are_refused() -> None:
+    params: Any = ["do_remote_prefill"]
+    with pytest.raises(ConfigError, match="expected a table of parameters, found"):
+        source_of(params)
+    assert not is_handed_over(params)
+
+
+def test_L2_a_later_turn_is_pulled_from_its_decode_engine_only_where_that_is_wanted() -> None:
+    turn = {**GIVEN, "do_remote_prefill": False, "do_remote_decode": True}
+    assert source_of(turn) == NO_SOURCE
+    pulled = Source(Remote("10.0.0.7:9500", "r-1", push=False), turn=True)
+    for push in (None, False, True):
+        assert source_of(turn, Transfer(push=push, two_way=True)) == pulled
+    first = dict.fromkeys(GIVEN, None) | {"do_remote_decode": True}
+    assert source_of(first, TWO_WAY) == NO_SOURCE, "nothing was decoded yet"
+    with pytest.raises(ConfigError, match="remote_host: expected a host, found None"):
+        source_of({**turn, "remote_host": None}, TWO_WAY)
+
+
+def test_P9_the_suffix_of_an_engine_is_no_part_of_a_common_id() -> None:
+    assert common_id("cmpl-7-0-1a2b3c4d") == common_id("cmpl-7-0-deadbeef") == "cmpl-7-0"
+    for name in ("cmpl-7-0", "r-1234567", "r-123456789", "r-ghijklmn", "12345678"):
+        assert common_id(name) == name
+
+
+HANDED = {"do_remote_decode": True}
+SIDE_CHANNEL = "127.0.0.1:9500"
+
+
+PEER = "10.0.0.7:9500"
+LET_GO = [p.LetGo(PEER, "r-1")]
+
+
+def attached(transfer: Transfer = Transfer("engine"), **how: Any) -> Script:  # noqa: ANN401, B008
+    script = Script(**how)
+    script.client.side_channel = SIDE_CHANNEL
+    script.half._hands._transfer = transfer
+    return script
+
+
+def let_go(script: Script) -> list[p.LetGo]:
+    return [gone for step in script.steps() for gone in step.let_go]
+
+
+def handings(script: Script) -> list[p.Handing]:
+    return [handing for step in script.steps() for handing in step.handing]
+
+
+def test_a_decode_requests_question_names_the_peer_once() -> None:
+    script, wanted = attached(), Request("d", 49)
+    script.half.on_new_request(wanted, GIVEN)
+    (lookup,) = script.lookups()
+    assert (lookup.peer, lookup.request, lookup.push) == ("10.0.0.7:9500", "r-1", None)
+    script.answer(lookup.ask, [0, 1, 2], sources={"peer": 3})
+    assert script.matched(wanted) == (48, True)
+
+
+def test_L5_a_request_that_runs_again_is_not_fetched_again() -> None:
+    script, wanted = attached(), Request("d", 49)
+    script.half.on_new_request(wanted, GIVEN)
+    script.answer(script.lookups()[0].ask, [0, 1, 2])
+    script.load(wanted, [[1, 2, 3]])
+    script.half.on_output({}, ["d"], [])
+    script.half.update_state_after_alloc("d", [[1, 2, 3, 4]], 0)
+    script.step(wanted, 1, [[1, 2, 3, 4]])
+    wanted.num_computed_tokens = 0
+    script.matched(wanted)
+    assert [lookup.peer for lookup in script.lookups()] == [""]
+
+
+def test_B7_wrong_parameters_are_counted_and_the_prompt_is_computed() -> None:
+    script, wanted = attached(), Request("d", 49)
+    script.half.on_new_request(wanted, {**GIVEN, "remote_port": None})
+    (step,) = script.steps()
+    assert [lookup.peer for lookup in step.lookups] == [""]
+    assert step.counts == {"transfer_refused": 1}
+    script.answer(1, [0, 1])
+    assert script.matched(wanted) == (32, True), "of what is here"
+    script.half.request_finished("d", ())
+    assert let_go(script) == [], "nobody was named"
+
+
+def test_B10_a_prefill_request_is_announced_and_its_blocks_are_held() -> None:
+    script, wanted = attached(), Request("p", 32)
+    script.half.on_new_request(wanted, HANDED)
+    assert handings(script) == [p.Handing("p", "running", common="p")]
+    script.admit(wanted)
+    script.step(wanted, 32, [[5, 6]])
+    wanted.num_tokens += 1
+    params = script.half.hand_over("p", [[5, 6]])
+    assert params is not None
+    assert source_of(params) == Source(Remote(SIDE_CHANNEL, "p", tokens=32))
+    assert not script.half.request_finished("p", [[5, 6]])
+    assert script.half.has_pending_work()
+    held = p.Handing("p", "done", b"".join(wanted.block_hashes), 32, b"", 30_000)
+    assert handings(script) == [held]
+
+
+def test_B10_any_other_end_hands_back_nothing_and_holds_nothing() -> None:
+    script, wanted = attached(), Request("p", 40)
+    script.half.on_new_request(wanted, HANDED)
+    script.admit(wanted)
+    script.step(wanted, 40, [[5, 6, 7]])
+    script.half.request_finished("p", [[5, 6, 7]])
+    assert [handing.state for handing in handings(script)] == ["running", "gone"]
+    assert script.half.hand_over("p", [[5, 6, 7]]) is None
+
+
+def test_a_request_that_nobody_goes_on_with_is_not_handed_over() -> None:
+    script, wanted = attached(), Request("p", 40)
+    script.half.on_new_request(wanted)
+    script.admit(wanted)
+    script.step(wanted, 40, [[5, 6, 7]])
+    assert script.half.hand_over("p", [[5, 6, 7]]) is None
+    script.half.request_finished("p", [[5, 6, 7]])
+    assert handings(script) == []
+
+
+def test_without_a_side_channel_nothing_is_handed_over() -> None:
+    script, wanted = Script(), Request("p", 40)
+    script.half.on_new_request(wanted, HANDED)
+    script.admit(wanted)
+    script.step(wanted, 40, [[5, 6, 7]])
+    assert script.half.hand_over("p", [[5, 6, 7]]) is None
+
+
+def test_B10_a_prompt_that_left_nothing_hands_back_where_and_no_blocks() -> None:
+    script, wanted = attached(), Request("p", 10)
+    script.half.on_new_request(wanted, HANDED)
+    script.admit(wanted)
+    script.step(wanted, 10, [[]])
+    params = script.half.hand_over("p", [[]])
+    assert params is not None
+    assert (params["remote_num_tokens"], params["remote_block_ids"]) == (0, [[]])
+    assert source_of(params) == NO_SOURCE
+    assert not script.half.request_finished("p", [[]])
+    assert [handing.state for handing in handings(script)] == ["running", "gone"]
+
+
+# The other side lets go
+
+
+def test_B8_a_full_hit_asks_for_nothing_and_lets_go_once() -> None:
+    script, wanted = attached(), Request("d", 49)
+    script.half.on_new_request(wanted, GIVEN, cached=48)
+    (step,) = script.steps()
+    assert [lookup.peer for lookup in step.lookups] == [""]
+    script.admit(wanted, computed=48)
+    assert script.half.has_pending_work()
+    assert let_go(script) == LET_GO
+    assert not script.half.has_pending_work()
+    script.step(wanted, 1, [[1, 2, 3, 4]])
+    script.half.request_finished("d", [[1, 2, 3, 4]])
+    assert let_go(script) == []
+
+
+def test_B8_what_the_engine_lacks_is_asked_for() -> None:
+    script = attached()
+    script.half.on_new_request(Request("d", 49), GIVEN, cached=32)
+    assert [lookup.peer for lookup in script.lookups()] == [PEER]
+    assert let_go(script) == []
+
+
+@pytest.mark.parametrize(("cached", "peer"), [(47, PEER), (48, "")])
+def test_B8_with_a_tail_a_full_hit_is_all_but_the_last_token(cached: int, peer: str) -> None:
+    script = attached()
+    script.half.on_new_request(Request("d", 49), {**GIVEN, "remote_num_tokens": 49}, cached)
+    assert [lookup.peer for lookup in script.lookups()] == [peer]
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_B9_a_request_that_is_aborted_before_it_ran_lets_go(answered: bool) -> None:
+    script, wanted = attached(), Request("d", 49)
+    script.half.on_new_request(wanted, GIVEN)
+    (lookup,) = script.lookups()
+    if answered:
+        script.answer(lookup.ask, [0, 1, 2])
+        script.client.receive()
+    script.half.request_finished("d", ())
+    assert script.half.has_pending_work()
+    (step,) = script.steps()
+    assert list(step.let_go) == LET_GO
+    assert step.release == ((lookup.ask,) if answered else ())
+
+
+def test_B9_a_question_that_was_not_sent_yet_is_not_asked() -> None:
+    script, wanted = attached(), Request("d", 49)
+    script.half.on_new_request(wanted, GIVEN)
+    script.half.request_finished("d", ())
+    (step,) = script.steps()
+    assert (step.lookups, list(step.let_go)) == ((), LET_GO)
+
+
+@pytest.mark.parametrize("failed", [[], ["d"]])
+def test_B8_a_transfer_that_is_over_lets_go_once(failed: list[str]) -> None:
+    script, wanted = attached(), Request("d", 49)
+    script.half.on_new_request(wanted, GIVEN)
+    script.answer(script.lookups()[0].ask, [0, 1, 2])
+    script.load(wanted, [[1, 2, 3]])
+    assert let_go(script) == []
+    script.half.on_output({}, ["d"], failed)
+    assert let_go(script) == LET_GO
+    script.half.request_finished("d", ())
+    assert let_go(script) == []
+
+
+def test_B9_a_request_that_is_aborted_while_it_loads_lets_go_once() -> None:
+    script, wanted = attached(), Request("d", 49)
+    script.half.on_new_request(wanted, GIVEN)
+    script.answer(script.lookups()[0].ask, [0, 1, 2])
+    script.load(wanted, [[1, 2, 3]])
+    script.half.request_finished("d", [[1, 2, 3]])
+    script.half.on_output({}, ["d"], [])
+    assert let_go(script) == LET_GO
+
+
+def test_B8_what_cannot_be_told_is_left_to_the_lease() -> None:
+    script, wanted = attached(), Request("d", 49)
+    script.half.on_new_request(wanted, GIVEN)
+    script.steps()
+    script.client.detach("test")
+    script.half.request_finished("d", ())
+    script.attach()
+    assert let_go(script) == []
+
+
+def test_L5_a_request_that_was_computed_here_is_not_fetched_later() -> None:
+    script, wanted = attached(), Request("d", 49)
+    script.half.on_new_request(wanted, GIVEN)
+    script.answer(script.lookups()[0].ask)
+    script.admit(wanted)
+    script.step(wanted, 49, [[1, 2, 3, 4]])
+    wanted.num_computed_tokens = 0
+    script.matched(wanted)
+    assert [lookup.peer for lookup in script.lookups()] == [""]
+
+
+def test_P5_an_engine_may_sleep_once_it_has_told_its_store() -> None:
+    script, wanted = attached(), Request("p", 40)
+    script.half.on_new_request(wanted, HANDED)
+    script.admit(wanted)
+    script.step(wanted, 40, [[5, 6, 7]])
+    script.half.hand_over("p", [[5, 6, 7]])
+    script.half.request_finished("p", [[5, 6, 7]])
+    assert script.half.has_pending_work()
+    script.step()
+    assert not script.half.has_pending_work(), "the stores do the rest"
+
+
+# Two ways
+
+
+TURN = {**GIVEN, "do_remote_prefill": False, "do_remote_decode": True}
+
+
+def decoded(transfer: Transfer) -> tuple[Script, dict[str, Any] | None]:
+    """A decode request that ends by length."""
+    script, wanted = attached(transfer), Request("d", 49)
+    script.half.on_new_request(wanted, GIVEN)
+    script.admit(wanted)
+    script.step(wanted, 49, [[1, 2, 3, 4]])
+    back = script.half.hand_over("d", [[1, 2, 3, 4]])
+    script.half.request_finished("d", [[1, 2, 3, 4]])
+    return script, back
+
+
+def test_L2_a_decode_request_hands_back_nothing_by_default() -> None:
+    script, back = decoded(Transfer("engine"))
+    assert back is None
+    assert handings(script) == []
+
+
+def test_L2_L4_with_two_way_a_decode_request_is_held_for_a_time_of_its_own() -> None:
+    script, back = decoded(TWO_WAY)
+    assert back is not None
+    assert (back["do_remote_prefill"], back["do_remote_decode"]) == (False, True)
+    remote = Remote(SIDE_CHANNEL, "d", push=False, tokens=48)
+    assert source_of(back, TWO_WAY) == Source(remote, turn=True)
+    running, held = handings(script)
+    assert running.state == "running"
+    assert (held.state, held.lease_ms, held.fixed) == ("done", 480_000, True)
+
+
+def test_L4_only_requests_with_parameters_that_end_by_length_or_stop_are_held() -> None:
+    script, wanted = attached(TWO_WAY), Request("d", 49)
+    script.half.on_new_request(wanted)
+    script.admit(wanted)
+    script.step(wanted, 49, [[1, 2, 3, 4]])
+    assert script.half.hand_over("d", [[1, 2, 3, 4]]) is None
+    script.half.on_new_request(aborted := Request("a", 49), GIVEN)
+    script.admit(aborted)
+    script.half.request_finished("a", ())
+    assert [handing.state for handing in handings(script)] == ["running", "gone"]
+
+
+def test_L2_a_prefill_asks_its_decode_engine_and_is_handed_over_itself() -> None:
+    script = attached(TWO_WAY)
+    script.half.on_new_request(Request("p", 49), {**TURN, "remote_num_tokens": 40})
+    (step,) = script.steps()
+    assert [(lookup.peer, lookup.push) for lookup in step.lookups] == [(PEER, False)]
+    assert [(h.request, h.state) for h in step.handing] == [("p", "running")]
+
+
+@pytest.mark.parametrize(
+    ("remote", "cached", "threshold", "pulls"),
+    [
+        (40, 0, 40, True),  # exactly the threshold
+        (40, 0, 41, False),
+        (40, 16, 25, False),  # what is here counts
+        (40, 16, 24, True),
+        (400, 0, 50, False),  # no more than the prompt has
+        (400, 0, 49, True),
+        (40, 32, 0, True),  # 0 is off
+        (32, 32, 0, False),  # it has nothing more than we do
+    ],
+)
+def test_L3_below_the_threshold_it_is_computed_and_the_holder_told(
+    remote: int, cached: int, threshold: int, pulls: bool
+) -> None:
+    script = attached(Transfer("engine", two_way=True, recompute_threshold=threshold))
+    wanted = Request("p", 49)
+    script.half.on_new_request(wanted, {**TURN, "remote_num_tokens": remote}, cached)
+    assert [lookup.peer for lookup in script.lookups()] == [PEER if pulls else ""]
+    script.admit(wanted, cached)
+    assert let_go(script) == LET_GO
+
+
+def test_L3_the_threshold_is_for_two_ways_only() -> None:
+    script = attached(Transfer("engine", two_way=True, recompute_threshold=1000))
+    script.half.on_new_request(Request("d", 49), {**GIVEN, "remote_num_tokens": 49})
+    assert [lookup.peer for lookup in script.lookups()] == [PEER]

@@ -1,0 +1,274 @@
+"""Who gets how much of the disk, and when it is durable."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore import config
+from kvstore.config import NvmeConfig
+from kvstore.core.errors import TierFull
+from tests.harness.live import LiveStore, eventually
+from tests.harness.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
+from tests.harness.nvme_trouble import (
+    Gate,
+    away,
+    be_quick,
+    let_back,
+    lose,
+    raise_eio,
+    wait,
+    wait_for,
+)
+from tiers.nvme import NvmeDisk, extent_allocator, probe
+from tiers.nvme.directory import Look, Volume
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_quick(monkeypatch)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> NvmeConfig:
+    return settings_for(tmp_path / "kv")
+
+
+@pytest.fixture
+def folder(settings: NvmeConfig) -> Path:
+    return Path(settings.path)
+
+
+def test_damaged_indexes_that_are_kept_count(folder: Path) -> None:
+    with shelf(settings_for(folder, 16 * MIB)) as found:
+        for chain in range(80):
+            found.put(chain, 0, 30)
+        found.settle()
+        assert found.disk.used_bytes > 12 * MIB
+        (folder / "index.damaged-19990101-000000").mkdir()
+        (folder / "index.damaged-19990101-000000" / "data.mdb").write_bytes(b"x" * 9 * MIB)
+        wait(found, lambda: disk_bytes(folder) <= 16 * MIB)
+        wait(found, lambda: 9 * MIB < found.disk.used_bytes <= 16 * MIB)
+        assert found.tier.space.counts["resize"]
+        assert found.keys()
+
+
+def test_a_file_system_without_room_gets_no_extents_and_the_tier_goes_on(
+    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Volume.look
+
+    def full(volume: Volume) -> Look:
+        return real(volume)._replace(free_bytes=settings.extent_bytes - 1)
+
+    with shelf(settings) as found:
+        found.put(1, 0, 5)
+        found.settle()
+        made = len(list(folder.glob("*.extent")))
+        with monkeypatch.context() as patched:
+            patched.setattr(Volume, "look", full)
+            for chain in range(2, 40):
+                assert found.put(chain, 0, 30).done == 30
+        assert found.disk.state == "ok"
+        assert len(list(folder.glob("*.extent"))) == made
+        assert found.tier.space.counts["evicted"]
+
+
+def test_a_file_system_of_which_nothing_is_known_gets_no_extent(
+    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with shelf(settings) as found:
+        with monkeypatch.context() as patched:
+            patched.setattr(probe, "EVERY_S", 1000.0)
+            patched.setattr(os, "fstatvfs", raise_eio)
+            assert found.put(1, 0, 5).done == 0
+        assert not list(folder.glob("*.extent"))
+        wait_for(found, "ok")
+        assert found.put(1, 0, 5).done == 5
+
+
+def test_the_reserve_of_the_file_system_is_not_free(settings: NvmeConfig, folder: Path) -> None:
+    with shelf(settings):
+        found = os.statvfs(folder)
+        seen = _look(folder)
+        assert seen.free_bytes <= found.f_bavail * found.f_frsize - 64 * MIB
+
+
+def _look(folder: Path) -> Look:
+    volume = Volume(folder.with_name("another"))
+    volume.open(0.0)
+    try:
+        return volume.look()
+    finally:
+        volume.close()
+
+
+@pytest.mark.parametrize("slice_blocks", [1, extent_allocator.SLICE_BLOCKS])
+def test_eviction_ahead_begins_below_the_low_mark_and_goes_on_to_the_high_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, slice_blocks: int
+) -> None:
+    monkeypatch.setattr(extent_allocator, "SLICE_BLOCKS", slice_blocks)
+    with shelf(settings_for(folder, 8 * MIB)) as found:
+        space, chain = found.tier.space, 0
+        free: list[int] = []
+        while len(free) < 100:
+            found.put(chain, 0, 4)
+            found.settle()
+            chain += 1
+            if space.counts["evicted"]:
+                free.append(space.free)
+        low, high = space.total // 64, space.total // 32
+        assert max(free) >= high, "it goes on"
+        assert min(free) >= low, "ahead of need"
+        assert any(low <= count < high - 4 for count in free), "not before the low mark"
+
+
+def test_a_resize_while_an_extent_is_made_leaves_it_within_its_cap(
+    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(os.posix_fallocate)
+    with shelf(settings) as found:
+        for chain in range(16):  # fills an extent, almost
+            found.put(chain, 0, 15)
+        found.disk._watch._next_s = float("inf")  # it is not the watch that sees it
+        found.settle()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "posix_fallocate", gate)
+            for chain in range(16, 40):
+                if found.disk._room.growths:
+                    break
+                found.put(chain, 0, 1)
+            wait(found, lambda: gate.waiting)
+            small = 4 * MIB
+            found.disk.resize(small)
+            gate.go_on.set()
+        found.settle()
+        wait(found, lambda: disk_bytes(folder) <= small and found.disk.used_bytes <= small)
+
+
+@pytest.mark.parametrize("state", ["off", "read_only", "loading"])
+def test_a_smaller_cap_in_any_state_holds_in_the_end(
+    settings: NvmeConfig, folder: Path, state: str
+) -> None:
+    with shelf(settings) as before:
+        for chain in range(60):
+            before.put(chain, 0, 30)
+    made = NvmeDisk(settings)
+    found = Shelf(made)
+    if state != "loading":
+        found.settle()
+    if state == "off":
+        lose(found)
+        away(found)
+    elif state == "read_only":
+        made._health.only_reads("for the test", time.monotonic())
+    made.resize(8 * MIB)
+    if state == "off":
+        let_back(found)
+    found.settle()
+    wait(found, lambda: disk_bytes(folder) <= 8 * MIB)
+    found.settle()
+    assert found.keys()
+    assert all(found.get([name]).done == 1 for name in found.keys())  # noqa: SIM118
+    found.tier.close()
+    made.close()
+
+
+# Jobs
+
+
+def test_a_job_larger_than_the_disk_ends(tmp_path: Path) -> None:
+    small = settings_for(tmp_path / "small", 8 * MIB)
+    with shelf(small, slot_bytes=MIB // 2) as found:
+        result = found.put(1, 0, 40)
+        assert result.done < 40
+        assert isinstance(result.error, TierFull)
+        found.settle()
+        assert found.put(2, 0, 1).done == 1
+
+
+def test_blocks_without_their_parent_are_not_reported_as_stored(settings: NvmeConfig) -> None:
+    with shelf(settings) as found:
+        result = found.put(1, 3, 5)
+        assert (result.done, result.error) == (0, None)
+        assert found.tier.space.counts["unplaced"] == 2
+
+
+# Durability
+
+
+def test_a_change_that_just_missed_a_commit_waits_for_the_window_once(
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    window_s = settings.durability_ns / 1e9
+    with shelf(settings) as found:
+        found.settle()
+        commits = found.disk._commits
+        commits._hurry = False
+        began: list[float] = []
+        now_s = 1000.0
+        monkeypatch.setattr(commits, "_begin", lambda: began.append(now_s))
+        commits.under_way = True
+        found.tier.space.to_delete.append(object())  # type: ignore[arg-type]
+        commits.step(now_s)
+        now_s += window_s / 2
+        commits.under_way = False
+        commits.step(now_s)
+        assert not began
+        now_s = 1000.0 + window_s
+        assert commits.due_at_s == now_s
+        commits.step(now_s)
+        assert began == [now_s], "not a window after the commit before has ended"
+        found.tier.space.to_delete.clear()
+
+
+def test_an_idle_store_commits_when_the_window_ends(folder: Path) -> None:
+    settings = NvmeConfig(str(folder), 64 * MIB, 2 * MIB, durability_ns=500_000_000, threads=2)
+    with shelf(settings) as found:
+        found.put(1, 0, 1)
+        while found.disk.busy:
+            found.disk.poll()
+        assert found.disk._commits.pending
+        assert 0 < found.disk.next_s <= 0.5
+        found.settle()
+        assert found.disk.next_s > 10.0
+
+
+def test_the_server_polls_when_the_disk_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kvstore.toml"
+    path.write_text(
+        f'[server]\nsocket = "{tmp_path}/kv.sock"\nmetrics = ""\n[cpu]\ncapacity = "16MiB"\n'
+        f'[nvme]\npath = "{tmp_path}/kv"\ncapacity = "128MiB"\n'
+    )
+    monkeypatch.setattr(NvmeDisk, "next_s", 0.0123)
+    with LiveStore(config.load(path)) as store:
+        waits: list[float] = []
+        real = store.server._selector.select
+
+        def watched(timeout: float) -> Any:  # noqa: ANN401 - as it comes
+            waits.append(timeout)
+            return real(timeout)
+
+        monkeypatch.setattr(store.server._selector, "select", watched)
+        eventually(lambda: waits)
+        assert max(waits) == 0.0123
+
+
+def test_a_disk_that_takes_no_writes_does_not_ask_to_be_polled_for_a_commit(folder: Path) -> None:
+    settings = NvmeConfig(str(folder), 64 * MIB, 2 * MIB, durability_ns=1, threads=2)
+    with shelf(settings) as found:
+        found.put(1, 0, 1)
+        found.settle()
+        found.disk._health.only_reads("for the test", time.monotonic() + 1000.0)
+        found.tier.discard([key(1, 0)])
+        wait(found, lambda: not found.disk.busy)
+        found.disk.poll()
+        assert found.disk._commits.pending
+        assert found.disk.next_s > 100.0
+        found.disk._health.back(time.monotonic())

@@ -1,0 +1,115 @@
+"""What the index's process makes of the records that it finds, before it sends them."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+from tiers.nvme.index_load import BATCH_ROWS, Rows, Sorted, packed
+from tiers.nvme.messages import NO_PARENT, NOWHERE, NUMBER, VALUE
+
+SIZE = 4096
+COUNTS = {1: 100, 3: 50}
+PREFIX = NUMBER.pack(7)
+Row = tuple[bytes, bytes]
+
+
+def at(position: int, extent: int = 1) -> int:
+    return extent << 32 | position
+
+
+def row(name: bytes, place: int, above: int, generation: int, size: int = SIZE) -> Row:
+    return PREFIX + name, VALUE.pack(place, above, generation, generation, size)
+
+
+def sort(*rows: Row) -> Sorted:
+    return Sorted(7, SIZE, COUNTS, packed(rows))
+
+
+def names(found: Sorted, skip: int = 0) -> list[bytes]:
+    result = []
+    for batch in found.batches(skip):
+        lengths = array("H", batch.lengths) or array("H", [batch.width] * len(batch.leaves))
+        result += [batch.keys[n * batch.width :][:length] for n, length in enumerate(lengths)]
+    return result
+
+
+def refused(found: Sorted) -> set[tuple[bytes, int, str]]:
+    return {(key[NUMBER.size :], place, cause) for key, place, cause in found.refused}
+
+
+def test_parents_come_first_and_are_named_by_their_position() -> None:
+    found = sort(
+        row(b"c", at(2), at(1), 3), row(b"a", at(0), NOWHERE, 1), row(b"b", at(1), at(0), 2)
+    )
+    (batch,) = found.batches()
+    assert names(found) == [b"a", b"b", b"c"]
+    assert list(array("I", batch.parents)) == [NO_PARENT, 0, 1]
+    assert list(batch.leaves) == [0, 0, 1]
+    assert found.refused == []
+
+
+def test_what_has_no_way_to_a_root_is_refused_and_its_slot_comes_back() -> None:
+    found = sort(
+        row(b"a", at(0), NOWHERE, 1),
+        row(b"lost", at(1), at(9), 2),
+        row(b"below", at(2), at(1), 3),
+        row(b"deep", at(3), at(2), 4),
+    )
+    assert names(found) == [b"a"]
+    assert refused(found) == {
+        (name, at(n), "unreachable") for n, name in enumerate((b"lost", b"below", b"deep"), 1)
+    }
+
+
+def test_a_circle_and_a_parent_that_is_younger_are_refused() -> None:
+    found = sort(row(b"a", at(0), at(1), 2), row(b"b", at(1), at(0), 1), row(b"c", at(2), at(2), 3))
+    assert names(found) == []
+    assert {cause for _, _, cause in found.refused} == {"unreachable"}
+
+
+def test_of_two_records_in_one_place_the_newer_counts() -> None:
+    found = sort(row(b"old", at(0), NOWHERE, 1), row(b"new", at(0), NOWHERE, 2))
+    assert names(found) == [b"new"]
+    assert refused(found) == {(b"old", NOWHERE, "foreign")}, "its slot is another's"
+
+
+def test_what_cannot_stand_for_a_block_is_refused() -> None:
+    found = sort(
+        row(b"extent", at(0, 2), NOWHERE, 1),
+        row(b"size", at(1), NOWHERE, 2, size=SIZE + 1),
+        row(b"end", at(50, 3), NOWHERE, 3),
+        (PREFIX + b"short", b"value"),
+        row(b"fine", at(49, 3), NOWHERE, 4),
+    )
+    assert names(found) == [b"fine"]
+    assert refused(found) == {
+        (b"extent", NOWHERE, "foreign"),
+        (b"size", NOWHERE, "foreign"),
+        (b"short", NOWHERE, "foreign"),
+        (b"end", at(50, 3), "beyond"),
+    }
+
+
+def test_keys_of_different_lengths_come_back_as_they_were() -> None:
+    keys = [b"\0" * n + b"k" + b"\0" * (20 - n % 3) for n in range(20)]
+    rows = Rows()
+    for n, name in enumerate(keys):  # chunks of one width each
+        rows.add(list(row(name, at(n), NOWHERE, n)))
+    assert names(Sorted(7, SIZE, COUNTS, rows)) == keys
+
+
+def test_loading_goes_on_from_any_record() -> None:
+    rng = random.Random(1)
+    count = 2 * BATCH_ROWS + 7
+    rows = [row(b"%06d" % n, at(n), at(n - 1) if n % 9 else NOWHERE, n) for n in range(count)]
+    rng.shuffle(rows)
+    found = Sorted(7, SIZE, {1: count}, packed(rows))
+    whole = names(found)
+    assert whole == [b"%06d" % n for n in range(count)]
+    for skip in (0, 1, BATCH_ROWS, count - 1, count):
+        assert names(found, skip) == whole[skip:]
+
+
+def test_nothing_is_sorted_too() -> None:
+    assert names(sort()) == []

@@ -1,0 +1,507 @@
+"""Requests that are handed over: by which name, until when, and who lets go of them."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvstore.core.errors import ProtocolError
+from kvstore.handover import producer
+from kvstore.handover import request_leases as h
+from kvstore.handover.heartbeats import Held, Waiting
+from kvstore.wire import framing
+from kvstore.wire import peer as m
+from tests.harness.fakes import SLOT_BYTES, from_u32, hashes, keys_of, u32
+from tests.harness.handover_pair import Pair
+
+S = 10**9
+
+
+class Rig(Pair):
+    """A pair to whose producer somebody else speaks, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chain = hashes(3)
+        self.hands = self.producer.hands
+
+    def say(self, message: framing.Message) -> framing.Message | None:
+        """Tell the producer something as one that did not say Hello; its answer."""
+        heard: list[framing.Message] = []
+        send, self.producer._send = self.producer._send, lambda _, said: heard.append(said)
+        try:
+            self.producer.on_message(99, message, self.giver.now_ns)
+        finally:
+            self.producer._send = send
+        return heard[0] if heard else None
+
+    def report(self, request: str = "r", rank: int = 0, consumers: int = 1) -> str:
+        answer = self.say(m.Done(self.source.layout.digest, request, rank, consumers))
+        assert isinstance(answer, m.Noted)
+        assert answer.request == request
+        return answer.state
+
+    def keep(self, request: str, lease_ms: int) -> None:
+        assert self.say(m.Keep(self.source.layout.digest, request, lease_ms)) is None
+
+    def begin(self, request: str = "r", common: str = "") -> None:
+        self.hands.running(request, self.source.manager, SLOT_BYTES, 1, common)
+
+    def hold(self, request: str = "r", lease_ns: int = S, *, fixed: bool = False) -> None:
+        """End a request whose blocks are all there."""
+        self.begin(request)
+        self.put(self.chain)
+        now_ns = self.giver.now_ns
+        self.hands.done(request, keys_of(self.chain), now_ns + lease_ns, now_ns, fixed=fixed)
+
+    @property
+    def held(self) -> int:
+        return self.hands.held_bytes // SLOT_BYTES
+
+    def after(self, ns: int) -> int:
+        """What is held some time from now."""
+        self.hands.tick(self.giver.now_ns + ns)
+        return self.held
+
+
+# Letting go
+
+
+def test_L6_blocks_go_when_every_consumer_has_reported_and_repeats_do_not_count() -> None:
+    rig = Rig()
+    rig.hold()
+    assert [rig.report("r", rank, 3) for rank in (0, 2, 2, 0)] == ["waits"] * 4
+    assert rig.held == 3
+    assert rig.report("r", 1, 3) == "released"
+    assert rig.held == 0
+    assert [entry.pins for entry in rig.source.manager.index] == [0, 0, 0]
+    assert rig.report("r", 1, 3) == "released", "said again, it changes nothing"
+    assert rig.producer.counts["released"] == 1
+
+
+def test_L6_consumers_agree_how_many_they_are() -> None:
+    rig = Rig()
+    rig.hold()
+    rig.report("r", 0, 2)
+    with pytest.raises(ProtocolError, match="3 consumers, others said 2"):
+        rig.report("r", 1, 3)
+    assert rig.held == 3
+
+
+@pytest.mark.parametrize(("rank", "consumers"), [(-1, 1), (1, 1), (0, 0), (0, 1025)])
+def test_L6_a_rank_is_one_of_so_many(rank: int, consumers: int) -> None:
+    done = msgspec.msgpack.decode(m.encode(m.Done("n", "r")))
+    done[-2:] = rank, consumers
+    with pytest.raises(ProtocolError, match=r"rank .* of .*, at most 1024"):
+        m.decode_for_producer(msgspec.msgpack.encode(done))
+
+
+def test_L6_who_only_fetches_lets_go_of_nothing() -> None:
+    pair, chain = Pair(), hashes(3)
+    pair.hand("r")
+    pair.put(chain)
+    now_ns = pair.giver.now_ns
+    pair.producer.hands.done("r", keys_of(chain), now_ns + 10 * S, now_ns)
+    pair.want(chain, request="r")
+    pair.decode.ask(chain)
+    pair.run(20)
+    assert pair.arrived(chain) == 3
+    assert len(pair.producer.hands) == 1, "another consumer may come"
+
+
+def test_B18_a_report_on_a_running_request_waits_for_its_end() -> None:
+    rig = Rig()
+    rig.begin()
+    rig.put(rig.chain)
+    key = keys_of(hashes(4))[3]
+    assert rig.hands.may_come("r", key)
+    assert rig.report() == "waits"
+    assert not rig.hands.may_come("r", key), "nobody waits for it"
+    assert len(rig.hands) == 1
+    now_ns = rig.giver.now_ns
+    rig.hands.done("r", keys_of(rig.chain), now_ns + S, now_ns)
+    assert (len(rig.hands), rig.held) == (0, 0)
+    assert rig.producer.counts["released"] == 1
+
+
+def test_B18_what_ended_without_blocks_is_gone_at_once() -> None:
+    rig = Rig()
+    rig.begin()
+    rig.hands.gone("r")
+    rig.begin("of a lost engine")
+    rig.hands.end_of(1)
+    assert rig.report() == rig.report("of a lost engine") == "gone"
+    assert rig.producer.counts["unknown"] == 0
+
+
+def test_B18_an_unknown_request_is_refused_and_counted() -> None:
+    rig = Rig()
+    assert rig.report("nobody's") == "unknown"
+    rig.keep("nobody's", 1000)
+    assert rig.producer.counts["unknown"] == 2
+
+
+def test_B18_another_models_request_is_unknown() -> None:
+    rig = Rig()
+    rig.hold()
+    other = rig.giver.attach("other", identity="another model")
+    assert other.active
+    (digest,) = rig.giver.store.namespaces.keys() - {rig.source.layout.digest}
+    assert rig.say(m.Done(digest, "r")) == m.Noted("r", "unknown")
+    assert rig.say(m.Done("no model's", "r")) == m.Noted("r", "unknown")
+    rig.say(m.Keep(digest, "r", 60_000))
+    assert rig.held == 3
+    assert rig.after(S) == 0
+
+
+def test_B18_how_requests_ended_is_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(h, "PAST_MAX", 2)
+    rig = Rig()
+    for name in "abc":
+        rig.begin(name)
+        rig.hands.gone(name)
+    assert [rig.report(name) for name in "abc"] == ["unknown", "gone", "gone"]
+
+
+@pytest.mark.parametrize("owner", [1, 2])
+def test_B18_an_id_that_comes_again_is_another_requests(owner: int) -> None:
+    rig = Rig()
+    rig.hold()
+    rig.report("r", 0, 2)
+    rig.hands.running("r", rig.source.manager, SLOT_BYTES, owner)
+    assert rig.held == 0
+    key = keys_of(hashes(9, "new"))[8]
+    assert rig.hands.may_come("r", key)
+    assert rig.report("r", 0, 1) == "waits", "nobody has reported on this one"
+
+
+def test_B18_a_request_that_is_told_of_twice_is_one() -> None:
+    rig = Rig()
+    rig.begin("r-0-1a2b3c4d", "r-0")
+    rig.report("r-0", 0, 2)
+    rig.begin("r-0-1a2b3c4d", "r-0")
+    assert rig.report("r-0", 1, 2) == "waits"
+    now_ns = rig.giver.now_ns
+    rig.hands.done("r-0-1a2b3c4d", keys_of(rig.chain), now_ns + S, now_ns)
+    assert len(rig.hands) == 0, "both have reported"
+
+
+# Leases
+
+
+def test_B11_a_heartbeat_makes_a_lease_longer_and_never_shorter() -> None:
+    rig = Rig()
+    rig.hold()
+    rig.keep("r", 5000)
+    rig.keep("r", 1)
+    assert rig.after(5 * S - 1) == 3
+    assert rig.after(5 * S) == 0
+    assert rig.producer.counts["extended"] == 2
+    assert rig.producer.counts["lapsed"] == 1
+    assert rig.report() == "lapsed"
+
+
+def test_B11_a_heartbeat_before_the_end_counts_after_it() -> None:
+    rig = Rig()
+    rig.begin()
+    rig.keep("r", 5000)
+    rig.hold()
+    assert rig.after(4 * S) == 3
+
+
+@pytest.mark.parametrize("lease_ms", [0, -1, 600_001])
+def test_B11_a_lease_is_bounded(lease_ms: int) -> None:
+    rig = Rig()
+    rig.hold()
+    with pytest.raises(ProtocolError, match=f"a lease of {lease_ms} ms"):
+        rig.keep("r", lease_ms)
+
+
+def test_L4_a_heartbeat_does_not_move_a_time_to_live() -> None:
+    rig = Rig()
+    rig.begin()
+    rig.keep("r", 60_000)
+    rig.hold(fixed=True)
+    rig.keep("r", 60_000)
+    assert rig.after(S - 1) == 3
+    assert rig.after(S) == 0
+
+
+def test_B11_heartbeats_are_sent_at_a_period_until_the_request_or_its_engine_ends() -> None:
+    waiting, one, two = Waiting(10), Held("a", "n", "1"), Held("a", "n", "2")
+    assert waiting.begin(one, session=1, now_ns=0)
+    assert not waiting.begin(one, session=1, now_ns=0)
+    assert waiting.begin(two, session=2, now_ns=5)
+    assert [waiting.due(at) for at in (9, 10, 14, 15, 20, 25)] == [
+        [], [one], [], [two], [one], [two]
+    ]  # fmt: skip
+    waiting.end(one)
+    assert waiting.due(100) == [two]
+    waiting.end_of(2)
+    assert waiting.due(1000) == []
+    assert len(waiting) == 0
+
+
+def test_B11_who_waits_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.handover.heartbeats.WAITING_MAX", 1)
+    waiting = Waiting(10)
+    assert waiting.begin(Held("a", "n", "1"), 1, 0)
+    assert not waiting.begin(Held("a", "n", "2"), 1, 0)
+    assert waiting.due(10) == [Held("a", "n", "1")]
+
+
+# Names
+
+
+def test_P9_a_request_is_found_by_its_id_or_by_what_both_engines_call_it() -> None:
+    rig = Rig()
+    rig.begin("r-0-1a2b3c4d", "r-0")
+    key = keys_of(rig.chain)[0]
+    assert rig.hands.may_come("r-0-1a2b3c4d", key)
+    assert rig.hands.may_come("r-0", key)
+    assert not rig.hands.may_come("r", key)
+    assert rig.report("r-0") == "waits"
+    rig.hands.gone("r-0-1a2b3c4d")
+    assert not rig.hands.may_come("r-0", key)
+    assert not rig.hands._common
+
+
+def test_P9_an_id_of_its_own_comes_before_a_common_one() -> None:
+    rig = Rig()
+    rig.begin("r-0")
+    rig.begin("r-0-1a2b3c4d", "r-0")
+    rig.hands.gone("r-0")
+    assert rig.report("r-0") == "waits", "the other one's name now"
+
+
+def test_P9_an_ambiguous_id_is_refused() -> None:
+    rig = Rig()
+    for suffix in ("1a2b3c4d", "deadbeef"):
+        rig.begin(f"r-0-{suffix}", "r-0")
+    assert rig.report("r-0") == "ambiguous"
+    assert not rig.hands.may_come("r-0", keys_of(rig.chain)[0])
+    rig.keep("r-0", 1000)
+    assert rig.producer.counts["unknown"] == 1, "neither of them is meant"
+    number = rig.want(rig.chain, request="r-0")
+    ask = rig.decode.ask(rig.chain)
+    rig.run(6)
+    assert number not in rig.consumer._fetches
+    assert rig.decode.granted[ask].lease == 0
+    assert m.End(number, "ambiguous") in rig.down.sent
+    assert rig.producer.counts["ambiguous"] == 2
+    assert rig.report("r-0-deadbeef") == "waits"
+    rig.hands.gone("r-0-deadbeef")
+    assert rig.hands.may_come("r-0", keys_of(rig.chain)[0])
+
+
+def test_P9_who_asks_before_the_request_is_known_waits_for_it_a_moment() -> None:
+    rig, chain = Pair(), hashes(3)
+    rig.want(chain, request="r-0")
+    ask = rig.decode.ask(chain)
+    rig.run(9)
+    assert ask not in rig.decode.granted
+    manager = rig.source.manager
+    rig.producer.hands.running("r-0-1a2b3c4d", manager, SLOT_BYTES, 1, "r-0")
+    rig.run(9)
+    assert len(from_u32(rig.decode.granted[ask].hits[0].indices)) == 3
+    rig.put(chain)
+    rig.run(9)
+    assert rig.arrived(chain) == 3
+    rig.check_nothing_left()
+
+
+def test_B18_who_asks_for_a_request_that_does_not_come_gets_what_there_is() -> None:
+    rig, chain = Pair(), hashes(3)
+    rig.put(chain[:1])
+    rig.want(chain, request="nobody's")
+    ask = rig.decode.ask(chain)
+    rig.run(2, ms=100)
+    assert ask not in rig.decode.granted
+    rig.run(9, ms=100)
+    assert len(from_u32(rig.decode.granted[ask].hits[0].indices)) == 1
+    assert rig.producer.counts["unknown"] == 1
+    rig.run(20)
+    rig.check_nothing_left()
+
+
+def test_B18_what_is_here_is_offered_at_once_whatever_the_request() -> None:
+    rig, chain = Pair(), hashes(3)
+    rig.put(chain)
+    rig.want(chain, request="nobody's")
+    ask = rig.decode.ask(chain)
+    rig.run(3)
+    assert len(from_u32(rig.decode.granted[ask].hits[0].indices)) == 3
+
+
+def test_a_fetch_that_is_withdrawn_before_its_offer_is_over() -> None:
+    rig, chain = Pair(), hashes(3)
+    rig.want(chain, request="r")
+    rig.run(2)
+    rig.consumer.withdraw("r")
+    rig.run(4)
+    rig.check_nothing_left()
+
+
+# Exporters that start late
+
+
+def test_who_comes_before_the_exporter_is_told_to_wait_and_welcome_later() -> None:
+    pair, said = Pair(), list[framing.Message]()
+    pair.producer._send = lambda _, message: said.append(message)
+    up: list[tuple[str, bytes]] = []
+    pair.producer._exporter = lambda: up[0] if up else None
+    layout = pair.source.layout
+    hello = m.Hello(m.VERSION, layout.digest, layout.traits, "other", b"md")
+    for _ in range(2):
+        pair.producer.on_message(50, hello, 0)
+        pair.producer.tick(pair.giver.now_ns)
+    assert said == [m.Starting()]
+    up.append(("agent", b"md"))
+    pair.producer.tick(pair.giver.now_ns)
+    pair.producer.tick(pair.giver.now_ns)
+    assert [type(one) for one in said] == [m.Starting, m.Welcome]
+
+
+def test_those_who_wait_for_the_exporter_are_limited_and_others_may_ask_again() -> None:
+    pair, said = Pair(), dict[int, framing.Message]()
+    pair.producer._send = said.__setitem__
+    pair.producer._exporter = lambda: None
+    layout = pair.source.layout
+    hello = m.Hello(m.VERSION, layout.digest, layout.traits, "other", bytes(1 << 20))
+    for number in range(100, 101 + producer.EARLY_MAX):
+        pair.producer.on_message(number, hello, 0)
+    last = said.pop(100 + producer.EARLY_MAX)
+    assert isinstance(last, m.Refused)
+    assert last.retry
+    assert set(map(type, said.values())) == {m.Starting}
+    assert len(pair.producer._early) == producer.EARLY_MAX
+    pair.producer.on_closed(100)
+    pair.producer.on_message(100 + producer.EARLY_MAX, hello, 0)
+    assert said[100 + producer.EARLY_MAX] == m.Starting()
+
+
+def test_a_peer_that_asks_for_patience_gets_it_until_it_is_there() -> None:
+    pair, chain = Pair(), hashes(2)
+    pair.up.cut = True
+    pair.want(chain)
+    other = pair.consumer.want(99, m.Want(1, chain[0], 32, (u32([0]),)), pair.taker.now_ns)
+    pair.consumer.heard(pair.peer, pair.taker.now_ns, 10 * S)
+    pair.run(5, ms=1000)
+    assert len(pair.consumer._fetches) == 1
+    assert other not in pair.consumer._fetches
+    pair.consumer.heard(pair.peer, pair.taker.now_ns)
+    pair.run(1, ms=1000)
+    assert not pair.consumer._fetches
+
+
+# What a consumer takes back
+
+
+def test_P8_what_is_not_being_loaded_is_not_fetched_once_its_request_is_gone() -> None:
+    pair, chain = Pair(), hashes(3)
+    pair.hand("r")
+    pair.put(chain)
+    number = pair.want(chain, request="r")
+    other = pair.want(hashes(2, "other"), request="r2")
+    pair.run(4)
+    pair.consumer.withdraw("r")
+    assert number not in pair.consumer._fetches
+    assert m.Release(number) in pair.up.sent
+    assert m.Release(other) not in pair.up.sent
+    pair.producer.hands.gone("r")
+    pair.run(6)
+    assert pair.arrived(chain) == 0
+    assert all(entry.pins == 0 for entry in pair.source.manager.index)
+
+
+def test_P8_what_is_being_loaded_arrives_though_its_request_is_gone() -> None:
+    pair, chain = Pair(), hashes(3)
+    pair.put(chain)
+    pair.want(chain, push=True, request="r")
+    pair.decode.ask(chain)
+    pair.run(3)
+    pair.consumer.withdraw("r")
+    pair.run(20)
+    assert pair.arrived(chain) == 3
+    pair.check_nothing_left()
+
+
+# The time that engine blocks are needed
+
+
+def test_how_long_blocks_are_copied_after_a_requests_end_is_told_once() -> None:
+    rig = Rig()
+    rig.begin()
+    rig.put(rig.chain[:2])
+    ended_ns = rig.giver.now_ns
+    rig.hands.done("r", keys_of(rig.chain), ended_ns + S, ended_ns)
+    assert rig.hands.take_stored_ns() == []
+    rig.put(rig.chain)
+    rig.hands.tick(ended_ns + 3000)
+    rig.hands.tick(ended_ns + 4000)
+    assert rig.hands.take_stored_ns() == [3000]
+    assert rig.hands.take_stored_ns() == []
+    rig.hold("there already")
+    assert rig.hands.take_stored_ns() == [0]
+
+
+def test_blocks_that_never_come_tell_no_time() -> None:
+    rig = Rig()
+    rig.begin()
+    ended_ns = rig.giver.now_ns
+    rig.hands.done("r", keys_of(rig.chain), ended_ns + 10 * S, ended_ns)
+    rig.hands.tick(ended_ns + h.LATE_NS)
+    rig.hands.tick(ended_ns + h.LATE_NS + 1)
+    assert rig.hands.take_stored_ns() == []
+
+
+def test_B12_a_lease_begins_when_the_last_block_is_there() -> None:
+    rig = Rig()
+    rig.begin()
+    rig.put(rig.chain[:1])
+    ended_ns = rig.giver.now_ns
+    rig.hands.done("r", keys_of(rig.chain), ended_ns + 2 * S, ended_ns)
+    rig.put(rig.chain[:2])
+    assert rig.after(4 * S) == 2, "nothing has lapsed meanwhile"
+    assert rig.after(4 * S + h.LATE_NS - 1) == 2
+    assert rig.hands.may_come("r", keys_of(rig.chain)[2])
+    rig.put(rig.chain)
+    assert rig.after(8 * S) == 3
+    assert rig.after(10 * S - 1) == 3
+    assert rig.after(10 * S) == 0
+
+
+def test_B12_a_lease_does_not_wait_for_blocks_that_do_not_come() -> None:
+    rig = Rig()
+    rig.begin()
+    rig.put(rig.chain[:1])
+    ended_ns = rig.giver.now_ns
+    rig.hands.done("r", keys_of(rig.chain), ended_ns + 2 * S, ended_ns)
+    assert rig.after(h.LATE_NS - 1) == 1
+    assert rig.after(h.LATE_NS) == 0
+
+
+def test_B12_an_abort_in_mid_prefill_drops_what_was_pending() -> None:
+    pair, chain = Pair(), hashes(3)
+    pair.hand("r")
+    pair.put(chain[:1])
+    pair.want(chain, request="r")
+    pair.decode.ask(chain)
+    pair.run(10)
+    assert pair.consumer._fetches, "blocks 1 and 2 may come"
+    pair.producer.hands.gone("r")
+    pair.run(10)
+    assert pair.arrived(chain) == 1
+    assert not pair.consumer._fetches
+    pair.check_nothing_left()
+
+
+def test_S2_requests_that_are_handed_over_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(h, "HANDS_MAX", 2)
+    rig = Rig()
+    for request in ("a", "b", "c"):
+        rig.begin(request)
+    assert len(rig.hands) == 2
+    rig.put(rig.chain)
+    rig.begin("a")  # is known, and may begin again
+    assert len(rig.hands) == 2

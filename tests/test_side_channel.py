@@ -1,0 +1,225 @@
+"""The side channel's sockets, over real TCP on this machine."""
+
+from __future__ import annotations
+
+import random
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvstore.core.errors import ConfigError
+from kvstore.handover.side_channel import ClusterKey
+from kvstore.wire import peer as m
+from tests.harness.patience import WAIT_S
+from tests.harness.posts import Post, make_posts, until
+
+WANT = m.Want(1, b"h" * 32, 32, (b"\0\0\0\0",))
+
+
+made = pytest.fixture(make_posts)
+
+
+@pytest.mark.parametrize("key", [None, ClusterKey(b"k" * 32)])
+def test_messages_go_both_ways_in_order(made: Callable[..., Post], key: ClusterKey | None) -> None:
+    server, client = made(key, listens=True), made(key)
+    number = client.channel.connect(server.channel.address)
+    for job in range(1, 50):
+        client.channel.send(number, m.Release(job))
+    until(lambda: len(server.got) == 49, server, client)
+    assert [message for _, message in server.got] == [m.Release(job) for job in range(1, 50)]
+    server.channel.send(server.got[0][0], m.End(3, "all"))
+    until(lambda: client.got, server, client)
+    assert client.got == [(number, m.End(3, "all"))]
+
+
+def test_what_has_arrived_is_known_though_sending_took_its_signal(
+    made: Callable[..., Post],
+) -> None:
+    server, client = made(listens=True), made()
+    number = client.channel.connect(server.channel.address)
+    client.channel.send(number, m.Release(1))
+    until(lambda: server.got, server, client)
+    client.channel.send(number, m.Release(2))
+    until(lambda: server.channel.waiting or server.channel._gate.poll(0), client)
+    server.channel.send(server.got[0][0], m.End(1, "all"))
+    assert server.channel.waiting
+    until(lambda: client.channel.waiting or client.channel._gate.poll(0), server)
+    until(lambda: client.got and len(server.got) == 2, server, client)
+    assert not server.channel.waiting
+    assert not client.channel.waiting
+
+
+def test_two_peers_are_two_numbers(made: Callable[..., Post]) -> None:
+    server = made(listens=True)
+    clients = [made(), made()]
+    for job, client in enumerate(clients):
+        number = client.channel.connect(server.channel.address)
+        client.channel.send(number, m.Release(job))
+    until(lambda: len(server.got) == 2, server, *clients)
+    for number, message in server.got:
+        assert isinstance(message, m.Release)
+        server.channel.send(number, m.End(message.job, "x"))
+    until(lambda: all(client.got for client in clients), server, *clients)
+    assert [client.got[0][1] for client in clients] == [m.End(0, "x"), m.End(1, "x")]
+
+
+@pytest.mark.parametrize("theirs", [None, ClusterKey(b"x" * 32)])
+def test_who_has_no_key_or_another_one_is_not_heard(
+    made: Callable[..., Post], theirs: ClusterKey | None
+) -> None:
+    key = ClusterKey(b"k" * 32)
+    server, stranger, friend = made(key, listens=True), made(theirs), made(key)
+    strange = stranger.channel.connect(server.channel.address)
+    stranger.channel.send(strange, WANT)
+    until(lambda: stranger.lost, server, stranger)
+    number = friend.channel.connect(server.channel.address)
+    friend.channel.send(number, m.Release(1))
+    until(lambda: server.got, server, friend)
+    assert [message for _, message in server.got] == [m.Release(1)]
+    assert not stranger.got
+
+
+def test_a_client_key_of_its_own_is_refused_and_counted(made: Callable[..., Post]) -> None:
+    """It knows the server's public key, which is no secret."""
+    key = ClusterKey(b"k" * 32)
+    server = made(key, listens=True)
+    forged = ClusterKey(b"x" * 32)
+    forged.server_public = key.server_public
+    stranger = made(forged)
+    number = stranger.channel.connect(server.channel.address)
+    stranger.channel.send(number, WANT)
+    until(lambda: server.channel.counts["unauthorised"], server, stranger)
+    until(lambda: stranger.lost, server, stranger)
+    assert not server.got
+
+
+def test_without_a_key_only_loopback_is_listened_on(made: Callable[..., Post]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"0\.0\.0\.0:0: not a loopback address and no cluster key"
+    ):
+        made().channel.listen("0.0.0.0", 0)  # noqa: S104
+    made(ClusterKey(b"k" * 32)).channel.listen("0.0.0.0", 0)  # noqa: S104
+
+
+def test_a_port_in_use_is_an_error_that_names_it(made: Callable[..., Post]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ConfigError, match=f"peer listen 127.0.0.1:{port}: Address already in use"
+        ):
+            made().channel.listen("127.0.0.1", port)
+
+
+def test_what_cannot_be_read_is_answered_and_counted_and_others_are_served(
+    made: Callable[..., Post],
+) -> None:
+    server, good = made(listens=True), made()
+    rng = random.Random(1)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    rough = context.socket(zmq.DEALER)
+    rough.linger = 0
+    rough.connect(f"tcp://{server.channel.address}")
+    whole = m.encode(WANT)
+    for number in range(300):
+        cut = bytearray(whole[: rng.randint(0, len(whole))])
+        if cut:
+            cut[rng.randrange(len(cut))] ^= 1 << rng.randrange(8)
+        rough.send_multipart([bytes(cut)] * (1 + (number % 50 == 0)))
+    rough.send(m.encode(m.Release(666)))
+    number = good.channel.connect(server.channel.address)
+    good.channel.send(number, m.Release(1))
+    until(lambda: any(message == m.Release(1) for _, message in server.got), server, good)
+    until(lambda: server.channel.counts["malformed"] > 100, server, good)
+    until(lambda: rough.poll(0), server)
+    answer = m.decode_for_consumer(rough.recv())
+    assert isinstance(answer, m.Refused)
+    assert answer.reason.startswith("not understood")
+    rough.close()
+    context.term()
+
+
+def test_a_peer_that_ends_is_lost_at_once_and_can_be_asked_again(made: Callable[..., Post]) -> None:
+    first, client = made(listens=True), made()
+    port = int(first.channel.address.rpartition(":")[2])
+    number = client.channel.connect(first.channel.address)
+    client.channel.send(number, m.Release(1))
+    until(lambda: first.got, first, client)
+    first.channel.close()
+    until(lambda: client.lost, client)
+    assert client.lost[0] == (number, "connection: disconnected")
+    second = Post()
+    second.channel.listen("127.0.0.1", port)
+    again = client.channel.connect(second.channel.address)
+    client.channel.send(again, m.Release(2))
+    until(lambda: second.got, second, client)
+    second.channel.close()
+    first.channel = Post().channel
+
+
+def test_nobody_there_is_told(made: Callable[..., Post]) -> None:
+    client = made()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number = client.channel.connect(f"127.0.0.1:{free.getsockname()[1]}")
+    until(lambda: client.lost, client)
+    assert client.lost[0][0] == number
+
+
+def test_B2_who_says_too_much_in_a_second_is_hung_up_on_and_may_come_back(
+    made: Callable[..., Post],
+) -> None:
+    server, client = made(listens=True), made()
+    number = client.channel.connect(server.channel.address)
+    client.channel.send(number, m.Release(1))
+    until(lambda: server.got, server, client)
+    server.channel._heard[server.got[0][0]] = (5, 9_999)
+    for job in (2, 3, 4):
+        client.channel.send(number, m.Release(job))
+    end = time.monotonic() + WAIT_S
+    while not server.channel.counts["too_many"] or not client.lost:
+        assert time.monotonic() < end
+        server.channel.poll(5 * 10**9)
+        client.channel.poll(time.monotonic_ns())
+    assert [message for _, message in server.got] == [m.Release(1), m.Release(2)]
+    assert server.lost == [(server.got[0][0], "it says too much")]
+    assert client.lost == [(number, "connection: disconnected")]
+    again = client.channel.connect(server.channel.address)
+    client.channel.send(again, m.Release(5))
+    until(lambda: len(server.got) == 3, server, client)
+
+
+def test_a_key_file_is_private_and_whole(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    ClusterKey.make(path)
+    assert ClusterKey.read(path).server_public == ClusterKey.read(path).server_public
+    assert ClusterKey.read(path).server_public != ClusterKey.read(path).client_public
+    with pytest.raises(ConfigError, match="File exists"):
+        ClusterKey.make(path)
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="mode 644, expected 600"):
+        ClusterKey.read(path)
+    path.chmod(0o600)
+    for text, why in (("00" * 31, "62 digits"), ("zz" * 32, "64 hexadecimal"), ("", "0 digits")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=why):
+            ClusterKey.read(path)
+    with pytest.raises(ConfigError, match="No such file or directory; kvstore keygen makes one"):
+        ClusterKey.read(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "address", ["", "nowhere", "a b:1", "127.0.0.1:99999", "127.0.0.1:x", "[::1"]
+)
+def test_what_is_no_address_is_a_peer_that_is_lost(made: Callable[..., Post], address: str) -> None:
+    client = made()
+    number = client.channel.connect(address)
+    client.channel.send(number, m.Release(1))
+    assert not client.lost, "nobody is told while something is being sent"
+    until(lambda: client.lost, client)
+    assert client.lost[0][0] == number

@@ -1,0 +1,274 @@
+"""Gathering the complete blocks of a step into few jobs, and which jobs read an engine block."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from connectors.events import Events
+from connectors.request_state import Geometry, Tracked
+from connectors.step_meta import StoreJob, pieces
+from connectors.store_client import Places
+from connectors.store_planner import JOB_BLOCKS_MAX, Offers
+from kvstore.core.types import GroupRule, make_key
+
+FULL, WINDOW = GroupRule(None), GroupRule(2)
+ONE = Geometry(16, 16, (16,), (FULL,))
+TWO = Geometry(32, 16, (16, 32), (FULL, WINDOW))
+
+
+class Client:
+    """Credits and known keys, and nothing else."""
+
+    def __init__(self, credits_count: int) -> None:
+        self.collect_events = False
+        self.session = 7
+        self.credits = deque(range(100, 100 + credits_count))
+        self.known: set[bytes] = set()
+        self.asked = 0  # for single ones
+        self.shown: list[tuple[list[int], list[bytes], list[int]]] = []
+
+    def show(self, slots: Sequence[int], keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        if slots:
+            self.shown.append((list(slots), list(keys), list(blocks)))
+
+    def known_ready(self, key: bytes) -> bool:
+        self.asked += 1
+        return key in self.known
+
+    def none_known(self, keys: Sequence[bytes]) -> bool:
+        return self.known.isdisjoint(keys)
+
+    def all_known(self, keys: Sequence[bytes]) -> bool:
+        return self.known.issuperset(keys)
+
+
+class Request:
+    def __init__(self, name: str, blocks: int) -> None:
+        self.request_id = name
+        self.block_hashes: Sequence[bytes] = [f"{name}/{index}".encode() for index in range(blocks)]
+        self.num_tokens = self.num_computed_tokens = blocks * 16
+        self.num_in_flight_tokens = 0
+        self.all_token_ids: Sequence[int] = range(self.num_tokens)
+
+
+class Desk:
+    """Offers, with what it was declined."""
+
+    def __init__(self, geometry: Geometry = ONE, credits_count: int = 1000) -> None:
+        self.client = Client(credits_count)
+        self.declined = 0
+        self.geometry = geometry
+        events = Events(geometry, self.client, lambda *_: None)  # type: ignore[arg-type]
+        self.offers = Offers(geometry, self.client, 1, self._decline, events)  # type: ignore[arg-type]
+
+    def _decline(self, event: str) -> None:
+        assert event == "store_declined"
+        self.declined += 1
+
+    def offer(self, request: Request, tracked: Tracked, *tables: list[int]) -> int:
+        return self.offers.offer(tracked, request.num_tokens, lambda _: tables)
+
+    def new(self, name: str, blocks: int) -> tuple[Request, Tracked]:
+        request = Request(name, blocks)
+        return request, Tracked(request, len(self.geometry.rules))
+
+
+def copied(job: StoreJob, geometry: Geometry = ONE) -> list[tuple[int, int, int]]:
+    """Engine block, slot and part of each move of a job."""
+    moves = pieces(job.engine, job.store, geometry.blocks_per_chunk)
+    return [(move.block_id, move.slot, move.part) for move in moves]
+
+
+def test_blocks_of_several_requests_share_a_job() -> None:
+    desk = Desk()
+    for name, ids in (("a", [1, 2]), ("b", [9])):
+        desk.offer(*desk.new(name, len(ids)), ids)
+    (job,) = desk.offers.take_jobs()
+    assert copied(job) == [(1, 100, 0), (2, 101, 0), (9, 102, 0)]
+    assert job.keys == tuple(make_key(hash_, 0) for hash_ in (b"a/0", b"a/1", b"b/0"))
+    assert job.parents == (b"", make_key(b"a/0", 0), b"")
+    assert desk.offers.take_jobs() == ()
+
+
+def test_larger_blocks_and_groups_keep_their_parts_together() -> None:
+    desk = Desk(TWO)
+    for name, first in (("a", 1), ("b", 11)):
+        request, tracked = desk.new(name, 4)
+        desk.offer(request, tracked, [first, first + 1, first + 2, first + 3], [0, first + 4])
+    (job,) = desk.offers.take_jobs()
+    assert job.engine.group_sizes == (8, 2)
+    assert [block for block, _, _ in copied(job, TWO)] == [1, 2, 3, 4, 11, 12, 13, 14, 5, 15]
+    assert [part for _, _, part in copied(job, TWO)] == [0, 1] * 4 + [0, 0]
+    full, window = 0, 1
+    assert job.keys[:2] == (make_key(b"a/1", full), make_key(b"a/3", full))
+    assert job.keys[4:] == (make_key(b"a/3", window), make_key(b"b/3", window))
+    assert job.parents == (b"", job.keys[0], b"", job.keys[2], b"", b"")
+    slots, keys = list(job.store.slots), list(job.keys)
+    assert desk.client.shown == [
+        (slots[:4], keys[:4], [1, 2, 3, 4, 11, 12, 13, 14]),
+        (slots[4:], keys[4:], [5, 15]),
+    ], "peers may read each group's in the engine"
+
+
+def test_a_long_prompt_is_cut_into_jobs_in_order() -> None:
+    desk = Desk()
+    count = 2 * JOB_BLOCKS_MAX + 3
+    desk.offer(*desk.new("a", count), list(range(1, count + 1)))
+    jobs = desk.offers.take_jobs()
+    assert [len(job.keys) for job in jobs] == [JOB_BLOCKS_MAX, JOB_BLOCKS_MAX, 3]
+    keys = [key for job in jobs for key in job.keys]
+    assert [parent for job in jobs for parent in job.parents] == [b"", *keys[:-1]]
+    assert [job.job_id for job in jobs] == sorted({job.job_id for job in jobs})
+
+
+def test_a_prompt_that_the_store_has_is_passed_over_in_runs() -> None:
+    """As of the engine's own cache: it is in the way of a request's first step."""
+    desk, last = Desk(), make_key(b"a/299", 0)
+    request, tracked = desk.new("a", 300)
+    desk.client.known.update(make_key(block, 0) for block in request.block_hashes)
+    desk.client.known.discard(last)
+    desk.offer(request, tracked, list(range(1, 301)))
+    assert tracked.cursor == 300
+    assert desk.client.asked <= JOB_BLOCKS_MAX, "only the last run has something new"
+    (job,) = desk.offers.take_jobs()
+    assert job.keys == (last,)
+
+
+def test_a_run_gathered_at_once_is_the_same_as_block_by_block() -> None:
+    at_once, one_by_one = Desk(TWO), Desk(TWO)
+    tables = [list(range(1, 21)), list(range(101, 111))]
+    at_once.offer(*at_once.new("a", 20), *tables)
+    _, tracked = one_by_one.new("a", 20)
+    for tokens in range(32, 321, 32):  # a block at a time never is a run
+        one_by_one.offers.offer(tracked, tokens, lambda _: tables)
+    (run,), (each,) = at_once.offers.take_jobs(), one_by_one.offers.take_jobs()
+    assert len(run.keys) == 20
+    assert (run.engine, run.keys, run.parents) == (each.engine, each.keys, each.parents)
+    assert sorted(run.store.slots) == sorted(each.store.slots)
+
+
+def test_the_parent_of_the_first_new_block_is_the_last_old_one() -> None:
+    desk = Desk()
+    request, tracked = desk.new("a", 3)
+    desk.offers.offer(tracked, 32, lambda _: [[1, 2, 3]])
+    desk.offers.take_jobs()
+    desk.offer(request, tracked, [1, 2, 3])
+    (job,) = desk.offers.take_jobs()
+    assert job.parents == (make_key(b"a/1", 0),)
+
+
+def test_what_is_present_is_still_the_parent_of_what_is_not() -> None:
+    desk = Desk()
+    request, tracked = desk.new("a", 3)
+    tracked.present = (Places((0,), (5,), (1,)),)
+    desk.client.known = {make_key(b"a/1", 0)}
+    desk.offer(request, tracked, [1, 2, 3])
+    (job,) = desk.offers.take_jobs()
+    assert (job.keys, job.parents) == ((make_key(b"a/2", 0),), (make_key(b"a/1", 0),))
+
+
+@pytest.mark.parametrize("where", range(6))
+@pytest.mark.parametrize("how", ["known", "present"])
+def test_O11_one_block_of_a_run_that_is_there_is_not_copied_again(where: int, how: str) -> None:
+    desk = Desk()
+    request, tracked = desk.new("a", 6)
+    if how == "known":
+        desk.client.known = {make_key(f"a/{where}".encode(), 0)}
+    else:
+        tracked.present = (Places((where,), (5,), (1,)),)
+    desk.offer(request, tracked, [1, 2, 3, 4, 5, 6])
+    (job,) = desk.offers.take_jobs()
+    assert job.engine.block_ids == tuple(n for n in range(1, 7) if n != where + 1)
+    assert tracked.cursor == 6
+
+
+@given(st.sets(st.integers(0, 20)), st.integers(0, 20), st.integers(0, 8))
+def test_places_are_what_a_set_would_say(present: set[int], first: int, count: int) -> None:
+    indices = sorted(present)
+    places = Places(indices, indices, indices)
+    run = set(range(first, first + count))
+    assert places.leading == min(set(range(22)) - present)
+    assert [index in places for index in range(22)] == [index in present for index in range(22)]
+    assert places.any_of(first, first + count) == bool(run & present)
+    assert places.all_of(first, first + count) == (run <= present)
+
+
+class Watched(list[int]):
+    """A block table that counts how often it is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, where: Any) -> Any:  # noqa: ANN401 - as list has it
+        Watched.looks += 1
+        return super().__getitem__(where)
+
+
+def test_blocks_that_need_no_copy_are_passed_over_in_runs() -> None:
+    """Or the first step after a long hit would take milliseconds."""
+    desk = Desk(Geometry(16, 16, (16, 16), (FULL, WINDOW)))
+    request, tracked = desk.new("a", 1000)
+    everywhere = range(1000)
+    tracked.present = (Places(everywhere, everywhere, everywhere), Places((), (), ()))
+    Watched.looks = 0
+    desk.offer(request, tracked, Watched(range(1, 1001)), Watched([0] * 998 + [2001, 2002]))
+    (job,) = desk.offers.take_jobs()
+    assert job.engine.block_ids == (2001, 2002)
+    assert Watched.looks < 200
+
+
+def test_a_request_is_due_when_its_next_block_can_be_complete() -> None:
+    desk = Desk(credits_count=1)
+    request, tracked = desk.new("a", 2)
+    assert desk.offer(request, tracked, [1, 2]) == 32, "its second block is complete, not stored"
+    assert desk.declined == 1
+    assert desk.offer(request, tracked, [1, 2]) == 32
+    assert desk.declined == 2
+    desk.client.credits.append(5)
+    assert desk.offer(request, tracked, [1, 2]) == 48
+    assert desk.declined == 2
+
+
+def test_without_a_session_nothing_is_due_later() -> None:
+    desk = Desk()
+    desk.client.session = 0
+    request, tracked = desk.new("a", 2)
+    assert desk.offer(request, tracked, [1, 2]) == 0
+    assert desk.offers.take_jobs() == ()
+
+
+def test_the_fence_names_every_unfinished_job_of_a_block() -> None:
+    desk = Desk()
+    for name in ("a", "b", "c"):
+        desk.offer(*desk.new(name, 1), [4])
+        desk.offers.take_jobs()
+    assert desk.offers.fence([3]) == set()
+    assert desk.offers.fence([4]) == {1, 2, 3}
+    desk.offers.over({2: 1})
+    assert desk.offers.fence([4]) == {1, 3}
+    desk.offers.over({1: 1, 3: 1})
+    assert desk.offers.fence([4]) == set()
+
+
+def test_a_block_that_two_requests_share_is_forgotten_with_its_job() -> None:
+    """Found by seed 122: both requests offer the engine block they share in one step."""
+    desk = Desk()
+    for name in ("a", "b"):
+        desk.offer(*desk.new(name, 1), [4])
+    (job,) = desk.offers.take_jobs()
+    assert desk.offers.fence([4]) == {job.job_id}
+    desk.offers.over({job.job_id: 1})
+    assert desk.offers.fence([4]) == set()
+    assert not desk.offers._sources
+
+
+def test_keys_of_another_scope_are_others() -> None:
+    desk = Desk()
+    desk.offers.use_scope(b"nonce")
+    desk.offer(*desk.new("a", 2), [1, 2])
+    (job,) = desk.offers.take_jobs()
+    assert job.keys == (make_key(b"a/0", 0, b"nonce"), make_key(b"a/1", 0, b"nonce"))
+    assert job.parents == (b"", job.keys[0])

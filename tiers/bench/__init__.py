@@ -1,1 +1,0 @@
-"""Measuring the tiers against what their medium can do, without a store."""

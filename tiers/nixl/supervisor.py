@@ -1,0 +1,447 @@
+"""The store's side of its exporter: keeps one running, and knows what is open with it.
+
+down --poll(), after a pause--> starting --Ready--> up
+  ^                                |                 |  it ended, or restart(): too much in
+  |                                v                 v  quarantine, no answer, or close()
+  +-----------its end------------ ending <-----------+
+
+A process that ends takes its transfers along: each ends with an error, after the process's end
+only, since it could still write until then. Extents and peers are told to the next one.
+
+Peers can overwrite its memory, so it may say anything; what cannot be ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+from typing import Literal
+
+import msgspec
+
+from kvstore.core.errors import ProtocolError, TierIOError, check
+from kvstore.core.layout import PageRun
+from kvstore.wire.framing import Message
+from tiers.nixl.exporter_child import Child
+from tiers.nixl.messages import (
+    Abandon,
+    AddPeer,
+    Ended,
+    Failed,
+    Fill,
+    Map,
+    Mapped,
+    Metadata,
+    NotMapped,
+    PeerRefused,
+    Ping,
+    Pong,
+    Ready,
+    RemovePeer,
+    Transfer,
+    Unmap,
+    Unmapped,
+    Wrong,
+)
+
+log = logging.getLogger(__name__)
+
+OUTBOX_BYTES_MAX = 64 << 20
+_START_NS = 60_000_000_000
+_PAUSE_MIN_NS = 100_000_000
+_PAUSE_MAX_NS = 10_000_000_000
+_STEADY_NS = 30_000_000_000  # who lived this long starts without a pause
+_GRACE_NS = 1_000_000_000  # for transfers that can end at once when they are abandoned
+_ASK_NS = 2_000_000_000  # after so long without a word
+SILENT_NS = 10_000_000_000  # and it is of no use
+_WRONG_MAX = 100  # of one process
+_TEXT_MAX = 500
+_END_S = 0.2
+_KILLED_S = 0.5
+
+State = Literal["down", "starting", "up", "ending"]
+
+
+class Down(msgspec.Struct, frozen=True):
+    """The process has ended; its name, and all addresses, mean nothing any more."""
+
+    reason: str
+
+
+Event = Ready | Mapped | NotMapped | Unmapped | Metadata | PeerRefused | Ended | Down
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What an exporter is started with.
+
+    service: what its names begin with. devices: network devices that UCX uses, which anybody who
+    reaches them can read and write its memory through. transports: UCX_TLS; None: UCX chooses.
+    quarantine_bytes_max: of abandoned transfers.
+    """
+
+    service: str
+    devices: str = "lo"
+    transports: str | None = None
+    quarantine_bytes_max: int = 256 << 20
+
+
+class Move(msgspec.Struct, frozen=True):
+    """A transfer to start: see messages.Transfer."""
+
+    peer: str
+    write: bool
+    extent: int
+    address: int
+    region_bytes: int
+    block_bytes: int
+    local: bytes
+    remote: bytes
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that it moves."""
+        return len(self.local) // 4 * self.block_bytes
+
+
+class Filling(msgspec.Struct, frozen=True):
+    """A transfer into a peer's engine: see messages.Fill."""
+
+    peer: str
+    extent: int
+    pages: tuple[PageRun, ...]
+    parts: bytes
+    blocks: bytes
+    gpu: int | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that it writes."""
+        part = sum(page.pieces * page.piece_bytes for page in self.pages)
+        return len(self.blocks) // 4 * part
+
+
+class _Extent(msgspec.Struct):
+    fd: int
+    bytes: int
+    writable: bool
+    leaving: bool = False
+
+
+class _Open(msgspec.Struct):
+    bytes: int
+    abandoned: bool = False
+
+
+class Exporter:
+    """Called from one thread, that which lives as long as the store. Nothing waits but close().
+
+    Results come from poll(), each transfer's exactly once.
+    """
+
+    def __init__(self, settings: Settings, *, asleep: bool = False) -> None:
+        """The first poll() starts the process. asleep: the first one after wake()."""
+        self._settings = settings
+        self._asleep = asleep
+        self._epoll = select.epoll()
+        self._child: Child | None = None
+        self._state: State = "down"
+        self._closed = False
+        self._name: str | None = None
+        self._why = ""  # it is being ended
+        self._extents: dict[int, _Extent] = {}
+        self._peers: dict[str, bytes] = {}
+        self._open: dict[int, _Open] = {}
+        self._events: list[Event] = []
+        self._next_id = 1
+        self._descriptors = 0  # passed to this process
+        self._wrong = 0  # messages that it has not understood
+        self._quarantined = 0
+        self._over_ns: int | None = None  # since when there has been too much in quarantine
+        self._start_ns = 0  # when to start, or when it was started
+        self._pause_ns = 0
+        self._silent_ns = 0  # how long it has said nothing, as far as we have looked
+        self._looked_ns = 0
+        self._asked = False  # it owes a Pong
+        self.restarts = 0
+
+    def fileno(self) -> int:
+        """Return a descriptor that can be read when poll() has something to do."""
+        return self._epoll.fileno()
+
+    def wait_s(self, now_ns: int) -> float | None:
+        """Return when to call poll() at the latest; None: when the descriptor says so."""
+        if self._events:
+            return 0.0
+        due = []
+        if self._state == "down" and not self._closed and not self._asleep:
+            due.append(self._start_ns)
+        if self._state == "starting":
+            due.append(self._start_ns + _START_NS)
+        if self._state == "up":
+            due.append(self._looked_ns + _ASK_NS)
+        if self._over_quarantine:
+            due.append(now_ns if self._over_ns is None else self._over_ns + _GRACE_NS)
+        return max(0, min(due) - now_ns) / 1e9 if due else None
+
+    def wake(self) -> None:
+        """Have the process be there from now on."""
+        self._asleep = False
+
+    @property
+    def state(self) -> State:
+        """What the process is doing; transfers are taken while it is starting or up."""
+        return self._state
+
+    @property
+    def name(self) -> str | None:
+        """Name of the agent; None unless it is up."""
+        return self._name
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the process."""
+        return None if self._child is None else self._child.pid
+
+    @property
+    def open(self) -> int:
+        """Count the transfers that have not ended."""
+        return len(self._open)
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Memory of transfers that nobody waits for and that have not ended."""
+        return self._quarantined
+
+    @property
+    def _over_quarantine(self) -> bool:
+        return self._quarantined > self._settings.quarantine_bytes_max
+
+    # What the store wants
+
+    def map(self, extent: int, fd: int, size: int, *, writable: bool) -> None:
+        """Let peers reach the first `size` bytes of a sealed memfd, in this process and the next.
+
+        The descriptor stays open until Unmapped or NotMapped has come. Mapped comes for each
+        process anew: addresses differ.
+        """
+        check(extent not in self._extents, f"extent {extent} is mapped already")
+        self._extents[extent] = _Extent(fd, size, writable)
+        self._send_extent(extent)
+
+    def unmap(self, extent: int) -> None:
+        """Have Unmapped come once no transfer uses an extent; what was open with it fails."""
+        check(extent in self._extents, f"extent {extent} is not mapped")
+        self._extents[extent].leaving = True
+        if self._running:
+            self._send(Unmap(extent))
+        elif self._state == "down":
+            self._gone(extent)
+
+    def add_peer(self, peer: str, metadata: bytes) -> None:
+        """Know how to reach a peer, or how to reach it now, in this process and the next."""
+        self._peers[peer] = metadata
+        if self._running:
+            self._send(AddPeer(peer, metadata))
+
+    def remove_peer(self, peer: str) -> None:
+        """Forget a peer; what was open with it fails once nothing of it is under way."""
+        if self._peers.pop(peer, None) is not None and self._running:
+            self._send(RemovePeer(peer))
+
+    def start(self, move: Move | Filling) -> int:
+        """Start a transfer; returns its number, which an Ended will have."""
+        number = self._next_id
+        self._next_id += 1
+        kind = Transfer if isinstance(move, Move) else Fill
+        asked = kind(number, **msgspec.structs.asdict(move))
+        if self._running:
+            self._open[number] = _Open(move.bytes)
+            self._send(asked)
+        else:
+            self._events.append(Ended(number, 0, 0.0, "failed", "the exporter is not running"))
+        return number
+
+    def abandon(self, number: int) -> None:
+        """Wait no longer for a transfer: its own side's blocks are in quarantine until it ends."""
+        found = self._open.get(number)
+        if found is not None and not found.abandoned:
+            found.abandoned = True
+            self._quarantined += found.bytes
+            if self._running:
+                self._send(Abandon(number))
+
+    def restart(self, why: str) -> None:
+        """Start afresh: everything open ends, all quarantines do, peers need the new name."""
+        if self._child is not None and self._running:
+            log.warning("ending the exporter: %s", why)
+            self._state = "ending"
+            self._why = why
+            self._child.kill()
+
+    def close(self) -> list[Event]:
+        """End the process, within a second; returns the last events. Safe to call twice."""
+        self._closed = True
+        child = self._child
+        if child is not None:
+            self._why = self._why or "the store closes it"
+            child.hang_up()
+            if child.ended(_END_S) is None:
+                child.kill()
+            if child.ended(_KILLED_S) is None:
+                log.error("the exporter, process %d, does not end", child.pid)
+            self._bury(child)
+        for extent in list(self._extents):
+            self._gone(extent)
+        self._epoll.close()
+        events, self._events = self._events, []
+        return events
+
+    # What the process says
+
+    def poll(self, now_ns: int) -> list[Event]:
+        """Do what there is to do; returns what has happened."""
+        if self._closed:
+            return []
+        if self._child is None and now_ns >= self._start_ns and not self._asleep:
+            self._start(now_ns)
+        child = self._child
+        if child is not None:
+            # A machine that stood still has not been silent.
+            self._silent_ns += min(now_ns - self._looked_ns, _ASK_NS)
+            self._looked_ns = now_ns
+            if self._hear(child):
+                self._silent_ns, self._asked = 0, False
+            if child.ended() is not None:
+                self._bury(child)
+                self._pause(now_ns)
+            else:
+                child.flush()
+                self._watch(child, now_ns)
+        events, self._events = self._events, []
+        return events
+
+    def _start(self, now_ns: int) -> None:
+        settings = self._settings
+        try:
+            child = Child(settings.service, settings.devices, settings.transports)
+        except TierIOError as exc:
+            self._events.append(Down(str(exc)))
+            self._pause(now_ns)
+            return
+        child.watch(self._epoll)
+        self._child, self._state, self._start_ns = child, "starting", now_ns
+        self._descriptors, self._wrong, self._why = 0, 0, ""
+        self._silent_ns, self._looked_ns, self._asked = 0, now_ns, False
+        for extent in self._extents:
+            self._send_extent(extent)
+        for peer, metadata in self._peers.items():
+            self._send(AddPeer(peer, metadata))
+
+    def _pause(self, now_ns: int) -> None:
+        """Decide when to start again."""
+        steady = now_ns - self._start_ns > _STEADY_NS
+        self._pause_ns = 0 if steady else min(
+            max(_PAUSE_MIN_NS, 2 * self._pause_ns), _PAUSE_MAX_NS
+        )  # fmt: skip
+        self._start_ns = now_ns + self._pause_ns
+        self.restarts += 1
+
+    def _watch(self, child: Child, now_ns: int) -> None:
+        """End a process that does not do its work."""
+        self._over_ns = (self._over_ns or now_ns) if self._over_quarantine else None
+        if self._over_ns is not None and now_ns - self._over_ns >= _GRACE_NS:
+            most = self._settings.quarantine_bytes_max
+            self.restart(f"{self._quarantined} bytes in quarantine, {most} at most")
+        if self._state == "starting" and now_ns - self._start_ns > _START_NS:
+            self.restart(f"it has not started within {_START_NS / 1e9:.0f} s")
+        if self._asked and self._silent_ns >= SILENT_NS:
+            self.restart(f"it has not answered for {SILENT_NS / 1e9:.0f} s")
+        elif self._state == "up" and not self._asked and self._silent_ns >= _ASK_NS:
+            self._asked = True
+            self._send(Ping())
+        if child.outbox_bytes > OUTBOX_BYTES_MAX:
+            self.restart("it does not read")
+
+    @property
+    def _running(self) -> bool:
+        return self._state in {"starting", "up"}
+
+    def _send(self, message: Message, fd: int | None = None) -> None:
+        if self._child is not None:
+            self._child.send(message, fd)
+
+    def _send_extent(self, number: int) -> None:
+        if self._running:
+            extent = self._extents[number]
+            message = Map(number, extent.bytes, extent.writable, self._descriptors)
+            self._descriptors += 1
+            self._send(message, extent.fd)
+
+    def _hear(self, child: Child) -> bool:
+        """Act on what it says; return whether that was anything."""
+        heard = False
+        try:
+            for message in child.hear():
+                heard = True
+                self._on(message)
+        except ProtocolError as exc:
+            self.restart(f"it says what makes no sense: {exc}")
+        return heard
+
+    def _on(self, message: Message) -> None:
+        match message:
+            case Ended():
+                self._on_ended(message)
+            case Ready(name):
+                if self._running:
+                    self._state, self._name = "up", name
+                self._events.append(message)
+            case Mapped(extent) | NotMapped(extent) | Unmapped(extent):
+                self._on_extent(message, extent)
+            case Metadata() | PeerRefused():
+                self._events.append(message)
+            case Pong():
+                pass  # whatever it says is a sign
+            case Wrong(text):
+                self._wrong += 1
+                log.error("the exporter did not understand: %r", text[:_TEXT_MAX])
+                if self._wrong > _WRONG_MAX:
+                    raise ProtocolError(f"{self._wrong} messages not understood")
+            case Failed(text):
+                self._why = text
+
+    def _on_extent(self, message: Mapped | NotMapped | Unmapped, number: int) -> None:
+        extent = self._extents.get(number)
+        leaves = isinstance(message, Unmapped)
+        if extent is None or (leaves and not extent.leaving):
+            what = type(message).__name__
+            raise ProtocolError(f"{what} of extent {number}, which was not asked for")
+        if not isinstance(message, Mapped):
+            del self._extents[number]
+        self._events.append(message)
+
+    def _on_ended(self, message: Ended) -> None:
+        found = self._open.pop(message.id, None)
+        if found is None:
+            raise ProtocolError(f"the end of transfer {message.id}, which is not open")
+        if found.abandoned:
+            self._quarantined -= found.bytes
+        self._events.append(message)
+
+    def _bury(self, child: Child) -> None:
+        """After its end: whatever was open is over."""
+        self._hear(child)  # what it said before
+        reason = ": ".join(filter(None, (self._why, child.ended())))
+        if not self._closed:
+            log.warning("the exporter is down: %s", reason)
+        child.close()
+        self._child, self._name, self._state = None, None, "down"
+        for number in list(self._open):
+            self._on_ended(Ended(number, 0, 0.0, "failed", f"the exporter is down: {reason}"))
+        for extent in [number for number, found in self._extents.items() if found.leaving]:
+            self._gone(extent)
+        self._events.append(Down(reason))
+
+    def _gone(self, extent: int) -> None:
+        del self._extents[extent]
+        self._events.append(Unmapped(extent))

@@ -1,0 +1,346 @@
+"""One directory while it is used: the lock on it, and a descriptor that all its files go through.
+
+A path can lead elsewhere tomorrow: when a disk is unmounted, its mount point is a directory of the
+parent file system. So extents are made, opened and removed through a descriptor of the directory,
+and whether the path still leads there is asked again and again (look). A directory that was let
+go of is taken back only if its lock file says that it is the same one:
+
+    process id             of who uses it, for the message to a second one
+    the directory's id     made once, with the lock file
+    this use's id          another one: somebody else has had it meanwhile
+
+The index is the same as before when its head is, which every commit changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from kvstore.core.errors import ConfigError, TierFull, TierIOError
+from kvstore.owned_files import open_file, refuse_folder
+from tiers.nvme.files import ExtentFile
+from tiers.nvme.messages import FOLDER
+
+_LOCK = "lock"
+_PROBE = "probe"
+_ASIDE = f"{FOLDER}.damaged-"
+EXTENT = re.compile(r"[0-9]{6,}\.extent")
+_HEAD_BYTES = 2 * mmap.PAGESIZE  # LMDB's two meta pages
+_READ_BYTES = 1 << 20
+# Others need room, too, and a file system that is full to the brim is slow.
+SPARE_BYTES = 64 << 20
+SPARE_PART = 100
+
+
+class Place(NamedTuple):
+    """What a path leads to."""
+
+    device: int
+    folder: int
+    lock: int
+
+
+class Look(NamedTuple):
+    """What a directory and its file system are like."""
+
+    free_bytes: int  # that extents may take, without the spare ones
+    index_bytes: int
+    aside_bytes: int  # of damaged indexes that are kept
+    read_only: bool
+
+
+def taken(path: Path, lock_fd: int) -> str:
+    """Say who has a directory, whose lock file is given."""
+    holder = _marks(lock_fd)[0] or "unknown"
+    return (
+        f"{path} is in use by the store with process id {holder} or what is left of it;"
+        " one store per directory"
+    )
+
+
+def _marks(lock_fd: int) -> tuple[str, str, str]:
+    lines = os.pread(lock_fd, 200, 0).decode(errors="replace").split("\n")
+    holder, known, use, *_ = [*lines, "", "", ""]
+    return holder.strip(), known.strip(), use.strip()
+
+
+class Volume:
+    """A directory of a disk. All but the constructor touch it, and may hang with it."""
+
+    def __init__(self, path: Path) -> None:
+        """Nothing is opened yet."""
+        self.path = path
+        self._fd = self._lock_fd = -1
+        self._place = Place(0, 0, 0)
+        self._id = ""
+        self._use = secrets.token_hex(8)
+        self._head: bytes | None = None
+
+    # Its use
+
+    def open(self, wait_s: float) -> None:
+        """Make the directory if it is not there, and lock it. Raises ConfigError when taken."""
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            refuse_folder(str(self.path), self.path.stat())
+            self._attach(os.O_CREAT)
+        except (FileExistsError, NotADirectoryError) as exc:
+            self.close()
+            raise ConfigError(f"{self.path}: expected a directory, found a file there") from exc
+        except OSError as exc:
+            self.close()
+            raise ConfigError(f"{self.path}: cannot be used: {exc.strerror}") from exc
+        try:
+            deadline = time.monotonic() + wait_s
+            while not self._locked():
+                if time.monotonic() >= deadline:
+                    raise ConfigError(taken(self.path, self._lock_fd))
+                time.sleep(0.05)
+            _, known, _ = _marks(self._lock_fd)
+            self._id = known or secrets.token_hex(8)
+            self._mark()
+        except BaseException:
+            self.close()
+            raise
+
+    def open_again(self) -> bool:
+        """Take the directory back; True if nobody has used it since.
+
+        Raises OSError, and TierIOError when another one is in its place, or somebody uses it.
+        """
+        try:
+            self._attach(0)
+            if not self._locked():
+                raise TierIOError(taken(self.path, self._lock_fd))
+            _, known, use = _marks(self._lock_fd)
+            if known != self._id:
+                raise TierIOError("another directory is in its place")
+            if use != self._use:
+                self._mark()
+        except BaseException:
+            self.close()
+            raise
+        return use == self._use
+
+    def close(self) -> None:
+        """Let go of it; safe to call twice."""
+        for fd in (self._fd, self._lock_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._lock_fd = -1
+
+    def _attach(self, flags: int) -> None:
+        self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._lock_fd = open_file(_LOCK, os.O_RDWR | flags, self._fd)
+        self._refuse_index()
+        folder, lock = os.fstat(self._fd), os.fstat(self._lock_fd)
+        self._place = Place(folder.st_dev, folder.st_ino, lock.st_ino)
+
+    def _refuse_index(self) -> None:
+        """Raise OSError for an index that is not ours: LMDB follows links to its files."""
+        try:
+            fd = self._open_index()
+        except FileNotFoundError:
+            return
+        try:
+            os.close(open_file("data.mdb", os.O_RDWR, fd))
+        except FileNotFoundError:
+            pass
+        finally:
+            os.close(fd)
+
+    def _open_index(self) -> int:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            fd = os.open(FOLDER, flags, dir_fd=self._fd)
+        except NotADirectoryError:
+            raise OSError(
+                errno.EPERM, f"{FOLDER}: expected a directory, found a symbolic link or a file"
+            ) from None
+        try:
+            refuse_folder(f"{self.path}/{FOLDER}", os.fstat(fd))
+        except ConfigError as exc:
+            os.close(fd)
+            raise OSError(errno.EPERM, str(exc)) from exc
+        return fd
+
+    def _locked(self) -> bool:
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _mark(self) -> None:
+        marks = f"{os.getpid()}\n{self._id}\n{self._use}\n".encode()
+        os.ftruncate(self._lock_fd, len(marks))
+        os.pwrite(self._lock_fd, marks, 0)
+        os.fsync(self._lock_fd)
+
+    @property
+    def lock_fd(self) -> int:
+        """The lock's descriptor, for who is to keep the directory as long as it lives."""
+        return self._lock_fd
+
+    # How it is
+
+    def look(self) -> Look:
+        """Look at what the path leads to now, with a descriptor of its own.
+
+        Raises OSError, and TierIOError when that is not our directory.
+        """
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._compare(fd)
+            found = os.fstatvfs(fd)
+            spare = max(SPARE_BYTES, found.f_blocks * found.f_frsize // SPARE_PART)
+            return Look(
+                max(0, found.f_bavail * found.f_frsize - spare),
+                _bytes_of(fd, FOLDER),
+                sum(_bytes_of(fd, name) for name in _names(fd) if name.startswith(_ASIDE)),
+                bool(found.f_flag & os.ST_RDONLY),
+            )
+        finally:
+            os.close(fd)
+
+    def _compare(self, fd: int) -> None:
+        folder = os.fstat(fd)
+        if folder.st_dev != self._place.device:
+            raise TierIOError("another file system is in its place")
+        if folder.st_ino != self._place.folder:
+            raise TierIOError("another directory is in its place")
+        if os.stat(_LOCK, dir_fd=fd, follow_symlinks=False).st_ino != self._place.lock:
+            raise TierIOError("another lock file is in its place")
+
+    def try_write(self) -> None:
+        """Write a page durably, beside what counts. Raises OSError when that does not work."""
+        with contextlib.suppress(FileNotFoundError):  # of a store that was killed
+            os.unlink(_PROBE, dir_fd=self._fd)
+        fd = open_file(_PROBE, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._fd)
+        try:
+            os.pwrite(fd, bytes(mmap.PAGESIZE), 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+            os.unlink(_PROBE, dir_fd=self._fd)
+
+    # Its index
+
+    def remember_index(self) -> None:
+        """Know the index again as it is now."""
+        self._head = self._index_head()
+
+    def forget_index(self) -> None:
+        """What the index holds is not sure: it has to be read anew."""
+        self._head = None
+
+    def knows_index(self) -> bool:
+        """Tell whether the index is as it was remembered. Raises OSError when there is none."""
+        return self._head is not None and self._head == self._index_head()
+
+    def _index_head(self) -> bytes:
+        fd = self._open_data()
+        try:
+            return os.pread(fd, _HEAD_BYTES, 0)
+        finally:
+            os.close(fd)
+
+    def _open_data(self) -> int:
+        folder = self._open_index()
+        try:
+            return open_file("data.mdb", os.O_RDONLY, folder)
+        finally:
+            os.close(folder)
+
+    def read_index(self) -> None:
+        """Read all of it, as plain bytes: what cannot be read is not damaged. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            fd = self._open_data()
+            try:
+                while os.read(fd, _READ_BYTES):
+                    pass
+            finally:
+                os.close(fd)
+
+    # Its extents
+
+    def extent(self, number: int) -> Path:
+        """Return the path of an extent."""
+        return self.path / f"{number:06d}.extent"
+
+    def make_extent(self, number: int, slot_bytes: int, extent_bytes: int) -> ExtentFile:
+        """Make an extent where our directory is, and only if there is room for it.
+
+        Raises OSError, TierIOError when our directory is not there any more, TierFull when the
+        file system has no room.
+        """
+        free_bytes = self.look().free_bytes
+        if free_bytes < extent_bytes:
+            raise TierFull(
+                f"an extent takes {extent_bytes} bytes, the file system has {free_bytes}"
+            )
+        ExtentFile.make(self.extent(number), extent_bytes, self._fd)
+        return ExtentFile(self.extent(number), slot_bytes, extent_bytes, self._fd)
+
+    def open_extent(self, number: int, slot_bytes: int) -> ExtentFile:
+        """Open an extent that is there. Raises OSError."""
+        size = os.stat(self.extent(number).name, dir_fd=self._fd, follow_symlinks=False).st_size
+        return ExtentFile(self.extent(number), slot_bytes, size, self._fd)
+
+    def open_extents(self, files: Collection[ExtentFile]) -> None:
+        """Open extents again. Raises OSError when one is not there."""
+        for file in files:
+            file.open_again(self._fd)
+
+    def remove_extent(self, number: int) -> None:
+        """Give an extent's space back; one that is not there is no error. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.extent(number).name, dir_fd=self._fd)
+
+    def sweep(self, known: Collection[int]) -> int:
+        """Remove extents that nobody knows, such as one whose removal failed; return how many.
+
+        Raises OSError.
+        """
+        strangers = [number for number in self._numbers() if number not in known]
+        for number in strangers:
+            self.remove_extent(number)
+        return len(strangers)
+
+    def _numbers(self) -> Iterator[int]:
+        with os.scandir(self._fd) as entries:
+            found = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+        for name in found:
+            if EXTENT.fullmatch(name):
+                yield int(name.removesuffix(".extent"))
+
+
+def _names(folder: int) -> list[str]:
+    return os.listdir(folder)
+
+
+def _bytes_of(folder: int, name: str) -> int:
+    """Bytes that a file takes, or all files in a directory, whose names may go meanwhile."""
+    try:
+        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if not stat.S_ISDIR(found.st_mode):
+            return found.st_blocks * 512
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(name, flags, dir_fd=folder)
+    except FileNotFoundError:
+        return 0
+    try:
+        return found.st_blocks * 512 + sum(_bytes_of(fd, below) for below in _names(fd))
+    finally:
+        os.close(fd)

@@ -1,0 +1,227 @@
+"""Who gets which extent: growth within the cap, eviction ahead of need, giving space back.
+
+The cap counts what the directory takes: extents, what their index entries can take (or the index
+does take, if that is more), and damaged indexes that are kept. An extent is made only while all
+this, and what the file system has free, is known to allow it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from functools import partial
+
+from kvstore.core.errors import TierFull
+from tiers.nvme.commits import Commits, commit
+from tiers.nvme.context import Shared
+from tiers.nvme.directory import Look
+from tiers.nvme.files import ExtentFile
+from tiers.nvme.messages import Commit
+from tiers.nvme.namespace import Space, cost
+
+log = logging.getLogger(__name__)
+
+BASE_BYTES = 1 << 20  # of the index, when it is empty
+# Of a namespace's slots. Eviction ahead of need begins below the low mark: a slot comes back only
+# with a commit, and what is stored meanwhile needs the rest. It goes on to the high mark, so that
+# slots come back in runs of neighbours and commits are few.
+LOW_PART = 64
+HIGH_PART = 32
+SLICE_BLOCKS = 256  # evicted ahead in each poll: about a millisecond
+FULL_S = 5.0  # a file system that had no room is asked again after that
+
+
+class Room:
+    """Extents of all namespaces, under one cap."""
+
+    def __init__(self, shared: Shared, commits: Commits) -> None:
+        """Nothing is being made."""
+        self._shared = shared
+        self._commits = commits
+        self.growths: list[Growth] = []  # under way
+        self._making: dict[int, int] = {}  # extent -> what it will take
+        self._removing: dict[int, int] = {}  # extent -> what it takes until it is gone
+        self._stuck: dict[int, int] = {}  # the same, of which making or removing has failed
+        self._evicting: set[str] = set()  # namespaces between the low and the high mark
+        self._full_until_s = float("-inf")
+        self._now_s = 0.0
+        self._look: Look | None = None
+
+    # What is taken
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that the directory takes, or may take with the extents it has."""
+        coming = [*self._making.values(), *self._removing.values(), *self._stuck.values()]
+        return self._taken() + sum(coming)
+
+    def _taken(self) -> int:
+        files = [file for space in self._shared.spaces for file in space.extents.values()]
+        extents = sum(file.bytes for file in files)
+        entries = sum(cost(file.bytes, file.slot_bytes) for file in files) - extents + BASE_BYTES
+        if self._look is None:
+            return extents + entries
+        return extents + max(entries, self._look.index_bytes) + self._look.aside_bytes
+
+    def seen(self, look: Look) -> None:
+        """Take in what the directory is like."""
+        self._look = look
+        self.shrink()
+
+    @property
+    def known(self) -> set[int]:
+        """Numbers of the extents that are there, or on their way to or fro."""
+        here = {number for space in self._shared.spaces for number in space.extents}
+        return here | set(self._making) | set(self._removing)
+
+    # Asked for
+
+    def make(self, space: Space, count: int) -> bool:
+        """Try to get free slots: a new extent, else by eviction; False when none will come."""
+        if self._shared.opening.loading or space.renumbering or self._grow(space):
+            return True
+        space.evict(count - space.free - space.leaving)
+        if space.to_delete:
+            self._commits.hurry()
+        if space.leaving:
+            return True
+        return space.free == 0 and (space.clearing or self._take_from_another(space))
+
+    def _grow(self, space: Space) -> bool:
+        """Make an extent if the cap and the file system have room; True while one is made."""
+        shared = self._shared
+        if space.growing:
+            return True
+        size = shared.settings.extent_bytes
+        takes = cost(size, space.slot_bytes)
+        fits = self.used_bytes + takes <= shared.capacity_bytes
+        if not fits or self._now_s < self._full_until_s:
+            return False
+        number = shared.opening.next_extent
+        shared.opening.next_extent += 1
+        self._making[number] = takes
+        space.growing = True
+        growth = Growth(shared, space, number)
+        self.growths.append(growth)
+        shared.keeper.submit(growth.work, partial(self._grown, growth))
+        return True
+
+    def _grown(self, growth: Growth, error: Exception | None, now_s: float) -> None:
+        self.growths.remove(growth)
+        takes = self._making.pop(growth.number)
+        growth.space.growing = False
+        if growth.file is not None:
+            growth.space.add_extent(growth.number, growth.file)
+            self.shrink()  # the cap may be smaller by now
+        elif isinstance(error, TierFull):
+            if self._full_until_s < now_s - FULL_S:
+                log.warning("%s: no new extent: %s", self._shared.volume.path, error)
+            self._full_until_s = now_s + FULL_S
+        elif error is not None:
+            self._stuck[growth.number] = takes
+            self._shared.write_failed("making an extent", error, now_s)
+
+    def _take_from_another(self, needy: Space) -> bool:
+        """Retire an extent of the namespace that has the most; True while one is going."""
+        others = [space for space in self._shared.spaces if space is not needy]
+        if self._removing or any(space.retiring for space in others):
+            return True
+        unused = [space for space in others if space.extents and not space.attached]
+        richer = [space for space in others if len(space.extents) > len(needy.extents) + 1]
+        donor = max(unused or richer, key=lambda space: len(space.extents), default=None)
+        number = None if donor is None else donor.coldest()
+        if donor is None or number is None:
+            return False
+        donor.retire(number)
+        self._commits.hurry()
+        return True
+
+    def shrink(self) -> None:
+        """Retire extents until the cap holds: it may be smaller than when they were made."""
+        while self._shared.health.writable and not self._shared.opening.loading:
+            leaving = sum(space.retiring_bytes for space in self._shared.spaces)
+            if self._taken() - leaving <= self._shared.capacity_bytes:
+                return
+            richest = max(self._shared.spaces, key=lambda s: s.disk_bytes - s.retiring_bytes)
+            number = richest.coldest()
+            if number is None:
+                return
+            richest.retire(number)
+            self._commits.hurry()
+
+    # In every poll
+
+    def step(self, now_s: float) -> None:
+        """Evict ahead where the cap is reached, and let go of extents that are empty."""
+        self._now_s = now_s
+        if not self._shared.health.writable or self._shared.opening.loading:
+            return
+        for space in self._shared.spaces:
+            for number, file in space.take_retired():
+                self._removing[number] = cost(file.bytes, file.slot_bytes)
+                removal = partial(_remove, self._shared, number, file)
+                self._shared.keeper.submit(removal, partial(self._removed, number))
+            if space.attached and not space.clearing:
+                self._evict_ahead(space)
+
+    def _evict_ahead(self, space: Space) -> None:
+        coming = space.free + space.leaving
+        if coming >= space.total // HIGH_PART:
+            self._evicting.discard(space.digest)
+        elif coming < space.total // LOW_PART and not self._grow(space):
+            self._evicting.add(space.digest)
+        if space.digest in self._evicting:
+            space.evict(min(SLICE_BLOCKS, space.total // HIGH_PART - coming))
+
+    def _removed(self, number: int, error: Exception | None, now_s: float) -> None:
+        takes = self._removing.pop(number)
+        if error is not None:
+            self._stuck[number] = takes
+            self._shared.write_failed("removing an extent", error, now_s)
+
+    @property
+    def stuck(self) -> list[int]:
+        """Numbers of extents that are of no use, and may be on the disk and in the index."""
+        return list(self._stuck)
+
+    def swept(self, numbers: Collection[int]) -> None:
+        """These are gone from both."""
+        for number in numbers:
+            self._stuck.pop(number, None)
+
+    def start_over(self) -> None:
+        """The directory is read anew."""
+        self._evicting.clear()
+        self._stuck.clear()
+        self._look = None
+
+
+class Growth:
+    """An extent that is being made."""
+
+    def __init__(self, shared: Shared, space: Space, number: int) -> None:
+        """file: open, once it is made."""
+        self.space = space
+        self.number = number
+        self.file: ExtentFile | None = None
+        self._shared = shared
+        self._changes = Commit(namespaces=[space.entry], extents=[(number, space.number)])
+
+    def work(self) -> None:
+        """On the keeper's thread; leaves no file that the index does not know."""
+        shared, number = self._shared, self.number
+        size = shared.settings.extent_bytes
+        file = shared.volume.make_extent(number, self.space.slot_bytes, size)
+        try:
+            commit(shared, self._changes)
+        except BaseException:
+            file.close()
+            shared.volume.remove_extent(number)
+            raise
+        self.file = file
+
+
+def _remove(shared: Shared, number: int, file: ExtentFile) -> None:
+    file.close()
+    commit(shared, Commit(extents_gone=[number]))
+    shared.volume.remove_extent(number)

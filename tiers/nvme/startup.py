@@ -1,0 +1,229 @@
+"""What a start finds in a directory: the index, the extents that it names, and all its records.
+
+The tables are read at once. The records come namespace by namespace, in slices, so that the tier
+serves meanwhile what is there. Should the process that sends them end, they go on from where they
+were. Only an index that is damaged beyond doubt is set aside, and the tier starts empty.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import shutil
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvstore.core.errors import TierIOError
+from tiers.nvme.directory import Volume
+from tiers.nvme.files import stride_of
+from tiers.nvme.index_client import IndexDamagedError, Journal
+from tiers.nvme.index_process import IndexProcessDiedError
+from tiers.nvme.maintenance import Keeper
+from tiers.nvme.messages import FOLDER, Batch, Commit, Load, Loaded
+from tiers.nvme.namespace import Space
+
+log = logging.getLogger(__name__)
+
+LOAD_S = 0.006  # of each poll
+RETRY_S = 0.5
+
+
+def blocks_max_of(capacity_bytes: int) -> int:
+    """Return how many blocks a capacity has room for, be they as small as can be."""
+    return capacity_bytes // stride_of(1)
+
+
+class Opening:
+    """The journal and the namespaces of one directory, from its start on."""
+
+    def __init__(self, volume: Volume, capacity_bytes: int) -> None:
+        """Nothing is read before open()."""
+        self._volume = volume
+        self._blocks_max = blocks_max_of(capacity_bytes)
+        self.spaces: dict[str, Space] = {}
+        self.next_extent = 1
+        self.generation = 1  # the highest that a write has had
+        self._next_number = 1
+        self.strays: list[int] = []  # that records begin with, and no namespace has
+        self.damage: TierIOError | None = None  # found while its records were read
+        self._todo: deque[tuple[Space, int]] = deque()  # to be loaded, with the number it had
+        self._asked = self._streaming = False
+        self._failed: Exception | None = None
+        self._settling: Iterator[None] | None = None
+        self._retry_s = 0.0
+
+    @property
+    def loading(self) -> bool:
+        """Tell whether records are still to come."""
+        return bool(self._todo)
+
+    def take_number(self) -> int:
+        """Number a namespace: the journal has nothing under it."""
+        self._next_number += 1
+        return self._next_number - 1
+
+    def open(self, damage: TierIOError | None = None) -> None:
+        """Open or make the index, and the extents it names; a damaged one is set aside.
+
+        damage: known from before. Raises ConfigError, OSError or TierIOError when the directory
+        cannot be used.
+        """
+        if damage is not None:
+            self._start_empty(damage)
+        try:
+            self._open()
+        except IndexDamagedError as exc:
+            self._start_empty(exc)
+            self._open()
+        if not self.journal.clean:
+            log.warning(
+                "%s was not shut down in order; it has what was committed", self._volume.path
+            )
+        for space in sorted(self.spaces.values(), key=lambda space: space.number, reverse=True):
+            space.start_loading()
+            self._todo.append((space, space.number))
+        if self._todo:
+            gc.disable()
+        self._volume.remember_index()
+
+    def _open(self) -> None:
+        self.open_journal()
+        try:
+            self._open_extents()
+        except BaseException:
+            self.journal.close()
+            for space in self.spaces.values():
+                for file in space.extents.values():
+                    file.close()
+            self.spaces.clear()
+            raise
+        self._next_number, self.strays = self.journal.next_number, self.journal.strays
+
+    def open_journal(self) -> None:
+        """Open the index, whose records may be known. Raises TierIOError, ConfigError."""
+        self.journal = Journal(self._volume.path, self._blocks_max, self._volume.lock_fd)
+
+    def _start_empty(self, cause: Exception) -> None:
+        self._volume.read_index()
+        kept = set_aside(self._volume.path)
+        log.error("the index is damaged (%s): kept as %s, the tier starts empty", cause, kept)
+        self._volume.sweep(())
+
+    def _open_extents(self) -> None:
+        namespaces, extents = self.journal.tables()
+        by_number = {}
+        for digest, (number, slot_bytes) in namespaces.items():
+            if slot_bytes == 0:
+                raise IndexDamagedError(f"namespace {digest[:12]} has blocks of 0 bytes")
+            self.spaces[digest] = by_number[number] = Space(number, digest, slot_bytes)
+        for number, owner in extents.items():
+            self.next_extent = max(self.next_extent, number + 1)
+            space = by_number.get(owner)
+            try:
+                if space is not None:
+                    space.extents[number] = self._volume.open_extent(number, space.slot_bytes)
+            except FileNotFoundError:
+                log.error("%s is lost, and with it its blocks", self._volume.extent(number))
+        known = {number for space in self.spaces.values() for number in space.extents}
+        removed = self._volume.sweep(known)
+        # Without any, one may be left: a first extent whose store died before it was entered.
+        if not extents and removed > (0 if self.journal.new else 1):
+            log.error(
+                "%s: the index is damaged or lost: it is empty, and %d extents that it does not"
+                " know are removed", self._volume.path, removed,
+            )  # fmt: skip
+        gone = [number for number in extents if number not in known]
+        if gone:
+            self.journal.commit(Commit(extents_gone=gone))
+
+    # Records
+
+    def load_some(self, keeper: Keeper) -> bool:
+        """Take in records for a moment; True when they are all in now.
+
+        Raises TierIOError when there is no more to come; damage says if the index is to blame.
+        """
+        if not self._todo:
+            return False
+        end_s = time.monotonic() + LOAD_S
+        try:
+            while self._go_on(keeper):
+                if not self._todo or time.monotonic() >= end_s:
+                    break
+            else:
+                return False
+        except IndexProcessDiedError as exc:  # it may have been killed; the next says what it was
+            log.error("%s is read on in %.1f s: %s", self._volume.path, RETRY_S, exc)
+            self._streaming = False
+            self._retry_s = time.monotonic() + RETRY_S
+            return False
+        except IndexDamagedError as exc:
+            self.damage = exc
+            raise
+        if self._todo:
+            return False
+        gc.freeze()  # millions of records would be walked again and again
+        gc.enable()
+        return True
+
+    def _go_on(self, keeper: Keeper) -> bool:
+        """Do one thing; False when there is nothing to do now."""
+        if self._failed is not None:
+            error, self._failed = self._failed, None
+            raise error if isinstance(error, TierIOError) else TierIOError(str(error))
+        space, number = self._todo[0]
+        if self._settling is not None:
+            if next(self._settling, self) is self:
+                self._settling = None
+                self._todo.popleft()
+            return True
+        if self._streaming:
+            return self._take(space, number)
+        if space.number != number:  # it was cleared
+            self._todo.popleft()
+            return True
+        if not self._asked and time.monotonic() >= self._retry_s:
+            self._asked = True
+            request = Load(number, space.slot_bytes, space.slot_counts, skip=space.loaded)
+            keeper.submit(lambda: self.journal.load(request), self._begun)
+        return False
+
+    def _begun(self, error: Exception | None, _now_s: float) -> None:
+        """It sends records from now on, or does not."""
+        self._asked, self._streaming, self._failed = False, error is None, error
+
+    def _take(self, space: Space, number: int) -> bool:
+        message = self.journal.take()
+        if message is None:
+            return False
+        mine = space.number == number
+        if isinstance(message, Batch):
+            if mine:
+                self.generation = max(self.generation, space.load(message) + 1)
+            return True
+        self._streaming = False
+        if mine and isinstance(message, Loaded):
+            space.refuse(message.refused)
+            self._settling = space.settle()
+        else:
+            self._todo.popleft()
+        return True
+
+    def close(self) -> None:
+        """Stop reading; safe to call twice."""
+        if self._todo:
+            self._todo.clear()
+            gc.enable()
+
+
+def set_aside(folder: Path) -> Path:
+    """Keep a damaged index for inspection, under another name."""
+    kept = folder / f"{FOLDER}.damaged-{time.strftime('%Y%m%d-%H%M%S')}"
+    number = 0
+    while kept.exists():
+        number += 1
+        kept = kept.with_name(f"{kept.name}.{number}")
+    shutil.move(folder / FOLDER, kept)
+    return kept
