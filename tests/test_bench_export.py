@@ -26,6 +26,7 @@ from tests.bench.store import StoreProcess
 from tests.harness.fakes import hashes
 from tests.harness.live import LiveStore, eventually
 
+ROOT = Path(__file__).parent.parent
 SMALL = export.Sizes(
     block_bytes=(256 * KIB,), data_bytes=16 * MIB, transports=("shared memory", "tcp")
 )
@@ -39,7 +40,8 @@ def of(results: Sequence[Result], **wanted: object) -> list[Result]:
 @pytest.mark.slow
 def test_a_benchmark_that_is_terminated_leaves_nothing_running(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.bench", "export", "--pairs", "1"]
-    with subprocess.Popen(command, cwd=tmp_path) as bench:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment) as bench:
         try:
             eventually(lambda: len([*tmp_path.glob("*/*/kvstore.sock")]) == 2)
             started = psutil.Process(bench.pid).children(recursive=True)
