@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 from msgspec.structs import replace
@@ -17,7 +17,6 @@ from kvstore.core.types import BlockKey, Chain, GroupRule, LookupResult
 from kvstore.handover import fetches
 from kvstore.handover.direct_fetches import Direct, reaching_on, with_reads
 from kvstore.store.namespace import Namespace
-from kvstore.store.session import Session
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
@@ -271,7 +270,12 @@ class Others:
         return True
 
     def read(
-        self, _namespace: Namespace, _fetch: int, positions: list[int], _session: Session
+        self,
+        _namespace: Namespace,
+        _fetch: int,
+        positions: list[int],
+        _session: int,
+        _workers: Mapping[int, int],
     ) -> None:
         self.read_.append(positions)
 

@@ -51,7 +51,7 @@ def test_one_that_stays_is_waited_for_and_killed() -> None:
 
 
 SCRIPT = """
-from tests.forked import Forked, start_server
+from tests.harness.forked import Forked, start_server
 from tests.test_forked import stay
 start_server([], {})
 print(Forked(stay, []).pid, flush=True)

@@ -21,8 +21,9 @@ PARTS = Geometry(BLOCK, 8, (8,), (GroupRule(),))  # two engine blocks in a block
 UNEQUAL = Geometry(32, BLOCK, (BLOCK, 32), (GroupRule(), GroupRule()))
 KINDS = re.compile(r"mamba|sliding|window|recurrent|state_space|mla(?![a-z])", re.IGNORECASE)
 NEUTRAL = (
-    *("scheduler", "offers", "requests", "handover", "tails", "transfer"),
-    *("client", "jobs", "loads", "worker", "link"),
+    *("scheduler", "store_planner", "request_state", "pd_scheduler", "partial_block"),
+    *("kv_transfer_params", "store_client", "step_meta", "load_progress", "worker"),
+    "store_connection",
 )
 
 
