@@ -10,6 +10,9 @@ FIRST ?= 0
 # `make fuzz`: how many messages.
 MESSAGES ?= 10000000
 
+# `make test`: how many tests run at one time; some wait, so it is one more than two processors.
+WORKERS ?= 3
+
 # `make gpu`: where its results go.
 RESULTS ?= gpu-results
 
@@ -38,11 +41,11 @@ have = command -v $(1) >/dev/null || { [[ $$(id -u) == 0 ]] && command -v apt-ge
     && { $(APT) install --no-install-recommends $(1) \
         || { $(APT) update && $(APT) install --no-install-recommends $(1); }; }; } >/dev/null 2>&1 </dev/null
 
-.PHONY: help setup demo demo-pd test test-fast test-e2e test-crash sim fuzz mutants gpu check format bench clean
+.PHONY: help setup demo demo-pd test test-fast test-long test-long-engines test-long-handover test-crash sim fuzz mutants gpu check format bench clean
 
 help: ## show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' \
-	    | while IFS=$$'\t' read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
+	    | while IFS=$$'\t' read -r name text; do printf '  make %-18s %s\n' "$$name" "$$text"; done
 
 setup: $(READY) ## make .venv with all that the other targets need
 
@@ -77,14 +80,19 @@ demo: $(READY) ## a real vLLM engine gets its KV back from the store; prints a t
 demo-pd: $(READY) ## prompts go from a prefill engine to two decode engines; prints a table
 	@$(PY) -m tests.demo --pd
 
-test: $(READY) ## all but the long matrix: test-fast, slow and real-engine tests
-	$(PY) -m pytest -m "not e2e"
+test: $(READY) ## all but what `make test-long` has; on WORKERS (3) processes
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m "not long" --durations=60 --durations-min=1
 
-test-fast: $(READY) ## no real engine, nothing slow; some six minutes
-	$(PY) -m pytest -m "not vllm and not slow and not e2e"
+test-fast: $(READY) ## no real engine, nothing slow; a few minutes
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup -m "not vllm and not slow and not long"
 
-test-e2e: $(READY) ## the long matrix with real engines
-	$(PY) -m pytest -m e2e
+test-long: test-long-engines test-long-handover test-crash ## every way, model and failure, in parts
+
+test-long-engines: $(READY) ## part of test-long: real engines on one node
+	$(PY) -m pytest -m long --ignore-glob='*handover*'
+
+test-long-handover: $(READY) ## part of test-long: hand-overs between real engines and between stores
+	$(PY) -m pytest -m long tests/test_handover*.py tests/engine/test_handover*.py
 
 sim: $(READY) ## SEEDS=n simulated worlds (20000) on all cores, from seed FIRST (0)
 	@$(PY) -m tests.sim $(FIRST) --seeds $(SEEDS)
@@ -99,7 +107,7 @@ fuzz: $(READY) ## MESSAGES=n wrong messages (10000000) on all cores, from seed F
 gpu: ## what only a GPU can show, figures too, into RESULTS (gpu-results); sets nothing up
 	PYTHON=$(PYTHON) bash tests/gpu/run.sh $(RESULTS)
 
-test-crash: $(READY) ## stores killed 300 times, their disk tier alone, too; 1,000 power cuts
+test-crash: $(READY) ## part of test-long: stores killed 300 times, their disk tier alone, too; 1,000 power cuts
 	KVSTORE_KILLS=300 KVSTORE_CUTS=1000 $(PY) -m pytest tests/test_store_crash.py \
 	    tests/test_nvme_crash.py tests/test_nvme_power.py
 

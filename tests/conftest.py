@@ -17,6 +17,18 @@ settings.register_profile("kvstore", deadline=None, suppress_health_check=[Healt
 settings.load_profile("kvstore")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Say which tests one worker of pytest-xdist runs, and begin with what takes longest.
+
+    A file stays together, as its fixtures want it; real engines are shared by all files that have
+    some, and a machine has memory for a few.
+    """
+    for item in items:
+        engines = item.get_closest_marker("vllm") is not None
+        item.add_marker(pytest.mark.xdist_group("engines" if engines else item.path.name))
+    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fail tests without their engine, skip tests without their device.
 

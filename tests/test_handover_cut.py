@@ -105,7 +105,7 @@ def test_over_tcp_blocks_are_pushed_unless_somebody_says_otherwise(
     [
         ("during", True),
         *(
-            pytest.param(when, push, marks=pytest.mark.e2e)
+            pytest.param(when, push, marks=pytest.mark.long)
             for when, push in (("during", False), ("before", False), ("before", True))
         ),
     ],

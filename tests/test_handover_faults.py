@@ -25,7 +25,7 @@ TRANSPORTS = {"shm": {}, "tcp": {"UCX_TLS": "tcp,self"}}
 Pair = tuple[Node, Node]
 
 
-@pytest.fixture(scope="module", params=["shm", pytest.param("tcp", marks=pytest.mark.e2e)])
+@pytest.fixture(scope="module", params=["shm", pytest.param("tcp", marks=pytest.mark.long)])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -74,7 +74,7 @@ def goes_on(pair: Pair, name: str) -> None:
 
 both_ways = pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
 one_way = pytest.mark.parametrize(
-    "push", [False, pytest.param(True, marks=pytest.mark.e2e)], ids=["pull", "push"]
+    "push", [False, pytest.param(True, marks=pytest.mark.long)], ids=["pull", "push"]
 )
 
 
@@ -177,7 +177,9 @@ def test_B15_a_decode_store_that_is_killed_costs_one_lease(pair: Pair, push: boo
 
 
 @both_ways
-@pytest.mark.parametrize("what", ["exporter", "both", pytest.param("store", marks=pytest.mark.e2e)])
+@pytest.mark.parametrize(
+    "what", ["exporter", "both", pytest.param("store", marks=pytest.mark.long)]
+)
 def test_B15_B20_P8_a_prefill_node_that_freezes_and_goes_on(
     pair: Pair, push: bool, what: str, transport: str
 ) -> None:

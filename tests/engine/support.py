@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+import pytest
 
 from kvstore.launch import address_of
 from kvstore.listener import taken
@@ -40,6 +41,11 @@ ENVIRONMENT = {
 }
 OURS = "connectors.vllm.TieredConnector"
 TROUBLES = "KVSTORE_TEST_TROUBLES"  # variable of the folder in which tests ask for trouble
+
+
+def only_long(value: object) -> Any:  # noqa: ANN401 - pytest keeps its class to itself
+    """Leave a case to `make test-long`: `make test` shows each kind of failure once."""
+    return pytest.param(value, marks=pytest.mark.long)
 
 
 def attach(store: StoreProcess | None = None, *, by: str = OURS, **extra: object) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 
 
 @pytest.mark.vllm
-@pytest.mark.e2e
+@pytest.mark.long
 def test_the_demo_ends_well() -> None:
     """It checks by itself where each token came from, and that outputs are the same."""
     done = subprocess.run(

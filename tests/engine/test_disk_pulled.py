@@ -99,7 +99,7 @@ class Held:
         return f"kvstore_tiers{{nvme,{state}}}" in numbers(self.store.address)
 
 
-@pytest.mark.parametrize("how", [pulled_mount, pytest.param(failing_calls, marks=pytest.mark.e2e)])
+@pytest.mark.parametrize("how", [pulled_mount, pytest.param(failing_calls, marks=pytest.mark.long)])
 def test_the_engine_serves_while_the_disk_is_away_and_from_it_when_it_is_back(
     how: Callable[[Path, Path], AbstractContextManager[Place]],
     model: Callable[[str], Path],

@@ -59,8 +59,8 @@ def killed_in_a_run(engine: Engine, which: Sequence[str]) -> Iterator[None]:
     "which",
     [
         ["core", "worker0"],
-        pytest.param(["core"], marks=pytest.mark.e2e),
-        pytest.param(["worker0"], marks=pytest.mark.e2e),
+        pytest.param(["core"], marks=pytest.mark.long),
+        pytest.param(["worker0"], marks=pytest.mark.long),
     ],
     ids="+".join,
 )
@@ -94,7 +94,7 @@ def slots(store: StoreProcess) -> float:
     return numbers(store.address).get("kvstore_slots{granted}", 0)
 
 
-@pytest.mark.e2e
+@pytest.mark.long
 @pytest.mark.parametrize("which", [["core"], ["worker0"], ["core", "worker0"]], ids="+".join)
 def test_a_shared_store_gets_its_slots_back(
     model: Callable[[str], Path], store: StoreProcess, which: list[str]

@@ -167,10 +167,10 @@ def fetched(found: dict[str, float]) -> dict[str, int]:
     return {tier: count for tier, count in counts.items() if count}
 
 
-SLOTS = ["pull", "push", "direct", pytest.param("direct push", marks=pytest.mark.e2e)]
+SLOTS = ["pull", "push", "direct", pytest.param("direct push", marks=pytest.mark.long)]
 ENGINES = [
     "direct from the engine",
-    pytest.param("direct push from the engine", marks=pytest.mark.e2e),
+    pytest.param("direct push from the engine", marks=pytest.mark.long),
 ]
 
 
@@ -237,7 +237,7 @@ def test_L1_P3_prompts_that_the_prefill_node_has_in_memory(pair: Pair) -> None:
 
 @ways(*SLOTS)
 @pytest.mark.vllm
-@pytest.mark.e2e
+@pytest.mark.long
 def test_L1_P3_prompts_that_the_prefill_node_has_on_disk(pair: Pair) -> None:
     requests = prompts(7100, 40)
     params = pair.prefill.compute(requests)
@@ -255,7 +255,7 @@ def test_L1_P3_prompts_that_the_prefill_node_has_on_disk(pair: Pair) -> None:
 
 @ways(*SLOTS)
 @pytest.mark.vllm
-@pytest.mark.e2e
+@pytest.mark.long
 def test_L1_P3_prompts_of_which_both_nodes_and_all_tiers_have_a_part(pair: Pair) -> None:
     """The first third is the decode node's own, the second in memory, the last on disk."""
     requests = prompts(7200, 400)
@@ -288,7 +288,7 @@ def test_L1_P3_prompts_of_which_both_nodes_and_all_tiers_have_a_part(pair: Pair)
 
 @ways(*SLOTS, *ENGINES)
 @pytest.mark.vllm
-@pytest.mark.e2e
+@pytest.mark.long
 def test_P7_L1_prompts_that_the_prefill_node_is_computing(pair: Pair) -> None:
     """Both engines get them at once; the decode engine does not know yet how many tokens come."""
     requests = prompts(7300, 300)

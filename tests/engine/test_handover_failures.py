@@ -32,6 +32,7 @@ from tests.engine.support import (
     eventually,
     forget,
     numbers,
+    only_long,
     since,
 )
 from tests.harness.handover_nodes import exporter_of, free_port, gone
@@ -49,7 +50,6 @@ HELD = (
     "kvstore_hand_over_open{gives}",
     *("kvstore_hand_over_open{requests}", "kvstore_leases", "kvstore_jobs_open"),
 )
-slice_only = pytest.mark.e2e  # all but a few are in the long matrix
 
 
 class Node:
@@ -130,10 +130,7 @@ class Node:
         eventually(lambda: not held())
 
 
-WAYS = [
-    "pull",
-    *(pytest.param(way, marks=pytest.mark.e2e) for way in ("push", "direct", "direct push")),
-]
+WAYS = ["pull", *map(only_long, ("push", "direct", "direct push"))]
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -253,7 +250,6 @@ def test_P4_B16_a_decode_that_comes_after_the_lease_gives_the_same_tokens(
 # Who dies
 
 
-@slice_only
 def test_B15_a_prefill_store_that_is_killed_before_it_is_asked(
     both: tuple[Node, Node], reference: Reference
 ) -> None:
@@ -265,8 +261,10 @@ def test_B15_a_prefill_store_that_is_killed_before_it_is_asked(
     goes_on(both, reference, 54)
 
 
-@slice_only
-@pytest.mark.parametrize("what", ["prefill store", "decode store", "exporter", "other exporter"])
+@pytest.mark.parametrize(
+    "what",
+    ["prefill store", *map(only_long, ("decode store", "exporter", "other exporter"))],
+)
 def test_B15_who_is_killed_during_the_transfer(
     both: tuple[Node, Node], reference: Reference, what: str, pushed: bool, direct: bool
 ) -> None:
@@ -311,7 +309,6 @@ def prefilled(node: Node, engine: Engine, requests: Sequence[Request]) -> list[A
     return params
 
 
-@slice_only
 def test_a_prefill_engine_that_is_gone_leaves_its_blocks(
     both: tuple[Node, Node], reference: Reference, model: Callable[[str], Path]
 ) -> None:
@@ -329,7 +326,7 @@ def test_a_prefill_engine_that_is_gone_leaves_its_blocks(
     forget(decode.engine)
 
 
-@slice_only
+@pytest.mark.long  # of one way only, which `make test` shows between live stores
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_B15_direct_a_prefill_engine_that_is_killed_or_freezes_while_it_writes(
     both: tuple[Node, Node],
@@ -375,8 +372,7 @@ def test_B15_direct_a_prefill_engine_that_is_killed_or_freezes_while_it_writes(
     goes_on(both, reference, 79 if how is signal.SIGKILL else 99)
 
 
-@slice_only
-@pytest.mark.parametrize("what", ["store", "exporter", "both"])
+@pytest.mark.parametrize("what", [*map(only_long, ("store", "exporter")), "both"])
 def test_B15_B20_a_prefill_node_that_freezes_and_goes_on(
     both: tuple[Node, Node], reference: Reference, what: str
 ) -> None:
@@ -432,7 +428,6 @@ def test_hand_over_parameters_that_are_wrong_are_computed_here(
         node.nothing_held()
 
 
-@slice_only
 def test_a_prompt_of_another_model_is_refused_and_computed(
     both: tuple[Node, Node],
     reference: Reference,
@@ -455,8 +450,7 @@ def test_a_prompt_of_another_model_is_refused_and_computed(
 # Who does not want it any more
 
 
-@slice_only
-@pytest.mark.parametrize("step", [0, 1, 2, 3, 5, 8])
+@pytest.mark.parametrize("step", [*map(only_long, (0, 1, 3, 5, 8)), 2])
 def test_P8_requests_that_are_aborted_on_the_decode_side_at_any_step(
     both: tuple[Node, Node], reference: Reference, step: int
 ) -> None:
@@ -475,8 +469,7 @@ def test_P8_requests_that_are_aborted_on_the_decode_side_at_any_step(
         node.nothing_held()
 
 
-@slice_only
-@pytest.mark.parametrize("step", [0, 1, 2])
+@pytest.mark.parametrize("step", [*map(only_long, (0, 2)), 1])
 def test_requests_that_are_aborted_on_the_prefill_side_hold_nothing(
     both: tuple[Node, Node], step: int
 ) -> None:

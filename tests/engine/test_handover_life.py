@@ -23,7 +23,7 @@ PEER = "kvstore_hit_tokens{peer}"
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture(scope="module", params=["llama_s", pytest.param("gemma3", marks=pytest.mark.e2e)])
+@pytest.fixture(scope="module", params=["llama_s", pytest.param("gemma3", marks=pytest.mark.long)])
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

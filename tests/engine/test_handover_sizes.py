@@ -26,7 +26,7 @@ def engine(model: Path, ranks: int, store: StoreProcess, **extra: str) -> Engine
 
 
 @pytest.mark.vllm
-@pytest.mark.e2e
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "prefill_ranks", "decode_ranks", "transfer"),
     [

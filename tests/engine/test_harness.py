@@ -46,7 +46,7 @@ def engine(plain: Callable[[str], Engine]) -> Engine:
     return plain("llama_s")
 
 
-@pytest.fixture(scope="module", params=["llama_s", pytest.param("gemma3", marks=pytest.mark.e2e)])
+@pytest.fixture(scope="module", params=["llama_s", pytest.param("gemma3", marks=pytest.mark.long)])
 def native(
     request: pytest.FixtureRequest,
     model: Callable[[str], Path],
@@ -162,7 +162,7 @@ def test_a_hung_engine_is_ended(model: Callable[[str], Path]) -> None:
         assert all_gone([driver])
 
 
-@pytest.mark.e2e
+@pytest.mark.long
 def test_two_workers_are_processes_and_agree(model: Callable[[str], Path]) -> None:
     connector = native_config(HOST_BYTES)
     with Engine(
@@ -180,7 +180,7 @@ def test_two_workers_are_processes_and_agree(model: Callable[[str], Path]) -> No
     assert all_gone(pids.values())
 
 
-@pytest.mark.e2e
+@pytest.mark.long
 @pytest.mark.parametrize("which", ["core", "worker0"])
 def test_a_death_during_a_run_is_reported(model: Callable[[str], Path], which: str) -> None:
     with Engine(model("llama_s"), in_process=False) as engine:

@@ -180,7 +180,7 @@ def test_one_lost_block_is_noticed(troubled: Callable[[str], Troubled], model_na
         assert_same(expected, got)
 
 
-@pytest.mark.e2e
+@pytest.mark.long
 @pytest.mark.parametrize("fence", [True, False])
 def test_O13_without_the_fence_wrong_bytes_are_kept(
     reference: Reference, model_name: str, tight: Troubled, fence: bool

@@ -30,7 +30,7 @@ from tests.engine.support import (
     together,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 TOKENS_OUT = 80
 MODEL_LEN = 1024

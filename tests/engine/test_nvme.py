@@ -65,7 +65,7 @@ def nvme(folder: Path, capacity: str = "256MiB") -> str:
     return f'\n[nvme]\npath = "{folder}"\ncapacity = "{capacity}"\n'
 
 
-@pytest.mark.parametrize("name", ["llama_s", pytest.param("gemma3", marks=pytest.mark.e2e)])
+@pytest.mark.parametrize("name", ["llama_s", pytest.param("gemma3", marks=pytest.mark.long)])
 def test_hits_come_from_disk_after_a_restart_of_the_store(
     name: str, model: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -84,7 +84,7 @@ def test_hits_come_from_disk_after_a_restart_of_the_store(
         assert "kvstore_tier_blocks{nvme,damaged}" not in numbers(store.address)
 
 
-@pytest.mark.parametrize("name", ["llama_s", pytest.param("gemma3", marks=pytest.mark.e2e)])
+@pytest.mark.parametrize("name", ["llama_s", pytest.param("gemma3", marks=pytest.mark.long)])
 def test_hits_come_from_disk_after_a_restart_of_an_engine_with_a_private_store(
     name: str, model: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -98,7 +98,7 @@ def test_hits_come_from_disk_after_a_restart_of_an_engine_with_a_private_store(
         assert_all_from_disk(engine, requests, reference)
 
 
-@pytest.mark.e2e
+@pytest.mark.long
 def test_a_smaller_capacity_evicts_and_a_larger_one_keeps(
     model: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ TOKENS = 8000
 POOL_BYTES = 36 << 20  # two prompts, and what vLLM asks for
 
 
-@pytest.mark.e2e
+@pytest.mark.long
 @pytest.mark.vllm
 def test_M1_every_query_on_the_engine_in_the_docs_returns_data(
     model: Callable[[str], Path], tmp_path: Path

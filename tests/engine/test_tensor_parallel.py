@@ -28,7 +28,7 @@ from tests.engine.support import (
     since,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.e2e]
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 EXTERNAL = "external_prefix_cache_hits"
 

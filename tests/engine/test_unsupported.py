@@ -47,14 +47,14 @@ def refusal(model: Path, connector: dict[str, Any], **settings: Any) -> str:  # 
             {"block_token": 64},
             r"kv_connector_extra_config: unknown block_token; did you mean block_tokens\?",
             id="unknown-setting",
-            marks=pytest.mark.e2e,
+            marks=pytest.mark.long,
         ),
         pytest.param(
             {},
             {"block_tokens": 48},
             r"block_tokens is 48, expected a multiple of the engine's block size, 32",
             id="block-size",
-            marks=pytest.mark.e2e,
+            marks=pytest.mark.long,
         ),
     ],
 )
