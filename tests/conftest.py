@@ -17,6 +17,7 @@ settings.register_profile("kvstore", deadline=None, suppress_health_check=[Healt
 settings.load_profile("kvstore")
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks after it
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Say which tests one worker of pytest-xdist runs, and begin with what takes longest.
 
