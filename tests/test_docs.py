@@ -181,11 +181,20 @@ def test_every_message_is_explained() -> None:
         assert {name: cells[0] for name, cells in found.items()} == expected
 
 
+def anchors(name: str) -> set[str]:
+    """Name the headings of a page as links do."""
+    headings = re.findall(r"^#+ (.*)$", text(name), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_links_lead_somewhere(name: str) -> None:
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text(name)):
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text(name)):
         if "://" not in target:
-            assert (ROOT / name).parent.joinpath(target).exists(), target
+            page = (ROOT / name).parent.joinpath(target) if target else ROOT / name
+            assert page.exists(), target
+            if anchor:
+                assert anchor in anchors(page.resolve().relative_to(ROOT).as_posix()), anchor
 
 
 def test_every_page_is_linked_from_the_readme() -> None:
