@@ -62,13 +62,13 @@ TABLE = (
     Spec(
         "kvstore_lookup_tokens",
         "counter",
-        "Tokens of admitted requests that their engine did not have.",
+        "Tokens of admitted requests that were not in their engine's own cache.",
         (),
     ),
     Spec(
         "kvstore_hit_tokens",
         "counter",
-        "Tokens served, by the tier their bytes were first found in.",
+        "Tokens served from the store, by the tier that held them first.",
         ("tier",),
     ),
     Spec(
@@ -81,48 +81,48 @@ TABLE = (
     Spec(
         "kvstore_stored_blocks",
         "counter",
-        "Blocks written into memory slots, by outcome.",
+        "Blocks that engines wrote into slots, by outcome.",
         ("outcome",),
         tuple(outcome.value for outcome in StoreOutcome),
     ),
     Spec(
         "kvstore_copied_bytes",
         "counter",
-        "Bytes copied between engines and memory, by direction.",
+        "Bytes copied between engines and slots, by direction.",
         ("direction",),
         ("store", "load"),
     ),
     Spec(
         "kvstore_copy_seconds",
         "counter",
-        "Seconds that workers spent copying, by direction.",
+        "Time that workers spent copying, by direction.",
         ("direction",),
         ("store", "load"),
     ),
     Spec(
         "kvstore_evicted_blocks",
         "counter",
-        "Blocks that left memory, by reason.",
+        "Blocks removed from CPU memory, by reason.",
         ("reason",),
         EVICTIONS,
     ),
     Spec(
         "kvstore_tier_blocks",
         "counter",
-        "Blocks moved to and from lower tiers, by event.",
+        "Blocks copied to, read from or removed from a lower tier, by event.",
         ("tier", "event"),
     ),
     Spec(
         "kvstore_engine_events",
         "counter",
-        "What engines met: deferrals, time-outs, failed loads.",
+        "Events that engines report, such as deferrals, time-outs and failed loads.",
         ("event",),
         tuple(sorted(EVENTS)),
     ),
     Spec(
         "kvstore_hand_over_events",
         "counter",
-        "Blocks and messages handed over between stores, by event.",
+        "Events of hand-overs: blocks, leases, requests and connections.",
         ("event",),
         HAND_OVER_EVENTS,
         of_peers=True,
@@ -130,7 +130,7 @@ TABLE = (
     Spec(
         "kvstore_fetched_blocks",
         "counter",
-        "Blocks fetched from other stores, by the tier that these had them in.",
+        "Blocks fetched from other stores, by the tier that held them there.",
         ("tier",),
         FETCHED_TIERS,
         of_peers=True,
@@ -138,9 +138,8 @@ TABLE = (
     Spec(
         "kvstore_hand_over_moved_bytes",
         "counter",
-        "Bytes that NIXL has moved for this store: pulled from others, pushed to them, read"
-        " straight into its engines' memory (direct), or written by its engines' workers to those"
-        " of others (given).",
+        "Bytes that NIXL moved: pulled from or pushed to other stores, read into engine memory"
+        " here (direct), or written from it to other engines (given).",
         ("direction",),
         ("pulled", "pushed", "direct", "given"),
         of_peers=True,
@@ -148,7 +147,7 @@ TABLE = (
     Spec(
         "kvstore_hand_over_held_seconds",
         "histogram",
-        "Time from a handed-over request's end until the last block it names is in memory.",
+        "Time from the end of a handed-over request until all its blocks are in slots.",
         ("le",),
     ),
     Spec(
@@ -174,37 +173,37 @@ TABLE = (
     Spec(
         "kvstore_hand_over_bytes",
         "gauge",
-        "Memory that hand-overs hold, by state: held (for peers), landing, quarantined.",
+        "Memory that hand-overs hold, by state: held (for other stores), landing, quarantined.",
         ("state",),
     ),
     Spec(
         "kvstore_hand_over_open",
         "gauge",
-        "What hand-overs have to do with now, by kind.",
+        "Open hand-over objects by kind, such as fetches, jobs, direct writes and connections.",
         ("what",),
     ),
     Spec(
         "kvstore_capacity_bytes",
         "gauge",
-        "Cap of the tier on this node.",
+        "Capacity of the tier on this node.",
         ("tier",),
     ),
     Spec(
         "kvstore_memory_bytes",
         "gauge",
-        "Physical bytes that the tier holds.",
+        "Memory or disk space that the tier takes.",
         ("tier",),
     ),
     Spec(
         "kvstore_tiers",
         "gauge",
-        "Lower tiers, by the state they are in: ok, loading, read_only, off.",
+        "Lower tiers, by state: ok, loading, read_only, off.",
         ("tier", "state"),
     ),
     Spec(
         "kvstore_tier_stalled_seconds",
         "gauge",
-        "Time since the last result of a kind of disk call, while all its threads are busy.",
+        "Time since a disk call of this kind last returned, while all its threads are busy.",
         ("tier", "call"),
     ),
     Spec(
@@ -216,7 +215,7 @@ TABLE = (
     Spec(
         "kvstore_slots",
         "gauge",
-        "Slots of a namespace, by state: free, granted, used.",
+        "Slots of a namespace in CPU memory, by state: free, granted, used.",
         ("namespace", "state"),
     ),
     Spec(
@@ -228,7 +227,7 @@ TABLE = (
     Spec(
         "kvstore_jobs_open",
         "gauge",
-        "Transfers to and from lower tiers under way.",
+        "Transfers to and from lower tiers in progress.",
         ("namespace",),
     ),
     Spec(

@@ -1,5 +1,6 @@
 """The documentation against the code: its examples are read, its tables are complete."""
 
+import ast
 import json
 import re
 import shlex
@@ -17,6 +18,7 @@ from kvstore.metrics import TABLE
 from kvstore.plugins import find_class
 from kvstore.settings import Required
 from kvstore.wire import engine
+from tests import rooms
 from tests.bench import __main__ as bench
 from tests.bench.report import Result, as_json
 
@@ -95,7 +97,7 @@ def test_commands_exist(block: str) -> None:
         elif line[:3] == ["python", "-m", "tests.bench"]:
             bench.parser().parse_args(line[3:])
         elif line[:2] == ["python", "-m"]:
-            assert line[2] in {"tests.demo", "tests.demo.router", "tests.rows"}
+            assert line[2] in {"tests.demo", "tests.demo.router", "tests.rooms", "tests.rows"}
         else:
             assert line[0] == "kvstore"
             cli._parser().parse_args(line[1:])
@@ -179,11 +181,20 @@ def test_every_message_is_explained() -> None:
         assert {name: cells[0] for name, cells in found.items()} == expected
 
 
+def anchors(name: str) -> set[str]:
+    """Name the headings of a page as links do."""
+    headings = re.findall(r"^#+ (.*)$", text(name), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_links_lead_somewhere(name: str) -> None:
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text(name)):
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text(name)):
         if "://" not in target:
-            assert (ROOT / name).parent.joinpath(target).exists(), target
+            page = (ROOT / name).parent.joinpath(target) if target else ROOT / name
+            assert page.exists(), target
+            if anchor:
+                assert anchor in anchors(page.resolve().relative_to(ROOT).as_posix()), anchor
 
 
 def test_every_page_is_linked_from_the_readme() -> None:
@@ -218,3 +229,40 @@ def test_every_test_that_shows_a_fault_exists() -> None:
         assert names, f"no test shows: {fault}"
         for name in names:
             assert name in known or (ROOT / name).is_file(), f"{name} does not exist"
+
+
+def names_in(path: str) -> set[str]:
+    """List the classes, functions and methods of a file; methods as Class.method."""
+    found = set()
+    for node in ast.parse(text(path)).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            inner = (each for each in node.body if isinstance(each, ast.FunctionDef))
+            found |= {f"{node.name}.{each.name}" for each in inner}
+    return found
+
+
+def test_code_that_pages_point_to_exists() -> None:
+    pointer = re.compile(r"`((?:kvstore|tiers|connectors|tests)/[\w/]+(?:\.\w+|/))(?::([\w.]+))?`")
+    found = [(page, *match) for page in NAMES for match in pointer.findall(text(page))]
+    assert len([name for _, _, name in found if name]) > 30
+    missing = [
+        f"{page}: {path}" + f":{name}" * bool(name)
+        for page, path, name in found
+        if not (ROOT / path).exists() or (name and name not in names_in(path))
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def test_rooms_are_all_there_with_their_sizes() -> None:
+    cells = rows("docs/architecture.md", "Rooms")
+    shown = {room: int(cells[room][0].replace(",", "")) for room in rooms.rooms() if room in cells}
+    counted = {room: lines for room, lines in rooms.rooms().items() if lines > 100}
+    assert shown.keys() == counted.keys()
+    wrong = [
+        f"{room} has {lines:,} lines, the page says {shown[room]:,}"
+        for room, lines in counted.items()
+        if abs(shown[room] - lines) > max(100, lines / 10)
+    ]
+    assert not wrong, "\n".join(wrong)
