@@ -7,27 +7,39 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.harness.faults import build
 from tests.harness.forked import OF_ENGINES, OF_INDEXES, fork_index, start_server
 from tiers.nvme.index_process import Child
+
+ENGINES = "tests/engine/"
 
 # Other work beside the tests makes them slow, not wrong.
 settings.register_profile("kvstore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvstore")
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks after it
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say which tests one worker of pytest-xdist runs, and begin with what takes longest.
+class ByFile(LoadScopeScheduling):
+    """Which tests one process of pytest-xdist runs.
 
-    A file stays together, as its fixtures want it; real engines are shared by all files that have
-    some, and a machine has memory for a few.
+    A file stays together, as its fixtures want it. So do all files with real engines, which share
+    some: a machine has memory for a few.
     """
-    for item in items:
-        engines = item.get_closest_marker("vllm") is not None
-        item.add_marker(pytest.mark.xdist_group("engines" if engines else item.path.name))
-    items.sort(key=lambda item: item.get_closest_marker("vllm") is None)
+
+    def _split_scope(self, nodeid: str) -> str:
+        path: str = nodeid.partition("::")[0]
+        return ENGINES if path.startswith(ENGINES) else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
+    """Have ByFile say it, whatever --dist is."""
+    return ByFile(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest."""
+    items.sort(key=lambda item: not item.nodeid.startswith(ENGINES))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
