@@ -1,8 +1,11 @@
 """The documentation against the code: its examples are read, its tables are complete."""
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 import typing
 from collections.abc import Iterator
@@ -32,7 +35,7 @@ SECTIONS = {
     "[[tier]]": config.TIER,
     "kv_connector_extra_config": extra._EXTRA,
 }
-LANGUAGES = {"", "json", "promql", "sh", "toml"}  # tests/test_prometheus.py
+LANGUAGES = {"", "json", "promql", "python", "sh", "toml"}  # tests/test_prometheus.py
 
 
 def text(name: str) -> str:
@@ -75,8 +78,29 @@ def test_json_is_read(block: str) -> None:
         check_transfer_config(table)
 
 
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A folder with the files that the pages show: blocks that begin with their name."""
+    for block in blocks("python"):
+        name = re.match(r"# (\w+\.py)\n", block.values[0])
+        assert name, "a block of Python without the name of its file"
+        (tmp_path / name[1]).write_text(block.values[0], encoding="utf-8")
+    return tmp_path
+
+
+def test_a_tier_that_is_shown_keeps_the_contract(files: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_folder_tier.py"],
+        cwd=files, capture_output=True, text=True, check=False, timeout=600,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"^\d+ passed", done.stdout, re.MULTILINE)
+
+
 @pytest.mark.parametrize("block", blocks("toml"))
-def test_toml_is_a_configuration(block: str) -> None:
+def test_toml_is_a_configuration(block: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(files))
     found = config.parse(tomllib.loads("\n".join(line.strip() for line in block.splitlines())))
     for tier in found.tiers:
         assert callable(find_class(tier.class_name))
