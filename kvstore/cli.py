@@ -412,10 +412,11 @@ def _resize(chosen: argparse.Namespace) -> int:
 
 
 def _capacity(text: str) -> int:
-    from kvstore.config import NVME
+    from kvstore.config import NvmeConfig
+    from kvstore.settings import settings_of
 
     try:
-        return int(NVME["capacity"].read(text, {}))
+        return int(settings_of(NvmeConfig)["capacity"].read(text, {}))
     except ConfigError as exc:
         raise ConfigError(f"capacity: {exc}") from None
 

@@ -1,5 +1,8 @@
 """The documentation against the code: its examples are read, its tables are complete."""
 
+import ast
+import inspect
+import itertools
 import json
 import os
 import re
@@ -12,13 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from connectors import config as extra
 from kvstore import cli, config
 from kvstore.metrics import TABLE
 from kvstore.plugins import find_class
-from kvstore.settings import Required
+from kvstore.settings import Section, Setting, settings_of
 from kvstore.wire import engine
 from tests.bench import __main__ as bench
 from tests.bench.report import Result, as_json
@@ -26,14 +30,14 @@ from tests.bench.report import Result, as_json
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
-SECTIONS = {
-    "[server]": config.SERVER,
-    "[cpu]": config.CPU,
-    "[engine]": config.ENGINE,
-    "[nvme]": config.NVME,
-    "[peer]": config.PEER,
-    "[[tier]]": config.TIER,
-    "kv_connector_extra_config": extra._EXTRA,
+SECTIONS: dict[str, type[Section]] = {
+    "[server]": config.ServerConfig,
+    "[cpu]": config.CpuConfig,
+    "[engine]": config.EngineConfig,
+    "[nvme]": config.NvmeConfig,
+    "[peer]": config.PeerConfig,
+    "[[tier]]": config.TierConfig,
+    "kv_connector_extra_config": extra.ExtraConfig,
 }
 LANGUAGES = {"", "json", "promql", "python", "sh", "toml"}  # tests/test_prometheus.py
 
@@ -136,17 +140,38 @@ def rows(page: str, heading: str) -> dict[str, list[str]]:
     return found
 
 
+def default_of(setting: Setting) -> str:
+    """A default, as the reference has it."""
+    if setting.required:
+        return "required"
+    if setting.default_text:
+        return setting.default_text
+    return "none" if setting.default is None else f"`{json.dumps(setting.default)}`"
+
+
+def reasons_of(kind: type[Section]) -> dict[str, str]:
+    """What each field of a section is and why, in one line: the text below its declaration."""
+    (declared,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(declared, ast.ClassDef)
+    found = {}
+    for field, text in itertools.pairwise(declared.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            found[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
+    return found
+
+
 @pytest.mark.parametrize("section", SECTIONS)
-def test_every_setting_is_explained_with_its_default(section: str) -> None:
-    found = rows("docs/reference/config.md", section)
-    assert list(found) == list(SECTIONS[section])
-    for name, setting in SECTIONS[section].items():
-        default = found[name][0]
-        if isinstance(setting.default, Required):
-            assert default == "required"
-        elif setting.default is not None:  # others are computed, and said in words
-            shown = json.dumps(setting.default)
-            assert default == f"`{shown}`", name
+def test_every_setting_is_explained_as_it_is_declared(section: str) -> None:
+    kind = SECTIONS[section]
+    reasons, settings = reasons_of(kind), settings_of(kind)
+    declared = [
+        f"| `{field.encode_name}` | {default_of(settings[field.encode_name])} |"
+        f" {reasons.get(field.name)} |"
+        for field in msgspec.structs.fields(kind)
+    ]
+    body = text("docs/reference/config.md").partition(f"\n## {section}\n")[2]
+    rows = [line for line in body.partition("\n## ")[0].splitlines() if line.startswith("| `")]
+    assert rows == declared
 
 
 def test_every_metric_is_explained() -> None:
