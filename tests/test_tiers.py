@@ -348,7 +348,7 @@ def test_a_question_about_memory_only_starts_no_reading() -> None:
     coming = live.ask(chain, memory_only=True)
     town.settle(live)
     assert blocks(live.granted[ask]) == [0]
-    assert blocks(live.granted[coming]) == [0], "what is coming is not in memory yet"
+    assert blocks(live.granted[coming]) == [0], "blocks on their way are not in memory yet"
 
 
 def test_O17_a_copy_under_way_at_a_clear_does_not_come_back() -> None:
@@ -365,7 +365,7 @@ def test_O17_a_copy_under_way_at_a_clear_does_not_come_back() -> None:
     assert live.hit(chain).lease == 0
     live.put(chain)
     town.settle(live)
-    assert tier.lookup(name) is LookupResult.HIT, "what is stored after it is kept"
+    assert tier.lookup(name) is LookupResult.HIT, "blocks stored after a clear are kept"
 
 
 def test_O17_a_promotion_under_way_at_a_clear_does_not_come_back() -> None:
@@ -386,7 +386,9 @@ def test_O17_a_promotion_under_way_at_a_clear_does_not_come_back() -> None:
     namespace = next(iter(town.store.namespaces.values()))
     leased = from_u32(granted.hits[0].generations)
     found = [namespace.generations[slot] for slot in from_u32(granted.hits[0].slots)]
-    assert found == [generation + 1 for generation in leased], "whoever waits is told"
+    assert found == [generation + 1 for generation in leased], (
+        "a waiting worker sees the new generation"
+    )
     assert live.hit(chain).lease == 0
 
 
@@ -420,7 +422,7 @@ def test_a_tier_that_does_not_know_yet_is_waited_for_as_long_as_for_a_promotion(
     assert ask not in live.granted
     town.tick(ms=501)
     live.pump()
-    assert blocks(live.granted[ask]) == [0, 1], "the time is over: what is known counts"
+    assert blocks(live.granted[ask]) == [0, 1], "after the wait, the known blocks count"
     again = live.ask(chain)
     town.tick(ms=500)
     found.clear()
