@@ -143,13 +143,14 @@ def matching(pattern: str, expected: str) -> Reader:
 
 def size(least_bytes: int, most_bytes: int = QUANTITY_MAX, of: str = "") -> Reader:
     """Read a size; of: what the least one is, for the error."""
+    least, most = (sized(count).replace(" ", "") for count in (least_bytes, most_bytes))
 
     def read(value: object, _found: Mapping[str, Any]) -> int:
         found_bytes = parse_bytes(value)
         if found_bytes < least_bytes:
-            raise ConfigError(f"expected at least {sized(least_bytes)}{of}, found {shown(value)}")
+            raise ConfigError(f"expected at least {least}{of}, found {shown(value)}")
         if found_bytes > most_bytes:
-            raise ConfigError(f"expected at most {sized(most_bytes)}, found {shown(value)}")
+            raise ConfigError(f"expected at most {most}, found {shown(value)}")
         return found_bytes
 
     return read
