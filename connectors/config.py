@@ -3,64 +3,117 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-import msgspec
-
-from kvstore.config import CPU, ENGINE, NVME, PEER, SERVER
+from kvstore.config import CpuConfig, EngineConfig, NvmeConfig, PeerConfig, read_socket
 from kvstore.core.errors import ConfigError
-from kvstore.settings import Reader, Setting, optional, read_flag, read_section, text_of
-from kvstore.units import shown
+from kvstore.settings import (
+    Reader,
+    Section,
+    Setting,
+    choice,
+    flag,
+    read_section,
+    settings_of,
+    whole_number,
+)
+from kvstore.text import shown
 from kvstore.wire.credentials import read_user
 
-TRANSFERS = ("auto", "pull", "push")
+SOURCE = "kv_connector_extra_config"
 COUNT_MAX = 10**9
+OF_PRIVATE_STORES = ("nvme", "listen", "promote", "promote_limit")
 
 DirectWay = Literal["", "pull", "push"]
 
+_read_capacity = settings_of(CpuConfig)["capacity"].read
+_read_lease = settings_of(EngineConfig)["lease"].read
 
-class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an engine is given as `kv_connector_extra_config`: a store's address, or sizes.
 
-    store: socket path of a shared store ("unix:///run/kvstore.sock"), None for a private one.
-    cpu (bytes): capacity of a private store, started with the engine; None for a shared one.
-    nvme: table of a private store's `[nvme]`, such as {"path": "/nvme/kv", "capacity": "200GiB"};
-        None for no disk.
-    promote, promote_limit (durations): of a private store's `[engine]`: how long a request waits
-        for blocks of its disk or of peers while none arrives, and in all; None for the defaults.
-    block_tokens: tokens in one block, a multiple of the engine's block size; None for the
-        engine's own block size. Larger blocks mean fewer keys and longer copies, but what does
-        not fill a block is computed again.
-    transfer: how a prompt that another engine computed is fetched, "pull", "push" or "auto": pushed
-        over TCP, else pulled. A child of vLLM's MultiConnector hands over only if this is set.
-    lease (duration): how long what this engine computed for another one is held for it.
-    listen: host:port of a private store's side channel, port 0 for a free one; on loopback, since
-        it has no key. None for no hand-over: then no port is open.
-    two_way: what a decode engine decoded is held for the next turn, which a prefill engine pulls.
-    recompute_threshold (tokens): fewer are computed instead of pulled for such a turn; 0 is off.
-    decode_ttl (duration): how long they are held.
-    direct: what is pulled is read straight into the engine's memory, by an agent in each worker;
-        what is pushed is written there, over networks only, also within a machine: "auto" pulls.
-        Whoever reaches such an agent over the network can read and write all memory of its
-        process: for a fabric that only trusted machines are on.
-    store_user: number of the user who runs a shared store, if that is neither the engine's nor
-        root, named or numbered in the setting. Nobody else's store is attached to.
-    """
+def _as_given(kind: type[Section], name: str) -> Reader:
+    """Check a value as another section does, and keep it for the private store's own settings."""
 
-    store: str | None
-    cpu_bytes: int | None = msgspec.field(name="cpu")
-    nvme: dict[str, Any] | None
-    promote: str | None
-    promote_limit: str | None
-    block_tokens: int | None
-    transfer: str
-    lease_ns: int = msgspec.field(name="lease")
-    listen: str | None
-    two_way: bool
-    recompute_threshold: int
-    decode_ttl_ns: int = msgspec.field(name="decode_ttl")
-    direct: bool
-    store_user: int | None = None
+    def read(value: object, found: Mapping[str, Any]) -> str:
+        settings_of(kind)[name].read(value, found)
+        return str(value)
+
+    return read
+
+
+def _read_nvme(value: object, _found: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"expected a table with path and capacity, found {shown(value)}")
+    read_section(NvmeConfig, value, "in it")
+    return value
+
+
+class ExtraConfig(Section, frozen=True):
+    """What an engine is given as `kv_connector_extra_config`: a store's address, or sizes."""
+
+    store: Annotated[str | None, Setting(read_socket)]
+    """Socket of a shared store, `"unix:///run/kvstore/kvstore.sock"`."""
+
+    cpu_bytes: Annotated[int | None, Setting(_read_capacity)]
+    """Capacity of a private store, such as `"8GiB"`. The store starts and ends with the engine."""
+
+    nvme: Annotated[dict[str, Any] | None, Setting(_read_nvme)]
+    """`[nvme]` of a private store, such as `{"path": "/nvme/kv", "capacity": "200GiB"}`."""
+
+    promote: Annotated[
+        str | None,
+        Setting(_as_given(EngineConfig, "promote"), default_text='`"2s"` of a private store'),
+    ]
+    """`[engine] promote` of a private store."""
+
+    promote_limit: Annotated[
+        str | None,
+        Setting(
+            _as_given(EngineConfig, "promote_limit"), default_text='`"60s"` of a private store'
+        ),
+    ]
+    """`[engine] promote_limit` of a private store."""
+
+    block_tokens: Annotated[
+        int | None, Setting(whole_number(1, COUNT_MAX), default_text="the engine's block size")
+    ]
+    """Tokens in one block, a multiple of the engine's block size. Larger blocks mean fewer keys and
+    longer copies, but tokens that do not fill a block are computed again."""
+
+    transfer: Annotated[str, Setting(choice("auto", "pull", "push"), "auto")]
+    """How a prompt that another engine computed is fetched: `"pull"`, `"push"` or `"auto"`, which
+    pushes over TCP, and pulls through shared memory (the other store is on this machine) and over
+    RDMA (`[peer] devices` names such a device). A child of vLLM's `MultiConnector` hands over only
+    with this setting."""
+
+    lease_ns: Annotated[int, Setting(_read_lease, "30s")]
+    """How long the blocks that this engine computed for another one are held for it."""
+
+    listen: Annotated[str | None, Setting(_as_given(PeerConfig, "listen"))]
+    """host:port of a private store's side channel, on loopback, since a private store has no
+    cluster key; `"127.0.0.1:0"` picks a free port. Without it the store has no open port and hands
+    nothing over. Nothing else is started before the first hand-over."""
+
+    two_way: Annotated[bool, Setting(flag, default=False)]
+    """Hold the blocks that this engine decodes for another one until the conversation's next turn,
+    and pull such blocks from decode engines."""
+
+    recompute_threshold: Annotated[int, Setting(whole_number(0, COUNT_MAX), 0)]
+    """With `two_way`: fewer tokens than this are computed again instead of pulled from a decode
+    engine, which then releases their blocks. 0 is off."""
+
+    decode_ttl_ns: Annotated[int, Setting(_read_lease, "480s")]
+    """With `two_way`: how long decoded blocks are held for the next turn. No heartbeat extends
+    it."""
+
+    direct: Annotated[bool, Setting(flag, default=False)]
+    """Pull blocks straight into the engine's memory, with an agent in each worker, and have pushed
+    blocks written there. Pushed blocks travel over networks, also within a machine; `"auto"` pulls
+    then. A machine that reaches the agent over the network can read and write all memory of its
+    process: use it on a network of trusted machines only."""
+
+    store_user: Annotated[int | None, Setting(read_user)]
+    """Name or number of the user who runs the shared store, if that is neither the engine's own nor
+    root. The engine does not attach to a store of another user."""
 
     @property
     def engine(self) -> dict[str, str]:
@@ -70,7 +123,7 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def direct_way(self) -> DirectWay:
-        """How what peers have comes straight into the engine's memory."""
+        """How blocks of peers come straight into the engine's memory."""
         if not self.direct:
             return ""
         return "push" if self.transfer == "push" else "pull"
@@ -78,79 +131,24 @@ class ExtraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def parse_extra(table: Mapping[str, Any]) -> ExtraConfig:
     """Check what an engine was given as `kv_connector_extra_config`."""
-    source = "kv_connector_extra_config"
-    found = read_section(table, _EXTRA, source)
-    if (found["store"] is None) == (found["cpu"] is None):
-        given = "neither" if found["store"] is None else "both"
+    found = read_section(ExtraConfig, table, SOURCE)
+    if (found.store is None) == (found.cpu_bytes is None):
+        given = "neither" if found.store is None else "both"
         raise ConfigError(
-            f"{source}: expected one of store and cpu, found {given}: "
+            f"{SOURCE}: expected one of store and cpu, found {given}: "
             'store = "unix:///path" attaches to a running store, cpu = "8GiB" starts a private one'
         )
-    for name in ("nvme", "listen", "promote", "promote_limit"):
-        if found[name] is not None and found["store"] is not None:
+    for name in OF_PRIVATE_STORES:
+        if getattr(found, name) is not None and found.store is not None:
             raise ConfigError(
-                f"{source}: {name} is for a private store; a shared one has its own file"
+                f"{SOURCE}: {name} is for a private store; a shared one has its own file"
             )
-    if found["recompute_threshold"] and not found["two_way"]:
+    if found.recompute_threshold and not found.two_way:
         raise ConfigError(
-            f"{source}: recompute_threshold is for two_way = true, which is false here"
+            f"{SOURCE}: recompute_threshold is for two_way = true, which is false here"
         )
-    if found["store_user"] is not None and found["store"] is None:
-        raise ConfigError(f"{source}: store_user is for a shared store; a private one is ours")
-    return msgspec.convert(found, ExtraConfig)
-
-
-def _read_nvme(value: object, _found: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"expected a table with path and capacity, found {shown(value)}")
-    read_section(value, NVME, "in it")
-    return value
-
-
-def _read_wait(name: str) -> Reader:
-    def read(value: object, found: Mapping[str, Any]) -> str:
-        ENGINE[name].read(value, found)
-        return str(value)
-
-    return read
-
-
-def _read_listen_text(value: object, found: Mapping[str, Any]) -> str:
-    PEER["listen"].read(value, found)
-    return str(value)
-
-
-def _read_threshold(value: object, found: Mapping[str, Any]) -> int:
-    return 0 if value == 0 and not isinstance(value, bool | float) else _read_count(value, found)
-
-
-def _read_transfer(value: object, _found: Mapping[str, Any]) -> str:
-    expected = " or ".join(f'"{name}"' for name in TRANSFERS)
-    transfer = text_of(value, expected)
-    if transfer not in TRANSFERS:
-        raise ConfigError(f"expected {expected}, found {shown(value)}")
-    return transfer
-
-
-def _read_count(value: object, _found: Mapping[str, Any]) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= COUNT_MAX:
-        raise ConfigError(f"expected a whole number from 1 to {COUNT_MAX}, found {shown(value)}")
-    return value
-
-
-_EXTRA = {
-    "store": optional(SERVER["socket"].read),
-    "cpu": optional(CPU["capacity"].read),
-    "nvme": optional(_read_nvme),
-    "promote": optional(_read_wait("promote")),
-    "promote_limit": optional(_read_wait("promote_limit")),
-    "block_tokens": optional(_read_count),
-    "transfer": Setting(_read_transfer, "auto"),
-    "lease": ENGINE["lease"],
-    "listen": optional(_read_listen_text),
-    "two_way": Setting(read_flag, False),
-    "recompute_threshold": Setting(_read_threshold, 0),
-    "decode_ttl": Setting(ENGINE["lease"].read, "480s"),
-    "direct": Setting(read_flag, False),
-    "store_user": optional(read_user),
-}
+    if found.store_user is not None and found.store is None:
+        raise ConfigError(
+            f"{SOURCE}: store_user is for a shared store; a private one runs as the engine's user"
+        )
+    return found

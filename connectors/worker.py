@@ -35,7 +35,7 @@ from connectors.step_meta import LoadJob, StepMeta, StoreJob, pieces
 from connectors.store_connection import Link, LinkLost, Refusals, attach, monotonic_ns
 from kvstore.core.errors import KVStoreError, NotSupported, TierError
 from kvstore.core.layout import Move, RankGeometry, RankLayout
-from kvstore.units import shown
+from kvstore.text import shown
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tiers.runner import NOTHING, Nothing, Runner

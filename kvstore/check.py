@@ -1,7 +1,8 @@
-"""What a store would do with a configuration on this machine, found out without starting one.
+"""Checks of a configuration on this machine, without starting a store.
 
-`kvstore serve` looks at refusals() before it begins, and `kvstore check` shows them: one list, so
-that what one refuses the other does, with the same words. Nothing here stays, and nothing hangs.
+`kvstore serve` goes through refusals() before it begins, and `kvstore check` prints them. It is one
+list, so both refuse the same configurations with the same words. A check leaves nothing behind and
+cannot hang.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SHMEM_HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 
 
 class Level(enum.Enum):
-    """How a finding ends: the store works, works less well, or would not start."""
+    """How serious a finding is: the store works, works less well, or does not start."""
 
     OK = "ok"
     NOTE = "note"
@@ -50,7 +51,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def examine(config: Config) -> list[Finding]:
-    """Look at everything a store needs here."""
+    """Check everything that a store needs on this machine."""
     failed = [Finding(Level.FAIL, what, text) for what, text in _refused(config)]
     wrong = {finding.what for finding in failed}
     rest = [
@@ -67,7 +68,7 @@ def examine(config: Config) -> list[Finding]:
 
 
 def _refused(config: Config) -> Iterator[tuple[str, str]]:
-    """Go through what would stop a store, in its words."""
+    """Yield name and message of each check that fails."""
     for what, look in refusals(config):
         try:
             look()
@@ -112,7 +113,7 @@ def _memory(config: Config) -> Iterator[Finding]:
 
 
 def _nodes(chosen: int | None) -> Finding:
-    """Say which NUMA node slots are taken from, and where the GPUs are."""
+    """Name the NUMA node that memory is taken from, and the nodes of the GPUs."""
     there, gpus = numa.nodes(), numa.nodes_of_gpus()
     text = "taken from any node, as the kernel decides"
     if chosen is not None:
@@ -137,8 +138,8 @@ def _disk(config: Config) -> Iterator[Finding]:
         held = sum(file.lstat().st_blocks * 512 for file in path.glob("*.extent"))
         free = shutil.disk_usage(folder).free + held
     except (ConfigError, OSError):
-        return  # it is said already
-    text = f"{path}: capacity {sized(nvme.capacity_bytes)}, {sized(free)} are free or ours"
+        return  # _refused() has it
+    text = f"{path}: capacity {sized(nvme.capacity_bytes)}, {sized(free)} are free or hold blocks"
     yield Finding(Level.OK if nvme.capacity_bytes <= free else Level.NOTE, "nvme", text)
     yield Finding(Level.OK, "gds", gds.examine(folder).text)
 
@@ -162,7 +163,7 @@ def _locked_memory() -> Finding:
 
 
 def refusals(config: Config) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Go through what is looked at: its name, and a call that raises ConfigError."""
+    """Yield each check: its name, and a call that raises ConfigError if it fails."""
     server, nvme, peer = config.server, config.nvme, config.peer
     yield "socket", lambda: refuse_socket(server.socket)
     if config.cpu.numa is not None:
@@ -180,13 +181,13 @@ def refusals(config: Config) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def require(config: Config) -> None:
-    """Raise ConfigError for the first thing that keeps a store from starting."""
+    """Raise ConfigError for the first check that fails."""
     for _, look in refusals(config):
         look()
 
 
 def refuse_socket(path: str) -> None:
-    """Raise ConfigError where no store can listen, or one does, be it one that hangs."""
+    """Raise ConfigError if a store cannot listen at the path, or another store does."""
     try:
         if taken(path):
             raise TakenError(f"a store is running at {path} already")
@@ -198,7 +199,7 @@ def refuse_socket(path: str) -> None:
 
 
 def refuse_metrics(address: Address) -> None:
-    """Raise ConfigError where the endpoint cannot be."""
+    """Raise ConfigError if the endpoint cannot listen."""
     host, port = address.host, address.port
     try:
         family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -211,7 +212,7 @@ def refuse_metrics(address: Address) -> None:
 
 
 def refuse_peer(peer: PeerConfig) -> None:
-    """Raise ConfigError for a key that is none, devices that are not here, or a wrong address."""
+    """Raise ConfigError for a bad key, missing network devices, or an address it cannot use."""
     key = None if peer.key is None else ClusterKey.read(Path(peer.key))
     refuse_devices(peer.devices)
     channel = Channel(key, lambda *_: None, lambda *_: None)

@@ -1,6 +1,6 @@
-"""The `kvstore` command: run a store, look at one, measure, show.
+"""The `kvstore` command: run a store, check a configuration, and administer a running store.
 
-Exit status: 0 done, 1 it did not work, 2 wrong arguments or configuration, 130 interrupted.
+Exit status: 0 done, 1 failed, 2 wrong arguments or configuration, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ SECONDS = 20.0  # of `check --disk`
 SECONDS_MIN = 5
 SECONDS_MAX = 600
 
-_EXAMPLES = """\
+_EXAMPLES = f"""\
 examples:
-  kvstore check --config kvstore.toml     what a store would do here, without starting it
+  kvstore check --config kvstore.toml     check a configuration without starting a store
   kvstore serve --config kvstore.toml     run the store of this node
-  kvstore stats --store unix:///run/kvstore/kvstore.sock
+  kvstore stats --store {_SOCKET}
 """
 
 _FSCK = """\
-Verify an NVMe tier's directory that no store uses: reads its index and every block.
+Verify the directory of an NVMe tier that no store uses: read its index and every block.
 
-It is never needed for correctness. A store checks each block that it reads, and what is wrong is
-a miss. Run it to know before a store does, after a disk failed say.
+It is never needed for correctness: a store checks each block that it reads, and a damaged block
+is a miss. Run fsck to find damage before a store does, for example after a disk error.
 
-Without --repair nothing is changed; exit status 1 says that something is wrong. With --repair
-what is wrong leaves the index, with the blocks that continue it, and files that are not in the
-index are removed. An index that cannot be read is kept under another name; no block is.
+Without --repair, fsck changes nothing, and exit status 1 means that it found damage. With --repair,
+it removes damaged blocks and the blocks that continue them from the index, and deletes files that
+the index does not have. If it cannot read the index, it renames it and drops all blocks.
 """
 
 
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `kvstore stats | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the end of Python would say it again
         return 1
-    except Exception as exc:  # whatever is given, what comes is a line
+    except Exception as exc:  # any failure is one line
         if chosen.debug:
             raise
         return _failed(exc, serves=chosen.run is _serve)
@@ -65,14 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _failed(exc: Exception, *, serves: bool) -> int:
-    """Say in one line what is wrong; return the exit status."""
+    """Print one line that says what failed; return the exit status."""
     if isinstance(exc, KVStoreError):
         text = str(exc)
     elif isinstance(exc, OSError):
         text = f"{exc.filename or 'the system'}: {exc.strerror or exc}"
     else:
         text = f"internal error, please report it: {type(exc).__name__}: {exc}"
-        if serves:  # it cannot be had again
+        if serves:  # another run may not fail in the same way
             log.critical("internal error", exc_info=exc)
         else:
             text += "; `kvstore --debug ...` shows where"
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=raw,
     )
     parser.add_argument("--version", action="version", version=f"kvstore {__version__}")
-    parser.add_argument("--debug", action="store_true", help="show a traceback where it fails")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(title="commands", required=True, metavar="command")
 
     def add(name: str, text: str, example: str) -> argparse.ArgumentParser:
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
             name,
             help=text,
             description=text[0].upper() + text[1:] + ".",
-            epilog=f"example:\n  {example}",
+            epilog=f"examples:\n  {example}" if "\n" in example else f"example:\n  {example}",
             formatter_class=raw,
         )
 
@@ -105,65 +105,66 @@ def _parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=_serve)
     check = add(
         "check",
-        "check a configuration and say what a store would do with it here",
-        "kvstore check --config kvstore.toml",
+        "check a configuration on this machine, or measure a drive",
+        "kvstore check --config kvstore.toml\n  kvstore check --disk --path /nvme",
     )
     check.set_defaults(run=_check, parser=check)
-    serve.add_argument("--config", required=True, type=Path, help="settings, a TOML file")
+    serve.add_argument("--config", required=True, type=Path, help="the settings, a TOML file")
     _add_check_options(check)
 
     _add_admin_commands(add)
     fsck = add(
         "fsck",
-        "verify an NVMe tier's directory that no store uses",
+        "verify the directory of an NVMe tier that no store uses",
         "kvstore fsck /nvme/kv --repair",
     )
     fsck.description = _FSCK
     fsck.set_defaults(run=_fsck)
-    fsck.add_argument("directory", type=Path, help="the path of [nvme]")
-    fsck.add_argument("--repair", action="store_true", help="drop what is wrong")
-    fsck.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    fsck.add_argument("directory", type=Path, help="the directory, the path of [nvme]")
+    fsck.add_argument("--repair", action="store_true", help="remove damaged blocks from the index")
+    fsck.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of a table"
+    )
 
     keygen = add(
         "keygen",
-        "make a cluster key, which stores that hand over blocks to each other share",
+        "make a cluster key for stores that hand over blocks to each other",
         "kvstore keygen /etc/kvstore/cluster.key",
     )
     keygen.set_defaults(run=_keygen)
-    keygen.add_argument("path", type=Path, help="file to make; one that is there is kept")
+    keygen.add_argument("path", type=Path, help="the file to make; an existing file is an error")
     return parser
 
 
 def _add_admin_commands(add: Callable[[str, str, str], argparse.ArgumentParser]) -> None:
-    address = "unix:///run/kvstore/kvstore.sock"
-    stats = add("stats", "show a running store's numbers", f"kvstore stats --store {address}")
+    stats = add("stats", "show the metrics of a running store", f"kvstore stats --store {_SOCKET}")
     stats.set_defaults(run=_stats)
-    stats.add_argument("--json", action="store_true", help="a JSON list instead of a table")
-    clear = add("clear", "drop all blocks that are not in use", f"kvstore clear --store {address}")
+    stats.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
+    clear = add("clear", "drop all blocks of a running store", f"kvstore clear --store {_SOCKET}")
     clear.set_defaults(run=_clear)
     resize = add(
         "resize",
-        "change a running store's capacity, and wait until it holds",
-        f"kvstore resize nvme 500GiB --store {address}",
+        "change the disk capacity of a running store",
+        f"kvstore resize nvme 500GiB --store {_SOCKET}",
     )
     resize.set_defaults(run=_resize)
-    resize.add_argument("tier", choices=["nvme"], help="what to resize")
-    resize.add_argument("capacity", help='the new cap, such as "500GiB"')
+    resize.add_argument("tier", choices=["nvme"], help="the tier to resize")
+    resize.add_argument("capacity", help='the new capacity, such as "500GiB"')
     for command in (stats, clear, resize):
         _add_store(command)
 
 
 def _add_store(command: argparse.ArgumentParser) -> None:
-    """Let a command be told which running store is meant, and who may be running it."""
+    """Add the options that name a running store."""
     command.add_argument(
         "--store",
         required=True,
-        help=f"the store's socket, as {_SOCKET}, or engine:ID for that engine's private one",
+        help=f"the store's socket, such as {_SOCKET}, or engine:ID for an engine's private one",
     )
     command.add_argument(
         "--user",
         type=_user,
-        help="name or number of who runs the store, if that is neither you nor root",
+        help="name or number of the user who runs the store, if that is neither you nor root",
     )
 
 
@@ -175,11 +176,16 @@ def _user(text: str) -> int:
 
 
 def _add_check_options(check: argparse.ArgumentParser) -> None:
-    check.add_argument("--config", type=Path, help="settings, a TOML file")
+    check.add_argument("--config", type=Path, help="the settings, a TOML file")
+    check.add_argument("--json", action="store_true", help="print JSON instead of a table")
     check.add_argument("--disk", action="store_true", help="measure the drive instead")
-    check.add_argument("--path", type=Path, help="with --disk: where, if not in --config or here")
+    check.add_argument(
+        "--path",
+        type=Path,
+        help="with --disk: a directory on the drive (default: path of [nvme] in --config, else the"
+        " current directory)",
+    )
     check.add_argument("--seconds", type=_seconds, help="with --disk: how long (default: 20)")
-    check.add_argument("--json", action="store_true", help="with --disk: one JSON object")
 
 
 def _seconds(text: str) -> float:
@@ -227,15 +233,19 @@ def _check(chosen: argparse.Namespace) -> int:
         return _check_disk(chosen)
     if chosen.config is None:
         chosen.parser.error("expected --config FILE, or --disk to measure a drive")
-    if chosen.path or chosen.seconds or chosen.json:
-        chosen.parser.error("--path, --seconds and --json are for --disk, found no --disk")
+    if chosen.path or chosen.seconds:
+        chosen.parser.error("--path and --seconds are for --disk, found no --disk")
     findings = examine(load(chosen.config))
-    width = max(len(finding.what) for finding in findings)
-    for finding in findings:
-        print(f"{finding.level.value:<4}  {finding.what:<{width}}  {finding.text}")
+    if chosen.json:
+        rows = [{"level": f.level.value, "what": f.what, "text": f.text} for f in findings]
+        print(json.dumps(rows))
+    else:
+        width = max(len(finding.what) for finding in findings)
+        for finding in findings:
+            print(f"{finding.level.value:<4}  {finding.what:<{width}}  {finding.text}")
     failed = [finding for finding in findings if finding.level is Level.FAIL]
     if failed:
-        print(f"{len(failed)} of {len(findings)} would stop the store", file=sys.stderr)
+        print(f"{len(failed)} of {len(findings)} keep a store from starting", file=sys.stderr)
     return 2 if failed else 0
 
 
@@ -297,7 +307,7 @@ def _clear(chosen: argparse.Namespace) -> int:
         for stat in admin.clear(chosen.store, user=chosen.user)
         if stat.name == "kvstore_slots" and stat.labels.get("state") == "used"
     )
-    print(f"cleared; {left} blocks are in use and stay until they are not")
+    print(f"cleared; {left} blocks are in use and stay until their requests end")
     return 0
 
 
@@ -317,7 +327,7 @@ def _fsck(chosen: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[Amount, Amount], None]]:
-    """Show on a terminal how far the reading of blocks is."""
+    """Show on a terminal how many of the blocks are read."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -368,7 +378,7 @@ def _show_fsck(report: Report) -> None:
         table.add_column(heading, no_wrap=True)
     for heading in ("count", "bytes"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("that is")
+    table.add_column("meaning")
     for what, state, amount in report.rows():
         style = "red" if amount.count and state != "ok" else None
         meaning = MEANINGS[what, state]
@@ -382,10 +392,10 @@ def _show_fsck(report: Report) -> None:
         f" {report.read_s:.1f} s, {report.read_bytes / seconds / 1e9:.2f} GB/s"
     )
     if not report.in_order:
-        print("the last store was not shut down in order; what it wrote last may not be here")
+        print("the last store did not shut down in order; its last writes may be missing")
     done = report.repair
     if done is None:
-        print("all is in order" if report.ok else "something is wrong; --repair drops it")
+        print("all is in order" if report.ok else "damaged; --repair removes the damage")
         return
     if done.index_kept_as is not None:
         print(f"the damaged index is kept as {done.index_kept_as}; the directory is empty now")
@@ -405,17 +415,18 @@ def _resize(chosen: argparse.Namespace) -> int:
     steps = admin.resize(chosen.store, chosen.tier, capacity, user=chosen.user)
     with Console(stderr=True).status("resizing") as status:
         for used, cap in steps:
-            status.update(f"{chosen.tier}: {sized(used)} in use, {sized(cap)} are allowed")
+            status.update(f"{chosen.tier}: {sized(used)} in use, capacity {sized(cap)}")
     print(f"{chosen.tier}: capacity {sized(cap)}, {sized(used)} in use")
-    print("a restart takes the capacity of the configuration file again", file=sys.stderr)
+    print("after a restart the capacity of the configuration file holds again", file=sys.stderr)
     return 0
 
 
 def _capacity(text: str) -> int:
-    from kvstore.config import NVME
+    from kvstore.config import NvmeConfig
+    from kvstore.settings import settings_of
 
     try:
-        return int(NVME["capacity"].read(text, {}))
+        return int(settings_of(NvmeConfig)["capacity"].read(text, {}))
     except ConfigError as exc:
         raise ConfigError(f"capacity: {exc}") from None
 
@@ -424,7 +435,7 @@ def _keygen(chosen: argparse.Namespace) -> int:
     from kvstore.handover.side_channel import ClusterKey
 
     ClusterKey.make(chosen.path)
-    print(f"{chosen.path}: a new cluster key; copy it to every store as [peer] key")
+    print(f"{chosen.path}: new cluster key; copy it to each store and name it in [peer] key")
     return 0
 
 

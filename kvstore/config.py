@@ -1,54 +1,58 @@
-"""All settings: of the store, from one TOML file, and of an engine's connector.
+"""All settings of a store, read from one TOML file into one frozen tree.
 
-The classes say what each setting means; the tables at the end say how it is read and what it is
-when left out. Sizes and durations become plain bytes and nanoseconds, relative ones are resolved,
-and the result is one frozen tree.
+Each field is declared as kvstore/settings.py says. Sizes and durations become plain bytes and
+nanoseconds, and settings that depend on the capacity are resolved.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
+import math
 import os
 import re
 import stat
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from kvstore.core.errors import ConfigError
 from kvstore.numa import NODE_MAX
 from kvstore.settings import (
-    Required,
+    Reader,
+    S,
+    Section,
     Setting,
-    optional,
-    read_flag,
+    choice,
+    duration,
+    flag,
+    matching,
     read_section,
     refuse_unknown,
-    section_of,
-    text_of,
+    size,
+    table_of_any,
     whole_number,
 )
-from kvstore.units import GIB, MIB, parse_bytes, parse_duration_ns, shown
+from kvstore.text import shown
+from kvstore.units import GIB, MIB, TIB, parse_bytes
 from kvstore.wire.credentials import read_users
 
 HUGE_PAGE_BYTES = 2 * MIB
 EXTENT_BYTES_MIN = 16 * MIB
 EXTENT_BYTES_MAX = GIB
 DISK_BYTES_MIN = 64 * MIB
-DISK_BYTES_MAX = 256 << 40  # for more, a process has not enough addresses for the index
+DISK_BYTES_MAX = 256 * TIB  # for more, a process has not enough addresses for the index
+CREDIT_BYTES_DEFAULT = 512 * MIB
 FILE_BYTES_MAX = MIB
 THREADS_MAX = 64
 MOVERS = ("threads", "nixl")
 # sun_path of a unix socket address is 108 bytes, the last of them a zero.
 SOCKET_PATH_BYTES_MAX = 107
 PORT_MAX = 65535
-# Beyond any use, and small enough to multiply by.
-CREDIT_BYTES_DEFAULT = 512 * MIB
 # Labels that the tiers of the store itself and of the engine have in the metrics.
 RESERVED_TIER_NAMES = ("gpu", "cpu", "nvme", "peer")
 
@@ -60,142 +64,283 @@ class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: int
 
 
-class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[server]`: where the store can be reached.
-
-    socket: path of the unix socket for engines and admin commands, `unix://` allowed in front.
-        Default "/run/kvstore/kvstore.sock": emptied at boot.
-    allow: names or numbers of users whose engines may attach, beside the store's own and root.
-        Default none: another user could read what these store, and have them load other things.
-    metrics: host:port of the Prometheus endpoint, "" for none. Default "127.0.0.1:9400":
-        reachable from outside only by decision.
-    """
-
-    socket: str
-    metrics: Address | None
-    allow: tuple[int, ...] = ()
+# Readers of single settings; `found` has the settings read before, the capacity among them.
 
 
-class CpuConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[cpu]`: the memory that holds KV blocks.
-
-    capacity (bytes, required): all KV memory of this store, for all engines together. It is
-        taken an extent at a time as engines fill it, and never exceeded. Without a default:
-        only the operator knows what the engines need.
-    extent (bytes): the unit in which memory is handed to a namespace, registered, pinned, grown
-        and shrunk; a multiple of 2 MiB (one huge page). Default "auto", capacity / 8 between
-        16 MiB and 1 GiB: several models can share a small store, a large one has few regions.
-    numa: number of the NUMA node whose memory is taken while it has room, that of the GPUs. Default
-        none, the kernel decides: most machines have one, and a wrong one is slower.
-    """
-
-    capacity_bytes: int = msgspec.field(name="capacity")
-    extent_bytes: int = msgspec.field(name="extent")
-    numa: int | None = None
+def read_socket(value: object, _found: Mapping[str, Any]) -> str:
+    """Read the path of a unix socket, with or without unix:// in front."""
+    expected = 'an absolute path such as "/run/kvstore/kvstore.sock"'
+    path = value.removeprefix("unix://") if isinstance(value, str) else ""
+    if not path.startswith("/") or path.endswith("/") or "\0" in path:
+        raise ConfigError(f"expected {expected}, found {shown(value)}")
+    if len(path.encode()) > SOCKET_PATH_BYTES_MAX:
+        raise ConfigError(
+            f"expected at most {SOCKET_PATH_BYTES_MAX} bytes, the system's limit for a socket "
+            f"path, found {len(path.encode())}"
+        )
+    return path
 
 
-class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[engine]`: what each attached engine may hold.
-
-    credit (bytes): empty slots granted in advance, which the engine fills without asking.
-        Default "512MiB", at most a quarter of the capacity: covers the blocks completed between
-        two answers of the store, and is lost to other engines meanwhile.
-    lease (duration): how long the blocks of an answered hit stay pinned for a request that was
-        not admitted yet. Default "30s": longer than a busy queue's turn; after it the engine
-        asks again.
-    leased (bytes, or percent of the capacity): most that is pinned at one time for such
-        requests of one engine. Default "25%": a long queue cannot pin the whole cache.
-    defer (duration): how long an answer may wait for blocks that are still being written;
-        then the request goes on with what is ready. Default "100ms": about what
-        computing a few hundred tokens costs. "0s" never waits.
-    promote (duration): how long a request may wait for blocks that come from lower tiers or peers
-        while none of them arrives; then it is computed. An engine that still computes them at a
-        peer is waited for. Default "2s": a disk or a peer that is silent for longer hangs, and
-        holds a request no longer than this. "0s" reads nothing from lower tiers.
-    promote_limit (duration): how long it may wait for all of them, and how long for the next one
-        while a peer's engine computes; what a peer computes before does not count. Default "60s":
-        more than a long prompt takes, and the most that what only drips costs.
-    """
-
-    credit_bytes: int = msgspec.field(name="credit")
-    lease_ns: int = msgspec.field(name="lease")
-    leased_bytes: int = msgspec.field(name="leased")
-    defer_ns: int = msgspec.field(name="defer")
-    promote_ns: int = msgspec.field(name="promote")
-    promote_limit_ns: int = msgspec.field(name="promote_limit", default=60_000_000_000)
+def _read_address(value: object, _found: Mapping[str, Any]) -> Address | None:
+    expected = f'"host:port" with a port up to {PORT_MAX}, such as "127.0.0.1:9400", or "" for none'
+    if value == "":
+        return None
+    pattern = r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})"
+    match = re.fullmatch(pattern, value, re.ASCII) if isinstance(value, str) else None
+    if match is None or int(match[2]) > PORT_MAX:
+        raise ConfigError(f"expected {expected}, found {shown(value)}")
+    return Address(match[1].strip("[]"), int(match[2]))
 
 
-class NvmeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[nvme]`: blocks on disk, below the CPU memory; left out, there are none.
-
-    path (required): a directory of its own, on a local file system with direct I/O. One store
-        at a time uses it, and what it holds is there again after a restart. Without a default:
-        a guess could fill the wrong disk.
-    capacity (bytes, required): most that the directory takes on disk, index included. Made
-        smaller, the coldest extents go at the next start. Without a default, as the path.
-    extent (bytes): size of one file, and the unit of growth. Default "auto", capacity / 16
-        between 16 MiB and 1 GiB: several models can share the disk.
-    durability (duration): how much of what was written last a power cut may take. Default "1s":
-        a commit costs the disk some milliseconds. "0s" commits at once.
-    threads: reads under way at one time. Default 4: disks are flat beyond 4 to 8.
-    mover: what moves bytes between memory and disk, "threads" or "nixl" (its POSIX plugin).
-        Default "threads": as fast, for less CPU; `kvstore check --disk` measures both.
-    backlog (duration): how long a block may wait to be written, at the rate that the disk shows;
-        beyond, blocks are not copied. Default "10s": what waits for longer has left memory.
-    write_budget (bytes per day): most that is written for blocks used only once; beyond it, only
-        what was used again is copied. Default none, all is copied: only the operator knows how
-        much a drive is to endure.
-    """
-
-    path: str
-    capacity_bytes: int = msgspec.field(name="capacity")
-    extent_bytes: int = msgspec.field(name="extent")
-    durability_ns: int = msgspec.field(name="durability")
-    threads: int
-    mover: str = "threads"
-    backlog_ns: int = msgspec.field(name="backlog", default=10**10)
-    write_budget_bytes: int | None = msgspec.field(name="write_budget", default=None)
+def read_listen(value: object, found: Mapping[str, Any]) -> Address:
+    """Read an address that other stores can be told."""
+    address = _read_address(value, found)
+    if address is None:
+        raise ConfigError('expected "host:port", such as "127.0.0.1:9500", found ""')
+    with contextlib.suppress(ValueError):  # a name
+        if ipaddress.ip_address(address.host).is_unspecified:
+            raise ConfigError(
+                "expected the address at which other stores reach this one, "
+                f'such as "10.0.0.5:9500", found {shown(value)}'
+            )
+    return address
 
 
-class PeerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[peer]`: hand-over of blocks to and from other stores; left out, there is none.
+def _extent(parts: int, rounded: Callable[[Fraction], int]) -> Reader:
+    """Read an extent's size; "auto" is this part of the capacity, in whole huge pages."""
 
-    listen: host:port of the side channel, where other stores ask. Default "127.0.0.1:0", loopback
-        and a free port: reachable from outside only by decision.
-    key: path of the cluster key (`kvstore keygen` makes one), which all stores that speak to each
-        other share. Default none: loopback only.
-    held (bytes, or percent of the capacity): most that is held for one peer at one time. Default
-        "25%": a slow peer cannot pin the whole cache.
-    landing (bytes): memory of each model that blocks arrive in before they are checked. Default
-        "64MiB": some milliseconds of a fast network. It comes on top of the capacity.
-    devices: network devices that the bytes travel over, as UCX names them. Default "lo": whoever
-        reaches them can read and change what the exporter has mapped.
-    eager: the exporter process and landing memory are there before they are needed. Default true;
-        false: from the first hand-over on, which takes a second longer.
-    """
+    def read(value: object, found: Mapping[str, Any]) -> int:
+        capacity_bytes: int = found["capacity"]
+        if value == "auto":
+            pages = rounded(Fraction(capacity_bytes, parts * HUGE_PAGE_BYTES))
+            return min(max(pages * HUGE_PAGE_BYTES, EXTENT_BYTES_MIN), EXTENT_BYTES_MAX)
+        extent_bytes = parse_bytes(value)
+        if extent_bytes == 0 or extent_bytes % HUGE_PAGE_BYTES or extent_bytes > capacity_bytes:
+            raise ConfigError(
+                'expected "auto" or a multiple of 2MiB (a huge page) up to the capacity '
+                f"({capacity_bytes} bytes), found {shown(value)}"
+            )
+        return extent_bytes
 
-    listen: Address
-    key: str | None
-    held_bytes: int = msgspec.field(name="held")
-    landing_bytes: int = msgspec.field(name="landing")
-    devices: str
-    eager: bool
+    return read
 
 
-class TierConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One `[[tier]]`: a place below CPU memory, asked in the order of the file.
+def _read_part(value: object, found: Mapping[str, Any]) -> int:
+    """Read a part of the capacity, in bytes or percent."""
+    capacity_bytes: int = found["capacity"]
+    percent = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *%", str(value).strip(), re.ASCII)
+    try:
+        part_bytes = (
+            int(capacity_bytes * Fraction(percent[1]) / 100) if percent else parse_bytes(value)
+        )
+    except ConfigError as exc:
+        raise ConfigError(str(exc).replace("expected ", 'expected "25%" or ', 1)) from None
+    if not 0 < part_bytes <= capacity_bytes:
+        raise ConfigError(
+            f"expected more than 0 and at most the capacity ({capacity_bytes} bytes), "
+            f"found {shown(value)}"
+        )
+    return part_bytes
 
-    class (required): dotted name, "package.module:Class" or "package.module.Class"; kept in the
-        first form. Without a default: tiers are plug-ins.
-    name (required): label in metrics and logs, unique; lower-case letters, digits and _.
-    options: table passed to the class as keyword arguments. Default: empty.
-    backlog (duration): as in [nvme]. Default "10s".
-    """
 
-    class_name: str = msgspec.field(name="class")
-    name: str
-    options: dict[str, Any]
-    backlog_ns: int = msgspec.field(name="backlog")
+def _default_credit(found: Mapping[str, Any]) -> int:
+    return min(CREDIT_BYTES_DEFAULT, int(found["capacity"]) // 4)
+
+
+def _read_class(value: object, _found: Mapping[str, Any]) -> str:
+    text = value if isinstance(value, str) else ""
+    module, separator, name = text.partition(":") if ":" in text else text.rpartition(".")
+    parts = (*module.split("."), name)
+    if not separator or not all(part.isidentifier() for part in parts):
+        raise ConfigError(
+            f'expected a dotted name such as "package.module:Class", found {shown(value)}'
+        )
+    return f"{module}:{name}"
+
+
+def _read_tier_name(value: object, found: Mapping[str, Any]) -> str:
+    expected = "a label of lower-case letters, digits and _ (up to 32, a letter first)"
+    name: str = matching("[a-z][a-z0-9_]{0,31}", expected)(value, found)
+    if name in RESERVED_TIER_NAMES:
+        raise ConfigError(f'expected another name than "{name}", which is taken by the store')
+    return name
+
+
+_read_folder = matching("/[^\0]*", 'an absolute path such as "/nvme/kv"')
+_read_devices = matching(
+    r"[\w.:-]+(,[\w.:-]+)*", 'names of network devices such as "lo" or "eth0,eth1"'
+)
+_read_backlog = duration(zero="nothing could be written")
+
+
+# Settings
+
+
+class ServerConfig(Section, frozen=True):
+    """`[server]`: how engines, commands and Prometheus reach the store."""
+
+    socket: Annotated[str, Setting(read_socket, "/run/kvstore/kvstore.sock")]
+    """Path of the unix socket for engines and commands, with or without `unix://` in front. The
+    file `PATH.lock` lies beside it while the store runs. `/run` is emptied at boot."""
+
+    metrics: Annotated[Address | None, Setting(_read_address, "127.0.0.1:9400")]
+    """host:port of the Prometheus endpoint, `""` for none. The default is on loopback: other
+    machines reach the endpoint only if you decide so."""
+
+    allow: Annotated[tuple[int, ...], Setting(read_users, [])]
+    """Users whose engines and commands may connect, by name or number, besides the store's own user
+    and root. With any, all users can reach the socket, and the store accepts only these; the kernel
+    tells it which user connects. The default is none: an allowed user can read the blocks of all
+    engines and store wrong ones."""
+
+
+class CpuConfig(Section, frozen=True):
+    """`[cpu]`: the memory that holds KV blocks."""
+
+    capacity_bytes: Annotated[
+        int, Setting(size(EXTENT_BYTES_MIN, of=" (one extent)"), required="8GiB")
+    ]
+    """Memory for KV blocks, of all engines together. The store takes it extent by extent as engines
+    fill it, and never takes more. There is no default: only you know what your engines need."""
+
+    extent_bytes: Annotated[int, Setting(_extent(8, round), "auto")]
+    """Unit in which the store takes memory and gives it to a model, a multiple of 2 MiB (a huge
+    page). `"auto"` is capacity / 8, between 16 MiB and 1 GiB: several models can share a small
+    store, and a large store has few regions."""
+
+    numa: Annotated[int | None, Setting(whole_number(0, NODE_MAX))]
+    """NUMA node whose memory the store takes: the node of the GPUs, see [how to size
+    tiers](../how-to/size-tiers.md#numa-nodes). When the node has no room, the store takes memory of
+    another one, and the log says so. Without this setting the kernel decides. A node that does not
+    exist, or that the system does not allow, is an error at the start."""
+
+
+class EngineConfig(Section, frozen=True):
+    """`[engine]`: what each attached engine may hold, and how long its requests may wait."""
+
+    credit_bytes: Annotated[
+        int,
+        Setting(_read_part, _default_credit, "512 MiB, at most a quarter of the capacity"),
+    ]
+    """Empty slots that an engine gets in advance and fills without asking, in bytes or percent of
+    the capacity. They take the blocks that an engine completes between two answers of the store;
+    other engines cannot use them meanwhile. At least one block of each group, or the engine could
+    store nothing."""
+
+    lease_ns: Annotated[int, Setting(duration(zero="no hit could be loaded"), "30s")]
+    """How long the blocks of a hit stay pinned for a request that the engine has not admitted yet.
+    Longer than requests wait in a busy queue; after it the engine asks again."""
+
+    leased_bytes: Annotated[int, Setting(_read_part, "25%")]
+    """Most that is pinned for such requests of one engine, in bytes or percent of the capacity. A
+    long queue cannot pin the whole cache."""
+
+    defer_ns: Annotated[int, Setting(duration(), "100ms")]
+    """Longest time a lookup waits for blocks that are still being written. After it, the request
+    uses the blocks that are ready. The default is about the time that a few hundred tokens take to
+    compute; `"0s"` never waits."""
+
+    promote_ns: Annotated[int, Setting(duration(), "2s")]
+    """Longest time a request waits for the next block from a lower tier or a peer. After it, the
+    request uses what has arrived and computes the rest. While the peer's engine still computes
+    the block, the request goes on waiting. It also limits how long a lookup waits for a tier that
+    has not answered, and for memory that is being made. A disk or peer that is silent for longer
+    is taken to hang. `"0s"` reads nothing from lower tiers."""
+
+    promote_limit_ns: Annotated[int, Setting(duration(zero="no load could end"), "60s")]
+    """Longest time such a request waits in all, counted from when a peer last computed for it, and
+    longest time a peer's engine may compute without completing a block. Loading a long prompt
+    takes less. A disk that delivers a block now and then costs a request no more than this."""
+
+
+class NvmeConfig(Section, frozen=True):
+    """`[nvme]`: blocks on disk, below the CPU memory; left out, there are none."""
+
+    path: Annotated[str, Setting(_read_folder, required="/nvme/kv")]
+    """Directory for blocks and nothing else, on a local file system with direct I/O such as ext4 or
+    xfs. One store at a time uses it, and its blocks are there again after a restart. There is no
+    default: a guess could fill the wrong disk."""
+
+    capacity_bytes: Annotated[int, Setting(size(DISK_BYTES_MIN, DISK_BYTES_MAX), required="200GiB")]
+    """Most that the directory takes on disk, index included. If you make it smaller, the store
+    drops the coldest extents at the next start."""
+
+    extent_bytes: Annotated[int, Setting(_extent(16, math.floor), "auto")]
+    """Size of one file, a multiple of 2 MiB, and the unit of growth. `"auto"` is capacity / 16,
+    between 16 MiB and 1 GiB: several models can share the disk. A model whose block is larger is
+    refused."""
+
+    durability_ns: Annotated[int, Setting(duration(), "1s")]
+    """Longest time between a write and its commit: a power cut may lose the writes of this time.
+    Each commit costs the disk some milliseconds; `"0s"` commits at once."""
+
+    threads: Annotated[int, Setting(whole_number(1, THREADS_MAX), 4)]
+    """Reads in flight at one time, from 1 to 64. Disks get no faster beyond 4 to 8."""
+
+    mover: Annotated[str, Setting(choice(*MOVERS), "threads")]
+    """What moves bytes between memory and disk: `"threads"`, or `"nixl"` for NIXL's POSIX plugin.
+    Threads are as fast and use less CPU; `kvstore check --disk` measures both."""
+
+    backlog_ns: Annotated[int, Setting(_read_backlog, "10s")]
+    """Longest time a block may wait to be written, at the rate that the disk shows. Above this
+    backlog, a block is written only on its second use. Blocks evicted from memory before their turn
+    are skipped (counted as `late`)."""
+
+    write_budget_bytes: Annotated[
+        int | None, Setting(size(1, of=" per day (leave it out for no limit)"))
+    ]
+    """Most bytes written per day for blocks that were used once, such as `"500GiB"`. Above it, a
+    block is written only on its second use. Without it, all blocks are written: only you know how
+    much your drive is to endure."""
+
+
+class PeerConfig(Section, frozen=True):
+    """`[peer]`: hand-over of blocks to and from other stores; left out, there is none."""
+
+    listen: Annotated[Address, Setting(read_listen, "127.0.0.1:0")]
+    """host:port of the side channel, as other stores reach it; port 0 picks a free port. The
+    default is on loopback: other machines reach the side channel only if you decide so, and only
+    with a key."""
+
+    key: Annotated[str | None, Setting(_read_folder)]
+    """Path of the cluster key, which all stores that hand over blocks to each other share: 64
+    hexadecimal digits in a file of mode 600, made by `kvstore keygen`. Without it the store listens
+    on and connects to loopback only."""
+
+    held_bytes: Annotated[int, Setting(_read_part, "25%")]
+    """Most that is pinned for one peer at one time, in bytes or percent of the capacity. A slow
+    peer cannot pin the whole cache."""
+
+    landing_bytes: Annotated[int, Setting(size(HUGE_PAGE_BYTES), "64MiB")]
+    """Memory of each model where blocks arrive before they are checked, on top of the capacity. The
+    default holds what a fast network brings in some milliseconds."""
+
+    devices: Annotated[str, Setting(_read_devices, "lo")]
+    """Network devices that carry the blocks, as UCX names them. A machine that reaches these
+    devices can read and change all memory that the exporter has mapped."""
+
+    eager: Annotated[bool, Setting(flag, default=True)]
+    """Start the exporter process and take the landing memory at the start. With `false` the first
+    hand-over does both, and takes a second longer; a private store has `false`."""
+
+
+class TierConfig(Section, frozen=True):
+    """One `[[tier]]`: a place below CPU memory, asked in the order of the file."""
+
+    class_name: Annotated[str, Setting(_read_class, required="package.module:Class")]
+    """Dotted name of the tier's class, `"package.module:Class"` or `"package.module.Class"`. See
+    [how to write a tier](../how-to/write-a-tier.md)."""
+
+    name: Annotated[str, Setting(_read_tier_name, required="disk")]
+    """Label in metrics and logs, unique: lower-case letters, digits and `_`. Not `gpu`, `cpu`,
+    `nvme` or `peer`."""
+
+    options: Annotated[dict[str, Any], Setting(table_of_any, {})]
+    """Table that is passed to the class. Options that the class does not take are an error at the
+    start."""
+
+    backlog_ns: Annotated[int, Setting(_read_backlog, "10s")]
+    """Longest time a block may wait to be written, as in `[nvme]`."""
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -242,284 +387,35 @@ def _text_of(path: str | Path) -> str:
 
 def parse(table: Mapping[str, Any], *, source: str = "config") -> Config:
     """Check settings that are already a table, as in the file; source names them in errors."""
-    refuse_unknown(table, ("server", "cpu", "engine", "nvme", "tier", "peer"), source)
-    server = read_section(section_of(table, "server", source), SERVER, f"{source}: [server]")
-    cpu = read_section(section_of(table, "cpu", source), CPU, f"{source}: [cpu]")
-    engine = read_section(
-        section_of(table, "engine", source),
-        ENGINE,
-        f"{source}: [engine]",
-        given={"capacity": cpu["capacity"]},
-    )
-    nvme = None
-    if "nvme" in table:
-        nvme = read_section(section_of(table, "nvme", source), NVME, f"{source}: [nvme]")
-    peer = None
-    if "peer" in table:
-        given = {"capacity": cpu["capacity"]}
-        peer = read_section(section_of(table, "peer", source), PEER, f"{source}: [peer]", given)
-    entries = table.get("tier", [])
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+    refuse_unknown(table, [field.encode_name for field in msgspec.structs.fields(Config)], source)
+
+    def section(kind: type[S], name: str, **given: int) -> S:
+        return read_section(kind, table.get(name, {}), f"{source}: [{name}]", given)
+
+    server = section(ServerConfig, "server")
+    cpu = section(CpuConfig, "cpu")
+    engine = section(EngineConfig, "engine", capacity=cpu.capacity_bytes)
+    nvme = section(NvmeConfig, "nvme") if "nvme" in table else None
+    peer = section(PeerConfig, "peer", capacity=cpu.capacity_bytes) if "peer" in table else None
+    return Config(server, cpu, engine, nvme, _tiers(table.get("tier", []), source), peer)
+
+
+def _tiers(entries: object, source: str) -> tuple[TierConfig, ...]:
+    if not isinstance(entries, list):
         raise ConfigError(f"{source}: expected a list [[tier]], found {shown(entries)}")
-    tiers = [
-        read_section(entry, TIER, f"{source}: [[tier]] {count}")
+    tiers = tuple(
+        read_section(TierConfig, entry, f"{source}: [[tier]] {count}")
         for count, entry in enumerate(entries, start=1)
-    ]
-    names = [tier["name"] for tier in tiers]
+    )
+    names = [tier.name for tier in tiers]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(
                 f'{source}: [[tier]] name: expected unique names, found "{name}" twice'
             )
-    return msgspec.convert(
-        {
-            "server": server,
-            "cpu": cpu,
-            "engine": engine,
-            "nvme": nvme,
-            "tier": tiers,
-            "peer": peer,
-        },
-        Config,
-    )
+    return tiers
 
 
 def parse_socket(value: object) -> str:
     """Turn "unix:///run/kvstore.sock" or a plain absolute path into the path."""
-    return _read_socket(value, {})
-
-
-def _read_folder(value: object, _found: Mapping[str, Any]) -> str:
-    expected = 'an absolute path such as "/nvme/kv"'
-    path = text_of(value, expected)
-    if not path.startswith("/") or "\0" in path:
-        raise ConfigError(f"expected {expected}, found {shown(value)}")
-    return path
-
-
-def _read_mover(value: object, _found: Mapping[str, Any]) -> str:
-    expected = " or ".join(f'"{name}"' for name in MOVERS)
-    mover = text_of(value, expected)
-    if mover not in MOVERS:
-        raise ConfigError(f"expected {expected}, found {shown(value)}")
-    return mover
-
-
-def _read_budget(value: object, _found: Mapping[str, Any]) -> int:
-    budget_bytes = parse_bytes(value)
-    if budget_bytes == 0:
-        raise ConfigError(
-            f"expected more than 0 bytes per day, found {shown(value)}; left out, there is no limit"
-        )
-    return budget_bytes
-
-
-def _read_disk_capacity(value: object, _found: Mapping[str, Any]) -> int:
-    capacity_bytes = parse_bytes(value)
-    if capacity_bytes < DISK_BYTES_MIN:
-        raise ConfigError(f"expected at least 64MiB, found {shown(value)}")
-    if capacity_bytes > DISK_BYTES_MAX:
-        raise ConfigError(f"expected at most 256TiB, found {shown(value)}")
-    return capacity_bytes
-
-
-def _read_disk_extent(value: object, found: Mapping[str, Any]) -> int:
-    if value == "auto":
-        pages = int(found["capacity"]) // 16 // HUGE_PAGE_BYTES
-        return min(max(pages * HUGE_PAGE_BYTES, EXTENT_BYTES_MIN), EXTENT_BYTES_MAX)
-    return _read_extent(value, found)
-
-
-def _read_socket(value: object, _found: Mapping[str, Any]) -> str:
-    expected = 'an absolute path such as "/run/kvstore/kvstore.sock"'
-    path = text_of(value, expected).removeprefix("unix://")
-    if not path.startswith("/") or path.endswith("/") or "\0" in path:
-        raise ConfigError(f"expected {expected}, found {shown(value)}")
-    if len(path.encode()) > SOCKET_PATH_BYTES_MAX:
-        raise ConfigError(
-            f"expected at most {SOCKET_PATH_BYTES_MAX} bytes, the system's limit for a socket "
-            f"path, found {len(path.encode())}"
-        )
-    return path
-
-
-def _read_address(value: object, _found: Mapping[str, Any]) -> dict[str, Any] | None:
-    expected = f'"host:port" with a port up to {PORT_MAX}, such as "127.0.0.1:9400", or "" for none'
-    text = text_of(value, expected)
-    if not text:
-        return None
-    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})", text, re.ASCII)
-    if match is None or int(match[2]) > PORT_MAX:
-        raise ConfigError(f"expected {expected}, found {shown(value)}")
-    return {"host": match[1].strip("[]"), "port": int(match[2])}
-
-
-def _read_listen(value: object, found: Mapping[str, Any]) -> dict[str, Any]:
-    address = _read_address(value, found)
-    if address is None:
-        raise ConfigError('expected "host:port", such as "127.0.0.1:9500", found ""')
-    with contextlib.suppress(ValueError):  # a name
-        if ipaddress.ip_address(address["host"]).is_unspecified:
-            raise ConfigError(
-                "expected the address that other stores reach this one by, since they are told it, "
-                f'such as "10.0.0.5:9500", found {shown(value)}'
-            )
-    return address
-
-
-def _read_landing(value: object, _found: Mapping[str, Any]) -> int:
-    landing_bytes = parse_bytes(value)
-    if landing_bytes < HUGE_PAGE_BYTES:
-        raise ConfigError(f"expected at least 2MiB, found {shown(value)}")
-    return landing_bytes
-
-
-def _read_devices(value: object, _found: Mapping[str, Any]) -> str:
-    expected = 'names of network devices such as "lo" or "eth0,eth1"'
-    devices = text_of(value, expected)
-    if not re.fullmatch(r"[\w.:-]+(,[\w.:-]+)*", devices, re.ASCII):
-        raise ConfigError(f"expected {expected}, found {shown(value)}")
-    return devices
-
-
-def _read_capacity(value: object, _found: Mapping[str, Any]) -> int:
-    capacity_bytes = parse_bytes(value)
-    if capacity_bytes < EXTENT_BYTES_MIN:
-        raise ConfigError(f"expected at least 16MiB (one extent), found {shown(value)}")
-    return capacity_bytes
-
-
-def _read_extent(value: object, found: Mapping[str, Any]) -> int:
-    capacity_bytes: int = found["capacity"]
-    if value == "auto":
-        pages = round(capacity_bytes / 8 / HUGE_PAGE_BYTES)
-        return min(max(pages * HUGE_PAGE_BYTES, EXTENT_BYTES_MIN), EXTENT_BYTES_MAX)
-    extent_bytes = parse_bytes(value)
-    if extent_bytes == 0 or extent_bytes % HUGE_PAGE_BYTES or extent_bytes > capacity_bytes:
-        raise ConfigError(
-            'expected "auto" or a multiple of 2MiB (a huge page) up to the capacity '
-            f"({capacity_bytes} bytes), found {shown(value)}"
-        )
-    return extent_bytes
-
-
-def _read_credit(value: object, found: Mapping[str, Any]) -> int:
-    capacity_bytes: int = found["capacity"]
-    if value is None:
-        return min(CREDIT_BYTES_DEFAULT, capacity_bytes // 4)
-    return _part(parse_bytes(value), value, capacity_bytes)
-
-
-def _read_leased(value: object, found: Mapping[str, Any]) -> int:
-    capacity_bytes: int = found["capacity"]
-    percent = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *%", str(value).strip(), re.ASCII)
-    if percent:
-        return _part(int(capacity_bytes * Fraction(percent[1]) / 100), value, capacity_bytes)
-    try:
-        leased_bytes = parse_bytes(value)
-    except ConfigError as exc:
-        raise ConfigError(str(exc).replace("expected ", 'expected "25%" or ', 1)) from None
-    return _part(leased_bytes, value, capacity_bytes)
-
-
-def _part(part_bytes: int, value: object, capacity_bytes: int) -> int:
-    if not 0 < part_bytes <= capacity_bytes:
-        raise ConfigError(
-            f"expected more than 0 and at most the capacity ({capacity_bytes} bytes), "
-            f"found {shown(value)}"
-        )
-    return part_bytes
-
-
-def _read_lease(value: object, _found: Mapping[str, Any]) -> int:
-    lease_ns = parse_duration_ns(value)
-    if lease_ns == 0:
-        raise ConfigError(f"expected more than 0, found {shown(value)}: no hit could be loaded")
-    return lease_ns
-
-
-def _read_backlog(value: object, _found: Mapping[str, Any]) -> int:
-    backlog_ns = parse_duration_ns(value)
-    if backlog_ns == 0:
-        raise ConfigError(f"expected more than 0, found {shown(value)}: nothing could be written")
-    return backlog_ns
-
-
-def _read_defer(value: object, _found: Mapping[str, Any]) -> int:
-    return parse_duration_ns(value)
-
-
-def _read_limit(value: object, _found: Mapping[str, Any]) -> int:
-    limit_ns = parse_duration_ns(value)
-    if limit_ns == 0:
-        raise ConfigError(f"expected more than 0, found {shown(value)}: no load could end")
-    return limit_ns
-
-
-def _read_class(value: object, _found: Mapping[str, Any]) -> str:
-    expected = 'a dotted name such as "package.module:Class"'
-    text = text_of(value, expected)
-    module, colon, name = text.partition(":") if ":" in text else text.rpartition(".")
-    if not (colon and name.isidentifier() and all(p.isidentifier() for p in module.split("."))):
-        raise ConfigError(f"expected {expected}, found {shown(value)}")
-    return f"{module}:{name}"
-
-
-def _read_tier_name(value: object, _found: Mapping[str, Any]) -> str:
-    expected = "a label of lower-case letters, digits and _"
-    name = text_of(value, expected)
-    if not re.fullmatch(r"[a-z][a-z0-9_]{0,31}", name):
-        raise ConfigError(f"expected {expected} (up to 32, a letter first), found {shown(value)}")
-    if name in RESERVED_TIER_NAMES:
-        raise ConfigError(f'expected another name than "{name}", which is taken by the store')
-    return name
-
-
-def _read_options(value: object, _found: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"expected a table, found {shown(value)}")
-    return value
-
-
-SERVER = {
-    "socket": Setting(_read_socket, "/run/kvstore/kvstore.sock"),
-    "metrics": Setting(_read_address, "127.0.0.1:9400"),
-    "allow": Setting(read_users, []),
-}
-CPU = {
-    "capacity": Setting(_read_capacity, Required('capacity = "8GiB"')),
-    "extent": Setting(_read_extent, "auto"),
-    "numa": optional(whole_number(0, NODE_MAX)),
-}
-ENGINE = {
-    "credit": Setting(_read_credit, None),
-    "lease": Setting(_read_lease, "30s"),
-    "leased": Setting(_read_leased, "25%"),
-    "defer": Setting(_read_defer, "100ms"),
-    "promote": Setting(_read_defer, "2s"),
-    "promote_limit": Setting(_read_limit, "60s"),
-}
-NVME = {
-    "path": Setting(_read_folder, Required('path = "/nvme/kv"')),
-    "capacity": Setting(_read_disk_capacity, Required('capacity = "200GiB"')),
-    "extent": Setting(_read_disk_extent, "auto"),
-    "durability": Setting(_read_defer, "1s"),
-    "threads": Setting(whole_number(1, THREADS_MAX), 4),
-    "mover": Setting(_read_mover, "threads"),
-    "backlog": Setting(_read_backlog, "10s"),
-    "write_budget": optional(_read_budget),
-}
-TIER = {
-    "class": Setting(_read_class, Required('class = "package.module:Class"')),
-    "name": Setting(_read_tier_name, Required('name = "disk"')),
-    "options": Setting(_read_options, {}),
-    "backlog": Setting(_read_backlog, "10s"),
-}
-PEER = {
-    "listen": Setting(_read_listen, "127.0.0.1:0"),
-    "key": optional(_read_folder),
-    "held": Setting(_read_leased, "25%"),
-    "landing": Setting(_read_landing, "64MiB"),
-    "devices": Setting(_read_devices, "lo"),
-    "eager": Setting(read_flag, True),
-}
+    return read_socket(value, {})

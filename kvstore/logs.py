@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from kvstore.units import one_line
+from kvstore.text import one_line
 
 LINE_MAX = 2000
 """Characters of a message; no honest one is as long."""

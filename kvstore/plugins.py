@@ -1,4 +1,4 @@
-"""Classes that the configuration, or a layer below, names: loaded by their dotted names."""
+"""Tiers of third parties: their classes are loaded by the dotted names in the configuration."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from kvstore.core.tier import Tier
 _VERBS = sorted(name for name in vars(Tier) if not name.startswith("_") and name != "name")
 
 
-def find_class(dotted: str) -> Any:  # noqa: ANN401 - whatever the name stands for
-    """Import "package.module:Class". Raises ConfigError naming what is missing."""
+def find_class(dotted: str) -> Any:  # noqa: ANN401 - any object can have the name
+    """Import "package.module:Class". Raises ConfigError with the reason why it cannot."""
     module, _, name = dotted.partition(":")
     try:
         return getattr(import_module(module), name)
-    except (Exception, SystemExit) as exc:  # it is somebody else's code: whatever it raises
+    except (Exception, SystemExit) as exc:  # an import runs the module, which may raise anything
         raise ConfigError(f"{dotted!r} cannot be loaded: {exc}") from exc
 
 
 def find_tier(name: str, dotted: str) -> Any:  # noqa: ANN401 - a class that makes tiers
-    """Import the class of a `[[tier]]`. Raises ConfigError for what is no tier's."""
+    """Import the class of a `[[tier]]`. Raises ConfigError for an object that is no such class."""
     found = find_class(dotted)
     if not isinstance(found, type):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Where commands print their tables."""
+"""How commands print tables and progress."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _WIDE = 10_000  # columns, more than any table has
 
 
 def output() -> Console:
-    """Return standard output for tables: as wide as the terminal is, and whole in a pipe or file.
+    """Return standard output for tables: as wide as the terminal, and unlimited in a pipe or file.
 
-    Without a terminal rich takes 80 columns and cuts off what does not fit.
+    Without a terminal rich assumes 80 columns and cuts off the rest of a row.
     """
     console = Console()
     return console if console.is_terminal else Console(width=_WIDE)
@@ -22,7 +22,7 @@ def output() -> Console:
 
 @contextlib.contextmanager
 def share() -> Iterator[Callable[[float, str], None]]:
-    """Show on a terminal what is going on and which share of it is done."""
+    """Show progress on a terminal; call the result with the share that is done, and a text."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description:<40}"), BarColumn(), TaskProgressColumn())
     with Progress(

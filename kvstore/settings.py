@@ -1,62 +1,89 @@
-"""How a section of settings is read: one small function reads one setting.
+"""How a setting is declared, and how a section of the settings is read.
 
-So that an error can name file, section, setting, what was found and what was expected.
+A section is a struct; each of its fields is one setting, declared once:
+
+    lease_ns: Annotated[int, Setting(duration(zero="no hit could be loaded"), "30s")]
+    "How long the blocks of a hit stay pinned ..."
+
+From the declaration follow the values that a file may have, the suggestion for a wrong name, the
+error that names the found and the expected value, and the row in docs/reference/config.md (a test
+compares them). The name in the file is the field's without its unit.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
 from kvstore.core.errors import ConfigError
-from kvstore.units import shown
+from kvstore.text import shown
+from kvstore.units import QUANTITY_MAX, parse_bytes, parse_duration_ns, sized
 
-# Raw value and the settings read before it (those of the store's capacity, too), to the value.
+# From a value in the file, and the settings read before it, to the value of the field.
 Reader = Callable[[Any, Mapping[str, Any]], Any]
 
 
-class Required(msgspec.Struct, frozen=True):
-    """Instead of a default: an example for the error message."""
-
-    example: str
-
-
 class Setting(msgspec.Struct, frozen=True):
-    """How one setting is read; the default is read like a given value."""
+    """How one setting is read, and its default.
+
+    default: a value as in a file, or a function that makes one from the settings read before. With
+        None the setting may be left out, and its field is None.
+    default_text: the default in words, for the reference, where it depends on something.
+    required: an example; the setting has to be given, and has no default.
+    """
 
     read: Reader
-    default: Any
+    default: Any = None
+    default_text: str = ""
+    required: str = ""
 
 
-def section_of(table: Mapping[str, Any], name: str, source: str) -> Mapping[str, Any]:
-    """Return a table of the file, empty when left out."""
-    found = table.get(name, {})
-    if not isinstance(found, dict):
-        raise ConfigError(f"{source}: expected a table [{name}], found {shown(found)}")
-    return found
+def _name_in_file(field: str) -> str:
+    return re.sub("_(bytes|ns|name)$", "", field)
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=_name_in_file):
+    """Settings that stand together; a subclass declares them."""
+
+
+S = TypeVar("S", bound=Section)
+
+
+@cache
+def settings_of(kind: type[Section]) -> dict[str, Setting]:
+    """Return a section's settings by their names in the file, in the order they are read."""
+    hints = get_type_hints(kind, include_extras=True)
+    fields = msgspec.structs.fields(kind)
+    return {field.encode_name: hints[field.name].__metadata__[0] for field in fields}
 
 
 def read_section(
-    table: Mapping[str, Any],
-    settings: Mapping[str, Setting],
-    where: str,
-    given: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Read all settings of one section, in the table's order; given is known from before."""
+    kind: type[S], table: object, where: str, given: Mapping[str, Any] | None = None
+) -> S:
+    """Read a section from its table; given: settings of other sections that readers need."""
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where}: expected a table, found {shown(table)}")
+    settings = settings_of(kind)
     refuse_unknown(table, settings, where)
     found: dict[str, Any] = {}
     for name, setting in settings.items():
-        raw = table.get(name, setting.default)
-        if isinstance(raw, Required):
-            raise ConfigError(f"{where} {name}: is required and missing, for example {raw.example}")
+        if setting.required and name not in table:
+            example = f"{name} = {shown(setting.required)}"
+            raise ConfigError(f"{where} {name}: is required and missing, for example {example}")
+        known = {**(given or {}), **found}
+        default = setting.default(known) if callable(setting.default) else setting.default
+        raw = table.get(name, default)
         try:
-            found[name] = setting.read(raw, {**(given or {}), **found})
+            absent = raw is None and default is None
+            found[name] = None if absent else setting.read(raw, known)
         except ConfigError as exc:
             raise ConfigError(f"{where} {name}: {exc}") from None
-    return found
+    return kind(**{field.name: found[field.encode_name] for field in msgspec.structs.fields(kind)})
 
 
 def refuse_unknown(table: Mapping[str, Any], known: Collection[str], where: str) -> None:
@@ -68,22 +95,25 @@ def refuse_unknown(table: Mapping[str, Any], known: Collection[str], where: str)
             raise ConfigError(f"{where}: unknown {name}; {hint}")
 
 
-def text_of(value: object, expected: str) -> str:
-    """Return what has to be text."""
-    if not isinstance(value, str):
-        raise ConfigError(f"expected {expected}, found {shown(value)}")
-    return value
+# Readers, and functions that make readers
 
 
-def read_flag(value: object, _found: Mapping[str, Any]) -> bool:
-    """Return what has to be true or false."""
+def flag(value: object, _found: Mapping[str, Any]) -> bool:
+    """Read true or false."""
     if not isinstance(value, bool):
         raise ConfigError(f"expected true or false, found {shown(value)}")
     return value
 
 
+def table_of_any(value: object, _found: Mapping[str, Any]) -> dict[str, Any]:
+    """Read a table with any names."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"expected a table, found {shown(value)}")
+    return value
+
+
 def whole_number(least: int, most: int) -> Reader:
-    """Make what reads a whole number from least to most."""
+    """Read a whole number from least to most."""
 
     def read(value: object, _found: Mapping[str, Any]) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -95,6 +125,44 @@ def whole_number(least: int, most: int) -> Reader:
     return read
 
 
-def optional(read: Reader) -> Setting:
-    """Make a setting that may be left out, and is None then."""
-    return Setting(lambda value, found: None if value is None else read(value, found), None)
+def choice(*names: str) -> Reader:
+    """Read one of these names."""
+    return matching("|".join(names), " or ".join(f'"{name}"' for name in names))
+
+
+def matching(pattern: str, expected: str) -> Reader:
+    """Read text that the pattern matches as a whole."""
+
+    def read(value: object, _found: Mapping[str, Any]) -> str:
+        if not isinstance(value, str) or not re.fullmatch(pattern, value, re.ASCII | re.DOTALL):
+            raise ConfigError(f"expected {expected}, found {shown(value)}")
+        return value
+
+    return read
+
+
+def size(least_bytes: int, most_bytes: int = QUANTITY_MAX, of: str = "") -> Reader:
+    """Read a size; of: what the least one is, for the error."""
+    least, most = (sized(count).replace(" ", "") for count in (least_bytes, most_bytes))
+
+    def read(value: object, _found: Mapping[str, Any]) -> int:
+        found_bytes = parse_bytes(value)
+        if found_bytes < least_bytes:
+            raise ConfigError(f"expected at least {least}{of}, found {shown(value)}")
+        if found_bytes > most_bytes:
+            raise ConfigError(f"expected at most {most}, found {shown(value)}")
+        return found_bytes
+
+    return read
+
+
+def duration(zero: str = "") -> Reader:
+    """Read a duration; zero: why it has to be more than 0, if it has to."""
+
+    def read(value: object, _found: Mapping[str, Any]) -> int:
+        found_ns = parse_duration_ns(value)
+        if zero and found_ns == 0:
+            raise ConfigError(f"expected more than 0, found {shown(value)}: {zero}")
+        return found_ns
+
+    return read

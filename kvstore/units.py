@@ -1,25 +1,26 @@
-"""Sizes and durations as people write them, and how values are shown in errors."""
+"""Sizes and durations: how people write them, and how sizes are shown."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
 from fractions import Fraction
 
 from kvstore.core.errors import ConfigError
+from kvstore.text import shown
 
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
+TIB = 1 << 40
 
 _BYTE_UNITS = {
     "B": 1,
     "KiB": KIB,
     "MiB": MIB,
     "GiB": GIB,
-    "TiB": 1 << 40,
+    "TiB": TIB,
     "KB": 10**3,
     "MB": 10**6,
     "GB": 10**9,
@@ -35,7 +36,6 @@ _DURATION_UNITS_NS = {
 
 # What the system's own interfaces take as a size.
 QUANTITY_MAX = 2**63 - 1
-_SHOWN_MAX = 80  # characters: a part of one line
 
 
 def parse_bytes(value: object) -> int:
@@ -68,37 +68,9 @@ def _quantity(value: object, units: Mapping[str, int], expected: str, plain: int
     return amount
 
 
-def one_line(text: str, length_max: int) -> str:
-    """Escape what is not printable, line ends and terminal codes among it, and cut what is long."""
-    rest = len(text) - length_max
-    if rest > 0:
-        text = text[:length_max]
-    if not text.isprintable():
-        text = "".join(
-            char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
-            for char in text
-        )
-    return f"{text}... ({rest} more characters)" if rest > 0 else text
-
-
-def shown(value: object) -> str:
-    """Show a value as its file would, short enough for one line."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        text = one_line(json.dumps(value[:_SHOWN_MAX], ensure_ascii=False), _SHOWN_MAX * 10)
-    elif isinstance(value, dict):
-        text = "a table"
-    elif isinstance(value, list):
-        text = "a list"
-    else:
-        text = str(value)
-    return text if len(text) <= _SHOWN_MAX else text[: _SHOWN_MAX - 3] + "..."
-
-
 def sized(count: int) -> str:
     """Show bytes with the largest unit that leaves no long fraction."""
-    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+    for unit, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if count >= size:
             return f"{count / size:.1f}".removesuffix(".0") + f" {unit}"
     return f"{count} B"

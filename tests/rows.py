@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 CONTRACT = ROOT / "docs" / "reference" / "contract.md"
-COLLECTED = ("test_*.py", "conformance.py")
+COLLECTED = ("tests/**/test_*.py", "tests/conformance.py", "kvstore/testing/*.py")
 
 _LATER = "## Not yet"
 _ROW = re.compile(r"^\| ([A-Z]\d+) \| .+ \|$", re.MULTILINE)
@@ -68,7 +68,7 @@ def problems(rows: list[str], later: set[str], tests: Mapping[str, list[str]]) -
 
 def read() -> tuple[list[str], set[str], dict[str, list[str]]]:
     """Return rows, those for later, and tests by row, of this repository."""
-    files = sorted({path for name in COLLECTED for path in (ROOT / "tests").rglob(name)})
+    files = sorted({path for pattern in COLLECTED for path in ROOT.glob(pattern)})
     names = [name for path in files for name in names_of(path.read_text(encoding="utf-8"))]
     rows, later = rows_of(CONTRACT.read_text(encoding="utf-8"))
     return rows, later, by_row(names)

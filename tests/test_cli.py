@@ -42,59 +42,44 @@ def config(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
-COMMANDS = (*("serve", "check", "stats", "clear", "resize", "keygen", "fsck"),)
+COMMANDS = ("serve", "check", "stats", "clear", "resize", "keygen", "fsck")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_with_an_example(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def ended(run: Callable[[list[str]], int], arguments: list[str]) -> object:
+    """The status that argparse ends a command with."""
     with pytest.raises(SystemExit) as exit_info:
-        cli.main([command, "--help"])
-    assert exit_info.value.code == 0
+        run(arguments)
+    return exit_info.value.code
+
+
+def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in COMMANDS:
+        assert ended(cli.main, [command, "--help"]) == 0
+        assert re.search(rf"examples?:\n  kvstore {command}", capsys.readouterr().out)
+    assert ended(cli.main, ["--help"]) == 0
     out = capsys.readouterr().out
-    assert re.search(rf"examples?:\n  kvstore {command}", out)
+    assert "examples:\n  kvstore " in out
+    assert not [command for command in COMMANDS if f"\n    {command} " not in out]
 
 
-def test_the_main_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["--help"])
-    out = capsys.readouterr().out
-    assert all(f"\n    {command} " in out for command in COMMANDS)
+def test_wrong_arguments_end_with_status_2() -> None:
+    plain_check = ["check", "--config", "x", "--seconds", "20"]
+    for arguments in ([], ["stats"], ["serve"], ["check"], plain_check):
+        assert ended(cli.main, arguments) == 2
+    for arguments in ([], ["nothing"], ["attach", "--pairs", "0"]):
+        assert ended(bench.main, arguments) == 2
 
 
-@pytest.mark.parametrize("arguments", [[], ["stats"], ["serve"]])
-def test_wrong_arguments_end_with_status_2(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main(arguments)
-    assert exit_info.value.code == 2
-
-
-@pytest.mark.parametrize("arguments", [[], ["nothing"], ["attach", "--pairs", "0"]])
-def test_wrong_arguments_of_a_benchmark_end_with_status_2(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        bench.main(arguments)
-    assert exit_info.value.code == 2
-
-
-@pytest.mark.parametrize("command", ["serve", "check"])
 def test_a_wrong_setting_is_one_line_and_status_2(
-    command: str, config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = config(more="extend = 1")
-    assert cli.main([command, "--config", str(path)]) == 2
-    found = capsys.readouterr()
-    assert found.err == (f"kvstore: error: {path}: [cpu]: unknown extend; did you mean extent?\n")
-
-
-@pytest.mark.parametrize("command", ["serve", "check"])
-def test_a_tier_that_cannot_be_loaded_is_named(
-    command: str, config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = config(more='[[tier]]\nclass = "no.such:Tier"\nname = "disk"')
-    assert cli.main([command, "--config", str(path)]) == 2
-    found = capsys.readouterr()
-    assert "no.such" in found.out + found.err
+    for command in ("serve", "check"):
+        assert cli.main([command, "--config", str(path)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"kvstore: error: {path}: [cpu]")
+        assert "extend" in line
+        assert "did you mean extent?" in line
 
 
 def test_check_says_what_a_store_would_do(
@@ -112,6 +97,24 @@ def test_check_says_what_a_store_would_do(
     ):
         assert text in out
     assert not (path.parent / "kv.sock").exists()
+
+
+def test_check_prints_the_same_as_json(
+    config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = '[[tier]]\nclass = "no.such:Tier"\nname = "disk"'
+    for more, status in (("", 0), (wrong, 2)):
+        path = str(config(more=more))
+        assert cli.main(["check", "--config", path]) == status
+        lines = capsys.readouterr().out.splitlines()
+        assert cli.main(["check", "--config", path, "--json"]) == status
+        rows = json.loads(capsys.readouterr().out)
+        found = [line.split(maxsplit=1)[0] for line in lines]
+        assert [row["level"] for row in rows] == found
+        assert all(row["what"] in line for row, line in zip(rows, lines, strict=True))
+        assert [row["what"] for row in rows if row["level"] == "fail"] == ["tier disk"] * (
+            status // 2
+        )
 
 
 def test_S5_check_notes_that_the_capacity_is_not_there(
@@ -207,19 +210,18 @@ def test_clear_answers_with_what_stays(
     assert capsys.readouterr().out.startswith("cleared; 0 blocks are in use")
 
 
-@pytest.mark.parametrize("command", ["stats", "clear"])
-def test_nobody_at_the_address_is_one_line_and_status_1(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_address_without_a_store_is_one_line_and_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([command, "--store", f"unix://{tmp_path}/none.sock"]) == 1
-    err = capsys.readouterr().err
-    assert err == (
-        f"kvstore: error: no store answers at unix://{tmp_path}/none.sock:"
-        " No such file or directory\n"
-    )
+    address = f"unix://{tmp_path}/none.sock"
+    for command in ("stats", "clear"):
+        assert cli.main([command, "--store", address]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert address in line
+        assert "No such file or directory" in line
 
 
-def test_an_address_that_is_none_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_address_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["stats", "--store", "localhost:9400"]) == 2
     assert "absolute path" in capsys.readouterr().err
 

@@ -1,22 +1,28 @@
 """The documentation against the code: its examples are read, its tables are complete."""
 
 import ast
+import inspect
+import itertools
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from connectors import config as extra
 from kvstore import cli, config
 from kvstore.metrics import TABLE
 from kvstore.plugins import find_class
-from kvstore.settings import Required
+from kvstore.settings import Section, Setting, settings_of
 from kvstore.wire import engine
 from tests import rooms
 from tests.bench import __main__ as bench
@@ -25,16 +31,16 @@ from tests.bench.report import Result, as_json
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
-SECTIONS = {
-    "[server]": config.SERVER,
-    "[cpu]": config.CPU,
-    "[engine]": config.ENGINE,
-    "[nvme]": config.NVME,
-    "[peer]": config.PEER,
-    "[[tier]]": config.TIER,
-    "kv_connector_extra_config": extra._EXTRA,
+SECTIONS: dict[str, type[Section]] = {
+    "[server]": config.ServerConfig,
+    "[cpu]": config.CpuConfig,
+    "[engine]": config.EngineConfig,
+    "[nvme]": config.NvmeConfig,
+    "[peer]": config.PeerConfig,
+    "[[tier]]": config.TierConfig,
+    "kv_connector_extra_config": extra.ExtraConfig,
 }
-LANGUAGES = {"", "json", "promql", "sh", "toml"}  # tests/test_prometheus.py
+LANGUAGES = {"", "json", "promql", "python", "sh", "toml"}  # tests/test_prometheus.py
 
 
 def text(name: str) -> str:
@@ -77,8 +83,29 @@ def test_json_is_read(block: str) -> None:
         check_transfer_config(table)
 
 
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A folder with the files that the pages show: blocks that begin with their name."""
+    for block in blocks("python"):
+        name = re.match(r"# (\w+\.py)\n", block.values[0])
+        assert name, "a block of Python without the name of its file"
+        (tmp_path / name[1]).write_text(block.values[0], encoding="utf-8")
+    return tmp_path
+
+
+def test_a_tier_that_is_shown_keeps_the_contract(files: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_folder_tier.py"],
+        cwd=files, capture_output=True, text=True, check=False, timeout=600,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"^\d+ passed", done.stdout, re.MULTILINE)
+
+
 @pytest.mark.parametrize("block", blocks("toml"))
-def test_toml_is_a_configuration(block: str) -> None:
+def test_toml_is_a_configuration(block: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(files))
     found = config.parse(tomllib.loads("\n".join(line.strip() for line in block.splitlines())))
     for tier in found.tiers:
         assert callable(find_class(tier.class_name))
@@ -114,17 +141,38 @@ def rows(page: str, heading: str) -> dict[str, list[str]]:
     return found
 
 
+def default_of(setting: Setting) -> str:
+    """A default, as the reference has it."""
+    if setting.required:
+        return "required"
+    if setting.default_text:
+        return setting.default_text
+    return "none" if setting.default is None else f"`{json.dumps(setting.default)}`"
+
+
+def reasons_of(kind: type[Section]) -> dict[str, str]:
+    """What each field of a section is and why, in one line: the text below its declaration."""
+    (declared,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(declared, ast.ClassDef)
+    found = {}
+    for field, text in itertools.pairwise(declared.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            found[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
+    return found
+
+
 @pytest.mark.parametrize("section", SECTIONS)
-def test_every_setting_is_explained_with_its_default(section: str) -> None:
-    found = rows("docs/reference/config.md", section)
-    assert list(found) == list(SECTIONS[section])
-    for name, setting in SECTIONS[section].items():
-        default = found[name][0]
-        if isinstance(setting.default, Required):
-            assert default == "required"
-        elif setting.default is not None:  # others are computed, and said in words
-            shown = json.dumps(setting.default)
-            assert default == f"`{shown}`", name
+def test_every_setting_is_explained_as_it_is_declared(section: str) -> None:
+    kind = SECTIONS[section]
+    reasons, settings = reasons_of(kind), settings_of(kind)
+    declared = [
+        f"| `{field.encode_name}` | {default_of(settings[field.encode_name])} |"
+        f" {reasons.get(field.name)} |"
+        for field in msgspec.structs.fields(kind)
+    ]
+    body = text("docs/reference/config.md").partition(f"\n## {section}\n")[2]
+    rows = [line for line in body.partition("\n## ")[0].splitlines() if line.startswith("| `")]
+    assert rows == declared
 
 
 def test_every_metric_is_explained() -> None:

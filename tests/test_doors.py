@@ -24,7 +24,7 @@ from kvstore.config import parse
 from kvstore.core.errors import ConfigError
 from kvstore.listener import listen, taken
 from kvstore.store import admin
-from kvstore.units import shown
+from kvstore.text import shown
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.harness.live import LiveEngine, LiveStore, eventually

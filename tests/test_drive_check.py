@@ -187,7 +187,7 @@ def test_a_drive_that_does_not_answer_is_left(
     ("arguments", "expected"),
     [
         (["check"], "expected --config FILE, or --disk"),
-        (["check", "--config", "x.toml", "--json"], "found no --disk"),
+        (["check", "--config", "x.toml", "--seconds", "20"], "found no --disk"),
         (["check", "--disk", "--config", "x.toml", "--path", "."], "found both"),
         (["check", "--disk", "--seconds", "1"], "expected a whole number from 5 to 600, found '1'"),
     ],

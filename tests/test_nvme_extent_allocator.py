@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvstore import config
 from kvstore.config import NvmeConfig
@@ -227,7 +228,7 @@ def test_a_change_that_just_missed_a_commit_waits_for_the_window_once(
 
 
 def test_an_idle_store_commits_when_the_window_ends(folder: Path) -> None:
-    settings = NvmeConfig(str(folder), 64 * MIB, 2 * MIB, durability_ns=500_000_000, threads=2)
+    settings = replace(settings_for(folder), durability_ns=500_000_000)
     with shelf(settings) as found:
         found.put(1, 0, 1)
         while found.disk.busy:
@@ -261,7 +262,7 @@ def test_the_server_polls_when_the_disk_asks_for_it(
 
 
 def test_a_disk_that_takes_no_writes_does_not_ask_to_be_polled_for_a_commit(folder: Path) -> None:
-    settings = NvmeConfig(str(folder), 64 * MIB, 2 * MIB, durability_ns=1, threads=2)
+    settings = replace(settings_for(folder), durability_ns=1)
     with shelf(settings) as found:
         found.put(1, 0, 1)
         found.settle()

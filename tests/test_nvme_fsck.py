@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import lmdb
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvstore import cli
 from kvstore.config import NvmeConfig
@@ -106,7 +107,7 @@ def test_a_clean_directory_is_in_order_and_stays_as_it_is(settings: NvmeConfig) 
 @pytest.mark.parametrize("slot_bytes", [4096, 5000, 100_000, 6_000_000])
 def test_any_block_size_and_several_namespaces(tmp_path: Path, slot_bytes: int) -> None:
     settings = settings_for(tmp_path / "kv", 256 << 20)
-    settings = NvmeConfig(settings.path, 256 << 20, 32 << 20, settings.durability_ns, 2)
+    settings = replace(settings, capacity_bytes=256 << 20, extent_bytes=32 << 20)
     for number, namespace in enumerate(("aaaaaaaaaaaa", "bbbbbbbbbbbb")):
         with shelf(settings, namespace, slot_bytes=slot_bytes if number else 8192) as made:
             made.put(1, 0, 9 if slot_bytes < 1 << 20 else 3)

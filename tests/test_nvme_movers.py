@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from kvstore.config import MOVERS, NvmeConfig
 from kvstore.core.errors import ConfigError
 from tests.conformance import CheckedMove, MoverContract
-from tests.harness.nvme_blocks import MIB, key, shelf
+from tests.harness.nvme_blocks import MIB, key, settings_for, shelf
 from tiers.nvme import NvmeDisk, nixl_mover
 from tiers.nvme.block_io import Mover, ThreadMover, mover_of, writers_of
 from tiers.nvme.files import ExtentFile
@@ -48,7 +49,7 @@ class TestNixl(MoverContract):
 
 
 def disk_with(path: Path, mover: str, threads: int = 4, extent: int = 2 * MIB) -> NvmeConfig:
-    return NvmeConfig(str(path), 64 * MIB, extent, 20_000_000, threads, mover)
+    return replace(settings_for(path), extent_bytes=extent, threads=threads, mover=mover)
 
 
 @pytest.mark.parametrize(("mover", "kind"), [("threads", ThreadMover), ("nixl", NixlMover)])

@@ -15,9 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from kvstore.config import NvmeConfig
 from kvstore.core.types import BlockKey
+from tests.harness import nvme_blocks
 from tests.harness.nvme_load import Load, Name, names_of, path_to
 from tests.harness.nvme_platter import DELAY_S, ChildHere, Platter
 from tiers.nvme import NvmeDisk
@@ -46,7 +48,12 @@ NAMES = {key: name for n in range(len(SLOT_BYTES)) for key, name in names_of(n).
 
 
 def settings_for(path: Path, capacity_bytes: int) -> NvmeConfig:
-    return NvmeConfig(str(path), capacity_bytes, MIB // 4, int(WINDOW_S * 1e9), threads=3)
+    return replace(
+        nvme_blocks.settings_for(path, capacity_bytes),
+        extent_bytes=MIB // 4,
+        durability_ns=int(WINDOW_S * 1e9),
+        threads=3,
+    )
 
 
 class Campaign:

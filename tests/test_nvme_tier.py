@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from kvstore.config import MOVERS, NvmeConfig
 from kvstore.core.errors import BlockCorrupt, ConfigError, TierIOError
 from kvstore.core.tier import Tier, TierContext
-from tests.conformance import TierContract
+from kvstore.testing import TierContract
 from tests.harness.nvme_blocks import MIB, SLOT_BYTES, content, disk_bytes, key, settings_for, shelf
 from tiers.nvme import NvmeDisk, disk, health
 

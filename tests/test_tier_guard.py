@@ -16,7 +16,7 @@ from kvstore.core.tier import Telling, Tier
 from kvstore.core.types import BlockKey, JobId, JobKind, LookupResult, Slot, TransferJob
 from kvstore.store import admin
 from kvstore.store.tier_guard import Plugin, _Lent
-from tests.conformance import SLOT_BYTES, ArrayMemory, key
+from kvstore.testing import SLOT_BYTES, ArrayMemory, key
 from tests.harness import bad_tiers
 from tests.harness.fakes import hashes
 from tests.harness.live import LiveEngine, LiveStore, engine, eventually

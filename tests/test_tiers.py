@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,22 @@ import pytest
 from kvstore import config
 from kvstore.check import require
 from kvstore.core.errors import ConfigError, TierFull
-from kvstore.core.tier import Tier, TierContext
+from kvstore.core.tier import SlotMemory, Tier, TierContext
 from kvstore.core.tiering import Tiering
 from kvstore.core.types import BlockKey, JobKind, JobResult, LookupResult, Slot
 from kvstore.plugins import find_class
+from kvstore.testing import (
+    SLOT_BYTES,
+    ArrayMemory,
+    ReadOnlyTierContract,
+    TierContract,
+    content,
+    finish,
+    key,
+)
 from kvstore.wire import engine as p
-from tests.conformance import SLOT_BYTES, ArrayMemory, TierContract, content, finish, key
 from tests.harness.fakes import HeapPool, Town, blocks, from_u32, hashes, keys_of, settings
+from tests.harness.handover_pair import Pair
 from tests.harness.live import LiveStore, engine, eventually
 from tests.reference.faulty_tier import FaultyTier
 from tests.reference.memory_tier import MemoryTier
@@ -80,7 +90,7 @@ class TestDirectoryTier(TierContract):
     def test_O15_a_damaged_file_fails_its_load(
         self, tier: Tier, memory: ArrayMemory, tmp_path: Path
     ) -> None:
-        self.put(tier, memory, [1])
+        self.stock(tier, memory, [1])
         (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
         file.write_bytes(file.read_bytes()[:-1] + b"?")
         tier.submit(self.job(1, JobKind.LOAD, [1], [0]))
@@ -91,7 +101,7 @@ class TestDirectoryTier(TierContract):
     def test_blocks_outlive_the_process(
         self, tier: Tier, context: TierContext, memory: ArrayMemory
     ) -> None:
-        self.put(tier, memory, [1])
+        self.stock(tier, memory, [1])
         tier.close()
         again: Tier = import_module("directory_tier").DirectoryTier(context)
         again.submit(self.job(1, JobKind.LOAD, [1], [0]))
@@ -99,6 +109,136 @@ class TestDirectoryTier(TierContract):
         assert memory.view(Slot(0)) == content(1)
         assert again.lookup(key(1)).value == "hit"
         again.close()
+
+
+class PeerTier:
+    """Another store as a tier: a consumer, and the pair of stores that moves when it is polled."""
+
+    def __init__(self, memory: SlotMemory) -> None:
+        self.pair = StockedPair(memory)
+        self.consumer = self.pair.consumer
+        self.name = self.consumer.name
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - a verb of the consumer
+        return getattr(self.consumer, name)
+
+    def poll(self) -> Sequence[JobResult]:
+        self.pair.advance()
+        return self.consumer.poll()
+
+
+class StockedPair(Pair):
+    """Two stores, of which the decode store's slots are the contract's."""
+
+    def __init__(self, memory: SlotMemory) -> None:
+        super().__init__()
+        self.memory = memory
+
+    @property
+    def target(self) -> Any:  # noqa: ANN401 - as much of a namespace as the consumer's work uses
+        return self.memory
+
+    def advance(self) -> None:
+        """Let a turn pass without the decode store, which would take the results."""
+        self.wire.step()
+        self.giver.tick(1)
+        self.prefill.pump()
+        self.producer.tick(self.giver.now_ns)
+        self.consumer.tick(self.giver.now_ns)
+
+    def offer(self, numbers: Sequence[int]) -> None:
+        """Have the prefill store hold these blocks, and the decode store ask for them."""
+        for number in numbers:
+            if self.source.manager.ready(key(number)) is None:
+                self.source.view(Slot(self.prefill.credits[0]))[:] = content(number)
+                self.prefill.put([number.to_bytes(32, "big")])
+        fetch = self.want([number.to_bytes(32, "big") for number in numbers])
+        while self.consumer.offered(fetch) is None:
+            self.advance()
+
+
+class TestPeerTier(ReadOnlyTierContract):
+    """A peer is read, and never written to."""
+
+    @pytest.fixture
+    def tier(self, memory: SlotMemory) -> Iterator[Tier]:
+        made = PeerTier(memory)
+        yield made
+        made.close()
+
+    def stock(self, tier: Tier, memory: SlotMemory, numbers: Sequence[int]) -> None:
+        del memory
+        assert isinstance(tier, PeerTier)
+        tier.pair.offer(numbers)
+
+
+class Repeats(MemoryTier):
+    def poll(self) -> Sequence[JobResult]:
+        return [result for result in super().poll() for _ in range(2)]
+
+
+class Flips(MemoryTier):
+    def poll(self) -> Sequence[JobResult]:
+        self._blocks = {name: block[:-1] + b"?" for name, block in self._blocks.items()}
+        return super().poll()
+
+
+class Spills(MemoryTier):
+    def poll(self) -> Sequence[JobResult]:
+        self._memory.view(Slot(20))[:1] = b"?"
+        return super().poll()
+
+
+class Keeps(MemoryTier):
+    def discard(self, keys: Collection[BlockKey]) -> None:
+        """Forget nothing."""
+
+    def clear(self) -> None:
+        """Forget nothing."""
+
+
+class Stays(MemoryTier):
+    def close(self) -> None:
+        """Go on."""
+
+
+class Wears(MemoryTier):
+    def lookup(self, key: BlockKey) -> LookupResult:
+        found = super().lookup(key)
+        self.discard([key])
+        return found
+
+
+class Invents(MemoryTier):
+    def poll(self) -> Sequence[JobResult]:
+        return [JobResult(result.job_id, result.done, None) for result in super().poll()]
+
+
+BROKEN: dict[type[MemoryTier], str] = {
+    Repeats: "test_each_job_is_reported_exactly_once",
+    Flips: "test_a_block_that_is_here_is_a_hit_and_comes_back_byte_for_byte",
+    Spills: "test_a_load_touches_no_other_slot",
+    Keeps: "test_O17_clear_forgets_every_block",
+    Stays: "test_O17_a_closed_tier_moves_no_bytes",
+    Wears: "test_O5_a_lookup_changes_no_answer",
+    Invents: "test_O15_a_load_of_an_unknown_block_fails_in_its_result",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_the_contract_fails_a_tier_that_breaks_it(kind: type[MemoryTier]) -> None:
+    failed = []
+    for name in (name for name in dir(TierContract) if name.startswith("test_")):
+        memory, contract = ArrayMemory(), TierContract()
+        tier = kind(TierContext("broken", "n", SLOT_BYTES, memory, {}))
+        check = getattr(contract, name)
+        given = {"tier": tier, "memory": memory}
+        try:
+            check(**{needed: given[needed] for needed in signature(check).parameters})
+        except AssertionError:
+            failed.append(name)
+    assert BROKEN[kind] in failed
+    assert "test_the_name_is_a_metric_label" not in failed
 
 
 # In the store
@@ -208,7 +348,7 @@ def test_a_question_about_memory_only_starts_no_reading() -> None:
     coming = live.ask(chain, memory_only=True)
     town.settle(live)
     assert blocks(live.granted[ask]) == [0]
-    assert blocks(live.granted[coming]) == [0], "what is coming is not in memory yet"
+    assert blocks(live.granted[coming]) == [0], "blocks on their way are not in memory yet"
 
 
 def test_O17_a_copy_under_way_at_a_clear_does_not_come_back() -> None:
@@ -225,7 +365,7 @@ def test_O17_a_copy_under_way_at_a_clear_does_not_come_back() -> None:
     assert live.hit(chain).lease == 0
     live.put(chain)
     town.settle(live)
-    assert tier.lookup(name) is LookupResult.HIT, "what is stored after it is kept"
+    assert tier.lookup(name) is LookupResult.HIT, "blocks stored after a clear are kept"
 
 
 def test_O17_a_promotion_under_way_at_a_clear_does_not_come_back() -> None:
@@ -246,7 +386,9 @@ def test_O17_a_promotion_under_way_at_a_clear_does_not_come_back() -> None:
     namespace = next(iter(town.store.namespaces.values()))
     leased = from_u32(granted.hits[0].generations)
     found = [namespace.generations[slot] for slot in from_u32(granted.hits[0].slots)]
-    assert found == [generation + 1 for generation in leased], "whoever waits is told"
+    assert found == [generation + 1 for generation in leased], (
+        "a waiting worker sees the new generation"
+    )
     assert live.hit(chain).lease == 0
 
 
@@ -280,7 +422,7 @@ def test_a_tier_that_does_not_know_yet_is_waited_for_as_long_as_for_a_promotion(
     assert ask not in live.granted
     town.tick(ms=501)
     live.pump()
-    assert blocks(live.granted[ask]) == [0, 1], "the time is over: what is known counts"
+    assert blocks(live.granted[ask]) == [0, 1], "after the wait, the known blocks count"
     again = live.ask(chain)
     town.tick(ms=500)
     found.clear()

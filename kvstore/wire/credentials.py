@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from kvstore.core.errors import ConfigError, KVStoreError
-from kvstore.units import shown
+from kvstore.text import shown
 
 USERS_MAX = 1000
 UID_MAX = (1 << 32) - 2

@@ -109,7 +109,9 @@ class Ours:
         self.name = "kvstore" if checked else "kvstore without checksums"
         self._blocks = blocks
         capacity = 2 * sizes.data_bytes + sizes.extent_bytes
-        settings = NvmeConfig(str(folder), capacity, sizes.extent_bytes, 10**9, READERS)
+        settings = NvmeConfig(
+            str(folder), capacity, sizes.extent_bytes, 10**9, READERS, "threads", 10**10, None
+        )
         self._disk = (NvmeDisk if checked else Unchecked)(settings)
         context = TierContext("nvme", "bench", len(blocks[0]), Slots(blocks), {})
         self._tier = self._disk.tier(context)

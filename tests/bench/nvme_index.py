@@ -145,7 +145,16 @@ def look(folder: Path, count: int, started_s: float) -> Found:
     from tiers.nvme.disk import NvmeDisk
 
     extents = -(-count // _SLOTS)
-    settings = NvmeConfig(str(folder), (extents + 1) * 2 * EXTENT_BYTES, EXTENT_BYTES, 10**9, 4)
+    settings = NvmeConfig(
+        str(folder),
+        (extents + 1) * 2 * EXTENT_BYTES,
+        EXTENT_BYTES,
+        10**9,
+        4,
+        "threads",
+        10**10,
+        None,
+    )
     before_bytes = resident_bytes()
     disk = NvmeDisk(settings)
     tier = disk.tier(TierContext("nvme", DIGEST, SLOT_BYTES, NoMemory(), {}))

@@ -22,7 +22,16 @@ SLOTS = 64
 
 def settings_for(path: Path, capacity_bytes: int = 64 * MIB) -> NvmeConfig:
     """A small disk whose commits do not wait long."""
-    return NvmeConfig(str(path), capacity_bytes, 2 * MIB, durability_ns=20_000_000, threads=2)
+    return NvmeConfig(
+        str(path),
+        capacity_bytes,
+        extent_bytes=2 * MIB,
+        durability_ns=20_000_000,
+        threads=2,
+        mover="threads",
+        backlog_ns=10**10,
+        write_budget_bytes=None,
+    )
 
 
 class Memory:

@@ -31,7 +31,7 @@ class MemoryTier:
         return LookupResult.PENDING if key in self._writing else LookupResult.MISS
 
     def touch(self, key: BlockKey) -> None:
-        """Nothing: what is here stays."""
+        """Do nothing: this tier evicts no block."""
 
     def submit(self, job: TransferJob) -> None:
         """Queue a job until the next poll."""
@@ -42,7 +42,7 @@ class MemoryTier:
         self._jobs.append(job)
 
     def poll(self) -> Sequence[JobResult]:
-        """Do what is queued and return the results."""
+        """Run the queued jobs and return their results."""
         while self._jobs:
             self._results.append(self._do(self._jobs.popleft()))
         results, self._results = self._results, []
@@ -78,7 +78,7 @@ class MemoryTier:
         self._blocks.clear()
 
     def drain(self) -> None:
-        """Do what is queued now; poll fetches the results."""
+        """Run the queued jobs; poll fetches their results."""
         while self._jobs:
             self._results.append(self._do(self._jobs.popleft()))
 

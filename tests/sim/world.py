@@ -149,9 +149,8 @@ class World:
                 "tests.reference.memory_tier:MemoryTier", "nvme", {}, rng.choice((2, 640)) * MS
             ),
         )
-        return Config(
-            ServerConfig("", None), CpuConfig(1, 1), engine, None, tiers if self.tiered else ()
-        )  # fmt: skip
+        server, cpu = ServerConfig("", None, ()), CpuConfig(1, 1, None)
+        return Config(server, cpu, engine, None, tiers if self.tiered else ())
 
     # The store and its tiers
 

@@ -1,4 +1,4 @@
-"""A tier as somebody else would write it: one file per block, in a package of its own.
+"""A tier as a third party would write it: one file per block, in a package of its own.
 
 [[tier]]
 class = "directory_tier:DirectoryTier"
@@ -46,18 +46,20 @@ class DirectoryTier:
         self._jobs.append((job, self._threads.submit(self._run, job)))
 
     def _run(self, job: TransferJob) -> JobResult:
-        move = self._write if job.kind is JobKind.STORE else self._read
         for done, (key, slot) in enumerate(zip(job.keys, job.slots, strict=True)):
             try:
-                move(self._file(key), self._memory.view(slot))
+                if job.kind is JobKind.STORE:
+                    self._write(self._file(key), self._memory.view(slot), job.job_id)
+                else:
+                    self._read(self._file(key), self._memory.view(slot))
             except TierError as exc:
                 return JobResult(job.job_id, done, exc)
             except OSError as exc:
                 return JobResult(job.job_id, done, TierIOError(str(exc)))
         return JobResult(job.job_id, len(job.keys))
 
-    def _write(self, path: Path, block: memoryview) -> None:
-        aside = path.with_suffix(".new")
+    def _write(self, path: Path, block: memoryview, job: int) -> None:
+        aside = path.with_suffix(f".{job}")  # two jobs may write the same block at a time
         aside.write_bytes(hashlib.sha256(block).digest() + block)
         aside.rename(path)
 
