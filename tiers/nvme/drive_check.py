@@ -27,7 +27,6 @@ from kvstore.units import GIB, MIB
 from tiers.nvme.block_io import NIXL, Move, Mover, ThreadMover, writers_of
 from tiers.nvme.drive_report import Report, Sample, suggest
 from tiers.nvme.files import ExtentFile, address_of
-from tiers.nvme.gds import examine
 
 BLOCK_BYTES = 2 * MIB
 FILE_BYTES = GIB
@@ -73,7 +72,6 @@ def measure(folder: Path, seconds: float, watch: Watch) -> Report:
         drive_bytes=drive,
         seconds=round(time.monotonic() - start_s, 1),
         movers=movers,
-        gds=examine(folder),
         samples=samples,
         suggestion=suggestion,
         toml=suggestion.toml,

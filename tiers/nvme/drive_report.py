@@ -7,7 +7,6 @@ import statistics
 import msgspec
 from rich.table import Table
 
-from kvstore.gds import Gds
 from kvstore.printing import output
 from kvstore.units import GIB, MIB
 
@@ -57,7 +56,6 @@ class Report(msgspec.Struct, frozen=True):
     drive_bytes: int  # size of the file system
     seconds: float
     movers: dict[str, str]
-    gds: Gds
     samples: list[Sample]
     suggestion: Suggestion
     toml: str
@@ -92,7 +90,6 @@ def show(report: Report) -> None:
     console.print(table)
     lines = [f"{name}: {what}" for name, what in report.movers.items()]
     lines += [
-        f"GDS: {report.gds.text}",
         "",
         report.suggestion.toml,
         "",
