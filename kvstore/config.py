@@ -43,7 +43,6 @@ DISK_BYTES_MIN = 64 * MIB
 DISK_BYTES_MAX = 256 << 40  # for more, a process has not enough addresses for the index
 FILE_BYTES_MAX = MIB
 THREADS_MAX = 64
-MOVERS = ("threads", "nixl")
 # sun_path of a unix socket address is 108 bytes, the last of them a zero.
 SOCKET_PATH_BYTES_MAX = 107
 PORT_MAX = 65535
@@ -138,8 +137,6 @@ class NvmeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     durability (duration): how much of what was written last a power cut may take. Default "1s":
         a commit costs the disk some milliseconds. "0s" commits at once.
     threads: reads under way at one time. Default 4: disks are flat beyond 4 to 8.
-    mover: what moves bytes between memory and disk, "threads" or "nixl" (its POSIX plugin).
-        Default "threads": as fast, for less CPU; `kvstore check --disk` measures both.
     backlog (duration): how long a block may wait to be written, at the rate that the disk shows;
         beyond, blocks are not copied. Default "10s": what waits for longer has left memory.
     write_budget (bytes per day): most that is written for blocks used only once; beyond it, only
@@ -152,7 +149,6 @@ class NvmeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     extent_bytes: int = msgspec.field(name="extent")
     durability_ns: int = msgspec.field(name="durability")
     threads: int
-    mover: str = "threads"
     backlog_ns: int = msgspec.field(name="backlog", default=10**10)
     write_budget_bytes: int | None = msgspec.field(name="write_budget", default=None)
 
@@ -295,14 +291,6 @@ def _read_folder(value: object, _found: Mapping[str, Any]) -> str:
     if not path.startswith("/") or "\0" in path:
         raise ConfigError(f"expected {expected}, found {shown(value)}")
     return path
-
-
-def _read_mover(value: object, _found: Mapping[str, Any]) -> str:
-    expected = " or ".join(f'"{name}"' for name in MOVERS)
-    mover = text_of(value, expected)
-    if mover not in MOVERS:
-        raise ConfigError(f"expected {expected}, found {shown(value)}")
-    return mover
 
 
 def _read_budget(value: object, _found: Mapping[str, Any]) -> int:
@@ -505,7 +493,6 @@ NVME = {
     "extent": Setting(_read_disk_extent, "auto"),
     "durability": Setting(_read_defer, "1s"),
     "threads": Setting(whole_number(1, THREADS_MAX), 4),
-    "mover": Setting(_read_mover, "threads"),
     "backlog": Setting(_read_backlog, "10s"),
     "write_budget": optional(_read_budget),
 }

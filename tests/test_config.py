@@ -139,16 +139,16 @@ def test_default_credit_leaves_room_in_a_small_store() -> None:
     assert parse({"cpu": {"capacity": "64MiB"}}).engine.credit_bytes == 16 * MIB
 
 
-def test_without_a_write_budget_all_may_be_written_and_threads_move_it() -> None:
+def test_without_a_write_budget_all_may_be_written() -> None:
     found = parse(with_disk()).nvme
     assert found is not None
-    assert (found.mover, found.write_budget_bytes) == ("threads", None)
+    assert found.write_budget_bytes is None
 
 
 def test_a_write_budget_is_bytes() -> None:
-    found = parse(with_disk(write_budget="1TB", mover="nixl")).nvme
+    found = parse(with_disk(write_budget="1TB")).nvme
     assert found is not None
-    assert (found.mover, found.write_budget_bytes) == ("nixl", 10**12)
+    assert found.write_budget_bytes == 10**12
 
 
 def test_leased_may_be_a_size() -> None:
@@ -185,8 +185,6 @@ def test_leased_may_be_a_size() -> None:
         (with_setting("server", "socket", "a\nb"), ["[server] socket", r'"a\nb"']),
         (with_setting("server", "metrics", "localhost"), ["[server] metrics", '"localhost"']),
         (with_setting("server", "metrics", "a:65536"), ["[server] metrics", "65535"]),
-        (with_disk(mover="gds"), ["[nvme] mover", '"threads" or "nixl"', '"gds"']),
-        (with_disk(mover=1), ["[nvme] mover", "found 1"]),
         (with_disk(write_budget="0GB"), ["[nvme] write_budget", "more than 0", '"0GB"']),
         (with_disk(write_budget="much"), ["[nvme] write_budget", '"8GiB"', '"much"']),
         ({"cpu": {"capacity": "8GiB"}, "tier": {}}, ["[[tier]]", "a table"]),

@@ -18,7 +18,7 @@ from pathlib import Path
 from kvstore.config import NvmeConfig
 from kvstore.core.errors import ConfigError, TierError, TierIOError
 from kvstore.core.tier import TierContext
-from tiers.nvme.block_io import Mover, mover_of, writers_of
+from tiers.nvme.block_io import ThreadMover, writers_of
 from tiers.nvme.commits import Commits
 from tiers.nvme.context import Shared
 from tiers.nvme.directory import Volume
@@ -53,8 +53,7 @@ class NvmeDisk:
         opening = Opening(volume, settings.capacity_bytes)
         try:
             look = volume.look()
-            self._mover: Mover[Run] = mover_of(settings)
-            _open(opening, self._mover)
+            opening.open()
         except (OSError, TierError) as exc:
             volume.close()
             why = exc.strerror if isinstance(exc, OSError) else str(exc)
@@ -62,6 +61,8 @@ class NvmeDisk:
         except BaseException:
             volume.close()
             raise
+        writers = writers_of(settings.threads)
+        self._mover: ThreadMover[Run] = ThreadMover(settings.threads, writers)
         self._health = Health(settings.path)
         self._keeper = Keeper()
         self._watch = Watch()
@@ -73,7 +74,7 @@ class NvmeDisk:
         self._room = Room(self._shared, self._commits)
         self._recovery = Recovery(self._shared, self._room, self._replace)
         self._reads = Pace(settings.threads)
-        self._writes = Pace(writers_of(settings.threads))
+        self._writes = Pace(writers)
         self._tiers: list[NvmeTier] = []
         self._closed = False
         self._sliced = False  # something that concerns many records is under way
@@ -357,11 +358,3 @@ class NvmeDisk:
                 for file in space.extents.values():
                     file.close()
             self._shared.volume.close()
-
-
-def _open(opening: Opening, mover: Mover[Run]) -> None:
-    try:
-        opening.open()
-    except BaseException:
-        mover.close()
-        raise

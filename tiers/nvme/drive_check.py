@@ -1,4 +1,4 @@
-"""Measures a drive as the tier uses it: checked blocks to and from an extent file, by each mover.
+"""Measures a drive as the tier uses it: checked blocks to and from an extent file.
 
 The file is preallocated and has no name any more while it is measured: whatever ends the process,
 nothing stays behind.
@@ -14,17 +14,16 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from itertools import cycle
 from pathlib import Path
 
 import xxhash
 from numpy.random import default_rng  # here: a Ctrl-C that meets an import can be lost
 
-from kvstore.config import HUGE_PAGE_BYTES, MOVERS
+from kvstore.config import HUGE_PAGE_BYTES
 from kvstore.core.errors import ConfigError, KVStoreError
 from kvstore.units import GIB, MIB
-from tiers.nvme.block_io import NIXL, Move, Mover, ThreadMover, writers_of
+from tiers.nvme.block_io import Move, ThreadMover, writers_of
 from tiers.nvme.drive_report import Report, Sample, suggest
 from tiers.nvme.files import ExtentFile, address_of
 
@@ -44,7 +43,6 @@ Watch = Callable[[float, str], None]  # share that is done, and what is going on
 def measure(folder: Path, seconds: float, watch: Watch) -> Report:
     """Measure for about so long. Raises ConfigError, or KVStoreError when the drive fails."""
     drive = _room(folder)
-    movers, makers = _movers()
     start_s = time.monotonic()
     memory, _ = filled((2 * max(DEPTHS) + 8) * BLOCK_BYTES)
     blocks = [memory[at : at + BLOCK_BYTES] for at in range(0, len(memory), BLOCK_BYTES)]
@@ -57,12 +55,10 @@ def measure(folder: Path, seconds: float, watch: Watch) -> Report:
         driver.fill(FILL_SHARE * seconds)
         samples: list[Sample] = []
         left_s = max(seconds - (time.monotonic() - start_s), (1 - FILL_SHARE) * seconds)
-        each_s = left_s / (len(makers) * len(DEPTHS) * len(CASES))
-        for name, make in makers.items():
-            for depth in DEPTHS:
-                samples += driver.cases(name, make(depth), depth, each_s)
-                if driver.too_slow(depth):
-                    break
+        for depth in DEPTHS:
+            samples += driver.cases(depth, left_s / (len(DEPTHS) * len(CASES)))
+            if driver.too_slow(depth):
+                break
     writers = {depth: writers_of(depth) for depth in DEPTHS}
     suggestion = suggest(samples, writers, drive)
     return Report(
@@ -71,7 +67,6 @@ def measure(folder: Path, seconds: float, watch: Watch) -> Report:
         file_bytes=FILE_BYTES,
         drive_bytes=drive,
         seconds=round(time.monotonic() - start_s, 1),
-        movers=movers,
         samples=samples,
         suggestion=suggestion,
         toml=suggestion.toml,
@@ -146,24 +141,6 @@ def _file_in(folder: Path) -> Iterator[ExtentFile]:
         file.close()
 
 
-def _movers() -> tuple[dict[str, str], dict[str, Callable[[int], Mover[Move]]]]:
-    """Return what each mover is or why it cannot be had, and how to make those that can."""
-    found = {MOVERS[0]: "vectored calls with O_DIRECT"}
-    makers: dict[str, Callable[[int], Mover[Move]]] = {
-        MOVERS[0]: lambda depth: ThreadMover(depth, depth)
-    }
-    try:
-        kind = import_module(NIXL).NixlMover
-        made = kind(1, 1)
-    except (ConfigError, ImportError) as exc:
-        found["nixl"] = f"not here: {exc}"
-    else:
-        found["nixl"] = f"POSIX plugin with {made.engine}"
-        made.close()
-        makers["nixl"] = lambda depth: kind(depth, depth)
-    return found, makers
-
-
 class _Checked(Move, eq=False):
     """With checksums, as the tier makes them."""
 
@@ -176,7 +153,7 @@ class _Silent(KVStoreError):
 
 
 @contextmanager
-def _closing(mover: Mover[Move]) -> Iterator[None]:
+def _closing(mover: ThreadMover[Move]) -> Iterator[None]:
     try:
         yield
     except _Silent:
@@ -201,7 +178,7 @@ class _Driver:
 
     def fill(self, seconds: float) -> None:
         """Write the file for the first time, as much of it as there is time for."""
-        mover: Mover[Move] = ThreadMover(2, 2)
+        mover = ThreadMover[Move](2, 2)
         positions = iter(range(self._file.count))
         with _closing(mover):
             count, _ = self._keep(mover, positions, 4, seconds, "preparing", store=True)
@@ -210,21 +187,22 @@ class _Driver:
                 count += more
         self._area = count
 
-    def cases(self, name: str, mover: Mover[Move], depth: int, seconds: float) -> list[Sample]:
+    def cases(self, depth: int, seconds: float) -> list[Sample]:
         """Measure reads and writes, in order and at random."""
         samples = []
+        mover = ThreadMover[Move](depth, depth)
         with _closing(mover):
             for kind, pattern in CASES:
                 places = list(range(self._area))
                 if pattern == "random":
                     random.Random(depth).shuffle(places)  # noqa: S311  no secret
-                cpu_s, what = time.process_time(), f"{name}: {pattern} {kind}s, {depth} in flight"
+                cpu_s, what = time.process_time(), f"{pattern} {kind}s, {depth} in flight"
                 count, took_s = self._keep(
                     mover, cycle(places), 2 * depth + 8, seconds, what, store=kind == "write"
                 )
                 cpu_us = (time.process_time() - cpu_s) / count * 1e6
                 rate = count * BLOCK_BYTES / took_s
-                samples.append(Sample(name, kind, pattern, depth, rate, round(cpu_us, 1)))
+                samples.append(Sample(kind, pattern, depth, rate, round(cpu_us, 1)))
                 self._moved = count
         return samples
 
@@ -234,7 +212,7 @@ class _Driver:
 
     def _keep(
         self,
-        mover: Mover[Move],
+        mover: ThreadMover[Move],
         positions: Iterator[int],
         most: int,
         seconds: float,
