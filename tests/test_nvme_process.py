@@ -25,7 +25,7 @@ from tiers.nvme.messages import FOLDER, Batch, Commit, Stream
 STORE = """
 import sys, time
 from pathlib import Path
-from tests.nvme_blocks import Shelf, settings_for
+from tests.harness.nvme_blocks import Shelf, settings_for
 from tiers.nvme import NvmeDisk
 shelf = Shelf(NvmeDisk(settings_for(Path(sys.argv[1]))))
 shelf.settle()

@@ -75,11 +75,6 @@ class Journal:
         self.strays = opened.strays
 
     @property
-    def file_bytes(self) -> int:
-        """Bytes that the index takes on disk."""
-        return (self.path / "data.mdb").stat().st_blocks * 512
-
-    @property
     def pid(self) -> int | None:
         """The process id of the index's process, None without one."""
         return None if self._child is None else self._child.pid

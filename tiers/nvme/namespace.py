@@ -52,15 +52,6 @@ class Space:
         self.attached = 0  # tiers that use it
         self._pins: Counter[int] = Counter()  # extent -> pins of its records
         self._cleared: set[int] = set()  # extents with nothing in them but for pins
-        self._start_empty()
-
-    def lose(self) -> None:
-        """Have no extents and no blocks; those there were are gone."""
-        lost = self._cleared.union(self.extents)
-        self._cleared = {number for number in lost if self._pins[number]}
-        self._start_empty()
-
-    def _start_empty(self) -> None:
         self.loading = False  # records are still to come
         self.index = DiskIndex()
         self.extents: dict[int, ExtentFile] = {}

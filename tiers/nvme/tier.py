@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,6 +17,9 @@ from tiers.nvme.block_io import Move, Moved
 from tiers.nvme.files import RUN_BLOCKS_MAX
 from tiers.nvme.index import Record
 from tiers.nvme.namespace import Space
+
+if TYPE_CHECKING:
+    from tiers.nvme.disk import NvmeDisk
 
 RUN_BYTES_MIN = 512 << 10  # below, more calls cost more than they bring
 RUN_BYTES_MAX = 4 << 20
@@ -48,57 +51,10 @@ class Run(Move, eq=False):
         return [checksum(r, b) for r, b in zip(self.records, self.blocks, strict=True)]
 
 
-class Threads(Protocol):
-    """What a tier needs of its disk."""
-
-    @property
-    def state(self) -> str:
-        """What the disk can do now; "loading" while its index is read."""
-        ...
-
-    @property
-    def online(self) -> bool:
-        """Tell whether blocks can be read."""
-        ...
-
-    @property
-    def writable(self) -> bool:
-        """Tell whether blocks can be written."""
-        ...
-
-    def poll(self) -> None:
-        """Take finished runs, and do what is due."""
-        ...
-
-    def start(self, run: Run) -> None:
-        """Move a run on a thread; ended() of its tier gets the result."""
-        ...
-
-    def lanes(self, *, store: bool) -> int:
-        """Count the runs that are moved at one time."""
-        ...
-
-    def make_room(self, space: Space, count: int) -> bool:
-        """Try to get free slots; False when there will be none."""
-        ...
-
-    def next_generation(self) -> int:
-        """Number a write."""
-        ...
-
-    def clear_space(self, space: Space) -> None:
-        """Forget every block of a namespace."""
-        ...
-
-    def flush(self) -> None:
-        """Wait until all that is written is durable, or cannot be."""
-        ...
-
-
 class NvmeTier:
     """One namespace's view of the disk."""
 
-    def __init__(self, context: TierContext, space: Space, disk: Threads) -> None:
+    def __init__(self, context: TierContext, space: Space, disk: NvmeDisk) -> None:
         """Made by NvmeDisk.tier()."""
         self.name = context.name
         self.space = space
