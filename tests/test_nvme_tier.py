@@ -264,6 +264,7 @@ def test_a_tier_whose_reads_fail_goes_off_and_comes_back(
     with shelf(settings) as found:
         for chain in range(8):
             found.put(chain, 0, 2)
+        found.settle()
         real = os.preadv
         monkeypatch.setattr(os, "preadv", _raise_eio)
         for chain in range(health.READ_ERRORS_MAX):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from tiers.nvme.context import Shared, remembered
+from tiers.nvme.context import Shared
 from tiers.nvme.index import Record
 from tiers.nvme.index_gc import Purge
 from tiers.nvme.messages import Commit
@@ -70,7 +70,7 @@ class Commits:
         def work() -> None:
             for file in files:
                 file.sync()
-            commit(self._shared, changes)
+            self._shared.opening.journal.commit(changes)
 
         self._shared.keeper.submit(work, partial(self._ended, batches))
 
@@ -80,9 +80,3 @@ class Commits:
             self._purge.add(space.committed(puts, deletes, ok=error is None))
         if error is not None:
             self._shared.write_failed("a commit", error, now_s)
-
-
-def commit(shared: Shared, changes: Commit) -> None:
-    """On the keeper's thread: commit. Raises TierIOError."""
-    with remembered(shared) as journal:
-        journal.commit(changes)

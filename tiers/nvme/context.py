@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import msgspec
 
 from kvstore.config import NvmeConfig
 from tiers.nvme.directory import Volume
 from tiers.nvme.health import Health
-from tiers.nvme.index_client import IndexDamagedError, Journal
+from tiers.nvme.index_client import IndexDamagedError
 from tiers.nvme.maintenance import Keeper
 from tiers.nvme.namespace import Space
 from tiers.nvme.startup import Opening
@@ -41,13 +38,3 @@ class Shared(msgspec.Struct, eq=False):
     def spaces(self) -> list[Space]:
         """List the namespaces that have been seen."""
         return list(self.opening.spaces.values())
-
-
-@contextmanager
-def remembered(shared: Shared) -> Iterator[Journal]:
-    """On the keeper's thread: change the index, and know it again after that.
-
-    One that failed may be on the disk or not; if it is, the index is not the one that is known.
-    """
-    yield shared.opening.journal
-    shared.volume.remember_index()

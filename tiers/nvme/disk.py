@@ -122,13 +122,14 @@ class NvmeDisk:
         fresh.next_extent = max(fresh.next_extent, old.next_extent)
         for known in old.spaces.values():
             space = self._space(known.digest, known.slot_bytes)
-            space.counts.update(known.counts)
+            space.succeed(known)
             for tier in self._tiers:
                 if tier.space is known and space.slot_bytes == known.slot_bytes:
                     tier.use(space)
+            if known.renumbering:  # it was cleared, and that was not durable
+                self.clear_space(space)
         self._purge.start_over()
         self._health.loading(on=fresh.loading)
-        log.warning("%s: what it holds is read anew", self._shared.volume.path)
 
     def next_generation(self) -> int:
         """Number a write."""
@@ -238,7 +239,7 @@ class NvmeDisk:
         self._commits.step(now_s)
         self._purge.step()
         stalled = any(pace.stalled_s(now_s) > HANG_S for pace in self._paces().values())
-        self._recovery.step(now_s, moving=self._mover.open, stalled=stalled)
+        self._recovery.step(now_s, writing=self._writes.open, stalled=stalled)
 
     def _load_some(self, now_s: float) -> None:
         if not self._health.online:
@@ -321,7 +322,18 @@ class NvmeDisk:
             self._leave_hanging()
             return
         ended: list[Exception | None] = []
-        self._keeper.submit(lambda: self._end(clean=clean), lambda exc, _now_s: ended.append(exc))
+        mark = self._recovery.at_home and not self._shared.opening.loading
+        closing = self._shared.opening.closing()
+
+        def end() -> None:
+            try:
+                if mark:
+                    self._shared.opening.journal.mark(clean=clean)
+            finally:
+                closing()
+                self._shared.volume.close()
+
+        self._keeper.submit(end, lambda exc, _now_s: ended.append(exc))
         while (not ended or self._watch.pace.open) and time.monotonic() < deadline + CLOSE_S:
             time.sleep(_BUSY_S)
             self._keeper.poll(time.monotonic())
@@ -344,17 +356,3 @@ class NvmeDisk:
     def _leave_hanging(self) -> None:
         # The lock goes with the process.
         log.error("%s: I/O hangs; left without waiting for it", self._shared.volume.path)
-
-    def _end(self, *, clean: bool) -> None:
-        """On the keeper's thread: close all that is open."""
-        opening, loading = self._shared.opening, self._shared.opening.loading
-        opening.close()
-        try:
-            if self._recovery.at_home and not loading:
-                opening.journal.mark(clean=clean)
-        finally:
-            opening.journal.close()
-            for space in self._shared.spaces:
-                for file in space.extents.values():
-                    file.close()
-            self._shared.volume.close()

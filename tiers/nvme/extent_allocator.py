@@ -12,7 +12,7 @@ from collections.abc import Collection
 from functools import partial
 
 from kvstore.core.errors import TierFull
-from tiers.nvme.commits import Commits, commit
+from tiers.nvme.commits import Commits
 from tiers.nvme.context import Shared
 from tiers.nvme.directory import Look
 from tiers.nvme.files import ExtentFile
@@ -213,7 +213,7 @@ class Growth:
         size = shared.settings.extent_bytes
         file = shared.volume.make_extent(number, self.space.slot_bytes, size)
         try:
-            commit(shared, self._changes)
+            shared.opening.journal.commit(self._changes)
         except BaseException:
             file.close()
             shared.volume.remove_extent(number)
@@ -223,5 +223,5 @@ class Growth:
 
 def _remove(shared: Shared, number: int, file: ExtentFile) -> None:
     file.close()
-    commit(shared, Commit(extents_gone=[number]))
+    shared.opening.journal.commit(Commit(extents_gone=[number]))
     shared.volume.remove_extent(number)

@@ -106,11 +106,7 @@ class ExtentFile:
         self.stride = stride_of(slot_bytes)
         self.bytes = extent_bytes
         self.count = extent_bytes // self.stride
-        self.open_again(folder)
-
-    def open_again(self, folder: int | None) -> None:
-        """Use a descriptor of its own from now on. Raises OSError."""
-        self.descriptor = Descriptor(open_direct(self.path, folder=folder))
+        self.descriptor = Descriptor(open_direct(path, folder=folder))
 
     @staticmethod
     def make(path: Path, extent_bytes: int, folder: int) -> None:

@@ -2,8 +2,8 @@
 
 state      blocks are  comes from                             ends with
 ---------  ----------  -------------------------------------  ---------------------------------
-loading    read where  a start, or a return to a directory    all records of the index are in
-           known       that is not as it was left
+loading    read where  a start, or a return to the directory  all records of the index are in
+           known
 ok         read and    any other
            written
 read_only  read        a write, a commit or the making of an  a page could be written, durably

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from tiers.nvme.context import Shared, remembered
+from tiers.nvme.context import Shared
 
 ROWS = 10_000  # of one commit
 
@@ -41,8 +41,7 @@ class Purge:
         number = self._numbers[0]
 
         def work() -> None:
-            with remembered(self._shared) as journal:
-                self._left = journal.purge(number, ROWS)
+            self._left = self._shared.opening.journal.purge(number, ROWS)
 
         def done(error: Exception | None, now_s: float) -> None:
             self._running = False

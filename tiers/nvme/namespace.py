@@ -72,6 +72,7 @@ class Space:
         self.leaving = 0  # DROPPED, and not free yet
         self._loaded: list[Record] = []  # in the order in which they came
         self._unwanted: set[BlockKey] = set()  # not loaded yet, and not to be kept
+        self._before: set[BlockKey] = set()  # could be read before the directory was let go of
 
     # Slots
 
@@ -262,6 +263,7 @@ class Space:
         self.number = number
         self.loading = False
         self._loaded = []
+        self._tell_lost()
         self._renumbering = Durable.NO
         self._cleared = set(self.extents)
         self._free, self.free, self.leaving = {}, 0, 0
@@ -276,6 +278,33 @@ class Space:
             if self.index.told is not None:  # of what was not stored again since then
                 self.index.told.removed += (k for k in readable if self.index.get(k) is None)
             yield
+
+    def succeed(self, old: Space) -> None:
+        """Go on for a space whose directory was let go of: what it had forgotten stays so."""
+        self.counts.update(old.counts)
+        self.index.told = old.index.told
+        self._unwanted = {record.key for record in (*old.to_delete, *old._sinking)}
+        self._unwanted |= old._unwanted
+        self._before = old._before
+        self._dismantling.append(self._take_over(old.index))
+
+    def _take_over(self, old: DiskIndex) -> Iterator[None]:
+        for readable in old.dismantle():
+            self._before.update(readable)
+            yield
+        if not self.loading:
+            self._tell_lost()
+
+    def _tell_lost(self) -> None:
+        """Note which blocks of before are not here any more."""
+        if self.index.told is not None:
+            self.index.told.removed += (k for k in self._before if self.index.get(k) is None)
+        self._before = set()
+
+    @property
+    def dismantling(self) -> bool:
+        """Tell whether records of before are still here."""
+        return bool(self._dismantling)
 
     @property
     def renumbering(self) -> bool:
@@ -478,6 +507,7 @@ class Space:
             if free and number not in self._retiring:
                 self._free[number] = free
                 self.free += len(free)
+        self._tell_lost()
         self._loaded, self._unwanted = [], set()
         self.loading = False
 

@@ -12,7 +12,7 @@ import logging
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvstore.core.errors import TierIOError
@@ -86,17 +86,13 @@ class Opening:
             self._todo.append((space, space.number))
         if self._todo:
             gc.disable()
-        self._volume.remember_index()
 
     def _open(self) -> None:
         self.open_journal()
         try:
             self._open_extents()
         except BaseException:
-            self.journal.close()
-            for space in self.spaces.values():
-                for file in space.extents.values():
-                    file.close()
+            self.closing()()
             self.spaces.clear()
             raise
         self._next_number, self.strays = self.journal.next_number, self.journal.strays
@@ -184,7 +180,7 @@ class Opening:
         if space.number != number:  # it was cleared
             self._todo.popleft()
             return True
-        if not self._asked and time.monotonic() >= self._retry_s:
+        if not self._asked and not space.dismantling and time.monotonic() >= self._retry_s:
             self._asked = True
             request = Load(number, space.slot_bytes, space.slot_counts, skip=space.loaded)
             keeper.submit(lambda: self.journal.load(request), self._begun)
@@ -211,11 +207,19 @@ class Opening:
             self._todo.popleft()
         return True
 
-    def close(self) -> None:
-        """Stop reading; safe to call twice."""
-        if self._todo:
-            self._todo.clear()
-            gc.enable()
+    def closing(self) -> Callable[[], None]:
+        """Return what stops to read, and closes the index and the extents that are here now."""
+        files = [file for space in self.spaces.values() for file in space.extents.values()]
+
+        def close() -> None:
+            if self._todo:
+                self._todo.clear()
+                gc.enable()
+            self.journal.close()
+            for file in files:
+                file.close()
+
+        return close
 
 
 def set_aside(folder: Path) -> Path:

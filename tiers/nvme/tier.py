@@ -41,13 +41,14 @@ class Run(Move, eq=False):
     """A move for a job, with what its blocks are."""
 
     tier: NvmeTier
+    space: Space
     work: Work
     places: list[int]  # in the job
     records: list[Record]
 
     def sums(self) -> list[int]:
         """Return the checksum of each block as it is in memory."""
-        checksum = self.tier.space.checksum
+        checksum = self.space.checksum
         return [checksum(r, b) for r, b in zip(self.records, self.blocks, strict=True)]
 
 
@@ -69,11 +70,10 @@ class NvmeTier:
         self._closed = False
 
     def use(self, space: Space) -> None:
-        """Go on with other records: the directory was read anew, and no block is being moved."""
+        """Go on with other records: the directory is read anew, and no block is being written."""
         if not self._closed:
             self.space.attached -= 1
             space.attached += 1
-            space.index.told = self.space.index.told
         self.space = space
 
     def lookup(self, key: BlockKey) -> LookupResult:
@@ -237,6 +237,7 @@ class NvmeTier:
                 Run(
                     store=store,
                     tier=self,
+                    space=self.space,
                     work=work,
                     file=self.space.extents[place >> 32],
                     position=place & 0xFFFFFFFF,
@@ -264,15 +265,17 @@ class NvmeTier:
             if work.job.kind is JobKind.STORE:
                 self.space.written(record, found, ok=moved.error is None)
                 work.ok[number] = record.state is State.READY
-            else:
-                work.ok[number] = moved.error is None and found == record.checksum
-                if moved.error is not None:
-                    self._unread(record)
-                elif found != record.checksum:
-                    work.error = BlockCorrupt(f"{run.file.path.name}: checksum")
-                    if record.state is State.READY:
-                        self.space.drop(record, "damaged")
-                self.space.unpin(record)
+                continue
+            work.ok[number] = moved.error is None and found == record.checksum
+            if moved.error is None and not work.ok[number]:
+                work.error = BlockCorrupt(f"{run.file.path.name}: checksum")
+            if run.space is not self.space:
+                continue  # the directory is read anew, and this record was another's
+            if moved.error is not None:
+                self._unread(record)
+            elif not work.ok[number] and record.state is State.READY:
+                self.space.drop(record, "damaged")
+            self.space.unpin(record)
         run.blocks.clear()
         self._end(work)
 
