@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.harness.faults import build
 from tests.harness.forked import OF_ENGINES, OF_INDEXES, fork_index, start_server
-from tiers.nvme.index_process import Child
+from tiers.nvme.index_client import Child
 
 # Other work beside the tests makes them slow, not wrong.
 settings.register_profile("kvstore", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -352,7 +352,7 @@ def test_the_stores_thread_never_calls_the_file_system(
         with monkeypatch.context() as patched:
             for name in CALLS:
                 patched.setattr(os, name, watched(name, getattr(os, name)))
-            for name in ("__init__", "commit", "mark", "close", "tables"):
+            for name in ("__init__", "commit", "close"):
                 watching = watched(f"Journal.{name}", getattr(Journal, name))
                 patched.setattr(Journal, name, watching)
             for chain in range(40):

@@ -18,8 +18,7 @@ from kvstore.core.errors import ConfigError, TierIOError
 from kvstore.core.types import LookupResult
 from tests.harness.nvme_blocks import Shelf, key, settings_for, shelf
 from tiers.nvme import NvmeDisk, disk, health, startup
-from tiers.nvme.index_client import Journal
-from tiers.nvme.index_process import IndexProcessDiedError
+from tiers.nvme.index_client import IndexProcessDiedError, Journal
 from tiers.nvme.messages import FOLDER, Batch, Commit, Stream
 
 STORE = """

@@ -107,7 +107,7 @@ def make(folder: Path, count: int, tell: Callable[[int], object]) -> int:
             rows = list(_rows(first, min(count, first + COMMIT_ROWS)))
             journal.commit(Commit(puts=rows))
             tell(len(rows))
-        journal.mark(clean=True)
+        journal.commit(Commit(clean=True))
         return (folder / FOLDER / "data.mdb").stat().st_blocks * 512
     finally:
         journal.close()

@@ -28,6 +28,7 @@ from tiers.nvme.health import HANG_S, Health, Pace
 from tiers.nvme.index_client import IndexDamagedError
 from tiers.nvme.index_gc import Purge
 from tiers.nvme.maintenance import Keeper
+from tiers.nvme.messages import Commit
 from tiers.nvme.namespace import Space
 from tiers.nvme.probe import Watch
 from tiers.nvme.remount import Recovery
@@ -328,7 +329,7 @@ class NvmeDisk:
         def end() -> None:
             try:
                 if mark:
-                    self._shared.opening.journal.mark(clean=clean)
+                    self._shared.opening.journal.commit(Commit(clean=clean))
             finally:
                 closing()
                 self._shared.volume.close()

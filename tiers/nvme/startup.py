@@ -18,10 +18,9 @@ from pathlib import Path
 from kvstore.core.errors import TierIOError
 from tiers.nvme.directory import Volume
 from tiers.nvme.files import stride_of
-from tiers.nvme.index_client import IndexDamagedError, Journal
-from tiers.nvme.index_process import IndexProcessDiedError
+from tiers.nvme.index_client import IndexDamagedError, IndexProcessDiedError, Journal
 from tiers.nvme.maintenance import Keeper
-from tiers.nvme.messages import FOLDER, Batch, Commit, Load, Loaded
+from tiers.nvme.messages import FOLDER, Batch, Commit, Load
 from tiers.nvme.namespace import Space
 
 log = logging.getLogger(__name__)
@@ -33,6 +32,14 @@ RETRY_S = 0.5
 def blocks_max_of(capacity_bytes: int) -> int:
     """Return how many blocks a capacity has room for, be they as small as can be."""
     return capacity_bytes // stride_of(1)
+
+
+def spaces_of(namespaces: dict[str, tuple[int, int]]) -> dict[int, Space]:
+    """Make the namespaces of an index, by number. Raises IndexDamagedError."""
+    found = {number: Space(number, d, size) for d, (number, size) in namespaces.items()}
+    if len(found) < len(namespaces) or not all(space.slot_bytes for space in found.values()):
+        raise IndexDamagedError("its namespaces contradict each other")
+    return found
 
 
 class Opening:
@@ -77,7 +84,7 @@ class Opening:
         except IndexDamagedError as exc:
             self._start_empty(exc)
             self._open()
-        if not self.journal.clean:
+        if not self.journal.opened.clean:
             log.warning(
                 "%s was not shut down in order; it has what was committed", self._volume.path
             )
@@ -95,7 +102,8 @@ class Opening:
             self.closing()()
             self.spaces.clear()
             raise
-        self._next_number, self.strays = self.journal.next_number, self.journal.strays
+        found = self.journal.opened
+        self._next_number, self.strays = found.next_number, found.strays
 
     def open_journal(self) -> None:
         """Open the index, whose records may be known. Raises TierIOError, ConfigError."""
@@ -108,12 +116,9 @@ class Opening:
         self._volume.sweep(())
 
     def _open_extents(self) -> None:
-        namespaces, extents = self.journal.tables()
-        by_number = {}
-        for digest, (number, slot_bytes) in namespaces.items():
-            if slot_bytes == 0:
-                raise IndexDamagedError(f"namespace {digest[:12]} has blocks of 0 bytes")
-            self.spaces[digest] = by_number[number] = Space(number, digest, slot_bytes)
+        namespaces, extents = self.journal.opened.namespaces, self.journal.opened.extents
+        by_number = spaces_of(namespaces)
+        self.spaces = {space.digest: space for space in by_number.values()}
         for number, owner in extents.items():
             self.next_extent = max(self.next_extent, number + 1)
             space = by_number.get(owner)
@@ -125,7 +130,7 @@ class Opening:
         known = {number for space in self.spaces.values() for number in space.extents}
         removed = self._volume.sweep(known)
         # Without any, one may be left: a first extent whose store died before it was entered.
-        if not extents and removed > (0 if self.journal.new else 1):
+        if not extents and removed > (0 if self.journal.opened.new else 1):
             log.error(
                 "%s: the index is damaged or lost: it is empty, and %d extents that it does not"
                 " know are removed", self._volume.path, removed,
@@ -200,7 +205,7 @@ class Opening:
                 self.generation = max(self.generation, space.load(message) + 1)
             return True
         self._streaming = False
-        if mine and isinstance(message, Loaded):
+        if mine:
             space.refuse(message.refused)
             self._settling = space.settle()
         else:
