@@ -21,7 +21,7 @@ import lmdb
 import pytest
 
 from kvstore.core.errors import check
-from tiers.nvme import block_io, disk, files, index_client, maintenance, probe, startup
+from tiers.nvme import block_io, disk, files, index_client, maintenance, startup
 from tiers.nvme.index_client import Child, Journal
 from tiers.nvme.index_server import Indexer
 from tiers.nvme.messages import FOLDER, Answer, Commit, Load, Request, Stream
@@ -261,7 +261,7 @@ class Platter:
         monkeypatch.setattr(startup, "time", clock)
         monkeypatch.setattr(index_client, "Child", self._child)
         monkeypatch.setattr(maintenance, "time", clock)
-        for module in (block_io, maintenance, probe):
+        for module in (block_io, maintenance):
             monkeypatch.setattr(module, "Runner", self._runner)
         # By default a set of them is in the order of addresses, which no seed repeats.
         monkeypatch.setattr(files.ExtentFile, "__hash__", lambda file: int(file.path.stem))

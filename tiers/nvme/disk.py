@@ -2,11 +2,6 @@
 
 Called from one thread, the store's, which never touches the file system after the start: blocks
 are moved by the mover, what changes the directory is done by the keeper, the watch looks at it.
-
-    health.py    states, and what they follow from      volume.py   the directory itself
-    room.py      who gets which extent                  watch.py    looks at it now and then
-    commits.py   what becomes durable when              chores.py   the keeper
-    recovery.py  letting go, coming back
 """
 
 from __future__ import annotations
@@ -19,18 +14,15 @@ from kvstore.config import NvmeConfig
 from kvstore.core.errors import ConfigError, TierError, TierIOError
 from kvstore.core.tier import TierContext
 from tiers.nvme.block_io import ThreadMover, writers_of
-from tiers.nvme.commits import Commits
-from tiers.nvme.context import Shared
+from tiers.nvme.commits import Commits, Shared
 from tiers.nvme.directory import Volume
 from tiers.nvme.extent_allocator import Room
 from tiers.nvme.files import allow_files
 from tiers.nvme.health import HANG_S, Health, Pace
 from tiers.nvme.index_client import IndexDamagedError
-from tiers.nvme.index_gc import Purge
-from tiers.nvme.maintenance import Keeper
+from tiers.nvme.maintenance import Keeper, Watch
 from tiers.nvme.messages import Commit
 from tiers.nvme.namespace import Space
-from tiers.nvme.probe import Watch
 from tiers.nvme.remount import Recovery
 from tiers.nvme.startup import Opening
 from tiers.nvme.tier import NvmeTier, Run
@@ -70,12 +62,16 @@ class NvmeDisk:
         self._shared = Shared(
             settings, settings.capacity_bytes, volume, opening, self._health, self._keeper
         )
-        self._purge = Purge(self._shared)
-        self._commits = Commits(self._shared, self._purge)
+        self._commits = Commits(self._shared)
         self._room = Room(self._shared, self._commits)
         self._recovery = Recovery(self._shared, self._room, self._replace)
-        self._reads = Pace(settings.threads)
-        self._writes = Pace(writers)
+        self._reads, self._writes = Pace(settings.threads), Pace(writers)
+        self._paces = {
+            "reads": self._reads,
+            "writes": self._writes,
+            "keeper": self._keeper.pace,
+            "watch": self._watch.pace,
+        }
         self._tiers: list[NvmeTier] = []
         self._closed = False
         self._sliced = False  # something that concerns many records is under way
@@ -129,7 +125,7 @@ class NvmeDisk:
                     tier.use(space)
             if known.renumbering:  # it was cleared, and that was not durable
                 self.clear_space(space)
-        self._purge.start_over()
+        self._commits.start_over()
         self._health.loading(on=fresh.loading)
 
     def next_generation(self) -> int:
@@ -173,21 +169,13 @@ class NvmeDisk:
     def stalled_s(self) -> dict[str, float]:
         """Seconds since the last result of each kind of call, while all of its threads are busy."""
         now_s = time.monotonic()
-        return {name: pace.stalled_s(now_s) for name, pace in self._paces().items()}
-
-    def _paces(self) -> dict[str, Pace]:
-        return {
-            "reads": self._reads,
-            "writes": self._writes,
-            "keeper": self._keeper.pace,
-            "watch": self._watch.pace,
-        }
+        return {name: pace.stalled_s(now_s) for name, pace in self._paces.items()}
 
     @property
     def busy(self) -> bool:
         """Tell whether something is under way that ends without anybody asking."""
         moving = self._mover.open or self._keeper.open
-        return bool(moving) or self._shared.opening.loading or self._purge.busy or self._sliced
+        return bool(moving) or self._shared.opening.loading or self._commits.purging or self._sliced
 
     @property
     def next_s(self) -> float:
@@ -238,8 +226,7 @@ class NvmeDisk:
         self._do_slices(now_s)
         self._room.step(now_s)
         self._commits.step(now_s)
-        self._purge.step()
-        stalled = any(pace.stalled_s(now_s) > HANG_S for pace in self._paces().values())
+        stalled = any(pace.stalled_s(now_s) > HANG_S for pace in self._paces.values())
         self._recovery.step(now_s, writing=self._writes.open, stalled=stalled)
 
     def _load_some(self, now_s: float) -> None:
@@ -297,7 +284,7 @@ class NvmeDisk:
                     health.only_reads("the file system is mounted read-only", now_s)
         if self._recovery.at_home:
             self._watch.start(self._shared.volume, now_s)
-        for name, pace in self._paces().items():
+        for name, pace in self._paces.items():
             if (seconds := pace.stalled_s(now_s)) > HANG_S:
                 hangs = health.lost if name in ("reads", "watch") else health.only_reads
                 hangs(f"nothing has come back from its {name} for {seconds:.0f} s", now_s)

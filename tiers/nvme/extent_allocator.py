@@ -12,12 +12,12 @@ from collections.abc import Collection
 from functools import partial
 
 from kvstore.core.errors import TierFull
-from tiers.nvme.commits import Commits
-from tiers.nvme.context import Shared
+from tiers.nvme.commits import Commits, Shared
 from tiers.nvme.directory import Look
 from tiers.nvme.files import ExtentFile
 from tiers.nvme.messages import Commit
-from tiers.nvme.namespace import Space, cost
+from tiers.nvme.namespace import Space
+from tiers.nvme.places import cost
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Room:
             self._commits.hurry()
         if space.leaving:
             return True
-        return space.free == 0 and (space.clearing or self._take_from_another(space))
+        return space.free == 0 and (bool(space.cleared) or self._take_from_another(space))
 
     def _grow(self, space: Space) -> bool:
         """Make an extent if the cap and the file system have room; True while one is made."""
@@ -161,7 +161,7 @@ class Room:
                 self._removing[number] = cost(file.bytes, file.slot_bytes)
                 removal = partial(_remove, self._shared, number, file)
                 self._shared.keeper.submit(removal, partial(self._removed, number))
-            if space.attached and not space.clearing:
+            if space.attached and not space.cleared:
                 self._evict_ahead(space)
 
     def _evict_ahead(self, space: Space) -> None:

@@ -25,7 +25,7 @@ from tiers.nvme.fsck_report import Amount, Repair, Report
 from tiers.nvme.index import Record
 from tiers.nvme.index_client import IndexDamagedError, Journal
 from tiers.nvme.messages import FOLDER, RECORD_BYTES, Batch, Commit, Load
-from tiers.nvme.namespace import Space
+from tiers.nvme.namespace import Loading, Space
 from tiers.nvme.startup import set_aside, spaces_of
 from tiers.nvme.tier import RUN_BYTES_MAX
 
@@ -257,17 +257,17 @@ def on_disk(path: Path) -> int:
 
 def load(journal: Journal, space: Space) -> list[Refused]:
     """Have a space take its records; return those that it cannot have."""
-    space.start_loading()
+    loading = space.loading = Loading(space)
     journal.load(Load(space.number, space.slot_bytes, space.slot_counts))
     while True:
         message = journal.take()
         if message is None:
             time.sleep(_TICK_S)
         elif isinstance(message, Batch):
-            space.load(message)
+            loading.take(message)
         else:
-            space.refuse(message.refused)
-            deque(space.settle(), maxlen=0)
+            loading.refuse(message.refused)
+            deque(loading.end(), maxlen=0)
             return message.refused
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvstore.core.errors import TierIOError
-from tiers.nvme.context import Shared
+from tiers.nvme.commits import Shared
 from tiers.nvme.extent_allocator import Growth, Room
 from tiers.nvme.index_client import IndexDamagedError
 from tiers.nvme.messages import Commit

@@ -21,7 +21,7 @@ from tiers.nvme.files import stride_of
 from tiers.nvme.index_client import IndexDamagedError, IndexProcessDiedError, Journal
 from tiers.nvme.maintenance import Keeper
 from tiers.nvme.messages import FOLDER, Batch, Commit, Load
-from tiers.nvme.namespace import Space
+from tiers.nvme.namespace import Loading, Space
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Opening:
         self._next_number = 1
         self.strays: list[int] = []  # that records begin with, and no namespace has
         self.damage: TierIOError | None = None  # found while its records were read
-        self._todo: deque[tuple[Space, int]] = deque()  # to be loaded, with the number it had
+        self._todo: deque[Space] = deque()  # to be loaded
         self._asked = self._streaming = False
         self._failed: Exception | None = None
         self._settling: Iterator[None] | None = None
@@ -89,8 +89,8 @@ class Opening:
                 "%s was not shut down in order; it has what was committed", self._volume.path
             )
         for space in sorted(self.spaces.values(), key=lambda space: space.number, reverse=True):
-            space.start_loading()
-            self._todo.append((space, space.number))
+            space.loading = Loading(space)
+            self._todo.append(space)
         if self._todo:
             gc.disable()
 
@@ -174,20 +174,24 @@ class Opening:
         if self._failed is not None:
             error, self._failed = self._failed, None
             raise error if isinstance(error, TierIOError) else TierIOError(str(error))
-        space, number = self._todo[0]
+        space = self._todo[0]
+        under_way = self._asked or self._streaming
+        if space.loading is None and not under_way:  # it was cleared
+            self._settling = None
+            self._todo.popleft()
+            return True
         if self._settling is not None:
             if next(self._settling, self) is self:
                 self._settling = None
                 self._todo.popleft()
             return True
         if self._streaming:
-            return self._take(space, number)
-        if space.number != number:  # it was cleared
-            self._todo.popleft()
-            return True
-        if not self._asked and not space.dismantling and time.monotonic() >= self._retry_s:
+            return self._take(space.loading)
+        ready = not under_way and not space.dismantling and time.monotonic() >= self._retry_s
+        if ready and space.loading is not None:
             self._asked = True
-            request = Load(number, space.slot_bytes, space.slot_counts, skip=space.loaded)
+            loaded = space.loading.count
+            request = Load(space.number, space.slot_bytes, space.slot_counts, skip=loaded)
             keeper.submit(lambda: self.journal.load(request), self._begun)
         return False
 
@@ -195,21 +199,19 @@ class Opening:
         """It sends records from now on, or does not."""
         self._asked, self._streaming, self._failed = False, error is None, error
 
-    def _take(self, space: Space, number: int) -> bool:
+    def _take(self, loading: Loading | None) -> bool:
+        """Take in a message; loading: of its namespace, None if that was cleared meanwhile."""
         message = self.journal.take()
         if message is None:
             return False
-        mine = space.number == number
         if isinstance(message, Batch):
-            if mine:
-                self.generation = max(self.generation, space.load(message) + 1)
+            if loading is not None:
+                self.generation = max(self.generation, loading.take(message) + 1)
             return True
         self._streaming = False
-        if mine:
-            space.refuse(message.refused)
-            self._settling = space.settle()
-        else:
-            self._todo.popleft()
+        if loading is not None:
+            loading.refuse(message.refused)
+            self._settling = loading.end()
         return True
 
     def closing(self) -> Callable[[], None]:

@@ -85,7 +85,7 @@ class NvmeTier:
             return LookupResult.MISS
         record = self.space.index.get(key)
         if record is None:
-            if self.space.loading:
+            if self.space.loading is not None:
                 return LookupResult.RETRY
             return LookupResult.PENDING if key in self._queued else LookupResult.MISS
         return LookupResult.HIT if record.state is State.READY else LookupResult.PENDING
