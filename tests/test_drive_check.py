@@ -22,7 +22,7 @@ from kvstore.units import GIB, MIB
 from tests.harness.nvme_blocks import settings_for
 from tiers.nvme import drive_check
 from tiers.nvme.block_io import Move, ThreadMover
-from tiers.nvme.drive_report import Report, Sample, suggest
+from tiers.nvme.drive_check import Report, Sample, suggest
 
 pytestmark = pytest.mark.slow  # measures a drive
 
@@ -54,7 +54,7 @@ FLAT = dict.fromkeys(WRITERS, 1.0)
 def test_threads_are_the_fewest_that_nearly_fill_the_drive(
     reads: dict[int, float], writes: dict[int, float], threads: int
 ) -> None:
-    assert suggest(samples(reads, writes), WRITERS, GIB).threads == threads
+    assert suggest(samples(reads, writes), GIB).threads == threads
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_threads_are_the_fewest_that_nearly_fill_the_drive(
 def test_the_budget_is_a_drive_write_per_day_and_says_so(
     drive_bytes: int, rate: float, budget: str
 ) -> None:
-    found = suggest(samples(FLAT, dict.fromkeys(WRITERS, rate)), WRITERS, drive_bytes)
+    found = suggest(samples(FLAT, dict.fromkeys(WRITERS, rate)), drive_bytes)
     assert f'write_budget = "{budget}"' in found.toml
     assert "1 write of its capacity per day" in found.assumption
     assert f"{drive_bytes / GIB:.0f} GiB" in found.assumption

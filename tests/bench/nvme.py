@@ -39,6 +39,7 @@ from tests.bench.raw_disk import (
     System,
     ThreadLoop,
     difference,
+    filled,
     pass_us,
     reference,
     timed,
@@ -47,7 +48,6 @@ from tests.bench.report import Result, paired_ratio
 from tests.bench.steal import Watch
 from tiers.nvme.block_io import writers_of
 from tiers.nvme.disk import NvmeDisk
-from tiers.nvme.drive_check import filled
 from tiers.nvme.index import Record
 from tiers.nvme.namespace import Space
 from tiers.nvme.tier import RUN_BYTES_MAX, NvmeTier

@@ -18,8 +18,8 @@ index_client.py      what is durable: the index, committed after the data, in a 
 index_server.py      that process, and the LMDB file
 index_load.py        checks and sorts the records that a start finds
 messages.py          what is said to it
-fsck.py, fsck_report.py          `kvstore fsck`
-drive_check.py, drive_report.py  `kvstore check --disk`
+fsck.py              `kvstore fsck`; fsck_report.py: what it reports
+drive_check.py       `kvstore check --disk`
 refusals.py          what keeps a store from using a directory, for `kvstore check`
 """
 

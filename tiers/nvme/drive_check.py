@@ -1,4 +1,6 @@
-"""Measures a drive as the tier uses it: checked blocks to and from an extent file.
+"""Measures a drive as the tier uses it: checked blocks to and from an extent file; `check --disk`.
+
+The settings of `[nvme]` that follow from that are suggested.
 
 The file is preallocated and has no name any more while it is measured: whatever ends the process,
 nothing stays behind.
@@ -11,21 +13,23 @@ import mmap
 import os
 import random
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
 
+import msgspec
 import xxhash
 from numpy.random import default_rng  # here: a Ctrl-C that meets an import can be lost
+from rich.table import Table
 
-from kvstore.config import HUGE_PAGE_BYTES
 from kvstore.core.errors import ConfigError, KVStoreError
+from kvstore.printing import output
 from kvstore.units import GIB, MIB
 from tiers.nvme.block_io import Move, ThreadMover, writers_of
-from tiers.nvme.drive_report import Report, Sample, suggest
-from tiers.nvme.files import ExtentFile, address_of
+from tiers.nvme.files import ExtentFile
 
 BLOCK_BYTES = 2 * MIB
 FILE_BYTES = GIB
@@ -36,16 +40,59 @@ FILL_SHARE = 0.25  # of the time, to write the file for the first time
 AREA_BLOCKS_MIN = 64
 TICK_S = 0.0005
 SILENCE_S = 30.0
+NEARLY = 0.9  # of the best rate: more in flight costs more than it brings
+THREADS_MIN = 2  # one slow read holds no other
+DRIVE_WRITES_PER_DAY = 1.0
+DAY_S = 86_400
 
 Watch = Callable[[float, str], None]  # share that is done, and what is going on
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """Blocks moved for a moment with so many in flight."""
+
+    kind: str  # read or write
+    pattern: str  # sequential or random
+    depth: int
+    bytes_per_s: float
+    cpu_us_per_block: float
+
+
+class Suggestion(msgspec.Struct, frozen=True):
+    """Settings of `[nvme]`, and what they rest on."""
+
+    threads: int
+    write_budget_bytes: int
+    assumption: str
+
+    @property
+    def toml(self) -> str:
+        """Return the lines for the configuration file."""
+        unit, size = ("GiB", GIB) if self.write_budget_bytes >= GIB else ("MiB", MIB)
+        return (
+            f"[nvme]\nthreads = {self.threads}\n"
+            f'write_budget = "{max(1, self.write_budget_bytes // size)}{unit}"'
+        )
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All that was measured."""
+
+    path: str
+    block_bytes: int
+    file_bytes: int
+    drive_bytes: int  # size of the file system
+    seconds: float
+    samples: list[Sample]
+    suggestion: Suggestion
+    toml: str
 
 
 def measure(folder: Path, seconds: float, watch: Watch) -> Report:
     """Measure for about so long. Raises ConfigError, or KVStoreError when the drive fails."""
     drive = _room(folder)
     start_s = time.monotonic()
-    memory, _ = filled((2 * max(DEPTHS) + 8) * BLOCK_BYTES)
-    blocks = [memory[at : at + BLOCK_BYTES] for at in range(0, len(memory), BLOCK_BYTES)]
+    blocks = _memory()
     with _file_in(folder) as file:
 
         def tell(what: str) -> None:
@@ -59,8 +106,7 @@ def measure(folder: Path, seconds: float, watch: Watch) -> Report:
             samples += driver.cases(depth, left_s / (len(DEPTHS) * len(CASES)))
             if driver.too_slow(depth):
                 break
-    writers = {depth: writers_of(depth) for depth in DEPTHS}
-    suggestion = suggest(samples, writers, drive)
+    suggestion = suggest(samples, drive)
     return Report(
         path=str(folder),
         block_bytes=BLOCK_BYTES,
@@ -73,37 +119,17 @@ def measure(folder: Path, seconds: float, watch: Watch) -> Report:
     )
 
 
-def filled(size: int) -> tuple[memoryview, str]:
-    """Return memory, all of it there, without zeros that a disk could leave out, and its pages.
-
-    Private memory gets huge pages where madvise is heard, which shared memory does by a setting of
-    its own (see `kvstore check`); "small" when not all of it did.
-    """
-    raw = mmap.mmap(-1, size + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without
+def _memory() -> list[memoryview]:
+    """Return blocks for all that is in flight, without zeros that a disk could leave out."""
+    size = (2 * max(DEPTHS) + 8) * BLOCK_BYTES
+    raw = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         raw.madvise(mmap.MADV_HUGEPAGE)
-    whole = memoryview(raw)
-    start = -address_of(whole) % HUGE_PAGE_BYTES
-    memory = whole[start : start + size]
-    pattern = default_rng(size).bytes(MIB)
-    for at in range(0, size, MIB):
-        memory[at : at + MIB] = pattern[: size - at]
-    huge = _huge_bytes(address_of(memory)) >= size // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    return memory, "huge" if huge else "small"
-
-
-def _huge_bytes(address: int) -> int:
-    """Count the bytes in huge pages of the mapping that an address is in."""
-    inside = False
-    with Path("/proc/self/smaps").open(encoding="utf-8") as lines:
-        for line in lines:
-            first, *rest = line.split()
-            if not first.endswith(":"):
-                begin, end = (int(text, 16) for text in first.split("-"))
-                inside = begin <= address < end
-            elif inside and first == "AnonHugePages:":
-                return int(rest[0]) << 10
-    return 0
+    whole, pattern = memoryview(raw), default_rng(size).bytes(BLOCK_BYTES)
+    blocks = [whole[at : at + BLOCK_BYTES] for at in range(0, size, BLOCK_BYTES)]
+    for block in blocks:
+        block[:] = pattern
+    return blocks
 
 
 def _room(folder: Path) -> int:
@@ -242,3 +268,58 @@ class _Driver:
             if now_s - heard_s > SILENCE_S:
                 raise _Silent(f"{what}: no answer from the disk for {SILENCE_S:.0f} s")
             self._tell(what)
+
+
+def show(report: Report) -> None:
+    """Print it as a table, and the settings below."""
+    table = Table(box=None, header_style="bold")
+    table.add_column("blocks of 2 MiB", no_wrap=True)
+    table.add_column("in flight", justify="right")
+    table.add_column("GB/s", justify="right")
+    table.add_column("CPU us", justify="right")
+    for one in sorted(report.samples, key=lambda s: (s.kind, s.pattern == "random", s.depth)):
+        rate, cpu = f"{one.bytes_per_s / 1e9:.2f}", f"{one.cpu_us_per_block:.0f}"
+        table.add_row(f"{one.pattern} {one.kind}s", str(one.depth), rate, cpu)
+    console = output()
+    console.print(
+        f"{report.path}, measured for {report.seconds:.0f} s", highlight=False, soft_wrap=True
+    )
+    console.print(table)
+    lines = [
+        "",
+        report.suggestion.toml,
+        "",
+        f"The budget assumes that {report.suggestion.assumption}.",
+    ]
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def suggest(samples: list[Sample], drive_bytes: int) -> Suggestion:
+    """Choose settings; drive_bytes: size of the file system."""
+    reads, writes = _rates(samples, "read"), _rates(samples, "write")
+    enough = [
+        depth
+        for depth in reads
+        if depth >= THREADS_MIN
+        and reads[depth] >= NEARLY * max(reads.values())
+        and writes.get(writers_of(depth), 0.0) >= NEARLY * max(writes.values())
+    ]
+    threads = min(enough, default=max(reads))
+    endured = int(DRIVE_WRITES_PER_DAY * drive_bytes)
+    can = int(max(writes.values()) * DAY_S)
+    assumption = (
+        f"the drive endures {DRIVE_WRITES_PER_DAY:g} write of its capacity per day, and its"
+        f" capacity is its file system's, {drive_bytes / GIB:.0f} GiB: at the"
+        f" {max(writes.values()) / 1e9:.2f} GB/s measured, {endured / can:.1%} of the day"
+    )
+    return Suggestion(threads, max(MIB, min(endured, can)), assumption)
+
+
+def _rates(samples: list[Sample], kind: str) -> dict[int, float]:
+    """Return for each depth the mean of in order and at random: one alone is up to chance."""
+    found: dict[int, list[float]] = {}
+    for sample in samples:
+        if sample.kind == kind:
+            found.setdefault(sample.depth, []).append(sample.bytes_per_s)
+    return {depth: statistics.fmean(rates) for depth, rates in found.items()}
