@@ -12,7 +12,7 @@ startup.py           what a start finds there, and its records in slices
 remount.py           letting go of a directory, and coming back
 health.py            the state of the disk, from what its calls come back with
 maintenance.py       the thread for what has to sync, and the one that looks at the directory
-extent_allocator.py  who gets which extent within the cap
+extent_allocator.py  which namespace gets which extent within the cap
 commits.py           what becomes durable when
 index_client.py      what is durable: the index, committed after the data, in a process of its own
 index_server.py      that process, and the LMDB file

@@ -5,7 +5,7 @@ parent file system. So extents are made, opened and removed through a descriptor
 and whether the path still leads there is asked again and again (look). A directory that was let
 go of is taken back only if its lock file says that it is the same one:
 
-    process id             of who uses it, for the message to a second one
+    process id             of the store that uses it, for the message to a second one
     the directory's id     made once, with the lock file
 """
 
@@ -57,7 +57,7 @@ class Look(NamedTuple):
 
 
 def taken(path: Path, lock_fd: int) -> str:
-    """Say who has a directory, whose lock file is given."""
+    """Name the process that has a directory; lock_fd: of its lock file."""
     holder, _ = _marks(lock_fd)
     holder = holder or "unknown"
     return (
@@ -112,7 +112,7 @@ class Volume:
     def open_again(self) -> None:
         """Take the directory back.
 
-        Raises OSError, and TierIOError when another one is in its place, or somebody uses it.
+        Raises OSError, and TierIOError when another one is in its place, or it is in use.
         """
         try:
             self._attach(0)
@@ -127,7 +127,7 @@ class Volume:
             raise
 
     def close(self) -> None:
-        """Let go of it; safe to call twice."""
+        """Close it; safe to call twice."""
         for fd in (self._fd, self._lock_fd):
             if fd >= 0:
                 os.close(fd)
@@ -183,7 +183,7 @@ class Volume:
 
     @property
     def lock_fd(self) -> int:
-        """The lock's descriptor, for who is to keep the directory as long as it lives."""
+        """The lock's descriptor, which the index's process inherits: it keeps the lock, too."""
         return self._lock_fd
 
     # How it is
@@ -275,7 +275,7 @@ class Volume:
             os.unlink(self.extent(number).name, dir_fd=self._fd)
 
     def sweep(self, known: Collection[int]) -> int:
-        """Remove extents that nobody knows, such as one whose removal failed; return how many.
+        """Remove extents that are not known, such as one whose removal failed; return how many.
 
         Raises OSError.
         """

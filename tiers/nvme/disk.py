@@ -173,7 +173,7 @@ class NvmeDisk:
 
     @property
     def busy(self) -> bool:
-        """Tell whether something is under way that ends without anybody asking."""
+        """Tell whether something is under way that ends by itself."""
         moving = self._mover.open or self._keeper.open
         return bool(moving) or self._shared.opening.loading or self._commits.purging or self._sliced
 
@@ -292,13 +292,13 @@ class NvmeDisk:
     # Durability and the end
 
     def flush(self) -> None:
-        """Go one step towards having everything durable; for those who wait."""
+        """Go one step towards having everything durable, and sleep for a moment."""
         self._commits.hurry()
         self.poll()
         time.sleep(_BUSY_S)
 
     def close(self) -> None:
-        """Commit what is written and let go of the directory; safe to call twice."""
+        """Commit what is written and close the directory; safe to call twice."""
         if self._closed:
             return
         deadline = time.monotonic() + CLOSE_S

@@ -1,4 +1,4 @@
-"""Who gets which extent: growth within the cap, eviction ahead of need, giving space back.
+"""Which namespace gets which extent: growth within the cap, eviction ahead, giving space back.
 
 The cap counts what the directory takes: extents, what their index entries can take (or the index
 does take, if that is more), and damaged indexes that are kept. An extent is made only while all
@@ -152,7 +152,7 @@ class Room:
     # In every poll
 
     def step(self, now_s: float) -> None:
-        """Evict ahead where the cap is reached, and let go of extents that are empty."""
+        """Evict ahead where the cap is reached, and remove extents that are empty."""
         self._now_s = now_s
         if not self._shared.health.writable or self._shared.opening.loading:
             return

@@ -49,7 +49,7 @@ _NEXT = {
     State.LOADING: "serves what it has read of its index so far",
     State.OK: "reads and writes",
     State.READ_ONLY: "serves what it has; tries to write again in {:.1f} s",
-    State.OFF: "all its blocks are misses; lets go of its files and looks again in {:.1f} s",
+    State.OFF: "all its blocks are misses; closes its files and looks again in {:.1f} s",
 }
 
 

@@ -74,7 +74,7 @@ def start(passed: Sequence[int], lock_fd: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(  # noqa: S603 - our own module
         [sys.executable, "-P", "-m", "tiers.nvme.index_server", *map(str, passed)],
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,  # whoever reads the store's would wait for this one
+        stdout=subprocess.DEVNULL,  # a reader of the store's would wait for this one
         pass_fds=(*passed, lock_fd),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         start_new_session=True,  # Ctrl-C is for the store, which still commits
@@ -120,7 +120,7 @@ class Child:
         return self._process.poll() is not None
 
     def ask(self, request: Request) -> Answer:
-        """Have a request done. Raises IndexProcessDiedError when nobody can say whether it is."""
+        """Have a request done. Raises IndexProcessDiedError when it may be done or not."""
         try:
             self._control.sendall(framed(request))
             body = receive(self._control.recv)
@@ -201,8 +201,8 @@ class Journal:
         """Open or make it.
 
         blocks_max: that the tier can hold; the index file can grow to what these need. lock_fd:
-        the lock on the directory, which lasts as long as anybody can still write there. read_only:
-        change nothing, and read all of it first.
+        the lock on the directory, which lasts as long as a process can still write there.
+        read_only: change nothing, and read all of it first.
 
         Raises IndexDamagedError, ConfigError when it is of another kind, and TierIOError when it
         cannot be read now.
@@ -313,7 +313,7 @@ class Journal:
         return message
 
     def close(self) -> None:
-        """Have the process end, and let go of the lock; safe to call twice."""
+        """End the process, and with it its hold on the lock; safe to call twice."""
         self._closed = True
         self._end()
 

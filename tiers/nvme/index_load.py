@@ -160,7 +160,7 @@ def _causes(values: NDArray[np.void], counts: Mapping[int, int]) -> Places:
 
 
 def _owners(places: Numbers, placed: Flags) -> tuple[Places, Numbers]:
-    """Return who wrote last in each place, in the order of places, and these."""
+    """Return the record that was written last in each place, in the order of places, and these."""
     rows = np.flatnonzero(placed)
     rows = rows[np.argsort(places[rows], kind="stable")]
     found = places[rows]

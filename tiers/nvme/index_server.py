@@ -91,7 +91,7 @@ class IndexFile:
         """Open it, or make it unless it is only to be read. Raises OtherFormatError."""
         self._path = path
         self._read_only = read_only
-        # The store's lock on the directory is the only one: nobody else reads while we write.
+        # The store's lock on the directory is the only one: no other process reads meanwhile.
         self._env = lmdb.open(
             str(path),
             map_size=map_bytes,

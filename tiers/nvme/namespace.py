@@ -1,6 +1,6 @@
 """One namespace's part of the disk: its records, its slots in extents, and what is durable of it.
 
-Slots are taken by stores, and come back when a record is DROPPED, nobody reads or writes it, and
+Slots are taken by stores, and come back when a record is DROPPED, not being read or written, and
 the journal has forgotten it. Extents are added when the cap allows, and retired when the space is
 needed elsewhere: their blocks are dropped, and when the last slot is free the file goes.
 
@@ -53,7 +53,7 @@ class Space(Places):
         self.to_put: list[Record] = []  # READY, in the order in which they became so
         self.to_delete: list[Record] = []  # DROPPED, and in the journal
         self.leaving = 0  # DROPPED, and not free yet
-        self._before: set[BlockKey] = set()  # could be read before the directory was let go of
+        self._before: set[BlockKey] = set()  # could be read before the directory was closed
 
     # Records
 
@@ -181,7 +181,7 @@ class Space(Places):
         self._before = set()
 
     def succeed(self, old: Space) -> None:
-        """Go on for a space whose directory was let go of: what it had forgotten stays so."""
+        """Go on for a space whose directory was closed: what it had forgotten stays so."""
         self.counts.update(old.counts)
         self.index.told = old.index.told
         self._before = old._before
@@ -202,7 +202,7 @@ class Space(Places):
         return self._renumbering is not Durable.YES
 
     def _reopen(self, number: int) -> None:
-        """Use an extent again that was cleared, once that is durable and nobody is at it."""
+        """Use a cleared extent again, once that is durable and no call is under way in it."""
         if self._renumbering is Durable.YES and not self.pins[number]:
             self.cleared.remove(number)
             if number in self.extents and number not in self.retiring:

@@ -120,7 +120,7 @@ class Places:
         return {number: file.count for number, file in self.extents.items()}
 
     def take_retired(self) -> list[tuple[int, ExtentFile]]:
-        """Let go of the extents that are empty now."""
+        """Take out and return the extents that are empty now."""
         empty = [
             number
             for number in self.retiring

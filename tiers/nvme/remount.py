@@ -1,4 +1,4 @@
-"""Lets go of a directory while the tier is off, opens it again, and mends what was read-only.
+"""Closes a directory while the tier is off, opens it again, and mends what was read-only.
 
     OPEN --off--> LEAVING --all closed--> AWAY --time to look--> RETURNING --works--> OPEN
                                            ^------------------------+ does not

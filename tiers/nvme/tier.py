@@ -79,7 +79,7 @@ class NvmeTier:
     def lookup(self, key: BlockKey) -> LookupResult:
         """HIT when the block can be read, PENDING while it is written.
 
-        RETRY while nobody knows: the records of a start are still to come.
+        RETRY while the records of a start are still to come.
         """
         if not self._disk.online:
             return LookupResult.MISS
@@ -152,7 +152,7 @@ class NvmeTier:
             self.drain()
             self._closed = True
             self.space.attached -= 1
-            self.space.index.told = None  # nobody takes it any more
+            self.space.index.told = None  # take_changes() is not called any more
 
     # Loads
 
