@@ -25,7 +25,6 @@ from kvstore.memory_limits import MARGIN_BYTES, memory_left
 from kvstore.owned_files import writable_folder
 from kvstore.store.tier_guard import refuse_tier
 from kvstore.units import sized
-from tiers.nvme import gds
 from tiers.nvme.refusals import refuse as refuse_nvme
 from tiers.nvme.refusals import user_of
 
@@ -141,7 +140,6 @@ def _disk(config: Config) -> Iterator[Finding]:
         return  # _refused() has it
     text = f"{path}: capacity {sized(nvme.capacity_bytes)}, {sized(free)} are free or hold blocks"
     yield Finding(Level.OK if nvme.capacity_bytes <= free else Level.NOTE, "nvme", text)
-    yield Finding(Level.OK, "gds", gds.examine(folder).text)
 
 
 def _huge_pages() -> Finding:

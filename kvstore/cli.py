@@ -251,8 +251,6 @@ def _check(chosen: argparse.Namespace) -> int:
 
 def _check_disk(chosen: argparse.Namespace) -> int:
     from kvstore.config import load
-    from tiers.nvme.drive_report import Report as Measured
-    from tiers.nvme.drive_report import show
 
     if chosen.path is not None and chosen.config is not None:
         chosen.parser.error("expected one of --path and --config, found both")
@@ -263,10 +261,10 @@ def _check_disk(chosen: argparse.Namespace) -> int:
             raise ConfigError(f"{chosen.config}: expected [nvme] with a path, found none")
         folder = next(p for p in (Path(nvme.path), *Path(nvme.path).parents) if p.exists())
     from kvstore.printing import share
-    from tiers.nvme.drive_check import measure
+    from tiers.nvme.drive_check import measure, show
 
     with share() as watch:
-        report: Measured = measure(folder, chosen.seconds or SECONDS, watch)
+        report = measure(folder, chosen.seconds or SECONDS, watch)
     if chosen.json:
         import msgspec
 

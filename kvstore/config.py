@@ -27,7 +27,6 @@ from kvstore.settings import (
     S,
     Section,
     Setting,
-    choice,
     duration,
     flag,
     matching,
@@ -49,7 +48,6 @@ DISK_BYTES_MAX = 256 * TIB  # for more, a process has not enough addresses for t
 CREDIT_BYTES_DEFAULT = 512 * MIB
 FILE_BYTES_MAX = MIB
 THREADS_MAX = 64
-MOVERS = ("threads", "nixl")
 # sun_path of a unix socket address is 108 bytes, the last of them a zero.
 SOCKET_PATH_BYTES_MAX = 107
 PORT_MAX = 65535
@@ -276,10 +274,6 @@ class NvmeConfig(Section, frozen=True):
 
     threads: Annotated[int, Setting(whole_number(1, THREADS_MAX), 4)]
     """Reads in flight at one time, from 1 to 64. Disks get no faster beyond 4 to 8."""
-
-    mover: Annotated[str, Setting(choice(*MOVERS), "threads")]
-    """What moves bytes between memory and disk: `"threads"`, or `"nixl"` for NIXL's POSIX plugin.
-    Threads are as fast and use less CPU; `kvstore check --disk` measures both."""
 
     backlog_ns: Annotated[int, Setting(_read_backlog, "10s")]
     """Longest time a block may wait to be written, at the rate that the disk shows. Above this

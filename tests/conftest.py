@@ -11,7 +11,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.harness.faults import build
 from tests.harness.forked import OF_ENGINES, OF_INDEXES, fork_index, start_server
-from tiers.nvme.index_process import Child
+from tiers.nvme.index_client import Child
 
 ENGINES = "tests/engine/"
 

@@ -243,8 +243,8 @@ MUTANTS = (
     ),
     Mutant(
         "tiers/nvme/remount.py",
-        "            if not (whole and unused and",
-        "            if not (unused and",
+        "        fresh.open(damage)",
+        "        fresh.open()",
         "tests/test_nvme_failing.py -k damaged_before",
     ),
     Mutant(

@@ -15,10 +15,9 @@ import pytest
 from kvstore.core.errors import KVStoreError
 from tests.bench import __main__ as bench
 from tests.bench import nvme, raw_disk, steal
-from tests.bench.raw_disk import Moved
+from tests.bench.raw_disk import Moved, filled
 from tests.bench.report import Result, as_json
 from tests.harness.nvme_blocks import MIB
-from tiers.nvme.drive_check import filled
 
 SMALL = nvme.Sizes(
     block_bytes=(MIB // 2, MIB), data_bytes=8 * MIB, job_bytes=2 * MIB, extent_bytes=4 * MIB
@@ -110,7 +109,7 @@ import ctypes
 PR_SET_THP_DISABLE = 41
 assert ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
 """
-PAGES = "from tiers.nvme.drive_check import filled; print(filled(8 << 20)[1])"
+PAGES = "from tests.bench.raw_disk import filled; print(filled(8 << 20)[1])"
 
 
 def test_pages_are_called_huge_only_when_they_are() -> None:

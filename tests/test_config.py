@@ -34,7 +34,6 @@ defer = "0s"
 [nvme]
 path = "/nvme"
 capacity = "1TiB"
-mover = "nixl"
 write_budget = "1TB"
 
 [[tier]]
@@ -75,7 +74,7 @@ def test_a_full_file_is_read_into_bytes_and_nanoseconds(tmp_path: Path) -> None:
     assert (engine.credit_bytes, engine.leased_bytes) == (GIB, GIB)
     assert (engine.lease_ns, engine.defer_ns) == (60 * 10**9, 0)
     assert found.nvme is not None
-    assert (found.nvme.mover, found.nvme.write_budget_bytes) == ("nixl", 10**12)
+    assert found.nvme.write_budget_bytes == 10**12
     options = {"path": "/nvme", "depth": {"reads": 8}}
     assert found.tiers == (
         config.TierConfig("my.package:Disk", "disk", options, 7 * 10**9),
@@ -96,7 +95,7 @@ def test_only_the_capacity_is_needed() -> None:
     )
     disk = parse({**LEAST, "nvme": DISK}).nvme
     assert disk == config.NvmeConfig(
-        "/nvme/kv", GIB, 64 * MIB, 10**9, 4, "threads", 10**10, write_budget_bytes=None
+        "/nvme/kv", GIB, 64 * MIB, 10**9, 4, 10**10, write_budget_bytes=None
     )
     peer = parse({**LEAST, "peer": {}}).peer
     assert peer == config.PeerConfig(
@@ -164,8 +163,6 @@ WRONG_IN: list[tuple[str, str, Any, tuple[str, ...]]] = [
     ("server", "socket", "a\nb", (r'"a\nb"',)),
     ("server", "metrics", "localhost", ('"localhost"',)),
     ("server", "metrics", "a:65536", ("65535", '"a:65536"')),
-    ("nvme", "mover", "gds", ('"threads" or "nixl"', '"gds"')),
-    ("nvme", "mover", 1, ("found 1",)),
     ("nvme", "capacity", "300TiB", ("at most 256TiB", '"300TiB"')),
     ("nvme", "write_budget", "0GB", ("at least 1B per day", '"0GB"')),
     ("nvme", "write_budget", "much", ('"8GiB"', '"much"')),

@@ -20,20 +20,18 @@ from kvstore.config import parse
 from kvstore.core.errors import ConfigError, KVStoreError
 from kvstore.units import GIB, MIB
 from tests.harness.nvme_blocks import settings_for
-from tiers.nvme import drive_check, nixl_mover
+from tiers.nvme import drive_check
 from tiers.nvme.block_io import Move, ThreadMover
-from tiers.nvme.drive_report import Report, Sample, suggest
+from tiers.nvme.drive_check import Report, Sample, suggest
 
 pytestmark = pytest.mark.slow  # measures a drive
 
 WRITERS = {1: 2, 2: 2, 4: 2, 8: 4, 16: 8}
 
 
-def samples(
-    reads: dict[int, float], writes: dict[int, float], mover: str = "threads"
-) -> list[Sample]:
+def samples(reads: dict[int, float], writes: dict[int, float]) -> list[Sample]:
     return [
-        Sample(mover, kind, pattern, depth, rate * 1e9, 100.0)
+        Sample(kind, pattern, depth, rate * 1e9, 100.0)
         for kind, rates in (("read", reads), ("write", writes))
         for depth, rate in rates.items()
         for pattern in ("sequential", "random")
@@ -56,13 +54,7 @@ FLAT = dict.fromkeys(WRITERS, 1.0)
 def test_threads_are_the_fewest_that_nearly_fill_the_drive(
     reads: dict[int, float], writes: dict[int, float], threads: int
 ) -> None:
-    assert suggest(samples(reads, writes), WRITERS, GIB).threads == threads
-
-
-@pytest.mark.parametrize(("nixl", "mover"), [(1.05, "threads"), (1.2, "nixl")])
-def test_another_mover_has_to_be_faster_by_a_tenth(nixl: float, mover: str) -> None:
-    both = samples(FLAT, FLAT) + samples(dict.fromkeys(WRITERS, nixl), FLAT, "nixl")
-    assert suggest(both, WRITERS, GIB).mover == mover
+    assert suggest(samples(reads, writes), GIB).threads == threads
 
 
 @pytest.mark.parametrize(
@@ -76,7 +68,7 @@ def test_another_mover_has_to_be_faster_by_a_tenth(nixl: float, mover: str) -> N
 def test_the_budget_is_a_drive_write_per_day_and_says_so(
     drive_bytes: int, rate: float, budget: str
 ) -> None:
-    found = suggest(samples(FLAT, dict.fromkeys(WRITERS, rate)), WRITERS, drive_bytes)
+    found = suggest(samples(FLAT, dict.fromkeys(WRITERS, rate)), drive_bytes)
     assert f'write_budget = "{budget}"' in found.toml
     assert "1 write of its capacity per day" in found.assumption
     assert f"{drive_bytes / GIB:.0f} GiB" in found.assumption
@@ -96,13 +88,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_every_mover_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
+def test_reads_and_writes_are_measured_and_nothing_is_left(tmp_path: Path) -> None:
     heard: list[tuple[float, str]] = []
     report = drive_check.measure(tmp_path, 1.5, lambda share, what: heard.append((share, what)))
-    assert set(report.movers) == {"threads", "nixl"}
-    assert {s.mover for s in report.samples} == {"threads", "nixl"}
-    cases = {(s.mover, s.kind, s.pattern) for s in report.samples}
-    assert len(cases) == 8
+    assert len({(s.kind, s.pattern) for s in report.samples}) == 4
     assert all(s.bytes_per_s > 0 and s.cpu_us_per_block > 0 for s in report.samples)
     assert report.seconds < 10
     assert report.drive_bytes == shutil.disk_usage(tmp_path).total
@@ -131,16 +120,6 @@ def test_only_what_was_written_is_read(tmp_path: Path, monkeypatch: pytest.Monke
     drive_check.measure(tmp_path, 0.02, lambda _share, _what: None)
     assert 8 <= len(written) < 128, "the time was over before the file was full"
     assert not stray
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_mover_that_does_not_load_is_said_and_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nixl_mover, "PLUGIN", "NONE")
-    report = drive_check.measure(tmp_path, 0.5, lambda _share, _what: None)
-    assert report.movers["nixl"].startswith('not here: mover = "nixl": expected NIXL')
-    assert {s.mover for s in report.samples} == {"threads"}
 
 
 # Refusals
@@ -247,11 +226,8 @@ def test_the_command_prints_an_object_or_a_table(
     assert table["path"] == str(tmp_path)
     assert set(table) == set(Report.__struct_fields__)
     assert "nvme" in tomllib.loads(table["toml"])
-    assert table["gds"]["direct"] == (table["gds"]["reasons"] == [])
     assert cli.main(arguments) == 0
     printed = capsys.readouterr().out
-    assert "GDS: " in printed
-    assert "what is on disk always goes through host memory" in printed
     assert "[nvme]\nthreads = " in printed
     assert "1 write of its capacity per day" in printed
     assert not list(tmp_path.glob(".*"))

@@ -16,8 +16,7 @@ import pytest
 from kvstore.core.errors import ConfigError
 from tests.harness.nvme_blocks import SLOT_BYTES, eventually_ok, key, settings_for, shelf
 from tiers.nvme import NvmeDisk, health
-from tiers.nvme.index_file import IndexFile, is_damage
-from tiers.nvme.index_server import failed
+from tiers.nvme.index_server import IndexFile, failed, is_damage
 from tiers.nvme.messages import FORMAT, NAMESPACE
 
 CHAINS, LENGTH = 40, 10

@@ -113,7 +113,7 @@ def test_a_block_that_is_read_while_all_is_cleared_keeps_its_slot(settings: Nvme
         assert block == content(key(1, 0), found.size)
         found.tier.space.unpin(record)
         found.settle()
-        assert not found.tier.space.clearing
+        assert not found.tier.space.cleared
 
 
 def test_a_clear_that_was_not_committed_is_done_by_the_next_commit(space: Space) -> None:

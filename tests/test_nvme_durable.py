@@ -11,7 +11,7 @@ import pytest
 from tests.harness.nvme_blocks import key
 from tiers.nvme.files import ExtentFile
 from tiers.nvme.index_client import IndexDamagedError, Journal
-from tiers.nvme.index_file import IndexFile
+from tiers.nvme.index_server import IndexFile
 from tiers.nvme.messages import FOLDER, Commit
 from tiers.nvme.namespace import Space
 

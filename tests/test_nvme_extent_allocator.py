@@ -25,7 +25,7 @@ from tests.harness.nvme_trouble import (
     wait,
     wait_for,
 )
-from tiers.nvme import NvmeDisk, extent_allocator, probe
+from tiers.nvme import NvmeDisk, extent_allocator, maintenance
 from tiers.nvme.directory import Look, Volume
 
 
@@ -84,7 +84,7 @@ def test_a_file_system_of_which_nothing_is_known_gets_no_extent(
 ) -> None:
     with shelf(settings) as found:
         with monkeypatch.context() as patched:
-            patched.setattr(probe, "EVERY_S", 1000.0)
+            patched.setattr(maintenance, "EVERY_S", 1000.0)
             patched.setattr(os, "fstatvfs", raise_eio)
             assert found.put(1, 0, 5).done == 0
         assert not list(folder.glob("*.extent"))

@@ -9,12 +9,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import lmdb
-import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -37,7 +35,7 @@ from tests.harness.nvme_damage import (
 )
 from tiers.nvme import fsck
 from tiers.nvme.fsck_report import Amount, Report
-from tiers.nvme.messages import NUMBER
+from tiers.nvme.index_client import Child
 
 pytestmark = pytest.mark.slow
 
@@ -244,20 +242,27 @@ def test_no_rubbish_in_the_index_ends_it(settings: NvmeConfig, seed: int) -> Non
     assert examine(settings).ok
 
 
-@pytest.mark.parametrize("ended", [-signal.SIGBUS, -signal.SIGSEGV])
+def die_of(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    """Have the process that reads the index end."""
+    code = f"import os; os.kill(os.getpid(), {number:d})"
+
+    def start(*_: object) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", code])
+
+    monkeypatch.setattr(Child, "start", staticmethod(start))
+
+
 def test_a_reader_that_dies_of_the_index_makes_it_damaged(
-    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch, ended: int
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = SimpleNamespace(returncode=ended, stderr=b"", stdout=b"")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: result)
+    die_of(monkeypatch, signal.SIGBUS)
     assert examine(settings).index_error is not None
 
 
 def test_a_reader_that_is_killed_says_nothing_about_the_index(
     settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = SimpleNamespace(returncode=-signal.SIGKILL, stderr=b"", stdout=b"")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: result)
+    die_of(monkeypatch, signal.SIGKILL)
     with pytest.raises(TierError, match="could not be looked at"):
         examine(settings, repair=True)
     assert extents(settings)
@@ -276,9 +281,9 @@ def test_another_version_is_left_alone(settings: NvmeConfig) -> None:
     with lmdb.open(str(index(settings).parent), max_dbs=4, lock=False) as env:
         meta = env.open_db(b"meta")
         with env.begin(write=True) as txn:
-            txn.put(b"format", b"kvstore-nvme-9", db=meta)
+            txn.put(b"format", b"kvstore-drum-1", db=meta)
     before = contents(settings)
-    with pytest.raises(ConfigError, match="format b'kvstore-nvme-9', this version has"):
+    with pytest.raises(ConfigError, match="format b'kvstore-drum-1', this version has"):
         examine(settings, repair=True)
     assert contents(settings) == before
 
@@ -303,19 +308,15 @@ def test_a_missing_table_is_damage(settings: NvmeConfig) -> None:
     assert found.index_error.endswith("a table is missing")
 
 
-def test_keys_out_of_order_are_damage(
-    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = fsck.frames_of
-
-    def reversed_rows(path: Path) -> Iterator[bytes]:
-        head, *chunks = real(path)
-        rows = msgspec.msgpack.decode(chunks[0], type=list[bytes])
-        pairs = [[rows[at], rows[at + 1]] for at in range(0, len(rows), 2)]
-        yield head
-        yield fsck.framed([part for pair in pairs[::-1] for part in pair])[NUMBER.size :]
-
-    monkeypatch.setattr(fsck, "frames_of", reversed_rows)
+def test_keys_out_of_order_are_damage(settings: NvmeConfig) -> None:
+    """Two rows change places, each as long as the other."""
+    data = index(settings).read_bytes()
+    with lmdb.open(str(index(settings).parent), max_dbs=4, lock=False, readonly=True) as env:
+        table = env.open_db(b"blocks", create=False)
+        with env.begin() as txn:
+            first, second, *_ = [bytes(name) for name, _ in txn.cursor(table)]
+    data = data.replace(first, b"\0" * len(first)).replace(second, first)
+    index(settings).write_bytes(data.replace(b"\0" * len(first), second))
     found = examine(settings)
     assert found.index_error is not None
     assert found.index_error.endswith("out of order")

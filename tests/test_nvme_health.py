@@ -126,7 +126,7 @@ def test_the_log_has_one_line_for_each_change_with_reason_and_what_is_next(
         ),
         (
             "/kv: read_only -> off: the directory is gone;"
-            " all its blocks are misses; lets go of its files and looks again in 5.0 s"
+            " all its blocks are misses; closes its files and looks again in 5.0 s"
         ),
         "/kv: off -> ok; reads and writes",
     ]

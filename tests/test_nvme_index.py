@@ -14,7 +14,7 @@ from kvstore.config import NvmeConfig
 from kvstore.core.errors import ConfigError
 from tests.harness.nvme_blocks import MIB, key, settings_for, shelf
 from tiers.nvme import NvmeDisk, directory
-from tiers.nvme.index_file import IndexFile
+from tiers.nvme.index_server import IndexFile
 from tiers.nvme.messages import NAMESPACE, VALUE
 
 Table = Any  # lmdb has no name for it

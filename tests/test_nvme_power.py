@@ -24,7 +24,7 @@ from tests.harness.nvme_load import Load, Name, names_of, path_to
 from tests.harness.nvme_platter import DELAY_S, ChildHere, Platter
 from tiers.nvme import NvmeDisk
 from tiers.nvme.index import DiskIndex, Record
-from tiers.nvme.index_process import Child
+from tiers.nvme.index_client import Child
 from tiers.nvme.messages import NUMBER, Commit
 from tiers.nvme.namespace import Space
 

@@ -18,8 +18,7 @@ from kvstore.core.errors import ConfigError, TierIOError
 from kvstore.core.types import LookupResult
 from tests.harness.nvme_blocks import Shelf, key, settings_for, shelf
 from tiers.nvme import NvmeDisk, disk, health, startup
-from tiers.nvme.index_client import Journal
-from tiers.nvme.index_process import IndexProcessDiedError
+from tiers.nvme.index_client import IndexProcessDiedError, Journal
 from tiers.nvme.messages import FOLDER, Batch, Commit, Stream
 
 STORE = """
@@ -347,6 +346,26 @@ def test_clear_while_the_index_loads_clears_what_comes_later(settings: NvmeConfi
         assert set(again.keys()) == {key(1, index) for index in range(5)}
 
 
+def test_clear_while_records_are_asked_for_leaves_those_of_others_alone(
+    settings: NvmeConfig,
+) -> None:
+    names = ("aaaaaaaaaaaa", "bbbbbbbbbbbb")
+    for namespace in names:
+        with shelf(settings, namespace) as before:
+            chains(before, 3)
+    made = NvmeDisk(settings)
+    one, other = (Shelf(made, namespace) for namespace in names)
+    made.poll()  # asks for the records of the second
+    other.tier.clear()
+    one.settle()
+    assert other.keys() == []
+    assert set(one.keys()) == {key(chain, index) for chain in range(3) for index in range(30)}
+    for found in (one, other):
+        assert found.put(9, 0, 5).done == 5
+        found.tier.close()
+    made.close()
+
+
 def test_clear_between_two_batches_of_records_clears_those_to_come(
     settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,7 +373,7 @@ def test_clear_between_two_batches_of_records_clears_those_to_come(
     with shelf(settings) as before:
         chains(before, 100)
     after = Shelf(NvmeDisk(settings))
-    eventually(lambda: polled(after).spaces[0].loaded)
+    eventually(lambda: (found := polled(after).spaces[0].loading) and found.count)
     assert after.disk.state == "loading"
     after.tier.clear()
     after.settle()

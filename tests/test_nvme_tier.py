@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
-from kvstore.config import MOVERS, NvmeConfig
+from kvstore.config import NvmeConfig
 from kvstore.core.errors import BlockCorrupt, ConfigError, TierIOError
 from kvstore.core.tier import Tier, TierContext
 from kvstore.testing import TierContract
@@ -19,11 +18,9 @@ from tiers.nvme import NvmeDisk, disk, health
 
 
 class TestNvmeTier(TierContract):
-    @pytest.fixture(params=MOVERS)
-    def tier(
-        self, context: TierContext, tmp_path: Path, request: pytest.FixtureRequest
-    ) -> Iterator[Tier]:
-        disk = NvmeDisk(replace(settings_for(tmp_path / "kv"), mover=request.param))
+    @pytest.fixture
+    def tier(self, context: TierContext, tmp_path: Path) -> Iterator[Tier]:
+        disk = NvmeDisk(settings_for(tmp_path / "kv"))
         made = disk.tier(context)
         yield made
         made.close()
@@ -33,12 +30,6 @@ class TestNvmeTier(TierContract):
 @pytest.fixture
 def settings(tmp_path: Path) -> NvmeConfig:
     return settings_for(tmp_path / "kv")
-
-
-@pytest.fixture(params=MOVERS)
-def settings_of_both(tmp_path: Path, request: pytest.FixtureRequest) -> NvmeConfig:
-    """One disk with each mover: what is found out while blocks are moved."""
-    return replace(settings_for(tmp_path / "kv"), mover=request.param)
 
 
 def extents(settings: NvmeConfig) -> list[Path]:
@@ -65,8 +56,7 @@ def flip(path: Path, at: int) -> None:
 # Restart
 
 
-def test_blocks_are_there_after_a_restart(settings_of_both: NvmeConfig) -> None:
-    settings = settings_of_both
+def test_blocks_are_there_after_a_restart(settings: NvmeConfig) -> None:
     with shelf(settings) as before:
         assert before.put(1, 0, 5).done == 5
     with shelf(settings) as after:
@@ -74,8 +64,7 @@ def test_blocks_are_there_after_a_restart(settings_of_both: NvmeConfig) -> None:
 
 
 @pytest.mark.parametrize("slot_bytes", [4096, 5000, 100_000])
-def test_any_block_size_comes_back_whole(settings_of_both: NvmeConfig, slot_bytes: int) -> None:
-    settings = settings_of_both
+def test_any_block_size_comes_back_whole(settings: NvmeConfig, slot_bytes: int) -> None:
     with shelf(settings, slot_bytes=slot_bytes) as before:
         before.put(1, 0, 9)
     with shelf(settings, slot_bytes=slot_bytes) as after:
@@ -153,9 +142,8 @@ def test_a_namespace_that_nobody_uses_makes_room(settings: NvmeConfig) -> None:
 
 
 def test_O15_a_flipped_bit_is_a_miss_and_takes_what_hangs_below_it(
-    settings_of_both: NvmeConfig,
+    settings: NvmeConfig,
 ) -> None:
-    settings = settings_of_both
     with shelf(settings) as found:
         found.put(1, 0, 6)
         found.put(2, 0, 2)
@@ -171,8 +159,7 @@ def test_O15_a_flipped_bit_is_a_miss_and_takes_what_hangs_below_it(
         assert found.get([key(1, index) for index in range(6)]).done == 6
 
 
-def test_swapped_blocks_are_misses(settings_of_both: NvmeConfig) -> None:
-    settings = settings_of_both
+def test_swapped_blocks_are_misses(settings: NvmeConfig) -> None:
     with shelf(settings) as found:
         found.put(1, 0, 1)
         found.put(2, 0, 1)
@@ -189,8 +176,7 @@ def test_swapped_blocks_are_misses(settings_of_both: NvmeConfig) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 4096, 3 * SLOT_BYTES + 512])
-def test_a_truncated_extent_gives_misses(settings_of_both: NvmeConfig, size: int) -> None:
-    settings = settings_of_both
+def test_a_truncated_extent_gives_misses(settings: NvmeConfig, size: int) -> None:
     with shelf(settings) as before:
         before.put(1, 0, 20)
     os.truncate(extents(settings)[0], size)
@@ -213,8 +199,7 @@ def test_a_deleted_extent_costs_its_blocks_only(settings: NvmeConfig) -> None:
         assert after.put(50, 0, 5).done == 5
 
 
-def test_swapped_extents_give_misses(settings_of_both: NvmeConfig) -> None:
-    settings = settings_of_both
+def test_swapped_extents_give_misses(settings: NvmeConfig) -> None:
     with shelf(settings) as before:
         for chain in range(20):
             before.put(chain, 0, 30)
@@ -279,6 +264,7 @@ def test_a_tier_whose_reads_fail_goes_off_and_comes_back(
     with shelf(settings) as found:
         for chain in range(8):
             found.put(chain, 0, 2)
+        found.settle()
         real = os.preadv
         monkeypatch.setattr(os, "preadv", _raise_eio)
         for chain in range(health.READ_ERRORS_MAX):

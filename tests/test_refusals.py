@@ -78,7 +78,6 @@ WRONG: dict[str, dict[str, tuple[Any, ...]]] = {
         "extent": (*NUMBERS, "3MiB", "1TiB"),
         "durability": MOMENTS,
         "threads": (0, 65, "4", 1.5, True),
-        "mover": ("", "uring", 4),
         "backlog": (*MOMENTS, "0s"),
         "write_budget": (*NUMBERS, 0),
     },

@@ -47,7 +47,6 @@ BORDER = {
     "vllm": ("connectors/vllm*.py",),
     "sglang": ("connectors/sglang*.py",),
     "transformers": (),
-    "nixl": ("tiers/nvme/nixl*.py",),
     "nixl_cu12": ("tiers/nixl/agent.py",),
     "nixl_cu13": ("tiers/nixl/agent.py",),
     "cupy": ("connectors/copies/gpu/*.py",),

@@ -37,13 +37,12 @@ from kvstore.units import KIB, MIB, sized
 from tests.bench import raw_nixl
 from tests.bench.clock import Clock, child_of
 from tests.bench.nvme import ATTEMPTS, READERS, WRITERS
-from tests.bench.raw_disk import Depth, System, reference
+from tests.bench.raw_disk import Depth, System, filled, reference
 from tests.bench.reader import DirectSession
 from tests.bench.report import Result, paired_ratio
 from tests.bench.session import Fetched, Session
 from tests.bench.steal import Watch
 from tests.bench.store import StoreProcess
-from tiers.nvme.drive_check import filled
 from tiers.nvme.tier import RUN_BYTES_MAX
 
 PAIRS = 7

@@ -39,6 +39,7 @@ from tests.bench.raw_disk import (
     System,
     ThreadLoop,
     difference,
+    filled,
     pass_us,
     reference,
     timed,
@@ -47,7 +48,6 @@ from tests.bench.report import Result, paired_ratio
 from tests.bench.steal import Watch
 from tiers.nvme.block_io import writers_of
 from tiers.nvme.disk import NvmeDisk
-from tiers.nvme.drive_check import filled
 from tiers.nvme.index import Record
 from tiers.nvme.namespace import Space
 from tiers.nvme.tier import RUN_BYTES_MAX, NvmeTier
@@ -110,7 +110,7 @@ class Ours:
         self._blocks = blocks
         capacity = 2 * sizes.data_bytes + sizes.extent_bytes
         settings = NvmeConfig(
-            str(folder), capacity, sizes.extent_bytes, 10**9, READERS, "threads", 10**10, None
+            str(folder), capacity, sizes.extent_bytes, 10**9, READERS, 10**10, None
         )
         self._disk = (NvmeDisk if checked else Unchecked)(settings)
         context = TierContext("nvme", "bench", len(blocks[0]), Slots(blocks), {})

@@ -31,7 +31,7 @@ from kvstore.units import GIB, KIB, MIB, sized
 from tests.bench.report import Result
 from tiers.nvme.directory import Volume
 from tiers.nvme.index_client import Journal
-from tiers.nvme.messages import NAMESPACE, NOWHERE, NUMBER, RECORD_BYTES, VALUE, Commit
+from tiers.nvme.messages import FOLDER, NAMESPACE, NOWHERE, NUMBER, RECORD_BYTES, VALUE, Commit
 
 BLOCKS = (10_000, 100_000, 1_000_000)
 CHAIN = 100  # blocks of one request
@@ -107,8 +107,8 @@ def make(folder: Path, count: int, tell: Callable[[int], object]) -> int:
             rows = list(_rows(first, min(count, first + COMMIT_ROWS)))
             journal.commit(Commit(puts=rows))
             tell(len(rows))
-        journal.mark(clean=True)
-        return journal.file_bytes
+        journal.commit(Commit(clean=True))
+        return (folder / FOLDER / "data.mdb").stat().st_blocks * 512
     finally:
         journal.close()
         volume.close()
@@ -151,7 +151,6 @@ def look(folder: Path, count: int, started_s: float) -> Found:
         EXTENT_BYTES,
         10**9,
         4,
-        "threads",
         10**10,
         None,
     )

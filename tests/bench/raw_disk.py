@@ -6,7 +6,9 @@ loop make calls as long as the tier's.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import mmap
 import os
 import shutil
 import statistics
@@ -20,8 +22,12 @@ from typing import Protocol
 import msgspec
 import numpy as np
 import xxhash
+from numpy.random import default_rng
 
+from kvstore.config import HUGE_PAGE_BYTES
 from kvstore.core.errors import KVStoreError
+from kvstore.units import MIB
+from tiers.nvme.files import address_of
 
 FIO_S = 300
 PASS_BYTES = 2 << 20
@@ -283,3 +289,36 @@ def pass_us(memory: memoryview) -> tuple[float, float]:
 def difference(ours: Sequence[float], others: Sequence[float]) -> float:
     """Median of the differences within each pair."""
     return statistics.median(a - b for a, b in zip(ours, others, strict=True))
+
+
+def filled(size: int) -> tuple[memoryview, str]:
+    """Return memory, all of it there, without zeros that a disk could leave out, and its pages.
+
+    Private memory gets huge pages where madvise is heard, which shared memory does by a setting of
+    its own (see `kvstore check`); "small" when not all of it did.
+    """
+    raw = mmap.mmap(-1, size + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without
+        raw.madvise(mmap.MADV_HUGEPAGE)
+    whole = memoryview(raw)
+    start = -address_of(whole) % HUGE_PAGE_BYTES
+    memory = whole[start : start + size]
+    pattern = default_rng(size).bytes(MIB)
+    for at in range(0, size, MIB):
+        memory[at : at + MIB] = pattern[: size - at]
+    huge = _huge_bytes(address_of(memory)) >= size // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    return memory, "huge" if huge else "small"
+
+
+def _huge_bytes(address: int) -> int:
+    """Count the bytes in huge pages of the mapping that an address is in."""
+    inside = False
+    with Path("/proc/self/smaps").open(encoding="utf-8") as lines:
+        for line in lines:
+            first, *rest = line.split()
+            if not first.endswith(":"):
+                begin, end = (int(text, 16) for text in first.split("-"))
+                inside = begin <= address < end
+            elif inside and first == "AnonHugePages:":
+                return int(rest[0]) << 10
+    return 0

@@ -10,17 +10,13 @@ from pathlib import Path
 
 def library(source: str, folder: Path) -> ctypes.CDLL:
     """Compile a file of tests/ into a folder, and load it."""
-    return ctypes.CDLL(str(compiled(source, folder / "made.so")))
-
-
-def compiled(source: str, made: Path) -> Path:
-    """Compile a file of tests/ into a library of this name."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     assert compiler, "this test needs a C compiler (cc)"
+    made = folder / "made.so"
     done = subprocess.run(
         [compiler, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", str(made),
          str(Path(__file__).with_name(source))],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return made
+    return ctypes.CDLL(str(made))

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import lmdb
 import xxhash
 
 from kvstore.core.types import BlockKey
 from tests.harness.crash_engine import Truth
 from tiers.nvme.files import ExtentFile, stride_of
-from tiers.nvme.fsck import read_index
-from tiers.nvme.messages import FOLDER, NOWHERE, NUMBER, VALUE
+from tiers.nvme.index_server import TABLES
+from tiers.nvme.messages import FOLDER, NAMESPACE, NOWHERE, NUMBER, VALUE
 
 HARMLESS = {"evicted", "resize"}
 SLACK_S = 0.1
@@ -131,17 +132,34 @@ class Place(NamedTuple):
     position: int
 
 
+def read_index(path: Path) -> dict[bytes, list[tuple[bytes, bytes]]]:
+    """Return the rows of each table."""
+    with lmdb.open(str(path), readonly=True, max_dbs=len(TABLES), lock=False) as env:
+        tables = {name: env.open_db(name, create=False) for name in TABLES}
+        with env.begin() as txn:
+            return {
+                name: [(bytes(key), bytes(value)) for key, value in txn.cursor(table)]
+                for name, table in tables.items()
+            }
+
+
 def read_directory(folder: Path, truth: Mapping[BlockKey, Truth]) -> dict[Name, Place]:
     """Return the blocks on disk. Every one is one of ours, right, and has its path on disk."""
     if not (folder / FOLDER / "data.mdb").exists():
         return {}
-    head, rows = read_index(folder / FOLDER)
-    spaces = {number: (digest, size) for digest, number, size in head.namespaces}
-    owners = dict(head.extents)
+    tables = read_index(folder / FOLDER)
+    spaces = {
+        number: (digest.decode(), size)
+        for digest, value in tables[b"namespaces"]
+        for number, size in [NAMESPACE.unpack(value)]
+    }
+    owners = {
+        NUMBER.unpack(number)[0]: NUMBER.unpack(owner)[0] for number, owner in tables[b"extents"]
+    }
     places: dict[tuple[str, int], tuple[BlockKey, int]] = {}  # -> key, generation
     above_of: dict[Name, int] = {}
     found: dict[Name, Place] = {}
-    for row, value in rows:
+    for row, value in tables[b"blocks"]:
         number = NUMBER.unpack_from(row)[0]
         if number not in spaces:
             continue  # of before a clear, and not purged yet

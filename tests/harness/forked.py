@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest.mock import patch
 
-from tiers.nvme import index_process, index_server
+from tiers.nvme import index_server
 
 # What children import, early or late. A name that is not there is imported by each of them, if at
 # all: this is about time only.
@@ -90,8 +90,8 @@ def _run(main: Callable[..., None], ends: list[Connection], arguments: tuple[obj
     main([end.fileno() for end in ends], *arguments)
 
 
-def fork_index(passed: Sequence[int], lock_fd: int) -> index_process.Process:
-    """Start the process of an index; see tiers.nvme.index_process.start."""
+def fork_index(passed: Sequence[int], lock_fd: int) -> Forked:
+    """Start the process of an index; see tiers.nvme.index_client.start."""
     return Forked(_keep_an_index, [*passed, lock_fd])
 
 

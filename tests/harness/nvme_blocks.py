@@ -28,7 +28,6 @@ def settings_for(path: Path, capacity_bytes: int = 64 * MIB) -> NvmeConfig:
         extent_bytes=2 * MIB,
         durability_ns=20_000_000,
         threads=2,
-        mover="threads",
         backlog_ns=10**10,
         write_budget_bytes=None,
     )

@@ -21,9 +21,8 @@ import lmdb
 import pytest
 
 from kvstore.core.errors import check
-from tiers.nvme import block_io, disk, files, index_client, maintenance, probe, startup
-from tiers.nvme.index_client import Journal
-from tiers.nvme.index_process import Child
+from tiers.nvme import block_io, disk, files, index_client, maintenance, startup
+from tiers.nvme.index_client import Child, Journal
 from tiers.nvme.index_server import Indexer
 from tiers.nvme.messages import FOLDER, Answer, Commit, Load, Request, Stream
 from tiers.runner import Runner
@@ -246,7 +245,7 @@ class Platter:
         self._moment()
 
     def _install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        commit, mark = Journal.commit, Journal.mark
+        commit = Journal.commit
 
         def watched_commit(index: Journal, changes: Commit) -> None:
             self._around(lambda: commit(index, changes))
@@ -254,11 +253,7 @@ class Platter:
                 self.at_commit(changes, self._queues[3].since_s)
                 self._moment()
 
-        def watched_mark(index: Journal, *, clean: bool) -> None:
-            self._around(lambda: mark(index, clean=clean))
-
         monkeypatch.setattr(Journal, "commit", watched_commit)
-        monkeypatch.setattr(Journal, "mark", watched_mark)
         calls = {name: getattr(self, name) for name in CALLS}
         monkeypatch.setattr(files, "os", SimpleNamespace(**{**vars(os), **calls}))
         clock = SimpleNamespace(monotonic=self._monotonic, sleep=self._sleep)
@@ -266,7 +261,7 @@ class Platter:
         monkeypatch.setattr(startup, "time", clock)
         monkeypatch.setattr(index_client, "Child", self._child)
         monkeypatch.setattr(maintenance, "time", clock)
-        for module in (block_io, maintenance, probe):
+        for module in (block_io, maintenance):
             monkeypatch.setattr(module, "Runner", self._runner)
         # By default a set of them is in the order of addresses, which no seed repeats.
         monkeypatch.setattr(files.ExtentFile, "__hash__", lambda file: int(file.path.stem))

@@ -1,27 +1,21 @@
-"""What moves bytes between memory and extent files: moves in, results polled.
+"""Moves bytes between memory and extent files, on threads: moves in, results polled.
 
-Two kinds, chosen by `[nvme] mover`: threads that make vectored calls (here), and NIXL's POSIX
-plugin (nixl_mover.py). Of both: reads go before writes, which wait for them a moment at most; what
-is checked is checked here, in the mover's own thread, right after a read and right before a write;
-a move ends exactly once, and its memory is not touched after that.
+Reads go before writes, which wait for them a moment at most. Checksums are made here, right after
+a read and right before a write. A move ends exactly once, and its memory is not touched after that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from importlib import import_module
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
-from kvstore.config import NvmeConfig
 from kvstore.core.errors import TierError
 from tiers.nvme.files import ExtentFile
 from tiers.runner import Runner
 
 READS_FIRST_S = 0.05  # a write waits no longer for reads
 SUMMERS = 2  # threads for the checksums of writes; one takes some 8 GB/s
-NIXL = "tiers.nvme.nixl_mover"
 
 
 class Move(msgspec.Struct, eq=False):
@@ -48,27 +42,6 @@ class Moved(msgspec.Struct, Generic[R], eq=False):
     error: Exception | None = None
 
 
-class Mover(Protocol[R]):
-    """Moves blocks; called from one thread, which never waits, except in close."""
-
-    @property
-    def open(self) -> int:
-        """Count the moves whose result is not there yet."""
-        ...
-
-    def start(self, run: R) -> None:
-        """Move a run; its file and its memory stay until the result."""
-        ...
-
-    def poll(self) -> Sequence[Moved[R]]:
-        """Take the results that are there, in any order; errors are in them."""
-        ...
-
-    def close(self) -> None:
-        """Finish what was started and end; safe to call twice."""
-        ...
-
-
 def writers_of(threads: int) -> int:
     """Return how many writes are under way at one time, where so many reads are.
 
@@ -76,15 +49,6 @@ def writers_of(threads: int) -> int:
     reads are what a request waits for.
     """
     return max(2, threads // 2)
-
-
-def mover_of(settings: NvmeConfig) -> Mover[R]:
-    """Make the mover that the settings name. Raises ConfigError when it cannot be had here."""
-    readers, writers = settings.threads, writers_of(settings.threads)
-    if settings.mover == "threads":
-        return ThreadMover(readers, writers)
-    made: Mover[R] = import_module(NIXL).NixlMover(readers, writers)
-    return made
 
 
 class ThreadMover(Generic[R]):

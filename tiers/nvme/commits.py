@@ -2,33 +2,75 @@
 
 A change waits for the window at most, and for the commit under way when the window ends; then it
 is part of the next one. A hurried commit does not wait for the window: slots come back with it.
+What the index has under numbers that mean nothing any more is deleted some rows at a time.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 
-from tiers.nvme.context import Shared, remembered
+import msgspec
+
+from kvstore.config import NvmeConfig
+from tiers.nvme.directory import Volume
+from tiers.nvme.health import Health
 from tiers.nvme.index import Record
-from tiers.nvme.index_gc import Purge
+from tiers.nvme.index_client import IndexDamagedError
+from tiers.nvme.maintenance import Keeper
 from tiers.nvme.messages import Commit
 from tiers.nvme.namespace import Space
+from tiers.nvme.startup import Opening
 
 Batch = tuple[Space, list[Record], list[Record]]
 NEVER = float("inf")
+PURGE_ROWS = 10_000  # of one commit
+
+
+class Shared(msgspec.Struct, eq=False):
+    """A disk's settings, its directory, what is in it, how it is, and the thread that keeps it."""
+
+    settings: NvmeConfig
+    capacity_bytes: int
+    volume: Volume
+    opening: Opening  # another one after each return to the directory
+    health: Health
+    keeper: Keeper
+
+    def write_failed(self, what: str, error: Exception, now_s: float) -> None:
+        """Something that changes the disk has failed; a damaged index is read anew, and set aside.
+
+        It stays as it is, so that to try again would be of no use.
+        """
+        if isinstance(error, IndexDamagedError):
+            self.opening.damage = error
+            self.health.lost(f"{what} failed: {error}", now_s)
+        else:
+            self.health.write_failed(what, error, now_s)
+
+    @property
+    def spaces(self) -> list[Space]:
+        """List the namespaces that have been seen."""
+        return list(self.opening.spaces.values())
 
 
 class Commits:
     """One commit at a time, on the keeper's thread."""
 
-    def __init__(self, shared: Shared, purge: Purge) -> None:
+    def __init__(self, shared: Shared) -> None:
         """Nothing is under way."""
         self._shared = shared
-        self._purge = purge
         self._window_s = shared.settings.durability_ns / 1e9
         self._since_s = NEVER  # the oldest change that is in no commit
         self._hurry = False
         self.under_way = False
+        self._purging = False
+        self.start_over()
+
+    def start_over(self) -> None:
+        """The directory is read anew."""
+        # Numbers that records in the index begin with, and no namespace has any more.
+        self._strays = deque(self._shared.opening.strays)
 
     def hurry(self) -> None:
         """Do not wait for the window."""
@@ -46,14 +88,18 @@ class Commits:
 
     def step(self, now_s: float) -> None:
         """Begin a commit if it is time."""
-        if not self.pending:
+        if self.pending:
+            self._since_s = min(self._since_s, now_s)
+        else:
             self._since_s, self._hurry = NEVER, False
+        if not self._shared.health.writable or self._shared.opening.loading:
             return
-        self._since_s = min(self._since_s, now_s)
-        if self.under_way or not self._shared.health.writable or self._shared.opening.loading:
-            return
-        if self._hurry or now_s >= self._since_s + self._window_s:
+        due = self.pending and (self._hurry or now_s >= self._since_s + self._window_s)
+        if due and not self.under_way:
             self._begin()
+        if self._strays and not self._purging:
+            self._purging = True
+            self._purge(self._strays[0])
 
     def _begin(self) -> None:
         self._since_s, self._hurry, self.under_way = NEVER, False, True
@@ -70,19 +116,34 @@ class Commits:
         def work() -> None:
             for file in files:
                 file.sync()
-            commit(self._shared, changes)
+            self._shared.opening.journal.commit(changes)
 
         self._shared.keeper.submit(work, partial(self._ended, batches))
 
     def _ended(self, batches: list[Batch], error: Exception | None, now_s: float) -> None:
         self.under_way = False
         for space, puts, deletes in batches:
-            self._purge.add(space.committed(puts, deletes, ok=error is None))
+            self._strays.extend(space.committed(puts, deletes, ok=error is None))
         if error is not None:
             self._shared.write_failed("a commit", error, now_s)
 
+    @property
+    def purging(self) -> bool:
+        """Tell whether there is something left to delete, and it can be."""
+        return bool(self._strays) and self._shared.health.writable
 
-def commit(shared: Shared, changes: Commit) -> None:
-    """On the keeper's thread: commit. Raises TierIOError."""
-    with remembered(shared) as journal:
-        journal.commit(changes)
+    def _purge(self, number: int) -> None:
+        left = False
+
+        def work() -> None:
+            nonlocal left
+            left = self._shared.opening.journal.purge(number, PURGE_ROWS)
+
+        def done(error: Exception | None, now_s: float) -> None:
+            self._purging = False
+            if error is not None:
+                self._shared.write_failed("a commit", error, now_s)
+            elif not left and number in self._strays:
+                self._strays.remove(number)
+
+        self._shared.keeper.submit(work, done)

@@ -5,11 +5,8 @@ parent file system. So extents are made, opened and removed through a descriptor
 and whether the path still leads there is asked again and again (look). A directory that was let
 go of is taken back only if its lock file says that it is the same one:
 
-    process id             of who uses it, for the message to a second one
+    process id             of the store that uses it, for the message to a second one
     the directory's id     made once, with the lock file
-    this use's id          another one: somebody else has had it meanwhile
-
-The index is the same as before when its head is, which every commit changes.
 """
 
 from __future__ import annotations
@@ -36,7 +33,6 @@ _LOCK = "lock"
 _PROBE = "probe"
 _ASIDE = f"{FOLDER}.damaged-"
 EXTENT = re.compile(r"[0-9]{6,}\.extent")
-_HEAD_BYTES = 2 * mmap.PAGESIZE  # LMDB's two meta pages
 _READ_BYTES = 1 << 20
 # Others need room, too, and a file system that is full to the brim is slow.
 SPARE_BYTES = 64 << 20
@@ -61,18 +57,19 @@ class Look(NamedTuple):
 
 
 def taken(path: Path, lock_fd: int) -> str:
-    """Say who has a directory, whose lock file is given."""
-    holder = _marks(lock_fd)[0] or "unknown"
+    """Name the process that has a directory; lock_fd: of its lock file."""
+    holder, _ = _marks(lock_fd)
+    holder = holder or "unknown"
     return (
         f"{path} is in use by the store with process id {holder} or what is left of it;"
         " one store per directory"
     )
 
 
-def _marks(lock_fd: int) -> tuple[str, str, str]:
+def _marks(lock_fd: int) -> tuple[str, str]:
     lines = os.pread(lock_fd, 200, 0).decode(errors="replace").split("\n")
-    holder, known, use, *_ = [*lines, "", "", ""]
-    return holder.strip(), known.strip(), use.strip()
+    holder, known, *_ = [*lines, "", ""]
+    return holder.strip(), known.strip()
 
 
 class Volume:
@@ -84,8 +81,6 @@ class Volume:
         self._fd = self._lock_fd = -1
         self._place = Place(0, 0, 0)
         self._id = ""
-        self._use = secrets.token_hex(8)
-        self._head: bytes | None = None
 
     # Its use
 
@@ -107,34 +102,32 @@ class Volume:
                 if time.monotonic() >= deadline:
                     raise ConfigError(taken(self.path, self._lock_fd))
                 time.sleep(0.05)
-            _, known, _ = _marks(self._lock_fd)
+            _, known = _marks(self._lock_fd)
             self._id = known or secrets.token_hex(8)
             self._mark()
         except BaseException:
             self.close()
             raise
 
-    def open_again(self) -> bool:
-        """Take the directory back; True if nobody has used it since.
+    def open_again(self) -> None:
+        """Take the directory back.
 
-        Raises OSError, and TierIOError when another one is in its place, or somebody uses it.
+        Raises OSError, and TierIOError when another one is in its place, or it is in use.
         """
         try:
             self._attach(0)
             if not self._locked():
                 raise TierIOError(taken(self.path, self._lock_fd))
-            _, known, use = _marks(self._lock_fd)
+            _, known = _marks(self._lock_fd)
             if known != self._id:
                 raise TierIOError("another directory is in its place")
-            if use != self._use:
-                self._mark()
+            self._mark()
         except BaseException:
             self.close()
             raise
-        return use == self._use
 
     def close(self) -> None:
-        """Let go of it; safe to call twice."""
+        """Close it; safe to call twice."""
         for fd in (self._fd, self._lock_fd):
             if fd >= 0:
                 os.close(fd)
@@ -183,14 +176,14 @@ class Volume:
         return True
 
     def _mark(self) -> None:
-        marks = f"{os.getpid()}\n{self._id}\n{self._use}\n".encode()
+        marks = f"{os.getpid()}\n{self._id}\n".encode()
         os.ftruncate(self._lock_fd, len(marks))
         os.pwrite(self._lock_fd, marks, 0)
         os.fsync(self._lock_fd)
 
     @property
     def lock_fd(self) -> int:
-        """The lock's descriptor, for who is to keep the directory as long as it lives."""
+        """The lock's descriptor, which the index's process inherits: it keeps the lock, too."""
         return self._lock_fd
 
     # How it is
@@ -237,36 +230,14 @@ class Volume:
 
     # Its index
 
-    def remember_index(self) -> None:
-        """Know the index again as it is now."""
-        self._head = self._index_head()
-
-    def forget_index(self) -> None:
-        """What the index holds is not sure: it has to be read anew."""
-        self._head = None
-
-    def knows_index(self) -> bool:
-        """Tell whether the index is as it was remembered. Raises OSError when there is none."""
-        return self._head is not None and self._head == self._index_head()
-
-    def _index_head(self) -> bytes:
-        fd = self._open_data()
-        try:
-            return os.pread(fd, _HEAD_BYTES, 0)
-        finally:
-            os.close(fd)
-
-    def _open_data(self) -> int:
-        folder = self._open_index()
-        try:
-            return open_file("data.mdb", os.O_RDONLY, folder)
-        finally:
-            os.close(folder)
-
     def read_index(self) -> None:
         """Read all of it, as plain bytes: what cannot be read is not damaged. Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
-            fd = self._open_data()
+            folder = self._open_index()
+            try:
+                fd = open_file("data.mdb", os.O_RDONLY, folder)
+            finally:
+                os.close(folder)
             try:
                 while os.read(fd, _READ_BYTES):
                     pass
@@ -298,18 +269,13 @@ class Volume:
         size = os.stat(self.extent(number).name, dir_fd=self._fd, follow_symlinks=False).st_size
         return ExtentFile(self.extent(number), slot_bytes, size, self._fd)
 
-    def open_extents(self, files: Collection[ExtentFile]) -> None:
-        """Open extents again. Raises OSError when one is not there."""
-        for file in files:
-            file.open_again(self._fd)
-
     def remove_extent(self, number: int) -> None:
         """Give an extent's space back; one that is not there is no error. Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.extent(number).name, dir_fd=self._fd)
 
     def sweep(self, known: Collection[int]) -> int:
-        """Remove extents that nobody knows, such as one whose removal failed; return how many.
+        """Remove extents that are not known, such as one whose removal failed; return how many.
 
         Raises OSError.
         """

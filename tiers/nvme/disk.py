@@ -2,11 +2,6 @@
 
 Called from one thread, the store's, which never touches the file system after the start: blocks
 are moved by the mover, what changes the directory is done by the keeper, the watch looks at it.
-
-    health.py    states, and what they follow from      volume.py   the directory itself
-    room.py      who gets which extent                  watch.py    looks at it now and then
-    commits.py   what becomes durable when              chores.py   the keeper
-    recovery.py  letting go, coming back
 """
 
 from __future__ import annotations
@@ -18,18 +13,16 @@ from pathlib import Path
 from kvstore.config import NvmeConfig
 from kvstore.core.errors import ConfigError, TierError, TierIOError
 from kvstore.core.tier import TierContext
-from tiers.nvme.block_io import Mover, mover_of, writers_of
-from tiers.nvme.commits import Commits
-from tiers.nvme.context import Shared
+from tiers.nvme.block_io import ThreadMover, writers_of
+from tiers.nvme.commits import Commits, Shared
 from tiers.nvme.directory import Volume
 from tiers.nvme.extent_allocator import Room
 from tiers.nvme.files import allow_files
 from tiers.nvme.health import HANG_S, Health, Pace
 from tiers.nvme.index_client import IndexDamagedError
-from tiers.nvme.index_gc import Purge
-from tiers.nvme.maintenance import Keeper
+from tiers.nvme.maintenance import Keeper, Watch
+from tiers.nvme.messages import Commit
 from tiers.nvme.namespace import Space
-from tiers.nvme.probe import Watch
 from tiers.nvme.remount import Recovery
 from tiers.nvme.startup import Opening
 from tiers.nvme.tier import NvmeTier, Run
@@ -53,8 +46,7 @@ class NvmeDisk:
         opening = Opening(volume, settings.capacity_bytes)
         try:
             look = volume.look()
-            self._mover: Mover[Run] = mover_of(settings)
-            _open(opening, self._mover)
+            opening.open()
         except (OSError, TierError) as exc:
             volume.close()
             why = exc.strerror if isinstance(exc, OSError) else str(exc)
@@ -62,18 +54,24 @@ class NvmeDisk:
         except BaseException:
             volume.close()
             raise
+        writers = writers_of(settings.threads)
+        self._mover: ThreadMover[Run] = ThreadMover(settings.threads, writers)
         self._health = Health(settings.path)
         self._keeper = Keeper()
         self._watch = Watch()
         self._shared = Shared(
             settings, settings.capacity_bytes, volume, opening, self._health, self._keeper
         )
-        self._purge = Purge(self._shared)
-        self._commits = Commits(self._shared, self._purge)
+        self._commits = Commits(self._shared)
         self._room = Room(self._shared, self._commits)
         self._recovery = Recovery(self._shared, self._room, self._replace)
-        self._reads = Pace(settings.threads)
-        self._writes = Pace(writers_of(settings.threads))
+        self._reads, self._writes = Pace(settings.threads), Pace(writers)
+        self._paces = {
+            "reads": self._reads,
+            "writes": self._writes,
+            "keeper": self._keeper.pace,
+            "watch": self._watch.pace,
+        }
         self._tiers: list[NvmeTier] = []
         self._closed = False
         self._sliced = False  # something that concerns many records is under way
@@ -121,13 +119,14 @@ class NvmeDisk:
         fresh.next_extent = max(fresh.next_extent, old.next_extent)
         for known in old.spaces.values():
             space = self._space(known.digest, known.slot_bytes)
-            space.counts.update(known.counts)
+            space.succeed(known)
             for tier in self._tiers:
                 if tier.space is known and space.slot_bytes == known.slot_bytes:
                     tier.use(space)
-        self._purge.start_over()
+            if known.renumbering:  # it was cleared, and that was not durable
+                self.clear_space(space)
+        self._commits.start_over()
         self._health.loading(on=fresh.loading)
-        log.warning("%s: what it holds is read anew", self._shared.volume.path)
 
     def next_generation(self) -> int:
         """Number a write."""
@@ -170,21 +169,13 @@ class NvmeDisk:
     def stalled_s(self) -> dict[str, float]:
         """Seconds since the last result of each kind of call, while all of its threads are busy."""
         now_s = time.monotonic()
-        return {name: pace.stalled_s(now_s) for name, pace in self._paces().items()}
-
-    def _paces(self) -> dict[str, Pace]:
-        return {
-            "reads": self._reads,
-            "writes": self._writes,
-            "keeper": self._keeper.pace,
-            "watch": self._watch.pace,
-        }
+        return {name: pace.stalled_s(now_s) for name, pace in self._paces.items()}
 
     @property
     def busy(self) -> bool:
-        """Tell whether something is under way that ends without anybody asking."""
+        """Tell whether something is under way that ends by itself."""
         moving = self._mover.open or self._keeper.open
-        return bool(moving) or self._shared.opening.loading or self._purge.busy or self._sliced
+        return bool(moving) or self._shared.opening.loading or self._commits.purging or self._sliced
 
     @property
     def next_s(self) -> float:
@@ -235,9 +226,8 @@ class NvmeDisk:
         self._do_slices(now_s)
         self._room.step(now_s)
         self._commits.step(now_s)
-        self._purge.step()
-        stalled = any(pace.stalled_s(now_s) > HANG_S for pace in self._paces().values())
-        self._recovery.step(now_s, moving=self._mover.open, stalled=stalled)
+        stalled = any(pace.stalled_s(now_s) > HANG_S for pace in self._paces.values())
+        self._recovery.step(now_s, writing=self._writes.open, stalled=stalled)
 
     def _load_some(self, now_s: float) -> None:
         if not self._health.online:
@@ -294,7 +284,7 @@ class NvmeDisk:
                     health.only_reads("the file system is mounted read-only", now_s)
         if self._recovery.at_home:
             self._watch.start(self._shared.volume, now_s)
-        for name, pace in self._paces().items():
+        for name, pace in self._paces.items():
             if (seconds := pace.stalled_s(now_s)) > HANG_S:
                 hangs = health.lost if name in ("reads", "watch") else health.only_reads
                 hangs(f"nothing has come back from its {name} for {seconds:.0f} s", now_s)
@@ -302,13 +292,13 @@ class NvmeDisk:
     # Durability and the end
 
     def flush(self) -> None:
-        """Go one step towards having everything durable; for those who wait."""
+        """Go one step towards having everything durable, and sleep for a moment."""
         self._commits.hurry()
         self.poll()
         time.sleep(_BUSY_S)
 
     def close(self) -> None:
-        """Commit what is written and let go of the directory; safe to call twice."""
+        """Commit what is written and close the directory; safe to call twice."""
         if self._closed:
             return
         deadline = time.monotonic() + CLOSE_S
@@ -320,7 +310,18 @@ class NvmeDisk:
             self._leave_hanging()
             return
         ended: list[Exception | None] = []
-        self._keeper.submit(lambda: self._end(clean=clean), lambda exc, _now_s: ended.append(exc))
+        mark = self._recovery.at_home and not self._shared.opening.loading
+        closing = self._shared.opening.closing()
+
+        def end() -> None:
+            try:
+                if mark:
+                    self._shared.opening.journal.commit(Commit(clean=clean))
+            finally:
+                closing()
+                self._shared.volume.close()
+
+        self._keeper.submit(end, lambda exc, _now_s: ended.append(exc))
         while (not ended or self._watch.pace.open) and time.monotonic() < deadline + CLOSE_S:
             time.sleep(_BUSY_S)
             self._keeper.poll(time.monotonic())
@@ -343,25 +344,3 @@ class NvmeDisk:
     def _leave_hanging(self) -> None:
         # The lock goes with the process.
         log.error("%s: I/O hangs; left without waiting for it", self._shared.volume.path)
-
-    def _end(self, *, clean: bool) -> None:
-        """On the keeper's thread: close all that is open."""
-        opening, loading = self._shared.opening, self._shared.opening.loading
-        opening.close()
-        try:
-            if self._recovery.at_home and not loading:
-                opening.journal.mark(clean=clean)
-        finally:
-            opening.journal.close()
-            for space in self._shared.spaces:
-                for file in space.extents.values():
-                    file.close()
-            self._shared.volume.close()
-
-
-def _open(opening: Opening, mover: Mover[Run]) -> None:
-    try:
-        opening.open()
-    except BaseException:
-        mover.close()
-        raise

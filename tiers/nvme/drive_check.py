@@ -1,4 +1,6 @@
-"""Measures a drive as the tier uses it: checked blocks to and from an extent file, by each mover.
+"""Measures a drive as the tier uses it: checked blocks to and from an extent file; `check --disk`.
+
+The settings of `[nvme]` that follow from that are suggested.
 
 The file is preallocated and has no name any more while it is measured: whatever ends the process,
 nothing stays behind.
@@ -11,23 +13,23 @@ import mmap
 import os
 import random
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from itertools import cycle
 from pathlib import Path
 
+import msgspec
 import xxhash
 from numpy.random import default_rng  # here: a Ctrl-C that meets an import can be lost
+from rich.table import Table
 
-from kvstore.config import HUGE_PAGE_BYTES, MOVERS
 from kvstore.core.errors import ConfigError, KVStoreError
+from kvstore.printing import output
 from kvstore.units import GIB, MIB
-from tiers.nvme.block_io import NIXL, Move, Mover, ThreadMover, writers_of
-from tiers.nvme.drive_report import Report, Sample, suggest
-from tiers.nvme.files import ExtentFile, address_of
-from tiers.nvme.gds import examine
+from tiers.nvme.block_io import Move, ThreadMover, writers_of
+from tiers.nvme.files import ExtentFile
 
 BLOCK_BYTES = 2 * MIB
 FILE_BYTES = GIB
@@ -38,17 +40,59 @@ FILL_SHARE = 0.25  # of the time, to write the file for the first time
 AREA_BLOCKS_MIN = 64
 TICK_S = 0.0005
 SILENCE_S = 30.0
+NEARLY = 0.9  # of the best rate: more in flight costs more than it brings
+THREADS_MIN = 2  # one slow read holds no other
+DRIVE_WRITES_PER_DAY = 1.0
+DAY_S = 86_400
 
 Watch = Callable[[float, str], None]  # share that is done, and what is going on
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """Blocks moved for a moment with so many in flight."""
+
+    kind: str  # read or write
+    pattern: str  # sequential or random
+    depth: int
+    bytes_per_s: float
+    cpu_us_per_block: float
+
+
+class Suggestion(msgspec.Struct, frozen=True):
+    """Settings of `[nvme]`, and what they rest on."""
+
+    threads: int
+    write_budget_bytes: int
+    assumption: str
+
+    @property
+    def toml(self) -> str:
+        """Return the lines for the configuration file."""
+        unit, size = ("GiB", GIB) if self.write_budget_bytes >= GIB else ("MiB", MIB)
+        return (
+            f"[nvme]\nthreads = {self.threads}\n"
+            f'write_budget = "{max(1, self.write_budget_bytes // size)}{unit}"'
+        )
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All that was measured."""
+
+    path: str
+    block_bytes: int
+    file_bytes: int
+    drive_bytes: int  # size of the file system
+    seconds: float
+    samples: list[Sample]
+    suggestion: Suggestion
+    toml: str
 
 
 def measure(folder: Path, seconds: float, watch: Watch) -> Report:
     """Measure for about so long. Raises ConfigError, or KVStoreError when the drive fails."""
     drive = _room(folder)
-    movers, makers = _movers()
     start_s = time.monotonic()
-    memory, _ = filled((2 * max(DEPTHS) + 8) * BLOCK_BYTES)
-    blocks = [memory[at : at + BLOCK_BYTES] for at in range(0, len(memory), BLOCK_BYTES)]
+    blocks = _memory()
     with _file_in(folder) as file:
 
         def tell(what: str) -> None:
@@ -58,59 +102,34 @@ def measure(folder: Path, seconds: float, watch: Watch) -> Report:
         driver.fill(FILL_SHARE * seconds)
         samples: list[Sample] = []
         left_s = max(seconds - (time.monotonic() - start_s), (1 - FILL_SHARE) * seconds)
-        each_s = left_s / (len(makers) * len(DEPTHS) * len(CASES))
-        for name, make in makers.items():
-            for depth in DEPTHS:
-                samples += driver.cases(name, make(depth), depth, each_s)
-                if driver.too_slow(depth):
-                    break
-    writers = {depth: writers_of(depth) for depth in DEPTHS}
-    suggestion = suggest(samples, writers, drive)
+        for depth in DEPTHS:
+            samples += driver.cases(depth, left_s / (len(DEPTHS) * len(CASES)))
+            if driver.too_slow(depth):
+                break
+    suggestion = suggest(samples, drive)
     return Report(
         path=str(folder),
         block_bytes=BLOCK_BYTES,
         file_bytes=FILE_BYTES,
         drive_bytes=drive,
         seconds=round(time.monotonic() - start_s, 1),
-        movers=movers,
-        gds=examine(folder),
         samples=samples,
         suggestion=suggestion,
         toml=suggestion.toml,
     )
 
 
-def filled(size: int) -> tuple[memoryview, str]:
-    """Return memory, all of it there, without zeros that a disk could leave out, and its pages.
-
-    Private memory gets huge pages where madvise is heard, which shared memory does by a setting of
-    its own (see `kvstore check`); "small" when not all of it did.
-    """
-    raw = mmap.mmap(-1, size + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without
+def _memory() -> list[memoryview]:
+    """Return blocks for all that is in flight, without zeros that a disk could leave out."""
+    size = (2 * max(DEPTHS) + 8) * BLOCK_BYTES
+    raw = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         raw.madvise(mmap.MADV_HUGEPAGE)
-    whole = memoryview(raw)
-    start = -address_of(whole) % HUGE_PAGE_BYTES
-    memory = whole[start : start + size]
-    pattern = default_rng(size).bytes(MIB)
-    for at in range(0, size, MIB):
-        memory[at : at + MIB] = pattern[: size - at]
-    huge = _huge_bytes(address_of(memory)) >= size // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    return memory, "huge" if huge else "small"
-
-
-def _huge_bytes(address: int) -> int:
-    """Count the bytes in huge pages of the mapping that an address is in."""
-    inside = False
-    with Path("/proc/self/smaps").open(encoding="utf-8") as lines:
-        for line in lines:
-            first, *rest = line.split()
-            if not first.endswith(":"):
-                begin, end = (int(text, 16) for text in first.split("-"))
-                inside = begin <= address < end
-            elif inside and first == "AnonHugePages:":
-                return int(rest[0]) << 10
-    return 0
+    whole, pattern = memoryview(raw), default_rng(size).bytes(BLOCK_BYTES)
+    blocks = [whole[at : at + BLOCK_BYTES] for at in range(0, size, BLOCK_BYTES)]
+    for block in blocks:
+        block[:] = pattern
+    return blocks
 
 
 def _room(folder: Path) -> int:
@@ -148,24 +167,6 @@ def _file_in(folder: Path) -> Iterator[ExtentFile]:
         file.close()
 
 
-def _movers() -> tuple[dict[str, str], dict[str, Callable[[int], Mover[Move]]]]:
-    """Return what each mover is or why it cannot be had, and how to make those that can."""
-    found = {MOVERS[0]: "vectored calls with O_DIRECT"}
-    makers: dict[str, Callable[[int], Mover[Move]]] = {
-        MOVERS[0]: lambda depth: ThreadMover(depth, depth)
-    }
-    try:
-        kind = import_module(NIXL).NixlMover
-        made = kind(1, 1)
-    except (ConfigError, ImportError) as exc:
-        found["nixl"] = f"not here: {exc}"
-    else:
-        found["nixl"] = f"POSIX plugin with {made.engine}"
-        made.close()
-        makers["nixl"] = lambda depth: kind(depth, depth)
-    return found, makers
-
-
 class _Checked(Move, eq=False):
     """With checksums, as the tier makes them."""
 
@@ -178,7 +179,7 @@ class _Silent(KVStoreError):
 
 
 @contextmanager
-def _closing(mover: Mover[Move]) -> Iterator[None]:
+def _closing(mover: ThreadMover[Move]) -> Iterator[None]:
     try:
         yield
     except _Silent:
@@ -203,7 +204,7 @@ class _Driver:
 
     def fill(self, seconds: float) -> None:
         """Write the file for the first time, as much of it as there is time for."""
-        mover: Mover[Move] = ThreadMover(2, 2)
+        mover = ThreadMover[Move](2, 2)
         positions = iter(range(self._file.count))
         with _closing(mover):
             count, _ = self._keep(mover, positions, 4, seconds, "preparing", store=True)
@@ -212,21 +213,22 @@ class _Driver:
                 count += more
         self._area = count
 
-    def cases(self, name: str, mover: Mover[Move], depth: int, seconds: float) -> list[Sample]:
+    def cases(self, depth: int, seconds: float) -> list[Sample]:
         """Measure reads and writes, in order and at random."""
         samples = []
+        mover = ThreadMover[Move](depth, depth)
         with _closing(mover):
             for kind, pattern in CASES:
                 places = list(range(self._area))
                 if pattern == "random":
                     random.Random(depth).shuffle(places)  # noqa: S311  no secret
-                cpu_s, what = time.process_time(), f"{name}: {pattern} {kind}s, {depth} in flight"
+                cpu_s, what = time.process_time(), f"{pattern} {kind}s, {depth} in flight"
                 count, took_s = self._keep(
                     mover, cycle(places), 2 * depth + 8, seconds, what, store=kind == "write"
                 )
                 cpu_us = (time.process_time() - cpu_s) / count * 1e6
                 rate = count * BLOCK_BYTES / took_s
-                samples.append(Sample(name, kind, pattern, depth, rate, round(cpu_us, 1)))
+                samples.append(Sample(kind, pattern, depth, rate, round(cpu_us, 1)))
                 self._moved = count
         return samples
 
@@ -236,7 +238,7 @@ class _Driver:
 
     def _keep(
         self,
-        mover: Mover[Move],
+        mover: ThreadMover[Move],
         positions: Iterator[int],
         most: int,
         seconds: float,
@@ -266,3 +268,58 @@ class _Driver:
             if now_s - heard_s > SILENCE_S:
                 raise _Silent(f"{what}: no answer from the disk for {SILENCE_S:.0f} s")
             self._tell(what)
+
+
+def show(report: Report) -> None:
+    """Print it as a table, and the settings below."""
+    table = Table(box=None, header_style="bold")
+    table.add_column("blocks of 2 MiB", no_wrap=True)
+    table.add_column("in flight", justify="right")
+    table.add_column("GB/s", justify="right")
+    table.add_column("CPU us", justify="right")
+    for one in sorted(report.samples, key=lambda s: (s.kind, s.pattern == "random", s.depth)):
+        rate, cpu = f"{one.bytes_per_s / 1e9:.2f}", f"{one.cpu_us_per_block:.0f}"
+        table.add_row(f"{one.pattern} {one.kind}s", str(one.depth), rate, cpu)
+    console = output()
+    console.print(
+        f"{report.path}, measured for {report.seconds:.0f} s", highlight=False, soft_wrap=True
+    )
+    console.print(table)
+    lines = [
+        "",
+        report.suggestion.toml,
+        "",
+        f"The budget assumes that {report.suggestion.assumption}.",
+    ]
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def suggest(samples: list[Sample], drive_bytes: int) -> Suggestion:
+    """Choose settings; drive_bytes: size of the file system."""
+    reads, writes = _rates(samples, "read"), _rates(samples, "write")
+    enough = [
+        depth
+        for depth in reads
+        if depth >= THREADS_MIN
+        and reads[depth] >= NEARLY * max(reads.values())
+        and writes.get(writers_of(depth), 0.0) >= NEARLY * max(writes.values())
+    ]
+    threads = min(enough, default=max(reads))
+    endured = int(DRIVE_WRITES_PER_DAY * drive_bytes)
+    can = int(max(writes.values()) * DAY_S)
+    assumption = (
+        f"the drive endures {DRIVE_WRITES_PER_DAY:g} write of its capacity per day, and its"
+        f" capacity is its file system's, {drive_bytes / GIB:.0f} GiB: at the"
+        f" {max(writes.values()) / 1e9:.2f} GB/s measured, {endured / can:.1%} of the day"
+    )
+    return Suggestion(threads, max(MIB, min(endured, can)), assumption)
+
+
+def _rates(samples: list[Sample], kind: str) -> dict[int, float]:
+    """Return for each depth the mean of in order and at random: one alone is up to chance."""
+    found: dict[int, list[float]] = {}
+    for sample in samples:
+        if sample.kind == kind:
+            found.setdefault(sample.depth, []).append(sample.bytes_per_s)
+    return {depth: statistics.fmean(rates) for depth, rates in found.items()}

@@ -1,4 +1,4 @@
-"""Who gets which extent: growth within the cap, eviction ahead of need, giving space back.
+"""Which namespace gets which extent: growth within the cap, eviction ahead, giving space back.
 
 The cap counts what the directory takes: extents, what their index entries can take (or the index
 does take, if that is more), and damaged indexes that are kept. An extent is made only while all
@@ -12,12 +12,12 @@ from collections.abc import Collection
 from functools import partial
 
 from kvstore.core.errors import TierFull
-from tiers.nvme.commits import Commits, commit
-from tiers.nvme.context import Shared
+from tiers.nvme.commits import Commits, Shared
 from tiers.nvme.directory import Look
 from tiers.nvme.files import ExtentFile
 from tiers.nvme.messages import Commit
-from tiers.nvme.namespace import Space, cost
+from tiers.nvme.namespace import Space
+from tiers.nvme.places import cost
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Room:
             self._commits.hurry()
         if space.leaving:
             return True
-        return space.free == 0 and (space.clearing or self._take_from_another(space))
+        return space.free == 0 and (bool(space.cleared) or self._take_from_another(space))
 
     def _grow(self, space: Space) -> bool:
         """Make an extent if the cap and the file system have room; True while one is made."""
@@ -152,7 +152,7 @@ class Room:
     # In every poll
 
     def step(self, now_s: float) -> None:
-        """Evict ahead where the cap is reached, and let go of extents that are empty."""
+        """Evict ahead where the cap is reached, and remove extents that are empty."""
         self._now_s = now_s
         if not self._shared.health.writable or self._shared.opening.loading:
             return
@@ -161,7 +161,7 @@ class Room:
                 self._removing[number] = cost(file.bytes, file.slot_bytes)
                 removal = partial(_remove, self._shared, number, file)
                 self._shared.keeper.submit(removal, partial(self._removed, number))
-            if space.attached and not space.clearing:
+            if space.attached and not space.cleared:
                 self._evict_ahead(space)
 
     def _evict_ahead(self, space: Space) -> None:
@@ -213,7 +213,7 @@ class Growth:
         size = shared.settings.extent_bytes
         file = shared.volume.make_extent(number, self.space.slot_bytes, size)
         try:
-            commit(shared, self._changes)
+            shared.opening.journal.commit(self._changes)
         except BaseException:
             file.close()
             shared.volume.remove_extent(number)
@@ -223,5 +223,5 @@ class Growth:
 
 def _remove(shared: Shared, number: int, file: ExtentFile) -> None:
     file.close()
-    commit(shared, Commit(extents_gone=[number]))
+    shared.opening.journal.commit(Commit(extents_gone=[number]))
     shared.volume.remove_extent(number)

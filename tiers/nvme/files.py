@@ -36,7 +36,7 @@ def open_direct(path: Path, *, make: bool = False, folder: int | None = None) ->
     """
     name = str(path) if folder is None else path.name
     flags = os.O_RDWR | os.O_DIRECT
-    if make:  # anew, whatever has the name: nobody can have put something there
+    if make:  # a new file, whatever has the name
         flags |= os.O_CREAT | os.O_EXCL
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=folder)
@@ -62,10 +62,10 @@ class Descriptor:
         self._lock = threading.Lock()
 
     def take(self) -> int:
-        """Have it stay open until give_back(). Raises TierIOError when it was let go of."""
+        """Keep it open until give_back(). Raises TierIOError when it was closed."""
         with self._lock:
             if self._closing:
-                raise TierIOError("the tier has let go of its files")
+                raise TierIOError("the tier has closed its files")
             self._users += 1
         return self._fd
 
@@ -106,11 +106,7 @@ class ExtentFile:
         self.stride = stride_of(slot_bytes)
         self.bytes = extent_bytes
         self.count = extent_bytes // self.stride
-        self.open_again(folder)
-
-    def open_again(self, folder: int | None) -> None:
-        """Use a descriptor of its own from now on. Raises OSError."""
-        self.descriptor = Descriptor(open_direct(self.path, folder=folder))
+        self.descriptor = Descriptor(open_direct(path, folder=folder))
 
     @staticmethod
     def make(path: Path, extent_bytes: int, folder: int) -> None:
@@ -172,7 +168,7 @@ class ExtentFile:
             os.fdatasync(fd)
 
     def close(self) -> None:
-        """Let go of the file, when the calls under way have ended; safe to call twice."""
+        """Close the file once the calls under way have ended; safe to call twice."""
         self.descriptor.close()
 
 

@@ -2,8 +2,8 @@
 
 state      blocks are  comes from                             ends with
 ---------  ----------  -------------------------------------  ---------------------------------
-loading    read where  a start, or a return to a directory    all records of the index are in
-           known       that is not as it was left
+loading    read where  a start, or a return to the directory  all records of the index are in
+           known
 ok         read and    any other
            written
 read_only  read        a write, a commit or the making of an  a page could be written, durably
@@ -49,7 +49,7 @@ _NEXT = {
     State.LOADING: "serves what it has read of its index so far",
     State.OK: "reads and writes",
     State.READ_ONLY: "serves what it has; tries to write again in {:.1f} s",
-    State.OFF: "all its blocks are misses; lets go of its files and looks again in {:.1f} s",
+    State.OFF: "all its blocks are misses; closes its files and looks again in {:.1f} s",
 }
 
 

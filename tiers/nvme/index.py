@@ -3,13 +3,13 @@
     absent --slot taken--> WRITING --data on disk--> READY --evicted, damaged--> DROPPED
     WRITING --write failed, or an ancestor left--> DROPPED
 
-A DROPPED record's slot is free again when nobody reads or writes it (pins) and when no durable
+A DROPPED record's slot is free again when it is not being read or written (pins) and no durable
 record names it (durable): a crash must not find a record that points at another block's bytes.
 The set is closed under "parent of": a record enters below its parent, and leaves with all that
 hangs below it. So what a restart finds is reachable.
 
 What hangs below a record may be millions. Then it leaves in slices, from its leaves up, and the
-record is the last: DROPPED, so that nobody finds it, and still in its place (see sinks()).
+record is the last: DROPPED, so that no lookup finds it, and still in its place (see sinks()).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Durable(enum.Enum):
     """What the journal knows of a record."""
 
     NO = "no"
-    PERHAPS = "perhaps"  # a commit failed; nobody knows how far it came
+    PERHAPS = "perhaps"  # a commit failed, at an unknown point
     COMING = "coming"  # in the commit under way
     YES = "yes"
 
@@ -155,9 +155,9 @@ class DiskIndex:
             self.told.removed.append(record.key)
 
     def dismantle(self) -> Iterator[list[BlockKey]]:
-        """Cut the records of an index that nobody uses apart, so that their memory is free.
+        """Cut the records of an index that is out of use apart, so that their memory is free.
 
-        Yields after each table, which keys of it could be read, if somebody is told. They hang
+        Yields after each table, which keys of it could be read, if that is noted. They hang
         together in circles, which would else wait for a collection of all garbage.
         """
         while self._tables:

@@ -1,39 +1,54 @@
-"""What is durable: an index beside the extent files, in a process of its own.
+"""What is durable: an index beside the extent files, in a process of its own (index_server.py).
 
 A page of the index that cannot be read ends that process, not the store. The next call starts
 another. What kills twice, or says that it is damaged, is damaged; a disk that gives errors, or a
-process that somebody killed, says nothing about the index.
+process that was killed, says nothing about the index.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from kvstore.core.errors import ConfigError, TierIOError
-from tiers.nvme.index_process import Child, IndexProcessDiedError
 from tiers.nvme.messages import (
     FOLDER,
+    NUMBER,
     RECORD_BYTES,
     Answer,
-    Apply,
+    Batch,
     Commit,
     Done,
     Failed,
     Load,
-    Mark,
+    Loaded,
     Open,
     Opened,
     Purge,
     Request,
     Stream,
-    Tables,
-    TablesFound,
-    Unreadable,
+    framed,
+    receive,
 )
 
 _MAP_BYTES_MIN = 64 << 20
 _STARTS_MAX = 3  # of one call
 _DEATHS_MAX = 3  # of what it reads, although it can be read
+_END_S = 5.0
+_READ_BYTES = 1 << 20
+_PIPE_BYTES = 1 << 20
+_OF_THE_FILE = {signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
+_answers = msgspec.msgpack.Decoder(Answer)
+_stream = msgspec.msgpack.Decoder(Stream)
 
 
 class IndexDamagedError(TierIOError):
@@ -45,17 +60,149 @@ def map_bytes_of(blocks_max: int) -> int:
     return max(_MAP_BYTES_MIN, 2 * RECORD_BYTES * blocks_max)
 
 
+class IndexProcessDiedError(TierIOError):
+    """The process has ended. of_the_file: of what it read, as far as one can tell."""
+
+    def __init__(self, text: str, *, of_the_file: bool) -> None:
+        """text: in words."""
+        super().__init__(text)
+        self.of_the_file = of_the_file
+
+
+def start(passed: Sequence[int], lock_fd: int) -> subprocess.Popen[bytes]:
+    """Start index_server.py with these descriptors. Raises OSError."""
+    return subprocess.Popen(  # noqa: S603 - our own module
+        [sys.executable, "-P", "-m", "tiers.nvme.index_server", *map(str, passed)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,  # a reader of the store's would wait for this one
+        pass_fds=(*passed, lock_fd),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        start_new_session=True,  # Ctrl-C is for the store, which still commits
+    )
+
+
+class Child:
+    """The process, and the ways to it. ask() and close() are one thread's, take() another's."""
+
+    start = staticmethod(start)
+
+    def __init__(self, lock_fd: int) -> None:
+        """Start it. It inherits the directory's lock. Raises TierIOError when it does not start."""
+        ours, its = socket.socketpair()
+        pipe, pipe_in = os.pipe()
+        life_out, life = os.pipe()
+        passed = (its.fileno(), pipe_in, life_out)
+        try:
+            self._process = type(self).start(passed, lock_fd)
+        except OSError as exc:
+            ours.close()
+            for fd in (pipe, life):
+                os.close(fd)
+            raise TierIOError(f"cannot start the index's process: {exc}") from exc
+        finally:
+            its.close()
+            os.close(pipe_in)
+            os.close(life_out)
+        self._control, self._pipe, self._life = ours, pipe, life
+        self._buffer = bytearray()
+        os.set_blocking(pipe, False)
+        with contextlib.suppress(OSError):  # a user may have no more pages for pipes
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        """Tell whether it has ended."""
+        return self._process.poll() is not None
+
+    def ask(self, request: Request) -> Answer:
+        """Have a request done. Raises IndexProcessDiedError when it may be done or not."""
+        try:
+            self._control.sendall(framed(request))
+            body = receive(self._control.recv)
+        except OSError:
+            body = None
+        if body is None:
+            raise self.why()
+        answer: Answer = _answers.decode(body)
+        return answer
+
+    def take(self) -> Stream | None:
+        """Return the next part of what was loaded; None: not there yet.
+
+        Raises IndexProcessDiedError.
+        """
+        message = self._next()
+        if message is None:
+            try:
+                data = os.read(self._pipe, _READ_BYTES)
+            except BlockingIOError:
+                return None
+            if not data:
+                raise self.why()
+            self._buffer += data
+            message = self._next()
+        return message
+
+    def _next(self) -> Stream | None:
+        if len(self._buffer) < NUMBER.size:
+            return None
+        end = NUMBER.size + NUMBER.unpack_from(self._buffer)[0]
+        if len(self._buffer) < end:
+            return None
+        body = bytes(memoryview(self._buffer)[NUMBER.size : end])
+        del self._buffer[:end]
+        message: Stream = _stream.decode(body)
+        return message
+
+    def why(self) -> IndexProcessDiedError:
+        """Wait for its end, and say what it died of."""
+        self.close()
+        code = self._process.returncode
+        if code is None:
+            return IndexProcessDiedError("the index's process hangs", of_the_file=False)
+        if code >= 0:
+            return IndexProcessDiedError(
+                f"the index's process ended with {code}", of_the_file=False
+            )
+        number = signal.Signals(-code)
+        text = f"the index's process was ended by {number.name}"
+        return IndexProcessDiedError(text, of_the_file=number in _OF_THE_FILE)
+
+    def close(self) -> None:
+        """Have it end in order, for a moment at least; safe to call twice."""
+        if self._life < 0:
+            return
+        self._control.close()
+        os.close(self._pipe)  # it may be about to write there
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        os.close(self._life)
+        self._life = -1
+        if self._process.returncode is None:
+            self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
+
+
 class Journal:
     """The index on disk. Calls come from one thread, and wait for the disk.
 
     But for take(): it is another thread's, while no other call is under way, and never waits.
     """
 
-    def __init__(self, folder: Path, blocks_max: int, lock_fd: int) -> None:
+    def __init__(
+        self, folder: Path, blocks_max: int, lock_fd: int, *, read_only: bool = False
+    ) -> None:
         """Open or make it.
 
         blocks_max: that the tier can hold; the index file can grow to what these need. lock_fd:
-        the lock on the directory, which lasts as long as anybody can still write there.
+        the lock on the directory, which lasts as long as a process can still write there.
+        read_only: change nothing, and read all of it first.
 
         Raises IndexDamagedError, ConfigError when it is of another kind, and TierIOError when it
         cannot be read now.
@@ -64,20 +211,11 @@ class Journal:
         self.path.mkdir(mode=0o700, exist_ok=True)
         self._map_bytes = map_bytes_of(blocks_max)
         self._lock_fd = lock_fd
-        self._verify = False
+        self._read_only = self._verify = read_only
         self._deaths = 0
         self._closed = False
         self._child: Child | None = None
-        _, opened = self._start()
-        self.new = opened.new
-        self.clean = opened.clean
-        self.next_number = opened.next_number
-        self.strays = opened.strays
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes that the index takes on disk."""
-        return (self.path / "data.mdb").stat().st_blocks * 512
+        _, self.opened = self._start()
 
     @property
     def pid(self) -> int | None:
@@ -92,7 +230,9 @@ class Journal:
             self._end()
             child = self._child = Child(self._lock_fd)
             try:
-                answer = child.ask(Open(str(self.path), self._map_bytes, self._verify))
+                answer = child.ask(
+                    Open(str(self.path), self._map_bytes, self._verify, self._read_only)
+                )
             except IndexProcessDiedError as exc:
                 last = exc
                 self._died(exc, verified=self._verify)
@@ -143,23 +283,12 @@ class Journal:
         kind = IndexDamagedError if answer.damaged else TierIOError
         return kind(f"{self.path}: {answer.text}")
 
-    def tables(self) -> tuple[dict[str, tuple[int, int]], dict[int, int]]:
-        """Return namespaces (digest -> number, slot bytes) and extents (number -> namespace)."""
-        answer = self._ask(Tables())
-        if not isinstance(answer, TablesFound):
-            raise self._error(answer)
-        return answer.namespaces, answer.extents
-
-    def mark(self, *, clean: bool) -> None:
-        """Say durably whether all is in order. Raises TierIOError."""
-        self._ask(Mark(clean))
-
     def commit(self, changes: Commit) -> None:
-        """Make changes durable, all or none; the index is not in order until mark().
+        """Make changes durable, all or none.
 
-        Raises TierIOError: then nobody knows which, and the same commit may be tried again.
+        Raises TierIOError: then it is not known which, and the same commit may be tried again.
         """
-        self._ask(Apply(changes))
+        self._ask(changes)
 
     def purge(self, number: int, rows_max: int) -> bool:
         """Delete records of a number that is no namespace's; tell whether there are more."""
@@ -170,7 +299,7 @@ class Journal:
         """Have a namespace's records sent, for take(). Raises TierIOError."""
         self._ask(request)
 
-    def take(self) -> Stream | None:
+    def take(self) -> Batch | Loaded | None:
         """Return the next records; None: not there yet. Raises TierIOError when there are none."""
         if self._child is None:
             raise IndexProcessDiedError("the index's process has ended", of_the_file=False)
@@ -179,12 +308,12 @@ class Journal:
         except IndexProcessDiedError as exc:
             self._died(exc, verified=False)
             raise
-        if isinstance(message, Unreadable):
-            raise self._error(message.why)
+        if isinstance(message, Failed):
+            raise self._error(message)
         return message
 
     def close(self) -> None:
-        """Have the process end, and let go of the lock; safe to call twice."""
+        """End the process, and with it its hold on the lock; safe to call twice."""
         self._closed = True
         self._end()
 

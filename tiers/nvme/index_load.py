@@ -31,7 +31,7 @@ class Rows:
 
     def __init__(self) -> None:
         """Start empty."""
-        self.refused: list[Refused] = []  # those whose value has another size
+        self.refused: list[Refused] = []  # those of a wrong size
         self._keys: list[NDArray[np.uint8]] = []
         self._lengths: list[NDArray[np.uint16]] = []
         self._values: list[NDArray[np.void]] = []
@@ -39,13 +39,13 @@ class Rows:
     def add(self, chunk: list[bytes]) -> None:
         """Take key, value, key, value, ..."""
         keys, values = chunk[::2], chunk[1::2]
-        if set(map(len, values)) != {VALUE.size}:
-            sound = [len(value) == VALUE.size for value in values]
-            self.refused += [
-                (key, NOWHERE, "foreign") for key, fits in zip(keys, sound, strict=True) if not fits
-            ]
-            keys = [key for key, fits in zip(keys, sound, strict=True) if fits]
-            values = [value for value in values if len(value) == VALUE.size]
+        if not keys:
+            return
+        if set(map(len, values)) != {VALUE.size} or min(map(len, keys)) < NUMBER.size:
+            rows = list(zip(keys, values, strict=True))
+            sound = [row for row in rows if _sound(*row)]
+            self.refused += [(row[0], NOWHERE, "foreign") for row in rows if not _sound(*row)]
+            keys, values = [key for key, _ in sound], [value for _, value in sound]
         if not keys:
             return
         lengths = np.fromiter(map(len, keys), np.uint16, len(keys))
@@ -67,6 +67,10 @@ class Rows:
         self._lengths.clear()
         self._values.clear()
         return found
+
+
+def _sound(key: bytes, value: bytes) -> bool:
+    return len(key) >= NUMBER.size and len(value) == VALUE.size
 
 
 class Sorted:
@@ -156,7 +160,7 @@ def _causes(values: NDArray[np.void], counts: Mapping[int, int]) -> Places:
 
 
 def _owners(places: Numbers, placed: Flags) -> tuple[Places, Numbers]:
-    """Return who wrote last in each place, in the order of places, and these."""
+    """Return the record that was written last in each place, in the order of places, and these."""
     rows = np.flatnonzero(placed)
     rows = rows[np.argsort(places[rows], kind="stable")]
     found = places[rows]

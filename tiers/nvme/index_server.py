@@ -1,7 +1,11 @@
-"""The process that owns the index of a store: a page that cannot be read kills this one only.
+"""The process that owns the index of a store, and the LMDB file (see messages.py).
 
-One thread does what the store asks for, in its order. It ends when the store does, and at once:
-the lock on the directory, which it has inherited, is then free for the next.
+A page that cannot be read kills this process only. One thread does what the store asks for, in its
+order. It ends when the store does, and at once: the lock on the directory, which it has inherited,
+is then free for the next.
+
+A record is put after its data was synced, and taken out before its slot is written again. Records
+that go together (a block and what hangs below it) go in one transaction.
 """
 
 from __future__ import annotations
@@ -12,35 +16,275 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import chain, islice, pairwise
 from pathlib import Path
 
 import lmdb
 import msgspec
 
-from tiers.nvme.index_file import IndexFile, OtherFormatError, is_damage, verify
 from tiers.nvme.messages import (
+    FORMAT,
+    NAMESPACE,
     NUMBER,
     Answer,
-    Apply,
+    Commit,
     Done,
     Failed,
     Load,
     Loaded,
-    Mark,
     Open,
     Opened,
     Purge,
     Request,
     Stream,
-    Tables,
-    TablesFound,
-    Unreadable,
+    framed,
+    receive,
 )
 
 _decoder = msgspec.msgpack.Decoder(Request)
-_encoder = msgspec.msgpack.Encoder()
+_CHUNK_BYTES = 1 << 20
+_CHUNK_ROWS = 1 << 15
+TABLES = (b"meta", b"namespaces", b"extents", b"blocks")
+_NUMBER_MAX = (1 << 8 * NUMBER.size) - 1
+_ROW_BYTES_MIN = 16  # of the file: no table has more rows than it has room for
+_NOT_ITS_FAULT = (  # they say something about the machine, or about an error before
+    lmdb.MapFullError,
+    lmdb.ReadersFullError,
+    lmdb.TlsFullError,
+    lmdb.DbsFullError,
+    lmdb.TxnFullError,
+    lmdb.PanicError,
+    lmdb.LockError,
+    lmdb.MemoryError,
+    lmdb.DiskError,
+    lmdb.ReadonlyError,
+)
+FORMAT_BITS = 4
+"""Another version's format differs from ours in more bits; in fewer, these have flipped."""
+
+
+class OtherFormatError(Exception):
+    """The index is of another program, or version."""
+
+
 _ERRORS = (lmdb.Error, OSError, MemoryError, ValueError, SystemError, OtherFormatError)
+
+
+def is_damage(exc: Exception) -> bool:
+    """Tell whether an error says that the file's content is wrong; a failing disk says nothing.
+
+    All of LMDB's own errors do but for a few. What the system says to it is a plain lmdb.Error.
+    A SystemError comes from its binding: a call that went well, with an error behind it.
+    """
+    if isinstance(exc, SystemError):
+        return isinstance(exc.__cause__, Exception) and is_damage(exc.__cause__)
+    if isinstance(exc, lmdb.Error):
+        return type(exc) is not lmdb.Error and not isinstance(exc, _NOT_ITS_FAULT)
+    return isinstance(exc, ValueError)
+
+
+class IndexFile:
+    """The open file. Raises lmdb.Error; what is_damage() tells apart."""
+
+    def __init__(self, path: Path, map_bytes: int, *, read_only: bool = False) -> None:
+        """Open it, or make it unless it is only to be read. Raises OtherFormatError."""
+        self._path = path
+        self._read_only = read_only
+        # The store's lock on the directory is the only one: no other process reads meanwhile.
+        self._env = lmdb.open(
+            str(path),
+            map_size=map_bytes,
+            max_dbs=len(TABLES),
+            lock=False,
+            readahead=False,
+            readonly=read_only,
+            create=not read_only,
+        )
+        try:
+            if shorter_than_it_says(self._env, path):
+                read_whole(self._env)
+            self._open_tables(path)
+        except BaseException:
+            self._env.close()
+            raise
+
+    def _open_tables(self, path: Path) -> None:
+        with self._env.begin() as txn:
+            names = {bytes(name) for name, _ in txn.cursor()}
+        found = None
+        if b"meta" in names:
+            self._meta = self._env.open_db(b"meta", create=False)
+            with self._env.begin() as txn:
+                found = txn.get(b"format", db=self._meta)
+                self.clean = txn.get(b"clean", db=self._meta) == b"1"
+        self._refuse(path, found, names)
+        self.new = found is None
+        self.clean = self.new or self.clean
+        self._marked = self.clean
+        self.last_number = 0
+        if self.new and self._read_only:
+            return
+        self._meta, self._namespaces, self._extents, self._blocks = map(self._env.open_db, TABLES)
+        with self._env.begin() as txn:
+            cursor = txn.cursor(self._blocks)
+            self.last_number = _number_of(cursor.key()) if cursor.last() else 0
+        if self.new:  # one that was lost must not look like one that nothing was in yet
+            self.commit(Commit())
+
+    def _refuse(self, path: Path, found: bytes | None, names: set[bytes]) -> None:
+        """Raise OtherFormatError for what is another's, lmdb.CorruptedError for what is not whole.
+
+        found: its format; names: its tables.
+        """
+        if found is None and names.difference(TABLES):
+            raise OtherFormatError(f"{path}: an LMDB file, but not an index of kvstore")
+        if found not in (None, FORMAT):
+            if _bits_apart(found, FORMAT) <= FORMAT_BITS:
+                raise lmdb.CorruptedError(f"format {found!r}, expected {FORMAT!r}")
+            raise OtherFormatError(
+                f"{path}: format {found!r}, this version has {FORMAT!r}; use another directory"
+            )
+        if found is not None and not names.issuperset(TABLES):
+            raise lmdb.CorruptedError("a table is missing")
+
+    def tables(self) -> tuple[dict[str, tuple[int, int]], dict[int, int]]:
+        """Return namespaces (digest -> number, slot bytes) and extents (number -> namespace)."""
+        if self.new:
+            return {}, {}
+        most = self._rows_max()
+        with self._env.begin() as txn:
+            namespaces = list(islice(txn.cursor(self._namespaces), most))
+            extents = list(islice(txn.cursor(self._extents), most))
+        if most in (len(namespaces), len(extents)):
+            raise lmdb.CorruptedError("more rows than there is room for")
+        if any(len(v) != NAMESPACE.size for _, v in namespaces) or any(
+            len(row) != NUMBER.size for row in chain.from_iterable(extents)
+        ):
+            raise ValueError("a table's row has a wrong size")
+        return (
+            {bytes(digest).decode(): NAMESPACE.unpack(value) for digest, value in namespaces},
+            {NUMBER.unpack(number)[0]: NUMBER.unpack(owner)[0] for number, owner in extents},
+        )
+
+    def _rows_max(self) -> int:
+        """Return what no table has as many rows as; pages that lead in a circle would never end."""
+        return (self._path / "data.mdb").stat().st_size // _ROW_BYTES_MIN
+
+    def commit(self, changes: Commit) -> None:
+        """Make changes durable, all or none."""
+        with self._env.begin(write=True) as txn:
+            if self._marked or changes.clean:
+                txn.put(b"format", FORMAT, db=self._meta)
+                txn.put(b"clean", b"1" if changes.clean else b"0", db=self._meta)
+            for key in changes.deletes:
+                txn.delete(key, db=self._blocks)
+            for digest, value in changes.namespaces:
+                txn.put(digest, value, db=self._namespaces)
+            for number, namespace in changes.extents:
+                txn.put(NUMBER.pack(number), NUMBER.pack(namespace), db=self._extents)
+            for number in changes.extents_gone:
+                txn.delete(NUMBER.pack(number), db=self._extents)
+            for key, value in changes.puts:
+                txn.put(key, value, db=self._blocks)
+        self._marked = changes.clean
+
+    def purge(self, number: int, rows_max: int) -> bool:
+        """Delete records of a namespace; tell whether there are more."""
+        with self._env.begin(write=True) as txn:
+            cursor = txn.cursor(self._blocks)
+            there = cursor.set_range(NUMBER.pack(number).rstrip(b"\0"))
+            for _ in range(rows_max):
+                if not there or _number_of(cursor.key()) != number:
+                    return False
+                cursor.delete()
+                there = bool(cursor.key())  # it stands at the next one, if there is any
+        return True
+
+    def rows(self, number: int) -> Iterator[list[bytes]]:
+        """Yield the records of a namespace in chunks: key, value, key, value, ..."""
+        with self._env.begin() as txn:
+            left = min(txn.stat(self._blocks)["entries"], self._rows_max())
+            cursor = txn.cursor(self._blocks)
+            if not cursor.set_range(NUMBER.pack(number).rstrip(b"\0")):
+                return
+            pairs = cursor.iternext()
+            while chunk := list(chain.from_iterable(islice(pairs, _CHUNK_ROWS))):
+                left -= len(chunk) // 2
+                if left < 0:
+                    raise lmdb.CorruptedError("more records than it says")
+                if self._read_only and any(one >= two for one, two in pairwise(chunk[::2])):
+                    raise lmdb.CorruptedError("its keys are out of order")
+                if _number_of(chunk[-2]) != number:
+                    numbers = (_number_of(key) for key in chunk[::2])
+                    end = next(at for at, other in enumerate(numbers) if other != number)
+                    yield chunk[: 2 * end]
+                    return
+                yield chunk
+
+    def strays(self, known: set[int]) -> list[int]:
+        """List the numbers that records begin with and no namespace has."""
+        found: list[int] = []
+        if self.new:
+            return found
+        with self._env.begin() as txn:
+            cursor = txn.cursor(self._blocks)
+            there = cursor.first()
+            while there:
+                number = _number_of(cursor.key())
+                if number not in known:
+                    found.append(number)
+                if number == _NUMBER_MAX:
+                    break
+                there = cursor.set_range(NUMBER.pack(number + 1))
+                if there and _number_of(cursor.key()) <= number:
+                    raise lmdb.CorruptedError("keys are not in order")
+        return found
+
+    def close(self) -> None:
+        """Close the file."""
+        self._env.close()
+
+
+def _number_of(key: bytes) -> int:
+    return int(NUMBER.unpack(key[: NUMBER.size].ljust(NUMBER.size, b"\0"))[0])
+
+
+def _bits_apart(one: bytes, other: bytes) -> int:
+    if len(one) != len(other):
+        return 8 * max(len(one), len(other))
+    return sum((a ^ b).bit_count() for a, b in zip(one, other, strict=True))
+
+
+def shorter_than_it_says(env: lmdb.Environment, path: Path) -> bool:
+    """Tell whether reading on may be a SIGBUS.
+
+    A whole file may be short as well: pages that one commit took and gave back are never written.
+    """
+    expected = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    return (path / "data.mdb").stat().st_size < int(expected)
+
+
+def read_whole(env: lmdb.Environment) -> None:
+    """Read every page in use, free lists included. Raises lmdb.Error, or dies of a SIGBUS."""
+    with Path(os.devnull).open("wb") as nowhere:
+        env.copyfd(nowhere.fileno(), compact=True)
+
+
+def verify(path: Path) -> None:
+    """Read all of it, first without LMDB.
+
+    Raises OSError where the disk cannot give it, lmdb.Error where it is damaged; or dies of that.
+    """
+    if not (path / "data.mdb").exists():
+        return
+    if (path / "data.mdb").stat().st_size == 0:
+        raise lmdb.CorruptedError("it is empty")
+    with (path / "data.mdb").open("rb", buffering=0) as file:
+        while file.read(_CHUNK_BYTES):
+            pass
+    with lmdb.open(str(path), readonly=True, lock=False, create=False) as env:
+        read_whole(env)
 
 
 class Indexer:
@@ -66,19 +310,11 @@ class Indexer:
         file = self._file
         if file is None:
             return Failed("the index is not open")
-        left = False
-        match request:
-            case Tables():
-                return TablesFound(*file.tables())
-            case Mark(clean):
-                file.mark(clean=clean)
-            case Apply(changes):
-                file.commit(changes)
-            case Purge(number, rows_max):
-                left = file.purge(number, rows_max)
-            case Load():
-                pass  # stream() follows
-        return Done(left=left)
+        if isinstance(request, Purge):
+            return Done(left=file.purge(request.number, request.rows_max))
+        if isinstance(request, Commit):
+            file.commit(request)
+        return Done()  # after a Load stream() follows
 
     def _open(self, request: Open) -> Answer:
         path = Path(request.path)
@@ -86,13 +322,12 @@ class Indexer:
         fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # one before may hang in a write
         if request.verify:
             verify(path)
-        self._file = IndexFile(path, request.map_bytes)
-        namespaces, _ = self._file.tables()
-        strays = self._file.strays({number for number, _ in namespaces.values()})
-        numbers = [number for number, _ in namespaces.values()]
-        following = max([*numbers, self._file.last_number], default=0) + 1
-        new, clean = self._file.new, self._file.clean
-        return Opened(new=new, clean=clean, next_number=following, strays=strays)
+        file = self._file = IndexFile(path, request.map_bytes, read_only=request.read_only)
+        namespaces, extents = file.tables()
+        numbers = {number for number, _ in namespaces.values()}
+        following = max([*numbers, file.last_number]) + 1
+        strays = file.strays(numbers)
+        return Opened(file.new, file.clean, following, strays, namespaces, extents)
 
     def stream(self, request: Load) -> Iterator[Stream]:
         """Yield the records of a namespace."""
@@ -106,7 +341,7 @@ class Indexer:
             found = Sorted(request.number, request.slot_bytes, request.counts, rows)
         except _ERRORS as exc:
             self.broken = True
-            yield Unreadable(failed(exc))
+            yield failed(exc)
             return
         yield from found.batches(request.skip)
         yield Loaded(request.number, found.refused)
@@ -128,29 +363,6 @@ def failed(exc: Exception) -> Failed:
         damaged=is_damage(exc),
         format=isinstance(exc, OtherFormatError),
     )
-
-
-def framed(message: Answer | Stream | Request) -> bytes:
-    """Encode a message, with its length before it."""
-    body = _encoder.encode(message)
-    return NUMBER.pack(len(body)) + body
-
-
-def receive(read: Callable[[int], bytes]) -> bytes | None:
-    """Read one message's body; None at the end. read(size) gives up to as many bytes."""
-    head = _exactly(read, NUMBER.size)
-    return None if head is None else _exactly(read, NUMBER.unpack(head)[0])
-
-
-def _exactly(read: Callable[[int], bytes], size: int) -> bytes | None:
-    parts = []
-    while size:
-        part = read(size)
-        if not part:
-            return None
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
 
 
 def serve(control: socket.socket, pipe: int) -> None:

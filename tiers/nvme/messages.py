@@ -8,12 +8,13 @@ extents     number (u32) -> namespace (u32)
 blocks      namespace (u32), block key -> VALUE
 
 On the socket each request has one answer, both with their length before them. What Load asks for
-comes on a pipe of its own, as batches up to a Loaded.
+comes on a pipe of its own, as batches up to a Loaded, or a Failed.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import msgspec
 
@@ -29,29 +30,28 @@ RECORD_BYTES = 512  # of the index file for each block, with room for half-full 
 FOLDER = "index"
 
 
-class Commit(msgspec.Struct):
-    """Changes that become durable together, in this order."""
+class Commit(msgspec.Struct, tag=True):
+    """Make changes durable, all or none. The index is in order only after one that is clean."""
 
     deletes: list[bytes] = []
     puts: list[tuple[bytes, bytes]] = []
     namespaces: list[tuple[bytes, bytes]] = []
     extents: list[tuple[int, int]] = []  # number, namespace
     extents_gone: list[int] = []
-
-    def __bool__(self) -> bool:
-        """Tell whether there is any change."""
-        return any((self.deletes, self.puts, self.namespaces, self.extents, self.extents_gone))
+    clean: bool = False
 
 
 class Open(msgspec.Struct, tag=True):
     """The first request: open or make the index. path: of its folder; map_bytes: it can grow to.
 
-    verify: read all of the file first; the process before this one has died of it.
+    verify: read all of the file first; the process before this one has died of it. read_only:
+    change nothing.
     """
 
     path: str
     map_bytes: int
     verify: bool = False
+    read_only: bool = False
 
 
 class Opened(msgspec.Struct, tag=True):
@@ -65,29 +65,8 @@ class Opened(msgspec.Struct, tag=True):
     clean: bool
     next_number: int
     strays: list[int]
-
-
-class Tables(msgspec.Struct, tag=True):
-    """Ask for the small tables."""
-
-
-class TablesFound(msgspec.Struct, tag=True):
-    """Namespaces (digest -> number, slot bytes) and extents (number -> namespace)."""
-
-    namespaces: dict[str, tuple[int, int]]
-    extents: dict[int, int]
-
-
-class Mark(msgspec.Struct, tag=True):
-    """Say durably whether all is in order."""
-
-    clean: bool
-
-
-class Apply(msgspec.Struct, tag=True):
-    """Make changes durable, all or none."""
-
-    changes: Commit
+    namespaces: dict[str, tuple[int, int]]  # digest -> number, slot bytes
+    extents: dict[int, int]  # number -> namespace
 
 
 class Purge(msgspec.Struct, tag=True):
@@ -149,12 +128,31 @@ class Loaded(msgspec.Struct, tag=True):
     refused: list[tuple[bytes, int, str]]
 
 
-class Unreadable(msgspec.Struct, tag=True):
-    """The records cannot be read."""
+Request = Open | Commit | Purge | Load
+Answer = Opened | Done | Failed
+Stream = Batch | Loaded | Failed
 
-    why: Failed
+_encoder = msgspec.msgpack.Encoder()
 
 
-Request = Open | Tables | Mark | Apply | Purge | Load
-Answer = Opened | TablesFound | Done | Failed
-Stream = Batch | Loaded | Unreadable
+def framed(message: Answer | Stream | Request) -> bytes:
+    """Encode a message, with its length before it."""
+    body = _encoder.encode(message)
+    return NUMBER.pack(len(body)) + body
+
+
+def receive(read: Callable[[int], bytes]) -> bytes | None:
+    """Read one message's body; None at the end. read(size) gives up to as many bytes."""
+    head = _exactly(read, NUMBER.size)
+    return None if head is None else _exactly(read, NUMBER.unpack(head)[0])
+
+
+def _exactly(read: Callable[[int], bytes], size: int) -> bytes | None:
+    parts = []
+    while size:
+        part = read(size)
+        if not part:
+            return None
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)

@@ -1,6 +1,6 @@
 """One namespace's part of the disk: its records, its slots in extents, and what is durable of it.
 
-Slots are taken by stores, and come back when a record is DROPPED, nobody reads or writes it, and
+Slots are taken by stores, and come back when a record is DROPPED, not being read or written, and
 the journal has forgotten it. Extents are added when the cap allows, and retired when the space is
 needed elsewhere: their blocks are dropped, and when the last slot is free the file goes.
 
@@ -12,7 +12,6 @@ with all its extents, and what the journal has under the old one means nothing f
 from __future__ import annotations
 
 import struct
-from array import array
 from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import islice
@@ -23,54 +22,29 @@ import xxhash
 from kvstore.core.errors import check
 from kvstore.core.index import State
 from kvstore.core.types import BlockKey, Slot
-from tiers.nvme.files import ExtentFile, stride_of
 from tiers.nvme.index import DiskIndex, Durable, Record
-from tiers.nvme.messages import NAMESPACE, NO_PARENT, NOWHERE, NUMBER, RECORD_BYTES, VALUE, Batch
+from tiers.nvme.messages import NAMESPACE, NO_PARENT, NOWHERE, NUMBER, VALUE, Batch
+from tiers.nvme.places import POSITION, SLICE, Places
 
 _CHECKED = struct.Struct("<QQ")  # generation, payload bytes
-_POSITION = 0xFFFFFFFF
 _DROPS_MAX = 2048  # of one call
-_SLICE = 1 << 14  # slots looked at
 _SUM_ALIGN = 64  # XXH3 takes a sixth longer over a page that it meets between two cache lines
 
 
-def cost(extent_bytes: int, slot_bytes: int) -> int:
-    """Bytes on disk of an extent, and of the index entries that its blocks can have."""
-    return extent_bytes + extent_bytes // stride_of(slot_bytes) * RECORD_BYTES
-
-
-class Space:
+class Space(Places):
     """Everything on disk of one namespace digest."""
 
     def __init__(self, number: int, digest: str, slot_bytes: int) -> None:
         """number: of the namespace in the journal."""
+        super().__init__()
         self.number = number
         self.digest = digest
         self.slot_bytes = slot_bytes
         self.counts: Counter[str] = Counter()
         self.growing = False
         self.attached = 0  # tiers that use it
-        self._pins: Counter[int] = Counter()  # extent -> pins of its records
-        self._cleared: set[int] = set()  # extents with nothing in them but for pins
-        self._start_empty()
-
-    def lose(self) -> None:
-        """Have no extents and no blocks; those there were are gone."""
-        lost = self._cleared.union(self.extents)
-        self._cleared = {number for number in lost if self._pins[number]}
-        self._start_empty()
-
-    def _start_empty(self) -> None:
-        self.loading = False  # records are still to come
         self.index = DiskIndex()
-        self.extents: dict[int, ExtentFile] = {}
-        self.free = 0  # slots that can be taken
-        self._free: dict[int, array[int]] = {}  # positions by extent; the last is taken next
-        self._held: dict[int, list[Record | None]] = {}  # by extent and position
-        self._doubtful: set[int] = set()  # places of writes that failed, until they are free
-        self._used: Counter[int] = Counter()  # extent -> places in use
-        self._newest: dict[int, int] = {}  # extent -> generation of what it was last given
-        self._retiring: set[int] = set()
+        self.loading: Loading | None = None  # while records are still to come
         self._emptying: deque[Iterator[None]] = deque()  # retired extents
         self._sinking: deque[Record] = deque()  # roots of what leaves in slices
         self._dismantling: deque[Iterator[None]] = deque()
@@ -79,143 +53,44 @@ class Space:
         self.to_put: list[Record] = []  # READY, in the order in which they became so
         self.to_delete: list[Record] = []  # DROPPED, and in the journal
         self.leaving = 0  # DROPPED, and not free yet
-        self._loaded: list[Record] = []  # in the order in which they came
-        self._unwanted: set[BlockKey] = set()  # not loaded yet, and not to be kept
-
-    # Slots
-
-    @property
-    def total(self) -> int:
-        """Count the slots of all extents that are not being retired."""
-        return sum(f.count for n, f in self.extents.items() if n not in self._retiring)
-
-    def add_extent(self, number: int, file: ExtentFile) -> None:
-        """Use a new, empty extent."""
-        self.extents[number] = file
-        self.growing = False
-        self._open_extent(number)
-
-    def _open_extent(self, number: int) -> None:
-        """Have all slots of an extent free."""
-        count = self.extents[number].count
-        self._held[number] = [None] * count
-        self._used[number] = 0
-        self._free[number] = array("I", range(count - 1, -1, -1))
-        self.free += count
-
-    def take_places(self, count: int) -> list[int]:
-        """Take up to count free slots, neighbours together."""
-        taken: list[int] = []
-        while len(taken) < count and self._free:
-            number, free = next(iter(self._free.items()))
-            part = free[-(count - len(taken)) :]
-            del free[len(free) - len(part) :]
-            if not free:
-                del self._free[number]
-            self._used[number] += len(part)
-            taken += [number << 32 | position for position in part]
-        self.free -= len(taken)
-        return sorted(taken)
-
-    def give_back(self, place: int) -> None:
-        """Free a slot that no record has."""
-        extent, position = place >> 32, place & _POSITION
-        self._used[extent] -= 1
-        self._held[extent][position] = None
-        if extent not in self._retiring:
-            free = self._free.setdefault(extent, array("I"))
-            if place in self._doubtful:  # a bad sector would fail the next write, too
-                self._doubtful.discard(place)
-                free.insert(0, position)
-            else:
-                free.append(position)
-            self.free += 1
-
-    def retire(self, number: int) -> None:
-        """Stop using an extent and drop what is in it, in slices."""
-        self._retiring.add(number)
-        self.free -= len(self._free.pop(number, ()))
-        self._emptying.append(self._empty(number))
-
-    def _empty(self, number: int) -> Iterator[None]:
-        # An extent that is empty already may have gone before its turn has come.
-        for position, record in enumerate(self._held.get(number, ())):
-            if record is not None and record.state is not State.DROPPED:
-                self.drop(record, "resize")
-                yield
-            elif position % _SLICE == 0:
-                yield
-
-    @property
-    def retiring(self) -> int:
-        """Count the extents on their way out."""
-        return len(self._retiring)
-
-    def take_retired(self) -> list[tuple[int, ExtentFile]]:
-        """Let go of the extents that are empty now."""
-        empty = [
-            number
-            for number in self._retiring
-            if not self._used[number] and not self._pins[number] and number not in self._cleared
-        ]
-        self._retiring.difference_update(empty)
-        for number in empty:
-            self._held.pop(number, None)
-            self._newest.pop(number, None)
-        return [(number, self.extents.pop(number)) for number in empty]
-
-    def coldest(self) -> int | None:
-        """Return the extent that was given nothing for the longest time, to be retired."""
-        numbers = (number for number in self.extents if number not in self._retiring)
-        return min(numbers, key=lambda number: self._newest.get(number, 0), default=None)
-
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes of all extents, with the index entries that their blocks can have."""
-        return sum(cost(file.bytes, file.slot_bytes) for file in self.extents.values())
-
-    @property
-    def retiring_bytes(self) -> int:
-        """Those of them that are on their way out."""
-        files = [self.extents[number] for number in self._retiring]
-        return sum(cost(file.bytes, file.slot_bytes) for file in files)
+        self._before: set[BlockKey] = set()  # could be read before the directory was closed
 
     # Records
+
+    def pin(self, record: Record) -> None:
+        """One reader or writer more: its slot is not given away."""
+        record.pins += 1
+        self.pins[record.slot >> 32] += 1
 
     def begin(self, key: BlockKey, parent: Record | None, place: int, generation: int) -> Record:
         """Enter a block whose write starts now."""
         record = Record(key, parent, Slot(place), generation)
         self.pin(record)
-        self._newest[place >> 32] = generation
-        self._held[place >> 32][place & _POSITION] = record
+        self.newest[place >> 32] = generation
+        self.held[place >> 32][place & POSITION] = record
         self.index.insert(record, parent)
         return record
 
     def written(self, record: Record, checksum: int, *, ok: bool) -> None:
         """End a write: the block can be read now, or is dropped with what hangs below it."""
         record.checksum = checksum
-        if record.slot >> 32 in self._cleared:
+        if record.slot >> 32 in self.cleared:
             record.state = State.DROPPED
         elif ok and record.state is State.WRITING:
             self.index.ready(record)
             self.to_put.append(record)
         elif record.state is not State.DROPPED:
-            self._doubtful.add(record.slot)
+            self.doubt(record.slot)
             self.drop(record, "failed")
         self.unpin(record)
-
-    def pin(self, record: Record) -> None:
-        """One reader or writer more: its slot is not given away."""
-        record.pins += 1
-        self._pins[record.slot >> 32] += 1
 
     def unpin(self, record: Record) -> None:
         """One reader or writer less."""
         extent = record.slot >> 32
         record.pins -= 1
-        self._pins[extent] -= 1
+        self.pins[extent] -= 1
         check(record.pins >= 0, "pins of a record below zero")
-        if extent in self._cleared:
+        if extent in self.cleared:
             self._reopen(extent)
         elif record.pins == 0:
             if record.state is State.DROPPED:
@@ -225,7 +100,7 @@ class Space:
 
     def drop(self, record: Record, reason: str) -> None:
         """Take a block out, with all that hangs below it; in slices if that is much."""
-        if record.slot >> 32 in self._cleared:
+        if record.slot >> 32 in self.cleared:
             return
         self.counts[reason] += 1
         self.index.gone(record)
@@ -260,6 +135,20 @@ class Space:
             done += 1
         return done
 
+    def retire(self, number: int) -> None:
+        """Stop using an extent and drop what is in it, in slices."""
+        self.withdraw(number)
+        self._emptying.append(self._empty(number))
+
+    def _empty(self, number: int) -> Iterator[None]:
+        # An extent that is empty already may have gone before its turn has come.
+        for position, record in enumerate(self.held.get(number, ())):
+            if record is not None and record.state is not State.DROPPED:
+                self.drop(record, "resize")
+                yield
+            elif position % SLICE == 0:
+                yield
+
     # What concerns many records
 
     def clear(self, number: int) -> None:
@@ -269,39 +158,55 @@ class Space:
         self.index = DiskIndex(self.index.told)
         self._old_numbers.append(self.number)
         self.number = number
-        self.loading = False
-        self._loaded = []
+        self.loading = None
+        self.tell_lost()
         self._renumbering = Durable.NO
-        self._cleared = set(self.extents)
-        self._free, self.free, self.leaving = {}, 0, 0
-        self._used.clear()
-        self._newest.clear()
+        self.vacate()
+        self.leaving = 0
         self._emptying.clear()
         self._sinking.clear()
         self.to_put, self.to_delete = [], []
 
-    def _dismantle(self, cleared: DiskIndex) -> Iterator[None]:
-        for readable in cleared.dismantle():
-            if self.index.told is not None:  # of what was not stored again since then
-                self.index.told.removed += (k for k in readable if self.index.get(k) is None)
+    def _dismantle(self, old: DiskIndex) -> Iterator[None]:
+        for readable in old.dismantle():
+            self._before.update(readable)
+            if self.loading is None:
+                self.tell_lost()
             yield
+
+    def tell_lost(self) -> None:
+        """Note which blocks of before are not here any more."""
+        if self.index.told is not None:
+            self.index.told.removed += (k for k in self._before if self.index.get(k) is None)
+        self._before = set()
+
+    def succeed(self, old: Space) -> None:
+        """Go on for a space whose directory was closed: what it had forgotten stays so."""
+        self.counts.update(old.counts)
+        self.index.told = old.index.told
+        self._before = old._before
+        self._dismantling.append(self._dismantle(old.index))
+        if self.loading is not None:
+            self.loading.unwanted = {r.key for r in (*old.to_delete, *old._sinking)}
+            if old.loading is not None:
+                self.loading.unwanted |= old.loading.unwanted
+
+    @property
+    def dismantling(self) -> bool:
+        """Tell whether records of before are still here."""
+        return bool(self._dismantling)
 
     @property
     def renumbering(self) -> bool:
         """Tell whether a clear is not durable yet."""
         return self._renumbering is not Durable.YES
 
-    @property
-    def clearing(self) -> bool:
-        """Tell whether slots will be free once a commit, or a read, has ended."""
-        return bool(self._cleared)
-
     def _reopen(self, number: int) -> None:
-        """Use an extent again that was cleared, once that is durable and nobody is at it."""
-        if self._renumbering is Durable.YES and not self._pins[number]:
-            self._cleared.remove(number)
-            if number in self.extents and number not in self._retiring:
-                self._open_extent(number)
+        """Use a cleared extent again, once that is durable and no call is under way in it."""
+        if self._renumbering is Durable.YES and not self.pins[number]:
+            self.cleared.remove(number)
+            if number in self.extents and number not in self.retiring:
+                self.open_extent(number)
 
     def step(self) -> bool:
         """Do a slice of what concerns many records; True while there is more to do."""
@@ -371,9 +276,9 @@ class Space:
 
     def committed(self, puts: list[Record], deletes: list[Record], *, ok: bool) -> list[int]:
         """End a commit; one that failed is tried again. Return numbers that mean nothing now."""
-        if self._cleared:
-            puts = [record for record in puts if record.slot >> 32 not in self._cleared]
-            deletes = [record for record in deletes if record.slot >> 32 not in self._cleared]
+        if self.cleared:
+            puts = [record for record in puts if record.slot >> 32 not in self.cleared]
+            deletes = [record for record in deletes if record.slot >> 32 not in self.cleared]
         for record in puts:
             record.durable = Durable.YES if ok else Durable.PERHAPS
             if record.state is State.DROPPED and not self.index.holds(record):
@@ -385,16 +290,13 @@ class Space:
             for record in deletes:
                 record.durable = Durable.NO
                 self._leave(record)
-        return self._renumbered(ok=ok)
-
-    def _renumbered(self, *, ok: bool) -> list[int]:
         if self._renumbering is not Durable.COMING:
             return []
         if not ok:
             self._renumbering = Durable.NO
             return []
         self._renumbering = Durable.YES
-        for number in list(self._cleared):
+        for number in list(self.cleared):
             self._reopen(number)
         forgotten, self._old_numbers = self._old_numbers, []
         return forgotten
@@ -406,10 +308,32 @@ class Space:
         state.update(block)
         return state.intdigest()
 
-    # Loading
+    def discard(self, key: BlockKey) -> None:
+        """Forget a block, and what hangs below it; one that is not loaded yet, when it is."""
+        record = self.index.get(key)
+        if record is not None:
+            self.drop(record, "discarded")
+        elif self.loading is not None:
+            self.loading.unwanted.add(key)
 
-    def load(self, batch: Batch) -> int:
-        """Take in records of the journal, parents first; return the newest's generation."""
+
+class Loading:
+    """The records of a namespace, as they come from the journal."""
+
+    def __init__(self, space: Space) -> None:
+        """All slots are taken until end()."""
+        self._space = space
+        self._loaded: list[Record] = []  # in the order in which they came
+        self.unwanted: set[BlockKey] = set()  # not loaded yet, and not to be kept
+        space.expect()
+
+    @property
+    def count(self) -> int:
+        """Count the records that have come."""
+        return len(self._loaded)
+
+    def take(self, batch: Batch) -> int:
+        """Take in records, parents first; return the newest's generation."""
         keys = [key for (key,) in struct.iter_unpack(f"{batch.width}s", batch.keys)]
         if batch.lengths:
             lengths = memoryview(batch.lengths).cast("H")
@@ -418,9 +342,10 @@ class Space:
         parents = memoryview(batch.parents).cast("I").tolist()
         sums = memoryview(batch.checksums).cast("Q").tolist()
         ages = memoryview(batch.generations).cast("Q").tolist()
-        loaded, held, newest = self._loaded, self._held, self._newest
+        space, loaded = self._space, self._loaded
+        held, newest = space.held, space.newest
         ready, dropped, durable = State.READY, State.DROPPED, Durable.YES
-        insert, touch = self.index.insert, self.index.order.touch
+        insert, touch = space.index.insert, space.index.order.touch
         for key, place, above, generation, checksum, leaf in zip(
             keys, places, parents, ages, sums, batch.leaves, strict=True
         ):
@@ -428,72 +353,40 @@ class Space:
             record = Record(key, parent, place, generation, checksum, ready, durable)
             loaded.append(record)
             extent = place >> 32
-            held[extent][place & _POSITION] = record
+            held[extent][place & POSITION] = record
             newest[extent] = generation
             if parent is not None and parent.state is dropped:
                 record.state = dropped
-                self.counts["unlinked"] += 1
-                self.leaving += 1
-                self.to_delete.append(record)
+                space.counts["unlinked"] += 1
+                space.leaving += 1
+                space.to_delete.append(record)
                 continue
             insert(record, parent)
             if leaf:  # the others enter the order when they have become leaves
                 touch(record)
         return ages[-1]
 
-    def start_loading(self) -> None:
-        """Expect records."""
-        self.loading = True
-        self._held = {number: [None] * count for number, count in self.slot_counts.items()}
-
-    @property
-    def slot_counts(self) -> dict[int, int]:
-        """Slots of each extent."""
-        return {number: file.count for number, file in self.extents.items()}
-
-    @property
-    def loaded(self) -> int:
-        """Count the records that have come."""
-        return len(self._loaded)
-
     def refuse(self, refused: list[tuple[bytes, int, str]]) -> None:
         """Have rows that stand for nothing taken out of the journal: key there, place, cause."""
         for key, place, cause in refused:
-            self.counts["unreachable" if cause == "unreachable" else "foreign"] += 1
+            self._space.counts["unreachable" if cause == "unreachable" else "foreign"] += 1
             name = BlockKey(key[NUMBER.size :])
             ghost = Record(name, None, Slot(place), 0, 0, State.DROPPED, Durable.YES)
-            self.to_delete.append(ghost)
+            self._space.to_delete.append(ghost)
             if place == NOWHERE or cause == "beyond":
                 ghost.pins = 1  # there is no slot to be freed
             else:
-                self._held[place >> 32][place & _POSITION] = ghost
-                self.leaving += 1
+                self._space.held[place >> 32][place & POSITION] = ghost
+                self._space.leaving += 1
 
-    def settle(self) -> Iterator[None]:
+    def end(self) -> Iterator[None]:
         """All records are in: the other slots are free. Yields now and then."""
-        for key in self._unwanted:
-            record = self.index.get(key)
+        space = self._space
+        for key in self.unwanted:
+            record = space.index.get(key)
             if record is not None:
-                self.drop(record, "discarded")
+                space.drop(record, "discarded")
             yield
-        for number, held in self._held.items():
-            free = array("I")
-            for end in range(len(held), 0, -_SLICE):
-                start = max(0, end - _SLICE)
-                part = range(end - 1, start - 1, -1)
-                free.extend(position for position in part if held[position] is None)
-                yield
-            self._used[number] = len(held) - len(free)
-            if free and number not in self._retiring:
-                self._free[number] = free
-                self.free += len(free)
-        self._loaded, self._unwanted = [], set()
-        self.loading = False
-
-    def discard(self, key: BlockKey) -> None:
-        """Forget a block, and what hangs below it; one that is not loaded yet, when it is."""
-        record = self.index.get(key)
-        if record is not None:
-            self.drop(record, "discarded")
-        elif self.loading:
-            self._unwanted.add(key)
+        yield from space.free_rest()
+        space.tell_lost()
+        space.loading = None

@@ -13,7 +13,6 @@ from kvstore.config import NvmeConfig
 from kvstore.core.errors import ConfigError
 from kvstore.owned_files import open_file, refuse_folder, writable_folder
 from kvstore.units import sized
-from tiers.nvme.block_io import mover_of
 from tiers.nvme.directory import taken
 from tiers.nvme.files import open_direct
 from tiers.nvme.index_client import map_bytes_of
@@ -37,7 +36,6 @@ def refuse(settings: NvmeConfig) -> None:
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be used: {exc.strerror}") from exc
     _refuse_index(path, settings.capacity_bytes)
-    mover_of(settings).close()
 
 
 def _refuse_index(path: Path, capacity_bytes: int) -> None:

@@ -12,17 +12,16 @@ import logging
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvstore.core.errors import TierIOError
 from tiers.nvme.directory import Volume
 from tiers.nvme.files import stride_of
-from tiers.nvme.index_client import IndexDamagedError, Journal
-from tiers.nvme.index_process import IndexProcessDiedError
+from tiers.nvme.index_client import IndexDamagedError, IndexProcessDiedError, Journal
 from tiers.nvme.maintenance import Keeper
-from tiers.nvme.messages import FOLDER, Batch, Commit, Load, Loaded
-from tiers.nvme.namespace import Space
+from tiers.nvme.messages import FOLDER, Batch, Commit, Load
+from tiers.nvme.namespace import Loading, Space
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +32,14 @@ RETRY_S = 0.5
 def blocks_max_of(capacity_bytes: int) -> int:
     """Return how many blocks a capacity has room for, be they as small as can be."""
     return capacity_bytes // stride_of(1)
+
+
+def spaces_of(namespaces: dict[str, tuple[int, int]]) -> dict[int, Space]:
+    """Make the namespaces of an index, by number. Raises IndexDamagedError."""
+    found = {number: Space(number, d, size) for d, (number, size) in namespaces.items()}
+    if len(found) < len(namespaces) or not all(space.slot_bytes for space in found.values()):
+        raise IndexDamagedError("its namespaces contradict each other")
+    return found
 
 
 class Opening:
@@ -48,7 +55,7 @@ class Opening:
         self._next_number = 1
         self.strays: list[int] = []  # that records begin with, and no namespace has
         self.damage: TierIOError | None = None  # found while its records were read
-        self._todo: deque[tuple[Space, int]] = deque()  # to be loaded, with the number it had
+        self._todo: deque[Space] = deque()  # to be loaded
         self._asked = self._streaming = False
         self._failed: Exception | None = None
         self._settling: Iterator[None] | None = None
@@ -77,29 +84,26 @@ class Opening:
         except IndexDamagedError as exc:
             self._start_empty(exc)
             self._open()
-        if not self.journal.clean:
+        if not self.journal.opened.clean:
             log.warning(
                 "%s was not shut down in order; it has what was committed", self._volume.path
             )
         for space in sorted(self.spaces.values(), key=lambda space: space.number, reverse=True):
-            space.start_loading()
-            self._todo.append((space, space.number))
+            space.loading = Loading(space)
+            self._todo.append(space)
         if self._todo:
             gc.disable()
-        self._volume.remember_index()
 
     def _open(self) -> None:
         self.open_journal()
         try:
             self._open_extents()
         except BaseException:
-            self.journal.close()
-            for space in self.spaces.values():
-                for file in space.extents.values():
-                    file.close()
+            self.closing()()
             self.spaces.clear()
             raise
-        self._next_number, self.strays = self.journal.next_number, self.journal.strays
+        found = self.journal.opened
+        self._next_number, self.strays = found.next_number, found.strays
 
     def open_journal(self) -> None:
         """Open the index, whose records may be known. Raises TierIOError, ConfigError."""
@@ -112,12 +116,9 @@ class Opening:
         self._volume.sweep(())
 
     def _open_extents(self) -> None:
-        namespaces, extents = self.journal.tables()
-        by_number = {}
-        for digest, (number, slot_bytes) in namespaces.items():
-            if slot_bytes == 0:
-                raise IndexDamagedError(f"namespace {digest[:12]} has blocks of 0 bytes")
-            self.spaces[digest] = by_number[number] = Space(number, digest, slot_bytes)
+        namespaces, extents = self.journal.opened.namespaces, self.journal.opened.extents
+        by_number = spaces_of(namespaces)
+        self.spaces = {space.digest: space for space in by_number.values()}
         for number, owner in extents.items():
             self.next_extent = max(self.next_extent, number + 1)
             space = by_number.get(owner)
@@ -129,7 +130,7 @@ class Opening:
         known = {number for space in self.spaces.values() for number in space.extents}
         removed = self._volume.sweep(known)
         # Without any, one may be left: a first extent whose store died before it was entered.
-        if not extents and removed > (0 if self.journal.new else 1):
+        if not extents and removed > (0 if self.journal.opened.new else 1):
             log.error(
                 "%s: the index is damaged or lost: it is empty, and %d extents that it does not"
                 " know are removed", self._volume.path, removed,
@@ -173,20 +174,24 @@ class Opening:
         if self._failed is not None:
             error, self._failed = self._failed, None
             raise error if isinstance(error, TierIOError) else TierIOError(str(error))
-        space, number = self._todo[0]
+        space = self._todo[0]
+        under_way = self._asked or self._streaming
+        if space.loading is None and not under_way:  # it was cleared
+            self._settling = None
+            self._todo.popleft()
+            return True
         if self._settling is not None:
             if next(self._settling, self) is self:
                 self._settling = None
                 self._todo.popleft()
             return True
         if self._streaming:
-            return self._take(space, number)
-        if space.number != number:  # it was cleared
-            self._todo.popleft()
-            return True
-        if not self._asked and time.monotonic() >= self._retry_s:
+            return self._take(space.loading)
+        ready = not under_way and not space.dismantling and time.monotonic() >= self._retry_s
+        if ready and space.loading is not None:
             self._asked = True
-            request = Load(number, space.slot_bytes, space.slot_counts, skip=space.loaded)
+            loaded = space.loading.count
+            request = Load(space.number, space.slot_bytes, space.slot_counts, skip=loaded)
             keeper.submit(lambda: self.journal.load(request), self._begun)
         return False
 
@@ -194,28 +199,34 @@ class Opening:
         """It sends records from now on, or does not."""
         self._asked, self._streaming, self._failed = False, error is None, error
 
-    def _take(self, space: Space, number: int) -> bool:
+    def _take(self, loading: Loading | None) -> bool:
+        """Take in a message; loading: of its namespace, None if that was cleared meanwhile."""
         message = self.journal.take()
         if message is None:
             return False
-        mine = space.number == number
         if isinstance(message, Batch):
-            if mine:
-                self.generation = max(self.generation, space.load(message) + 1)
+            if loading is not None:
+                self.generation = max(self.generation, loading.take(message) + 1)
             return True
         self._streaming = False
-        if mine and isinstance(message, Loaded):
-            space.refuse(message.refused)
-            self._settling = space.settle()
-        else:
-            self._todo.popleft()
+        if loading is not None:
+            loading.refuse(message.refused)
+            self._settling = loading.end()
         return True
 
-    def close(self) -> None:
-        """Stop reading; safe to call twice."""
-        if self._todo:
-            self._todo.clear()
-            gc.enable()
+    def closing(self) -> Callable[[], None]:
+        """Return what stops to read, and closes the index and the extents that are here now."""
+        files = [file for space in self.spaces.values() for file in space.extents.values()]
+
+        def close() -> None:
+            if self._todo:
+                self._todo.clear()
+                gc.enable()
+            self.journal.close()
+            for file in files:
+                file.close()
+
+        return close
 
 
 def set_aside(folder: Path) -> Path:

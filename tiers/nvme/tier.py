@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,6 +17,9 @@ from tiers.nvme.block_io import Move, Moved
 from tiers.nvme.files import RUN_BLOCKS_MAX
 from tiers.nvme.index import Record
 from tiers.nvme.namespace import Space
+
+if TYPE_CHECKING:
+    from tiers.nvme.disk import NvmeDisk
 
 RUN_BYTES_MIN = 512 << 10  # below, more calls cost more than they bring
 RUN_BYTES_MAX = 4 << 20
@@ -38,67 +41,21 @@ class Run(Move, eq=False):
     """A move for a job, with what its blocks are."""
 
     tier: NvmeTier
+    space: Space
     work: Work
     places: list[int]  # in the job
     records: list[Record]
 
     def sums(self) -> list[int]:
         """Return the checksum of each block as it is in memory."""
-        checksum = self.tier.space.checksum
+        checksum = self.space.checksum
         return [checksum(r, b) for r, b in zip(self.records, self.blocks, strict=True)]
-
-
-class Threads(Protocol):
-    """What a tier needs of its disk."""
-
-    @property
-    def state(self) -> str:
-        """What the disk can do now; "loading" while its index is read."""
-        ...
-
-    @property
-    def online(self) -> bool:
-        """Tell whether blocks can be read."""
-        ...
-
-    @property
-    def writable(self) -> bool:
-        """Tell whether blocks can be written."""
-        ...
-
-    def poll(self) -> None:
-        """Take finished runs, and do what is due."""
-        ...
-
-    def start(self, run: Run) -> None:
-        """Move a run on a thread; ended() of its tier gets the result."""
-        ...
-
-    def lanes(self, *, store: bool) -> int:
-        """Count the runs that are moved at one time."""
-        ...
-
-    def make_room(self, space: Space, count: int) -> bool:
-        """Try to get free slots; False when there will be none."""
-        ...
-
-    def next_generation(self) -> int:
-        """Number a write."""
-        ...
-
-    def clear_space(self, space: Space) -> None:
-        """Forget every block of a namespace."""
-        ...
-
-    def flush(self) -> None:
-        """Wait until all that is written is durable, or cannot be."""
-        ...
 
 
 class NvmeTier:
     """One namespace's view of the disk."""
 
-    def __init__(self, context: TierContext, space: Space, disk: Threads) -> None:
+    def __init__(self, context: TierContext, space: Space, disk: NvmeDisk) -> None:
         """Made by NvmeDisk.tier()."""
         self.name = context.name
         self.space = space
@@ -113,23 +70,22 @@ class NvmeTier:
         self._closed = False
 
     def use(self, space: Space) -> None:
-        """Go on with other records: the directory was read anew, and no block is being moved."""
+        """Go on with other records: the directory is read anew, and no block is being written."""
         if not self._closed:
             self.space.attached -= 1
             space.attached += 1
-            space.index.told = self.space.index.told
         self.space = space
 
     def lookup(self, key: BlockKey) -> LookupResult:
         """HIT when the block can be read, PENDING while it is written.
 
-        RETRY while nobody knows: the records of a start are still to come.
+        RETRY while the records of a start are still to come.
         """
         if not self._disk.online:
             return LookupResult.MISS
         record = self.space.index.get(key)
         if record is None:
-            if self.space.loading:
+            if self.space.loading is not None:
                 return LookupResult.RETRY
             return LookupResult.PENDING if key in self._queued else LookupResult.MISS
         return LookupResult.HIT if record.state is State.READY else LookupResult.PENDING
@@ -196,7 +152,7 @@ class NvmeTier:
             self.drain()
             self._closed = True
             self.space.attached -= 1
-            self.space.index.told = None  # nobody takes it any more
+            self.space.index.told = None  # take_changes() is not called any more
 
     # Loads
 
@@ -281,6 +237,7 @@ class NvmeTier:
                 Run(
                     store=store,
                     tier=self,
+                    space=self.space,
                     work=work,
                     file=self.space.extents[place >> 32],
                     position=place & 0xFFFFFFFF,
@@ -308,15 +265,17 @@ class NvmeTier:
             if work.job.kind is JobKind.STORE:
                 self.space.written(record, found, ok=moved.error is None)
                 work.ok[number] = record.state is State.READY
-            else:
-                work.ok[number] = moved.error is None and found == record.checksum
-                if moved.error is not None:
-                    self._unread(record)
-                elif found != record.checksum:
-                    work.error = BlockCorrupt(f"{run.file.path.name}: checksum")
-                    if record.state is State.READY:
-                        self.space.drop(record, "damaged")
-                self.space.unpin(record)
+                continue
+            work.ok[number] = moved.error is None and found == record.checksum
+            if moved.error is None and not work.ok[number]:
+                work.error = BlockCorrupt(f"{run.file.path.name}: checksum")
+            if run.space is not self.space:
+                continue  # the directory is read anew, and this record was another's
+            if moved.error is not None:
+                self._unread(record)
+            elif not work.ok[number] and record.state is State.READY:
+                self.space.drop(record, "damaged")
+            self.space.unpin(record)
         run.blocks.clear()
         self._end(work)
 
