@@ -57,7 +57,17 @@ GROUP = ("req_to_blocks",)
 
 def check_private(kv_cache_manager: Any) -> None:
     """Raise NotSupported, in one message, for all names that are not there."""
-    if missing := list(_missing(kv_cache_manager)):
+    _refuse(list(_missing(kv_cache_manager)))
+
+
+def values_of(part: Any, what: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """Read settings of vLLM. Raises NotSupported, in one message, for all that are not there."""
+    _refuse(list(_not_in(part, what, names)))
+    return {name: getattr(part, name) for name in names}
+
+
+def _refuse(missing: list[str]) -> None:
+    if missing:
         raise NotSupported(
             f"kvstore does not serve this engine: vLLM {VERSION} has no {', '.join(missing)},"
             " expected as in a release of it; use one, or a kvstore that knows this engine"

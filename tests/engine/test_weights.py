@@ -15,7 +15,15 @@ import pytest
 
 from connectors import weights
 from connectors.weights import UnnamedError, fingerprint
-from tests.engine.facts import WEIGHTS, facts, hf_config, model, with_weights
+from tests.engine.facts import (
+    WEIGHTS,
+    facts,
+    hf_config,
+    model,
+    registry,
+    speculation,
+    with_weights,
+)
 
 pytestmark = [
     pytest.mark.vllm,
@@ -44,7 +52,7 @@ def aged(place: Path) -> None:
 
 def eagle(folder: Path, content: bytes = b"drafter", **changes: object) -> SimpleNamespace:
     drafter = model(with_weights(folder, content), **changes)
-    return SimpleNamespace(method="eagle", draft_model_config=drafter, draft_load_config=None)
+    return speculation("eagle", draft_model_config=drafter)
 
 
 # Identity
@@ -59,7 +67,7 @@ def eagle(folder: Path, content: bytes = b"drafter", **changes: object) -> Simpl
         ({"hf_config": hf_config(layers=5)}, "config"),
         ({"hf_config": hf_config(layers=4, rope_theta=1.0)}, "config"),
         ({"prefix_caching_hash_algo": "sha256_cbor"}, "hash"),
-        ({"model_impl": "transformers"}, "engine"),
+        ({"registry": registry(int)}, "engine"),
         ({"load_format": "pt"}, "loading"),
         (
             {
@@ -89,17 +97,21 @@ def test_B3_a_drafters_weights_and_configuration_count(tmp_path: Path) -> None:
         identity(facts(folder, speculative_config=speculative))
         for speculative in (
             None,
-            SimpleNamespace(method="ngram", draft_model_config=None, draft_load_config=None),
+            speculation("suffix"),
+            speculation("medusa"),
             eagle(tmp_path / "a"),
             eagle(tmp_path / "b", b"Drafter"),
             eagle(tmp_path / "c", hf_config=hf_config(layers=9)),
+            eagle(tmp_path / "d", quantization="fp8"),
+            eagle(tmp_path / "e", dtype="torch.float16"),
         )
     ]
-    assert len({digest for digest, _, _ in found}) == 5
-    assert len({traits["drafter"] for _, traits, _ in found}) == 4
-    again = identity(facts(folder, speculative_config=eagle(tmp_path / "d")))
-    assert again == found[2]
-    lost = eagle(tmp_path / "e")
+    assert found[0] == found[1], "what drafts without a model leaves no KV"
+    assert len({digest for digest, _, _ in found}) == 7
+    assert len({traits["drafter"] for _, traits, _ in found}) == 7
+    again = identity(facts(folder, speculative_config=eagle(tmp_path / "f")))
+    assert again == found[3]
+    lost = eagle(tmp_path / "g")
     lost.draft_model_config.model = "org/drafter"
     assert "org/drafter" in identity(facts(folder, speculative_config=lost))[2]
 
