@@ -44,6 +44,19 @@ def model(folder: Path | str, **changes: object) -> Any:  # noqa: ANN401 - stand
     return SimpleNamespace(**known | changes)
 
 
+def images(**changes: object) -> SimpleNamespace:
+    """Stands for MultiModalConfig."""
+    known: dict[str, object] = {
+        "media_io_kwargs": {},
+        "mm_encoder_attn_dtype": None,
+        "mm_encoder_fp8_scale_path": None,
+        "mm_processor_kwargs": None,
+        "video_pruning_method": "evs",
+        "video_pruning_rate": None,
+    }
+    return SimpleNamespace(**known | changes)
+
+
 def registry(code: type) -> SimpleNamespace:
     """Of one class for all architectures."""
     return SimpleNamespace(resolve_model_cls=lambda _names, _model: (code, "Model"))
