@@ -217,9 +217,10 @@ OTHERS: dict[str, dict[str, tuple[str, ...]]] = {
             *("prompt_lookup_min", "suffix_decoding_max_tree_depth"),
             *("suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor"),
             *("suffix_decoding_min_token_prob", "disable_eagle_block_drop"),
-            *("disable_lookahead_block_hashes", "draft_lm_head_quantization"),
+            "draft_lm_head_quantization",
             *("fly_entropy_threshold", "fly_entropy_top_k", "fly_window_size", "xpress_topc"),
         ),
+        "gives other hashes": ("disable_lookahead_block_hashes",),
         "has a table here": ("target_model_config",),
     },
 }
