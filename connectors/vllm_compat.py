@@ -258,7 +258,9 @@ def kv_events(events: Iterable[BlockEvent], tokens: Geometry, cache: Any) -> Ite
         hashes = [maybe_convert_block_hash(BlockHash(name)) for name in event.hashes]
         medium, group = _MEDIA[event.medium], event.group
         if not event.stored:
-            yield BlockRemoved(hashes, medium, group_idx=group, locality=_LOCALITY)
+            yield BlockRemoved(
+                block_hashes=hashes, medium=medium, group_idx=group, locality=_LOCALITY
+            )
             continue
         spec, parent = cache.kv_cache_groups[group].kv_cache_spec, event.parent
         yield BlockStored(

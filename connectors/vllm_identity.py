@@ -12,9 +12,12 @@ from huggingface_hub import constants
 from connectors.vllm_version import VERSION
 
 # isort: split
+from vllm import envs
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 
-from connectors.weights import UnnamedError, fingerprint
+from connectors.vllm_length import decided_by_length
+from connectors.vllm_private import values_of
+from connectors.weights import UnnamedError, digest_of, fingerprint
 from kvstore.core.layout import TRAIT_DIGITS
 
 TRAIT_CHARACTERS = 100  # of one fact as others are told it
@@ -23,6 +26,43 @@ LOAD_FORMATS = (
     *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt", "npcache"),
     *("runai_streamer", "runai_streamer_sharded", "sharded_state", "bitsandbytes", "gguf"),
 )
+# Fields of vLLM's configuration that are in the digest as they are. tests/engine/test_fields.py
+# has all others, each with the reason why not. A field that a new version adds makes it fail.
+FIELDS = {
+    "model_config": ("code_revision", "dtype", "quantization", "quantization_config"),
+    "multimodal_config": ("media_io_kwargs", "mm_encoder_attn_dtype", "mm_processor_kwargs"),
+    "load_config": ("load_format", "model_loader_extra_config"),
+    "cache_config": ("swa_bounded_replay",),
+    "attention_config": (
+        "disable_flashinfer_q_quantization",
+        "use_non_causal",
+        "use_prefill_query_quantization",
+    ),
+    "diffusion_config": ("canvas_length",),
+    "speculative_config": (
+        "index_share_for_mtp_iteration",
+        "method",
+        "parallel_drafting",
+        "use_heterogeneous_vocab",
+    ),
+}
+SETTINGS = ("cache_config", "attention_config", "diffusion_config")
+# Variables of the environment likewise. They quantize, lay out pages, or pick a video's frames.
+VARIABLES = (
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
+    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
+    "VLLM_VIDEO_LOADER_BACKEND",
+)
+ADDED_VARIABLES = ("VLLM_ROCM_MUSE_MOE_ONLINE_QUANT",)  # by vLLM 0.33
+TOLD = ("code", "dtype", "load_format", "quantization", "weights")  # have traits of their own
+OTHER_MODELS = ("audio_model_id", "text_model_id")  # in hf_config: they have a part's weights
+DRAFTERLESS = ("ngram", "ngram_gpu", "suffix")  # drafts of these leave no KV
 
 
 def identity(config: Any) -> tuple[str, dict[str, str], str]:
@@ -31,53 +71,103 @@ def identity(config: Any) -> tuple[str, dict[str, str], str]:
     As a digest, for people to read, and why that is not all ("": it is). The model's name is for
     people only: another path, or another name of the same weights, is the same model.
     """
-    model, cache = config.model_config, config.cache_config
+    model, cache, load = config.model_config, config.cache_config, config.load_config
     speculative = config.speculative_config
-    drafter = None if speculative is None else speculative.draft_model_config
-    unnamed = ""
-    weights, drafts = "not named", None
-    try:
-        weights = weights_of(model, config.load_config)
-        if drafter is not None:
-            drafts = weights_of(drafter, speculative.draft_load_config or config.load_config)
-    except UnnamedError as exc:
-        unnamed = str(exc)
+    if speculative is not None and speculative.method in DRAFTERLESS:
+        speculative = None
+    computing, unnamed = _model(model, load, (model.max_model_len,))
+    drafter, drafts_unnamed = _drafter(speculative, load, model.max_model_len)
     own = f"torch.{cache.cache_dtype}" == str(model.dtype)
-    images = model.multimodal_config
+    settings = {name: _fields(getattr(config, name), name) for name in SETTINGS}
     facts = {
         "engine": VERSION,
-        "implementation": str(model.model_impl),
-        "hf_config": _config_of(model),
-        "weights": weights,
-        "loading": [config.load_config.load_format, config.load_config.model_loader_extra_config],
-        "dtype": str(model.dtype),
+        "model": computing,
+        "drafter": drafter,
         "cache_dtype": "auto" if own else str(cache.cache_dtype),
-        "quantization": str(model.quantization),
         "hash": [cache.prefix_caching_hash_algo, get_none_hash_seed()],
-        "speculative": None if speculative is None else str(speculative.method),
-        "drafter": None if drafter is None else [_config_of(drafter), drafts],
-        "images": None if images is None else [images.mm_processor_kwargs, images.media_io_kwargs],
+        "settings": settings,
+        "variables": values_of(envs, "vllm.envs", VARIABLES)
+        | {name: getattr(envs, name, None) for name in ADDED_VARIABLES},
     }
+    rest = [fact for name, fact in computing.items() if name not in TOLD]
+    rest += [facts["settings"], facts["variables"]]
     traits = {
-        "engine": f"vLLM {facts['engine']}, {facts['implementation']}",
+        "engine": f"vLLM {VERSION}, {computing['code']}",
         "model": Path(model.model).name if Path(model.model).exists() else model.model,
-        "weights": weights[:TRAIT_DIGITS],
-        "loading": str(config.load_config.load_format),
-        "config": _digest([facts["hf_config"], facts["images"]])[:TRAIT_DIGITS],
+        "weights": computing["weights"][:TRAIT_DIGITS],
+        "loading": str(load.load_format),
+        "config": _digest(rest)[:TRAIT_DIGITS],
         "dtype": str(model.dtype).removeprefix("torch."),
         "cache dtype": str(facts["cache_dtype"]),
-        "quantization": str(facts["quantization"]),
+        "quantization": str(model.quantization),
         "hash": cache.prefix_caching_hash_algo,
         "hash seed": _digest(facts["hash"])[:TRAIT_DIGITS],
-        "speculative": str(facts["speculative"]),
-        "drafter": "none" if drafter is None else _digest(facts["drafter"])[:TRAIT_DIGITS],
+        "speculative": "none" if drafter is None else str(drafter["method"]),
+        "drafter": "none" if drafter is None else _digest(drafter)[:TRAIT_DIGITS],
     }
     told = {name: text[:TRAIT_CHARACTERS] for name, text in traits.items()}
-    return _digest(facts), told, unnamed
+    return _digest(facts), told, unnamed or drafts_unnamed
+
+
+def _model(model: Any, load: Any, lengths: tuple[int, ...]) -> tuple[dict[str, Any], str]:
+    """Say what computes, and why that is not all. lengths: of prompts that it may be made for."""
+    code = model.registry.resolve_model_cls(model.architectures, model)[0]
+    facts: dict[str, Any] = {
+        "code": f"{code.__module__}.{code.__qualname__}",
+        "hf_config": _config_of(model),
+        "weights": "not named",
+        **_fields(model, "model_config"),
+        **_fields(load, "load_config"),
+    }
+    try:
+        facts["weights"] = weights_of(model, load)
+        facts["images"] = _images(model.multimodal_config)
+        facts["lengths"] = [decided_by_length(model, code, length) for length in lengths]
+    except UnnamedError as exc:
+        return facts, str(exc)
+    return facts, ""
+
+
+def _drafter(speculative: Any, load: Any, length: int) -> tuple[dict[str, Any] | None, str]:
+    """Say what drafts, if it leaves KV. length: the target's, by which vLLM makes some drafters."""
+    if speculative is None:
+        return None, ""
+    settings = _fields(speculative, "speculative_config")
+    model = speculative.draft_model_config
+    if model is None:
+        return settings, ""
+    facts, unnamed = _model(
+        model, speculative.draft_load_config or load, (length, model.max_model_len)
+    )
+    told = facts["hf_config"]
+    there = max(told.get("n_predict") or 1, told.get("num_nextn_predict_layers") or 1)
+    used = min(speculative.num_speculative_tokens, there)
+    return facts | settings | {"modules": used}, unnamed
+
+
+def _images(settings: Any) -> dict[str, Any]:
+    """Say what becomes of images and the like, beside what vLLM has in their hashes.
+
+    Raises UnnamedError for a file of scales that cannot be read.
+    """
+    facts = _fields(settings, "multimodal_config")
+    if settings is None:
+        return facts
+    if settings.video_pruning_rate:
+        facts["pruned"] = [settings.video_pruning_method, settings.video_pruning_rate]
+    if settings.mm_encoder_fp8_scale_path is not None:
+        facts["scales"] = digest_of(Path(settings.mm_encoder_fp8_scale_path))
+    return facts
+
+
+def _fields(part: Any, name: str) -> dict[str, Any]:
+    return {} if part is None else values_of(part, name, FIELDS[name])
 
 
 def _config_of(model: Any) -> dict[str, Any]:
-    return {k: v for k, v in model.hf_config.to_dict().items() if k != "_name_or_path"}
+    """Return the model's configuration. Some models write max_model_len into it as they load."""
+    told = model.hf_config.to_dict()
+    return {k: v for k, v in told.items() if k not in ("_name_or_path", "max_model_len")}
 
 
 def _digest(facts: Any) -> str:
@@ -90,16 +180,23 @@ def weights_of(model: Any, load: Any) -> str:
         raise UnnamedError(f"load_format {load.load_format!r}, expected one that reads files")
     if model.model_weights:
         raise UnnamedError(f"the weights come from {model.model_weights}, expected local files")
-    place = Path(model.model)
-    if not place.exists():
-        place = _snapshot(model, load.download_dir)
-    return fingerprint(place, Path.home() / ".cache" / "kvstore")
+    commit = vars(model.hf_config).get("_commit_hash")  # None without a hub
+    parts = [(model.model, model.revision, commit)]
+    others = [vars(model.hf_config).get(name) for name in OTHER_MODELS]
+    parts += [(name, None, None) for name in others if name is not None]
+    memory = Path.home() / ".cache" / "kvstore"
+    found = [fingerprint(_place(*part, load.download_dir), memory) for part in parts]
+    return found[0] if len(found) == 1 else _digest(found)
 
 
-def _snapshot(model: Any, folder: str | None) -> Path:
-    """Return the folder of the hub's commit that the engine has loaded."""
-    cache = Path(folder or constants.HF_HUB_CACHE) / f"models--{model.model.replace('/', '--')}"
-    named = model.revision or constants.DEFAULT_REVISION
+def _place(model: str, revision: str | None, commit: str | None, folder: str | None) -> Path:
+    """Return the folder or file that an engine loads. commit: of its configuration; None: any."""
+    if Path(model).exists():
+        return Path(model)
+    if envs.VLLM_USE_MODELSCOPE:
+        raise UnnamedError(f"{model} comes from ModelScope, expected a path or Hugging Face")
+    cache = Path(folder or constants.HF_HUB_CACHE) / f"models--{model.replace('/', '--')}"
+    named = revision or constants.DEFAULT_REVISION
     try:
         place = cache / "snapshots" / named  # a commit in full
         if not place.is_dir():
@@ -107,12 +204,11 @@ def _snapshot(model: Any, folder: str | None) -> Path:
             place.stat()
     except OSError as exc:
         raise UnnamedError(
-            f"{model.model} at {named} is neither a path nor in the local Hugging Face cache"
+            f"{model} at {named} is neither a path nor in the local Hugging Face cache"
         ) from exc
-    commit = vars(model.hf_config).get("_commit_hash")  # None without a hub
     if commit not in (None, place.name):
         raise UnnamedError(
-            f"{model.model} moved while the engine started: its configuration is of commit"
+            f"{model} moved while the engine started: its configuration is of commit"
             f" {commit}, its weights are of {place.name}"
         )
     return place

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, KVCacheBlockCopy
@@ -18,6 +21,8 @@ from vllm.v1.core.sched.output import (
     NewRequestData,
     SchedulerOutput,
 )
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -49,6 +54,23 @@ CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (KVCacheBlockCopy, ("dst_block_id",)),
     (KVCacheBlocks, ("blocks",)),
     (KVCacheBlock, ("block_id",)),
+    (KVCacheConfig, ("kv_cache_groups",)),
+    (KVCacheGroupSpec, ("kv_cache_spec",)),
+    (CacheHitSource, ("DISK", "EXTERNAL_UNSPECIFIED", "HOST", "P2P")),
+    (MultiModalFeatureSpec, ("mm_position",)),
+    (PlaceholderRange, ("length", "offset")),
+)
+# What is made with which arguments: no more, no less.
+BUILT: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (BlockRemoved, ("block_hashes", "group_idx", "locality", "medium")),
+    (
+        BlockStored,
+        (
+            *("block_hashes", "block_size", "group_idx", "kv_cache_spec_kind", "locality"),
+            *("lora_id", "lora_name", "medium", "parent_block_hash", "token_ids"),
+        ),
+    ),
+    (KVConnectorTransferResults, ("failed_recving", "finished_recving", "finished_sending")),
 )
 MANAGER = ("coordinator", "prefix_cache_lookup_enabled")
 COORDINATOR = ("find_longest_cache_hit", "single_type_managers")
@@ -57,7 +79,17 @@ GROUP = ("req_to_blocks",)
 
 def check_private(kv_cache_manager: Any) -> None:
     """Raise NotSupported, in one message, for all names that are not there."""
-    if missing := list(_missing(kv_cache_manager)):
+    _refuse(list(_missing(kv_cache_manager)))
+
+
+def values_of(part: Any, what: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """Read settings of vLLM. Raises NotSupported, in one message, for all that are not there."""
+    _refuse(list(_not_in(part, what, names)))
+    return {name: getattr(part, name) for name in names}
+
+
+def _refuse(missing: list[str]) -> None:
+    if missing:
         raise NotSupported(
             f"kvstore does not serve this engine: vLLM {VERSION} has no {', '.join(missing)},"
             " expected as in a release of it; use one, or a kvstore that knows this engine"
@@ -68,6 +100,11 @@ def _missing(manager: Any) -> Iterator[str]:
     for owner, names in CLASSES:
         there = {*dir(owner), *getattr(owner, "__dataclass_fields__", ())}
         yield from (f"{owner.__name__}.{name}" for name in names if name not in there)
+    for owner, names in BUILT:
+        try:
+            owner(**dict.fromkeys(names))
+        except TypeError as exc:
+            yield f"{owner.__name__}({', '.join(names)}): {exc}"
     request = Request("", [0], SamplingParams(max_tokens=1), None)
     yield from (f"Request.{name}" for name in REQUEST if not hasattr(request, name))
     yield from _not_in(manager, "KVCacheManager", MANAGER)

@@ -62,6 +62,14 @@ def fingerprint(place: Path, memory: Path | None) -> str:
     return whole.hexdigest()
 
 
+def digest_of(file: Path) -> str:
+    """Digest a small file. Raises UnnamedError."""
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as exc:
+        raise UnnamedError(f"{file}: {exc.strerror}") from exc
+
+
 def _files(place: Path) -> list[tuple[str, Path]]:
     """List what decides a model's weights, by their names in the folder; links are followed."""
     if place.is_file():

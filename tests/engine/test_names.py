@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,6 +114,136 @@ def test_O22_a_field_that_was_renamed_is_refused_at_start(
     monkeypatch.setattr(vllm_private, "CLASSES", changed)
     with pytest.raises(NotSupported, match=rf" has no {owner}\.{name}, expected"):
         vllm_private.check_private(manager())
+
+
+# What a step reads of vLLM's objects, by the name of the variable, and whose name it is there.
+READ = {
+    "block": "KVCacheBlock",
+    "blocks": "KVCacheBlocks",
+    "cache": "KVCacheConfig",
+    "cache.kv_cache_groups[group]": "KVCacheGroupSpec",
+    "cached": "CachedRequestData",
+    "CacheHitSource": "CacheHitSource",
+    "connector_output": "KVConnectorOutput",
+    "coordinator": "KVCacheCoordinator",
+    "copy": "KVCacheBlockCopy",
+    "feature": "MultiModalFeatureSpec",
+    "kv_cache_manager": "KVCacheManager",
+    "kv_cache_manager.coordinator": "KVCacheCoordinator",
+    "manager": "SingleTypeKVCacheManager",
+    "new": "NewRequestData",
+    "output": "SchedulerOutput",
+    "place": "PlaceholderRange",
+    "request": "Request",
+    "scheduler_output": "SchedulerOutput",
+    "self._blocks[index]": "KVCacheBlock",
+    "state": "KVConnectorBlockState",
+}
+# Variables of ours, modules, and what Python's own types have.
+OURS = {
+    *("RequestStatus", "_SOURCES", "compat", "counts", "event", "hand_overs", "log"),
+    *("kv_connector_metadata", "metadata", "meta", "other", "p", "params", "secrets"),
+    *("sources", "stats", "step", "super()", "tokens", "torch", "written"),
+    *("manager.req_to_blocks", "type(metadata)", "type(other)", "get_kv_cache_spec_kind(spec)"),
+}
+AT_START = {
+    *("__init__", "_compute_what_fails", "_find_store", "_start_scheduler", "register_kv_caches"),
+    *("check_supported", "group_rule", "geometry", "state_groups", "layer_caches"),
+    *("rank_geometry", "supports_sleep_mode", "build_kv_connector_stats", "build_prom_metrics"),
+}
+
+
+def read_in_steps() -> Iterator[tuple[str, str]]:
+    """Each (expression, attribute) of the adapter's code that runs after the start."""
+    for name in ("vllm.py", "vllm_compat.py"):
+        tree = ast.parse((ROOT / "connectors" / name).read_text(encoding="utf-8"))
+        top = [*tree.body, *(part for node in tree.body for part in getattr(node, "body", ()))]
+        for function in top:
+            if isinstance(function, ast.FunctionDef) and function.name not in AT_START:
+                for node in ast.walk(function):
+                    if isinstance(node, ast.Attribute):
+                        yield ast.unparse(node.value), node.attr
+
+
+def checked() -> dict[str, set[str]]:
+    """Names that are checked at start, by their owner."""
+    from connectors import vllm_private as names
+
+    found = {kind.__name__: set(fields) for kind, fields in names.CLASSES}
+    return found | {
+        "KVCacheCoordinator": set(names.COORDINATOR),
+        "KVCacheManager": set(names.MANAGER),
+        "Request": set(names.REQUEST),
+        "SingleTypeKVCacheManager": set(names.GROUP),
+    }
+
+
+def test_O22_every_name_that_a_step_reads_is_checked_at_start() -> None:
+    found = {
+        (where, name)
+        for where, name in read_in_steps()
+        if where not in OURS and not (where.startswith("self") and where not in READ)
+    }
+    assert {where for where, _ in found} == set(READ), "say in READ or OURS what it is"
+    there = checked()
+    assert {
+        (READ[where], name) for where, name in found if name not in there.get(READ[where], ())
+    } == set()
+    read: dict[str, set[str]] = {}
+    for where, name in found:
+        read.setdefault(READ[where], set()).add(name)
+    unread = {owner: names - read[owner] for owner, names in there.items() if owner != "Request"}
+    assert {owner: names for owner, names in unread.items() if names} == ONLY_CHECKED
+
+
+# Read when the module is loaded.
+ONLY_CHECKED = {"CacheHitSource": {"DISK", "HOST", "P2P"}}
+
+
+def built() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What the adapter makes with arguments by name, of classes of vLLM's that steps need."""
+    for name in ("vllm.py", "vllm_compat.py"):
+        for node in ast.walk(ast.parse((ROOT / "connectors" / name).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in BUILT:
+                assert not node.args, "by name, so that it can be checked"
+                yield ast.unparse(node.func), tuple(sorted(str(k.arg) for k in node.keywords))
+
+
+BUILT = ("BlockRemoved", "BlockStored", "KVConnectorTransferResults")
+
+
+def test_O22_what_steps_make_is_made_at_start() -> None:
+    from connectors import vllm_private as names
+
+    assert sorted(built()) == sorted((kind.__name__, fields) for kind, fields in names.BUILT)
+
+
+def lacking(fields: tuple[str, ...]) -> type:
+    """A class that takes all of these but the last."""
+    return dataclasses.make_dataclass("Lacking", fields[:-1])
+
+
+def wanting(fields: tuple[str, ...]) -> type:
+    """A class that takes all of these and wants one more."""
+    return dataclasses.make_dataclass("Wanting", [*fields, "added"])
+
+
+@pytest.mark.parametrize("number", range(len(BUILT)))
+@pytest.mark.parametrize("change", [lacking, wanting])
+def test_O22_what_can_no_longer_be_made_is_refused_at_start(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[tuple[str, ...]], type], number: int
+) -> None:
+    from connectors import vllm_private as names
+    from kvstore.core.errors import NotSupported
+
+    entries = list(names.BUILT)
+    fields = entries[number][1]
+    other = change(fields)
+    entries[number] = (other, fields)
+    monkeypatch.setattr(names, "BUILT", tuple(entries))
+    with pytest.raises(NotSupported, match=rf" has no {other.__name__}\(") as caught:
+        names.check_private(manager())
+    assert (fields[-1] if change is lacking else "added") in str(caught.value)
 
 
 def _request_names() -> list[str]:

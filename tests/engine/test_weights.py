@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import logging
@@ -15,7 +16,16 @@ import pytest
 
 from connectors import weights
 from connectors.weights import UnnamedError, fingerprint
-from tests.engine.facts import WEIGHTS, facts, hf_config, model, with_weights
+from tests.engine.facts import (
+    WEIGHTS,
+    facts,
+    hf_config,
+    images,
+    model,
+    registry,
+    speculation,
+    with_weights,
+)
 
 pytestmark = [
     pytest.mark.vllm,
@@ -44,7 +54,7 @@ def aged(place: Path) -> None:
 
 def eagle(folder: Path, content: bytes = b"drafter", **changes: object) -> SimpleNamespace:
     drafter = model(with_weights(folder, content), **changes)
-    return SimpleNamespace(method="eagle", draft_model_config=drafter, draft_load_config=None)
+    return speculation("eagle", draft_model_config=drafter)
 
 
 # Identity
@@ -59,16 +69,9 @@ def eagle(folder: Path, content: bytes = b"drafter", **changes: object) -> Simpl
         ({"hf_config": hf_config(layers=5)}, "config"),
         ({"hf_config": hf_config(layers=4, rope_theta=1.0)}, "config"),
         ({"prefix_caching_hash_algo": "sha256_cbor"}, "hash"),
-        ({"model_impl": "transformers"}, "engine"),
+        ({"registry": registry(int)}, "engine"),
         ({"load_format": "pt"}, "loading"),
-        (
-            {
-                "multimodal_config": SimpleNamespace(
-                    mm_processor_kwargs={"max_pixels": 9}, media_io_kwargs={}
-                )
-            },
-            "config",
-        ),
+        ({"multimodal_config": images(mm_processor_kwargs={"max_pixels": 9})}, "config"),
     ],
 )
 def test_B3_whatever_changes_an_engines_identity_changes_a_trait(
@@ -89,17 +92,21 @@ def test_B3_a_drafters_weights_and_configuration_count(tmp_path: Path) -> None:
         identity(facts(folder, speculative_config=speculative))
         for speculative in (
             None,
-            SimpleNamespace(method="ngram", draft_model_config=None, draft_load_config=None),
+            speculation("suffix"),
+            speculation("medusa"),
             eagle(tmp_path / "a"),
             eagle(tmp_path / "b", b"Drafter"),
             eagle(tmp_path / "c", hf_config=hf_config(layers=9)),
+            eagle(tmp_path / "d", quantization="fp8"),
+            eagle(tmp_path / "e", dtype="torch.float16"),
         )
     ]
-    assert len({digest for digest, _, _ in found}) == 5
-    assert len({traits["drafter"] for _, traits, _ in found}) == 4
-    again = identity(facts(folder, speculative_config=eagle(tmp_path / "d")))
-    assert again == found[2]
-    lost = eagle(tmp_path / "e")
+    assert found[0] == found[1], "what drafts without a model leaves no KV"
+    assert len({digest for digest, _, _ in found}) == 7
+    assert len({traits["drafter"] for _, traits, _ in found}) == 7
+    again = identity(facts(folder, speculative_config=eagle(tmp_path / "f")))
+    assert again == found[3]
+    lost = eagle(tmp_path / "g")
     lost.draft_model_config.model = "org/drafter"
     assert "org/drafter" in identity(facts(folder, speculative_config=lost))[2]
 
@@ -215,6 +222,57 @@ def test_B3_a_branch_that_moves_while_an_engine_starts_has_no_name(tmp_path: Pat
         "org/model moved while the engine started: its configuration is of commit"
         f" {first}, its weights are of {second}"
     )
+
+
+def test_B3_a_model_from_another_hub_is_not_looked_for_in_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One may have other weights under the same name."""
+    hub = Hub(tmp_path / "hub")
+    hub.commit("a", b"1")
+    assert hub.identity()[2] == ""
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    told = "org/model comes from ModelScope, expected a path or Hugging Face"
+    assert hub.identity()[2] == told
+    assert identity(facts(with_weights(tmp_path / "model")))[2] == ""
+
+
+def test_B3_parts_that_are_models_of_their_own_count(tmp_path: Path) -> None:
+    """Such as Ultravox's: its configuration names an encoder and a language model."""
+    folder, hub = with_weights(tmp_path / "model"), Hub(tmp_path / "hub")
+    config = hf_config(layers=4)
+    config.audio_model_id, config.text_model_id = None, "org/model"
+
+    def found() -> tuple[str, str]:
+        engine = facts(folder, hf_config=config, download_dir=str(hub.folder))
+        digest, _, unnamed = identity(engine)
+        return digest, unnamed
+
+    lost = "org/model at main is neither a path nor in the local Hugging Face cache"
+    assert found()[1] == lost
+    hub.commit("a", b"1")
+    before, unnamed = found()
+    assert unnamed == ""
+    hub.commit("b", b"2")
+    assert found()[0] != before
+
+
+def test_B3_no_other_model_of_vllms_has_parts_elsewhere() -> None:
+    """A version with one fails here."""
+    import vllm
+
+    from connectors.vllm_identity import OTHER_MODELS
+
+    root, places = Path(vllm.__file__).parent, set()
+    for path in [*root.glob("model_executor/models/**/*.py"), *root.glob("models/**/*.py")]:
+        code = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(code)) if "DefaultModelLoader.Source" in code else ():
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".Source"):
+                places |= {ast.unparse(a.value) for a in node.keywords if a.arg == "model_or_path"}
+    assert {f"config.{name}" for name in OTHER_MODELS} <= places
+    assert {place for place in places if not place.endswith("model_config.model")} == {
+        f"config.{name}" for name in OTHER_MODELS
+    }
 
 
 # Files
