@@ -7,8 +7,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from connectors.kv_transfer_params import is_sendable
 from kvstore.config import CPU, ENGINE, NVME, PEER, SERVER
 from kvstore.core.errors import ConfigError
+from kvstore.core.limits import LEASE_MS_MAX, NAME_MAX
 from kvstore.settings import Reader, Setting, optional, read_flag, read_section, text_of
 from kvstore.units import shown
 from kvstore.wire.credentials import read_user
@@ -100,6 +102,15 @@ def parse_extra(table: Mapping[str, Any]) -> ExtraConfig:
     return msgspec.convert(found, ExtraConfig)
 
 
+def refuse_engine_id(engine_id: str) -> None:
+    """Raise ConfigError for an id that no message to a store can hold."""
+    if not is_sendable(engine_id, NAME_MAX):
+        raise ConfigError(
+            f"engine_id: expected up to {NAME_MAX} characters, found {len(engine_id)}:"
+            f" {shown(engine_id)}"
+        )
+
+
 def _read_nvme(value: object, _found: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"expected a table with path and capacity, found {shown(value)}")
@@ -118,6 +129,13 @@ def _read_wait(name: str) -> Reader:
 def _read_listen_text(value: object, found: Mapping[str, Any]) -> str:
     PEER["listen"].read(value, found)
     return str(value)
+
+
+def _read_held(value: object, found: Mapping[str, Any]) -> int:
+    held_ns: int = ENGINE["lease"].read(value, found)
+    if not 1 <= held_ns // 1_000_000 <= LEASE_MS_MAX:
+        raise ConfigError(f'expected a duration from "1ms" to "24h", found {shown(value)}')
+    return held_ns
 
 
 def _read_threshold(value: object, found: Mapping[str, Any]) -> int:
@@ -146,11 +164,11 @@ _EXTRA = {
     "promote_limit": optional(_read_wait("promote_limit")),
     "block_tokens": optional(_read_count),
     "transfer": Setting(_read_transfer, "auto"),
-    "lease": ENGINE["lease"],
+    "lease": Setting(_read_held, "30s"),
     "listen": optional(_read_listen_text),
     "two_way": Setting(read_flag, False),
     "recompute_threshold": Setting(_read_threshold, 0),
-    "decode_ttl": Setting(ENGINE["lease"].read, "480s"),
+    "decode_ttl": Setting(_read_held, "480s"),
     "direct": Setting(read_flag, False),
     "store_user": optional(read_user),
 }
