@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import multiprocessing
 import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import zmq
@@ -21,10 +23,12 @@ from kvstore.handover.gate import Gate
 from kvstore.handover.side_channel import Channel, ClusterKey
 from kvstore.rate_log import LINES_MAX, WINDOW_NS, RateLog
 from kvstore.wire import peer as m
+from tests.harness.live import eventually
 from tests.harness.posts import Post, make_posts, until
 
 KEY = ClusterKey(b"k" * 32)
 WRONG = b"\xc1"
+NO_NAMES = ("node..cluster:9", f"{'a' * 64}.cluster:9", ".:9", "a\0b:9", "a\tb:9", "\ud800:9")
 
 
 def flood(address: str, key: ClusterKey | None, frame: bytes, seconds: float) -> None:
@@ -238,10 +242,71 @@ def test_S2_log_lines_that_outsiders_cause_are_few_and_the_rest_is_counted(
 
 
 def test_S2_what_is_no_address_is_refused_before_it_is_used() -> None:
-    for address in ("", "x", "a b:1", "[::1", "127.0.0.1:0", "127.0.0.1:99999", "h:1\n", ":1"):
+    wrong = ("", "x", "a b:1", "[::1", "127.0.0.1:0", "127.0.0.1:99999", "h:1\n", ":1")
+    for address in (*wrong, *NO_NAMES):
         with pytest.raises(ConfigError, match=r"is no host:port|has no port"):
             loopback.host_and_port(address)
     assert loopback.host_and_port("[::1]:5") == ("::1", 5)
+    for host in ("node.cluster", "node.cluster.", "a" * 63 + ".x", "n\u00f6de"):
+        assert loopback.host_and_port(f"{host}:5") == (host, 5)
+
+
+@pytest.mark.parametrize("address", NO_NAMES)
+def test_S2_a_host_that_no_resolver_takes_is_lost_and_leaves_nothing(address: str) -> None:
+    """getaddrinfo raises for it, and not OSError: a line and its door stayed, each time."""
+    lost: list[tuple[int, str]] = []
+    with closing(Channel(KEY, lambda *_: None, lambda *how: lost.append(how))) as channel:
+        counts = []
+        for _ in range(5):
+            number = channel.connect(address)
+            channel.poll(1)
+            assert lost.pop()[0] == number
+            counts.append(len(list(Path("/proc/self/fd").iterdir())))
+        assert "is no host:port" in channel.may_dial(address)
+        assert not len(channel._gate)
+        eventually(lambda: len(list(Path("/proc/self/fd").iterdir())) <= counts[0])
+
+
+@pytest.mark.parametrize(
+    "broken", ["kvstore.handover.gate.socket.getaddrinfo", "kvstore.handover.gate.threading.Thread"]
+)
+def test_S2_a_name_that_cannot_be_looked_up_is_lost_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """Whatever it raises: without memory for a thread, say."""
+    lost: list[tuple[int, str]] = []
+    error = ValueError if broken.endswith("getaddrinfo") else RuntimeError
+
+    def fails(*_arguments: object, **_how: object) -> NoReturn:
+        raise error("can't")
+
+    monkeypatch.setattr(broken, fails)
+    with closing(Channel(KEY, lambda *_: None, lambda *how: lost.append(how))) as channel:
+        for _ in range(gate.LOOKUPS_MAX + 1):
+            number = channel.connect("node.cluster:9")
+            channel.poll(1)
+            found, why = lost.pop()
+            assert found == number
+            assert "can't" in why
+        assert not len(channel._gate)
+        assert channel._gate._lookups == 0
+
+
+def test_S2_a_door_that_cannot_be_opened_costs_its_connection(
+    made: Callable[..., Post], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, client = made(listens=True), made()
+
+    class Shut(socket.socket):
+        def accept(self) -> NoReturn:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socket", Shut)
+        number = client.channel.connect(server.channel.address)
+    until(lambda: client.lost, server, client)
+    assert client.lost == [(number, "connection: too many open files")]
+    assert not len(client.channel._gate)
 
 
 def test_B2_no_more_is_let_in_than_the_store_has_taken(

@@ -44,6 +44,7 @@ _SENDS = 16  # of one connection in one go
 _RECHECK_NS = 200_000_000  # after there was no descriptor to accept with
 _DESCRIPTORS_EACH = 3  # TCP, and two ends of a unix socket
 _BROKEN = select.EPOLLERR | select.EPOLLHUP
+_CREDENTIALS = struct.Struct("3i")  # of the process at the other end: pid, uid, gid
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: what is not sent is forgotten
 
 Addresses = Sequence[tuple[int, int, int, str, Any]]  # as getaddrinfo returns them
@@ -208,7 +209,7 @@ class Gate:
             line.door.listen(1)
             self._watch(line, line.door)
             self._resolve(line, host, port)
-        except OSError:
+        except BaseException:
             self._bury(line)
             raise
         return line.number, f"{self.inside}-{line.number}"
@@ -229,23 +230,30 @@ class Gate:
             )
         except socket.gaierror:
             pass
+        except ValueError as exc:
+            self._end(line, f"name: {exc}")
+            return
         else:
             self._connect(line, found)
             return
         if self._lookups >= LOOKUPS_MAX:
             self._end(line, "too many names are being looked up")
             return
-        self._lookups += 1
         arguments = (line.number, host, port)
-        threading.Thread(
-            target=self._look_up, args=arguments, name="kvstore-name", daemon=True
-        ).start()
+        try:
+            threading.Thread(
+                target=self._look_up, args=arguments, name="kvstore-name", daemon=True
+            ).start()
+        except RuntimeError as exc:  # the machine has no more threads
+            self._end(line, f"name: {exc}")
+            return
+        self._lookups += 1
 
     def _look_up(self, number: int, host: str, port: int) -> None:
         """Run as a thread."""
         try:
             found: Addresses | str = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as exc:
+        except (OSError, ValueError) as exc:
             found = f"name: {exc}"
         self._found.append((number, found))
 
@@ -272,18 +280,21 @@ class Gate:
 
     def _on_knock(self, line: _Line, door: socket.socket) -> None:
         """ZeroMQ has connected; nobody else of this process would."""
-        with contextlib.suppress(BlockingIOError):
+        try:
             inner, _ = door.accept()
-            pid = struct.unpack("3i", inner.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[
-                0
-            ]
-            if pid != os.getpid():
-                inner.close()
-                return
-            inner.setblocking(False)
-            self._unwatch(door)
-            line.door, line.inner = None, inner
-            self._watch(line, inner)
+        except BlockingIOError:
+            return
+        except OSError as exc:
+            self._end(line, os.strerror(exc.errno or 0).lower())
+            return
+        credentials = inner.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, _, _ = _CREDENTIALS.unpack(credentials)
+        if pid != os.getpid():
+            inner.close()
+            return
+        self._unwatch(door)
+        line.door, line.inner = None, inner
+        self._watch(line, inner)
 
     # What passes
 
@@ -534,9 +545,9 @@ class Gate:
 
     def _watch(self, line: _Line, sock: socket.socket) -> None:
         sock.setblocking(False)
+        self._epoll.register(sock, select.EPOLLIN)
         self._by_fd[sock.fileno()] = line
         self._asked[sock.fileno()] = select.EPOLLIN
-        self._epoll.register(sock, select.EPOLLIN)
 
     def _want(self, sock: socket.socket, events: int) -> None:
         if self._asked[sock.fileno()] != events:
