@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import multiprocessing
 import os
+import secrets
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -222,6 +226,94 @@ def test_S2_a_listener_without_descriptors_goes_on_when_there_are_some(
     number = client.channel.connect(server.channel.address)
     client.channel.send(number, m.Release(1))
     until(lambda: server.got, server, client)
+
+
+def test_S1_names_that_another_process_has_taken_cost_nothing(
+    made: Callable[..., Post],
+) -> None:
+    """All abstract names are shown in /proc/net/unix, and the next one must not follow from them.
+
+    Whoever had bound it made every connection fail from then on.
+    """
+    server, client = made(listens=True), made()
+    with contextlib.ExitStack() as stack:
+        for post, number in itertools.product((server, client), range(1, 20)):
+            taken = stack.enter_context(socket.socket(socket.AF_UNIX))
+            taken.bind(f"{post.channel._gate._name}-{number}")
+        for job in range(1, 4):
+            asked = client.channel.connect(server.channel.address)
+            client.channel.send(asked, m.Release(job))
+            until(lambda: len(server.got) == job, server, client)  # noqa: B023 - at once
+    assert not server.channel.counts["too_many"]
+    assert len({number for number, _ in server.got}) == 3
+    lines = server.channel._lines
+    assert {lines[number] for number, _ in server.got} == set(server.channel._gate._lines)
+
+
+def test_S1_a_name_that_is_taken_is_followed_by_another_one(
+    made: Callable[..., Post], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, client = made(listens=True), made()
+    drawn = iter(["same", "same", "door", "same", "other", *map(str, range(100))])
+    monkeypatch.setattr(secrets, "token_hex", lambda _bytes: next(drawn))
+    for job in (1, 2):
+        asked = client.channel.connect(server.channel.address)
+        client.channel.send(asked, m.Release(job))
+        until(lambda: len(server.got) == job, server, client)  # noqa: B023 - at once
+    assert next(drawn) == "0", "each was drawn"
+    assert not server.channel.counts["too_many"]
+
+
+def test_S1_zeromq_speaks_to_this_process_only(made: Callable[..., Post]) -> None:
+    """Others could go around the gate, and around what it bounds."""
+    server, client = made(listens=True), made()
+    code = (
+        "import socket, sys; s = socket.socket(socket.AF_UNIX);"
+        "s.connect(sys.argv[1].replace('@', chr(0)));"
+        "sys.stdout.buffer.write(s.recv(100))"
+    )
+    name = server.channel._gate.inside.removeprefix("ipc://")
+    other = subprocess.run(
+        [sys.executable, "-c", code, name], capture_output=True, check=True, timeout=60
+    )
+    assert other.stdout == b"", "not even a greeting"
+    asked = client.channel.connect(server.channel.address)
+    client.channel.send(asked, m.Release(1))
+    until(lambda: server.got, server, client)
+
+
+def test_S1_a_door_is_open_to_this_process_though_others_knock(
+    made: Callable[..., Post],
+) -> None:
+    """Another process sees its name, too, and connects before ZMQ does."""
+    server, client = made(listens=True), made()
+    dial = client.channel._gate.dial
+
+    def dialled(address: str) -> tuple[int, str]:
+        number, inside = dial(address)
+        code = (
+            "import socket, sys; s = [socket.socket(socket.AF_UNIX) for _ in range(3)];"
+            "name = sys.argv[1].replace('@', chr(0));"
+            "[one.setblocking(False) or one.connect_ex(name) for one in s];"
+            "print('in', flush=True);"
+            "sys.stdin.read()"
+        )
+        name = inside.removeprefix("ipc://")
+        knocks = subprocess.Popen(
+            [sys.executable, "-c", code, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert knocks.stdout is not None
+        assert knocks.stdout.readline() == b"in\n"
+        knocking.append(knocks)
+        return number, inside
+
+    knocking: list[subprocess.Popen[bytes]] = []
+    client.channel._gate.dial = dialled  # type: ignore[method-assign]
+    asked = client.channel.connect(server.channel.address)
+    client.channel.send(asked, m.Release(1))
+    until(lambda: server.got, server, client)
+    for process in knocking:
+        process.communicate()
 
 
 def test_S2_log_lines_that_outsiders_cause_are_few_and_the_rest_is_counted(
