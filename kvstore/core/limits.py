@@ -33,6 +33,7 @@ TRAITS_MAX = 64
 
 LOOKUP_BLOCKS_MAX = 1 << 18  # of one prompt: four million tokens in blocks of 16
 HASH_BYTES_MAX = 64
+KEY_BYTES_MAX = 256  # with its group and scope
 STEP_ITEMS_MAX = 1 << 16  # requests that one step speaks of
 STORED_MAX = 1 << 16  # blocks that one message reports
 WORDS_BYTES_MAX = 8 << 20  # of one array of numbers
@@ -49,7 +50,9 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]  # of a lease, a lookup, an extent ...
 Name = Annotated[str, msgspec.Meta(max_length=NAME_MAX)]  # of an engine, a layer, a trait ...
 Text = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
-Hash = Annotated[bytes, msgspec.Meta(max_length=256)]  # with what belongs to it: a key, a scope
+Hash = Annotated[
+    bytes, msgspec.Meta(max_length=KEY_BYTES_MAX)
+]  # with what belongs to it: a key, a scope
 Words = Annotated[bytes, msgspec.Meta(max_length=WORDS_BYTES_MAX)]
 LeaseMs = Annotated[int, msgspec.Meta(ge=0, le=LEASE_MS_MAX)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=RANKS_MAX)]
