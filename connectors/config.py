@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+from connectors.kv_transfer_params import is_sendable
 from kvstore.config import CpuConfig, EngineConfig, NvmeConfig, PeerConfig, read_socket
 from kvstore.core.errors import ConfigError
+from kvstore.core.limits import LEASE_MS_MAX, NAME_MAX
 from kvstore.settings import (
     Reader,
     Section,
@@ -27,7 +29,14 @@ OF_PRIVATE_STORES = ("nvme", "listen", "promote", "promote_limit")
 DirectWay = Literal["", "pull", "push"]
 
 _read_capacity = settings_of(CpuConfig)["capacity"].read
-_read_lease = settings_of(EngineConfig)["lease"].read
+_read_duration = settings_of(EngineConfig)["lease"].read
+
+
+def _read_held(value: object, found: Mapping[str, Any]) -> int:
+    held_ns: int = _read_duration(value, found)
+    if not 1 <= held_ns // 1_000_000 <= LEASE_MS_MAX:
+        raise ConfigError(f'expected a duration from "1ms" to "24h", found {shown(value)}')
+    return held_ns
 
 
 def _as_given(kind: type[Section], name: str) -> Reader:
@@ -85,8 +94,9 @@ class ExtraConfig(Section, frozen=True):
     RDMA (`[peer] devices` names such a device). A child of vLLM's `MultiConnector` hands over only
     with this setting."""
 
-    lease_ns: Annotated[int, Setting(_read_lease, "30s")]
-    """How long the blocks that this engine computed for another one are held for it."""
+    lease_ns: Annotated[int, Setting(_read_held, "30s")]
+    """How long the blocks that this engine computed for another one are held for it, up to
+    `"24h"`."""
 
     listen: Annotated[str | None, Setting(_as_given(PeerConfig, "listen"))]
     """host:port of a private store's side channel, on loopback, since a private store has no
@@ -101,9 +111,9 @@ class ExtraConfig(Section, frozen=True):
     """With `two_way`: fewer tokens than this are computed again instead of pulled from a decode
     engine, which then releases their blocks. 0 is off."""
 
-    decode_ttl_ns: Annotated[int, Setting(_read_lease, "480s")]
-    """With `two_way`: how long decoded blocks are held for the next turn. No heartbeat extends
-    it."""
+    decode_ttl_ns: Annotated[int, Setting(_read_held, "480s")]
+    """With `two_way`: how long decoded blocks are held for the next turn, up to `"24h"`. No heartbeat
+    extends it."""
 
     direct: Annotated[bool, Setting(flag, default=False)]
     """Pull blocks straight into the engine's memory, with an agent in each worker, and have pushed
@@ -152,3 +162,12 @@ def parse_extra(table: Mapping[str, Any]) -> ExtraConfig:
             f"{SOURCE}: store_user is for a shared store; a private one runs as the engine's user"
         )
     return found
+
+
+def refuse_engine_id(engine_id: str) -> None:
+    """Raise ConfigError for an id that no message to a store can hold."""
+    if not is_sendable(engine_id, NAME_MAX):
+        raise ConfigError(
+            f"engine_id: expected up to {NAME_MAX} characters, found {len(engine_id)}:"
+            f" {shown(engine_id)}"
+        )

@@ -7,20 +7,26 @@ handed over follows from the prompt's hashes; block ids are passed along and nev
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 
 from kvstore.config import PORT_MAX
+from kvstore.core import limits
 from kvstore.core.errors import ConfigError
+from kvstore.units import one_line
 
+HOST_MAX = limits.NAME_MAX - len(f"[]:{PORT_MAX}")
 _EXPECTED = {
     "remote_engine_id": (str, "a text"),
-    "remote_request_id": (str, "a text"),
-    "remote_host": (str, "a host"),
+    "remote_request_id": (str, f"a text of up to {limits.TEXT_MAX} characters"),
+    "remote_host": (str, f"a host of up to {HOST_MAX} characters"),
     "remote_port": (int, f"a port up to {PORT_MAX}"),
 }
+_SENT = {"remote_request_id": limits.TEXT_MAX, "remote_host": HOST_MAX}  # to our store
+_SHOWN_MAX = 80  # characters of a wrong value
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 
 
@@ -79,7 +85,7 @@ def source_of(params: Mapping[str, Any] | None, how: Transfer = NO_TRANSFER) -> 
     if params is None:
         return NO_SOURCE
     if not isinstance(params, Mapping):
-        raise ConfigError(f"expected a table of parameters, found {params!r}")
+        raise ConfigError(f"expected a table of parameters, found {_shown(params)}")
     wrong: list[str] = []
     decodes = _flag(params, "do_remote_prefill", wrong)
     prefills = _flag(params, "do_remote_decode", wrong)
@@ -102,7 +108,7 @@ def is_handed_over(params: Mapping[str, Any] | None) -> bool:
 def _flag(params: Mapping[str, Any], name: str, wrong: list[str]) -> bool:
     found = params.get(name)
     if found is not None and not isinstance(found, bool):
-        wrong.append(f"{name}: expected true or false, found {found!r}")
+        wrong.append(f"{name}: expected true or false, found {_shown(found)}")
     return found is True
 
 
@@ -117,22 +123,42 @@ def _remote(params: Mapping[str, Any], wrong: list[str], *, push: bool | None) -
     for name, (kind, expected) in _EXPECTED.items():
         found = params.get(name)
         if not isinstance(found, kind) or isinstance(found, bool) or not found:
-            wrong.append(f"{name}: expected {expected}, found {found!r}")
+            wrong.append(f"{name}: expected {expected}, found {_shown(found)}")
+        elif isinstance(found, str) and not is_sendable(found, _SENT.get(name, len(found))):
+            wrong.append(
+                f"{name}: expected {expected}, found {len(found)} characters, {_shown(found)}"
+            )
     port = params.get("remote_port")
     if isinstance(port, int) and not 0 <= port <= PORT_MAX:
         wrong.append(f"remote_port: expected a port up to {PORT_MAX}, found {port}")
     blocks = params.get("remote_block_ids")
     if not push and not (_is_table(blocks) and any(blocks or ())):
-        wrong.append(f"remote_block_ids: expected lists of block ids, found {blocks!r}")
+        wrong.append(f"remote_block_ids: expected lists of block ids, found {_shown(blocks)}")
     for name, least, needed in (("tp_size", 1, bool(push)), ("remote_num_tokens", 0, False)):
         found = params.get(name)
         if (found is not None or needed) and not (_is_number(found) and found >= least):
-            wrong.append(f"{name}: expected a whole number from {least} on, found {found!r}")
+            wrong.append(f"{name}: expected a whole number from {least} on, found {_shown(found)}")
     if wrong:
         return NO_REMOTE
     host, tokens = params["remote_host"], params.get("remote_num_tokens") or 0
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return Remote(address, params["remote_request_id"], push, tokens)
+
+
+def is_sendable(text: str, length_max: int) -> bool:
+    """Tell whether a message to the store can hold a text: short enough, and Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, from JSON say
+        return False
+    return len(text) <= length_max
+
+
+def _shown(value: object) -> str:
+    """Show some of a value that came with a request, in one line."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = _SHOWN_MAX
+    return one_line(short.repr(value), 2 * _SHOWN_MAX)
 
 
 def _is_table(value: object) -> bool:

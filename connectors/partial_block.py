@@ -15,6 +15,7 @@ import msgspec
 
 from connectors.kv_transfer_params import Remote
 from connectors.request_state import EngineRequest, Geometry, Question
+from kvstore.core import limits
 
 MARK = b"\0kvtail\0"  # what each of these hashes begins with; an engine's do by chance of 2^-64
 
@@ -55,12 +56,13 @@ def is_tail(key: bytes) -> bool:
 def question_of(geometry: Geometry, request: EngineRequest, remote: Remote) -> Question:
     """Say which blocks to ask for: all full ones, and of a hand-over its last one, however full.
 
+    Of a prompt that is longer than a store answers for it is the leading ones.
     The last token is computed in any case: a block that only lacks it may be of no use, but need
     not be stored again either.
     """
     size, tokens = geometry.block_tokens, request.num_tokens
     every = size // geometry.hash_tokens
-    hashes = request.block_hashes[every - 1 :: every]
+    hashes = request.block_hashes[every - 1 : limits.LOOKUP_BLOCKS_MAX * every : every]
     whole = min(len(hashes), (tokens - 1) // size)
     plain = Question(hashes, len(hashes), whole, whole * size)
     end = min(remote.tokens, geometry.loadable(tokens))
@@ -68,6 +70,8 @@ def question_of(geometry: Geometry, request: EngineRequest, remote: Remote) -> Q
         return plain  # nothing is to be loaded, or nothing else of what was computed elsewhere
     index = (end - 1) // size
     inside = end % size
+    if index >= limits.LOOKUP_BLOCKS_MAX:
+        return plain
     if index < len(hashes) and (not inside or remote.tokens >= (index + 1) * size):
         return Question(hashes, len(hashes), index + 1, end, inside)
     tail = tail_of(geometry, request, remote.tokens, remote.request)

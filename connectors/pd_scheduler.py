@@ -20,6 +20,7 @@ from connectors.kv_transfer_params import (
     Transfer,
     common_id,
     is_handed_over,
+    is_sendable,
     parameters,
     source_of,
 )
@@ -27,12 +28,16 @@ from connectors.partial_block import Tail, tail_of
 from connectors.request_state import NEVER, BlockTable, EngineRequest, Geometry, Tracked
 from connectors.store_client import StoreClient
 from connectors.store_planner import Offers
+from kvstore.core import limits
 from kvstore.core.errors import ConfigError
+from kvstore.core.limits import TEXT_MAX
+from kvstore.units import one_line
 from kvstore.wire import engine as p
 
 log = logging.getLogger(__name__)
 
 STORE_LIMIT_NS = 1_000_000_000  # without a slot for so long, the engine gets its blocks back
+_LOGGED_MAX = 100  # characters of a request's id
 
 
 class _Rest(msgspec.Struct, eq=False):
@@ -85,7 +90,7 @@ class HandOvers:
         name, size = request.request_id, self._geometry.block_tokens
         source = self._source(name, params)
         turn = source.remote is not NO_REMOTE and not source.turn and self._transfer.two_way
-        if turn or is_handed_over(params):
+        if (turn or is_handed_over(params)) and self._has_a_name_to_send(name):
             self._running[name] = turn
             self._client.hand(p.Handing(name, "running", common=common_id(name)))
         if source.remote is NO_REMOTE:
@@ -97,11 +102,22 @@ class HandOvers:
         known = min(source.remote.tokens or request.num_tokens, request.num_tokens)
         return source.remote if known - cached >= max(least, 1) else NO_REMOTE
 
+    def _has_a_name_to_send(self, request_id: str) -> bool:
+        """Tell whether the store can be told of a request; one with another id is warned of."""
+        if is_sendable(request_id, TEXT_MAX):
+            return True
+        log.warning(
+            "request %s is not handed over: expected an id of up to %d characters, found %d",
+            one_line(request_id, _LOGGED_MAX), TEXT_MAX, len(request_id),
+        )  # fmt: skip
+        self._count("transfer_refused")
+        return False
+
     def _source(self, request_id: str, params: Mapping[str, Any] | None) -> Source:
         try:
             return source_of(params, self._transfer)
         except ConfigError as exc:
-            log.warning("request %s is computed here: %s", request_id, exc)
+            log.warning("request %s is computed here: %s", one_line(request_id, _LOGGED_MAX), exc)
             self._count("transfer_refused")
             return NO_SOURCE
 
@@ -114,7 +130,9 @@ class HandOvers:
             return None
         turn = self._running[name]
         hashed = len(request.block_hashes) * geometry.hash_tokens
+        most = limits.LOOKUP_BLOCKS_MAX * geometry.block_tokens
         end = min(request.num_computed_tokens, request.num_tokens - 1)  # the last was just sampled
+        end = min(end, most)  # nobody can ask for what is behind that
         tail = None if turn else tail_of(geometry, request, end, name)  # a next turn is longer
         if tail is not None and not self._offers.has_tail(tail, table):
             tail = None

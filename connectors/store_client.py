@@ -12,20 +12,26 @@ from array import array
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from connectors.block_versions import Board
 from connectors.store_connection import LinkLost
+from kvstore.core import limits
 from kvstore.core.errors import KVStoreError
 from kvstore.wire import engine as p
 from kvstore.wire import framing
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 KNOWN_KEYS_MAX = 100_000
 EVENTS_MAX = 100_000
+STEP_BYTES = 4 << 20
+"""Of hashes in one message, and of what a store has not read when it is told more: many prompts
+of a million tokens that come at once are no message that it takes, nor fit into what waits."""
 MEMORY, DISK = "memory", "disk"
 
 
@@ -115,6 +121,11 @@ class Wire(Protocol):
 
     def send(self, message: framing.Message) -> None:
         """Queue a message. Raises LinkLost."""
+        ...
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Count what is queued and not sent."""
         ...
 
     def flush(self) -> None:
@@ -322,25 +333,27 @@ class StoreClient:
     # The wire
 
     def send_step(self) -> None:
-        """Send what has gathered, as one message; nothing if nothing has."""
+        """Send what has gathered, as one message; nothing if nothing has.
+
+        What does not fit in it waits for the next.
+        """
         if self._link is None or not self.session:
             return
         usage = None
         if self._usage_tokens or self._usage_hits:
             usage = p.Usage(self._usage_tokens, dict(self._usage_hits))
         try:
-            if self._has_news or usage:
+            if (self._has_news or usage) and self._link.waiting_bytes < STEP_BYTES:
                 step = p.Step(
-                    tuple(self._lookups),
-                    tuple(self._settle),
-                    tuple(self._release),
+                    _take(self._lookups, _fitting(self._lookups)),
+                    _take(self._settle),
+                    _take(self._release),
                     usage,
                     dict(self.counts),
-                    tuple(self._handing),
-                    tuple(self._let_go),
-                    tuple(self._shown),
+                    _take(self._handing, _fitting(self._handing)),
+                    _take(self._let_go),
+                    _take(self._shown, _fitting(self._shown)),
                 )
-                self._forget_news()
                 self._usage_tokens = 0
                 self._usage_hits.clear()
                 self.counts.clear()
@@ -423,6 +436,30 @@ class StoreClient:
         fresh = [Happened(medium, of > 0, key) for key, of in change.items() if of]
         self.events_lost += max(0, len(self.events) + len(fresh) - EVENTS_MAX)
         self.events.extend(fresh)
+
+
+def _take(queue: list[T], count: int | None = None) -> tuple[T, ...]:
+    """Take the first of what waits: as many as one message may have."""
+    most = limits.STEP_ITEMS_MAX if count is None else min(count, limits.STEP_ITEMS_MAX)
+    taken = tuple(queue[:most])
+    del queue[:most]
+    return taken
+
+
+def _fitting(queue: Sequence[p.Lookup | p.Handing | p.Shown]) -> int:
+    """Count the first of these that are STEP_BYTES together; one in any case."""
+    size = 0
+    for count, item in enumerate(queue):
+        size += _bytes_of(item)
+        if size > STEP_BYTES and count:
+            return count
+    return len(queue)
+
+
+def _bytes_of(item: p.Lookup | p.Handing | p.Shown) -> int:
+    if isinstance(item, p.Shown):
+        return sum(map(len, item.keys)) + len(item.slots) + 2 * len(item.blocks)
+    return len(item.hashes)
 
 
 def _unpack(hit: p.Hit) -> Places:

@@ -56,6 +56,11 @@ class Link:
             self._outbox += framing.encode(message)
             self._flush()
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Count what the socket has not taken yet."""
+        return len(self._outbox)
+
     def flush(self) -> None:
         """Write what the socket takes now. Raises LinkLost."""
         if self._outbox:

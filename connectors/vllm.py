@@ -36,7 +36,7 @@ from vllm.v1.request import RequestStatus
 
 from connectors import vllm_compat as compat
 from connectors import vllm_multi as multi
-from connectors.config import parse_extra
+from connectors.config import parse_extra, refuse_engine_id
 from connectors.kv_transfer_params import Transfer, is_handed_over
 from connectors.request_state import Step
 from connectors.scheduler import SchedulerHalf
@@ -47,6 +47,7 @@ from connectors.vllm_private import check_private
 from connectors.vllm_stats import TieredPromMetrics, TieredStats
 from connectors.worker import WorkerHalf
 from kvstore.core.errors import NotSupported
+from kvstore.core.limits import SLOTS_MAX
 from kvstore.launch import ensure
 from kvstore.wire import engine as p
 
@@ -100,6 +101,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         self._states = compat.state_groups(kv_cache_config)
         self._config, self._cache = vllm_config, kv_cache_config
         self._engine = str(transfer.engine_id)
+        refuse_engine_id(self._engine)
         self._world = vllm_config.parallel_config.world_size
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerHalf | None = None
@@ -144,7 +146,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         config = self._config.kv_events_config
         events = config is not None and bool(config.enable_kv_cache_events)
         who = p.VERSION, self._engine, "scheduler", 0, self._world
-        hello = p.Hello(*who, credit_slots=credit, events=events)
+        hello = p.Hello(*who, credit_slots=min(credit, SLOTS_MAX), events=events)
         attacher = Attacher(self._find_store, hello, self._extra.store_user)
         client = StoreClient(attacher, monotonic_ns)
         client.collect_events = events

@@ -16,7 +16,9 @@ def find_class(dotted: str) -> Any:  # noqa: ANN401 - any object can have the na
     module, _, name = dotted.partition(":")
     try:
         return getattr(import_module(module), name)
-    except (Exception, SystemExit) as exc:  # an import runs the module, which may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as exc:  # it is somebody else's code: whatever it raises
         raise ConfigError(f"{dotted!r} cannot be loaded: {exc}") from exc
 
 

@@ -205,3 +205,23 @@ def test_B1_one_address_serves_all_engines_of_a_store_that_has_the_key(tmp_path:
         peers = prefill.server._peers
         assert peers is not None
         assert peers.channel.counts["unauthorised"] >= 1
+
+
+@pytest.mark.parametrize("host", ["node..cluster", "a" * 64])
+def test_S2_a_host_that_is_no_name_costs_its_request_a_fetch_and_nothing_else(
+    tmp_path: Path, host: str
+) -> None:
+    """With a key names are looked up. Heartbeats would find the same each time."""
+    ClusterKey.make(tmp_path / "key")
+    settings = config(tmp_path / "store", peer={"key": str(tmp_path / "key")})
+    with LiveStore(settings) as store, engine(store) as one:
+        peers = store.server._peers
+        assert peers is not None
+        one.put(chain := hashes(2))
+        for _ in range(3):
+            granted = one.ask([*chain, *hashes(4)[2:]], peer=f"{host}:9500", request="r")
+            assert one.read(granted) == [one.content(block) for block in chain]
+        assert len(peers.requests._waiting) == 0
+        assert len(peers.channel._gate) == 0
+        assert store.server.store.numbers.value("kvstore_refused", "internal") == 0
+        assert peers.channel.counts["undialled"] >= 3

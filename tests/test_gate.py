@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import logging
 import multiprocessing
 import os
+import secrets
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import zmq
@@ -21,10 +27,12 @@ from kvstore.handover.gate import Gate
 from kvstore.handover.side_channel import Channel, ClusterKey
 from kvstore.rate_log import LINES_MAX, WINDOW_NS, RateLog
 from kvstore.wire import peer as m
+from tests.harness.live import eventually
 from tests.harness.posts import Post, make_posts, until
 
 KEY = ClusterKey(b"k" * 32)
 WRONG = b"\xc1"
+NO_NAMES = ("node..cluster:9", f"{'a' * 64}.cluster:9", ".:9", "a\0b:9", "a\tb:9", "\ud800:9")
 
 
 def flood(address: str, key: ClusterKey | None, frame: bytes, seconds: float) -> None:
@@ -220,6 +228,94 @@ def test_S2_a_listener_without_descriptors_goes_on_when_there_are_some(
     until(lambda: server.got, server, client)
 
 
+def test_S1_names_that_another_process_has_taken_cost_nothing(
+    made: Callable[..., Post],
+) -> None:
+    """All abstract names are shown in /proc/net/unix, and the next one must not follow from them.
+
+    Whoever had bound it made every connection fail from then on.
+    """
+    server, client = made(listens=True), made()
+    with contextlib.ExitStack() as stack:
+        for post, number in itertools.product((server, client), range(1, 20)):
+            taken = stack.enter_context(socket.socket(socket.AF_UNIX))
+            taken.bind(f"{post.channel._gate._name}-{number}")
+        for job in range(1, 4):
+            asked = client.channel.connect(server.channel.address)
+            client.channel.send(asked, m.Release(job))
+            until(lambda: len(server.got) == job, server, client)  # noqa: B023 - at once
+    assert not server.channel.counts["too_many"]
+    assert len({number for number, _ in server.got}) == 3
+    lines = server.channel._lines
+    assert {lines[number] for number, _ in server.got} == set(server.channel._gate._lines)
+
+
+def test_S1_a_name_that_is_taken_is_followed_by_another_one(
+    made: Callable[..., Post], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, client = made(listens=True), made()
+    drawn = iter(["same", "same", "door", "same", "other", *map(str, range(100))])
+    monkeypatch.setattr(secrets, "token_hex", lambda _bytes: next(drawn))
+    for job in (1, 2):
+        asked = client.channel.connect(server.channel.address)
+        client.channel.send(asked, m.Release(job))
+        until(lambda: len(server.got) == job, server, client)  # noqa: B023 - at once
+    assert next(drawn) == "0", "each was drawn"
+    assert not server.channel.counts["too_many"]
+
+
+def test_S1_zeromq_speaks_to_this_process_only(made: Callable[..., Post]) -> None:
+    """Others could go around the gate, and around what it bounds."""
+    server, client = made(listens=True), made()
+    code = (
+        "import socket, sys; s = socket.socket(socket.AF_UNIX);"
+        "s.connect(sys.argv[1].replace('@', chr(0)));"
+        "sys.stdout.buffer.write(s.recv(100))"
+    )
+    name = server.channel._gate.inside.removeprefix("ipc://")
+    other = subprocess.run(
+        [sys.executable, "-c", code, name], capture_output=True, check=True, timeout=60
+    )
+    assert other.stdout == b"", "not even a greeting"
+    asked = client.channel.connect(server.channel.address)
+    client.channel.send(asked, m.Release(1))
+    until(lambda: server.got, server, client)
+
+
+def test_S1_a_door_is_open_to_this_process_though_others_knock(
+    made: Callable[..., Post],
+) -> None:
+    """Another process sees its name, too, and connects before ZMQ does."""
+    server, client = made(listens=True), made()
+    dial = client.channel._gate.dial
+
+    def dialled(address: str) -> tuple[int, str]:
+        number, inside = dial(address)
+        code = (
+            "import socket, sys; s = [socket.socket(socket.AF_UNIX) for _ in range(3)];"
+            "name = sys.argv[1].replace('@', chr(0));"
+            "[one.setblocking(False) or one.connect_ex(name) for one in s];"
+            "print('in', flush=True);"
+            "sys.stdin.read()"
+        )
+        name = inside.removeprefix("ipc://")
+        knocks = subprocess.Popen(
+            [sys.executable, "-c", code, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert knocks.stdout is not None
+        assert knocks.stdout.readline() == b"in\n"
+        knocking.append(knocks)
+        return number, inside
+
+    knocking: list[subprocess.Popen[bytes]] = []
+    client.channel._gate.dial = dialled  # type: ignore[method-assign]
+    asked = client.channel.connect(server.channel.address)
+    client.channel.send(asked, m.Release(1))
+    until(lambda: server.got, server, client)
+    for process in knocking:
+        process.communicate()
+
+
 def test_S2_log_lines_that_outsiders_cause_are_few_and_the_rest_is_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -238,10 +334,71 @@ def test_S2_log_lines_that_outsiders_cause_are_few_and_the_rest_is_counted(
 
 
 def test_S2_what_is_no_address_is_refused_before_it_is_used() -> None:
-    for address in ("", "x", "a b:1", "[::1", "127.0.0.1:0", "127.0.0.1:99999", "h:1\n", ":1"):
+    wrong = ("", "x", "a b:1", "[::1", "127.0.0.1:0", "127.0.0.1:99999", "h:1\n", ":1")
+    for address in (*wrong, *NO_NAMES):
         with pytest.raises(ConfigError, match=r"is no host:port|has no port"):
             loopback.host_and_port(address)
     assert loopback.host_and_port("[::1]:5") == ("::1", 5)
+    for host in ("node.cluster", "node.cluster.", "a" * 63 + ".x", "n\u00f6de"):
+        assert loopback.host_and_port(f"{host}:5") == (host, 5)
+
+
+@pytest.mark.parametrize("address", NO_NAMES)
+def test_S2_a_host_that_no_resolver_takes_is_lost_and_leaves_nothing(address: str) -> None:
+    """getaddrinfo raises for it, and not OSError: a line and its door stayed, each time."""
+    lost: list[tuple[int, str]] = []
+    with closing(Channel(KEY, lambda *_: None, lambda *how: lost.append(how))) as channel:
+        counts = []
+        for _ in range(5):
+            number = channel.connect(address)
+            channel.poll(1)
+            assert lost.pop()[0] == number
+            counts.append(len(list(Path("/proc/self/fd").iterdir())))
+        assert "is no host:port" in channel.may_dial(address)
+        assert not len(channel._gate)
+        eventually(lambda: len(list(Path("/proc/self/fd").iterdir())) <= counts[0])
+
+
+@pytest.mark.parametrize(
+    "broken", ["kvstore.handover.gate.socket.getaddrinfo", "kvstore.handover.gate.threading.Thread"]
+)
+def test_S2_a_name_that_cannot_be_looked_up_is_lost_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """Whatever it raises: without memory for a thread, say."""
+    lost: list[tuple[int, str]] = []
+    error = ValueError if broken.endswith("getaddrinfo") else RuntimeError
+
+    def fails(*_arguments: object, **_how: object) -> NoReturn:
+        raise error("can't")
+
+    monkeypatch.setattr(broken, fails)
+    with closing(Channel(KEY, lambda *_: None, lambda *how: lost.append(how))) as channel:
+        for _ in range(gate.LOOKUPS_MAX + 1):
+            number = channel.connect("node.cluster:9")
+            channel.poll(1)
+            found, why = lost.pop()
+            assert found == number
+            assert "can't" in why
+        assert not len(channel._gate)
+        assert channel._gate._lookups == 0
+
+
+def test_S2_a_door_that_cannot_be_opened_costs_its_connection(
+    made: Callable[..., Post], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, client = made(listens=True), made()
+
+    class Shut(socket.socket):
+        def accept(self) -> NoReturn:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socket", Shut)
+        number = client.channel.connect(server.channel.address)
+    until(lambda: client.lost, server, client)
+    assert client.lost == [(number, "connection: too many open files")]
+    assert not len(client.channel._gate)
 
 
 def test_B2_no_more_is_let_in_than_the_store_has_taken(

@@ -16,8 +16,10 @@ from connectors.kv_transfer_params import (
     parameters,
     source_of,
 )
+from kvstore.core import limits
 from kvstore.core.errors import ConfigError
 from kvstore.wire import engine as p
+from kvstore.wire import framing
 from tests.harness.script import Request, Script
 
 GIVEN: dict[str, Any] = {
@@ -121,6 +123,44 @@ def test_B7_all_that_is_wrong_is_named_at_once(change: dict[str, object], said: 
         source_of({**GIVEN, **change})
 
 
+@pytest.mark.parametrize(
+    ("name", "most"), [("remote_host", limits.NAME_MAX - 8), ("remote_request_id", limits.TEXT_MAX)]
+)
+def test_B7_S2_a_text_that_no_message_can_hold_is_refused(name: str, most: int) -> None:
+    """A store that got one would end the session: each request of its engine."""
+    there = source_of({**GIVEN, name: "a" * most, "remote_port": 65535}).remote
+    asked = p.Step(
+        (p.Lookup(1, b"h" * 32, 32, peer=there.address, request=there.request),),
+        let_go=(p.LetGo(there.address, there.request),),
+    )
+    assert list(framing.Decoder(p.ToStore).feed(framing.encode(asked))) == [asked]
+    with pytest.raises(ConfigError) as refused:
+        source_of({**GIVEN, name: "a" * 300_000})
+    said = str(refused.value)
+    assert said.startswith(f"{name}: expected a ")
+    assert f" of up to {most} characters" in said
+    assert "found 300000 characters" in said
+    assert len(said) < 300
+    for found in ("a" * (most + 1), "a\ud800"):
+        with pytest.raises(ConfigError, match=f"^{name}: expected a .*, found {len(found)} char"):
+            source_of({**GIVEN, name: found})
+
+
+def test_S2_what_is_wrong_is_shown_in_part() -> None:
+    """Whoever sends a request can send megabytes of it."""
+    for change in (
+        {"remote_block_ids": ["x"] * 1_000_000},
+        {"remote_engine_id": {"a": "b" * 1_000_000}},
+        {"do_remote_decode": "y" * 1_000_000},
+        {"tp_size": "z" * 1_000_000},
+        {"remote_port": "\n" * 1_000_000},
+    ):
+        with pytest.raises(ConfigError) as refused:
+            source_of({**GIVEN, **change})
+        assert len(str(refused.value)) < 400
+        assert "\n" not in str(refused.value)
+
+
 def test_B7_parameters_that_are_no_table_are_refused() -> None:
     params: Any = ["do_remote_prefill"]
     with pytest.raises(ConfigError, match="expected a table of parameters, found"):
@@ -136,7 +176,7 @@ def test_L2_a_later_turn_is_pulled_from_its_decode_engine_only_where_that_is_wan
         assert source_of(turn, Transfer(push=push, two_way=True)) == pulled
     first = dict.fromkeys(GIVEN, None) | {"do_remote_decode": True}
     assert source_of(first, TWO_WAY) == NO_SOURCE, "nothing was decoded yet"
-    with pytest.raises(ConfigError, match="remote_host: expected a host, found None"):
+    with pytest.raises(ConfigError, match=r"remote_host: expected a host .*, found None"):
         source_of({**turn, "remote_host": None}, TWO_WAY)
 
 
@@ -201,6 +241,51 @@ def test_B7_wrong_parameters_are_counted_and_the_prompt_is_computed() -> None:
     assert script.matched(wanted) == (32, True), "of what is here"
     script.half.request_finished("d", ())
     assert let_go(script) == [], "nobody was named"
+
+
+@pytest.mark.parametrize("change", [{"remote_host": "h" * 300}, {"remote_request_id": "r" * 5000}])
+def test_B7_S2_what_no_message_can_hold_is_computed_here(
+    change: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    script, wanted = attached(), Request("d", 49)
+    script.half.on_new_request(wanted, {**GIVEN, **change})
+    (step,) = script.steps()
+    assert [(lookup.peer, lookup.request) for lookup in step.lookups] == [("", "")]
+    assert step.counts == {"transfer_refused": 1}
+    script.half.request_finished("d", ())
+    assert let_go(script) == []
+    (line,) = caplog.messages
+    assert all(text in line for text in (*change, "expected", "found"))
+
+
+@pytest.mark.parametrize("name", ["x" * (limits.TEXT_MAX + 1), "x\udc80"])
+@pytest.mark.parametrize("how", [HANDED, GIVEN])
+def test_S2_a_request_whose_own_id_no_message_can_hold_is_not_handed_over(
+    name: str, how: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is the router's, or a client's header."""
+    script, wanted = attached(TWO_WAY), Request(name, 49)
+    script.half.on_new_request(wanted, how)
+    script.admit(wanted)
+    script.step(wanted, 49, [[5, 6, 7, 8]])
+    assert script.half.hand_over(name, [[5, 6, 7, 8]]) is None
+    assert not script.half.request_finished(name, [[5, 6, 7, 8]])
+    assert handings(script) == []
+    (line,) = caplog.messages
+    assert f"expected an id of up to {limits.TEXT_MAX} characters, found {len(name)}" in line
+    assert len(line) < 300
+    assert script.half.take_stats()["transfer_refused"] == 1
+
+
+def test_an_id_as_long_as_can_be_is_handed_over() -> None:
+    name = "x" * limits.TEXT_MAX
+    script, wanted = attached(), Request(name, 32)
+    script.half.on_new_request(wanted, HANDED)
+    script.admit(wanted)
+    script.step(wanted, 32, [[5, 6]])
+    assert script.half.hand_over(name, [[5, 6]]) is not None
+    script.half.request_finished(name, [[5, 6]])
+    assert [handing.state for handing in handings(script)] == ["running", "done"]
 
 
 def test_B10_a_prefill_request_is_announced_and_its_blocks_are_held() -> None:

@@ -229,9 +229,10 @@ def test_L4_a_heartbeat_does_not_move_a_time_to_live() -> None:
 
 def test_B11_heartbeats_are_sent_at_a_period_until_the_request_or_its_engine_ends() -> None:
     waiting, one, two = Waiting(10), Held("a", "n", "1"), Held("a", "n", "2")
-    assert waiting.begin(one, session=1, now_ns=0)
-    assert not waiting.begin(one, session=1, now_ns=0)
-    assert waiting.begin(two, session=2, now_ns=5)
+    assert waiting.may_begin(one)
+    waiting.begin(one, session=1, now_ns=0)
+    assert not waiting.may_begin(one)
+    waiting.begin(two, session=2, now_ns=5)
     assert [waiting.due(at) for at in (9, 10, 14, 15, 20, 25)] == [
         [], [one], [], [two], [one], [two]
     ]  # fmt: skip
@@ -245,8 +246,8 @@ def test_B11_heartbeats_are_sent_at_a_period_until_the_request_or_its_engine_end
 def test_B11_who_waits_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.handover.heartbeats.WAITING_MAX", 1)
     waiting = Waiting(10)
-    assert waiting.begin(Held("a", "n", "1"), 1, 0)
-    assert not waiting.begin(Held("a", "n", "2"), 1, 0)
+    waiting.begin(Held("a", "n", "1"), 1, 0)
+    assert not waiting.may_begin(Held("a", "n", "2"))
     assert waiting.due(10) == [Held("a", "n", "1")]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -121,6 +123,57 @@ def test_a_store_that_ends_writes_what_was_left_out(config: Config) -> None:
         granted = one.ask(hashes(3))
         assert granted.sources == {"nvme": 3}
         assert one.read(granted) == [one.content(block) for block in hashes(3)]
+
+
+def test_a_store_that_ends_while_a_peer_calls_writes_what_only_memory_has(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines stay for a moment; what is readable meanwhile is not only theirs."""
+    assert config.nvme is not None
+    frugal = msgspec.structs.replace(config.nvme, write_budget_bytes=24)
+    peer = parse({"cpu": {"capacity": "16MiB"}, "peer": {}}).peer
+    settings = msgspec.structs.replace(config, nvme=frugal, peer=peer)
+    with ExitStack() as stack, LiveStore(settings) as store, engine(store) as one:
+        peers, core = store.server._peers, store.server.store
+        assert peers is not None
+        host, _, port = peers.channel.address.rpartition(":")
+        end_sessions = core.end_sessions
+
+        def called_as_it_ends() -> None:
+            stack.enter_context(socket.create_connection((host, int(port))))
+            stack.enter_context(client(store))
+            end_sessions()
+
+        monkeypatch.setattr(core, "end_sessions", called_as_it_ends)
+        one.put(hashes(4))
+        eventually(lambda: core.numbers.moved["nvme", "over_budget"] == 3)
+        store.stop()
+    with LiveStore(config) as store, engine(store) as one:
+        granted = one.ask(hashes(4))
+        assert granted.sources == {"nvme": 4}
+        assert one.read(granted) == [one.content(block) for block in hashes(4)]
+
+
+def test_a_store_that_ends_asks_the_kernel_for_engines_only(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nothing is done about would be readable again at once, and the loop would spin."""
+    with ExitStack() as stack, LiveStore(config) as store, engine(store):
+        server, end_sessions, looks = store.server, store.server.store.end_sessions, [0]
+        select = server._selector.select
+
+        def counted(timeout: float | None = None) -> list[Any]:
+            looks[0] += 1
+            return select(timeout)
+
+        def called_as_it_ends() -> None:
+            stack.enter_context(client(store))
+            monkeypatch.setattr(server._selector, "select", counted)
+            end_sessions()
+
+        monkeypatch.setattr(server.store, "end_sessions", called_as_it_ends)
+        store.stop()
+        assert 0 < looks[0] <= 30, "a half second, in pieces of 50 ms"
 
 
 def test_clear_empties_the_disk_of_models_that_are_not_attached(config: Config) -> None:

@@ -6,23 +6,23 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
-from kvstore import config
-from kvstore.core.errors import TierError
+from kvstore import config, plugins
+from kvstore.core.errors import ConfigError, TierError
 from kvstore.core.tier import Telling, Tier
 from kvstore.core.types import BlockKey, JobId, JobKind, LookupResult, Slot, TransferJob
 from kvstore.store import admin
-from kvstore.store.tier_guard import Plugin, _Lent
+from kvstore.store.tier_guard import Plugin, _Lent, refuse_tier
 from kvstore.testing import SLOT_BYTES, ArrayMemory, key
 from tests.harness import bad_tiers
 from tests.harness.fakes import hashes
 from tests.harness.live import LiveEngine, LiveStore, engine, eventually
 
 VERBS = ("lookup", "touch", "submit", "poll", "discard", "clear", "drain", "close")
-HOWS = ("TierError", "SystemExit", "InvariantBroken")
+HOWS = ("TierError", "SystemExit", "InvariantBroken", "CancelledError", "Panic")
 
 
 def settings(folder: Path, name: str, **options: object) -> config.Config:
@@ -273,3 +273,44 @@ def test_O16_what_a_tier_has_told_of_leaves_with_it() -> None:
     assert sorted(tier.take_changes().removed) == sorted(names)
     assert tier.take_changes().removed == []
     assert not isinstance(guarded("Bad")[1], Telling)
+
+
+@pytest.mark.parametrize("what", bad_tiers.TOLD)
+def test_S2_O16_a_tier_that_tells_of_what_are_no_keys_is_off(what: str) -> None:
+    """Engines that want events could not read the message that they come with."""
+    plugin, tier, _ = guarded("TellsWrong", what=what)
+    assert isinstance(tier, Telling)
+    tier.tell()
+    found = tier.take_changes()
+    assert (found.added, found.removed) == ([], [])
+    assert plugin.off
+
+
+def test_S2_a_tier_that_raises_as_it_is_looked_at_is_off() -> None:
+    plugin, tier, _ = guarded("Hides")
+    assert plugin.off
+    assert tier.lookup(key(1)) is LookupResult.MISS
+    tier.close()
+
+
+@pytest.mark.parametrize("how", ["CancelledError", "Panic"])
+def test_S2_a_class_that_raises_anything_as_it_is_imported_or_made_is_refused(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raises(*_arguments: object) -> NoReturn:
+        raise bad_tiers.RAISED[how]
+
+    tier = config.TierConfig("tests.harness.bad_tiers:Bad", "bad", {}, backlog_ns=10**10)
+    monkeypatch.setattr(bad_tiers.Bad, "__init__", raises)
+    with pytest.raises(ConfigError, match=how):
+        refuse_tier(tier)
+    monkeypatch.setattr(plugins, "import_module", raises)
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        refuse_tier(tier)
+
+
+def test_an_interrupt_is_no_fault_of_a_tier() -> None:
+    plugin, _, _ = guarded("Bad")
+    with pytest.raises(KeyboardInterrupt), plugin.barrier("poll"):
+        raise KeyboardInterrupt
+    assert not plugin.off

@@ -26,12 +26,14 @@ STORE_LAYERS_MAX = 1 << 18  # of all engines of a store: 200 engines of 8 ranks 
 HEADS_MAX = 4096  # KV heads of one layer; the widest models have 128
 PAGE_BYTES_MAX = 1 << 40
 SLOT_BYTES_MAX = 1 << 48
+SLOTS_MAX = (1 << 32) - 1  # that an engine asks for at one time
 CHUNK_MAX = 1 << 16  # engine blocks of one block
 TOKENS_MAX = 1 << 32
 TRAITS_MAX = 64
 
 LOOKUP_BLOCKS_MAX = 1 << 18  # of one prompt: four million tokens in blocks of 16
 HASH_BYTES_MAX = 64
+KEY_BYTES_MAX = 256  # with its group and scope
 STEP_ITEMS_MAX = 1 << 16  # requests that one step speaks of
 STORED_MAX = 1 << 16  # blocks that one message reports
 WORDS_BYTES_MAX = 8 << 20  # of one array of numbers
@@ -39,14 +41,18 @@ ASKS_MAX = 1 << 14  # lookups of one engine that wait; the next ones are answere
 HANDS_MAX = 1 << 16  # requests that run for others, or are held for them
 LEASE_MS_MAX = 86_400_000  # a day
 KINDS_MAX = 64  # names that one message counts under
+NAME_MAX = 256  # characters
+TEXT_MAX = 4096
 
 # What is added to counters: none goes down, or to where it is no number any more.
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]  # of a lease, a lookup, an extent ...
-Name = Annotated[str, msgspec.Meta(max_length=256)]  # of an engine, a layer, a trait ...
-Text = Annotated[str, msgspec.Meta(max_length=4096)]
-Hash = Annotated[bytes, msgspec.Meta(max_length=256)]  # with what belongs to it: a key, a scope
+Name = Annotated[str, msgspec.Meta(max_length=NAME_MAX)]  # of an engine, a layer, a trait ...
+Text = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
+Hash = Annotated[
+    bytes, msgspec.Meta(max_length=KEY_BYTES_MAX)
+]  # with what belongs to it: a key, a scope
 Words = Annotated[bytes, msgspec.Meta(max_length=WORDS_BYTES_MAX)]
 LeaseMs = Annotated[int, msgspec.Meta(ge=0, le=LEASE_MS_MAX)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=RANKS_MAX)]

@@ -44,6 +44,9 @@ _SENDS = 16  # of one connection in one go
 _RECHECK_NS = 200_000_000  # after there was no descriptor to accept with
 _DESCRIPTORS_EACH = 3  # TCP, and two ends of a unix socket
 _BROKEN = select.EPOLLERR | select.EPOLLHUP
+_KNOCKS = 128  # at a door, in one go: any process can find it
+_NAMES = 8  # tries
+_CREDENTIALS = struct.Struct("3i")  # of the process at the other end: pid, uid, gid
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: what is not sent is forgotten
 
 Addresses = Sequence[tuple[int, int, int, str, Any]]  # as getaddrinfo returns them
@@ -53,6 +56,7 @@ class _Line(msgspec.Struct, eq=False):
     """One connection. Inward is towards ZeroMQ."""
 
     number: int
+    name: str = ""  # of its end towards ZeroMQ
     tcp: socket.socket | None = None
     inner: socket.socket | None = None
     door: socket.socket | None = None  # where ZeroMQ will connect to
@@ -82,6 +86,7 @@ class Gate:
         self._paused_ns = 0
         self._lines: dict[int, _Line] = {}
         self._by_fd: dict[int, _Line] = {}
+        self._by_name: dict[str, int] = {}  # of those that came
         self._asked: dict[int, int] = {}  # of epoll, by descriptor
         self._last = 0  # who was let in last
         self._due: set[int] = set()
@@ -116,9 +121,7 @@ class Gate:
                 name = end.getpeername()
         except OSError:
             return None
-        text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
-        head, _, number = text.rpartition("-")
-        return int(number) if head == self._name and int(number) in self._lines else None
+        return self._by_name.get(name.decode(errors="replace") if isinstance(name, bytes) else name)
 
     # Listening
 
@@ -165,24 +168,38 @@ class Gate:
                 return
 
     def _pass_on(self, tcp: socket.socket) -> bool:
-        inner = None
+        line = self._add(_Line(self._next, tcp=tcp, connected=True))
         try:
-            inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            inner.setblocking(False)
-            inner.bind(f"{self._name}-{self._next}")
-            inner.connect(self._name)
+            line.inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            line.inner.setblocking(False)
+            line.name = self._bind(line.inner)
+            line.inner.connect(self._name)
+            self._watch(line, tcp)
+            self._watch(line, line.inner)
+            tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as exc:  # ZeroMQ is behind, or there are no descriptors
-            tcp.close()
-            if inner is not None:
-                inner.close()
+            self._bury(line)
             self._pause(f"a connection could not be passed on: {exc.strerror}")
             return False
-        line = self._add(_Line(self._next, tcp, inner, connected=True))
-        self._watch(line, tcp)
-        self._watch(line, inner)
-        tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._by_name[line.name] = line.number
         self._ask(line)
         return True
+
+    def _bind(self, sock: socket.socket) -> str:
+        """Name a socket. All users see the names that there are: this one follows from none.
+
+        Raises OSError.
+        """
+        for left in reversed(range(_NAMES)):
+            name = f"{self._name}-{secrets.token_hex(8)}"
+            try:
+                sock.bind(name)
+            except OSError as exc:
+                if exc.errno != errno.EADDRINUSE or not left:
+                    raise
+            else:
+                break
+        return name
 
     def _pause(self, why: str) -> None:
         self._paused_ns = self._now_ns + _RECHECK_NS
@@ -204,14 +221,14 @@ class Gate:
         line = self._add(_Line(self._next))
         try:
             line.door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            line.door.bind(f"{self._name}-{line.number}")
-            line.door.listen(1)
+            line.name = self._bind(line.door)
+            line.door.listen(_KNOCKS)
             self._watch(line, line.door)
             self._resolve(line, host, port)
-        except OSError:
+        except BaseException:
             self._bury(line)
             raise
-        return line.number, f"{self.inside}-{line.number}"
+        return line.number, f"ipc://@{line.name[1:]}"
 
     def may_dial(self, address: str) -> tuple[str, int]:
         """Return host and port. Raises ConfigError for what is none, or may not be dialled."""
@@ -229,23 +246,30 @@ class Gate:
             )
         except socket.gaierror:
             pass
+        except ValueError as exc:
+            self._end(line, f"name: {exc}")
+            return
         else:
             self._connect(line, found)
             return
         if self._lookups >= LOOKUPS_MAX:
             self._end(line, "too many names are being looked up")
             return
-        self._lookups += 1
         arguments = (line.number, host, port)
-        threading.Thread(
-            target=self._look_up, args=arguments, name="kvstore-name", daemon=True
-        ).start()
+        try:
+            threading.Thread(
+                target=self._look_up, args=arguments, name="kvstore-name", daemon=True
+            ).start()
+        except RuntimeError as exc:  # the machine has no more threads
+            self._end(line, f"name: {exc}")
+            return
+        self._lookups += 1
 
     def _look_up(self, number: int, host: str, port: int) -> None:
         """Run as a thread."""
         try:
             found: Addresses | str = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as exc:
+        except (OSError, ValueError) as exc:
             found = f"name: {exc}"
         self._found.append((number, found))
 
@@ -271,19 +295,23 @@ class Gate:
             self._in_time(line)
 
     def _on_knock(self, line: _Line, door: socket.socket) -> None:
-        """ZeroMQ has connected; nobody else of this process would."""
-        with contextlib.suppress(BlockingIOError):
-            inner, _ = door.accept()
-            pid = struct.unpack("3i", inner.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[
-                0
-            ]
-            if pid != os.getpid():
-                inner.close()
+        """ZeroMQ has connected; nobody else of this process would. Others are sent away."""
+        for _ in range(_KNOCKS):
+            try:
+                inner, _ = door.accept()
+            except BlockingIOError:
                 return
-            inner.setblocking(False)
-            self._unwatch(door)
-            line.door, line.inner = None, inner
-            self._watch(line, inner)
+            except OSError as exc:
+                self._end(line, os.strerror(exc.errno or 0).lower())
+                return
+            credentials = inner.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            pid, _, _ = _CREDENTIALS.unpack(credentials)
+            if pid == os.getpid():
+                self._unwatch(door)
+                line.door, line.inner = None, inner
+                self._watch(line, inner)
+                return
+            inner.close()
 
     # What passes
 
@@ -495,6 +523,7 @@ class Gate:
         for sock in (line.tcp, line.inner, line.door):
             if sock is not None:
                 self._unwatch(sock)
+        self._by_name.pop(line.name, None)
         self._due.discard(line.number)
         self._unfinished -= line.unfinished
         self._unread -= line.unread
@@ -534,9 +563,9 @@ class Gate:
 
     def _watch(self, line: _Line, sock: socket.socket) -> None:
         sock.setblocking(False)
+        self._epoll.register(sock, select.EPOLLIN)
         self._by_fd[sock.fileno()] = line
         self._asked[sock.fileno()] = select.EPOLLIN
-        self._epoll.register(sock, select.EPOLLIN)
 
     def _want(self, sock: socket.socket, events: int) -> None:
         if self._asked[sock.fileno()] != events:

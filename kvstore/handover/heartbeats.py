@@ -43,13 +43,14 @@ class Waiting:
         """Count the requests."""
         return len(self._due_ns)
 
-    def begin(self, held: Held, session: int, now_ns: int) -> bool:
-        """Take note of a request, now; False if it is known, or there are too many already."""
-        if held in self._session or len(self._session) >= WAITING_MAX:
-            return False
+    def may_begin(self, held: Held) -> bool:
+        """Tell whether a request is new, and there are not too many already."""
+        return held not in self._session and len(self._session) < WAITING_MAX
+
+    def begin(self, held: Held, session: int, now_ns: int) -> None:
+        """Take note of a request that may begin, now."""
         self._due_ns[held] = now_ns + self._period_ns
         self._session[held] = session
-        return True
 
     def end(self, held: Held) -> None:
         """It wants nothing more; unknown ones are ignored."""
@@ -83,17 +84,20 @@ class Requests:
         wake: Callable[[], None],
         withdraw: Callable[[Source, str], None],
         tell: Callable[[Held, Message], bool],
+        may_dial: Callable[[str], bool],
     ) -> None:
         """hands: the former. wake(): others may ask soon.
 
         withdraw(namespace, request): fetch no more for it.
         tell(held, message): say something to the store that holds it; False if it cannot be said.
+        may_dial(address): whether it ever can be.
         """
         self.counts: Counter[str] = Counter()
         self._hands = hands
         self._wake = wake
         self._withdraw = withdraw
         self._tell = tell
+        self._may_dial = may_dial
         self._waiting = Waiting(LEASE_MS * 1_000_000 // 3)
 
     def on_step(self, namespace: Source, session: int, step: Step, now_ns: int) -> None:
@@ -101,11 +105,18 @@ class Requests:
         for handing in step.handing:
             self._hand(namespace, session, handing, now_ns)
         for lookup in step.lookups:
-            held = Held(lookup.peer, namespace.layout.digest, lookup.request)
-            if lookup.peer and lookup.request and self._waiting.begin(held, session, now_ns):
-                self._beat(held)
+            if lookup.peer and lookup.request:
+                self._wait(
+                    Held(lookup.peer, namespace.layout.digest, lookup.request), session, now_ns
+                )
         for gone in step.let_go:
             self._let_go(namespace, gone)
+
+    def _wait(self, held: Held, session: int, now_ns: int) -> None:
+        """Tell the store that holds it that a request waits here, now and again and again."""
+        if self._waiting.may_begin(held) and self._may_dial(held.address):
+            self._beat(held)
+            self._waiting.begin(held, session, now_ns)
 
     def _hand(self, namespace: Source, session: int, handing: Handing, now_ns: int) -> None:
         hands, rules = self._hands, namespace.layout.rules

@@ -36,11 +36,21 @@ def host_and_port(address: str) -> tuple[str, int]:
     """Split "host:port" or "[host]:port". Raises ConfigError for anything else."""
     host, _, port = address.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not bare or set(bare) & set(" []/") or not port.isascii() or not port.isdigit():
+    if not _is_host(bare) or not port.isascii() or not port.isdigit():
         raise ConfigError(f"{address[:100]!r} is no host:port")
     if not 0 < int(port[:6]) <= PORT_MAX:
         raise ConfigError(f"{address[:100]!r} has no port of 1 to 65535")
     return bare, int(port)
+
+
+def _is_host(text: str) -> bool:
+    """Tell whether a resolver takes a text: not one with an empty label, or a label too long."""
+    if not text.isprintable() or set(text) & set(" []/"):
+        return False
+    try:
+        return bool(text.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 def _shown(family: int, name: tuple[str, int]) -> bytes:

@@ -112,6 +112,7 @@ class Peers:
             mover.wake,
             lambda namespace, request: self.inlet(namespace).withdraw(request),
             self._tell,
+            lambda address: not self.channel.may_dial(address),
         )
         self._said = RateLog(log)
         self._swept_ns = 0

@@ -177,28 +177,29 @@ class Channel:
     def connect(self, address: str) -> int:
         """Begin to connect to a peer; return its number."""
         number, self._next = self._next, self._next + 1
-        dealer = None
         try:
-            dealer = self._socket(zmq.DEALER)
+            self._dial(number, address)
+        except (ConfigError, OSError, zmq.ZMQError) as exc:  # no address, or no descriptors
+            reason = str(exc) if isinstance(exc, ConfigError) else exc.strerror
+            self._doomed.append((number, f"{address[:100]!r}: {reason}"))
+        return number
+
+    def _dial(self, number: int, address: str) -> None:
+        """Connect through the gate. Raises ConfigError, OSError or ZMQError."""
+        dealer = self._socket(zmq.DEALER)
+        try:
             dealer.reconnect_ivl = -1  # a new one is made
             if self._key is not None:
                 dealer.curve_publickey = self._key.client_public
                 dealer.curve_secretkey = self._key.client_secret
                 dealer.curve_serverkey = self._key.server_public
             line, inside = self._gate.dial(address)
-            self._made[number] = _Dealer(dealer, address, dealer.fd)
-            self._lines[number], self._numbers[line] = line, number
-            dealer.connect(inside)
-        except (
-            ConfigError,
-            OSError,
-            zmq.ZMQError,
-        ) as exc:  # or no descriptors
-            if dealer is not None and number not in self._made:
-                dealer.close()
-            reason = str(exc) if isinstance(exc, ConfigError) else exc.strerror
-            self._doomed.append((number, f"{address[:100]!r}: {reason}"))
-        return number
+        except BaseException:
+            dealer.close()
+            raise
+        self._made[number] = _Dealer(dealer, address, dealer.fd)
+        self._lines[number], self._numbers[line] = line, number
+        dealer.connect(inside)
 
     def _socket(self, kind: int) -> Any:  # noqa: ANN401 - its options are attributes
         made = self._context.socket(kind)

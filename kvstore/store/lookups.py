@@ -10,15 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
-from msgspec.structs import replace
-
 from kvstore.config import EngineConfig
 from kvstore.core import limits
 from kvstore.core.errors import ProtocolError
 from kvstore.core.index import State
 from kvstore.core.leases import Lease
 from kvstore.core.lookup import Answer
-from kvstore.core.types import BlockKey, Chain, LeaseId, LookupResult, Slot
+from kvstore.core.types import BlockKey, Chain, GroupRule, LeaseId, LookupResult, Slot
 from kvstore.handover.direct_fetches import Positions, reaching_on, with_reads
 from kvstore.handover.peers import Peers
 from kvstore.metrics import PEER, Numbers
@@ -26,7 +24,7 @@ from kvstore.store.namespace import Namespace
 from kvstore.store.session import Ask, Phase, Session
 from kvstore.wire import engine as p
 from kvstore.wire import framing
-from kvstore.wire.peer import Want, clip
+from kvstore.wire import peer as m
 
 _ASK_AGAIN_MS = 1000
 _OWED_NS = 20_000_000  # a peer answers in less: before it does, a look seldom tells anything new
@@ -97,25 +95,39 @@ class Desk:
         *,
         direct: bool,
     ) -> None:
-        """Ask a peer for what no tier of ours has, if there is anything to ask for."""
-        lacking = []
-        for group, rule in enumerate(namespace.layout.rules):
-            keys = ((index, ask.chain.key(group, index)) for index in clip(rule, ask.blocks))
-            lacking.append([index for index, key in keys if not self._is_here(namespace, key)])
+        """Ask a peer for what no tier of ours has, if there is anything to ask for.
+
+        Of more blocks than one job can have the leading ones are asked for.
+        """
+        width = lookup.width
+        blocks = min(ask.blocks, m.MESSAGE_BYTES_MAX // 2 // width)
+        lacking = self._lacking(namespace, ask, blocks, direct=direct)
+        if sum(map(len, lacking)) > m.JOB_BLOCKS_MAX:
+            blocks = min(blocks, _blocks_of_a_job(namespace.layout.rules))
+            lacking = self._lacking(namespace, ask, blocks, direct=direct)
         if not any(lacking):
             return
         push = lookup.push
         if push is None:
             push = not direct and peers.pushes(lookup.peer)
-        if direct:
-            lacking = reaching_on(namespace.layout.rules, lacking, ask.blocks)
         indices = tuple(framing.u32(group) for group in lacking)
-        want = Want(0, lookup.hashes, lookup.width, indices, lookup.scope, lookup.request)
-        want = replace(want, push=push)
+        hashes = lookup.hashes[: blocks * width]
+        want = m.Want(0, hashes, width, indices, lookup.scope, lookup.request, push=push)
         ask.fetch = peers.fetch(namespace, lookup.peer, want, now_ns, direct=direct)
         if direct and ask.fetch is not None:
             pairs = ((group, index) for group, found in enumerate(lacking) for index in found)
             ask.direct = {pair: position for position, pair in enumerate(pairs)}
+
+    def _lacking(
+        self, namespace: Namespace, ask: Ask, blocks: int, *, direct: bool
+    ) -> list[list[int]]:
+        """List, for each group, which of the leading blocks a peer is to be asked for."""
+        rules = namespace.layout.rules
+        lacking = []
+        for group, rule in enumerate(rules):
+            keys = ((index, ask.chain.key(group, index)) for index in m.clip(rule, blocks))
+            lacking.append([index for index, key in keys if not self._is_here(namespace, key)])
+        return reaching_on(rules, lacking, blocks) if direct else lacking
 
     @staticmethod
     def _is_here(namespace: Namespace, key: BlockKey) -> bool:
@@ -352,6 +364,13 @@ class Desk:
         fetch = session.fetches.pop(lease_id, None)
         if fetch is not None and session.namespace is not None and self._peers is not None:
             self._peers.read_no_more(session.namespace, fetch)
+
+
+def _blocks_of_a_job(rules: Sequence[GroupRule]) -> int:
+    """Count the leading blocks that fit into one job with a peer, whatever is lacking of them."""
+    full = sum(rule.trailing is None for rule in rules)
+    trailing = sum(rule.trailing + 1 for rule in rules if rule.trailing is not None)
+    return max(1, (m.JOB_BLOCKS_MAX - trailing) // max(1, full))
 
 
 def _needs(namespace: Namespace, chain: Chain, blocks: int) -> int:

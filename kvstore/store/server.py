@@ -47,6 +47,7 @@ _READ_BYTES = 1 << 18
 _TICK_S = 0.2
 _BUSY_TICK_S = 0.001
 _CLOSE_S = 0.5
+_CLOSE_TICK_S = 0.05
 _PAUSE_NS = 500_000_000  # after a connection could not be taken, for want of descriptors say
 _FLUSH_S = 30.0  # without a block that was kept
 _FLUSH_LIMIT_S = 600.0
@@ -346,15 +347,22 @@ class Server:
     def _shut_down(self) -> None:
         """Tell the engines, give them a moment to close on their own, and keep what they stored."""
         self.store.end_sessions()
+        self._leave_all_but_engines()
         deadline = time.monotonic() + _CLOSE_S
         self._flush()
         while self._connections and time.monotonic() < deadline:
-            for key, _ in self._selector.select(0.05):
-                if key.data is not None:
+            for key, events in self._selector.select(_CLOSE_TICK_S):
+                if events & selectors.EVENT_READ:
                     self._read(key.data)
             self._flush()
         self._copy_down()
         self.store.close()
+
+    def _leave_all_but_engines(self) -> None:
+        """Watch the connections of engines alone: nothing else is answered any more."""
+        for key in list(self._selector.get_map().values()):
+            if not isinstance(key.data, _Connection):
+                self._selector.unregister(key.fileobj)
 
     def _copy_down(self) -> None:
         """Copy what only memory has to the lower tiers, within a time budget."""

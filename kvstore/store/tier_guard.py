@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import cast
 
 from kvstore.config import TierConfig
-from kvstore.core.errors import ConfigError, InvariantBroken, TierError
+from kvstore.core import limits
+from kvstore.core.errors import ConfigError, TierError
 from kvstore.core.tier import SlotMemory, Telling, Tier, TierContext
 from kvstore.core.types import BlockKey, Changes, JobId, JobResult, LookupResult, Slot, TransferJob
 from kvstore.plugins import find_tier
@@ -27,7 +28,7 @@ STATES = ("ok", "off")
 TRIAL_NAMESPACE = "0" * 32
 TRIAL_BYTES = 4096
 _CLOSE_S = 5.0  # for a tier that was switched off and still closes as the store ends
-_RAISED = (Exception, SystemExit, InvariantBroken)  # theirs, not ours
+_KEY_BYTES_MIN = 3  # a hash and its group
 
 
 class Plugin:
@@ -56,12 +57,15 @@ class Plugin:
         lent, made = _Lent(self, memory), None
         with self.barrier("the constructor"):
             made = None if self.off else self.make(namespace, slot_bytes, lent)
-        if isinstance(made, Telling):
-            return _GuardedTelling(self, made, lent)
+            if isinstance(made, Telling):  # which looks at its attributes
+                return _GuardedTelling(self, made, lent)
         return _Guarded(self, made, lent)
 
     def barrier(self, verb: str) -> _Barrier:
-        """Switch the tier off for what is raised inside."""
+        """Switch the tier off for what is raised inside, whatever it is: only its code runs there.
+
+        An interrupt of this process is not its fault.
+        """
         return _Barrier(self, verb)
 
     def switch_off(self, verb: str, exc: BaseException) -> None:
@@ -80,9 +84,9 @@ def refuse_tier(config: TierConfig) -> None:
     names = ", ".join(sorted(config.options)) or "none"
     try:
         Plugin(config).make(TRIAL_NAMESPACE, TRIAL_BYTES, _TrialMemory()).close()
-    except ConfigError:
+    except (ConfigError, KeyboardInterrupt):
         raise
-    except _RAISED as exc:
+    except BaseException as exc:
         said = " ".join(f"{type(exc).__name__}: {exc}".split())
         raise ConfigError(
             f"tier {config.name}: expected options that {dotted} takes, found {names}: {said}"
@@ -110,7 +114,7 @@ class _Barrier:
         exc: BaseException | None,
         _tb: TracebackType | None,
     ) -> bool:
-        if not isinstance(exc, _RAISED):
+        if exc is None or isinstance(exc, KeyboardInterrupt):
             return False
         self._plugin.switch_off(self._verb, exc)
         return True
@@ -295,10 +299,26 @@ class _GuardedTelling(_Guarded):
         if self._used is not None:
             with self._plugin.barrier("take_changes"):
                 changes = self._telling.take_changes()
-                if not isinstance(changes, Changes):
-                    raise TierError(f"expected Changes, found {type(changes).__name__}")
+                _refuse_changes(changes)
                 self._told.update(changes.added)
                 self._told.difference_update(changes.removed)
                 return changes
         left, self._told = list(self._told), set()
         return Changes(removed=left)
+
+
+def _refuse_changes(changes: object) -> None:
+    """Raise TierError for what are no Changes, of keys that engines can be told of."""
+    if not isinstance(changes, Changes):
+        raise TierError(f"expected Changes, found {type(changes).__name__}")
+    for keys in (changes.added, changes.removed):
+        if not isinstance(keys, list):
+            raise TierError(f"expected a list of keys, found {type(keys).__name__}")
+        for key in keys:
+            if not isinstance(key, bytes):
+                raise TierError(f"expected keys of bytes, found {type(key).__name__}")
+            if not _KEY_BYTES_MIN <= len(key) <= limits.KEY_BYTES_MAX:
+                raise TierError(
+                    f"expected keys of {_KEY_BYTES_MIN} to {limits.KEY_BYTES_MAX} bytes,"
+                    f" found {len(key)}"
+                )

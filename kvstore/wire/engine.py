@@ -33,7 +33,7 @@ VERSION = 2
 Requests = msgspec.Meta(max_length=limits.STEP_ITEMS_MAX)
 Keys = Annotated[tuple[Hash, ...], msgspec.Meta(max_length=limits.STORED_MAX)]
 Hashes = Annotated[bytes, msgspec.Meta(max_length=limits.FRAME_BYTES_MAX)]
-Slots = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Slots = Annotated[int, msgspec.Meta(ge=0, le=limits.SLOTS_MAX)]
 Numbers = Annotated[tuple[Number, ...], Requests]
 Counts = Annotated[dict[Name, Count], msgspec.Meta(max_length=limits.KINDS_MAX)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -20,6 +21,17 @@ from kvstore.core.types import (
 from tests.reference.memory_tier import MemoryTier
 
 
+class Panic(BaseException):
+    """Of a module in another language: PyO3's PanicException is such a one."""
+
+
+RAISED = {
+    "SystemExit": SystemExit(3),
+    "CancelledError": asyncio.CancelledError(),
+    "Panic": Panic("index out of bounds"),
+}
+
+
 class Bad(MemoryTier):
     """Raises in the methods options["raises"], from call number options["after"] on."""
 
@@ -36,8 +48,8 @@ class Bad(MemoryTier):
         if verb in self._raises:
             self._calls += 1
             if self._calls > self._after:
-                if self._how == "SystemExit":
-                    raise SystemExit(3)
+                if self._how in RAISED:
+                    raise RAISED[self._how]
                 if self._how == "InvariantBroken":
                     check(condition=False, broken=f"{verb} of a bad tier")
                 if self._how == "TierError":
@@ -194,6 +206,38 @@ class Tells(Bad):
         self._maybe("take_changes")
         new, self._new = self._new, []
         return Changes(added=new)
+
+
+TOLD: dict[str, Callable[[], Any]] = {
+    "numbers": lambda: Changes(added=[1, 2]),  # type: ignore[list-item]
+    "text": lambda: Changes(removed=["key"]),  # type: ignore[list-item]
+    "short": lambda: Changes(added=[BlockKey(b"k" * 2)]),
+    "long": lambda: Changes(removed=[BlockKey(b"k" * 257)]),
+    "no_list": lambda: Changes(added=b"k" * 34),  # type: ignore[arg-type]
+    "no_changes": lambda: ([], []),
+}
+
+
+class TellsWrong(MemoryTier):
+    """Says TOLD[options["what"]] of what enters and leaves it."""
+
+    def __init__(self, context: TierContext) -> None:
+        super().__init__(context)
+        self._what = context.options["what"]
+
+    def tell(self) -> None:
+        """All is noted in any case."""
+
+    def take_changes(self) -> Changes:
+        return TOLD[self._what]()  # type: ignore[no-any-return]
+
+
+class Hides(MemoryTier):
+    """Raises as it is looked at."""
+
+    @property
+    def tell(self) -> None:
+        raise RuntimeError("is not there yet")
 
 
 class Closed(MemoryTier):

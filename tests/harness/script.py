@@ -11,6 +11,7 @@ from connectors.scheduler import SchedulerHalf
 from connectors.step_meta import StepMeta
 from connectors.store_client import StoreClient
 from connectors.store_connection import LinkLost
+from kvstore.core import limits
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, GroupRule, make_key
 from kvstore.wire import engine as p
@@ -53,12 +54,19 @@ class Wire:
     def __init__(self, script: Script) -> None:
         self.closed = False
         self._desk = script
+        self._decoder = framing.Decoder(p.ToStore, limits.FRAME_BYTES_MAX)
 
     def send(self, message: framing.Message) -> None:
         self.flush()
         if isinstance(message, p.Step):
             assert message.counts.keys() <= p.EVENTS, "the store ends a session for others"
+        taken = list(self._decoder.feed(framing.encode(message)))
+        assert taken == [message], "a store takes it: else it ends the session"
         self._desk.sent.append(message)
+
+    @property
+    def waiting_bytes(self) -> int:
+        return self._desk.waiting_bytes
 
     def flush(self) -> None:
         if self.closed or self._desk.cut:
@@ -103,6 +111,7 @@ class Script:
         self.on_its_way: list[framing.Message] = []  # arrives when somebody waits
         self.fds: list[int] = []
         self.cut = False
+        self.waiting_bytes = 0  # that the store has not read
         self._session = 0
         self._wanted = False
         self._slot = 0

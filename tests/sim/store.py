@@ -98,6 +98,10 @@ class Wire:
         self.flush()
         self.up.append((self._net.due(self.up), self._net.carry(message, self._net.to_store)))
 
+    @property
+    def waiting_bytes(self) -> int:
+        return 0
+
     def flush(self) -> None:
         if self.lost or not self.open:
             raise LinkLost("store is gone")
