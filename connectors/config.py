@@ -112,8 +112,8 @@ class ExtraConfig(Section, frozen=True):
     engine, which then releases their blocks. 0 is off."""
 
     decode_ttl_ns: Annotated[int, Setting(_read_held, "480s")]
-    """With `two_way`: how long decoded blocks are held for the next turn, up to `"24h"`. No heartbeat
-    extends it."""
+    """With `two_way`: how long decoded blocks are held for the next turn, up to `"24h"`. No
+    heartbeat extends it."""
 
     direct: Annotated[bool, Setting(flag, default=False)]
     """Pull blocks straight into the engine's memory, with an agent in each worker, and have pushed

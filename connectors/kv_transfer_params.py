@@ -16,7 +16,7 @@ import msgspec
 from kvstore.config import PORT_MAX
 from kvstore.core import limits
 from kvstore.core.errors import ConfigError
-from kvstore.units import one_line
+from kvstore.text import one_line
 
 HOST_MAX = limits.NAME_MAX - len(f"[]:{PORT_MAX}")
 _EXPECTED = {

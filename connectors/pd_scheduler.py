@@ -31,7 +31,7 @@ from connectors.store_planner import Offers
 from kvstore.core import limits
 from kvstore.core.errors import ConfigError
 from kvstore.core.limits import TEXT_MAX
-from kvstore.units import one_line
+from kvstore.text import one_line
 from kvstore.wire import engine as p
 
 log = logging.getLogger(__name__)
