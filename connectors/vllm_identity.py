@@ -13,6 +13,7 @@ from connectors.vllm_version import VERSION
 
 # isort: split
 from vllm import envs
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 
 from connectors.vllm_length import decided_by_length
@@ -106,7 +107,17 @@ def identity(config: Any) -> tuple[str, dict[str, str], str]:
         "drafter": "none" if drafter is None else _digest(drafter)[:TRAIT_DIGITS],
     }
     told = {name: text[:TRAIT_CHARACTERS] for name, text in traits.items()}
-    return _digest(facts), told, unnamed or drafts_unnamed
+    return _digest(facts), told, unnamed or drafts_unnamed or _mixes_adapters(config)
+
+
+def _mixes_adapters(config: Any) -> str:
+    """Say whether adapters leak: vLLM corrected its code for CPUs in 0.33."""
+    if config.lora_config is None or VERSION != "0.32" or not current_platform.is_cpu():
+        return ""
+    return (
+        "with --enable-lora on a CPU, vLLM 0.32 computes requests without an adapter with one that"
+        " others in their batch use"
+    )
 
 
 def _model(model: Any, load: Any, lengths: tuple[int, ...]) -> tuple[dict[str, Any], str]:

@@ -156,6 +156,7 @@ class Driver:
         make = InProcess if start.in_process else AsProcesses
         self._stepper: Stepper = make(self._engine)
         self._in_process = start.in_process
+        self._adapters: dict[str, int] = {}
         self._run(wire.Run(requests=[WARM_UP], max_tokens=2, logprobs=2))  # 1 s, once; else in TTFT
         self._stepper.step()
 
@@ -212,8 +213,13 @@ class Driver:
 
     def _add(self, request: wire.Request, command: wire.Run) -> None:
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
 
+        adapter = None
+        if request.adapter is not None:  # the same name for all, a number for each folder
+            number = self._adapters.setdefault(request.adapter, len(self._adapters) + 1)
+            adapter = LoRARequest("adapter", number, request.adapter)
         prompt: dict[str, Any] = {"prompt_token_ids": request.tokens}
         if request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt
@@ -229,7 +235,7 @@ class Driver:
             output_kind=RequestOutputKind.DELTA,
             extra_args=extra_args,
         )
-        self._engine.add_request(request.id, prompt, params)
+        self._engine.add_request(request.id, prompt, params, lora_request=adapter)
 
     def _abort(self, live: dict[str, Live], step: int) -> None:
         """Abort what is due. vLLM reports nothing for these, so they are marked here."""

@@ -21,6 +21,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None  # instead of the run's
     cache_salt: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    adapter: str | None = None  # folder of a LoRA adapter
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):

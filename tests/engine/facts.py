@@ -106,6 +106,7 @@ def facts(folder: Path | str, **changes: object) -> Any:  # noqa: ANN401 - stand
         ),
         diffusion_config=changes.get("diffusion_config"),
         speculative_config=changes.get("speculative_config"),
+        lora_config=changes.get("lora_config"),
     )
 
 

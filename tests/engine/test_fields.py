@@ -51,7 +51,9 @@ OTHERS: dict[str, dict[str, tuple[str, ...]]] = {
             "reasoning_config",
         ),
         "watches": ("observability_config", "logging_config", "profiler_config"),
-        "requests with an adapter are not stored": ("lora_config",),
+        "requests with an adapter are not stored; where vLLM mixes them up there is no name": (
+            "lora_config",
+        ),
         "the same as model_config's quantization, and files beside the weights": ("quant_config",),
         "moves blocks, embeddings of the same model, or weights; new weights forget all blocks": (
             *("kv_transfer_config", "kv_events_config", "ec_transfer_config"),

@@ -156,6 +156,33 @@ def test_B3_weights_that_are_made_up_or_come_from_elsewhere_have_no_name(
     assert traits["weights"] == "not named"
 
 
+@pytest.mark.parametrize(
+    ("version", "cpu", "lora", "named"),
+    [
+        ("0.32", True, True, False),
+        ("0.32", True, False, True),
+        ("0.32", False, True, True),
+        ("0.33", True, True, True),
+    ],
+)
+def test_B3_an_engine_whose_adapters_leak_into_other_requests_has_no_name(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+    *,
+    cpu: bool,
+    lora: bool,
+    named: bool,
+) -> None:
+    from connectors import vllm_identity
+
+    monkeypatch.setattr(vllm_identity, "VERSION", version)
+    platform = SimpleNamespace(is_cpu=lambda: cpu)
+    monkeypatch.setattr(vllm_identity, "current_platform", platform)
+    config = facts(with_weights(tmp_path), lora_config=SimpleNamespace() if lora else None)
+    assert (identity(config)[2] == "") is named
+
+
 def test_B3_weights_that_are_not_on_this_machine_have_no_name(tmp_path: Path) -> None:
     folder = with_weights(tmp_path / "model")
     assert identity(facts(folder, model_weights="s3://bucket/model"))[2] == (
