@@ -155,6 +155,11 @@ class DirectReads:
         if serves is not None:
             self._tell(p.Serves(*serves))
 
+    @staticmethod
+    def giving(asked: p.Give) -> Giving:
+        """Return a write that the store asks for; give() goes on with it."""
+        return Giving(asked)
+
     def told(self, message: Told) -> None:
         """The store has said something; called from the link thread."""
         self._told.append(message)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
+from connectors.engine_interface import EngineRequest, Geometry
 from connectors.partial_block import is_tail
-from connectors.request_state import EngineRequest, Geometry
 from connectors.store_client import StoreClient
 
 TOKENS_MAX = 1 << 20  # of described blocks; the oldest are forgotten

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from connectors.request_state import BlockTable, Geometry
+from connectors.engine_interface import BlockTable, Geometry
 from connectors.step_meta import EngineSpec
 from connectors.store_client import Places
 

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from connectors.engine_interface import EngineRequest, Geometry
 from connectors.kv_transfer_params import Remote
-from connectors.request_state import EngineRequest, Geometry, Question
+from connectors.request_state import Question
 
 MARK = b"\0kvtail\0"  # what each of these hashes begins with; an engine's do by chance of 2^-64
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from connectors.engine_interface import BlockTable, EngineRequest, Geometry
 from connectors.kv_transfer_params import (
     NO_REMOTE,
     NO_SOURCE,
@@ -24,7 +25,7 @@ from connectors.kv_transfer_params import (
     source_of,
 )
 from connectors.partial_block import Tail, tail_of
-from connectors.request_state import NEVER, BlockTable, EngineRequest, Geometry, Tracked
+from connectors.request_state import NEVER, Tracked
 from connectors.store_client import StoreClient
 from connectors.store_planner import Offers
 from kvstore.core.errors import ConfigError

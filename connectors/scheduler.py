@@ -21,21 +21,14 @@ from typing import Any
 
 import msgspec
 
+from connectors.engine_interface import BlockTable, EngineRequest, Geometry, Step
 from connectors.events import BlockEvent, Events
 from connectors.kv_transfer_params import NO_REMOTE, NO_TRANSFER, Transfer
 from connectors.lease_queue import Room
 from connectors.load_planner import plan_of
 from connectors.partial_block import question_of
 from connectors.pd_scheduler import HandOvers
-from connectors.request_state import (
-    NEVER,
-    BlockTable,
-    EngineRequest,
-    Geometry,
-    Phase,
-    Step,
-    Tracked,
-)
+from connectors.request_state import NEVER, Phase, Tracked
 from connectors.step_meta import LoadJob, StepMeta, StoreJob, StoreSpec
 from connectors.store_client import NOWHERE, Grant, StoreClient
 from connectors.store_planner import MEDIUM, Offers

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
+from connectors.engine_interface import BlockTable, Geometry
 from connectors.events import Events
 from connectors.partial_block import Tail
-from connectors.request_state import BlockTable, Geometry, Tracked
+from connectors.request_state import Tracked
 from connectors.step_meta import EngineSpec, StoreJob, StoreSpec
 from connectors.store_client import StoreClient
 from kvstore.core.types import make_key

@@ -23,13 +23,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from connectors.config import DirectWay
 from connectors.copies.device import Copier, Copying, Device, device_of
 from connectors.copies.host import LayerCache, MappedExtent, SlotMap
-from connectors.direct_reads import DirectReads, End, Giving, Reads, Told, nobody
 from connectors.load_progress import Load, Patience
 from connectors.step_meta import LoadJob, StepMeta, StoreJob, pieces
 from connectors.store_connection import Link, LinkLost, Refusals, attach, monotonic_ns
@@ -40,11 +39,16 @@ from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tiers.runner import NOTHING, Nothing, Runner
 
+if TYPE_CHECKING:  # the first is for vLLM's side, the second for engines with `direct` only
+    from connectors.config import DirectWay
+    from connectors.direct_reads import DirectReads, End, Giving, Reads
+
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.02
 SHUTDOWN_WAIT_S = 5.0  # for stores that are queued; a copy takes milliseconds
 _READ_S = 0.1
+_OF_PEERS = p.Places | p.InEngine | p.Push | p.Passed
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -235,9 +239,9 @@ class WorkerHalf:
 
     def _move(self, task: Task) -> Outcome | Nothing | None:
         job = task.job
-        if isinstance(job, Giving):
-            return self._give(task, job)
-        return self._store(task, job) if isinstance(job, StoreJob) else self._load(task, job)
+        if isinstance(job, StoreJob):
+            return self._store(task, job)
+        return self._load(task, job) if isinstance(job, LoadJob) else self._give(task, job)
 
     def _give(self, task: Task, giving: Giving) -> Nothing | None:
         """Write engine blocks to a peer's; None while that is under way."""
@@ -256,10 +260,11 @@ class WorkerHalf:
 
     def _raised(self, task: Task, _error: Exception) -> Outcome | Nothing:
         """End a job that a bug has ended; the store waits for a word on a write."""
-        if isinstance(task.job, Giving) and task.link is not None:
-            self._given(task.link, task.job, "failed")
-            return NOTHING
-        return _failed(task)
+        job = task.job
+        if isinstance(job, StoreJob | LoadJob) or task.link is None:
+            return _failed(task)
+        self._given(task.link, job, "failed")
+        return NOTHING
 
     def _store(self, task: Task, job: StoreJob) -> Outcome | None:
         """Begin the copy, then wait for its end; None while it is under way."""
@@ -369,7 +374,7 @@ class WorkerHalf:
         self._waiting.pop(job.lease, None)
         if task.reads is not None and self._direct is not None:
             task.reads.failed = True
-            if not self._direct.give_up(task.reads, now_ns, nobody):
+            if not self._direct.give_up(task.reads, now_ns, _discard):
                 return None
         copied = 0 if load is None else load.copied_bytes
         try:
@@ -467,12 +472,12 @@ class WorkerHalf:
                 link.send(p.Unmapped(message.extent))
             elif isinstance(message, p.Give) and self._direct is not None:
                 self._gives_open.add(message.give)
-                self._runner.submit(Task(Giving(message), 0, link=link))
+                self._runner.submit(Task(self._direct.giving(message), 0, link=link))
             elif isinstance(message, p.Coming):
                 patience = self._waiting.get(message.lease)
                 if patience is not None:
                     patience.heard(message, monotonic_ns())
-            elif isinstance(message, Told) and self._direct is not None:
+            elif isinstance(message, _OF_PEERS) and self._direct is not None:
                 self._direct.told(message)
             elif isinstance(message, p.Detach):
                 log.info("kvstore: detached: %s", message.reason)
@@ -494,7 +499,13 @@ def _warn_late(job: LoadJob, late: int, patience: Patience, now_ns: int) -> None
     )
 
 
+def _discard(_message: framing.Message) -> None:
+    """Send nothing: the session is over."""
+
+
 def _direct_reads(caches: dict[str, LayerCache], *, pushed: bool) -> DirectReads | None:
+    from connectors.direct_reads import DirectReads  # noqa: PLC0415 - without it NIXL stays out
+
     try:
         return DirectReads(caches, pushed=pushed)
     except NotSupported as exc:

@@ -9,8 +9,8 @@ import pytest
 
 from connectors import events as events_module
 from connectors import store_client as client_module
+from connectors.engine_interface import Geometry
 from connectors.events import BlockEvent
-from connectors.request_state import Geometry
 from connectors.store_client import DISK, MEMORY
 from kvstore.config import parse
 from kvstore.core.types import GroupRule, make_key

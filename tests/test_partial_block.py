@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from connectors.engine_interface import Geometry
 from connectors.kv_transfer_params import Remote, Transfer
 from connectors.partial_block import is_tail, question_of, tail_of
-from connectors.request_state import Geometry
 from connectors.step_meta import pieces
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import Move

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from connectors import store_client
-from connectors.request_state import Geometry
+from connectors.engine_interface import Geometry
 from connectors.scheduler import LOADING_LIMIT_NS
 from kvstore.core.types import GroupRule
 from kvstore.wire import engine as p

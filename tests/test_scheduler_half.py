@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from connectors.request_state import Geometry
+from connectors.engine_interface import Geometry
 from connectors.scheduler import ANSWER_LIMIT_NS, LOADING_LIMIT_NS
 from connectors.step_meta import pieces
 from kvstore.core.layout import Move

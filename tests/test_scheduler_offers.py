@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from connectors.request_state import Geometry, Step
+from connectors.engine_interface import Geometry, Step
 from kvstore.core.types import GroupRule
 from kvstore.wire import engine as p
 from tests.harness.script import BLOCK, Request, Script, hashes

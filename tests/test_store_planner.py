@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from connectors.engine_interface import Geometry
 from connectors.events import Events
-from connectors.request_state import Geometry, Tracked
+from connectors.request_state import Tracked
 from connectors.step_meta import StoreJob, pieces
 from connectors.store_client import Places
 from connectors.store_planner import JOB_BLOCKS_MAX, Offers

@@ -6,17 +6,16 @@
     step thread    fence(copies) ---- what the engine computes from here on waits for them
     link thread    pin(extent) ... unpin(extent) ---- slot memory comes and goes
 
-In host memory (copier.py) a copy is made by the call that asks for it, so there is nothing to wait
+In host memory (host.py) a copy is made by the call that asks for it, so there is nothing to wait
 for. On a GPU (gpu/) everything is queued, and the device itself keeps the order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from importlib import import_module
 from typing import Any, Protocol
 
-from connectors.copies.host import LayerCache, MappedExtent, SlotMap
+from connectors.copies.host import HostDevice, LayerCache, MappedExtent, SlotMap
 from kvstore.core.errors import NotSupported
 from kvstore.core.layout import Move, RankLayout
 
@@ -86,12 +85,6 @@ class Device(Protocol):
         ...
 
 
-_DEVICES = {
-    "cpu": "connectors.copies.host:HostDevice",
-    "cuda": "connectors.copies.gpu.device:CudaDevice",
-}
-
-
 def device_of(caches: dict[str, LayerCache]) -> Device:
     """Return the device that KV tensors are on; a rank may have none.
 
@@ -102,8 +95,10 @@ def device_of(caches: dict[str, LayerCache]) -> Device:
     if len(names) != 1:
         raise NotSupported(f"KV tensors are on {names}, expected one device")
     kind = names[0].partition(":")[0]
-    if kind not in _DEVICES:
-        raise NotSupported(f"KV tensors are on {names[0]}, served are {sorted(_DEVICES)}")
-    module, _, name = _DEVICES[kind].partition(":")
-    device: Device = getattr(import_module(module), name)(caches)
-    return device
+    if kind == "cpu":
+        return HostDevice(caches)
+    if kind == "cuda":
+        from connectors.copies.gpu.device import CudaDevice  # noqa: PLC0415 - it loads cupy
+
+        return CudaDevice(caches)
+    raise NotSupported(f"KV tensors are on {names[0]}, served are ['cpu', 'cuda']")

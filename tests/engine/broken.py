@@ -14,7 +14,7 @@ from unittest.mock import patch
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from connectors import vllm
+from connectors import vllm, vllm_scheduler, worker
 from connectors.copies.host import LayerCache
 from connectors.step_meta import LoadJob, StepMeta, StoreJob, StoreSpec
 from connectors.worker import Outcome, Task, WorkerHalf
@@ -78,15 +78,15 @@ class TroubledConnector(vllm.TieredConnector):
     """Ours, with such a worker."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        with patch.object(vllm, "WorkerHalf", TroubledWorker):
+        with patch.object(worker, "WorkerHalf", TroubledWorker):
             super().register_kv_caches(kv_caches)
 
 
 class ImpatientConnector(vllm.TieredConnector):
     """Waits for its store one second at start, not a minute."""
 
-    def _start_scheduler(self) -> Any:  # noqa: ANN401 - the scheduler half
-        with patch.object(vllm, "ATTACH_S", 1.0):
+    def _start_scheduler(self) -> Any:  # noqa: ANN401 - its side
+        with patch.object(vllm_scheduler, "ATTACH_S", 1.0):
             return super()._start_scheduler()
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from connectors.engine_interface import BlockTable, EngineRequest
 from connectors.kv_transfer_params import Transfer, is_handed_over
 from connectors.partial_block import is_tail
-from connectors.request_state import BlockTable, EngineRequest
 from connectors.scheduler import SchedulerHalf
 from connectors.store_client import StoreClient
 from connectors.store_connection import Attacher, monotonic_ns

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from connectors.engine_interface import Geometry
 from connectors.kv_transfer_params import Transfer
 from connectors.partial_block import tail_of
-from connectors.request_state import Geometry
 from kvstore.core.types import GroupRule
 from kvstore.wire import engine as p
 from tests.harness.script import BLOCK, ONE_GROUP, Request, Script

@@ -6,7 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 
-from connectors.request_state import BlockTable, Geometry, Step
+from connectors.engine_interface import BlockTable, Geometry, Step
 from connectors.scheduler import SchedulerHalf
 from connectors.step_meta import StepMeta
 from connectors.store_client import StoreClient

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from connectors.request_state import BlockTable, Phase
+from connectors.engine_interface import BlockTable
+from connectors.request_state import Phase
 from connectors.scheduler import SchedulerHalf
 from connectors.step_meta import StepMeta
 from connectors.store_client import StoreClient
