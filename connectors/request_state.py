@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 from connectors.engine_interface import EngineRequest
 from connectors.kv_transfer_params import NO_REMOTE
-from connectors.store_client import NOWHERE, Grant, Places
+from connectors.store_client import NO_HITS, Grant, GroupHits
 
 NEVER = 1 << 62  # more tokens than a request can have
 
 
-class Question(NamedTuple):
-    """What is asked about a request's blocks.
+class BlockQuery(NamedTuple):
+    """The blocks of a request that a lookup asks for.
 
-    hashes: one for each block. The first `own` of them are the engine's; one more may be a tail's.
-    blocks: of these, how many may be loaded; they stand for the first `end` tokens. inside: tokens
-    of the last of these, 0: all.
+    hashes: one for each block. The first `own` of them are the engine's; one more may be that of a
+    partly filled block. blocks: how many of them may be loaded; they stand for the first `end`
+    tokens. inside: tokens of the last of these, 0: all.
     """
 
     hashes: Sequence[bytes] = ()
@@ -28,11 +28,11 @@ class Question(NamedTuple):
     inside: int = 0
 
 
-NO_QUESTION = Question()
+NO_QUERY = BlockQuery()
 
 
 class Phase(enum.Enum):
-    """Where a request is; see the module's picture."""
+    """Where a request is; scheduler.py draws how it moves."""
 
     NEW = "new"
     ASKED = "asked"
@@ -41,31 +41,32 @@ class Phase(enum.Enum):
     RUNNING = "running"
 
 
-class Tracked:
-    """One request."""
+class TrackedRequest:
+    """One request of the engine, from arrival to end."""
 
     __slots__ = (
-        "ask", "begun", "capped", "cursor", "deferred_ns", "failures", "grant", "key_hash", "local",
-        "number", "phase", "present", "question", "reads", "remote", "request", "waited",
+        "arrival", "ask", "capped", "cursor", "deferred_ns", "failures", "grant", "loading_hash",
+        "local", "may_load", "phase", "present", "query", "remote", "request", "started_at",
+        "waited",
     )  # fmt: skip
 
     def __init__(
-        self, request: EngineRequest, groups: int, number: int = 0, *, reads: bool = True
+        self, request: EngineRequest, groups: int, arrival: int = 0, *, may_load: bool = True
     ) -> None:
         self.request = request
-        self.number = number  # the higher, the later it came
-        self.reads = reads  # it may be given what others have computed
+        self.arrival = arrival  # numbers requests in their order
+        self.may_load = may_load  # False: it computes its whole prompt
         self.phase = Phase.NEW
-        self.ask: int | None = None
-        self.capped = False  # it found something, and had to give its lease back, or got none
-        self.waited = False  # a busy engine waits for first asks only
+        self.ask: int | None = None  # number of its lookup
+        self.query = NO_QUERY  # of the last lookup
+        self.grant: Grant | None = None  # the answer that a load was planned with
+        self.capped = False  # it lost its lease, or got none, at the cap of leases
+        self.waited = False  # a busy engine waits for first lookups only
         self.deferred_ns: int | None = None
         self.failures = 0
-        self.grant: Grant | None = None
-        self.local = 0
-        self.begun: int | None = None  # what it had computed before a step that can be taken back
-        self.present: tuple[Places, ...] = (NOWHERE,) * groups
-        self.cursor = 0  # blocks before it were offered, or need not be
-        self.key_hash: bytes | None = None  # first block being loaded, see O7
-        self.remote = NO_REMOTE  # where its prompt was computed, until it was loaded
-        self.question = NO_QUESTION  # the last one
+        self.local = 0  # tokens that the engine has itself
+        self.started_at: int | None = None  # computed tokens before a step that may be undone
+        self.present: tuple[GroupHits, ...] = (NO_HITS,) * groups
+        self.cursor = 0  # blocks before it are stored, or need not be
+        self.loading_hash: bytes | None = None  # of the first block being loaded
+        self.remote = NO_REMOTE  # where its prompt was computed, until it is loaded

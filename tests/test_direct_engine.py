@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from connectors.block_versions import Board
+from connectors.block_versions import BlockVersions
 from connectors.copies.host import HostDevice, LayerCache
 from connectors.engine_agent import shared
 from connectors.step_meta import StepMeta
@@ -141,16 +141,16 @@ def engines(world: int = 1, blocks: int = 8) -> Engines:
     return made
 
 
-def with_board(world: int = 1) -> tuple[Engines, Board]:
+def with_board(world: int = 1) -> tuple[Engines, BlockVersions]:
     made = engines(world)
     taken = made.take_board(1)
     assert taken is not None
     message, fd = taken
-    return made, Board(os.dup(fd), message.blocks)
+    return made, BlockVersions(os.dup(fd), message.blocks)
 
 
-def show(made: Engines, board: Board, slot: int, key: bytes, blocks: Sequence[int]) -> None:
-    shown = p.Shown(u32([slot]), (key,), u32(blocks), board.generations(blocks))
+def show(made: Engines, board: BlockVersions, slot: int, key: bytes, blocks: Sequence[int]) -> None:
+    shown = p.Shown(u32([slot]), (key,), u32(blocks), board.packed(blocks))
     made.shown(1, shown, {Slot(3)})
 
 
@@ -175,9 +175,9 @@ def test_a_block_is_found_once_its_copy_has_ended_and_until_it_is_overwritten() 
     place = made.find(key)
     assert place is not None
     assert place.blocks == (5, 6)
-    board.add([4, 7])
+    board.advance([4, 7])
     assert made.holds(place)
-    board.add([6, 6, 99])
+    board.advance([6, 6, 99])
     assert not made.holds(place)
     assert made.find(key) is None
 
@@ -202,7 +202,7 @@ def test_an_engine_block_is_found_under_its_last_key_only() -> None:
     made, board = with_board()
     first, second = BlockKey(b"1" * 34), BlockKey(b"2" * 34)
     for key in (first, second):
-        board.add([5])
+        board.advance([5])
         show(made, board, 3, key, [5])
         made.stored(1, Slot(3), key, ok=True)
     assert made.find(first) is None
@@ -238,7 +238,7 @@ def test_after_the_board_is_left_nothing_is_found() -> None:
     key = BlockKey(b"k" * 34)
     show(made, board, 3, key, [5])
     made.stored(1, Slot(3), key, ok=True)
-    board.close()
+    board.invalidate_all()
     assert made.find(key) is None
 
 
@@ -363,7 +363,7 @@ def test_what_is_shown_of_a_slot_that_is_stored_already_is_not_kept() -> None:
     """The worker's word came first: what the slot gets next is another block's."""
     made, board = with_board()
     key = BlockKey(b"k" * 34)
-    made.shown(1, p.Shown(u32([4]), (key,), u32([5]), board.generations([5])), {Slot(3)})
+    made.shown(1, p.Shown(u32([4]), (key,), u32([5]), board.packed([5])), {Slot(3)})
     made.stored(1, Slot(4), key, ok=True)
     assert made.find(key) is None
     assert not made._engines[1].coming

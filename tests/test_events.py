@@ -163,7 +163,7 @@ def test_O16_what_is_remembered_for_events_is_bounded(monkeypatch: pytest.Monkey
     told = script.half._events
     assert len(told._described) == 2
     assert len(happened(script, added=names)) == 5, "they are here yet, and were asked for"
-    assert len(told._described) == len(told._told) == 2
+    assert len(told._described) == len(told._published) == 2
     for number in range(5):
         script.half.request_finished(f"r{number}", ())
     script.half.take_stats()

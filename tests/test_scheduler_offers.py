@@ -288,7 +288,7 @@ def test_O13_blocks_of_a_request_left_out_may_be_filled_by_another_connector() -
         assert script.step().flush == flush
     script.half.get_num_new_matched_tokens("gone", 16)
     assert not script.half.request_finished("gone", ())
-    assert script.half._left_out == {}
+    assert script.half._untracked == {}
 
 
 def test_O13_what_another_connector_still_loads_is_not_stored_when_its_request_ends() -> None:
@@ -361,9 +361,9 @@ def test_O14_nothing_is_remembered_of_copies_that_ended() -> None:
     (job,) = script.step(request, 48, TABLE).stores
     script.half.request_finished("r", TABLE)
     script.half.on_output({job.job_id: 1}, [], [])
-    assert not script.half._offers._sources
-    assert not script.half._offers._jobs
-    assert not script.half._left
+    assert not script.half._stores._sources
+    assert not script.half._stores._jobs
+    assert not script.half._tokens_left
     assert not script.half._requests
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from connectors.engine_interface import Geometry
-from connectors.partial_block import tail_of
+from connectors.partial_block import partial_block_of
 from kvstore.core.types import GroupRule
 from tests.harness.script import Script
 
@@ -166,8 +166,8 @@ def test_B17_an_image_has_no_place_in_a_tails_name() -> None:
 
 def test_B17_a_tail_is_made_of_vllms_tokens() -> None:
     geometry = Geometry(32, HASH_TOKENS, (32,), (GroupRule(),))
-    one = tail_of(geometry, request_of(40), 40, "p")
-    other = tail_of(geometry, request_of(41), 40, "p")
+    one = partial_block_of(geometry, request_of(40), 40, "p")
+    other = partial_block_of(geometry, request_of(41), 40, "p")
     assert one is not None
     assert one == other
     assert len(one.hash) == len(request_of(40).block_hashes[0]), "as wide as vLLM's"
