@@ -13,7 +13,7 @@ import torch
 
 from connectors.block_versions import BlockVersions
 from connectors.copies.host import HostDevice, LayerCache
-from connectors.engine_agent import shared
+from connectors.engine_agent import cover
 from connectors.step_meta import StepMeta
 from kvstore.core.errors import ProtocolError, TierError, TierIOError
 from kvstore.core.layout import PIECES_MAX, PageRun, RankPages
@@ -84,7 +84,7 @@ def test_B19_direct_what_was_overwritten_while_it_was_read_is_read_again_from_sl
 def told(rank: Rank) -> bool:
     """Whether a worker has been told where blocks are."""
     direct = rank.half._direct
-    return direct is not None and bool(direct._told)
+    return direct is not None and bool(direct._inbox)
 
 
 def test_B19_direct_what_an_engine_has_that_detached_is_read_from_slots(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_O20_any_cut_of_a_part_finds_its_bytes_in_any_other(seed: int) -> None:
         offset = number * (part // len(mine))
         (cache,) = caches
         got = bytearray(cache.page_bytes)
-        for each in shared([of(cache, offset)], runs):
+        for each in cover([of(cache, offset)], runs):
             source = theirs[each.rank][0]
             at = each.base_there + 2 * each.stride_there - source.storage.data_ptr()
             here = each.base + each.stride - cache.storage.data_ptr()
@@ -335,11 +335,11 @@ def test_O20_any_cut_of_a_part_finds_its_bytes_in_any_other(seed: int) -> None:
 def test_ranks_that_lack_a_part_are_an_error_that_says_where() -> None:
     whole = [PageRun(0, 512, 1, 4096, 512, 0)]
     with pytest.raises(TierError, match="lack byte 0 of"):
-        shared(whole, [])
+        cover(whole, [])
     with pytest.raises(TierError, match="lack byte 256 of"):
-        shared(whole, [[PageRun(0, 256, 1, 4096, 512, 0)]])
+        cover(whole, [[PageRun(0, 256, 1, 4096, 512, 0)]])
     with pytest.raises(TierError, match="lack byte 0 of"):
-        shared(whole, [[PageRun(256, 256, 1, 4096, 512, 0)]])
+        cover(whole, [[PageRun(256, 256, 1, 4096, 512, 0)]])
 
 
 @pytest.mark.parametrize(
@@ -436,7 +436,7 @@ def test_O15_direct_a_GPU_that_has_failed_fails_the_load(
         half._device = device
         job = made.rigs[1].load_job("r", made.ask(chain), range(4, 7))
         with pytest.MonkeyPatch.context() as patch:  # as if a disk still filled some of its slots
-            patch.setattr(half, "_advance", lambda *_: False)
+            patch.setattr(half, "_advance_slots", lambda *_: False)
             half.start_loads(StepMeta(loads=(job,)))
             time.sleep(LONG_S)
         eventually(lambda: made.rigs[1].collect() and made.rigs[1].ended)
