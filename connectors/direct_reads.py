@@ -91,7 +91,7 @@ class PeerLoad(msgspec.Struct, eq=False):
     blocks_per_chunk: tuple[int, ...]
     started: dict[FetchBlock, _Source] = {}
     targets: set[FetchBlock] = set()  # the peer may write our engine blocks of these,
-    agent: str = ""  # through this agent of ours
+    agent: str = ""  # through this agent, of this worker
     written_bytes: int = 0
     pending: list[_PendingRead] = []
     copied_bytes: int = 0
@@ -328,7 +328,7 @@ class DirectTransfers:
 
     def _being_written(self, load: PeerLoad) -> list[FetchBlock]:
         """List the blocks that a peer may still write into our engine blocks."""
-        if load.agent != self._agent.name:  # the agent that it was told of has ended
+        if load.agent != self._agent.name:  # the agent that the peer knows has ended
             return []
         return [block for block in load.targets if self._may_be_written(block)]
 

@@ -343,11 +343,11 @@ class Overlap(msgspec.Struct, frozen=True):
     stride_there: int
 
     def here(self, blocks: Places) -> Places:
-        """Return addresses of these engine blocks of ours."""
+        """Return the addresses of our engine blocks."""
         return np.uint64(self.base) + blocks * np.uint64(self.stride)
 
     def there(self, blocks: Places) -> Places:
-        """Return addresses of these engine blocks of the peer's."""
+        """Return the addresses of the peer's engine blocks."""
         return np.uint64(self.base_there) + blocks * np.uint64(self.stride_there)
 
 

@@ -26,7 +26,7 @@ class EngineRequest(Protocol):
 
     @property
     def num_in_flight_tokens(self) -> int:
-        """How many of the computed ones are of steps whose output is not there yet."""
+        """How many of the computed tokens are of steps whose output is not there yet."""
         ...
 
     @property
@@ -54,14 +54,14 @@ class Geometry(msgspec.Struct, frozen=True):
 
     @property
     def exact(self) -> bool:
-        """Tell whether a group's blocks stand for all tokens up to their end, and no fewer."""
+        """True if a group's blocks stand for all tokens up to their end, and no fewer."""
         return any(rule.exact for rule in self.rules)
 
     def loadable(self, tokens: int) -> int:
         """Count the tokens of a prompt that an engine can be given.
 
-        It computes the last one again in any case. Given that one, too, it would leave out what
-        only the last one's window reaches; a state cannot be taken back by a token.
+        It computes the last one again in any case. Given that one, too, it would free what only
+        the last one's window reaches; a state cannot be taken back by a token.
         """
         return tokens - any(rule.trailing is not None for rule in self.rules)
 

@@ -75,7 +75,7 @@ class SchedulerHalf:
         self._direct = transfer.direct
         self._beside = beside
         self._requests: dict[str, TrackedRequest] = {}
-        self._untracked: dict[str, int] = {}  # requests we were not told of: the engine's tokens
+        self._untracked: dict[str, int] = {}  # requests without keys here: the engine's tokens
         self._arrivals = 0
         self._lease_queue = LeaseQueue()
         self._scheduled: Mapping[str, int] = {}  # in the last step
@@ -207,15 +207,16 @@ class SchedulerHalf:
             self._client.send_step()
             self._wait(tracked)
             grant = self._client.grant(tracked.ask)
-        if grant is not None and self._clock() >= grant.until_ns:
+        if grant is None:
+            return None
+        if self._clock() >= grant.until_ns:
             self._client.drop(tracked.ask)  # its pins may be gone, or more is there now
             self._ask(tracked)
             return None
-        if grant is not None and grant.capped:
+        if grant.capped:
             self._make_room(tracked)
             return None
-        if grant is not None:
-            self._lease_queue.remove(tracked)
+        self._lease_queue.remove(tracked)
         return grant
 
     def _wait(self, tracked: TrackedRequest) -> None:
@@ -299,7 +300,7 @@ class SchedulerHalf:
     def update_state_after_alloc(self, request_id: str, table: BlockTable, external: int) -> None:
         """The engine has allocated a request's blocks: plan the load, if there is one.
 
-        Without a load of ours another connector may fill them, also for a request unknown here.
+        Without a load another connector may fill them, also for a request unknown here.
         """
         tracked = self._requests.get(request_id)
         if tracked is None:

@@ -112,7 +112,7 @@ class Grant(msgspec.Struct, frozen=True):
 
 
 class StoreClient:
-    """Talks to the store from the engine's step thread; one batch out per step."""
+    """Talks to the store from the engine's step thread; sends one batch per step."""
 
     def __init__(self, attacher: Attacher, clock: Callable[[], int]) -> None:
         """Start attaching. clock(): monotonic nanoseconds."""
@@ -147,7 +147,7 @@ class StoreClient:
     # Attaching
 
     def wait_attached(self, timeout_s: float) -> bool:
-        """Wait for the session to be active; at start-up only. Raises what refused us."""
+        """Wait for the session to be active; at start-up only. Raises the store's refusal."""
         end_ns = self._clock() + int(timeout_s * 1e9)
         while self._clock() < end_ns:
             if self._attacher.refused is not None:
@@ -229,7 +229,7 @@ class StoreClient:
             self._handing.append(state)
 
     def release_remote(self, peer: str, request: str) -> None:
-        """Have a peer release what it holds for a request of ours."""
+        """Have a peer release what it holds for a request of this engine."""
         if self.session:
             self._let_go.append(p.LetGo(peer, request))
 
@@ -267,7 +267,7 @@ class StoreClient:
         self._usage_hits.update(hits)
 
     def known_ready(self, key: bytes) -> bool:
-        """Return True if the store has a block in memory, as far as it has told."""
+        """Return True if a block is in the store's memory, by the last message about it."""
         return key in self._known or key in self._known_before
 
     def none_known(self, keys: Sequence[bytes]) -> bool:

@@ -201,7 +201,7 @@ class SchedulerSide:
         self.half.on_new_request(request, transfer, cached, reads=reads)
 
     def on_allocated(self, request: Request, blocks: Any, external: int) -> None:
-        """vLLM has allocated a request's blocks, for so many tokens of ours."""
+        """vLLM has allocated a request's blocks; external: tokens that we load into them."""
         table = ids_of(blocks.blocks)
         self.half.update_state_after_alloc(request.request_id, table, external)
 
@@ -259,7 +259,7 @@ class SchedulerSide:
         return kv_events(self.half.take_events(), self._tokens, self._cache)
 
 
-SHORTENED = "prompt_shortened"  # a hand-over parameter of ours
+SHORTENED = "prompt_shortened"  # among the hand-over parameters
 
 
 def transfer_of(request: Any) -> dict[str, Any] | None:
@@ -276,10 +276,10 @@ def transfer_of(request: Any) -> dict[str, Any] | None:
 
 
 def compute_again(request: Any) -> None:
-    """Have a preempted request's output that is under way dropped, and sampled again.
+    """Drop a preempted request's output that is under way, so that it is sampled again.
 
     Scheduling may be steps ahead of the output. A hand-over's last output would end the request
-    after its blocks have gone; vLLM drops it by itself for connectors that do nothing else.
+    after its blocks are freed; vLLM drops it by itself for connectors that do nothing else.
     """
     request.drop_stale_output = True
 
@@ -287,9 +287,9 @@ def compute_again(request: Any) -> None:
 def leave_out_last(request: Any, hash_tokens: int) -> None:
     """Let a prefill request end one token before its prompt does, and sample one.
 
-    A recurrent state cannot be taken back by a token, and who goes on computes the last one. It is
-    noted in the request's parameters, so that it happens once. A prompt of one token stays as it
-    is, and so does one that ends with an image.
+    A recurrent state cannot be taken back by a token, and the next engine computes the last one.
+    The request's parameters say so, so that it happens once. A prompt of one token stays as it is,
+    and so does one that ends with an image.
     """
     last = request.num_prompt_tokens - 1
     images = (feature.mm_position for feature in request.mm_features)
@@ -307,7 +307,7 @@ def leave_out_last(request: Any, hash_tokens: int) -> None:
 
 
 _MEDIA = {MEMORY: MEDIUM_CPU, DISK: MEDIUM_STORAGE}
-_LOCALITY = "LOCAL"  # a block's place, seen from who publishes it: on the same node
+_LOCALITY = "LOCAL"  # blocks are on the node that publishes the event
 
 
 def kv_events(events: Iterable[BlockEvent], tokens: Geometry, cache: Any) -> Iterator[KVCacheEvent]:

@@ -50,7 +50,7 @@ class TieredStats(KVConnectorStats):
         return dict(self.data)
 
     def is_empty(self) -> bool:
-        """Tell whether nothing was counted."""
+        """Return True if nothing was counted."""
         return not self.data
 
 

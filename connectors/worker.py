@@ -112,7 +112,7 @@ class WorkerStats(msgspec.Struct):
 class WorkerHalf:
     """One rank's side of the connector."""
 
-    def __init__(  # noqa: PLR0913 - who it is, what it has, where it goes
+    def __init__(  # noqa: PLR0913 - its identity, its tensors, its store
         self,
         engine: str,
         rank: int,
@@ -130,7 +130,7 @@ class WorkerHalf:
         device: where the tensors are, None: found out. Raises NotSupported if it is not served.
         direct: peers' blocks are read straight into the tensors ("pull"), or written there by the
             peer ("push"), where that is possible; "" for neither.
-        store_user: who may run the store beside us and root.
+        store_user: may run the store, beside our own user and root.
         """
         self.refused: KVStoreError | None = None
         self._direct = _direct_transfers(caches, pushed=direct == "push") if direct else None

@@ -1,4 +1,4 @@
-"""Where an engine's KV tensors are, and what that asks of a worker: one interface, two devices.
+"""Copies for the device that an engine's KV tensors are on: one interface, two devices.
 
     step thread    mark() ---- what the engine has been asked to compute up to here
     copy thread    copier.copy(moves, after=mark) -> Copying ---- over()?
@@ -29,7 +29,7 @@ class Copying(Protocol):
         ...
 
     def over(self) -> bool:
-        """Tell whether it has ended; called from the copy thread. Raises TierError if it failed.
+        """Return True if it has ended; called from the copy thread. Raises TierError if it failed.
 
         Once it has raised, nothing of it is under way any more.
         """
@@ -62,7 +62,7 @@ class Device(Protocol):
         ...
 
     def passed(self, mark: int) -> bool:
-        """Tell whether the engine has computed up to a mark; called from the copy thread.
+        """Return True if the engine has computed up to a mark; called from the copy thread.
 
         Raises TierError if it never will.
         """
@@ -77,11 +77,11 @@ class Device(Protocol):
         ...
 
     def unpin(self, extent: MappedExtent) -> None:
-        """Let go of slot memory that no copy uses; of what was not pinned, too."""
+        """Release slot memory that no copy uses, whether it was pinned or not."""
         ...
 
     def close(self) -> None:
-        """Let go of everything; no copy is under way."""
+        """Release everything; no copy is under way."""
         ...
 
 
