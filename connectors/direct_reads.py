@@ -104,7 +104,7 @@ class PeerLoad(msgspec.Struct, eq=False):
 class PeerWrite(msgspec.Struct, eq=False):
     """A write to a peer's engine, and its state."""
 
-    request: p.Give
+    message: p.Give
     transfer: AgentTransfer | None = None
     until_ns: int = 0
 
@@ -244,9 +244,9 @@ class DirectTransfers:
     # Writes
 
     @staticmethod
-    def new_write(request: p.Give) -> PeerWrite:
+    def new_write(message: p.Give) -> PeerWrite:
         """Return a write that the store asks for; advance_write() starts and continues it."""
-        return PeerWrite(request)
+        return PeerWrite(message)
 
     def advance_write(
         self, write: PeerWrite, now_ns: int, *, session_over: bool
@@ -260,7 +260,7 @@ class DirectTransfers:
                 return "none"
             self._check_late_writes()
             try:
-                write.transfer = self._start_write(write.request)
+                write.transfer = self._start_write(write.message)
             except (KVStoreError, ArithmeticError, LookupError, ValueError) as exc:
                 log.error("direct write to a peer was not started: %s", exc)
                 return "none"
@@ -279,9 +279,9 @@ class DirectTransfers:
         self._late.append(write.transfer)
         return "failed"
 
-    def _start_write(self, request: p.Give) -> AgentTransfer:
-        blocks, targets = framing.from_u32(request.blocks), framing.from_u32(request.targets)
-        return self._agent.write(request.ranks, request.group, blocks, targets)
+    def _start_write(self, message: p.Give) -> AgentTransfer:
+        blocks, targets = framing.from_u32(message.blocks), framing.from_u32(message.targets)
+        return self._agent.write(message.ranks, message.group, blocks, targets)
 
     def _check_late_writes(self) -> None:
         """Forget abandoned writes that have ended; restart the agent if too many have not."""

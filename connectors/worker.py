@@ -278,7 +278,7 @@ class WorkerHalf:
         return NOTHING
 
     def _write_ended(self, task: WriteTask, end: WriteEnd) -> None:
-        number = task.write.request.give
+        number = task.write.message.give
         self._writes_open.discard(number)
         copied = task.write.bytes if end == "all" else 0
         self._send(task.link, p.Given(number, end, copied))

@@ -66,7 +66,7 @@ def test_B19_direct_what_is_overwritten_while_it_is_written_is_written_again_fro
         self: DirectTransfers, giving: PeerWrite, now_ns: int, *, session_over: bool
     ) -> WriteEnd | None:
         if not done:
-            done.append(giving.request.give)
+            done.append(giving.message.give)
             overwrite(made, [0, 3])
         return real(self, giving, now_ns, session_over=session_over)
 

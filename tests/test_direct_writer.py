@@ -70,7 +70,7 @@ def test_B20_direct_a_worker_says_whether_something_may_still_come(how: str) -> 
         how in {"failed", "clean"},
     )
     if how == "numbers":
-        giving.request = p.Give(7, 0, (), b"abc", b"")
+        giving.message = p.Give(7, 0, (), b"abc", b"")
     end = made.advance_write(giving, 0, session_over=how == "session")
     assert end == ("failed" if how == "failed" else "none")
     assert writer.restarts == 0
@@ -96,17 +96,17 @@ def test_B20_direct_many_writes_that_do_not_end_end_with_the_agent() -> None:
     def lost(count: int) -> None:
         writer.hangs = True
         for _ in range(count):
-            late = PeerWrite(giving.request)
+            late = PeerWrite(giving.message)
             assert made.advance_write(late, 0, session_over=False) is None
             assert made.advance_write(late, WRITE_NS, session_over=False) == "failed"
 
     lost(LATE_MAX)
     writer.hangs = False
-    assert made.advance_write(PeerWrite(giving.request), 0, session_over=False) == "all"
+    assert made.advance_write(PeerWrite(giving.message), 0, session_over=False) == "all"
     assert not made._late, "what has ended is no trouble"
     lost(LATE_MAX + 1)
     assert writer.restarts == 0
-    assert made.advance_write(PeerWrite(giving.request), 0, session_over=False) is None
+    assert made.advance_write(PeerWrite(giving.message), 0, session_over=False) is None
     assert writer.restarts == 1
     assert not made._late
 
@@ -152,7 +152,7 @@ def test_P8_direct_memory_is_unmapped_whatever_is_written_to_peers() -> None:
     half._slots, half._writes_open, half._idle_loads = SlotMap(), set(), set()
     half._stop = threading.Event()
     half._runner = Runner("test", half._copy, lambda *_: Outcome(ok=False))
-    assert half._handle(link, [giving.request, p.Unmap(3)])
+    assert half._handle(link, [giving.message, p.Unmap(3)])
     assert said == [p.Unmapped(3)]
     writer.hangs = False
     half._runner.drain()
