@@ -1,7 +1,7 @@
-"""How often each of an engine's blocks got other content, in memory that its store can see.
+"""A version counter for each of an engine's blocks, in memory that its store can see.
 
-The store compares numbers before and after a peer has read a block where it lies: no message could
-be fast enough, since the next step overwrites it.
+The store compares versions before and after a peer has read a block in the engine's memory. A
+message would come too late, since the next step overwrites the block.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ import numpy as np
 from kvstore.wire.framing import WORD
 
 
-class Board:
+class BlockVersions:
     """Written by the scheduler half only."""
 
     def __init__(self, fd: int, blocks: int) -> None:
-        """Map a store's memory of one number for each block; takes over the descriptor."""
+        """Map the store's memory, one u32 for each block; takes over the descriptor."""
         try:
             memory = mmap.mmap(fd, blocks * WORD)
         finally:
             os.close(fd)
         self.blocks = blocks
-        self._words = np.frombuffer(memory, np.uint32)
+        self._versions = np.frombuffer(memory, np.uint32)
 
-    def generations(self, blocks: Sequence[int]) -> bytes:
-        """Return these blocks' numbers, u32."""
-        found: bytes = self._words[np.asarray(blocks)].tobytes()
+    def packed(self, blocks: Sequence[int]) -> bytes:
+        """Return the versions of these blocks, u32."""
+        found: bytes = self._versions[np.asarray(blocks)].tobytes()
         return found
 
-    def add(self, blocks: Iterable[int]) -> None:
-        """These get other content at once."""
+    def advance(self, blocks: Iterable[int]) -> None:
+        """Blocks get other content at once: what peers were offered of them is invalid."""
         found = np.fromiter(blocks, np.int64)
-        self._words[found[found < self.blocks]] += 1
+        self._versions[found[found < self.blocks]] += 1
 
-    def close(self) -> None:
-        """From now on nobody is told: what was shown is not to be used any more."""
-        self._words += 1
+    def invalidate_all(self) -> None:
+        """End of the session: overwritten blocks advance no version from now on."""
+        self._versions += 1

@@ -1,15 +1,15 @@
-"""The part of a load that comes straight from a peer: read by this worker, or written by the peer.
+"""Loads that come straight from a peer into engine memory, and writes to a peer's engine memory.
 
-What this worker writes to a peer's engine, too: see Giving.
+One block of such a load, named by its fetch and its position there:
 
-    the job names (fetch, position) --Places: it can be read--> reading --> read, the store is told
-    read --Places once more: there it was overwritten meanwhile--> reading, from elsewhere
-    the job names it --Push: the store is told our engine blocks--> being written by the peer
-    --Passed, of the store: the peer held it until then--> good; or not, at any time before
+    wanted --Places, InEngine: it can be read--> reading --> read, reported to the store (Arrived)
+    read --Places once more: it was overwritten in the peer's engine--> reading, from elsewhere
+    wanted --Push: the store hears our engine blocks (Target)--> being written by the peer
+    any of these --Passed, from the store: the peer held it until then--> valid, or failed
 
-A load ends, well or not, only when nothing of it is being read or written any more. What does not
-end by itself once it is given up, as from a peer that hangs, ends with the agent. Within a machine
-not even that ends what others write: an agent that is written to is reached by networks only.
+A load ends, complete or failed, only when no read or write of it is under way. Transfers that do
+not end after a cancellation, as with a peer that hangs, end with the agent. Within a machine even
+that does not stop another process from writing: agents that are written to use networks only.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Literal
 import msgspec
 
 from connectors.copies.host import LayerCache
-from connectors.engine_agent import NETWORKS, READ_BYTES, EngineAgent, Moving
-from connectors.load_progress import Patience
+from connectors.engine_agent import NETWORKS, READ_BYTES, AgentTransfer, EngineAgent
+from connectors.load_progress import LoadDeadline
 from connectors.step_meta import LoadJob, pieces
 from kvstore.core.errors import KVStoreError, TierError
 from kvstore.core.layout import Move, RankLayout, RankPages
@@ -34,22 +34,23 @@ from kvstore.wire import framing
 
 log = logging.getLogger(__name__)
 
-FETCHES_MAX = 1024  # that the store has told of
-GIVE_UP_NS = 1_000_000_000  # for reads that nobody waits for, to end by themselves
-GIVE_NS = 5_000_000_000  # for a write, of some MB
-LATE_MAX = 16  # of these that have not ended by then
-RETRY_NS = 1_000_000_000  # to make an agent again that could not be made
+FETCHES_MAX = 1024  # that the store has sent messages about
+CANCEL_NS = 1_000_000_000  # for cancelled transfers to end by themselves
+WRITE_NS = 5_000_000_000  # for a write, of some MB
+LATE_MAX = 16  # abandoned writes that have not ended
+RETRY_NS = 1_000_000_000  # until an agent that could not be made is tried again
 
-Where = tuple[int, int]
+FetchBlock = tuple[int, int]
 """A fetch, and a position in it."""
-Tell = Callable[[framing.Message], None]
-Told = p.Places | p.InEngine | p.Push | p.Passed
-End = Literal["all", "none", "failed"]
-"""Of a write: see Given."""
+Send = Callable[[framing.Message], None]
+"""Sends a message to the store."""
+FetchMessage = p.Places | p.InEngine | p.Push | p.Passed
+WriteEnd = Literal["all", "none", "failed"]
+"""How a write ended: see p.Given."""
 
 
-class _Place(msgspec.Struct, eq=False):
-    """A slot of a peer's: an address. Or blocks of one of its engines: ranks."""
+class _Source(msgspec.Struct, eq=False):
+    """Where a block can be read: an address in a peer's slots, or blocks of its engine's ranks."""
 
     peer: str = ""
     address: int = 0
@@ -58,222 +59,247 @@ class _Place(msgspec.Struct, eq=False):
 
 
 class _Fetch(msgspec.Struct, eq=False):
-    """What the store has said of a fetch."""
+    """What the store has said of a fetch, by position."""
 
-    places: dict[int, _Place] = {}
-    passed: dict[int, bool] = {}
+    sources: dict[int, _Source] = {}
+    valid: dict[int, bool] = {}  # True: valid; False: failed
     engines: dict[int, tuple[RankPages, ...]] = {}
     pushed: bool = False
-    written: set[int] = set()  # not good, and the peer may still write them
+    written: set[int] = set()  # failed, and the peer may still write them
 
-    def learn(self, message: p.InEngine, positions: Sequence[int]) -> None:
-        """Take note of what is in a peer's engine, whose memory is told once."""
+    def add_engine_blocks(self, message: p.InEngine, positions: Sequence[int]) -> None:
+        """Note blocks in a peer's engine, whose memory is described once."""
         ranks = self.engines.setdefault(message.engine, message.ranks)
         blocks = framing.from_u32(message.blocks)
         per = len(blocks) // max(1, len(positions))
         for number, position in enumerate(positions):
             found = blocks[number * per : number * per + per]
-            self.places[position] = _Place(ranks=ranks, blocks=found)
+            self.sources[position] = _Source(ranks=ranks, blocks=found)
 
 
-class _Flying(msgspec.Struct, frozen=True):
-    reading: Moving
-    wheres: list[Where]
+class _PendingRead(msgspec.Struct, frozen=True):
+    transfer: AgentTransfer
+    blocks: list[FetchBlock]
     in_engine: bool
 
 
-class Reads(msgspec.Struct, eq=False):
-    """What one load reads: the moves of each block, and how far they are."""
+class PeerLoad(msgspec.Struct, eq=False):
+    """The part of one load that comes from a peer: the moves of each block, and their state."""
 
-    moves: dict[Where, list[Move]]
-    patience: Patience
-    per: tuple[int, ...]  # engine blocks in a block, by group
-    started: dict[Where, _Place] = {}
-    named: set[Where] = set()  # whose engine blocks the peer may write, by this agent:
-    agent: str = ""
+    moves: dict[FetchBlock, list[Move]]
+    deadline: LoadDeadline
+    blocks_per_chunk: tuple[int, ...]
+    started: dict[FetchBlock, _Source] = {}
+    targets: set[FetchBlock] = set()  # the peer may write our engine blocks of these,
+    agent: str = ""  # through this agent, of this worker
     written_bytes: int = 0
-    flying: list[_Flying] = []
+    pending: list[_PendingRead] = []
     copied_bytes: int = 0
     failed: bool = False
-    good: int = 0  # blocks that are there
-    late: int = 0  # blocks that were not when it was given up
-    given_up_ns: int | None = None
+    valid: int = 0  # blocks
+    late: int = 0  # blocks that had not arrived when the load expired
+    cancelled_ns: int | None = None
 
 
-class Giving(msgspec.Struct, eq=False):
-    """A write to a peer's engine, and how far it is."""
+class PeerWrite(msgspec.Struct, eq=False):
+    """A write to a peer's engine, and its state."""
 
-    asked: p.Give
-    writing: Moving | None = None
+    message: p.Give
+    transfer: AgentTransfer | None = None
     until_ns: int = 0
 
     @property
     def bytes(self) -> int:
-        """Count what has been asked of NIXL."""
-        return 0 if self.writing is None else self.writing.bytes
+        """Count the bytes handed to NIXL."""
+        return 0 if self.transfer is None else self.transfer.bytes
 
 
-class DirectReads:
-    """Those of one worker, and its writes: told by its link thread, done by its copy thread."""
+class DirectTransfers:
+    """One worker's direct loads and writes: the link thread receives, the copy thread moves."""
 
     def __init__(self, caches: dict[str, LayerCache], *, pushed: bool = False) -> None:
-        """caches: by layer name; pushed: peers write, too.
+        """caches: by layer name; pushed: peers write into them, too.
 
-        Raises NotSupported where nothing can be read into them.
+        Raises NotSupported where the tensors cannot be read into.
         """
         self._agent = EngineAgent(caches, transports=NETWORKS if pushed else None)
         self._slot_bytes = 0
-        self._told: deque[Told] = deque()
+        self._inbox: deque[FetchMessage] = deque()
         self._fetches: dict[int, _Fetch] = {}
-        self._late: list[Moving] = []  # writes that nobody waits for
-        self._retry_ns = 0  # not before, if there is no agent
-        self._tell: Tell = nobody
+        self._late: list[AgentTransfer] = []  # abandoned writes
+        self._retry_ns = 0  # without an agent: the next attempt to make one
+        self._send: Send = discard
 
-    def open(self, layout: RankLayout, devices: str, tell: Tell) -> None:
-        """A session begins; no load is under way. tell(): to the store.
+    def open(self, layout: RankLayout, devices: str, send: Send) -> None:
+        """Start a session; no load is under way. send(): to the store.
 
         Raises TierError, NotSupported where NIXL does not take the tensors' memory.
         """
-        self._told.clear()
+        self._inbox.clear()
         self._fetches.clear()
         self._slot_bytes = layout.slot_bytes
-        self._tell = tell
+        self._send = send
         self._agent.open(layout, devices)
-        self._offer()
+        self._announce()
 
     def close(self) -> None:
-        """End the agent; nothing is read or written any more."""
+        """End the agent, and with it all reads and writes."""
         self._agent.close()
 
-    def _offer(self) -> None:
-        """Have peers read what this engine has."""
+    def _announce(self) -> None:
+        """Tell the store how peers reach this engine's blocks."""
         try:
             serves = self._agent.serves()
-        except (TierError, ValueError) as exc:  # more pieces than can be told, say
-            log.warning("peers read none of this engine's memory: %s", exc)
+        except (TierError, ValueError) as exc:  # more pieces than a message takes, for one
+            log.warning("peers cannot read this engine's memory: %s", exc)
             return
         if serves is not None:
-            self._tell(p.Serves(*serves))
+            rank, blocks = serves
+            self._send(p.Serves(rank, blocks))
 
-    def told(self, message: Told) -> None:
-        """The store has said something; called from the link thread."""
-        self._told.append(message)
+    def receive(self, message: FetchMessage) -> None:
+        """Queue what the store says of a fetch; called from the link thread."""
+        self._inbox.append(message)
 
-    def reads(self, job: LoadJob, per: tuple[int, ...], patience: Patience) -> Reads | None:
-        """Return what a load has to read; None: nothing. per: engine blocks in a block, by group.
+    # Loads
 
-        patience: with blocks that are not good.
+    def start_load(
+        self, job: LoadJob, blocks_per_chunk: tuple[int, ...], deadline: LoadDeadline
+    ) -> PeerLoad | None:
+        """Return the part of a load that comes from a peer; None: there is none.
+
+        blocks_per_chunk: engine blocks in a block, by group. deadline: of blocks not valid yet.
         """
         fetches = dict(zip(job.store.slots, job.generations, strict=True))
-        read: dict[Where, list[Move]] = {}
+        moves: dict[FetchBlock, list[Move]] = {}
         if max(job.store.slots, default=0) >= p.DIRECT:
-            for move in pieces(job.engine, job.store, per):
+            for move in pieces(job.engine, job.store, blocks_per_chunk):
                 if move.slot >= p.DIRECT:
-                    where = fetches[move.slot], move.slot - p.DIRECT
-                    read.setdefault(where, []).append(move)
-        return Reads(read, patience, per) if read else None
+                    block = fetches[move.slot], move.slot - p.DIRECT
+                    moves.setdefault(block, []).append(move)
+        return PeerLoad(moves, deadline, blocks_per_chunk) if moves else None
 
-    def advance(self, reads: Reads, tell: Tell, now_ns: int) -> bool:
-        """Go on with a load's reads; True when they are over: not failed, all are good.
+    def advance(self, load: PeerLoad, send: Send, now_ns: int) -> bool:
+        """Continue a load; True when it is over: unless it has failed, all blocks are valid.
 
-        tell(): to the store.
+        send(): to the store.
         """
         try:
-            self._listen()
+            self._handle_inbox()
         except (KVStoreError, ValueError) as exc:
-            log.error("the store's word on blocks of a peer cannot be read: %s", exc)
-            reads.failed = True
-        self._land(reads, tell)
-        passed = [self._passed(where) for where in reads.moves]
-        if not reads.failed:
-            good = passed.count(True)
-            if good > reads.good:
-                reads.good = good
-                reads.patience.arrived(now_ns)
-            if None in passed and reads.patience.is_over(now_ns):
-                reads.late = passed.count(None)
-            reads.failed = False in passed or reads.late > 0
-        if not reads.failed:
+            log.error("a message of the store on blocks of a peer is invalid: %s", exc)
+            load.failed = True
+        self._finish_reads(load, send)
+        valid = [self._valid(block) for block in load.moves]
+        if not load.failed:
+            count = valid.count(True)
+            if count > load.valid:
+                load.valid = count
+                load.deadline.arrived(now_ns)
+            if None in valid and load.deadline.has_expired(now_ns):
+                load.late = valid.count(None)
+            load.failed = False in valid or load.late > 0
+        if not load.failed:
             if not self._agent.name and now_ns >= self._retry_ns:
                 self._retry_ns = now_ns + RETRY_NS
                 self._restart()
-            self._name(reads, tell)
-            self._start(reads)
-            self._land(reads, tell)
-        if reads.failed:
-            return self.give_up(reads, now_ns, tell)
-        if None in passed or reads.flying:
+            self._send_targets(load, send)
+            self._start_reads(load)
+            self._finish_reads(load, send)
+        if load.failed:
+            return self.cancel(load, now_ns, send)
+        if None in valid or load.pending:
             return False
-        reads.written_bytes = sum(self._bytes_of(reads, where) for where in reads.named)
+        load.written_bytes = sum(self._bytes_of(load, block) for block in load.targets)
         return True
 
-    def give_up(self, reads: Reads, now_ns: int, tell: Tell) -> bool:
-        """Start nothing more; True once nothing is being read, or written."""
-        self._land(reads, lambda _: None)
-        written = self._written(reads)
-        if not reads.flying and not written:
+    def cancel(self, load: PeerLoad, now_ns: int, send: Send) -> bool:
+        """Start no more reads; True once no read or write is under way."""
+        self._finish_reads(load, discard)
+        written = self._being_written(load)
+        if not load.pending and not written:
             return True
-        if reads.given_up_ns is None:
-            reads.given_up_ns = now_ns
-            for fetch in {where[0] for where in written}:
-                positions = framing.u32([where[1] for where in written if where[0] == fetch])
-                tell(p.Arrived(fetch, positions, 0, ok=False))  # its peer is to stop
-        if now_ns - reads.given_up_ns < GIVE_UP_NS:
+        if load.cancelled_ns is None:
+            load.cancelled_ns = now_ns
+            for fetch in {block[0] for block in written}:
+                positions = framing.u32([block[1] for block in written if block[0] == fetch])
+                send(p.Arrived(fetch, positions, 0, ok=False))  # its peer is to stop
+        if now_ns - load.cancelled_ns < CANCEL_NS:
             return False
-        log.warning("what comes from a peer does not end: ending the agent that it comes through")
-        reads.flying.clear()
+        log.warning(
+            "transfers from a peer did not end %d s after a cancellation: restarting the agent",
+            CANCEL_NS // 1_000_000_000,
+        )
+        load.pending.clear()
         self._restart()
         return True
 
     def _restart(self) -> None:
         try:
             self._agent.restart()
-            self._offer()
+            self._announce()
         except TierError as exc:
-            log.error("nothing can be read from peers: %s", exc)
+            log.error("direct transfers are off until an agent can be made: %s", exc)
 
-    def give(self, giving: Giving, now_ns: int, *, over: bool) -> End | None:
-        """Go on with a write; None while it is under way. over: the session is, begin none."""
-        asked, limit_ns = giving.asked, GIVE_UP_NS if over else GIVE_NS
-        if giving.writing is None:
-            if over:
+    # Writes
+
+    @staticmethod
+    def new_write(message: p.Give) -> PeerWrite:
+        """Return a write that the store asks for; advance_write() starts and continues it."""
+        return PeerWrite(message)
+
+    def advance_write(
+        self, write: PeerWrite, now_ns: int, *, session_over: bool
+    ) -> WriteEnd | None:
+        """Start or continue a write; None while it is under way.
+
+        session_over: start none, and wait less for one that was started.
+        """
+        if write.transfer is None:
+            if session_over:
                 return "none"
-            self._look_at_late()
+            self._check_late_writes()
             try:
-                blocks, targets = framing.from_u32(asked.blocks), framing.from_u32(asked.targets)
-                giving.writing = self._agent.write(asked.ranks, asked.group, blocks, targets)
+                write.transfer = self._start_write(write.message)
             except (KVStoreError, ArithmeticError, LookupError, ValueError) as exc:
-                log.error("engine blocks are not written to a peer: %s", exc)
+                log.error("direct write to a peer was not started: %s", exc)
                 return "none"
-            giving.until_ns = now_ns + GIVE_NS
-        giving.until_ns = min(giving.until_ns, now_ns + limit_ns)
+            write.until_ns = now_ns + WRITE_NS
+        limit_ns = CANCEL_NS if session_over else WRITE_NS
+        write.until_ns = min(write.until_ns, now_ns + limit_ns)
         try:
-            if self._agent.over(giving.writing):
+            if self._agent.over(write.transfer):
                 return "all"
         except TierError as exc:
-            log.error("engine blocks were not written to a peer: %s", exc)
-            return "none" if giving.writing.clean else "failed"
-        if now_ns < giving.until_ns:
+            log.error("direct write to a peer failed: %s", exc)
+            return "none" if write.transfer.clean else "failed"
+        if now_ns < write.until_ns:
             return None
-        log.warning("what goes to a peer does not end: it is waited for no more")
-        self._late.append(giving.writing)
+        log.warning("direct write to a peer timed out and was abandoned")
+        self._late.append(write.transfer)
         return "failed"
 
-    def _look_at_late(self) -> None:
-        """Let go of writes that nobody waits for; too many of them end with the agent."""
+    def _start_write(self, message: p.Give) -> AgentTransfer:
+        blocks, targets = framing.from_u32(message.blocks), framing.from_u32(message.targets)
+        return self._agent.write(message.ranks, message.group, blocks, targets)
+
+    def _check_late_writes(self) -> None:
+        """Forget abandoned writes that have ended; restart the agent if too many have not."""
         late, self._late = self._late, []
-        for writing in late:
+        for transfer in late:
             with contextlib.suppress(TierError):
-                if not self._agent.over(writing):
-                    self._late.append(writing)
+                if not self._agent.over(transfer):
+                    self._late.append(transfer)
         if len(self._late) > LATE_MAX:
-            log.warning("%d writes to peers do not end: ending their agent", len(self._late))
+            log.warning("%d abandoned writes do not end: restarting the agent", len(self._late))
             self._late.clear()
             self._restart()
 
-    def _listen(self) -> None:
-        while self._told:
-            message = self._told.popleft()
+    # What the store says
+
+    def _handle_inbox(self) -> None:
+        while self._inbox:
+            message = self._inbox.popleft()
             fetch = self._fetches.setdefault(message.fetch, _Fetch())
             while len(self._fetches) > FETCHES_MAX:
                 del self._fetches[next(iter(self._fetches))]
@@ -282,116 +308,120 @@ class DirectReads:
                 continue
             positions = framing.from_u32(message.positions)
             if isinstance(message, p.Passed):
-                fetch.passed.update(dict.fromkeys(positions, message.ok))
+                fetch.valid.update(dict.fromkeys(positions, message.ok))
                 fetch.written.difference_update(positions)
                 fetch.written.update(positions if message.written else ())
                 continue
             if isinstance(message, p.InEngine):
-                fetch.learn(message, positions)
+                fetch.add_engine_blocks(message, positions)
                 continue
             if message.metadata:
                 self._agent.meet(message.agent, message.metadata)
             for position, number in zip(positions, framing.from_u32(message.numbers), strict=True):
                 address = message.base + number * self._slot_bytes
-                fetch.places[position] = _Place(message.agent, address)
+                fetch.sources[position] = _Source(message.agent, address)
 
-    def _passed(self, where: Where) -> bool | None:
-        fetch = self._fetches.get(where[0])
-        return None if fetch is None else fetch.passed.get(where[1])
+    def _valid(self, block: FetchBlock) -> bool | None:
+        """True: valid; False: failed; None: the store has not said."""
+        fetch = self._fetches.get(block[0])
+        return None if fetch is None else fetch.valid.get(block[1])
 
-    def _written(self, reads: Reads) -> list[Where]:
-        """List what a peer may still write, since it knows our engine blocks."""
-        if reads.agent != self._agent.name:  # it has ended
+    def _being_written(self, load: PeerLoad) -> list[FetchBlock]:
+        """List the blocks that a peer may still write into our engine blocks."""
+        if load.agent != self._agent.name:  # the agent that the peer knows has ended
             return []
-        return [where for where in reads.named if self._is_written(where)]
+        return [block for block in load.targets if self._may_be_written(block)]
 
-    def _is_written(self, where: Where) -> bool:
-        fetch = self._fetches.get(where[0])
-        return fetch is None or where[1] not in fetch.passed or where[1] in fetch.written
+    def _may_be_written(self, block: FetchBlock) -> bool:
+        fetch = self._fetches.get(block[0])
+        return fetch is None or block[1] not in fetch.valid or block[1] in fetch.written
 
-    def _bytes_of(self, reads: Reads, where: Where) -> int:
-        return sum(self._agent.part_bytes[move.group] for move in reads.moves[where])
+    def _bytes_of(self, load: PeerLoad, block: FetchBlock) -> int:
+        return sum(self._agent.part_bytes[move.group] for move in load.moves[block])
 
-    def _name(self, reads: Reads, tell: Tell) -> None:
-        """Tell the store where blocks may be written that a peer writes: nothing else does."""
+    def _send_targets(self, load: PeerLoad, send: Send) -> None:
+        """Tell the store the engine blocks that a peer may write for pushed blocks."""
         found: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
-        for where, moves in reads.moves.items():
-            fetch = self._fetches.get(where[0])
-            if fetch is None or not fetch.pushed or where in reads.named:
+        for block, moves in load.moves.items():
+            fetch = self._fetches.get(block[0])
+            if fetch is None or not fetch.pushed or block in load.targets:
                 continue
-            reads.named.add(where)
-            reads.agent = self._agent.name
-            blocks = [0] * reads.per[moves[0].group]
+            load.targets.add(block)
+            load.agent = self._agent.name
+            engine_blocks = [0] * load.blocks_per_chunk[moves[0].group]
             for move in moves:
-                blocks[move.part] = move.block_id
-            positions, target = found.setdefault((where[0], len(blocks)), ([], []))
-            positions.append(where[1])
-            target += blocks
-        for (number, _), (positions, target) in found.items():
-            tell(p.Target(number, self._agent.name, framing.u32(positions), framing.u32(target)))
+                engine_blocks[move.part] = move.block_id
+            positions, targets = found.setdefault((block[0], len(engine_blocks)), ([], []))
+            positions.append(block[1])
+            targets += engine_blocks
+        for (number, _), (positions, targets) in found.items():
+            send(p.Target(number, self._agent.name, framing.u32(positions), framing.u32(targets)))
 
-    def _place(self, where: Where) -> _Place | None:
-        fetch = self._fetches.get(where[0])
-        return None if fetch is None else fetch.places.get(where[1])
+    # Reads
 
-    def _start(self, reads: Reads) -> None:
-        """Read what can be read now."""
+    def _source(self, block: FetchBlock) -> _Source | None:
+        fetch = self._fetches.get(block[0])
+        return None if fetch is None else fetch.sources.get(block[1])
+
+    def _start_reads(self, load: PeerLoad) -> None:
+        """Start reading the blocks that can be read now."""
         found = []
-        for where in reads.moves:
-            place = self._place(where)
-            if place is not None and reads.started.get(where) is not place:
-                found.append((where, place))
+        for block in load.moves:
+            source = self._source(block)
+            if source is not None and load.started.get(block) is not source:
+                found.append((block, source))
         for _, run in groupby(found, key=lambda pair: (pair[0][0], pair[1].peer, pair[1].ranks)):
-            chunk: list[tuple[Where, _Place]] = []
+            chunk: list[tuple[FetchBlock, _Source]] = []
             for pair in run:
                 chunk.append(pair)
                 if len(chunk) * self._slot_bytes >= READ_BYTES:
-                    self._read(reads, chunk)
+                    self._read(load, chunk)
                     chunk = []
             if chunk:
-                self._read(reads, chunk)
+                self._read(load, chunk)
 
-    def _read(self, reads: Reads, chunk: Sequence[tuple[Where, _Place]]) -> None:
-        """Read blocks that are in slots of one peer, or in one of its engines."""
+    def _read(self, load: PeerLoad, chunk: Sequence[tuple[FetchBlock, _Source]]) -> None:
+        """Start reading blocks that are in slots of one peer, or in one of its engines."""
         first = chunk[0][1]
-        reads.started.update(chunk)
+        load.started.update(chunk)
         try:
             if first.peer:
-                moves = [(move, place.address) for w, place in chunk for move in reads.moves[w]]
-                reading = self._agent.read(first.peer, moves)
+                slots = [(move, source.address) for b, source in chunk for move in load.moves[b]]
+                transfer = self._agent.read(first.peer, slots)
             else:
                 parts = [
-                    (move, place.blocks[move.part])
-                    for where, place in chunk
-                    for move in reads.moves[where]
+                    (move, source.blocks[move.part])
+                    for block, source in chunk
+                    for move in load.moves[block]
                 ]
-                reading = self._agent.read_engine(first.ranks, parts)
+                transfer = self._agent.read_engine(first.ranks, parts)
         except (TierError, ArithmeticError, LookupError, ValueError) as exc:
-            reading = Moving(0, 0, [], str(exc))  # others may be under way: nothing ends here
-        reads.flying.append(_Flying(reading, [where for where, _ in chunk], not first.peer))
+            transfer = AgentTransfer(0, 0, [], str(exc))  # reported with the others, once they end
+        blocks = [block for block, _ in chunk]
+        load.pending.append(_PendingRead(transfer, blocks, in_engine=not first.peer))
 
-    def _land(self, reads: Reads, tell: Tell) -> None:
-        """Tell the store of reads that have ended.
+    def _finish_reads(self, load: PeerLoad, send: Send) -> None:
+        """Report reads that have ended to the store.
 
-        What could not be read in an engine is in a slot, too: its place is told once more.
+        A block that could not be read in an engine is in a slot, too: the store names that next.
         """
-        flying, reads.flying = reads.flying, []
-        for each in flying:
+        pending, load.pending = load.pending, []
+        for read in pending:
             ok = True
             try:
-                if not self._agent.over(each.reading):
-                    reads.flying.append(each)
+                if not self._agent.over(read.transfer):
+                    load.pending.append(read)
                     continue
             except TierError as exc:
-                log.error("blocks of a peer were not read: %s", exc)
+                log.error("reading blocks of a peer failed: %s", exc)
                 ok = False
-                reads.failed = reads.failed or not each.in_engine
-            ok = ok and not reads.failed
-            copied = each.reading.bytes if ok else 0
-            reads.copied_bytes += copied
-            positions = framing.u32([position for _, position in each.wheres])
-            tell(p.Arrived(each.wheres[0][0], positions, copied, ok))
+                load.failed = load.failed or not read.in_engine
+            ok = ok and not load.failed
+            copied = read.transfer.bytes if ok else 0
+            load.copied_bytes += copied
+            positions = framing.u32([position for _, position in read.blocks])
+            send(p.Arrived(read.blocks[0][0], positions, copied, ok))
 
 
-def nobody(_message: framing.Message) -> None:
-    """Say nothing: there is no store."""
+def discard(_message: framing.Message) -> None:
+    """Send nothing: there is no session."""

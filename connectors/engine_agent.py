@@ -1,11 +1,11 @@
-"""Reads a peer's slots, or its engine's tensors, straight into tensors, on a GPU or not.
+"""The NIXL agent of one worker: moves bytes between its KV tensors and memory of peers.
 
-Writes such tensors to those of a peer's engine, too.
+It reads a peer's slots or its engine's tensors into ours, and writes ours to a peer's engine.
+Peers read and write our tensors through it, too. The tensors are on a GPU or in host memory.
 
-It has an agent of its own, by which peers read these tensors, too, and write them.
-
-Only for engines that asked for it: whoever reaches an agent can read and write all memory of its
-process. A read is over, or the agent is: once that is made anew, nothing of before is written.
+Only for engines that asked for it: a process that reaches an agent over the network can read and
+write all memory of the agent's process. Restarting the agent ends all its transfers: nothing is
+written by them afterwards.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -33,57 +32,58 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ENGINES_MAX = 64  # of peers, whose memory is known
-COMMON_MAX = 256  # ranks of theirs, and groups
-OVERLAPS_MAX = 1 << 17  # of all of these, before another one
+ENGINES_MAX = 64  # of peers, with known overlaps of their memory and ours
+WRITTEN_PAGES_MAX = 256  # by group and rank of a peer, with known overlaps
+OVERLAPS_MAX = 1 << 17  # kept of these
 PEERS_MAX = 1024  # agents
 NETWORKS = "^shm,cuda_ipc"  # UCX's transports but those between processes of one machine
 BINDINGS = (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError)
-READ_BYTES = 16 << 20  # of one read; in shared memory it is made by the call that starts it
+READ_BYTES = 16 << 20  # of one read; through shared memory the starting call does all of it
 
 
-class Moving(msgspec.Struct, eq=False):
-    """A read or a write that was started; bytes: of it. agent: the number of who does it.
+class AgentTransfer(msgspec.Struct, eq=False):
+    """A read or a write that was started. agent: the number of the agent that does it.
 
-    failure: of a part that could not be moved; others may still be under way. clean: that part had
-    not begun, and none of the others has failed.
+    flights: parts under way; none: it is over. failure: of a part that could not be moved; others
+    may still be under way. clean: that part had not begun, and none of the others has failed.
     """
 
     bytes: int
     agent: int
-    flights: list[Flight]  # none: it is over
+    flights: list[Flight]
     failure: str = ""
     clean: bool = False
 
 
 class EngineAgent:
-    """One worker's; called from one thread at a time."""
+    """Moves bytes for one worker; called from one thread at a time."""
 
     def __init__(self, caches: dict[str, LayerCache], *, transports: str | None = None) -> None:
         """caches: by layer name. transports: as in exporter Settings.
 
-        Raises NotSupported where they cannot be read into.
+        Raises NotSupported where they cannot be read into, or NIXL is not installed.
         """
         self._gpu = gpu_of(caches)
-        try:  # not every engine has it
-            self._make: Callable[[str], Agent] = import_module("tiers.nixl.agent").Agent
+        try:
+            from tiers.nixl.agent import Agent  # noqa: PLC0415 - it loads NIXL, if that is there
         except ImportError as exc:
             raise NotSupported(f"direct = true needs the package nixl: {exc}") from exc
+        self._make: Callable[[str], Agent] = Agent
         self._caches = caches
         self._transports = transports
         self.part_bytes: list[int] = []  # of an engine block, by group
         self._layout: RankLayout | None = None
         self._pages: list[tuple[PageRun, ...]] = []  # by group
-        self._own: list[tuple[PageRun, ...]] = []  # of these, what no other rank writes
-        self._shared: dict[tuple[str, ...], list[list[Overlap]]] = {}  # by a peer's agents
-        self._common: dict[tuple[int, tuple[PageRun, ...]], list[Overlap]] = {}
+        self._own: list[tuple[PageRun, ...]] = []  # those of them that this rank writes
+        self._read_overlaps: dict[tuple[str, ...], list[list[Overlap]]] = {}  # by peer's agents
+        self._write_overlaps: dict[tuple[int, tuple[PageRun, ...]], list[Overlap]] = {}
         self._agent: Agent | None = None
-        self._agents = 0  # that there have been
-        self._peers: dict[str, bytes] = {}  # and how to reach them; the last one heard of is last
-        self._met: set[str] = set()  # those that the agent knows
+        self._agents = 0  # made so far
+        self._peers: dict[str, bytes] = {}  # agent -> metadata; the last one heard of is last
+        self._met: set[str] = set()  # peers that the agent knows
 
     def open(self, layout: RankLayout, devices: str) -> None:
-        """Read by a store's layout, over these network devices.
+        """Start a session with a store's layout, over these network devices.
 
         Raises TierError, NotSupported where NIXL does not take the tensors' memory.
         """
@@ -101,18 +101,18 @@ class EngineAgent:
         self._layout = layout
         self._peers.clear()
         self._met.clear()
-        self._shared.clear()
-        self._common.clear()
-        if self._agent is None and (wrong := self._made_anew()):
+        self._read_overlaps.clear()
+        self._write_overlaps.clear()
+        if self._agent is None and (wrong := self._recreate()):
             raise NotSupported(wrong)
 
     @property
     def name(self) -> str:
-        """Its agent's name; "" without one."""
+        """The agent's name; "" without one."""
         return "" if self._agent is None else self._agent.name
 
     def serves(self) -> tuple[RankPages, int] | None:
-        """Say how peers reach this rank's blocks, and how many there are; None: they cannot.
+        """Return how peers reach this rank's blocks, and how many there are; None: they cannot.
 
         Raises TierError, and ValueError for pages of too many pieces.
         """
@@ -126,14 +126,14 @@ class EngineAgent:
         return RankPages(self._agent.name, metadata, tuple(self._pages), self._gpu), blocks
 
     def restart(self) -> None:
-        """Forget all reads, and have them end. Raises TierError."""
-        if wrong := self._made_anew():
+        """End all transfers by making a new agent. Raises TierError."""
+        if wrong := self._recreate():
             raise TierIOError(wrong)
 
-    def _made_anew(self) -> str:
-        """Have a new agent and return what is wrong; there is none then.
+    def _recreate(self) -> str:
+        """Make a new agent; return "", or what went wrong, and there is no agent then.
 
-        As a text: an error would keep the agent that failed.
+        As a text: an exception would keep the agent that failed.
         """
         self._agent, self._agents = None, self._agents + 1  # the only reference: that ends it
         self._met.clear()
@@ -147,7 +147,7 @@ class EngineAgent:
         return ""
 
     def close(self) -> None:
-        """End the agent, and all that goes through it."""
+        """End the agent and all its transfers."""
         self._agent = None
 
     def _memory(self) -> Iterable[tuple[int, int]]:
@@ -155,7 +155,7 @@ class EngineAgent:
         return {(storage.data_ptr(), storage.nbytes) for storage in storages}
 
     def meet(self, peer: str, metadata: bytes) -> None:
-        """Know how to reach a peer's exporter, or how to reach it now."""
+        """Take note of how to reach a peer's agent."""
         if self._peers.pop(peer, None) != metadata:
             self._met.discard(peer)
         self._peers[peer] = metadata
@@ -171,7 +171,7 @@ class EngineAgent:
             except MoveError as exc:
                 log.debug("%s", exc)
 
-    def read(self, peer: str, moves: Sequence[tuple[Move, int]]) -> Moving:
+    def read(self, peer: str, moves: Sequence[tuple[Move, int]]) -> AgentTransfer:
         """Start reading slots, from these addresses on, into engine blocks. Raises TierError."""
         if self._layout is None:
             raise TierError("no layout")
@@ -186,9 +186,11 @@ class EngineAgent:
                 remote.append(in_slots(page, parts))
         return self._start([(peer, None, local, remote)])
 
-    def read_engine(self, ranks: Sequence[RankPages], moves: Sequence[tuple[Move, int]]) -> Moving:
+    def read_engine(
+        self, ranks: Sequence[RankPages], moves: Sequence[tuple[Move, int]]
+    ) -> AgentTransfer:
         """Start reading a peer's engine blocks into ours, of any ranks. Raises TierError."""
-        shared, parts = self._shared_with(ranks), []
+        shared, parts = self._overlaps_to_read(ranks), []
         for number, rank in enumerate(ranks):
             local, remote = [], []
             for group, overlaps in enumerate(shared):
@@ -202,23 +204,23 @@ class EngineAgent:
                 parts.append((rank.agent, rank.gpu, local, remote))
         return self._start(parts)
 
-    def _shared_with(self, ranks: Sequence[RankPages]) -> list[list[Overlap]]:
-        """Return what of each group lies where; the ranks become known. Raises TierError."""
+    def _overlaps_to_read(self, ranks: Sequence[RankPages]) -> list[list[Overlap]]:
+        """Return the overlaps of each group, and take note of the ranks. Raises TierError."""
         agents = tuple(rank.agent for rank in ranks)
         for rank in ranks:
             self.meet(rank.agent, rank.metadata)
-        if agents not in self._shared:
-            if len(self._shared) >= ENGINES_MAX:
-                self._shared.clear()
-            self._shared[agents] = [
-                shared(pages, [r.pages[group] if group < len(r.pages) else () for r in ranks])
+        if agents not in self._read_overlaps:
+            if len(self._read_overlaps) >= ENGINES_MAX:
+                self._read_overlaps.clear()
+            self._read_overlaps[agents] = [
+                cover(pages, [r.pages[group] if group < len(r.pages) else () for r in ranks])
                 for group, pages in enumerate(self._pages)
             ]
-        return self._shared[agents]
+        return self._read_overlaps[agents]
 
     def write(
         self, ranks: Sequence[RankPages], group: int, blocks: Sequence[int], there: Sequence[int]
-    ) -> Moving:
+    ) -> AgentTransfer:
         """Start writing what this rank has of engine blocks of a group into those of a peer's.
 
         ranks: with the group's pages only. Raises TierError, IndexError for another group.
@@ -227,31 +229,31 @@ class EngineAgent:
         for rank in ranks:
             if rank.metadata:
                 self.meet(rank.agent, rank.metadata)
-            overlaps = self._common_with(group, rank.pages[0])
+            overlaps = self._overlaps_to_write(group, rank.pages[0])
             if overlaps:
                 local = [rows(each.here(own), each.size) for each in overlaps]
                 remote = [rows(each.there(theirs), each.size) for each in overlaps]
                 parts.append((rank.agent, rank.gpu, local, remote))
         return self._start(parts, write=True)
 
-    def _common_with(self, group: int, pages: tuple[PageRun, ...]) -> list[Overlap]:
-        if (group, pages) not in self._common:
-            kept = sum(map(len, self._common.values()))
-            if len(self._common) >= COMMON_MAX or kept >= OVERLAPS_MAX:
-                self._common.clear()
-            self._common[group, pages] = common(self._own[group], pages)
-        return self._common[group, pages]
+    def _overlaps_to_write(self, group: int, pages: tuple[PageRun, ...]) -> list[Overlap]:
+        if (group, pages) not in self._write_overlaps:
+            kept = sum(map(len, self._write_overlaps.values()))
+            if len(self._write_overlaps) >= WRITTEN_PAGES_MAX or kept >= OVERLAPS_MAX:
+                self._write_overlaps.clear()
+            self._write_overlaps[group, pages] = overlaps_of(self._own[group], pages)
+        return self._write_overlaps[group, pages]
 
     def _start(
         self,
         parts: Sequence[tuple[str, int | None, list[Places], list[Places]]],
         *,
         write: bool = False,
-    ) -> Moving:
+    ) -> AgentTransfer:
         """Start moving, by peer and the GPU that it has them on, between our places and its."""
         if self._agent is None:
             raise TierIOError("no agent")
-        reading = Moving(0, self._agents, [])
+        transfer = AgentTransfer(0, self._agents, [])
         rows_of = [
             (peer, gpu, np.concatenate(own), np.concatenate(far)) for peer, gpu, own, far in parts
         ]
@@ -264,47 +266,47 @@ class EngineAgent:
                 if over:
                     self._agent.let_go(flight)
                 else:
-                    reading.flights.append(flight)
-                reading.bytes += int(local[:, 1].sum())
+                    transfer.flights.append(flight)
+                transfer.bytes += int(local[:, 1].sum())
         except MoveError as exc:
-            reading.failure = str(exc)  # what was started of it is not over
-            reading.clean = not exc.begun
+            transfer.failure = str(exc)  # what was started of it is not over
+            transfer.clean = not exc.begun
         except BINDINGS as exc:  # nor is it then
-            log.exception("blocks of a peer, or for one, were not moved")
-            reading.failure = repr(exc)
-        return reading
+            log.exception("a direct transfer was not started")
+            transfer.failure = repr(exc)
+        return transfer
 
     def _meet(self, agent: Agent, peer: str) -> None:
-        """Have the agent know a peer. Raises MoveError."""
-        if peer not in self._met:  # one that cannot be reached is nobody else's trouble
+        """Make a peer known to the agent. Raises MoveError."""
+        if peer not in self._met:  # one that cannot be reached fails its own transfers
             if agent.add_peer(self._peers.get(peer, b"")) != peer:
                 raise MoveError(f"metadata of another exporter than {peer!r}", "refused")
             self._met.add(peer)
 
-    def over(self, reading: Moving) -> bool:
-        """Tell whether a read has ended. Raises TierError if it failed; it has ended then, too."""
-        if reading.flights:
-            if self._agent is None or reading.agent != self._agents:
-                reading.clean = False
+    def over(self, transfer: AgentTransfer) -> bool:
+        """Return True if a transfer has ended. Raises TierError if it failed, and has ended."""
+        if transfer.flights:
+            if self._agent is None or transfer.agent != self._agents:
+                transfer.clean = False
                 raise TierIOError("its agent has ended")
-            self._look(self._agent, reading)
-        if reading.failure and not reading.flights:
-            raise TierIOError(reading.failure)
-        return not reading.flights
+            self._collect(self._agent, transfer)
+        if transfer.failure and not transfer.flights:
+            raise TierIOError(transfer.failure)
+        return not transfer.flights
 
     @staticmethod
-    def _look(agent: Agent, reading: Moving) -> None:
-        """Let go of the flights that are over."""
-        flying, reading.flights = reading.flights, []
+    def _collect(agent: Agent, transfer: AgentTransfer) -> None:
+        """Release the flights that are over."""
+        flying, transfer.flights = transfer.flights, []
         for flight in flying:
             try:
                 over = agent.over(flight)
             except MoveError as exc:
-                over, reading.failure, reading.clean = True, str(exc), False
+                over, transfer.failure, transfer.clean = True, str(exc), False
             if over:
                 agent.let_go(flight)
             else:
-                reading.flights.append(flight)
+                transfer.flights.append(flight)
 
 
 def gpu_of(caches: dict[str, LayerCache]) -> int | None:
@@ -320,9 +322,14 @@ def gpu_of(caches: dict[str, LayerCache]) -> int | None:
 
 def page_run(run: LayerRun, cache: LayerCache) -> PageRun:
     """Say where a layer's run lies in a tensor's memory."""
-    base = cache.storage.data_ptr() + cache.offset
-    cut = cache.piece_bytes, cache.pieces
-    return PageRun(run.offset, *cut, base, cache.block_stride, cache.piece_stride)
+    return PageRun(
+        run.offset,
+        cache.piece_bytes,
+        cache.pieces,
+        base=cache.storage.data_ptr() + cache.offset,
+        block_stride=cache.block_stride,
+        piece_stride=cache.piece_stride,
+    )
 
 
 class Overlap(msgspec.Struct, frozen=True):
@@ -336,11 +343,11 @@ class Overlap(msgspec.Struct, frozen=True):
     stride_there: int
 
     def here(self, blocks: Places) -> Places:
-        """Return addresses of these engine blocks of ours."""
+        """Return the addresses of our engine blocks."""
         return np.uint64(self.base) + blocks * np.uint64(self.stride)
 
     def there(self, blocks: Places) -> Places:
-        """Return addresses of these engine blocks of the peer's."""
+        """Return the addresses of the peer's engine blocks."""
         return np.uint64(self.base_there) + blocks * np.uint64(self.stride_there)
 
 
@@ -359,7 +366,7 @@ def _pieces(runs: Iterable[PageRun], rank: int = 0) -> Iterator[_Piece]:
             yield _Piece(offset, run.piece_bytes, base, run.block_stride, rank)
 
 
-def common(own: Iterable[PageRun], theirs: Iterable[PageRun]) -> list[Overlap]:
+def overlaps_of(own: Iterable[PageRun], theirs: Iterable[PageRun]) -> list[Overlap]:
     """Return the bytes of a part that both have. Raises TierError if they have some twice."""
     there, at = sorted(_pieces(theirs)), 0
     found: list[Overlap] = []
@@ -382,7 +389,7 @@ def _overlap(piece: _Piece, other: _Piece, start: int) -> Overlap:
     return Overlap(other.rank, size, here, piece.stride, far, other.stride)
 
 
-def shared(own: Iterable[PageRun], theirs: Sequence[Iterable[PageRun]]) -> list[Overlap]:
+def cover(own: Iterable[PageRun], theirs: Sequence[Iterable[PageRun]]) -> list[Overlap]:
     """Cut our runs of a part where those of a peer's ranks begin and end.
 
     Raises TierError if they do not have all of it.

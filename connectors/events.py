@@ -1,10 +1,10 @@
-"""What a router hears of the tiers: blocks by the engine's own hashes, with tokens and parent.
+"""KV events for a router's index: blocks by the engine's own hashes, with tokens and parent.
 
-The store names keys only. A key's tokens are known while a request that has them is here: what is
-offered is described at once, what is asked for when it comes up from a lower tier or from a peer.
-Blocks of which neither is so (other engines store them, or did before) are counted and not told:
-an event without tokens is of no use to an index. Only groups that need the whole prefix are told:
-indexes count leading blocks.
+The store names keys only. A key's tokens are known while a request that has them is here: blocks
+are described when they are stored, or when a lookup brings them up from a lower tier or a peer.
+Other blocks (other engines store them, or did before) are counted and not published: an event
+without tokens is of no use to an index. Only groups that need the whole prefix are published,
+since indexes count leading blocks.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
-from connectors.partial_block import is_tail
-from connectors.request_state import EngineRequest, Geometry
+from connectors.engine_interface import EngineRequest, Geometry
+from connectors.partial_block import is_partial_block
 from connectors.store_client import StoreClient
 
 TOKENS_MAX = 1 << 20  # of described blocks; the oldest are forgotten
-HASHES_MAX = 1 << 19  # of blocks that are told in several engine blocks
+HASHES_MAX = 1 << 19  # of published blocks that are several engine blocks each
 
 
 class BlockEvent(NamedTuple):
@@ -43,37 +43,37 @@ class _Described(NamedTuple):
     tokens: Sequence[int]
 
 
-class Events:
-    """Turns the keys that entered and left the tiers into events; for engines that publish them."""
+class BlockEvents:
+    """Turns keys that entered and left the tiers into events, for engines that publish them."""
 
     def __init__(
         self, geometry: Geometry, client: StoreClient, count: Callable[[str, int], None]
     ) -> None:
-        """count(event, blocks): called for what cannot be told."""
+        """count(event, blocks): called for blocks that cannot be described."""
         self._geometry = geometry
         self._client = client
         self._count = count
         self._every = geometry.block_tokens // geometry.hash_tokens
         self._described: dict[bytes, _Described] = {}  # by hash, the oldest first
         self._described_max = max(1, TOKENS_MAX // geometry.block_tokens)
-        self._asked: dict[bytes, tuple[EngineRequest, int]] = {}  # of requests that are here
-        self._told: dict[bytes, bytes] = {}  # hashes in a block, by its last; the oldest first
-        self._told_max = max(1, HASHES_MAX // self._every)
+        self._asked: dict[bytes, tuple[EngineRequest, int]] = {}  # by hash: request and its block
+        self._published: dict[bytes, bytes] = {}  # last hash of a block: all of its hashes
+        self._published_max = max(1, HASHES_MAX // self._every)
 
-    def offered(self, request: EngineRequest, first: int, end: int) -> None:
+    def stored(self, request: EngineRequest, first: int, end: int) -> None:
         """Blocks first..end-1 of a request are being stored."""
         if self._client.collect_events:
             for block in range(first, end):
                 self._describe(request, block)
 
     def asked(self, request: EngineRequest, hashes: Sequence[bytes]) -> None:
-        """A request's leading blocks, by their hashes, may come up for it."""
+        """A lookup may bring up a request's leading blocks, by their hashes."""
         if self._client.collect_events:
             blocks = zip(repeat(request), range(len(hashes)), strict=False)
             self._asked.update(zip(hashes, blocks, strict=True))
 
     def ended(self, request: EngineRequest) -> None:
-        """A request is gone, and nothing comes up for it any more."""
+        """A request has ended: no lookup of it brings up blocks any more."""
         if self._asked:
             for block_hash in request.block_hashes[self._every - 1 :: self._every]:
                 if self._asked.get(block_hash, (None, 0))[0] is request:
@@ -96,11 +96,11 @@ class Events:
         request, block = self._asked[block_hash]
         hashes, last = request.block_hashes, (block + 1) * self._every - 1
         if last >= len(hashes) or hashes[last] != block_hash:
-            return None  # the engine has shortened the prompt since then
+            return None  # the engine has shortened the prompt meanwhile
         return self._describe(request, block)
 
     def take(self, scope: bytes) -> Iterator[BlockEvent]:
-        """Go through what happened in a scope since the last call."""
+        """Yield what happened in a scope since the last call."""
         width, rules = self._geometry.hash_bytes, self._geometry.rules
         events = self._client.events
         if self._client.events_lost:
@@ -109,21 +109,21 @@ class Events:
         while events:
             medium, stored, key = events.popleft()
             group = int.from_bytes(key[width : width + 2], "big")
-            known = key[width + 2 :] == scope and group < len(rules) and not is_tail(key)
+            known = key[width + 2 :] == scope and group < len(rules) and not is_partial_block(key)
             if not known or rules[group].trailing is not None:
                 continue
             block_hash = key[:width]
             if not stored:
-                names = self._of_group(self._told.get(block_hash, block_hash), group)
+                names = self._hashes_of_group(self._published.get(block_hash, block_hash), group)
                 yield BlockEvent(medium, stored, group, names)
             elif (found := self._description(block_hash)) is None:
                 self._count("events_untold", 1)
             else:
                 self._remember(block_hash, found.hashes)
-                names = self._of_group(found.hashes, group)
+                names = self._hashes_of_group(found.hashes, group)
                 yield BlockEvent(medium, stored, group, names, found.parent, found.tokens)
 
-    def _of_group(self, packed: bytes, group: int) -> list[bytes]:
+    def _hashes_of_group(self, packed: bytes, group: int) -> list[bytes]:
         """List the hashes of a group's engine blocks; of a block that is forgotten the last."""
         width = self._geometry.hash_bytes
         step = self._geometry.engine_block_tokens[group] // self._geometry.hash_tokens * width
@@ -131,6 +131,6 @@ class Events:
 
     def _remember(self, block_hash: bytes, hashes: bytes) -> None:
         if len(hashes) > len(block_hash):
-            self._told[block_hash] = hashes
-            if len(self._told) > self._told_max:
-                del self._told[next(iter(self._told))]
+            self._published[block_hash] = hashes
+            if len(self._published) > self._published_max:
+                del self._published[next(iter(self._published))]

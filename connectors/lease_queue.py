@@ -1,45 +1,45 @@
-"""Who waits for room for a lease: leases of an engine are capped, and who came first is first.
+"""Which request gets the next lease when an engine's leases are at their cap: the earliest one.
 
-The questions of others may be on their way already: they would be answered before the one that is
-asked anew when somebody has given his lease up, and that again and again. So whoever came later,
-and is known to want a lease, does not ask meanwhile.
+Lookups of later requests may be on their way already. They would be answered before the lookup
+that the earliest request repeats, and take the room that was made for it, again and again. So a
+later request that was capped does not ask until the earliest one has its lease.
 """
 
 from __future__ import annotations
 
-from connectors.request_state import Tracked
+from connectors.request_state import TrackedRequest
 
 
-class Room:
-    """The first request that waits for room, as long as the engine asks for it in each step."""
+class LeaseQueue:
+    """The earliest request that was capped, as long as the engine tries to admit it."""
 
     def __init__(self) -> None:
-        """Nobody waits."""
-        self._first: Tracked | None = None
+        """Start with no request waiting."""
+        self._first: TrackedRequest | None = None
         self._seen = False
 
-    def is_for_another(self, tracked: Tracked) -> bool:
-        """Tell whether a request has to wait until an earlier one has its lease."""
+    def blocks(self, tracked: TrackedRequest) -> bool:
+        """Return True if a request has to wait until an earlier one has its lease."""
         first = self._first
-        return first is not None and tracked.capped and tracked.number > first.number
+        return first is not None and tracked.capped and tracked.arrival > first.arrival
 
-    def wanted(self, tracked: Tracked) -> None:
-        """A request found something, and no room."""
-        if self._first is None or tracked.number < self._first.number:
+    def add(self, tracked: TrackedRequest) -> None:
+        """A request found blocks and got no lease."""
+        if self._first is None or tracked.arrival < self._first.arrival:
             self._first, self._seen = tracked, True
 
-    def seen(self, tracked: Tracked) -> None:
-        """The engine would admit a request."""
+    def mark_seen(self, tracked: TrackedRequest) -> None:
+        """The engine tries to admit a request in this step."""
         self._seen |= tracked is self._first
 
-    def served(self, tracked: Tracked) -> None:
-        """A request has its lease, or wants none any more."""
+    def remove(self, tracked: TrackedRequest) -> None:
+        """A request has its lease, or needs none any more."""
         tracked.capped = False
         if tracked is self._first:
             self._first = None
 
     def next_step(self) -> None:
-        """A step is planned; the first does not hold others up if it could not run itself."""
+        """End a step: a first request that the engine did not try to admit blocks no other."""
         if not self._seen:
             self._first = None
         self._seen = False

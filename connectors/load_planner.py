@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from connectors.request_state import BlockTable, Geometry
+from connectors.engine_interface import BlockTable, Geometry
 from connectors.step_meta import EngineSpec
-from connectors.store_client import Places
+from connectors.store_client import GroupHits
 
 
-class Plan(NamedTuple):
-    """What a load copies; whole: the answer has all that it needs."""
+class LoadPlan(NamedTuple):
+    """What a load copies; complete: the answer has all that it needs."""
 
     engine: EngineSpec
     slots: tuple[int, ...]
     generations: tuple[int, ...]
-    whole: bool
+    complete: bool
 
 
-def plan_of(
-    geometry: Geometry, hits: Sequence[Places], table: BlockTable, local: int, total: int
-) -> Plan:
+def plan_load(
+    geometry: Geometry, hits: Sequence[GroupHits], table: BlockTable, local: int, total: int
+) -> LoadPlan:
     """Pair a request's engine blocks with slots, from token `local` up to token `total`.
 
-    hits: what was found, by group; none if nothing was. Of each group only what a hit of so many
-    tokens needs; what is not in its answer stands as slot 0.
+    hits: the blocks found, by group; empty if there was no answer. Of each group only what a hit
+    of so many tokens needs. Blocks missing from the answer get slot 0.
     """
     size = geometry.block_tokens
     blocks, inside = -(-total // size), total % size
@@ -34,24 +34,27 @@ def plan_of(
     firsts: list[int] = []
     slots: list[int] = []
     generations: list[int] = []
-    whole = True
+    complete = True
     for group, tokens in enumerate(geometry.engine_block_tokens):
-        per, end = size // tokens, -(-total // tokens)
-        needed = geometry.rules[group].first_of(blocks, inside=inside) * per
+        per_block, end = size // tokens, -(-total // tokens)
+        needed = geometry.rules[group].first_of(blocks, inside=inside) * per_block
         first = max(local // tokens, needed)
         wanted = table[group][first:end]
-        skip = next((i for i, block in enumerate(wanted) if block), len(wanted))
-        wanted = wanted[skip:]
+        skipped = next((i for i, block in enumerate(wanted) if block), len(wanted))
+        wanted = wanted[skipped:]
+        first += skipped
         ids.extend(wanted)
         sizes.append(len(wanted))
-        firsts.append(first + skip)
-        if wanted:
-            chunks = ((first + skip) // per, (end - 1) // per + 1)
-            places = hits[group].run(*chunks) if hits else None
-            if places is None:
-                whole = False
-                places = ((0,) * (chunks[1] - chunks[0]),) * 2
-            slots.extend(places[0])
-            generations.extend(places[1])
+        firsts.append(first)
+        if not wanted:
+            continue
+        block_first, block_end = first // per_block, (end - 1) // per_block + 1
+        found = hits[group].run(block_first, block_end) if hits else None
+        if found is None:
+            complete = False
+            nothing = (0,) * (block_end - block_first)
+            found = nothing, nothing
+        slots.extend(found[0])
+        generations.extend(found[1])
     engine = EngineSpec(tuple(ids), tuple(sizes), tuple(firsts))
-    return Plan(engine, tuple(slots), tuple(generations), whole)
+    return LoadPlan(engine, tuple(slots), tuple(generations), complete)

@@ -1,40 +1,26 @@
 """One load under way: engine blocks are filled as the slots they come from become ready.
 
-A lease may name slots that the store is still filling from a lower tier. The slot's generation,
-in memory that store and workers share, tells how that stands: one less than the leased one while
-the bytes are on their way, the leased one once they are there, any other when they will not come
-or are somebody else's by now. So a disk reads the end of a hit while its beginning is copied.
-What comes straight from a peer is no slot's: connectors/direct_reads.py.
+A lease may name slots that the store is still filling from a lower tier. The slot's generation, in
+memory that store and workers share, tells its state: one less than the leased one while the bytes
+are on their way, the leased one once they are there, any other when they will not come or the slot
+was reused. So a disk reads the end of a hit while its beginning is copied. What comes straight from
+a peer uses no slot: connectors/direct_reads.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from connectors.copies.device import Copying
 from connectors.step_meta import LoadJob, pieces
 from kvstore.core.errors import TierError
 from kvstore.core.layout import Move
 from kvstore.wire import engine as p
 
 ASK_NS = 250_000_000  # a load that waits tells the store so as often as this, or more often
-
-
-class Copying(Protocol):
-    """A copy that was begun; connectors/copies/device.py says more."""
-
-    @property
-    def bytes(self) -> int:
-        """Count what it moves."""
-        ...
-
-    def over(self) -> bool:
-        """Tell whether it has ended. Raises TierError if it failed."""
-        ...
-
 
 Copy = Callable[[Sequence[Move]], Copying]
 """Begins to copy slots to engine blocks. Raises TierError, with nothing begun."""
@@ -43,12 +29,12 @@ Generations = Callable[[NDArray[np.int64]], NDArray[np.uint32]]
 """Returns the generations that slots have now. Raises TierError for a slot that is not mapped."""
 
 
-class Patience:
-    """How long a load waits: a time without an arrival, and one for all of it.
+class LoadDeadline:
+    """When a waiting load expires: after a time without an arrival, and after one in all.
 
-    What the store says of blocks that are on their way counts as an arrival; that a peer still
-    computes them has the limit for all begin anew. One thread notes arrivals, another may note
-    what the store says: each writes numbers of its own.
+    The store's word that blocks are on their way counts as an arrival; that a peer is still
+    computing them restarts the limit for all. One thread notes arrivals, another may note what the
+    store says: each writes numbers of its own.
     """
 
     def __init__(self, quiet_ns: int, limit_ns: int, now_ns: int) -> None:
@@ -59,21 +45,21 @@ class Patience:
         self._heard_ns = self._computed_ns = 0
 
     def arrived(self, now_ns: int) -> None:
-        """Note that a block has come."""
+        """A block has come."""
         self._arrived_ns = now_ns
 
-    def not_yet(self, now_ns: int) -> None:
-        """Note that nothing could come until now: the engine was not ready for it."""
+    def restart(self, now_ns: int) -> None:
+        """Nothing could come until now: the engine was not ready for it."""
         self._began_ns = self._arrived_ns = now_ns
 
-    def heard(self, coming: p.Coming, now_ns: int) -> None:
-        """Note what the store says."""
+    def on_coming(self, coming: p.Coming, now_ns: int) -> None:
+        """The store says that blocks are on their way."""
         self._heard_ns = max(self._heard_ns, now_ns - coming.quiet_ms * 1_000_000)
         if coming.computed_ms is not None:
             self._computed_ns = max(self._computed_ns, now_ns - coming.computed_ms * 1_000_000)
 
-    def asks(self, now_ns: int) -> bool:
-        """Tell whether it is time to tell the store that the load still waits."""
+    def should_ask(self, now_ns: int) -> bool:
+        """Return True when it is time to tell the store that the load still waits."""
         if now_ns - self._asked_ns < self._ask_ns:
             return False
         self._asked_ns = now_ns
@@ -87,20 +73,22 @@ class Patience:
         """Return the time that counts for the limit of all."""
         return now_ns - max(self._began_ns, self._computed_ns)
 
-    def whole_ns(self, now_ns: int) -> int:
+    def total_ns(self, now_ns: int) -> int:
         """Return the time since the load began."""
         return now_ns - self._first_ns
 
-    def is_over(self, now_ns: int) -> bool:
-        """Tell whether what has not come by now is late."""
+    def has_expired(self, now_ns: int) -> bool:
+        """Return True if blocks that have not come by now are late."""
         return self.quiet_ns(now_ns) >= self._quiet_ns or self.spent_ns(now_ns) >= self._limit_ns
 
 
-class Load:
-    """What is copied of a job, and what is still awaited; no thread, clock or memory of its own."""
+class SlotLoad:
+    """The part of a load that comes from slots; has no thread, clock or memory of its own."""
 
-    def __init__(self, job: LoadJob, per: tuple[int, ...], patience: Patience) -> None:
-        """per: engine blocks in a block, by group. patience: with slots that are not ready.
+    def __init__(
+        self, job: LoadJob, blocks_per_chunk: tuple[int, ...], deadline: LoadDeadline
+    ) -> None:
+        """blocks_per_chunk: engine blocks in a block, by group. deadline: of slots not ready.
 
         Raises ValueError if the job's blocks and slots do not fit.
         """
@@ -109,9 +97,11 @@ class Load:
         self.seconds = 0.0  # spent copying
         self.damaged: list[int] = []  # slots that do not hold what was leased
         self.late = 0  # slots that were not ready in time
-        self._patience = patience
+        self._deadline = deadline
         self._arrived = 0  # slots that are ready, copied ones included
-        self._moves = [m for m in pieces(job.engine, job.store, per) if m.slot < p.DIRECT]
+        self._moves = [
+            m for m in pieces(job.engine, job.store, blocks_per_chunk) if m.slot < p.DIRECT
+        ]
         slots = np.array(job.store.slots, np.int64)
         self._slots = slots[slots < p.DIRECT]
         self._leased = np.array(job.generations, np.uint32)[slots < p.DIRECT]
@@ -121,16 +111,16 @@ class Load:
 
     @property
     def ok(self) -> bool:
-        """Tell whether every block has arrived; asked once the load is over."""
+        """True if every block has arrived; asked once the load is over."""
         return not self.damaged and not self.late
 
     @property
     def copying(self) -> bool:
-        """Tell whether engine blocks may be being written at this moment."""
+        """True while engine blocks may be being written."""
         return self._under_way is not None
 
     def advance(self, copy: Copy, generations: Generations, now_ns: int) -> bool:
-        """Copy what has become ready; True when the load is over, well or not.
+        """Copy what has become ready; True when the load is over, complete or not.
 
         It is not over while anything is being copied. Raises TierError when a copy fails.
         """
@@ -145,12 +135,12 @@ class Load:
             arrived = len(self._slots) - waiting.size
             if arrived > self._arrived:
                 self._arrived = arrived
-                self._patience.arrived(now_ns)
+                self._deadline.arrived(now_ns)
             end = self._ready + int(waiting[0]) if waiting.size else len(self._slots)
             if end > self._ready:
                 first = self._ends[self._ready - 1] if self._ready else 0
                 self._under_way = end, copy(self._moves[first : self._ends[end - 1]])
-            elif end < len(self._slots) and self._patience.is_over(now_ns):
+            elif end < len(self._slots) and self._deadline.has_expired(now_ns):
                 self.late = int(waiting.size)
                 return True
             else:

@@ -1,8 +1,8 @@
-"""The partly filled last block of a prompt that one engine hands to another: its *tail*.
+"""The partly filled last block of a prompt that one engine hands over to another.
 
-An engine has no hash for it. Both ends of a hand-over make one from what both of them know, so to
-everything between them it is one more block of the request's chain. Nobody else makes it: no other
-request finds a tail, in whichever tier it is.
+An engine has no hash for it. Both ends of a hand-over make one from what both know, so that stores
+and tiers see one more block of the request's chain. No other request makes that hash, so none
+finds the block, in whichever tier it is.
 """
 
 from __future__ import annotations
@@ -13,22 +13,25 @@ from typing import NamedTuple
 
 import msgspec
 
+from connectors.engine_interface import EngineRequest, Geometry
 from connectors.kv_transfer_params import Remote
-from connectors.request_state import EngineRequest, Geometry, Question
+from connectors.request_state import BlockQuery
 from kvstore.core import limits
 
-MARK = b"\0kvtail\0"  # what each of these hashes begins with; an engine's do by chance of 2^-64
+MARK = b"\0kvtail\0"  # each of these hashes begins with it; an engine's do by chance of 2^-64
 
 
-class Tail(NamedTuple):
-    """A tail: its block's number and hash, and the request's tokens up to its last one."""
+class PartialBlock(NamedTuple):
+    """Its index and hash, and the request's tokens up to its last one."""
 
     block: int
     hash: bytes
     end: int
 
 
-def tail_of(geometry: Geometry, request: EngineRequest, end: int, handed: str) -> Tail | None:
+def partial_block_of(
+    geometry: Geometry, request: EngineRequest, end: int, handed: str
+) -> PartialBlock | None:
     """Name the block in which a request's first `end` tokens end; None if they end with one.
 
     handed: the hand-over's request. Also None if the engine has not hashed all blocks before it.
@@ -37,44 +40,44 @@ def tail_of(geometry: Geometry, request: EngineRequest, end: int, handed: str) -
     index, filled = divmod(end, size)
     if not filled or len(request.block_hashes) * geometry.hash_tokens < index * size:
         return None
-    above = geometry.block_hash(request, index - 1) if index else b""
+    parent = geometry.block_hash(request, index - 1) if index else b""
     tokens = request.all_token_ids[index * size : end]
-    return Tail(index, _hash(geometry.hash_bytes, handed, above, tokens), end)
+    return PartialBlock(index, _hash(geometry.hash_bytes, handed, parent, tokens), end)
 
 
-def _hash(width: int, handed: str, above: bytes, tokens: Sequence[int]) -> bytes:
-    """Bind a tail to its request, to the block before it, and to its tokens and their number."""
-    facts = msgspec.msgpack.encode((handed, above, list(tokens)))
+def _hash(width: int, handed: str, parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Bind the block to its request, to the block before it, and to its tokens and their number."""
+    facts = msgspec.msgpack.encode((handed, parent, list(tokens)))
     return MARK + hashlib.blake2b(facts, digest_size=width - len(MARK)).digest()
 
 
-def is_tail(key: bytes) -> bool:
-    """Tell whether a block key, or a hash, is a tail's."""
+def is_partial_block(key: bytes) -> bool:
+    """Return True if a block key, or a hash, names a partly filled block."""
     return key.startswith(MARK)
 
 
-def question_of(geometry: Geometry, request: EngineRequest, remote: Remote) -> Question:
-    """Say which blocks to ask for: all full ones, and of a hand-over its last one, however full.
+def query_for(geometry: Geometry, request: EngineRequest, remote: Remote) -> BlockQuery:
+    """Choose the blocks to ask for: all full ones, and of a hand-over its last one, however full.
 
-    Of a prompt that is longer than a store answers for it is the leading ones.
-    The last token is computed in any case: a block that only lacks it may be of no use, but need
-    not be stored again either.
+    Of a prompt longer than a store answers for, the leading ones are asked for.
+    The engine computes the last token in any case. So a block that only lacks it may be of no use,
+    but asking for it shows that it need not be stored again.
     """
     size, tokens = geometry.block_tokens, request.num_tokens
     every = size // geometry.hash_tokens
     hashes = request.block_hashes[every - 1 : limits.LOOKUP_BLOCKS_MAX * every : every]
     whole = min(len(hashes), (tokens - 1) // size)
-    plain = Question(hashes, len(hashes), whole, whole * size)
+    plain = BlockQuery(hashes, len(hashes), whole, whole * size)
     end = min(remote.tokens, geometry.loadable(tokens))
     if tokens == 1 or remote.tokens < tokens - 1 or (geometry.exact and end != remote.tokens):
-        return plain  # nothing is to be loaded, or nothing else of what was computed elsewhere
+        return plain  # nothing to load, or nothing beyond full blocks was computed elsewhere
     index = (end - 1) // size
     inside = end % size
     if index >= limits.LOOKUP_BLOCKS_MAX:
         return plain
     if index < len(hashes) and (not inside or remote.tokens >= (index + 1) * size):
-        return Question(hashes, len(hashes), index + 1, end, inside)
-    tail = tail_of(geometry, request, remote.tokens, remote.request)
-    if tail is None or tail.block != index or tail.end > tokens:
+        return BlockQuery(hashes, len(hashes), index + 1, end, inside)
+    partial = partial_block_of(geometry, request, remote.tokens, remote.request)
+    if partial is None or partial.block != index or partial.end > tokens:
         return plain
-    return Question([*hashes[:index], tail.hash], index, index + 1, end, inside)
+    return BlockQuery([*hashes[:index], partial.hash], index, index + 1, end, inside)

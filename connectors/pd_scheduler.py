@@ -1,7 +1,7 @@
-"""Requests that two engines share, as the store is told of them.
+"""Requests that two engines share: what a prefill hands over, and where a decode finds it.
 
-One that ends hands over all it has computed. Most of it was stored while it ran; what has found no
-slot by then keeps the engine's blocks until it does, since nobody else has its bytes.
+A request that ends hands over all it has computed. Most of it was stored while it ran. Blocks that
+have found no slot by then stay in the engine's memory until they do, as their only copy is there.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from connectors.engine_interface import BlockTable, EngineRequest, Geometry
 from connectors.kv_transfer_params import (
     NO_REMOTE,
     NO_SOURCE,
@@ -24,10 +25,10 @@ from connectors.kv_transfer_params import (
     parameters,
     source_of,
 )
-from connectors.partial_block import Tail, tail_of
-from connectors.request_state import NEVER, BlockTable, EngineRequest, Geometry, Tracked
+from connectors.partial_block import PartialBlock, partial_block_of
+from connectors.request_state import NEVER, TrackedRequest
 from connectors.store_client import StoreClient
-from connectors.store_planner import Offers
+from connectors.store_planner import StorePlanner
 from kvstore.core import limits
 from kvstore.core.errors import ConfigError
 from kvstore.core.limits import TEXT_MAX
@@ -40,59 +41,58 @@ STORE_LIMIT_NS = 1_000_000_000  # without a slot for so long, the engine gets it
 _LOGGED_MAX = 100  # characters of a request's id
 
 
-class _Rest(msgspec.Struct, eq=False):
-    """What a request that has ended has to store; end: its tokens."""
+class _Unstored(msgspec.Struct, eq=False):
+    """What a request that has ended still has to store; end: its tokens."""
 
-    tracked: Tracked
+    tracked: TrackedRequest
     table: BlockTable
     end: int
-    tail: Tail | None
+    partial: PartialBlock | None
     session: int
     until_ns: int
 
 
 class HandOvers:
-    """Those that run now."""
+    """The hand-overs of one engine, both those it makes and those it receives."""
 
     def __init__(
         self,
         geometry: Geometry,
         client: StoreClient,
+        stores: StorePlanner,
         transfer: Transfer,
-        world: int,
-        offers: Offers,
-        count: Callable[[str], None],
         clock: Callable[[], int],
+        *,
+        world: int,
+        count: Callable[[str], None],
     ) -> None:
         """transfer: this engine's id and lease. world: its ranks. count(event)."""
-        self._clock = clock
-        self._offers = offers
-        self._count = count
         self._geometry = geometry
         self._client = client
+        self._stores = stores
         self._transfer = transfer
+        self._clock = clock
         self._world = world
-        self._running: dict[str, bool] = {}  # whether for a next turn
-        self._holders: dict[str, Remote] = {}  # that have not heard that we are done
-        self._unstored: dict[str, _Rest] = {}
+        self._count = count
+        self._running: dict[str, bool] = {}  # computed for another engine; True: for a next turn
+        self._holders: dict[str, Remote] = {}  # hold blocks for requests of this engine
+        self._unstored: dict[str, _Unstored] = {}
 
-    def begun(
-        self,
-        request: EngineRequest,
-        params: Mapping[str, Any] | None,
-        cached: int,
+    def start(
+        self, request: EngineRequest, params: Mapping[str, Any] | None, cached: int
     ) -> Remote:
-        """Take note of a request with these parameters; return whom to ask for its prompt.
+        """Take note of a request with these parameters; return where to fetch its prompt.
 
-        One that another engine goes on with may be asked for while it is computed. cached: tokens
-        that the engine has itself.
+        A request that another engine continues may be fetched while it is computed here.
+        cached: tokens that the engine has itself.
         """
         name, size = request.request_id, self._geometry.block_tokens
         source = self._source(name, params)
         turn = source.remote is not NO_REMOTE and not source.turn and self._transfer.two_way
         if (turn or is_handed_over(params)) and self._has_a_name_to_send(name):
             self._running[name] = turn
-            self._client.hand(p.Handing(name, "running", common=common_id(name)))
+            running = p.Handing(name, "running", common=common_id(name))
+            self._client.report_hand_over(running)
         if source.remote is NO_REMOTE:
             return NO_REMOTE
         self._holders[name] = source.remote
@@ -121,8 +121,13 @@ class HandOvers:
             self._count("transfer_refused")
             return NO_SOURCE
 
-    def over(self, tracked: Tracked, table: BlockTable, scope: bytes) -> dict[str, Any] | None:
-        """Have the store hold a request's blocks; return what a router passes along."""
+    def finish(
+        self, tracked: TrackedRequest, table: BlockTable, scope: bytes
+    ) -> dict[str, Any] | None:
+        """Have the store hold a request's blocks; return the parameters for the next engine.
+
+        None: no engine continues the request, or its blocks cannot be fetched.
+        """
         request, geometry, transfer = tracked.request, self._geometry, self._transfer
         name = request.request_id
         here = self._client.side_channel if self._client.session else ""
@@ -132,77 +137,85 @@ class HandOvers:
         hashed = len(request.block_hashes) * geometry.hash_tokens
         most = limits.LOOKUP_BLOCKS_MAX * geometry.block_tokens
         end = min(request.num_computed_tokens, request.num_tokens - 1)  # the last was just sampled
-        end = min(end, most)  # nobody can ask for what is behind that
-        tail = None if turn else tail_of(geometry, request, end, name)  # a next turn is longer
-        if tail is not None and not self._offers.has_tail(tail, table):
-            tail = None
+        end = min(end, most)  # no lookup asks beyond that
+        partial = None if turn else partial_block_of(geometry, request, end, name)
+        if partial is not None and not self._stores.has_partial(partial, table):
+            partial = None
         blocks = min(end, hashed) // geometry.block_tokens
         hashes = [geometry.block_hash(request, block) for block in range(blocks)]
-        if tail is None:
+        if partial is None:
             end = blocks * geometry.block_tokens
         else:
-            hashes.append(tail.hash)
-        if hashes:  # else ended() tells the store
+            hashes.append(partial.hash)
+        if hashes:  # without any, end() tells the store
             del self._running[name]
-            lease_ms = transfer.decode_ttl_ms if turn else transfer.lease_ms
-            packed, width = b"".join(hashes), geometry.hash_bytes
-            self._client.hand(p.Handing(name, "done", packed, width, scope, lease_ms, fixed=turn))
+            done = p.Handing(
+                name,
+                "done",
+                b"".join(hashes),
+                geometry.hash_bytes,
+                scope,
+                lease_ms=transfer.decode_ttl_ms if turn else transfer.lease_ms,
+                fixed=turn,
+            )
+            self._client.report_hand_over(done)
             until_ns = self._clock() + STORE_LIMIT_NS
-            rest = _Rest(tracked, table, end, tail, self._client.session, until_ns)
+            rest = _Unstored(tracked, table, end, partial, self._client.session, until_ns)
             if not self._store(rest):
                 self._unstored[name] = rest
         ids = table if hashes else [()] * len(table)
         return parameters(transfer, name, here, ids, end, self._world, turn=turn)
 
-    def _store(self, rest: _Rest) -> bool:
-        """Offer what was not offered; tell whether that was all."""
+    def _store(self, rest: _Unstored) -> bool:
+        """Store what is not stored yet; True if that was all."""
         tracked, size = rest.tracked, self._geometry.block_tokens
-        self._offers.offer(tracked, rest.end, lambda _: rest.table)
+        self._stores.store_complete(tracked, rest.end, lambda _: rest.table)
         if tracked.cursor < rest.end // size:
             return False
-        return rest.tail is None or self._offers.offer_tail(tracked, rest.tail, rest.table)
+        partial = rest.partial
+        return partial is None or self._stores.store_partial(tracked, partial, rest.table)
 
-    def unstored(self, request_id: str = "") -> bool:
-        """Tell whether a request, or any, has ended and keeps engine blocks to be stored."""
+    def has_unstored(self, request_id: str = "") -> bool:
+        """Return True while a request that has ended, or any, keeps engine blocks to store."""
         return request_id in self._unstored if request_id else bool(self._unstored)
 
     def store_rest(self) -> tuple[str, ...]:
-        """Offer more; return the requests whose engine blocks may go.
+        """Store more; return the requests whose engine blocks may be freed.
 
-        These are stored then, and fenced until they are, or nothing more of them will be.
+        These are stored, and fenced until the copies end, or will not be stored any more.
         """
-        now_ns, over = self._clock(), []
+        now_ns, ended = self._clock(), []
         for name, rest in self._unstored.items():
             lost = rest.tracked.cursor == NEVER or rest.session != self._client.session
-            if not lost and self._offers.may_offer():
+            if not lost and self._stores.can_store():
                 if self._store(rest):
-                    over.append(name)
+                    ended.append(name)
                     continue
                 rest.until_ns = now_ns + STORE_LIMIT_NS
             if lost or now_ns >= rest.until_ns:
                 self._count("hand_over_unstored")
-                over.append(name)
-        for name in over:
+                ended.append(name)
+        for name in ended:
             del self._unstored[name]
-        return tuple(over)
+        return tuple(ended)
 
-    def forget_rest(self) -> None:
-        """What is not stored yet is not wanted any more."""
+    def drop_rest(self) -> None:
+        """Stop storing for requests that have ended: the cache was reset."""
         for rest in self._unstored.values():
             rest.tracked.cursor = NEVER
 
-    def let_go(self, request_id: str) -> None:
-        """A request wants nothing more of who computed its prompt."""
+    def release(self, request_id: str) -> None:
+        """Tell the store that computed a request's prompt that we need no more of it."""
         holder = self._holders.pop(request_id, None)
         if holder is not None:
-            self._client.let_go(holder.address, holder.request)
+            self._client.release_remote(holder.address, holder.request)
 
-    def runs(self, request_id: str) -> bool:
-        """Tell whether another engine goes on with what a request computes."""
+    def is_running(self, request_id: str) -> bool:
+        """Return True if a request is being computed for another engine."""
         return request_id in self._running
 
-    def ended(self, request_id: str) -> None:
-        """A request has ended; one that was not handed over is wanted by nobody."""
-        self.let_go(request_id)
+    def end(self, request_id: str) -> None:
+        """End a request. If finish() has not handed it over, no engine can fetch it."""
+        self.release(request_id)
         if self._running.pop(request_id, None) is not None:
-            self._client.hand(p.Handing(request_id, "gone"))
+            self._client.report_hand_over(p.Handing(request_id, "gone"))

@@ -21,24 +21,17 @@ from typing import Any
 
 import msgspec
 
-from connectors.events import BlockEvent, Events
+from connectors.engine_interface import BlockTable, EngineRequest, Geometry, Step
+from connectors.events import BlockEvent, BlockEvents
 from connectors.kv_transfer_params import NO_REMOTE, NO_TRANSFER, Transfer
-from connectors.lease_queue import Room
-from connectors.load_planner import plan_of
-from connectors.partial_block import question_of
+from connectors.lease_queue import LeaseQueue
+from connectors.load_planner import plan_load
+from connectors.partial_block import query_for
 from connectors.pd_scheduler import HandOvers
-from connectors.request_state import (
-    NEVER,
-    BlockTable,
-    EngineRequest,
-    Geometry,
-    Phase,
-    Step,
-    Tracked,
-)
+from connectors.request_state import NEVER, Phase, TrackedRequest
 from connectors.step_meta import LoadJob, StepMeta, StoreJob, StoreSpec
-from connectors.store_client import NOWHERE, Grant, StoreClient
-from connectors.store_planner import MEDIUM, Offers
+from connectors.store_client import NO_HITS, Grant, StoreClient
+from connectors.store_planner import MEDIUM, StorePlanner
 from kvstore.core.lookup import Answer, common_hit
 from kvstore.core.types import LookupResult
 from kvstore.wire import engine as p
@@ -70,7 +63,7 @@ class SchedulerHalf:
 
         shares_prefixes: the engine has a prefix cache, so loading a block twice is waste.
         transfer: how blocks are handed over between engines.
-        beside: other connectors load, too, and may say after a step that what it used was bad.
+        beside: other connectors load, too, and may report after a step that its input was bad.
         """
         self.stats: Counter[str] = Counter()
         self._geometry = geometry
@@ -81,25 +74,25 @@ class SchedulerHalf:
         self._scope = b""
         self._direct = transfer.direct
         self._beside = beside
-        self._requests: dict[str, Tracked] = {}
-        self._left_out: dict[str, int] = {}  # tokens that the engine has of requests not told of
-        self._arrived = 0
-        self._room = Room()
+        self._requests: dict[str, TrackedRequest] = {}
+        self._untracked: dict[str, int] = {}  # requests without keys here: the engine's tokens
+        self._arrivals = 0
+        self._lease_queue = LeaseQueue()
         self._scheduled: Mapping[str, int] = {}  # in the last step
-        self._left: dict[str, int] = {}  # tokens to compute until a block can be complete
+        self._tokens_left: dict[str, int] = {}  # to compute until a block can be complete
         self._loading_hashes: Counter[bytes] = Counter()
         self._loads: list[LoadJob] = []
         self._load_targets: set[int] = set()
-        self._early: list[StoreJob] = []
-        self._events = Events(geometry, client, self._count)
-        told = self._count, self._events
-        self._offers = Offers(geometry, client, world, *told)
-        how = transfer, world, self._offers, self._count, clock
-        self._hands = HandOvers(geometry, client, *how)
+        self._final_stores: list[StoreJob] = []  # of requests that have ended
+        self._events = BlockEvents(geometry, client, self._count)
+        self._stores = StorePlanner(geometry, client, world, self._count, self._events)
+        self._hand_overs = HandOvers(
+            geometry, client, self._stores, transfer, clock, world=world, count=self._count
+        )
         self._waited_s = 0.0
         self._timeouts = 0
 
-    # Requests arrive, are looked up, are admitted
+    # Requests arrive, are looked up and admitted
 
     def on_new_request(
         self,
@@ -111,44 +104,54 @@ class SchedulerHalf:
     ) -> None:
         """Take note of a request and queue its lookup; its keys are sent once.
 
-        transfer: hand-over parameters, if it has any; wrong ones are told and not used.
+        transfer: hand-over parameters, if it has any; wrong ones are logged and not used.
         cached: tokens that the engine has of a request with parameters.
         reads: False: it computes its whole prompt. Nothing is asked; its blocks are stored.
         """
         if not self._requests:
             self._client.receive()  # the store may have gone while no step was taken
         if not self._client.session:
-            self._client.receive()  # and have let us in again
-        self._arrived += 1
-        tracked = Tracked(request, self._groups, self._arrived, reads=reads)
+            self._client.receive()  # and may be back
+        self._arrivals += 1
+        tracked = TrackedRequest(request, self._groups, self._arrivals, may_load=reads)
         self._requests[request.request_id] = tracked
-        tracked.remote = self._hands.begun(request, transfer, cached)
+        tracked.remote = self._hand_overs.start(request, transfer, cached)
         self._ask(tracked)
 
-    def _ask(self, tracked: Tracked) -> None:
-        """Ask about a request's blocks.
+    def _ask(self, tracked: TrackedRequest) -> None:
+        """Look up a request's blocks.
 
-        After a load that failed only about what is in memory: nobody waits for a disk twice.
+        After a failed load only in memory, so that a request waits for a disk or a peer once.
         """
-        if not tracked.reads or self._room.is_for_another(tracked):
+        if not tracked.may_load or self._lease_queue.blocks(tracked):
             return
-        remote, again = NO_REMOTE if tracked.failures else tracked.remote, tracked.failures > 0
-        question = question_of(self._geometry, tracked.request, remote)
-        if not question.blocks:
+        again = tracked.failures > 0
+        remote = NO_REMOTE if again else tracked.remote
+        query = query_for(self._geometry, tracked.request, remote)
+        if not query.blocks:
             return
-        packed, width = b"".join(question.hashes), self._geometry.hash_bytes
-        where = remote.address, remote.request, remote.push
-        how = question.inside, question.blocks, self._direct
-        lookup = p.Lookup(0, packed, width, self._scope, again, *where, *how)
+        lookup = p.Lookup(
+            ask=0,
+            hashes=b"".join(query.hashes),
+            width=self._geometry.hash_bytes,
+            scope=self._scope,
+            memory_only=again,
+            peer=remote.address,
+            request=remote.request,
+            push=remote.push,
+            inside=query.inside,
+            loadable=query.blocks,
+            direct=self._direct,
+        )
         tracked.ask = self._client.ask(lookup)
         if tracked.ask is not None:
-            tracked.phase, tracked.question = Phase.ASKED, question
-            self._events.asked(tracked.request, question.hashes[: question.own])
+            tracked.phase, tracked.query = Phase.ASKED, query
+            self._events.asked(tracked.request, query.hashes[: query.own])
 
-    def _worth_loading(self, tracked: Tracked, computed: int) -> int | None:
+    def _worth_loading(self, tracked: TrackedRequest, computed: int) -> int | None:
         """Return how many tokens a load has to reach; None if it cannot.
 
-        Less than a block is no hit; of what was computed for us by another engine all is loaded.
+        Less than a block is no hit, except for what another engine computed for this request.
         """
         request, size = tracked.request, self._geometry.block_tokens
         if tracked.remote.tokens:
@@ -161,16 +164,16 @@ class SchedulerHalf:
         """Answer how many tokens beyond `computed` can be loaded; None: ask again later."""
         tracked = self._requests.get(request_id)
         if tracked is None:
-            self._left_out[request_id] = computed
+            self._untracked[request_id] = computed
             return 0, False
         tracked.local = computed
-        self._room.seen(tracked)
+        self._lease_queue.mark_seen(tracked)
         tokens = self._loadable(tracked, computed)
         if tokens is not None:
             tracked.deferred_ns = None
         return tokens, bool(tokens)
 
-    def _loadable(self, tracked: Tracked, computed: int) -> int | None:
+    def _loadable(self, tracked: TrackedRequest, computed: int) -> int | None:
         least = self._worth_loading(tracked, computed)
         if least is None:
             return 0
@@ -180,7 +183,7 @@ class SchedulerHalf:
             self._ask(tracked)
         grant = self._grant(tracked)
         if grant is None:
-            waits = tracked.phase is Phase.ASKED or self._room.is_for_another(tracked)
+            waits = tracked.phase is Phase.ASKED or self._lease_queue.blocks(tracked)
             return self._defer(tracked) if waits else 0
         tokens = self._usable(tracked, grant, computed)
         if tokens < least:
@@ -189,7 +192,7 @@ class SchedulerHalf:
             return self._defer(tracked)
         return tokens - computed
 
-    def _grant(self, tracked: Tracked) -> Grant | None:
+    def _grant(self, tracked: TrackedRequest) -> Grant | None:
         """Return the answer, waiting for it within this step's budget."""
         self._client.receive()
         if tracked.ask is not None and self._client.asked_ns(tracked.ask) is None:
@@ -204,18 +207,19 @@ class SchedulerHalf:
             self._client.send_step()
             self._wait(tracked)
             grant = self._client.grant(tracked.ask)
-        if grant is not None and self._clock() >= grant.until_ns:
+        if grant is None:
+            return None
+        if self._clock() >= grant.until_ns:
             self._client.drop(tracked.ask)  # its pins may be gone, or more is there now
             self._ask(tracked)
             return None
-        if grant is not None and grant.capped:
+        if grant.capped:
             self._make_room(tracked)
             return None
-        if grant is not None:
-            self._room.served(tracked)
+        self._lease_queue.remove(tracked)
         return grant
 
-    def _wait(self, tracked: Tracked) -> None:
+    def _wait(self, tracked: TrackedRequest) -> None:
         idle = self._requests.keys().isdisjoint(self._scheduled)
         if tracked.ask is None or (tracked.waited and not idle):
             return  # with nothing else to run an empty step would cost more
@@ -235,9 +239,9 @@ class SchedulerHalf:
             found = self._client.grant(tracked.ask) is not None
             self._timeouts = 0 if found else self._timeouts + 1
 
-    def _make_room(self, tracked: Tracked) -> None:
-        """Our leases are at their cap: requests that arrived later give theirs back."""
-        self._room.wanted(tracked)
+    def _make_room(self, tracked: TrackedRequest) -> None:
+        """Leases are at their cap: release those of requests that arrived later."""
+        self._lease_queue.add(tracked)
         later = dropwhile(lambda other: other is not tracked, self._requests.values())
         for other in later:
             grant = self._client.grant(other.ask) if other.ask is not None else None
@@ -246,7 +250,7 @@ class SchedulerHalf:
                 other.ask, other.phase, other.capped = None, Phase.NEW, True
         self._ask(tracked)
 
-    def _defer(self, tracked: Tracked) -> int | None:
+    def _defer(self, tracked: TrackedRequest) -> int | None:
         """Answer "ask again later", or 0 when that has gone on for too long."""
         now = self._clock()
         if tracked.deferred_ns is None:
@@ -265,15 +269,15 @@ class SchedulerHalf:
     def _answer_limit_ns(self) -> int:
         return ANSWER_LIMIT_NS + self._client.defer_ms * 1_000_000
 
-    def _give_up(self, tracked: Tracked) -> None:
+    def _give_up(self, tracked: TrackedRequest) -> None:
         if tracked.ask is not None:
             self._client.drop(tracked.ask)
         tracked.ask, tracked.phase, tracked.failures = None, Phase.RUNNING, FAILURES_MAX
-        self._room.served(tracked)
+        self._lease_queue.remove(tracked)
 
-    def _usable(self, tracked: Tracked, grant: Grant, computed: int) -> int:
+    def _usable(self, tracked: TrackedRequest, grant: Grant, computed: int) -> int:
         """Count the leading tokens that all groups have, the engine's own included."""
-        question, size = tracked.question, self._geometry.block_tokens
+        query, size = tracked.query, self._geometry.block_tokens
         if not grant.lease:
             return 0
 
@@ -283,66 +287,71 @@ class SchedulerHalf:
         def prefix(group: int, limit: int) -> Answer:
             return Answer(min(limit, len(grant.hits[group])))  # leading blocks, without gaps
 
-        rules, limit, local = self._geometry.rules, question.blocks, computed // size
-        hit = common_hit(rules, probe, limit, local, prefix, inside=question.inside).blocks
-        return question.end if hit == limit else hit * size
+        hit = common_hit(
+            self._geometry.rules, probe, query.blocks, computed // size, prefix, inside=query.inside
+        ).blocks
+        return query.end if hit == query.blocks else hit * size
 
-    def _loaded_by_another(self, tracked: Tracked, block: int) -> bool:
+    def _loaded_by_another(self, tracked: TrackedRequest, block: int) -> bool:
         if not self._shares_prefixes or not self._loading_hashes:
             return False
-        return self._loading_hashes[tracked.question.hashes[block]] > 0
+        return self._loading_hashes[tracked.query.hashes[block]] > 0
 
     def update_state_after_alloc(self, request_id: str, table: BlockTable, external: int) -> None:
-        """The engine has given the request its blocks: plan the load, if there is one.
+        """The engine has allocated a request's blocks: plan the load, if there is one.
 
-        Without a load of ours another connector may fill them, also for a request unknown here.
+        Without a load another connector may fill them, also for a request unknown here.
         """
         tracked = self._requests.get(request_id)
         if tracked is None:
-            self._load_targets.update(self._fresh(table, self._left_out.pop(request_id, 0)))
+            self._load_targets.update(self._fresh(table, self._untracked.pop(request_id, 0)))
             return
         if tracked.phase is Phase.LOADING:
             return
-        self._room.served(tracked)
+        self._lease_queue.remove(tracked)
         if tracked.phase is Phase.LOADED:  # counted before, and its present blocks are known
             tracked.phase = Phase.RUNNING
             return
         grant = self._client.grant(tracked.ask) if tracked.ask is not None else None
-        found = grant.hits if grant is not None else ()
-        kept = tracked.question.own if grant is None else min(tracked.question.own, grant.kept)
-        own = tuple(places.before(kept) for places in found)
-        tracked.present = own or (NOWHERE,) * self._groups
+        own = tracked.query.own
+        if grant is None:
+            tracked.present = (NO_HITS,) * self._groups
+        else:
+            kept = min(own, grant.kept)
+            tracked.present = tuple(hits.before(kept) for hits in grant.hits)
+            tracked.present = tracked.present or (NO_HITS,) * self._groups
         self._rewind(tracked)
-        hits = self._sources_of(tracked, grant, external)
-        if tracked.reads:
-            self._client.used(tracked.request.num_tokens - tracked.local, hits)
+        sources = self._split_by_source(tracked, grant, external)
+        if tracked.may_load:
+            self._client.count_usage(tracked.request.num_tokens - tracked.local, sources)
         if external:
-            whole = self._plan_load(tracked, grant or NO_GRANT, table, external)
+            complete = self._plan_load(tracked, grant or NO_GRANT, table, external)
             if tracked.ask is not None:
-                (self._client.take if whole else self._client.drop)(tracked.ask)
+                (self._client.take if complete else self._client.drop)(tracked.ask)
         else:
             if tracked.ask is not None:
                 self._client.drop(tracked.ask)
             self._load_targets.update(self._fresh(table, tracked.local))  # another may fill them
             # Until it is scheduled nothing of it is whole, whatever the engine counts as computed.
             tracked.phase, tracked.remote = Phase.NEW, NO_REMOTE
-            self._hands.let_go(request_id)
+            self._hand_overs.release(request_id)
         tracked.ask = None
 
     def _fresh(self, table: BlockTable, computed: int) -> Iterator[int]:
-        """Go through the engine blocks of a table that begin at a token or behind it."""
+        """Yield the engine blocks of a table that begin at a token or behind it."""
         for ids, tokens in zip(table, self._geometry.engine_block_tokens, strict=False):
             yield from ids[computed // tokens :]
 
-    def _sources_of(self, tracked: Tracked, grant: Grant | None, external: int) -> dict[str, int]:
+    def _split_by_source(
+        self, tracked: TrackedRequest, grant: Grant | None, external: int
+    ) -> dict[str, int]:
         """Split the loaded tokens by the tier that the bytes were first found in."""
         if not external or grant is None:
             return {}
-        size = self._geometry.block_tokens
         left = external
         split: dict[str, int] = {}
         for tier, blocks in grant.sources.items():
-            tokens = min(left, blocks * size)
+            tokens = min(left, blocks * self._geometry.block_tokens)
             if tokens:
                 split[tier] = tokens
                 left -= tokens
@@ -358,166 +367,184 @@ class SchedulerHalf:
             return {MEDIUM: external}
         return tracked.grant.sources
 
-    def _plan_load(self, tracked: Tracked, grant: Grant, table: BlockTable, external: int) -> bool:
-        """Plan a load; False if the grant lacks some of it, so that no worker reads anything."""
+    def _plan_load(
+        self, tracked: TrackedRequest, grant: Grant, table: BlockTable, external: int
+    ) -> bool:
+        """Plan a load; False if the grant lacks a block of it.
+
+        Such a load names no session, so that the workers copy nothing and report it as failed.
+        """
         local = tracked.local
-        engine, slots, generations, whole = plan_of(
-            self._geometry, grant.hits, table, local, local + external
+        plan = plan_load(self._geometry, grant.hits, table, local, local + external)
+        sources = [*grant.sources, tracked.remote.address]
+        job = LoadJob(
+            tracked.request.request_id,
+            session=self._client.session if plan.complete else 0,
+            lease=grant.lease,
+            engine=plan.engine,
+            store=StoreSpec(MEDIUM, plan.slots),
+            generations=plan.generations,
+            source=", ".join(filter(None, sources)),
         )
-        # A load that lacks a block it promised is given to the workers as one that fails.
-        session, request_id = self._client.session if whole else 0, tracked.request.request_id
-        store = StoreSpec(MEDIUM, slots)
-        where = ", ".join((*grant.sources, *filter(None, [tracked.remote.address])))
-        job = LoadJob(request_id, session, grant.lease, engine, store, generations, where)
         self._loads.append(job)
-        self._load_targets.update(engine.block_ids)
+        self._load_targets.update(plan.engine.block_ids)
         tracked.phase, tracked.remote = Phase.LOADING, NO_REMOTE
-        tracked.key_hash = tracked.question.hashes[local // self._geometry.block_tokens]
-        self._loading_hashes[tracked.key_hash] += 1
+        tracked.loading_hash = tracked.query.hashes[local // self._geometry.block_tokens]
+        self._loading_hashes[tracked.loading_hash] += 1
         self.stats["load_tokens"] += external
-        return whole
+        return plan.complete
 
     # Every step
 
     def build_meta(self, step: Step) -> StepMeta:
         """Plan this step's copies. Called once per step, empty ones included."""
-        self._room.next_step()
+        self._lease_queue.next_step()
         targets, self._load_targets = self._load_targets, set()
         written = (*step.written, *targets)
         self._client.overwritten(written)
         idle = not step.scheduled
-        self._client.receive(IDLE_WAIT_S if idle and self._hands.unstored() else 0.0)
-        sent = self._hands.store_rest()
-        left_of = self._left
+        self._client.receive(IDLE_WAIT_S if idle and self._hand_overs.has_unstored() else 0.0)
+        sent = self._hand_overs.store_rest()
+        tokens_left = self._tokens_left
         for request_id, tokens in step.scheduled.items():  # every running request, in every step
-            left = left_of.get(request_id, 0) - tokens
+            left = tokens_left.get(request_id, 0) - tokens
             if left > 0:
-                left_of[request_id] = left
+                tokens_left[request_id] = left
             else:
-                self._offer(request_id, tokens, step)
-        stores = self._offers.take_jobs()
+                self._store_complete(request_id, tokens, step)
+        stores = self._stores.take_jobs()
         self._scheduled = step.scheduled
-        early, self._early = tuple(self._early), []
+        early, self._final_stores = tuple(self._final_stores), []
         loads, self._loads = tuple(self._loads), []
-        flush = self._offers.fence(written)
+        flush = self._stores.fence(written)
         flush.difference_update(job.job_id for job in stores)
         self._client.send_step()
         self._waited_s = 0.0
         return StepMeta(early, stores, loads, tuple(flush), idle, sent)
 
-    def _offer(self, request_id: str, tokens: int, step: Step) -> None:
+    def _store_complete(self, request_id: str, tokens: int, step: Step) -> None:
+        """Store what a request completes in a step."""
         tracked = self._requests.get(request_id)
         if tracked is None:
             return
         if tracked.phase in (Phase.NEW, Phase.LOADED):
             tracked.phase = Phase.RUNNING
-            tracked.begun = tracked.request.num_computed_tokens if self._beside else None
-        if self._can_be_taken_back(tracked):
+            tracked.started_at = tracked.request.num_computed_tokens if self._beside else None
+        if self._may_be_undone(tracked):
             return
         computed = tracked.request.num_computed_tokens + tokens
-        self._left[request_id] = self._offers.offer(tracked, computed, step.table) - computed
+        complete_at = self._stores.store_complete(tracked, computed, step.table)
+        self._tokens_left[request_id] = complete_at - computed
 
     @staticmethod
-    def _can_be_taken_back(tracked: Tracked) -> bool:
-        """Tell whether another connector can still call bad what a request has begun with.
+    def _may_be_undone(tracked: TrackedRequest) -> bool:
+        """Return True while another connector may still report what a request started with as bad.
 
-        One that loads within a step says so with the step's output, and the request goes back.
+        One that loads within a step does so with the step's output, and the request goes back.
         """
         request = tracked.request
-        if tracked.begun is not None:
+        if tracked.started_at is not None:
             settled = request.num_computed_tokens - request.num_in_flight_tokens
-            if settled <= tracked.begun:
+            if settled <= tracked.started_at:
                 return True
-            tracked.begun = None
+            tracked.started_at = None
         return False
 
     def on_output(
         self, stores_over: Mapping[int, int], loaded: Iterable[str], failed: Iterable[str]
     ) -> None:
         """Take the workers' reports: store jobs over, on how many ranks; loads ended, failed."""
-        self._offers.over(stores_over)
+        self._stores.on_jobs_ended(stores_over)
         bad = set(failed)
         for request_id in loaded:
             tracked = self._requests.get(request_id)
             if tracked is not None and tracked.phase is Phase.LOADING:
                 self._loaded(tracked, failed=request_id in bad)
 
-    def _rewind(self, tracked: Tracked) -> None:
-        """Offer everything again that the store does not have."""
+    def _rewind(self, tracked: TrackedRequest) -> None:
+        """Store everything again that the store does not have."""
         tracked.cursor = min(places.leading for places in tracked.present)
-        self._left.pop(tracked.request.request_id, None)
+        self._tokens_left.pop(tracked.request.request_id, None)
 
-    def _loaded(self, tracked: Tracked, *, failed: bool) -> None:
+    def _loaded(self, tracked: TrackedRequest, *, failed: bool) -> None:
         self._end_loading(tracked)
-        self._hands.let_go(tracked.request.request_id)
+        self._hand_overs.release(tracked.request.request_id)
         tracked.phase = Phase.LOADED
         tracked.deferred_ns = None
         if failed:
             self._count("load_failed")
             tracked.failures += 1
-            tracked.present = (NOWHERE,) * self._groups
+            tracked.present = (NO_HITS,) * self._groups
             self._rewind(tracked)
             tracked.phase = Phase.NEW
 
-    def _end_loading(self, tracked: Tracked) -> None:
-        if tracked.key_hash is not None:
-            self._loading_hashes[tracked.key_hash] -= 1
-            if not self._loading_hashes[tracked.key_hash]:
-                del self._loading_hashes[tracked.key_hash]
-            tracked.key_hash = None
+    def _end_loading(self, tracked: TrackedRequest) -> None:
+        if tracked.loading_hash is not None:
+            self._loading_hashes[tracked.loading_hash] -= 1
+            if not self._loading_hashes[tracked.loading_hash]:
+                del self._loading_hashes[tracked.loading_hash]
+            tracked.loading_hash = None
 
     # The end of things
 
     def hand_over(self, request_id: str, table: BlockTable) -> dict[str, Any] | None:
-        """Have the store hold what a request has computed, and return where it is.
+        """Have the store hold what a request has computed; return parameters for the next engine.
 
-        Called before request_finished, for one that ended by length or stop. None: nobody wants
-        it, or nobody could fetch it.
+        Called before request_finished, for a request that ended by length or stop. None: no engine
+        continues it, or its blocks cannot be fetched.
         """
         tracked = self._requests.get(request_id)
         if tracked is None or tracked.phase is not Phase.RUNNING:
             return None
-        return self._hands.over(tracked, table[: self._groups], self._scope)
+        return self._hand_overs.finish(tracked, table[: self._groups], self._scope)
 
     def handed_over(self, request_ids: Iterable[str]) -> list[EngineRequest]:
-        """Return those of these requests that another engine goes on with."""
-        return [self._requests[name].request for name in request_ids if self._hands.runs(name)]
+        """Return those of these requests that another engine continues."""
+        return [
+            self._requests[name].request
+            for name in request_ids
+            if self._hand_overs.is_running(name)
+        ]
 
     def request_finished(self, request_id: str, table: BlockTable) -> bool:
-        """Offer what is complete and was not offered; give back what was not used.
+        """Store what is complete and not stored yet; release what was not used.
 
         False: the engine may free the blocks at once; the next step's fence protects their bytes.
-        True: somebody is to have them, and they found no slot yet; a later step names it as sent.
+        True: they are handed over and found no slot yet; a later step names the request as sent.
         """
         tracked = self._requests.pop(request_id, None)
-        self._left.pop(request_id, None)
-        self._left_out.pop(request_id, None)
+        self._tokens_left.pop(request_id, None)
+        self._untracked.pop(request_id, None)
         if tracked is None:
             return False
-        self._room.served(tracked)
+        self._lease_queue.remove(tracked)
         self._events.ended(tracked.request)
-        if tracked.phase is Phase.RUNNING and not self._can_be_taken_back(tracked):
+        if tracked.phase is Phase.RUNNING and not self._may_be_undone(tracked):
             computed = tracked.request.num_computed_tokens
-            self._offers.offer(tracked, computed, lambda _: table)
-        self._early.extend(self._offers.take_jobs())
+            self._stores.store_complete(tracked, computed, lambda _: table)
+        self._final_stores.extend(self._stores.take_jobs())
         if tracked.ask is not None:
             self._client.drop(tracked.ask)
-        self._hands.ended(request_id)
+        self._hand_overs.end(request_id)
         self._end_loading(tracked)
-        return self._hands.unstored(request_id)
+        return self._hand_overs.has_unstored(request_id)
 
     def has_pending_work(self) -> bool:
-        """Tell whether one more step is needed although no request is left."""
-        return bool(self._early) or self._client.hands_over or self._hands.unstored()
+        """Return True if one more step is needed although no request is left."""
+        return (
+            bool(self._final_stores)
+            or self._client.has_hand_overs_to_send
+            or self._hand_overs.has_unstored()
+        )
 
     def reset_cache(self, nonce: bytes) -> bool:
         """Leave everything stored so far behind; False while a load is under way.
 
-        nonce: a scope that nobody used before. Other engines keep their blocks.
+        nonce: a scope that was never used before. Other engines keep their blocks.
         """
         self._scope = nonce
-        self._offers.use_scope(nonce)
-        self._hands.forget_rest()
+        self._stores.use_scope(nonce)
+        self._hand_overs.drop_rest()
         for tracked in self._requests.values():
             if tracked.ask is not None:
                 self._client.drop(tracked.ask)
@@ -531,7 +558,7 @@ class SchedulerHalf:
 
     def take_stats(self) -> dict[str, int]:
         """Return what was counted since the last call."""
-        if blocks := self._offers.take_count():
+        if blocks := self._stores.take_count():
             self.stats["store_blocks"] += blocks
         if self._client.detached:
             self.stats["detached"] += self._client.detached

@@ -44,7 +44,7 @@ class StoreJob(msgspec.Struct, frozen=True):
 class LoadJob(msgspec.Struct, frozen=True):
     """Copy leased slots into a request's engine blocks; generations go with the slots.
 
-    source: where the bytes come from, for people.
+    source: where the bytes come from, for log lines.
     """
 
     request_id: str
@@ -62,8 +62,8 @@ class StepMeta(msgspec.Struct, frozen=True):
     early: stores whose sources are complete already, submitted before anything else.
     stores: stores whose sources this step's forward completes.
     flush: store jobs that must be over before this step overwrites their sources.
-    idle: the step computes nothing, so waiting for loads costs nobody anything.
-    sent: requests that had ended before, and whose engine blocks may go now.
+    idle: the step computes nothing, so waiting for loads delays no request.
+    sent: requests that ended earlier and whose engine blocks may be freed now.
     """
 
     early: tuple[StoreJob, ...] = ()

@@ -12,14 +12,13 @@ from array import array
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from connectors.block_versions import Board
-from connectors.store_connection import LinkLost
+from connectors.block_versions import BlockVersions
+from connectors.store_connection import Attacher, Link, LinkLost
 from kvstore.core import limits
-from kvstore.core.errors import KVStoreError
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 
@@ -33,9 +32,11 @@ STEP_BYTES = 4 << 20
 """Of hashes in one message, and of what a store has not read when it is told more: many prompts
 of a million tokens that come at once are no message that it takes, nor fit into what waits."""
 MEMORY, DISK = "memory", "disk"
+ALL = 1 << 62  # more blocks than a request can have
+_NOTHING = p.Step()
 
 
-class Places:
+class GroupHits:
     """Present blocks of one group: block index -> (slot, generation); indices ascend."""
 
     __slots__ = ("_end", "_generations", "_indices", "_slots")
@@ -52,7 +53,7 @@ class Places:
         return len(self._indices)
 
     def __contains__(self, index: int) -> bool:
-        """Tell whether a block is present."""
+        """Return True if a block is present."""
         if index >= self._end:
             return False
         return self._indices[bisect_left(self._indices, index)] == index
@@ -65,19 +66,19 @@ class Places:
             return self._end
         return bisect_left(range(len(at)), 1, key=lambda n: at[n] > n)
 
-    def before(self, end: int) -> Places:
+    def before(self, end: int) -> GroupHits:
         """Return those of the blocks before this one."""
         if end >= self._end:
             return self
         at = bisect_left(self._indices, end)
-        return Places(self._indices[:at], self._slots[:at], self._generations[:at])
+        return GroupHits(self._indices[:at], self._slots[:at], self._generations[:at])
 
     def all_of(self, first: int, end: int) -> bool:
-        """Tell whether every one of the blocks first..end-1 is present."""
+        """Return True if all of the blocks first..end-1 are present."""
         return self.run(first, end) is not None
 
     def any_of(self, first: int, end: int) -> bool:
-        """Tell whether one of the blocks first..end-1 is present."""
+        """Return True if any of the blocks first..end-1 is present."""
         if first >= self._end:
             return False
         return self._indices[bisect_left(self._indices, first)] < end
@@ -91,10 +92,10 @@ class Places:
         return self._slots[at:stop], self._generations[at:stop]
 
 
-NOWHERE = Places((), (), ())
+NO_HITS = GroupHits((), (), ())
 
 
-class Happened(NamedTuple):
+class BlockChange(NamedTuple):
     """A block entered (stored) or left a medium: MEMORY or DISK."""
 
     medium: str
@@ -105,93 +106,45 @@ class Happened(NamedTuple):
 class Grant(msgspec.Struct, frozen=True):
     """A lookup's answer: what is present, by group; valid until until_ns.
 
-    kept: how many leading blocks the store has itself, then.
+    kept: how many leading blocks the store has in its own tiers after the load.
     """
 
     lease: int
     until_ns: int
-    hits: tuple[Places, ...]
+    hits: tuple[GroupHits, ...]
     sources: dict[str, int]
     capped: bool = False
-    kept: int = 1 << 62
-
-
-class Wire(Protocol):
-    """A connection to a store; Link is the real one."""
-
-    def send(self, message: framing.Message) -> None:
-        """Queue a message. Raises LinkLost."""
-        ...
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Count what is queued and not sent."""
-        ...
-
-    def flush(self) -> None:
-        """Send what is queued. Raises LinkLost."""
-        ...
-
-    def receive(self, timeout_s: float = 0.0) -> list[framing.Message]:
-        """Return what has arrived. Raises LinkLost."""
-        ...
-
-    def take_fd(self) -> int:
-        """Return the descriptor that came with a message."""
-        ...
-
-    def close(self) -> None:
-        """Close."""
-        ...
-
-
-class Connections(Protocol):
-    """Makes connections in the background; Attacher is the real one."""
-
-    refused: KVStoreError | None
-
-    def start(self) -> None:
-        """Start making one."""
-        ...
-
-    def take(self) -> tuple[Wire, p.Welcome] | None:
-        """Return it when it is there."""
-        ...
-
-    def close(self) -> None:
-        """Stop making connections."""
-        ...
+    kept: int = ALL
 
 
 class StoreClient:
-    """Talks to the store from the engine's step thread; one batch out per step."""
+    """Talks to the store from the engine's step thread; sends one batch per step."""
 
-    def __init__(self, attacher: Connections, clock: Callable[[], int]) -> None:
+    def __init__(self, attacher: Attacher, clock: Callable[[], int]) -> None:
         """Start attaching. clock(): monotonic nanoseconds."""
         self.session = 0  # 0: not attached
         self.defer_ms = 0
         self.side_channel = ""  # host:port where other stores can ask ours
         self.credits: deque[int] = deque()
-        self.events: deque[Happened] = deque(maxlen=EVENTS_MAX)
-        self.events_lost = 0  # of these: the engine did not take them in time
+        self.events: deque[BlockChange] = deque(maxlen=EVENTS_MAX)
+        self.events_lost = 0  # the engine did not take them in time
         self.collect_events = False
         self.detached = 0
         self.counts: Counter[str] = Counter()
         self._attacher = attacher
         self._clock = clock
-        self._link: Wire | None = None
+        self._link: Link | None = None
         self._welcomed = 0
         self._known: set[bytes] = set()
         self._known_before: set[bytes] = set()
         self._asked_ns: dict[int, int] = {}
         self._grants: dict[int, Grant] = {}
         self._lookups: list[p.Lookup] = []
-        self._settle: list[int] = []
         self._release: list[int] = []
         self._handing: list[p.Handing] = []
         self._let_go: list[p.LetGo] = []
         self._shown: list[p.Shown] = []
-        self._board: Board | None = None
+        self._versions: BlockVersions | None = None
         self._usage_tokens = 0
         self._usage_hits: Counter[str] = Counter()
         self._next_ask = 1
@@ -200,7 +153,7 @@ class StoreClient:
     # Attaching
 
     def wait_attached(self, timeout_s: float) -> bool:
-        """Wait for the session to be active; at start-up only. Raises what refused us."""
+        """Wait for the session to be active; at start-up only. Raises the store's refusal."""
         end_ns = self._clock() + int(timeout_s * 1e9)
         while self._clock() < end_ns:
             if self._attacher.refused is not None:
@@ -217,7 +170,7 @@ class StoreClient:
         if self._link is None:
             return
         log.warning("kvstore: detached: %s; answers are misses until it is back", reason)
-        self._leave_board()
+        self._invalidate_versions()
         self.counts["detached"] += 1
         self.detached += 1
         self._link.close()
@@ -226,42 +179,48 @@ class StoreClient:
         self._known, self._known_before = set(), set()
         self._asked_ns.clear()
         self._grants.clear()
-        self._forget_news()
+        self._clear_outbox()
         self.side_channel = ""
         self._attacher.start()
 
     def close(self) -> None:
         """Close the connection and end the thread; safe to call twice."""
         self._attacher.close()
-        self._leave_board()
+        self._invalidate_versions()
         if self._link is not None:
             self._link.close()
             self._link, self.session = None, 0
 
-    # What others read in the engine's memory
+    # Engine blocks that peers may read in the engine's memory
 
-    def show(self, slots: Sequence[int], keys: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Have peers read engine blocks that are copied to slots, as many for each, if they can."""
-        if self._board is not None and blocks and max(blocks) < self._board.blocks:
-            generations = self._board.generations(blocks)
+    def publish_blocks(
+        self, slots: Sequence[int], keys: Sequence[bytes], blocks: Sequence[int]
+    ) -> None:
+        """Let peers read engine blocks that are being copied to slots, if the store supports it.
+
+        blocks: as many for each slot.
+        """
+        versions = self._versions
+        if versions is not None and blocks and max(blocks) < versions.blocks:
+            packed = versions.packed(blocks)
             self._shown.append(
-                p.Shown(framing.u32(slots), tuple(keys), framing.u32(blocks), generations)
+                p.Shown(framing.u32(slots), tuple(keys), framing.u32(blocks), packed)
             )
 
     def overwritten(self, blocks: Iterable[int]) -> None:
-        """These engine blocks get other content, at once: nobody uses what was in them."""
-        if self._board is not None:
-            self._board.add(blocks)
+        """Engine blocks get other content at once: peers must not use what was in them."""
+        if self._versions is not None:
+            self._versions.advance(blocks)
 
-    def _leave_board(self) -> None:
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+    def _invalidate_versions(self) -> None:
+        if self._versions is not None:
+            self._versions.invalidate_all()
+            self._versions = None
 
     # Asking
 
     def ask(self, lookup: p.Lookup) -> int | None:
-        """Queue a lookup; returns its number, which is ours to give, None while not attached."""
+        """Queue a lookup under a new number and return that; None while not attached."""
         if not self.session:
             return None
         number = self._next_ask
@@ -270,22 +229,22 @@ class StoreClient:
         self._asked_ns[number] = self._clock()
         return number
 
-    def hand(self, handing: p.Handing) -> None:
-        """Tell the store of a request that another engine goes on with."""
+    def report_hand_over(self, state: p.Handing) -> None:
+        """Tell the store the state of a request that another engine continues."""
         if self.session:
-            self._handing.append(handing)
+            self._handing.append(state)
 
-    def let_go(self, peer: str, request: str) -> None:
-        """Have a peer let go of what it holds for a request of ours."""
+    def release_remote(self, peer: str, request: str) -> None:
+        """Have a peer release what it holds for a request of this engine."""
         if self.session:
             self._let_go.append(p.LetGo(peer, request))
 
     def asked_ns(self, ask: int) -> int | None:
-        """Return when a question was asked; None if it was lost with its session."""
+        """Return when a lookup was asked; None if it was lost with its session."""
         return self._asked_ns.get(ask)
 
     def unanswered_ns(self, ask: int | None) -> int:
-        """Return for how long the store owes an answer to this question; 0 if it does not."""
+        """Return how long a lookup has been waiting for its answer; 0 if it is not."""
         if ask is None or ask in self._grants:
             return 0
         now_ns = self._clock()
@@ -296,7 +255,7 @@ class StoreClient:
         return self._grants.get(ask)
 
     def drop(self, ask: int) -> None:
-        """Give a question or its answer up; a lease not used goes back."""
+        """Give up a lookup or its answer; an unused lease is released."""
         self._asked_ns.pop(ask, None)
         self._lookups = [lookup for lookup in self._lookups if lookup.ask != ask]
         grant = self._grants.pop(ask, None)
@@ -308,25 +267,21 @@ class StoreClient:
         self._asked_ns.pop(ask, None)
         self._grants.pop(ask, None)
 
-    def settle(self, ask: int) -> None:
-        """Ask for what is ready now."""
-        self._settle.append(ask)
-
-    def used(self, lookup_tokens: int, hits: dict[str, int]) -> None:
-        """Count a request that was admitted."""
+    def count_usage(self, lookup_tokens: int, hits: dict[str, int]) -> None:
+        """Count a request that was admitted: tokens asked for, and tokens served by tier."""
         self._usage_tokens += lookup_tokens
         self._usage_hits.update(hits)
 
     def known_ready(self, key: bytes) -> bool:
-        """Tell whether the store said that a block is ready, and not that it left."""
+        """Return True if a block is in the store's memory, by the last message about it."""
         return key in self._known or key in self._known_before
 
     def none_known(self, keys: Sequence[bytes]) -> bool:
-        """Tell whether known_ready is false for all of them."""
+        """Return True if known_ready is False for all keys."""
         return self._known.isdisjoint(keys) and self._known_before.isdisjoint(keys)
 
     def all_known(self, keys: Sequence[bytes]) -> bool:
-        """Tell whether known_ready is true for all of them."""
+        """Return True if known_ready is True for all keys."""
         lacking = [key for key in keys if key not in self._known]
         return self._known_before.issuperset(lacking)
 
@@ -343,38 +298,35 @@ class StoreClient:
         if self._usage_tokens or self._usage_hits:
             usage = p.Usage(self._usage_tokens, dict(self._usage_hits))
         try:
-            if (self._has_news or usage) and self._link.waiting_bytes < STEP_BYTES:
-                step = p.Step(
-                    _take(self._lookups, _fitting(self._lookups)),
-                    _take(self._settle),
-                    _take(self._release),
-                    usage,
-                    dict(self.counts),
-                    _take(self._handing, _fitting(self._handing)),
-                    _take(self._let_go),
-                    _take(self._shown, _fitting(self._shown)),
-                )
-                self._usage_tokens = 0
-                self._usage_hits.clear()
-                self.counts.clear()
-                self._link.send(step)
-            else:
+            if self._link.waiting_bytes >= STEP_BYTES:
                 self._link.flush()
+                return
+            step = p.Step(
+                lookups=_take(self._lookups, _fitting(self._lookups)),
+                release=_take(self._release),
+                usage=usage,
+                counts=dict(self.counts),
+                handing=_take(self._handing, _fitting(self._handing)),
+                let_go=_take(self._let_go),
+                shown=_take(self._shown, _fitting(self._shown)),
+            )
+            if step == _NOTHING:
+                self._link.flush()
+                return
+            self._usage_tokens = 0
+            self._usage_hits.clear()
+            self.counts.clear()
+            self._link.send(step)
         except LinkLost as exc:
             self.detach(str(exc))
 
     @property
-    def hands_over(self) -> bool:
-        """Tell whether the store has to be told of a request that two engines share."""
+    def has_hand_overs_to_send(self) -> bool:
+        """True while the store has yet to hear of a request that two engines share."""
         return bool(self._handing or self._let_go)
 
-    @property
-    def _has_news(self) -> bool:
-        hands = self._handing, self._let_go, self._shown
-        return any((self._lookups, self._settle, self._release, self.counts, *hands))
-
-    def _forget_news(self) -> None:
-        self._lookups, self._settle, self._release = [], [], []
+    def _clear_outbox(self) -> None:
+        self._lookups, self._release = [], []
         self._handing, self._let_go, self._shown = [], [], []
 
     def receive(self, timeout_s: float = 0.0) -> None:
@@ -399,11 +351,11 @@ class StoreClient:
         elif isinstance(message, p.Active):
             self.session, self.defer_ms = self._welcomed, message.defer_ms
         elif isinstance(message, p.Board) and self._link is not None:
-            self._leave_board()
+            self._invalidate_versions()
             try:
-                self._board = Board(self._link.take_fd(), message.blocks)
+                self._versions = BlockVersions(self._link.take_fd(), message.blocks)
             except (OSError, ValueError) as exc:
-                log.warning("kvstore: peers read nothing in this engine's memory: %s", exc)
+                log.warning("kvstore: peers cannot read this engine's memory: %s", exc)
         elif isinstance(message, p.Detach | p.Refused):
             self.detach(message.reason)
 
@@ -414,11 +366,14 @@ class StoreClient:
                 if granted.lease:
                     self._release.append(granted.lease)
                 continue
-            until_ns = asked_ns + granted.lease_ms * 1_000_000 * 3 // 4
-            hits = tuple(_unpack(hit) for hit in granted.hits)
-            kept = 1 << 62 if granted.kept is None else granted.kept
-            answer = granted.lease, until_ns, hits, granted.sources, granted.capped, kept
-            self._grants[granted.ask] = Grant(*answer)
+            self._grants[granted.ask] = Grant(
+                lease=granted.lease,
+                until_ns=asked_ns + granted.lease_ms * 1_000_000 * 3 // 4,
+                hits=tuple(_unpack(hit) for hit in granted.hits),
+                sources=granted.sources,
+                capped=granted.capped,
+                kept=ALL if granted.kept is None else granted.kept,
+            )
         self.credits.extend(array(framing.U32, answers.credits))
         self._known.update(answers.added)
         self._known.difference_update(answers.removed)
@@ -426,14 +381,14 @@ class StoreClient:
         if len(self._known) > KNOWN_KEYS_MAX:  # forgetting is safe: a block is copied once more
             self._known, self._known_before = set(), self._known
         if self.collect_events:
-            self._happened(MEMORY, answers.added, answers.removed)
-            self._happened(DISK, answers.disk_added, answers.disk_removed)
+            self._collect(MEMORY, answers.added, answers.removed)
+            self._collect(DISK, answers.disk_added, answers.disk_removed)
 
-    def _happened(self, medium: str, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """Note what became of each key in all; the two lists are of one turn, in no order."""
+    def _collect(self, medium: str, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """Note the net change of each key; the two lists are of one turn, in no order."""
         change = Counter(added)
         change.subtract(removed)
-        fresh = [Happened(medium, of > 0, key) for key, of in change.items() if of]
+        fresh = [BlockChange(medium, net > 0, key) for key, net in change.items() if net]
         self.events_lost += max(0, len(self.events) + len(fresh) - EVENTS_MAX)
         self.events.extend(fresh)
 
@@ -462,8 +417,8 @@ def _bytes_of(item: p.Lookup | p.Handing | p.Shown) -> int:
     return len(item.hashes)
 
 
-def _unpack(hit: p.Hit) -> Places:
-    return Places(
+def _unpack(hit: p.Hit) -> GroupHits:
+    return GroupHits(
         array(framing.U32, hit.indices),
         array(framing.U32, hit.slots),
         array(framing.U32, hit.generations),

@@ -1,4 +1,4 @@
-"""A connection from an engine process to its store, and how one is made."""
+"""A connection from an engine process to its store, and how it is made."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(8 * array("i").itemsize)
 _CONNECT_S = 1.0
 _RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)
 REFUSED_FIRST_S, REFUSED_MOST_S = 1.0, 60.0  # until an engine that was refused asks again
-_REASONS_MAX = 16  # that are logged
+_REASONS_MAX = 16  # logged, each once
 
 
 class LinkLost(KVStoreError):
@@ -102,7 +102,7 @@ class Link:
             except ProtocolError as exc:
                 raise LinkLost(str(exc)) from exc
             if size < _READ_BYTES:
-                return messages  # that was all; asking again would cost a system call
+                return messages  # that was all; another try would cost a system call
 
     def take_fd(self) -> int:
         """Return the first descriptor that has come and was not taken: its message's.
@@ -122,7 +122,7 @@ class Link:
         return self._sock.fileno()
 
     def close(self) -> None:
-        """Close the socket and what came with messages nobody read; safe to call twice."""
+        """Close the socket and descriptors that were not taken; safe to call twice."""
         self._sock.close()
         while self.fds:
             os.close(self.fds.pop())
@@ -131,7 +131,7 @@ class Link:
 def connect(address: str, user: int | None = None) -> Link:
     """Connect to a store's unix socket.
 
-    user: who may listen there beside us and root. Raises LinkLost if none of these answers there.
+    user: may listen there, beside our own user and root. Raises LinkLost if no such store does.
     """
     try:
         return Link(credentials.connect(address, _CONNECT_S, user))
@@ -188,10 +188,10 @@ def _await_welcome(link: Link, stop: threading.Event) -> p.Welcome | None:
 
 
 class Refusals:
-    """How long one half of an engine waits after a refusal, and what the log says of it."""
+    """Waits and log lines of one half of an engine that the store refuses."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._wait_s = 0.0
         self._in_a_row = 0
         self._attached_s: float | None = None
@@ -203,13 +203,13 @@ class Refusals:
         """
         now_s = time.monotonic()
         if self._attached_s is not None and now_s - self._attached_s > REFUSED_MOST_S:
-            self._told.clear()
+            self._logged.clear()
             self._wait_s = 0.0
         self._attached_s = None
         self._in_a_row += 1
         reason = str(why)
-        if reason not in self._told and len(self._told) < _REASONS_MAX:
-            self._told.add(reason)
+        if reason not in self._logged and len(self._logged) < _REASONS_MAX:
+            self._logged.add(reason)
             log.error("kvstore: %s; serving without it, and asking again now and then", reason)
         self._wait_s = min(max(REFUSED_FIRST_S, 2 * self._wait_s), REFUSED_MOST_S)
         part = random.uniform(0.8, 1.0)  # noqa: S311 - many engines' halves were refused at once
@@ -226,16 +226,16 @@ class Refusals:
 class Attacher:
     """Connects in the background, so that the engine's step never does.
 
-    Again and again: after a refusal, and when the store has closed a connection, which an idle
-    engine would not find out.
+    It tries again after a refusal, and when the store has closed a connection, which an idle
+    engine would not notice.
     """
 
     def __init__(self, find: Callable[[], str], hello: p.Hello, user: int | None = None) -> None:
         """find(): the store's address; starts a private store if there is none.
 
-        user: who may run it beside us and root.
+        user: may run it, beside our own user and root.
         """
-        self.refused: KVStoreError | None = None  # by the last store that has answered
+        self.refused: KVStoreError | None = None  # by the last store that answered
         self._find = find
         self._hello = hello
         self._user = user
@@ -246,7 +246,7 @@ class Attacher:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Have a connection made, unless there is one that was not taken; take() has it then."""
+        """Start making a connection, unless one is ready for take()."""
         if self._stop.is_set():
             return
         if self._thread is not None and self._thread.is_alive():
@@ -269,7 +269,7 @@ class Attacher:
                 self._offer(attached)
 
     def _offer(self, attached: tuple[Link, p.Welcome]) -> None:
-        """Have a connection taken; return when either end has closed it."""
+        """Offer a connection to take(); return when either end has closed it."""
         link, closed = attached[0], select.poll()
         closed.register(link.fileno(), select.POLLRDHUP)
         closed.register(self._wake, select.POLLIN)
@@ -288,7 +288,7 @@ class Attacher:
         return self._ready.popleft() if self._ready else None
 
     def close(self) -> None:
-        """Stop connecting and close what nobody took; safe to call twice."""
+        """Stop connecting and close a connection that was not taken; safe to call twice."""
         if not self._stop.is_set():
             self._stop.set()
             os.eventfd_write(self._wake, 1)

@@ -1,8 +1,8 @@
-"""The storing side of the scheduler half: which blocks are offered, and the fence.
+"""The storing part of the scheduler half: which blocks are stored, and the fence.
 
 An engine block that is the source of an unfinished copy may get a new owner at any time: its
-request is preempted, ends, or its window moves on. Copies are not waited for then. Instead every
-step names the copies whose sources it is about to overwrite, and the workers end those first.
+request is preempted, ends, or its window moves on. That does not wait for the copy. Instead every
+step names the copies whose sources it is about to overwrite, and the workers finish those first.
 
 The blocks of a step are gathered into a few jobs, whichever request they are of: a step in which
 256 requests decode completes 16 blocks of 16 requests, and a job costs as much as ten blocks.
@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from connectors.events import Events
-from connectors.partial_block import Tail
-from connectors.request_state import BlockTable, Geometry, Tracked
+from connectors.engine_interface import BlockTable, Geometry
+from connectors.events import BlockEvents
+from connectors.partial_block import PartialBlock
+from connectors.request_state import TrackedRequest
 from connectors.step_meta import EngineSpec, StoreJob, StoreSpec
 from connectors.store_client import StoreClient
 from kvstore.core.types import make_key
@@ -27,7 +28,7 @@ JOB_BLOCKS_MAX = 64  # a fence waits for whole jobs
 RUN_BLOCKS_MIN = 4  # fewer are gathered one by one
 
 
-class _Gathered(msgspec.Struct):
+class _GroupBatch(msgspec.Struct):
     """Blocks of one group for the next job, and how the group makes keys."""
 
     group: int
@@ -39,8 +40,33 @@ class _Gathered(msgspec.Struct):
     keys: list[bytes] = []
     parents: list[bytes] = []
 
+    def parent(self, block_hash: bytes) -> bytes:
+        """Return the key of the block before the next one; block_hash: its hash, b"" for none."""
+        return block_hash + self.suffix if block_hash and not self.rooted else b""
 
-class Offers:
+    def add(self, ids: Sequence[int], slot: int, block_hash: bytes, parent_hash: bytes) -> None:
+        """Gather one block."""
+        self.ids += ids
+        self.slots.append(slot)
+        self.keys.append(block_hash + self.suffix)
+        self.parents.append(self.parent(parent_hash))
+
+    def add_run(
+        self, ids: Sequence[int], slots: Iterable[int], keys: list[bytes], parent_hash: bytes
+    ) -> None:
+        """Gather consecutive blocks."""
+        self.ids += ids
+        self.slots += slots
+        self.keys += keys
+        self.parents.append(self.parent(parent_hash))
+        self.parents += [b""] * (len(keys) - 1) if self.rooted else keys[:-1]
+
+    def clear(self) -> None:
+        """Start the next job."""
+        self.ids, self.slots, self.keys, self.parents = [], [], [], []
+
+
+class StorePlanner:
     """Plans stores of complete blocks, and knows which engine blocks are still being read."""
 
     def __init__(
@@ -49,39 +75,42 @@ class Offers:
         client: StoreClient,
         world: int,
         count: Callable[[str], None],
-        events: Events,
+        events: BlockEvents,
     ) -> None:
         """world: ranks that report each job. count(event): called when credits ran out."""
         self._events = events
-        self.blocks = 0  # offered so far
         self._geometry = geometry
         self._client = client
         self._world = world
         self._count = count
         self._hashes_per_block = geometry.block_tokens // geometry.hash_tokens
         self._sources: dict[int, frozenset[int]] = {}  # unfinished job -> engine blocks it reads
-        self._ranks_over: Counter[int] = Counter()
+        self._ranks_ended: Counter[int] = Counter()
         self._next_job = 1
         self._jobs: list[StoreJob] = []
-        self._gathered: list[_Gathered] = []
-        self._slots = 0  # gathered for the next job
+        self._batches: list[_GroupBatch] = []
+        self._gathered = 0  # blocks for the next job
+        self._planned = 0  # blocks of jobs since take_count()
         self.use_scope(b"")
 
     def use_scope(self, scope: bytes) -> None:
         """Make keys in this scope from now on. Nothing may be gathered meanwhile."""
-        self._gathered = [
-            _Gathered(group, per, make_key(b"", group, scope), rule.trailing is not None)
-            for group, (per, rule) in enumerate(
+        self._batches = [
+            _GroupBatch(group, per_block, make_key(b"", group, scope), rule.trailing is not None)
+            for group, (per_block, rule) in enumerate(
                 zip(self._geometry.blocks_per_chunk, self._geometry.rules, strict=True)
             )
         ]
 
-    def may_offer(self) -> bool:
-        """Tell whether there are credits for a block of each group."""
-        return bool(self._client.session) and len(self._client.credits) >= len(self._gathered)
+    def can_store(self) -> bool:
+        """Return True if there are credits for a block of each group."""
+        return bool(self._client.session) and len(self._client.credits) >= len(self._batches)
 
-    def offer(
-        self, tracked: Tracked, computed: int, table: Callable[[str], BlockTable | None]
+    def store_complete(
+        self,
+        tracked: TrackedRequest,
+        computed: int,
+        table: Callable[[str], BlockTable | None],
     ) -> int:
         """Store the blocks that are complete now and not stored yet, as far as credits go.
 
@@ -97,131 +126,114 @@ class Offers:
             blocks = table(request.request_id) if client.credits else ()
             if blocks is None:
                 return 0
-            self._take(tracked, end, blocks)
+            self._gather(tracked, end, blocks)
             if tracked.cursor < end:
                 self._count("store_declined")
         return (tracked.cursor + 1) * size
 
-    def _take(self, tracked: Tracked, end: int, table: BlockTable) -> None:
+    def _gather(self, tracked: TrackedRequest, end: int, table: BlockTable) -> None:
         """Gather the blocks up to end-1, of every group that has them, as far as credits go."""
-        first, free, groups = tracked.cursor, self._client.credits, len(self._gathered)
+        first, free, groups = tracked.cursor, self._client.credits, len(self._batches)
         while first < end and len(free) >= groups:
             stop = min(end, first + JOB_BLOCKS_MAX, first + len(free) // groups)
-            if stop - first < RUN_BLOCKS_MIN or not self._take_run(tracked, first, stop, table):
-                self._take_each(tracked, first, stop, table)
+            if stop - first < RUN_BLOCKS_MIN or not self._gather_run(tracked, first, stop, table):
+                self._gather_each(tracked, first, stop, table)
             first = stop
-            if self._slots >= JOB_BLOCKS_MAX * groups:
+            if self._gathered >= JOB_BLOCKS_MAX * groups:
                 self._close_job()
         tracked.cursor = first
 
-    def _take_run(self, tracked: Tracked, first: int, end: int, table: BlockTable) -> bool:
+    def _gather_run(self, tracked: TrackedRequest, first: int, end: int, table: BlockTable) -> bool:
         """Gather a run that each group has as a whole, new or not at all; False if one does not."""
-        every = self._hashes_per_block
+        every, client = self._hashes_per_block, self._client
         hashes = tracked.request.block_hashes[(first + 1) * every - 1 : end * every : every]
-        above = tracked.request.block_hashes[first * every - 1] if first else b""
+        parent_hash = tracked.request.block_hashes[first * every - 1] if first else b""
         runs = []
-        for of in self._gathered:
-            ids = table[of.group][first * of.engine_blocks : end * of.engine_blocks]
-            if not any(ids) or tracked.present[of.group].all_of(first, end):
+        for batch in self._batches:
+            ids = table[batch.group][first * batch.engine_blocks : end * batch.engine_blocks]
+            present = tracked.present[batch.group]
+            if not any(ids) or present.all_of(first, end):
                 continue
-            suffix = of.suffix
+            suffix = batch.suffix
             keys = [block_hash + suffix for block_hash in hashes]
-            new = self._client.none_known(keys)
-            if not new and self._client.all_known(keys):  # of what the engine's own cache had
+            new = client.none_known(keys)
+            if not new and client.all_known(keys):  # the engine's own cache had them
                 continue
-            if (
-                not new
-                or len(ids) != (end - first) * of.engine_blocks
-                or 0 in ids
-                or tracked.present[of.group].any_of(first, end)
-            ):
+            whole = len(ids) == (end - first) * batch.engine_blocks and 0 not in ids
+            if not new or not whole or present.any_of(first, end):
                 return False
-            runs.append((of, ids, keys))
-        for of, ids, keys in runs:
-            self._gather_run(of, ids, keys, above)
+            runs.append((batch, ids, keys))
+        for batch, ids, keys in runs:
+            slots = [client.credits.popleft() for _ in keys]
+            batch.add_run(ids, slots, keys, parent_hash)
+            self._gathered += len(keys)
         if runs:
-            self._events.offered(tracked.request, first, end)
+            self._events.stored(tracked.request, first, end)
         return True
 
-    def _gather_run(
-        self, of: _Gathered, ids: Sequence[int], keys: list[bytes], above: bytes
+    def _gather_each(
+        self, tracked: TrackedRequest, first: int, end: int, table: BlockTable
     ) -> None:
-        if of.rooted:
-            of.parents.extend([b""] * len(keys))
-        else:
-            of.parents.append(above + of.suffix if above else b"")
-            of.parents.extend(keys[:-1])
-        of.ids.extend(ids)
-        of.keys.extend(keys)
-        of.slots.extend([self._client.credits.popleft() for _ in keys])
-        self._slots += len(keys)
-
-    def _take_each(self, tracked: Tracked, first: int, end: int, table: BlockTable) -> None:
         """Gather block by block, all groups of one before the next."""
         hashes, every = tracked.request.block_hashes, self._hashes_per_block
         free, known_ready = self._client.credits, self._client.known_ready
-        above = hashes[first * every - 1] if first else b""
+        parent_hash = hashes[first * every - 1] if first else b""
         for index in range(first, end):
-            block_hash, slots = hashes[(index + 1) * every - 1], self._slots
-            for of in self._gathered:
-                per = of.engine_blocks
-                ids = table[of.group][index * per : (index + 1) * per]
-                key = block_hash + of.suffix
+            block_hash, before = hashes[(index + 1) * every - 1], self._gathered
+            for batch in self._batches:
+                per_block = batch.engine_blocks
+                ids = table[batch.group][index * per_block : (index + 1) * per_block]
                 if (
-                    len(ids) == per
+                    len(ids) == per_block
                     and 0 not in ids
-                    and index not in tracked.present[of.group]
-                    and not known_ready(key)
+                    and index not in tracked.present[batch.group]
+                    and not known_ready(block_hash + batch.suffix)
                 ):
-                    of.ids += ids
-                    of.slots.append(free.popleft())
-                    of.keys.append(key)
-                    of.parents.append(above + of.suffix if above and not of.rooted else b"")
-                    self._slots += 1
-            if self._slots > slots:
-                self._events.offered(tracked.request, index, index + 1)
-            above = block_hash
+                    batch.add(ids, free.popleft(), block_hash, parent_hash)
+                    self._gathered += 1
+            if self._gathered > before:
+                self._events.stored(tracked.request, index, index + 1)
+            parent_hash = block_hash
 
-    def has_tail(self, tail: Tail, table: BlockTable) -> bool:
-        """Tell whether all groups have the engine blocks of a partly filled last block."""
-        return all(self._sources_of(tail, table))
+    def has_partial(self, partial: PartialBlock, table: BlockTable) -> bool:
+        """Return True if all groups have the engine blocks of a partly filled last block."""
+        return all(self._ids_of(partial, table))
 
-    def _sources_of(self, tail: Tail, table: BlockTable) -> list[Sequence[int]]:
-        """List each group's engine blocks that have tokens of a tail; none if it lacks one."""
-        sources: list[Sequence[int]] = []
-        for of, tokens in zip(self._gathered, self._geometry.engine_block_tokens, strict=True):
-            first, end = tail.block * of.engine_blocks, -(-tail.end // tokens)
-            ids = table[of.group][first:end]
-            sources.append(() if len(ids) < end - first or 0 in ids else ids)
-        return sources
+    def _ids_of(self, partial: PartialBlock, table: BlockTable) -> list[Sequence[int]]:
+        """List each group's engine blocks that have tokens of a block; none if it lacks one."""
+        found: list[Sequence[int]] = []
+        for batch, tokens in zip(self._batches, self._geometry.engine_block_tokens, strict=True):
+            first, end = partial.block * batch.engine_blocks, -(-partial.end // tokens)
+            ids = table[batch.group][first:end]
+            found.append(() if len(ids) < end - first or 0 in ids else ids)
+        return found
 
-    def offer_tail(self, tracked: Tracked, tail: Tail, table: BlockTable) -> bool:
+    def store_partial(
+        self, tracked: TrackedRequest, partial: PartialBlock, table: BlockTable
+    ) -> bool:
         """Store a request's partly filled last block, which all groups have.
 
-        Only engine blocks that have tokens are copied. False: not as long as it lacks a block
-        before it, or credits.
+        Only engine blocks that have tokens are copied. False while a block before it, or a
+        credit, is missing.
         """
         client, hashes = self._client, tracked.request.block_hashes
-        if not client.session or tracked.cursor != tail.block:
+        if not client.session or tracked.cursor != partial.block:
             return False
-        if not self.may_offer():
+        if not self.can_store():
             self._count("store_declined")
             return False
-        above = hashes[tail.block * self._hashes_per_block - 1] if tail.block else b""
-        for of, ids in zip(self._gathered, self._sources_of(tail, table), strict=True):
-            of.ids += ids
-            of.slots.append(client.credits.popleft())
-            of.keys.append(tail.hash + of.suffix)
-            of.parents.append(above + of.suffix if above and not of.rooted else b"")
-            self._slots += 1
-        self._close_job(tails=1)
+        parent_hash = hashes[partial.block * self._hashes_per_block - 1] if partial.block else b""
+        for batch, ids in zip(self._batches, self._ids_of(partial, table), strict=True):
+            batch.add(ids, client.credits.popleft(), partial.hash, parent_hash)
+            self._gathered += 1
+        self._close_job(partial_blocks=1)
         return True
 
-    def _close_job(self, *, tails: int = 0) -> None:
-        """Make one job of what was gathered: their order is all it takes, since blocks are whole.
+    def _close_job(self, *, partial_blocks: int = 0) -> None:
+        """Make one job of what was gathered. Blocks are whole, so their order says where each goes.
 
-        But for a last one of a group, of which the leading engine blocks are there (tails: 1).
-        Peers may read the others in the engine, too.
+        partial_blocks: how many at the end of each group are not whole. Peers may read the others
+        in the engine, too.
         """
         number = self._next_job
         self._next_job += 1
@@ -229,55 +241,56 @@ class Offers:
         slots: list[int] = []
         keys: list[bytes] = []
         parents: list[bytes] = []
-        for of in self._gathered:
-            ids += of.ids
-            slots += of.slots
-            keys += of.keys
-            parents += of.parents
-            whole = len(of.slots) - tails
-            shown = of.slots[:whole], of.keys[:whole], of.ids[: whole * of.engine_blocks]
-            self._client.show(*shown)
+        sizes: list[int] = []
+        for batch in self._batches:
+            ids += batch.ids
+            slots += batch.slots
+            keys += batch.keys
+            parents += batch.parents
+            sizes.append(len(batch.ids))
+            whole = len(batch.slots) - partial_blocks
+            self._client.publish_blocks(
+                batch.slots[:whole], batch.keys[:whole], batch.ids[: whole * batch.engine_blocks]
+            )
+            batch.clear()
         self._sources[number] = frozenset(ids)
-        sizes = tuple(len(of.ids) for of in self._gathered)
         self._jobs.append(
             StoreJob(
                 number,
                 self._client.session,
-                EngineSpec(tuple(ids), sizes, (0,) * len(sizes)),
+                EngineSpec(tuple(ids), tuple(sizes), (0,) * len(sizes)),
                 StoreSpec(MEDIUM, tuple(slots)),
                 tuple(keys),
                 tuple(parents),
             )
         )
-        self.blocks += len(slots)
-        for of in self._gathered:
-            of.ids, of.slots, of.keys, of.parents = [], [], [], []
-        self._slots = 0
+        self._planned += len(slots)
+        self._gathered = 0
 
     def take_jobs(self) -> tuple[StoreJob, ...]:
-        """Return the jobs of what was offered since the last call."""
-        if self._slots:
+        """Return the jobs planned since the last call."""
+        if self._gathered:
             self._close_job()
         jobs, self._jobs = tuple(self._jobs), []
         return jobs
 
     def take_count(self) -> int:
-        """Return the blocks offered since the last call."""
-        count, self.blocks = self.blocks, 0
+        """Return how many blocks were planned since the last call."""
+        count, self._planned = self._planned, 0
         return count
 
     def fence(self, written: Iterable[int]) -> set[int]:
-        """Name the unfinished jobs that read any of these engine blocks."""
+        """Return the unfinished jobs that read any of these engine blocks."""
         if not self._sources:
             return set()
         blocks = set(written)
         return {job for job, read in self._sources.items() if not read.isdisjoint(blocks)}
 
-    def over(self, ranks_over: Mapping[int, int]) -> None:
-        """Take the workers' reports: jobs that ended, and on how many ranks."""
-        for number, ranks in ranks_over.items():
-            self._ranks_over[number] += ranks
-            if self._ranks_over[number] < self._world:
+    def on_jobs_ended(self, ranks_ended: Mapping[int, int]) -> None:
+        """Take the workers' reports: by job, on how many ranks it ended."""
+        for number, ranks in ranks_ended.items():
+            self._ranks_ended[number] += ranks
+            if self._ranks_ended[number] < self._world:
                 continue
-            del self._ranks_over[number]
+            del self._ranks_ended[number]
             self._sources.pop(number, None)

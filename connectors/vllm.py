@@ -4,11 +4,14 @@
                        "kv_connector_module_path": "connectors.vllm", "kv_role": "kv_both",
                        "kv_load_failure_policy": "recompute",
                        "kv_connector_extra_config": {"store": "unix:///run/kvstore.sock"}}'
+
+Each process of an engine is one side only. So each side is imported where the role is known: by
+start_scheduler or register_kv_caches. What starts a private store is imported by its first use.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import re
 import secrets
 from collections import Counter
@@ -19,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from connectors import vllm_version  # noqa: F401 - the first, see there
 
 # isort: split
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -31,39 +35,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-from vllm.v1.request import RequestStatus
 
 from connectors import vllm_compat as compat
-from connectors import vllm_multi as multi
 from connectors.config import parse_extra, refuse_engine_id
-from connectors.kv_transfer_params import Transfer, is_handed_over
-from connectors.request_state import Step
-from connectors.scheduler import SchedulerHalf
 from connectors.step_meta import StepMeta
-from connectors.store_client import StoreClient
-from connectors.store_connection import Attacher, monotonic_ns
-from connectors.vllm_private import check_private
 from connectors.vllm_stats import TieredPromMetrics, TieredStats
-from connectors.worker import WorkerHalf
 from kvstore.core.errors import NotSupported
-from kvstore.core.limits import SLOTS_MAX
-from kvstore.launch import ensure
-from kvstore.wire import engine as p
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-log = logging.getLogger("vllm.kvstore")
-
-ATTACH_S = 60.0
-_WHOLE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-_SOURCES = {"cpu": CacheHitSource.HOST, "nvme": CacheHitSource.DISK, "peer": CacheHitSource.P2P}
+    from connectors.vllm_scheduler import SchedulerSide
+    from connectors.worker import WorkerHalf
 
 
 @dataclass
@@ -87,94 +76,48 @@ class TieredWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 class TieredConnector(KVConnectorBase_V1, SupportsHMA):
-    """KV blocks in a kvstore: offload now, hand-over between engines later."""
+    """KV blocks in a kvstore: offload, and hand-over between engines."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         """Check that this engine is served; the scheduler's side waits for its store here."""
         super().__init__(vllm_config, role, kv_cache_config)
-        transfer = vllm_config.kv_transfer_config
         compat.check_supported(vllm_config)
-        self._extra = parse_extra(transfer.kv_connector_extra_config)
-        self._tokens = compat.geometry(vllm_config, kv_cache_config, self._extra.block_tokens)
-        self._states = compat.state_groups(kv_cache_config)
+        self._settings = parse_extra(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._tokens = compat.geometry(vllm_config, kv_cache_config, self._settings.block_tokens)
         self._config, self._cache = vllm_config, kv_cache_config
-        self._engine = str(transfer.engine_id)
-        refuse_engine_id(self._engine)
-        self._world = vllm_config.parallel_config.world_size
+        refuse_engine_id(str(vllm_config.kv_transfer_config.engine_id))
         self._worker: WorkerHalf | None = None
-        self._scheduler: SchedulerHalf | None = None
-        self._skipped_adapters = False
-        self._hands_over, self._beside = True, False
-        self._manager: Any = None
+        self._scheduler: SchedulerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
-            of_engine = multi.transfer_of_engine(self)
-            self._compute_what_fails(of_engine)
-            asked = "transfer" in transfer.kv_connector_extra_config
-            self._beside = of_engine is not transfer
-            self._hands_over = asked or not self._beside
-            if not self._hands_over:
-                log.info(
-                    "kvstore: hand-overs are left to the other connectors of %s, since"
-                    " kv_connector_extra_config has no transfer",
-                    of_engine.kv_connector,
-                )
             self._scheduler = self._start_scheduler()
 
-    def _compute_what_fails(self, read: Any) -> None:
-        if read.kv_load_failure_policy != "recompute":
-            log.warning(
-                "kv_load_failure_policy of %s is %r: set to 'recompute', so that a failed load is"
-                " computed instead of failing its request",
-                read.kv_connector,
-                read.kv_load_failure_policy,
-            )
-            read.kv_load_failure_policy = "recompute"
+    def _start_scheduler(self) -> SchedulerSide:
+        from connectors.vllm_scheduler import start_scheduler  # this process schedules
+
+        states = compat.state_groups(self._cache)
+        return start_scheduler(
+            self,
+            self._config,
+            self._cache,
+            self._tokens,
+            states,
+            self._settings,
+            self._find_store,
+        )
 
     def _find_store(self) -> str:
-        if self._extra.store is not None:
-            return self._extra.store
-        base = re.sub(r"_dp\d+$", "", self._engine)  # replicas of one engine share a store
-        extra = self._extra
-        return ensure(base, extra.cpu_bytes or 0, extra.nvme, extra.listen, extra.engine)
+        """Return the store's address; a private one is started, unless it runs."""
+        settings = self._settings
+        if settings.store is not None:
+            return settings.store
+        from kvstore.launch import ensure  # this engine has a private store
 
-    def _start_scheduler(self) -> SchedulerHalf:
-        scheduler = self._config.scheduler_config
-        per_step = 2 * scheduler.max_num_batched_tokens // self._tokens.block_tokens
-        credit = (per_step + scheduler.max_num_seqs) * len(self._tokens.rules)
-        config = self._config.kv_events_config
-        events = config is not None and bool(config.enable_kv_cache_events)
-        who = p.VERSION, self._engine, "scheduler", 0, self._world
-        hello = p.Hello(*who, credit_slots=min(credit, SLOTS_MAX), events=events)
-        attacher = Attacher(self._find_store, hello, self._extra.store_user)
-        client = StoreClient(attacher, monotonic_ns)
-        client.collect_events = events
-        try:
-            attached = client.wait_attached(ATTACH_S)
-        except BaseException:
-            client.close()
-            raise
-        if attached:
-            log.info("kvstore: attached, blocks of %d tokens", self._tokens.block_tokens)
-        else:
-            log.error("kvstore: no store after %d s; serving without it, and trying on", ATTACH_S)
-        return SchedulerHalf(
-            self._tokens,
-            client,
-            monotonic_ns,
-            world=self._world,
-            shares_prefixes=bool(self._config.cache_config.enable_prefix_caching),
-            transfer=Transfer(
-                self._engine,
-                {"pull": False, "push": True}.get(self._extra.transfer),
-                self._extra.lease_ns // 1_000_000,
-                self._extra.two_way,
-                self._extra.recompute_threshold,
-                self._extra.decode_ttl_ns // 1_000_000,
-                self._extra.direct,
-            ),
-            beside=self._beside,
+        engine = str(self._config.kv_transfer_config.engine_id)
+        base = re.sub(r"_dp\d+$", "", engine)  # replicas of one engine share a store
+        return ensure(
+            base, settings.cpu_bytes or 0, settings.nvme, settings.listen, settings.engine
         )
 
     # Facts that vLLM asks for
@@ -209,20 +152,13 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Read the tensors' strides and start attaching to the store."""
-        caches = compat.layer_caches(self._cache, kv_caches)
-        rank = compat.rank_geometry(self._config, self._cache, kv_caches, caches, self._tokens)
-        number = self._config.parallel_config.rank
-        who, direct = (self._engine, number, self._world), self._extra.direct_way
-        self._worker = WorkerHalf(
-            *who,
-            rank,
-            caches,
-            self._find_store,
-            direct=direct,
-            store_user=self._extra.store_user,
+        from connectors.vllm_worker import start_worker  # this process computes
+
+        self._worker = start_worker(
+            self._config, self._cache, kv_caches, self._tokens, self._settings, self._find_store
         )
 
-    def _half(self) -> WorkerHalf:
+    def _worker_half(self) -> WorkerHalf:
         if self._worker is None:
             raise NotSupported("vLLM called the worker's side before register_kv_caches")
         return self._worker
@@ -236,11 +172,11 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """First call of a step: the fence."""
         if isinstance(kv_connector_metadata, TieredMetadata):
-            self._half().before_step(kv_connector_metadata.step)
+            self._worker_half().before_step(kv_connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's loads."""
-        self._half().start_loads(self._step())
+        self._worker_half().start_loads(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: loads are asynchronous, their requests wait outside the running set."""
@@ -255,26 +191,26 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: whole blocks are stored after the forward."""
 
     def wait_for_save(self) -> None:
-        """Start this step's stores; nobody waits for them here."""
-        self._half().after_forward(self._step())
+        """Start this step's stores, and do not wait for them."""
+        self._worker_half().after_forward(self._step())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Report loads that ended, each once; a failed one under both names."""
         step = self._step()
-        ended, failed = self._half().finished_loads(step)
+        ended, failed = self._worker_half().finished_loads(step)
         return KVConnectorTransferResults(
             finished_sending=set(step.sent), finished_recving=ended, failed_recving=failed
         )
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Report store jobs that ended."""
-        over = self._half().take_stores_over()
+        over = self._worker_half().take_stores_over()
         return TieredWorkerMetadata(Counter(over)) if over else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return what this side counted since the last call."""
         if self._scheduler is not None:
-            counts = self._scheduler.take_stats()
+            counts = self._scheduler.half.take_stats()
         elif self._worker is not None:
             stats = self._worker.take_stats()
             counts = {name: getattr(stats, name) for name in stats.__struct_fields__}
@@ -285,35 +221,25 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     # The scheduler's side
 
-    def _plan(self) -> SchedulerHalf:
+    def _scheduler_side(self) -> SchedulerSide:
         if self._scheduler is None:
             raise NotSupported("vLLM called the scheduler's side in a worker")
         return self._scheduler
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Remember where block tables are, and check that all names used are there."""
-        check_private(kv_cache_manager)
-        self._manager = kv_cache_manager
+        self._scheduler_side().bind(kv_cache_manager)
 
     def on_new_request(self, request: Request) -> None:
-        """Send a request's keys. Adapters are named by path, not content: they stay out."""
-        if request.lora_request is not None:
-            if not self._skipped_adapters:
-                log.warning("kvstore: requests with LoRA adapters are neither stored nor loaded")
-                self._skipped_adapters = True
-            return
-        transfer = compat.transfer_of(request) if self._hands_over else None
-        if self._states and is_handed_over(transfer):
-            compat.leave_out_last(request, self._tokens.hash_tokens)
-        cached = compat.cached_tokens(self._manager, request) if transfer else 0
-        reads = not request.skip_reading_prefix_cache
-        self._plan().on_new_request(request, transfer, cached, reads=reads)
+        """Send a request's keys."""
+        self._scheduler_side().on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Answer how many tokens can be loaded."""
-        return self._plan().get_num_new_matched_tokens(request.request_id, num_computed_tokens)
+        half = self._scheduler_side().half
+        return half.get_num_new_matched_tokens(request.request_id, num_computed_tokens)
 
     def update_state_after_alloc(
         self,
@@ -325,99 +251,59 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
         Beside other connectors (MultiConnector) these may load into them before a step names them.
         """
-        table = compat.ids_of(blocks.blocks)
-        self._plan().update_state_after_alloc(request.request_id, table, num_external_tokens)
+        self._scheduler_side().on_allocated(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
         """Split the loaded tokens by the tier they come from."""
-        split: Counter[CacheHitSource] = Counter()
-        sources = self._plan().hit_sources(request.request_id, num_external_tokens)
-        for tier, tokens in sources.items():
-            split[_SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)] += tokens
-        return dict(split)
+        return self._scheduler_side().hit_sources(request.request_id, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Plan a step's copies."""
-        preempted = scheduler_output.preempted_req_ids or ()
-        for request in self._plan().handed_over(preempted):
-            compat.compute_again(request)
-        state = scheduler_output.kv_connector_block_state
-        hand_overs = {} if state is None else state.boundary_state_offloads
-
-        def table(request_id: str) -> Any:
-            blocks = compat.block_table(self._manager, request_id)
-            entries = hand_overs.get(request_id, ())
-            return compat.table_of(blocks, self._states, entries, self._tokens)
-
-        step = Step(
-            scheduler_output.num_scheduled_tokens,
-            self._written(scheduler_output),
-            table,
-            preempted,
-        )
-        return TieredMetadata(self._plan().build_meta(step))
-
-    def _written(self, output: SchedulerOutput) -> list[int]:
-        """List the engine blocks that this step gives new content."""
-        written: list[int] = []
-        for new in output.scheduled_new_reqs:
-            for ids, tokens in zip(new.block_ids, self._tokens.engine_block_tokens, strict=True):
-                written.extend(ids[new.num_computed_tokens // tokens :])
-        cached = output.scheduled_cached_reqs
-        for request_id, groups, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            resumed = request_id in cached.resumed_req_ids
-            sizes = self._tokens.engine_block_tokens
-            for ids, tokens in zip(groups or (), sizes, strict=False):
-                written.extend(ids[computed // tokens :] if resumed else ids)
-        written.extend(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
-        return written
+        return TieredMetadata(self._scheduler_side().build_meta(scheduler_output))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the workers' reports."""
         meta = connector_output.kv_connector_worker_meta
         over = meta.stores_over if isinstance(meta, TieredWorkerMetadata) else {}
-        self._plan().on_output(
+        self._scheduler_side().half.on_output(
             over, connector_output.finished_recving or (), connector_output.failed_recving or ()
         )
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Let go of a request of a one-group engine."""
+        """End a request of a one-group engine."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Let go of a request; True: not of its blocks, until the workers report it as sent."""
-        table = compat.last_table(request, block_ids, self._states, self._tokens)
-        handed = None
-        if request.status in _WHOLE:
-            handed = self._plan().hand_over(request.request_id, table or ())
-        return self._plan().request_finished(request.request_id, table or ()), handed
+        """End a request; True: vLLM keeps its blocks until the workers report it as sent."""
+        return self._scheduler_side().finish(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
         """Ask for one more step while blocks of finished requests wait to be stored."""
-        return self._scheduler is not None and self._scheduler.has_pending_work()
+        return self._scheduler is not None and self._scheduler.half.has_pending_work()
 
     def take_events(self) -> Iterable[Any]:
         """Return blocks that entered or left the tiers since the last call, as the engine would."""
-        return compat.kv_events(self._plan().take_events(), self._tokens, self._cache)
+        return self._scheduler_side().take_events()
 
     def reset_cache(self) -> bool:
         """Forget everything stored so far, for this engine only."""
-        return self._plan().reset_cache(secrets.token_bytes(8))
+        return self._scheduler_side().half.reset_cache(secrets.token_bytes(8))
 
     def shutdown(self) -> None:
         """Finish copies and leave nothing behind; safe to call twice."""
         if self._scheduler is not None:
-            self._scheduler.shutdown()
+            self._scheduler.half.shutdown()
         if self._worker is not None:
             self._worker.shutdown()
 
 
-multi.register(TieredConnector.__name__, __name__)
+# A MultiConnector finds the classes of its children's reports by name, and an engine whose reports
+# have no class ends. A module that is loaded twice registers once.
+with contextlib.suppress(ValueError):
+    KVConnectorFactory.register_connector("TieredConnector", __name__, "TieredConnector")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -51,7 +50,7 @@ class TieredStats(KVConnectorStats):
         return dict(self.data)
 
     def is_empty(self) -> bool:
-        """Tell whether nothing was counted."""
+        """Return True if nothing was counted."""
         return not self.data
 
 
@@ -67,8 +66,7 @@ class TieredPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         """Register the counter, with every event at 0 for every engine."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        counter: type[Counter] = self._counter_cls
-        self._events = counter(
+        self._events = self._counter_cls(
             name="vllm:kvstore_events",
             documentation="What the kvstore connector counted, by event; bytes where so named.",
             labelnames=[*labelnames, "event"],

@@ -1,19 +1,19 @@
-"""The worker half: copies engine blocks to and from slots, and tells the store itself.
+"""The worker half: copies engine blocks to and from slots, and reports to the store itself.
 
-Threads: the engine's step thread submits and collects; one copies; one talks to the store (memory
-handed over, session ended). Only memory is touched here, never a disk. A load whose slots are
-still being filled from a lower tier is taken up again and again, other copies in between, and
-is given up when nothing arrives any more, or it takes too long: so every copy ends, and nobody
-waits for another's. While it waits it tells the store, which keeps its lease and says whether what
-a peer sends or computes goes on.
+Threads: the engine's step thread submits and collects; one thread copies; one talks to the store
+(slot memory comes and goes, sessions end). Only memory is touched here, never a disk. A load whose
+slots are still being filled from a lower tier is continued again and again, with other copies in
+between, and is given up when no block arrives any more, or when it takes too long. So every copy
+ends, and none waits for another. While a load waits the worker reports that: the store keeps its
+lease, and answers whether what a peer sends or computes is still on its way.
 
-Where the engine's tensors are is the device's matter (copies/device.py). On a GPU a copy is queued
-and then asked about, as a load is that waits; in host memory it has ended when it was begun. A job
-is over, well or not, only when nothing of it is being copied any more.
+The device knows where the engine's tensors are (copies/device.py). On a GPU a copy is queued and
+then polled, as a waiting load is; in host memory it has ended when the call returns. A job ends,
+complete or failed, only when nothing of it is being copied any more.
 
-A session that has ended stops all work that was planned under it: jobs carry the session's
-number, and one of another session copies nothing. The socket is closed only after the last copy,
-because the store reuses slots as soon as it is.
+When a session ends, all work planned under it stops: jobs carry the session's number, and a job of
+another session copies nothing. The socket is closed only after the last copy, because the store
+reuses slots as soon as it is.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from connectors.config import DirectWay
 from connectors.copies.device import Copier, Copying, Device, device_of
 from connectors.copies.host import LayerCache, MappedExtent, SlotMap
-from connectors.direct_reads import DirectReads, End, Giving, Reads, Told, nobody
-from connectors.load_progress import Load, Patience
+from connectors.load_progress import LoadDeadline, SlotLoad
 from connectors.step_meta import LoadJob, StepMeta, StoreJob, pieces
 from connectors.store_connection import Link, LinkLost, Refusals, attach, monotonic_ns
 from kvstore.core.errors import KVStoreError, NotSupported, TierError
@@ -40,11 +39,16 @@ from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tiers.runner import NOTHING, Nothing, Runner
 
+if TYPE_CHECKING:  # settings are read elsewhere; direct transfers load NIXL, see _direct_transfers
+    from connectors.config import DirectWay
+    from connectors.direct_reads import DirectTransfers, PeerLoad, PeerWrite, WriteEnd
+
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.02
 SHUTDOWN_WAIT_S = 5.0  # for stores that are queued; a copy takes milliseconds
 _READ_S = 0.1
+_FETCH_MESSAGES = p.Places | p.InEngine | p.Push | p.Passed
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -57,24 +61,42 @@ class Outcome(msgspec.Struct, frozen=True):
     late: bool = False  # a load was given up
 
 
-class Task(msgspec.Struct, eq=False):
-    """A job, and how far it is; made by the step thread, then the copy thread's."""
+class StoreTask(msgspec.Struct, eq=False):
+    """A store and its state; made by the step thread, then the copy thread's."""
 
-    job: StoreJob | LoadJob | Giving
+    job: StoreJob
     mark: int  # of the device: copies begin behind it
-    copying: Copying | None = None  # of a store
-    link: Link | None = None  # that a store, or a write to a peer's engine, was begun under
-    load: Load | None = None
-    patience: Patience | None = None  # of a load
-    reads: Reads | None = None  # of a load
-    passed: bool = False  # what these overwrite is not used any more
-    broken: bool = False  # its copies from slots
+    copying: Copying | None = None
+    link: Link | None = None  # that the copy was begun under
+    started: float = 0.0
+
+
+class LoadTask(msgspec.Struct, eq=False):
+    """A load and its state; made by the step thread, then the copy thread's."""
+
+    job: LoadJob
+    mark: int  # of the device: copies begin behind it
+    deadline: LoadDeadline | None = None
+    slots: SlotLoad | None = None  # the part that comes from slots
+    peer: PeerLoad | None = None  # the part that comes straight from a peer
+    mark_passed: bool = False
+    broken: bool = False  # copying from slots raised an error
     started: float = 0.0  # the copy that is under way
 
     @property
-    def load_ok(self) -> bool:
-        """Tell whether all that comes from slots has come; asked once that is over."""
-        return not self.broken and self.load is not None and self.load.ok
+    def slots_ok(self) -> bool:
+        """True if all that comes from slots has come; asked once that is over."""
+        return not self.broken and self.slots is not None and self.slots.ok
+
+
+class WriteTask(msgspec.Struct, eq=False):
+    """A write to a peer's engine, for the session of this link."""
+
+    write: PeerWrite
+    link: Link
+
+
+Task = StoreTask | LoadTask | WriteTask
 
 
 class WorkerStats(msgspec.Struct):
@@ -83,14 +105,14 @@ class WorkerStats(msgspec.Struct):
     store_bytes: int = 0
     load_bytes: int = 0
     failed_loads: int = 0
-    given_up_loads: int = 0  # of these, what had not come in time
+    given_up_loads: int = 0  # failed loads with blocks that had not come in time
     failed_stores: int = 0
 
 
 class WorkerHalf:
     """One rank's side of the connector."""
 
-    def __init__(  # noqa: PLR0913 - who it is, what it has, where it goes
+    def __init__(  # noqa: PLR0913 - its identity, its tensors, its store
         self,
         engine: str,
         rank: int,
@@ -106,15 +128,20 @@ class WorkerHalf:
         """Start attaching to the store; returns at once. find_store(): its address.
 
         device: where the tensors are, None: found out. Raises NotSupported if it is not served.
-        direct: what peers have is read straight into the tensors, or written, where that can be
-            done; "" for neither.
-        store_user: who may run the store beside us and root.
+        direct: peers' blocks are read straight into the tensors ("pull"), or written there by the
+            peer ("push"), where that is possible; "" for neither.
+        store_user: may run the store, beside our own user and root.
         """
         self.refused: KVStoreError | None = None
-        self._direct = _direct_reads(caches, pushed=direct == "push") if direct else None
-        able = self._direct is not None
+        self._direct = _direct_transfers(caches, pushed=direct == "push") if direct else None
         self._hello = p.Hello(
-            p.VERSION, engine, "worker", rank, world, geometry=geometry, direct=able
+            p.VERSION,
+            engine,
+            "worker",
+            rank,
+            world,
+            geometry=geometry,
+            direct=self._direct is not None,
         )
         self._blocks_per_chunk = geometry.blocks_per_chunk
         self._device = device_of(caches) if device is None else device
@@ -124,12 +151,12 @@ class WorkerHalf:
         self._copier: Copier | None = None
         self._slots = SlotMap()
         self._wait_ns = self._limit_ns = 0
-        self._waiting: dict[int, Patience] = {}  # by lease: what the store may say of it
+        self._deadlines: dict[int, LoadDeadline] = {}  # of waiting loads, by lease
         self._stores_over: set[int] = set()
-        self._stores_open: dict[int, Task] = {}
+        self._stores_open: dict[int, StoreTask] = {}
         self._loads_open: set[str] = set()
-        self._idle_loads: set[str] = set()  # of these: what wait, and copy nothing
-        self._gives_open: set[int] = set()
+        self._idle_loads: set[str] = set()  # open loads that wait and copy nothing
+        self._writes_open: set[int] = set()  # to peers
         self._stats = WorkerStats()
         self._refusals = Refusals()
         self._stop = threading.Event()
@@ -144,15 +171,12 @@ class WorkerHalf:
         self._submit_stores(meta.early)
         wanted = [t for n in meta.flush if (t := self._stores_open.get(n)) is not None]
         if wanted:
-            # What was only queued here is unknown to the device; that takes a moment.
+            # The device does not know copies that are only queued here; that takes a moment.
             self._runner.wait(lambda: all(self._begun(task) for task in wanted))
             self._device.fence(task.copying for task in wanted if task.copying is not None)
 
-    def _begun(self, task: Task) -> bool:
-        job = task.job
-        return task.copying is not None or (
-            isinstance(job, StoreJob) and job.job_id not in self._stores_open
-        )
+    def _begun(self, task: StoreTask) -> bool:
+        return task.copying is not None or task.job.job_id not in self._stores_open
 
     def start_loads(self, meta: StepMeta) -> None:
         """Queue this step's loads."""
@@ -160,7 +184,7 @@ class WorkerHalf:
             mark = self._device.mark()
             for job in meta.loads:
                 self._loads_open.add(job.request_id)
-                self._runner.submit(Task(job, mark))
+                self._runner.submit(LoadTask(job, mark))
 
     def after_forward(self, meta: StepMeta) -> None:
         """Queue the stores whose sources this step has just computed."""
@@ -170,7 +194,7 @@ class WorkerHalf:
         if jobs:
             mark = self._device.mark()
             for job in jobs:
-                task = self._stores_open[job.job_id] = Task(job, mark)
+                task = self._stores_open[job.job_id] = StoreTask(job, mark)
                 self._runner.submit(task)
 
     def finished_loads(self, meta: StepMeta) -> tuple[set[str], set[str]]:
@@ -198,7 +222,7 @@ class WorkerHalf:
         return ended, failed
 
     def take_stores_over(self) -> frozenset[int]:
-        """Return store jobs that have ended since the last call, well or not."""
+        """Return store jobs that have ended since the last call, failed ones too."""
         over, self._stores_over = frozenset(self._stores_over), set()
         return over
 
@@ -210,7 +234,7 @@ class WorkerHalf:
     def shutdown(self) -> None:
         """Finish stores, close the connection, end the threads; safe to call twice.
 
-        Loads that are queued end as failed: nobody waits for them any more.
+        Loads that are queued end as failed: the engine does not wait for them any more.
         """
         self._runner.wait(lambda: not self._stores_open, SHUTDOWN_WAIT_S)
         self._stop.set()
@@ -223,51 +247,49 @@ class WorkerHalf:
     # The copy thread
 
     def _copy(self, task: Task) -> Outcome | Nothing | None:
-        outcome: Outcome | Nothing | None = _failed(task)
+        """Start or continue a task; None while it is under way."""
+        if isinstance(task, WriteTask):
+            return self._write(task)
+        outcome: Outcome | None = _failed(task)  # if an error gets past what follows
         try:
-            outcome = self._move(task)
+            outcome = self._store(task) if isinstance(task, StoreTask) else self._load(task)
         finally:
-            if isinstance(outcome, Outcome) and outcome.store_job is not None:
-                self._stores_open.pop(outcome.store_job, None)
-            elif isinstance(outcome, Outcome) and outcome.request_id is not None:
-                self._loads_open.discard(outcome.request_id)
+            if outcome is not None and isinstance(task, StoreTask):
+                self._stores_open.pop(task.job.job_id, None)
+            elif outcome is not None and isinstance(task, LoadTask):
+                self._loads_open.discard(task.job.request_id)
         return outcome
 
-    def _move(self, task: Task) -> Outcome | Nothing | None:
-        job = task.job
-        if isinstance(job, Giving):
-            return self._give(task, job)
-        return self._store(task, job) if isinstance(job, StoreJob) else self._load(task, job)
-
-    def _give(self, task: Task, giving: Giving) -> Nothing | None:
-        """Write engine blocks to a peer's; None while that is under way."""
-        if self._direct is not None and task.link is not None:
-            over = task.link is not self._link
-            end = self._direct.give(giving, monotonic_ns(), over=over)
-            if end is None:
-                return None
-            self._given(task.link, giving, end)
-        return NOTHING
-
-    def _given(self, link: Link, giving: Giving, end: End) -> None:
-        self._gives_open.discard(giving.asked.give)
-        copied = giving.bytes if end == "all" else 0
-        self._tell(link, p.Given(giving.asked.give, end, copied))
-
     def _raised(self, task: Task, _error: Exception) -> Outcome | Nothing:
-        """End a job that a bug has ended; the store waits for a word on a write."""
-        if isinstance(task.job, Giving) and task.link is not None:
-            self._given(task.link, task.job, "failed")
+        """End a task that a bug has ended; the store waits for the end of a write."""
+        if isinstance(task, WriteTask):
+            self._write_ended(task, "failed")
             return NOTHING
         return _failed(task)
 
-    def _store(self, task: Task, job: StoreJob) -> Outcome | None:
+    def _write(self, task: WriteTask) -> Nothing | None:
+        """Write engine blocks to a peer's; None while that is under way."""
+        if self._direct is not None:
+            over = task.link is not self._link
+            end = self._direct.advance_write(task.write, monotonic_ns(), session_over=over)
+            if end is None:
+                return None
+            self._write_ended(task, end)
+        return NOTHING
+
+    def _write_ended(self, task: WriteTask, end: WriteEnd) -> None:
+        number = task.write.message.give
+        self._writes_open.discard(number)
+        copied = task.write.bytes if end == "all" else 0
+        self._send(task.link, p.Given(number, end, copied))
+
+    def _store(self, task: StoreTask) -> Outcome | None:
         """Begin the copy, then wait for its end; None while it is under way."""
-        link, copier, ok = self._link, self._copier, True
+        job, link, copier, ok = task.job, self._link, self._copier, True
         try:
             if task.copying is None:
                 if job.session != self._session or link is None or copier is None:
-                    return Outcome(ok=False, store_job=job.job_id)
+                    return _failed(task)
                 task.link, task.started = link, time.perf_counter()
                 moves = pieces(job.engine, job.store, self._blocks_per_chunk)
                 task.copying = copier.copy(moves, self._slots, store=True, after=task.mark)
@@ -279,97 +301,106 @@ class WorkerHalf:
         seconds = time.perf_counter() - task.started
         if task.link is not None:  # open until the last copy is over, also if the session is not
             stored = p.Stored(framing.u32(job.store.slots), job.keys, job.parents, ok, seconds)
-            self._tell(task.link, stored)
+            self._send(task.link, stored)
         copied = task.copying.bytes if ok and task.copying is not None else 0
         return Outcome(ok=ok, store_job=job.job_id, copied_bytes=copied)
 
-    def _load(self, task: Task, job: LoadJob) -> Outcome | None:
+    def _load(self, task: LoadTask) -> Outcome | None:
         """Copy what is ready; None while slots are still being filled, or copied."""
-        link, copier, now_ns = self._link, self._copier, monotonic_ns()
+        job, link, copier, now_ns = task.job, self._link, self._copier, monotonic_ns()
         self._idle_loads.discard(job.request_id)
         if job.session != self._session or link is None or copier is None:
-            return self._abandon(task, job, now_ns)
-        load_over = task.broken
+            return self._abandon(task, now_ns)
+        slots_over = task.broken
         try:
-            if task.load is None and not task.broken:
-                self._begin_load(task, job, now_ns)
-            if task.load is not None and not task.broken:
-                load_over = self._advance(task, task.load, copier, now_ns)
+            if task.slots is None and not task.broken:
+                self._begin_load(task, now_ns)
+            if task.slots is not None and not task.broken:
+                slots_over = self._advance_slots(task, task.slots, copier, now_ns)
         except (TierError, ValueError) as exc:
             log.error("load for %s failed: %s", job.request_id, exc)
-            load_over = task.broken = True
-        reads, reads_over = task.reads, True
-        if reads is not None and self._direct is not None:
-            reads.failed = reads.failed or (load_over and not task.load_ok)
-            reads_over = self._read(self._direct, task, reads, link, now_ns)
-        if reads_over and load_over:
-            return self._loaded(task, job, link, now_ns)
-        if task.patience is not None and task.patience.asks(now_ns):
-            self._tell(link, p.Loading(job.lease))
-        if task.load is None or not task.load.copying:
+            slots_over = task.broken = True
+        peer_over = True
+        if task.peer is not None and self._direct is not None:
+            task.peer.failed = task.peer.failed or (slots_over and not task.slots_ok)
+            peer_over = self._advance_peer(self._direct, task, task.peer, link, now_ns)
+        if peer_over and slots_over:
+            return self._loaded(task, link, now_ns)
+        if task.deadline is not None and task.deadline.should_ask(now_ns):
+            self._send(link, p.Loading(job.lease))
+        if task.slots is None or not task.slots.copying:
             self._idle_loads.add(job.request_id)
         return None
 
-    def _begin_load(self, task: Task, job: LoadJob, now_ns: int) -> None:
-        """Take up a load for the first time. Raises ValueError if its blocks and slots differ."""
-        per, patience = self._blocks_per_chunk, Patience(self._wait_ns, self._limit_ns, now_ns)
-        task.load = Load(job, per, patience)
+    def _begin_load(self, task: LoadTask, now_ns: int) -> None:
+        """Start a load. Raises ValueError if its blocks and slots differ."""
+        job, deadline = task.job, LoadDeadline(self._wait_ns, self._limit_ns, now_ns)
+        task.slots = SlotLoad(job, self._blocks_per_chunk, deadline)
         if self._direct is not None:
-            task.reads = self._direct.reads(job, per, patience)
-        task.patience = self._waiting[job.lease] = patience
+            task.peer = self._direct.start_load(job, self._blocks_per_chunk, deadline)
+        task.deadline = self._deadlines[job.lease] = deadline
 
-    def _loaded(self, task: Task, job: LoadJob, link: Link, now_ns: int) -> Outcome:
+    def _loaded(self, task: LoadTask, link: Link, now_ns: int) -> Outcome:
         """Report a load that is over."""
-        load, reads = task.load, task.reads
-        self._waiting.pop(job.lease, None)
+        job, load, peer = task.job, task.slots, task.peer
+        self._deadlines.pop(job.lease, None)
         slots = [slot for slot in job.store.slots if slot < p.DIRECT]
         damaged = slots if task.broken or load is None else load.damaged
         if damaged:
-            log.warning("load for %s: %d slots hold something else", job.request_id, len(damaged))
+            log.warning(
+                "load for %s failed: %d slots do not hold the leased blocks any more",
+                job.request_id,
+                len(damaged),
+            )
         copied, seconds = (0, 0.0) if load is None else (load.copied_bytes, load.seconds)
-        late = (0 if load is None else load.late) + (0 if reads is None else reads.late)
-        if late and task.patience is not None:
-            _warn_late(job, late, task.patience, now_ns)
-        self._tell(link, p.Loaded(job.lease, copied, seconds, framing.u32(damaged), late))
-        ok = task.load_ok
-        if reads is not None:
-            copied += reads.copied_bytes + reads.written_bytes
-            ok = ok and not reads.failed
+        late = (0 if load is None else load.late) + (0 if peer is None else peer.late)
+        if late and task.deadline is not None:
+            _warn_late(job, late, task.deadline, now_ns)
+        self._send(link, p.Loaded(job.lease, copied, seconds, framing.u32(damaged), late))
+        ok = task.slots_ok
+        if peer is not None:
+            copied += peer.copied_bytes + peer.written_bytes
+            ok = ok and not peer.failed
         return Outcome(ok, request_id=job.request_id, copied_bytes=copied, late=late > 0)
 
-    def _read(self, direct: DirectReads, task: Task, reads: Reads, link: Link, now_ns: int) -> bool:
-        """Go on with what comes from a peer; True when that is over.
+    def _advance_peer(
+        self, direct: DirectTransfers, task: LoadTask, peer: PeerLoad, link: Link, now_ns: int
+    ) -> bool:
+        """Continue what comes from a peer; True when that is over.
 
-        Nothing is moved into blocks that what the engine was asked for before may still use.
+        Nothing is moved into blocks that earlier work of the engine may still use.
         """
-        if not task.passed and not reads.failed:
+        if not task.mark_passed and not peer.failed:
             try:
-                task.passed = self._device.passed(task.mark)
+                task.mark_passed = self._device.passed(task.mark)
             except TierError as exc:
                 log.error("nothing is read from a peer: %s", exc)
-                reads.failed = True
-            reads.patience.not_yet(now_ns)  # the engine may be steps ahead
-        if not task.passed and not reads.failed:
+                peer.failed = True
+            peer.deadline.restart(now_ns)  # the engine may be steps ahead
+        if not task.mark_passed and not peer.failed:
             return False
-        return direct.advance(reads, partial(self._tell, link), now_ns)
+        return direct.advance(peer, partial(self._send, link), now_ns)
 
-    def _advance(self, task: Task, load: Load, copier: Copier, now_ns: int) -> bool:
+    def _advance_slots(self, task: LoadTask, load: SlotLoad, copier: Copier, now_ns: int) -> bool:
         """Copy what has become ready; True when that was all. Raises TierError."""
         if not load.copying:
             task.started = time.perf_counter()
-        fill = partial(self._fill, copier, task.mark)
-        over = load.advance(fill, self._slots.generations, now_ns)
+
+        def copy(moves: Sequence[Move]) -> Copying:
+            return copier.copy(moves, self._slots, store=False, after=task.mark)
+
+        over = load.advance(copy, self._slots.generations, now_ns)
         if not load.copying:
             load.seconds += time.perf_counter() - task.started
         return over
 
-    def _abandon(self, task: Task, job: LoadJob, now_ns: int) -> Outcome | None:
+    def _abandon(self, task: LoadTask, now_ns: int) -> Outcome | None:
         """End a load whose session is over; None while its engine blocks are being written."""
-        load = task.load
-        self._waiting.pop(job.lease, None)
-        if task.reads is not None and self._direct is not None:
-            task.reads.failed = True
-            if not self._direct.give_up(task.reads, now_ns, nobody):
+        job, load = task.job, task.slots
+        self._deadlines.pop(job.lease, None)
+        if task.peer is not None and self._direct is not None:
+            task.peer.failed = True
+            if not self._direct.cancel(task.peer, now_ns, _discard):
                 return None
         copied = 0 if load is None else load.copied_bytes
         try:
@@ -379,14 +410,11 @@ class WorkerHalf:
             log.error("load for %s failed: %s", job.request_id, exc)
         return Outcome(ok=False, request_id=job.request_id, copied_bytes=copied)
 
-    def _fill(self, copier: Copier, mark: int, moves: Sequence[Move]) -> Copying:
-        return copier.copy(moves, self._slots, store=False, after=mark)
-
-    def _tell(self, link: Link, message: framing.Message) -> None:
+    def _send(self, link: Link, message: framing.Message) -> None:
         try:
             link.send(message)
         except LinkLost as exc:  # the link thread sees it too, and ends the session
-            log.debug("not told: %s", exc)
+            log.debug("%s not sent: %s", type(message).__name__, exc)
 
     # The link thread
 
@@ -396,7 +424,8 @@ class WorkerHalf:
                 attached = attach(self._find_store, self._hello, self._stop, self._store_user)
                 if attached is None:
                     return
-                self._serve(*attached)
+                link, welcome = attached
+                self._serve(link, welcome)
             except KVStoreError as exc:
                 # Not for good: the scheduler half, which attaches later, is refused only in a
                 # session that has us in it; and a store may come back with other settings.
@@ -405,7 +434,7 @@ class WorkerHalf:
                     self._stop.wait(self._refusals.wait_s(exc))
 
     def _serve(self, link: Link, welcome: p.Welcome) -> None:
-        """Be attached until that ends. Raises TierError for memory that copies cannot use."""
+        """Serve a session until it ends. Raises TierError for memory that copies cannot use."""
         try:
             if welcome.layout is None:
                 raise TierError("the store's welcome has no layout")
@@ -427,38 +456,28 @@ class WorkerHalf:
             link.close()
 
     def _open_direct(
-        self, direct: DirectReads, layout: RankLayout, devices: str, link: Link
+        self, direct: DirectTransfers, layout: RankLayout, devices: str, link: Link
     ) -> None:
         """Raises NotSupported where that cannot be; the next session is one without."""
         try:
-            direct.open(layout, devices, partial(self._tell, link))
+            direct.open(layout, devices, partial(self._send, link))
         except NotSupported:
             self._direct = None
             self._hello = msgspec.structs.replace(self._hello, direct=False)
             raise
 
     def _uses_no_slots(self) -> bool:
-        """Tell whether nothing is being copied from slots that are about to go.
+        """Return True if nothing is being copied from slots that are about to go.
 
-        What is written to peers uses none, and what a load that waits has leased does not go.
+        Writes to peers use no slots, and the store does not unmap what a waiting load has leased.
         """
-        return self._runner.open <= len(self._gives_open) + len(self._idle_loads)
+        return self._runner.open <= len(self._writes_open) + len(self._idle_loads)
 
     def _handle(self, link: Link, messages: Iterable[framing.Message]) -> bool:
+        """Act on messages of the store; False if it ends the session."""
         for message in messages:
             if isinstance(message, p.Extent):
-                extent = MappedExtent(
-                    link.take_fd(),
-                    message.first,
-                    message.count,
-                    message.slot_bytes,
-                    message.bytes,
-                    message.generations_offset,
-                )
-                self._device.pin(extent, self._stop.is_set)
-                self._slots.add(message.extent, extent)
-                self._refusals.attached()
-                link.send(p.Mapped(message.extent))
+                self._map(link, message)
             elif isinstance(message, p.Unmap):
                 self._runner.wait(self._uses_no_slots)
                 removed = self._slots.remove(message.extent)
@@ -466,21 +485,36 @@ class WorkerHalf:
                     self._device.unpin(removed)
                 link.send(p.Unmapped(message.extent))
             elif isinstance(message, p.Give) and self._direct is not None:
-                self._gives_open.add(message.give)
-                self._runner.submit(Task(Giving(message), 0, link=link))
+                self._writes_open.add(message.give)
+                self._runner.submit(WriteTask(self._direct.new_write(message), link))
             elif isinstance(message, p.Coming):
-                patience = self._waiting.get(message.lease)
-                if patience is not None:
-                    patience.heard(message, monotonic_ns())
-            elif isinstance(message, Told) and self._direct is not None:
-                self._direct.told(message)
+                deadline = self._deadlines.get(message.lease)
+                if deadline is not None:
+                    deadline.on_coming(message, monotonic_ns())
+            elif isinstance(message, _FETCH_MESSAGES) and self._direct is not None:
+                self._direct.receive(message)
             elif isinstance(message, p.Detach):
                 log.info("kvstore: detached: %s", message.reason)
                 return False
         return True
 
+    def _map(self, link: Link, message: p.Extent) -> None:
+        """Map an extent, pin it, and say that its slots can be used."""
+        extent = MappedExtent(
+            link.take_fd(),
+            message.first,
+            message.count,
+            message.slot_bytes,
+            message.bytes,
+            message.generations_offset,
+        )
+        self._device.pin(extent, self._stop.is_set)
+        self._slots.add(message.extent, extent)
+        self._refusals.attached()
+        link.send(p.Mapped(message.extent))
 
-def _warn_late(job: LoadJob, late: int, patience: Patience, now_ns: int) -> None:
+
+def _warn_late(job: LoadJob, late: int, deadline: LoadDeadline, now_ns: int) -> None:
     blocks = len(job.store.slots)
     log.warning(
         "load for request %s given up: %d of %d blocks from %s came, the last sign of one %.1f s"
@@ -489,21 +523,26 @@ def _warn_late(job: LoadJob, late: int, patience: Patience, now_ns: int) -> None
         blocks - late,
         blocks,
         shown(job.source),
-        patience.quiet_ns(now_ns) / 1e9,
-        patience.whole_ns(now_ns) / 1e9,
+        deadline.quiet_ns(now_ns) / 1e9,
+        deadline.total_ns(now_ns) / 1e9,
     )
 
 
-def _direct_reads(caches: dict[str, LayerCache], *, pushed: bool) -> DirectReads | None:
+def _discard(_message: framing.Message) -> None:
+    """Send nothing: the session is over."""
+
+
+def _direct_transfers(caches: dict[str, LayerCache], *, pushed: bool) -> DirectTransfers | None:
+    from connectors.direct_reads import DirectTransfers  # noqa: PLC0415 - it loads NIXL
+
     try:
-        return DirectReads(caches, pushed=pushed)
+        return DirectTransfers(caches, pushed=pushed)
     except NotSupported as exc:
-        log.warning("kvstore: %s; what peers have goes through the store's memory", exc)
+        log.warning("kvstore: %s; blocks of peers go through the store's memory", exc)
         return None
 
 
-def _failed(task: Task) -> Outcome:
-    job = task.job
-    if isinstance(job, StoreJob):
-        return Outcome(ok=False, store_job=job.job_id)
-    return Outcome(ok=False, request_id=job.request_id if isinstance(job, LoadJob) else None)
+def _failed(task: StoreTask | LoadTask) -> Outcome:
+    if isinstance(task, StoreTask):
+        return Outcome(ok=False, store_job=task.job.job_id)
+    return Outcome(ok=False, request_id=task.job.request_id)

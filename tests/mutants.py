@@ -174,8 +174,8 @@ MUTANTS = (
     ),
     Mutant(
         LOADS,
-        "        self._arrived_ns = now_ns\n\n    def not_yet",
-        "        pass\n\n    def not_yet",
+        "        self._arrived_ns = now_ns\n\n    def restart",
+        "        pass\n\n    def restart",
         "tests/test_long_loads.py -k B15_O8_a_disk_that_is_slow",
     ),
     Mutant(

@@ -73,7 +73,7 @@ def test_a_hit_in_memory_is_none_on_disk(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("here")
 def test_what_the_connector_says_is_what_the_store_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StoreClient, "used", lambda *_: None)
+    monkeypatch.setattr(StoreClient, "count_usage", lambda *_: None)
     monkeypatch.setattr(gpu_ttft, "TOLD_S", 0.2)
     with pytest.raises(KVStoreError, match=r"cpu_hit, .* the store says: \{\}, .*'cpu': 512"):
         measure()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from connectors.direct_reads import DirectReads, End, Giving
+from connectors.direct_reads import DirectTransfers, PeerWrite, WriteEnd
 from tests.harness.fakes import hashes
 from tests.harness.live import eventually
 from tests.harness.worker_rig import BLOCKS
@@ -60,17 +60,19 @@ def test_L1_direct_what_the_engine_has_overwritten_is_pushed_from_slots(tmp_path
 def test_B19_direct_what_is_overwritten_while_it_is_written_is_written_again_from_slots(
     tmp_path: Path, ranks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chain, real, done = hashes(6), DirectReads.give, list[int]()
+    chain, real, done = hashes(6), DirectTransfers.advance_write, list[int]()
 
-    def late(self: DirectReads, giving: Giving, now_ns: int, *, over: bool) -> End | None:
+    def late(
+        self: DirectTransfers, giving: PeerWrite, now_ns: int, *, session_over: bool
+    ) -> WriteEnd | None:
         if not done:
-            done.append(giving.asked.give)
+            done.append(giving.message.give)
             overwrite(made, [0, 3])
-        return real(self, giving, now_ns, over=over)
+        return real(self, giving, now_ns, session_over=session_over)
 
     with nodes(tmp_path, ranks, serving=True, push=True) as made:
         made.rigs[0].put(chain, range(6))
-        monkeypatch.setattr(DirectReads, "give", late)
+        monkeypatch.setattr(DirectTransfers, "advance_write", late)
         found = made.brings(made.ask(chain), range(9, 15))
         assert done
         assert (found[GPU], found[CPU]) == (4, 2)
@@ -95,18 +97,18 @@ def test_B15_direct_a_write_that_fails_has_its_load_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, raises: bool
 ) -> None:
     """Some of it may still come, so the decode engine's agent ends; the next load is good."""
-    chain, real = hashes(4), DirectReads.give
+    chain, real = hashes(4), DirectTransfers.advance_write
     with nodes(tmp_path, serving=True, push=True) as made:
         made.rigs[0].put(chain, range(4))
         reader = made.rigs[1].ranks[0].half._direct
         assert reader is not None
         agent = reader._agent.name
         failed: Mapping[object, str] = {} if raises else defaultdict(lambda: "failed")
-        monkeypatch.setattr(DirectReads, "give", lambda *_, **__: failed[0])
+        monkeypatch.setattr(DirectTransfers, "advance_write", lambda *_, **__: failed[0])
         assert made.load(made.ask(chain), range(9, 13)) == [True]
         assert reader._agent.name != agent
         eventually(lambda: not made.left())
-        monkeypatch.setattr(DirectReads, "give", real)
+        monkeypatch.setattr(DirectTransfers, "advance_write", real)
         assert made.load(made.ask(chain), range(4, 8), "again") == [False]
         assert made.holds(range(4, 8))
 
@@ -137,18 +139,20 @@ def test_B15_direct_what_is_written_as_its_engine_detaches_comes_from_slots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its workers end what they have begun and say so, and nobody tells of overwritten blocks."""
-    chain, real, done = hashes(4), DirectReads.give, list[End | None]()
+    chain, real, done = hashes(4), DirectTransfers.advance_write, list[WriteEnd | None]()
 
-    def late(self: DirectReads, giving: Giving, now_ns: int, *, over: bool) -> End | None:
+    def late(
+        self: DirectTransfers, giving: PeerWrite, now_ns: int, *, session_over: bool
+    ) -> WriteEnd | None:
         if not done:
-            done.append(real(self, giving, now_ns, over=False))
+            done.append(real(self, giving, now_ns, session_over=False))
             made.rigs[0].client.detach("a test")
             eventually(lambda: not made.numbers(0).get("kvstore_sessions{active}"))
-        return real(self, giving, now_ns, over=over)
+        return real(self, giving, now_ns, session_over=session_over)
 
     with nodes(tmp_path, serving=True, push=True) as made:
         made.rigs[0].put(chain, range(4))
-        monkeypatch.setattr(DirectReads, "give", late)
+        monkeypatch.setattr(DirectTransfers, "advance_write", late)
         found = made.brings(made.ask(chain), range(9, 13))
         assert done
         assert found[CPU] == 4

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from connectors.copies.host import LayerCache
-from connectors.direct_reads import GIVE_UP_NS, DirectReads, Reads
-from connectors.engine_agent import NETWORKS, EngineAgent, Moving
-from connectors.load_progress import Patience
+from connectors.direct_reads import CANCEL_NS, DirectTransfers, PeerLoad
+from connectors.engine_agent import NETWORKS, AgentTransfer, EngineAgent
+from connectors.load_progress import LoadDeadline
 from connectors.step_meta import EngineSpec, LoadJob, StoreSpec
-from connectors.worker import Task, WorkerHalf
+from connectors.worker import LoadTask, WorkerHalf
 from kvstore.core.errors import TierIOError
 from kvstore.core.layout import GroupLayout, LayerRun, Move, PageRun, RankLayout, RankPages
 from kvstore.wire import engine as p
@@ -23,7 +23,7 @@ from tiers.nixl.errors import MoveError
 
 
 class Reader(EngineAgent):
-    """Reads take as long as the test likes."""
+    """PeerLoad take as long as the test likes."""
 
     def __init__(self) -> None:
         self.moves: list[list[tuple[Move, int]]] = []
@@ -46,16 +46,18 @@ class Reader(EngineAgent):
     def restart(self) -> None:
         self.restarts += 1
 
-    def read(self, peer: str, moves: Sequence[tuple[Move, int]]) -> Moving:
+    def read(self, peer: str, moves: Sequence[tuple[Move, int]]) -> AgentTransfer:
         assert peer == "agent"
         self.moves.append(list(moves))
-        return Moving(64, 1, [])
+        return AgentTransfer(64, 1, [])
 
-    def read_engine(self, ranks: Sequence[RankPages], moves: Sequence[tuple[Move, int]]) -> Moving:
+    def read_engine(
+        self, ranks: Sequence[RankPages], moves: Sequence[tuple[Move, int]]
+    ) -> AgentTransfer:
         self.engine_moves.append((ranks, list(moves)))
-        return Moving(64, 1, [])
+        return AgentTransfer(64, 1, [])
 
-    def over(self, reading: Moving) -> bool:
+    def over(self, reading: AgentTransfer) -> bool:
         if self.fails or reading.failure:
             raise TierIOError("a test")
         return not self.hangs
@@ -68,7 +70,7 @@ class Worker:
         with pytest.MonkeyPatch.context() as patch:
             self.reader = Reader()
             patch.setattr("connectors.direct_reads.EngineAgent", lambda *_, **__: self.reader)
-            self.reads = DirectReads({})
+            self.reads = DirectTransfers({})
         layout = RankLayout(64, (GroupLayout(32, (LayerRun("l", 0, 32, writes=True),)),))
         self.said: list[framing.Message] = []
         self.reads.open(layout, "lo", self.said.append)
@@ -78,16 +80,16 @@ class Worker:
             "r", 1, 1, EngineSpec((20, 21, 22, 23, 24), (5,), (0,)), StoreSpec("cpu", slots),
             (3, 9, 9),
         )  # fmt: skip
-        found = self.reads.reads(self.job, (2,), Patience(1000, 10**6, 0))
+        found = self.reads.start_load(self.job, (2,), LoadDeadline(1000, 10**6, 0))
         assert found is not None
-        self.load: Reads = found
+        self.load: PeerLoad = found
 
     def places(self, *positions: int) -> None:
         numbers = [position + 1 for position in positions]
-        self.reads.told(p.Places(9, "agent", b"md", 4096, 8, u32(positions), u32(numbers)))
+        self.reads.receive(p.Places(9, "agent", b"md", 4096, 8, u32(positions), u32(numbers)))
 
     def passed(self, *positions: int, ok: bool = True, written: bool = False) -> None:
-        self.reads.told(p.Passed(9, u32(positions), ok, written))
+        self.reads.receive(p.Passed(9, u32(positions), ok, written))
 
     def advance(self, now_ns: int = 0) -> bool:
         return self.reads.advance(self.load, self.said.append, now_ns)
@@ -116,12 +118,12 @@ def test_L1_direct_a_load_is_over_when_all_it_reads_is_good() -> None:
 def test_L1_direct_a_load_reads_in_a_peers_engine_whose_memory_is_told_once() -> None:
     worker = Worker()
     ranks = (RankPages("theirs", b"md", ()),)
-    worker.reads.told(p.InEngine(9, 5, ranks, u32([4]), u32([70, 71])))
+    worker.reads.receive(p.InEngine(9, 5, ranks, u32([4]), u32([70, 71])))
     assert not worker.advance()
     slot = p.DIRECT + 4
     moves = [(Move(0, 22, slot, 0), 70), (Move(0, 23, slot, 1), 71)]
     assert worker.reader.engine_moves == [(ranks, moves)]
-    worker.reads.told(p.InEngine(9, 5, (), u32([6]), u32([80, 81])))
+    worker.reads.receive(p.InEngine(9, 5, (), u32([6]), u32([80, 81])))
     worker.passed(4, 6)
     assert worker.advance()
     assert worker.reader.engine_moves[1][0] == ranks
@@ -132,7 +134,7 @@ def test_L1_direct_blocks_of_two_engines_are_each_read_in_their_own() -> None:
     worker = Worker()
     for position, engine in ((4, 5), (6, 7)):
         ranks = (RankPages(f"engine {engine}", b"md", ()),)
-        worker.reads.told(p.InEngine(9, engine, ranks, u32([position]), u32([70, 71])))
+        worker.reads.receive(p.InEngine(9, engine, ranks, u32([position]), u32([70, 71])))
     assert not worker.advance()
     read = [(ranks[0].agent, moves[0][0].slot) for ranks, moves in worker.reader.engine_moves]
     assert read == [("engine 5", p.DIRECT + 4), ("engine 7", p.DIRECT + 6)]
@@ -141,7 +143,7 @@ def test_L1_direct_blocks_of_two_engines_are_each_read_in_their_own() -> None:
 def test_B19_direct_what_is_told_once_more_is_read_once_more() -> None:
     worker = Worker()
     ranks = (RankPages("theirs", b"md", ()),)
-    worker.reads.told(p.InEngine(9, 5, ranks, u32([4, 6]), u32([70, 71, 80, 81])))
+    worker.reads.receive(p.InEngine(9, 5, ranks, u32([4, 6]), u32([70, 71, 80, 81])))
     assert not worker.advance()
     worker.passed(6)
     worker.places(4)
@@ -160,7 +162,7 @@ def test_B15_direct_what_cannot_be_read_in_an_engine_is_read_where_it_is_told_ne
     worker = Worker()
     blocks = [70] if how == "too few blocks" else [70, 71]
     worker.reader.fails = how == "unreadable"
-    worker.reads.told(p.InEngine(9, 5, (), u32([4]), u32(blocks)))
+    worker.reads.receive(p.InEngine(9, 5, (), u32([4]), u32(blocks)))
     assert not worker.advance()
     assert worker.said == [p.Arrived(9, u32([4]), 0, ok=False)]
     worker.reader.fails = False
@@ -176,7 +178,7 @@ def test_B20_direct_a_place_that_cannot_be_used_ends_no_load_that_is_being_read(
     worker.reader.hangs = True
     worker.places(4)
     assert not worker.advance()
-    worker.reads.told(p.Places(9, "agent", b"", 4096, 8, u32([6]), b""))
+    worker.reads.receive(p.Places(9, "agent", b"", 4096, 8, u32([6]), b""))
     assert not worker.advance(), "it failed, and is still being read into engine blocks"
     assert worker.load.failed
     worker.reader.hangs = False
@@ -199,7 +201,9 @@ def test_what_comes_from_slots_only_reads_nothing_of_a_peer() -> None:
     worker = Worker()
     engine, store = EngineSpec((20, 21), (2,), (0,)), StoreSpec("cpu", (7,))
     assert (
-        worker.reads.reads(LoadJob("r", 1, 1, engine, store, (3,)), (2,), Patience(1000, 10**6, 0))
+        worker.reads.start_load(
+            LoadJob("r", 1, 1, engine, store, (3,)), (2,), LoadDeadline(1000, 10**6, 0)
+        )
         is None
     )
 
@@ -232,9 +236,9 @@ def test_B20_direct_a_read_that_does_not_end_ends_with_its_agent() -> None:
     assert not worker.advance()
     worker.passed(6, ok=False)
     assert not worker.advance()
-    assert not worker.advance(GIVE_UP_NS - 1)
+    assert not worker.advance(CANCEL_NS - 1)
     assert worker.reader.restarts == 0
-    assert worker.advance(GIVE_UP_NS)
+    assert worker.advance(CANCEL_NS)
     assert worker.reader.restarts == 1
     assert worker.load.failed
     assert p.Serves(*worker.reader.serves()) in worker.said, "peers read by the new one"
@@ -245,7 +249,7 @@ def pushed() -> Worker:
     worker = Worker()
     assert not worker.advance()
     assert not worker.said, "who reads names nothing"
-    worker.reads.told(p.Push(9))
+    worker.reads.receive(p.Push(9))
     assert not worker.advance()
     return worker
 
@@ -260,7 +264,7 @@ def test_P8_direct_an_agent_that_is_written_to_is_reached_by_networks_only(
     layout = RankLayout(64, (GroupLayout(32, (LayerRun("l", 0, 32, writes=True),)),))
     for pushed, expected in ((False, None), (True, NETWORKS)):
         put.clear()
-        reads = DirectReads({"l": cache}, pushed=pushed)
+        reads = DirectTransfers({"l": cache}, pushed=pushed)
         reads._agent._make = Agent  # type: ignore[assignment]
         reads.open(layout, "lo", lambda _: None)
         assert put.get("UCX_TLS") == expected
@@ -291,7 +295,7 @@ def test_B20_direct_a_pushed_load_that_failed_is_over_when_its_peer_writes_no_mo
     worker.passed(6, ok=False, written=True)
     assert not worker.advance()
     worker.passed(6, ok=False)
-    assert worker.advance(GIVE_UP_NS - 1)
+    assert worker.advance(CANCEL_NS - 1)
     assert worker.load.failed
     assert worker.reader.restarts == 0
 
@@ -305,23 +309,23 @@ def test_B20_direct_a_pushed_load_that_failed_ends_the_agent_that_may_be_written
     if how == "may write":
         worker.passed(6, ok=False, written=True)
     assert not worker.advance(now_ns)
-    assert not worker.advance(now_ns + GIVE_UP_NS - 1)
+    assert not worker.advance(now_ns + CANCEL_NS - 1)
     assert worker.reader.restarts == 0
-    assert worker.advance(now_ns + GIVE_UP_NS)
+    assert worker.advance(now_ns + CANCEL_NS)
     assert worker.load.failed
     assert worker.reader.restarts == 1
     assert worker.said[-1] == p.Serves(*worker.reader.serves()), "peers write to the new one"
-    assert worker.advance(now_ns + GIVE_UP_NS + 1), "it may be looked at again"
+    assert worker.advance(now_ns + CANCEL_NS + 1), "it may be looked at again"
     assert worker.reader.restarts == 1
 
 
 def test_O14_direct_a_pushed_load_whose_session_is_over_ends_the_agent() -> None:
     worker = pushed()
     half = WorkerHalf.__new__(WorkerHalf)
-    half._direct, half._waiting = worker.reads, {}
-    task = Task(worker.job, 0, reads=worker.load)
-    assert half._abandon(task, worker.job, 0) is None, "engine blocks may be written"
-    outcome = half._abandon(task, worker.job, GIVE_UP_NS)
+    half._direct, half._deadlines = worker.reads, {}
+    task = LoadTask(worker.job, 0, peer=worker.load)
+    assert half._abandon(task, 0) is None, "engine blocks may be written"
+    outcome = half._abandon(task, CANCEL_NS)
     assert outcome is not None
     assert not outcome.ok
     assert worker.reader.restarts == 1
@@ -333,11 +337,11 @@ def test_O14_direct_a_load_whose_session_is_over_waits_for_what_is_being_read() 
     worker.places(4)
     assert not worker.advance()
     half = WorkerHalf.__new__(WorkerHalf)
-    half._direct, half._waiting = worker.reads, {}
-    task = Task(worker.job, 0, reads=worker.load)
-    assert half._abandon(task, worker.job, 0) is None, "engine blocks are being written"
+    half._direct, half._deadlines = worker.reads, {}
+    task = LoadTask(worker.job, 0, peer=worker.load)
+    assert half._abandon(task, 0) is None, "engine blocks are being written"
     worker.reader.hangs = False
-    outcome = half._abandon(task, worker.job, 1)
+    outcome = half._abandon(task, 1)
     assert outcome is not None
     assert not outcome.ok
 

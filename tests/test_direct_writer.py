@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from connectors.copies.host import SlotMap
-from connectors.direct_reads import GIVE_NS, GIVE_UP_NS, LATE_MAX, DirectReads, Giving
-from connectors.engine_agent import Moving, common
+from connectors.direct_reads import CANCEL_NS, LATE_MAX, WRITE_NS, DirectTransfers, PeerWrite
+from connectors.engine_agent import AgentTransfer, overlaps_of
 from connectors.store_connection import Link
-from connectors.worker import Outcome, Task, WorkerHalf
+from connectors.worker import Outcome, WorkerHalf, WriteTask
 from kvstore.core.errors import TierError
 from kvstore.core.layout import PageRun, RankPages
 from kvstore.wire import engine as p
@@ -35,29 +35,29 @@ class Writer(Reader):
 
     def write(
         self, ranks: Sequence[RankPages], group: int, blocks: Sequence[int], there: Sequence[int]
-    ) -> Moving:
+    ) -> AgentTransfer:
         if self.refuses:
             raise TierError("a test")
         assert [rank.agent for rank in ranks] == ["theirs"]
         self.written.append((group, blocks, there))
-        return Moving(64, 1, [], clean=self.clean)
+        return AgentTransfer(64, 1, [], clean=self.clean)
 
 
-def worker() -> tuple[DirectReads, Writer, Giving]:
-    made, writer = DirectReads.__new__(DirectReads), Writer()
-    made._agent, made._tell, made._late = writer, lambda _: None, []
+def worker() -> tuple[DirectTransfers, Writer, PeerWrite]:
+    made, writer = DirectTransfers.__new__(DirectTransfers), Writer()
+    made._agent, made._send, made._late = writer, lambda _: None, []
     asked = p.Give(7, 0, (RankPages("theirs", b"md", ((),)),), u32([1, 2]), u32([3, 4]))
-    return made, writer, Giving(asked)
+    return made, writer, PeerWrite(asked)
 
 
 def test_L1_direct_a_worker_writes_engine_blocks_to_a_peers() -> None:
     made, writer, giving = worker()
     writer.hangs = True
-    assert made.give(giving, 0, over=False) is None
-    assert made.give(giving, 1, over=False) is None
+    assert made.advance_write(giving, 0, session_over=False) is None
+    assert made.advance_write(giving, 1, session_over=False) is None
     assert writer.written == [(0, [1, 2], [3, 4])], "once"
     writer.hangs = False
-    assert made.give(giving, 2, over=False) == "all"
+    assert made.advance_write(giving, 2, session_over=False) == "all"
     assert giving.bytes == 64
 
 
@@ -70,8 +70,8 @@ def test_B20_direct_a_worker_says_whether_something_may_still_come(how: str) -> 
         how in {"failed", "clean"},
     )
     if how == "numbers":
-        giving.asked = p.Give(7, 0, (), b"abc", b"")
-    end = made.give(giving, 0, over=how == "session")
+        giving.message = p.Give(7, 0, (), b"abc", b"")
+    end = made.advance_write(giving, 0, session_over=how == "session")
     assert end == ("failed" if how == "failed" else "none")
     assert writer.restarts == 0
 
@@ -81,12 +81,12 @@ def test_B20_direct_a_write_that_does_not_end_may_still_come(*, over: bool) -> N
     """What else goes through the agent goes on: the peer ends the one that is written."""
     made, writer, giving = worker()
     writer.hangs = True
-    assert made.give(giving, 0, over=False) is None
-    limit_ns = GIVE_UP_NS if over else GIVE_NS
+    assert made.advance_write(giving, 0, session_over=False) is None
+    limit_ns = CANCEL_NS if over else WRITE_NS
     for now_ns in (1, limit_ns - 1):
-        assert made.give(giving, now_ns, over=over) is None
+        assert made.advance_write(giving, now_ns, session_over=over) is None
     assert writer.restarts == 0
-    assert made.give(giving, limit_ns + 1, over=over) == "failed"
+    assert made.advance_write(giving, limit_ns + 1, session_over=over) == "failed"
     assert writer.restarts == 0
 
 
@@ -96,27 +96,27 @@ def test_B20_direct_many_writes_that_do_not_end_end_with_the_agent() -> None:
     def lost(count: int) -> None:
         writer.hangs = True
         for _ in range(count):
-            late = Giving(giving.asked)
-            assert made.give(late, 0, over=False) is None
-            assert made.give(late, GIVE_NS, over=False) == "failed"
+            late = PeerWrite(giving.message)
+            assert made.advance_write(late, 0, session_over=False) is None
+            assert made.advance_write(late, WRITE_NS, session_over=False) == "failed"
 
     lost(LATE_MAX)
     writer.hangs = False
-    assert made.give(Giving(giving.asked), 0, over=False) == "all"
+    assert made.advance_write(PeerWrite(giving.message), 0, session_over=False) == "all"
     assert not made._late, "what has ended is no trouble"
     lost(LATE_MAX + 1)
     assert writer.restarts == 0
-    assert made.give(Giving(giving.asked), 0, over=False) is None
+    assert made.advance_write(PeerWrite(giving.message), 0, session_over=False) is None
     assert writer.restarts == 1
     assert not made._late
 
 
-def half_of(made: DirectReads) -> tuple[WorkerHalf, Link, list[framing.Message]]:
+def half_of(made: DirectTransfers) -> tuple[WorkerHalf, Link, list[framing.Message]]:
     """A worker that has begun give 7, its link, and what it says."""
     said: list[framing.Message] = []
     half, link = WorkerHalf.__new__(WorkerHalf), Link.__new__(Link)
     link.send = said.append  # type: ignore[method-assign, assignment]
-    half._direct, half._link, half._gives_open = made, link, {7}
+    half._direct, half._link, half._writes_open = made, link, {7}
     return half, link, said
 
 
@@ -124,24 +124,24 @@ def test_O14_direct_a_write_of_a_session_that_is_over_is_not_begun_and_says_so()
     made, writer, giving = worker()
     half, link, said = half_of(made)
     half._link = None
-    assert half._copy(Task(giving, 0, link=link)) is NOTHING
+    assert half._copy(WriteTask(giving, link)) is NOTHING
     assert said == [p.Given(7, "none", 0)]
     assert not writer.written
     half._link = link
-    assert half._copy(Task(giving, 0, link=link)) is NOTHING
+    assert half._copy(WriteTask(giving, link)) is NOTHING
     assert said[1:] == [p.Given(7, "all", 64)]
-    assert not half._gives_open
+    assert not half._writes_open
 
 
 def test_B15_direct_a_store_hears_of_a_write_whatever_has_happened() -> None:
     made, _, giving = worker()
     half, link, said = half_of(made)
-    made.give = dict[int, str]().pop  # type: ignore[method-assign, assignment]
+    made.advance_write = dict[int, str]().pop  # type: ignore[method-assign, assignment]
     half._runner = Runner("test", half._copy, half._raised)
-    half._runner.submit(Task(giving, 0, link=link))
+    half._runner.submit(WriteTask(giving, link))
     half._runner.close()
     assert said == [p.Given(7, "failed", 0)]
-    assert not half._gives_open
+    assert not half._writes_open
 
 
 def test_P8_direct_memory_is_unmapped_whatever_is_written_to_peers() -> None:
@@ -149,10 +149,10 @@ def test_P8_direct_memory_is_unmapped_whatever_is_written_to_peers() -> None:
     made, writer, giving = worker()
     writer.hangs = True
     half, link, said = half_of(made)
-    half._slots, half._gives_open, half._idle_loads = SlotMap(), set(), set()
+    half._slots, half._writes_open, half._idle_loads = SlotMap(), set(), set()
     half._stop = threading.Event()
     half._runner = Runner("test", half._copy, lambda *_: Outcome(ok=False))
-    assert half._handle(link, [giving.asked, p.Unmap(3)])
+    assert half._handle(link, [giving.message, p.Unmap(3)])
     assert said == [p.Unmapped(3)]
     writer.hangs = False
     half._runner.drain()
@@ -183,7 +183,9 @@ def test_O20_ranks_write_together_all_of_each_rank_of_a_peers_once(seed: int) ->
     theirs = pages(rng.choice([1, 2, 4]), 1 << 40, same=rng.random() < 0.3)
     for rank in theirs:
         found = sorted(
-            (each.base_there, each.size, each.base) for own in mine for each in common(own, rank)
+            (each.base_there, each.size, each.base)
+            for own in mine
+            for each in overlaps_of(own, rank)
         )
         reached = torch.zeros(part, dtype=torch.int32)
         for there, size, here in found:
@@ -207,4 +209,4 @@ def test_O20_pages_that_lie_one_over_another_are_an_error() -> None:
     own = [PageRun(16 * n, 16, 1, 4096, 512, 0) for n in range(8)]
     over = [PageRun(0, 128, 1, 4096, 512, 0) for _ in range(8)]
     with pytest.raises(TierError, match="one over another"):
-        common(own, over)
+        overlaps_of(own, over)

@@ -104,17 +104,17 @@ def test_how_a_peer_is_reached_is_told_once() -> None:
 def test_another_layout_or_many_peers_leave_nothing_of_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_agent, "COMMON_MAX", 2)
+    monkeypatch.setattr(engine_agent, "WRITTEN_PAGES_MAX", 2)
     made, _, _ = engine()
     for size in (4, 8, 16, 4):
         made.write([rank("one", size=size)], 0, [1], [2])
-        assert len(made._common) <= 2
+        assert len(made._write_overlaps) <= 2
     monkeypatch.setattr(engine_agent, "OVERLAPS_MAX", 1)
     for size in (32, 64):
         made.write([rank("one", size=size)], 0, [1], [2])
-        assert len(made._common) == 1
+        assert len(made._write_overlaps) == 1
     made.open(RankLayout(PAGE, (GroupLayout(PAGE, (LayerRun("b", 0, PAGE, writes=True),)),)), "lo")
-    assert not made._common
+    assert not made._write_overlaps
 
 
 @pytest.mark.parametrize("begun", [False, True])

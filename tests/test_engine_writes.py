@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from connectors.direct_reads import End
+from connectors.direct_reads import WriteEnd
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import METADATA_MAX, PageRun, RankPages
 from kvstore.handover import engine_writes as under_test
@@ -272,7 +272,7 @@ def test_a_write_is_over_when_all_ranks_of_the_engine_have_written() -> None:
     ],
 )
 def test_B20_direct_a_write_that_one_rank_has_not_made_is_not_made(
-    ends: list[End], expected: tuple[bool, bool]
+    ends: list[WriteEnd], expected: tuple[bool, bool]
 ) -> None:
     sent = Sent()
     sent.start(0, world=2)

@@ -9,8 +9,8 @@ import pytest
 
 from connectors import events as events_module
 from connectors import store_client as client_module
+from connectors.engine_interface import Geometry
 from connectors.events import BlockEvent
-from connectors.request_state import Geometry
 from connectors.store_client import DISK, MEMORY
 from kvstore.config import parse
 from kvstore.core.types import GroupRule, make_key
@@ -163,7 +163,7 @@ def test_O16_what_is_remembered_for_events_is_bounded(monkeypatch: pytest.Monkey
     told = script.half._events
     assert len(told._described) == 2
     assert len(happened(script, added=names)) == 5, "they are here yet, and were asked for"
-    assert len(told._described) == len(told._told) == 2
+    assert len(told._described) == len(told._published) == 2
     for number in range(5):
         script.half.request_finished(f"r{number}", ())
     script.half.take_stats()

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from connectors.copies import device as devices
 from connectors.copies.device import Device, device_of
 from connectors.copies.gpu import cuda as real
 from connectors.copies.gpu.device import CudaDevice
@@ -332,6 +332,6 @@ def test_a_device_is_chosen_by_where_tensors_are(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(NotSupported, match=r"on \['cpu', 'meta'\], expected one device"):
         device_of({"a": LayerCache(here, 0, 8, 8), "b": LayerCache(elsewhere, 0, 8, 8)})
     monkeypatch.setattr(real, "cupy", None)
-    monkeypatch.setitem(devices._DEVICES, "meta", devices._DEVICES["cuda"])
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda:0"))
     with pytest.raises(NotSupported, match=r"need cupy: pip install 'kvstore\[cuda\]'"):
-        device_of({"a": LayerCache(elsewhere, 0, 8, 8)})
+        device_of({"a": LayerCache(on_gpu, 0, 8, 8)})

@@ -106,7 +106,7 @@ def test_B4_B12_a_block_that_the_window_has_left_before_it_had_a_slot_is_not_wai
 
         def step_and_see() -> None:
             step()
-            if prefill.half._hands.unstored():
+            if prefill.half._hand_overs.has_unstored():
                 free.extend(kept)
                 kept.clear()
 

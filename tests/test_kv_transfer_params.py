@@ -197,7 +197,7 @@ LET_GO = [p.LetGo(PEER, "r-1")]
 def attached(transfer: Transfer = Transfer("engine"), **how: Any) -> Script:  # noqa: ANN401, B008
     script = Script(**how)
     script.client.side_channel = SIDE_CHANNEL
-    script.half._hands._transfer = transfer
+    script.half._hand_overs._transfer = transfer
     return script
 
 

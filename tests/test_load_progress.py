@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from connectors.copies.host import Done
-from connectors.load_progress import Load, Patience
+from connectors.load_progress import LoadDeadline, SlotLoad
 from connectors.step_meta import EngineSpec, LoadJob, StoreSpec
 from kvstore.core.layout import Move
 
@@ -34,11 +34,11 @@ class Memory:
         return np.array([self.generations[slot] for slot in slots], np.uint32)
 
 
-def load(slots: Sequence[int], per: int = 1, generation: int = LEASED) -> Load:
+def load(slots: Sequence[int], per: int = 1, generation: int = LEASED) -> SlotLoad:
     blocks = tuple(range(len(slots) * per))
     spec = EngineSpec(blocks, (len(blocks),), (0,))
     job = LoadJob("r", 1, 1, spec, StoreSpec("cpu", tuple(slots)), (generation,) * len(slots))
-    return Load(job, (per,), Patience(100, 1000, 0))
+    return SlotLoad(job, (per,), LoadDeadline(100, 1000, 0))
 
 
 def test_what_is_ready_is_copied_in_one_call() -> None:
@@ -109,4 +109,4 @@ def test_a_job_whose_slots_do_not_fit_is_refused() -> None:
     spec = EngineSpec((1, 2), (2,), (0,))
     job = LoadJob("r", 1, 1, spec, StoreSpec("cpu", (1,)), (1,))
     with pytest.raises(ValueError, match="slots"):
-        Load(job, (1,), Patience(1, 1, 0))
+        SlotLoad(job, (1,), LoadDeadline(1, 1, 0))

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from connectors.engine_interface import Geometry
 from connectors.kv_transfer_params import Remote, Transfer
-from connectors.partial_block import is_tail, question_of, tail_of
-from connectors.request_state import Geometry
+from connectors.partial_block import is_partial_block, partial_block_of, query_for
 from connectors.step_meta import pieces
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import Move
@@ -43,7 +43,7 @@ def given(tokens: object, request: str = "p") -> dict[str, Any]:
 
 def test_B17_a_tails_name_is_bound_to_request_parent_tokens_and_their_number() -> None:
     names = {
-        tail_of(geometry, request, end, handed)
+        partial_block_of(geometry, request, end, handed)
         for geometry, request, end, handed in (
             (ONE_GROUP, Request("d", 48), 40, "p"),
             (ONE_GROUP, Request("d", 48), 39, "p"),
@@ -53,29 +53,29 @@ def test_B17_a_tails_name_is_bound_to_request_parent_tokens_and_their_number() -
     }
     other = Request("d", 48)
     other.all_token_ids = [*range(39), 99, *range(40, 48)]
-    names.add(tail_of(ONE_GROUP, other, 40, "p"))
+    names.add(partial_block_of(ONE_GROUP, other, 40, "p"))
     assert None not in names
     assert len({name.hash for name in names if name}) == 5
-    longer = tail_of(ONE_GROUP, Request("another name", 50), 40, "p")
+    longer = partial_block_of(ONE_GROUP, Request("another name", 50), 40, "p")
     assert longer in names, "what comes behind it does not matter"
 
 
 def test_B17_a_tail_has_the_engines_width_and_is_known_as_one() -> None:
     for width in (16, 32):
         geometry = Geometry(BLOCK, BLOCK, (BLOCK,), (FULL,), width)
-        tail = tail_of(geometry, Request("p", 5), 5, "p")
+        tail = partial_block_of(geometry, Request("p", 5), 5, "p")
         assert tail is not None
         assert (tail.block, len(tail.hash), tail.end) == (0, width, 5)
-        assert is_tail(tail.hash)
-        assert is_tail(make_key(tail.hash, 3))
-    assert not any(map(is_tail, Request("p", 4096).block_hashes))
+        assert is_partial_block(tail.hash)
+        assert is_partial_block(make_key(tail.hash, 3))
+    assert not any(map(is_partial_block, Request("p", 4096).block_hashes))
 
 
 def test_there_is_no_tail_behind_a_whole_block_or_behind_one_without_a_hash() -> None:
     request = Request("p", 40)
-    assert tail_of(ONE_GROUP, request, 32, "p") is None
+    assert partial_block_of(ONE_GROUP, request, 32, "p") is None
     request.block_hashes = request.block_hashes[:1]
-    assert tail_of(ONE_GROUP, request, 40, "p") is None
+    assert partial_block_of(ONE_GROUP, request, 40, "p") is None
 
 
 # The engine that computed the prompt
@@ -135,7 +135,7 @@ def test_a_tail_is_the_last_of_its_job() -> None:
     """Behind a block that lacks its end, others would land in the wrong place."""
     script = Script(PARTS)
     script.client.side_channel = "127.0.0.1:9500"
-    script.half._hands._transfer = Transfer("engine")
+    script.half._hand_overs._transfer = Transfer("engine")
     requests = {name: Request(name, 20, name, 8) for name in ("p", "q")}
     for request in requests.values():
         script.half.on_new_request(request, HANDED)
@@ -183,7 +183,7 @@ def test_O13_the_fence_covers_a_tail() -> None:
 def test_O16_a_tail_is_no_event() -> None:
     script, request = prefill(40, [[1, 2, 3]])
     script.client.collect_events = True
-    script.half._events.offered(request, 0, 2)
+    script.half._events.stored(request, 0, 2)
     tail = tail_hash(ONE_GROUP, request, 40)
     finish(script, [[1, 2, 3]])
     script.changed(added=[script.key(request, 0), make_key(tail, 0)])
@@ -404,7 +404,7 @@ def test_a_question_fits_its_prompt_whatever_was_computed_elsewhere(geometry: Ge
         request = Request("d", tokens, hash_tokens=geometry.hash_tokens)
         ordinary = (tokens - 1) // BLOCK * BLOCK
         for there in range(tokens + 3):
-            asked = question_of(geometry, request, REMOTE._replace(tokens=there))
+            asked = query_for(geometry, request, REMOTE._replace(tokens=there))
             assert asked.own <= len(asked.hashes) <= asked.own + 1
             assert asked.blocks <= len(asked.hashes)
             assert ordinary <= asked.end <= geometry.loadable(tokens) or not asked.blocks

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from connectors.partial_block import Tail
+from connectors.partial_block import PartialBlock
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import PageRun, RankPages
 from kvstore.core.types import BlockKey
@@ -374,7 +374,7 @@ def test_E_an_engine_that_leaves_says_so_on_the_board(how: str) -> None:
         script.client.detach("a test")
     assert all(now != then for now, then in zip(words.tolist(), before, strict=True))
     script.client.overwritten([1])
-    script.client.show([1], [b"k"], [1])
+    script.client.publish_blocks([1], [b"k"], [1])
 
 
 def test_E_blocks_that_the_board_does_not_have_are_not_shown() -> None:
@@ -396,8 +396,8 @@ def test_B17_a_partly_filled_block_is_not_shown() -> None:
     request = computed(script)
     script.grant_credits(4)
     tracked = script.half._requests["r"]
-    script.half._offers.offer(tracked, 32, lambda _: [[1, 2, 3]])
-    assert script.half._offers.offer_tail(tracked, Tail(2, b"t" * 32, 33), [[1, 2, 3]])
+    script.half._stores.store_complete(tracked, 32, lambda _: [[1, 2, 3]])
+    assert script.half._stores.store_partial(tracked, PartialBlock(2, b"t" * 32, 33), [[1, 2, 3]])
     (job,) = script.step().stores
     assert job.engine.block_ids == (1, 2, 3)
     (shown,) = [shown for step in script.steps() for shown in step.shown]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from connectors import store_client
-from connectors.request_state import Geometry
+from connectors.engine_interface import Geometry
 from connectors.scheduler import LOADING_LIMIT_NS
 from kvstore.core.types import GroupRule
 from kvstore.wire import engine as p
@@ -20,31 +20,21 @@ ROOT = Path(__file__).parent.parent
 PARTS = Geometry(BLOCK, 8, (8,), (GroupRule(),))  # two engine blocks in a block
 UNEQUAL = Geometry(32, BLOCK, (BLOCK, 32), (GroupRule(), GroupRule()))
 KINDS = re.compile(r"mamba|sliding|window|recurrent|state_space|mla(?![a-z])", re.IGNORECASE)
-NEUTRAL = (
-    *("scheduler", "store_planner", "request_state", "pd_scheduler", "partial_block"),
-    *("kv_transfer_params", "store_client", "step_meta", "load_progress", "worker"),
-    "store_connection",
-)
 
 
-@pytest.mark.parametrize("name", NEUTRAL)
-def test_O1_no_kind_of_group_is_named_in_the_halves(name: str) -> None:
+def test_O1_no_kind_of_group_is_named_in_the_halves() -> None:
     """What differs between groups is a number of the geometry."""
-    source = (ROOT / "connectors" / f"{name}.py").read_text(encoding="utf-8")
-    words = set()
-    for node in ast.walk(ast.parse(source)):
-        for field in ("id", "attr", "arg", "name", "value"):
-            word = getattr(node, field, None)
-            if isinstance(word, str) and " " not in word:  # not prose
-                words.add(word)
-    assert len(words) > 20
-    assert not [word for word in words if KINDS.search(word)]
-
-
-def test_O4_an_answer_that_ends_less_than_a_block_beyond_is_none() -> None:
-    script, request = Script(PARTS), Request("r", 65, hash_tokens=8)
-    script.arrive(request, [0, 1])
-    assert script.matched(request, 24) == (0, False)
+    found = set()
+    for path in (ROOT / "connectors").glob("*.py"):
+        if path.name.startswith("vllm"):
+            continue  # reads the engine's kinds and passes on numbers
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for field in ("id", "attr", "arg", "name", "value"):
+                word = getattr(node, field, None)
+                if isinstance(word, str) and " " not in word:  # not prose
+                    found.add((path.name, word))
+    assert len(found) > 1000
+    assert not [pair for pair in found if KINDS.search(pair[1])]
 
 
 def test_O4_a_hit_is_whole_blocks_of_every_group() -> None:
@@ -62,16 +52,6 @@ def test_O5_what_the_engine_has_itself_is_asked_about_too() -> None:
     script.matched(request, 32)  # preempted; two of its blocks are still in the engine's cache
     (lookup,) = script.lookups()
     assert lookup.hashes == b"".join(hashes(4))
-
-
-def test_O7_a_load_that_failed_holds_nobody_back() -> None:
-    script, first, second = Script(), Request("a", 33), Request("b", 33)
-    script.arrive(first, [0, 1])
-    script.load(first, [[1, 2]])
-    script.arrive(second, [0, 1])
-    assert script.matched(second) == (None, False)
-    script.half.on_output({}, ["a"], ["a"])
-    assert script.matched(second) == (32, True)
 
 
 def test_O8_an_answer_within_the_wait_is_used_and_ends_the_row_of_time_outs() -> None:
@@ -97,14 +77,6 @@ def test_O9_a_table_without_blocks_for_the_load_touches_none() -> None:
     assert job.engine.block_ids == (2, 3)
     assert job.engine.block_indices == (1, 1)
     assert job.store.slots == (1, 1001)
-
-
-def test_O9_an_allocation_without_external_tokens_starts_nothing() -> None:
-    script, request = Script(), Request("r", 40)
-    script.arrive(request, [0, 1])
-    script.matched(request)
-    script.half.update_state_after_alloc("r", [[1, 2, 3]], 0)
-    assert script.step().loads == ()
 
 
 def test_O10_drafts_are_offered_once_they_are_accepted() -> None:
@@ -293,27 +265,6 @@ def test_O20_a_lease_that_ran_out_while_the_request_waited_is_not_loaded_from() 
     (step,) = script.steps()
     assert step.release == (ask,)
     assert len(step.lookups) == 1
-
-
-def test_O23_a_step_takes_no_more_slots_than_were_granted() -> None:
-    script, request = Script(credits=3), Request("r", 16 * BLOCK)
-    script.arrive(request, [])
-    script.admit(request)
-    table = [list(range(1, 17))]
-    (job,) = script.step(request, 16 * BLOCK, table).stores
-    assert job.store.slots == (0, 1, 2)
-    assert not script.client.credits
-    assert script.step(request, 0, table).stores == ()
-
-
-def test_M1_a_token_counts_once_whatever_the_tiers_say() -> None:
-    script, request = Script(), Request("r", 65)
-    script.half.on_new_request(request)
-    (lookup,) = script.lookups()
-    script.answer(lookup.ask, [0, 1, 2, 3], sources={"nvme": 3, "peer": 3})
-    script.load(request, [[1, 2, 3, 4]])
-    (usage,) = [step.usage for step in script.steps() if step.usage is not None]
-    assert usage.hit_tokens == {"nvme": 48, "peer": 16}
 
 
 def test_O8_a_busy_engine_waits_for_a_first_ask_only() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from connectors.request_state import Geometry, Step
+from connectors.engine_interface import Geometry, Step
 from kvstore.core.types import GroupRule
 from kvstore.wire import engine as p
 from tests.harness.script import BLOCK, Request, Script, hashes
@@ -45,14 +45,6 @@ def test_O10_a_block_is_offered_in_the_step_that_completes_it() -> None:
     run(script, request)
     offered = [script.indices(request, script.step(request, n, TABLE)) for n in (20, 11, 1, 32)]
     assert offered == [[0], [], [1], [2, 3]]
-
-
-def test_O10_running_requests_offer_what_they_generate() -> None:
-    script, request = Script(), Request("r", 31)
-    run(script, request)
-    assert script.indices(request, script.step(request, 31, TABLE)) == [0]
-    request.num_tokens, request.block_hashes = 32, hashes(2)
-    assert script.indices(request, script.step(request, 1, TABLE)) == [1]
 
 
 def test_O15_beside_others_nothing_is_offered_before_the_first_steps_output_is_there() -> None:
@@ -99,13 +91,6 @@ def test_O10_never_more_than_is_hashed() -> None:
     assert script.indices(request, script.step(request, 1, TABLE)) == [1]
 
 
-def test_O10_never_more_than_is_computed() -> None:
-    """All of a prompt's hashes are there before it is computed."""
-    script, request = Script(), Request("r", 64)
-    run(script, request)
-    assert script.step(request, 15, TABLE).stores == ()
-
-
 def test_O10_what_was_not_offered_is_offered_at_the_end() -> None:
     script, request = Script(), Request("r", 32)
     run(script, request)
@@ -125,12 +110,6 @@ def test_O10_a_null_block_is_skipped_and_the_rest_goes_on() -> None:
     assert script.indices(request, meta, 0) == [0, 1, 2, 3]
     assert script.indices(request, meta, 1) == [2, 3]
     assert script.step(request, 0, [[1, 2, 3, 4], [0, 0, 7, 8]]).stores == ()
-
-
-def test_O10_a_block_that_begins_with_null_is_not_stored() -> None:
-    script, request = Script(PARTS), Request("r", 32, hash_tokens=8)
-    run(script, request)
-    assert script.indices(request, script.step(request, 32, [[0, 1, 2, 3]])) == [1]
 
 
 def test_O11_a_declined_block_keeps_the_cursor() -> None:
@@ -231,23 +210,6 @@ def test_a_preempted_request_is_offered_from_its_new_blocks() -> None:
 # Keys
 
 
-def test_a_block_hangs_below_the_one_before_it() -> None:
-    script, request = Script(WINDOW), Request("r", 48)
-    run(script, request)
-    (job,) = script.step(request, 48, [[1, 2, 3], [4, 5, 6]]).stores
-    full, window = ([script.key(request, index, group) for index in range(3)] for group in (0, 1))
-    assert job.keys == (*full, *window)
-    assert job.parents == (b"", *full[:-1], b"", b"", b"")
-
-
-def test_a_later_job_names_the_block_before_it() -> None:
-    script, request = Script(), Request("r", 32)
-    run(script, request)
-    script.step(request, 16, TABLE)
-    (job,) = script.step(request, 16, TABLE).stores
-    assert job.parents == (script.key(request, 0),)
-
-
 @pytest.mark.parametrize("size", [8, 16])
 def test_a_blocks_key_is_the_last_hash_in_it(size: int) -> None:
     script = Script(Geometry(BLOCK, 8, (size,), (GroupRule(),)))
@@ -258,14 +220,6 @@ def test_a_blocks_key_is_the_last_hash_in_it(size: int) -> None:
 
 
 # The fence
-
-
-def test_O13_a_source_that_is_overwritten_is_flushed_first() -> None:
-    script, request = Script(), Request("r", 32)
-    run(script, request)
-    (job,) = script.step(request, 32, TABLE).stores
-    assert script.step(written=[3, 4]).flush == ()
-    assert script.step(written=[4, 2]).flush == (job.job_id,)
 
 
 def test_O13_a_load_into_a_source_flushes_it() -> None:
@@ -288,7 +242,7 @@ def test_O13_blocks_of_a_request_left_out_may_be_filled_by_another_connector() -
         assert script.step().flush == flush
     script.half.get_num_new_matched_tokens("gone", 16)
     assert not script.half.request_finished("gone", ())
-    assert script.half._left_out == {}
+    assert script.half._untracked == {}
 
 
 def test_O13_what_another_connector_still_loads_is_not_stored_when_its_request_ends() -> None:
@@ -301,26 +255,6 @@ def test_O13_what_another_connector_still_loads_is_not_stored_when_its_request_e
     assert not script.step().stores
     script.half.request_finished("r", [[1, 2, 3]])
     assert not script.step().early
-
-
-def test_O13_a_copy_that_is_over_is_not_flushed() -> None:
-    script, request = Script(world=2), Request("r", 16)
-    run(script, request)
-    (job,) = script.step(request, 16, TABLE).stores
-    script.half.on_output({job.job_id: 1}, [], [])
-    assert script.step(written=[1]).flush == (job.job_id,), "one rank still reads"
-    script.half.on_output({job.job_id: 1}, [], [])
-    assert script.step(written=[1]).flush == ()
-
-
-def test_O13_two_copies_of_one_block_are_both_flushed() -> None:
-    script, first, second = Script(), Request("a", 16), Request("b", 16)
-    run(script, first)
-    run(script, second)
-    jobs = [*script.step(first, 16, [[1]]).stores, *script.step(second, 16, [[1]]).stores]
-    assert sorted(script.step(written=[1]).flush) == [job.job_id for job in jobs]
-    script.half.on_output({jobs[0].job_id: 1}, [], [])
-    assert script.step(written=[1]).flush == (jobs[1].job_id,)
 
 
 def test_O13_a_block_that_two_requests_store_in_one_step_stays_fenced() -> None:
@@ -361,9 +295,9 @@ def test_O14_nothing_is_remembered_of_copies_that_ended() -> None:
     (job,) = script.step(request, 48, TABLE).stores
     script.half.request_finished("r", TABLE)
     script.half.on_output({job.job_id: 1}, [], [])
-    assert not script.half._offers._sources
-    assert not script.half._offers._jobs
-    assert not script.half._left
+    assert not script.half._stores._sources
+    assert not script.half._stores._jobs
+    assert not script.half._tokens_left
     assert not script.half._requests
 
 

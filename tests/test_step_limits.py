@@ -50,7 +50,7 @@ def test_S2_a_burst_of_long_prompts_is_asked_about_in_several_steps() -> None:
 def test_S2_requests_that_are_handed_over_are_told_in_several_steps() -> None:
     script = Script()
     script.client.side_channel = "127.0.0.1:9500"
-    script.half._hands._transfer = Transfer("engine")
+    script.half._hand_overs._transfer = Transfer("engine")
     ending = [long(f"r{number}", 2 * MIB // 32) for number in range(20)]
     for request in ending:
         script.half.on_new_request(request, HANDED, reads=False)
@@ -74,7 +74,7 @@ def test_S2_much_that_is_given_up_at_once_is_told_in_several_steps(
     monkeypatch.setattr(limits, "STEP_ITEMS_MAX", 10)
     script.client._release.extend(range(1, 26))
     for number in range(25):
-        script.client.let_go("h:1", f"r{number}")
+        script.client.release_remote("h:1", f"r{number}")
     steps = [step for _ in range(4) for step in script.steps()]
     assert [len(step.release) for step in steps] == [10, 10, 5]
     assert [gone.request for step in steps for gone in step.let_go] == [f"r{n}" for n in range(25)]
@@ -110,7 +110,7 @@ def test_S2_of_a_longer_prompt_the_leading_blocks_are_handed_over(
     monkeypatch.setattr(limits, "LOOKUP_BLOCKS_MAX", 8)
     script = Script()
     script.client.side_channel = "127.0.0.1:9500"
-    script.half._hands._transfer = Transfer("engine")
+    script.half._hand_overs._transfer = Transfer("engine")
     script.half.on_new_request(request := Request("r", 10 * BLOCK + 5), HANDED)
     script.admit(request)
     script.step(request, request.num_tokens, [range(1, 12)])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from connectors.engine_interface import Geometry
 from connectors.pd_scheduler import STORE_LIMIT_NS
-from connectors.request_state import Geometry
 from connectors.scheduler import IDLE_WAIT_S
 from kvstore.core.types import make_key
 from kvstore.wire import engine as p

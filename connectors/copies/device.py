@@ -1,4 +1,4 @@
-"""Where an engine's KV tensors are, and what that asks of a worker: one interface, two devices.
+"""Copies for the device that an engine's KV tensors are on: one interface, two devices.
 
     step thread    mark() ---- what the engine has been asked to compute up to here
     copy thread    copier.copy(moves, after=mark) -> Copying ---- over()?
@@ -6,17 +6,16 @@
     step thread    fence(copies) ---- what the engine computes from here on waits for them
     link thread    pin(extent) ... unpin(extent) ---- slot memory comes and goes
 
-In host memory (copier.py) a copy is made by the call that asks for it, so there is nothing to wait
+In host memory (host.py) a copy is made by the call that asks for it, so there is nothing to wait
 for. On a GPU (gpu/) everything is queued, and the device itself keeps the order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from importlib import import_module
 from typing import Any, Protocol
 
-from connectors.copies.host import LayerCache, MappedExtent, SlotMap
+from connectors.copies.host import HostDevice, LayerCache, MappedExtent, SlotMap
 from kvstore.core.errors import NotSupported
 from kvstore.core.layout import Move, RankLayout
 
@@ -30,7 +29,7 @@ class Copying(Protocol):
         ...
 
     def over(self) -> bool:
-        """Tell whether it has ended; called from the copy thread. Raises TierError if it failed.
+        """Return True if it has ended; called from the copy thread. Raises TierError if it failed.
 
         Once it has raised, nothing of it is under way any more.
         """
@@ -63,7 +62,7 @@ class Device(Protocol):
         ...
 
     def passed(self, mark: int) -> bool:
-        """Tell whether the engine has computed up to a mark; called from the copy thread.
+        """Return True if the engine has computed up to a mark; called from the copy thread.
 
         Raises TierError if it never will.
         """
@@ -78,18 +77,12 @@ class Device(Protocol):
         ...
 
     def unpin(self, extent: MappedExtent) -> None:
-        """Let go of slot memory that no copy uses; of what was not pinned, too."""
+        """Release slot memory that no copy uses, whether it was pinned or not."""
         ...
 
     def close(self) -> None:
-        """Let go of everything; no copy is under way."""
+        """Release everything; no copy is under way."""
         ...
-
-
-_DEVICES = {
-    "cpu": "connectors.copies.host:HostDevice",
-    "cuda": "connectors.copies.gpu.device:CudaDevice",
-}
 
 
 def device_of(caches: dict[str, LayerCache]) -> Device:
@@ -102,8 +95,10 @@ def device_of(caches: dict[str, LayerCache]) -> Device:
     if len(names) != 1:
         raise NotSupported(f"KV tensors are on {names}, expected one device")
     kind = names[0].partition(":")[0]
-    if kind not in _DEVICES:
-        raise NotSupported(f"KV tensors are on {names[0]}, served are {sorted(_DEVICES)}")
-    module, _, name = _DEVICES[kind].partition(":")
-    device: Device = getattr(import_module(module), name)(caches)
-    return device
+    if kind == "cpu":
+        return HostDevice(caches)
+    if kind == "cuda":
+        from connectors.copies.gpu.device import CudaDevice  # noqa: PLC0415 - it loads cupy
+
+        return CudaDevice(caches)
+    raise NotSupported(f"KV tensors are on {names[0]}, served are ['cpu', 'cuda']")

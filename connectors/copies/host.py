@@ -4,7 +4,7 @@ A page is copied as it lies: `layout.py` says where each layer's bytes go, the t
 strides say where they come from. Layers at equal distances are copied as one strided block, and
 so are engine blocks at equal distances; torch does the copy with the GIL released.
 
-The same for tensors on a GPU is in tiers/gpu/, behind the interface in connectors/copies/device.py.
+gpu/ does the same for tensors on a GPU; device.py has the interface of both.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Done(msgspec.Struct, frozen=True):
 
 
 class HostDevice:
-    """Engine tensors in host memory: whoever asks for a copy has made it when the call returns."""
+    """Engine tensors in host memory: the call that asks for a copy makes it."""
 
     def __init__(self, caches: dict[str, LayerCache]) -> None:
         """caches: by layer name."""

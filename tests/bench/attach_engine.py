@@ -16,7 +16,7 @@ from typing import Self, TypeVar
 import torch
 
 from connectors.copies.host import LayerCache
-from connectors.request_state import BlockTable, Geometry, Step
+from connectors.engine_interface import BlockTable, Geometry, Step
 from connectors.scheduler import SchedulerHalf
 from connectors.store_client import StoreClient
 from connectors.store_connection import Attacher, monotonic_ns

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from connectors.copies.host import LayerCache
-from connectors.engine_agent import READ_BYTES, EngineAgent, Moving
+from connectors.engine_agent import READ_BYTES, AgentTransfer, EngineAgent
 from kvstore.core.errors import KVStoreError
 from kvstore.core.layout import Move
 from kvstore.wire import engine as p
@@ -84,7 +84,7 @@ class DirectSession(Session):
         block_of: the tensor's block of each position. push: say where the peer writes, instead.
         """
         first_s, good = 0.0, 0
-        flying: list[tuple[int, list[int], Moving]] = []
+        flying: list[tuple[int, list[int], AgentTransfer]] = []
         while good < len(block_of):
             for message in self._told():
                 if isinstance(message, p.Places) and not push:
@@ -103,7 +103,7 @@ class DirectSession(Session):
 
     def _begin(
         self, places: p.Places, block_of: dict[int, int]
-    ) -> Iterator[tuple[int, list[int], Moving]]:
+    ) -> Iterator[tuple[int, list[int], AgentTransfer]]:
         """Start reading what can be read now."""
         if places.metadata:
             self._agent.meet(places.agent, places.metadata)
@@ -122,7 +122,7 @@ class DirectSession(Session):
         positions, blocks = framing.u32(list(block_of)), framing.u32(list(block_of.values()))
         return p.Target(fetch, self._agent.name, positions, blocks)
 
-    def _arrived(self, fetch: int, positions: list[int], reading: Moving) -> bool:
+    def _arrived(self, fetch: int, positions: list[int], reading: AgentTransfer) -> bool:
         """Tell the store of a read that is over."""
         if not self._agent.over(reading):
             return False

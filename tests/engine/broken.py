@@ -14,10 +14,10 @@ from unittest.mock import patch
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from connectors import vllm
+from connectors import vllm, vllm_scheduler, worker
 from connectors.copies.host import LayerCache
-from connectors.step_meta import LoadJob, StepMeta, StoreJob, StoreSpec
-from connectors.worker import Outcome, Task, WorkerHalf
+from connectors.step_meta import StepMeta, StoreSpec
+from connectors.worker import LoadTask, Outcome, StoreTask, WorkerHalf
 from tests.engine.support import TROUBLES, Trouble, seen_file, wanted_file
 
 SLOW_S = 0.4
@@ -41,19 +41,24 @@ class TroubledWorker(WorkerHalf):
         self._caches: dict[str, LayerCache] = args[4]
         super().__init__(*args, **options)
 
-    def _store(self, task: Task, job: StoreJob) -> Outcome | None:
+    def _store(self, task: StoreTask) -> Outcome | None:
         with self._paused(Trouble.SLOW_STORE):
-            return super()._store(task, job)
+            return super()._store(task)
 
-    def _load(self, task: Task, job: LoadJob) -> Outcome | None:
+    def _load(self, task: LoadTask) -> Outcome | None:
+        job = wanted = task.job
         if self._wants(Trouble.REUSED):
             *others, last = job.generations
             job = msgspec.structs.replace(job, generations=(*others, last - 1))
         if self._wants(Trouble.FAILING):
             slots = (*job.store.slots[:-1], UNMAPPED_SLOT)
             job = msgspec.structs.replace(job, store=StoreSpec("cpu", slots))
-        with self._paused(Trouble.SLOW_LOAD):
-            outcome = super()._load(task, job)
+        task.job = job
+        try:
+            with self._paused(Trouble.SLOW_LOAD):
+                outcome = super()._load(task)
+        finally:
+            task.job = wanted
         if self._wants(Trouble.FORGETFUL):
             self._forget_one(job.engine.block_ids)
         return outcome
@@ -78,15 +83,15 @@ class TroubledConnector(vllm.TieredConnector):
     """Ours, with such a worker."""
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        with patch.object(vllm, "WorkerHalf", TroubledWorker):
+        with patch.object(worker, "WorkerHalf", TroubledWorker):
             super().register_kv_caches(kv_caches)
 
 
 class ImpatientConnector(vllm.TieredConnector):
     """Waits for its store one second at start, not a minute."""
 
-    def _start_scheduler(self) -> Any:  # noqa: ANN401 - the scheduler half
-        with patch.object(vllm, "ATTACH_S", 1.0):
+    def _start_scheduler(self) -> Any:  # noqa: ANN401 - its side
+        with patch.object(vllm_scheduler, "ATTACH_S", 1.0):
             return super()._start_scheduler()
 
 

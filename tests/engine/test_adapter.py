@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from connectors.engine_interface import Geometry
 from connectors.kv_transfer_params import NO_SOURCE, Transfer, source_of
-from connectors.request_state import Geometry
 from connectors.step_meta import StepMeta
 from kvstore.core.types import GroupRule
 from tests.engine.test_shortened import request_of
@@ -28,14 +28,15 @@ TABLE = ([1, 2],)
 def connector() -> Any:  # noqa: ANN401 - vLLM's classes are Any here
     """Both sides of an engine with one group; a peer can reach its store."""
     from connectors import vllm as ours
+    from connectors.vllm_scheduler import SchedulerSide
 
     script = Script(TOKENS)
     script.client.side_channel = "127.0.0.1:9500"
-    script.half._hands._transfer = Transfer("engine")
+    script.half._hand_overs._transfer = Transfer("engine")
     made = object.__new__(ours.TieredConnector)
-    made._manager = SimpleNamespace(prefix_cache_lookup_enabled=lambda _request: False)
-    made._scheduler, made._tokens, made._states = script.half, TOKENS, frozenset()
-    made._worker, made._skipped_adapters, made._hands_over = None, False, True
+    made._scheduler = SchedulerSide(script.half, None, TOKENS, frozenset())
+    made._scheduler.manager = SimpleNamespace(prefix_cache_lookup_enabled=lambda _request: False)
+    made._worker = None
     made._connector_metadata = None
     made.script = script
     return made
@@ -101,7 +102,7 @@ def test_B10_output_of_a_preempted_hand_over_that_is_under_way_is_computed_again
     run(connector, request)
     output = SchedulerOutput.make_empty()
     output.preempted_req_ids = {request.request_id, "unknown"}
-    connector._plan().build_meta = lambda step: StepMeta() if set(step.preempted) else None
+    connector._scheduler.half.build_meta = lambda step: StepMeta() if set(step.preempted) else None
     connector.build_connector_meta(output)
     assert request.drop_stale_output == handed
 

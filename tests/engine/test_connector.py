@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from connectors.request_state import Geometry
+from connectors.engine_interface import Geometry
 from kvstore.core.errors import NotSupported
 from kvstore.core.types import GroupRule
 from kvstore.wire import engine as p
@@ -60,7 +60,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     )
 
     from connectors import vllm as ours
-    from connectors import vllm_compat
+    from connectors import vllm_compat, vllm_scheduler
 
     def begin(self: Any, config: Any, *_: object) -> None:  # noqa: ANN401 - vLLM's
         self._vllm_config = config
@@ -71,7 +71,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     def made(**changes: object) -> Any:  # noqa: ANN401 - vLLM's classes are Any here
         script = Script(TOKENS)
-        monkeypatch.setattr(ours.TieredConnector, "_start_scheduler", lambda _: script.half)
+        monkeypatch.setattr(vllm_scheduler, "start_half", lambda *_, **__: script.half)
         connector = ours.TieredConnector(
             config(**changes), KVConnectorRole.SCHEDULER, SimpleNamespace()
         )
@@ -135,7 +135,7 @@ def cached(ids: object, computed: int, *, resumed: bool) -> Any:  # noqa: ANN401
 def test_O13_blocks_that_get_new_content_are_named(
     make: Callable[..., Any], fields: dict[str, object], written: list[int]
 ) -> None:
-    assert make()._written(step(**fields)) == written
+    assert make()._scheduler.written(step(**fields)) == written
 
 
 # O14
@@ -184,7 +184,9 @@ def test_O16_events_have_hashes_in_the_form_of_the_engines_own(
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", str(int(ints)))
     connector = make()
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
-    connector._cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+    connector._scheduler._cache = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)]
+    )
     script, request = connector.script, Request("r", 64)
     script.client.collect_events = True
     script.arrive(request)
@@ -217,9 +219,9 @@ def test_O16_events_have_hashes_in_the_form_of_the_engines_own(
 def test_O18_replicas_of_an_engine_share_a_private_store(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, engine: str, store: str
 ) -> None:
-    from connectors import vllm as ours
+    from kvstore import launch
 
-    monkeypatch.setattr(ours, "ensure", lambda name, *_: name)
+    monkeypatch.setattr(launch, "ensure", lambda name, *_: name)
     assert make(kv_transfer_config__engine_id=engine)._find_store() == store
 
 

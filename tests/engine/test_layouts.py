@@ -64,10 +64,10 @@ def views(
 
 
 def caches_of(tensors: list[torch.Tensor]) -> dict[str, LayerCache]:
-    from connectors import vllm_compat
+    from connectors.vllm_worker import layer_caches
 
     named = {f"layer.{i}": tensor for i, tensor in enumerate(tensors)}
-    return vllm_compat.layer_caches(SimpleNamespace(num_blocks=BLOCKS), named)
+    return layer_caches(SimpleNamespace(num_blocks=BLOCKS), named)
 
 
 def in_memory_order(page: torch.Tensor) -> bytes:

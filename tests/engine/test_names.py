@@ -23,7 +23,7 @@ COUNTED = ("connectors/*.py", "connectors/nixl/*.py")
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.32.0", "0.3.2"])
-@pytest.mark.parametrize("module", ["vllm", "vllm_compat"])
+@pytest.mark.parametrize("module", ["vllm", "vllm_compat", "vllm_scheduler", "vllm_worker"])
 def test_O22_an_unknown_engine_version_is_refused_before_its_insides_are_imported(
     tmp_path: Path, version: str, module: str
 ) -> None:
@@ -69,14 +69,14 @@ def manager(**changes: object) -> Any:  # noqa: ANN401 - stands for vLLM's
     ],
 )
 def test_O22_a_block_manager_without_a_name_is_refused_at_start(gone: str, told: str) -> None:
-    from connectors.vllm import TieredConnector
     from connectors.vllm_private import check_private
+    from connectors.vllm_scheduler import SchedulerSide
     from kvstore.core.errors import NotSupported
 
     check_private(manager())
-    connector = object.__new__(TieredConnector)
+    side = object.__new__(SchedulerSide)
     with pytest.raises(NotSupported, match=r"vLLM 0\.\d+ has no ") as caught:
-        connector.bind_kv_cache_manager(manager(**{gone: None}))
+        side.bind(manager(**{gone: None}))
     assert f" has no {told}, expected" in str(caught.value)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from connectors.partial_block import tail_of
-from connectors.request_state import Geometry
+from connectors.engine_interface import Geometry
+from connectors.partial_block import partial_block_of
 from kvstore.core.types import GroupRule
 from tests.harness.script import Script
 
@@ -46,12 +46,12 @@ def request_of(
 def connector() -> Any:  # noqa: ANN401 - vLLM's classes are Any here
     """The scheduler's side of an engine whose second group holds recurrent states."""
     from connectors import vllm as ours
+    from connectors.vllm_scheduler import SchedulerSide
 
     script = Script(STATES)
     made = object.__new__(ours.TieredConnector)
-    made._manager = SimpleNamespace(prefix_cache_lookup_enabled=lambda _request: False)
-    made._scheduler, made._tokens, made._states = script.half, STATES, frozenset({1})
-    made._worker, made._hands_over = None, True
+    made._scheduler = SchedulerSide(script.half, None, STATES, frozenset({1}))
+    made._scheduler.manager = SimpleNamespace(prefix_cache_lookup_enabled=lambda _request: False)
     made.script = script
     return made
 
@@ -116,14 +116,14 @@ def test_B5_other_requests_are_left_alone(
 
 
 def test_B5_without_states_nothing_is_left_out(connector: Any) -> None:  # noqa: ANN401
-    connector._states = frozenset()
+    connector._scheduler._states = frozenset()
     request = request_of(40, dict(HANDED))
     connector.on_new_request(request)
     assert request.num_tokens == 40
 
 
 def test_B5_the_last_state_of_a_request_that_ended_is_in_its_table() -> None:
-    from connectors import vllm_compat as compat
+    from connectors import vllm_scheduler as compat
 
     request = request_of(72)
     blocks = ([1, 2, 3], [0, 0, 9])
@@ -144,7 +144,7 @@ def test_B5_the_last_state_of_a_request_that_ended_is_in_its_table() -> None:
 def test_B6_a_prompt_without_token_ids_announces_nothing() -> None:
     import torch
 
-    from connectors import vllm_compat as compat
+    from connectors import vllm_scheduler as compat
 
     assert compat.transfer_of(request_of(40)) is None
     assert compat.transfer_of(request_of(40, dict(GIVEN))) == GIVEN
@@ -157,7 +157,7 @@ def test_B6_a_prompt_without_token_ids_announces_nothing() -> None:
 
 
 def test_B17_an_image_has_no_place_in_a_tails_name() -> None:
-    from connectors import vllm_compat as compat
+    from connectors import vllm_scheduler as compat
 
     request = request_of(40, dict(GIVEN))
     request.mm_features = [SimpleNamespace()]
@@ -166,8 +166,8 @@ def test_B17_an_image_has_no_place_in_a_tails_name() -> None:
 
 def test_B17_a_tail_is_made_of_vllms_tokens() -> None:
     geometry = Geometry(32, HASH_TOKENS, (32,), (GroupRule(),))
-    one = tail_of(geometry, request_of(40), 40, "p")
-    other = tail_of(geometry, request_of(41), 40, "p")
+    one = partial_block_of(geometry, request_of(40), 40, "p")
+    other = partial_block_of(geometry, request_of(41), 40, "p")
     assert one is not None
     assert one == other
     assert len(one.hash) == len(request_of(40).block_hashes[0]), "as wide as vLLM's"

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from connectors.copies.host import LayerCache
-from connectors.request_state import Geometry
+from connectors.engine_interface import Geometry
 from kvstore.core.layout import RankGeometry, SlotLayout, slot_layout
 from kvstore.core.types import GroupRule
 from tests.engine.facts import facts
@@ -38,7 +38,7 @@ class Rank:
         )
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
-        from connectors import vllm_compat
+        from connectors import vllm_worker
 
         order = KVCacheLayout[layout]
         strides = compute_layout_strides(spec, blocks, LAYERS, order)
@@ -53,9 +53,9 @@ class Rank:
             num_blocks=blocks,
             kv_cache_groups=[SimpleNamespace(layer_names=names, kv_cache_spec=spec)],
         )
-        self.caches: dict[str, LayerCache] = vllm_compat.layer_caches(cache, self.tensors)
+        self.caches: dict[str, LayerCache] = vllm_worker.layer_caches(cache, self.tensors)
         tokens = Geometry(TOKENS, TOKENS, (TOKENS,), (GroupRule(),))
-        self.geometry: RankGeometry = vllm_compat.rank_geometry(
+        self.geometry: RankGeometry = vllm_worker.rank_geometry(
             config, cache, self.tensors, self.caches, tokens
         )
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from connectors.copies.host import LayerCache
-from connectors.engine_agent import NETWORKS, EngineAgent, Moving
+from connectors.engine_agent import NETWORKS, AgentTransfer, EngineAgent
 from kvstore.core.layout import GroupLayout, LayerRun, RankLayout, RankPages
 from tiers.nixl.agent import Agent
 from tiers.nixl.pages import in_pages, in_slots
@@ -69,7 +69,7 @@ class Engine:
         """What it holds now: block, layer, bytes."""
         return self.memory.cpu().transpose(0, 1)
 
-    def over(self, moving: Moving) -> None:
+    def over(self, moving: AgentTransfer) -> None:
         """Wait for a transfer."""
         limit = time.monotonic() + LIMIT_S
         while not self.agent.over(moving):

@@ -27,6 +27,8 @@ OF_INDEXES = ("pytest", __name__, "tiers.nvme.index_load")  # pytest: the main m
 OF_ENGINES = (
     "tests.engine.forked",
     "connectors.vllm",
+    "connectors.vllm_scheduler",
+    "connectors.vllm_worker",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.attention.backends.cpu_attn",

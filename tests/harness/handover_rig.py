@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from connectors.engine_interface import BlockTable, EngineRequest
 from connectors.kv_transfer_params import Transfer, is_handed_over
-from connectors.partial_block import is_tail
-from connectors.request_state import BlockTable, EngineRequest
+from connectors.partial_block import is_partial_block
 from connectors.scheduler import SchedulerHalf
 from connectors.store_client import StoreClient
 from connectors.store_connection import Attacher, monotonic_ns
@@ -151,7 +151,7 @@ class Node:
         return [groups.count(group.to_bytes(2, "big")) for group in range(len(self.shape.groups))]
 
     def tails(self) -> list[BlockKey]:
-        return [key for key in self.keys() if is_tail(key)]
+        return [key for key in self.keys() if is_partial_block(key)]
 
     def held(self, request: str) -> tuple[int, int]:
         """Count the blocks that its store holds for a request that has ended, and awaits."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from connectors.engine_interface import Geometry
 from connectors.kv_transfer_params import Transfer
-from connectors.partial_block import tail_of
-from connectors.request_state import Geometry
+from connectors.partial_block import partial_block_of
 from kvstore.core.types import GroupRule
 from kvstore.wire import engine as p
 from tests.harness.script import BLOCK, ONE_GROUP, Request, Script
@@ -25,7 +25,7 @@ def prefill(
     """Compute a prompt, and sample a token."""
     script = Script(geometry, credits=slots)
     script.client.side_channel = "127.0.0.1:9500"
-    script.half._hands._transfer = Transfer("engine")
+    script.half._hand_overs._transfer = Transfer("engine")
     request = Request("p", tokens, hash_tokens=geometry.hash_tokens)
     script.half.on_new_request(request, HANDED if params is None else params)
     script.admit(request)
@@ -44,6 +44,6 @@ def finish(script: Script, table: list[list[int]]) -> tuple[int, list[p.Handing]
 
 
 def tail_hash(geometry: Geometry, request: Request, end: int) -> bytes:
-    tail = tail_of(geometry, request, end, "p")
+    tail = partial_block_of(geometry, request, end, "p")
     assert tail is not None
     return tail.hash

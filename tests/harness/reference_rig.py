@@ -6,8 +6,8 @@ import random
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 
+from connectors.engine_interface import BlockTable, EngineRequest, Step
 from connectors.events import BlockEvent
-from connectors.request_state import BlockTable, EngineRequest, Step
 from connectors.step_meta import StepMeta
 from tests.reference import (
     Engine,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
-from connectors.request_state import BlockTable, Geometry, Step
+from connectors.engine_interface import BlockTable, Geometry, Step
 from connectors.scheduler import SchedulerHalf
 from connectors.step_meta import StepMeta
 from connectors.store_client import StoreClient
-from connectors.store_connection import LinkLost
+from connectors.store_connection import Attacher, LinkLost
 from kvstore.core import limits
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, GroupRule, make_key
@@ -116,7 +117,7 @@ class Script:
         self._wanted = False
         self._slot = 0
         self._seen = 0
-        self.client = StoreClient(self, lambda: self.now_ns)
+        self.client = StoreClient(cast("Attacher", self), lambda: self.now_ns)
         self.half = SchedulerHalf(
             geometry, self.client, lambda: self.now_ns,
             world=world, shares_prefixes=shares_prefixes, beside=beside,

@@ -158,7 +158,7 @@ class Rig:
             for block in blocks:
                 rank.fill(block)
         job = self.store_job(chain, blocks)
-        self.client.show(job.store.slots, job.keys, blocks)
+        self.client.publish_blocks(job.store.slots, job.keys, blocks)
         self.client.send_step()
         for rank in self.ranks:
             rank.half.after_forward(StepMeta(stores=(job,)))

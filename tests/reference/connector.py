@@ -7,8 +7,8 @@ from typing import Protocol
 
 import msgspec
 
+from connectors.engine_interface import BlockTable, EngineRequest, Step
 from connectors.events import BlockEvent
-from connectors.request_state import BlockTable, EngineRequest, Step
 from connectors.step_meta import StepMeta
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from connectors.request_state import Step
+from connectors.engine_interface import Step
 from kvstore.core.errors import InvariantBroken
 from tests.reference.book import Book
 from tests.reference.device import Batch

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import msgspec
 
-from connectors.request_state import Geometry
+from connectors.engine_interface import Geometry
 from kvstore.core.types import GroupRule, window_rule
 
 WORD_BYTES = 4

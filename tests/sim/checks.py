@@ -239,7 +239,7 @@ class Checks:
         assert client._grants.keys() <= asks, "an answer that nobody asked for is kept"
         assert client._asked_ns.keys() <= asks, "a question that nobody waits for is kept"
         for worker in host.workers:
-            under_way = worker.stores_open <= half._offers._sources.keys()
+            under_way = worker.stores_open <= half._stores._sources.keys()
             assert under_way, "a store is under way that the fence does not know"
         if client._link is None or not client.session:
             return

@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from typing import cast
 
 import msgspec
 
-from connectors.request_state import BlockTable, Phase
+from connectors.engine_interface import BlockTable
+from connectors.request_state import Phase
 from connectors.scheduler import SchedulerHalf
 from connectors.step_meta import StepMeta
 from connectors.store_client import StoreClient
+from connectors.store_connection import Attacher
 from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.wire import engine as p
 from tests.reference import (
@@ -109,7 +112,7 @@ class Host:
         ]
         credit = rng.choice((2, 6, 20))
         hello = p.Hello(p.VERSION, name, "scheduler", 0, shape.world, credit_slots=credit)
-        self.client = StoreClient(Joiner(net, hello), lambda: net.now)
+        self.client = StoreClient(cast("Attacher", Joiner(net, hello)), lambda: net.now)
         self.half = Half(
             self.geometry,
             self.client,

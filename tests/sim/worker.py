@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from connectors.copies.host import Done
-from connectors.load_progress import Load, Patience
+from connectors.load_progress import LoadDeadline, SlotLoad
 from connectors.step_meta import LoadJob, StepMeta, StoreJob, pieces
 from connectors.store_connection import LinkLost
 from kvstore.core.errors import TierError, check
@@ -63,7 +63,7 @@ class Worker:
         self._copying: Iterator[bool] | None = None
         self._waiting: deque[Iterator[bool]] = deque()  # loads whose slots are being filled
         self._waits_ns = 0, 0
-        self._patience: dict[int, Patience] = {}  # by lease
+        self._deadline: dict[int, LoadDeadline] = {}  # by lease
         self.counts: Counter[str] = Counter()
         self.meanwhile: Callable[[], None] = lambda: None  # in the middle of a load's copies
         self._ending = False
@@ -178,9 +178,9 @@ class Worker:
         ok, load = False, None
         while job.session == self._session and self.wire is not None:
             if load is None:
-                patience = Patience(*self._waits_ns, self._net.now)
-                self._patience[job.lease] = patience
-                load = Load(job, self._per, patience)
+                deadline = LoadDeadline(*self._waits_ns, self._net.now)
+                self._deadline[job.lease] = deadline
+                load = SlotLoad(job, self._per, deadline)
             try:
                 over = load.advance(self._fill, self._generations, self._net.now)
             except TierError:
@@ -193,7 +193,7 @@ class Worker:
                 self.counts["late"] += load.late > 0
                 self._tell(self.wire, p.Loaded(job.lease, 1, 1e-6, framing.u32(damaged), load.late))
                 break
-            if patience.asks(self._net.now):
+            if deadline.should_ask(self._net.now):
                 self._tell(self.wire, p.Loading(job.lease))
             self.counts["waits"] += 1
             yield False
@@ -295,8 +295,8 @@ class Worker:
             self._extents[message.extent] = (message.first, wire.fds.popleft())
             wire.send(p.Mapped(message.extent))
         elif isinstance(message, p.Coming):
-            if message.lease in self._patience:
-                self._patience[message.lease].heard(message, self._net.now)
+            if message.lease in self._deadline:
+                self._deadline[message.lease].on_coming(message, self._net.now)
         elif isinstance(message, p.Unmap):
             while self.busy:
                 self.copy(1)

@@ -383,13 +383,13 @@ class World:
             half = host.half
             for left in (
                 half._requests,
-                half._left,
-                half._offers._sources,
-                half._offers._ranks_over,
+                half._tokens_left,
+                half._stores._sources,
+                half._stores._ranks_ended,
             ):
                 assert not left, f"{host.name}: left behind: {left}"
             assert not half._loading_hashes
-            assert not half._early
+            assert not half._final_stores
             assert host.engine.free_blocks == host.shape.blocks - 1, "engine blocks leaked"
             assert host.client.session, f"{host.name} is not attached again"
             assert not any(worker.busy for worker in host.workers)

@@ -1,0 +1,421 @@
+"""The scheduler's side of the vLLM connector: vLLM's requests, tables and events for our half."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+from connectors import vllm_version  # noqa: F401 - the first, see there
+
+# isort: split
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    MEDIUM_STORAGE,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
+
+from connectors.engine_interface import Geometry, Step
+from connectors.events import BlockEvent
+from connectors.kv_transfer_params import Transfer, is_handed_over
+from connectors.scheduler import SchedulerHalf
+from connectors.step_meta import StepMeta
+from connectors.store_client import DISK, MEMORY, StoreClient
+from connectors.store_connection import Attacher, monotonic_ns
+from connectors.vllm_private import check_private
+from kvstore.core.errors import NotSupported
+from kvstore.core.limits import SLOTS_MAX
+from kvstore.wire import engine as p
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+    from connectors.config import ExtraConfig
+
+log = logging.getLogger("vllm.kvstore")
+
+ATTACH_S = 60.0
+_HANDED_OVER = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+_SOURCES = {"cpu": CacheHitSource.HOST, "nvme": CacheHitSource.DISK, "peer": CacheHitSource.P2P}
+
+
+def start_scheduler(
+    connector: KVConnectorBase_V1,
+    config: VllmConfig,
+    cache: KVCacheConfig,
+    tokens: Geometry,
+    states: frozenset[int],
+    settings: ExtraConfig,
+    find_store: Callable[[], str],
+) -> SchedulerSide:
+    """Attach to the store, and have vLLM compute what fails to load. find_store(): its address."""
+    own = config.kv_transfer_config
+    of_engine = transfer_of_engine(connector)
+    if of_engine.kv_load_failure_policy != "recompute":
+        log.warning(
+            "kv_load_failure_policy of %s is %r: set to 'recompute', so that a failed load is"
+            " computed instead of failing its request",
+            of_engine.kv_connector,
+            of_engine.kv_load_failure_policy,
+        )
+        of_engine.kv_load_failure_policy = "recompute"
+    beside = of_engine is not own
+    hands_over = "transfer" in own.kv_connector_extra_config or not beside
+    if not hands_over:
+        log.info(
+            "kvstore: hand-overs are left to the other connectors of %s, since"
+            " kv_connector_extra_config has no transfer",
+            of_engine.kv_connector,
+        )
+    half = start_half(config, tokens, settings, find_store, beside=beside)
+    return SchedulerSide(half, cache, tokens, states, hands_over=hands_over)
+
+
+def start_half(
+    config: VllmConfig,
+    tokens: Geometry,
+    settings: ExtraConfig,
+    find_store: Callable[[], str],
+    *,
+    beside: bool,
+) -> SchedulerHalf:
+    """Wait for the store, at most ATTACH_S; without it the engine serves, and the half goes on.
+
+    Raises NotSupported when the store refuses the engine.
+    """
+    engine = str(config.kv_transfer_config.engine_id)
+    world = config.parallel_config.world_size
+    limits, events = config.scheduler_config, config.kv_events_config
+    blocks_per_step = 2 * limits.max_num_batched_tokens // tokens.block_tokens
+    publishes = events is not None and bool(events.enable_kv_cache_events)
+    credit = (blocks_per_step + limits.max_num_seqs) * len(tokens.rules)
+    hello = p.Hello(
+        p.VERSION,
+        engine,
+        "scheduler",
+        rank=0,
+        world=world,
+        credit_slots=min(credit, SLOTS_MAX),
+        events=publishes,
+    )
+    client = StoreClient(Attacher(find_store, hello, settings.store_user), monotonic_ns)
+    client.collect_events = publishes
+    try:
+        attached = client.wait_attached(ATTACH_S)
+    except BaseException:
+        client.close()
+        raise
+    if attached:
+        log.info("kvstore: attached, blocks of %d tokens", tokens.block_tokens)
+    else:
+        log.error("kvstore: no store after %d s; serving without it, and trying on", ATTACH_S)
+    return SchedulerHalf(
+        tokens,
+        client,
+        monotonic_ns,
+        world=world,
+        shares_prefixes=bool(config.cache_config.enable_prefix_caching),
+        transfer=Transfer(
+            engine,
+            push={"pull": False, "push": True}.get(settings.transfer),
+            lease_ms=settings.lease_ns // 1_000_000,
+            two_way=settings.two_way,
+            recompute_threshold=settings.recompute_threshold,
+            decode_ttl_ms=settings.decode_ttl_ns // 1_000_000,
+            direct=settings.direct,
+        ),
+        beside=beside,
+    )
+
+
+def transfer_of_engine(child: KVConnectorBase_V1) -> Any:
+    """Return the kv_transfer_config that vLLM's scheduler reads.
+
+    It is that of the outermost connector under construction. A MultiConnector gives its children
+    copies of the configuration, and the call that makes them is the only way from there to its own.
+    """
+    frame, outermost = sys._getframe(1), child  # noqa: SLF001 - there is no other way
+    while frame is not None:
+        maker = frame.f_locals.get("self")
+        if isinstance(maker, KVConnectorBase_V1):
+            outermost = maker
+        frame = frame.f_back  # type: ignore[assignment]
+    try:
+        return outermost._vllm_config.kv_transfer_config  # noqa: SLF001 - vLLM's base class has it
+    except AttributeError:
+        raise NotSupported(
+            f"kvstore cannot see the kv_load_failure_policy of {type(outermost).__name__}, which"
+            " makes this connector: expected a connector that calls vLLM's base class before it"
+            " makes others"
+        ) from None
+
+
+class SchedulerSide:
+    """Translates between vLLM's scheduler and the scheduler half."""
+
+    def __init__(
+        self,
+        half: SchedulerHalf,
+        cache: Any,
+        tokens: Geometry,
+        states: frozenset[int],
+        *,
+        hands_over: bool = True,
+    ) -> None:
+        """states: groups of recurrent states. hands_over: requests' hand-over parameters count."""
+        self.half = half
+        self.manager: Any = None
+        self._cache = cache
+        self._tokens = tokens
+        self._states = states
+        self._hands_over = hands_over
+        self._warned_of_adapters = False
+
+    def bind(self, manager: Any) -> None:
+        """Remember where block tables are, and check that all names used are there."""
+        check_private(manager)
+        self.manager = manager
+
+    def on_new_request(self, request: Request) -> None:
+        """Send a request's keys. Adapters are named by path, not content: they stay out."""
+        if request.lora_request is not None:
+            if not self._warned_of_adapters:
+                log.warning("kvstore: requests with LoRA adapters are neither stored nor loaded")
+                self._warned_of_adapters = True
+            return
+        transfer = transfer_of(request) if self._hands_over else None
+        if self._states and is_handed_over(transfer):
+            leave_out_last(request, self._tokens.hash_tokens)
+        cached = cached_tokens(self.manager, request) if transfer else 0
+        reads = not request.skip_reading_prefix_cache
+        self.half.on_new_request(request, transfer, cached, reads=reads)
+
+    def on_allocated(self, request: Request, blocks: Any, external: int) -> None:
+        """vLLM has allocated a request's blocks; external: tokens that we load into them."""
+        table = ids_of(blocks.blocks)
+        self.half.update_state_after_alloc(request.request_id, table, external)
+
+    def hit_sources(self, request_id: str, tokens: int) -> dict[CacheHitSource, int]:
+        """Split the loaded tokens by the tier they come from."""
+        split: Counter[CacheHitSource] = Counter()
+        for tier, count in self.half.hit_sources(request_id, tokens).items():
+            split[_SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)] += count
+        return dict(split)
+
+    def build_meta(self, output: SchedulerOutput) -> StepMeta:
+        """Plan a step's copies."""
+        preempted = output.preempted_req_ids or ()
+        for request in self.half.handed_over(preempted):
+            compute_again(request)
+        state = output.kv_connector_block_state
+        boundaries = {} if state is None else state.boundary_state_offloads
+
+        def table(request_id: str) -> Any:
+            blocks = block_table(self.manager, request_id)
+            return table_of(blocks, self._states, boundaries.get(request_id, ()), self._tokens)
+
+        step = Step(output.num_scheduled_tokens, self.written(output), table, preempted)
+        return self.half.build_meta(step)
+
+    def written(self, output: SchedulerOutput) -> list[int]:
+        """List the engine blocks that this step gives new content."""
+        written: list[int] = []
+        sizes = self._tokens.engine_block_tokens
+        for new in output.scheduled_new_reqs:
+            for ids, tokens in zip(new.block_ids, sizes, strict=True):
+                written.extend(ids[new.num_computed_tokens // tokens :])
+        cached = output.scheduled_cached_reqs
+        for request_id, groups, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            resumed = request_id in cached.resumed_req_ids
+            for ids, tokens in zip(groups or (), sizes, strict=False):
+                written.extend(ids[computed // tokens :] if resumed else ids)
+        written.extend(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
+        return written
+
+    def finish(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """End a request; True: vLLM keeps its blocks until the workers report it as sent."""
+        table = last_table(request, block_ids, self._states, self._tokens) or ()
+        parameters = None
+        if request.status in _HANDED_OVER:
+            parameters = self.half.hand_over(request.request_id, table)
+        return self.half.request_finished(request.request_id, table), parameters
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Return blocks that entered or left the tiers since the last call, as vLLM's events."""
+        return kv_events(self.half.take_events(), self._tokens, self._cache)
+
+
+SHORTENED = "prompt_shortened"  # among the hand-over parameters
+
+
+def transfer_of(request: Any) -> dict[str, Any] | None:
+    """Return a request's hand-over parameters; None if its prompt is not all token ids.
+
+    Images have no place in the name of a partly filled block: with them whole blocks are fetched.
+    """
+    params: dict[str, Any] | None = request.kv_transfer_params
+    if not params or request.prompt_token_ids is None or request.prompt_is_token_ids is not None:
+        return None
+    if request.mm_features and params.get("do_remote_prefill"):
+        return params | {"remote_num_tokens": 0}
+    return params
+
+
+def compute_again(request: Any) -> None:
+    """Drop a preempted request's output that is under way, so that it is sampled again.
+
+    Scheduling may be steps ahead of the output. A hand-over's last output would end the request
+    after its blocks are freed; vLLM drops it by itself for connectors that do nothing else.
+    """
+    request.drop_stale_output = True
+
+
+def leave_out_last(request: Any, hash_tokens: int) -> None:
+    """Let a prefill request end one token before its prompt does, and sample one.
+
+    A recurrent state cannot be taken back by a token, and the next engine computes the last one.
+    The request's parameters say so, so that it happens once. A prompt of one token stays as it is,
+    and so does one that ends with an image.
+    """
+    last = request.num_prompt_tokens - 1
+    images = (feature.mm_position for feature in request.mm_features)
+    if any(place.offset + place.length > last for place in images):
+        return
+    params = request.kv_transfer_params
+    if last < 1 or request.num_tokens > last + 1 or params.get(SHORTENED):
+        return
+    params[SHORTENED] = True
+    request.prompt_token_ids = request.prompt_token_ids[:last]  # the front end has the same list
+    del request._all_token_ids[last:]  # noqa: SLF001 - vLLM's connectors do so, too
+    del request.block_hashes[last // hash_tokens :]
+    request.num_prompt_tokens = last
+    request.max_tokens = 1
+
+
+_MEDIA = {MEMORY: MEDIUM_CPU, DISK: MEDIUM_STORAGE}
+_LOCALITY = "LOCAL"  # blocks are on the node that publishes the event
+
+
+def kv_events(events: Iterable[BlockEvent], tokens: Geometry, cache: Any) -> Iterator[KVCacheEvent]:
+    """Make vLLM's events, with hashes in the form in which the engine publishes its own."""
+    for event in events:
+        hashes = [maybe_convert_block_hash(BlockHash(name)) for name in event.hashes]
+        medium, group = _MEDIA[event.medium], event.group
+        if not event.stored:
+            yield BlockRemoved(
+                block_hashes=hashes, medium=medium, group_idx=group, locality=_LOCALITY
+            )
+            continue
+        spec, parent = cache.kv_cache_groups[group].kv_cache_spec, event.parent
+        yield BlockStored(
+            block_hashes=hashes,
+            parent_block_hash=parent and maybe_convert_block_hash(BlockHash(parent)),
+            token_ids=list(event.tokens),
+            block_size=tokens.engine_block_tokens[group],
+            lora_id=None,
+            medium=medium,
+            lora_name=None,
+            group_idx=group,
+            kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
+            locality=_LOCALITY,
+        )
+
+
+class _Ids(Sequence[int]):
+    """Ids of one group's blocks, read when asked for: a long table is never walked whole."""
+
+    def __init__(self, blocks: Sequence[Any]) -> None:
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        if isinstance(index, slice):
+            return [block.block_id for block in self._blocks[index]]
+        return int(self._blocks[index].block_id)
+
+
+def ids_of(groups: Sequence[Sequence[Any]]) -> Sequence[Sequence[int]]:
+    """Return the ids of vLLM's blocks by group without copying them."""
+    return [_Ids(blocks) for blocks in groups]
+
+
+def block_table(
+    kv_cache_manager: Any,
+    request_id: str,
+) -> Sequence[Sequence[int]]:
+    """Return a request's block ids by group without copying them."""
+    managers = kv_cache_manager.coordinator.single_type_managers
+    return ids_of([manager.req_to_blocks.get(request_id, ()) for manager in managers])
+
+
+def cached_tokens(kv_cache_manager: Any, request: Any) -> int:
+    """Count the tokens that a new request finds in the engine's own cache."""
+    if not kv_cache_manager.prefix_cache_lookup_enabled(request):
+        return 0
+    coordinator = kv_cache_manager.coordinator
+    return int(coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)[1])
+
+
+def table_of(
+    blocks: Sequence[Sequence[int]] | None,
+    states: frozenset[int],
+    hand_overs: Sequence[tuple[int, int, int]],
+    tokens: Geometry,
+) -> Sequence[Sequence[int]] | None:
+    """Return a block table that shows recurrent states only where they are whole.
+
+    hand_overs: (group, block id, tokens the state stands for), valid in this step.
+    """
+    if blocks is None or not states:
+        return blocks
+    table = [list(ids) for ids in blocks]
+    for group in states:
+        table[group] = [0] * len(table[group])
+    for group, block_id, boundary in hand_overs:
+        index = boundary // tokens.engine_block_tokens[group] - 1
+        if group in states and boundary % tokens.block_tokens == 0 and index < len(table[group]):
+            table[group][index] = block_id
+    return table
+
+
+def last_table(
+    request: Any, blocks: Sequence[Sequence[int]], states: frozenset[int], tokens: Geometry
+) -> Sequence[Sequence[int]] | None:
+    """Return the block table of a request that has ended.
+
+    A recurrent state is whole at its last token, unless a step is under way that goes on from it.
+    """
+    table = table_of(blocks, states, (), tokens)
+    end = request.num_computed_tokens
+    if table is None or not states or request.num_in_flight_tokens or not end:
+        return table
+    shown = [list(ids) for ids in table]
+    for group in states:
+        index = (end - 1) // tokens.engine_block_tokens[group]
+        if index < len(shown[group]):
+            shown[group][index] = blocks[group][index]
+    return shown

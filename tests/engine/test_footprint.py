@@ -1,0 +1,39 @@
+"""What we add to a vLLM process that has vLLM's connector base loaded: one side, and no server."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.test_footprint import (
+    FORBIDDEN,
+    OF_THE_SCHEDULER,
+    OF_THE_WORKER,
+    PACKAGES,
+    added,
+    under,
+)
+
+pytestmark = pytest.mark.vllm
+
+BASE = "import vllm.distributed.kv_transfer.kv_connector.v1.base"
+
+
+@pytest.mark.parametrize(
+    ("side", "modules_max", "forbidden"),
+    [
+        ("vllm_worker", 34, (*OF_THE_SCHEDULER, "connectors.vllm_private")),
+        ("vllm_scheduler", 37, (*OF_THE_WORKER, "connectors.weights", "connectors.vllm_pages")),
+    ],
+)
+def test_a_side_loads_what_it_needs(
+    side: str, modules_max: int, forbidden: tuple[str, ...]
+) -> None:
+    loaded = added(f"import connectors.vllm, connectors.{side}", BASE)
+    assert not under(loaded, *FORBIDDEN, *forbidden)
+    ours = under(loaded, *PACKAGES)
+    assert len(ours) <= modules_max, ours
+
+
+def test_neither_side_is_loaded_before_the_role_is_known() -> None:
+    loaded = added("import connectors.vllm", BASE)
+    assert not under(loaded, *FORBIDDEN, *OF_THE_WORKER, *OF_THE_SCHEDULER, "kvstore.launch")
