@@ -20,7 +20,7 @@ from tests.harness.nvme_blocks import disk_bytes
 from tests.harness.nvme_child import CAPACITY_BYTES
 from tests.harness.nvme_load import Name, parse, path_to
 
-KILLS = int(os.environ.get("KVSTORE_KILLS", "30"))
+KILLS = int(os.environ.get("KVSTORE_KILLS", "12"))
 ROOT = Path(__file__).resolve().parent.parent
 WINDOW_S = 0.02  # of settings_for
 SLACK_S = 0.05
