@@ -108,7 +108,8 @@ def offered(rig: Rig, store: LiveStore) -> bool:
     attacher, sessions = rig.client._attacher, store.server.store.sessions.values()
     assert isinstance(attacher, links.Attacher)
     numbers = {session.number for session in list(sessions)}
-    return active(store) and any(w.session in numbers for _, w in list(attacher._ready))
+    there = active(store) and any(w.session in numbers for _, w in list(attacher._ready))
+    return there and not any(c.outbox for c in list(store.server._connections.values()))
 
 
 def said(caplog: pytest.LogCaptureFixture, level: int, words: str) -> int:

@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,16 +19,22 @@ from tests.harness.served import PROMOTE_S, Served, served
 pytestmark = pytest.mark.slow  # whole stores on a disk that is made to fail
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-ERRORS = [
-    pytest.param(Call.READ, Kind.EXTENTS, (errno.EIO,), "off", id="read"),
-    pytest.param(
-        Call.WRITE, Kind.EXTENTS, (errno.EIO, *FULL, errno.EROFS), "read_only", id="write"
-    ),
-    pytest.param(Call.SYNC, Kind.EXTENTS, (errno.EIO,), "read_only", id="sync"),
-    pytest.param(Call.SPACE, Kind.EXTENTS, FULL, "read_only", id="allocate"),
-    pytest.param(Call.WRITE, Kind.INDEX, (errno.EIO, *FULL), "read_only", id="index-write"),
-    pytest.param(Call.SYNC, Kind.INDEX, (errno.EIO,), "read_only", id="index-sync"),
-]
+ERRORS = (
+    (Call.READ, Kind.EXTENTS, (errno.EIO,), "off"),
+    (Call.WRITE, Kind.EXTENTS, (errno.EIO, *FULL, errno.EROFS), "read_only"),
+    (Call.SYNC, Kind.EXTENTS, (errno.EIO,), "read_only"),
+    (Call.SPACE, Kind.EXTENTS, FULL, "read_only"),
+    (Call.WRITE, Kind.INDEX, (errno.EIO, *FULL), "read_only"),
+    (Call.SYNC, Kind.INDEX, (errno.EIO,), "read_only"),
+)
+HANGS = (
+    (Call.READ, Kind.EXTENTS),
+    (Call.WRITE, Kind.EXTENTS),
+    (Call.SYNC, Kind.EXTENTS),
+    (Call.OPEN | Call.SPACE | Call.META, Kind.ALL),
+    (Call.ALL, Kind.INDEX),
+    (Call.ALL, Kind.ALL),
+)
 
 
 @pytest.fixture
@@ -43,17 +49,15 @@ def store(faults: Faults, tmp_path: Path) -> Iterator[Served]:
         yield made
 
 
-@pytest.mark.parametrize(("calls", "kinds", "numbers", "state"), ERRORS)
-def test_calls_that_fail_are_misses_until_they_work_again(
-    store: Served, faults: Faults, calls: Call, kinds: Kind, numbers: Sequence[int], state: str
-) -> None:
-    names = store.fill()
-    for number in numbers:
-        with faults.of(calls, kinds, error=number) as fault:
-            store.work_until(lambda: fault.hurt and store.state == state, state)
-            store.work()
-            assert os.strerror(number) in store.log
-        store.assert_back(names)
+def test_calls_that_fail_are_misses_until_they_work_again(store: Served, faults: Faults) -> None:
+    for calls, kinds, numbers, state in ERRORS:
+        names = store.fill()
+        for number in numbers:
+            with faults.of(calls, kinds, error=number) as fault:
+                store.work_until(lambda: fault.hurt and store.state == state, state)  # noqa: B023
+                store.work()
+                assert os.strerror(number) in store.log
+            store.assert_back(names)
 
 
 def test_calls_that_fail_now_and_then(store: Served, faults: Faults) -> None:
@@ -78,28 +82,16 @@ def test_a_disk_that_fails_in_every_call_is_off(store: Served, faults: Faults) -
         store.assert_back(names)
 
 
-@pytest.mark.parametrize(
-    ("calls", "kinds"),
-    [
-        pytest.param(Call.READ, Kind.EXTENTS, id="read"),
-        pytest.param(Call.WRITE, Kind.EXTENTS, id="write"),
-        pytest.param(Call.SYNC, Kind.EXTENTS, id="sync"),
-        pytest.param(Call.OPEN | Call.SPACE | Call.META, Kind.ALL, id="open-allocate-stat"),
-        pytest.param(Call.ALL, Kind.INDEX, id="index"),
-        pytest.param(Call.ALL, Kind.ALL, id="all"),
-    ],
-)
-def test_a_disk_that_hangs_holds_up_nobody(
-    store: Served, faults: Faults, calls: Call, kinds: Kind
-) -> None:
-    names = store.fill()
-    with faults.of(calls, kinds, hang=True) as fault:
-        store.work_until(lambda: fault.waiting, "a call that hangs")
-        started = time.monotonic()
-        while time.monotonic() - started < 2 * PROMOTE_S:
-            store.work(1)
-        assert fault.waiting
-    store.assert_back(names)
+def test_a_disk_that_hangs_holds_up_nobody(store: Served, faults: Faults) -> None:
+    for calls, kinds in HANGS:
+        names = store.fill()
+        with faults.of(calls, kinds, hang=True) as fault:
+            store.work_until(lambda: fault.waiting, "a call that hangs")
+            started = time.monotonic()
+            while time.monotonic() - started < 2 * PROMOTE_S:
+                store.work(1)
+            assert fault.waiting
+        store.assert_back(names)
 
 
 def test_a_store_whose_disk_hangs_still_ends(store: Served, faults: Faults) -> None:
@@ -138,25 +130,13 @@ def test_a_store_that_ends_keeps_its_blocks_as_long_as_a_slow_disk_takes_them(
 # Permission
 
 
-def test_permission_that_is_lost_while_running_costs_no_block(
-    store: Served, faults: Faults
-) -> None:
-    names = store.fill()
-    with faults.of(Call.OPEN, error=errno.EACCES) as fault:
-        store.work_until(lambda: fault.hurt, "a file that could not be opened")
-        store.work()
-    store.assert_back(names)
-
-
-@pytest.mark.parametrize("kinds", [Kind.EXTENTS, Kind.INDEX, Kind.ALL])
-def test_a_store_that_may_not_open_its_files_loses_none(
-    store: Served, faults: Faults, kinds: Kind
-) -> None:
-    names = store.fill()
-    store.stop()
-    with faults.of(Call.OPEN, kinds, error=errno.EACCES), pytest.raises(StoreFailed) as failed:
+def test_a_store_that_may_not_open_its_files_loses_none(store: Served, faults: Faults) -> None:
+    for kinds in (Kind.EXTENTS, Kind.INDEX, Kind.ALL):
+        names = store.fill()
+        store.stop()
+        with faults.of(Call.OPEN, kinds, error=errno.EACCES), pytest.raises(StoreFailed) as failed:
+            store.start()
+        assert "Permission denied" in str(failed.value)
+        assert "Traceback" not in str(failed.value)
         store.start()
-    assert "Permission denied" in str(failed.value)
-    assert "Traceback" not in str(failed.value)
-    store.start()
-    store.assert_back(names)
+        store.assert_back(names)

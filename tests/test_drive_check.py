@@ -26,7 +26,7 @@ from tiers.nvme.drive_check import Report, Sample, suggest
 
 pytestmark = pytest.mark.slow  # measures a drive
 
-WRITERS = {1: 2, 2: 2, 4: 2, 8: 4, 16: 8}
+DEPTHS = (1, 2, 4, 8, 16)
 
 
 def samples(reads: dict[int, float], writes: dict[int, float]) -> list[Sample]:
@@ -38,46 +38,36 @@ def samples(reads: dict[int, float], writes: dict[int, float]) -> list[Sample]:
     ]
 
 
-FLAT = dict.fromkeys(WRITERS, 1.0)
+FLAT = dict.fromkeys(DEPTHS, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("reads", "writes", "threads"),
-    [
+def test_threads_are_the_fewest_that_nearly_fill_the_drive() -> None:
+    for reads, writes, threads in (
         (FLAT, FLAT, 2),  # one slow read holds no other
         ({1: 1.0, 2: 1.9, 4: 3.4, 8: 3.5, 16: 3.4}, FLAT, 4),
         (FLAT, {1: 1.0, 2: 2.0, 4: 4.0, 8: 4.1, 16: 4.0}, 8),  # half as many writes
         ({1: 1.0, 2: 2.0}, {1: 1.0, 2: 2.0}, 2),  # too slow to go on
         ({1: 1.0, 2: 2.0, 4: 3.0}, {1: 1.0, 2: 1.0, 4: 9.0}, 4),  # never enough writes
-    ],
-)
-def test_threads_are_the_fewest_that_nearly_fill_the_drive(
-    reads: dict[int, float], writes: dict[int, float], threads: int
-) -> None:
-    assert suggest(samples(reads, writes), GIB).threads == threads
+    ):
+        assert suggest(samples(reads, writes), GIB).threads == threads
 
 
-@pytest.mark.parametrize(
-    ("drive_bytes", "rate", "budget"),
-    [
+def test_the_budget_is_a_drive_write_per_day_and_says_so() -> None:
+    for drive_bytes, rate, budget in (
         (252 * GIB, 2.0, "252GiB"),  # one drive write per day
         (10**18, 0.001, "80GiB"),  # more cannot be written in a day
         (600 * MIB, 1.0, "600MiB"),
-    ],
-)
-def test_the_budget_is_a_drive_write_per_day_and_says_so(
-    drive_bytes: int, rate: float, budget: str
-) -> None:
-    found = suggest(samples(FLAT, dict.fromkeys(WRITERS, rate)), drive_bytes)
-    assert f'write_budget = "{budget}"' in found.toml
-    assert "1 write of its capacity per day" in found.assumption
-    assert f"{drive_bytes / GIB:.0f} GiB" in found.assumption
-    given = tomllib.loads(found.toml)["nvme"]
-    parsed = parse(
-        {"cpu": {"capacity": "8GiB"}, "nvme": {"path": "/k", "capacity": "1GiB", **given}}
-    )
-    assert parsed.nvme is not None
-    assert parsed.nvme.threads == found.threads
+    ):
+        found = suggest(samples(FLAT, dict.fromkeys(DEPTHS, rate)), drive_bytes)
+        assert f'write_budget = "{budget}"' in found.toml
+        assert "1 write of its capacity per day" in found.assumption
+        assert f"{drive_bytes / GIB:.0f} GiB" in found.assumption
+        given = tomllib.loads(found.toml)["nvme"]
+        parsed = parse(
+            {"cpu": {"capacity": "8GiB"}, "nvme": {"path": "/k", "capacity": "1GiB", **given}}
+        )
+        assert parsed.nvme is not None
+        assert parsed.nvme.threads == found.threads
 
 
 @pytest.fixture
@@ -162,37 +152,27 @@ def test_a_drive_that_does_not_answer_is_left(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
+def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, expected in (
         (["check"], "expected --config FILE, or --disk"),
         (["check", "--config", "x.toml", "--seconds", "20"], "found no --disk"),
         (["check", "--disk", "--config", "x.toml", "--path", "."], "found both"),
         (["check", "--disk", "--seconds", "1"], "expected a whole number from 5 to 600, found '1'"),
-    ],
-)
-def test_wrong_arguments_are_refused(
-    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(arguments)
-    assert expected in capsys.readouterr().err
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(arguments)
+        assert expected in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
+def test_a_wrong_place_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for path, expected in (
         ("/nowhere", "/nowhere: expected a directory: No such file"),
         ("/proc/self/stat", "expected a directory where files can be made"),
-    ],
-)
-def test_a_wrong_place_is_one_line(
-    path: str, expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["check", "--disk", "--path", path]) == 2
-    error = capsys.readouterr().err
-    assert expected in error
-    assert error.count("\n") == 1
+    ):
+        assert cli.main(["check", "--disk", "--path", path]) == 2
+        error = capsys.readouterr().err
+        assert expected in error
+        assert error.count("\n") == 1
 
 
 def test_a_configuration_without_a_disk_is_refused(

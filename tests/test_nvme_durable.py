@@ -6,8 +6,6 @@ import os
 import random
 from pathlib import Path
 
-import pytest
-
 from tests.harness.nvme_blocks import key
 from tiers.nvme.files import ExtentFile
 from tiers.nvme.index_client import IndexDamagedError, Journal
@@ -97,14 +95,16 @@ def test_an_index_that_ends_in_unwritten_free_pages_is_whole(tmp_path: Path) -> 
     assert rows_in(tmp_path) == rows
 
 
-@pytest.mark.parametrize("share", [0.98, 0.9, 0.8, 0.6, 0.4, 0.2])
-def test_an_index_that_was_cut_is_whole_or_refused(tmp_path: Path, share: float) -> None:
-    rows = shrunk(tmp_path)
-    path = tmp_path / "index" / "data.mdb"
-    os.truncate(path, int(path.stat().st_size * share))
-    try:
-        look(tmp_path)
-    except IndexDamagedError:
-        return  # whether it raises depends on the share
-    assert share > 0.5, "more than free pages is missing"
-    assert rows_in(tmp_path) == rows
+def test_an_index_that_was_cut_is_whole_or_refused(tmp_path: Path) -> None:
+    for share in (0.98, 0.9, 0.8, 0.6, 0.4, 0.2):
+        folder = tmp_path / str(share)
+        folder.mkdir()
+        rows = shrunk(folder)
+        path = folder / FOLDER / "data.mdb"
+        os.truncate(path, int(path.stat().st_size * share))
+        try:
+            look(folder)
+        except IndexDamagedError:
+            continue  # whether it raises depends on the share
+        assert share > 0.5, "more than free pages is missing"
+        assert rows_in(folder) == rows

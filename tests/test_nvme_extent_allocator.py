@@ -192,13 +192,6 @@ def test_a_job_larger_than_the_disk_ends(tmp_path: Path) -> None:
         assert found.put(2, 0, 1).done == 1
 
 
-def test_blocks_without_their_parent_are_not_reported_as_stored(settings: NvmeConfig) -> None:
-    with shelf(settings) as found:
-        result = found.put(1, 3, 5)
-        assert (result.done, result.error) == (0, None)
-        assert found.tier.space.counts["unplaced"] == 2
-
-
 # Durability
 
 

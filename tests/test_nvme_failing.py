@@ -50,29 +50,6 @@ def folder(settings: NvmeConfig) -> Path:
     return Path(settings.path)
 
 
-def test_a_commit_that_fails_makes_it_read_only_and_is_made_up_for(
-    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise TierIOError("no commit today")
-
-    with shelf(settings) as found:
-        found.put(1, 0, 5)
-        found.settle()
-        with monkeypatch.context() as patched:
-            patched.setattr(Journal, "commit", fail)
-            found.put(2, 0, 5)
-            wait_for(found, "read_only")
-            assert whole(found, 1, 5)
-            assert whole(found, 2, 5)
-            assert isinstance(found.put(3, 0, 5).error, TierIOError)
-        found.settle()
-        assert found.put(3, 0, 5).done == 5
-        found.settle()
-    with shelf(settings) as after:
-        assert all(whole(after, chain, 5) for chain in (1, 2, 3))
-
-
 def test_after_a_commit_that_failed_the_index_is_opened_anew(
     settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,32 +73,6 @@ def test_after_a_commit_that_failed_the_index_is_opened_anew(
         found.settle()
     with shelf(settings) as after:
         assert all(whole(after, chain, 5) for chain in (1, 2, 3))
-
-
-def test_a_commit_that_failed_and_is_in_the_index_all_the_same_costs_nothing(
-    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = Journal.commit
-
-    def land_and_fail(journal: Journal, changes: Commit) -> None:
-        real(journal, changes)
-        raise TierIOError("for the test")
-
-    with shelf(settings) as found:
-        found.put(1, 0, 5)
-        found.settle()
-        with monkeypatch.context() as patched:
-            patched.setattr(Journal, "commit", land_and_fail)
-            found.put(2, 0, 5)
-            wait_for(found, "read_only")
-            folder.rename(folder.with_name("elsewhere"))
-            away(found)
-        before = found.tier.space
-        folder.with_name("elsewhere").rename(folder)
-        wait_for(found, "ok")
-        assert found.tier.space is not before
-        assert whole(found, 1, 5)
-        assert whole(found, 2, 5)
 
 
 def test_an_index_that_was_found_damaged_before_is_not_gone_on_with(

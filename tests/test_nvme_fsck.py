@@ -26,12 +26,10 @@ from tests.harness.nvme_damage import (
     LENGTH,
     PART,
     WHOLE,
-    Damage,
     damage_index,
     extents,
     flip,
     index,
-    name_of,
 )
 from tiers.nvme import fsck
 from tiers.nvme.fsck_report import Amount, Report
@@ -53,7 +51,11 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def settings(filled: Path, tmp_path: Path) -> NvmeConfig:
     """A copy of it."""
-    return settings_for(Path(shutil.copytree(filled, tmp_path / "kv")))
+    return copy_of(filled, tmp_path / "kv")
+
+
+def copy_of(filled: Path, path: Path) -> NvmeConfig:
+    return settings_for(Path(shutil.copytree(filled, path)))
 
 
 def examine(settings: NvmeConfig, *, repair: bool = False) -> Report:
@@ -102,17 +104,17 @@ def test_a_clean_directory_is_in_order_and_stays_as_it_is(settings: NvmeConfig) 
     assert contents(settings) == before
 
 
-@pytest.mark.parametrize("slot_bytes", [4096, 5000, 100_000, 6_000_000])
-def test_any_block_size_and_several_namespaces(tmp_path: Path, slot_bytes: int) -> None:
-    settings = settings_for(tmp_path / "kv", 256 << 20)
-    settings = replace(settings, capacity_bytes=256 << 20, extent_bytes=32 << 20)
-    for number, namespace in enumerate(("aaaaaaaaaaaa", "bbbbbbbbbbbb")):
-        with shelf(settings, namespace, slot_bytes=slot_bytes if number else 8192) as made:
-            made.put(1, 0, 9 if slot_bytes < 1 << 20 else 3)
-    found = examine(settings)
-    assert found.ok, counts(found)
-    assert found.namespaces == 2
-    assert found.blocks.ok.count in (18, 12, 6)
+def test_any_block_size_and_several_namespaces(tmp_path: Path) -> None:
+    for slot_bytes in (5000, 100_000, 6_000_000):
+        settings = settings_for(tmp_path / str(slot_bytes), 256 << 20)
+        settings = replace(settings, capacity_bytes=256 << 20, extent_bytes=32 << 20)
+        for number, namespace in enumerate(("aaaaaaaaaaaa", "bbbbbbbbbbbb")):
+            with shelf(settings, namespace, slot_bytes=slot_bytes if number else 8192) as made:
+                made.put(1, 0, 9 if slot_bytes < 1 << 20 else 3)
+        found = examine(settings)
+        assert found.ok, counts(found)
+        assert found.namespaces == 2
+        assert found.blocks.ok.count in (18, 12, 6)
 
 
 def test_a_directory_without_blocks_is_in_order(tmp_path: Path) -> None:
@@ -152,36 +154,35 @@ def test_a_store_that_was_killed_leaves_a_directory_in_order(settings: NvmeConfi
 # Damage
 
 
-@pytest.mark.parametrize("damage", [*WHOLE, *PART], ids=name_of)
-def test_each_block_has_its_cause_and_a_repair_drops_it(
-    settings: NvmeConfig, damage: Damage
-) -> None:
-    damage(settings)
-    before = contents(settings)
-    looked = examine(settings)
-    seen = counts(looked)
-    assert not looked.ok
-    assert contents(settings) == before
-    if damage in WHOLE:
-        seen.pop("extents.ok")
-        assert seen == WHOLE[damage]
-    else:
-        assert set(PART[damage]) <= set(seen)
-        assert sum(count for name, count in seen.items() if "blocks" in name) == COUNT
+def test_each_block_has_its_cause_and_a_repair_drops_it(filled: Path, tmp_path: Path) -> None:
+    for damage in (*WHOLE, *PART):
+        settings = copy_of(filled, tmp_path / damage.__name__)
+        damage(settings)
+        before = contents(settings)
+        looked = examine(settings)
+        seen = counts(looked)
+        assert not looked.ok
+        assert contents(settings) == before
+        if damage in WHOLE:
+            seen.pop("extents.ok")
+            assert seen == WHOLE[damage]
+        else:
+            assert set(PART[damage]) <= set(seen)
+            assert sum(count for name, count in seen.items() if "blocks" in name) == COUNT
 
-    repaired = examine(settings, repair=True)
-    assert counts(repaired) == counts(looked)
-    assert repaired.repair is not None
-    every = sum(count for name, count in seen.items() if "blocks" in name)
-    assert repaired.repair.blocks_dropped == every - looked.blocks.ok.count
-    assert repaired.repair.extents_dropped == looked.extents.lost.count
-    assert repaired.repair.files_removed == looked.extents.orphan.count
+        repaired = examine(settings, repair=True)
+        assert counts(repaired) == counts(looked)
+        assert repaired.repair is not None
+        every = sum(count for name, count in seen.items() if "blocks" in name)
+        assert repaired.repair.blocks_dropped == every - looked.blocks.ok.count
+        assert repaired.repair.extents_dropped == looked.extents.lost.count
+        assert repaired.repair.files_removed == looked.extents.orphan.count
 
-    after = examine(settings)
-    assert after.ok, counts(after)
-    assert after.blocks.ok == looked.blocks.ok
-    assert readable(settings) == looked.blocks.ok.count
-    assert examine(settings).blocks.ok.count == looked.blocks.ok.count + 5
+        after = examine(settings)
+        assert after.ok, counts(after)
+        assert after.blocks.ok == looked.blocks.ok
+        assert readable(settings) == looked.blocks.ok.count
+        assert examine(settings).blocks.ok.count == looked.blocks.ok.count + 5
 
 
 def test_blocks_that_cannot_be_read_are_told_from_their_neighbours(
@@ -204,42 +205,43 @@ def test_blocks_that_cannot_be_read_are_told_from_their_neighbours(
 # The index
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "nothing", "rubbish", "head"])
-def test_a_damaged_index_is_said_and_set_aside_by_a_repair(
-    settings: NvmeConfig, damage: str
-) -> None:
-    damage_index(settings, damage)
-    before = contents(settings)
-    found = examine(settings)
-    assert not found.ok
-    assert found.index_error is not None
-    assert found.extents.orphan.count == len(extents(settings))
-    assert contents(settings) == before
-    done = examine(settings, repair=True).repair
-    assert done is not None
-    assert done.index_kept_as is not None
-    assert Path(done.index_kept_as, "data.mdb").is_file()
-    assert extents(settings) == []
-    assert examine(settings).ok
-    assert readable(settings) == 0
+def test_a_damaged_index_is_said_and_set_aside_by_a_repair(filled: Path, tmp_path: Path) -> None:
+    for damage in ("cut", "empty", "nothing", "rubbish", "head"):
+        settings = copy_of(filled, tmp_path / damage)
+        damage_index(settings, damage)
+        before = contents(settings)
+        found = examine(settings)
+        assert not found.ok
+        assert found.index_error is not None
+        assert found.extents.orphan.count == len(extents(settings))
+        assert contents(settings) == before
+        done = examine(settings, repair=True).repair
+        assert done is not None
+        assert done.index_kept_as is not None
+        assert Path(done.index_kept_as, "data.mdb").is_file()
+        assert extents(settings) == []
+        assert examine(settings).ok
+        assert readable(settings) == 0
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_no_rubbish_in_the_index_ends_it(settings: NvmeConfig, seed: int) -> None:
-    rng = random.Random(seed)
-    data = bytearray(index(settings).read_bytes())
-    for _ in range(rng.choice([1, 30])):
-        page = rng.randrange(len(data) // 4096) * 4096
-        if seed % 2:
-            data[page + rng.randrange(64)] ^= 1 << rng.randrange(8)
-        else:
-            data[page + 16 : page + 4096] = rng.randbytes(4080)
-    index(settings).write_bytes(data)
-    try:
-        examine(settings, repair=True)
-    except ConfigError:  # what was hit says that this is another format
-        return
-    assert examine(settings).ok
+def test_no_rubbish_in_the_index_ends_it(filled: Path, tmp_path: Path) -> None:
+    """KVSTORE_BITS=200 for a long campaign."""
+    for seed in range(int(os.environ.get("KVSTORE_BITS", "4"))):
+        settings, rng = copy_of(filled, tmp_path / str(seed)), random.Random(seed)
+        data = bytearray(index(settings).read_bytes())
+        for _ in range(rng.choice([1, 30])):
+            page = rng.randrange(len(data) // 4096) * 4096
+            if seed % 2:
+                data[page + rng.randrange(64)] ^= 1 << rng.randrange(8)
+            else:
+                data[page + 16 : page + 4096] = rng.randbytes(4080)
+        index(settings).write_bytes(data)
+        try:
+            examine(settings, repair=True)
+        except ConfigError:  # what was hit says that this is another format
+            continue
+        assert examine(settings).ok, f"seed {seed}"
+        shutil.rmtree(settings.path)
 
 
 def die_of(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:

@@ -12,12 +12,10 @@ import pytest
 
 from kvstore import config
 from kvstore.core.types import LeaseId
-from kvstore.store import server
 from kvstore.wire import engine as p
 from tests.bench.steal import Watch
 from tests.harness.fakes import from_u32, hashes
 from tests.harness.live import LiveStore, engine, eventually
-from tiers.nvme import disk, tier
 
 PROMOTE_S = 0.3
 
@@ -70,13 +68,6 @@ capacity = "128MiB"
     return config.load(path)
 
 
-@pytest.fixture
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "CLOSE_S", 0.3)
-    monkeypatch.setattr(tier, "DRAIN_S", 0.3)
-    monkeypatch.setattr(server, "_FLUSH_S", 0.3)
-
-
 def test_O15_a_hung_read_fills_no_slot_and_its_slots_rest_until_it_returns(
     live: config.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,17 +97,3 @@ def test_O15_a_hung_read_fills_no_slot_and_its_slots_rest_until_it_returns(
         eventually(lambda: not namespace.tiering.busy)
         assert not any(namespace.manager._granted.values())
         assert attached.read(attached.ask(wanted)) == [attached.content(b) for b in wanted]
-
-
-@pytest.mark.usefixtures("short_waits")
-def test_a_store_with_a_hung_disk_still_ends(
-    live: config.Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Hang(monkeypatch) as hang:
-        with LiveStore(live) as store:
-            with engine(store) as attached:
-                attached.put(hashes(2, "wanted"))
-                eventually(lambda: hang.waiting)
-            store.stop()
-        assert store.seconds < 5
-        assert "I/O hangs" in caplog.text

@@ -111,20 +111,21 @@ def test_a_namespace_of_empty_blocks_is_damage(
         assert "the index is damaged" in caplog.text
 
 
-@pytest.mark.parametrize("lost", [True, False])
-@pytest.mark.parametrize("count", [1, 2])
 def test_extents_without_an_index_are_a_loss_but_for_one_that_was_being_made(
-    settings: NvmeConfig, caplog: pytest.LogCaptureFixture, count: int, lost: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with shelf(settings):
-        pass
-    for number in range(count):
-        (Path(settings.path) / f"{number:06}.extent").write_bytes(bytes(4096))
-    if lost:
-        shutil.rmtree(Path(settings.path) / "index")
-    with shelf(settings):
-        assert extents(settings) == []
-    assert ("the index is damaged or lost" in caplog.text) is (lost or count > 1)
+    for count, lost in ((1, False), (1, True), (2, False), (2, True)):
+        settings = settings_for(tmp_path / f"{count}-{lost}")
+        caplog.clear()
+        with shelf(settings):
+            pass
+        for number in range(count):
+            (Path(settings.path) / f"{number:06}.extent").write_bytes(bytes(4096))
+        if lost:
+            shutil.rmtree(Path(settings.path) / "index")
+        with shelf(settings):
+            assert extents(settings) == []
+        assert ("the index is damaged or lost" in caplog.text) is (lost or count > 1)
 
 
 def test_a_store_killed_before_its_first_commit_has_lost_nothing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -49,22 +50,23 @@ def replace(path: Path, target: Path, how: str) -> None:
         path.symlink_to(target)
 
 
-@pytest.mark.parametrize("how", ["symbolic link", "hard link"])
-@pytest.mark.parametrize("name", ["lock", "000001.extent", "index/data.mdb"])
 def test_S1_a_link_in_the_folder_is_refused_and_not_written_through(
-    settings: NvmeConfig, precious: Path, name: str, how: str
+    settings: NvmeConfig, precious: Path, tmp_path: Path
 ) -> None:
-    replace(Path(settings.path) / name, precious, how)
-    with pytest.raises(ConfigError, match=f"expected a regular file .*{how}"):
-        NvmeDisk(settings)
-    assert precious.read_bytes() == PRECIOUS
-    if (name, how) == ("000001.extent", "symbolic link"):  # lost, and the link is removed
-        found = fsck.examine(Path(settings.path), repair=True)
-        assert (found.extents.lost.count, found.extents.orphan.count) == (1, 1)
-    else:
-        with pytest.raises(KVStoreError, match=f"expected a regular file .*{how}"):
-            fsck.examine(Path(settings.path), repair=True)
-    assert precious.read_bytes() == PRECIOUS
+    cases = product(("lock", "000001.extent", "index/data.mdb"), ("symbolic link", "hard link"))
+    for name, how in cases:
+        folder = Path(shutil.copytree(settings.path, tmp_path / f"{Path(name).name}-{how}"))
+        replace(folder / name, precious, how)
+        with pytest.raises(ConfigError, match=f"expected a regular file .*{how}"):
+            NvmeDisk(settings_for(folder))
+        assert precious.read_bytes() == PRECIOUS
+        if (name, how) == ("000001.extent", "symbolic link"):  # lost, and the link is removed
+            found = fsck.examine(folder, repair=True)
+            assert (found.extents.lost.count, found.extents.orphan.count) == (1, 1)
+        else:
+            with pytest.raises(KVStoreError, match=f"expected a regular file .*{how}"):
+                fsck.examine(folder, repair=True)
+        assert precious.read_bytes() == PRECIOUS
 
 
 def test_S1_an_index_that_is_a_link_is_refused(settings: NvmeConfig, tmp_path: Path) -> None:
@@ -125,24 +127,24 @@ def test_S1_an_extent_is_made_anew_whatever_has_its_name(tmp_path: Path, preciou
     assert precious.read_bytes() == PRECIOUS
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775, 0o757])
 def test_S1_a_folder_that_others_can_write_in_is_refused(
-    settings: NvmeConfig, mode: int, capsys: pytest.CaptureFixture[str]
+    settings: NvmeConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(settings.path)
-    folder.chmod(mode)
-    expected = f"no other user can write in, found mode {mode:04o}: chmod {mode & ~0o022:04o}"
-    with pytest.raises(ConfigError, match=expected):
-        NvmeDisk(settings)
-    assert cli.main(["fsck", settings.path]) == 2
-    assert expected in capsys.readouterr().err
     config = folder.parent / "kv.toml"
     config.write_text(
         f'[server]\nsocket = "{folder.parent}/kv.sock"\nmetrics = ""\n[cpu]\ncapacity = "16MiB"\n'
         f'[nvme]\npath = "{folder}"\ncapacity = "64MiB"\n'
     )
-    assert cli.main(["check", "--config", str(config)]) != 0
-    assert expected in capsys.readouterr().out
+    for mode in (0o777, 0o1777, 0o775, 0o757):
+        folder.chmod(mode)
+        expected = f"no other user can write in, found mode {mode:04o}: chmod {mode & ~0o022:04o}"
+        with pytest.raises(ConfigError, match=expected):
+            NvmeDisk(settings)
+        assert cli.main(["fsck", settings.path]) == 2
+        assert expected in capsys.readouterr().err
+        assert cli.main(["check", "--config", str(config)]) != 0
+        assert expected in capsys.readouterr().out
     below = settings_for(folder / "own")  # made by the store itself
     with shelf(below) as again:
         again.put(0, 0, 8)
@@ -152,11 +154,12 @@ def test_S1_a_folder_that_others_can_write_in_is_refused(
 
 
 @as_root
-@pytest.mark.parametrize("name", ["", "index", "lock", "000001.extent", "index/data.mdb"])
-def test_S1_what_another_user_owns_is_refused(settings: NvmeConfig, name: str) -> None:
-    os.chown(Path(settings.path) / name, STRANGER, STRANGER)
-    with pytest.raises(ConfigError, match=rf"expected a .* of uid 0.*uid {STRANGER}"):
-        NvmeDisk(settings)
+def test_S1_what_another_user_owns_is_refused(settings: NvmeConfig) -> None:
+    for name in ("", "index", "lock", "000001.extent", "index/data.mdb"):
+        os.chown(Path(settings.path) / name, STRANGER, STRANGER)
+        with pytest.raises(ConfigError, match=rf"expected a .* of uid 0.*uid {STRANGER}"):
+            NvmeDisk(settings)
+        os.chown(Path(settings.path) / name, 0, 0)
 
 
 def test_a_file_in_the_place_of_the_folder_is_said(precious: Path) -> None:

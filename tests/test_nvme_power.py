@@ -36,7 +36,7 @@ ROOMY_BYTES = {0: 32 * MIB, 3: 6 * MIB, 6: 6 * MIB, 9: 6 * MIB}  # of these seed
 SEEDS = 10
 CUTS = 20  # of each life
 # Of each seed, each from where the power failed in the one before.
-LIVES = int(os.environ.get("KVSTORE_CUTS", "400")) // (SEEDS * CUTS)
+LIVES = int(os.environ.get("KVSTORE_CUTS", "200")) // (SEEDS * CUTS)
 REAL_CHILD_SHARE = 0.03  # it starts a process
 GO_ON_SHARE = 0.1
 WINDOW_S = 0.02

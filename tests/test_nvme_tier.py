@@ -14,6 +14,7 @@ from kvstore.core.errors import BlockCorrupt, ConfigError, TierIOError
 from kvstore.core.tier import Tier, TierContext
 from kvstore.testing import TierContract
 from tests.harness.nvme_blocks import MIB, SLOT_BYTES, content, disk_bytes, key, settings_for, shelf
+from tests.harness.nvme_damage import damage_index
 from tiers.nvme import NvmeDisk, disk, health
 
 
@@ -56,19 +57,13 @@ def flip(path: Path, at: int) -> None:
 # Restart
 
 
-def test_blocks_are_there_after_a_restart(settings: NvmeConfig) -> None:
-    with shelf(settings) as before:
-        assert before.put(1, 0, 5).done == 5
-    with shelf(settings) as after:
-        assert after.get([key(1, index) for index in range(5)]).done == 5
-
-
-@pytest.mark.parametrize("slot_bytes", [4096, 5000, 100_000])
-def test_any_block_size_comes_back_whole(settings: NvmeConfig, slot_bytes: int) -> None:
-    with shelf(settings, slot_bytes=slot_bytes) as before:
-        before.put(1, 0, 9)
-    with shelf(settings, slot_bytes=slot_bytes) as after:
-        assert after.get([key(1, index) for index in range(9)]).done == 9
+def test_any_block_size_comes_back_whole_after_a_restart(tmp_path: Path) -> None:
+    for slot_bytes in (4096, 5000, 100_000):
+        settings = settings_for(tmp_path / str(slot_bytes))
+        with shelf(settings, slot_bytes=slot_bytes) as before:
+            assert before.put(1, 0, 9).done == 9
+        with shelf(settings, slot_bytes=slot_bytes) as after:
+            assert after.get([key(1, index) for index in range(9)]).done == 9
 
 
 def test_two_namespaces_do_not_see_each_others_blocks(settings: NvmeConfig) -> None:
@@ -83,7 +78,8 @@ def test_two_namespaces_do_not_see_each_others_blocks(settings: NvmeConfig) -> N
 
 def test_a_block_whose_parent_is_not_here_is_not_kept(settings: NvmeConfig) -> None:
     with shelf(settings) as found:
-        found.put(1, 3, 5)
+        result = found.put(1, 3, 5)
+        assert (result.done, result.error) == (0, None)
         assert found.keys() == []
         assert found.tier.space.counts["unplaced"] == 2
 
@@ -175,16 +171,17 @@ def test_swapped_blocks_are_misses(settings: NvmeConfig) -> None:
         assert found.get([key(2, 0)]).done == 0
 
 
-@pytest.mark.parametrize("size", [0, 4096, 3 * SLOT_BYTES + 512])
-def test_a_truncated_extent_gives_misses(settings: NvmeConfig, size: int) -> None:
-    with shelf(settings) as before:
-        before.put(1, 0, 20)
-    os.truncate(extents(settings)[0], size)
-    with shelf(settings) as after:
-        whole = after.get([key(1, index) for index in range(20)]).done
-        assert whole <= size // SLOT_BYTES
-        assert after.put(2, 0, 5).done == 5
-        assert after.get([key(2, index) for index in range(5)]).done == 5
+def test_a_truncated_extent_gives_misses(tmp_path: Path) -> None:
+    for size in (0, 4096, 3 * SLOT_BYTES + 512):
+        settings = settings_for(tmp_path / str(size))
+        with shelf(settings) as before:
+            before.put(1, 0, 20)
+        os.truncate(extents(settings)[0], size)
+        with shelf(settings) as after:
+            whole = after.get([key(1, index) for index in range(20)]).done
+            assert whole <= size // SLOT_BYTES
+            assert after.put(2, 0, 5).done == 5
+            assert after.get([key(2, index) for index in range(5)]).done == 5
 
 
 def test_a_deleted_extent_costs_its_blocks_only(settings: NvmeConfig) -> None:
@@ -213,31 +210,22 @@ def test_swapped_extents_give_misses(settings: NvmeConfig) -> None:
         assert after.tier.space.counts["damaged"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "rubbish", "head"])
 def test_a_damaged_index_is_set_aside_and_the_tier_starts_empty(
-    settings: NvmeConfig, damage: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with shelf(settings) as before:
-        for chain in range(20):
-            before.put(chain, 0, 30)
-    path = Path(settings.path) / "index" / "data.mdb"
-    size = path.stat().st_size
-    if damage == "cut":
-        os.truncate(path, size // 2)
-    elif damage == "empty":
-        os.truncate(path, 100)
-    elif damage == "rubbish":
-        with path.open("r+b") as file:
-            file.seek(8192)
-            file.write(random.Random(1).randbytes(size - 8192))
-    else:
-        path.write_bytes(b"not an index" * 1000)
-    with shelf(settings) as after:
-        assert after.keys() == []
-        assert "the index is damaged" in caplog.text
-        assert after.put(1, 0, 5).done == 5
-        assert after.get([key(1, index) for index in range(5)]).done == 5
-    assert list(Path(settings.path).glob("index.damaged-*"))
+    for damage in ("cut", "empty", "rubbish", "head"):
+        settings = settings_for(tmp_path / damage)
+        caplog.clear()
+        with shelf(settings) as before:
+            for chain in range(20):
+                before.put(chain, 0, 30)
+        damage_index(settings, damage)
+        with shelf(settings) as after:
+            assert after.keys() == [], damage
+            assert "the index is damaged" in caplog.text
+            assert after.put(1, 0, 5).done == 5
+            assert after.get([key(1, index) for index in range(5)]).done == 5
+        assert list(Path(settings.path).glob("index.damaged-*"))
 
 
 def test_a_stale_index_never_gives_wrong_bytes(settings: NvmeConfig) -> None:

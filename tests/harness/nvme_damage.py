@@ -19,10 +19,6 @@ COUNT = CHAINS * LENGTH
 Damage = Callable[[NvmeConfig], None]
 
 
-def name_of(damage: Damage) -> str:
-    return damage.__name__
-
-
 def extents(settings: NvmeConfig) -> list[Path]:
     return sorted(Path(settings.path).glob("*.extent"))
 

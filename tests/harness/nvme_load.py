@@ -1,4 +1,4 @@
-"""A mixed random load on namespaces of the NVMe tier, for the crash and power campaigns.
+"""A mixed random load on namespaces of the NVMe tier, for the power campaign.
 
 Blocks form trees: chains of LENGTH blocks, two of three of which fork off the chain before. Names,
 parents and bytes follow from each other, so a later process can check what an earlier one left.
@@ -32,14 +32,6 @@ class Name(NamedTuple):
 
     chain: int
     block: int
-
-    def __str__(self) -> str:
-        return f"{self.chain}/{self.block}"
-
-
-def parse(text: str) -> Name:
-    chain, block = text.split("/")
-    return Name(int(chain), int(block))
 
 
 def above(name: Name) -> Name | None:
