@@ -18,7 +18,7 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import RankPages
 from kvstore.core.leases import GroupHit
 from kvstore.core.types import GroupRule
-from kvstore.handover.fetches import EngineRead
+from kvstore.handover.transfers import EngineRead
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire.peer import Region, clip
@@ -84,8 +84,8 @@ class _Fetch(msgspec.Struct, eq=False):
             self.in_engine.update(positions)
 
 
-class Direct:
-    """Those of one store. A fetch is named by its namespace's digest and its number there."""
+class DirectFetches:
+    """All direct fetches of a store, each named by its namespace's digest and its number there."""
 
     def __init__(self, send: Send) -> None:
         """send(connection, message, None): to a worker."""

@@ -1,7 +1,7 @@
-"""Blocks that workers of our engines write to engines of peers: a few at a time, the others wait.
+"""Blocks that workers of our engines write to engines of peers: a few writes at a time.
 
 waiting --few of its engine's and its peer's are under way--> told to all of its workers
-  | nobody wants it any more, it waits for long,                | each says what became of it,
+  | abandoned, it waits for long,                               | each reports how it ended,
   | or the engine leaves, or is slow                            | or the engine is gone, or frozen
   +-> stopped: the exporter can write it                        +-> written, stopped or failed
 
@@ -18,8 +18,7 @@ import msgspec
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import METADATA_MAX
 from kvstore.handover.direct_fetches import Send
-from kvstore.handover.jobs import Give, Tag
-from kvstore.handover.moves import Written
+from kvstore.handover.transfers import EngineWrite, Tag, Written
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 
@@ -31,15 +30,15 @@ LOST_NS = 10_000_000_000  # a worker gives up by itself before: it is frozen, sa
 TOLD_MAX = 512  # agents that an engine's workers have been told of; they know twice as many
 
 
-class _Give(msgspec.Struct, eq=False):
-    """One of them. left: ranks that have not ended.
+class _Write(msgspec.Struct, eq=False):
+    """One write. left: ranks that have not ended.
 
-    since_ns: when it was asked for, or told to the workers. lost: it is not waited for any more.
+    since_ns: when it was started, or told to the workers. lost: it is not waited for any more.
     """
 
     number: int
     tags: list[Tag]
-    give: Give
+    write: EngineWrite
     workers: Mapping[int, int]
     since_ns: int
     lost: bool = False
@@ -50,15 +49,15 @@ class _Give(msgspec.Struct, eq=False):
 class _Engine(msgspec.Struct, eq=False):
     """One session's; told: agents that its workers know how to reach."""
 
-    waiting: deque[_Give] = msgspec.field(default_factory=deque)
-    open: dict[int, _Give] = {}
+    waiting: deque[_Write] = msgspec.field(default_factory=deque)
+    open: dict[int, _Write] = {}
     told: set[str] = set()
 
     def is_slow(self, now_ns: int) -> bool:
         """Tell whether its workers have had something to write for long."""
         return any(now_ns - found.since_ns >= SLOW_NS for found in self.open.values())
 
-    def next(self) -> _Give | None:
+    def next(self) -> _Write | None:
         """Take the first one that may be told now."""
         if len(self.open) >= AT_ONCE:
             return None
@@ -70,15 +69,15 @@ class _Engine(msgspec.Struct, eq=False):
         return None
 
 
-class Gives:
-    """Those of one store."""
+class EngineWrites:
+    """All of a store's."""
 
     def __init__(self, send: Send, metadata: Callable[[str], bytes]) -> None:
         """send(connection, message, None): to a worker. metadata(agent): how a peer is reached."""
         self._send = send
         self._metadata = metadata
         self._engines: dict[int, _Engine] = {}
-        self._of: dict[Tag, _Give] = {}
+        self._of: dict[Tag, _Write] = {}
         self._ended: list[Written] = []
         self._next = 1
         self.moved_bytes = 0
@@ -88,10 +87,12 @@ class Gives:
         """Count those that workers were told of and have not all ended."""
         return sum(len(engine.open) for engine in self._engines.values())
 
-    def start(self, tags: list[Tag], give: Give, workers: Mapping[int, int], now_ns: int) -> None:
+    def start(
+        self, tags: list[Tag], write: EngineWrite, workers: Mapping[int, int], now_ns: int
+    ) -> None:
         """Have an engine's workers, by rank, write; ends as Written."""
-        engine = self._engines.setdefault(give.engine, _Engine())
-        found = _Give(self._next, tags, give, dict(workers), now_ns)
+        engine = self._engines.setdefault(write.engine, _Engine())
+        found = _Write(self._next, tags, write, dict(workers), now_ns)
         self._next += 1
         self._of |= dict.fromkeys(tags, found)
         if engine.is_slow(now_ns):
@@ -105,9 +106,9 @@ class Gives:
             found.since_ns = now_ns
             self._tell(engine, found)
 
-    def _tell(self, engine: _Engine, found: _Give) -> None:
-        give, ranks = found.give, []
-        for rank in give.ranks:
+    def _tell(self, engine: _Engine, found: _Write) -> None:
+        write, ranks = found.write, []
+        for rank in write.ranks:
             news = rank.agent not in engine.told
             metadata = self._metadata(rank.agent) if news else b""
             metadata = metadata if len(metadata) <= METADATA_MAX else b""  # an exporter's, say
@@ -115,8 +116,8 @@ class Gives:
         if len(engine.told) > TOLD_MAX:
             engine.told.clear()
         engine.told.update(rank.agent for rank in ranks if rank.metadata)
-        blocks, targets = framing.u32(give.blocks), framing.u32(give.targets)
-        told = p.Give(found.number, give.group, tuple(ranks), blocks, targets)
+        blocks, targets = framing.u32(write.blocks), framing.u32(write.targets)
+        told = p.Give(found.number, write.group, tuple(ranks), blocks, targets)
         engine.open[found.number] = found
         found.left = set(found.workers)
         for connection in found.workers.values():
@@ -125,7 +126,7 @@ class Gives:
     def abandon(self, tag: Tag) -> None:
         """Nobody waits for a block any more: what no worker was told of is not begun."""
         found = self._of.get(tag)  # a job's other blocks are not waited for, either
-        if found is not None and found in (waiting := self._engines[found.give.engine].waiting):
+        if found is not None and found in (waiting := self._engines[found.write.engine].waiting):
             waiting.remove(found)
             self._end(found, ok=False, stopped=True)
 
@@ -139,7 +140,7 @@ class Gives:
         found.left.discard(rank)
         found.ends.add(message.end)
         if message.end == "none":  # a worker may have forgotten them
-            engine.told.difference_update(rank.agent for rank in found.give.ranks)
+            engine.told.difference_update(rank.agent for rank in found.write.ranks)
         if not found.left:
             del engine.open[message.give]
             ok = found.ends == {"all"}
@@ -147,7 +148,7 @@ class Gives:
                 return
             self._end(found, ok=ok, stopped=not ok and "failed" not in found.ends)
 
-    def _end(self, found: _Give, *, ok: bool, stopped: bool) -> None:
+    def _end(self, found: _Write, *, ok: bool, stopped: bool) -> None:
         for tag in found.tags:
             self._of.pop(tag, None)
         self._ended.append(Written(found.tags, ok, stopped))
@@ -165,7 +166,7 @@ class Gives:
         for found in engine.open.values():
             self._lose(found)
 
-    def _lose(self, found: _Give) -> None:
+    def _lose(self, found: _Write) -> None:
         """Some of it may still come: it is over for all but its engine."""
         if not found.lost:
             found.lost = True
