@@ -22,8 +22,8 @@ from tests.bench.steal import Watch
 from tests.harness.exporter_rig import EXPORT, KIB, LANDING, MIB, Side, end, start_all, wait
 from tests.harness.patience import WAIT_S
 from tiers.nixl import supervisor
-from tiers.nixl.messages import Ended, Mapped, NotMapped, Ready, Unmapped, Wrong
-from tiers.nixl.supervisor import Down, Exporter, Move, Settings
+from tiers.nixl.messages import Ended, Mapped, NotMapped, Ready, Transfer, Unmapped, Wrong
+from tiers.nixl.supervisor import Down, Exporter, Settings
 
 pytestmark = pytest.mark.slow
 
@@ -42,8 +42,8 @@ def sent(side: Side, number: signal.Signals) -> None:
     os.kill(side.exporter.pid, number)
 
 
-def move(name: str = "nobody") -> Move:
-    return Move(name, False, LANDING, 4096, MIB, 64 * KIB, u32([0]), u32([0]))
+def move(name: str = "nobody") -> Transfer:
+    return Transfer(0, name, False, LANDING, 4096, MIB, 64 * KIB, u32([0]), u32([0]))
 
 
 def promptly(call: Callable[[], object]) -> float:
@@ -208,10 +208,10 @@ def test_an_exporter_that_was_tampered_with_is_ended(
         child = side.exporter._child
         assert child is not None
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(child, "hear", partial(iter, list(said)))
+            patch.setattr(child, "receive", partial(iter, list(said)))
             side.poll()
         wait(side, lambda cycle=cycle: len(side.of(Down)) > cycle)  # type: ignore[misc]
-        assert side.of(Down)[-1].reason.startswith(f"it says what makes no sense: {text}")
+        assert side.of(Down)[-1].reason.startswith(f"invalid message: {text}")
         side.exporter._pause_ns = side.exporter._start_ns = 0
     assert not side.of(Unmapped)
     assert not side.ended

@@ -15,7 +15,7 @@ import pytest
 from kvstore.wire.framing import u32
 from tests.harness.exporter_rig import EXPORT, KIB, LANDING, MIB, Side, end, start_all, wait
 from tiers.nixl import messages as m
-from tiers.nixl.supervisor import Down, Move
+from tiers.nixl.supervisor import Down
 
 pytestmark = pytest.mark.slow
 
@@ -226,7 +226,8 @@ def test_read_only_memory_is_not_written_by_a_peer(
     ours, theirs, other = trio
     before = [bytes(theirs.memory[EXPORT].slot(position)) for position in range(3)]
     assert end(ours, ours.start(theirs, [(0, 0)])).error is None
-    move = Move(
+    move = m.Transfer(
+        0,
         theirs.name,
         True,
         EXPORT,

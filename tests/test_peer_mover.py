@@ -30,7 +30,7 @@ from kvstore.handover.transfers import (
 from kvstore.units import KIB, MIB
 from kvstore.wire import peer as m
 from tests.harness.patience import WAIT_S
-from tiers.nixl.supervisor import Filling
+from tiers.nixl.messages import Fill
 
 KEY = BlockKey(b"k" * 34)
 
@@ -150,10 +150,10 @@ class Exporter:
     """Takes note of what is started, and abandoned."""
 
     def __init__(self) -> None:
-        self.started: list[Filling] = []
+        self.started: list[Fill] = []
         self.abandoned: list[int] = []
 
-    def start(self, move: Filling) -> int:
+    def start(self, move: Fill) -> int:
         self.started.append(move)
         return len(self.started)
 
@@ -170,7 +170,7 @@ def test_a_block_that_goes_to_several_ranks_is_abandoned_in_each_write(mover: Tr
         there = RankPages(f"rank {rank}", b"", (pages,), rank or None)
         mover.fill(tags, SlotFill(9, there, 0, [0, 4096], [5, 6]))
     first = fake.started[0]
-    assert (first.peer, first.extent, first.pages, first.bytes) == ("rank 0", 9, pages, 128)
+    assert (first.peer, first.extent, first.pages, first.moved_bytes) == ("rank 0", 9, pages, 128)
     assert np.frombuffer(first.parts, np.uint64).tolist() == [0, 4096]
     assert [filling.gpu for filling in fake.started] == [None, 1, 2]
     mover._ended(1, 128, None)

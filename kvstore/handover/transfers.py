@@ -26,7 +26,7 @@ from kvstore.wire.framing import u32
 from tiers.cpu import GENERATION_BYTES, CpuExtent
 from tiers.nixl import messages as nixl
 from tiers.nixl import supervisor
-from tiers.nixl.reach import over_tcp
+from tiers.nixl.ucx import over_tcp
 from tiers.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -495,12 +495,13 @@ class Transfers:
 
     def read(self, tags: list[Tag], agent: str, digest: str, read: SlotRead) -> None:
         """Read a peer's slots into a namespace's landing slots, in batches; ends as Arrived."""
-        landing, region = self._landings[digest], read.region
+        landing = self._landings[digest]
         size = landing.slot_bytes
+        address, region_bytes = read.region.base, read.region.slots * size
         for part in batches(len(tags), size):
             local, remote = u32(read.landing[part]), u32(read.numbers[part])
-            move = supervisor.Move(
-                agent, False, landing.extent, region.base, region.slots * size, size, local, remote
+            move = nixl.Transfer(
+                0, agent, False, landing.extent, address, region_bytes, size, local, remote
             )
             self._start(move, digest, tags[part])
 
@@ -508,8 +509,8 @@ class Transfers:
         """Write slots to a peer's landing slots; ends as Written."""
         size, region = write.slot_bytes, write.landing
         local, remote = u32(write.numbers), u32(write.landing_slots)
-        move = supervisor.Move(
-            agent, True, write.extent, region.base, region.slots * size, size, local, remote
+        move = nixl.Transfer(
+            0, agent, True, write.extent, region.base, region.slots * size, size, local, remote
         )
         self._start(move, None, tags)
 
@@ -517,12 +518,10 @@ class Transfers:
         """Write parts of slots to a peer's engine; ends as Written."""
         rank, parts, blocks = fill.rank, array("Q", fill.offsets).tobytes(), u32(fill.blocks)
         pages = rank.pages[fill.group]
-        filling = supervisor.Filling(rank.agent, fill.extent, pages, parts, blocks, rank.gpu)
+        filling = nixl.Fill(0, rank.agent, fill.extent, pages, parts, blocks, rank.gpu)
         self._start(filling, None, tags)
 
-    def _start(
-        self, move: supervisor.Move | supervisor.Filling, digest: str | None, tags: list[Tag]
-    ) -> None:
+    def _start(self, move: nixl.Transfer | nixl.Fill, digest: str | None, tags: list[Tag]) -> None:
         number = self._exporter.start(move)
         self._transfers[number] = _Transfer(digest, tags, len(tags))
         for tag in tags:

@@ -15,7 +15,7 @@ from typing import Any, NewType
 import numpy as np
 import numpy.typing as npt
 
-from tiers.nixl.errors import ErrorClass, MoveError
+from tiers.nixl.messages import ErrorClass, MoveError
 
 try:
     from nixl_cu13 import _bindings
