@@ -81,7 +81,7 @@ def test_many_transfers_both_ways_at_once(pair: tuple[Side, Side]) -> None:
         side: [side.start(other, quarter, write=False) for quarter in quarters]
         for side, other in ((ours, theirs), (theirs, ours))
     }
-    wait(ours, lambda: not ours.exporter.open and not theirs.exporter.open)
+    wait(ours, lambda: not ours.exporter._open and not theirs.exporter._open)
     for side, other in ((ours, theirs), (theirs, ours)):
         for number, quarter in zip(numbers[side], quarters, strict=True):
             assert side.ended[number].error is None

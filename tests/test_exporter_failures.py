@@ -186,7 +186,7 @@ def test_too_much_in_quarantine_restarts_the_exporter(
     assert end(ours, ours.start(theirs, [(0, 0)])).error is None
     signalled(theirs, signal.SIGSTOP)
     stuck = [ours.start(theirs, everything(ours)) for _ in range(2)]
-    wait(ours, lambda: ours.exporter.open == len(stuck))
+    wait(ours, lambda: len(ours.exporter._open) == len(stuck))
     assert end(ours, ours.start(other, [(0, 0)])).error is None
     ours.exporter.abandon(stuck[0])
     ours.exporter.abandon(stuck[0])

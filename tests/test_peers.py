@@ -157,7 +157,7 @@ def test_an_exporter_that_is_killed_is_started_again_and_blocks_come(
         before = exporter.pid
         assert before is not None
         os.kill(before, signal.SIGKILL)
-        eventually(lambda: exporter.state == "up" and exporter.pid != before)
+        eventually(lambda: exporter._state == "up" and exporter.pid != before)
         found: list[bytes] = []
         while len(found) < len(chain):
             found = two.read(two.ask(chain, peer=address(prefill)))

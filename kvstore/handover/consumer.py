@@ -49,9 +49,8 @@ STALL_NS = 10_000_000_000
 LEASE_MS = 30_000
 EXTEND_NS = 1_000_000_000  # between heartbeats; the answer says that the peer still computes
 EXTEND_NS_MIN = 10_000_000
-ENGINE = "gpu"
+ENGINE, OTHER = "gpu", "other"
 TIERS = ("cpu", "nvme", "prefill", ENGINE)  # of a peer's, and how they are counted
-OTHER = "other"
 
 FromProducer = m.Offer | m.Have | m.Resident | m.Computing | m.Valid | m.End
 
@@ -154,8 +153,7 @@ class Fetch(msgspec.Struct, eq=False):
     def learn(self, message: m.Resident) -> Collection[int]:
         """Note which blocks are in an engine's memory, and return their positions.
 
-        Raises ProtocolError for too many engines, or one whose memory is not known, or if workers
-        do not read the fetch.
+        Raises ProtocolError for an unknown engine, too many, or a fetch that workers do not read.
         """
         if not self.direct or self.push:
             raise ProtocolError(f"job {self.number} was not asked to be read in an engine")
@@ -179,9 +177,10 @@ class Fetch(msgspec.Struct, eq=False):
 
     def tier_of(self, position: int) -> str:
         """Name the peer's tier that a block came from, as it is counted."""
-        block, tier = self.blocks[position], self.tiers[position]
-        tier = ENGINE if block.by_engine or block.resident is not None else tier
-        return tier if tier in TIERS else OTHER
+        block = self.blocks[position]
+        if block.by_engine or block.resident is not None:
+            return ENGINE
+        return self.tiers[position] if self.tiers[position] in TIERS else OTHER
 
     def slot_reads(self, positions: Iterable[int]) -> Iterator[tuple[list[int], SlotRead]]:
         """Gather reads of the peer's slots by its extent: positions, and a read of them."""
@@ -702,10 +701,7 @@ class Consumer:
             self._direct.tell(self._digest, fetch.number, agent, read.region, of, read.numbers)
 
     def _read(self, fetch: Fetch, positions: Sequence[int]) -> None:
-        """Read blocks of one fetch, in one go for each extent of the peer's.
-
-        A peer that is gone by now has been reported as lost.
-        """
+        """Read blocks of one fetch, in one go for each extent of the peer's."""
         agent, _ = self._peers.reached_at(fetch.peer)
         for of, read in fetch.slot_reads(positions):
             self._transfers.read(
@@ -760,8 +756,7 @@ class Consumer:
     def _confirm(self, fetch: Fetch, positions: Sequence[int], unread: Sequence[int] = ()) -> None:
         """Ask whether the lease of what has arrived held until now."""
         if positions or unread:
-            message = m.Confirm(fetch.number, u32(positions), u32(unread))
-            self._peers.say(fetch.peer, message)
+            self._peers.say(fetch.peer, m.Confirm(fetch.number, u32(positions), u32(unread)))
         self._settle(fetch)
 
     def _leave_landing(self, fetch: Fetch, block: Block) -> int | None:

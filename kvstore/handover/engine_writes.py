@@ -5,7 +5,7 @@ waiting --few of its engine's and its peer's are under way--> told to all of its
   | or the engine leaves, or is slow                            | or the engine is gone, or frozen
   +-> stopped: the exporter can write it                        +-> written, stopped or failed
 
-Failed: some of it may still come. A peer that hangs takes a part of an engine's turns only.
+Failed: some of it may still arrive. A peer that hangs takes a part of an engine's turns only.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from kvstore.wire import framing
 
 AT_ONCE = 4  # of one engine
 OF_PEER = 2  # of these
-WAIT_NS = 500_000_000  # then an exporter is faster
-SLOW_NS = 1_000_000_000  # an engine that has not ended one for so long is told no others
-LOST_NS = 10_000_000_000  # a worker gives up by itself before: it is frozen, say
-TOLD_MAX = 512  # agents that an engine's workers have been told of; they know twice as many
+WAIT_NS = 500_000_000  # beyond, the exporter is faster
+SLOW_NS = 1_000_000_000  # an engine with an open write this old gets no others
+LOST_NS = 10_000_000_000  # a write this old is lost: its worker is frozen, or it had given up
+TOLD_MAX = 512  # agents whose metadata an engine's workers have; they keep twice as many
 
 
 class _Write(msgspec.Struct, eq=False):
@@ -47,18 +47,18 @@ class _Write(msgspec.Struct, eq=False):
 
 
 class _Engine(msgspec.Struct, eq=False):
-    """One session's; told: agents that its workers know how to reach."""
+    """One engine; told: agents that its workers know how to reach."""
 
     waiting: deque[_Write] = msgspec.field(default_factory=deque)
     open: dict[int, _Write] = {}
     told: set[str] = set()
 
     def is_slow(self, now_ns: int) -> bool:
-        """Tell whether its workers have had something to write for long."""
+        """Tell whether a write has been open for long."""
         return any(now_ns - found.since_ns >= SLOW_NS for found in self.open.values())
 
     def next(self) -> _Write | None:
-        """Take the first one that may be told now."""
+        """Take the first write that may begin now."""
         if len(self.open) >= AT_ONCE:
             return None
         peers = Counter(found.tags[0].peer for found in self.open.values())
@@ -70,7 +70,7 @@ class _Engine(msgspec.Struct, eq=False):
 
 
 class EngineWrites:
-    """All of a store's."""
+    """All such writes of a store."""
 
     def __init__(self, send: Send, metadata: Callable[[str], bytes]) -> None:
         """send(connection, message, None): to a worker. metadata(agent): how a peer is reached."""
@@ -84,13 +84,13 @@ class EngineWrites:
 
     @property
     def open(self) -> int:
-        """Count those that workers were told of and have not all ended."""
+        """Count the writes that have begun and not ended at all workers."""
         return sum(len(engine.open) for engine in self._engines.values())
 
     def start(
         self, tags: list[Tag], write: EngineWrite, workers: Mapping[int, int], now_ns: int
     ) -> None:
-        """Have an engine's workers, by rank, write; ends as Written."""
+        """Queue a write by an engine's workers, by rank; ends as Written."""
         engine = self._engines.setdefault(write.engine, _Engine())
         found = _Write(self._next, tags, write, dict(workers), now_ns)
         self._next += 1
@@ -124,14 +124,14 @@ class EngineWrites:
             self._send(connection, told, None)
 
     def abandon(self, tag: Tag) -> None:
-        """Nobody waits for a block any more: what no worker was told of is not begun."""
+        """Stop waiting for a block: a write that has not begun is dropped."""
         found = self._of.get(tag)  # a job's other blocks are not waited for, either
         if found is not None and found in (waiting := self._engines[found.write.engine].waiting):
             waiting.remove(found)
             self._end(found, ok=False, stopped=True)
 
     def given(self, session: int, rank: int, message: p.Given) -> None:
-        """A worker has written, or could not. Raises ProtocolError for what it was not told."""
+        """Record the end of a worker's write. Raises ProtocolError for an unknown one."""
         engine = self._engines.get(session)
         found = None if engine is None else engine.open.get(message.give)
         if engine is None or found is None or rank not in found.left:
@@ -154,26 +154,26 @@ class EngineWrites:
         self._ended.append(Written(found.tags, ok, stopped))
 
     def leave(self, session: int) -> None:
-        """An engine is about to go: what its workers have begun they still end."""
+        """Begin no more writes of an engine that leaves; its workers end those that have begun."""
         engine = self._engines.get(session)
         while engine is not None and engine.waiting:
             self._end(engine.waiting.popleft(), ok=False, stopped=True)
 
     def end_of(self, session: int) -> None:
-        """An engine is gone: what its workers had begun may still come."""
+        """Drop an engine that is gone: writes that had begun may still arrive."""
         self.leave(session)
         engine = self._engines.pop(session, _Engine())
         for found in engine.open.values():
             self._lose(found)
 
     def _lose(self, found: _Write) -> None:
-        """Some of it may still come: it is over for all but its engine."""
+        """End a write that may still arrive; only its engine still counts it."""
         if not found.lost:
             found.lost = True
             self._end(found, ok=False, stopped=False)
 
     def take(self, now_ns: int) -> list[Written]:
-        """Go on; return what has ended since the last call."""
+        """Begin what can begin; return what has ended since the last call."""
         for engine in self._engines.values():
             self._go_on(engine, now_ns)
             while engine.waiting and now_ns - engine.waiting[0].since_ns >= WAIT_NS:

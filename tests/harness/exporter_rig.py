@@ -130,7 +130,7 @@ class Side:
 
     def close(self) -> None:
         self.take(self.exporter.close())
-        assert not self.exporter.open
+        assert not self.exporter._open
         for extent in self.memory.values():
             extent.close()
 

@@ -110,8 +110,7 @@ class Exporter:
         self._child: Child | None = None
         self._state: State = "down"
         self._closed = False
-        self._name: str | None = None
-        self._why = ""  # it is being ended
+        self._why = ""  # the process is being ended
         self._extents: dict[int, _Extent] = {}
         self._peers: dict[str, bytes] = {}
         self._open: dict[int, _OpenTransfer] = {}
@@ -126,7 +125,6 @@ class Exporter:
         self._silent_ns = 0  # how long it has said nothing, as far as we have looked
         self._looked_ns = 0
         self._asked = False  # it owes a Pong
-        self.restarts = 0
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when poll() has something to do."""
@@ -152,24 +150,9 @@ class Exporter:
         self._asleep = False
 
     @property
-    def state(self) -> State:
-        """State of the process; transfers are taken while it is starting or up."""
-        return self._state
-
-    @property
-    def name(self) -> str | None:
-        """Name of the agent; None unless it is up."""
-        return self._name
-
-    @property
     def pid(self) -> int | None:
         """Id of the process."""
         return None if self._child is None else self._child.pid
-
-    @property
-    def open(self) -> int:
-        """Count the transfers that have not ended."""
-        return len(self._open)
 
     @property
     def quarantined_bytes(self) -> int:
@@ -300,13 +283,12 @@ class Exporter:
             self._send(AddPeer(peer, metadata))
 
     def _pause(self, now_ns: int) -> None:
-        """Decide when to start again."""
+        """Set when to start again."""
         steady = now_ns - self._start_ns > _STEADY_NS
         self._pause_ns = 0 if steady else min(
             max(_PAUSE_MIN_NS, 2 * self._pause_ns), _PAUSE_MAX_NS
         )  # fmt: skip
         self._start_ns = now_ns + self._pause_ns
-        self.restarts += 1
 
     def _watch(self, child: Child, now_ns: int) -> None:
         """End a process that does not work."""
@@ -354,9 +336,9 @@ class Exporter:
         match message:
             case Ended():
                 self._on_ended(message)
-            case Ready(name):
+            case Ready():
                 if self._running:
-                    self._state, self._name = "up", name
+                    self._state = "up"
                 self._events.append(message)
             case Mapped(extent) | NotMapped(extent) | Unmapped(extent):
                 self._on_extent(message, extent)
@@ -397,7 +379,7 @@ class Exporter:
         if not self._closed:
             log.warning("the exporter is down: %s", reason)
         child.close()
-        self._child, self._name, self._state = None, None, "down"
+        self._child, self._state = None, "down"
         for number in list(self._open):
             self._on_ended(Ended(number, 0, 0.0, "failed", f"the exporter is down: {reason}"))
         for extent in [number for number, found in self._extents.items() if found.leaving]:

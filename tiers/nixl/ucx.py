@@ -38,7 +38,7 @@ def over_tcp(host: str, devices: str, rdma: Path = RDMA_DEVICES) -> bool:
     """Tell whether UCX has TCP only to reach a host: no memory in common, and no RDMA device.
 
     devices: what UCX may use, as in exporter Settings; rdma: a folder with an entry for each such
-    device of the machine. A name is not looked up: that may take seconds.
+    device of the machine. Names are not looked up, which may take seconds.
     """
     names = (device.partition(":")[0] for device in devices.split(","))  # of a port, "mlx5_0:1"
     return not _is_here(host) and not any((rdma / name).exists() for name in names)
