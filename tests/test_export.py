@@ -113,7 +113,7 @@ def test_what_a_request_did_not_compute_is_gone_once_it_has_ended() -> None:
 
 
 @pytest.mark.parametrize("push", [False, True])
-def test_P8_a_landing_slot_is_not_used_again_while_something_may_write_it(
+def test_P8_B20_a_landing_slot_is_abandoned_and_not_used_again_while_something_may_write_it(
     monkeypatch: pytest.MonkeyPatch, push: bool
 ) -> None:
     pair, chain = Pair(), hashes(3)
@@ -122,6 +122,8 @@ def test_P8_a_landing_slot_is_not_used_again_while_something_may_write_it(
     target, name = (pair, "write") if push else (pair.consumer._transfers, "read")
     move = getattr(target, name)
     monkeypatch.setattr(target, name, lambda *job: moving.append(partial(move, *job)))
+    abandoned: list[object] = []
+    monkeypatch.setattr(target, "abandon", abandoned.append)
     number = pair.want(chain, push=push)
     pair.decode.ask(chain)
     while len(pair.landing._free) > LANDING - 3 or not moving:
@@ -130,8 +132,8 @@ def test_P8_a_landing_slot_is_not_used_again_while_something_may_write_it(
     pair.consumer._fail(fetch, "test")
     pair.consumer._settle(fetch)
     assert pair.consumer.quarantined == 3
-    pair.run(3)
-    assert len(pair.landing._free) == LANDING - 3
+    pair.run(6)
+    assert len(abandoned) == len(pair.landing._free) == 3
     for work in moving:
         work()
     pair.run(10)
@@ -426,29 +428,4 @@ def test_an_offer_of_a_block_that_was_given_up_before_is_not_counted_again() -> 
     assert pair.consumer._fetches[number].left == 2
     pair.consumer.claimed(number)
     pair.run(20)
-    pair.check_nothing_left()
-
-
-@pytest.mark.parametrize("push", [False, True])
-def test_B20_what_is_given_up_while_it_moves_is_abandoned(
-    monkeypatch: pytest.MonkeyPatch, push: bool
-) -> None:
-    pair, chain, moving = Pair(), hashes(3), list[Callable[[], None]]()
-    pair.put(chain)
-    target, name = (pair, "write") if push else (pair.consumer._transfers, "read")
-    move = getattr(target, name)
-    monkeypatch.setattr(target, name, lambda *job: moving.append(partial(move, *job)))
-    abandoned: list[object] = []
-    monkeypatch.setattr(target, "abandon", abandoned.append)
-    number = pair.want(chain, push=push)
-    pair.decode.ask(chain)
-    while not moving:
-        pair.run(1)
-    pair.consumer._fail(pair.consumer._fetches[number], "test")
-    pair.consumer._settle(pair.consumer._fetches[number])
-    pair.run(6)
-    assert len(abandoned) == 3
-    for work in moving:
-        work()
-    pair.run(10)
     pair.check_nothing_left()
