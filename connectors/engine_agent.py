@@ -23,9 +23,9 @@ import numpy as np
 from connectors.copies.host import LayerCache, cache_of
 from kvstore.core.errors import NotSupported, TierError, TierIOError
 from kvstore.core.layout import LayerRun, Move, PageRun, RankLayout, RankPages
-from tiers.nixl.errors import MoveError
-from tiers.nixl.exporter_child import ucx_settings
+from tiers.nixl.messages import MoveError
 from tiers.nixl.pages import in_pages, in_slots, rows
+from tiers.nixl.ucx import ucx_settings
 
 if TYPE_CHECKING:
     from tiers.nixl.agent import Agent, Flight, Places

@@ -27,8 +27,8 @@ from tests.harness.handover_nodes import exporter_of
 from tests.harness.live import eventually
 from tests.harness.worker_rig import Rig, heard
 from tiers.nixl.agent import Agent
-from tiers.nixl.errors import MoveError
-from tiers.nixl.exporter_child import ucx_settings
+from tiers.nixl.messages import MoveError
+from tiers.nixl.ucx import ucx_settings
 
 CAPACITY = "16MiB"
 PATIENT = 'promote = "60s"\n'  # however slow the machine is

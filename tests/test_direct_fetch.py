@@ -14,8 +14,8 @@ from kvstore.core.leases import GroupHit
 from kvstore.core.lookup import Answer
 from kvstore.core.manager import Manager
 from kvstore.core.types import BlockKey, Chain, GroupRule, LookupResult
-from kvstore.handover import fetches
-from kvstore.handover.direct_fetches import Direct, reaching_on, with_reads
+from kvstore.handover import transfers
+from kvstore.handover.direct_fetches import DirectFetches, reaching_on, with_reads
 from kvstore.store.namespace import Namespace
 from kvstore.wire import engine as p
 from kvstore.wire import framing
@@ -96,7 +96,7 @@ def test_direct_blocks_that_nobody_reads_any_more_are_let_go_of() -> None:
     pair.put(chain)
     number = offered(pair, chain)
     pair.consumer.claim(number, [0, 1])
-    pair.consumer.let_go(number)
+    pair.consumer.cancel(number)
     assert pair.passed == {(number, 0): False, (number, 1): False}
     pair.run(5)
     pair.check_nothing_left()
@@ -107,13 +107,13 @@ def test_a_peer_that_names_memory_without_end_loses_no_block_that_it_has_told_of
     direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is kept of a peer's memory has a limit; what was told is read from where it was."""
-    monkeypatch.setattr(fetches, "REGIONS_MAX", 2)
+    monkeypatch.setattr(transfers, "REGIONS_MAX", 2)
     pair, chain = Pair(), hashes(3)
     pair.put(chain)
     if direct:
         number = offered(pair, chain)
     else:
-        held, pair.landing.free = pair.landing.free, []
+        held, pair.landing._free = pair.landing._free, []
         pair.want(chain)
         pair.decode.ask(chain)
     pair.run(20)
@@ -122,9 +122,9 @@ def test_a_peer_that_names_memory_without_end_loses_no_block_that_it_has_told_of
     if direct:
         pair.consumer.claim(number, [0, 1, 2])
         assert len(pair.passed_on) == 3
-        pair.consumer.let_go(number)
+        pair.consumer.cancel(number)
     else:
-        pair.landing.give(held)
+        pair.landing.give_back(held)
         pair.run(20)
         assert pair.arrived(chain) == 3
     pair.run(5)
@@ -155,8 +155,8 @@ def test_B14_direct_each_claimed_block_ends_once_whatever_happens(seed: int) -> 
         if rng.random() < 0.03:
             pair.lose()
         if rng.random() < 0.03:
-            pair.consumer.let_go(number)
-    pair.consumer.let_go(number)
+            pair.consumer.cancel(number)
+    pair.consumer.cancel(number)
     ended |= pair.passed
     assert {position for _, position in ended} == claimed
     pair.run(20)
@@ -166,9 +166,9 @@ def test_B14_direct_each_claimed_block_ends_once_whatever_happens(seed: int) -> 
 # What the store tells its workers, and they it
 
 
-def direct() -> tuple[Direct, list[tuple[int, framing.Message]]]:
+def direct() -> tuple[DirectFetches, list[tuple[int, framing.Message]]]:
     sent: list[tuple[int, framing.Message]] = []
-    made = Direct(lambda connection, message, _: sent.append((connection, message)))
+    made = DirectFetches(lambda connection, message, _: sent.append((connection, message)))
     made.begin("n", 5, 1, {0: 10, 1: 11}, [0, 1, 2])
     return made, sent
 
@@ -188,8 +188,8 @@ def test_B20_direct_what_a_rank_cannot_read_in_an_engine_is_told_anew_when_all_h
     """Two reads of one rank into the same engine blocks could end in any order."""
     made, sent = direct()
     ranks = (RankPages("theirs", b"md", ()),)
-    made.tell_engine("n", 5, fetches.EngineRead(3, ranks, {0: [7], 1: [8]}))
-    made.tell_engine("n", 5, fetches.EngineRead(3, ranks, {2: [9]}))
+    made.tell_engine("n", 5, transfers.EngineRead(3, ranks, {0: [7], 1: [8]}))
+    made.tell_engine("n", 5, transfers.EngineRead(3, ranks, {2: [9]}))
     told = [message for connection, message in sent if connection == 10]
     assert told == [
         p.InEngine(5, 3, ranks, u32([0, 1]), u32([7, 8])),

@@ -7,9 +7,10 @@ import pytest
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import GroupLayout, PageRun, RankLayout, RankPages
-from kvstore.handover import writes
+from kvstore.handover import jobs
 from kvstore.handover.consumer import ANSWER_NS, STALL_NS
-from kvstore.handover.jobs import Fill, Job, Tag
+from kvstore.handover.jobs import Job
+from kvstore.handover.transfers import SlotFill, Tag
 from kvstore.wire import peer as m
 from tests.harness.fakes import SLOT_BYTES, from_u32, hashes, u32
 from tests.harness.handover_pair import Pair
@@ -148,7 +149,7 @@ def test_B13_direct_parts_that_are_not_wanted_are_not_written() -> None:
 def test_B20_direct_a_slot_is_let_go_of_when_the_last_of_its_writes_has_ended() -> None:
     pair, chain = Pair(), hashes(1)
     pair.put(chain)
-    held: list[tuple[list[Tag], Fill]] = []
+    held: list[tuple[list[Tag], SlotFill]] = []
     pair.fill = lambda tags, fill: held.append((tags, fill))  # type: ignore[method-assign]
     number = claimed(pair, chain)
     pair.consumer.fill(number, {0: [10]}, RANKS)
@@ -176,7 +177,7 @@ def test_B20_direct_a_write_that_fails_ends_all_of_its_want() -> None:
     pair.run(10)
     assert pair.passed == {(number, position): False for position in range(3)}
     assert pair.unsafe == {(number, 0)}
-    pair.consumer.let_go(number, now=True)
+    pair.consumer.cancel(number, now=True)
     assert not pair.consumer._late_fills
     pair.check_nothing_left()
 
@@ -220,7 +221,7 @@ def test_B20_direct_what_is_let_go_of_before_it_is_begun_is_not_written() -> Non
 
 
 def test_L1_direct_many_blocks_are_written_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writes, "FILL_BYTES", 2 * SLOT_BYTES)
+    monkeypatch.setattr(jobs, "FILL_BYTES", 2 * SLOT_BYTES)
     pair, chain = Pair(), hashes(3)
     pair.put(chain)
     number = claimed(pair, chain)
@@ -247,7 +248,7 @@ def test_B20_direct_what_a_peer_may_still_write_is_told_so(how: str) -> None:
             pair.down.cut = True
             pair.consumer.tick(pair.taker.now_ns + STALL_NS + ANSWER_NS)
         case "let go":
-            pair.consumer.let_go(number)
+            pair.consumer.cancel(number)
         case "lease":
             end = m.End(number, m.LEASE_OVER)
             pair.consumer.on_message(pair.peer, end, pair.taker.now_ns)
@@ -284,8 +285,8 @@ ENOUGH = u32([0]), u32([10])
         ),
         (
             *ENOUGH,
-            (RankPages("r", b"", ((page(0, 1),) * (writes.RUNS_MAX + 1),)),),
-            f"{writes.RUNS_MAX + 1} runs of pages, expected up to {writes.RUNS_MAX}",
+            (RankPages("r", b"", ((page(0, 1),) * (jobs.RUNS_MAX + 1),)),),
+            f"{jobs.RUNS_MAX + 1} runs of pages, expected up to {jobs.RUNS_MAX}",
         ),
         (*ENOUGH, (RankPages("r", b"", ((),)),), "no pages of group 0, which position 0 is of"),
         (u32([0]), u32([1, 2]), RANKS, r"engine blocks \[1, 2\] for position 0, expected up to 1"),

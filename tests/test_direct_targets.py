@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import RankPages
-from kvstore.handover import peer_agents
-from kvstore.handover.direct_fetches import Direct
+from kvstore.handover import transfers
+from kvstore.handover.direct_fetches import DirectFetches
 from kvstore.handover.peers import Peers
+from kvstore.handover.transfers import PeerAgents, Transfers
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.harness.fakes import u32
@@ -19,10 +20,10 @@ from tests.test_direct_push import RANKS
 from tests.test_peer_limits import Told
 
 
-def waiting(push: bool = True) -> tuple[Direct, list[tuple[int, framing.Message]]]:
+def waiting(push: bool = True) -> tuple[DirectFetches, list[tuple[int, framing.Message]]]:
     """A claimed fetch of two ranks, whose workers were told to name their engine blocks."""
     sent: list[tuple[int, framing.Message]] = []
-    made = Direct(lambda connection, message, _: sent.append((connection, message)))
+    made = DirectFetches(lambda connection, message, _: sent.append((connection, message)))
     made.begin("n", 5, 1, {0: 10, 1: 11}, [0, 1])
     if push:
         made.push("n", 5)
@@ -55,7 +56,7 @@ def test_B20_direct_blocks_that_were_named_by_an_agent_that_has_ended_are_told_t
 
 def test_B20_direct_a_fetch_whose_blocks_were_named_by_such_an_agent_is_let_go_of() -> None:
     peers, let_go = Peers.__new__(Peers), list[int]()
-    inlet: Any = SimpleNamespace(let_go=let_go.append)
+    inlet: Any = SimpleNamespace(cancel=let_go.append)
     peers.__dict__ |= {"direct": SimpleNamespace(target=lambda *_: None), "inlet": lambda _: inlet}
     namespace: Any = SimpleNamespace(
         layout=SimpleNamespace(digest="n"), engines=SimpleNamespace(ranks=lambda _: RANKS)
@@ -66,7 +67,7 @@ def test_B20_direct_a_fetch_whose_blocks_were_named_by_such_an_agent_is_let_go_o
 
 def test_B20_direct_nothing_is_kept_of_what_may_be_written_once_nobody_waits_for_it() -> None:
     peers, let_go = Peers.__new__(Peers), list[tuple[int, bool]]()
-    inlet: Any = SimpleNamespace(let_go=lambda number, *, now=False: let_go.append((number, now)))
+    inlet: Any = SimpleNamespace(cancel=lambda number, *, now=False: let_go.append((number, now)))
     peers.__dict__ |= {"direct": SimpleNamespace(end=lambda *_: None), "inlet": lambda _: inlet}
     namespace: Any = SimpleNamespace(layout=SimpleNamespace(digest="n"))
     peers.read_no_more(namespace, 5)
@@ -127,10 +128,10 @@ def test_B20_direct_workers_are_told_what_may_still_be_written() -> None:
 def test_the_workers_of_a_peers_engine_are_known_as_long_as_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(peer_agents, "NAMED_MAX", 3)
-    monkeypatch.setattr(peer_agents, "KNOWN_MAX", 2)
+    monkeypatch.setattr(transfers, "NAMED_MAX", 3)
+    monkeypatch.setattr(transfers, "AGENTS_MAX", 2)
     told = Told()
-    known = peer_agents.Agents(told)
+    known = PeerAgents(cast("Transfers", told))
     for name in ("exporter", "a", "b"):
         known.meet(1, name, b"md")
     known.meet(1, "a", b"again")

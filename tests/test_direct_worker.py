@@ -19,7 +19,7 @@ from kvstore.core.layout import GroupLayout, LayerRun, Move, PageRun, RankLayout
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.harness.fakes import u32
-from tiers.nixl.errors import MoveError
+from tiers.nixl.messages import MoveError
 
 
 class Reader(EngineAgent):

@@ -17,7 +17,7 @@ from kvstore.core.layout import GroupLayout, LayerRun, Move, PageRun, RankLayout
 from tests.test_direct_worker import Agent
 from tiers.nixl import agent as nixl
 from tiers.nixl.agent import _bindings  # type: ignore[attr-defined]
-from tiers.nixl.errors import MoveError
+from tiers.nixl.messages import MoveError
 
 PAGE = 32
 

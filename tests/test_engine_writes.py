@@ -11,11 +11,11 @@ from connectors.direct_reads import WriteEnd
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import METADATA_MAX, PageRun, RankPages
 from kvstore.handover import engine_writes as under_test
-from kvstore.handover import writes
+from kvstore.handover import jobs
 from kvstore.handover.engine_blocks import Resident
-from kvstore.handover.engine_writes import AT_ONCE, LOST_NS, OF_PEER, SLOW_NS, WAIT_NS, Gives
-from kvstore.handover.jobs import Give, Tag
+from kvstore.handover.engine_writes import AT_ONCE, LOST_NS, OF_PEER, SLOW_NS, WAIT_NS, EngineWrites
 from kvstore.handover.peers import Peers
+from kvstore.handover.transfers import EngineWrite, Tag
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
@@ -29,7 +29,7 @@ from tests.test_residents import Shown
 
 def given(pair: Pair, **how: bool) -> None:
     """All that engines were told to write has ended."""
-    told, pair.given = pair.given, []
+    told, pair.engine_writes = pair.engine_writes, []
     for tags, _ in told:
         pair.producer.written(tags, **how)
     pair.run(5)
@@ -49,7 +49,7 @@ def shown(*positions: int) -> tuple[Pair, list[bytes], Shown, int]:
 
 def test_L1_direct_an_engine_writes_what_it_has_and_the_exporter_the_rest() -> None:
     pair, _, _, number = shown(0, 2)
-    ((tags, give),) = pair.given
+    ((tags, give),) = pair.engine_writes
     assert [tag.position for tag in tags] == [0, 2]
     assert (give.engine, give.group, give.blocks, give.targets) == (1, 0, [0, 20], [10, 12])
     assert [(rank.agent, rank.metadata) for rank in give.ranks] == [
@@ -70,7 +70,7 @@ def test_B19_direct_what_an_engine_overwrote_meanwhile_is_written_from_its_slot(
     memory.here[keys_of(chain)[1]] = Resident(2, (7, 8), (0, 0))  # another engine computed it
     given(pair, ok=True)
     assert [blocks for _, _, _, blocks in filled(pair)] == [[11], [11]]
-    assert not pair.given, "an engine that has it is not asked twice"
+    assert not pair.engine_writes, "an engine that has it is not asked twice"
     assert pair.passed == {(number, position): True for position in range(3)}
     assert pair.consumer.fetched == {"gpu": 2, "cpu": 1}
     pair.check_nothing_left()
@@ -100,7 +100,7 @@ def test_B20_direct_what_an_engine_has_half_written_fails() -> None:
 def test_P3_direct_what_an_engine_has_written_is_good_whatever_it_overwrites_then() -> None:
     """It is the peer's own by then."""
     pair, _, memory, number = shown(0)
-    ((tags, _),) = pair.given
+    ((tags, _),) = pair.engine_writes
     pair.producer.written(tags, ok=True)
     memory.here.clear()
     pair.run(5)
@@ -148,9 +148,8 @@ def test_L1_direct_an_engine_of_smaller_blocks_than_were_named_writes_none() -> 
     pair.run(5)
     job = job_of(pair)
     job.ranks, job.blocks[0].target = RANKS, [10, 11, 12]
-    (peer,) = pair.producer._peers.values()
-    assert not list(writes.gives(peer, job, [0]))
-    assert [fill.blocks for _, fill in writes.fills(peer, job, [0])] == [[10, 11, 12]] * len(RANKS)
+    assert not list(job.engine_writes([0]))
+    assert [fill.blocks for _, fill in job.fills([0])] == [[10, 11, 12]] * len(RANKS)
 
 
 def test_B13_direct_an_engine_writes_wanted_parts_to_ranks_that_have_the_group() -> None:
@@ -162,8 +161,7 @@ def test_B13_direct_an_engine_writes_wanted_parts_to_ranks_that_have_the_group()
     job = job_of(pair)
     theirs = replace(RANKS[1], gpu=3)
     job.ranks, job.blocks[0].target = (RankPages("none", b"", ((),)), theirs), [0, 31]
-    (peer,) = pair.producer._peers.values()
-    ((tags, give),) = writes.gives(peer, job, [0])
+    ((tags, give),) = job.engine_writes([0])
     assert (give.blocks, give.targets, len(tags)) == ([1], [31], 1)
     assert [(rank.agent, rank.gpu) for rank in give.ranks] == [("rank 1", 3)]
     job.blocks[0].writes = 0
@@ -172,9 +170,9 @@ def test_B13_direct_an_engine_writes_wanted_parts_to_ranks_that_have_the_group()
 def test_many_blocks_of_an_engine_are_written_some_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(writes, "FILL_BYTES", 1)
+    monkeypatch.setattr(jobs, "FILL_BYTES", 1)
     pair, _, _, number = shown(0, 1, 2)
-    assert [give.targets for _, give in pair.given] == [[10], [11], [12]]
+    assert [give.targets for _, give in pair.engine_writes] == [[10], [11], [12]]
     given(pair, ok=True)
     assert pair.passed == {(number, position): True for position in range(3)}
 
@@ -184,22 +182,22 @@ def test_B2_direct_what_is_written_at_once_is_not_too_many_pieces(
 ) -> None:
     """Each is an address; all of a rank's are made before the first is written."""
     pair, chain, memory, _ = shown(0, 1, 2)
-    assert [len(tags) for tags, _ in pair.given] == [3]
-    pair.given.clear()
-    (peer,), job = pair.producer._peers.values(), job_of(pair)
-    pieces = writes.FILL_PIECES // 2
+    assert [len(tags) for tags, _ in pair.engine_writes] == [3]
+    pair.engine_writes.clear()
+    job = job_of(pair)
+    pieces = jobs.FILL_PIECES // 2
     pages = (PageRun(0, 1, pieces // 2, 4096, 4096, 1), PageRun(pieces, 1, pieces // 2, 1, 4096, 1))
     job.ranks = (RankPages("theirs", b"", (pages,)),)
-    assert [len(tags) for tags, _ in writes.gives(peer, job, [0, 1, 2])] == [2, 1]
+    assert [len(tags) for tags, _ in job.engine_writes([0, 1, 2])] == [2, 1]
     for block, key in zip(job.blocks, keys_of(chain), strict=True):
         block.target, memory.here[key] = [5, 6], Resident(1, (1, 2), (0, 0))
-    assert [len(tags) for tags, _ in writes.gives(peer, job, [0, 1, 2])] == [1, 1, 1]
-    monkeypatch.setattr(writes, "FILL_PIECES", writes.FILL_PIECES - 1)
-    assert not [*writes.gives(peer, job, [0, 1, 2])], "an exporter cuts blocks into parts"
-    assert sum(len(tags) for tags, _ in writes.fills(peer, job, [0, 1, 2])) == 3
+    assert [len(tags) for tags, _ in job.engine_writes([0, 1, 2])] == [1, 1, 1]
+    monkeypatch.setattr(jobs, "FILL_PIECES", jobs.FILL_PIECES - 1)
+    assert not [*job.engine_writes([0, 1, 2])], "an exporter cuts blocks into parts"
+    assert sum(len(tags) for tags, _ in job.fills([0, 1, 2])) == 3
     many = tuple(RankPages(f"r{n}", b"", (pages,)) for n in range(5))
     with pytest.raises(ProtocolError, match="81920 pieces of a block, expected up to 65536"):
-        writes.check_ranks(pair.source.layout, many)
+        jobs.check_ranks(pair.source.layout, many)
 
 
 def test_B2_direct_a_pull_is_not_counted_as_written_by_an_engine() -> None:
@@ -209,9 +207,9 @@ def test_B2_direct_a_pull_is_not_counted_as_written_by_an_engine() -> None:
     have = m.Have(number, b"", b"", b"", b"", given=u32([0]))
     pair.consumer.on_message(pair.peer, have, pair.taker.now_ns)
     fetch = pair.consumer._fetches[number]
-    assert not fetch.blocks[0].given
+    assert not fetch.blocks[0].by_engine
     fetch.written(have, [])
-    assert not fetch.blocks[0].given, "nor if workers read it"
+    assert not fetch.blocks[0].by_engine, "nor if workers read it"
     with pytest.raises(ProtocolError, match="expected different ones below 1"):
         fetch.written(m.Have(number, b"", b"", b"", b"", given=u32([1])), [])
 
@@ -226,7 +224,7 @@ class Sent:
         self.told: list[tuple[int, p.Give]] = []
         self.known = {"theirs": b"md"}
         self.now_ns, self.peers = 1, 100
-        self.gives = Gives(self._take, lambda agent: self.known.get(agent, b""))
+        self.gives = EngineWrites(self._take, lambda agent: self.known.get(agent, b""))
 
     def _take(self, connection: int, message: framing.Message, fd: int | None) -> None:
         assert isinstance(message, p.Give)
@@ -235,7 +233,7 @@ class Sent:
 
     def start(self, *positions: int, engine: int = 1, world: int = 1, peer: int = 0) -> None:
         """Of a peer of its own, if not said otherwise."""
-        give = Give(engine, 0, (RankPages("theirs", b"", ((),)),), [5], [6])
+        give = EngineWrite(engine, 0, (RankPages("theirs", b"", ((),)),), [5], [6])
         self.peers += 1
         tags = [Tag(peer or self.peers, 1, position) for position in positions]
         self.gives.start(tags, give, {rank: 10 + rank for rank in range(world)}, self.now_ns)
@@ -286,7 +284,7 @@ def test_a_write_is_over_when_all_have_written_that_were_there_when_it_was_wante
     sent, workers = Sent(), {0: 10, 1: 11}
     for _ in range(AT_ONCE):
         sent.start(0)
-    give = Give(1, 0, (), [5], [6])
+    give = EngineWrite(1, 0, (), [5], [6])
     sent.gives.start([Tag(1, 1, 9)], give, workers, sent.now_ns)
     del workers[1]
     sent.gives.given(1, 0, p.Given(1, "all"))
@@ -442,7 +440,7 @@ def test_B2_direct_the_end_of_what_a_worker_was_not_told_is_refused(
 
 def test_B20_direct_a_store_passes_on_what_ends_and_what_nobody_waits_for() -> None:
     peers, sent, abandoned = Peers.__new__(Peers), Sent(), list[Tag]()
-    mover = SimpleNamespace(abandon=lambda _, tag: abandoned.append(tag))
+    mover = SimpleNamespace(abandon=abandoned.append)
     requests = SimpleNamespace(end_of=lambda _: None)
     peers.__dict__ |= {"gives": sent.gives, "_mover": mover, "requests": requests}
     for position in range(AT_ONCE + 1):

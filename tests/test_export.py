@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvstore.core.errors import ProtocolError
-from kvstore.handover import fetches, jobs
+from kvstore.handover import consumer, jobs
 from kvstore.handover import producer as o
 from kvstore.wire import framing
 from kvstore.wire import peer as m
@@ -113,25 +113,27 @@ def test_what_a_request_did_not_compute_is_gone_once_it_has_ended() -> None:
 
 
 @pytest.mark.parametrize("push", [False, True])
-def test_P8_a_landing_slot_is_not_used_again_while_something_may_write_it(
+def test_P8_B20_a_landing_slot_is_abandoned_and_not_used_again_while_something_may_write_it(
     monkeypatch: pytest.MonkeyPatch, push: bool
 ) -> None:
     pair, chain = Pair(), hashes(3)
     pair.put(chain)
     moving: list[Callable[[], None]] = []
-    target, name = (pair, "write") if push else (pair.consumer._work, "read")
+    target, name = (pair, "write") if push else (pair.consumer._transfers, "read")
     move = getattr(target, name)
     monkeypatch.setattr(target, name, lambda *job: moving.append(partial(move, *job)))
+    abandoned: list[object] = []
+    monkeypatch.setattr(target, "abandon", abandoned.append)
     number = pair.want(chain, push=push)
     pair.decode.ask(chain)
-    while len(pair.landing.free) > LANDING - 3 or not moving:
+    while len(pair.landing._free) > LANDING - 3 or not moving:
         pair.run(1)
     fetch = pair.consumer._fetches[number]
     pair.consumer._fail(fetch, "test")
     pair.consumer._settle(fetch)
     assert pair.consumer.quarantined == 3
-    pair.run(3)
-    assert len(pair.landing.free) == LANDING - 3
+    pair.run(6)
+    assert len(abandoned) == len(pair.landing._free) == 3
     for work in moving:
         work()
     pair.run(10)
@@ -144,12 +146,12 @@ def test_B14_fetches_that_wait_together_for_a_landing_slot_all_arrive() -> None:
     pair, chains = Pair(), [hashes(count, f"of {count}") for count in (1, 4, 2)]
     for chain in chains:
         pair.put(chain)
-    free, pair.landing.free = pair.landing.free, []  # the memory is not there yet
+    free, pair.landing._free = pair.landing._free, []  # the memory is not there yet
     for chain in chains:
         pair.want(chain)
         pair.decode.ask(chain)
     pair.run(20)
-    pair.landing.free = free
+    pair.landing._free = free
     pair.run(20)
     assert [pair.arrived(chain) for chain in chains] == [1, 4, 2]
     assert not pair.consumer.counts["corrupt"]
@@ -225,7 +227,7 @@ def test_what_was_checked_after_its_peer_was_lost_is_not_waited_for() -> None:
     pair.put(chain)
     number = pair.want(chain)
     pair.decode.ask(chain)
-    while any(b.state is not fetches.State.LANDED for b in pair.consumer._fetches[number].blocks):
+    while any(b.state is not consumer.State.LANDED for b in pair.consumer._fetches[number].blocks):
         pair.run(1)
     pair.lose()
     pair.run(3)
@@ -407,7 +409,7 @@ def test_P8_a_write_that_outlives_its_lease_lands_in_quarantine(
     pair.run(6)
     assert not pair.consumer._fetches
     assert pair.consumer.quarantined == 2
-    assert len(pair.landing.free) == LANDING - 2
+    assert len(pair.landing._free) == LANDING - 2
     for work in moving:
         work()
     pair.run(6)
@@ -426,29 +428,4 @@ def test_an_offer_of_a_block_that_was_given_up_before_is_not_counted_again() -> 
     assert pair.consumer._fetches[number].left == 2
     pair.consumer.claimed(number)
     pair.run(20)
-    pair.check_nothing_left()
-
-
-@pytest.mark.parametrize("push", [False, True])
-def test_B20_what_is_given_up_while_it_moves_is_abandoned(
-    monkeypatch: pytest.MonkeyPatch, push: bool
-) -> None:
-    pair, chain, moving = Pair(), hashes(3), list[Callable[[], None]]()
-    pair.put(chain)
-    target, name = (pair, "write") if push else (pair.consumer._work, "read")
-    move = getattr(target, name)
-    monkeypatch.setattr(target, name, lambda *job: moving.append(partial(move, *job)))
-    abandoned: list[object] = []
-    monkeypatch.setattr(target, "abandon", abandoned.append)
-    number = pair.want(chain, push=push)
-    pair.decode.ask(chain)
-    while not moving:
-        pair.run(1)
-    pair.consumer._fail(pair.consumer._fetches[number], "test")
-    pair.consumer._settle(pair.consumer._fetches[number])
-    pair.run(6)
-    assert len(abandoned) == 3
-    for work in moving:
-        work()
-    pair.run(10)
     pair.check_nothing_left()

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.handover import fetches, jobs
+from kvstore.handover import consumer as c
+from kvstore.handover.transfers import Tag
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.fakes import hashes, keys_of
@@ -27,7 +28,7 @@ def test_landing_slots_are_free_as_soon_as_their_blocks_are_copied(push: bool) -
     pair.decode.ask(chain)
     pair.run(60)
     states = {block.state for block in pair.consumer._fetches[number].blocks}
-    assert states == {fetches.State.CHECKED}, "more than there are landing slots"
+    assert states == {c.State.CHECKED}, "more than there are landing slots"
     for message in late:
         take(message)
     pair.run(3)
@@ -42,7 +43,7 @@ def test_what_ends_one_by_one_in_a_turn_is_gone_on_with_in_one_go() -> None:
         pair.source.manager.drop(key, "test")
     take = pair.sum
 
-    def counted(tags: list[jobs.Tag], *of: Any) -> None:  # noqa: ANN401 - as Work.sum has it
+    def counted(tags: list[Tag], *of: Any) -> None:  # noqa: ANN401 - as Work.sum has it
         asked.append(len(tags))
         take(tags, *of)
 
@@ -59,23 +60,24 @@ def test_what_ends_one_by_one_in_a_turn_is_gone_on_with_in_one_go() -> None:
 def test_B14_who_got_no_landing_slot_is_the_first_to_get_one() -> None:
     """Two peers that always want more leave no slot to a third, were it not for its turn."""
     pair, got = Pair(), list[tuple[int, int]]()
-    inlet = pair.consumer
+    consumer = pair.consumer
+    pair.peer = 9
 
-    def read(tags: list[fetches.Tag], peer: int, _read: fetches.Read) -> None:
-        got.append((peer, len(tags)))
+    def read(tags: list[Tag], *_: object) -> None:
+        got.append((tags[0].peer, len(tags)))
 
-    inlet._work.read = read  # type: ignore[method-assign,assignment]
+    consumer._transfers.read = read  # type: ignore[method-assign,assignment]
     for peer, count in ((1, 9), (2, 9), (3, 1)):
         blocks = [
-            fetches.Block(key, fetches.State.CLAIMED, place=(m.Region(0, 0, 1), 0))
+            c.Block(key, c.State.CLAIMED, place=(m.Region(0, 0, 1), 0))
             for key in keys_of(hashes(count, str(peer)))
         ]
-        inlet._fetches[peer] = fetches.Fetch(peer, peer, blocks, False, 0, 0, 0, 0, count)
+        consumer._fetches[peer] = c.Fetch(peer, peer, blocks, 0, 0, "", False, False)
         for position in range(count):
-            inlet._turns.queue(peer, fetches.Tag(peer, position))
-    inlet._move()
+            consumer._turns.queue(Tag(peer, peer, position))
+    consumer._move()
     assert got == [(1, 4), (2, 2)], "three quarters of six, and the rest"
-    inlet._turns.left(1)
-    inlet._landing.give([5])
-    inlet._move()
+    consumer._turns.left(1)
+    consumer._landing.give_back([5])
+    consumer._move()
     assert got[2:] == [(3, 1)]

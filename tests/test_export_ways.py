@@ -11,7 +11,7 @@ from kvstore.core.types import BlockKey
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.fakes import from_u32, hashes, keys_of, u32
-from tests.harness.handover_pair import Pair, content
+from tests.harness.handover_pair import LANDING, Pair, content
 
 S = 10**9
 
@@ -154,7 +154,7 @@ def test_P6_blocks_are_used_after_the_completion_only_which_clears_both_sides(
     pair.run(40)
     assert held.kept
     if kind is m.Have:
-        landed = [bytes(slot) for slot in pair.landing.memory]
+        landed = [bytes(pair.landing.view(slot)) for slot in range(LANDING)]
         assert all(content(key) in landed for key in keys_of(chain)), "all was written"
     assert pair.arrived(chain) == 0
     assert pair.consumer._fetches

@@ -30,7 +30,6 @@ from tests.harness.exporter_rig import (
 from tests.harness.patience import WAIT_S
 from tiers.nixl import messages as m
 from tiers.nixl.exporter_child import Child
-from tiers.nixl.supervisor import Move
 
 TRANSPORTS = {"cma": None, "tcp": "tcp,self"}
 BLOCKS = (4 * KIB, 64 * KIB, 512 * KIB, 2 * MIB, 5000)
@@ -82,7 +81,7 @@ def test_many_transfers_both_ways_at_once(pair: tuple[Side, Side]) -> None:
         side: [side.start(other, quarter, write=False) for quarter in quarters]
         for side, other in ((ours, theirs), (theirs, ours))
     }
-    wait(ours, lambda: not ours.exporter.open and not theirs.exporter.open)
+    wait(ours, lambda: not ours.exporter._open and not theirs.exporter._open)
     for side, other in ((ours, theirs), (theirs, ours)):
         for number, quarter in zip(numbers[side], quarters, strict=True):
             assert side.ended[number].error is None
@@ -91,10 +90,10 @@ def test_many_transfers_both_ways_at_once(pair: tuple[Side, Side]) -> None:
                 assert block == other.memory[EXPORT].slot(there)
 
 
-def moves(ours: Side, theirs: Side) -> dict[str, tuple[Move, str, str]]:
+def moves(ours: Side, theirs: Side) -> dict[str, tuple[m.Transfer, str, str]]:
     """What is wrong, the error's class, and what it has to name."""
     at, size = theirs.addresses[EXPORT], theirs.size
-    good = Move(theirs.name, False, LANDING, at, size, 64 * KIB, u32([0]), u32([1]))
+    good = m.Transfer(0, theirs.name, False, LANDING, at, size, 64 * KIB, u32([0]), u32([1]))
     of = ours.size // (64 * KIB)
 
     but = partial(msgspec.structs.replace, good)
@@ -160,7 +159,7 @@ class Told:
         self.hear()
 
     def hear(self) -> None:
-        self.said += self.child.hear()
+        self.said += self.child.receive()
         self.child.flush()
 
     def until(self, kind: type[Message], count: int = 1) -> list[Message]:

@@ -22,8 +22,8 @@ from tests.bench.steal import Watch
 from tests.harness.exporter_rig import EXPORT, KIB, LANDING, MIB, Side, end, start_all, wait
 from tests.harness.patience import WAIT_S
 from tiers.nixl import supervisor
-from tiers.nixl.messages import Ended, Mapped, NotMapped, Ready, Unmapped, Wrong
-from tiers.nixl.supervisor import Down, Exporter, Move, Settings
+from tiers.nixl.messages import Ended, Mapped, NotMapped, Ready, Transfer, Unmapped, Wrong
+from tiers.nixl.supervisor import Down, Exporter, Settings
 
 pytestmark = pytest.mark.slow
 
@@ -42,8 +42,8 @@ def sent(side: Side, number: signal.Signals) -> None:
     os.kill(side.exporter.pid, number)
 
 
-def move(name: str = "nobody") -> Move:
-    return Move(name, False, LANDING, 4096, MIB, 64 * KIB, u32([0]), u32([0]))
+def move(name: str = "nobody") -> Transfer:
+    return Transfer(0, name, False, LANDING, 4096, MIB, 64 * KIB, u32([0]), u32([0]))
 
 
 def promptly(call: Callable[[], object]) -> float:
@@ -106,7 +106,7 @@ STORE = """
 import sys, time
 from tiers.nixl.supervisor import Exporter, Settings
 exporter = Exporter(Settings("store"))
-while exporter.name is None:
+while exporter._state != "up":
     exporter.poll(time.monotonic_ns())
     time.sleep(0.001)
 print(exporter.pid, flush=True)
@@ -155,7 +155,6 @@ def test_one_that_cannot_start_says_why_and_is_tried_less_and_less_often(
     assert [round(wait_s, 3) for wait_s in waits] == [0.1, 0.2, 0.4]
     assert all("NIXL's UCX plugin does not load" in reason for reason in reasons), reasons
     assert all(reason.endswith("it ended with 1") for reason in reasons)
-    assert exporter.restarts == 3
     exporter.close()
     capfd.readouterr()
 
@@ -170,7 +169,7 @@ def test_what_is_asked_while_it_is_down_ends_at_once(side: Side) -> None:
 
 def test_what_is_asked_while_it_is_starting_is_done_in_order(side: Side) -> None:
     side.poll()
-    assert side.exporter.name is None
+    assert side.exporter._state == "starting"
     number = side.exporter.start(move())
     assert end(side, number).error == "refused", "nobody is no peer of it"
     assert [type(event) for event in side.events[:1]] == [Ready]
@@ -208,10 +207,10 @@ def test_an_exporter_that_was_tampered_with_is_ended(
         child = side.exporter._child
         assert child is not None
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(child, "hear", partial(iter, list(said)))
+            patch.setattr(child, "receive", partial(iter, list(said)))
             side.poll()
         wait(side, lambda cycle=cycle: len(side.of(Down)) > cycle)  # type: ignore[misc]
-        assert side.of(Down)[-1].reason.startswith(f"it says what makes no sense: {text}")
+        assert side.of(Down)[-1].reason.startswith(f"invalid message: {text}")
         side.exporter._pause_ns = side.exporter._start_ns = 0
     assert not side.of(Unmapped)
     assert not side.ended
@@ -241,11 +240,10 @@ def test_no_process_or_descriptor_is_left_behind() -> None:
     for cycle in range(50):
         side.exporter._start_ns = 0  # without a pause
         side.poll()
-        assert side.exporter.state == "starting"
+        assert side.exporter._state == "starting"
         sent(side, signal.SIGKILL)
         wait(side, lambda cycle=cycle: len(side.of(Down)) > cycle)  # type: ignore[misc]
         assert len(list(here.iterdir())) == held
-    assert side.exporter.restarts == 50
     side.close()
     assert len(list(here.iterdir())) == before
     assert psutil.Process().children() == children

@@ -16,10 +16,8 @@ from kvstore.wire.framing import u32
 from tiers.cpu import CpuExtent
 from tiers.nixl import transfers as under_test
 from tiers.nixl.agent import Agent, Blocks, Flight, Indices, Places, Region
-from tiers.nixl.errors import ErrorClass, MoveError
-from tiers.nixl.extents import Extent
-from tiers.nixl.messages import Ended, PeerRefused, Transfer, Unmapped
-from tiers.nixl.transfers import CHUNK_BYTES, FLIGHTS_MAX, LONG_NAP_S, NAP_S, Mover
+from tiers.nixl.messages import Ended, ErrorClass, MoveError, PeerRefused, Transfer, Unmapped
+from tiers.nixl.transfers import CHUNK_BYTES, FLIGHTS_MAX, LONG_NAP_S, NAP_S, Extent, TransferLoop
 
 SLOT = 4096
 SIZE = 64 * SLOT
@@ -144,7 +142,7 @@ class Rig:
         self.agent = FakeAgent()
         self.said: list[Ended | Unmapped | PeerRefused] = []
         self.now_s = 0.0
-        self.mover = Mover(self.agent, self.said.append, lambda: self.now_s)
+        self.mover = TransferLoop(self.agent, self.said.append, lambda: self.now_s)
         self.memory = CpuExtent(SIZE + SLOT, SLOT)
         self.ids = itertools.count(1)
         for number in (1, 2):

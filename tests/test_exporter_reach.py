@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tiers.nixl.reach import over_tcp
+from tiers.nixl.ucx import over_tcp
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost", "0.0.0.0"])  # noqa: S104

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import cast
 
 import msgspec
 import pytest
 import zmq
 
 from kvstore.core.errors import ProtocolError
-from kvstore.handover import fetches, jobs, peer_agents, peers, side_channel
-from kvstore.handover.peer_agents import Agents
+from kvstore.handover import jobs, peers, side_channel, transfers
 from kvstore.handover.side_channel import Channel
+from kvstore.handover.transfers import PeerAgents, Transfers
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
@@ -86,9 +87,9 @@ class Told:
 def test_exporters_that_are_known_are_limited_and_those_in_use_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(peer_agents, "KNOWN_MAX", 3)
+    monkeypatch.setattr(transfers, "AGENTS_MAX", 3)
     told = Told()
-    known = Agents(told)
+    known = PeerAgents(cast("Transfers", told))
     known.meet(1, "used", b"1")
     known.meet(2, "used", b"2")
     for number in range(3, 9):
@@ -122,7 +123,7 @@ def test_only_who_is_welcome_is_told_to_the_exporter(place: Place) -> None:
 def test_a_peer_whose_connections_are_gone_is_forgotten_in_the_end(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_agents, "KNOWN_MAX", 2)
+    monkeypatch.setattr(transfers, "AGENTS_MAX", 2)
     for number in range(5):
         place.caller(place.hello(f"agent-{number}"))
         place.turns(2)
@@ -249,7 +250,7 @@ def test_blocks_that_a_peer_waits_for_are_limited(
 
 
 def test_regions_that_peers_name_are_limited(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetches, "REGIONS_MAX", 4)
+    monkeypatch.setattr(transfers, "REGIONS_MAX", 4)
     own = place.decode.peers.inlet(place.decode.namespace(place.good.taker))
     for number in range(9):
         own.on_message(7, m.Have(1, b"", b"", b"", b"", (m.Region(number, 4096, 1),)), 1)
@@ -307,8 +308,7 @@ def test_an_answer_speaks_of_as_many_blocks_as_a_job_can_have(message: framing.M
 def stalled(place: Place, blocks: int) -> None:
     """Have a read be given up while it is under way."""
     consumer = place.decode.peers.inlet(place.decode.namespace(place.good.taker))
-    inlet = place.decode.peers._inlets[place.decode.namespace(place.good.taker).layout.digest]
-    for number, slot in enumerate(inlet._landing.take(blocks)):
+    for number, slot in enumerate(consumer._landing.take(blocks)):
         consumer._late_writes.setdefault(-1 - number, []).append(slot)
 
 
@@ -321,7 +321,7 @@ def test_B20_much_in_quarantine_restarts_the_exporter_after_which_nothing_is(
     assert place.decode.mover.restarts == 0, "what ends soon is given the time"
     place.turns(3, ms=500)
     assert place.decode.mover.restarts == 1
-    assert not any(i.consumer.quarantined for i in place.decode.peers._inlets.values())
+    assert not any(i.quarantined for i in place.decode.peers._inlets.values())
     place.turns(10, ms=500)
     assert place.decode.mover.restarts == 1
     place.good.hand_over(hashes(3, "after it"), push=True)

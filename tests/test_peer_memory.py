@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvstore.handover import transfers
-from kvstore.handover.fetches import Read
-from kvstore.handover.fetches import Tag as Part
-from kvstore.handover.moves import Unreachable
-from kvstore.handover.transfers import Landing, PeerMover
+from kvstore.handover.transfers import Landing, SlotRead, Tag, Transfers, Unreachable
 from kvstore.units import MIB
 from kvstore.wire import peer as m
 from tests.harness.patience import WAIT_S
+from tiers.nixl import supervisor
 from tiers.nixl.messages import Mapped, Metadata, NotMapped, Unmapped
 from tiers.nixl.supervisor import Event
 
@@ -62,19 +60,19 @@ class Exporter:
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> Exporter:
     made = Exporter()
-    monkeypatch.setattr(transfers, "Exporter", lambda *_, **__: made)
+    monkeypatch.setattr(supervisor, "Exporter", lambda *_, **__: made)
     return made
 
 
 @pytest.fixture
-def mover(exporter: Exporter) -> Iterator[PeerMover]:
+def mover(exporter: Exporter) -> Iterator[Transfers]:
     assert exporter is not None
-    made = PeerMover("test", "lo", MIB)
+    made = Transfers("test", "lo", MIB)
     yield made
     made.close()
 
 
-def until(mover: PeerMover, done: Callable[[], object]) -> None:
+def until(mover: Transfers, done: Callable[[], object]) -> None:
     end_s = time.monotonic() + WAIT_S
     while not done():
         assert time.monotonic() < end_s
@@ -82,13 +80,13 @@ def until(mover: PeerMover, done: Callable[[], object]) -> None:
         time.sleep(0.001)
 
 
-def ready(mover: PeerMover, name: str) -> Landing:
+def ready(mover: Transfers, name: str) -> Landing:
     landing = mover.landing(name, SLOT)
     until(mover, lambda: landing.open() or landing.base)  # type: ignore[func-returns-value]
     return landing
 
 
-def test_landing_memory_is_made_when_it_is_wanted(mover: PeerMover, exporter: Exporter) -> None:
+def test_landing_memory_is_made_when_it_is_wanted(mover: Transfers, exporter: Exporter) -> None:
     landing = mover.landing("a", SLOT)
     mover.poll(1)
     assert (landing.count, landing.used, exporter.mapped) == (0, 0, {})
@@ -99,7 +97,7 @@ def test_landing_memory_is_made_when_it_is_wanted(mover: PeerMover, exporter: Ex
 
 
 def test_landing_memory_of_all_models_is_limited_and_the_one_unused_longest_makes_room(
-    mover: PeerMover, exporter: Exporter, monkeypatch: pytest.MonkeyPatch
+    mover: Transfers, exporter: Exporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "LANDINGS_MAX", 2)
     first, second = ready(mover, "first"), ready(mover, "second")
@@ -112,13 +110,13 @@ def test_landing_memory_of_all_models_is_limited_and_the_one_unused_longest_make
         mover.poll(time.monotonic_ns())
         second.take(1)
     assert second.count == 0, "all are in use"
-    first.give(slots)
+    first.give_back(slots)
     until(mover, lambda: second.take(1))
     assert (first.count, len(exporter.mapped)) == (0, 2)
 
 
 def test_an_extent_that_could_not_be_mapped_is_gone_when_it_is_to_be_unmapped(
-    mover: PeerMover, exporter: Exporter
+    mover: Transfers, exporter: Exporter
 ) -> None:
     exporter.fails = True
     mover.export(7, -1, MIB)
@@ -128,16 +126,16 @@ def test_an_extent_that_could_not_be_mapped_is_gone_when_it_is_to_be_unmapped(
 
 
 def test_B20_a_transfer_is_abandoned_when_none_of_its_blocks_is_wanted(
-    mover: PeerMover, exporter: Exporter
+    mover: Transfers, exporter: Exporter
 ) -> None:
     ready(mover, "a")
     region = m.Region(1, 4096, 8)
     for number in (1, 2):
-        tags = [Part(number, 0), Part(number, 1)]
-        mover.read(tags, "peer", "a", Read(region, [0, 1], [0, 1]))
-    for tag in (Part(1, 0), Part(1, 0), Part(2, 0)):
-        mover.abandon("a", tag)
-    mover.abandon("other", Part(1, 1))
+        tags = [Tag(1, number, 0), Tag(1, number, 1)]
+        mover.read(tags, "peer", "a", SlotRead(region, [0, 1], [0, 1]))
+    for tag in (Tag(1, 1, 0), Tag(1, 1, 0), Tag(1, 2, 0)):
+        mover.abandon(tag)
+    mover.abandon(Tag(2, 1, 1))
     assert exporter.abandoned == []
-    mover.abandon("a", Part(1, 1))
+    mover.abandon(Tag(1, 1, 1))
     assert exporter.abandoned == [1]

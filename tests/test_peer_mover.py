@@ -14,24 +14,30 @@ import pytest
 from kvstore.core.layout import PageRun, RankPages
 from kvstore.core.types import BlockKey, Slot
 from kvstore.handover.checksums import block_sum, copied_sum
-from kvstore.handover.fetches import Check
-from kvstore.handover.fetches import Tag as Part
-from kvstore.handover.jobs import Fill, Tag
-from kvstore.handover.moves import Checked, Event, Summed, Written
 from kvstore.handover.peers import Peers
 from kvstore.handover.side_channel import Channel
-from kvstore.handover.transfers import PeerMover, batches
+from kvstore.handover.transfers import (
+    Check,
+    Checked,
+    Event,
+    SlotFill,
+    Summed,
+    Tag,
+    Transfers,
+    Written,
+    batches,
+)
 from kvstore.units import KIB, MIB
 from kvstore.wire import peer as m
 from tests.harness.patience import WAIT_S
-from tiers.nixl.supervisor import Filling
+from tiers.nixl.messages import Fill
 
 KEY = BlockKey(b"k" * 34)
 
 
 @pytest.fixture
-def mover() -> Iterator[PeerMover]:
-    made = PeerMover("test", "lo", 4 * MIB)
+def mover() -> Iterator[Transfers]:
+    made = Transfers("test", "lo", 4 * MIB)
     yield made
     made.close()
 
@@ -40,7 +46,7 @@ def block(size: int, seed: int = 1) -> memoryview:
     return memoryview(bytearray(random.Random(seed).randbytes(size)))
 
 
-def woken(mover: PeerMover, kind: type[Event]) -> list[Event]:
+def woken(mover: Transfers, kind: type[Event]) -> list[Event]:
     """What polls bring until one of a kind comes; between them only descriptors are watched."""
     found: list[Event] = []
     while not any(isinstance(event, kind) for event in found):
@@ -50,7 +56,7 @@ def woken(mover: PeerMover, kind: type[Event]) -> list[Event]:
     return [event for event in found if isinstance(event, kind)]
 
 
-def test_a_sum_that_was_taken_wakes_the_loop_and_is_not_looked_for(mover: PeerMover) -> None:
+def test_a_sum_that_was_taken_wakes_the_loop_and_is_not_looked_for(mover: Transfers) -> None:
     mover.sum([Tag(1, 1, 0)], "namespace", [(KEY, (data := block(MIB)))])
     assert woken(mover, Summed) == [Summed([Tag(1, 1, 0)], [block_sum("namespace", KEY, data)])]
     _, told = mover.fds()
@@ -59,15 +65,15 @@ def test_a_sum_that_was_taken_wakes_the_loop_and_is_not_looked_for(mover: PeerMo
 
 @pytest.mark.parametrize("size", [1, 4 * KIB, 256 * KIB, 256 * KIB + 1, 3 * MIB])
 def test_a_landed_block_is_copied_and_its_sum_is_that_of_the_copy(
-    mover: PeerMover, size: int
+    mover: Transfers, size: int
 ) -> None:
     landed, slots = block(size), [memoryview(bytearray(size)) for _ in range(2)]
     right = block_sum("namespace", KEY, landed)
-    tags = [Part(1, 0), Part(1, 1)]
+    tags = [Tag(1, 1, 0), Tag(1, 1, 1)]
     checks = [Check(KEY, 0, right, Slot(0)), Check(KEY, 1, right ^ 1, Slot(1))]
     work = [(check, landed, slot) for check, slot in zip(checks, slots, strict=True)]
     mover.check(tags, "namespace", work)
-    right_of: dict[Part, bool] = {}
+    right_of: dict[Tag, bool] = {}
     while len(right_of) < len(tags):
         for event in woken(mover, Checked):
             assert isinstance(event, Checked)
@@ -121,7 +127,7 @@ def test_a_sum_names_its_block() -> None:
     assert right != copied_sum("namespace", KEY, data, target)
 
 
-def test_what_has_arrived_on_the_side_channel_is_not_slept_over(mover: PeerMover) -> None:
+def test_what_has_arrived_on_the_side_channel_is_not_slept_over(mover: Transfers) -> None:
     peers, other = Peers(None, mover, MIB), Channel(None, lambda *_: None, lambda *_: None)
     try:
         peers.channel.listen("127.0.0.1", 0)
@@ -144,10 +150,10 @@ class Exporter:
     """Takes note of what is started, and abandoned."""
 
     def __init__(self) -> None:
-        self.started: list[Filling] = []
+        self.started: list[Fill] = []
         self.abandoned: list[int] = []
 
-    def start(self, move: Filling) -> int:
+    def start(self, move: Fill) -> int:
         self.started.append(move)
         return len(self.started)
 
@@ -155,22 +161,22 @@ class Exporter:
         self.abandoned.append(number)
 
 
-def test_a_block_that_goes_to_several_ranks_is_abandoned_in_each_write(mover: PeerMover) -> None:
+def test_a_block_that_goes_to_several_ranks_is_abandoned_in_each_write(mover: Transfers) -> None:
     real, fake = mover._exporter, Exporter()
     mover._exporter = fake  # type: ignore[assignment]
     pages = (PageRun(0, 64, 1, 1 << 20, 64, 0),)
     tags = [Tag(1, 1, 0), Tag(1, 1, 1)]
     for rank in range(3):
         there = RankPages(f"rank {rank}", b"", (pages,), rank or None)
-        mover.fill(tags, Fill(9, there, 0, [0, 4096], [5, 6]))
+        mover.fill(tags, SlotFill(9, there, 0, [0, 4096], [5, 6]))
     first = fake.started[0]
-    assert (first.peer, first.extent, first.pages, first.bytes) == ("rank 0", 9, pages, 128)
+    assert (first.peer, first.extent, first.pages, first.moved_bytes) == ("rank 0", 9, pages, 128)
     assert np.frombuffer(first.parts, np.uint64).tolist() == [0, 4096]
     assert [filling.gpu for filling in fake.started] == [None, 1, 2]
     mover._ended(1, 128, None)
-    mover.abandon(None, tags[0])
+    mover.abandon(tags[0])
     assert not fake.abandoned, "the other block is wanted"
-    mover.abandon(None, tags[1])
+    mover.abandon(tags[1])
     assert fake.abandoned == [2, 3]
     assert mover._ended(2, 64, "stopped") == Written(tags, ok=False, stopped=True)
     assert mover._ended(3, 0, "failed") == Written(tags, ok=False)

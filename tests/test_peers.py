@@ -15,7 +15,7 @@ import pytest
 from kvstore.config import Config, parse
 from kvstore.core.types import LookupResult, make_key
 from kvstore.handover import consumer
-from kvstore.handover.transfers import PeerMover
+from kvstore.handover.transfers import Transfers
 from kvstore.store import admin
 from tests.harness.fakes import hashes
 from tests.harness.live import LiveStore, engine, eventually
@@ -45,7 +45,7 @@ def address(store: LiveStore) -> str:
 def exporter_of(store: LiveStore) -> Exporter:
     peers = store.server._peers
     assert peers is not None
-    assert isinstance(peers._mover, PeerMover)
+    assert isinstance(peers._mover, Transfers)
     return peers._mover._exporter
 
 
@@ -157,7 +157,7 @@ def test_an_exporter_that_is_killed_is_started_again_and_blocks_come(
         before = exporter.pid
         assert before is not None
         os.kill(before, signal.SIGKILL)
-        eventually(lambda: exporter.state == "up" and exporter.pid != before)
+        eventually(lambda: exporter._state == "up" and exporter.pid != before)
         found: list[bytes] = []
         while len(found) < len(chain):
             found = two.read(two.ask(chain, peer=address(prefill)))

@@ -90,7 +90,7 @@ def test_nothing_is_started_until_something_is_handed_over(
     assert address(prefill.store)
     assert not prefill.started
     assert not decode.started
-    consumer, patience_ns = decode.peers._inlets[decode.namespace].consumer, list[int]()
+    consumer, patience_ns = decode.peers._inlets[decode.namespace], list[int]()
     heard = consumer.heard
 
     def note(peer: int, at_ns: int, more_ns: int = 0) -> None:
@@ -132,7 +132,7 @@ def test_nothing_is_fetched_from_oneself(nodes: tuple[Node, Node]) -> None:
     granted = node.engine.ask(chain, peer=address(node.store), request=REQUEST)
     assert len(granted.hits[0].indices) == 4
     assert not node.started
-    assert not node.peers._inlets[node.namespace].consumer.open
+    assert not node.peers._inlets[node.namespace].open
 
 
 def test_B8_B9_letting_go_reaches_the_other_store_within_a_second(
@@ -162,7 +162,7 @@ def test_B9_a_fetch_ends_with_the_request_it_was_for(nodes: tuple[Node, Node]) -
     eventually(lambda: prefill.peers.producer.busy)
     decode.step(let_go=(p.LetGo(here, REQUEST), p.LetGo("127.0.0.1:1", "another")))
     eventually(lambda: not prefill.peers.producer.busy)
-    eventually(lambda: not any(i.consumer.open for i in decode.peers._inlets.values()))
+    eventually(lambda: not any(i.open for i in decode.peers._inlets.values()))
 
 
 def test_B9_a_fetch_ends_at_once_though_its_peer_is_silent(nodes: tuple[Node, Node]) -> None:
@@ -173,7 +173,7 @@ def test_B9_a_fetch_ends_at_once_though_its_peer_is_silent(nodes: tuple[Node, No
         here = f"127.0.0.1:{silent.getsockname()[1]}"
         lookup = p.Lookup(1, b"".join(hashes(4)), 32, peer=here, request=REQUEST)
         decode.step(lookups=(lookup,))
-        consumer = decode.peers._inlets[decode.namespace].consumer
+        consumer = decode.peers._inlets[decode.namespace]
         eventually(lambda: consumer.open)
         decode.step(let_go=(p.LetGo(here, REQUEST),))
         eventually(lambda: not consumer.open)

@@ -1,11 +1,11 @@
 """Fetches whose blocks workers of an engine read, or peers write, straight into its memory.
 
-desk    claimed, for a lease ----------> begin()
-peer    can be read now ---------------> tell(): Places to each worker
-workers Arrived, from each rank -------> arrived(): the consumer asks whether it is good
-        pushed: Target, from each rank --> target(): the consumer tells the peer
-peer    the lease held, or it failed --> passed(): Passed to each worker, at the end of a turn
-lease   has ended ---------------------> end()
+lookup    claims blocks, for a lease ------> begin()
+peer      blocks can be read --------------> tell(): Places to each worker
+workers   Arrived, from each rank ---------> arrived(): the consumer confirms them at the peer
+          pushed: Target, from each rank --> target(): the consumer tells the peer
+peer      the lease held, or it failed ----> passed(): Passed to each worker, at the end of a turn
+lease     has ended -----------------------> end()
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import RankPages
 from kvstore.core.leases import GroupHit
 from kvstore.core.types import GroupRule
-from kvstore.handover.fetches import EngineRead
+from kvstore.handover.transfers import EngineRead
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire.peer import Region, clip
@@ -31,9 +31,9 @@ Positions = Mapping[int, int]
 def reaching_on(
     rules: Sequence[GroupRule], lacking: Sequence[list[int]], blocks: int
 ) -> list[list[int]]:
-    """Ask for what is lacking, and for all behind the first block that a full group lacks.
+    """Return what to ask for: blocks that are lacking, and all behind a full group's first gap.
 
-    What is here behind a gap cannot be pinned by a lease.
+    A lease cannot pin what is here behind a gap.
     """
     gaps = [
         found[0] for rule, found in zip(rules, lacking, strict=True) if not rule.trailing and found
@@ -47,7 +47,7 @@ def reaching_on(
 
 
 def with_reads(fetch: int, hit: GroupHit, reads: Positions) -> p.Hit:
-    """Name what is here of a group, and what workers read."""
+    """Name the blocks of a group that are here, and those that workers read."""
     here = zip(hit.indices, hit.slots, hit.generations, strict=True)
     read = ((index, p.DIRECT + position, fetch) for index, position in reads.items())
     columns = list(zip(*sorted((*here, *read)), strict=True)) or [(), (), ()]
@@ -55,27 +55,27 @@ def with_reads(fetch: int, hit: GroupHit, reads: Positions) -> p.Hit:
 
 
 def no_workers(_connection: int, _message: framing.Message, _fd: int | None) -> None:
-    """Say nothing: there is nobody."""
+    """Send nothing: there are no workers."""
 
 
 class _Fetch(msgspec.Struct, eq=False):
-    """One of them; positions: that were claimed. read: by which ranks, by position."""
+    """One fetch; positions: that were claimed. read: ranks that have read, by position."""
 
     session: int
     workers: Mapping[int, int]  # rank -> connection
     positions: frozenset[int]
     read: dict[int, set[int]] = {}
-    passed: dict[tuple[bool, bool], list[int]] = {}  # not told yet: good, or may be written
-    agent: tuple[str, bytes] | None = None  # of the peer's exporter, as it was told last
-    in_engine: set[int] = set()  # positions that are being read there
-    unread: set[int] = set()  # of these, what some rank could not read
-    engines: set[int] = set()  # whose memory was told
+    passed: dict[tuple[bool, bool], list[int]] = {}  # verdicts that workers do not know yet
+    agent: tuple[str, bytes] | None = None  # of the peer's exporter, as workers know it
+    in_engine: set[int] = set()  # positions that are read in an engine's memory
+    unread: set[int] = set()  # of these, those that a rank could not read
+    engines: set[int] = set()  # of the peer's, whose memory workers know
     push: bool = False
     agents: dict[int, str] = {}  # of ranks that have named engine blocks
     targets: dict[int, list[int]] = {}  # engine blocks that some rank has named, by position
 
     def expect(self, positions: Iterable[int], *, in_engine: bool = False) -> None:
-        """All ranks will read these: for the first time, or again from elsewhere."""
+        """Wait for all ranks to read these blocks, for the first time or from another place."""
         for position in positions:
             self.read.pop(position, None)
         self.unread.difference_update(positions)
@@ -84,14 +84,14 @@ class _Fetch(msgspec.Struct, eq=False):
             self.in_engine.update(positions)
 
 
-class Direct:
-    """Those of one store. A fetch is named by its namespace's digest and its number there."""
+class DirectFetches:
+    """All direct fetches of a store, each named by its namespace's digest and its number there."""
 
     def __init__(self, send: Send) -> None:
         """send(connection, message, None): to a worker."""
         self._send = send
         self._fetches: dict[tuple[str, int], _Fetch] = {}
-        self._news: set[tuple[str, int]] = set()  # fetches whose workers are to be told
+        self._untold: set[tuple[str, int]] = set()  # fetches with verdicts to send
         self.moved_bytes = 0
 
     def begin(
@@ -114,21 +114,21 @@ class Direct:
         positions: list[int],
         numbers: list[int],
     ) -> None:
-        """Blocks can be read now. agent: the peer's, and its metadata."""
+        """Tell workers that they can read blocks. agent: the peer's, and its metadata."""
         fetch = self._fetches.get((digest, number))
         if fetch is None:
             return
         name, metadata = agent
-        news = b"" if fetch.agent == agent else metadata
+        new = b"" if fetch.agent == agent else metadata
         fetch.agent = agent
         fetch.expect(positions)
-        where = name, news, region.base, region.slots
+        where = name, new, region.base, region.slots
         places = p.Places(number, *where, framing.u32(positions), framing.u32(numbers))
         for connection in fetch.workers.values():
             self._send(connection, places, None)
 
     def tell_engine(self, digest: str, number: int, read: EngineRead) -> None:
-        """Blocks can be read now, in the memory of one of a peer's engines."""
+        """Tell workers that they can read blocks in the memory of one of a peer's engines."""
         fetch = self._fetches.get((digest, number))
         if fetch is None:
             return
@@ -142,7 +142,7 @@ class Direct:
             self._send(connection, told, None)
 
     def push(self, digest: str, number: int) -> None:
-        """A fetch's peer writes its blocks: workers are to say where."""
+        """Ask workers where the peer may write the blocks."""
         fetch = self._fetches.get((digest, number))
         if fetch is not None:
             fetch.push = True
@@ -157,11 +157,11 @@ class Direct:
         message: p.Target,
         ranks: Sequence[RankPages],
     ) -> dict[int, list[int]] | None:
-        """Note where a rank can be written; return what all of them can, by position.
+        """Record engine blocks that a rank offers; return those of all ranks, by position.
 
         ranks: of its engine, as they are now. None: one has another agent than it had when it
-        named its blocks, which may be used otherwise by now. Raises ProtocolError for another
-        session's, or not claimed ones, or ranks that disagree.
+        named its blocks, which may have another use by now. Raises ProtocolError for another
+        session's fetch, for positions that were not claimed, and for ranks that disagree.
         """
         fetch = self._fetches.get((digest, message.fetch))
         positions, blocks = framing.from_u32(message.positions), framing.from_u32(message.blocks)
@@ -196,9 +196,10 @@ class Direct:
     def arrived(
         self, digest: str, session: int, rank: int, message: p.Arrived
     ) -> tuple[list[int], bool] | None:
-        """Note what a rank has read; return what all of them have, and whether it went well.
+        """Record what a rank has read; return what all ranks have, and whether none failed.
 
-        None: the fetch is over. Raises ProtocolError for another session's, or not claimed ones.
+        None: the fetch is over. Raises ProtocolError for another session's fetch, and for
+        positions that were not claimed.
         """
         self.moved_bytes += message.copied_bytes
         fetch = self._fetches.get((digest, message.fetch))
@@ -221,16 +222,16 @@ class Direct:
         return whole, fetch.unread.isdisjoint(whole)
 
     def passed(self, digest: str, number: int, position: int, *, ok: bool, written: bool) -> None:
-        """A block is good, or will not be, and may still be written."""
+        """Record a block's verdict: valid, failed, or failed with a write possibly in flight."""
         fetch = self._fetches.get((digest, number))
         if fetch is not None:
             fetch.passed.setdefault((ok, written and not ok), []).append(position)
-            self._news.add((digest, number))
+            self._untold.add((digest, number))
 
     def flush(self) -> None:
-        """Tell workers what came of their blocks."""
-        news, self._news = self._news, set()
-        for of in news:
+        """Send the verdicts to the workers."""
+        untold, self._untold = self._untold, set()
+        for of in untold:
             fetch = self._fetches[of]
             passed, fetch.passed = fetch.passed, {}
             for how, positions in passed.items():
@@ -238,6 +239,6 @@ class Direct:
                     self._send(connection, p.Passed(of[1], framing.u32(positions), *how), None)
 
     def end(self, digest: str, number: int) -> None:
-        """Its lease has ended: workers wait for it no more, or are told not to."""
+        """End a fetch whose lease has ended."""
         self.flush()
         self._fetches.pop((digest, number), None)

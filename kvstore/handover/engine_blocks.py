@@ -1,12 +1,13 @@
 """Blocks that engines still have in their own memory, for peers that read there.
 
-worker          Serves: its agent, and where its pages are. All have: the other half gets a Board
-scheduler half  Shown: these engine blocks go to these slots, and this is on the Board for each
-worker          Stored: they are in these slots, with these keys; find() has them from now on
-scheduler half  about to have a block overwritten: adds one on the Board, and find() has it not
+worker          Serves: its agent and pages. After all workers, the scheduler half gets a Board
+scheduler half  Shown: these engine blocks go to these slots, with these versions on the Board
+worker          Stored: they are in these slots, with these keys; find() returns them from now on
+scheduler half  before a block is overwritten: adds one to its version; find() has it no more
 
-A block is found here only once its copy has ended: what has been copied has been computed, and
-whoever finds other content in the engine can have the copy.
+The Board is shared memory with one version counter for each engine block. A block is found here
+only once its copy has ended: a copied block has been computed, and a peer that finds other content
+in the engine can read the copy.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ BLOCKS_MAX = 1 << 24  # of one engine
 
 
 class Resident(msgspec.Struct, frozen=True):
-    """A block in an engine's own memory, as long as its engine blocks have these generations."""
+    """A block in an engine's own memory, valid while its engine blocks have these versions."""
 
     engine: int
     blocks: tuple[int, ...]
-    generations: tuple[int, ...]
+    versions: tuple[int, ...]
 
 
-class _Board:
-    """Memory that the scheduler half writes."""
+class _Versions:
+    """A version counter for each engine block, in memory that the scheduler half writes."""
 
     def __init__(self, blocks: int) -> None:
         """Raises OSError."""
@@ -62,30 +63,30 @@ class _Board:
 
 
 class _Engine(msgspec.Struct, eq=False):
-    """One session's; coming: shown, by slot, and not stored yet."""
+    """One engine; coming: blocks shown and not stored yet, by slot."""
 
     world: int
     workers: Mapping[int, int]
     blocks: int = 0
     ranks: dict[int, RankPages] = {}
-    board: _Board | None = None
+    versions: _Versions | None = None
     left: bool = False
     coming: dict[int, tuple[bytes, Resident]] = {}
     here: dict[BlockKey, Resident] = {}
-    of: dict[int, BlockKey] = {}  # by a block's first engine block
+    by_first: dict[int, BlockKey] = {}  # by a block's first engine block
 
 
 class Engines:
-    """Those of one namespace, by their sessions' numbers."""
+    """The engines of one namespace, by their sessions' numbers."""
 
     def __init__(self) -> None:
-        """Know none."""
+        """Start without any."""
         self._engines: dict[int, _Engine] = {}
 
     def serves(
         self, session: int, workers: Mapping[int, int], world: int, rank: int, message: p.Serves
     ) -> None:
-        """A worker can be read, of `world` that an engine has; workers: connections, by rank.
+        """Add a worker that can be read, one of `world`; workers: connections, by rank.
 
         Raises ProtocolError.
         """
@@ -93,35 +94,39 @@ class Engines:
             raise ProtocolError(f"{message.blocks} engine blocks, expected 1 to {BLOCKS_MAX}")
         engine = self._engines.setdefault(session, _Engine(world, workers))
         engine.ranks[rank] = message.rank
-        if engine.board is None:
+        if engine.versions is None:
             engine.blocks = max(engine.blocks, message.blocks)
 
     def take_board(self, session: int) -> tuple[p.Board, int] | None:
-        """Return what a scheduler half is told once all its workers can be read, and its memory."""
+        """Return the message and memory for a scheduler half all of whose workers can be read."""
         engine = self._engines.get(session)
-        if engine is None or engine.board is not None or len(engine.ranks) < engine.world:
+        if engine is None or engine.versions is not None or len(engine.ranks) < engine.world:
             return None
         if engine.world > RANKS_MAX:
-            log.warning("an engine of %d ranks: %d can be told to peers", engine.world, RANKS_MAX)
+            log.warning(
+                "peers do not read an engine of %d ranks, expected up to %d",
+                engine.world,
+                RANKS_MAX,
+            )
             return None
         try:
-            engine.board = _Board(engine.blocks)
+            engine.versions = _Versions(engine.blocks)
         except OSError as exc:
-            log.warning("peers read nothing in an engine's memory: no board: %s", exc)
+            log.warning("peers cannot read an engine: no memory for block versions: %s", exc)
             return None
-        return p.Board(engine.blocks), engine.board.fd
+        return p.Board(engine.blocks), engine.versions.fd
 
     @property
     def serving(self) -> int:
-        """Count those whose memory peers are told of."""
-        return sum(e.board is not None and not e.left for e in self._engines.values())
+        """Count the engines whose memory peers can read."""
+        return sum(e.versions is not None and not e.left for e in self._engines.values())
 
     def shown(self, session: int, shown: p.Shown, granted: Container[Slot]) -> None:
-        """Engine blocks are about to be copied to granted slots. Raises ProtocolError."""
+        """Note engine blocks that are about to be copied to granted slots. Raises ProtocolError."""
         engine = self._engines.get(session)
         slots, blocks = framing.from_u32(shown.slots), framing.from_u32(shown.blocks)
         generations = framing.from_u32(shown.generations)
-        if engine is None or engine.board is None:
+        if engine is None or engine.versions is None:
             raise ProtocolError("blocks shown by an engine that has no board")
         per = len(blocks) // max(1, len(slots))
         if not len(slots) == len(shown.keys) or len(slots) * per != len(blocks) or not per:
@@ -135,19 +140,19 @@ class Engines:
                 engine.coming[slot] = key, place
 
     def stored(self, session: int, slot: Slot, key: BlockKey, *, ok: bool) -> None:
-        """All ranks have copied a slot, or could not: what was shown of it is readable, or not."""
+        """Record the end of a slot's copy by all ranks; ok: find() returns the block now."""
         engine = self._engines.get(session)
         shown, place = (None, None) if engine is None else engine.coming.pop(slot, (None, None))
         if engine is None or place is None or shown != key or not ok:
             return
         first = place.blocks[0]
-        before = engine.of.get(first)
+        before = engine.by_first.get(first)
         if before is not None and before != key:
             engine.here.pop(before, None)
-        engine.of[first], engine.here[key] = key, place
+        engine.by_first[first], engine.here[key] = key, place
 
     def find(self, key: BlockKey) -> Resident | None:
-        """Return where a block is in some engine's memory."""
+        """Return a block's place in some engine's memory."""
         for engine in self._engines.values():
             place = None if engine.left else engine.here.get(key)
             if place is not None and self.holds(place):
@@ -155,32 +160,32 @@ class Engines:
         return None
 
     def holds(self, place: Resident) -> bool:
-        """Tell whether engine blocks have the content that they were shown with."""
+        """Tell whether engine blocks still have the content that they were shown with."""
         engine = self._engines.get(place.engine)
-        if engine is None or engine.board is None:
+        if engine is None or engine.versions is None:
             return False
-        words = engine.board.words
-        pairs = zip(place.blocks, place.generations, strict=True)
+        words = engine.versions.words
+        pairs = zip(place.blocks, place.versions, strict=True)
         return all(words[block] == generation for block, generation in pairs)
 
     def ranks(self, number: int) -> Sequence[RankPages]:
-        """Say how an engine's memory is reached, by rank."""
+        """Return how to reach an engine's memory, by rank."""
         engine = self._engines.get(number)
         return () if engine is None else [engine.ranks[rank] for rank in sorted(engine.ranks)]
 
     def workers(self, number: int) -> Mapping[int, int]:
-        """Say on which connection each rank's worker is."""
+        """Return the connection of each rank's worker."""
         engine = self._engines.get(number)
         return {} if engine is None else engine.workers
 
     def leave(self, session: int) -> None:
-        """An engine is about to go: nothing new is found in its memory."""
+        """Find no more blocks in an engine that leaves."""
         engine = self._engines.get(session)
         if engine is not None:
             engine.left = True
 
     def end_of(self, session: int) -> None:
-        """An engine is gone."""
+        """Drop an engine that is gone."""
         engine = self._engines.pop(session, None)
-        if engine is not None and engine.board is not None:
-            engine.board.close()
+        if engine is not None and engine.versions is not None:
+            engine.versions.close()

@@ -1,11 +1,11 @@
-"""Blocks that workers of our engines write to engines of peers: a few at a time, the others wait.
+"""Blocks that workers of our engines write to engines of peers: a few writes at a time.
 
 waiting --few of its engine's and its peer's are under way--> told to all of its workers
-  | nobody wants it any more, it waits for long,                | each says what became of it,
+  | abandoned, it waits for long,                               | each reports how it ended,
   | or the engine leaves, or is slow                            | or the engine is gone, or frozen
   +-> stopped: the exporter can write it                        +-> written, stopped or failed
 
-Failed: some of it may still come. A peer that hangs takes a part of an engine's turns only.
+Failed: some of it may still arrive. A peer that hangs takes a part of an engine's turns only.
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ import msgspec
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import METADATA_MAX
 from kvstore.handover.direct_fetches import Send
-from kvstore.handover.jobs import Give, Tag
-from kvstore.handover.moves import Written
+from kvstore.handover.transfers import EngineWrite, Tag, Written
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 
 AT_ONCE = 4  # of one engine
 OF_PEER = 2  # of these
-WAIT_NS = 500_000_000  # then an exporter is faster
-SLOW_NS = 1_000_000_000  # an engine that has not ended one for so long is told no others
-LOST_NS = 10_000_000_000  # a worker gives up by itself before: it is frozen, say
-TOLD_MAX = 512  # agents that an engine's workers have been told of; they know twice as many
+WAIT_NS = 500_000_000  # beyond, the exporter is faster
+SLOW_NS = 1_000_000_000  # an engine with an open write this old gets no others
+LOST_NS = 10_000_000_000  # a write this old is lost: its worker is frozen, or it had given up
+TOLD_MAX = 512  # agents whose metadata an engine's workers have; they keep twice as many
 
 
-class _Give(msgspec.Struct, eq=False):
-    """One of them. left: ranks that have not ended.
+class _Write(msgspec.Struct, eq=False):
+    """One write. left: ranks that have not ended.
 
-    since_ns: when it was asked for, or told to the workers. lost: it is not waited for any more.
+    since_ns: when it was started, or told to the workers. lost: it is not waited for any more.
     """
 
     number: int
     tags: list[Tag]
-    give: Give
+    write: EngineWrite
     workers: Mapping[int, int]
     since_ns: int
     lost: bool = False
@@ -48,18 +47,18 @@ class _Give(msgspec.Struct, eq=False):
 
 
 class _Engine(msgspec.Struct, eq=False):
-    """One session's; told: agents that its workers know how to reach."""
+    """One engine; told: agents that its workers know how to reach."""
 
-    waiting: deque[_Give] = msgspec.field(default_factory=deque)
-    open: dict[int, _Give] = {}
+    waiting: deque[_Write] = msgspec.field(default_factory=deque)
+    open: dict[int, _Write] = {}
     told: set[str] = set()
 
     def is_slow(self, now_ns: int) -> bool:
-        """Tell whether its workers have had something to write for long."""
+        """Tell whether a write has been open for long."""
         return any(now_ns - found.since_ns >= SLOW_NS for found in self.open.values())
 
-    def next(self) -> _Give | None:
-        """Take the first one that may be told now."""
+    def next(self) -> _Write | None:
+        """Take the first write that may begin now."""
         if len(self.open) >= AT_ONCE:
             return None
         peers = Counter(found.tags[0].peer for found in self.open.values())
@@ -70,28 +69,30 @@ class _Engine(msgspec.Struct, eq=False):
         return None
 
 
-class Gives:
-    """Those of one store."""
+class EngineWrites:
+    """All such writes of a store."""
 
     def __init__(self, send: Send, metadata: Callable[[str], bytes]) -> None:
         """send(connection, message, None): to a worker. metadata(agent): how a peer is reached."""
         self._send = send
         self._metadata = metadata
         self._engines: dict[int, _Engine] = {}
-        self._of: dict[Tag, _Give] = {}
+        self._of: dict[Tag, _Write] = {}
         self._ended: list[Written] = []
         self._next = 1
         self.moved_bytes = 0
 
     @property
     def open(self) -> int:
-        """Count those that workers were told of and have not all ended."""
+        """Count the writes that have begun and not ended at all workers."""
         return sum(len(engine.open) for engine in self._engines.values())
 
-    def start(self, tags: list[Tag], give: Give, workers: Mapping[int, int], now_ns: int) -> None:
-        """Have an engine's workers, by rank, write; ends as Written."""
-        engine = self._engines.setdefault(give.engine, _Engine())
-        found = _Give(self._next, tags, give, dict(workers), now_ns)
+    def start(
+        self, tags: list[Tag], write: EngineWrite, workers: Mapping[int, int], now_ns: int
+    ) -> None:
+        """Queue a write by an engine's workers, by rank; ends as Written."""
+        engine = self._engines.setdefault(write.engine, _Engine())
+        found = _Write(self._next, tags, write, dict(workers), now_ns)
         self._next += 1
         self._of |= dict.fromkeys(tags, found)
         if engine.is_slow(now_ns):
@@ -105,9 +106,9 @@ class Gives:
             found.since_ns = now_ns
             self._tell(engine, found)
 
-    def _tell(self, engine: _Engine, found: _Give) -> None:
-        give, ranks = found.give, []
-        for rank in give.ranks:
+    def _tell(self, engine: _Engine, found: _Write) -> None:
+        write, ranks = found.write, []
+        for rank in write.ranks:
             news = rank.agent not in engine.told
             metadata = self._metadata(rank.agent) if news else b""
             metadata = metadata if len(metadata) <= METADATA_MAX else b""  # an exporter's, say
@@ -115,22 +116,22 @@ class Gives:
         if len(engine.told) > TOLD_MAX:
             engine.told.clear()
         engine.told.update(rank.agent for rank in ranks if rank.metadata)
-        blocks, targets = framing.u32(give.blocks), framing.u32(give.targets)
-        told = p.Give(found.number, give.group, tuple(ranks), blocks, targets)
+        blocks, targets = framing.u32(write.blocks), framing.u32(write.targets)
+        told = p.Give(found.number, write.group, tuple(ranks), blocks, targets)
         engine.open[found.number] = found
         found.left = set(found.workers)
         for connection in found.workers.values():
             self._send(connection, told, None)
 
     def abandon(self, tag: Tag) -> None:
-        """Nobody waits for a block any more: what no worker was told of is not begun."""
+        """Stop waiting for a block: a write that has not begun is dropped."""
         found = self._of.get(tag)  # a job's other blocks are not waited for, either
-        if found is not None and found in (waiting := self._engines[found.give.engine].waiting):
+        if found is not None and found in (waiting := self._engines[found.write.engine].waiting):
             waiting.remove(found)
             self._end(found, ok=False, stopped=True)
 
     def given(self, session: int, rank: int, message: p.Given) -> None:
-        """A worker has written, or could not. Raises ProtocolError for what it was not told."""
+        """Record the end of a worker's write. Raises ProtocolError for an unknown one."""
         engine = self._engines.get(session)
         found = None if engine is None else engine.open.get(message.give)
         if engine is None or found is None or rank not in found.left:
@@ -139,7 +140,7 @@ class Gives:
         found.left.discard(rank)
         found.ends.add(message.end)
         if message.end == "none":  # a worker may have forgotten them
-            engine.told.difference_update(rank.agent for rank in found.give.ranks)
+            engine.told.difference_update(rank.agent for rank in found.write.ranks)
         if not found.left:
             del engine.open[message.give]
             ok = found.ends == {"all"}
@@ -147,32 +148,32 @@ class Gives:
                 return
             self._end(found, ok=ok, stopped=not ok and "failed" not in found.ends)
 
-    def _end(self, found: _Give, *, ok: bool, stopped: bool) -> None:
+    def _end(self, found: _Write, *, ok: bool, stopped: bool) -> None:
         for tag in found.tags:
             self._of.pop(tag, None)
         self._ended.append(Written(found.tags, ok, stopped))
 
     def leave(self, session: int) -> None:
-        """An engine is about to go: what its workers have begun they still end."""
+        """Begin no more writes of an engine that leaves; its workers end those that have begun."""
         engine = self._engines.get(session)
         while engine is not None and engine.waiting:
             self._end(engine.waiting.popleft(), ok=False, stopped=True)
 
     def end_of(self, session: int) -> None:
-        """An engine is gone: what its workers had begun may still come."""
+        """Drop an engine that is gone: writes that had begun may still arrive."""
         self.leave(session)
         engine = self._engines.pop(session, _Engine())
         for found in engine.open.values():
             self._lose(found)
 
-    def _lose(self, found: _Give) -> None:
-        """Some of it may still come: it is over for all but its engine."""
+    def _lose(self, found: _Write) -> None:
+        """End a write that may still arrive; only its engine still counts it."""
         if not found.lost:
             found.lost = True
             self._end(found, ok=False, stopped=False)
 
     def take(self, now_ns: int) -> list[Written]:
-        """Go on; return what has ended since the last call."""
+        """Begin what can begin; return what has ended since the last call."""
         for engine in self._engines.values():
             self._go_on(engine, now_ns)
             while engine.waiting and now_ns - engine.waiting[0].since_ns >= WAIT_NS:

@@ -20,30 +20,32 @@ import msgspec
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.types import BlockKey, Slot
-from kvstore.handover.consumer import STALL_NS, Consumer
-from kvstore.handover.direct_fetches import Direct, Send, no_workers
-from kvstore.handover.engine_writes import Gives
-from kvstore.handover.fetches import WAITS, Fetched, Waits
+from kvstore.handover.consumer import STALL_NS, WAITS, Consumer, Fetched, Waits
+from kvstore.handover.direct_fetches import DirectFetches, Send, no_workers
+from kvstore.handover.engine_writes import EngineWrites
 from kvstore.handover.heartbeats import Held, Requests
-from kvstore.handover.inlet import Inlet
-from kvstore.handover.jobs import Fill, Give, Source, Tag, Write
-from kvstore.handover.moves import (
+from kvstore.handover.jobs import Source
+from kvstore.handover.producer import Producer
+from kvstore.handover.side_channel import LOGGED_MAX, Channel, ClusterKey
+from kvstore.handover.transfers import (
     BUSY_S,
     Arrived,
     Checked,
     Down,
+    EngineWrite,
     Event,
-    Mover,
+    PeerAgents,
+    Quarantine,
     Reachable,
+    SlotFill,
+    SlotWrite,
     Summed,
+    Tag,
+    Transfers,
     Unreachable,
     Up,
     Written,
 )
-from kvstore.handover.peer_agents import Agents
-from kvstore.handover.producer import Producer
-from kvstore.handover.quarantine import Quarantine
-from kvstore.handover.side_channel import LOGGED_MAX, Channel, ClusterKey
 from kvstore.metrics import HAND_OVER_EVENTS, Numbers
 from kvstore.rate_log import RateLog
 from kvstore.wire import peer as m
@@ -78,14 +80,14 @@ class Peers:
     def __init__(
         self,
         key: ClusterKey | None,
-        mover: Mover,
+        mover: Transfers,
         held_bytes_max: int,
         waits: Waits = WAITS,
     ) -> None:
         """held_bytes_max: of what is held for one peer at one time. waits: for blocks of peers."""
         self.channel = Channel(key, self._on_message, self._on_lost)
         send = self.channel.send
-        self._agents = Agents(mover)
+        self._agents = PeerAgents(mover)
         self.producer = Producer(
             lambda: self._namespaces,
             self._introduce,
@@ -96,7 +98,8 @@ class Peers:
         )
         self._mover, self._waits = mover, waits
         self._namespaces: Mapping[str, Source] = {}
-        self.direct, self.gives = Direct(no_workers), Gives(no_workers, self._agents.metadata)
+        self.direct = DirectFetches(no_workers)
+        self.gives = EngineWrites(no_workers, self._agents.metadata)
         self._numbers = Numbers()
         self._up: Up | None = None
         self._noted: list[int] = []
@@ -104,7 +107,7 @@ class Peers:
         self._regions: dict[int, m.Region] = {}
         self._links: dict[int, _Link] = {}
         self._by_address: dict[tuple[str, str], int] = {}
-        self._inlets: dict[str, Inlet] = {}
+        self._inlets: dict[str, Consumer] = {}
         self.fetched = Fetched()
         self._now_ns = 0
         self.requests = Requests(
@@ -126,7 +129,7 @@ class Peers:
         numbers: of the store. send(connection, message, None): to one of its engines' workers.
         """
         self._namespaces, self._numbers = namespaces, numbers
-        self.direct, self.gives = Direct(send), Gives(send, self._agents.metadata)
+        self.direct, self.gives = DirectFetches(send), EngineWrites(send, self._agents.metadata)
 
     def _mapped(self, extent: int) -> None:
         """Nobody who waits for all to map or unmap an extent waits for the exporter."""
@@ -139,15 +142,15 @@ class Peers:
         """Return the remote tier of a namespace."""
         digest = namespace.layout.digest
         if digest not in self._inlets:
-            self._inlets[digest] = Inlet(self, namespace, self._mover, self.direct, self._waits)
-        return self._inlets[digest].consumer
+            self._inlets[digest] = Consumer(self, namespace, self._mover, self.direct, self._waits)
+        return self._inlets[digest]
 
     def forget(self, namespace: Source) -> bool:
         """Forget a namespace; False if somebody may still ask for its blocks, or send some."""
         digest = namespace.layout.digest
         asked = any(link.digest == digest for link in self._links.values())
         inlet = self._inlets.get(digest)
-        if asked or self.producer.serves(namespace) or (inlet is not None and inlet.open):
+        if asked or self.producer.serves(namespace) or (inlet is not None and inlet.in_use):
             return False
         self._inlets.pop(digest, None)
         return True
@@ -205,7 +208,7 @@ class Peers:
 
     def _idle_links(self) -> list[int]:
         """List the connections on which nothing is wanted."""
-        wanted = {peer for inlet in self._inlets.values() for peer in inlet.consumer.asked()}
+        wanted = {peer for inlet in self._inlets.values() for peer in inlet.asked}
         return [number for number in self._links if number not in wanted]
 
     def _tell(self, held: Held, message: Message) -> bool:
@@ -222,7 +225,7 @@ class Peers:
 
         Both in milliseconds before now; see Coming.
         """
-        return self.inlet(namespace).sign(fetch, keys, now_ns)
+        return self.inlet(namespace).progress(fetch, keys, now_ns)
 
     def claimed(self, namespace: Source, fetch: int) -> None:
         """Nothing more will be loaded of a fetch."""
@@ -253,7 +256,7 @@ class Peers:
             ranks = namespace.engines.ranks(session)
             targets = self.direct.target(digest, session, rank, message, ranks)
             if targets is None:
-                consumer.let_go(message.fetch)
+                consumer.cancel(message.fetch)
             else:
                 consumer.fill(message.fetch, targets, ranks)
         elif (found := self.direct.arrived(digest, session, rank, message)) is not None:
@@ -266,7 +269,7 @@ class Peers:
 
     def read_no_more(self, namespace: Source, fetch: int) -> None:
         """The lease that a fetch is read for has ended."""
-        self.inlet(namespace).let_go(fetch, now=True)
+        self.inlet(namespace).cancel(fetch, now=True)
         self.direct.end(namespace.layout.digest, fetch)
 
     def on_memory(self, message: Message, fd: int | None) -> None:
@@ -320,7 +323,7 @@ class Peers:
         self.producer.on_message(number, message, self._now_ns)
 
     def _on_answer(self, number: int, link: _Link, message: Message) -> None:
-        consumer = self._inlets[link.digest].consumer
+        consumer = self._inlets[link.digest]
         match message:
             case m.Welcome(agent, metadata):
                 if link.agent is not None:
@@ -358,7 +361,7 @@ class Peers:
         self._by_address.pop((link.address, link.digest), None)
         inlet = self._inlets.get(link.digest)
         if inlet is not None:
-            inlet.consumer.on_peer_lost(number)
+            inlet.on_peer_lost(number)
 
     # Turns
 
@@ -372,7 +375,7 @@ class Peers:
         if self._noted or self.channel.waiting:
             return 0.0
         wait_s = self._mover.wait_s(now_ns)
-        if self.producer.busy or any(i.consumer.open for i in self._inlets.values()):
+        if self.producer.busy or any(i.open for i in self._inlets.values()):
             return BUSY_S if wait_s is None else min(BUSY_S, wait_s)
         return wait_s
 
@@ -385,7 +388,7 @@ class Peers:
         for inlet in self._inlets.values():
             quarantined += inlet.quarantined_bytes
             landing += inlet.landing_bytes
-            fetches += inlet.consumer.open
+            fetches += inlet.open
         found: dict[tuple[str, ...], float] = {
             ("kvstore_hand_over_bytes", "held"): self.producer.held_bytes
             + self.producer.hands.held_bytes,
@@ -436,7 +439,7 @@ class Peers:
             self._numbers.observe("kvstore_hand_over_held_seconds", stored_ns / 1e9)
         self.requests.tick(now_ns)
         for inlet in self._inlets.values():
-            inlet.consumer.tick(now_ns)
+            inlet.tick(now_ns)
         self.direct.flush()
         if now_ns - self._swept_ns >= SWEEP_NS:
             self._swept_ns = now_ns
@@ -450,8 +453,8 @@ class Peers:
                 self.channel.drop(number)
         inlets = self._inlets.values()
         crowded = any(inlet.crowded for inlet in inlets)
-        late = self._mover.abandoned_bytes or any(i.consumer.quarantined for i in inlets)
-        used = self.producer.wanted or any(inlet.consumer.open for inlet in inlets)
+        late = self._mover.abandoned_bytes or any(i.quarantined for i in inlets)
+        used = self.producer.wanted or any(inlet.open for inlet in inlets)
         if self._quarantine.lasts(self._now_ns, crowded=crowded, quiet=bool(late) and not used):
             landing = sum(inlet.quarantined_bytes for inlet in inlets)
             own = self._mover.abandoned_bytes
@@ -462,7 +465,7 @@ class Peers:
             case Up():
                 self._up = event
                 for number, link in self._links.items():
-                    self._inlets[link.digest].consumer.heard(number, self._now_ns)
+                    self._inlets[link.digest].heard(number, self._now_ns)
                     self._greet(number)
             case Down(reason):
                 self._on_down(reason)
@@ -475,9 +478,9 @@ class Peers:
             case Written(tags, ok, stopped):
                 self.producer.written(tags, ok=ok, stopped=stopped)
             case Arrived(digest, parts, ok):
-                self._inlets[digest].consumer.moved(parts, ok=ok)
+                self._inlets[digest].moved(parts, ok=ok)
             case Checked(digest, parts, right):
-                self._inlets[digest].consumer.checked(parts, right)
+                self._inlets[digest].checked(parts, right)
 
     def _on_down(self, reason: str) -> None:
         """Whatever was moving has ended before: now its addresses mean nothing any more."""
@@ -487,7 +490,7 @@ class Peers:
         for number in list(self._links):
             self.channel.drop(number)
         for inlet in self._inlets.values():
-            inlet.consumer.on_exporter_lost()
+            inlet.on_exporter_lost()
 
     def _reachable(self, extent: int, base: int, metadata: bytes) -> None:
         if self._up is not None:
@@ -502,23 +505,23 @@ class Peers:
         views = [(key, source.view(slot)) for key, slot in blocks]
         self._mover.sum(tags, source.layout.digest, views)
 
-    def write(self, tags: list[Tag], agent: str, write: Write) -> None:
+    def write(self, tags: list[Tag], agent: str, write: SlotWrite) -> None:
         """Write slots of one of our extents to a peer."""
         self._mover.write(tags, agent, write)
 
-    def fill(self, tags: list[Tag], fill: Fill) -> None:
+    def fill(self, tags: list[Tag], fill: SlotFill) -> None:
         """Write parts of slots to an engine of a peer's."""
         self._mover.fill(tags, fill)
 
-    def give(self, tags: list[Tag], source: Source, give: Give) -> None:
+    def write_from_engine(self, tags: list[Tag], source: Source, write: EngineWrite) -> None:
         """Have workers of an engine of ours write to one of a peer's."""
-        workers = source.engines.workers(give.engine)
-        self.gives.start(tags, give, workers, self._now_ns)
+        workers = source.engines.workers(write.engine)
+        self.gives.start(tags, write, workers, self._now_ns)
 
     def abandon(self, tag: Tag) -> None:
         """Nobody waits for a write any more."""
         self.gives.abandon(tag)
-        self._mover.abandon(None, tag)
+        self._mover.abandon(tag)
 
     def region(self, extent: int) -> tuple[m.Region, bytes] | None:
         """Say where the exporter has an extent, and how to reach it; None: not yet."""

@@ -1,4 +1,4 @@
-"""The side of a hand-over that has the blocks: holds them, tells where they are, lets go.
+"""The side of a hand-over that has the blocks: holds them, tells where they are, frees them.
 
 Of each wanted block:
 
@@ -13,7 +13,7 @@ Of each wanted block:
     AWAITED --its request ended without it-----------------> DONE
     any but AWAITED --read or write failed, job released---> DONE, once nothing is under way
 
-What is awaited has no room under the peer's cap yet, or is still computed by a running request.
+An awaited block has no room under the peer's cap yet, or is still computed by a running request.
 Once its lease is over a job is not confirmed any more, but what it holds stays for GRACE, because
 a reader cannot be stopped.
 """
@@ -22,24 +22,54 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.tier import Tier
-from kvstore.core.types import BlockKey, LookupResult
-from kvstore.handover.jobs import BUSY, Job, Peer, Source, State, Tag, Work, job_of
-from kvstore.handover.mismatch import difference
-from kvstore.handover.news import is_overwritten, news
+from kvstore.core.types import BlockKey, LookupResult, Slot
+from kvstore.handover.jobs import BUSY, Job, Peer, Source, State
 from kvstore.handover.request_leases import Hands
-from kvstore.handover.writes import fills, gives, learn, slot_writes, tags_of, written_of
+from kvstore.handover.transfers import EngineWrite, SlotFill, SlotWrite, Tag
 from kvstore.wire import peer as m
 from kvstore.wire.framing import Message, from_u32, u32
 
 GRACE_NS = 5_000_000_000
-EARLY_MAX = 64  # greetings that wait for the exporter, of a megabyte each
+EARLY_MAX = 64  # Hellos that wait for the exporter, of a megabyte each
 MEMORY, PREFILL = "cpu", "prefill"
 
 Send = Callable[[int, Message], None]
 OfJob = m.Land | m.Fill | m.Confirm | m.Extend | m.Release
+
+
+class Work(Protocol):
+    """Work done elsewhere: each call is answered later, once, by its tags.
+
+    The slots keep their bytes until then.
+    """
+
+    def sum(self, tags: list[Tag], source: Source, blocks: list[tuple[BlockKey, Slot]]) -> None:
+        """Take blocks' checksums; the answer is Producer.summed."""
+        ...
+
+    def write(self, tags: list[Tag], agent: str, write: SlotWrite) -> None:
+        """Write slots of one of our extents to a peer; the answer is Producer.written."""
+        ...
+
+    def fill(self, tags: list[Tag], fill: SlotFill) -> None:
+        """Write parts of slots to an engine of a peer's; the answer is Producer.written."""
+        ...
+
+    def write_from_engine(self, tags: list[Tag], source: Source, write: EngineWrite) -> None:
+        """Write from our engine's memory to a peer's engine; the answer is Producer.written."""
+        ...
+
+    def abandon(self, tag: Tag) -> None:
+        """Stop waiting for a write: what has not begun is not begun. The answer still comes."""
+        ...
+
+    def region(self, extent: int) -> tuple[m.Region, bytes] | None:
+        """Return where the exporter has an extent, and its metadata then; None: not mapped yet."""
+        ...
 
 
 class Producer:
@@ -58,7 +88,7 @@ class Producer:
 
         held_bytes_max: for each peer, of what is held for it at one time, half of what is held for
             all of them, and of what is held for requests whose peer has not asked yet.
-        meet(peer, agent, metadata): a peer is welcome, and has this exporter.
+        meet(peer, agent, metadata): a peer is accepted, and has this exporter.
         """
         self._served = served
         self._exporter = exporter
@@ -68,11 +98,11 @@ class Producer:
         self._meet = meet
         self.held_bytes = 0  # memory that is held for peers
         self._peers: dict[int, Peer] = {}
-        self._early: dict[int, m.Hello] = {}  # who came before the exporter was there
+        self._early: dict[int, m.Hello] = {}  # peers that came before the exporter was there
         self.counts: Counter[str] = Counter()
         self.hands = Hands(held_bytes_max, self.counts)
 
-    # What a consumer says
+    # Messages of consumers
 
     def on_message(self, number: int, message: Message, now_ns: int) -> None:
         """Act on one message of a peer. Raises ProtocolError for a wrong one."""
@@ -88,7 +118,12 @@ class Producer:
         if isinstance(message, m.Want):
             self._want(peer, message, now_ns)
         elif isinstance(message, OfJob):
-            self._of_job(peer, message, now_ns)
+            job = peer.jobs.get(message.job)
+            if job is None:
+                self._send(peer.number, m.End(message.job, m.UNKNOWN))
+            elif not job.released:  # else its End follows once nothing is written any more
+                self._of_job(job, message, now_ns)
+                self._settle(job)
         else:
             raise ProtocolError(f"{type(message).__name__} is not for a producer")
 
@@ -101,36 +136,30 @@ class Producer:
         found = self.hands.report(manager, message.request, message.rank, message.consumers)
         self._send(number, m.Noted(message.request, found))
 
-    def _of_job(self, peer: Peer, message: OfJob, now_ns: int) -> None:
-        job = peer.jobs.get(message.job)
-        if job is None:
-            self._send(peer.number, m.End(message.job, m.UNKNOWN))
-            return
-        if job.released:
-            return  # its End follows once nothing is written any more
-        if isinstance(message, m.Land):
-            self._land(job, message)
-        elif isinstance(message, m.Fill):
-            self._fill(peer, job, message)
-        elif isinstance(message, m.Confirm):
-            self._confirm(peer, job, message)
-        elif isinstance(message, m.Extend):
-            if not job.over:
-                job.deadline_ns = max(job.deadline_ns, now_ns + m.lease_ns(message.lease_ms))
-                if self._computes(job):
-                    self._send(peer.number, m.Computing(job.number))
-        else:
-            self._release(peer, job)
-        self._settle(peer, job)
+    def _of_job(self, job: Job, message: OfJob, now_ns: int) -> None:
+        match message:
+            case m.Land():
+                self._land(job, message)
+            case m.Fill():
+                self._fill(job, message)
+            case m.Confirm():
+                self._confirm(job, message)
+            case m.Extend(lease_ms=lease_ms):
+                if not job.over:
+                    job.deadline_ns = max(job.deadline_ns, now_ns + m.lease_ns(lease_ms))
+                    if self._computes(job):
+                        self._send(job.peer.number, m.Computing(job.number))
+            case m.Release():
+                self._release(job)
 
     def _computes(self, job: Job) -> bool:
-        """Tell whether a job waits for an engine, and for nothing that is being moved."""
+        """Tell whether a job waits for an engine that computes, and for no transfer."""
         if not job.awaited or not self.hands.computes(job.request):
             return False
         return not any(block.state in BUSY for block in job.blocks)
 
     def on_closed(self, number: int) -> None:
-        """A peer is gone: nothing is held for it but what is in use at this moment."""
+        """A peer is gone: free what is held for it, once no transfer uses it."""
         self._early.pop(number, None)
         peer = self._peers.get(number)
         if peer is not None:
@@ -143,26 +172,26 @@ class Producer:
 
     @property
     def jobs(self) -> int:
-        """Count what is wanted by peers."""
+        """Count the open jobs."""
         return sum(len(peer.jobs) for peer in self._peers.values())
 
     @property
     def wanted(self) -> bool:
-        """Tell whether anybody waits for anything; what is under way for nobody left out."""
+        """Tell whether a peer waits for a job; released jobs do not count."""
         return any(not job.released for peer in self._peers.values() for job in peer.jobs.values())
 
     @property
     def busy(self) -> bool:
-        """Tell whether anything is wanted by anybody, or under way."""
+        """Tell whether a job is open, released or not."""
         return any(peer.jobs for peer in self._peers.values())
 
     def on_unmapped(self, extent: int) -> None:
-        """The exporter maps an extent no more: it is told anew should it come back."""
+        """The exporter maps an extent no more; peers are told anew if it comes back."""
         for peer in self._peers.values():
             peer.regions.discard(extent)
 
     def on_exporter_lost(self, reason: str) -> None:
-        """Our exporter has another memory now: peers have to say Hello again."""
+        """Our exporter was restarted and has other memory: peers have to say Hello again."""
         for peer in list(self._peers.values()):
             if not peer.closed:
                 self._send(peer.number, m.Refused(reason, retry=True))
@@ -171,8 +200,8 @@ class Producer:
 
     def _drop(self, peer: Peer) -> None:
         for job in list(peer.jobs.values()):
-            self._release(peer, job)
-            self._settle(peer, job)
+            self._release(job)
+            self._settle(job)
         if not peer.jobs:
             self._peers.pop(peer.number, None)
 
@@ -184,7 +213,7 @@ class Producer:
         if hello.version != m.VERSION:
             refused = m.Refused(f"side channel {hello.version}, expected {m.VERSION}")
         elif source is None and served:
-            refused = m.Refused(difference(hello, served)[: m.TEXT_MAX])
+            refused = m.Refused(_difference(hello, served)[: m.TEXT_MAX])
         elif source is None:
             refused = m.Refused(f"namespace {hello.namespace[:12]} is not served here yet", True)
         elif (ours := self._exporter()) is None:
@@ -203,19 +232,19 @@ class Producer:
         self._send(number, refused)
 
     def _want(self, peer: Peer, want: m.Want, now_ns: int) -> None:
-        job = job_of(peer, want, now_ns)
+        job = peer.open(want, now_ns)
         if self.hands.ambiguous(want.request):
             self.counts["ambiguous"] += 1
             self._send(peer.number, m.End(want.job, "ambiguous"))
             return
         peer.jobs[job.number] = job
         peer.blocks += len(job.blocks)
-        self._offer(peer, job, now_ns)
-        self._settle(peer, job)
+        self._offer(job, now_ns)
+        self._settle(job)
 
-    def _offer(self, peer: Peer, job: Job, now_ns: int) -> None:
-        """Say what there is; of a request that is not known it may come in a moment."""
-        found = [self._tier(peer.source, job, block.key) for block in job.blocks]
+    def _offer(self, job: Job, now_ns: int) -> None:
+        """Offer what there is; blocks of an unknown request may come in a moment."""
+        found = [self._tier(job, block.key) for block in job.blocks]
         unknown = bool(job.request) and not self.hands.knows(job.request)
         may_wait = job.offer_ns is not None and now_ns < job.offer_ns
         if None in found and unknown and may_wait:
@@ -230,13 +259,14 @@ class Producer:
                 block.state = State.AWAITED
                 offered.append(position)
                 which.append(tiers.setdefault(tier, len(tiers)))
-        job.awaited.extend(sorted(offered, key=job.order.__getitem__))
+        job.awaited.extend(sorted(offered, key=lambda position: job.blocks[position].order))
         job.left = len(offered)
-        self._send(peer.number, m.Offer(job.number, u32(offered), tuple(tiers), bytes(which)))
-        self._advance(peer, job)
+        self._send(job.peer.number, m.Offer(job.number, u32(offered), tuple(tiers), bytes(which)))
+        self._advance(job)
 
-    def _tier(self, source: Source, job: Job, key: BlockKey) -> str | None:
-        """Name the place that has a block, or will have it."""
+    def _tier(self, job: Job, key: BlockKey) -> str | None:
+        """Name the tier that has a block, or will have it."""
+        source = job.source
         if source.manager.probe(key) is not LookupResult.MISS:
             return source.tiering.source(key) or MEMORY
         found, tier = source.tiering.where(key)
@@ -257,35 +287,35 @@ class Producer:
                 raise ProtocolError(f"a second landing slot for position {position}")
             block.landing = (land.region, slot)
             if block.state is State.SUMMED:
-                self._write(job, position)
+                job.write(position)
 
-    def _fill(self, peer: Peer, job: Job, fill: m.Fill) -> None:
-        """Take note of where blocks go in the peer's engine, and write those that are there."""
-        for position in learn(peer.source.layout, job, fill):
+    def _fill(self, job: Job, fill: m.Fill) -> None:
+        """Note where blocks go in the peer's engine, and write those that are there."""
+        for position in job.learn(fill):
             if job.blocks[position].state is State.SUMMED:
-                self._write(job, position)
+                job.write(position)
         for rank in fill.ranks:
-            self._meet(peer.number, rank.agent, rank.metadata)
+            self._meet(job.peer.number, rank.agent, rank.metadata)
 
-    def _confirm(self, peer: Peer, job: Job, confirm: m.Confirm) -> None:
+    def _confirm(self, job: Job, confirm: m.Confirm) -> None:
         positions = m.positions_of(confirm.positions, len(job.blocks))
         again = {*m.positions_of(confirm.unread, len(job.blocks))}
         told = {p for p in (*positions, *again) if job.blocks[p].state is State.TOLD}
         told = set() if job.over else told
-        lost = {p for p in told if not job.push and is_overwritten(peer.source, job.blocks[p])}
+        lost = {p for p in told if not job.push and job.is_overwritten(job.blocks[p])}
         again = told & (again | lost)
         valid = sorted(told - again)
         for position in again:
             job.blocks[position].moved = True
         for position in valid:
-            self._done(peer, job, position)
+            self._done(job, position)
         self.counts["confirmed"] += len(valid)
         self.counts["stale"] += len({*positions}.difference(valid))
-        self._send(peer.number, m.Valid(job.number, u32(valid), u32(sorted(again))))
-        job.news += sorted(again)
-        self._advance(peer, job)
+        self._send(job.peer.number, m.Valid(job.number, u32(valid), u32(sorted(again))))
+        job.untold += sorted(again)
+        self._advance(job)
 
-    # Time, and what was done elsewhere
+    # Time, and answers to Work
 
     def tick(self, now_ns: int) -> None:
         """Move every job along; end the leases that are over."""
@@ -301,41 +331,44 @@ class Producer:
                     self.counts["expired"] += 1
                     self._send(peer.number, m.End(job.number, m.LEASE_OVER))
                 if job.offer_ns is not None:
-                    self._offer(peer, job, now_ns)
+                    self._offer(job, now_ns)
                 if job.over and now_ns >= job.deadline_ns + GRACE_NS:
-                    self._release(peer, job)
-                self._advance(peer, job)
-                self._start_writes(peer, job)
-                self._settle(peer, job)
+                    self._release(job)
+                self._advance(job)
+                self._start_writes(job)
+                self._settle(job)
+
+    def _job_of(self, tag: Tag) -> Job:
+        """Return a tag's job, which is there as long as anything of it is under way."""
+        return self._peers[tag.peer].jobs[tag.job]
 
     def staged(self, tags: list[Tag], *, ok: bool) -> None:
         """A lower tier has read blocks of one job into their slots, or could not."""
         self._ended(tags, State.STAGING, ok=ok)
 
     def summed(self, tags: list[Tag], sums: list[int]) -> None:
-        """Sums are there."""
+        """Checksums of blocks of one job were taken."""
+        job = self._job_of(tags[0])
         for tag, found in zip(tags, sums, strict=True):
-            self._peers[tag.peer].jobs[tag.job].blocks[tag.position].sum = found
+            job.blocks[tag.position].sum = found
         self._ended(tags, State.SUMMING, ok=True)
 
     def written(self, tags: list[Tag], *, ok: bool, stopped: bool = False) -> None:
-        """A write has ended; stopped: not all of it was done, and nothing can still come."""
-        peer = self._peers[tags[0].peer]
-        job = peer.jobs[tags[0].job]
+        """A write has ended; stopped: it was cut short, and nothing of it still arrives."""
+        job = self._job_of(tags[0])
         if not job.released and (ok or stopped):
-            tags, again = written_of(peer.source, job, tags, ok=ok)
+            tags, again = job.split_written(tags, ok=ok)
             for tag in again:
-                self._write(job, tag.position)
+                job.write(tag.position)
         if tags:
             self._ended(tags, State.WRITING, ok=ok or (stopped and job.released))
 
     def _ended(self, tags: list[Tag], state: State, *, ok: bool) -> None:
-        """Go on with blocks of one job, which is there as long as anything is under way.
+        """Go on with blocks of one job.
 
         What follows is done at the next tick, for all that has ended until then in one go.
         """
-        peer = self._peers[tags[0].peer]
-        job = peer.jobs[tags[0].job]
+        job = self._job_of(tags[0])
         self.counts["failed"] += 0 if ok else len(tags)
         for position in (tag.position for tag in tags):
             block = job.blocks[position]
@@ -345,25 +378,25 @@ class Producer:
             if block.writes > 0:
                 continue  # to other ranks
             if not ok or block.failed or job.released:
-                self._done(peer, job, position)
+                self._done(job, position)
                 if job.push and job.direct:  # its load has failed, too
-                    self._release(peer, job)
+                    self._release(job)
             elif state is State.STAGING:
                 self._sum(job, position)
             elif state is State.WRITING or not job.push:
                 block.state = State.TOLD
-                job.news.append(position)
+                job.untold.append(position)
             elif block.landing is not None:
-                self._write(job, position)
+                job.write(position)
             else:
                 block.state = State.SUMMED
 
     # Of one job
 
-    def _advance(self, peer: Peer, job: Job) -> None:
+    def _advance(self, job: Job) -> None:
         """Hold what can be held now of what is awaited, first blocks first."""
-        source, size = peer.source, peer.source.layout.slot_bytes
-        room = self._room(peer) // size
+        peer, source = job.peer, job.source
+        room = self._room(peer) // source.layout.slot_bytes
         below: dict[str, tuple[Tier, list[int]]] = {}
         late: list[int] = []
         while job.awaited and room > 0 and not job.over:
@@ -387,11 +420,11 @@ class Producer:
                 late.append(position)  # or never: a window may have left it before it had a slot
             else:
                 self.counts["gone"] += 1
-                self._done(peer, job, position)
+                self._done(job, position)
             job.awaited.popleft()
         job.awaited.extendleft(reversed(late))
         for tier, positions in below.values():
-            self._stage(peer, job, tier, positions)
+            self._stage(job, tier, positions)
 
     def _room(self, peer: Peer) -> int:
         """Return the bytes that may be held for a peer now; each can have one block at least."""
@@ -404,65 +437,58 @@ class Producer:
         peer.held_bytes += held
         self.held_bytes += held
 
-    def _stage(self, peer: Peer, job: Job, tier: Tier, positions: list[int]) -> None:
+    def _stage(self, job: Job, tier: Tier, positions: list[int]) -> None:
         """Read blocks of a lower tier into slots of their own; those without one wait."""
-        source = peer.source
+        source = job.source
         slots = source.manager.prepare_store(len(positions))
         job.awaited.extendleft(reversed(positions[len(slots) :]))
-        tags = tags_of(peer, job, positions[: len(slots)])
+        tags = job.tags(positions[: len(slots)])
         for tag, slot in zip(tags, slots, strict=True):
             block = job.blocks[tag.position]
             block.state, block.slot = State.STAGING, slot
-            self._hold(peer, 1)
+            self._hold(job.peer, 1)
         if tags:
             keys = [job.blocks[tag.position].key for tag in tags]
             source.tiering.stage(tier, keys, slots, tags)
 
     def _sum(self, job: Job, position: int) -> None:
-        """Take a block's sum, or go on without: for a direct want nobody could check it."""
+        """Take a block's sum, or go on without: for a direct want there is no one to check it."""
         block = job.blocks[position]
         if not job.direct:
             block.state = State.SUMMING
             job.unsummed.append(position)
         elif not job.push:
             block.state = State.TOLD
-            job.news.append(position)
+            job.untold.append(position)
         elif block.target is not None:
-            self._write(job, position)
+            job.write(position)
         else:
             block.state = State.SUMMED
 
-    @staticmethod
-    def _write(job: Job, position: int) -> None:
-        job.blocks[position].state = State.WRITING
-        job.unwritten.append(position)
-
-    def _ask_sums(self, peer: Peer, job: Job) -> None:
+    def _take_sums(self, job: Job) -> None:
+        """Take the sums that are due."""
         positions, job.unsummed = job.unsummed, []
         blocks = [job.blocks[position] for position in positions]
         named = [(block.key, block.slot) for block in blocks if block.slot is not None]
-        self._work.sum(tags_of(peer, job, positions), peer.source, named)
+        self._work.sum(job.tags(positions), job.source, named)
 
-    def _start_writes(self, peer: Peer, job: Job) -> None:
-        """Write what waits."""
+    def _start_writes(self, job: Job) -> None:
+        """Start the writes that are due."""
         positions, job.unwritten = job.unwritten, []
-        for tags, write in () if job.direct else slot_writes(peer, job, positions):
-            self._work.write(tags, peer.agent, write)
-        for tags, give in gives(peer, job, positions) if job.direct else ():
-            self._work.give(tags, peer.source, give)
-        for tags, fill in fills(peer, job, positions) if job.direct else ():
+        if not job.direct:
+            for tags, write in job.slot_writes(positions):
+                self._work.write(tags, job.peer.agent, write)
+            return
+        for tags, from_engine in job.engine_writes(positions):
+            self._work.write_from_engine(tags, job.source, from_engine)
+        for tags, fill in job.fills(positions):
             self._work.fill(tags, fill)
 
-    def _tell(self, peer: Peer, job: Job) -> None:
-        """Send what can be read, or has been written, since the last time."""
-        for message in news(peer, job, self._work.region):
-            self._send(peer.number, message)
-
-    def _done(self, peer: Peer, job: Job, position: int) -> None:
-        """Let go of a block; nothing is under way with it."""
-        block, manager = job.blocks[position], peer.source.manager
+    def _done(self, job: Job, position: int) -> None:
+        """Free a block that no transfer uses."""
+        block, manager = job.blocks[position], job.source.manager
         if block.slot is not None:
-            self._hold(peer, -1)
+            self._hold(job.peer, -1)
             if block.entry is not None:
                 manager.unpin(block.entry)
             else:
@@ -470,29 +496,31 @@ class Producer:
         block.state, block.slot, block.entry = State.DONE, None, None
         job.left -= 1
 
-    def _release(self, peer: Peer, job: Job) -> None:
-        """Let go of what is not in use at this moment; the rest follows as that ends."""
+    def _release(self, job: Job) -> None:
+        """Free the blocks that no transfer uses; the others follow as their transfers end."""
         if job.released:
             return
         job.released = True
         job.offer_ns = None
         job.awaited.clear()
-        job.news.clear()
+        job.untold.clear()
         for position in job.unwritten:
             job.blocks[position].state = State.SUMMED
         job.unwritten.clear()
         for position, block in enumerate(job.blocks):
             if block.state is State.WRITING:
-                self._work.abandon(Tag(peer.number, job.number, position))
+                self._work.abandon(job.tag(position))
             elif block.state is not State.DONE and block.state not in BUSY:
-                self._done(peer, job, position)
+                self._done(job, position)
 
-    def _settle(self, peer: Peer, job: Job) -> None:
-        """Tell what is new, and forget a job that has nothing left."""
+    def _settle(self, job: Job) -> None:
+        """Send what is due, and forget a job that has nothing left."""
+        peer = job.peer
         if job.unsummed:
-            self._ask_sums(peer, job)
-        if job.news:
-            self._tell(peer, job)
+            self._take_sums(job)
+        if job.untold:
+            for message in job.messages(self._work.region):
+                self._send(peer.number, message)
         waits = job.left or job.offer_ns is not None
         if waits or peer.jobs.pop(job.number, None) is None:
             return
@@ -503,3 +531,18 @@ class Producer:
             self._send(peer.number, m.End(job.number, reason))
         elif not peer.jobs:
             self._peers.pop(peer.number, None)
+
+
+def _difference(hello: m.Hello, served: Mapping[str, Source]) -> str:
+    """Name what differs from the namespace that is nearest, with both values."""
+
+    def differ(ours: Mapping[str, str]) -> list[str]:
+        return [
+            f"{name} is {hello.traits.get(name, 'not named')}, expected {ours.get(name, 'nothing')}"
+            for name in sorted(hello.traits.keys() | ours.keys())
+            if hello.traits.get(name) != ours.get(name)
+        ]
+
+    digest, source = min(served.items(), key=lambda item: len(differ(item[1].layout.traits)))
+    found = differ(source.layout.traits) if hello.traits else []
+    return ", ".join(found) or f"namespace is {hello.namespace[:12]}, expected {digest[:12]}"

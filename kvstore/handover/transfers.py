@@ -1,8 +1,9 @@
-"""What moves the bytes of a hand-over: the exporter process, and threads that take checksums.
+"""The bytes of hand-overs: the exporter process, landing slots, and threads that take checksums.
 
-Landing slots are memory of their own, one sealed extent for each namespace, which the exporter
-maps read-write. A landed block is summed there and copied into its slot by the same thread; both
-release the GIL.
+What consumer and producer have moved, copied or summed is named by tags; each piece of work ends
+exactly once, as an event of poll(). A landing slot is memory that only the exporter and this store
+touch: one sealed extent for each namespace, mapped read-write by the exporter. A landed block is
+copied into its slot and summed by one thread, which releases the GIL.
 """
 
 from __future__ import annotations
@@ -11,47 +12,176 @@ import contextlib
 import logging
 import os
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import msgspec
 
-from kvstore.core.errors import InvariantBroken, TierFull
-from kvstore.core.types import BlockKey
+from kvstore.core.errors import InvariantBroken, ProtocolError, TierFull
+from kvstore.core.layout import RankPages
+from kvstore.core.types import BlockKey, Slot
 from kvstore.handover.checksums import block_sum, copied_sum
-from kvstore.handover.fetches import Check, Read
-from kvstore.handover.fetches import Tag as Part
-from kvstore.handover.jobs import Fill, Tag, Write
-from kvstore.handover.moves import (
-    Arrived,
-    Checked,
-    Down,
-    Event,
-    Reachable,
-    Summed,
-    Unreachable,
-    Up,
-    Written,
-)
 from kvstore.wire import peer as m
 from kvstore.wire.framing import u32
 from tiers.cpu import GENERATION_BYTES, CpuExtent
-from tiers.nixl.errors import ErrorClass
-from tiers.nixl.messages import Ended, Mapped, Metadata, NotMapped, Ready, Unmapped
-from tiers.nixl.reach import over_tcp
-from tiers.nixl.supervisor import Down as Ended_
-from tiers.nixl.supervisor import Event as Said
-from tiers.nixl.supervisor import Exporter, Filling, Move, Settings
+from tiers.nixl import messages as nixl
+from tiers.nixl import supervisor
+from tiers.nixl.ucx import over_tcp
 from tiers.runner import Runner
 
 log = logging.getLogger(__name__)
 
-LANDING_FIRST = 1 << 30  # their extents are numbered from here, apart from those of slots
-LANDINGS_MAX = 8  # models that blocks arrive for at one time
-RETRY_NS = 1_000_000_000  # after memory could not be had
+BUSY_S = 0.005  # the loop looks at deadlines this often; all else wakes it through a descriptor
+LANDING_FIRST = 1 << 30  # number of the first landing extent; extents of slots have lower ones
+REGIONS_MAX = 1 << 16  # of all peers
+LANDINGS_MAX = 8  # namespaces that have landing slots at one time
+RETRY_NS = 1_000_000_000  # between two attempts to allocate landing slots
 THREADS = 2
 BATCH_BYTES_MIN, BATCH_BYTES_MAX = 4 << 20, 8 << 20
 BATCHES = 4  # of a prompt: the first is checked while the next is read
+AGENTS_MAX = 1024  # known to the exporter
+NAMED_MAX = 256  # agents of one connection: an exporter, and workers that are written to
+CROWDED_NS = 1_000_000_000  # more than half of a model's landing slots are in quarantine
+QUIET_NS = 60_000_000_000  # anything is in quarantine, and no hand-over is open
+
+
+# What is moved
+
+
+class Tag(msgspec.Struct, frozen=True):
+    """One block of a hand-over: the connection, the number of its fetch or job, its position.
+
+    Unique in a store: connections that were made and those that were accepted share their numbers.
+    """
+
+    peer: int
+    job: int
+    position: int
+
+
+class SlotRead(msgspec.Struct, frozen=True):
+    """Slots of one of a peer's extents, and the landing slots that they are read into."""
+
+    region: m.Region
+    numbers: list[int]
+    landing: list[int]
+
+
+class EngineRead(msgspec.Struct, frozen=True):
+    """Blocks in the memory of one of a peer's engines, by position; ranks: how to reach it."""
+
+    engine: int
+    ranks: Sequence[RankPages]
+    blocks: dict[int, list[int]]
+
+
+class SlotWrite(msgspec.Struct, frozen=True):
+    """Slots of one of our extents, and the peer's landing slots that they are written to."""
+
+    extent: int
+    numbers: list[int]
+    slot_bytes: int
+    landing: m.Region
+    landing_slots: list[int]
+
+
+class SlotFill(msgspec.Struct, frozen=True):
+    """Parts of slots of one extent and group, and one rank's engine blocks that they go to.
+
+    offsets: where in the extent each part begins.
+    """
+
+    extent: int
+    rank: RankPages
+    group: int
+    offsets: list[int]
+    blocks: list[int]
+
+
+class EngineWrite(msgspec.Struct, frozen=True):
+    """Engine blocks of one of our engines, of one group, and those of a peer's that they go to.
+
+    engine: its session's number. ranks: of the peer's, with the group's pages and no others.
+    """
+
+    engine: int
+    group: int
+    ranks: tuple[RankPages, ...]
+    blocks: list[int]
+    targets: list[int]
+
+
+class Check(msgspec.Struct, frozen=True):
+    """A landed block: its key and sum, its landing slot, and the slot that it is copied to."""
+
+    key: BlockKey
+    landing: int
+    sum: int
+    slot: Slot
+
+
+# What poll() returns
+
+
+class Up(msgspec.Struct, frozen=True):
+    """The exporter runs: its agent's name, and how peers reach it."""
+
+    agent: str
+    metadata: bytes
+
+
+class Down(msgspec.Struct, frozen=True):
+    """The exporter has ended; so has every transfer."""
+
+    reason: str
+
+
+class Reachable(msgspec.Struct, frozen=True):
+    """Peers can reach an extent; metadata says how."""
+
+    extent: int
+    base: int
+    metadata: bytes
+
+
+class Unreachable(msgspec.Struct, frozen=True):
+    """The exporter does not use an extent any more."""
+
+    extent: int
+
+
+class Summed(msgspec.Struct, frozen=True):
+    """Checksums of blocks that are handed over."""
+
+    tags: list[Tag]
+    sums: list[int]
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """Landed blocks of a namespace were copied to their slots; right: the sum is as expected."""
+
+    digest: str
+    tags: list[Tag]
+    right: list[bool]
+
+
+class Written(msgspec.Struct, frozen=True):
+    """A write to a peer has ended; stopped: it was cut short, and nothing of it still arrives."""
+
+    tags: list[Tag]
+    ok: bool
+    stopped: bool = False
+
+
+class Arrived(msgspec.Struct, frozen=True):
+    """A read into a namespace's landing slots has ended."""
+
+    digest: str
+    tags: list[Tag]
+    ok: bool
+
+
+Event = Up | Down | Reachable | Unreachable | Summed | Checked | Written | Arrived
 
 
 def batches(count: int, block_bytes: int) -> Iterator[slice]:
@@ -63,23 +193,23 @@ def batches(count: int, block_bytes: int) -> Iterator[slice]:
 
 
 class Landing:
-    """Landing slots of one namespace; their memory is made when they are first wanted."""
+    """Landing slots of one namespace; their memory is allocated on first use."""
 
     def __init__(self, slot_bytes: int, want: Callable[[Landing], None]) -> None:
         """want(landing): its memory is needed."""
         self.slot_bytes = slot_bytes
         self.memory: CpuExtent | None = None
         self.extent = 0  # its number
-        self.base = 0  # where the exporter has it; 0: not yet
+        self.base = 0  # its address in the exporter; 0: not mapped yet
         self.metadata = b""
         self.used_ns = 0
-        self.retry_ns: int | None = 0  # when to make it; None: it is being made, or there
+        self.retry_ns: int | None = 0  # when to allocate; None: allocated, or under way
         self._want = want
         self._free: list[int] = []
 
     @property
     def count(self) -> int:
-        """Count the slots there are."""
+        """Count the slots."""
         return 0 if self.memory is None else self.memory.count
 
     @property
@@ -88,22 +218,22 @@ class Landing:
         return self.count - len(self._free)
 
     def open(self) -> None:
-        """Have memory made where there is none; slots can be taken some time later."""
+        """Allocate memory where there is none; slots can be taken some time later."""
         self._want(self)
 
     def take(self, count: int) -> list[int]:
-        """Take up to count free ones; none while the exporter has not mapped them."""
+        """Take up to count free slots; none while the exporter has not mapped them."""
         if not self.base:
             self._want(self)
             return []
         return [self._free.pop() for _ in range(min(count, len(self._free)))]
 
-    def give(self, slots: Collection[int]) -> None:
-        """Give some back."""
+    def give_back(self, slots: Collection[int]) -> None:
+        """Free slots."""
         self._free.extend(slots)
 
     def region(self) -> tuple[m.Region, bytes]:
-        """Say where the exporter has them, and its metadata since then."""
+        """Return the slots' place in the exporter, and its metadata since then."""
         return m.Region(self.extent, self.base, self.count), self.metadata
 
     def view(self, slot: int) -> memoryview:
@@ -113,22 +243,98 @@ class Landing:
         return self.memory.slot(slot)
 
     def made(self, extent: int, memory: CpuExtent) -> None:
-        """Its memory is there."""
+        """Use newly allocated memory."""
         self.extent, self.memory, self._free = extent, memory, list(range(memory.count))
 
     def unmade(self) -> CpuExtent | None:
-        """Its memory is used no more: return it."""
+        """Return the memory, which is used no more."""
         memory, self.memory = self.memory, None
         self.base, self.retry_ns, self._free = 0, 0, []
         return memory
 
 
+class LandingTurns:
+    """Blocks that wait for a landing slot only; peers take turns.
+
+    One peer has three quarters of the slots at most, so that others land beside one that hangs.
+    """
+
+    def __init__(self, landing: Landing) -> None:
+        """landing: where slots come from."""
+        self._landing = landing
+        self._waiting: dict[int, deque[Tag]] = {}  # by peer
+        self._used: Counter[int] = Counter()  # slots, by peer
+
+    def queue(self, tag: Tag) -> None:
+        """Add a block that waits for a slot."""
+        self._waiting.setdefault(tag.peer, deque()).append(tag)
+
+    def next(self, still_waits: Callable[[Tag], bool]) -> Iterator[tuple[int, dict[int, int]]]:
+        """Assign free slots; yields a fetch, and by position the slots of its blocks.
+
+        still_waits(tag): False for a block that was given up meanwhile.
+        """
+        share = max(1, self._landing.count * 3 // 4)
+        for peer, waiting in list(self._waiting.items()):
+            room = min(share - self._used[peer], len(waiting))
+            free = self._landing.take(room) if room > 0 else []
+            chosen: dict[int, dict[int, int]] = {}
+            while waiting and free:
+                tag = waiting.popleft()
+                if still_waits(tag):
+                    chosen.setdefault(tag.job, {})[tag.position] = free.pop()
+            self._landing.give_back(free)
+            if chosen or not waiting:
+                del self._waiting[peer]
+            if chosen and waiting:
+                self._waiting[peer] = waiting  # behind those that got none
+            for number, slots in chosen.items():
+                self._used[peer] += len(slots)
+                yield number, slots
+
+    def left(self, peer: int) -> None:
+        """A peer uses one slot less."""
+        self._used[peer] -= 1
+
+    def forget(self, peer: int) -> None:
+        """Drop a peer's waiting blocks."""
+        self._waiting.pop(peer, None)
+        self._used = +self._used
+
+
+class Regions:
+    """Memory of peers' exporters, by peer and extent."""
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self._known: dict[tuple[int, int], m.Region] = {}
+
+    def get(self, peer: int, extent: int, slot: int) -> m.Region:
+        """Return a region that has a slot. Raises ProtocolError for an unknown one."""
+        found = self._known.get((peer, extent))
+        if found is None or slot >= found.slots:
+            raise ProtocolError(f"slot {slot} of extent {extent}, which is not known or shorter")
+        return found
+
+    def learn(self, peer: int, regions: Sequence[m.Region]) -> None:
+        """Add a peer's regions; beyond the limit, that peer's oldest ones are dropped."""
+        self._known |= {(peer, region.extent): region for region in regions}
+        if len(self._known) > REGIONS_MAX:
+            of_peer = [at for at in self._known if at[0] == peer]
+            for at in of_peer[: len(self._known) - REGIONS_MAX]:
+                del self._known[at]
+
+    def forget(self, peer: int) -> None:
+        """Drop a peer's regions."""
+        self._known = {at: region for at, region in self._known.items() if at[0] != peer}
+
+
 class _Transfer(msgspec.Struct, eq=False):
-    """One that is under way; digest: of the namespace that it reads for, None for a write."""
+    """A transfer under way; digest: of the namespace that it reads for, None for a write."""
 
     digest: str | None
-    tags: list[Tag] | list[Part]
-    wanted: int  # blocks that somebody waits for
+    tags: list[Tag]
+    wanted: int  # blocks that were not abandoned
 
 
 class _Sums(msgspec.Struct):
@@ -144,7 +350,7 @@ class _Sums(msgspec.Struct):
 
 
 class _Checks(msgspec.Struct):
-    tags: list[Part]
+    tags: list[Tag]
     namespace: str
     blocks: list[tuple[Check, memoryview, memoryview]]
 
@@ -158,95 +364,98 @@ class _Checks(msgspec.Struct):
         return Checked(self.namespace, self.tags, [False] * len(self.tags))
 
 
-class _Make(msgspec.Struct):
+class _Allocation(msgspec.Struct):
     landing: Landing
     size: int
 
-    def run(self) -> _Made:
+    def run(self) -> _Allocated:
         try:
-            return _Made(self.landing, CpuExtent(self.size, self.landing.slot_bytes))
+            return _Allocated(self.landing, CpuExtent(self.size, self.landing.slot_bytes))
         except TierFull as exc:
-            return _Made(self.landing, exc)
+            return _Allocated(self.landing, exc)
 
-    def failed(self) -> _Made:
-        return _Made(self.landing, TierFull("its memory could not be made"))
+    def failed(self) -> _Allocated:
+        return _Allocated(self.landing, TierFull("its memory could not be allocated"))
 
 
-class _Made(msgspec.Struct):
+class _Allocated(msgspec.Struct):
     landing: Landing
     memory: CpuExtent | TierFull
 
 
-class PeerMover:
-    """Called from one thread, the store's."""
+class Transfers:
+    """Moves, copies and sums blocks. Called from the store's thread; no method blocks but close.
+
+    devices: network devices of the exporter, as UCX names them.
+    """
 
     def __init__(self, service: str, devices: str, landing_bytes: int) -> None:
         """service, devices: as in exporter Settings. landing_bytes: of each namespace's slots.
 
         Until wake() there is no process.
         """
-        settings = Settings(service, devices, quarantine_bytes_max=landing_bytes)
-        self._exporter = Exporter(settings, asleep=True)
+        settings = supervisor.Settings(service, devices, quarantine_bytes_max=landing_bytes)
+        self._exporter = supervisor.Exporter(settings, asleep=True)
         self.devices = devices
         self._landing_bytes = landing_bytes
         self._landings: dict[str, Landing] = {}
         self._leaving: dict[int, CpuExtent] = {}  # of landings, until they are unmapped
         self._next_landing = LANDING_FIRST
         self._now_ns = 0
-        self.moved_bytes: Counter[str] = Counter()
+        self.moved_bytes: Counter[str] = Counter()  # "pulled", "pushed", as NIXL counts them
         self._transfers: dict[int, _Transfer] = {}
-        self._moving: dict[tuple[str | None, Tag | Part], list[int]] = {}  # blocks -> transfers
-        self._unreached: set[int] = set()  # extents that the exporter could not map
-        self._lost: list[Event] = []  # of those that were to be unmapped
-        self._addresses: dict[int, int] = {}  # mapped, and peers were not told how to reach it
-        self._told = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # threads have results
-        self._runner: Runner[_Sums | _Checks | _Make, Summed | Checked | _Made] = Runner(
+        self._moving: dict[Tag, list[int]] = {}  # blocks -> transfers
+        self._unmappable: set[int] = set()  # extents that the exporter could not map
+        self._unreachable: list[Event] = []  # of those that were to be unmapped
+        self._addresses: dict[int, int] = {}  # mapped, and their metadata has not come yet
+        self._done = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # threads have results
+        self._runner: Runner[_Sums | _Checks | _Allocation, Summed | Checked | _Allocated] = Runner(
             "kvstore-handover",
             lambda job: job.run(),
             lambda job, _: job.failed(),
             THREADS,
-            lambda: os.eventfd_write(self._told, 1),
+            lambda: os.eventfd_write(self._done, 1),
         )
 
     def fds(self) -> Iterator[int]:
-        """Go through the descriptors that can be read when poll() has something to return."""
-        yield from (self._exporter.fileno(), self._told)
+        """Go through the descriptors that become readable when poll() has something to return."""
+        yield from (self._exporter.fileno(), self._done)
 
     def wait_s(self, now_ns: int) -> float | None:
         """Return when to call poll() at the latest; None: when a descriptor says so."""
         return self._exporter.wait_s(now_ns)
 
     def poll(self, now_ns: int) -> Sequence[Event]:
-        """Return what has happened."""
+        """Return what has happened since the last call."""
         self._now_ns = now_ns
-        events, self._lost = self._lost, []
+        events, self._unreachable = self._unreachable, []
         for event in self._exporter.poll(now_ns):
             events += self._on(event)
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._told)
+            os.eventfd_read(self._done)
         for done in self._runner.poll():
-            if isinstance(done, _Made):
-                self._made(done)
+            if isinstance(done, _Allocated):
+                self._allocated(done)
             else:
                 events.append(done)
         return events
 
-    def _on(self, event: Said) -> Sequence[Event]:
+    def _on(self, event: supervisor.Event) -> Sequence[Event]:
         match event:
-            case Ready(name, metadata):
+            case nixl.Ready(name, metadata):
                 return [Up(name, metadata)]
-            case Mapped(extent, address):
+            case nixl.Mapped(extent, address):
                 self._addresses[extent] = address
-            case Metadata(metadata):
+            case nixl.Metadata(metadata):
                 return self._reachable(metadata)
-            case Unmapped(extent):
+            case nixl.Unmapped(extent):
                 return self._unmapped(extent)
-            case NotMapped(extent, text):
+            case nixl.NotMapped(extent, text):
                 log.error("peers cannot reach extent %d: %s", extent, text)
-                self._unreached.add(extent)
-            case Ended(number, moved, _, error):
+                self._unmappable.add(extent)
+            case nixl.Ended(number, moved, _, error):
                 return [self._ended(number, moved, error)]
-            case Ended_(reason):
+            case supervisor.Down(reason):
                 self._addresses.clear()
                 for landing in self._landings.values():
                     landing.base = 0
@@ -269,56 +478,117 @@ class PeerMover:
                 landing.base, landing.metadata = addresses[landing.extent], metadata
         return [Reachable(extent, address, metadata) for extent, address in addresses.items()]
 
-    def _ended(self, number: int, moved: int, error: ErrorClass | None) -> Event:
+    def _ended(self, number: int, moved: int, error: str | None) -> Event:
         found = self._transfers.pop(number)
         self.moved_bytes["pushed" if found.digest is None else "pulled"] += moved
         for tag in found.tags:
-            moving = self._moving.get((found.digest, tag), [])
+            moving = self._moving.get(tag, [])
             if number in moving:  # else it was abandoned
                 moving.remove(number)
             if not moving:
-                self._moving.pop((found.digest, tag), None)
+                self._moving.pop(tag, None)
         if found.digest is None:
-            return Written(found.tags, error is None, stopped=error == "stopped")  # type: ignore[arg-type]
-        return Arrived(found.digest, found.tags, error is None)  # type: ignore[arg-type]
+            return Written(found.tags, error is None, stopped=error == "stopped")
+        return Arrived(found.digest, found.tags, error is None)
 
-    def _start(
-        self, move: Move | Filling, digest: str | None, tags: list[Tag] | list[Part]
-    ) -> None:
+    # Transfers
+
+    def read(self, tags: list[Tag], agent: str, digest: str, read: SlotRead) -> None:
+        """Read a peer's slots into a namespace's landing slots, in batches; ends as Arrived."""
+        landing = self._landings[digest]
+        size = landing.slot_bytes
+        address, region_bytes = read.region.base, read.region.slots * size
+        for part in batches(len(tags), size):
+            local, remote = u32(read.landing[part]), u32(read.numbers[part])
+            move = nixl.Transfer(
+                0, agent, False, landing.extent, address, region_bytes, size, local, remote
+            )
+            self._start(move, digest, tags[part])
+
+    def write(self, tags: list[Tag], agent: str, write: SlotWrite) -> None:
+        """Write slots to a peer's landing slots; ends as Written."""
+        size, region = write.slot_bytes, write.landing
+        local, remote = u32(write.numbers), u32(write.landing_slots)
+        move = nixl.Transfer(
+            0, agent, True, write.extent, region.base, region.slots * size, size, local, remote
+        )
+        self._start(move, None, tags)
+
+    def fill(self, tags: list[Tag], fill: SlotFill) -> None:
+        """Write parts of slots to a peer's engine; ends as Written."""
+        rank, parts, blocks = fill.rank, array("Q", fill.offsets).tobytes(), u32(fill.blocks)
+        pages = rank.pages[fill.group]
+        filling = nixl.Fill(0, rank.agent, fill.extent, pages, parts, blocks, rank.gpu)
+        self._start(filling, None, tags)
+
+    def _start(self, move: nixl.Transfer | nixl.Fill, digest: str | None, tags: list[Tag]) -> None:
         number = self._exporter.start(move)
         self._transfers[number] = _Transfer(digest, tags, len(tags))
         for tag in tags:
-            self._moving.setdefault((digest, tag), []).append(number)
+            self._moving.setdefault(tag, []).append(number)
 
-    def abandon(self, digest: str | None, tag: Tag | Part) -> None:
-        """Nobody waits for a block any more; a transfer without any others is abandoned."""
-        for number in self._moving.pop((digest, tag), ()):
+    def abandon(self, tag: Tag) -> None:
+        """Stop waiting for a block. A transfer of abandoned blocks alone starts no more chunks.
+
+        Its event comes all the same.
+        """
+        for number in self._moving.pop(tag, ()):
             self._transfers[number].wanted -= 1
             if not self._transfers[number].wanted:
                 self._exporter.abandon(number)
+
+    def sum(
+        self, tags: list[Tag], namespace: str, blocks: list[tuple[BlockKey, memoryview]]
+    ) -> None:
+        """Take checksums, in batches; ends as Summed."""
+        for part in batches(len(tags), len(blocks[0][1])):
+            self._runner.submit(_Sums(tags[part], namespace, blocks[part]))
+
+    def check(
+        self, tags: list[Tag], namespace: str, blocks: list[tuple[Check, memoryview, memoryview]]
+    ) -> None:
+        """Copy landed blocks into their slots and take their checksums there; ends as Checked."""
+        for part in batches(len(tags), len(blocks[0][1])):
+            self._runner.submit(_Checks(tags[part], namespace, blocks[part]))
+
+    # The exporter
 
     def wake(self) -> None:
         """Start the exporter, unless it runs."""
         self._exporter.wake()
 
+    def restart(self, why: str) -> None:
+        """Start the exporter afresh. Once Down has come, no earlier transfer moves anything."""
+        self._exporter.restart(why)
+
     @property
     def abandoned_bytes(self) -> int:
-        """Memory of transfers of ours that nobody waits for and that have not ended."""
+        """Memory of abandoned transfers that have not ended."""
         return self._exporter.quarantined_bytes
 
-    def restart(self, why: str) -> None:
-        """Start the exporter afresh."""
-        self._exporter.restart(why)
+    def over_tcp(self, host: str) -> bool:
+        """Tell whether bytes from and to a host travel over TCP."""
+        return over_tcp(host, self.devices)
+
+    def add_peer(self, agent: str, metadata: bytes) -> None:
+        """Learn how to reach a peer's agent now."""
+        self._exporter.add_peer(agent, metadata)
+
+    def remove_peer(self, agent: str) -> None:
+        """Forget a peer's agent; transfers with it fail."""
+        self._exporter.remove_peer(agent)
+
+    # Memory
 
     def export(self, extent: int, fd: int, size: int) -> None:
         """Let peers read an extent."""
         self._exporter.map(extent, fd, size, writable=False)
 
     def unexport(self, extent: int) -> None:
-        """Have Unreachable come once no transfer uses an extent."""
-        if extent in self._unreached:
-            self._unreached.discard(extent)
-            self._lost += self._unmapped(extent)
+        """Send Unreachable once no transfer uses an extent."""
+        if extent in self._unmappable:
+            self._unmappable.discard(extent)
+            self._unreachable += self._unmapped(extent)
         else:
             self._exporter.unmap(extent)
 
@@ -329,7 +599,7 @@ class PeerMover:
         return self._landings[namespace]
 
     def _want(self, landing: Landing) -> None:
-        """Make a landing's memory, as soon as the cap has room for it."""
+        """Allocate a landing's memory, as soon as the cap has room for it."""
         landing.used_ns = self._now_ns
         if landing.retry_ns is None or self._now_ns < landing.retry_ns:
             return
@@ -338,14 +608,14 @@ class PeerMover:
         if len(there) + len(self._leaving) >= LANDINGS_MAX:
             idle = [found for found in there if found.memory is not None and not found.used]
             if idle and not self._leaving:
-                self._give_up(min(idle, key=lambda found: found.used_ns))
+                self._reclaim(min(idle, key=lambda found: found.used_ns))
             landing.retry_ns = self._now_ns
             return
         landing.retry_ns = None
         size = max(self._landing_bytes, 2 * (landing.slot_bytes + GENERATION_BYTES))
-        self._runner.submit(_Make(landing, size))
+        self._runner.submit(_Allocation(landing, size))
 
-    def _made(self, made: _Made) -> None:
+    def _allocated(self, made: _Allocated) -> None:
         landing, memory = made.landing, made.memory
         if isinstance(memory, TierFull):
             log.error("no landing memory: %s", memory)
@@ -355,75 +625,111 @@ class PeerMover:
         landing.made(number, memory)
         self._exporter.map(number, memory.fd, memory.count * memory.slot_bytes, writable=True)
 
-    def _give_up(self, landing: Landing) -> None:
-        """Let another namespace have the memory of a landing that is not used."""
+    def _reclaim(self, landing: Landing) -> None:
+        """Free the memory of a landing that is not used, for another namespace's."""
         memory = landing.unmade()
         if memory is not None:
             self._leaving[landing.extent] = memory
             self.unexport(landing.extent)
 
-    def over_tcp(self, host: str) -> bool:
-        """Tell whether bytes from and to a host travel over TCP."""
-        return over_tcp(host, self.devices)
-
-    def add_peer(self, agent: str, metadata: bytes) -> None:
-        """Learn how to reach a peer's exporter now."""
-        self._exporter.add_peer(agent, metadata)
-
-    def remove_peer(self, agent: str) -> None:
-        """Forget a peer's exporter; what is open with it fails."""
-        self._exporter.remove_peer(agent)
-
-    def sum(
-        self, tags: list[Tag], namespace: str, blocks: list[tuple[BlockKey, memoryview]]
-    ) -> None:
-        """Take checksums, some blocks at a time."""
-        for part in batches(len(tags), len(blocks[0][1])):
-            self._runner.submit(_Sums(tags[part], namespace, blocks[part]))
-
-    def check(
-        self, tags: list[Part], namespace: str, blocks: list[tuple[Check, memoryview, memoryview]]
-    ) -> None:
-        """Copy landed blocks into their slots and take their checksums there."""
-        for part in batches(len(tags), len(blocks[0][1])):
-            self._runner.submit(_Checks(tags[part], namespace, blocks[part]))
-
-    def write(self, tags: list[Tag], agent: str, write: Write) -> None:
-        """Write to a peer's landing slots."""
-        size, region = write.slot_bytes, write.landing
-        local, remote = u32(write.numbers), u32(write.landing_slots)
-        move = Move(
-            agent, True, write.extent, region.base, region.slots * size, size, local, remote
-        )
-        self._start(move, None, tags)
-
-    def fill(self, tags: list[Tag], fill: Fill) -> None:
-        """Write to an engine of a peer's."""
-        rank, parts, blocks = fill.rank, array("Q", fill.offsets).tobytes(), u32(fill.blocks)
-        pages = rank.pages[fill.group]
-        filling = Filling(rank.agent, fill.extent, pages, parts, blocks, rank.gpu)
-        self._start(filling, None, tags)
-
-    def read(self, tags: list[Part], agent: str, digest: str, read: Read) -> None:
-        """Read a peer's slots into landing slots, some at a time."""
-        landing, region = self._landings[digest], read.region
-        size = landing.slot_bytes
-        for part in batches(len(tags), size):
-            local, remote = u32(read.landing[part]), u32(read.numbers[part])
-            move = Move(
-                agent, False, landing.extent, region.base, region.slots * size, size, local, remote
-            )
-            self._start(move, digest, tags[part])
-
     def close(self) -> None:
         """End the process and the threads, and free the landing slots."""
         self._exporter.close()
         self._runner.close()
-        os.close(self._told)
+        os.close(self._done)
         memories: list[object] = [landing.unmade() for landing in self._landings.values()]
-        memories += [done.memory for done in self._runner.poll() if isinstance(done, _Made)]
+        memories += [done.memory for done in self._runner.poll() if isinstance(done, _Allocated)]
         for memory in (*memories, *self._leaving.values()):
             if isinstance(memory, CpuExtent):
                 memory.close()
         self._landings.clear()
         self._leaving.clear()
+
+
+class PeerAgents:
+    """Agents of peers that our exporter knows, by the connections that named them.
+
+    NIXL keeps a socket for each peer that is forgotten and met again while it lives, and nothing
+    for one that has ended. So agents are kept beyond their connections, and those unused longest
+    go first.
+    """
+
+    def __init__(self, transfers: Transfers) -> None:
+        """transfers: add_peer() and remove_peer() are called; each new exporter is told by it."""
+        self._transfers = transfers
+        self._named: dict[int, list[str]] = {}  # by connection; the first is its exporter
+        self._users: dict[str, set[int]] = {}  # their connections; longest unused first
+        self._metadata: dict[str, bytes] = {}
+
+    def __len__(self) -> int:
+        """Count the agents that our exporter knows."""
+        return len(self._users)
+
+    def meet(self, connection: int, agent: str, metadata: bytes) -> None:
+        """Learn of a peer's exporter, or a worker of its engine; no name: it has none."""
+        if agent:
+            named = self._named.setdefault(connection, [])
+            if agent not in named:
+                named.append(agent)
+            if len(named) > NAMED_MAX:
+                self._users[named.pop(1)].discard(connection)
+            users = self._users.pop(agent, set())
+            users.add(connection)
+            self._users[agent] = users
+            self._add(agent, metadata)
+            self._forget_some()
+
+    def update(self, connection: int, metadata: bytes) -> None:
+        """Learn how to reach a connection's exporter now; nothing if it named none."""
+        named = self._named.get(connection)
+        if named is not None:
+            self._add(named[0], metadata)
+
+    def _add(self, agent: str, metadata: bytes) -> None:
+        self._metadata[agent] = metadata
+        self._transfers.add_peer(agent, metadata)
+
+    def metadata(self, agent: str) -> bytes:
+        """Return how to reach an agent; empty for an unknown one."""
+        return self._metadata.get(agent, b"")
+
+    def leave(self, connection: int) -> None:
+        """Drop a connection that has ended."""
+        for agent in self._named.pop(connection, ()):
+            self._users[agent].discard(connection)
+            self._users[agent] = self._users.pop(agent)
+        self._forget_some()
+
+    def _forget_some(self) -> None:
+        if len(self._users) > AGENTS_MAX:
+            unused = [agent for agent, users in self._users.items() if not users]
+            for agent in unused[: len(self._users) - AGENTS_MAX]:
+                del self._users[agent], self._metadata[agent]
+                self._transfers.remove_peer(agent)
+
+
+class Quarantine:
+    """Memory of abandoned transfers: for how long it is kept before the exporter is restarted.
+
+    After a restart no earlier transfer writes to it.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._crowded_ns: int | None = None  # since when
+        self._quiet_ns: int | None = None
+
+    def stir(self) -> None:
+        """A hand-over goes on."""
+        self._quiet_ns = None
+
+    def lasts(self, now_ns: int, *, crowded: bool, quiet: bool) -> bool:
+        """True once the quarantine has lasted too long; called from time to time."""
+        self._crowded_ns = (self._crowded_ns or now_ns) if crowded else None
+        self._quiet_ns = (self._quiet_ns or now_ns) if quiet else None
+        late = (self._crowded_ns is not None and now_ns - self._crowded_ns >= CROWDED_NS) or (
+            self._quiet_ns is not None and now_ns - self._quiet_ns >= QUIET_NS
+        )
+        if late:
+            self._crowded_ns = self._quiet_ns = None
+        return late

@@ -23,10 +23,10 @@ from kvstore.core import limits
 from kvstore.core.errors import ConfigError, InvariantBroken, ProtocolError
 from kvstore.core.tier import SlotMemory, Tier, TierContext
 from kvstore.gc_tuning import collect_young_only
-from kvstore.handover.fetches import Waits
+from kvstore.handover.consumer import Waits
 from kvstore.handover.peers import EXPORTER, Peers
 from kvstore.handover.side_channel import ClusterKey
-from kvstore.handover.transfers import PeerMover
+from kvstore.handover.transfers import Transfers
 from kvstore.listener import Listener
 from kvstore.metrics import NVME
 from kvstore.rate_log import RateLog
@@ -128,7 +128,7 @@ class Server:
             return None
         key = None if config.key is None else ClusterKey.read(Path(config.key))
         name = f"kvstore-{secrets.token_hex(4)}"
-        mover = PeerMover(name, config.devices, config.landing_bytes)
+        mover = Transfers(name, config.devices, config.landing_bytes)
         if config.eager:
             mover.wake()
         waits = Waits(engine.promote_ns, engine.promote_limit_ns)

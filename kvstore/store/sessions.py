@@ -18,8 +18,8 @@ from kvstore.core.layout import slot_layout
 from kvstore.core.tier import MemoryPool, SlotMemory, Tier
 from kvstore.core.types import BlockKey, LeaseId, Slot
 from kvstore.core.write_budget import WriteBudget
+from kvstore.handover.jobs import check_ranks
 from kvstore.handover.peers import EXPORTER, OfFetch, Peers
-from kvstore.handover.writes import check_ranks
 from kvstore.metrics import MEMORY, NVME, PEER, Numbers
 from kvstore.store.extents import Memory
 from kvstore.store.gauges import count_step, disk_gauges, gauges, plugin_gauges, resize

@@ -24,7 +24,7 @@ from kvstore.core.errors import KVStoreError
 from tests.bench.clock import Clock
 from tiers.cpu import CpuExtent
 from tiers.nixl.agent import Agent, Indices
-from tiers.nixl.exporter_child import environment
+from tiers.nixl.ucx import environment
 
 SUM_BYTES = 1 << 20  # of one call, so that neither thread waits long for the other
 NAP_S = 0.0001

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
 from unittest.mock import patch
 
 import msgspec
@@ -16,19 +17,19 @@ import msgspec
 from kvstore.config import parse
 from kvstore.core.errors import ProtocolError
 from kvstore.core.types import BlockKey, Slot, make_key
-from kvstore.handover import moves, peers
+from kvstore.handover import peers
+from kvstore.handover import transfers as moves
 from kvstore.handover.checksums import block_sum
-from kvstore.handover.fetches import Check, Read
-from kvstore.handover.fetches import Tag as Part
-from kvstore.handover.jobs import Fill, Tag, Write
 from kvstore.handover.peers import EXPORTER, Peers
 from kvstore.handover.side_channel import Channel
+from kvstore.handover.transfers import Check, SlotFill, SlotRead, SlotWrite, Tag, Transfers
 from kvstore.store.namespace import Namespace
 from kvstore.store.sessions import Store
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.fakes import SLOT_BYTES, Engine, HeapPool, Town, from_u32
+from tests.harness.handover_pair import LandingSlots
 
 LANDING = 32
 LANDING_EXTENT = 1 << 30
@@ -124,36 +125,6 @@ class Wire(Channel):
         yield from ()
 
 
-class Landing:
-    """Landing slots in this process."""
-
-    def __init__(self, extent: int) -> None:
-        self.extent, self.count = extent, LANDING
-        self.memory = [bytearray(SLOT_BYTES) for _ in range(LANDING)]
-        self.free = list(range(LANDING))
-
-    @property
-    def used(self) -> int:
-        return LANDING - len(self.free)
-
-    def open(self) -> None:
-        """They are there."""
-
-    def take(self, count: int) -> list[int]:
-        taken, self.free = self.free[:count], self.free[count:]
-        return taken
-
-    def give(self, slots: Collection[int]) -> None:
-        assert not set(slots) & set(self.free), "given back twice"
-        self.free += slots
-
-    def region(self) -> tuple[m.Region, bytes]:
-        return m.Region(self.extent, 4096, LANDING), b"metadata"
-
-    def view(self, slot: int) -> memoryview:
-        return memoryview(self.memory[slot])
-
-
 class Mover:
     """Moves bytes between sites of a net; each piece of work ends a few polls later."""
 
@@ -162,7 +133,7 @@ class Mover:
         self._starts = itertools.count(1)
         self.agent = self.devices = ""
         self.site: Site | None = None
-        self.landings: dict[str, Landing] = {}
+        self.landings: dict[str, LandingSlots] = {}
         self.known: dict[str, bytes] = {}
         self.restarts = self.abandoned = 0
         self._events: list[moves.Event] = []
@@ -212,9 +183,9 @@ class Mover:
     def wait_s(self, _now_ns: int) -> float | None:
         return None
 
-    def landing(self, namespace: str, _slot_bytes: int) -> Landing:
+    def landing(self, namespace: str, _slot_bytes: int) -> LandingSlots:
         if namespace not in self.landings:
-            self.landings[namespace] = Landing(LANDING_EXTENT + len(self.landings))
+            self.landings[namespace] = LandingSlots(LANDING_EXTENT + len(self.landings), LANDING)
         return self.landings[namespace]
 
     def wake(self) -> None:
@@ -229,7 +200,7 @@ class Mover:
     def remove_peer(self, agent: str) -> None:
         del self.known[agent]
 
-    def abandon(self, digest: str | None, tag: Tag | Part) -> None:
+    def abandon(self, tag: Tag) -> None:
         """What is under way here always ends."""
 
     @property
@@ -246,7 +217,7 @@ class Mover:
         self._do(lambda: moves.Summed(tags, [block_sum(namespace, *block) for block in named]))
 
     def check(
-        self, tags: list[Part], namespace: str, named: list[tuple[Check, memoryview, memoryview]]
+        self, tags: list[Tag], namespace: str, named: list[tuple[Check, memoryview, memoryview]]
     ) -> None:
         def work() -> moves.Event:
             right = []
@@ -257,7 +228,7 @@ class Mover:
 
         self._do(work)
 
-    def write(self, tags: list[Tag], agent: str, write: Write) -> None:
+    def write(self, tags: list[Tag], agent: str, write: SlotWrite) -> None:
         def work() -> moves.Event:
             other = self._net.movers.get(agent)
             region = write.landing
@@ -265,15 +236,15 @@ class Mover:
             target = next((at for at in found if at.region()[0] == region), None)
             if target is not None:
                 for number, slot in zip(write.numbers, write.landing_slots, strict=True):
-                    target.memory[slot][:] = self.slot(write.extent, number) or b""
+                    target.view(slot)[:] = self.slot(write.extent, number) or b""
             return moves.Written(tags, target is not None)
 
         self._do(work)
 
-    def fill(self, tags: list[Tag], fill: Fill) -> None:
+    def fill(self, tags: list[Tag], fill: SlotFill) -> None:
         self._do(lambda: moves.Written(tags, fill.rank.agent == "evil"))
 
-    def read(self, tags: list[Part], agent: str, digest: str, read: Read) -> None:
+    def read(self, tags: list[Tag], agent: str, digest: str, read: SlotRead) -> None:
         def work() -> moves.Event:
             other, ok = self._net.movers.get(agent), True
             for number, slot in zip(read.numbers, read.landing, strict=True):
@@ -281,7 +252,7 @@ class Mover:
                 if found is None:
                     ok = False
                 else:
-                    self.landings[digest].memory[slot][:] = found
+                    self.landings[digest].view(slot)[:] = found
             return moves.Arrived(digest, tags, ok)
 
         self._do(work)
@@ -315,7 +286,7 @@ class Site(Town):
         super().__init__(config, HeapPool(12, 16))
         self.mover = Mover(net, name)
         with patch.object(peers, "Channel", lambda *how: Wire(net, *how)):
-            self.peers = Peers(None, self.mover, HELD)
+            self.peers = Peers(None, cast("Transfers", self.mover), HELD)
         self.wire: Wire = self.peers.channel  # type: ignore[assignment]
         self.wire.name(f"{name}:1")
         self.store = Store(config, self.pool, self._make_tiers, self._send, peers=self.peers)

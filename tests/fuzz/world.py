@@ -13,7 +13,7 @@ import psutil
 
 from kvstore.core.layout import PageRun, RankPages
 from kvstore.core.types import make_key
-from kvstore.handover import peer_agents, peers, side_channel
+from kvstore.handover import peers, side_channel, transfers
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
@@ -425,15 +425,14 @@ def check_nothing_left(site: Site) -> None:
     assert not own.producer._early
     assert own.producer.hands.held_bytes == 0
     assert len(own._links) <= peers.LINKS_MAX
-    assert len(own._agents) <= peer_agents.KNOWN_MAX
+    assert len(own._agents) <= transfers.AGENTS_MAX
     assert len(site.wire._heard) <= side_channel.CAME_MAX + peers.LINKS_MAX
     assert len(site.wire._ids) == len(site.wire._came) <= 1, "connections that are gone"
     assert not own.direct._fetches
     assert all(not session.fetches for session in site.store.sessions.values())
     for landing in site.mover.landings.values():
-        assert sorted(landing.free) == list(range(landing.count)), "landing slots"
-    for inlet in own._inlets.values():
-        consumer = inlet.consumer
+        landing.check_all_free()
+    for consumer in own._inlets.values():
         assert not consumer._fetches
         assert not consumer._located
         assert not consumer._loads._open

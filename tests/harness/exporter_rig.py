@@ -12,8 +12,8 @@ from kvstore.wire.framing import u32
 from tests.bench.steal import Watch
 from tests.harness.patience import WAIT_S
 from tiers.cpu import CpuExtent
-from tiers.nixl.messages import Ended, Mapped, Metadata, Ready
-from tiers.nixl.supervisor import Down, Event, Exporter, Move, Settings
+from tiers.nixl.messages import Ended, Mapped, Metadata, Ready, Transfer
+from tiers.nixl.supervisor import Down, Event, Exporter, Settings
 
 EXPORT, LANDING = 1, 2
 KIB = 1 << 10
@@ -106,7 +106,8 @@ class Side:
     ) -> int:
         """Move blocks: pairs of a position here and one there. name: instead of the peer's."""
         ours, theirs = (EXPORT, LANDING) if write else (LANDING, EXPORT)
-        move = Move(
+        move = Transfer(
+            0,
             name or peer.name,
             write,
             ours,
@@ -129,7 +130,7 @@ class Side:
 
     def close(self) -> None:
         self.take(self.exporter.close())
-        assert not self.exporter.open
+        assert not self.exporter._open
         for extent in self.memory.values():
             extent.close()
 

@@ -5,18 +5,33 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 from kvstore.core.tier import Tier, TierContext
-from kvstore.core.types import BlockKey, Slot
+from kvstore.core.types import BlockKey, GroupRule, Slot
 from kvstore.handover import consumer as c
-from kvstore.handover import fetches, jobs
 from kvstore.handover import producer as o
 from kvstore.handover.checksums import block_sum
+from kvstore.handover.jobs import Source
+from kvstore.handover.transfers import (
+    Check,
+    EngineRead,
+    EngineWrite,
+    Landing,
+    SlotFill,
+    SlotRead,
+    SlotWrite,
+    Tag,
+)
 from kvstore.store.namespace import Namespace
 from kvstore.wire import framing
 from kvstore.wire import peer as m
-from tests.harness.fakes import SLOT_BYTES, HeapPool, Town, keys_of, u32
+from tests.harness.fakes import SLOT_BYTES, HeapExtent, HeapPool, Town, keys_of, u32
 from tests.reference.memory_tier import MemoryTier
+
+if TYPE_CHECKING:
+    from tiers.cpu import CpuExtent
 
 LANDING = 6
 
@@ -67,21 +82,20 @@ class Line:
                 self.take(message)
 
 
-class LandingSlots:
-    def __init__(self) -> None:
-        self.memory = [bytearray(SLOT_BYTES) for _ in range(LANDING)]
-        self.free = list(range(LANDING))
+class LandingSlots(Landing):
+    """Landing slots in this process, mapped from the start; none is given back twice."""
 
-    def take(self, count: int) -> list[int]:
-        taken, self.free = self.free[:count], self.free[count:]
-        return taken
+    def __init__(self, extent: int, count: int) -> None:
+        super().__init__(SLOT_BYTES, lambda _: None)
+        self.made(extent, cast("CpuExtent", HeapExtent(count * (SLOT_BYTES + 4), SLOT_BYTES)))
+        self.base, self.metadata = 4096, b"md"
 
-    def give(self, slots: Collection[int]) -> None:
-        assert not set(slots) & set(self.free)
-        self.free += slots
+    def give_back(self, slots: Collection[int]) -> None:
+        assert not set(slots) & set(self._free), "given back twice"
+        super().give_back(slots)
 
-    def region(self) -> tuple[m.Region, bytes]:
-        return m.Region(900, 0, LANDING), b"md"
+    def check_all_free(self) -> None:
+        assert sorted(self._free) == list(range(self.count))
 
 
 class Pair:
@@ -93,20 +107,19 @@ class Pair:
         self.giver = Town(pool=HeapPool(4, 8), tiers=[("shelf", MemoryTier)])
         self.taker = Town(pool=HeapPool(4, 8), tiers=[("peer", self._consumer)])
         self.prefill = self.giver.attach(credit_slots=4)
-        self.landing = LandingSlots()
+        self.landing = LandingSlots(900, LANDING)
         self.decode = self.taker.attach(credit_slots=4)
         self.damage: set[BlockKey] = set()
         self.fail = 0.0
         self.passed_on: list[tuple[int, int]] = []  # fetch, position
         self.passed: dict[tuple[int, int], bool] = {}
-        self.in_engines: list[fetches.EngineRead] = []
+        self.in_engines: list[EngineRead] = []
         self.pushing: list[int] = []  # fetches whose workers are to say where
         self.unsafe: set[tuple[int, int]] = set()  # passed, and may still be written
         self.met: list[str] = []  # agents that the prefill store's exporter was told of
-        self.filled: list[jobs.Fill] = []
-        self.given: list[
-            tuple[list[jobs.Tag], jobs.Give]
-        ] = []  # told to engines, by the test to end
+        self.filled: list[SlotFill] = []
+        # told to engines, by the test to end
+        self.engine_writes: list[tuple[list[Tag], EngineWrite]] = []
         self.producer = o.Producer(
             lambda: self.giver.store.namespaces,
             lambda: ("agent", b"md"),
@@ -147,23 +160,20 @@ class Pair:
     def target(self) -> Namespace:
         return next(iter(self.taker.store.namespaces.values()))
 
-    def _consumer(self, _context: TierContext) -> Tier:
-        self.consumer = c.Consumer(_Moves(self), _Room(self), self._to_producer, 1)
+    def _consumer(self, context: TierContext) -> Tier:
+        target: Any = _Target(self, context)
+        transfers: Any = _Transfers(self)
+        workers: Any = _Workers(self)
+        self.consumer = c.Consumer(_Connections(self), target, transfers, workers)
         return self.consumer
 
     def _to_consumer(self, peer: int, message: framing.Message) -> None:
         if peer == self.peer:
             self.down.send(peer, message)
 
-    def _to_producer(self, peer: int, message: framing.Message) -> None:
-        if peer == self.peer:
-            self.up.send(peer, message)
-
     # The producer's work
 
-    def sum(
-        self, tags: list[jobs.Tag], source: jobs.Source, named: list[tuple[BlockKey, Slot]]
-    ) -> None:
+    def sum(self, tags: list[Tag], source: Source, named: list[tuple[BlockKey, Slot]]) -> None:
         def work() -> None:
             sums = [block_sum("n", key, self.source.view(slot)) for key, slot in named]
             self.producer.summed(tags, sums)
@@ -171,18 +181,18 @@ class Pair:
         assert source is self.source
         self.wire.do(work)
 
-    def write(self, tags: list[jobs.Tag], agent: str, write: jobs.Write) -> None:
+    def write(self, tags: list[Tag], agent: str, write: SlotWrite) -> None:
         def work() -> None:
             ok = self.wire.random.random() >= self.fail
             for number, slot in zip(write.numbers, write.landing_slots, strict=True):
                 if ok:
-                    self.landing.memory[slot][:] = self._slot(write.extent, number)
+                    self.landing.view(slot)[:] = self._slot(write.extent, number)
             self.producer.written(tags, ok=ok)
 
         assert agent == "other"
         self.wire.do(work)
 
-    def fill(self, tags: list[jobs.Tag], fill: jobs.Fill) -> None:
+    def fill(self, tags: list[Tag], fill: SlotFill) -> None:
         def work() -> None:
             ok = self.wire.random.random() >= self.fail
             if ok:
@@ -191,11 +201,11 @@ class Pair:
 
         self.wire.do(work)
 
-    def give(self, tags: list[jobs.Tag], source: jobs.Source, give: jobs.Give) -> None:
+    def write_from_engine(self, tags: list[Tag], source: Source, write: EngineWrite) -> None:
         assert source is self.source
-        self.given.append((tags, give))
+        self.engine_writes.append((tags, write))
 
-    def abandon(self, tag: jobs.Tag) -> None:
+    def abandon(self, tag: Tag) -> None:
         """What is under way here always ends."""
 
     def region(self, extent: int) -> tuple[m.Region, bytes]:
@@ -258,80 +268,104 @@ class Pair:
         assert not self.consumer._fetches
         assert not self.consumer._located
         assert self.consumer.quarantined == 0
-        assert sorted(self.landing.free) == list(range(LANDING))
+        self.landing.check_all_free()
 
 
-class _Moves:
-    """The consumer's work."""
+class _Connections:
+    """The consumer's connection."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.fetched = c.Fetched()
+        self._pair = pair
+
+    def say(self, peer: int, message: framing.Message) -> None:
+        if peer == self._pair.peer:
+            self._pair.up.send(peer, message)
+
+    def reached_at(self, peer: int) -> tuple[str, bytes]:
+        assert peer <= self._pair.peer
+        return "agent", b"md"
+
+
+class _Target:
+    """The consumer's namespace, which is made after its tiers."""
+
+    def __init__(self, pair: Pair, context: TierContext) -> None:
+        self._pair = pair
+        self.layout = SimpleNamespace(
+            digest=context.namespace, rules=(GroupRule(),), slot_bytes=context.slot_bytes
+        )
+
+    def view(self, slot: Slot) -> memoryview:
+        return self._pair.target.view(slot)
+
+
+class _Transfers:
+    """What the consumer has moved and checked."""
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
 
-    def read(self, tags: list[fetches.Tag], peer: int, read: fetches.Read) -> None:
+    def landing(self, _digest: str, _slot_bytes: int) -> LandingSlots:
+        return self._pair.landing
+
+    def read(self, tags: list[Tag], agent: str, _digest: str, read: SlotRead) -> None:
         def work() -> None:
             pair = self._pair
             ok = pair.wire.random.random() >= pair.fail
             for number, slot in zip(read.numbers, read.landing, strict=True):
                 if ok:
-                    pair.landing.memory[slot][:] = pair._slot(read.region.extent, number)
+                    pair.landing.view(slot)[:] = pair._slot(read.region.extent, number)
             pair.consumer.moved(tags, ok=ok)
 
-        assert peer <= self._pair.peer
+        assert agent == "agent"
         self._pair.wire.do(work)
 
-    def abandon(self, tag: fetches.Tag) -> None:
+    def abandon(self, tag: Tag) -> None:
         """What is under way here always ends."""
 
-    def pass_on(self, number: int, peer: int, read: fetches.Read, positions: list[int]) -> None:
-        """Workers read what they are told at once: see Pair.passed_on."""
-        assert peer <= self._pair.peer
-        self._pair.passed_on += [(number, at) for at in positions]
-        for slot in read.numbers:
-            self._pair._slot(read.region.extent, slot)
-
-    def pass_on_engine(self, number: int, read: fetches.EngineRead) -> None:
-        """As pass_on: see Pair.passed_on, and what it was told in Pair.in_engines."""
-        self._pair.passed_on += [(number, at) for at in read.blocks]
-        self._pair.in_engines.append(read)
-
-    def push(self, number: int) -> None:
-        self._pair.pushing.append(number)
-
-    def passed(self, number: int, position: int, *, ok: bool, written: bool) -> None:
-        self._pair.passed[number, position] = ok
-        (self._pair.unsafe.add if written else self._pair.unsafe.discard)((number, position))
-
-    def check(self, tags: list[fetches.Tag], checks: list[fetches.Check]) -> None:
+    def check(
+        self, tags: list[Tag], _digest: str, blocks: list[tuple[Check, memoryview, memoryview]]
+    ) -> None:
         def work() -> None:
             right = []
-            for check in checks:
-                landed = memoryview(self._pair.landing.memory[check.landing])
+            for check, landed, slot in blocks:
                 if check.key in self._pair.damage:
                     landed[5] ^= 1
                 right.append(block_sum("n", check.key, landed) == check.sum)
                 if right[-1]:
-                    self._pair.target.view(check.slot)[:] = landed
+                    slot[:] = landed
             self._pair.consumer.checked(tags, right)
 
         self._pair.wire.do(work)
 
 
-class _Room:
+class _Workers:
+    """The consumer's direct fetches: workers read what they are told at once."""
+
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
 
-    @property
-    def count(self) -> int:
-        return LANDING
+    def tell(
+        self,
+        _digest: str,
+        number: int,
+        _agent: tuple[str, bytes],
+        region: m.Region,
+        positions: list[int],
+        numbers: list[int],
+    ) -> None:
+        self._pair.passed_on += [(number, at) for at in positions]
+        for slot in numbers:
+            self._pair._slot(region.extent, slot)
 
-    def open(self) -> None:
-        """They are there."""
+    def tell_engine(self, _digest: str, number: int, read: EngineRead) -> None:
+        self._pair.passed_on += [(number, at) for at in read.blocks]
+        self._pair.in_engines.append(read)
 
-    def take(self, count: int) -> list[int]:
-        return self._pair.landing.take(count)
+    def push(self, _digest: str, number: int) -> None:
+        self._pair.pushing.append(number)
 
-    def give(self, slots: Collection[int]) -> None:
-        self._pair.landing.give(slots)
-
-    def region(self) -> tuple[m.Region, bytes]:
-        return self._pair.landing.region()
+    def passed(self, _digest: str, number: int, position: int, *, ok: bool, written: bool) -> None:
+        self._pair.passed[number, position] = ok
+        (self._pair.unsafe.add if written else self._pair.unsafe.discard)((number, position))

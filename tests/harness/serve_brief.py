@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from kvstore import cli
-from kvstore.handover import consumer, heartbeats, peers, producer, quarantine, side_channel
+from kvstore.handover import consumer, heartbeats, peers, producer, side_channel, transfers
 from kvstore.store import server
 from tiers.nixl import supervisor
 
@@ -22,7 +22,7 @@ TIMES = {
     (heartbeats, "LEASE_MS"): 3_000,  # what it imported
     (producer, "GRACE_NS"): 1 * S,
     (peers, "IDLE_NS"): 4 * S,
-    (quarantine, "QUIET_NS"): 3 * S,
+    (transfers, "QUIET_NS"): 3 * S,
     (side_channel, "FORGET_NS"): 8 * S,
     (supervisor, "SILENT_NS"): 5 * S,
     (server, "_FLUSH_S"): 1,

@@ -1,11 +1,11 @@
-"""One NIXL agent with UCX: what the exporter uses of NIXL, and nothing else knows.
+"""One NIXL agent with UCX. No other module calls NIXL.
 
-NIXL's bindings are used directly. Its Python agent has UCX's thread look for work without a
-pause: an idle exporter would take a whole core, and so would each of its peers. And its package
-loads torch to learn which CUDA there is: five times the memory, and a second at each start. Host
-memory is what every build of NIXL moves; a GPU's takes one that was built with CUDA.
+NIXL's bindings are used directly. With its Python agent UCX's thread polls without a pause: an
+idle exporter would take a whole core, and so would each of its peers. And its package loads torch
+to learn which CUDA there is: five times the memory, and a second at each start. Every build of
+NIXL moves host memory; GPU memory takes one that was built with CUDA.
 
-All calls are one thread's. NIXL protects nothing: what is asked for has to be checked before.
+All calls come from one thread. NIXL protects nothing, so requests have to be checked before.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NewType
 import numpy as np
 import numpy.typing as npt
 
-from tiers.nixl.errors import ErrorClass, MoveError
+from tiers.nixl.messages import ErrorClass, MoveError
 
 try:
     from nixl_cu13 import _bindings
@@ -42,13 +42,13 @@ Places = npt.NDArray[np.uint64]
 Blocks = NewType("Blocks", int)
 """A prepared list of equal blocks side by side, on one side of a transfer."""
 Flight = NewType("Flight", int)
-"""A transfer that has been started, and not been let go of."""
+"""A transfer that has been started, and not been released."""
 Region = Any
 """Memory that has been registered."""
 
 
 def failed(what: str, exc: Exception, *, begun: bool = False) -> MoveError:
-    """Say what kind of failure an error of NIXL is."""
+    """Return a NIXL error as a MoveError of its class."""
     if isinstance(exc, _bindings.nixlRemoteDisconnectError):
         return MoveError(f"{what}: the peer is gone", "gone", begun=begun)
     error: ErrorClass = "refused" if isinstance(exc, _REFUSED) else "failed"
@@ -70,7 +70,7 @@ class Agent:
     """Registers memory, knows peers, and moves blocks between own memory and theirs."""
 
     def __init__(self, name: str) -> None:
-        """name: nobody ever had it before. Raises MoveError where UCX does not load."""
+        """name: never used before. Raises MoveError where UCX does not load."""
         config = _bindings.nixlAgentConfig()
         config.useProgThread = True  # as a target over TCP, UCX's thread copies
         config.pthrDelay = PROGRESS_US
@@ -94,7 +94,7 @@ class Agent:
     def register(self, address: int, size: int, gpu: int | None = None) -> Region:
         """Make memory known; one region, since no block may span two. Raises MoveError.
 
-        gpu: the number of the GPU that it is on, None: host memory.
+        gpu: number of its GPU; None: host memory.
         """
         places = np.array([[address, size, gpu or 0]], dtype=np.uint64)
         region = _bindings.nixlRegDList(_segment(gpu), places)
@@ -138,7 +138,7 @@ class Agent:
         return Blocks(found)
 
     def drop(self, blocks: Blocks) -> None:
-        """Let go of a prepared list."""
+        """Release a prepared list."""
         self._agent.releasedDlistH(blocks)
 
     def start(
@@ -150,7 +150,7 @@ class Agent:
         *,
         write: bool,
     ) -> tuple[Flight, bool]:
-        """Start moving blocks; the second tells whether it is over, as it is in shared memory.
+        """Start moving blocks; the second is True when it is over already, as in shared memory.
 
         Indices are int32, and within their lists. Raises MoveError; nothing is under way then.
         """
@@ -183,7 +183,7 @@ class Agent:
     ) -> tuple[Flight, bool]:
         """Start moving between places of ours and of a peer's, one by one; else like start().
 
-        gpu, peer_gpu: the numbers of the GPUs that they are on, None: host memory.
+        gpu, peer_gpu: numbers of their GPUs; None: host memory.
         """
         operation = _bindings.NIXL_WRITE if write else _bindings.NIXL_READ
         lists = [_places(local, gpu), _places(remote, peer_gpu)]
@@ -205,5 +205,5 @@ class Agent:
         return int(self._agent.getXferTelemetry(flight).totalBytes)
 
     def let_go(self, flight: Flight) -> None:
-        """Forget a transfer that is over."""
+        """Release a transfer that is over."""
         self._agent.releaseXferReq(flight)

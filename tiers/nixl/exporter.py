@@ -1,6 +1,6 @@
 """The exporter's process: one thread, which has the agent, and the socket of the store.
 
-It ends when the store does, and at once. What it is told and cannot be is answered, not fatal.
+It ends when the store does, and at once. An invalid message is answered, not fatal.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from types import TracebackType
 from kvstore.core.errors import ProtocolError
 from kvstore.wire.framing import Decoder, Message, NotFramed, encode
 from tiers.nixl.agent import Agent
-from tiers.nixl.errors import MoveError
-from tiers.nixl.extents import Extent
 from tiers.nixl.messages import (
     Abandon,
     AddPeer,
@@ -30,6 +28,7 @@ from tiers.nixl.messages import (
     Map,
     Mapped,
     Metadata,
+    MoveError,
     NotMapped,
     Ping,
     Pong,
@@ -41,7 +40,7 @@ from tiers.nixl.messages import (
     Unmapped,
     Wrong,
 )
-from tiers.nixl.transfers import Mover
+from tiers.nixl.transfers import Extent, TransferLoop
 
 _READ_BYTES = 1 << 18
 _DESCRIPTORS_MAX = 64  # of one read
@@ -50,13 +49,13 @@ _BUG = 70  # an exit code for it
 
 
 class Server:
-    """Does what messages say, until there are no more."""
+    """Acts on messages until the store closes the socket."""
 
     def __init__(self, store: socket.socket, agent: Agent) -> None:
-        """store: the socket, blocking: a store that does not read is waited for."""
+        """store: the socket, blocking: waits for a store that does not read."""
         self._store = store
         self._agent = agent
-        self._mover = Mover(agent, self._tell, time.monotonic)
+        self._transfers = TransferLoop(agent, self._tell, time.monotonic)
         self._decoder = Decoder(ToExporter)
         self._descriptors: deque[int] = deque()
         self._passed = 0  # number of the first of them
@@ -64,14 +63,14 @@ class Server:
         self._changed = False  # since the store was last told how to reach us
 
     def run(self) -> None:
-        """Serve. Returns when the store has gone. Raises ProtocolError if it makes no sense."""
+        """Serve until the store closes the socket. Raises ProtocolError if it sends no frames."""
         self._tell(Ready(self._agent.name, self._agent.metadata()))
         while True:
             self._flush()
-            readable, _, _ = select.select([self._store], [], [], self._mover.nap_s)
+            readable, _, _ = select.select([self._store], [], [], self._transfers.nap_s)
             if readable and not self._read():
                 return
-            self._mover.step()
+            self._transfers.step()
 
     def _tell(self, message: Message) -> None:
         self._changed |= isinstance(message, Mapped | Unmapped)
@@ -86,7 +85,7 @@ class Server:
             self._answers.clear()
 
     def _read(self) -> bool:
-        """Do what the store says; False: it has gone."""
+        """Act on what the store sends; False: it has closed the socket."""
         data, descriptors, _, _ = socket.recv_fds(self._store, _READ_BYTES, _DESCRIPTORS_MAX)
         self._descriptors += descriptors
         if not data:
@@ -107,17 +106,17 @@ class Server:
         wrong = None
         match message:
             case Transfer() | Fill():
-                wrong = self._mover.start(message)
+                wrong = self._transfers.start(message)
             case Abandon(number):
-                self._mover.abandon(number)
+                self._transfers.abandon(number)
             case Map():
                 self._map(message)
             case Unmap(number):
-                wrong = self._mover.remove_extent(number)
+                wrong = self._transfers.remove_extent(number)
             case AddPeer(peer, metadata):
-                self._mover.add_peer(peer, metadata)
+                self._transfers.add_peer(peer, metadata)
             case RemovePeer(peer):
-                wrong = self._mover.remove_peer(peer)
+                wrong = self._transfers.remove_peer(peer)
             case Ping():
                 self._tell(Pong())
         if wrong is not None:
@@ -127,7 +126,7 @@ class Server:
         try:
             fd = self._descriptor(message.descriptor)
             try:
-                if self._mover.has_extent(message.extent):
+                if self._transfers.has_extent(message.extent):
                     raise MoveError(f"extent {message.extent} is mapped already", "refused")
                 extent = Extent(self._agent, fd, message.bytes, writable=message.writable)
             finally:
@@ -135,11 +134,11 @@ class Server:
         except MoveError as exc:
             self._tell(NotMapped(message.extent, str(exc)))
             return
-        self._mover.add_extent(message.extent, extent)
+        self._transfers.add_extent(message.extent, extent)
         self._tell(Mapped(message.extent, extent.address))
 
     def _descriptor(self, number: int) -> int:
-        """Take a descriptor that was passed; those before it belonged to nothing."""
+        """Take a descriptor that was passed; close those before it, which no message names."""
         while self._descriptors and self._passed < number:
             os.close(self._descriptors.popleft())
             self._passed += 1

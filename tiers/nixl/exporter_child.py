@@ -1,4 +1,4 @@
-"""Starts an exporter's process, and is the store's end of the socket to it. Nothing here waits."""
+"""One exporter process, as its store sees it, and the socket to it. Nothing here blocks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 
 from kvstore.core.errors import TierIOError
 from kvstore.wire.framing import Decoder, Message, encode
 from tiers.nixl.messages import ToStore
+from tiers.nixl.ucx import environment
 
 _READ_BYTES = 1 << 18
-_READS_MAX = 16  # of one hear(): it may be saying more than the store can hear
+_READS_MAX = 16  # of one receive(): it may send faster than the store reads
 _SHARED = 2  # standard error: what it prints belongs in the store's log
-# All else in the store's environment stays there: peers can read the memory of this process.
-_HANDED_ON = ("UCX_", "NIXL_", "CUDA_", "NVIDIA_", "LD_", "LC_", "LANG", "PATH", "PYTHONHASHSEED")
-_INFINIBAND = Path("/sys/class/infiniband")
 
 
 class Child:
@@ -60,20 +57,20 @@ class Child:
         return self._process.pid
 
     def watch(self, epoll: select.epoll) -> None:
-        """Have an epoll object tell when there is something to do."""
+        """Register with an epoll object, which is readable when there is something to do."""
         self._epoll = epoll
         epoll.register(self._sock, select.EPOLLIN)
         epoll.register(self._end, select.EPOLLIN)
 
     def send(self, message: Message, fd: int | None = None) -> None:
-        """Send a message as soon as it takes it; fd: that goes along, and stays open until then."""
+        """Send a message as soon as it fits; fd: sent along, and has to stay open until then."""
         data = encode(message)
         self._outbox.append((memoryview(data), fd))
         self.outbox_bytes += len(data)
         self.flush()
 
     def flush(self) -> None:
-        """Send what it takes."""
+        """Send as much as fits."""
         while self._outbox and self._open:
             data, fd = self._outbox[0]
             try:
@@ -83,7 +80,7 @@ class Child:
                     sent = socket.send_fds(self._sock, [data], [fd])
             except BlockingIOError:
                 break
-            except OSError:  # it is ending; hear() says when it has
+            except OSError:  # it is ending; ended() tells when it has
                 return
             self.outbox_bytes -= sent
             if sent < len(data):
@@ -96,8 +93,8 @@ class Child:
             events = select.EPOLLIN | (select.EPOLLOUT if writing else 0)
             self._epoll.modify(self._sock, events)
 
-    def hear(self) -> Iterator[Message]:
-        """Yield what it has said. Raises ProtocolError for anything else."""
+    def receive(self) -> Iterator[Message]:
+        """Yield its messages. Raises ProtocolError for invalid ones."""
         for _ in range(_READS_MAX if self._open else 0):
             try:
                 data = self._sock.recv(_READ_BYTES)
@@ -114,16 +111,16 @@ class Child:
             yield from self._decoder.feed(data)
 
     def kill(self) -> None:
-        """End it; ended() says when it has: until then it may still write to memory."""
+        """Kill it; until ended() tells that it has, it may still write to memory."""
         self._process.kill()
 
     def hang_up(self) -> None:
-        """Have it end by itself, which it does unless it is stopped."""
+        """Close the sending side: the process ends by itself, unless it is stopped."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
 
     def ended(self, wait_s: float = 0.0) -> str | None:
-        """Say what it has ended of; None: it is there. wait_s: how long to wait for its end."""
+        """Return why it has ended; None while it runs. wait_s: how long to wait for its end."""
         try:
             code = self._process.wait(wait_s) if wait_s else self._process.poll()
         except subprocess.TimeoutExpired:
@@ -135,31 +132,10 @@ class Child:
         return f"it was ended by {signal.Signals(-code).name}"
 
     def close(self) -> None:
-        """Close what leads to it, after its end."""
+        """Close the descriptors, after its end."""
         if self._epoll is not None:
             if self._open:
                 self._epoll.unregister(self._sock)
             self._epoll.unregister(self._end)
         self._sock.close()
         os.close(self._end)
-
-
-def environment(devices: str, transports: str | None) -> dict[str, str]:
-    """Return what a process with an agent needs: no secrets that the store's may hold."""
-    ours = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    found = {
-        name: value
-        for name, value in ours.items()
-        if name.startswith(_HANDED_ON) or name == "PYTHONPATH"
-    }
-    return found | ucx_settings(devices, transports)
-
-
-def ucx_settings(devices: str, transports: str | None = None) -> dict[str, str]:
-    """Return what UCX has to find in the environment when an agent is made."""
-    found = {"UCX_NET_DEVICES": devices}
-    if transports is not None:
-        found["UCX_TLS"] = transports
-    if not _INFINIBAND.is_dir() or not any(_INFINIBAND.iterdir()):
-        found["UCX_MODULES"] = "^ib"  # it would end with a segmentation fault
-    return found

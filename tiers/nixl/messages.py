@@ -1,22 +1,38 @@
-"""What a store says to its exporter, and what that answers; framed as kvstore.wire.engine says.
+"""Messages between a store and its exporter, framed as kvstore.wire.engine says; how moves fail.
 
       store                                      exporter
                                                  started
         <------------------------------- Ready   its name, fresh; how to reach it
       Map + fd --------------------------------> maps, registers
         <-------------------- Mapped, Metadata   how to reach it now
-      AddPeer ---------------------------------> what a peer's store has said of its exporter
+      AddPeer ---------------------------------> how to reach a peer's exporter
       Transfer, Fill --------------------------> moves
         <------------------------------- Ended
 
-Wrong is the answer to what has no other. A Failed is the last message.
+Wrong answers messages that have no other answer. A Failed is the last message.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
+from kvstore.core.errors import TierIOError
 from kvstore.core.layout import PageRun
 from kvstore.wire.framing import Message
-from tiers.nixl.errors import ErrorClass
+
+ErrorClass = Literal["gone", "refused", "stopped", "failed"]
+"""The peer was lost; the request was invalid; the rest was abandoned; anything else."""
+
+
+class MoveError(TierIOError):
+    """The failure of a transfer."""
+
+    def __init__(self, text: str, error: ErrorClass, *, begun: bool = False) -> None:
+        """begun: some of it may have been moved."""
+        super().__init__(text)
+        self.error: ErrorClass = error
+        self.begun = begun
+
 
 # Store to exporter
 
@@ -35,7 +51,7 @@ class Map(Message, frozen=True):
 
 
 class Unmap(Message, frozen=True):
-    """End the transfers that use an extent as soon as that goes, and unmap it."""
+    """End the transfers that use an extent as soon as possible, and unmap it."""
 
     extent: int
 
@@ -48,7 +64,7 @@ class AddPeer(Message, frozen=True):
 
 
 class RemovePeer(Message, frozen=True):
-    """End the transfers with a peer as soon as that goes, and forget it."""
+    """End the transfers with a peer as soon as possible, and forget it."""
 
     peer: str
 
@@ -61,7 +77,7 @@ class Transfer(Message, frozen=True):
     arrays of positions).
     """
 
-    id: int
+    id: int  # 0 until it is started
     peer: str
     write: bool
     extent: int
@@ -70,6 +86,11 @@ class Transfer(Message, frozen=True):
     block_bytes: int
     local: bytes
     remote: bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that it moves."""
+        return len(self.local) // 4 * self.block_bytes
 
 
 class Fill(Message, frozen=True):
@@ -87,22 +108,28 @@ class Fill(Message, frozen=True):
     blocks: bytes
     gpu: int | None = None
 
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that it writes."""
+        part = sum(page.pieces * page.piece_bytes for page in self.pages)
+        return len(self.blocks) // 4 * part
+
 
 class Abandon(Message, frozen=True):
-    """Nobody waits for a transfer: end it as soon as that goes. It has an Ended like any other."""
+    """End a transfer as soon as possible. It has an Ended like any other."""
 
     id: int
 
 
 class Ping(Message, frozen=True):
-    """Say Pong: one that does not for long is stopped, or hangs."""
+    """Asks for a Pong: an exporter that sends none for long is stopped, or hangs."""
 
 
 # Exporter to store
 
 
 class Ready(Message, frozen=True):
-    """It is there. name: of its agent, never used before."""
+    """The exporter runs. name: of its agent, never used before."""
 
     name: str
     metadata: bytes
@@ -142,11 +169,11 @@ class PeerRefused(Message, frozen=True):
 
 
 class Ended(Message, frozen=True):
-    """A transfer is over: nothing of it is under way, whatever became of it.
+    """A transfer has ended: nothing of it is under way.
 
-    bytes: that NIXL says it has moved, of whole chunks. seconds: since it was asked for. error:
-    None, all blocks were moved; "gone", the peer was lost; "refused", it cannot be; "stopped",
-    nobody waited for the rest, and what had begun has ended well; "failed".
+    bytes: moved in whole chunks, by NIXL's count. seconds: since it was asked for. error: None,
+    all blocks were moved; "gone", the peer was lost; "refused", it is invalid; "stopped", the rest
+    was abandoned, and what had begun has ended well; "failed".
     """
 
     id: int
@@ -157,17 +184,17 @@ class Ended(Message, frozen=True):
 
 
 class Pong(Message, frozen=True):
-    """It does its work."""
+    """The answer to Ping."""
 
 
 class Wrong(Message, frozen=True):
-    """A message could not be understood; it is passed over."""
+    """A message could not be understood, and is skipped."""
 
     text: str
 
 
 class Failed(Message, frozen=True):
-    """It cannot do its work, and ends."""
+    """The exporter cannot work, and ends."""
 
     text: str
 

@@ -5,10 +5,10 @@ down --poll(), after a pause--> starting --Ready--> up
   |                                v                 v  quarantine, no answer, or close()
   +-----------its end------------ ending <-----------+
 
-A process that ends takes its transfers along: each ends with an error, after the process's end
-only, since it could still write until then. Extents and peers are told to the next one.
+When a process has ended, each of its transfers ends with an error: not earlier, since it could
+still write until then. The next process gets the same extents and peers.
 
-Peers can overwrite its memory, so it may say anything; what cannot be ends it.
+Peers can overwrite its memory, so it may send anything; an impossible message ends it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Literal
 import msgspec
 
 from kvstore.core.errors import ProtocolError, TierIOError, check
-from kvstore.core.layout import PageRun
 from kvstore.wire.framing import Message
 from tiers.nixl.exporter_child import Child
 from tiers.nixl.messages import (
@@ -50,10 +49,10 @@ OUTBOX_BYTES_MAX = 64 << 20
 _START_NS = 60_000_000_000
 _PAUSE_MIN_NS = 100_000_000
 _PAUSE_MAX_NS = 10_000_000_000
-_STEADY_NS = 30_000_000_000  # who lived this long starts without a pause
+_STEADY_NS = 30_000_000_000  # after a life this long it starts again without a pause
 _GRACE_NS = 1_000_000_000  # for transfers that can end at once when they are abandoned
-_ASK_NS = 2_000_000_000  # after so long without a word
-SILENT_NS = 10_000_000_000  # and it is of no use
+_ASK_NS = 2_000_000_000  # without a message, then a Ping
+SILENT_NS = 10_000_000_000  # without a message, then it is killed
 _WRONG_MAX = 100  # of one process
 _TEXT_MAX = 500
 _END_S = 0.2
@@ -72,10 +71,10 @@ Event = Ready | Mapped | NotMapped | Unmapped | Metadata | PeerRefused | Ended |
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What an exporter is started with.
+    """Arguments of an exporter.
 
-    service: what its names begin with. devices: network devices that UCX uses, which anybody who
-    reaches them can read and write its memory through. transports: UCX_TLS; None: UCX chooses.
+    service: what its names begin with. devices: network devices that UCX uses; every host that
+    reaches one can read and write the exporter's memory. transports: UCX_TLS; None: UCX chooses.
     quarantine_bytes_max: of abandoned transfers.
     """
 
@@ -85,41 +84,6 @@ class Settings(msgspec.Struct, frozen=True):
     quarantine_bytes_max: int = 256 << 20
 
 
-class Move(msgspec.Struct, frozen=True):
-    """A transfer to start: see messages.Transfer."""
-
-    peer: str
-    write: bool
-    extent: int
-    address: int
-    region_bytes: int
-    block_bytes: int
-    local: bytes
-    remote: bytes
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that it moves."""
-        return len(self.local) // 4 * self.block_bytes
-
-
-class Filling(msgspec.Struct, frozen=True):
-    """A transfer into a peer's engine: see messages.Fill."""
-
-    peer: str
-    extent: int
-    pages: tuple[PageRun, ...]
-    parts: bytes
-    blocks: bytes
-    gpu: int | None = None
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that it writes."""
-        part = sum(page.pieces * page.piece_bytes for page in self.pages)
-        return len(self.blocks) // 4 * part
-
-
 class _Extent(msgspec.Struct):
     fd: int
     bytes: int
@@ -127,13 +91,13 @@ class _Extent(msgspec.Struct):
     leaving: bool = False
 
 
-class _Open(msgspec.Struct):
+class _OpenTransfer(msgspec.Struct):
     bytes: int
     abandoned: bool = False
 
 
 class Exporter:
-    """Called from one thread, that which lives as long as the store. Nothing waits but close().
+    """Called from one thread, which lives as long as the store. Nothing blocks but close().
 
     Results come from poll(), each transfer's exactly once.
     """
@@ -146,11 +110,10 @@ class Exporter:
         self._child: Child | None = None
         self._state: State = "down"
         self._closed = False
-        self._name: str | None = None
-        self._why = ""  # it is being ended
+        self._why = ""  # the process is being ended
         self._extents: dict[int, _Extent] = {}
         self._peers: dict[str, bytes] = {}
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenTransfer] = {}
         self._events: list[Event] = []
         self._next_id = 1
         self._descriptors = 0  # passed to this process
@@ -162,10 +125,9 @@ class Exporter:
         self._silent_ns = 0  # how long it has said nothing, as far as we have looked
         self._looked_ns = 0
         self._asked = False  # it owes a Pong
-        self.restarts = 0
 
     def fileno(self) -> int:
-        """Return a descriptor that can be read when poll() has something to do."""
+        """Return a descriptor that is readable when poll() has something to do."""
         return self._epoll.fileno()
 
     def wait_s(self, now_ns: int) -> float | None:
@@ -184,18 +146,8 @@ class Exporter:
         return max(0, min(due) - now_ns) / 1e9 if due else None
 
     def wake(self) -> None:
-        """Have the process be there from now on."""
+        """Run the process from now on."""
         self._asleep = False
-
-    @property
-    def state(self) -> State:
-        """What the process is doing; transfers are taken while it is starting or up."""
-        return self._state
-
-    @property
-    def name(self) -> str | None:
-        """Name of the agent; None unless it is up."""
-        return self._name
 
     @property
     def pid(self) -> int | None:
@@ -203,20 +155,15 @@ class Exporter:
         return None if self._child is None else self._child.pid
 
     @property
-    def open(self) -> int:
-        """Count the transfers that have not ended."""
-        return len(self._open)
-
-    @property
     def quarantined_bytes(self) -> int:
-        """Memory of transfers that nobody waits for and that have not ended."""
+        """Memory of abandoned transfers that have not ended."""
         return self._quarantined
 
     @property
     def _over_quarantine(self) -> bool:
         return self._quarantined > self._settings.quarantine_bytes_max
 
-    # What the store wants
+    # Requests of the store
 
     def map(self, extent: int, fd: int, size: int, *, writable: bool) -> None:
         """Let peers reach the first `size` bytes of a sealed memfd, in this process and the next.
@@ -229,7 +176,7 @@ class Exporter:
         self._send_extent(extent)
 
     def unmap(self, extent: int) -> None:
-        """Have Unmapped come once no transfer uses an extent; what was open with it fails."""
+        """Unmap an extent once no transfer uses it, then Unmapped comes; open transfers fail."""
         check(extent in self._extents, f"extent {extent} is not mapped")
         self._extents[extent].leaving = True
         if self._running:
@@ -238,31 +185,29 @@ class Exporter:
             self._gone(extent)
 
     def add_peer(self, peer: str, metadata: bytes) -> None:
-        """Know how to reach a peer, or how to reach it now, in this process and the next."""
+        """Learn how to reach a peer now, in this process and the next."""
         self._peers[peer] = metadata
         if self._running:
             self._send(AddPeer(peer, metadata))
 
     def remove_peer(self, peer: str) -> None:
-        """Forget a peer; what was open with it fails once nothing of it is under way."""
+        """Forget a peer; open transfers with it fail once nothing of them is under way."""
         if self._peers.pop(peer, None) is not None and self._running:
             self._send(RemovePeer(peer))
 
-    def start(self, move: Move | Filling) -> int:
-        """Start a transfer; returns its number, which an Ended will have."""
+    def start(self, move: Transfer | Fill) -> int:
+        """Start a transfer; returns its id, which the Ended will have."""
         number = self._next_id
         self._next_id += 1
-        kind = Transfer if isinstance(move, Move) else Fill
-        asked = kind(number, **msgspec.structs.asdict(move))
         if self._running:
-            self._open[number] = _Open(move.bytes)
-            self._send(asked)
+            self._open[number] = _OpenTransfer(move.moved_bytes)
+            self._send(msgspec.structs.replace(move, id=number))
         else:
             self._events.append(Ended(number, 0, 0.0, "failed", "the exporter is not running"))
         return number
 
     def abandon(self, number: int) -> None:
-        """Wait no longer for a transfer: its own side's blocks are in quarantine until it ends."""
+        """Stop waiting for a transfer: our side's blocks are in quarantine until it ends."""
         found = self._open.get(number)
         if found is not None and not found.abandoned:
             found.abandoned = True
@@ -271,7 +216,7 @@ class Exporter:
                 self._send(Abandon(number))
 
     def restart(self, why: str) -> None:
-        """Start afresh: everything open ends, all quarantines do, peers need the new name."""
+        """Start a new process: open transfers and quarantines end, peers need the new name."""
         if self._child is not None and self._running:
             log.warning("ending the exporter: %s", why)
             self._state = "ending"
@@ -289,17 +234,17 @@ class Exporter:
                 child.kill()
             if child.ended(_KILLED_S) is None:
                 log.error("the exporter, process %d, does not end", child.pid)
-            self._bury(child)
+            self._on_process_end(child)
         for extent in list(self._extents):
             self._gone(extent)
         self._epoll.close()
         events, self._events = self._events, []
         return events
 
-    # What the process says
+    # Messages of the process
 
     def poll(self, now_ns: int) -> list[Event]:
-        """Do what there is to do; returns what has happened."""
+        """Drive the process; returns what has happened."""
         if self._closed:
             return []
         if self._child is None and now_ns >= self._start_ns and not self._asleep:
@@ -312,7 +257,7 @@ class Exporter:
             if self._hear(child):
                 self._silent_ns, self._asked = 0, False
             if child.ended() is not None:
-                self._bury(child)
+                self._on_process_end(child)
                 self._pause(now_ns)
             else:
                 child.flush()
@@ -338,16 +283,15 @@ class Exporter:
             self._send(AddPeer(peer, metadata))
 
     def _pause(self, now_ns: int) -> None:
-        """Decide when to start again."""
+        """Set when to start again."""
         steady = now_ns - self._start_ns > _STEADY_NS
         self._pause_ns = 0 if steady else min(
             max(_PAUSE_MIN_NS, 2 * self._pause_ns), _PAUSE_MAX_NS
         )  # fmt: skip
         self._start_ns = now_ns + self._pause_ns
-        self.restarts += 1
 
     def _watch(self, child: Child, now_ns: int) -> None:
-        """End a process that does not do its work."""
+        """End a process that does not work."""
         self._over_ns = (self._over_ns or now_ns) if self._over_quarantine else None
         if self._over_ns is not None and now_ns - self._over_ns >= _GRACE_NS:
             most = self._settings.quarantine_bytes_max
@@ -378,30 +322,30 @@ class Exporter:
             self._send(message, extent.fd)
 
     def _hear(self, child: Child) -> bool:
-        """Act on what it says; return whether that was anything."""
+        """Act on messages; return whether there were any."""
         heard = False
         try:
-            for message in child.hear():
+            for message in child.receive():
                 heard = True
                 self._on(message)
         except ProtocolError as exc:
-            self.restart(f"it says what makes no sense: {exc}")
+            self.restart(f"invalid message: {exc}")
         return heard
 
     def _on(self, message: Message) -> None:
         match message:
             case Ended():
                 self._on_ended(message)
-            case Ready(name):
+            case Ready():
                 if self._running:
-                    self._state, self._name = "up", name
+                    self._state = "up"
                 self._events.append(message)
             case Mapped(extent) | NotMapped(extent) | Unmapped(extent):
                 self._on_extent(message, extent)
             case Metadata() | PeerRefused():
                 self._events.append(message)
             case Pong():
-                pass  # whatever it says is a sign
+                pass  # any message shows that it works
             case Wrong(text):
                 self._wrong += 1
                 log.error("the exporter did not understand: %r", text[:_TEXT_MAX])
@@ -428,14 +372,14 @@ class Exporter:
             self._quarantined -= found.bytes
         self._events.append(message)
 
-    def _bury(self, child: Child) -> None:
-        """After its end: whatever was open is over."""
-        self._hear(child)  # what it said before
+    def _on_process_end(self, child: Child) -> None:
+        """End all that was open."""
+        self._hear(child)  # its last messages
         reason = ": ".join(filter(None, (self._why, child.ended())))
         if not self._closed:
             log.warning("the exporter is down: %s", reason)
         child.close()
-        self._child, self._name, self._state = None, None, "down"
+        self._child, self._state = None, "down"
         for number in list(self._open):
             self._on_ended(Ended(number, 0, 0.0, "failed", f"the exporter is down: {reason}"))
         for extent in [number for number, found in self._extents.items() if found.leaving]:

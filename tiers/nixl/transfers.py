@@ -1,4 +1,4 @@
-"""Transfers, in chunks: peers take turns, and so do the transfers of a peer.
+"""Mapped memory, and transfers in chunks: peers take turns, and so do the transfers of a peer.
 
 waiting --a turn: its next chunk--> waiting, some chunks under way --its last chunk--> under way
   | peer removed or gone, extent unmapped, abandoned                                       |
@@ -12,16 +12,26 @@ under way: its memory is touched no more.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import mmap
+import os
 from collections import deque
 from collections.abc import Callable
 
 import msgspec
 import numpy as np
 
+from tiers.cpu import touch
 from tiers.nixl.agent import Agent, Blocks, Flight, Indices, Places
-from tiers.nixl.errors import ErrorClass, MoveError
-from tiers.nixl.extents import Extent
-from tiers.nixl.messages import Ended, Fill, PeerRefused, Transfer, Unmapped
+from tiers.nixl.messages import (
+    Ended,
+    ErrorClass,
+    Fill,
+    MoveError,
+    PeerRefused,
+    Transfer,
+    Unmapped,
+)
 from tiers.nixl.pages import in_pages, in_slots
 
 CHUNK_BYTES = 16 << 20  # a few ms of the one thread
@@ -33,8 +43,62 @@ STILL_S = 0.05
 _ADDRESS_MAX = 1 << 63
 
 
-class _Open(msgspec.Struct, eq=False):
-    """A transfer that has not ended; start: a part of its blocks."""
+class Extent:
+    """One extent: mapped and registered as one region, read-only unless writable."""
+
+    def __init__(self, agent: Agent, fd: int, size: int, *, writable: bool) -> None:
+        """Map the first `size` bytes of a descriptor, which is not kept. Raises MoveError."""
+        self.bytes = size
+        self.writable = writable
+        self.flights = 0  # transfers under way that use it
+        self.leaving = False
+        self._agent = agent
+        self._blocks: dict[int, Blocks] = {}
+        _check_memfd(fd, size)
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        try:
+            self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, access)
+        except OSError as exc:
+            raise MoveError(f"cannot map {size} bytes: {exc}", "failed") from exc
+        touch(self._map)
+        self.address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
+        try:
+            self._region = agent.register(self.address, size)
+        except MoveError:
+            self._map.close()
+            raise
+
+    def blocks(self, block_bytes: int) -> Blocks:
+        """Return it as a list of equal blocks. Raises MoveError."""
+        found = self._blocks.get(block_bytes)
+        if found is None:
+            found = self._agent.blocks(None, self.address, block_bytes, self.bytes // block_bytes)
+            self._blocks[block_bytes] = found
+        return found
+
+    def close(self) -> None:
+        """Unmap it; nothing is under way."""
+        for blocks in self._blocks.values():
+            self._agent.drop(blocks)
+        self._agent.deregister(self._region)
+        self._map.close()
+
+
+def _check_memfd(fd: int, size: int) -> None:
+    """Refuse memory that another process could shrink: to touch the rest would end this one."""
+    try:
+        found = os.fstat(fd).st_size
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as exc:
+        raise MoveError(f"expected a memfd, found none: {exc}", "refused") from exc
+    if not 0 < size <= found:
+        raise MoveError(f"{size} bytes to map, expected 1 to {found}, its size", "refused")
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise MoveError(f"seals {seals:#x}, expected F_SEAL_SHRINK among them", "refused")
+
+
+class _OpenTransfer(msgspec.Struct, eq=False):
+    """A transfer that has not ended; start(part): of its blocks."""
 
     asked: Transfer | Fill
     extent: Extent
@@ -55,16 +119,16 @@ class _Peer(msgspec.Struct, eq=False):
     name: str
     known: bool = False  # to NIXL
     fresh: bool = False  # all that NIXL knows of it is of one time
-    gone: str = ""  # why nothing can be moved, until it is added again
+    gone: str = ""  # why nothing moves until it is added again
     changing: bool = False  # as soon as nothing is under way, to this:
     metadata: bytes | None = None
-    waiting: deque[_Open] = msgspec.field(default_factory=deque)
-    flying: list[tuple[Flight, _Open]] = msgspec.field(default_factory=list)
+    waiting: deque[_OpenTransfer] = msgspec.field(default_factory=deque)
+    flying: list[tuple[Flight, _OpenTransfer]] = msgspec.field(default_factory=list)
     blocks: dict[tuple[int, int, int], Blocks] = msgspec.field(default_factory=dict)
 
 
-class Mover:
-    """Does transfers, a step at a time. What it is told is checked; results go out once each."""
+class TransferLoop:
+    """Does transfers, a step at a time. Requests are checked; each has one result."""
 
     def __init__(
         self,
@@ -79,12 +143,12 @@ class Mover:
         self._extents: dict[int, Extent] = {}
         self._peers: dict[str, _Peer] = {}
         self._turns: deque[_Peer] = deque()  # peers with anything open
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenTransfer] = {}
         self._moving_s = 0.0  # when a chunk was last started or over
 
     @property
     def nap_s(self) -> float | None:
-        """How long step() has nothing to do; None: until it is told something."""
+        """How long step() has nothing to do; None: until there is a request."""
         if any(_may_start(peer) for peer in self._turns):
             return 0.0
         if not any(peer.flying for peer in self._turns):
@@ -92,7 +156,7 @@ class Mover:
         return NAP_S if self._clock() - self._moving_s < STILL_S else LONG_NAP_S
 
     def step(self) -> None:
-        """Take down what is over, and start one chunk."""
+        """Finish the chunks that are over, and start one."""
         for peer in list(self._turns):
             self._look(peer)
         for _ in range(len(self._turns)):
@@ -114,7 +178,7 @@ class Mover:
         return number in self._extents
 
     def remove_extent(self, number: int) -> str | None:
-        """Let go of an extent as soon as nothing is under way there; returns what is wrong."""
+        """Unmap an extent as soon as nothing is under way there; returns what is wrong."""
         extent = self._extents.get(number)
         if extent is None:
             return f"extent {number} to unmap, expected one of {sorted(self._extents)}"
@@ -174,13 +238,13 @@ class Mover:
             self._knows(peer)
 
     def _drop_blocks(self, peer: _Peer) -> None:
-        """Drop lists that may be of memory where there is other memory now."""
+        """Drop lists of addresses that may be other memory now."""
         for blocks in peer.blocks.values():
             self._agent.drop(blocks)
         peer.blocks.clear()
 
     def _knows(self, peer: _Peer) -> None:
-        """Tell NIXL what there is to know of a peer."""
+        """Pass a peer's metadata to NIXL."""
         try:
             name = self._agent.add_peer(peer.metadata or b"")
             if name != peer.name:
@@ -201,7 +265,7 @@ class Mover:
     # Transfers
 
     def start(self, asked: Transfer | Fill) -> str | None:
-        """Do a transfer; returns what is wrong if there can be no result."""
+        """Queue a transfer; returns what is wrong if there can be no result."""
         if asked.id in self._open:
             return f"transfer {asked.id} is open, expected a new number"
         try:
@@ -222,8 +286,8 @@ class Mover:
         if found is not None:
             self._fail(found, "stopped", "abandoned")
 
-    def _opened(self, asked: Transfer | Fill) -> _Open:
-        """Check what is asked for. Raises MoveError."""
+    def _opened(self, asked: Transfer | Fill) -> _OpenTransfer:
+        """Check a request. Raises MoveError."""
         peer, extent = self._peers.get(asked.peer), self._extents.get(asked.extent)
         if peer is None or (peer.changing and peer.metadata is None):
             raise _refused(f"peer {asked.peer!r}, expected one of {sorted(self._peers)}")
@@ -235,7 +299,7 @@ class Mover:
             return self._filling(asked, extent)
         return self._transfer(peer, asked, extent)
 
-    def _transfer(self, peer: _Peer, asked: Transfer, extent: Extent) -> _Open:
+    def _transfer(self, peer: _Peer, asked: Transfer, extent: Extent) -> _OpenTransfer:
         if not asked.write and not extent.writable:
             raise _refused(f"a read into extent {asked.extent}, expected a writable one")
         if not 0 < asked.block_bytes <= min(asked.region_bytes, extent.bytes):
@@ -253,10 +317,10 @@ class Mover:
             return self._agent.start(here, local[part], there, remote[part], write=asked.write)
 
         step = max(1, CHUNK_BYTES // asked.block_bytes)
-        return _Open(asked, extent, len(local), step, start, self._clock())
+        return _OpenTransfer(asked, extent, len(local), step, start, self._clock())
 
-    def _filling(self, asked: Fill, extent: Extent) -> _Open:
-        parts, blocks = fill_checked(asked, extent.bytes)
+    def _filling(self, asked: Fill, extent: Extent) -> _OpenTransfer:
+        parts, blocks = check_fill(asked, extent.bytes)
         parts += np.uint64(extent.address)
 
         def start(part: slice) -> tuple[Flight, bool]:
@@ -267,9 +331,9 @@ class Mover:
         size = sum(page.pieces * page.piece_bytes for page in asked.pages)
         pieces = sum(page.pieces for page in asked.pages)
         step = max(1, min(CHUNK_BYTES // size, CHUNK_PIECES // pieces))
-        return _Open(asked, extent, len(blocks), step, start, self._clock())
+        return _OpenTransfer(asked, extent, len(blocks), step, start, self._clock())
 
-    def _start(self, peer: _Peer, found: _Open) -> None:
+    def _start(self, peer: _Peer, found: _OpenTransfer) -> None:
         """Start the next chunk of a transfer."""
         stop = found.at + found.step
         try:
@@ -303,7 +367,7 @@ class Mover:
         return blocks
 
     def _look(self, peer: _Peer) -> None:
-        """Take down a peer's chunks that are over."""
+        """Finish a peer's chunks that are over."""
         for entry in list(peer.flying):
             flight, found = entry
             error = None
@@ -319,7 +383,7 @@ class Mover:
                 self._failed(peer, found, error)
         self._change(peer)
 
-    def _landed(self, flight: Flight, found: _Open, error: MoveError | None = None) -> None:
+    def _landed(self, flight: Flight, found: _OpenTransfer, error: MoveError | None = None) -> None:
         if error is None:
             found.moved += self._agent.moved_bytes(flight)
         self._agent.let_go(flight)
@@ -329,12 +393,12 @@ class Mover:
             self._end(found)
         self._unmap(found.asked.extent, found.extent)
 
-    def _failed(self, peer: _Peer, found: _Open, exc: MoveError) -> None:
+    def _failed(self, peer: _Peer, found: _OpenTransfer, exc: MoveError) -> None:
         self._fail(found, exc.error, str(exc))
         if exc.error == "gone":
             self._lose(peer, str(exc))
 
-    def _fail(self, found: _Open, error: ErrorClass, text: str) -> None:
+    def _fail(self, found: _OpenTransfer, error: ErrorClass, text: str) -> None:
         """Start nothing more of a transfer; the first error is what it ends with.
 
         One that was stopped has none yet: what is under way of it can still fail.
@@ -348,7 +412,7 @@ class Mover:
         if not found.flights:
             self._end(found)
 
-    def _end(self, found: _Open) -> None:
+    def _end(self, found: _OpenTransfer) -> None:
         del self._open[found.asked.id]
         seconds = self._clock() - found.since_s
         self._send(Ended(found.asked.id, found.moved, seconds, found.error, found.text))
@@ -364,8 +428,8 @@ def _may_start(peer: _Peer) -> bool:
     return bool(peer.waiting) and len(peer.flying) < FLIGHTS_MAX and not peer.changing
 
 
-def fill_checked(asked: Fill, extent_bytes: int) -> tuple[Places, Places]:
-    """Return where parts begin, and engine blocks. Raises MoveError for what cannot be."""
+def check_fill(asked: Fill, extent_bytes: int) -> tuple[Places, Places]:
+    """Return where parts begin, and engine blocks. Raises MoveError for an invalid request."""
     if len(asked.parts) % 8 or len(asked.blocks) % 4 or not asked.pages:
         raise _refused(f"{len(asked.pages)} runs of pages, {len(asked.parts)} bytes of parts")
     parts = np.frombuffer(asked.parts, np.uint64).copy()
