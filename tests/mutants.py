@@ -250,7 +250,7 @@ MUTANTS = (
     Mutant(
         "kvstore/handover/peers.py",
         "        if asked or self.producer.serves(namespace) or"
-        " (inlet is not None and inlet.open):",
+        " (inlet is not None and inlet.in_use):",
         "        if False:",
         "tests/test_peers_life.py -k S4_a_namespace",
     ),
