@@ -22,11 +22,12 @@ import msgspec
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import RankPages
 from kvstore.core.types import BlockKey, Slot
+from kvstore.rate_log import RateLog
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire.peer import RANKS_MAX
 
-log = logging.getLogger(__name__)
+_said = RateLog(logging.getLogger(__name__))  # of all namespaces
 
 BLOCKS_MAX = 1 << 24  # of one engine
 
@@ -69,6 +70,7 @@ class _Engine(msgspec.Struct, eq=False):
     blocks: int = 0
     ranks: dict[int, RankPages] = {}
     board: _Board | None = None
+    tried: bool = False  # to make that
     left: bool = False
     coming: dict[int, tuple[bytes, Resident]] = {}
     here: dict[BlockKey, Resident] = {}
@@ -99,15 +101,18 @@ class Engines:
     def take_board(self, session: int) -> tuple[p.Board, int] | None:
         """Return what a scheduler half is told once all its workers can be read, and its memory."""
         engine = self._engines.get(session)
-        if engine is None or engine.board is not None or len(engine.ranks) < engine.world:
+        if engine is None or engine.tried or len(engine.ranks) < engine.world:
             return None
+        engine.tried = True
+        kind = "engines whose memory peers do not read"
         if engine.world > RANKS_MAX:
-            log.warning("an engine of %d ranks: %d can be told to peers", engine.world, RANKS_MAX)
+            text = "an engine of %d ranks: %d can be told to peers"
+            _said.warn(kind, text, engine.world, RANKS_MAX)
             return None
         try:
             engine.board = _Board(engine.blocks)
         except OSError as exc:
-            log.warning("peers read nothing in an engine's memory: no board: %s", exc)
+            _said.warn(kind, "peers read nothing in an engine's memory: no board: %s", exc)
             return None
         return p.Board(engine.blocks), engine.board.fd
 
