@@ -23,27 +23,52 @@ class _Kind(msgspec.Struct, eq=False):
 
 
 class RateLog:
-    """Warnings of one part of the store. Its calls are one thread's."""
+    """Lines of one part of the store. Its calls are one thread's."""
 
-    def __init__(self, log: logging.Logger, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        """log: where lines go."""
+    def __init__(
+        self,
+        log: logging.Logger,
+        clock: Callable[[], int] = time.monotonic_ns,
+        lines_max: int = LINES_MAX,
+    ) -> None:
+        """log: where lines go. lines_max: of one kind in one window."""
         self._log = log
         self._clock = clock
+        self._lines_max = lines_max
         self._kinds: dict[str, _Kind] = {}
 
     def warn(self, kind: str, text: str, *values: object) -> None:
         """Log a line, or count it. kind: what is counted together, as the summary names it."""
+        self._say(logging.WARNING, kind, text, values)
+
+    def info(self, kind: str, text: str, *values: object) -> None:
+        """Log a line that warns of nothing, or count it."""
+        self._say(logging.INFO, kind, text, values)
+
+    def bug(self, kind: str, text: str, *values: object) -> None:
+        """Log what is being handled as an error; the first of a window with its traceback."""
+        self._say(logging.ERROR, kind, text, values, traceback=True)
+
+    def _say(
+        self,
+        level: int,
+        kind: str,
+        text: str,
+        values: tuple[object, ...],
+        *,
+        traceback: bool = False,
+    ) -> None:
         now_ns = self._clock()
         found = self._kinds.get(kind)
         if found is None:
             found = self._kinds[kind] = _Kind(now_ns)
         elif now_ns - found.since_ns >= WINDOW_NS:
             self._sum_up(kind, found, now_ns)
-        if found.lines >= LINES_MAX:
+        if found.lines >= self._lines_max:
             found.more += 1
             return
         found.lines += 1
-        self._log.warning(text, *values)
+        self._log.log(level, text, *values, exc_info=traceback and found.lines == 1)
 
     def tick(self) -> None:
         """Say how many lines were left out, once their time is over."""

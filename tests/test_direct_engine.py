@@ -19,6 +19,7 @@ from kvstore.core.errors import ProtocolError, TierError, TierIOError
 from kvstore.core.layout import PIECES_MAX, PageRun, RankPages
 from kvstore.core.types import BlockKey, Slot
 from kvstore.handover.engine_blocks import BLOCKS_MAX, Engines
+from kvstore.rate_log import LINES_MAX
 from kvstore.wire import engine as p
 from kvstore.wire.peer import RANKS_MAX
 from tests.engine.support import since
@@ -162,6 +163,28 @@ def test_E_a_board_is_given_once_all_ranks_can_be_read_and_once_only() -> None:
     assert [rank.agent for rank in made.ranks(1)] == ["a", "b"]
     assert made.take_board(2) is None
     assert made.ranks(2) == ()
+
+
+def test_S2_an_engine_that_gets_no_board_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However often its workers say that they can be read."""
+    tries = 0
+
+    def none_left(*_arguments: object) -> int:
+        nonlocal tries
+        tries += 1
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", none_left)
+    made = Engines()
+    for session in range(20):
+        for _ in range(50):
+            made.serves(session, {}, 1, 0, p.Serves(RankPages("a", b"md", (PAGES,)), 8))
+            assert made.take_board(session) is None
+    assert tries == 20
+    assert 0 < len(caplog.records) <= LINES_MAX
+    assert "no board: [Errno 24]" in caplog.text
 
 
 def test_a_block_is_found_once_its_copy_has_ended_and_until_it_is_overwritten() -> None:

@@ -333,6 +333,24 @@ def test_S2_log_lines_that_outsiders_cause_are_few_and_the_rest_is_counted(
     assert len(caplog.records) == LINES_MAX + 2
 
 
+def test_S2_a_bug_that_outsiders_meet_again_and_again_has_one_traceback_in_a_while(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = [0]
+    said = RateLog(logging.getLogger("test"), lambda: now[0])
+    for _ in range(2):
+        for number in range(1000):
+            try:
+                raise ValueError(number)
+            except ValueError:
+                said.bug("bugs", "job %d", number)
+        now[0] += WINDOW_NS
+        said.tick()
+    assert caplog.text.count("Traceback") == 2
+    assert [record.levelname for record in caplog.records].count("ERROR") == 2 * LINES_MAX
+    assert caplog.messages.count("bugs: 995 more in the last 10 s") == 2
+
+
 def test_S2_what_is_no_address_is_refused_before_it_is_used() -> None:
     wrong = ("", "x", "a b:1", "[::1", "127.0.0.1:0", "127.0.0.1:99999", "h:1\n", ":1")
     for address in (*wrong, *NO_NAMES):

@@ -6,6 +6,7 @@ Against a store process, whose address space is limited, so that taking too much
 from __future__ import annotations
 
 import contextlib
+import logging
 import resource
 import socket
 import struct
@@ -32,10 +33,11 @@ from kvstore.store.sessions import Store
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.bench.store import StoreProcess
-from tests.harness.fakes import blocks, hashes
+from tests.harness.fakes import blocks, from_u32, hashes
 from tests.harness.live import Client, LiveEngine, LiveStore, client, engine, eventually
 
 SPACE_BYTES = 2 << 30  # more than a store of 64 MiB takes
+PAGE = LayerGeometry("layer", 1 << 16)
 PROMPT_S = 3.0  # an answer that takes longer is a stall, also on a machine that does other things
 
 
@@ -232,6 +234,99 @@ def test_S2_one_read_of_many_questions_stops_where_the_answers_are_too_long(
         assert 1 < answered <= 2 + limits.OUTBOX_BYTES_MAX // size + 1
 
 
+# What an engine says though its session is over
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> int:
+    return sum(record.name.startswith("kvstore.store") for record in caplog.records)
+
+
+@pytest.mark.parametrize("half", ["scheduler", "worker"])
+@pytest.mark.parametrize("again", ["hello", "query"])
+def test_S2_a_connection_that_goes_on_in_a_session_that_ends_is_closed(
+    tmp_path: Path, half: str, again: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """50,000 times Hello on one connection were 50,000 lines of the log."""
+    hello = p.Hello(p.VERSION, "bad", "scheduler", 0, 1)
+    message = hello if again == "hello" else p.Query("stats")
+    with LiveStore(settings_for(tmp_path)) as store, engine(store) as good:
+        bad = LiveEngine(store, "bad")
+        sock = (bad.scheduler if half == "scheduler" else bad.worker).sock
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            sock.sendall(framing.encode(hello))
+            for _ in range(50):
+                sock.sendall(framing.encode(message) * 1000)
+        (bad.scheduler if half == "scheduler" else bad.worker).read_to_end()
+        good.put(chain := hashes(2))
+        assert good.read(good.ask(chain)) == [good.content(block) for block in chain]
+        bad.close()
+        eventually(lambda: "bad" not in store.server.store.sessions)
+        assert store.server.store.numbers.value("kvstore_refused", "protocol") <= 4
+    assert lines(caplog) < 20
+
+
+def test_S2_wrong_messages_of_many_sessions_are_few_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LiveStore(settings_for(tmp_path)) as store:
+        for number in range(60):
+            for message in (p.Step(), p.Query("what"), p.Hello(1 << 40, "e", "worker", 0, 1)):
+                with client(store) as bad:
+                    bad.send(message)
+                    bad.take(p.Refused)
+            with client(store) as bad:  # refused with its geometry
+                layers = (LayerGeometry("layer", 1 << 30),)
+                groups = (GroupGeometry(GroupRule(), layers),)
+                geometry = RankGeometry("model", 16, (1,), groups, {"model": "model"})
+                bad.send(p.Hello(p.VERSION, f"{number}", "worker", 0, 1, geometry=geometry))
+                bad.take(p.Refused)
+    assert store.server.store.numbers.value("kvstore_refused", "protocol") == 180
+    assert lines(caplog) < 20
+
+
+def test_S2_engines_that_come_and_go_are_limited_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), LiveStore(settings_for(tmp_path)) as store:
+        for number in range(300):
+            with client(store) as worker:
+                hello = p.Hello(p.VERSION, f"{number}", "worker", 0, 1, geometry=shape([PAGE]))
+                worker.send(hello)
+                worker.take(p.Welcome)
+        eventually(lambda: not store.server.store.sessions)
+    assert 0 < sum("detached" in message for message in caplog.messages) < 100
+
+
+def test_O23_a_worker_that_says_what_is_no_message_keeps_its_slots_until_it_closes(
+    tmp_path: Path,
+) -> None:
+    """It may be in the middle of a copy: the store closes its own half only."""
+    with LiveStore(settings_for(tmp_path)) as store:
+        bad = LiveEngine(store, "bad", page_bytes=1 << 16)
+        bad.credits.extend(bad_credits(bad))
+        session = store.server.store.sessions["bad"]
+        assert session.granted
+        (namespace,) = store.server.store.namespaces.values()
+        free = namespace.manager.slots_free
+        bad.worker.sock.sendall(struct.pack("<I", 3) + b"bad")
+        bad.worker.read_to_end()
+        bad.scheduler.take(p.Detach)
+        bad.scheduler.close()
+        eventually(lambda: session.scheduler is None)
+        for _ in range(3):
+            bad.worker.sock.sendall(framing.encode(p.Loading(1)) * 1000)  # is not looked at
+        with engine(store, "good", page_bytes=1 << 16) as good:
+            good.put(hashes(1))
+            assert session.granted
+            assert set(session.granted) <= set(namespace.manager.granted())
+        bad.worker.close()
+        eventually(lambda: namespace.manager.slots_free >= free)
+
+
+def bad_credits(engine: LiveEngine) -> list[int]:
+    return from_u32(engine.scheduler.take(p.Answers).credits)
+
+
 # What nobody foresaw
 
 
@@ -273,6 +368,38 @@ def test_S2_what_raises_costs_its_session_and_no_other(
         with engine(store, "bad2"):
             eventually(lambda: "bad" not in store.server.store.sessions)
     assert caplog.text.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("where", ["_tick_session", "on_message"])
+def test_S2_what_raises_again_and_again_has_one_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    with LiveStore(settings_for(tmp_path)) as store, engine(store, page_bytes=1 << 16) as good:
+        bad = LiveEngine(store, "bad", page_bytes=1 << 16)
+        if where == "on_message":
+            monkeypatch.setattr(Store, "_query", surprised)
+            for _ in range(50):
+                with client(store) as asking:
+                    asking.send(p.Query("stats"))
+                    asking.take(p.Refused)
+        else:
+            tick = Store._tick_session
+
+            def broken(found: Store, session: Session) -> None:
+                if session.engine == "bad":
+                    surprised()
+                tick(found, session)
+
+            monkeypatch.setattr(Store, "_tick_session", broken)
+            bad.scheduler.take(p.Detach)
+        for number in range(20):
+            good.put(chain := hashes(1, f"{number}"))
+            eventually(lambda: good.read(good.ask(chain)))
+        bad.close()
+        found = store.server.store.numbers.value("kvstore_refused", "internal")
+        assert found == (50 if where == "on_message" else 1)
+    assert caplog.text.count("Traceback") == 1
+    assert lines(caplog) < 10
 
 
 def test_S2_what_raises_before_hello_costs_its_connection(

@@ -23,11 +23,12 @@ import msgspec
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import RankPages
 from kvstore.core.types import BlockKey, Slot
+from kvstore.rate_log import RateLog
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire.peer import RANKS_MAX
 
-log = logging.getLogger(__name__)
+_said = RateLog(logging.getLogger(__name__))  # of all namespaces
 
 BLOCKS_MAX = 1 << 24  # of one engine
 
@@ -70,6 +71,7 @@ class _Engine(msgspec.Struct, eq=False):
     blocks: int = 0
     ranks: dict[int, RankPages] = {}
     versions: _Versions | None = None
+    tried: bool = False  # to make them
     left: bool = False
     coming: dict[int, tuple[bytes, Resident]] = {}
     here: dict[BlockKey, Resident] = {}
@@ -100,10 +102,13 @@ class Engines:
     def take_board(self, session: int) -> tuple[p.Board, int] | None:
         """Return the message and memory for a scheduler half all of whose workers can be read."""
         engine = self._engines.get(session)
-        if engine is None or engine.versions is not None or len(engine.ranks) < engine.world:
+        if engine is None or engine.tried or len(engine.ranks) < engine.world:
             return None
+        engine.tried = True
+        kind = "engines whose memory peers do not read"
         if engine.world > RANKS_MAX:
-            log.warning(
+            _said.warn(
+                kind,
                 "peers do not read an engine of %d ranks, expected up to %d",
                 engine.world,
                 RANKS_MAX,
@@ -112,7 +117,7 @@ class Engines:
         try:
             engine.versions = _Versions(engine.blocks)
         except OSError as exc:
-            log.warning("peers cannot read an engine: no memory for block versions: %s", exc)
+            _said.warn(kind, "peers cannot read an engine: no memory for block versions: %s", exc)
             return None
         return p.Board(engine.blocks), engine.versions.fd
 

@@ -357,7 +357,7 @@ class Peers:
         if link is None:
             self.producer.on_closed(number)
             return
-        log.info("peer %s: %s", link.address, reason)
+        self._said.info("peers lost", "peer %s: %s", link.address, reason)
         self._by_address.pop((link.address, link.digest), None)
         inlet = self._inlets.get(link.digest)
         if inlet is not None:
@@ -441,6 +441,7 @@ class Peers:
         for inlet in self._inlets.values():
             inlet.tick(now_ns)
         self.direct.flush()
+        self._said.tick()
         if now_ns - self._swept_ns >= SWEEP_NS:
             self._swept_ns = now_ns
             self._sweep()

@@ -65,13 +65,25 @@ class _Connection:
         self.outbox: deque[tuple[memoryview, int | None]] = deque()
         self.outbox_bytes = 0
         self.refused = False  # it hears why, and is dropped
+        self.parted = False  # nothing more is taken of it, or said: its own end is waited for
         self.events = selectors.EVENT_READ
 
     def send(self, message: framing.Message, fd: int | None) -> None:
+        if self.parted:
+            return
         frame = framing.encode(message)
         self.outbox.append((memoryview(frame), fd))
         self.outbox_bytes += len(frame)
         self.refused = self.refused or isinstance(message, p.Refused)
+
+    def part(self) -> None:
+        """Close our end: nothing more is said, and what was not read is forgotten."""
+        self.parted = True
+        self.outbox.clear()
+        self.outbox_bytes = 0
+        self.decoder = framing.Decoder(p.ToStore, limits.HELLO_BYTES_MAX)
+        with contextlib.suppress(OSError):  # it has gone
+            self.sock.shutdown(socket.SHUT_WR)
 
     def flush(self) -> None:
         """Write what the socket takes. Raises OSError when the client is gone."""
@@ -269,7 +281,7 @@ class Server:
         if not data:
             self._drop(connection)
             return
-        if connection.refused:
+        if connection.refused or connection.parted:
             return
         try:
             for message in connection.decoder.feed(data):
@@ -285,7 +297,7 @@ class Server:
             connection.send(p.Refused(str(exc), retry=False), None)
             with contextlib.suppress(OSError):
                 connection.flush()
-            self._drop(connection)
+            self._part(connection, "protocol", str(exc))
 
     def _shed(self) -> None:
         """Drop who takes most, while all connections together take more than they may."""
@@ -296,13 +308,14 @@ class Server:
         ):
             while (total := sum(map(bytes_of, found))) > most:
                 largest = max(found, key=bytes_of)
-                log.warning(
-                    "connection %d dropped: it has %d bytes %s, all have %d, expected up to %d",
-                    largest.number, bytes_of(largest), what, total, most,
+                text = f"it has {bytes_of(largest)} bytes {what}, all have {total}"
+                self._said.warn(
+                    "connections that take too much",
+                    "connection %d dropped: %s, expected up to %d", largest.number, text, most,
                 )  # fmt: skip
                 self.store.numbers.add("kvstore_refused", reason)
                 found.remove(largest)
-                self._drop(largest)
+                self._part(largest, "protocol", text)
 
     def _send(self, number: int, message: framing.Message, fd: int | None) -> None:
         if number == EXPORTER and self._peers is not None:
@@ -326,15 +339,27 @@ class Server:
                     connection.number,
                 )
                 self.store.numbers.add("kvstore_refused", "outbox")
-                self._drop(connection)
+                self._part(connection, "protocol", "it does not read")
                 continue
-            if connection.refused and not connection.outbox:
-                self._drop(connection)
+            if connection.refused and not connection.outbox and not connection.parted:
+                self._part(connection, "protocol", "it was refused")
                 continue
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.outbox else 0)
             if events != connection.events:
                 connection.events = events
                 self._selector.modify(connection.sock, events, connection)
+
+    def _part(self, connection: _Connection, reason: str, text: str) -> None:
+        """Have nothing more to do with a connection.
+
+        What a worker may still write is given to nobody else before it has closed its end: only
+        ours is closed then, and what it says is not looked at.
+        """
+        if not self.store.may_write(connection.number):
+            self._drop(connection)
+        elif not connection.parted:
+            connection.part()
+            self.store.part(connection.number, reason, text)
 
     def _drop(self, connection: _Connection) -> None:
         if self._connections.pop(connection.number, None) is None:

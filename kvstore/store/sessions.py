@@ -21,6 +21,7 @@ from kvstore.core.write_budget import WriteBudget
 from kvstore.handover.jobs import check_ranks
 from kvstore.handover.peers import EXPORTER, OfFetch, Peers
 from kvstore.metrics import MEMORY, NVME, PEER, Numbers
+from kvstore.rate_log import RateLog
 from kvstore.store.extents import Memory
 from kvstore.store.gauges import count_step, disk_gauges, gauges, plugin_gauges, resize
 from kvstore.store.lookups import Desk
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 FORGET_NS = 60_000_000_000  # after its last engine's end, of a namespace without blocks
 _SWEEP_NS = 1_000_000_000
+LIVES_MAX = 50  # lines of engines that attach, or detach, in one window: a large node has fewer
 
 OfPeers = OfFetch | p.Given | p.Serves
 Send = Callable[[int, framing.Message, int | None], None]
@@ -81,6 +83,8 @@ class Store:
         self._by_connection: dict[int, Session] = {}
         self._next_session = first_session
         self._now_ns = self._swept_ns = 0
+        self._said = RateLog(log, lambda: self._now_ns)
+        self._lives = RateLog(log, lambda: self._now_ns, LIVES_MAX)
         self._clearing: list[int] = []  # who waits for the end of a clear
         self._ended: set[int] = set()  # schedulers of buried sessions that did not close yet
         self._memory = Memory(pool, send, self._workers_of, self._holders_of)
@@ -116,31 +120,53 @@ class Store:
         if connection in self._ended:
             return  # told to detach, had not read it yet
         try:
-            if isinstance(message, p.Hello):
+            if session is not None and session.phase is Phase.ENDING:
+                self._on_late(session, connection, message)
+            elif isinstance(message, p.Hello):
                 self._hello(connection, message)
             elif isinstance(message, p.Query):
                 self._query(connection, message)
             elif session is None:
                 raise ProtocolError(f"{type(message).__name__} before Hello")
-            elif session.phase is not Phase.ENDING or isinstance(message, p.Given):
+            else:
                 self._dispatch(session, connection, message)
         except ProtocolError as exc:
-            log.warning("connection %d: %s", connection, exc)
+            self._said.warn("wrong messages of engines", "connection %d: %s", connection, exc)
             self.numbers.add("kvstore_refused", "protocol")
             self._turn_away(connection, "protocol", str(exc))
-        except Exception:  # the barrier of a connection: what nobody foresaw costs no other
+        except Exception:  # noqa: BLE001 - the barrier of a connection: a bug costs no other
             what = f"a bug of the store in {type(message).__name__}"
-            log.exception("connection %d: %s", connection, what)
+            self._said.bug("bugs of the store", "connection %d: %s", connection, what)
             self.numbers.add("kvstore_refused", "internal")
             self._turn_away(connection, "internal", what)
 
+    def _on_late(self, session: Session, connection: int, message: framing.Message) -> None:
+        """Act on a message in a session that ends: an engine may not have heard of that yet."""
+        if isinstance(message, p.Hello | p.Query):
+            raise ProtocolError(f"{type(message).__name__} in a session that ends")
+        if isinstance(message, p.Given):
+            self._dispatch(session, connection, message)
+
     def _turn_away(self, connection: int, reason: str, text: str) -> None:
-        """End the session of a connection, or refuse it if it is in none."""
+        """End the session of a connection; refuse one that is in none, or whose session ends."""
         session = self._by_connection.get(connection)
-        if session is None:
+        if session is None or session.phase is Phase.ENDING:
             self._send(connection, p.Refused(text, retry=False), None)
         else:
             self._end(session, reason, text)
+
+    def part(self, connection: int, reason: str, text: str) -> None:
+        """The server takes nothing more of a connection: its session ends."""
+        session = self._by_connection.get(connection)
+        if session is not None:
+            self._end(session, reason, text)
+
+    def may_write(self, connection: int) -> bool:
+        """Tell whether it is a worker's, which may write into slots until it has closed its end."""
+        session = self._by_connection.get(connection)
+        if session is None or session.namespace is None:
+            return False
+        return connection in session.workers.values()
 
     def knows(self, connection: int) -> bool:
         """Tell whether a connection is part of a session."""
@@ -195,10 +221,12 @@ class Store:
         for namespace in self.namespaces.values():
             self._tick_namespace(namespace)
         for session in self.sessions.values():
+            if session.phase is Phase.ENDING:
+                continue
             try:
                 self._tick_session(session)
-            except Exception:  # the barrier of a session: what it said before may break it now
-                log.exception("engine %r: a bug", session.engine)
+            except Exception:  # noqa: BLE001 - the barrier of a session: what it said may break it
+                self._said.bug("bugs of the store", "engine %r: a bug", session.engine)
                 self.numbers.add("kvstore_refused", "internal")
                 self._end(session, "internal", "a bug of the store")
         if self._clearing and not any(n.manager.clearing for n in self.namespaces.values()):
@@ -206,6 +234,8 @@ class Store:
             for connection in waiting:
                 self._report(connection)
 
+        self._said.tick()
+        self._lives.tick()
         if now_ns - self._swept_ns >= min(_SWEEP_NS, FORGET_NS):
             self._swept_ns = now_ns
             self._forget_unused()
@@ -310,7 +340,7 @@ class Store:
             try:
                 session.namespace = self._namespace(session)
             except KVStoreError as exc:
-                log.error("engine %r refused: %s", session.engine, exc)
+                self._said.warn("engines refused", "engine %r refused: %s", session.engine, exc)
                 for connection in session.connections():
                     self._send(connection, p.Refused(str(exc), retry=False), None)
                 self._end(session, "refused", str(exc))
@@ -341,7 +371,8 @@ class Store:
             )
         if layout.unnamed:
             layout = layout.of_session(session.number)
-            log.warning(
+            self._said.warn(
+                "engines whose blocks have no name",
                 "engine %r: its blocks stay in memory, for itself only, until it detaches: %r",
                 session.engine,
                 layout.unnamed,
@@ -377,7 +408,10 @@ class Store:
             limit_ms = max(self._config.engine.defer_ns, slower_ns) // 1_000_000
             self._to_scheduler(session, p.Active(namespace.manager.slots_total, limit_ms))
             self._give_board(session)
-            log.info("engine %r attached, session %d", session.engine, session.number)
+            self._lives.info(
+                "engines attached",
+                "engine %r attached, session %d", session.engine, session.number,
+            )  # fmt: skip
 
     def _end(self, session: Session, reason: str, text: str) -> None:
         if session.phase is Phase.ENDING:
@@ -412,7 +446,10 @@ class Store:
             self._desk.end_lease(session, lease_id)
         if namespace.layout.unnamed:
             namespace.manager.clear()  # nobody can ask for them any more
-        log.info("engine %r detached, session %d", session.engine, session.number)
+        self._lives.info(
+            "engines detached",
+            "engine %r detached, session %d", session.engine, session.number,
+        )  # fmt: skip
 
     def _to_scheduler(self, session: Session, message: framing.Message) -> None:
         if session.scheduler is not None:
