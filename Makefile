@@ -81,10 +81,10 @@ demo-pd: $(READY) ## prompts go from a prefill engine to two decode engines; pri
 	@$(PY) -m tests.demo --pd
 
 test: $(READY) ## all but what `make test-long` has; on WORKERS (3) processes
-	$(PY) -m pytest -n $(WORKERS) -m "not long" --durations=60 --durations-min=1
+	$(PY) -m pytest -n $(WORKERS) --no-loadscope-reorder -m "not long" --durations=60 --durations-min=1
 
 test-fast: $(READY) ## no real engine, nothing slow; a few minutes
-	$(PY) -m pytest -n $(WORKERS) -m "not vllm and not slow and not long"
+	$(PY) -m pytest -n $(WORKERS) --no-loadscope-reorder -m "not vllm and not slow and not long"
 
 test-long: test-long-engines test-long-handover test-crash ## every way, model and failure, in parts
 

@@ -38,8 +38,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest."""
-    items.sort(key=lambda item: not item.nodeid.startswith(ENGINES))
+    """Begin with what takes longest: real engines, then files with slow tests."""
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    items.sort(key=lambda item: (not item.nodeid.startswith(ENGINES), item.path not in slow))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

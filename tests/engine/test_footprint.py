@@ -21,8 +21,8 @@ BASE = "import vllm.distributed.kv_transfer.kv_connector.v1.base"
 @pytest.mark.parametrize(
     ("side", "modules_max", "forbidden"),
     [
-        ("vllm_worker", 34, (*OF_THE_SCHEDULER, "connectors.vllm_private")),
-        ("vllm_scheduler", 37, (*OF_THE_WORKER, "connectors.weights", "connectors.vllm_pages")),
+        ("vllm_worker", 36, OF_THE_SCHEDULER),
+        ("vllm_scheduler", 38, (*OF_THE_WORKER, "connectors.weights", "connectors.vllm_pages")),
     ],
 )
 def test_a_side_loads_what_it_needs(
