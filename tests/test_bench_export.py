@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -37,13 +38,20 @@ def of(results: Sequence[Result], **wanted: object) -> list[Result]:
     return [r for r in results if wanted.items() <= {"name": r.name, **r.parameters}.items()]
 
 
+@pytest.fixture
+def here() -> Iterator[Path]:
+    """An empty folder with a short path: sockets in it have 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        yield Path(name)
+
+
 @pytest.mark.slow
-def test_a_benchmark_that_is_terminated_leaves_nothing_running(tmp_path: Path) -> None:
+def test_a_benchmark_that_is_terminated_leaves_nothing_running(here: Path) -> None:
     command = [sys.executable, "-m", "tests.bench", "export", "--pairs", "1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment) as bench:
+    with subprocess.Popen(command, cwd=here, env=environment) as bench:
         try:
-            eventually(lambda: len([*tmp_path.glob("*/*/kvstore.sock")]) == 2)
+            eventually(lambda: len([*here.glob("*/*/kvstore.sock")]) == 2)
             started = psutil.Process(bench.pid).children(recursive=True)
             bench.terminate()
             assert bench.wait(60) == 130
@@ -51,14 +59,14 @@ def test_a_benchmark_that_is_terminated_leaves_nothing_running(tmp_path: Path) -
             bench.kill()
     assert len(started) >= 2
     assert psutil.wait_procs(started, timeout=10)[1] == []
-    assert list(tmp_path.iterdir()) == []
+    assert list(here.iterdir()) == []
 
 
 @pytest.mark.slow
 def test_every_hand_over_has_its_limit_from_the_same_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(here)
     results = export.run(1, SMALL)
     processes = {"prefill_store", "prefill_exporter", "decode_store", "decode_exporter", "engine"}
     for transport in SMALL.transports:
@@ -85,7 +93,7 @@ def test_every_hand_over_has_its_limit_from_the_same_run(
     for name in export.INTO_ENGINE:
         assert [one.parameters["transport"] for one in of(results, name=name)] == ["tcp"]
     assert all(row["ratio"] > 0 for row in json.loads(as_json("export", results))["results"])
-    assert not list(tmp_path.iterdir())
+    assert not list(here.iterdir())
 
 
 @pytest.mark.slow

@@ -116,6 +116,7 @@ def test_O22_a_field_that_was_renamed_is_refused_at_start(
         vllm_private.check_private(manager())
 
 
+ADAPTER = ("vllm.py", "vllm_compat.py", "vllm_scheduler.py", "vllm_worker.py")
 # What a step reads of vLLM's objects, by the name of the variable, and whose name it is there.
 READ = {
     "block": "KVCacheBlock",
@@ -135,13 +136,13 @@ READ = {
     "output": "SchedulerOutput",
     "place": "PlaceholderRange",
     "request": "Request",
-    "scheduler_output": "SchedulerOutput",
     "self._blocks[index]": "KVCacheBlock",
     "state": "KVConnectorBlockState",
 }
 # Variables of ours, modules, and what Python's own types have.
 OURS = {
-    *("RequestStatus", "_SOURCES", "compat", "counts", "event", "hand_overs", "log"),
+    *("RequestStatus", "_SOURCES", "boundaries", "compat", "counts", "event", "half"),
+    *("hand_overs", "log"),
     *("kv_connector_metadata", "metadata", "meta", "other", "p", "params", "secrets"),
     *("sources", "stats", "step", "super()", "tokens", "torch", "written"),
     *("manager.req_to_blocks", "type(metadata)", "type(other)", "get_kv_cache_spec_kind(spec)"),
@@ -150,12 +151,13 @@ AT_START = {
     *("__init__", "_compute_what_fails", "_find_store", "_start_scheduler", "register_kv_caches"),
     *("check_supported", "group_rule", "geometry", "state_groups", "layer_caches"),
     *("rank_geometry", "supports_sleep_mode", "build_kv_connector_stats", "build_prom_metrics"),
+    *("start_scheduler", "start_half", "start_worker", "transfer_of_engine"),
 }
 
 
 def read_in_steps() -> Iterator[tuple[str, str]]:
     """Each (expression, attribute) of the adapter's code that runs after the start."""
-    for name in ("vllm.py", "vllm_compat.py"):
+    for name in ADAPTER:
         tree = ast.parse((ROOT / "connectors" / name).read_text(encoding="utf-8"))
         top = [*tree.body, *(part for node in tree.body for part in getattr(node, "body", ()))]
         for function in top:
@@ -202,7 +204,7 @@ ONLY_CHECKED = {"CacheHitSource": {"DISK", "HOST", "P2P"}}
 
 def built() -> Iterator[tuple[str, tuple[str, ...]]]:
     """What the adapter makes with arguments by name, of classes of vLLM's that steps need."""
-    for name in ("vllm.py", "vllm_compat.py"):
+    for name in ADAPTER:
         for node in ast.walk(ast.parse((ROOT / "connectors" / name).read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in BUILT:
                 assert not node.args, "by name, so that it can be checked"
