@@ -116,13 +116,13 @@ def test_a_slow_disk_is_slow_and_no_more(store: Served, faults: Faults) -> None:
 def test_a_store_that_ends_keeps_its_blocks_as_long_as_a_slow_disk_takes_them(
     store: Served, faults: Faults
 ) -> None:
-    with faults.of(Call.WRITE, Kind.EXTENTS, delay_ms=400):
-        names = store.put(5)  # memory has room for them
+    with faults.of(Call.WRITE, Kind.EXTENTS, delay_ms=300):
+        names = store.put(8)  # memory has room for them
         store.stop()
     told = re.search(r"(\d+) blocks were still to be kept: (\d+) are", store.log)
     assert told is not None
     assert told[1] == told[2], "it takes longer than a time without one"
-    assert int(told[1]) >= 4
+    assert int(told[1]) >= 8
     store.start()
     assert sum(store.get(name)[0] for name in names) == 2 * len(names)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from connectors import pd_scheduler
 from kvstore.config import parse
 from kvstore.handover import consumer, request_leases
 from tests.harness.handover_rig import Node, node, prompt
@@ -97,6 +98,7 @@ def test_B4_B12_a_block_that_the_window_has_left_before_it_had_a_slot_is_not_wai
 ) -> None:
     """The store has slots only after the prompt's end; the engine has freed a block by then."""
     prompts = {"left": prompt("left", 31)}
+    monkeypatch.setattr(pd_scheduler, "STORE_LIMIT_NS", int(WAIT_S * 1e9))
     with (
         node(stores[0], "p left", PARTS, slots=4) as prefill,
         node(stores[1], "d left", PARTS) as d,

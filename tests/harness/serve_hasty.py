@@ -17,7 +17,7 @@ SECONDS = {
     (maintenance, "EVERY_S"): 0.1,
     (disk, "CLOSE_S"): 0.7,
     (tier, "DRAIN_S"): 0.7,
-    (server, "_FLUSH_S"): 0.7,
+    (server, "_FLUSH_S"): 1.2,
 }
 
 
