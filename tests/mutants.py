@@ -49,14 +49,14 @@ MUTANTS = (
     # A session that raises costs itself only.
     Mutant(
         STORE,
-        "        except Exception:  # the barrier of a connection",
-        "        except ZeroDivisionError:  # the barrier of a connection",
+        "        except Exception:  # noqa: BLE001 - the barrier of a connection",
+        "        except ZeroDivisionError:  # noqa: BLE001 - the barrier of a connection",
         "tests/test_local_limits.py -k S2_what_raises",
     ),
     Mutant(
         STORE,
-        "            except Exception:  # the barrier of a session",
-        "            except ZeroDivisionError:  # the barrier of a session",
+        "            except Exception:  # noqa: BLE001 - the barrier of a session",
+        "            except ZeroDivisionError:  # noqa: BLE001 - the barrier of a session",
         "tests/test_local_limits.py -k S2_what_raises",
     ),
     Mutant(
@@ -147,7 +147,7 @@ MUTANTS = (
     ),
     Mutant(
         EVENTS,
-        "            if len(self._told) > self._told_max:",
+        "            if len(self._published) > self._published_max:",
         "            if False:",
         "tests/test_events.py -k O16_what_is_remembered",
     ),
@@ -233,6 +233,19 @@ MUTANTS = (
         " > limits.OUTBOX_BYTES_MAX:\n                    break\n",
         "",
         "tests/test_local_limits.py -k S2_one_read",
+    ),
+    # What decides the bytes, who may say what, and what ends when.
+    Mutant(
+        "connectors/vllm_identity.py",
+        'facts["lengths"] = [decided_by_length(model, code, length) for length in lengths]',
+        'facts["lengths"] = []',
+        "tests/engine/test_length.py -x",
+    ),
+    Mutant(
+        SERVER,
+        "        self._leave_all_but_engines()\n",
+        "",
+        "tests/test_store_disk.py -k while_a_peer_calls",
     ),
     # Others.
     Mutant(
