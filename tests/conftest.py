@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.harness import bugs
 from tests.harness.faults import build
 from tests.harness.forked import OF_ENGINES, OF_INDEXES, fork_index, start_server
 from tiers.nvme.index_process import Child
@@ -54,3 +55,12 @@ def _how_indexes_start(forking: None) -> Iterator[None]:  # noqa: ARG001 - the s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Child, "start", staticmethod(fork_index))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_bugs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail tests in whose process a barrier has ended a bug, but for tests of barriers."""
+    with bugs.noted() as found:
+        yield
+    if not request.node.get_closest_marker("meets_bugs"):
+        assert not found, "barriers have ended these: see the log"
