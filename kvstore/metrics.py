@@ -39,6 +39,7 @@ HAND_OVER_EVENTS = (
     *("confirmed", "stale", "expired", "failed", "gone", "refused"),  # as a producer
     *("released", "lapsed", "extended", "unknown", "ambiguous"),
     *("unauthorised", "malformed", "too_many", "unsent", "undialled"),  # of the side channel
+    "internal",
 )
 
 

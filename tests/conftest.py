@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.harness import bugs
 from tests.harness.faults import build
 from tests.harness.forked import OF_ENGINES, OF_INDEXES, fork_index, start_server
 from tiers.nvme.index_client import Child
@@ -80,3 +81,12 @@ def _how_indexes_start(forking: None) -> Iterator[None]:  # noqa: ARG001 - the s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Child, "start", staticmethod(fork_index))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_bugs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail tests in whose process a barrier has ended a bug, but for tests of barriers."""
+    with bugs.noted() as found:
+        yield
+    if not request.node.get_closest_marker("meets_bugs"):
+        assert not found, "barriers have ended these: see the log"

@@ -333,6 +333,7 @@ def test_S2_log_lines_that_outsiders_cause_are_few_and_the_rest_is_counted(
     assert len(caplog.records) == LINES_MAX + 2
 
 
+@pytest.mark.meets_bugs
 def test_S2_a_bug_that_outsiders_meet_again_and_again_has_one_traceback_in_a_while(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

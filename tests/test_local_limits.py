@@ -343,6 +343,7 @@ def settings_for(folder: Path) -> config.Config:
     return config.parse({"cpu": {"capacity": "16MiB"}, "server": server})
 
 
+@pytest.mark.meets_bugs
 @pytest.mark.parametrize("where", ["ask", "retry"])
 def test_S2_what_raises_costs_its_session_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
@@ -370,6 +371,7 @@ def test_S2_what_raises_costs_its_session_and_no_other(
     assert caplog.text.count("Traceback") == 1
 
 
+@pytest.mark.meets_bugs
 @pytest.mark.parametrize("where", ["_tick_session", "on_message"])
 def test_S2_what_raises_again_and_again_has_one_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
@@ -402,6 +404,7 @@ def test_S2_what_raises_again_and_again_has_one_traceback(
     assert lines(caplog) < 10
 
 
+@pytest.mark.meets_bugs
 def test_S2_what_raises_before_hello_costs_its_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,6 +145,8 @@ def test_a_store_that_ends_while_a_peer_calls_writes_what_only_memory_has(
             end_sessions()
 
         monkeypatch.setattr(core, "end_sessions", called_as_it_ends)
+        one.put(hashes(1))  # takes all of an hour's budget
+        eventually(lambda: len(records(store)) == 1)
         one.put(hashes(4))
         moved = core.numbers.moved
         eventually(lambda: moved["nvme", "stored"] + moved["nvme", "over_budget"] >= 4)

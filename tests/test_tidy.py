@@ -65,7 +65,9 @@ HEAVY = ("torch", "cupy", "nixl", "vllm", "connectors")
 # A worker's bug must still free the slots of its job.
 BROAD_EXCEPTS = (
     "tiers/runner.py",
-    "kvstore/store/sessions.py",  # the barriers of connections and sessions
+    "kvstore/barrier.py",  # those of the store
+    "kvstore/store/sessions.py",  # the barrier of connections
+    "tiers/nvme/disk.py",  # of the disk
     "kvstore/cli.py",  # of what people type
     "kvstore/plugins.py",  # of modules of others that are imported
     "kvstore/store/tier_guard.py",  # and of tiers of others

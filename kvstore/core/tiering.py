@@ -399,6 +399,15 @@ class Tiering:
         for tier in self.sources:
             tier.clear()
 
+    def stop(self) -> None:
+        """Use the tiers no more. Slots of jobs under way stay as they are: they may be written."""
+        self.tiers = self.sources = ()
+        self._telling.clear()
+        self._under_way.clear()
+        self._storing.clear()
+        for queue in self._queues.values():
+            queue.clear()
+
     def close(self) -> None:
         """Wait for jobs under way, take their results and close the tiers."""
         for queue in self._queues.values():

@@ -14,10 +14,14 @@ wants something says Hello again.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 
 import msgspec
 
+from kvstore.barrier import Barrier
 from kvstore.core.errors import ProtocolError
 from kvstore.core.types import BlockKey, Slot
 from kvstore.handover.consumer import STALL_NS, WAITS, Consumer, Fetched, Waits
@@ -103,7 +107,9 @@ class Peers:
         self._numbers = Numbers()
         self._up: Up | None = None
         self._noted: list[int] = []
+        self._counts: Counter[str] = Counter()
         self._slots: dict[int, int] = {}  # of the extents that workers map
+        self._unmapping: set[int] = set()
         self._regions: dict[int, m.Region] = {}
         self._links: dict[int, _Link] = {}
         self._by_address: dict[tuple[str, str], int] = {}
@@ -112,12 +118,16 @@ class Peers:
         self._now_ns = 0
         self.requests = Requests(
             self.producer.hands,
-            mover.wake,
+            self._wake,
             lambda namespace, request: self.inlet(namespace).withdraw(request),
             self._tell,
             lambda address: not self.channel.may_dial(address),
         )
         self._said = RateLog(log)
+        self._barrier = Barrier(self._said, self._met_a_bug)
+        self.off = False  # nothing is handed over any more
+        self._off: set[str] = set()  # namespaces that nothing is fetched for any more
+        self._closed = False
         self._swept_ns = 0
         self._quarantine = Quarantine()
 
@@ -133,6 +143,7 @@ class Peers:
 
     def _mapped(self, extent: int) -> None:
         """Nobody who waits for all to map or unmap an extent waits for the exporter."""
+        self._unmapping.discard(extent)
         for namespace in self._namespaces.values():
             namespace.settle(extent, EXPORTER)
 
@@ -162,12 +173,12 @@ class Peers:
 
         direct: for workers to read. None: it is ourselves, or too many others are being asked.
         """
-        number = None
-        if address != self.channel.address:
-            number = self._connected(address, namespace.layout.digest, now_ns)
+        number, digest = None, namespace.layout.digest
+        if address != self.channel.address and digest not in self._off:
+            number = self._connected(address, digest, now_ns)
         if number is None:
             return None
-        self._mover.wake()
+        self._wake()
         consumer = self.inlet(namespace)
         fetch = consumer.want(number, want, now_ns, direct=direct)
         if self._up is None:
@@ -183,7 +194,14 @@ class Peers:
         """Tell whether a peer had better write its blocks than have them read: over TCP."""
         return self._mover.over_tcp(address.rpartition(":")[0].strip("[]"))
 
+    def _wake(self) -> None:
+        """Have the exporter run: somebody may ask soon, or is asked."""
+        if not self.off:
+            self._mover.wake()
+
     def _connected(self, address: str, digest: str, now_ns: int) -> int | None:
+        if self.off:
+            return None
         number = self._by_address.get((address, digest))
         if number is None:
             why = self.channel.may_dial(address)
@@ -274,11 +292,19 @@ class Peers:
 
     def on_memory(self, message: Message, fd: int | None) -> None:
         """Do with an extent what workers are told to do. Nobody waits for it to be mapped."""
+        if not self.off:
+            with self._barrier.around("memory that peers can read", self._switch_off):
+                self._on_memory(message, fd)
+        if self.off and isinstance(message, Extent | Unmap):
+            self._noted.append(message.extent)
+
+    def _on_memory(self, message: Message, fd: int | None) -> None:
         if isinstance(message, Extent) and fd is not None:
             self._mover.export(message.extent, fd, message.count * message.slot_bytes)
             self._noted.append(message.extent)
             self._slots[message.extent] = message.count
         elif isinstance(message, Unmap):
+            self._unmapping.add(message.extent)
             self._slots.pop(message.extent, None)
             self._regions.pop(message.extent, None)
             self.producer.on_unmapped(message.extent)
@@ -367,13 +393,16 @@ class Peers:
 
     def fds(self) -> Iterator[int]:
         """Go through the descriptors that become readable when poll() has something to do."""
-        yield from self.channel.fds()
-        yield from self._mover.fds()
+        if not self.off:
+            yield from self.channel.fds()
+            yield from self._mover.fds()
 
     def wait_s(self, now_ns: int) -> float | None:
         """Return when to call poll() at the latest; None: when a descriptor says so."""
-        if self._noted or self.channel.waiting:
+        if self._noted or (not self.off and self.channel.waiting):
             return 0.0
+        if self.off:
+            return None
         wait_s = self._mover.wait_s(now_ns)
         if self.producer.busy or any(i.open for i in self._inlets.values()):
             return BUSY_S if wait_s is None else min(BUSY_S, wait_s)
@@ -382,8 +411,8 @@ class Peers:
     def gauges(self) -> dict[tuple[str, ...], float]:
         """Return gauges, and counters kept here."""
         counts = self.channel.counts + self.producer.counts
-        counts.update(self.requests.counts)
-        counts.update(self.fetched.events)
+        for more in (self.requests.counts, self.fetched.events, self._counts):
+            counts.update(more)
         quarantined = landing = fetches = 0
         for inlet in self._inlets.values():
             quarantined += inlet.quarantined_bytes
@@ -416,35 +445,96 @@ class Peers:
 
     def close(self) -> None:
         """End all hand-overs."""
-        self.channel.close()
-        self._mover.close()
+        if not self._closed:
+            self._closed = True
+            self.channel.close()
+            self._mover.close()
 
     def poll(self, now_ns: int) -> None:
-        """Do what there is to do."""
+        """Do what there is to do.
+
+        A bug costs the peer that it is met by, or the namespace that something is fetched for, or,
+        where it is neither's, all hand-overs; never the store.
+        """
         self._now_ns = now_ns
         noted, self._noted = self._noted, []
         for extent in noted:
             self._mapped(extent)
+        if not self.off:
+            with self._barrier.around("hand-overs", self._switch_off):
+                self._poll(now_ns)
+        self._said.tick()
+
+    def _poll(self, now_ns: int) -> None:
         for event in (*self._mover.poll(now_ns), *self.gives.take(now_ns)):
-            self._on_event(event)
+            with self._barrier.around("what was moved", partial(self._fail_event, event)):
+                self._on_event(event)
         self.channel.poll(now_ns)
         for namespace in self._namespaces.values():
             staged: dict[tuple[int, int, bool], list[Tag]] = {}
             for tag, ok in namespace.tiering.take_staged():
                 staged.setdefault((tag.peer, tag.job, ok), []).append(tag)
-            for (_, _, ok), tags in staged.items():
-                self.producer.staged(tags, ok=ok)
-        self.producer.tick(now_ns)
+            for (peer, _, ok), tags in staged.items():
+                with self._guard(peer):
+                    self.producer.staged(tags, ok=ok)
+        self.producer.tick(now_ns, self._guard)
         for stored_ns in self.producer.hands.take_stored_ns():
             self._numbers.observe("kvstore_hand_over_held_seconds", stored_ns / 1e9)
         self.requests.tick(now_ns)
-        for inlet in self._inlets.values():
-            inlet.tick(now_ns)
+        for digest, inlet in self._inlets.items():
+            if digest not in self._off:
+                with self._barrier.around("fetches", partial(self._fail_inlet, digest)):
+                    inlet.tick(now_ns)
         self.direct.flush()
-        self._said.tick()
         if now_ns - self._swept_ns >= SWEEP_NS:
             self._swept_ns = now_ns
             self._sweep()
+
+    # Bugs, and what they cost
+
+    def _met_a_bug(self) -> None:
+        self._counts["internal"] += 1
+
+    def _guard(self, number: int) -> AbstractContextManager[None]:
+        return self._barrier.around(f"what peer {number} wants", partial(self._fail_peer, number))
+
+    def _fail_peer(self, number: int) -> None:
+        """Hang up on a peer; what is held for it stays held if it cannot be let go of."""
+        self.channel.give_up(number)
+        self.producer.forget(number)
+
+    def _fail_inlet(self, digest: str) -> None:
+        """Fetch nothing for a namespace any more; what was to come does not."""
+        self._off.add(digest)
+        log.error("nothing is fetched for %s until the store is started again", digest[:12])
+        for number in [n for n, link in self._links.items() if link.digest == digest]:
+            self.channel.drop(number)
+        with self._barrier.around("the end of fetches"):
+            self._inlets[digest].clear()
+
+    def _fail_event(self, event: Event) -> None:
+        match event:
+            case Summed(tags) | Written(tags):
+                self._fail_peer(tags[0].peer)
+            case Arrived(digest) | Checked(digest):
+                self._fail_inlet(digest)
+            case _:
+                self._switch_off()
+
+    def _switch_off(self) -> None:
+        """Hand nothing over any more, until the store is started again; nothing waits for it."""
+        if self.off:
+            return
+        self.off = True
+        log.error("hand-overs are off until the store is started again")
+        for inlet in self._inlets.values():
+            with self._barrier.around("the end of fetches"):
+                inlet.clear()
+        self.direct.flush()
+        self._noted += [*self._slots, *self._unmapping]
+        with self._barrier.around("the end of hand-overs"):
+            self.close()
+        self.channel.address = ""
 
     def _sweep(self) -> None:
         """Let go of connections that nobody uses, and of a quarantine that is in the way."""

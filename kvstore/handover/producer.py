@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from kvstore.core.errors import ProtocolError
@@ -38,6 +39,7 @@ EARLY_MAX = 64  # Hellos that wait for the exporter, of a megabyte each
 MEMORY, PREFILL = "cpu", "prefill"
 
 Send = Callable[[int, Message], None]
+Guard = Callable[[int], AbstractContextManager[object]]
 OfJob = m.Land | m.Fill | m.Confirm | m.Extend | m.Release
 
 
@@ -317,26 +319,39 @@ class Producer:
 
     # Time, and answers to Work
 
-    def tick(self, now_ns: int) -> None:
-        """Move every job along; end the leases that are over."""
+    def tick(self, now_ns: int, guard: Guard = nullcontext) -> None:
+        """Move every job along; end the leases that are over.
+
+        guard(peer): what is done for a peer is done inside of it.
+        """
         self.hands.tick(now_ns)
         if self._early and self._exporter() is not None:
             early, self._early = self._early, {}
             for number, hello in early.items():
-                self._hello(number, hello)
+                with guard(number):
+                    self._hello(number, hello)
         for peer in list(self._peers.values()):
-            for job in list(peer.jobs.values()):
-                if not job.over and not job.released and now_ns >= job.deadline_ns:
-                    job.over = True
-                    self.counts["expired"] += 1
-                    self._send(peer.number, m.End(job.number, m.LEASE_OVER))
-                if job.offer_ns is not None:
-                    self._offer(job, now_ns)
-                if job.over and now_ns >= job.deadline_ns + GRACE_NS:
-                    self._release(job)
-                self._advance(job)
-                self._start_writes(job)
-                self._settle(job)
+            with guard(peer.number):
+                self._tick_peer(peer, now_ns)
+
+    def _tick_peer(self, peer: Peer, now_ns: int) -> None:
+        for job in list(peer.jobs.values()):
+            if not job.over and not job.released and now_ns >= job.deadline_ns:
+                job.over = True
+                self.counts["expired"] += 1
+                self._send(peer.number, m.End(job.number, m.LEASE_OVER))
+            if job.offer_ns is not None:
+                self._offer(job, now_ns)
+            if job.over and now_ns >= job.deadline_ns + GRACE_NS:
+                self._release(job)
+            self._advance(job)
+            self._start_writes(job)
+            self._settle(job)
+
+    def forget(self, number: int) -> None:
+        """Have nothing more to do with a peer; what is held for it stays held."""
+        self._early.pop(number, None)
+        self._peers.pop(number, None)
 
     def _job_of(self, tag: Tag) -> Job:
         """Return a tag's job, which is there as long as anything of it is under way."""

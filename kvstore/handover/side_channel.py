@@ -24,6 +24,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from kvstore.barrier import Barrier
 from kvstore.core.errors import ConfigError, ProtocolError
 from kvstore.handover.gate import Gate
 from kvstore.handover.loopback import is_loopback
@@ -133,6 +134,7 @@ class Channel:
         self._barred: dict[bytes, None] = {}  # routing ids of who was hung up on
         self._rude: dict[int, tuple[int, int]] = {}  # number -> second, and wrong messages in it
         self._said = RateLog(log)
+        self._barrier = Barrier(self._said, self._met_a_bug)
 
     def listen(self, host: str, port: int) -> None:
         """Let others ask. Raises ConfigError for a port in use, or an open host without a key."""
@@ -255,7 +257,7 @@ class Channel:
             if number in self._made or number in self._ids:
                 self._lose(number, reason)
             else:
-                self._on_lost(number, reason)
+                self._tell_lost(number, reason)
         self._count_strangers(now_ns)
         if not self._gate_is_closed():
             self._gate.drained()
@@ -366,10 +368,22 @@ class Channel:
             )
             self._hang_up(number, "it says too much")
             return
-        try:
-            self._on_message(number, decode(frame))
-        except ProtocolError as exc:
-            self._wrong(number, str(exc), now_ns)
+        with self._barrier.around(f"what peer {number} said", lambda: self.give_up(number)):
+            try:
+                self._on_message(number, decode(frame))
+            except ProtocolError as exc:
+                self._wrong(number, str(exc), now_ns)
+
+    def give_up(self, number: int) -> None:
+        """Hang up on a peer that has met a bug of ours."""
+        self._hang_up(number, "it has met a bug of the store")
+
+    def _met_a_bug(self) -> None:
+        self.counts["internal"] += 1
+
+    def _tell_lost(self, number: int, reason: str) -> None:
+        with self._barrier.around(f"the end of peer {number}"):
+            self._on_lost(number, reason)
 
     def _wrong(self, number: int, text: str, now_ns: int) -> None:
         """Count a wrong message; not all of them are answered."""
@@ -404,7 +418,7 @@ class Channel:
             self._numbers.pop(line, None)
             self._gate.drop(line)
         if dealer is not None or routing is not None:
-            self._on_lost(number, reason)
+            self._tell_lost(number, reason)
 
     @property
     def came(self) -> int:

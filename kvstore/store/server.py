@@ -177,8 +177,8 @@ class Server:
         finally:
             if stop_metrics is not None:
                 stop_metrics()
-            for connection in list(self._connections.values()):
-                self._drop(connection)
+            for connection in self._connections.values():
+                connection.sock.close()
             self._selector.close()
             if self._peers is not None:
                 self._peers.close()
@@ -257,10 +257,17 @@ class Server:
         if not trusted(uid, self._config.server.allow):
             self._refuse(sock, uid)
             return
+        self._forget_watched(sock.fileno())
         connection = _Connection(self._next, sock)
         self._next += 1
         self._connections[connection.number] = connection
         self._selector.register(sock, selectors.EVENT_READ, connection)
+
+    def _forget_watched(self, fd: int) -> None:
+        """Watch a descriptor no more that was a peer's, closed it in this turn, and is anew."""
+        if fd in self._watched:
+            self._watched = tuple(other for other in self._watched if other != fd)
+            self._selector.unregister(fd)
 
     def _refuse(self, sock: socket.socket, uid: int) -> None:
         reason = f"uid {uid} may not attach: [server] allow does not name it"

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import msgspec
 
+from kvstore.barrier import Barrier
 from kvstore.config import Config
 from kvstore.core import limits
 from kvstore.core.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.core.layout import slot_layout
 from kvstore.core.tier import MemoryPool, SlotMemory, Tier
-from kvstore.core.types import BlockKey, LeaseId, Slot
+from kvstore.core.types import BlockKey, Changes, LeaseId, Slot
 from kvstore.core.write_budget import WriteBudget
 from kvstore.handover.jobs import check_ranks
 from kvstore.handover.peers import EXPORTER, OfFetch, Peers
@@ -85,6 +87,8 @@ class Store:
         self._now_ns = self._swept_ns = 0
         self._said = RateLog(log, lambda: self._now_ns)
         self._lives = RateLog(log, lambda: self._now_ns, LIVES_MAX)
+        self._barrier = Barrier(self._said, self._met_a_bug)
+        self._broken: set[str] = set()  # namespaces that have met a bug
         self._clearing: list[int] = []  # who waits for the end of a clear
         self._ended: set[int] = set()  # schedulers of buried sessions that did not close yet
         self._memory = Memory(pool, send, self._workers_of, self._holders_of)
@@ -206,7 +210,8 @@ class Store:
         if session.scheduler == connection:
             session.scheduler = None
         session.workers = {r: c for r, c in session.workers.items() if c != connection}
-        self._memory.forget(self.namespaces.values(), connection)
+        with self._barrier.around(f"the end of connection {connection}"):
+            self._memory.forget(self.namespaces.values(), connection)
         self._end(session, "closed", "another connection of this engine closed")
         if not session.workers:
             self._bury(session)
@@ -214,21 +219,20 @@ class Store:
     def on_tick(self, now_ns: int) -> None:
         """After every batch of messages, and at least a few times a second."""
         self._now_ns = now_ns
-        for connection in self._memory.tick(self.namespaces, now_ns):
-            session = self._by_connection.get(connection)
-            if session is not None:
-                self._end(session, "memory", "its memory is needed, or was not mapped in time")
-        for namespace in self.namespaces.values():
-            self._tick_namespace(namespace)
+        with self._barrier.around("what memory is whose"):
+            for connection in self._memory.tick(self.namespaces, now_ns):
+                session = self._by_connection.get(connection)
+                if session is not None:
+                    self._end(session, "memory", "its memory is needed, or was not mapped in time")
+        for namespace in list(self.namespaces.values()):
+            with self._barrier.around("a namespace", partial(self._give_up, namespace)):
+                self._tick_namespace(namespace)
         for session in self.sessions.values():
-            if session.phase is Phase.ENDING:
-                continue
-            try:
-                self._tick_session(session)
-            except Exception:  # noqa: BLE001 - the barrier of a session: what it said may break it
-                self._said.bug("bugs of the store", "engine %r: a bug", session.engine)
-                self.numbers.add("kvstore_refused", "internal")
-                self._end(session, "internal", "a bug of the store")
+            if session.phase is not Phase.ENDING:
+                bug = "internal", "a bug of the store"
+                what = f"the turns of engine {session.engine!r}"
+                with self._barrier.around(what, partial(self._end, session, *bug)):
+                    self._tick_session(session)
         if self._clearing and not any(n.manager.clearing for n in self.namespaces.values()):
             waiting, self._clearing = self._clearing, []
             for connection in waiting:
@@ -240,20 +244,37 @@ class Store:
             self._swept_ns = now_ns
             self._forget_unused()
 
+    def _met_a_bug(self) -> None:
+        self.numbers.add("kvstore_refused", "internal")
+
+    def _give_up(self, namespace: Namespace) -> None:
+        """Serve a namespace no more that a bug was met in; what it has of memory stays its own."""
+        digest = namespace.layout.digest
+        log.error("namespace %s is off until the store is started again", digest[:12])
+        self._broken.add(digest)
+        self.namespaces.pop(digest, None)
+        for session in self.sessions.values():
+            if session.namespace is namespace:
+                self._end(session, "internal", "a bug of the store")
+
     def _forget_unused(self) -> None:
         """Forget namespaces without engines and blocks, once their memory is given back.
 
         What lower tiers keep of them is there when an engine comes that has it.
         """
-        for digest, namespace in list(self.namespaces.items()):
-            if not namespace.unused or self._now_ns - namespace.used_ns < FORGET_NS:
-                continue
-            if namespace.extents:
-                self._memory.give_back(namespace, self._now_ns)
-            elif self._peers is None or self._peers.forget(namespace):
-                namespace.tiering.close()
-                del self.namespaces[digest]
-                log.debug("namespace %s is forgotten", digest[:12])
+        for namespace in list(self.namespaces.values()):
+            with self._barrier.around("a namespace", partial(self._give_up, namespace)):
+                self._maybe_forget(namespace)
+
+    def _maybe_forget(self, namespace: Namespace) -> None:
+        if not namespace.unused or self._now_ns - namespace.used_ns < FORGET_NS:
+            return
+        if namespace.extents:
+            self._memory.give_back(namespace, self._now_ns)
+        elif self._peers is None or self._peers.forget(namespace):
+            namespace.tiering.close()
+            del self.namespaces[namespace.layout.digest]
+            log.debug("namespace %s is forgotten", namespace.layout.digest[:12])
 
     def _tick_session(self, session: Session) -> None:
         if session.phase is Phase.JOINING:
@@ -272,6 +293,13 @@ class Store:
             n.tiering.to_poll or n.growing or n.manager.clearing for n in self.namespaces.values()
         )
 
+    @staticmethod
+    def _leave(namespace: Namespace) -> None:
+        """Use the lower tiers of a namespace no more, and its peers."""
+        digest = namespace.layout.digest[:12]
+        log.error("the tiers of namespace %s are off until the store is started again", digest)
+        namespace.tiering.stop()
+
     def _tick_namespace(self, namespace: Namespace) -> None:
         manager = namespace.manager
         for lease_id in manager.expire(self._now_ns):
@@ -279,14 +307,18 @@ class Store:
             for session in self.sessions.values():
                 if session.namespace is namespace:
                     self._desk.lease_ended(session, lease_id)
-        namespace.tiering.poll(self._now_ns)
+        with self._barrier.around("the tiers of a namespace", partial(self._leave, namespace)):
+            namespace.tiering.poll(self._now_ns)
         manager.clear_some()
-        changes, on_disk = manager.take_changes(), namespace.tiering.take_changes()
+        changes, on_disk = manager.take_changes(), Changes()
+        with self._barrier.around("the tiers of a namespace", partial(self._leave, namespace)):
+            on_disk = namespace.tiering.take_changes()
         for session in self.sessions.values():
             if session.namespace is namespace and session.phase is Phase.ACTIVE:
                 session.heard(changes, on_disk)
         if changes.added:
-            namespace.tiering.cascade(changes.added)
+            with self._barrier.around("the tiers of a namespace", partial(self._leave, namespace)):
+                namespace.tiering.cascade(changes.added)
 
     # Sessions
 
@@ -383,6 +415,8 @@ class Store:
                 f"a block takes {layout.slot_bytes} bytes, an extent on disk has"
                 f" {disk.extent_bytes}: use a larger [nvme] extent, or a smaller block_tokens"
             )
+        if layout.digest in self._broken:
+            raise ConfigError("a bug of the store: restart it to have this model served again")
         namespace = self.namespaces.get(layout.digest)
         if namespace is None:
             remote = None if self._peers is None or layout.unnamed else self._peers.inlet
@@ -417,15 +451,19 @@ class Store:
         if session.phase is Phase.ENDING:
             return
         session.phase = Phase.ENDING
+        with self._barrier.around(f"the end of engine {session.engine!r}"):
+            self._ask_nothing_more(session)
+        self.numbers.add("kvstore_sessions_ended", reason)
+        for connection in session.connections():
+            self._send(connection, p.Detach(text), None)
+
+    def _ask_nothing_more(self, session: Session) -> None:
         self._desk.end(session)
         if session.namespace is not None:
             session.namespace.engines.leave(session.number)
             self._memory.excuse(session.namespace, session.workers.values())
         if self._peers is not None:
             self._peers.gives.leave(session.number)
-        self.numbers.add("kvstore_sessions_ended", reason)
-        for connection in session.connections():
-            self._send(connection, p.Detach(text), None)
 
     def _bury(self, session: Session) -> None:
         """The last worker has closed: nobody writes the session's slots any more."""
@@ -433,9 +471,11 @@ class Store:
         if session.scheduler is not None:
             del self._by_connection[session.scheduler]
             self._ended.add(session.scheduler)
-        namespace = session.namespace
-        if namespace is None:
-            return
+        if session.namespace is not None:
+            with self._barrier.around(f"what engine {session.engine!r} had"):
+                self._give_back(session, session.namespace)
+
+    def _give_back(self, session: Session, namespace: Namespace) -> None:
         namespace.sessions.discard(session.number)
         namespace.engines.end_of(session.number)
         if self._peers is not None:
@@ -588,6 +628,10 @@ class Store:
 
     def refresh_gauges(self) -> None:
         """Bring the gauges, and counters kept elsewhere, up to date."""
+        with self._barrier.around("gauges"):
+            self._refresh_gauges()
+
+    def _refresh_gauges(self) -> None:
         found = gauges(self._pool, self.sessions.values(), self.namespaces, self.numbers)
         if self._disk is not None:
             found |= disk_gauges(self._disk)
@@ -599,7 +643,9 @@ class Store:
     def enqueue_all(self) -> None:
         """Queue all that only memory has for the lower tiers; for a store that ends."""
         for namespace in self.namespaces.values():
-            namespace.tiering.enqueue_all()
+            cost = partial(self._leave, namespace)
+            with self._barrier.around("the tiers of a namespace", cost):
+                namespace.tiering.enqueue_all()
 
     @property
     def queued_blocks(self) -> int:
@@ -614,7 +660,8 @@ class Store:
     def close(self) -> None:
         """End the lower tiers in order."""
         for namespace in self.namespaces.values():
-            namespace.tiering.close()
+            with self._barrier.around("the end of a namespace's tiers"):
+                namespace.tiering.close()
 
 
 def _no_tiers(_digest: str, _slot_bytes: int, _memory: SlotMemory) -> Sequence[Tier]:

@@ -19,6 +19,7 @@ from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.fuzz.inputs import Mutator
 from tests.fuzz.site import End, Good, Net, Site
+from tests.harness import bugs
 from tests.harness.fakes import geometry, hashes, u32
 
 CONNECTIONS = 4  # of each kind at one time
@@ -57,15 +58,9 @@ class World:
 
     def run(self, messages: int) -> None:
         """Send so many. Raises Failed for whatever goes wrong, with what was sent last."""
-        process = psutil.Process()
         try:
-            for number in range(messages):
-                if number == messages // 2:
-                    self._rss = _kept(process)
-                self._one(number)
-            grown = _kept(process) - self._rss
-            self.counts["grown"] = grown
-            self._end()
+            with bugs.escaping():
+                self._play(messages)
         except BaseException as error:
             command = f"python -m tests.fuzz --seed {self.seed} --messages {messages}"
             text = f"{type(error).__name__}: {error}\nmessage {self.sent}: {self.net.reading.hex()}"
@@ -77,6 +72,16 @@ class World:
             "handed over": self.good.done,
             "again": self.good.again,
         }
+
+    def _play(self, messages: int) -> None:
+        process = psutil.Process()
+        for number in range(messages):
+            if number == messages // 2:
+                self._rss = _kept(process)
+            self._one(number)
+        grown = _kept(process) - self._rss
+        self.counts["grown"] = grown
+        self._end()
 
     def _one(self, number: int) -> None:
         self.rng.choice(self._targets)()

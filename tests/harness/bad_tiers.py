@@ -235,9 +235,8 @@ class TellsWrong(MemoryTier):
 class Hides(MemoryTier):
     """Raises as it is looked at."""
 
-    @property
-    def tell(self) -> None:
-        raise RuntimeError("is not there yet")
+    def __getattr__(self, name: str) -> None:
+        raise RuntimeError(f"{name} is not there yet")
 
 
 class Closed(MemoryTier):

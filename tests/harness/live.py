@@ -142,7 +142,7 @@ class LiveEngine:
         self.scheduler.send(p.Hello(p.VERSION, name, "scheduler", 0, 1, 4, events=events))
         self.credits: list[int] = []
         self._maps: list[tuple[p.Extent, mmap.mmap]] = []
-        self._page_bytes = page_bytes
+        self._page_bytes, self.geometry = page_bytes, geometry
         self._asks = 0
         self.map_extent()
         self.active = self.scheduler.take(p.Active)

@@ -23,6 +23,7 @@ from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 
 from kvstore.core.errors import InvariantBroken
+from tests.harness import bugs
 from tests.sim.faults import FAULTS, IMPOSSIBLE, STATES, never_met
 from tests.sim.shrink import shrink
 from tests.sim.world import Cut, World
@@ -65,7 +66,7 @@ def replay(seed: int, cut: Cut | None = None) -> World:
     """Run a world. Raises what it broke, with the end of its trace."""
     world = World(seed, cut)
     try:
-        with _calm():
+        with _calm(), bugs.escaping():
             world.run()
     except BaseException as error:
         trace = "\n".join(world.trace)

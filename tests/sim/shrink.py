@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
+from tests.harness import bugs
 from tests.sim.world import FEATURES, Cut, World
 
 TRIES_MAX = 150
@@ -52,7 +53,8 @@ def _count_faults(seed: int, cut: Cut, known: int | None) -> int:
         return known
     world = World(seed, cut)
     try:
-        world.run()
+        with bugs.escaping():
+            world.run()
     except BaseException:  # noqa: BLE001 - that it fails is known
         return world.fault_count
     return world.fault_count

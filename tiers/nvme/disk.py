@@ -13,12 +13,13 @@ from pathlib import Path
 from kvstore.config import NvmeConfig
 from kvstore.core.errors import ConfigError, TierError, TierIOError
 from kvstore.core.tier import TierContext
+from kvstore.rate_log import RateLog
 from tiers.nvme.block_io import ThreadMover, writers_of
 from tiers.nvme.commits import Commits, Shared
 from tiers.nvme.directory import Volume
 from tiers.nvme.extent_allocator import Room
 from tiers.nvme.files import allow_files
-from tiers.nvme.health import HANG_S, Health, Pace
+from tiers.nvme.health import HANG_S, Health, Pace, State
 from tiers.nvme.index_client import IndexDamagedError
 from tiers.nvme.maintenance import Keeper, Watch
 from tiers.nvme.messages import Commit
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 LOCK_WAIT_S = 10.0  # a store that ends still flushes
 CLOSE_S = 20.0
 SLICES_S = 0.005  # of each poll
+_NEVER_S = float("inf")
 _BUSY_S = 0.001  # between two polls while something is under way
 
 
@@ -74,6 +76,8 @@ class NvmeDisk:
         }
         self._tiers: list[NvmeTier] = []
         self._closed = False
+        self._given_up = False
+        self._said = RateLog(log)
         self._sliced = False  # something that concerns many records is under way
         self._health.loading(on=opening.loading)
         self._room.seen(look)
@@ -138,17 +142,17 @@ class NvmeDisk:
     @property
     def online(self) -> bool:
         """Tell whether blocks can be read."""
-        return self._health.online and not self._closed
+        return self._health.online and not self._closed and not self._given_up
 
     @property
     def writable(self) -> bool:
         """Tell whether blocks can be written."""
-        return self._health.writable and not self._closed
+        return self._health.writable and not self._closed and not self._given_up
 
     @property
     def state(self) -> str:
         """One word for operators."""
-        return self._health.state.value
+        return State.OFF.value if self._given_up else self._health.state.value
 
     @property
     def capacity_bytes(self) -> int:
@@ -174,6 +178,8 @@ class NvmeDisk:
     @property
     def busy(self) -> bool:
         """Tell whether something is under way that ends by itself."""
+        if self._given_up:
+            return bool(self._mover.open)
         moving = self._mover.open or self._keeper.open
         return bool(moving) or self._shared.opening.loading or self._commits.purging or self._sliced
 
@@ -182,6 +188,8 @@ class NvmeDisk:
         """Seconds until poll() is to be called again."""
         if self.busy:
             return _BUSY_S
+        if self._given_up:
+            return _NEVER_S
         due_at_s = self._health.due_at_s
         if self.writable:
             due_at_s = min(due_at_s, self._commits.due_at_s)
@@ -213,7 +221,22 @@ class NvmeDisk:
         return self._room.make(space, count)
 
     def poll(self) -> None:
-        """Take finished runs, and do what is due."""
+        """Take finished runs, and do what is due; after a bug runs end, and it is off."""
+        try:
+            if self._given_up:
+                self._end_runs()
+            else:
+                self._poll()
+        except Exception:  # noqa: BLE001 - the barrier of the disk: the store goes on without it
+            path = self._shared.volume.path
+            self._said.bug("bugs", "%s is off until the store is started again: a bug", path)
+            self._given_up = True
+
+    def _end_runs(self) -> None:
+        for moved in self._mover.poll():
+            moved.run.tier.ended(moved)
+
+    def _poll(self) -> None:
         now_s = time.monotonic()
         self._load_some(now_s)
         for moved in self._mover.poll():
@@ -304,7 +327,7 @@ class NvmeDisk:
         deadline = time.monotonic() + CLOSE_S
         while time.monotonic() < deadline and not self._quiet():
             self.flush()
-        clean = self._quiet()
+        clean = self._quiet() and not self._given_up
         self._closed = True
         if self._mover.open or self._keeper.open:
             self._leave_hanging()
@@ -336,6 +359,8 @@ class NvmeDisk:
         self._watch.close()
 
     def _quiet(self) -> bool:
+        if self._given_up:
+            return not self._mover.open
         if self._mover.open or self._keeper.open:
             return False
         idle = self._shared.opening.loading or not self.writable

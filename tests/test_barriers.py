@@ -1,0 +1,428 @@
+"""S2: what nobody foresaw costs the connection, the tier or the model that it is met by; no more.
+
+Each of these once ended the store. A broken invariant still does.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from kvstore import config
+from kvstore.core.errors import InvariantBroken
+from kvstore.core.manager import Manager
+from kvstore.core.tiering import Tiering
+from kvstore.handover.consumer import Consumer
+from kvstore.handover.heartbeats import Requests
+from kvstore.handover.jobs import Job
+from kvstore.handover.peers import Peers
+from kvstore.handover.producer import Producer
+from kvstore.handover.request_leases import Hands
+from kvstore.store import admin, server
+from kvstore.store.extents import Memory
+from kvstore.store.lookups import Desk
+from kvstore.store.namespace import Namespace
+from kvstore.store.sessions import Store
+from kvstore.wire import engine as p
+from kvstore.wire import peer as m
+from tests.harness.fakes import blocks, hashes
+from tests.harness.live import Client, LiveEngine, LiveStore, engine, eventually
+from tests.test_peer_limits import Place, wanted
+from tests.test_peers import inside
+from tiers.nvme import tier
+from tiers.nvme.disk import NvmeDisk
+from tiers.nvme.namespace import Space
+
+pytestmark = pytest.mark.meets_bugs
+PAGE = 1 << 16
+
+
+class Surprise(Exception):
+    """Of a kind that no code here expects."""
+
+
+def surprised(*_arguments: object, **_how: object) -> NoReturn:
+    raise Surprise("nobody foresaw this")
+
+
+def broken(*_arguments: object, **_how: object) -> NoReturn:
+    raise InvariantBroken("two blocks in one slot")
+
+
+def tracebacks(caplog: pytest.LogCaptureFixture) -> int:
+    return sum(bool(record.exc_info) for record in caplog.records)
+
+
+# Hand-overs, without sockets
+
+
+@pytest.fixture
+def place() -> Place:
+    return Place()
+
+
+def internal(place: Place, *, decode: bool = False) -> float:
+    site = place.decode if decode else place.prefill
+    return site.peers.gauges()["kvstore_hand_over_events", "internal"]
+
+
+@pytest.mark.parametrize("verb", ["_want", "_hello", "_of_request"])
+def test_S2_what_a_peers_message_meets_costs_its_connection(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, verb: str
+) -> None:
+    good = getattr(Producer, verb)
+    bad: set[int] = set()
+
+    def maybe(producer: Producer, of: Any, *rest: Any) -> None:  # noqa: ANN401 - of these verbs
+        if (of if isinstance(of, int) else of.number) in bad:
+            surprised()
+        good(producer, of, *rest)
+
+    monkeypatch.setattr(Producer, verb, maybe)
+    place.good.hand_over(hashes(2, "before"), push=False)
+    for number in range(20):
+        say = place.caller()
+        bad.add(max(place.prefill.wire._ids))
+        message: Any = place.hello()
+        if verb == "_of_request":
+            message = m.Done("namespace", "request")
+        say(message)
+        say(wanted(hashes(2, f"{number}")))
+        place.turns(2)
+    assert internal(place) == 20
+    assert not bad & set(place.prefill.wire._ids), "they were hung up on"
+    assert not bad & set(place.prefill.peers.producer._peers)
+    place.good.hand_over(hashes(2, "after"), push=False)
+    assert tracebacks(caplog) == 1
+
+
+def test_S2_what_a_peers_jobs_meet_in_a_turn_costs_its_connection(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.good.hand_over(hashes(2, "before"), push=False)
+    place.caller(place.hello())(wanted(hashes(2, "before")))
+    place.turns(1)
+    number = max(place.prefill.peers.producer._peers)
+    advance, release = Producer._advance, Producer._release
+
+    def maybe(good: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(producer: Producer, job: Job) -> None:
+            if job.peer.number == number:
+                surprised()
+            good(producer, job)
+
+        return wrapped
+
+    monkeypatch.setattr(Producer, "_advance", maybe(advance))
+    monkeypatch.setattr(Producer, "_release", maybe(release))  # what is held stays held
+    place.turns(3)
+    assert number not in place.prefill.peers.producer._peers
+    assert number not in place.prefill.wire._ids
+    met = internal(place)
+    assert met >= 1
+    place.good.hand_over(hashes(2, "after"), push=True)
+    assert internal(place) == met
+    assert not place.prefill.peers.off
+
+
+@pytest.mark.parametrize("verb", ["tick", "moved", "checked"])
+def test_S2_what_fetches_meet_costs_the_namespace_its_fetches(
+    place: Place, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    place.good.hand_over(hashes(2, "before"), push=False)
+    bad = place.decode.peers.inlet(place.decode.namespace(place.good.taker))
+    real = getattr(Consumer, verb)
+
+    def maybe(consumer: Consumer, *rest: Any, **how: Any) -> None:  # noqa: ANN401
+        if consumer is bad:
+            surprised()
+        real(consumer, *rest, **how)
+
+    monkeypatch.setattr(Consumer, verb, maybe)
+    chain = hashes(4, "after")
+    place.good.put(chain)
+    if verb == "checked":  # its copy may still be under way: the engine gives it up by itself
+        with pytest.raises(AssertionError, match="no block in time"):
+            place.good._fetched(chain, push=False)
+        chain = hashes(4, "later")
+    else:
+        assert not place.good._fetched(chain, push=False), "it is computed"
+    place.turns(3)
+    assert internal(place, decode=True) >= 1
+    assert not place.decode.peers.off
+    assert place.decode.peers._off == {place.decode.namespace(place.good.taker).layout.digest}
+    assert bad.open == (verb == "checked")
+    met = internal(place, decode=True)
+    place.turns(20)
+    assert internal(place, decode=True) == met, "it is left alone"
+    taker = place.good.taker
+    taker.put(chain)
+    assert blocks(taker.hit(chain)) == [0, 1, 2, 3], "memory goes on"
+
+
+@pytest.mark.parametrize(
+    "verb", [(Requests, "tick"), (Hands, "tick"), (Peers, "_sweep"), (Peers, "_on_memory")]
+)
+def test_S2_what_is_no_peers_costs_all_hand_overs_and_nothing_else(
+    place: Place,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    verb: tuple[type, str],
+) -> None:
+    place.good.hand_over(hashes(2, "before"), push=False)
+    monkeypatch.setattr(*verb, surprised)
+    decode, taker = place.decode, place.good.taker
+    if verb[1] == "_on_memory":
+        decode.attach("other", identity="another model")
+    place.turns(3, ms=300)
+    assert decode.peers.off
+    assert tracebacks(caplog) <= 2, "one of each store"
+    assert decode.peers.wait_s(decode.now_ns) is None
+    assert not list(decode.peers.fds())
+    chain = hashes(4, "after")
+    taker._asks += 1
+    packed = b"".join(chain)
+    taker.step(lookups=(p.Lookup(taker._asks, packed, 32, peer="h:1", request="r"),))
+    place.good.until(lambda: taker._asks in taker.granted, "answer")
+    assert taker.granted[taker._asks].lease == 0
+    taker.put(chain)
+    assert blocks(taker.hit(chain)) == [0, 1, 2, 3]
+    grown = decode.attach("third", identity="a third model")
+    assert grown.active is not None, "its memory does not wait for the exporter"
+    decode.peers.close()
+    assert internal(place, decode=True) >= 1
+
+
+def test_S2_what_the_end_of_a_peer_meets_costs_nothing_more(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.good.hand_over(hashes(2, "before"), push=False)
+    place.caller(place.hello())
+    place.turns(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Producer, "on_closed", surprised)
+        place.prefill.wire.drop(max(place.prefill.wire._ids))
+    place.turns(2)
+    assert internal(place) == 1
+    place.good.hand_over(hashes(2, "after"), push=False)
+
+
+# Stores
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> config.Config:
+    return config.parse(
+        {
+            "cpu": {"capacity": "64MiB", "extent": "16MiB"},
+            "server": {"socket": f"{tmp_path}/kv.sock", "metrics": ""},
+            "nvme": {"path": f"{tmp_path}/kv", "capacity": "64MiB", "extent": "2MiB"},
+        }
+    )
+
+
+@pytest.fixture
+def store(settings: config.Config) -> Iterator[LiveStore]:
+    with LiveStore(settings) as made:
+        yield made
+
+
+def bugs(store: LiveStore) -> float:
+    return store.server.store.numbers.value("kvstore_refused", "internal")
+
+
+def serves(live: LiveEngine, name: str) -> None:
+    live.put(chain := hashes(2, name))
+    eventually(lambda: blocks(live.ask(chain, memory_only=True)) == [0, 1])
+
+
+@pytest.mark.parametrize("where", [(Desk, "end"), (Memory, "forget"), (Store, "_give_back")])
+def test_S2_what_the_end_of_an_engine_meets_costs_what_it_had(
+    store: LiveStore, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str]
+) -> None:
+    with engine(store, "good", page_bytes=PAGE) as good:
+        bad = LiveEngine(store, "bad", page_bytes=PAGE)
+        serves(bad, "before")
+        with monkeypatch.context() as patch:
+            patch.setattr(*where, surprised)
+            bad.close()
+            eventually(lambda: "bad" not in store.server.store.sessions and bugs(store) >= 1)
+        serves(good, "after")
+        with engine(store, "bad", page_bytes=PAGE) as again:
+            serves(again, "again")
+
+
+@pytest.mark.parametrize("verb", ["poll", "take_changes", "cascade"])
+def test_S2_what_the_tiers_of_a_model_meet_costs_that_model_its_tiers(
+    store: LiveStore, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    with (
+        engine(store, "good", page_bytes=PAGE) as good,
+        engine(store, "bad", page_bytes=PAGE, model="bad") as bad,
+    ):
+        serves(bad, "before")
+        spaces = store.server.store.namespaces
+        one = spaces[store.server.store.sessions["bad"].namespace.layout.digest].tiering  # type: ignore[union-attr]
+        real = getattr(Tiering, verb)
+
+        def maybe(tiering: Tiering, *rest: Any) -> Any:  # noqa: ANN401
+            return surprised() if tiering is one else real(tiering, *rest)
+
+        monkeypatch.setattr(Tiering, verb, maybe)
+        serves(bad, "after")
+        eventually(lambda: bugs(store) >= 1)
+        eventually(lambda: not one.sources)
+        met = bugs(store)
+        serves(bad, "more")
+        serves(good, "after")
+        others = [n.tiering for n in spaces.values() if n.tiering is not one]
+        eventually(lambda: sum(t.counts["nvme", "stored"] for t in others) >= 2)
+        assert bugs(store) <= met + 30 or verb != "poll"
+        assert admin.stats(f"unix://{store.path}")
+
+
+def test_S2_what_a_model_meets_in_a_turn_costs_that_model(
+    store: LiveStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine(store, "good", page_bytes=PAGE) as good:
+        bad = LiveEngine(store, "bad", page_bytes=PAGE, model="bad")
+        serves(bad, "before")
+        namespace = store.server.store.sessions["bad"].namespace
+        assert namespace is not None
+        expire = Manager.expire
+
+        def maybe(manager: Manager, now_ns: int) -> Any:  # noqa: ANN401
+            return surprised() if manager is namespace.manager else expire(manager, now_ns)
+
+        monkeypatch.setattr(Manager, "expire", maybe)
+        bad.scheduler.send(p.Step())
+        assert "a bug of the store" in bad.scheduler.take(p.Detach).reason
+        bad.close()
+        serves(good, "after")
+        again = Client(store.path)
+        groups = namespace.layout
+        assert groups.digest not in store.server.store.namespaces
+        again.send(hello_of("bad", bad))
+        assert "a bug of the store" in again.take(p.Refused).reason
+        again.close()
+        assert bugs(store) == 1
+    assert tracebacks(caplog) == 1
+
+
+def hello_of(name: str, live: LiveEngine) -> p.Hello:
+    return p.Hello(p.VERSION, name, "worker", 0, 1, geometry=live.geometry)
+
+
+@pytest.mark.parametrize("where", [(NvmeDisk, "_look"), (Space, "written")])
+def test_S2_what_the_disk_meets_costs_the_disk(
+    settings: config.Config,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    where: tuple[type, str],
+) -> None:
+    monkeypatch.setattr(server, "_FLUSH_S", 1.0)  # for what hangs as it ends
+    monkeypatch.setattr(tier, "DRAIN_S", 1.0)
+    with LiveStore(settings) as store, engine(store, page_bytes=PAGE) as live:
+        serves(live, "before")
+        monkeypatch.setattr(*where, surprised)
+        serves(live, "after")
+        disk = store.server._disk
+        assert disk is not None
+        eventually(lambda: disk.state == "off")
+        serves(live, "more")
+        chain = hashes(2, "before")
+        live.load(live.ask(chain), within_s=1.0)
+        found = {(s.name, *s.labels.values()): s.value for s in admin.stats(f"unix://{store.path}")}
+        assert found["kvstore_tiers", "nvme", "off"] == 1
+        store.stop()
+    assert tracebacks(caplog) == 1
+
+
+@pytest.mark.parametrize("where", [(Store, "_refresh_gauges"), (Memory, "_grow")])
+def test_S2_what_serves_all_goes_on_after_a_bug(
+    store: LiveStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    where: tuple[type, str],
+) -> None:
+    with engine(store, page_bytes=PAGE) as live:
+        with monkeypatch.context() as patch:
+            patch.setattr(*where, surprised)
+            eventually(lambda: bugs(store) >= 3)
+            serves(live, "meanwhile")
+        serves(live, "after")
+    assert tracebacks(caplog) == 1
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        (Store, "_refresh_gauges"),
+        (Namespace, "settle"),
+        (Tiering, "poll"),
+        (Manager, "expire"),
+        (Requests, "tick"),
+        (Consumer, "tick"),
+        (NvmeDisk, "_look"),
+    ],
+)
+def test_S2_no_barrier_keeps_a_broken_invariant_back(
+    settings: config.Config, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str]
+) -> None:
+    with_peers = config.parse(
+        {
+            "cpu": {"capacity": "64MiB", "extent": "16MiB"},
+            "server": {"socket": settings.server.socket, "metrics": ""},
+            "nvme": {"path": f"{settings.server.socket}.kv", "capacity": "64MiB"},
+            "peer": {},
+        }
+    )
+    store = LiveStore(with_peers)
+    ended: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            store.server.run()
+        except BaseException as exc:  # noqa: BLE001 - that it comes is what is shown
+            ended.append(exc)
+
+    store._thread._target = run  # type: ignore[attr-defined]
+    with store:
+        live = LiveEngine(store, page_bytes=PAGE)
+        monkeypatch.setattr(*where, broken)
+        live.scheduler.close()
+        eventually(lambda: ended)
+        live.close()
+    assert isinstance(ended[0], InvariantBroken)
+
+
+def test_S2_a_client_may_get_the_descriptor_of_a_peer_that_was_closed_in_the_same_turn(
+    tmp_path: Path,
+) -> None:
+    """The selector knows it still, and refused it: KeyError, out of the loop."""
+    server = {"socket": f"{tmp_path}/kv.sock", "metrics": ""}
+    settings = config.parse({"cpu": {"capacity": "16MiB"}, "server": server, "peer": {}})
+    clients: list[Client] = []
+    with LiveStore(settings) as store:
+
+        def swap() -> None:
+            loop = store.server
+            ours, theirs = socket.socketpair()
+            loop._selector.register(ours, selectors.EVENT_READ, loop._peers)
+            loop._watched = (*loop._watched, ours.fileno())
+            clients.append(Client(store.path))
+            was = ours.fileno()
+            ours.close()
+            loop._accept()
+            theirs.close()
+            assert [c.sock.fileno() for c in loop._connections.values()] == [was]
+
+        inside(store, swap)
+        clients[0].send(p.Query("stats"))
+        assert clients[0].take(p.Report)
+        clients[0].close()
