@@ -13,7 +13,7 @@ import pytest
 def test_the_demo_ends_well() -> None:
     """It checks by itself where each token came from, and that outputs are the same."""
     done = subprocess.run(
-        [sys.executable, "-m", "kvstore.cli", "demo", "--pd"],
+        [sys.executable, "-m", "tests.demo", "--pd"],
         capture_output=True,
         text=True,
         check=False,
