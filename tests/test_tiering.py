@@ -9,6 +9,7 @@ import pytest
 from kvstore.core import tiering
 from kvstore.core.errors import BlockCorrupt
 from kvstore.core.manager import Manager
+from kvstore.core.tier import Tier
 from kvstore.core.tiering import JOB_BLOCKS_MAX, Tiering
 from kvstore.core.types import (
     BlockKey,
@@ -116,6 +117,18 @@ class Rig:
         """Count the leading blocks that can be read now."""
         return self.manager.lookup(chain, chain.blocks, coming=False).blocks
 
+    def below(self, chain: Chain, blocks: int) -> dict[tuple[int, int], Tier]:
+        """Say which of the leading blocks memory lacks and the tier has."""
+        found: dict[tuple[int, int], Tier] = {}
+        for index in range(blocks):
+            key = chain.key(0, index)
+            if self.manager.probe(key) is LookupResult.MISS and key in self.tier.keys:
+                found[0, index] = self.tier
+        return found
+
+    def promote(self, chain: Chain, blocks: int) -> None:
+        self.tiering.promote(chain, blocks, self.below(chain, blocks))
+
     def keys(self, chain: Chain) -> list[BlockKey]:
         return [chain.key(0, index) for index in range(chain.blocks)]
 
@@ -126,7 +139,7 @@ def test_only_jobs_of_our_own_tiers_have_to_be_polled_for(remote: bool) -> None:
     own, other = ((), (rig.tier,)) if remote else ((rig.tier,), ())
     tiering, chain = Tiering(rig.manager, own, 1, remote=other), rig.chain("a", 3)
     rig.tier.keys.update(rig.keys(chain))
-    tiering.promote(chain, 3)
+    tiering.promote(chain, 3, rig.below(chain, 3))
     assert tiering.busy
     assert tiering.to_poll is not remote
     for job in list(rig.tier.jobs):
@@ -326,7 +339,7 @@ def test_blocks_land_in_their_order_whichever_job_ends_first() -> None:
     rig = Rig(slots=200)
     chain = rig.chain("a", 2 * JOB_BLOCKS_MAX + 5)
     rig.tier.keys.update(rig.keys(chain))
-    rig.tiering.promote(chain, chain.blocks)
+    rig.promote(chain, chain.blocks)
     assert len(rig.tier.jobs) == 3
     for job in rig.tier.jobs[::-1]:
         assert rig.ready(chain) == 0
@@ -339,8 +352,8 @@ def test_a_job_waits_for_the_one_that_brings_its_parents_for_another_request() -
     rig = Rig(slots=200)
     chain = rig.chain("a", 2 * JOB_BLOCKS_MAX)
     rig.tier.keys.update(rig.keys(chain))
-    rig.tiering.promote(chain, JOB_BLOCKS_MAX)
-    rig.tiering.promote(chain, chain.blocks)
+    rig.promote(chain, JOB_BLOCKS_MAX)
+    rig.promote(chain, chain.blocks)
     first, second = rig.tier.jobs
     rig.tier.end(second)
     rig.poll()
@@ -354,7 +367,7 @@ def test_O15_a_damaged_block_cuts_what_comes_after_it() -> None:
     rig = Rig(slots=200)
     chain = rig.chain("a", 2 * JOB_BLOCKS_MAX)
     rig.tier.keys.update(rig.keys(chain))
-    rig.tiering.promote(chain, chain.blocks)
+    rig.promote(chain, chain.blocks)
     first, second = rig.tier.jobs
     rig.tier.end(second)
     rig.tier.end(first, done=10, corrupt=True)
@@ -369,7 +382,7 @@ def test_what_is_coming_can_be_leased_and_is_named_by_its_source() -> None:
     rig = Rig(slots=20)
     chain = rig.chain("a", 5)
     rig.tier.keys.update(rig.keys(chain))
-    rig.tiering.promote(chain, chain.blocks)
+    rig.promote(chain, chain.blocks)
     lease = rig.manager.prepare_load(chain, 5, owner=1, deadline_ns=1)
     assert lease is not None
     assert list(lease.groups[0].indices) == list(range(5))
@@ -388,7 +401,7 @@ def test_O15_O20_a_slot_that_will_not_be_filled_says_so_and_rests_until_its_leas
     rig = Rig(slots=5)
     chain = rig.chain("a", 5)
     rig.tier.keys.update(rig.keys(chain))
-    rig.tiering.promote(chain, chain.blocks)
+    rig.promote(chain, chain.blocks)
     lease = rig.manager.prepare_load(chain, 5, owner=1, deadline_ns=1)
     assert lease is not None
     rig.tier.end(rig.tier.jobs[0], done=2)
@@ -405,7 +418,7 @@ def test_O11_O20_an_engines_copy_does_not_take_the_place_of_a_leased_slot_that_i
     rig = Rig(slots=5)
     chain = rig.chain("a", 1)
     rig.tier.keys.update(rig.keys(chain))
-    rig.tiering.promote(chain, 1)
+    rig.promote(chain, 1)
     lease = rig.manager.prepare_load(chain, 1, owner=1, deadline_ns=1)
     assert lease is not None
     (slot,) = rig.manager.prepare_store(1)
@@ -422,7 +435,7 @@ def test_jobs_that_read_are_small_enough_to_be_used_one_by_one() -> None:
     rig = Rig(slots=40, slot_bytes=2 << 20)
     chain = rig.chain("a", 10)
     rig.tier.keys.update(rig.keys(chain))
-    rig.tiering.promote(chain, 10)
+    rig.promote(chain, 10)
     assert [len(job.keys) for job in rig.tier.jobs] == [4, 4, 2]
     rig.tier.end(rig.tier.jobs[0])
     rig.poll()
@@ -444,7 +457,7 @@ def test_a_cleared_read_that_ends_leaves_the_one_that_came_after_it_alone() -> N
     chain = rig.chain("a", 1)
     for _ in range(2):
         rig.tier.keys.update(rig.keys(chain))
-        rig.tiering.promote(chain, 1)
+        rig.promote(chain, 1)
         if len(rig.tier.jobs) == 1:
             rig.manager.clear()
             rig.tiering.clear()

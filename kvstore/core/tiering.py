@@ -241,20 +241,18 @@ class Tiering:
         work = self._coming.get(key)
         return () if work is None else work.job.keys
 
-    def promote(self, chain: Chain, blocks: int) -> None:
-        """Start reading what the first `blocks` blocks lack in memory.
+    def promote(self, chain: Chain, blocks: int, found: Mapping[tuple[int, int], Tier]) -> None:
+        """Start reading what a hit of the first `blocks` blocks lacks in memory.
 
-        Slots are granted as far as they go; what finds none stays where it is.
+        found: the tiers of these blocks, by group and index. Slots are granted as far as they go;
+        what finds none stays where it is.
         """
         wanted: dict[Tier, list[tuple[BlockKey, BlockKey | None]]] = {}
         for group, rule in enumerate(self._manager.rules):
             for index in range(chain.first_of(rule, blocks), blocks):
-                key = chain.key(group, index)
-                if self._manager.probe(key) is not LookupResult.MISS:
+                key, tier = chain.key(group, index), found.get((group, index))
+                if tier is None:
                     self._manager.touch(key)  # or its slot would be the next one granted
-                    continue
-                result, tier = self.where(key)
-                if tier is None or result is not LookupResult.HIT:
                     continue
                 above = chain.key(group, index - 1) if rule.trailing is None and index else None
                 wanted.setdefault(tier, []).append((key, above))

@@ -7,15 +7,17 @@ the slots that it will fill.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+
+import msgspec
 
 from kvstore.config import EngineConfig
 from kvstore.core import limits
 from kvstore.core.errors import ProtocolError
 from kvstore.core.index import State
 from kvstore.core.leases import Lease
-from kvstore.core.lookup import Answer
+from kvstore.core.tier import Tier
 from kvstore.core.types import BlockKey, Chain, GroupRule, LeaseId, LookupResult, Slot
 from kvstore.handover.direct_fetches import Positions, reaching_on, with_reads
 from kvstore.handover.peers import Peers
@@ -28,6 +30,19 @@ from kvstore.wire import peer as m
 
 _ASK_AGAIN_MS = 1000
 _OWED_NS = 20_000_000  # a peer answers in less: before it does, a look seldom tells anything new
+
+
+class _Found(msgspec.Struct, frozen=True):
+    """A hit in all tiers.
+
+    pending: waiting could make it longer. below: of the blocks that it needs, those that memory
+    lacks, as (group, index), with the first tier that has each; blocks of a peer that workers read
+    are not among them.
+    """
+
+    blocks: int
+    pending: bool
+    below: Mapping[tuple[int, int], Tier]
 
 
 class Desk:
@@ -144,30 +159,31 @@ class Desk:
             ask.look_ns = 0
         return ask.offered is None
 
-    def _settled(self, namespace: Namespace, ask: Ask) -> int | None:
-        """Count the blocks that all tiers have; None if waiting could make the answer longer."""
-        answer = self._look(namespace, ask)
-        if answer.pending:
+    def _settled(self, namespace: Namespace, ask: Ask) -> _Found | None:
+        """Look in all tiers; None if waiting could make the answer longer."""
+        found = self._look(namespace, ask)
+        if found.pending:
             return None
         slotless = ask.memory_only or ask.direct is not None
-        if slotless or not namespace.tiering.sources or not self._can_grow(namespace):
-            return answer.blocks
+        if slotless or not found.below or not self._can_grow(namespace):
+            return found
         # What lower tiers have needs slots; there may be more of them soon.
-        here = namespace.manager.lookup(ask.chain, answer.blocks).blocks
-        wanted, found = (_needs(namespace, ask.chain, count) for count in (answer.blocks, here))
-        namespace.slots_wanted = wanted - found
+        namespace.slots_wanted = len(found.below)
         if namespace.slots_wanted <= namespace.manager.slots_free:
-            return answer.blocks
+            return found
         ask.deadline_ns = max(ask.deadline_ns, ask.asked_ns + self._engine.promote_ns)
         return None
 
-    def _look(self, namespace: Namespace, ask: Ask, *, wait: bool = True) -> Answer:
-        """Count the blocks that all tiers have; wait: those that may be there soon are told."""
+    def _look(self, namespace: Namespace, ask: Ask, *, wait: bool = True) -> _Found:
+        """Look in all tiers, each block once; wait: those that may be there soon are pending."""
         tiering, chain = namespace.tiering, ask.chain
+        tiers: dict[tuple[int, int], Tier] = {}
 
         def below(group: int, index: int) -> LookupResult:
-            found = tiering.where(chain.key(group, index))[0]
-            if found is LookupResult.MISS and ask.direct is not None:
+            found, tier = tiering.where(chain.key(group, index))
+            if found is LookupResult.HIT and tier is not None:
+                tiers[group, index] = tier
+            elif found is LookupResult.MISS and ask.direct is not None:
                 found = ask.of_peer(group, index)
             if found is LookupResult.RETRY:  # a tier that does not know yet what it has
                 ask.deadline_ns = max(ask.deadline_ns, ask.asked_ns + self._engine.promote_ns)
@@ -175,23 +191,20 @@ class Desk:
 
         lower = below if tiering.sources and not ask.memory_only else None
         coming = not ask.memory_only
-        return namespace.manager.lookup(chain, ask.blocks, below=lower, coming=coming)
+        answer = namespace.manager.lookup(chain, ask.blocks, below=lower, coming=coming)
+        rules, blocks = namespace.layout.rules, answer.blocks
+        needed = [range(chain.first_of(rule, blocks), blocks) for rule in rules]
+        used = {place: tier for place, tier in tiers.items() if place[1] in needed[place[0]]}
+        return _Found(blocks, answer.pending, used)
 
-    def _fetch(self, namespace: Namespace, ask: Ask, pinned: int, blocks: int | None) -> bool:
-        """Start reading what lower tiers have of the answer; False if it could not be leased.
-
-        blocks: how many all tiers have, where that is known.
-        """
-        if ask.memory_only or not namespace.tiering.sources:
+    def _fetch(self, namespace: Namespace, ask: Ask, pinned: int, found: _Found) -> bool:
+        """Start reading what lower tiers have of the answer; False if it could not be leased."""
+        if not found.below:
             return True
-        if blocks is None:
-            blocks = self._look(namespace, ask, wait=False).blocks
-        if namespace.manager.lookup(ask.chain, blocks).blocks == blocks:
-            return True  # memory has it all
-        needs = _needs(namespace, ask.chain, blocks)
+        needs = _needs(namespace, ask.chain, found.blocks)
         if ask.direct is None and self._too_many(namespace, pinned, needs):
             return False
-        namespace.tiering.promote(ask.chain, blocks)
+        namespace.tiering.promote(ask.chain, found.blocks, found.below)
         return True
 
     def _let_go(self, namespace: Namespace, ask: Ask) -> None:
@@ -225,10 +238,10 @@ class Desk:
                 owed = self._owed(namespace, ask)
                 if now_ns < min(ask.look_ns, ask.deadline_ns):
                     continue
-                blocks = self._settled(namespace, ask)  # which may move the deadline
-                if blocks is not None or now_ns >= ask.deadline_ns:
+                found = self._settled(namespace, ask)  # which may move the deadline
+                if found is not None or now_ns >= ask.deadline_ns:
                     del session.asks[ask.ask]
-                    answers.append(self._answer(session, ask, now_ns, blocks))
+                    answers.append(self._answer(session, ask, now_ns, found))
                 else:
                     # A look costs its length: the longer it has waited, the less often.
                     waited_ns = (now_ns - ask.asked_ns) // 8
@@ -236,18 +249,18 @@ class Desk:
         return answers
 
     def _answer(
-        self, session: Session, ask: Ask, now_ns: int, blocks: int | None = None
+        self, session: Session, ask: Ask, now_ns: int, found: _Found | None = None
     ) -> p.Granted | None:
         namespace = session.namespace
         if namespace is None:
             return None
         self._owed(namespace, ask)  # it may have answered since the last look
-        if blocks is None and ask.direct is not None:
-            blocks = self._look(namespace, ask, wait=False).blocks
+        if found is None:
+            found = self._look(namespace, ask, wait=False)
         manager, engine = namespace.manager, self._engine
         pinned = manager.leases.blocks_of(session.number)
         deadline = now_ns + engine.lease_ns
-        lease, capped = None, not self._fetch(namespace, ask, pinned, blocks)
+        lease, capped = None, not self._fetch(namespace, ask, pinned, found)
         if ask.direct is None:
             self._let_go(namespace, ask)
         if not capped:
@@ -259,7 +272,7 @@ class Desk:
             manager.complete_load(lease.lease_id)
             lease, capped = None, True
         if ask.direct is not None:
-            reads = None if capped else self._reads(namespace, ask, lease, blocks or 0)
+            reads = None if capped else self._reads(namespace, ask, lease, found.blocks)
             if reads is not None:
                 return self._with_reads(session, ask, lease, reads, deadline)
             self._let_go(namespace, ask)
