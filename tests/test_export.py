@@ -222,6 +222,41 @@ def test_a_peer_speaks_for_its_own_jobs_only() -> None:
         pair.consumer.on_message(pair.peer + 1, m.Offer(number, b"", (), b""), 0)
 
 
+def test_B19_a_peer_cannot_confirm_what_has_not_been_checked() -> None:
+    pair, chain = Pair(), hashes(2)
+    pair.put(chain)
+    number = pair.want(chain)
+    pair.decode.ask(chain)
+    pair.run(2)
+    with pytest.raises(ProtocolError, match="position 0 was not confirmed"):
+        pair.consumer.on_message(pair.peer, m.Valid(number, u32([0])), pair.taker.now_ns)
+    assert pair.arrived(chain) == 0
+
+
+def test_S2_landing_slots_outside_of_their_region_are_refused() -> None:
+    pair, chain = Pair(), hashes(2)
+    pair.put(chain)
+    number = pair.want(chain, push=True)
+    pair.run(1)
+    land = m.Land(number, m.Region(1, 4096, 3), u32([0, 1]), u32([2, 3]))
+    with pytest.raises(ProtocolError, match="expected below 3"):
+        pair.producer.on_message(pair.peer, land, pair.giver.now_ns)
+
+
+def test_B3_another_version_of_the_side_channel_is_refused_with_both() -> None:
+    pair = Pair()
+    layout = pair.source.layout
+    pair.welcome.clear()
+    hello = m.Hello(m.VERSION + 1, layout.digest, layout.traits, "other", b"md")
+    pair.producer._peers.clear()
+    pair.producer.on_message(pair.peer, hello, pair.giver.now_ns)
+    pair.run(3)
+    refused = pair.welcome[-1]
+    assert isinstance(refused, m.Refused)
+    assert not refused.retry
+    assert f"side channel {m.VERSION + 1}, expected {m.VERSION}" in refused.reason
+
+
 def test_what_was_checked_after_its_peer_was_lost_is_not_waited_for() -> None:
     pair, chain = Pair(), hashes(2)
     pair.put(chain)

@@ -79,6 +79,14 @@ def test_L6_blocks_go_when_every_consumer_has_reported_and_repeats_do_not_count(
     assert rig.producer.counts["released"] == 1
 
 
+def test_S2_no_more_is_held_for_requests_than_is_configured() -> None:
+    rig = Rig()
+    rig.hands._held_bytes_max = 2 * SLOT_BYTES
+    rig.hold()
+    assert rig.held == 2
+    assert sorted(entry.pins for entry in rig.source.manager.index) == [0, 1, 1]
+
+
 def test_L6_consumers_agree_how_many_they_are() -> None:
     rig = Rig()
     rig.hold()
