@@ -43,6 +43,11 @@ class Mutant(NamedTuple):
 
 STORE, SERVER = "kvstore/store/sessions.py", "kvstore/store/server.py"
 GATE = "kvstore/handover/gate.py"
+LOOKUPS = "kvstore/store/lookups.py"
+MANAGER = "kvstore/core/manager.py"
+CONSUMER = "kvstore/handover/consumer.py"
+PRODUCER = "kvstore/handover/producer.py"
+REQUESTS = "kvstore/handover/request_leases.py"
 EVENTS, LOADS = "connectors/events.py", "connectors/load_progress.py"
 
 MUTANTS = (
@@ -55,8 +60,8 @@ MUTANTS = (
     ),
     Mutant(
         STORE,
-        "            except Exception:  # noqa: BLE001 - the barrier of a session",
-        "            except ZeroDivisionError:  # noqa: BLE001 - the barrier of a session",
+        "with self._barrier.around(what, partial(self._end, session, *bug)):",
+        "if what:",
         "tests/test_local_limits.py -k S2_what_raises",
     ),
     Mutant(
@@ -198,19 +203,19 @@ MUTANTS = (
     ),
     # Limits of local messages.
     Mutant(
-        "kvstore/store/lookups.py",
+        LOOKUPS,
         "        if len(lookup.hashes) // lookup.width > limits.LOOKUP_BLOCKS_MAX:",
         "        if False:",
         "tests/test_store.py -k S2_a_lookup_has",
     ),
     Mutant(
-        "kvstore/store/lookups.py",
+        LOOKUPS,
         "        if len(session.asks) >= limits.ASKS_MAX:",
         "        if False:",
         "tests/test_store.py -k S2_lookups_that_wait",
     ),
     Mutant(
-        "kvstore/handover/request_leases.py",
+        REQUESTS,
         "        if len(self._hands) >= HANDS_MAX:",
         "        if False:",
         "tests/test_request_leases.py -k S2_requests",
@@ -266,6 +271,279 @@ MUTANTS = (
         " (inlet is not None and inlet.in_use):",
         "        if False:",
         "tests/test_peers_life.py -k S4_a_namespace",
+    ),
+    # What a slot holds, and until when.
+    Mutant(
+        MANAGER,
+        "elif parent is not None and (above is None or above.state is not _READY):",
+        "elif parent is not None and above is None and False:",
+        "tests/test_manager.py",
+    ),
+    Mutant(
+        MANAGER,
+        "            generations[slot] = (generations[slot] + 1) & 0xFFFFFFFF\n",
+        "",
+        "tests/test_manager.py -k O20_each_grant",
+    ),
+    Mutant(
+        MANAGER,
+        "        self._grow_generation(slot, 2)\n",
+        "        self._grow_generation(slot, 1)\n",
+        "tests/test_tiering.py tests/test_manager.py -k O15_O20",
+    ),
+    Mutant(
+        MANAGER,
+        "        elif entry is not None and entry.state is not _WRITING:\n"
+        "            outcome = StoreOutcome.DUPLICATE",
+        "        elif entry is not None and entry.state is _READY:\n"
+        "            outcome = StoreOutcome.DUPLICATE",
+        "tests/test_tiering.py -k O11_O20",
+    ),
+    Mutant(
+        MANAGER,
+        '        if entry.slot in self._retiring:\n            self.drop(entry.key, "resize")\n',
+        "",
+        "tests/test_manager.py",
+    ),
+    Mutant(
+        MANAGER,
+        "                if entry.slot in bad and entry.state is _READY and self._is_here(entry):",
+        "                if False:",
+        "tests/test_manager.py -k O15_damaged",
+    ),
+    Mutant(
+        "kvstore/core/leases.py",
+        "            entry.pins += 1\n",
+        "            pass\n",
+        "tests/test_manager.py -k O20_a_leased_block",
+    ),
+    Mutant(
+        "kvstore/core/lookup.py",
+        "wanted = need if at_limit is None or end < limit else at_limit",
+        "wanted = need",
+        "tests/test_lookup.py -k O3",
+    ),
+    Mutant(
+        "kvstore/core/lookup.py",
+        "return Answer(answer.blocks, pending=coming.blocks > answer.blocks)",
+        "return Answer(answer.blocks, pending=True)",
+        "tests/test_lookup.py -k O3",
+    ),
+    Mutant(
+        "kvstore/core/tiering.py",
+        "            if tier.lookup(queue[0][0]) is LookupResult.RETRY:\n                return",
+        "            if False:\n                return",
+        "tests/test_tiering.py tests/test_tiers.py",
+    ),
+    Mutant(
+        "kvstore/core/layout.py",
+        "_digest((FORMAT, orders))",
+        "_digest((FORMAT,))",
+        "tests/test_layout.py",
+    ),
+    Mutant(
+        "kvstore/core/tiering.py",
+        "            work.cleared = True\n",
+        "            pass\n",
+        "tests/test_tiers.py -k O17",
+    ),
+    # The store: an engine's own slots, leases and blocks only.
+    Mutant(
+        STORE,
+        "            if slot not in session.granted:",
+        "            if False:",
+        "tests/test_store_blocks.py tests/test_store.py -k O23_a_report",
+    ),
+    Mutant(
+        STORE,
+        "            writing.ok = writing.ok and message.ok\n",
+        "            writing.ok = message.ok\n",
+        "tests/test_store_blocks.py tests/test_store.py -k O18",
+    ),
+    Mutant(
+        STORE,
+        "        namespace.manager.give_back(session.granted)\n",
+        "",
+        "tests/test_store.py tests/test_store_blocks.py -k O23",
+    ),
+    Mutant(
+        LOOKUPS,
+        "        return pinned > 0 and leased > self._engine.leased_bytes",
+        "        return False",
+        "tests/test_store.py tests/test_store_blocks.py -k O20_leases_are_capped",
+    ),
+    Mutant(
+        SERVER,
+        "        if not trusted(uid, self._config.server.allow):",
+        "        if False:",
+        "tests/test_doors.py -k S1",
+    ),
+    Mutant(
+        "kvstore/store/tier_guard.py",
+        "except BaseException",
+        "except ZeroDivisionError",
+        "tests/test_tier_guard.py",
+    ),
+    Mutant(
+        STORE,
+        "        for lease_id in namespace.manager.leases.of_owner(session.number):\n"
+        "            self._desk.end_lease(session, lease_id)\n",
+        "",
+        "tests/test_store.py tests/test_store_blocks.py -k O20_leases_end",
+    ),
+    Mutant(
+        LOOKUPS,
+        "        leases.extend(lease_id, now_ns + self._engine.lease_ns)\n",
+        "",
+        "tests/test_long_loads.py -k B15_O8_a_disk_that_is_slow",
+    ),
+    Mutant(
+        STORE,
+        "        if namespace.layout.unnamed:\n            namespace.manager.clear()",
+        "        if False:\n            namespace.manager.clear()",
+        "tests/test_unnamed.py",
+    ),
+    Mutant(
+        LOOKUPS,
+        "        alone = memory_only or namespace.layout.unnamed",
+        "        alone = memory_only",
+        "tests/test_unnamed.py",
+    ),
+    Mutant(
+        LOOKUPS,
+        "if ask.direct is None and self._too_many(namespace, pinned, needs):",
+        "if False:",
+        "tests/test_tiers.py -k O20_what_an_engine",
+    ),
+    # Doors.
+    Mutant(
+        "kvstore/wire/credentials.py",
+        "        if not trusted(uid, named):",
+        "        if False:",
+        "tests/test_doors.py -k S1",
+    ),
+    # Hand-over: what arrives is checked, confirmed and late writes land nowhere else.
+    Mutant(
+        CONSUMER,
+        "        if fetch.peer != peer:\n            raise ProtocolError",
+        "        if False:\n            raise ProtocolError",
+        "tests/test_export.py tests/test_peers.py tests/test_peer_limits.py",
+    ),
+    Mutant(
+        CONSUMER,
+        "            fetch.ended = reason not in m.MAY_BE_WRITTEN",
+        "            fetch.ended = True",
+        "tests/test_direct_push.py -k B20_direct_a_slot",
+    ),
+    Mutant(
+        CONSUMER,
+        "        if end.reason not in m.MAY_BE_WRITTEN:",
+        "        if True:",
+        "tests/test_export.py -k P8_a_write",
+    ),
+    Mutant(
+        CONSUMER,
+        "        if waited_for and now_ns - fetch.arrived_ns < self._waits.limit_ns:",
+        "        if waited_for:",
+        "tests/test_long_loads.py -k B15_an_engine_that_hangs",
+    ),
+    Mutant(
+        PRODUCER,
+        "if not job.over and not job.released and now_ns >= job.deadline_ns:",
+        "if False:",
+        "tests/test_export.py",
+    ),
+    Mutant(
+        PRODUCER,
+        "        told = set() if job.over else told\n",
+        "",
+        "tests/test_export.py",
+    ),
+    Mutant(
+        PRODUCER,
+        "        lost = {p for p in told if not job.push and job.is_overwritten(job.blocks[p])}",
+        "        lost = set()",
+        "tests/test_direct_engine.py tests/test_export.py",
+    ),
+    Mutant(
+        PRODUCER,
+        "        if self.hands.ambiguous(want.request):",
+        "        if False:",
+        "tests/test_export.py tests/test_request_leases.py tests/test_peers.py",
+    ),
+    Mutant(
+        CONSUMER,
+        "            if ok and not fetch.released:",
+        "            if not fetch.released:",
+        "tests/test_export.py tests/test_peers.py -k 'sum or corrupt or B19'",
+    ),
+    Mutant(
+        CONSUMER,
+        "            self._late_writes.setdefault(fetch.number, []).append(late)",
+        "            self._landing.give_back([late])",
+        "tests/test_export.py tests/test_peers.py tests/test_peers_life.py",
+    ),
+    Mutant(
+        REQUESTS,
+        "            hand.deadline_ns = max(hand.deadline_ns, end_ns)\n\n    def report",
+        "            pass\n\n    def report",
+        "tests/test_request_leases.py",
+    ),
+    Mutant(
+        REQUESTS,
+        "        if hand.consumers not in {0, consumers}:",
+        "        if False:",
+        "tests/test_request_leases.py",
+    ),
+    Mutant(
+        REQUESTS,
+        '        if hand.running or hand.wanted:\n            return "waits"\n',
+        "",
+        "tests/test_request_leases.py -k L6",
+    ),
+    Mutant(
+        PRODUCER,
+        "if hello.version != m.VERSION:",
+        "if False:",
+        "tests/test_export.py -k B3_another",
+    ),
+    Mutant(
+        PRODUCER,
+        "        if any(slot >= land.region.slots for slot in slots):",
+        "        if False:",
+        "tests/test_export.py -k S2_landing",
+    ),
+    Mutant(
+        CONSUMER,
+        "            if fetch.blocks[position].state is not State.CHECKED:\n                raise",
+        "            if False:\n                raise",
+        "tests/test_export.py -k B19_a_peer",
+    ),
+    Mutant(
+        REQUESTS,
+        "            if self.held_bytes + hand.slot_bytes <= self._held_bytes_max:",
+        "            if True:",
+        "tests/test_request_leases.py -k S2_no_more",
+    ),
+    # Memory is taken where there is some.
+    Mutant(
+        "tiers/cpu.py",
+        "    if wanted + MARGIN_BYTES > left.bytes:",
+        "    if False:",
+        "tests/test_memory_limits.py -k S5_an_extent",
+    ),
+    Mutant(
+        "tiers/cpu.py",
+        "        if self._used + self.extent_bytes > self.capacity_bytes:",
+        "        if False:",
+        "tests/test_cpu_tier.py",
+    ),
+    # Counters.
+    Mutant(
+        "kvstore/metrics.py",
+        "        self.counts.update(dict.fromkeys(zeros(tiers), 0))",
+        "        pass",
+        "tests/test_metrics.py -k M3",
     ),
 )
 

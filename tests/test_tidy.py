@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutants import MUTANTS
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("kvstore", "tiers", "connectors")
 SOURCES = sorted(
@@ -323,3 +325,9 @@ def test_there_are_fewer_than_twelve_dependencies_and_the_named_ones_are_there()
     assert len(names) < 12
     assert not any("vllm" in name for name in names)
     assert project["optional-dependencies"]["cuda"][0].startswith("cupy-cuda13x")
+
+
+def test_every_line_that_is_taken_out_on_purpose_is_there_once() -> None:
+    texts = {path: (ROOT / path).read_text(encoding="utf-8") for path, *_ in MUTANTS}
+    gone = [f"{m}: {n} times" for m in MUTANTS if (n := texts[m.path].count(m.found)) != 1]
+    assert not gone, "\n".join(gone)
