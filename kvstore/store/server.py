@@ -53,6 +53,7 @@ _PAUSE_NS = 500_000_000  # after a connection could not be taken, for want of de
 _FLUSH_S = 30.0  # without a block that was kept
 _FLUSH_LIMIT_S = 600.0
 _PROGRESS_S = 2.0
+_GAUGES_NS = 50_000_000  # between two looks at all gauges, however many scrapes there are
 _GAUGES_S = 0.5  # that a scrape waits for the loop; then it shows gauges of before
 
 
@@ -116,6 +117,7 @@ class Server:
         self._connections: dict[int, _Connection] = {}
         self._next = 1
         self._stopping = False
+        self._gauges_ns = 0
         self._gauges_wanted = threading.Event()  # by a scrape
         self._gauges_fresh = threading.Event()
         self._accept_ns = 0  # when connections are taken again, after one that could not be
@@ -198,10 +200,10 @@ class Server:
         if address is None:
             return None
         return metrics_endpoint.start(
-            address, StoreCollector(self.store.numbers, self._await_gauges)
+            address, StoreCollector(self.store.numbers, self.await_gauges)
         )
 
-    def _await_gauges(self) -> None:
+    def await_gauges(self) -> None:
         """On a thread of the metrics: have the loop bring the gauges up to date."""
         self._gauges_fresh.clear()
         self._gauges_wanted.set()
@@ -231,7 +233,8 @@ class Server:
             self._peers.poll(now_ns)
         self.store.on_tick(now_ns)
         self._flush()
-        if self._gauges_wanted.is_set():
+        if self._gauges_wanted.is_set() and now_ns - self._gauges_ns > _GAUGES_NS:
+            self._gauges_ns = now_ns
             self._gauges_wanted.clear()
             self.store.refresh_gauges()
             self._gauges_fresh.set()
