@@ -398,11 +398,12 @@ def test_S2_no_barrier_keeps_a_broken_invariant_back(
             ended.append(exc)
 
     store._thread._target = run  # type: ignore[attr-defined]
-    with store:
+    with store, socket.create_server(("127.0.0.1", 0)) as silent:
         live = LiveEngine(store, page_bytes=PAGE)
+        peer, peers = f"127.0.0.1:{silent.getsockname()[1]}", store.server._peers
+        live.scheduler.send(p.Step((p.Lookup(1, hashes(1)[0], 32, peer=peer, request="r"),)))
+        eventually(lambda: peers is not None and peers._used)
         monkeypatch.setattr(*where, broken)
-        lookup = p.Lookup(1, hashes(1)[0], 32, peer="127.0.0.1:9", request="r")
-        live.scheduler.send(p.Step((lookup,)))  # a fetch, for what only fetches meet
         live.scheduler.close()
         eventually(lambda: bugs_of_a_scrape(store) < 0 or ended)
         live.close()
