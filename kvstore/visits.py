@@ -1,7 +1,7 @@
 """Which of many things a turn of the store's loop visits: its cost does not grow with their number.
 
 A thing is awake while something is open or due in it: every turn visits it. All others are at
-rest: a turn visits a few of them, so that each has its turn in the end.
+rest: of these one is visited for each 5 ms that pass, so that each has its turn in the end.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import TypeVar
 
-RESTING_MAX = 8  # things at rest that one turn visits
+RESTING_NS = 5_000_000  # for each that pass, one thing at rest is visited
+RESTING_MAX = 8  # of these that one turn visits
 
 T = TypeVar("T")
 
@@ -22,6 +23,7 @@ class Visits:
         """All are at rest."""
         self._awake: dict[str, None] = {}  # in the order in which they woke
         self._round: Iterator[str] = iter(())  # names whose turn is still to come
+        self._rested_ns = 0  # when things at rest were last visited
 
     def wake(self, name: str) -> None:
         """Visit a thing in every turn from now on."""
@@ -37,11 +39,14 @@ class Visits:
             del self._awake[name]
         return [things[name] for name in self._awake]
 
-    def take(self, things: Mapping[str, T]) -> list[T]:
+    def take(self, things: Mapping[str, T], now_ns: int) -> list[T]:
         """List what this turn visits: all that are awake, then a few of the others."""
-        resting = list(islice(self._round, RESTING_MAX))
-        if len(resting) < RESTING_MAX:
-            self._round = iter(list(things))
         visited = self.awake(things)
-        visited += [things[n] for n in resting if n in things and n not in self._awake]
+        due = min(RESTING_MAX, (now_ns - self._rested_ns) // RESTING_NS)
+        if due:
+            self._rested_ns = now_ns
+            resting = list(islice(self._round, due))
+            if len(resting) < due:
+                self._round = iter(list(things))
+            visited += [things[n] for n in resting if n in things and n not in self._awake]
         return visited

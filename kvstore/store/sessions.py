@@ -224,7 +224,7 @@ class Store:
         if self._peers is not None:
             for source in self._peers.producer.sources():
                 self._visits.wake(source.layout.digest)
-        visited = self._visits.take(self.namespaces)
+        visited = self._visits.take(self.namespaces, now_ns)
         with self._barrier.around("what memory is whose"):
             for connection in self._memory.tick(self.namespaces, visited, now_ns):
                 session = self._by_connection.get(connection)
@@ -274,7 +274,7 @@ class Store:
 
         What lower tiers keep of it is there when an engine comes that has it.
         """
-        if not namespace.unused or self._now_ns - namespace.used_ns < FORGET_NS:
+        if self._now_ns - namespace.used_ns < FORGET_NS or not namespace.unused:
             return
         if namespace.extents:
             self._memory.give_back(namespace, self._now_ns)

@@ -255,7 +255,8 @@ class NvmeDisk:
             moved.run.tier.ended(moved)
         self._keeper.poll(now_s)
         self._look(now_s)
-        visited = self._shared.visits.take(self._shared.opening.spaces)
+        spaces = self._shared.opening.spaces
+        visited = self._shared.visits.take(spaces, int(now_s * 1e9))
         self._do_slices(visited, now_s)
         self._room.step(visited, now_s)
         self._commits.step(now_s)
