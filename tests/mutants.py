@@ -239,6 +239,38 @@ MUTANTS = (
         "",
         "tests/test_local_limits.py -k S2_one_read",
     ),
+    # What wakes a namespace.
+    Mutant(
+        STORE,
+        "            session.namespace.sessions.add(session.number)\n"
+        "            self._wake(session.namespace)\n",
+        "            session.namespace.sessions.add(session.number)\n",
+        "tests/test_turns.py -k S4_a_namespace_is_visited",
+    ),
+    Mutant(
+        STORE,
+        "                namespace.tiering.clear()\n                self._wake(namespace)\n",
+        "                namespace.tiering.clear()\n",
+        "tests/test_turns.py -k S4_a_namespace_is_visited",
+    ),
+    Mutant(
+        "kvstore/store/extents.py",
+        "                self._wake(donor)\n",
+        "",
+        "tests/test_turns.py -k S4_a_namespace_wakes_when_its_memory",
+    ),
+    Mutant(
+        "tiers/nvme/tier.py",
+        "        self._disk.wake(self.space)\n        work.runs -= 1\n",
+        "        work.runs -= 1\n",
+        "tests/test_turns.py -k S4_what_is_written",
+    ),
+    Mutant(
+        "tiers/nvme/disk.py",
+        "            self.wake(space)\n            self._commits.hurry()\n",
+        "            self._commits.hurry()\n",
+        "tests/test_turns.py -k S4_what_is_written",
+    ),
     # What decides the bytes, who may say what, and what ends when.
     Mutant(
         "connectors/vllm_identity.py",

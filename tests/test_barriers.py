@@ -236,6 +236,12 @@ def bugs(store: LiveStore) -> float:
     return store.server.store.numbers.value("kvstore_refused", "internal")
 
 
+def bugs_of_a_scrape(store: LiveStore) -> float:
+    """As bugs(), with the gauges brought up to date first, as for a scrape."""
+    store.server.await_gauges()
+    return bugs(store)
+
+
 def serves(live: LiveEngine, name: str) -> None:
     live.put(chain := hashes(2, name))
     eventually(lambda: blocks(live.ask(chain, memory_only=True)) == [0, 1])
@@ -353,7 +359,7 @@ def test_S2_what_serves_all_goes_on_after_a_bug(
     with engine(store, page_bytes=PAGE) as live:
         with monkeypatch.context() as patch:
             patch.setattr(*where, surprised)
-            eventually(lambda: bugs(store) >= 3)
+            eventually(lambda: bugs_of_a_scrape(store) >= 3)
             serves(live, "meanwhile")
         serves(live, "after")
     assert tracebacks(caplog) == 1
@@ -392,11 +398,14 @@ def test_S2_no_barrier_keeps_a_broken_invariant_back(
             ended.append(exc)
 
     store._thread._target = run  # type: ignore[attr-defined]
-    with store:
+    with store, socket.create_server(("127.0.0.1", 0)) as silent:
         live = LiveEngine(store, page_bytes=PAGE)
+        peer, peers = f"127.0.0.1:{silent.getsockname()[1]}", store.server._peers
+        live.scheduler.send(p.Step((p.Lookup(1, hashes(1)[0], 32, peer=peer, request="r"),)))
+        eventually(lambda: peers is not None and peers._used)
         monkeypatch.setattr(*where, broken)
         live.scheduler.close()
-        eventually(lambda: ended)
+        eventually(lambda: bugs_of_a_scrape(store) < 0 or ended)
         live.close()
     assert isinstance(ended[0], InvariantBroken)
 

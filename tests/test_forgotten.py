@@ -55,6 +55,7 @@ def hello(store: LiveStore, model: str) -> Client:
 
 def shown(store: LiveStore) -> set[tuple[str, ...]]:
     """The series at /metrics."""
+    store.server.await_gauges()
     return set(store.server.store.numbers.gauges)
 
 

@@ -51,7 +51,7 @@ def parse(text: str) -> Samples:
 
 def scrape(numbers: Numbers) -> Samples:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(StoreCollector(numbers))
+    registry.register(StoreCollector(numbers, lambda: None))
     return parse(generate_latest(registry).decode())
 
 
@@ -103,7 +103,7 @@ def test_M3_no_label_can_take_any_value() -> None:
 
 def test_every_metric_of_the_table_is_there_under_its_kind(samples: Samples) -> None:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(StoreCollector(busy_town().store.numbers))
+    registry.register(StoreCollector(busy_town().store.numbers, lambda: None))
     families = list(text_string_to_metric_families(generate_latest(registry).decode()))
     found = {family.name: (family.type, family.documentation) for family in families}
     assert found == {spec.name: (spec.kind, spec.help) for spec in TABLE}

@@ -114,6 +114,7 @@ class Peers:
         self._links: dict[int, _Link] = {}
         self._by_address: dict[tuple[str, str], int] = {}
         self._inlets: dict[str, Consumer] = {}
+        self._used: dict[str, Consumer] = {}  # of these: with a fetch, or a landing slot in use
         self.fetched = Fetched()
         self._now_ns = 0
         self.requests = Requests(
@@ -164,6 +165,7 @@ class Peers:
         if asked or self.producer.serves(namespace) or (inlet is not None and inlet.in_use):
             return False
         self._inlets.pop(digest, None)
+        self._used.pop(digest, None)
         return True
 
     def fetch(
@@ -179,7 +181,7 @@ class Peers:
         if number is None:
             return None
         self._wake()
-        consumer = self.inlet(namespace)
+        consumer = self._used[digest] = self.inlet(namespace)
         fetch = consumer.want(number, want, now_ns, direct=direct)
         if self._up is None:
             consumer.heard(number, now_ns, STALL_NS)
@@ -226,7 +228,7 @@ class Peers:
 
     def _idle_links(self) -> list[int]:
         """List the connections on which nothing is wanted."""
-        wanted = {peer for inlet in self._inlets.values() for peer in inlet.asked}
+        wanted = {peer for inlet in self._used.values() for peer in inlet.asked}
         return [number for number in self._links if number not in wanted]
 
     def _tell(self, held: Held, message: Message) -> bool:
@@ -404,7 +406,7 @@ class Peers:
         if self.off:
             return None
         wait_s = self._mover.wait_s(now_ns)
-        if self.producer.busy or any(i.open for i in self._inlets.values()):
+        if self.producer.busy or any(inlet.open for inlet in self._used.values()):
             return BUSY_S if wait_s is None else min(BUSY_S, wait_s)
         return wait_s
 
@@ -470,9 +472,9 @@ class Peers:
             with self._barrier.around("what was moved", partial(self._fail_event, event)):
                 self._on_event(event)
         self.channel.poll(now_ns)
-        for namespace in self._namespaces.values():
+        for source in self.producer.sources():
             staged: dict[tuple[int, int, bool], list[Tag]] = {}
-            for tag, ok in namespace.tiering.take_staged():
+            for tag, ok in source.tiering.take_staged():
                 staged.setdefault((tag.peer, tag.job, ok), []).append(tag)
             for (peer, _, ok), tags in staged.items():
                 with self._guard(peer):
@@ -481,10 +483,12 @@ class Peers:
         for stored_ns in self.producer.hands.take_stored_ns():
             self._numbers.observe("kvstore_hand_over_held_seconds", stored_ns / 1e9)
         self.requests.tick(now_ns)
-        for digest, inlet in self._inlets.items():
+        for digest, inlet in list(self._used.items()):
             if digest not in self._off:
                 with self._barrier.around("fetches", partial(self._fail_inlet, digest)):
                     inlet.tick(now_ns)
+            if not inlet.in_use:
+                del self._used[digest]
         self.direct.flush()
         if now_ns - self._swept_ns >= SWEEP_NS:
             self._swept_ns = now_ns
@@ -542,7 +546,7 @@ class Peers:
         for number in self._idle_links():
             if self._now_ns - self._links[number].used_ns >= IDLE_NS:
                 self.channel.drop(number)
-        inlets = self._inlets.values()
+        inlets = self._used.values()
         crowded = any(inlet.crowded for inlet in inlets)
         late = self._mover.abandoned_bytes or any(i.quarantined for i in inlets)
         used = self.producer.wanted or any(inlet.open for inlet in inlets)

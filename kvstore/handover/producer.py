@@ -182,6 +182,11 @@ class Producer:
         """Tell whether a peer waits for a job; released jobs do not count."""
         return any(not job.released for peer in self._peers.values() for job in peer.jobs.values())
 
+    def sources(self) -> list[Source]:
+        """List the namespaces that a job is open in."""
+        sources = [peer.source for peer in self._peers.values() if peer.jobs]
+        return list({source.layout.digest: source for source in sources}.values())
+
     @property
     def busy(self) -> bool:
         """Tell whether a job is open, released or not."""
@@ -330,7 +335,7 @@ class Producer:
             for number, hello in early.items():
                 with guard(number):
                     self._hello(number, hello)
-        for peer in list(self._peers.values()):
+        for peer in [peer for peer in self._peers.values() if peer.jobs]:
             with guard(peer.number):
                 self._tick_peer(peer, now_ns)
 

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 _MAP_LIMIT_NS = 60_000_000_000
 _RETIRE_LIMIT_NS = 3_000_000_000
 _RETRY_NS = 5_000_000_000  # after an extent could not be made
+_LOOK_NS = 100_000_000  # between two looks at all namespaces, for one that lacks memory
 _QUIET_NS = 60_000_000_000  # between two log lines that memory is short, and two extents taken
 _MAPPED = ("mapping", "live")  # by all workers, also by those that come
 _LEAVING = ("retiring", "unmapping")
@@ -36,15 +37,18 @@ class Memory:
         send: Callable[[int, framing.Message, int | None], None],
         workers_of: Callable[[Namespace], set[int]],
         holders_of: Callable[[Namespace, Mapping], set[int]],
+        wake: Callable[[Namespace], None],
     ) -> None:
         """workers_of(namespace): connections of its workers, which have to map new extents.
 
         holders_of(namespace, mapping): a connection of each session with credits in an extent.
+        wake(namespace): tick() has to be given it in every turn.
         """
         self.pool = pool
         self._send = send
         self._workers_of = workers_of
         self._holders_of = holders_of
+        self._wake = wake
         self._now_ns = 0
         self._next_extent = 1
         self._short = False  # as the log was told
@@ -80,15 +84,18 @@ class Memory:
         for extent, connection in itertools.product(extents, connections):
             namespace.settle(extent, connection)
 
-    def forget(self, namespaces: Iterable[Namespace], connection: int) -> None:
+    def forget(self, namespace: Namespace, connection: int) -> None:
         """Stop waiting for a connection that is gone."""
-        for namespace in namespaces:
-            for extent, mapping in list(namespace.extents.items()):
-                mapping.told.discard(connection)
-                namespace.settle(extent, connection)
+        for extent, mapping in list(namespace.extents.items()):
+            mapping.told.discard(connection)
+            namespace.settle(extent, connection)
 
-    def tick(self, namespaces: dict[str, Namespace], now_ns: int) -> set[int]:
-        """Move every extent along; return connections whose sessions hold that up for too long.
+    def tick(
+        self, namespaces: dict[str, Namespace], visited: Iterable[Namespace], now_ns: int
+    ) -> set[int]:
+        """Move extents along; return connections whose sessions hold that up for too long.
+
+        visited: the namespaces of this turn, all of those among them where something is on its way.
 
         That is who was asked to map or unmap and does not, and who keeps credits in memory that
         is needed elsewhere: an idle engine takes no steps in which it could return them.
@@ -98,7 +105,7 @@ class Memory:
             self._made(namespaces.get(tag), made)
         late: set[int] = set()
         self._released = False
-        for namespace in namespaces.values():
+        for namespace in visited:
             self._grow(namespaces, namespace)
             for extent, mapping in list(namespace.extents.items()):
                 if mapping.state == "live" and not mapping.waiting:
@@ -111,7 +118,7 @@ class Memory:
                 self._shrink(namespace, extent, mapping)
         if self._released:  # whoever waits for memory need wait no longer
             for namespace in namespaces.values():
-                namespace.retry_ns = 0
+                namespace.retry_ns = namespace.look_ns = 0
         return late
 
     def _made(self, namespace: Namespace | None, made: MemoryExtent | Exception) -> None:
@@ -175,7 +182,10 @@ class Memory:
 
     def _take_from_another(self, namespaces: dict[str, Namespace], needy: Namespace) -> bool:
         """Retire an extent of an unused namespace, else of one that holds more than its share."""
-        others = [n for n in namespaces.values() if n is not needy and n.shrinkable() is not None]
+        if self._now_ns < needy.look_ns:
+            return False
+        needy.look_ns = self._now_ns + _LOOK_NS
+        others = [n for n in namespaces.values() if n is not needy and n.has_live]
         leaving = [(n, m) for n in others for m in n.extents.values() if m.state in _LEAVING]
         if any(self._now_ns - mapping.since_ns <= _RETIRE_LIMIT_NS for _, mapping in leaving):
             return False
@@ -192,6 +202,7 @@ class Memory:
             if extent is not None:
                 donor.extents[extent].state = "retiring"
                 donor.extents[extent].since_ns = self._now_ns
+                self._wake(donor)
                 return True
         return False
 

@@ -34,14 +34,16 @@ PAUSE_S = 0.5  # after a connection could not be taken, for want of descriptors 
 
 
 class StoreCollector(Collector):
-    """Shows Numbers to Prometheus. Reads a copy, so a scrape never holds up the store's loop."""
+    """Shows Numbers to Prometheus: a copy. The loop brings the gauges up to date, no more."""
 
-    def __init__(self, numbers: Numbers) -> None:
-        """numbers: written by the store's thread, read here."""
+    def __init__(self, numbers: Numbers, refresh: Callable[[], object]) -> None:
+        """numbers: written by the store's thread, read here. refresh(): has it renew the gauges."""
         self._numbers = numbers
+        self._refresh = refresh
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric of the table, present or not."""
+        self._refresh()
         values = {**dict(self._numbers.counts), **dict(self._numbers.gauges)}
         for spec in TABLE:
             if spec.kind == "histogram":

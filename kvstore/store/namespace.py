@@ -88,6 +88,7 @@ class Namespace:
         self.growing = False
         self.slots_wanted = 0  # free ones, for what comes from lower tiers
         self.retry_ns = 0  # no extent could be made: ask for none before
+        self.look_ns = 0  # look for an extent of another namespace, not before
         self.used_ns = 0
         self._places: list[int] = []  # slot // slots per extent -> extent id
         self._per_extent = 0
@@ -149,12 +150,26 @@ class Namespace:
         waiting = any(connection in mapping.waiting for mapping in self.extents.values())
         return bool(self.extents) and not waiting
 
+    @property
+    def has_live(self) -> bool:
+        """Tell whether an extent is in use, and not on its way."""
+        return any(mapping.state == "live" for mapping in self.extents.values())
+
     def shrinkable(self) -> int | None:
         """Return a live extent to give up: the newest of those with the fewest slots on credit."""
         live = [extent for extent, mapping in self.extents.items() if mapping.state == "live"]
         granted = self.manager.granted()
         on_credit = Counter(self._places[slot // self._per_extent] for slot in granted)
         return min(reversed(live), key=lambda extent: on_credit[extent], default=None)
+
+    @property
+    def at_rest(self) -> bool:
+        """Tell whether no engine has it, and nothing goes on there that a turn has to move on."""
+        manager, tiering = self.manager, self.tiering
+        if self.sessions or self.growing or manager.clearing or len(manager.leases):
+            return False
+        settled = all(m.state == "live" and not m.waiting for m in self.extents.values())
+        return settled and not (tiering.jobs_open or tiering.queued)
 
     @property
     def unused(self) -> bool:

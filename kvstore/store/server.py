@@ -13,6 +13,7 @@ import secrets
 import selectors
 import signal
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -52,7 +53,8 @@ _PAUSE_NS = 500_000_000  # after a connection could not be taken, for want of de
 _FLUSH_S = 30.0  # without a block that was kept
 _FLUSH_LIMIT_S = 600.0
 _PROGRESS_S = 2.0
-_GAUGES_NS = 50_000_000
+_GAUGES_NS = 50_000_000  # between two looks at all gauges, however many scrapes there are
+_GAUGES_S = 0.5  # that a scrape waits for the loop; then it shows gauges of before
 
 
 class _Connection:
@@ -116,6 +118,8 @@ class Server:
         self._next = 1
         self._stopping = False
         self._gauges_ns = 0
+        self._gauges_wanted = threading.Event()  # by a scrape
+        self._gauges_fresh = threading.Event()
         self._accept_ns = 0  # when connections are taken again, after one that could not be
         self._said = RateLog(log)
         self._strangers: set[int] = set()  # users refused, each of whom is logged once
@@ -195,7 +199,15 @@ class Server:
         address = self._config.server.metrics
         if address is None:
             return None
-        return metrics_endpoint.start(address, StoreCollector(self.store.numbers))
+        return metrics_endpoint.start(
+            address, StoreCollector(self.store.numbers, self.await_gauges)
+        )
+
+    def await_gauges(self) -> None:
+        """On a thread of the metrics: have the loop bring the gauges up to date."""
+        self._gauges_fresh.clear()
+        self._gauges_wanted.set()
+        self._gauges_fresh.wait(_GAUGES_S)
 
     def _turn(self) -> None:
         timeout = _BUSY_TICK_S if self.store.busy else _TICK_S
@@ -221,9 +233,11 @@ class Server:
             self._peers.poll(now_ns)
         self.store.on_tick(now_ns)
         self._flush()
-        if now_ns - self._gauges_ns > _GAUGES_NS:
+        if self._gauges_wanted.is_set() and now_ns - self._gauges_ns > _GAUGES_NS:
             self._gauges_ns = now_ns
+            self._gauges_wanted.clear()
             self.store.refresh_gauges()
+            self._gauges_fresh.set()
 
     def _watch(self, peers: Peers) -> float:
         """Have the loop wake up for what the peers wait for; return when it has to anyhow."""

@@ -30,6 +30,7 @@ from kvstore.store.lookups import Desk
 from kvstore.store.namespace import Mapping, Namespace
 from kvstore.store.session import Phase, Session, Writing
 from kvstore.store.tier_guard import Plugin
+from kvstore.visits import Visits
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tiers.nvme import NvmeDisk
@@ -37,7 +38,6 @@ from tiers.nvme import NvmeDisk
 log = logging.getLogger(__name__)
 
 FORGET_NS = 60_000_000_000  # after its last engine's end, of a namespace without blocks
-_SWEEP_NS = 1_000_000_000
 LIVES_MAX = 50  # lines of engines that attach, or detach, in one window: a large node has fewer
 
 OfPeers = OfFetch | p.Given | p.Serves
@@ -84,14 +84,15 @@ class Store:
         self._send = send
         self._by_connection: dict[int, Session] = {}
         self._next_session = first_session
-        self._now_ns = self._swept_ns = 0
+        self._now_ns = 0
+        self._visits = Visits()  # of namespaces
         self._said = RateLog(log, lambda: self._now_ns)
         self._lives = RateLog(log, lambda: self._now_ns, LIVES_MAX)
         self._barrier = Barrier(self._said, self._met_a_bug)
         self._broken: set[str] = set()  # namespaces that have met a bug
         self._clearing: list[int] = []  # who waits for the end of a clear
         self._ended: set[int] = set()  # schedulers of buried sessions that did not close yet
-        self._memory = Memory(pool, send, self._workers_of, self._holders_of)
+        self._memory = Memory(pool, send, self._workers_of, self._holders_of, self._wake)
         self._desk = Desk(config.engine, self.numbers, self._memory.can_grow, peers)
         self._peers = peers
         if peers is not None:
@@ -210,8 +211,9 @@ class Store:
         if session.scheduler == connection:
             session.scheduler = None
         session.workers = {r: c for r, c in session.workers.items() if c != connection}
-        with self._barrier.around(f"the end of connection {connection}"):
-            self._memory.forget(self.namespaces.values(), connection)
+        if session.namespace is not None:
+            with self._barrier.around(f"the end of connection {connection}"):
+                self._memory.forget(session.namespace, connection)
         self._end(session, "closed", "another connection of this engine closed")
         if not session.workers:
             self._bury(session)
@@ -219,12 +221,16 @@ class Store:
     def on_tick(self, now_ns: int) -> None:
         """After every batch of messages, and at least a few times a second."""
         self._now_ns = now_ns
+        if self._peers is not None:
+            for source in self._peers.producer.sources():
+                self._visits.wake(source.layout.digest)
+        visited = self._visits.take(self.namespaces, now_ns)
         with self._barrier.around("what memory is whose"):
-            for connection in self._memory.tick(self.namespaces, now_ns):
+            for connection in self._memory.tick(self.namespaces, visited, now_ns):
                 session = self._by_connection.get(connection)
                 if session is not None:
                     self._end(session, "memory", "its memory is needed, or was not mapped in time")
-        for namespace in list(self.namespaces.values()):
+        for namespace in visited:
             with self._barrier.around("a namespace", partial(self._give_up, namespace)):
                 self._tick_namespace(namespace)
         for session in self.sessions.values():
@@ -233,16 +239,13 @@ class Store:
                 what = f"the turns of engine {session.engine!r}"
                 with self._barrier.around(what, partial(self._end, session, *bug)):
                     self._tick_session(session)
-        if self._clearing and not any(n.manager.clearing for n in self.namespaces.values()):
+        if self._clearing and not any(n.manager.clearing for n in self._awake):
             waiting, self._clearing = self._clearing, []
             for connection in waiting:
                 self._report(connection)
 
         self._said.tick()
         self._lives.tick()
-        if now_ns - self._swept_ns >= min(_SWEEP_NS, FORGET_NS):
-            self._swept_ns = now_ns
-            self._forget_unused()
 
     def _met_a_bug(self) -> None:
         self.numbers.add("kvstore_refused", "internal")
@@ -257,17 +260,21 @@ class Store:
             if session.namespace is namespace:
                 self._end(session, "internal", "a bug of the store")
 
-    def _forget_unused(self) -> None:
-        """Forget namespaces without engines and blocks, once their memory is given back.
+    def _wake(self, namespace: Namespace) -> None:
+        """Visit a namespace in every turn from now on, until it is at rest."""
+        self._visits.wake(namespace.layout.digest)
 
-        What lower tiers keep of them is there when an engine comes that has it.
-        """
-        for namespace in list(self.namespaces.values()):
-            with self._barrier.around("a namespace", partial(self._give_up, namespace)):
-                self._maybe_forget(namespace)
+    @property
+    def _awake(self) -> list[Namespace]:
+        """List the namespaces that an engine has, or where something goes on."""
+        return self._visits.awake(self.namespaces)
 
     def _maybe_forget(self, namespace: Namespace) -> None:
-        if not namespace.unused or self._now_ns - namespace.used_ns < FORGET_NS:
+        """Forget a namespace without engines and blocks, once its memory is given back.
+
+        What lower tiers keep of it is there when an engine comes that has it.
+        """
+        if self._now_ns - namespace.used_ns < FORGET_NS or not namespace.unused:
             return
         if namespace.extents:
             self._memory.give_back(namespace, self._now_ns)
@@ -290,7 +297,7 @@ class Store:
         """Tell whether something is under way that no message will announce."""
         waiting = any(session.asks for session in self.sessions.values())  # for a deadline, say
         return waiting or any(
-            n.tiering.to_poll or n.growing or n.manager.clearing for n in self.namespaces.values()
+            n.tiering.to_poll or n.growing or n.manager.clearing for n in self._awake
         )
 
     @staticmethod
@@ -313,12 +320,18 @@ class Store:
         changes, on_disk = manager.take_changes(), Changes()
         with self._barrier.around("the tiers of a namespace", partial(self._leave, namespace)):
             on_disk = namespace.tiering.take_changes()
-        for session in self.sessions.values():
-            if session.namespace is namespace and session.phase is Phase.ACTIVE:
-                session.heard(changes, on_disk)
+        if any((changes.added, changes.removed, on_disk.added, on_disk.removed)):
+            for session in self.sessions.values():
+                if session.namespace is namespace and session.phase is Phase.ACTIVE:
+                    session.heard(changes, on_disk)
         if changes.added:
             with self._barrier.around("the tiers of a namespace", partial(self._leave, namespace)):
                 namespace.tiering.cascade(changes.added)
+        self._maybe_forget(namespace)
+        if namespace.at_rest:
+            self._visits.rest(namespace.layout.digest)
+        else:
+            self._wake(namespace)
 
     # Sessions
 
@@ -378,6 +391,7 @@ class Store:
                 self._end(session, "refused", str(exc))
                 return
             session.namespace.sessions.add(session.number)
+            self._wake(session.namespace)
         namespace = session.namespace
         for rank, worker in session.workers.items():
             if first_time or worker == joined:
@@ -610,6 +624,7 @@ class Store:
             for namespace in self.namespaces.values():
                 namespace.manager.clear()
                 namespace.tiering.clear()
+                self._wake(namespace)
             if self._disk is not None:  # it has more than what was attached since the start
                 self._disk.clear()
             self._clearing.append(connection)  # it hears when all slots are free
@@ -646,6 +661,7 @@ class Store:
             cost = partial(self._leave, namespace)
             with self._barrier.around("the tiers of a namespace", cost):
                 namespace.tiering.enqueue_all()
+                self._wake(namespace)
 
     @property
     def queued_blocks(self) -> int:

@@ -13,6 +13,7 @@ from functools import partial
 import msgspec
 
 from kvstore.config import NvmeConfig
+from kvstore.visits import Visits
 from tiers.nvme.directory import Volume
 from tiers.nvme.health import Health
 from tiers.nvme.index import Record
@@ -36,6 +37,7 @@ class Shared(msgspec.Struct, eq=False):
     opening: Opening  # another one after each return to the directory
     health: Health
     keeper: Keeper
+    visits: Visits  # of namespaces
 
     def write_failed(self, what: str, error: Exception, now_s: float) -> None:
         """Something that changes the disk has failed; a damaged index is read anew, and set aside.
@@ -52,6 +54,15 @@ class Shared(msgspec.Struct, eq=False):
     def spaces(self) -> list[Space]:
         """List the namespaces that have been seen."""
         return list(self.opening.spaces.values())
+
+    def wake(self, space: Space) -> None:
+        """Visit a namespace in every poll from now on, until it is at rest."""
+        self.visits.wake(space.digest)
+
+    @property
+    def awake(self) -> list[Space]:
+        """List the namespaces with something to do: to commit, to empty, to remove."""
+        return self.visits.awake(self.opening.spaces)
 
 
 class Commits:
@@ -79,7 +90,7 @@ class Commits:
     @property
     def pending(self) -> bool:
         """Tell whether there is anything that is in no commit."""
-        return any(space.pending for space in self._shared.spaces)
+        return any(space.pending for space in self._shared.awake)
 
     @property
     def due_at_s(self) -> float:
@@ -103,8 +114,9 @@ class Commits:
 
     def _begin(self) -> None:
         self._since_s, self._hurry, self.under_way = NEVER, False, True
-        renumbered = [space.take_renumbering() for space in self._shared.spaces]
-        batches = [(s, s.take_puts(), s.take_deletes()) for s in self._shared.spaces]
+        spaces = self._shared.awake
+        renumbered = [space.take_renumbering() for space in spaces]
+        batches = [(s, s.take_puts(), s.take_deletes()) for s in spaces]
         files = {s.extents[r.slot >> 32] for s, puts, _ in batches for r in puts}
         changes = Commit(
             deletes=[s.journal_key(r) for s, _, gone in batches for r in gone],
@@ -123,6 +135,7 @@ class Commits:
     def _ended(self, batches: list[Batch], error: Exception | None, now_s: float) -> None:
         self.under_way = False
         for space, puts, deletes in batches:
+            self._shared.wake(space)
             self._strays.extend(space.committed(puts, deletes, ok=error is None))
         if error is not None:
             self._shared.write_failed("a commit", error, now_s)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvstore.config import NvmeConfig
 from kvstore.core.errors import ConfigError, TierError, TierIOError
 from kvstore.core.tier import TierContext
 from kvstore.rate_log import RateLog
+from kvstore.visits import Visits
 from tiers.nvme.block_io import ThreadMover, writers_of
 from tiers.nvme.commits import Commits, Shared
 from tiers.nvme.directory import Volume
@@ -62,7 +64,7 @@ class NvmeDisk:
         self._keeper = Keeper()
         self._watch = Watch()
         self._shared = Shared(
-            settings, settings.capacity_bytes, volume, opening, self._health, self._keeper
+            settings, settings.capacity_bytes, volume, opening, self._health, self._keeper, Visits()
         )
         self._commits = Commits(self._shared)
         self._room = Room(self._shared, self._commits)
@@ -91,6 +93,7 @@ class NvmeDisk:
             self._resized(space, context.slot_bytes)
             space = self._space(context.namespace, context.slot_bytes)
         made = NvmeTier(context, space, self)
+        self.wake(space)
         self._tiers = [tier for tier in self._tiers if not tier.closed]
         self._tiers.append(made)
         return made
@@ -101,6 +104,7 @@ class NvmeDisk:
         Its name follows from that size among others, so that the index is what is wrong.
         """
         del self._shared.opening.spaces[space.digest]
+        self._room.recount()
         for file in space.extents.values():
             file.close()
         wrong = IndexDamagedError(
@@ -124,6 +128,7 @@ class NvmeDisk:
         for known in old.spaces.values():
             space = self._space(known.digest, known.slot_bytes)
             space.succeed(known)
+            self.wake(space)
             for tier in self._tiers:
                 if tier.space is known and space.slot_bytes == known.slot_bytes:
                     tier.use(space)
@@ -131,6 +136,10 @@ class NvmeDisk:
                 self.clear_space(space)
         self._commits.start_over()
         self._health.loading(on=fresh.loading)
+
+    def wake(self, space: Space) -> None:
+        """Look after a namespace in every poll from now on, until it is at rest."""
+        self._shared.wake(space)
 
     def next_generation(self) -> int:
         """Number a write."""
@@ -246,8 +255,10 @@ class NvmeDisk:
             moved.run.tier.ended(moved)
         self._keeper.poll(now_s)
         self._look(now_s)
-        self._do_slices(now_s)
-        self._room.step(now_s)
+        spaces = self._shared.opening.spaces
+        visited = self._shared.visits.take(spaces, int(now_s * 1e9))
+        self._do_slices(visited, now_s)
+        self._room.step(visited, now_s)
         self._commits.step(now_s)
         stalled = any(pace.stalled_s(now_s) > HANG_S for pace in self._paces.values())
         self._recovery.step(now_s, writing=self._writes.open, stalled=stalled)
@@ -262,12 +273,14 @@ class NvmeDisk:
             self._health.lost(f"its index cannot be read: {exc}", now_s)
             return
         self._health.loading(on=False)
+        for space in self._shared.spaces:
+            self.wake(space)
         self._room.shrink()
 
-    def _do_slices(self, now_s: float) -> None:
+    def _do_slices(self, visited: Sequence[Space], now_s: float) -> None:
         """Go on for a moment with what concerns many records."""
         self._sliced = False
-        for space in self._shared.spaces:
+        for space in visited:
             while space.step():
                 if time.monotonic() > now_s + SLICES_S:
                     self._sliced = True
@@ -282,6 +295,7 @@ class NvmeDisk:
         """Forget all blocks of a namespace, at once."""
         if space.extents:
             space.clear(self._shared.opening.take_number())
+            self.wake(space)
             self._commits.hurry()
 
     def _judge(self, run: Run, error: Exception | None, now_s: float) -> None:
@@ -290,7 +304,8 @@ class NvmeDisk:
         if run.store and error is not None:
             self._health.write_failed("a write", error, now_s)
         elif not run.store:
-            extents = sum(len(space.extents) for space in self._shared.spaces)
+            # Counted for a read that failed only: it takes a look at all namespaces.
+            extents = 0 if error is None else sum(len(s.extents) for s in self._shared.spaces)
             self._health.read(int(run.file.path.stem), error, now_s, extents)
 
     def _look(self, now_s: float) -> None:

@@ -8,7 +8,7 @@ this, and what the file system has free, is known to allow it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from kvstore.core.errors import TierFull
@@ -46,6 +46,7 @@ class Room:
         self._full_until_s = float("-inf")
         self._now_s = 0.0
         self._look: Look | None = None
+        self._counted: tuple[int, int] | None = None  # bytes of all extents, and of their entries
 
     # What is taken
 
@@ -56,12 +57,19 @@ class Room:
         return self._taken() + sum(coming)
 
     def _taken(self) -> int:
-        files = [file for space in self._shared.spaces for file in space.extents.values()]
-        extents = sum(file.bytes for file in files)
-        entries = sum(cost(file.bytes, file.slot_bytes) for file in files) - extents + BASE_BYTES
+        if self._counted is None:
+            files = [file for space in self._shared.spaces for file in space.extents.values()]
+            extents = sum(file.bytes for file in files)
+            entries = sum(cost(file.bytes, file.slot_bytes) for file in files) - extents
+            self._counted = extents, entries + BASE_BYTES
+        extents, entries = self._counted
         if self._look is None:
             return extents + entries
         return extents + max(entries, self._look.index_bytes) + self._look.aside_bytes
+
+    def recount(self) -> None:
+        """Count the extents anew: one has come or gone."""
+        self._counted = None
 
     def seen(self, look: Look) -> None:
         """Take in what the directory is like."""
@@ -112,6 +120,7 @@ class Room:
         growth.space.growing = False
         if growth.file is not None:
             growth.space.add_extent(growth.number, growth.file)
+            self.recount()
             self.shrink()  # the cap may be smaller by now
         elif isinstance(error, TierFull):
             if self._full_until_s < now_s - FULL_S:
@@ -123,46 +132,62 @@ class Room:
 
     def _take_from_another(self, needy: Space) -> bool:
         """Retire an extent of the namespace that has the most; True while one is going."""
-        others = [space for space in self._shared.spaces if space is not needy]
-        if self._removing or any(space.retiring for space in others):
+        if self._removing or any(s.retiring for s in self._shared.awake if s is not needy):
             return True
+        others = [space for space in self._shared.spaces if space is not needy]
         unused = [space for space in others if space.extents and not space.attached]
         richer = [space for space in others if len(space.extents) > len(needy.extents) + 1]
         donor = max(unused or richer, key=lambda space: len(space.extents), default=None)
         number = None if donor is None else donor.coldest()
         if donor is None or number is None:
             return False
-        donor.retire(number)
-        self._commits.hurry()
+        self._retire(donor, number)
         return True
 
     def shrink(self) -> None:
         """Retire extents until the cap holds: it may be smaller than when they were made."""
         while self._shared.health.writable and not self._shared.opening.loading:
-            leaving = sum(space.retiring_bytes for space in self._shared.spaces)
+            leaving = sum(space.retiring_bytes for space in self._shared.awake)
             if self._taken() - leaving <= self._shared.capacity_bytes:
                 return
             richest = max(self._shared.spaces, key=lambda s: s.disk_bytes - s.retiring_bytes)
             number = richest.coldest()
             if number is None:
                 return
-            richest.retire(number)
-            self._commits.hurry()
+            self._retire(richest, number)
+
+    def _retire(self, space: Space, number: int) -> None:
+        space.retire(number)
+        self._shared.wake(space)
+        self._commits.hurry()
 
     # In every poll
 
-    def step(self, now_s: float) -> None:
-        """Evict ahead where the cap is reached, and remove extents that are empty."""
+    def step(self, visited: Sequence[Space], now_s: float) -> None:
+        """Evict ahead where the cap is reached, and remove extents that are empty.
+
+        visited: the namespaces of this poll, all of those among them that are awake.
+        """
         self._now_s = now_s
-        if not self._shared.health.writable or self._shared.opening.loading:
-            return
-        for space in self._shared.spaces:
-            for number, file in space.take_retired():
-                self._removing[number] = cost(file.bytes, file.slot_bytes)
-                removal = partial(_remove, self._shared, number, file)
-                self._shared.keeper.submit(removal, partial(self._removed, number))
-            if space.attached and not space.cleared:
-                self._evict_ahead(space)
+        works = self._shared.health.writable and not self._shared.opening.loading
+        for space in visited:
+            if works:
+                self._look_after(space)
+            if space.at_rest and space.digest not in self._evicting:
+                self._shared.visits.rest(space.digest)
+            else:
+                self._shared.wake(space)
+
+    def _look_after(self, space: Space) -> None:
+        for number, file in space.take_retired():
+            self.recount()
+            self._removing[number] = cost(file.bytes, file.slot_bytes)
+            removal = partial(_remove, self._shared, number, file)
+            self._shared.keeper.submit(removal, partial(self._removed, number))
+        if space.attached and not space.cleared:
+            self._evict_ahead(space)
+        else:
+            self._evicting.discard(space.digest)
 
     def _evict_ahead(self, space: Space) -> None:
         coming = space.free + space.leaving
@@ -194,6 +219,7 @@ class Room:
         self._evicting.clear()
         self._stuck.clear()
         self._look = None
+        self.recount()
 
 
 class Growth:

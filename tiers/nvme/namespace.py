@@ -222,6 +222,12 @@ class Space(Places):
                 queue.popleft()
         return bool(self._sinking or self._emptying or self._dismantling)
 
+    @property
+    def at_rest(self) -> bool:
+        """Tell whether nothing is left to do here but what will be asked for."""
+        slices = self._sinking or self._emptying or self._dismantling
+        return not (slices or self.pending or self.growing or self.retiring)
+
     # Durability
 
     @property

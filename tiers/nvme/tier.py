@@ -119,6 +119,7 @@ class NvmeTier:
 
     def discard(self, keys: Collection[BlockKey]) -> None:
         """Forget blocks, and what hangs below them."""
+        self._disk.wake(self.space)
         for key in keys:
             self.space.discard(key)
 
@@ -186,6 +187,7 @@ class NvmeTier:
     def _place(self, work: Work) -> bool:
         """Give blocks slots and start to write them; False while there are none."""
         space, job = self.space, work.job
+        self._disk.wake(space)
         left = len(job.keys) - work.next
         if not self._disk.writable:
             work.error, work.next = TierIOError("the tier takes no writes now"), len(job.keys)
@@ -256,6 +258,7 @@ class NvmeTier:
     def ended(self, moved: Moved[Run]) -> None:
         """Take the result of a run."""
         run, work = moved.run, moved.run.work
+        self._disk.wake(self.space)
         work.runs -= 1
         if moved.error is not None:
             self.space.counts["io_error"] += 1

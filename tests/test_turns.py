@@ -1,0 +1,241 @@
+"""What a turn costs does not grow with the namespaces: counted in calls, not in time."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import cast
+
+import pytest
+
+from kvstore import visits
+from kvstore.config import Config, parse
+from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
+from kvstore.core.types import GroupRule
+from kvstore.handover.consumer import Consumer
+from kvstore.store.namespace import Namespace
+from kvstore.store.sessions import Store
+from kvstore.visits import RESTING_MAX, RESTING_NS, Visits
+from kvstore.wire import engine as p
+from tests.harness.fakes import Engine, HeapPool, Town, blocks, hashes
+from tests.harness.live import Client, LiveStore, engine, eventually
+from tests.test_peers import inside
+from tiers.nvme.disk import NvmeDisk
+from tiers.nvme.index import Durable
+from tiers.nvme.namespace import Space
+
+PAGE = 1 << 16
+FEW, MANY = 20, 120
+TURNS = 30
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    nvme = {"path": f"{tmp_path}/kv", "capacity": "64MiB", "extent": "2MiB", "durability": "10ms"}
+    return parse(
+        {
+            "cpu": {"capacity": "64MiB", "extent": "16MiB"},
+            "nvme": nvme,
+            "server": {"socket": f"{tmp_path}/store.sock", "metrics": ""},
+            "peer": {},
+        }
+    )
+
+
+def add_namespaces(store: LiveStore, numbers: range) -> None:
+    """Engines of so many models come, and go."""
+    for number in numbers:
+        model = f"model{number}"
+        groups = (GroupGeometry(GroupRule(), (LayerGeometry("layer", PAGE),)),)
+        geometry = RankGeometry(model, 16, (1,), groups, {"model": model})
+        client = Client(store.path)
+        client.send(p.Hello(p.VERSION, model, "worker", 0, 1, geometry=geometry))
+        client.take(p.Welcome)
+        client.close()
+    core, disk = store.server.store, cast(NvmeDisk, store.server._disk)
+    eventually(lambda: len(core.namespaces) > numbers[-1])
+    eventually(lambda: sum(not n.at_rest for n in list(core.namespaces.values())) <= 1)
+    eventually(lambda: not core.busy and not disk.busy)
+
+
+@contextmanager
+def counted(store: LiveStore) -> Iterator[list[Counter[str]]]:
+    """Yield what each of TURNS turns of a store calls, by name; empty before they are over."""
+    found: list[Counter[str]] = []
+    over: list[Counter[str]] = []
+    turn = store.server._turn
+
+    def counting() -> None:
+        calls: Counter[str] = Counter()
+
+        def note(frame: FrameType, event: str, _value: object) -> None:
+            if event == "call":
+                calls[frame.f_code.co_qualname] += 1
+
+        sys.setprofile(note)
+        try:
+            turn()
+        finally:
+            sys.setprofile(None)
+        if len(found) < TURNS:
+            found.append(calls)
+        else:
+            over[:] = found
+
+    inside(store, lambda: setattr(store.server, "_turn", counting))
+    yield over
+    inside(store, lambda: setattr(store.server, "_turn", turn))
+
+
+def of_lookups(store: LiveStore) -> Counter[str]:
+    """Count the calls of the dearest turn while an engine asks for what memory has."""
+    with engine(store, page_bytes=PAGE) as live:
+        live.put(chain := hashes(4))
+        eventually(lambda: store.server.store.numbers.moved["nvme", "stored"] >= len(chain))
+        with counted(store) as over:
+            while not over:
+                live.read(live.ask(chain))
+        return max(over, key=Counter.total)
+
+
+def test_S4_a_turn_calls_no_more_for_a_hundred_namespaces_more(config: Config) -> None:
+    with LiveStore(config) as store:
+        add_namespaces(store, range(FEW))
+        few = of_lookups(store)
+        add_namespaces(store, range(FEW, MANY))
+        many = of_lookups(store)
+        assert len(store.server.store.namespaces) > MANY
+        for verb in (Store._tick_namespace, Space.step):
+            for calls in (few, many):
+                assert calls[verb.__qualname__] <= 4 * RESTING_MAX, verb
+        more = many - few
+        assert more.total() < MANY - FEW, more.most_common(5)
+
+
+def test_S4_what_is_at_rest_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visits, "RESTING_MAX", 3)
+    things = {f"{number}": number for number in range(8)}
+    made = Visits()
+    made.wake("5")
+    made.wake("gone")
+    seen: Counter[int] = Counter()
+    for number in range(1, 9):
+        turn = made.take(things, number * 10 * RESTING_NS)
+        assert turn[0] == 5
+        assert len(turn) == len(set(turn)) <= 4
+        seen.update(turn[1:])
+    assert set(seen) == set(range(8)) - {5}, "each has its turn"
+    assert made.awake(things) == [5]
+    del things["2"]
+    made.rest("5")
+    began_ns = 10**12
+    assert len(made.take(things, began_ns)) <= 3
+    assert not made.take(things, began_ns + RESTING_NS - 1)
+    turns = [made.take(things, began_ns + number * RESTING_NS) for number in range(1, 20)]
+    assert all(len(turn) <= 1 for turn in turns)
+    assert {thing for turn in turns for thing in turn} == set(things.values())
+
+
+def gone(engine: Engine) -> None:
+    """An engine's processes end."""
+    for connection in (engine.scheduler, *engine.workers):
+        engine.town.close(connection)
+
+
+def test_S4_a_namespace_is_visited_in_each_turn_until_nothing_goes_on_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(visits, "RESTING_MAX", 0)
+    town = Town()
+    one, other = (town.attach(name, identity=name) for name in ("one", "other"))
+    one.put(chain := hashes(3))
+    town.settle(one, other)
+    visited: Counter[str] = Counter()
+    tick = Store._tick_namespace
+
+    def counting(store: Store, namespace: Namespace) -> None:
+        visited[namespace.layout.digest] += 1
+        tick(store, namespace)
+
+    monkeypatch.setattr(Store, "_tick_namespace", counting)
+    of_one, of_other = town.store.namespaces
+    gone(one)
+    town.tick()
+    visited.clear()
+    for _ in range(10):
+        town.tick()
+    assert visited == {of_other: 10}
+    back = town.attach("one", identity="one")
+    assert blocks(back.hit(chain)) == [0, 1, 2], "an engine wakes it"
+    gone(back)
+    for _ in range(3):
+        town.tick()
+    town.store._query(0, p.Query("clear"))
+    town.tick()
+    assert not list(town.store.namespaces[of_one].manager.index)
+    assert not town.store.namespaces[of_one].manager.clearing, "a clear wakes it"
+
+
+def test_S4_a_namespace_wakes_when_its_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visits, "RESTING_MAX", 0)
+    town = Town(pool=HeapPool(extents=1))
+    one = town.attach("one", identity="one")
+    one.put(hashes(3))
+    gone(one)
+    town.settle()
+    other = town.attach("other", identity="other")
+    town.settle(other, turns=10)
+    assert other.active is not None
+    assert len(town.pool.released) == 1  # type: ignore[attr-defined]
+
+
+def test_S4_what_is_written_becomes_durable_and_then_the_disk_is_at_rest(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visits, "RESTING_MAX", 0)
+    with LiveStore(config) as store, engine(store, page_bytes=PAGE) as live:
+        disk = cast(NvmeDisk, store.server._disk)
+        for count, name in ((3, "a"), (6, "b")):
+            live.put(hashes(3, name))
+            until_durable(disk, count)
+        disk.clear()
+        (space,) = disk.spaces
+        eventually(lambda: not space.renumbering and not disk._shared.awake)
+        assert space.counts["cleared"] == 6
+        live.put(hashes(3, "c"))
+        until_durable(disk, 3)
+
+
+def until_durable(disk: NvmeDisk, count: int) -> None:
+    """Wait until so many blocks are durable, and nothing else is left to do."""
+    (space,) = disk.spaces
+    eventually(lambda: len(space.index) == count)
+    eventually(lambda: all(record.durable is Durable.YES for record in space.index))
+    eventually(lambda: not disk._shared.awake)
+
+
+def test_S4_only_what_is_fetched_for_has_turns_of_hand_overs(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks: list[Consumer] = []
+    tick = Consumer.tick
+
+    def counting(consumer: Consumer, now_ns: int) -> None:
+        ticks.append(consumer)
+        tick(consumer, now_ns)
+
+    monkeypatch.setattr(Consumer, "tick", counting)
+    with LiveStore(config) as store, engine(store, page_bytes=PAGE) as live:
+        add_namespaces(store, range(FEW))
+        live.read(live.ask(hashes(1)))
+        assert not ticks
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            peer = f"127.0.0.1:{silent.getsockname()[1]}"
+            live.ask(hashes(2), peer=peer, request="r")
+            assert len(set(ticks)) == 1
+        eventually(lambda: store.server._peers is not None and not store.server._peers._used)
