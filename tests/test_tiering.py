@@ -15,6 +15,7 @@ from kvstore.core.types import (
     BlockKey,
     Chain,
     GroupRule,
+    JobId,
     JobKind,
     JobResult,
     LookupResult,
@@ -37,6 +38,7 @@ class SlowTier:
         self.knows = True
         self.asked = 0
         self._results: list[JobResult] = []
+        self._of_before: set[JobId] = set()  # jobs that were under way at a clear
 
     def end(self, job: TransferJob, done: int | None = None, *, corrupt: bool = False) -> None:
         self.jobs.remove(job)
@@ -52,7 +54,8 @@ class SlowTier:
             return LookupResult.RETRY
         if key in self.keys:
             return LookupResult.HIT
-        writing = any(key in job.keys for job in self.jobs if job.kind is JobKind.STORE)
+        stores = [job for job in self.jobs if job.kind is JobKind.STORE]
+        writing = any(key in job.keys for job in stores if job.job_id not in self._of_before)
         return LookupResult.PENDING if writing else LookupResult.MISS
 
     def touch(self, key: BlockKey) -> None:
@@ -70,6 +73,7 @@ class SlowTier:
 
     def clear(self) -> None:
         self.keys.clear()
+        self._of_before.update(job.job_id for job in self.jobs)
 
     def drain(self) -> None:
         for job in list(self.jobs):
@@ -468,3 +472,21 @@ def test_a_cleared_read_that_ends_leaves_the_one_that_came_after_it_alone() -> N
     rig.tier.end(after)
     rig.poll()
     assert (rig.ready(chain), rig.manager.slots_free) == (1, 7)
+
+
+def test_O17_a_cleared_copy_that_ends_leaves_the_one_that_came_after_it_alone() -> None:
+    """Found by killing stores: a block that was durable again went with the copy of before."""
+    rig = Rig(slots=8)
+    chain = rig.chain("a", 1)
+    rig.store(chain)
+    rig.manager.clear()
+    rig.tiering.clear()
+    rig.manager.clear_some()
+    rig.store(chain)
+    before, after = rig.tier.jobs
+    rig.tier.end(after)
+    rig.poll()
+    assert rig.tier.keys == set(rig.keys(chain))
+    rig.tier.end(before)
+    rig.poll()
+    assert rig.tier.keys == set(rig.keys(chain))

@@ -56,6 +56,7 @@ class _Open(msgspec.Struct, eq=False):
     below: list[_Open] = []  # those that wait for this one
     done: int | None = None  # blocks that arrived whole, once it has ended
     cleared: bool = False  # what it moves is of before a clear
+    again: set[BlockKey] = set()  # of a cleared store: what was submitted anew since
     tags: Sequence[Any] = ()  # of a load for somebody who holds the slots: what to call its blocks
 
 
@@ -316,6 +317,10 @@ class Tiering:
         return TransferJob(JobId(self._next_job), kind, keys, slots, tuple(parents))
 
     def _submit(self, work: _Open) -> None:
+        if work.job.kind is JobKind.STORE:
+            for before in self._open.values():
+                if before.cleared and before.tier is work.tier:
+                    before.again.update(work.job.keys)
         self._open[work.job.job_id] = work
         self._under_way[work.tier.name] += 1
         self._storing[work.tier.name] += len(work.pinned)
@@ -363,7 +368,7 @@ class Tiering:
         else:
             self._stored[name] += result.done
             if work.cleared:
-                work.tier.discard(job.keys)
+                work.tier.discard([key for key in job.keys if key not in work.again])
 
     def _land(self, ended: _Open) -> None:
         """Make a job's blocks ready, and those of the jobs that waited for it alone."""
