@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -107,6 +108,19 @@ def test_S2_a_format_with_flipped_bits_is_damage_and_another_one_is_not(folder: 
     index_of(folder).write_bytes(data.replace(FORMAT, b"x" * len(FORMAT)))
     with pytest.raises(ConfigError, match="use another directory"):
         NvmeDisk(settings_for(folder))
+
+
+@pytest.mark.parametrize("page", [0, 1])
+def test_S2_another_version_of_lmdb_in_its_first_pages_is_damage(folder: Path, page: int) -> None:
+    """Each of the two has a magic number, then the version; the newer page is the one in use."""
+    data = bytearray(index_of(folder).read_bytes())
+    at = data.index(struct.pack("<II", 0xBEEFC0DE, 1), page * 4096)
+    data[at + 4] ^= 8
+    index_of(folder).write_bytes(data)
+    with shelf(settings_for(folder)) as found:
+        assert found.keys() == []
+        eventually_ok(found)
+        assert found.put(99, 0, 5).done == 5
 
 
 def test_S2_a_namespace_whose_blocks_have_another_size_on_disk_is_damage(folder: Path) -> None:

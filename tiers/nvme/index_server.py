@@ -60,6 +60,7 @@ _NOT_ITS_FAULT = (  # they say something about the machine, or about an error be
     lmdb.DiskError,
     lmdb.ReadonlyError,
 )
+_OTHER_VERSION = "LMDB data format"
 FORMAT_BITS = 4
 """Another version's format differs from ours in more bits; in fewer, these have flipped."""
 
@@ -75,12 +76,15 @@ def is_damage(exc: Exception) -> bool:
     """Tell whether an error says that the file's content is wrong; a failing disk says nothing.
 
     All of LMDB's own errors do but for a few. What the system says to it is a plain lmdb.Error.
-    A SystemError comes from its binding: a call that went well, with an error behind it.
+    A SystemError comes from its binding: a call that went well, with an error behind it. The
+    binding says itself, as a plain one, that the first page has another version of LMDB's format.
     """
     if isinstance(exc, SystemError):
         return isinstance(exc.__cause__, Exception) and is_damage(exc.__cause__)
     if isinstance(exc, lmdb.Error):
-        return type(exc) is not lmdb.Error and not isinstance(exc, _NOT_ITS_FAULT)
+        if type(exc) is lmdb.Error:
+            return _OTHER_VERSION in str(exc)
+        return not isinstance(exc, _NOT_ITS_FAULT)
     return isinstance(exc, ValueError)
 
 
