@@ -161,8 +161,6 @@ class RankedEngine:
         ask = self.client.ask(p.Lookup(0, b"".join(hashes), len(hashes[0])))
         assert ask is not None, f"{self.name} is not attached"
         self.client.send_step()
-        assert self.client._link is not None
-        self.client._link.send(p.Step(settle=(ask,)))
         wait_for(lambda: self.client.grant(ask), "an answer", self.hear)
         grant = self.client.grant(ask)
         assert grant is not None
