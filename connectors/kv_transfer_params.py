@@ -13,10 +13,11 @@ from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 
-from kvstore.config import PORT_MAX
 from kvstore.core import limits
 from kvstore.core.errors import ConfigError
+from kvstore.core.limits import PORT_MAX
 from kvstore.text import one_line
+from kvstore.wire.framing import is_sendable
 
 HOST_MAX = limits.NAME_MAX - len(f"[]:{PORT_MAX}")
 _EXPECTED = {
@@ -143,15 +144,6 @@ def _remote(params: Mapping[str, Any], wrong: list[str], *, push: bool | None) -
     host, tokens = params["remote_host"], params.get("remote_num_tokens") or 0
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return Remote(address, params["remote_request_id"], push, tokens)
-
-
-def is_sendable(text: str, length_max: int) -> bool:
-    """Tell whether a message to the store can hold a text: short enough, and Unicode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, from JSON say
-        return False
-    return len(text) <= length_max
 
 
 def _shown(value: object) -> str:

@@ -21,7 +21,6 @@ from connectors.kv_transfer_params import (
     Transfer,
     common_id,
     is_handed_over,
-    is_sendable,
     parameters,
     source_of,
 )
@@ -34,6 +33,7 @@ from kvstore.core.errors import ConfigError
 from kvstore.core.limits import TEXT_MAX
 from kvstore.text import one_line
 from kvstore.wire import engine as p
+from kvstore.wire.framing import is_sendable
 
 log = logging.getLogger(__name__)
 

@@ -31,6 +31,7 @@ from connectors.scheduler import SchedulerHalf
 from connectors.step_meta import StepMeta
 from connectors.store_client import DISK, MEMORY, StoreClient
 from connectors.store_connection import Attacher, monotonic_ns
+from connectors.vllm_compat import state_groups
 from connectors.vllm_private import check_private
 from kvstore.core.errors import NotSupported
 from kvstore.core.limits import SLOTS_MAX
@@ -56,7 +57,6 @@ def start_scheduler(
     config: VllmConfig,
     cache: KVCacheConfig,
     tokens: Geometry,
-    states: frozenset[int],
     settings: ExtraConfig,
     find_store: Callable[[], str],
 ) -> SchedulerSide:
@@ -80,7 +80,7 @@ def start_scheduler(
             of_engine.kv_connector,
         )
     half = start_half(config, tokens, settings, find_store, beside=beside)
-    return SchedulerSide(half, cache, tokens, states, hands_over=hands_over)
+    return SchedulerSide(half, cache, tokens, state_groups(cache), hands_over=hands_over)
 
 
 def start_half(

@@ -70,7 +70,7 @@ def under(names: list[str], *parents: str) -> list[str]:
     ("code", "modules_max", "forbidden"),
     [
         (WORKER, 21, (*OF_THE_SCHEDULER, "kvstore.config")),
-        (SCHEDULER, 31, (*OF_THE_WORKER, "torch")),
+        (SCHEDULER, 27, (*OF_THE_WORKER, "kvstore.config", "torch")),
     ],
     ids=["worker", "scheduler"],
 )

@@ -90,9 +90,14 @@ class TroubledConnector(vllm.TieredConnector):
 class ImpatientConnector(vllm.TieredConnector):
     """Waits for its store one second at start, not a minute."""
 
-    def _start_scheduler(self) -> Any:  # noqa: ANN401 - its side
+    def __init__(
+        self,
+        vllm_config: Any,  # noqa: ANN401 - vLLM's
+        role: Any,  # noqa: ANN401 - vLLM's
+        kv_cache_config: Any,  # noqa: ANN401 - vLLM's
+    ) -> None:
         with patch.object(vllm_scheduler, "ATTACH_S", 1.0):
-            return super()._start_scheduler()
+            super().__init__(vllm_config, role, kv_cache_config)
 
 
 # In a MultiConnector reports go by the name of a class, which has to be known to vLLM.
