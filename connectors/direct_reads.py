@@ -170,10 +170,10 @@ class DirectTransfers:
 
         blocks_per_chunk: engine blocks in a block, by group. deadline: of blocks not valid yet.
         """
-        fetches = dict(zip(job.store.slots, job.generations, strict=True))
+        fetches = dict(zip(job.slots, job.generations, strict=True))
         moves: dict[FetchBlock, list[Move]] = {}
-        if max(job.store.slots, default=0) >= p.DIRECT:
-            for move in pieces(job.engine, job.store, blocks_per_chunk):
+        if max(job.slots, default=0) >= p.DIRECT:
+            for move in pieces(job.engine, job.slots, blocks_per_chunk):
                 if move.slot >= p.DIRECT:
                     block = fetches[move.slot], move.slot - p.DIRECT
                     moves.setdefault(block, []).append(move)

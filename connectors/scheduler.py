@@ -29,9 +29,9 @@ from connectors.load_planner import plan_load
 from connectors.partial_block import query_for
 from connectors.pd_scheduler import HandOvers
 from connectors.request_state import NEVER, Phase, TrackedRequest
-from connectors.step_meta import LoadJob, StepMeta, StoreJob, StoreSpec
+from connectors.step_meta import LoadJob, StepMeta, StoreJob
 from connectors.store_client import NO_HITS, Grant, StoreClient
-from connectors.store_planner import MEDIUM, StorePlanner
+from connectors.store_planner import StorePlanner
 from kvstore.core.lookup import Answer, common_hit
 from kvstore.core.types import LookupResult
 from kvstore.wire import engine as p
@@ -42,6 +42,7 @@ TIMEOUTS_IN_A_ROW_MAX = 3
 ANSWER_LIMIT_NS = 500_000_000  # beyond what the store may defer: it does not answer
 LOADING_LIMIT_NS = 5_000_000_000  # waiting for another request's load, or for room for a lease
 FAILURES_MAX = 2  # after a failed load other copies are tried once, then it is computed
+CPU = "cpu"  # the tier that loads come from, unless the answer names another
 NO_GRANT = Grant(0, 0, (), {})
 
 
@@ -356,7 +357,7 @@ class SchedulerHalf:
                 split[tier] = tokens
                 left -= tokens
         if left:
-            split[MEDIUM] = left
+            split[CPU] = left
         tracked.grant = msgspec.structs.replace(grant, sources=split)
         return split
 
@@ -364,7 +365,7 @@ class SchedulerHalf:
         """Return where the tokens of the load just planned come from, by tier."""
         tracked = self._requests.get(request_id)
         if tracked is None or tracked.grant is None:
-            return {MEDIUM: external}
+            return {CPU: external}
         return tracked.grant.sources
 
     def _plan_load(
@@ -382,7 +383,7 @@ class SchedulerHalf:
             session=self._client.session if plan.complete else 0,
             lease=grant.lease,
             engine=plan.engine,
-            store=StoreSpec(MEDIUM, plan.slots),
+            slots=plan.slots,
             generations=plan.generations,
             source=", ".join(filter(None, sources)),
         )

@@ -19,11 +19,10 @@ from connectors.engine_interface import BlockTable, Geometry
 from connectors.events import BlockEvents
 from connectors.partial_block import PartialBlock
 from connectors.request_state import TrackedRequest
-from connectors.step_meta import EngineSpec, StoreJob, StoreSpec
+from connectors.step_meta import EngineSpec, StoreJob
 from connectors.store_client import StoreClient
 from kvstore.core.types import make_key
 
-MEDIUM = "cpu"
 JOB_BLOCKS_MAX = 64  # a fence waits for whole jobs
 RUN_BLOCKS_MIN = 4  # fewer are gathered one by one
 
@@ -259,7 +258,7 @@ class StorePlanner:
                 number,
                 self._client.session,
                 EngineSpec(tuple(ids), tuple(sizes), (0,) * len(sizes)),
-                StoreSpec(MEDIUM, tuple(slots)),
+                tuple(slots),
                 tuple(keys),
                 tuple(parents),
             )

@@ -291,7 +291,7 @@ class WorkerHalf:
                 if job.session != self._session or link is None or copier is None:
                     return _failed(task)
                 task.link, task.started = link, time.perf_counter()
-                moves = pieces(job.engine, job.store, self._blocks_per_chunk)
+                moves = pieces(job.engine, job.slots, self._blocks_per_chunk)
                 task.copying = copier.copy(moves, self._slots, store=True, after=task.mark)
             if not task.copying.over():
                 return None
@@ -300,7 +300,7 @@ class WorkerHalf:
             ok = False
         seconds = time.perf_counter() - task.started
         if task.link is not None:  # open until the last copy is over, also if the session is not
-            stored = p.Stored(framing.u32(job.store.slots), job.keys, job.parents, ok, seconds)
+            stored = p.Stored(framing.u32(job.slots), job.keys, job.parents, ok, seconds)
             self._send(task.link, stored)
         copied = task.copying.bytes if ok and task.copying is not None else 0
         return Outcome(ok=ok, store_job=job.job_id, copied_bytes=copied)
@@ -344,7 +344,7 @@ class WorkerHalf:
         """Report a load that is over."""
         job, load, peer = task.job, task.slots, task.peer
         self._deadlines.pop(job.lease, None)
-        slots = [slot for slot in job.store.slots if slot < p.DIRECT]
+        slots = [slot for slot in job.slots if slot < p.DIRECT]
         damaged = slots if task.broken or load is None else load.damaged
         if damaged:
             log.warning(
@@ -515,7 +515,7 @@ class WorkerHalf:
 
 
 def _warn_late(job: LoadJob, late: int, deadline: LoadDeadline, now_ns: int) -> None:
-    blocks = len(job.store.slots)
+    blocks = len(job.slots)
     log.warning(
         "load for request %s given up: %d of %d blocks from %s came, the last sign of one %.1f s"
         " ago, in %.1f s; the request is computed",

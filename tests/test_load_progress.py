@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from connectors.copies.host import Done
 from connectors.load_progress import LoadDeadline, SlotLoad
-from connectors.step_meta import EngineSpec, LoadJob, StoreSpec
+from connectors.step_meta import EngineSpec, LoadJob
 from kvstore.core.layout import Move
 
 LEASED = 7
@@ -37,7 +37,7 @@ class Memory:
 def load(slots: Sequence[int], per: int = 1, generation: int = LEASED) -> SlotLoad:
     blocks = tuple(range(len(slots) * per))
     spec = EngineSpec(blocks, (len(blocks),), (0,))
-    job = LoadJob("r", 1, 1, spec, StoreSpec("cpu", tuple(slots)), (generation,) * len(slots))
+    job = LoadJob("r", 1, 1, spec, tuple(slots), (generation,) * len(slots))
     return SlotLoad(job, (per,), LoadDeadline(100, 1000, 0))
 
 
@@ -107,6 +107,6 @@ def test_generations_go_round() -> None:
 
 def test_a_job_whose_slots_do_not_fit_is_refused() -> None:
     spec = EngineSpec((1, 2), (2,), (0,))
-    job = LoadJob("r", 1, 1, spec, StoreSpec("cpu", (1,)), (1,))
+    job = LoadJob("r", 1, 1, spec, (1,), (1,))
     with pytest.raises(ValueError, match="slots"):
         SlotLoad(job, (1,), LoadDeadline(1, 1, 0))

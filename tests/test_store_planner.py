@@ -82,7 +82,7 @@ class Desk:
 
 def copied(job: StoreJob, geometry: Geometry = ONE) -> list[tuple[int, int, int]]:
     """Engine block, slot and part of each move of a job."""
-    moves = pieces(job.engine, job.store, geometry.blocks_per_chunk)
+    moves = pieces(job.engine, job.slots, geometry.blocks_per_chunk)
     return [(move.block_id, move.slot, move.part) for move in moves]
 
 
@@ -110,7 +110,7 @@ def test_larger_blocks_and_groups_keep_their_parts_together() -> None:
     assert job.keys[:2] == (make_key(b"a/1", full), make_key(b"a/3", full))
     assert job.keys[4:] == (make_key(b"a/3", window), make_key(b"b/3", window))
     assert job.parents == (b"", job.keys[0], b"", job.keys[2], b"", b"")
-    slots, keys = list(job.store.slots), list(job.keys)
+    slots, keys = list(job.slots), list(job.keys)
     assert desk.client.shown == [
         (slots[:4], keys[:4], [1, 2, 3, 4, 11, 12, 13, 14]),
         (slots[4:], keys[4:], [5, 15]),
@@ -151,7 +151,7 @@ def test_a_run_gathered_at_once_is_the_same_as_block_by_block() -> None:
     (run,), (each,) = at_once.offers.take_jobs(), one_by_one.offers.take_jobs()
     assert len(run.keys) == 20
     assert (run.engine, run.keys, run.parents) == (each.engine, each.keys, each.parents)
-    assert sorted(run.store.slots) == sorted(each.store.slots)
+    assert sorted(run.slots) == sorted(each.slots)
 
 
 def test_the_parent_of_the_first_new_block_is_the_last_old_one() -> None:

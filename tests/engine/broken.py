@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from connectors import vllm, vllm_scheduler, worker
 from connectors.copies.host import LayerCache
-from connectors.step_meta import StepMeta, StoreSpec
+from connectors.step_meta import StepMeta
 from connectors.worker import LoadTask, Outcome, StoreTask, WorkerHalf
 from tests.engine.support import TROUBLES, Trouble, seen_file, wanted_file
 
@@ -51,8 +51,8 @@ class TroubledWorker(WorkerHalf):
             *others, last = job.generations
             job = msgspec.structs.replace(job, generations=(*others, last - 1))
         if self._wants(Trouble.FAILING):
-            slots = (*job.store.slots[:-1], UNMAPPED_SLOT)
-            job = msgspec.structs.replace(job, store=StoreSpec("cpu", slots))
+            slots = (*job.slots[:-1], UNMAPPED_SLOT)
+            job = msgspec.structs.replace(job, slots=slots)
         task.job = job
         try:
             with self._paused(Trouble.SLOW_LOAD):

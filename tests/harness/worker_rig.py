@@ -10,7 +10,7 @@ import torch
 from connectors.config import DirectWay
 from connectors.copies.device import Device
 from connectors.copies.host import LayerCache
-from connectors.step_meta import EngineSpec, LoadJob, StepMeta, StoreJob, StoreSpec
+from connectors.step_meta import EngineSpec, LoadJob, StepMeta, StoreJob
 from connectors.store_client import Grant, StoreClient
 from connectors.store_connection import Attacher, monotonic_ns
 from connectors.worker import WorkerHalf
@@ -147,7 +147,7 @@ class Rig:
             self._next,
             self.client.session,
             EngineSpec(tuple(blocks), (len(blocks),), (first * self.per,)),
-            StoreSpec("cpu", tuple(self.client.credits.popleft() for _ in range(count))),
+            tuple(self.client.credits.popleft() for _ in range(count)),
             tuple(keys[first : first + count]),
             tuple([keys[i - 1] if i else b"" for i in range(first, first + count)]),
         )
@@ -158,7 +158,7 @@ class Rig:
             for block in blocks:
                 rank.fill(block)
         job = self.store_job(chain, blocks)
-        self.client.publish_blocks(job.store.slots, job.keys, blocks)
+        self.client.publish_blocks(job.slots, job.keys, blocks)
         self.client.send_step()
         for rank in self.ranks:
             rank.half.after_forward(StepMeta(stores=(job,)))
@@ -188,7 +188,7 @@ class Rig:
             self.client.session,
             grant.lease,
             EngineSpec(tuple(blocks), (len(blocks),), (first,)),
-            StoreSpec("cpu", tuple(places[0])),
+            tuple(places[0]),
             tuple(generation + stale for generation in places[1]),
         )
 
