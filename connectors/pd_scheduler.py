@@ -64,16 +64,14 @@ class HandOvers:
         clock: Callable[[], int],
         *,
         world: int,
-        count: Callable[[str], None],
     ) -> None:
-        """transfer: this engine's id and lease. world: its ranks. count(event)."""
+        """transfer: this engine's id and lease. world: its ranks."""
         self._geometry = geometry
         self._client = client
         self._stores = stores
         self._transfer = transfer
         self._clock = clock
         self._world = world
-        self._count = count
         self._running: dict[str, bool] = {}  # computed for another engine; True: for a next turn
         self._holders: dict[str, Remote] = {}  # hold blocks for requests of this engine
         self._unstored: dict[str, _Unstored] = {}
@@ -110,7 +108,7 @@ class HandOvers:
             "request %s is not handed over: expected an id of up to %d characters, found %d",
             one_line(request_id, _LOGGED_MAX), TEXT_MAX, len(request_id),
         )  # fmt: skip
-        self._count("transfer_refused")
+        self._client.count("transfer_refused")
         return False
 
     def _source(self, request_id: str, params: Mapping[str, Any] | None) -> Source:
@@ -118,7 +116,7 @@ class HandOvers:
             return source_of(params, self._transfer)
         except ConfigError as exc:
             log.warning("request %s is computed here: %s", one_line(request_id, _LOGGED_MAX), exc)
-            self._count("transfer_refused")
+            self._client.count("transfer_refused")
             return NO_SOURCE
 
     def finish(
@@ -193,7 +191,7 @@ class HandOvers:
                     continue
                 rest.until_ns = now_ns + STORE_LIMIT_NS
             if lost or now_ns >= rest.until_ns:
-                self._count("hand_over_unstored")
+                self._client.count("hand_over_unstored")
                 ended.append(name)
         for name in ended:
             del self._unstored[name]

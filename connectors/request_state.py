@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from connectors.engine_interface import EngineRequest
 from connectors.kv_transfer_params import NO_REMOTE
-from connectors.store_client import NO_HITS, Grant, GroupHits
+from connectors.store_client import NO_HITS, GroupHits
 
 NEVER = 1 << 62  # more tokens than a request can have
 
@@ -45,9 +45,9 @@ class TrackedRequest:
     """One request of the engine, from arrival to end."""
 
     __slots__ = (
-        "arrival", "ask", "capped", "cursor", "deferred_ns", "failures", "grant", "loading_hash",
-        "local", "may_load", "phase", "present", "query", "remote", "request", "started_at",
-        "waited",
+        "arrival", "ask", "capped", "cursor", "deferred_ns", "failures", "loading_hash",
+        "local", "may_load", "phase", "present", "query", "remote", "request", "sources",
+        "started_at", "waited",
     )  # fmt: skip
 
     def __init__(
@@ -57,9 +57,9 @@ class TrackedRequest:
         self.arrival = arrival  # numbers requests in their order
         self.may_load = may_load  # False: it computes its whole prompt
         self.phase = Phase.NEW
-        self.ask: int | None = None  # number of its lookup
+        self.ask = 0  # number of its lookup; 0: it has none
         self.query = NO_QUERY  # of the last lookup
-        self.grant: Grant | None = None  # the answer that a load was planned with
+        self.sources: dict[str, int] = {}  # tokens of its last load, by tier
         self.capped = False  # it lost its lease, or got none, at the cap of leases
         self.waited = False  # a busy engine waits for first lookups only
         self.deferred_ns: int | None = None

@@ -73,10 +73,6 @@ class GroupHits:
         at = bisect_left(self._indices, end)
         return GroupHits(self._indices[:at], self._slots[:at], self._generations[:at])
 
-    def all_of(self, first: int, end: int) -> bool:
-        """Return True if all of the blocks first..end-1 are present."""
-        return self.run(first, end) is not None
-
     def any_of(self, first: int, end: int) -> bool:
         """Return True if any of the blocks first..end-1 is present."""
         if first >= self._end:
@@ -129,8 +125,8 @@ class StoreClient:
         self.events: deque[BlockChange] = deque(maxlen=EVENTS_MAX)
         self.events_lost = 0  # the engine did not take them in time
         self.collect_events = False
-        self.detached = 0
-        self.counts: Counter[str] = Counter()
+        self.stats: Counter[str] = Counter()  # events and blocks, since take_stats()
+        self._counts: Counter[str] = Counter()  # events that the store has not heard of
         self._attacher = attacher
         self._clock = clock
         self._link: Link | None = None
@@ -171,8 +167,7 @@ class StoreClient:
             return
         log.warning("kvstore: detached: %s; answers are misses until it is back", reason)
         self._invalidate_versions()
-        self.counts["detached"] += 1
-        self.detached += 1
+        self.count("detached")
         self._link.close()
         self._link, self.session = None, 0
         self.credits.clear()
@@ -219,10 +214,10 @@ class StoreClient:
 
     # Asking
 
-    def ask(self, lookup: p.Lookup) -> int | None:
-        """Queue a lookup under a new number and return that; None while not attached."""
+    def ask(self, lookup: p.Lookup) -> int:
+        """Queue a lookup under a new number and return that; 0 while not attached."""
         if not self.session:
-            return None
+            return 0
         number = self._next_ask
         self._next_ask += 1
         self._lookups.append(msgspec.structs.replace(lookup, ask=number))
@@ -243,9 +238,9 @@ class StoreClient:
         """Return when a lookup was asked; None if it was lost with its session."""
         return self._asked_ns.get(ask)
 
-    def unanswered_ns(self, ask: int | None) -> int:
+    def unanswered_ns(self, ask: int) -> int:
         """Return how long a lookup has been waiting for its answer; 0 if it is not."""
-        if ask is None or ask in self._grants:
+        if ask in self._grants:
             return 0
         now_ns = self._clock()
         return now_ns - self._asked_ns.get(ask, now_ns)
@@ -271,6 +266,17 @@ class StoreClient:
         """Count a request that was admitted: tokens asked for, and tokens served by tier."""
         self._usage_tokens += lookup_tokens
         self._usage_hits.update(hits)
+
+    def count(self, event: str, by: int = 1) -> None:
+        """Count an event, for the engine's statistics and for the store's metrics."""
+        self.stats[event] += by
+        self._counts[event] += by
+
+    def take_stats(self) -> dict[str, int]:
+        """Return what was counted since the last call."""
+        stats = dict(self.stats)
+        self.stats.clear()
+        return stats
 
     def known_ready(self, key: bytes) -> bool:
         """Return True if a block is in the store's memory, by the last message about it."""
@@ -305,7 +311,7 @@ class StoreClient:
                 lookups=_take(self._lookups, _fitting(self._lookups)),
                 release=_take(self._release),
                 usage=usage,
-                counts=dict(self.counts),
+                counts=dict(self._counts),
                 handing=_take(self._handing, _fitting(self._handing)),
                 let_go=_take(self._let_go),
                 shown=_take(self._shown, _fitting(self._shown)),
@@ -315,7 +321,7 @@ class StoreClient:
                 return
             self._usage_tokens = 0
             self._usage_hits.clear()
-            self.counts.clear()
+            self._counts.clear()
             self._link.send(step)
         except LinkLost as exc:
             self.detach(str(exc))

@@ -73,15 +73,13 @@ class StorePlanner:
         geometry: Geometry,
         client: StoreClient,
         world: int,
-        count: Callable[[str], None],
         events: BlockEvents,
     ) -> None:
-        """world: ranks that report each job. count(event): called when credits ran out."""
+        """world: ranks that report each job."""
         self._events = events
         self._geometry = geometry
         self._client = client
         self._world = world
-        self._count = count
         self._hashes_per_block = geometry.block_tokens // geometry.hash_tokens
         self._sources: dict[int, frozenset[int]] = {}  # unfinished job -> engine blocks it reads
         self._ranks_ended: Counter[int] = Counter()
@@ -89,7 +87,6 @@ class StorePlanner:
         self._jobs: list[StoreJob] = []
         self._batches: list[_GroupBatch] = []
         self._gathered = 0  # blocks for the next job
-        self._planned = 0  # blocks of jobs since take_count()
         self.use_scope(b"")
 
     def use_scope(self, scope: bytes) -> None:
@@ -127,7 +124,7 @@ class StorePlanner:
                 return 0
             self._gather(tracked, end, blocks)
             if tracked.cursor < end:
-                self._count("store_declined")
+                client.count("store_declined")
         return (tracked.cursor + 1) * size
 
     def _gather(self, tracked: TrackedRequest, end: int, table: BlockTable) -> None:
@@ -151,7 +148,7 @@ class StorePlanner:
         for batch in self._batches:
             ids = table[batch.group][first * batch.engine_blocks : end * batch.engine_blocks]
             present = tracked.present[batch.group]
-            if not any(ids) or present.all_of(first, end):
+            if not any(ids) or present.run(first, end) is not None:
                 continue
             suffix = batch.suffix
             keys = [block_hash + suffix for block_hash in hashes]
@@ -219,7 +216,7 @@ class StorePlanner:
         if not client.session or tracked.cursor != partial.block:
             return False
         if not self.can_store():
-            self._count("store_declined")
+            client.count("store_declined")
             return False
         parent_hash = hashes[partial.block * self._hashes_per_block - 1] if partial.block else b""
         for batch, ids in zip(self._batches, self._ids_of(partial, table), strict=True):
@@ -263,7 +260,7 @@ class StorePlanner:
                 tuple(parents),
             )
         )
-        self._planned += len(slots)
+        self._client.stats["store_blocks"] += len(slots)
         self._gathered = 0
 
     def take_jobs(self) -> tuple[StoreJob, ...]:
@@ -272,11 +269,6 @@ class StorePlanner:
             self._close_job()
         jobs, self._jobs = tuple(self._jobs), []
         return jobs
-
-    def take_count(self) -> int:
-        """Return how many blocks were planned since the last call."""
-        count, self._planned = self._planned, 0
-        return count
 
     def fence(self, written: Iterable[int]) -> set[int]:
         """Return the unfinished jobs that read any of these engine blocks."""

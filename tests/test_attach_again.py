@@ -162,7 +162,7 @@ def test_O22_the_first_request_after_an_idle_engines_store_came_back_is_asked_ab
     with LiveStore(config) as store:
         eventually(lambda: offered(rig, store))
         half.on_new_request(Request("first", 64))
-        assert half._requests["first"].ask is not None
+        assert half._requests["first"].ask
 
 
 def test_O22_who_is_refused_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

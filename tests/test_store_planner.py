@@ -1,6 +1,6 @@
 """Gathering the complete blocks of a step into few jobs, and which jobs read an engine block."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +31,10 @@ class Client:
         self.known: set[bytes] = set()
         self.asked = 0  # for single ones
         self.shown: list[tuple[list[int], list[bytes], list[int]]] = []
+        self.stats: Counter[str] = Counter()
+
+    def count(self, event: str) -> None:
+        self.stats[event] += 1
 
     def publish_blocks(
         self, slots: Sequence[int], keys: Sequence[bytes], blocks: Sequence[int]
@@ -63,14 +67,13 @@ class Desk:
 
     def __init__(self, geometry: Geometry = ONE, credits_count: int = 1000) -> None:
         self.client = Client(credits_count)
-        self.declined = 0
         self.geometry = geometry
-        events = BlockEvents(geometry, self.client, lambda *_: None)  # type: ignore[arg-type]
-        self.offers = StorePlanner(geometry, self.client, 1, self._decline, events)  # type: ignore[arg-type]
+        events = BlockEvents(geometry, self.client)  # type: ignore[arg-type]
+        self.offers = StorePlanner(geometry, self.client, 1, events)  # type: ignore[arg-type]
 
-    def _decline(self, event: str) -> None:
-        assert event == "store_declined"
-        self.declined += 1
+    @property
+    def declined(self) -> int:
+        return self.client.stats["store_declined"]
 
     def offer(self, request: Request, tracked: TrackedRequest, *tables: list[int]) -> int:
         return self.offers.store_complete(tracked, request.num_tokens, lambda _: tables)
@@ -197,7 +200,7 @@ def test_places_are_what_a_set_would_say(present: set[int], first: int, count: i
     assert places.leading == min(set(range(22)) - present)
     assert [index in places for index in range(22)] == [index in present for index in range(22)]
     assert places.any_of(first, first + count) == bool(run & present)
-    assert places.all_of(first, first + count) == (run <= present)
+    assert (places.run(first, first + count) is not None) == (run <= present)
 
 
 class Watched(list[int]):

@@ -159,7 +159,7 @@ class RankedEngine:
         ends = range(BLOCK_TOKENS, BLOCKS * BLOCK_TOKENS + 1, BLOCK_TOKENS)
         hashes = [request.hash_at(end) for end in ends]
         ask = self.client.ask(p.Lookup(0, b"".join(hashes), len(hashes[0])))
-        assert ask is not None, f"{self.name} is not attached"
+        assert ask, f"{self.name} is not attached"
         self.client.send_step()
         wait_for(lambda: self.client.grant(ask), "an answer", self.hear)
         grant = self.client.grant(ask)

@@ -168,7 +168,7 @@ class Rig:
 
     def ask(self, chain: Sequence[bytes], **how: Any) -> Grant:  # noqa: ANN401 - of a lookup
         number = self.client.ask(p.Lookup(0, b"".join(chain), len(chain[0]), **how))
-        assert number is not None
+        assert number
         self.client.send_step()
         eventually(lambda: heard(self.client) and self.client.grant(number))
         grant = self.client.grant(number)
