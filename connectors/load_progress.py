@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from connectors.copies.device import Copying
+from connectors.copies.host import Copying
 from connectors.step_meta import LoadJob, pieces
 from kvstore.core.errors import TierError
 from kvstore.core.layout import Move

@@ -15,14 +15,12 @@ import msgspec
 from connectors.engine_interface import BlockTable, EngineRequest, Geometry
 from connectors.kv_transfer_params import (
     NO_REMOTE,
-    NO_SOURCE,
     Remote,
-    Source,
     Transfer,
     common_id,
     is_handed_over,
     parameters,
-    source_of,
+    remote_of,
 )
 from connectors.partial_block import PartialBlock, partial_block_of
 from connectors.request_state import NEVER, TrackedRequest
@@ -85,20 +83,20 @@ class HandOvers:
         cached: tokens that the engine has itself.
         """
         name, size = request.request_id, self._geometry.block_tokens
-        source = self._source(name, params)
-        turn = source.remote is not NO_REMOTE and not source.turn and self._transfer.two_way
+        remote = self._remote(name, params)
+        turn = remote is not NO_REMOTE and not remote.turn and self._transfer.two_way
         if (turn or is_handed_over(params)) and self._has_a_name_to_send(name):
             self._running[name] = turn
             running = p.Handing(name, "running", common=common_id(name))
             self._client.report_hand_over(running)
-        if source.remote is NO_REMOTE:
+        if remote is NO_REMOTE:
             return NO_REMOTE
-        self._holders[name] = source.remote
-        if request.num_tokens - 1 < cached + (1 if source.remote.tokens else size):
+        self._holders[name] = remote
+        if request.num_tokens - 1 < cached + (1 if remote.tokens else size):
             return NO_REMOTE  # a full hit
-        least = self._transfer.recompute_threshold if source.turn else 0
-        known = min(source.remote.tokens or request.num_tokens, request.num_tokens)
-        return source.remote if known - cached >= max(least, 1) else NO_REMOTE
+        least = self._transfer.recompute_threshold if remote.turn else 0
+        known = min(remote.tokens or request.num_tokens, request.num_tokens)
+        return remote if known - cached >= max(least, 1) else NO_REMOTE
 
     def _has_a_name_to_send(self, request_id: str) -> bool:
         """Tell whether the store can be told of a request; one with another id is warned of."""
@@ -111,13 +109,13 @@ class HandOvers:
         self._client.count("transfer_refused")
         return False
 
-    def _source(self, request_id: str, params: Mapping[str, Any] | None) -> Source:
+    def _remote(self, request_id: str, params: Mapping[str, Any] | None) -> Remote:
         try:
-            return source_of(params, self._transfer)
+            return remote_of(params, self._transfer)
         except ConfigError as exc:
             log.warning("request %s is computed here: %s", one_line(request_id, _LOGGED_MAX), exc)
             self._client.count("transfer_refused")
-            return NO_SOURCE
+            return NO_REMOTE
 
     def finish(
         self, tracked: TrackedRequest, table: BlockTable, scope: bytes

@@ -137,9 +137,9 @@ class StoreClient:
         self._grants: dict[int, Grant] = {}
         self._lookups: list[p.Lookup] = []
         self._release: list[int] = []
-        self._handing: list[p.Handing] = []
-        self._let_go: list[p.LetGo] = []
-        self._shown: list[p.Shown] = []
+        self._hand_overs: list[p.Handing] = []
+        self._remote_releases: list[p.LetGo] = []
+        self._readable_blocks: list[p.Shown] = []
         self._versions: BlockVersions | None = None
         self._usage_tokens = 0
         self._usage_hits: Counter[str] = Counter()
@@ -174,7 +174,8 @@ class StoreClient:
         self._known, self._known_before = set(), set()
         self._asked_ns.clear()
         self._grants.clear()
-        self._clear_outbox()
+        self._lookups, self._release = [], []
+        self._hand_overs, self._remote_releases, self._readable_blocks = [], [], []
         self.side_channel = ""
         self._attacher.start()
 
@@ -198,7 +199,7 @@ class StoreClient:
         versions = self._versions
         if versions is not None and blocks and max(blocks) < versions.blocks:
             packed = versions.packed(blocks)
-            self._shown.append(
+            self._readable_blocks.append(
                 p.Shown(framing.u32(slots), tuple(keys), framing.u32(blocks), packed)
             )
 
@@ -227,12 +228,12 @@ class StoreClient:
     def report_hand_over(self, state: p.Handing) -> None:
         """Tell the store the state of a request that another engine continues."""
         if self.session:
-            self._handing.append(state)
+            self._hand_overs.append(state)
 
     def release_remote(self, peer: str, request: str) -> None:
         """Have a peer release what it holds for a request of this engine."""
         if self.session:
-            self._let_go.append(p.LetGo(peer, request))
+            self._remote_releases.append(p.LetGo(peer, request))
 
     def asked_ns(self, ask: int) -> int | None:
         """Return when a lookup was asked; None if it was lost with its session."""
@@ -312,9 +313,9 @@ class StoreClient:
                 release=_take(self._release),
                 usage=usage,
                 counts=dict(self._counts),
-                handing=_take(self._handing, _fitting(self._handing)),
-                let_go=_take(self._let_go),
-                shown=_take(self._shown, _fitting(self._shown)),
+                handing=_take(self._hand_overs, _fitting(self._hand_overs)),
+                let_go=_take(self._remote_releases),
+                shown=_take(self._readable_blocks, _fitting(self._readable_blocks)),
             )
             if step == _NOTHING:
                 self._link.flush()
@@ -329,11 +330,7 @@ class StoreClient:
     @property
     def has_hand_overs_to_send(self) -> bool:
         """True while the store has yet to hear of a request that two engines share."""
-        return bool(self._handing or self._let_go)
-
-    def _clear_outbox(self) -> None:
-        self._lookups, self._release = [], []
-        self._handing, self._let_go, self._shown = [], [], []
+        return bool(self._hand_overs or self._remote_releases)
 
     def receive(self, timeout_s: float = 0.0) -> None:
         """Take in what has arrived, waiting at most timeout_s for the first message."""

@@ -27,8 +27,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from connectors.copies.device import Copier, Copying, Device, device_of
-from connectors.copies.host import LayerCache, MappedExtent, SlotMap
+from connectors.copies.device import device_of
+from connectors.copies.host import (
+    Copier,
+    Copying,
+    Device,
+    LayerCache,
+    MappedExtent,
+    SlotMap,
+)
 from connectors.load_progress import LoadDeadline, SlotLoad
 from connectors.step_meta import LoadJob, StepMeta, StoreJob, pieces
 from connectors.store_connection import Link, LinkLost, Refusals, attach, monotonic_ns
@@ -49,16 +56,6 @@ IDLE_WAIT_S = 0.02
 SHUTDOWN_WAIT_S = 5.0  # for stores that are queued; a copy takes milliseconds
 _READ_S = 0.1
 _FETCH_MESSAGES = p.Places | p.InEngine | p.Push | p.Passed
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """How a job ended; for a load, request_id is set."""
-
-    ok: bool
-    store_job: int | None = None
-    request_id: str | None = None
-    copied_bytes: int = 0
-    late: bool = False  # a load was given up
 
 
 class StoreTask(msgspec.Struct, eq=False):
@@ -87,6 +84,15 @@ class LoadTask(msgspec.Struct, eq=False):
     def slots_ok(self) -> bool:
         """True if all that comes from slots has come; asked once that is over."""
         return not self.broken and self.slots is not None and self.slots.ok
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a store or a load ended."""
+
+    task: StoreTask | LoadTask
+    ok: bool
+    copied_bytes: int = 0
+    late: bool = False  # a load was given up
 
 
 class WriteTask(msgspec.Struct, eq=False):
@@ -208,15 +214,15 @@ class WorkerHalf:
         ended: set[str] = set()
         failed: set[str] = set()
         for outcome in self._runner.poll():
-            if outcome.request_id is not None:
-                ended.add(outcome.request_id)
+            if isinstance(outcome.task, LoadTask):
+                ended.add(outcome.task.job.request_id)
                 if not outcome.ok:
-                    failed.add(outcome.request_id)
+                    failed.add(outcome.task.job.request_id)
                     self._stats.failed_loads += 1
                     self._stats.given_up_loads += outcome.late
                 self._stats.load_bytes += outcome.copied_bytes
-            elif outcome.store_job is not None:
-                self._stores_over.add(outcome.store_job)
+            else:
+                self._stores_over.add(outcome.task.job.job_id)
                 self._stats.failed_stores += not outcome.ok
                 self._stats.store_bytes += outcome.copied_bytes
         return ended, failed
@@ -250,7 +256,7 @@ class WorkerHalf:
         """Start or continue a task; None while it is under way."""
         if isinstance(task, WriteTask):
             return self._write(task)
-        outcome: Outcome | None = _failed(task)  # if an error gets past what follows
+        outcome: Outcome | None = Outcome(task, ok=False)  # if an error gets past what follows
         try:
             outcome = self._store(task) if isinstance(task, StoreTask) else self._load(task)
         finally:
@@ -265,7 +271,7 @@ class WorkerHalf:
         if isinstance(task, WriteTask):
             self._write_ended(task, "failed")
             return NOTHING
-        return _failed(task)
+        return Outcome(task, ok=False)
 
     def _write(self, task: WriteTask) -> Nothing | None:
         """Write engine blocks to a peer's; None while that is under way."""
@@ -289,7 +295,7 @@ class WorkerHalf:
         try:
             if task.copying is None:
                 if job.session != self._session or link is None or copier is None:
-                    return _failed(task)
+                    return Outcome(task, ok=False)
                 task.link, task.started = link, time.perf_counter()
                 moves = pieces(job.engine, job.slots, self._blocks_per_chunk)
                 task.copying = copier.copy(moves, self._slots, store=True, after=task.mark)
@@ -303,7 +309,7 @@ class WorkerHalf:
             stored = p.Stored(framing.u32(job.slots), job.keys, job.parents, ok, seconds)
             self._send(task.link, stored)
         copied = task.copying.bytes if ok and task.copying is not None else 0
-        return Outcome(ok=ok, store_job=job.job_id, copied_bytes=copied)
+        return Outcome(task, ok, copied)
 
     def _load(self, task: LoadTask) -> Outcome | None:
         """Copy what is ready; None while slots are still being filled, or copied."""
@@ -323,7 +329,7 @@ class WorkerHalf:
         peer_over = True
         if task.peer is not None and self._direct is not None:
             task.peer.failed = task.peer.failed or (slots_over and not task.slots_ok)
-            peer_over = self._advance_peer(self._direct, task, task.peer, link, now_ns)
+            peer_over = self._advance_peer(self._direct, task, task.peer, now_ns)
         if peer_over and slots_over:
             return self._loaded(task, link, now_ns)
         if task.deadline is not None and task.deadline.should_ask(now_ns):
@@ -361,10 +367,10 @@ class WorkerHalf:
         if peer is not None:
             copied += peer.copied_bytes + peer.written_bytes
             ok = ok and not peer.failed
-        return Outcome(ok, request_id=job.request_id, copied_bytes=copied, late=late > 0)
+        return Outcome(task, ok, copied, late > 0)
 
     def _advance_peer(
-        self, direct: DirectTransfers, task: LoadTask, peer: PeerLoad, link: Link, now_ns: int
+        self, direct: DirectTransfers, task: LoadTask, peer: PeerLoad, now_ns: int
     ) -> bool:
         """Continue what comes from a peer; True when that is over.
 
@@ -379,7 +385,7 @@ class WorkerHalf:
             peer.deadline.restart(now_ns)  # the engine may be steps ahead
         if not task.mark_passed and not peer.failed:
             return False
-        return direct.advance(peer, partial(self._send, link), now_ns)
+        return direct.advance(peer, now_ns)
 
     def _advance_slots(self, task: LoadTask, load: SlotLoad, copier: Copier, now_ns: int) -> bool:
         """Copy what has become ready; True when that was all. Raises TierError."""
@@ -400,7 +406,7 @@ class WorkerHalf:
         self._deadlines.pop(job.lease, None)
         if task.peer is not None and self._direct is not None:
             task.peer.failed = True
-            if not self._direct.cancel(task.peer, now_ns, _discard):
+            if not self._direct.cancel(task.peer, now_ns):
                 return None
         copied = 0 if load is None else load.copied_bytes
         try:
@@ -408,7 +414,7 @@ class WorkerHalf:
                 return None
         except TierError as exc:
             log.error("load for %s failed: %s", job.request_id, exc)
-        return Outcome(ok=False, request_id=job.request_id, copied_bytes=copied)
+        return Outcome(task, ok=False, copied_bytes=copied)
 
     def _send(self, link: Link, message: framing.Message) -> None:
         try:
@@ -450,6 +456,8 @@ class WorkerHalf:
             log.warning("kvstore: %s", exc)
         finally:
             self._session, self._link = 0, None  # copies planned for this session stop here
+            if self._direct is not None:
+                self._direct.end_session()
             self._runner.drain()
             for extent in self._slots.clear():
                 self._device.unpin(extent)
@@ -528,10 +536,6 @@ def _warn_late(job: LoadJob, late: int, deadline: LoadDeadline, now_ns: int) -> 
     )
 
 
-def _discard(_message: framing.Message) -> None:
-    """Send nothing: the session is over."""
-
-
 def _direct_transfers(caches: dict[str, LayerCache], *, pushed: bool) -> DirectTransfers | None:
     from connectors.direct_reads import DirectTransfers  # noqa: PLC0415 - it loads NIXL
 
@@ -540,9 +544,3 @@ def _direct_transfers(caches: dict[str, LayerCache], *, pushed: bool) -> DirectT
     except NotSupported as exc:
         log.warning("kvstore: %s; blocks of peers go through the store's memory", exc)
         return None
-
-
-def _failed(task: StoreTask | LoadTask) -> Outcome:
-    if isinstance(task, StoreTask):
-        return Outcome(ok=False, store_job=task.job.job_id)
-    return Outcome(ok=False, request_id=task.job.request_id)

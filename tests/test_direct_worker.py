@@ -92,7 +92,7 @@ class Worker:
         self.reads.receive(p.Passed(9, u32(positions), ok, written))
 
     def advance(self, now_ns: int = 0) -> bool:
-        return self.reads.advance(self.load, self.said.append, now_ns)
+        return self.reads.advance(self.load, now_ns)
 
 
 def test_L1_direct_a_load_is_over_when_all_it_reads_is_good() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from connectors.copies.host import Done
+from connectors.copies.host import Copying
 from connectors.load_progress import LoadDeadline, SlotLoad
 from connectors.step_meta import EngineSpec, LoadJob
 from kvstore.core.layout import Move
@@ -24,11 +24,11 @@ class Memory:
         self.calls: list[list[int]] = []
         self.spoil: int | None = None  # slot that changes hands while it is copied
 
-    def copy(self, moves: Sequence[Move]) -> Done:
+    def copy(self, moves: Sequence[Move]) -> Copying:
         self.calls.append([move.slot for move in moves])
         if self.spoil is not None:
             self.generations[self.spoil] += 1
-        return Done(len(moves))
+        return Copying(len(moves))
 
     def now(self, slots: NDArray[np.int64]) -> NDArray[np.uint32]:
         return np.array([self.generations[slot] for slot in slots], np.uint32)

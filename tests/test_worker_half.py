@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from connectors.copies.host import Done, HostCopier, LayerCache, MappedExtent, SlotMap
+from connectors.copies.host import Copying, HostCopier, LayerCache, MappedExtent, SlotMap
 from connectors.step_meta import EngineSpec, LoadJob, StepMeta, StoreJob
 from connectors.worker import WorkerHalf
 from kvstore.config import Config, parse
@@ -247,7 +247,7 @@ def test_a_job_of_another_session_copies_nothing(rig: Rig) -> None:
 def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     copy = HostCopier.copy
 
-    def slow(*args: Any, **options: Any) -> Done:  # noqa: ANN401 - passed on
+    def slow(*args: Any, **options: Any) -> Copying:  # noqa: ANN401 - passed on
         time.sleep(0.05)
         return copy(*args, **options)
 
@@ -334,7 +334,7 @@ def test_O23_the_connection_closes_after_the_last_copy(
     copying, go_on = threading.Event(), threading.Event()
     copy = HostCopier.copy
 
-    def slow(*args: Any, **options: Any) -> Done:  # noqa: ANN401 - passed on
+    def slow(*args: Any, **options: Any) -> Copying:  # noqa: ANN401 - passed on
         copying.set()
         assert go_on.wait(600)
         return copy(*args, **options)

@@ -4,7 +4,7 @@ A page is copied as it lies: `layout.py` says where each layer's bytes go, the t
 strides say where they come from. Layers at equal distances are copied as one strided block, and
 so are engine blocks at equal distances; torch does the copy with the GIL released.
 
-gpu/ does the same for tensors on a GPU; device.py has the interface of both.
+gpu/ does the same for tensors on a GPU. Device, Copier and Copying are the interface of both.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -157,17 +158,69 @@ class SlotMap:
             yield extent, here, positions[here]
 
 
-class Done(msgspec.Struct, frozen=True):
-    """A copy that had ended when it was asked for."""
+class Copying(msgspec.Struct):
+    """A copy that was asked for. bytes: how many it moves. In host memory it has ended by then."""
 
     bytes: int
 
     def over(self) -> bool:
-        """It is."""
+        """Return True if it has ended; called from the copy thread. Raises TierError if it failed.
+
+        Once it has raised, nothing of it is under way any more.
+        """
         return True
 
 
-class HostDevice:
+class Copier(Protocol):
+    """Moves pages between KV tensors and slots; called from the copy thread."""
+
+    def copy(
+        self, moves: Iterable[Move], slots: SlotMap, *, store: bool, after: int = 0
+    ) -> Copying:
+        """Begin copying engine -> slots (store) or slots -> engine, once mark `after` is passed.
+
+        Raises TierError, and copies nothing, for a slot that is not mapped or a block that the
+        engine does not have.
+        """
+        ...
+
+
+class Device:
+    """The memory that an engine's KV tensors are in.
+
+    What a device does not define itself suits host memory: the engine has computed a step, and a
+    copy has ended, when the call returns.
+    """
+
+    def copier(self, layout: RankLayout) -> Copier:
+        """Plan copies after a store's layout. Raises TierError for a layer that is not there."""
+        raise NotImplementedError
+
+    def mark(self) -> int:
+        """Name this point in what the engine computes; called from its step thread."""
+        return 0
+
+    def passed(self, _mark: int) -> bool:
+        """Return True if the engine has computed up to a mark; called from the copy thread.
+
+        Raises TierError if it never will.
+        """
+        return True
+
+    def fence(self, copies: Iterable[Any]) -> None:
+        """Let what the engine computes from here on wait for copies; from its step thread."""
+
+    def pin(self, extent: MappedExtent, stopped: Callable[[], bool]) -> None:
+        """Make slot memory usable for copies; gives up when stopped(). Raises TierError."""
+
+    def unpin(self, extent: MappedExtent) -> None:
+        """Release slot memory that no copy uses, whether it was pinned or not."""
+
+    def close(self) -> None:
+        """Release everything; no copy is under way."""
+
+
+class HostDevice(Device):
     """Engine tensors in host memory: the call that asks for a copy makes it."""
 
     def __init__(self, caches: dict[str, LayerCache]) -> None:
@@ -177,26 +230,6 @@ class HostDevice:
     def copier(self, layout: RankLayout) -> HostCopier:
         """Plan copies after a store's layout. Raises TierError for a layer that is not there."""
         return HostCopier(self._caches, layout)
-
-    def mark(self) -> int:
-        """Return anything: the forward pass is over when its step's copies are asked for."""
-        return 0
-
-    def passed(self, _mark: int) -> bool:
-        """Return True, for the same reason."""
-        return True
-
-    def fence(self, copies: Iterable[Done]) -> None:
-        """Do nothing: none of them is under way."""
-
-    def pin(self, extent: MappedExtent, stopped: Callable[[], bool]) -> None:
-        """Do nothing: the processor reads any memory."""
-
-    def unpin(self, extent: MappedExtent) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class HostCopier:
@@ -214,7 +247,7 @@ class HostCopier:
         *,
         store: bool,
         after: int = 0,  # noqa: ARG002 - nothing is under way
-    ) -> Done:
+    ) -> Copying:
         """Copy engine -> slots (store) or slots -> engine."""
         copied = 0
         for run in _runs(moves, slots, self._layout.groups):
@@ -227,7 +260,7 @@ class HostCopier:
                 else:
                     engine.copy_(slot)
                 copied += engine.numel()
-        return Done(copied)
+        return Copying(copied)
 
 
 class _Run(msgspec.Struct):

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from connectors.config import DirectWay
-from connectors.copies.device import Device
-from connectors.copies.host import LayerCache
+from connectors.copies.host import Device, LayerCache
 from connectors.step_meta import EngineSpec, LoadJob, StepMeta, StoreJob
 from connectors.store_client import Grant, StoreClient
 from connectors.store_connection import Attacher, monotonic_ns

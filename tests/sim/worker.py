@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from connectors.copies.host import Done
+from connectors.copies.host import Copying
 from connectors.load_progress import LoadDeadline, SlotLoad
 from connectors.step_meta import LoadJob, StepMeta, StoreJob, pieces
 from connectors.store_connection import LinkLost
@@ -206,12 +206,12 @@ class Worker:
     def _errs(self) -> bool:
         return self._rng.random() < self.errors
 
-    def _fill(self, moves: Sequence[Move]) -> Done:
+    def _fill(self, moves: Sequence[Move]) -> Copying:
         for number, move in enumerate(moves):
             if number and self._rng.random() < 0.1:
                 self.meanwhile()
             self._move(move, store=False)
-        return Done(len(moves))
+        return Copying(len(moves))
 
     def _tell(self, wire: Wire, message: framing.Message) -> None:
         with contextlib.suppress(LinkLost):
