@@ -77,6 +77,9 @@ class _Fetch(msgspec.Struct, eq=False):
             self.sources[position] = _Source(ranks=ranks, blocks=found)
 
 
+_UNKNOWN = _Fetch()  # of which the store has said nothing
+
+
 class _PendingRead(msgspec.Struct, frozen=True):
     transfer: AgentTransfer
     blocks: list[FetchBlock]
@@ -324,18 +327,18 @@ class DirectTransfers:
 
     def _valid(self, block: FetchBlock) -> bool | None:
         """True: valid; False: failed; None: the store has not said."""
-        fetch = self._fetches.get(block[0])
-        return None if fetch is None else fetch.valid.get(block[1])
+        return self._fetches.get(block[0], _UNKNOWN).valid.get(block[1])
 
     def _being_written(self, load: PeerLoad) -> list[FetchBlock]:
         """List the blocks that a peer may still write into our engine blocks."""
         if load.agent != self._agent.name:  # the agent that the peer knows has ended
             return []
-        return [block for block in load.targets if self._may_be_written(block)]
-
-    def _may_be_written(self, block: FetchBlock) -> bool:
-        fetch = self._fetches.get(block[0])
-        return fetch is None or block[1] not in fetch.valid or block[1] in fetch.written
+        found = []
+        for number, position in load.targets:
+            fetch = self._fetches.get(number, _UNKNOWN)
+            if position not in fetch.valid or position in fetch.written:
+                found.append((number, position))
+        return found
 
     def _bytes_of(self, load: PeerLoad, block: FetchBlock) -> int:
         return sum(self._agent.part_bytes[move.group] for move in load.moves[block])
@@ -344,8 +347,7 @@ class DirectTransfers:
         """Tell the store the engine blocks that a peer may write for pushed blocks."""
         found: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
         for block, moves in load.moves.items():
-            fetch = self._fetches.get(block[0])
-            if fetch is None or not fetch.pushed or block in load.targets:
+            if block in load.targets or not self._fetches.get(block[0], _UNKNOWN).pushed:
                 continue
             load.targets.add(block)
             load.agent = self._agent.name
@@ -362,15 +364,11 @@ class DirectTransfers:
 
     # Reads
 
-    def _source(self, block: FetchBlock) -> _Source | None:
-        fetch = self._fetches.get(block[0])
-        return None if fetch is None else fetch.sources.get(block[1])
-
     def _start_reads(self, load: PeerLoad) -> None:
         """Start reading the blocks that can be read now."""
         found = []
         for block in load.moves:
-            source = self._source(block)
+            source = self._fetches.get(block[0], _UNKNOWN).sources.get(block[1])
             if source is not None and load.started.get(block) is not source:
                 found.append((block, source))
         for _, run in groupby(found, key=lambda pair: (pair[0][0], pair[1].peer, pair[1].ranks)):

@@ -68,8 +68,7 @@ class SchedulerHalf:
         self._client = client
         self._clock = clock
         self._shares_prefixes = shares_prefixes
-        self._groups = len(geometry.rules)
-        self._absent = (NO_HITS,) * self._groups
+        self._absent = (NO_HITS,) * len(geometry.rules)
         self._scope = b""
         self._direct = transfer.direct
         self._beside = beside
@@ -110,7 +109,7 @@ class SchedulerHalf:
         if not self._client.session:
             self._client.receive()  # and may be back
         self._arrivals += 1
-        tracked = TrackedRequest(request, self._groups, self._arrivals, may_load=reads)
+        tracked = TrackedRequest(request, self._absent, self._arrivals, may_load=reads)
         self._requests[request.request_id] = tracked
         tracked.remote = self._hand_overs.start(request, transfer, cached)
         self._ask(tracked)
@@ -483,7 +482,7 @@ class SchedulerHalf:
         tracked = self._requests.get(request_id)
         if tracked is None or tracked.phase is not Phase.RUNNING:
             return None
-        return self._hand_overs.finish(tracked, table[: self._groups], self._scope)
+        return self._hand_overs.finish(tracked, table[: len(self._absent)], self._scope)
 
     def handed_over(self, request_ids: Iterable[str]) -> list[EngineRequest]:
         """Return those of these requests that another engine continues."""

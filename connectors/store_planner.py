@@ -39,25 +39,15 @@ class _GroupBatch(msgspec.Struct):
     keys: list[bytes] = []
     parents: list[bytes] = []
 
-    def parent(self, block_hash: bytes) -> bytes:
-        """Return the key of the block before the next one; block_hash: its hash, b"" for none."""
-        return block_hash + self.suffix if block_hash and not self.rooted else b""
-
-    def add(self, ids: Sequence[int], slot: int, block_hash: bytes, parent_hash: bytes) -> None:
-        """Gather one block."""
-        self.ids += ids
-        self.slots.append(slot)
-        self.keys.append(block_hash + self.suffix)
-        self.parents.append(self.parent(parent_hash))
-
-    def add_run(
+    def add(
         self, ids: Sequence[int], slots: Iterable[int], keys: list[bytes], parent_hash: bytes
     ) -> None:
-        """Gather consecutive blocks."""
+        """Gather consecutive blocks. parent_hash: of the block before them, b"" for none."""
         self.ids += ids
         self.slots += slots
         self.keys += keys
-        self.parents.append(self.parent(parent_hash))
+        first = parent_hash + self.suffix if parent_hash and not self.rooted else b""
+        self.parents.append(first)
         self.parents += [b""] * (len(keys) - 1) if self.rooted else keys[:-1]
 
     def clear(self) -> None:
@@ -161,7 +151,7 @@ class StorePlanner:
             runs.append((batch, ids, keys))
         for batch, ids, keys in runs:
             slots = [client.credits.popleft() for _ in keys]
-            batch.add_run(ids, slots, keys, parent_hash)
+            batch.add(ids, slots, keys, parent_hash)
             self._gathered += len(keys)
         if runs:
             self._events.stored(tracked.request, first, end)
@@ -179,13 +169,14 @@ class StorePlanner:
             for batch in self._batches:
                 per_block = batch.engine_blocks
                 ids = table[batch.group][index * per_block : (index + 1) * per_block]
+                key = block_hash + batch.suffix
                 if (
                     len(ids) == per_block
                     and 0 not in ids
                     and index not in tracked.present[batch.group]
-                    and not known_ready(block_hash + batch.suffix)
+                    and not known_ready(key)
                 ):
-                    batch.add(ids, free.popleft(), block_hash, parent_hash)
+                    batch.add(ids, [free.popleft()], [key], parent_hash)
                     self._gathered += 1
             if self._gathered > before:
                 self._events.stored(tracked.request, index, index + 1)
@@ -220,7 +211,8 @@ class StorePlanner:
             return False
         parent_hash = hashes[partial.block * self._hashes_per_block - 1] if partial.block else b""
         for batch, ids in zip(self._batches, self._ids_of(partial, table), strict=True):
-            batch.add(ids, client.credits.popleft(), partial.hash, parent_hash)
+            key = partial.hash + batch.suffix
+            batch.add(ids, [client.credits.popleft()], [key], parent_hash)
             self._gathered += 1
         self._close_job(partial_blocks=1)
         return True
@@ -233,17 +225,13 @@ class StorePlanner:
         """
         number = self._next_job
         self._next_job += 1
-        ids: list[int] = []
-        slots: list[int] = []
-        keys: list[bytes] = []
-        parents: list[bytes] = []
-        sizes: list[int] = []
-        for batch in self._batches:
-            ids += batch.ids
-            slots += batch.slots
-            keys += batch.keys
-            parents += batch.parents
-            sizes.append(len(batch.ids))
+        batches = self._batches
+        ids = tuple(block for batch in batches for block in batch.ids)
+        slots = tuple(slot for batch in batches for slot in batch.slots)
+        keys = tuple(key for batch in batches for key in batch.keys)
+        parents = tuple(parent for batch in batches for parent in batch.parents)
+        sizes = tuple(len(batch.ids) for batch in batches)
+        for batch in batches:
             whole = len(batch.slots) - partial_blocks
             self._client.publish_blocks(
                 batch.slots[:whole], batch.keys[:whole], batch.ids[: whole * batch.engine_blocks]
@@ -254,10 +242,10 @@ class StorePlanner:
             StoreJob(
                 number,
                 self._client.session,
-                EngineSpec(tuple(ids), tuple(sizes), (0,) * len(sizes)),
-                tuple(slots),
-                tuple(keys),
-                tuple(parents),
+                EngineSpec(ids, sizes, (0,) * len(sizes)),
+                slots,
+                keys,
+                parents,
             )
         )
         self._client.stats["store_blocks"] += len(slots)

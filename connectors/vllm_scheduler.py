@@ -6,7 +6,8 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
 
 from connectors import vllm_version  # noqa: F401 - the first, see there
 
@@ -30,7 +31,7 @@ from connectors.kv_transfer_params import Transfer, is_handed_over
 from connectors.scheduler import SchedulerHalf
 from connectors.step_meta import StepMeta
 from connectors.store_client import DISK, MEMORY, StoreClient
-from connectors.store_connection import Attacher, monotonic_ns
+from connectors.store_connection import Attacher
 from connectors.vllm_compat import state_groups
 from connectors.vllm_private import check_private
 from kvstore.core.errors import NotSupported
@@ -346,13 +347,7 @@ class _Ids(Sequence[int]):
     def __len__(self) -> int:
         return len(self._blocks)
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[int]: ...
-
-    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [block.block_id for block in self._blocks[index]]
         return int(self._blocks[index].block_id)

@@ -7,7 +7,7 @@ between, and is given up when no block arrives any more, or when it takes too lo
 ends, and none waits for another. While a load waits the worker reports that: the store keeps its
 lease, and answers whether what a peer sends or computes is still on its way.
 
-The device knows where the engine's tensors are (copies/device.py). On a GPU a copy is queued and
+The device knows where the engine's tensors are. On a GPU a copy is queued and
 then polled, as a waiting load is; in host memory it has ended when the call returns. A job ends,
 complete or failed, only when nothing of it is being copied any more.
 
@@ -23,11 +23,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from connectors.copies.device import device_of
 from connectors.copies.host import (
     Copier,
     Copying,
@@ -35,10 +35,11 @@ from connectors.copies.host import (
     LayerCache,
     MappedExtent,
     SlotMap,
+    device_of,
 )
 from connectors.load_progress import LoadDeadline, SlotLoad
 from connectors.step_meta import LoadJob, StepMeta, StoreJob, pieces
-from connectors.store_connection import Link, LinkLost, Refusals, attach, monotonic_ns
+from connectors.store_connection import Link, LinkLost, Refusals, attach
 from kvstore.core.errors import KVStoreError, NotSupported, TierError
 from kvstore.core.layout import Move, RankGeometry, RankLayout
 from kvstore.text import shown

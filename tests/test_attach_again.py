@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import monotonic_ns
 
 import pytest
 
 from connectors import store_connection as links
 from connectors.scheduler import SchedulerHalf
 from connectors.store_client import StoreClient
-from connectors.store_connection import Attacher, Refusals, monotonic_ns
+from connectors.store_connection import Attacher, Refusals
 from kvstore.config import Config, parse
 from kvstore.core.errors import NotSupported
 from kvstore.store.session import Phase

@@ -32,7 +32,8 @@ SCHEDULER = """
 from connectors.engine_interface import Geometry
 from connectors.scheduler import SchedulerHalf
 from connectors.store_client import StoreClient
-from connectors.store_connection import Attacher, monotonic_ns
+from time import monotonic_ns
+from connectors.store_connection import Attacher
 from kvstore.core.types import GroupRule
 from kvstore.wire import engine
 

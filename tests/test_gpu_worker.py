@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from connectors.copies.device import device_of
 from connectors.copies.gpu import cuda as real
 from connectors.copies.gpu.device import CudaDevice
 from connectors.copies.gpu.measure import Choice
-from connectors.copies.host import Device, HostDevice, LayerCache
+from connectors.copies.host import Device, HostDevice, LayerCache, device_of
 from connectors.step_meta import StepMeta
 from kvstore.config import Config, parse
 from kvstore.core.errors import NotSupported

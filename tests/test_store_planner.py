@@ -12,7 +12,7 @@ from connectors.engine_interface import Geometry
 from connectors.events import BlockEvents
 from connectors.request_state import TrackedRequest
 from connectors.step_meta import StoreJob, pieces
-from connectors.store_client import GroupHits
+from connectors.store_client import NO_HITS, GroupHits
 from connectors.store_planner import JOB_BLOCKS_MAX, StorePlanner
 from kvstore.core.types import GroupRule, make_key
 
@@ -80,7 +80,7 @@ class Desk:
 
     def new(self, name: str, blocks: int) -> tuple[Request, TrackedRequest]:
         request = Request(name, blocks)
-        return request, TrackedRequest(request, len(self.geometry.rules))
+        return request, TrackedRequest(request, (NO_HITS,) * len(self.geometry.rules))
 
 
 def copied(job: StoreJob, geometry: Geometry = ONE) -> list[tuple[int, int, int]]:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvstore.core.errors import TierError
+from kvstore.core.errors import NotSupported, TierError
 from kvstore.core.layout import GroupLayout, LayerRun, Move, RankLayout
 
 
@@ -65,15 +65,34 @@ def pieces_of(
     return pieces, step, run
 
 
-class _Stack(msgspec.Struct, frozen=True):
+class _Stack(msgspec.Struct):
     """Layers at equal distances on both sides."""
 
-    cache: LayerCache
-    layers: int
-    layer_stride: int
+    cache: LayerCache  # of the first
     slot_offset: int
-    slot_stride: int
     writes: bool
+    layers: int = 1
+    layer_stride: int = 0
+    slot_stride: int = 0
+
+    def join(self, run: LayerRun, cache: LayerCache) -> bool:
+        """Take in the next layer; False if it is of another form, or at another distance."""
+        first = self.cache
+        if (
+            cache.storage.data_ptr() != first.storage.data_ptr()
+            or (cache.block_stride, cache.pieces, cache.piece_stride, cache.page_bytes)
+            != (first.block_stride, first.pieces, first.piece_stride, first.page_bytes)
+            or run.writes != self.writes
+        ):
+            return False
+        layer_stride = cache.offset - first.offset - (self.layers - 1) * self.layer_stride
+        slot_stride = run.offset - self.slot_offset - (self.layers - 1) * self.slot_stride
+        if self.layers == 1 and layer_stride > 0:
+            self.layer_stride, self.slot_stride = layer_stride, slot_stride
+        elif (layer_stride, slot_stride) != (self.layer_stride, self.slot_stride):
+            return False
+        self.layers += 1
+        return True
 
 
 class MappedExtent:
@@ -187,6 +206,12 @@ class Copier(Protocol):
 
 class Device:
     """The memory that an engine's KV tensors are in.
+
+    step thread    mark() ---- what the engine has been asked to compute up to here
+    copy thread    copier.copy(moves, after=mark) -> Copying ---- over()?
+    copy thread    passed(mark)? ... for what the device does not move itself
+    step thread    fence(copies) ---- what the engine computes from here on waits for them
+    link thread    pin(extent) ... unpin(extent) ---- slot memory comes and goes
 
     What a device does not define itself suits host memory: the engine has computed a step, and a
     copy has ended, when the call returns.
@@ -329,44 +354,27 @@ def cache_of(run: LayerRun, caches: dict[str, LayerCache]) -> LayerCache:
 
 def _stacks(group: GroupLayout, caches: dict[str, LayerCache]) -> list[_Stack]:
     stacks: list[_Stack] = []
-    pending: list[tuple[LayerRun, LayerCache]] = []
     for run in group.runs:
         cache = cache_of(run, caches)
-        if pending and not _fits(pending, run, cache):
-            stacks.append(_stack(pending))
-            pending = []
-        pending.append((run, cache))
-    if pending:
-        stacks.append(_stack(pending))
+        if not stacks or not stacks[-1].join(run, cache):
+            stacks.append(_Stack(cache, run.offset, run.writes))
     return stacks
 
 
-def _fits(pending: list[tuple[LayerRun, LayerCache]], run: LayerRun, cache: LayerCache) -> bool:
-    last_run, last = pending[-1]
-    if (
-        cache.storage.data_ptr() != last.storage.data_ptr()
-        or (cache.block_stride, cache.pieces, cache.piece_stride)
-        != (last.block_stride, last.pieces, last.piece_stride)
-        or run.length != last_run.length
-        or run.writes != last_run.writes
-        or cache.offset <= last.offset
-    ):
-        return False
-    if len(pending) == 1:
-        return True
-    before_run, before = pending[-2]
-    return (
-        cache.offset - last.offset == last.offset - before.offset
-        and run.offset - last_run.offset == last_run.offset - before_run.offset
-    )
+def device_of(caches: dict[str, LayerCache]) -> Device:
+    """Return the device that KV tensors are on; a rank may have none.
 
+    Raises NotSupported for one that is not served, for tensors on several, and where a package
+    is missing that the device needs.
+    """
+    names = sorted({str(cache.storage.device) for cache in caches.values()}) or ["cpu"]
+    if len(names) != 1:
+        raise NotSupported(f"KV tensors are on {names}, expected one device")
+    kind = names[0].partition(":")[0]
+    if kind == "cpu":
+        return HostDevice(caches)
+    if kind == "cuda":
+        from connectors.copies.gpu.device import CudaDevice  # noqa: PLC0415 - it loads cupy
 
-def _stack(pending: list[tuple[LayerRun, LayerCache]]) -> _Stack:
-    first_run, first = pending[0]
-    layer_stride = slot_stride = first.page_bytes
-    if len(pending) > 1:
-        layer_stride = pending[1][1].offset - first.offset
-        slot_stride = pending[1][0].offset - first_run.offset
-    return _Stack(
-        first, len(pending), layer_stride, first_run.offset, slot_stride, first_run.writes
-    )
+        return CudaDevice(caches)
+    raise NotSupported(f"KV tensors are on {names[0]}, served are ['cpu', 'cuda']")

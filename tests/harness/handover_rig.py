@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from time import monotonic_ns
 from typing import Any
 
 from connectors.engine_interface import BlockTable, EngineRequest
@@ -13,7 +14,7 @@ from connectors.kv_transfer_params import Transfer, is_handed_over
 from connectors.partial_block import is_partial_block
 from connectors.scheduler import SchedulerHalf
 from connectors.store_client import StoreClient
-from connectors.store_connection import Attacher, monotonic_ns
+from connectors.store_connection import Attacher
 from kvstore.core.index import State
 from kvstore.core.types import BlockKey
 from kvstore.store.namespace import Namespace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import monotonic_ns
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from connectors.config import DirectWay
 from connectors.copies.host import Device, LayerCache
 from connectors.step_meta import EngineSpec, LoadJob, StepMeta, StoreJob
 from connectors.store_client import Grant, StoreClient
-from connectors.store_connection import Attacher, monotonic_ns
+from connectors.store_connection import Attacher
 from connectors.worker import WorkerHalf
 from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.core.types import GroupRule, make_key
