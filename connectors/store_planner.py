@@ -93,10 +93,7 @@ class StorePlanner:
         return bool(self._client.session) and len(self._client.credits) >= len(self._batches)
 
     def store_complete(
-        self,
-        tracked: TrackedRequest,
-        computed: int,
-        table: Callable[[str], BlockTable | None],
+        self, tracked: TrackedRequest, computed: int, table: Callable[[str], BlockTable | None]
     ) -> int:
         """Store the blocks that are complete now and not stored yet, as far as credits go.
 
@@ -238,16 +235,8 @@ class StorePlanner:
             )
             batch.clear()
         self._sources[number] = frozenset(ids)
-        self._jobs.append(
-            StoreJob(
-                number,
-                self._client.session,
-                EngineSpec(ids, sizes, (0,) * len(sizes)),
-                slots,
-                keys,
-                parents,
-            )
-        )
+        spec = EngineSpec(ids, sizes, (0,) * len(sizes))
+        self._jobs.append(StoreJob(number, self._client.session, spec, slots, keys, parents))
         self._client.stats["store_blocks"] += len(slots)
         self._gathered = 0
 

@@ -163,11 +163,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: loads are asynchronous, their requests wait outside the running set."""
 
     def save_kv_layer(
-        self,
-        layer_name: str,
-        kv_layer: torch.Tensor,
-        attn_metadata: Any,
-        **kwargs: Any,
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
         """Do nothing: whole blocks are stored after the forward."""
 
@@ -223,10 +219,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return half.get_num_new_matched_tokens(request.request_id, num_computed_tokens)
 
     def update_state_after_alloc(
-        self,
-        request: Request,
-        blocks: Any,
-        num_external_tokens: int,
+        self, request: Request, blocks: Any, num_external_tokens: int
     ) -> None:
         """Plan the load into the blocks that were allocated, or note that they are another's.
 

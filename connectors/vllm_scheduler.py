@@ -32,7 +32,6 @@ from connectors.scheduler import SchedulerHalf
 from connectors.step_meta import StepMeta
 from connectors.store_client import DISK, MEMORY, StoreClient
 from connectors.store_connection import Attacher
-from connectors.vllm_compat import state_groups
 from connectors.vllm_private import check_private
 from kvstore.core.errors import NotSupported
 from kvstore.core.limits import SLOTS_MAX
@@ -81,7 +80,7 @@ def start_scheduler(
             of_engine.kv_connector,
         )
     half = start_half(config, tokens, settings, find_store, beside=beside)
-    return SchedulerSide(half, cache, tokens, state_groups(cache), hands_over=hands_over)
+    return SchedulerSide(half, cache, tokens, hands_over=hands_over)
 
 
 def start_half(
@@ -167,20 +166,15 @@ class SchedulerSide:
     """Translates between vLLM's scheduler and the scheduler half."""
 
     def __init__(
-        self,
-        half: SchedulerHalf,
-        cache: Any,
-        tokens: Geometry,
-        states: frozenset[int],
-        *,
-        hands_over: bool = True,
+        self, half: SchedulerHalf, cache: Any, tokens: Geometry, *, hands_over: bool = True
     ) -> None:
-        """states: groups of recurrent states. hands_over: requests' hand-over parameters count."""
+        """hands_over: requests' hand-over parameters count."""
         self.half = half
         self.manager: Any = None
         self._cache = cache
         self._tokens = tokens
-        self._states = states
+        # Recurrent states are whole at hand-over points only.
+        self._states = frozenset(n for n, rule in enumerate(tokens.rules) if rule.exact)
         self._hands_over = hands_over
         self._warned_of_adapters = False
 
@@ -218,8 +212,12 @@ class SchedulerSide:
     def build_meta(self, output: SchedulerOutput) -> StepMeta:
         """Plan a step's copies."""
         preempted = output.preempted_req_ids or ()
-        for request in self.half.handed_over(preempted):
-            compute_again(request)
+        handed_over: list[Any] = self.half.handed_over(preempted)
+        for request in handed_over:
+            # Scheduling may be steps ahead of the output. A hand-over's last output would end the
+            # request after its blocks are freed; sampled again, it does not. vLLM drops such output
+            # by itself for connectors that do nothing else.
+            request.drop_stale_output = True
         state = output.kv_connector_block_state
         boundaries = {} if state is None else state.boundary_state_offloads
 
@@ -276,15 +274,6 @@ def transfer_of(request: Any) -> dict[str, Any] | None:
     if request.mm_features and params.get("do_remote_prefill"):
         return params | {"remote_num_tokens": 0}
     return params
-
-
-def compute_again(request: Any) -> None:
-    """Drop a preempted request's output that is under way, so that it is sampled again.
-
-    Scheduling may be steps ahead of the output. A hand-over's last output would end the request
-    after its blocks are freed; vLLM drops it by itself for connectors that do nothing else.
-    """
-    request.drop_stale_output = True
 
 
 def leave_out_last(request: Any, hash_tokens: int) -> None:
@@ -358,10 +347,7 @@ def ids_of(groups: Sequence[Sequence[Any]]) -> Sequence[Sequence[int]]:
     return [_Ids(blocks) for blocks in groups]
 
 
-def block_table(
-    kv_cache_manager: Any,
-    request_id: str,
-) -> Sequence[Sequence[int]]:
+def block_table(kv_cache_manager: Any, request_id: str) -> Sequence[Sequence[int]]:
     """Return a request's block ids by group without copying them."""
     managers = kv_cache_manager.coordinator.single_type_managers
     return ids_of([manager.req_to_blocks.get(request_id, ()) for manager in managers])

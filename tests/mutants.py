@@ -154,7 +154,7 @@ MUTANTS = (
     ),
     Mutant(
         EVENTS,
-        '                self._count("events_untold", 1)',
+        '                self._client.count("events_untold")',
         "                pass",
         "tests/test_events.py -k O16_what_this_engine_has_no_tokens_of",
     ),

@@ -70,7 +70,7 @@ def under(names: list[str], *parents: str) -> list[str]:
 @pytest.mark.parametrize(
     ("code", "modules_max", "forbidden"),
     [
-        (WORKER, 21, (*OF_THE_SCHEDULER, "kvstore.config")),
+        (WORKER, 20, (*OF_THE_SCHEDULER, "kvstore.config")),
         (SCHEDULER, 27, (*OF_THE_WORKER, "kvstore.config", "torch")),
     ],
     ids=["worker", "scheduler"],

@@ -87,10 +87,10 @@ class _Stack(msgspec.Struct):
             return False
         layer_stride = cache.offset - first.offset - (self.layers - 1) * self.layer_stride
         slot_stride = run.offset - self.slot_offset - (self.layers - 1) * self.slot_stride
-        if self.layers == 1 and layer_stride > 0:
-            self.layer_stride, self.slot_stride = layer_stride, slot_stride
-        elif (layer_stride, slot_stride) != (self.layer_stride, self.slot_stride):
+        strides = self.layer_stride, self.slot_stride
+        if layer_stride <= 0 or (self.layers > 1 and strides != (layer_stride, slot_stride)):
             return False
+        self.layer_stride, self.slot_stride = layer_stride, slot_stride
         self.layers += 1
         return True
 

@@ -34,7 +34,7 @@ def connector() -> Any:  # noqa: ANN401 - vLLM's classes are Any here
     script.client.side_channel = "127.0.0.1:9500"
     script.half._hand_overs._transfer = Transfer("engine")
     made = object.__new__(ours.TieredConnector)
-    made._scheduler = SchedulerSide(script.half, None, TOKENS, frozenset())
+    made._scheduler = SchedulerSide(script.half, None, TOKENS)
     made._scheduler.manager = SimpleNamespace(prefix_cache_lookup_enabled=lambda _request: False)
     made._worker = None
     made._connector_metadata = None

@@ -67,7 +67,6 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     monkeypatch.setattr(KVConnectorBase_V1, "__init__", begin)
     monkeypatch.setattr(vllm_compat, "geometry", lambda *_: TOKENS)
-    monkeypatch.setattr(vllm_scheduler, "state_groups", lambda _: frozenset())
 
     def made(**changes: object) -> Any:  # noqa: ANN401 - vLLM's classes are Any here
         script = Script(TOKENS)

@@ -149,7 +149,7 @@ OURS = {
 }
 AT_START = {
     *("__init__", "register_kv_caches"),
-    *("check_supported", "group_rule", "geometry", "state_groups", "layer_caches"),
+    *("check_supported", "group_rule", "geometry", "layer_caches"),
     *("rank_geometry", "supports_sleep_mode", "build_kv_connector_stats", "build_prom_metrics"),
     *("start_scheduler", "start_half", "start_worker", "transfer_of_engine"),
 }
