@@ -7,7 +7,7 @@ have found no slot by then stay in the engine's memory until they do, as their o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -59,7 +59,6 @@ class HandOvers:
         client: StoreClient,
         stores: StorePlanner,
         transfer: Transfer,
-        clock: Callable[[], int],
         *,
         world: int,
     ) -> None:
@@ -68,7 +67,6 @@ class HandOvers:
         self._client = client
         self._stores = stores
         self._transfer = transfer
-        self._clock = clock
         self._world = world
         self._running: dict[str, bool] = {}  # computed for another engine; True: for a next turn
         self._holders: dict[str, Remote] = {}  # hold blocks for requests of this engine
@@ -155,7 +153,7 @@ class HandOvers:
                 fixed=turn,
             )
             self._client.report_hand_over(done)
-            until_ns = self._clock() + STORE_LIMIT_NS
+            until_ns = self._client.clock() + STORE_LIMIT_NS
             rest = _Unstored(tracked, table, end, partial, self._client.session, until_ns)
             if not self._store(rest):
                 self._unstored[name] = rest
@@ -180,7 +178,7 @@ class HandOvers:
 
         These are stored, and fenced until the copies end, or will not be stored any more.
         """
-        now_ns, ended = self._clock(), []
+        now_ns, ended = self._client.clock(), []
         for name, rest in self._unstored.items():
             lost = rest.tracked.cursor == NEVER or rest.session != self._client.session
             if not lost and self._stores.can_store():

@@ -15,7 +15,7 @@ A request's life here:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import dropwhile
 from typing import Any
 
@@ -51,7 +51,6 @@ class SchedulerHalf:
         self,
         geometry: Geometry,
         client: StoreClient,
-        clock: Callable[[], int],
         *,
         world: int = 1,
         shares_prefixes: bool = True,
@@ -66,7 +65,6 @@ class SchedulerHalf:
         """
         self._geometry = geometry
         self._client = client
-        self._clock = clock
         self._shares_prefixes = shares_prefixes
         self._absent = (NO_HITS,) * len(geometry.rules)
         self._scope = b""
@@ -84,7 +82,7 @@ class SchedulerHalf:
         self._final_stores: list[StoreJob] = []  # of requests that have ended
         self._events = BlockEvents(geometry, client)
         self._stores = StorePlanner(geometry, client, world, self._events)
-        self._hand_overs = HandOvers(geometry, client, self._stores, transfer, clock, world=world)
+        self._hand_overs = HandOvers(geometry, client, self._stores, transfer, world=world)
         self._waited_s = 0.0
         self._timeouts = 0
 
@@ -205,7 +203,7 @@ class SchedulerHalf:
             grant = self._client.grant(tracked.ask)
         if grant is None:
             return None
-        if self._clock() >= grant.until_ns:
+        if self._client.clock() >= grant.until_ns:
             self._drop_lookup(tracked)  # its pins may be gone, or more is there now
             self._ask(tracked)
             return None
@@ -222,14 +220,14 @@ class SchedulerHalf:
         if not idle and self._timeouts >= TIMEOUTS_IN_A_ROW_MAX:
             return
         budget_s = IDLE_WAIT_S if idle else BUSY_WAIT_S
-        end = self._clock() + int((budget_s - self._waited_s) * 1e9)
-        started = self._clock()
+        end = self._client.clock() + int((budget_s - self._waited_s) * 1e9)
+        started = self._client.clock()
         while self._client.grant(tracked.ask) is None and self._client.session:
-            left_ns = end - self._clock()
+            left_ns = end - self._client.clock()
             if left_ns <= 0:
                 break
             self._client.receive(left_ns / 1e9)
-        self._waited_s += (self._clock() - started) / 1e9
+        self._waited_s += (self._client.clock() - started) / 1e9
         tracked.waited = True
         if not idle:
             found = self._client.grant(tracked.ask) is not None
@@ -254,7 +252,7 @@ class SchedulerHalf:
 
     def _defer(self, tracked: TrackedRequest) -> int | None:
         """Answer "ask again later", or 0 when that has gone on for too long."""
-        now = self._clock()
+        now = self._client.clock()
         if tracked.deferred_ns is None:
             tracked.deferred_ns = now
             self._client.count("deferred")

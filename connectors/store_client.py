@@ -128,7 +128,7 @@ class StoreClient:
         self.stats: Counter[str] = Counter()  # events and blocks, since take_stats()
         self._counts: Counter[str] = Counter()  # events that the store has not heard of
         self._attacher = attacher
-        self._clock = clock
+        self.clock = clock
         self._link: Link | None = None
         self._welcomed = 0
         self._known: set[bytes] = set()
@@ -150,8 +150,8 @@ class StoreClient:
 
     def wait_attached(self, timeout_s: float) -> bool:
         """Wait for the session to be active; at start-up only. Raises the store's refusal."""
-        end_ns = self._clock() + int(timeout_s * 1e9)
-        while self._clock() < end_ns:
+        end_ns = self.clock() + int(timeout_s * 1e9)
+        while self.clock() < end_ns:
             if self._attacher.refused is not None:
                 raise self._attacher.refused
             self.receive(0.05)
@@ -222,7 +222,7 @@ class StoreClient:
         number = self._next_ask
         self._next_ask += 1
         self._lookups.append(msgspec.structs.replace(lookup, ask=number))
-        self._asked_ns[number] = self._clock()
+        self._asked_ns[number] = self.clock()
         return number
 
     def report_hand_over(self, state: p.Handing) -> None:
@@ -243,7 +243,7 @@ class StoreClient:
         """Return how long a lookup has been waiting for its answer; 0 if it is not."""
         if ask in self._grants:
             return 0
-        now_ns = self._clock()
+        now_ns = self.clock()
         return now_ns - self._asked_ns.get(ask, now_ns)
 
     def grant(self, ask: int) -> Grant | None:

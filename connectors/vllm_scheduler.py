@@ -124,7 +124,6 @@ def start_half(
     return SchedulerHalf(
         tokens,
         client,
-        monotonic_ns,
         world=world,
         shares_prefixes=bool(config.cache_config.enable_prefix_caching),
         transfer=Transfer(

@@ -127,7 +127,7 @@ def test_O22_an_engine_that_was_refused_attaches_once_it_may(
 ) -> None:
     """busy: it takes steps meanwhile, and finds out what becomes of its store."""
     caplog.set_level(logging.INFO)
-    half = SchedulerHalf(ONE_GROUP, rig.client, monotonic_ns)
+    half = SchedulerHalf(ONE_GROUP, rig.client)
     with LiveStore(config):
         rig.attach()
     first = rig.client.session
@@ -157,7 +157,7 @@ def test_O22_an_engine_that_was_refused_attaches_once_it_may(
 def test_O22_the_first_request_after_an_idle_engines_store_came_back_is_asked_about(
     config: Config, rig: Rig
 ) -> None:
-    half = SchedulerHalf(ONE_GROUP, rig.client, monotonic_ns)
+    half = SchedulerHalf(ONE_GROUP, rig.client)
     with LiveStore(config):
         rig.attach()
     with LiveStore(config) as store:

@@ -39,7 +39,7 @@ from kvstore.wire import engine
 
 hello = engine.Hello(engine.VERSION, "engine", "scheduler", 0, 1)
 client = StoreClient(Attacher(lambda: "/nowhere", hello), monotonic_ns)
-SchedulerHalf(Geometry(16, 16, (16,), (GroupRule(),)), client, monotonic_ns).shutdown()
+SchedulerHalf(Geometry(16, 16, (16,), (GroupRule(),)), client).shutdown()
 """
 
 

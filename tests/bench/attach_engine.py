@@ -96,7 +96,7 @@ class BenchEngine:
         hello = p.Hello(p.VERSION, "bench", "scheduler", 0, 1, credit_slots=credit)
         self.client = StoreClient(Attacher(lambda: self._path, hello), monotonic_ns)
         tokens = Geometry(BLOCK_TOKENS, BLOCK_TOKENS, (BLOCK_TOKENS,), rules)
-        self.half = SchedulerHalf(tokens, self.client, monotonic_ns)
+        self.half = SchedulerHalf(tokens, self.client)
         if not self.client.wait_attached(ATTACH_S):
             self.close()
             raise KVStoreError(f"not attached to the store in {ATTACH_S:.0f} s")

@@ -112,7 +112,7 @@ class PagedEngine:
         hello = p.Hello(p.VERSION, _NAME, "scheduler", 0, 1, credit_slots=credit)
         self.client = StoreClient(Attacher(lambda: self._path, hello), monotonic_ns)
         tokens = Geometry(shape.block_tokens, shape.block_tokens, (shape.block_tokens,), rules)
-        self.half = SchedulerHalf(tokens, self.client, monotonic_ns)
+        self.half = SchedulerHalf(tokens, self.client)
         try:
             self._attach()
         except BaseException:

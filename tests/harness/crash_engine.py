@@ -109,7 +109,7 @@ class CrashEngine:
         hello = p.Hello(p.VERSION, name, "scheduler", 0, shape.world, credit_slots=CREDITS)
         self.client = StoreClient(Attacher(lambda: path, hello), monotonic_ns)
         self._half = half = SchedulerHalf(
-            self._geometry, self.client, monotonic_ns, world=shape.world, shares_prefixes=True
+            self._geometry, self.client, world=shape.world, shares_prefixes=True
         )
         self.ranks = [
             LocalRank(shape, rank, TieredWorker(worker), memory[rank])

@@ -86,7 +86,7 @@ class Node:
         self.side = AttachedSide(RankSpec(name, "model", shape, 0, store.path), memory)
         hello = p.Hello(p.VERSION, name, "scheduler", 0, 1, credit_slots=slots)
         client = StoreClient(Attacher(lambda: store.path, hello), monotonic_ns)
-        self.half = Half(shape.geometry, client, monotonic_ns, transfer=Transfer(name, push))
+        self.half = Half(shape.geometry, client, transfer=Transfer(name, push))
         self.half.given, self.half.handed, self.half.requests = {}, {}, {}
         rank = LocalRank(shape, 0, self.side, memory)
         self.engine = Engine(shape, self.half, [rank], random.Random(0), stopped=0.0)

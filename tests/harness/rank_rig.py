@@ -91,7 +91,6 @@ class RankedEngine:
         self.half = Half(
             shape.geometry,
             self.client,
-            monotonic_ns,
             world=WORLD,
             shares_prefixes=shape.prefix_cache,
         )
