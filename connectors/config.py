@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from connectors.kv_transfer_params import is_sendable
-from kvstore.config import CpuConfig, EngineConfig, NvmeConfig, PeerConfig, read_socket
 from kvstore.core.errors import ConfigError
 from kvstore.core.limits import LEASE_MS_MAX, NAME_MAX
 from kvstore.settings import (
@@ -16,11 +14,14 @@ from kvstore.settings import (
     choice,
     flag,
     read_section,
+    read_socket,
     settings_of,
     whole_number,
 )
 from kvstore.text import shown
+from kvstore.units import parse_duration_ns
 from kvstore.wire.credentials import read_user
+from kvstore.wire.framing import is_sendable
 
 SOURCE = "kv_connector_extra_config"
 COUNT_MAX = 10**9
@@ -28,28 +29,41 @@ OF_PRIVATE_STORES = ("nvme", "listen", "promote", "promote_limit")
 
 DirectWay = Literal["", "pull", "push"]
 
-_read_capacity = settings_of(CpuConfig)["capacity"].read
-_read_duration = settings_of(EngineConfig)["lease"].read
 
-
-def _read_held(value: object, found: Mapping[str, Any]) -> int:
-    held_ns: int = _read_duration(value, found)
+def _read_held(value: object, _found: Mapping[str, Any]) -> int:
+    held_ns = parse_duration_ns(value)
     if not 1 <= held_ns // 1_000_000 <= LEASE_MS_MAX:
         raise ConfigError(f'expected a duration from "1ms" to "24h", found {shown(value)}')
     return held_ns
 
 
-def _as_given(kind: type[Section], name: str) -> Reader:
-    """Check a value as another section does, and keep it for the private store's own settings."""
+# Settings of a private store are checked as its sections are. An engine with a shared store has
+# none, and does not load kvstore.config.
+
+
+def _read_capacity(value: object, found: Mapping[str, Any]) -> int:
+    from kvstore.config import CpuConfig  # noqa: PLC0415 - see above
+
+    capacity_bytes: int = settings_of(CpuConfig)["capacity"].read(value, found)
+    return capacity_bytes
+
+
+def _as_given(section: str, name: str) -> Reader:
+    """Check a value as a section of a store's file does, and keep its text for that section."""
 
     def read(value: object, found: Mapping[str, Any]) -> str:
-        settings_of(kind)[name].read(value, found)
+        from kvstore.config import EngineConfig, PeerConfig  # noqa: PLC0415 - see above
+
+        kinds: dict[str, type[Section]] = {"engine": EngineConfig, "peer": PeerConfig}
+        settings_of(kinds[section])[name].read(value, found)
         return str(value)
 
     return read
 
 
 def _read_nvme(value: object, _found: Mapping[str, Any]) -> dict[str, Any]:
+    from kvstore.config import NvmeConfig  # noqa: PLC0415 - see above
+
     if not isinstance(value, dict):
         raise ConfigError(f"expected a table with path and capacity, found {shown(value)}")
     read_section(NvmeConfig, value, "in it")
@@ -70,15 +84,13 @@ class ExtraConfig(Section, frozen=True):
 
     promote: Annotated[
         str | None,
-        Setting(_as_given(EngineConfig, "promote"), default_text='`"2s"` of a private store'),
+        Setting(_as_given("engine", "promote"), default_text='`"2s"` of a private store'),
     ]
     """`[engine] promote` of a private store."""
 
     promote_limit: Annotated[
         str | None,
-        Setting(
-            _as_given(EngineConfig, "promote_limit"), default_text='`"60s"` of a private store'
-        ),
+        Setting(_as_given("engine", "promote_limit"), default_text='`"60s"` of a private store'),
     ]
     """`[engine] promote_limit` of a private store."""
 
@@ -98,7 +110,7 @@ class ExtraConfig(Section, frozen=True):
     """How long the blocks that this engine computed for another one are held for it, up to
     `"24h"`."""
 
-    listen: Annotated[str | None, Setting(_as_given(PeerConfig, "listen"))]
+    listen: Annotated[str | None, Setting(_as_given("peer", "listen"))]
     """host:port of a private store's side channel, on loopback, since a private store has no
     cluster key; `"127.0.0.1:0"` picks a free port. Without it the store has no open port and hands
     nothing over. Nothing else is started before the first hand-over."""
@@ -130,6 +142,17 @@ class ExtraConfig(Section, frozen=True):
         """What a private store's `[engine]` says."""
         found = {"promote": self.promote, "promote_limit": self.promote_limit}
         return {name: value for name, value in found.items() if value is not None}
+
+    def find_store(self, engine_id: str) -> str:
+        """Return the store's address; an engine's private one is started, unless it runs.
+
+        Raises ConfigError when no process can be started.
+        """
+        if self.store is not None:
+            return self.store
+        from kvstore.launch import ensure  # noqa: PLC0415 - only a private store is started here
+
+        return ensure(engine_id, self.cpu_bytes or 0, self.nvme, self.listen, self.engine)
 
     @property
     def direct_way(self) -> DirectWay:

@@ -77,6 +77,9 @@ class _Fetch(msgspec.Struct, eq=False):
             self.sources[position] = _Source(ranks=ranks, blocks=found)
 
 
+_UNKNOWN = _Fetch()  # of which the store has said nothing
+
+
 class _PendingRead(msgspec.Struct, frozen=True):
     transfer: AgentTransfer
     blocks: list[FetchBlock]
@@ -128,10 +131,10 @@ class DirectTransfers:
         self._fetches: dict[int, _Fetch] = {}
         self._late: list[AgentTransfer] = []  # abandoned writes
         self._retry_ns = 0  # without an agent: the next attempt to make one
-        self._send: Send = discard
+        self._send: Send = discard  # to the store
 
     def open(self, layout: RankLayout, devices: str, send: Send) -> None:
-        """Start a session; no load is under way. send(): to the store.
+        """Start a session; no load is under way. send(): to the store, until end_session().
 
         Raises TierError, NotSupported where NIXL does not take the tensors' memory.
         """
@@ -141,6 +144,10 @@ class DirectTransfers:
         self._send = send
         self._agent.open(layout, devices)
         self._announce()
+
+    def end_session(self) -> None:
+        """Send no more."""
+        self._send = discard
 
     def close(self) -> None:
         """End the agent, and with it all reads and writes."""
@@ -170,26 +177,23 @@ class DirectTransfers:
 
         blocks_per_chunk: engine blocks in a block, by group. deadline: of blocks not valid yet.
         """
-        fetches = dict(zip(job.store.slots, job.generations, strict=True))
+        fetches = dict(zip(job.slots, job.generations, strict=True))
         moves: dict[FetchBlock, list[Move]] = {}
-        if max(job.store.slots, default=0) >= p.DIRECT:
-            for move in pieces(job.engine, job.store, blocks_per_chunk):
+        if max(job.slots, default=0) >= p.DIRECT:
+            for move in pieces(job.engine, job.slots, blocks_per_chunk):
                 if move.slot >= p.DIRECT:
                     block = fetches[move.slot], move.slot - p.DIRECT
                     moves.setdefault(block, []).append(move)
         return PeerLoad(moves, deadline, blocks_per_chunk) if moves else None
 
-    def advance(self, load: PeerLoad, send: Send, now_ns: int) -> bool:
-        """Continue a load; True when it is over: unless it has failed, all blocks are valid.
-
-        send(): to the store.
-        """
+    def advance(self, load: PeerLoad, now_ns: int) -> bool:
+        """Continue a load; True when it is over: unless it has failed, all blocks are valid."""
         try:
             self._handle_inbox()
         except (KVStoreError, ValueError) as exc:
             log.error("a message of the store on blocks of a peer is invalid: %s", exc)
             load.failed = True
-        self._finish_reads(load, send)
+        self._finish_reads(load)
         valid = [self._valid(block) for block in load.moves]
         if not load.failed:
             count = valid.count(True)
@@ -203,19 +207,19 @@ class DirectTransfers:
             if not self._agent.name and now_ns >= self._retry_ns:
                 self._retry_ns = now_ns + RETRY_NS
                 self._restart()
-            self._send_targets(load, send)
+            self._send_targets(load)
             self._start_reads(load)
-            self._finish_reads(load, send)
+            self._finish_reads(load)
         if load.failed:
-            return self.cancel(load, now_ns, send)
+            return self.cancel(load, now_ns)
         if None in valid or load.pending:
             return False
         load.written_bytes = sum(self._bytes_of(load, block) for block in load.targets)
         return True
 
-    def cancel(self, load: PeerLoad, now_ns: int, send: Send) -> bool:
+    def cancel(self, load: PeerLoad, now_ns: int) -> bool:
         """Start no more reads; True once no read or write is under way."""
-        self._finish_reads(load, discard)
+        self._finish_reads(load)
         written = self._being_written(load)
         if not load.pending and not written:
             return True
@@ -223,7 +227,7 @@ class DirectTransfers:
             load.cancelled_ns = now_ns
             for fetch in {block[0] for block in written}:
                 positions = framing.u32([block[1] for block in written if block[0] == fetch])
-                send(p.Arrived(fetch, positions, 0, ok=False))  # its peer is to stop
+                self._send(p.Arrived(fetch, positions, 0, ok=False))  # its peer is to stop
         if now_ns - load.cancelled_ns < CANCEL_NS:
             return False
         log.warning(
@@ -323,28 +327,27 @@ class DirectTransfers:
 
     def _valid(self, block: FetchBlock) -> bool | None:
         """True: valid; False: failed; None: the store has not said."""
-        fetch = self._fetches.get(block[0])
-        return None if fetch is None else fetch.valid.get(block[1])
+        return self._fetches.get(block[0], _UNKNOWN).valid.get(block[1])
 
     def _being_written(self, load: PeerLoad) -> list[FetchBlock]:
         """List the blocks that a peer may still write into our engine blocks."""
         if load.agent != self._agent.name:  # the agent that the peer knows has ended
             return []
-        return [block for block in load.targets if self._may_be_written(block)]
-
-    def _may_be_written(self, block: FetchBlock) -> bool:
-        fetch = self._fetches.get(block[0])
-        return fetch is None or block[1] not in fetch.valid or block[1] in fetch.written
+        found = []
+        for number, position in load.targets:
+            fetch = self._fetches.get(number, _UNKNOWN)
+            if position not in fetch.valid or position in fetch.written:
+                found.append((number, position))
+        return found
 
     def _bytes_of(self, load: PeerLoad, block: FetchBlock) -> int:
         return sum(self._agent.part_bytes[move.group] for move in load.moves[block])
 
-    def _send_targets(self, load: PeerLoad, send: Send) -> None:
+    def _send_targets(self, load: PeerLoad) -> None:
         """Tell the store the engine blocks that a peer may write for pushed blocks."""
         found: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
         for block, moves in load.moves.items():
-            fetch = self._fetches.get(block[0])
-            if fetch is None or not fetch.pushed or block in load.targets:
+            if block in load.targets or not self._fetches.get(block[0], _UNKNOWN).pushed:
                 continue
             load.targets.add(block)
             load.agent = self._agent.name
@@ -355,19 +358,17 @@ class DirectTransfers:
             positions.append(block[1])
             targets += engine_blocks
         for (number, _), (positions, targets) in found.items():
-            send(p.Target(number, self._agent.name, framing.u32(positions), framing.u32(targets)))
+            self._send(
+                p.Target(number, self._agent.name, framing.u32(positions), framing.u32(targets))
+            )
 
     # Reads
-
-    def _source(self, block: FetchBlock) -> _Source | None:
-        fetch = self._fetches.get(block[0])
-        return None if fetch is None else fetch.sources.get(block[1])
 
     def _start_reads(self, load: PeerLoad) -> None:
         """Start reading the blocks that can be read now."""
         found = []
         for block in load.moves:
-            source = self._source(block)
+            source = self._fetches.get(block[0], _UNKNOWN).sources.get(block[1])
             if source is not None and load.started.get(block) is not source:
                 found.append((block, source))
         for _, run in groupby(found, key=lambda pair: (pair[0][0], pair[1].peer, pair[1].ranks)):
@@ -400,7 +401,7 @@ class DirectTransfers:
         blocks = [block for block, _ in chunk]
         load.pending.append(_PendingRead(transfer, blocks, in_engine=not first.peer))
 
-    def _finish_reads(self, load: PeerLoad, send: Send) -> None:
+    def _finish_reads(self, load: PeerLoad) -> None:
         """Report reads that have ended to the store.
 
         A block that could not be read in an engine is in a slot, too: the store names that next.
@@ -420,7 +421,7 @@ class DirectTransfers:
             copied = read.transfer.bytes if ok else 0
             load.copied_bytes += copied
             positions = framing.u32([position for _, position in read.blocks])
-            send(p.Arrived(read.blocks[0][0], positions, copied, ok))
+            self._send(p.Arrived(read.blocks[0][0], positions, copied, ok))
 
 
 def discard(_message: framing.Message) -> None:

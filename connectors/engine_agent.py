@@ -24,7 +24,7 @@ from connectors.copies.host import LayerCache, cache_of
 from kvstore.core.errors import NotSupported, TierError, TierIOError
 from kvstore.core.layout import LayerRun, Move, PageRun, RankLayout, RankPages
 from tiers.nixl.messages import MoveError
-from tiers.nixl.pages import in_pages, in_slots, rows
+from tiers.nixl.pages import rows
 from tiers.nixl.ucx import ucx_settings
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ class EngineAgent:
         self._caches = caches
         self._transports = transports
         self.part_bytes: list[int] = []  # of an engine block, by group
-        self._layout: RankLayout | None = None
+        self._part_strides: list[int] = []  # in a slot, from an engine block's part to the next
+        self._slot_overlaps: list[list[Overlap]] = []  # with a part of a slot, by group
         self._pages: list[tuple[PageRun, ...]] = []  # by group
         self._own: list[tuple[PageRun, ...]] = []  # those of them that this rank writes
         self._read_overlaps: dict[tuple[str, ...], list[list[Overlap]]] = {}  # by peer's agents
@@ -98,7 +99,12 @@ class EngineAgent:
         self.part_bytes = [sum(run.length for run in group.runs) for group in layout.groups]
         for name, value in ucx_settings(devices, self._transports).items():
             os.putenv(name, value)  # UCX reads them when the first agent is made
-        self._layout = layout
+        self._part_strides = [group.stride for group in layout.groups]
+        # The parts of slots are the blocks of a peer of one rank, numbered by their addresses.
+        self._slot_overlaps = [
+            [Overlap(0, own.size, own.base, own.stride, own.offset, 1) for own in _pieces(pages)]
+            for pages in self._pages
+        ]
         self._peers.clear()
         self._met.clear()
         self._read_overlaps.clear()
@@ -173,18 +179,8 @@ class EngineAgent:
 
     def read(self, peer: str, moves: Sequence[tuple[Move, int]]) -> AgentTransfer:
         """Start reading slots, from these addresses on, into engine blocks. Raises TierError."""
-        if self._layout is None:
-            raise TierError("no layout")
-        local, remote = [], []
-        for group, pages in enumerate(self._pages):
-            own = [(move, address) for move, address in moves if move.group == group]
-            stride = self._layout.groups[group].stride
-            blocks = np.array([move.block_id for move, _ in own], np.uint64)
-            parts = np.array([at + move.part * stride for move, at in own], np.uint64)
-            for page in pages if own else ():
-                local.append(in_pages(page, blocks))
-                remote.append(in_slots(page, parts))
-        return self._start([(peer, None, local, remote)])
+        parts = [(move, at + move.part * self._part_strides[move.group]) for move, at in moves]
+        return self._start([(peer, None, *_places(self._slot_overlaps, 0, parts))])
 
     def read_engine(
         self, ranks: Sequence[RankPages], moves: Sequence[tuple[Move, int]]
@@ -192,14 +188,7 @@ class EngineAgent:
         """Start reading a peer's engine blocks into ours, of any ranks. Raises TierError."""
         shared, parts = self._overlaps_to_read(ranks), []
         for number, rank in enumerate(ranks):
-            local, remote = [], []
-            for group, overlaps in enumerate(shared):
-                own = [(move.block_id, block) for move, block in moves if move.group == group]
-                blocks = np.array(own, np.uint64).reshape(-1, 2)
-                for each in overlaps if own else ():
-                    if each.rank == number:
-                        local.append(rows(each.here(blocks[:, 0]), each.size))
-                        remote.append(rows(each.there(blocks[:, 1]), each.size))
+            local, remote = _places(shared, number, moves)
             if local:
                 parts.append((rank.agent, rank.gpu, local, remote))
         return self._start(parts)
@@ -349,6 +338,24 @@ class Overlap(msgspec.Struct, frozen=True):
     def there(self, blocks: Places) -> Places:
         """Return the addresses of the peer's engine blocks."""
         return np.uint64(self.base_there) + blocks * np.uint64(self.stride_there)
+
+
+def _places(
+    overlaps: Sequence[Sequence[Overlap]], rank: int, moves: Sequence[tuple[Move, int]]
+) -> tuple[list[Places], list[Places]]:
+    """Return the places of moves here and at a rank there, whose blocks have these numbers.
+
+    overlaps: by group.
+    """
+    local, remote = [], []
+    for group, shared in enumerate(overlaps):
+        numbers = [(move.block_id, there) for move, there in moves if move.group == group]
+        blocks = np.array(numbers, np.uint64).reshape(-1, 2)
+        for each in shared if numbers else ():
+            if each.rank == rank:
+                local.append(rows(each.here(blocks[:, 0]), each.size))
+                remote.append(rows(each.there(blocks[:, 1]), each.size))
+    return local, remote
 
 
 class _Piece(msgspec.Struct, frozen=True, order=True):

@@ -10,7 +10,7 @@ since indexes count leading blocks.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
@@ -46,13 +46,10 @@ class _Described(NamedTuple):
 class BlockEvents:
     """Turns keys that entered and left the tiers into events, for engines that publish them."""
 
-    def __init__(
-        self, geometry: Geometry, client: StoreClient, count: Callable[[str, int], None]
-    ) -> None:
-        """count(event, blocks): called for blocks that cannot be described."""
+    def __init__(self, geometry: Geometry, client: StoreClient) -> None:
+        """client: has the keys, and counts blocks that cannot be described."""
         self._geometry = geometry
         self._client = client
-        self._count = count
         self._every = geometry.block_tokens // geometry.hash_tokens
         self._described: dict[bytes, _Described] = {}  # by hash, the oldest first
         self._described_max = max(1, TOKENS_MAX // geometry.block_tokens)
@@ -104,7 +101,7 @@ class BlockEvents:
         width, rules = self._geometry.hash_bytes, self._geometry.rules
         events = self._client.events
         if self._client.events_lost:
-            self._count("events_untold", self._client.events_lost)
+            self._client.count("events_untold", self._client.events_lost)
             self._client.events_lost = 0
         while events:
             medium, stored, key = events.popleft()
@@ -117,7 +114,7 @@ class BlockEvents:
                 names = self._hashes_of_group(self._published.get(block_hash, block_hash), group)
                 yield BlockEvent(medium, stored, group, names)
             elif (found := self._description(block_hash)) is None:
-                self._count("events_untold", 1)
+                self._client.count("events_untold")
             else:
                 self._remember(block_hash, found.hashes)
                 names = self._hashes_of_group(found.hashes, group)

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 
-from kvstore.config import PORT_MAX
 from kvstore.core import limits
 from kvstore.core.errors import ConfigError
+from kvstore.core.limits import PORT_MAX
 from kvstore.text import one_line
+from kvstore.wire.framing import is_sendable
 
 HOST_MAX = limits.NAME_MAX - len(f"[]:{PORT_MAX}")
 _EXPECTED = {
@@ -55,35 +56,26 @@ class Remote(NamedTuple):
     """Where a prompt was computed: its store's side channel, and the request there.
 
     push: its blocks are to be written to us; None: our store chooses. tokens: those whose KV it
-    has; 0: not said.
+    has; 0: not said. turn: it decoded the turn before.
     """
 
     address: str = ""
     request: str = ""
     push: bool | None = None
     tokens: int = 0
+    turn: bool = False
 
 
 NO_REMOTE = Remote()
 
 
-class Source(NamedTuple):
-    """Where a request's prompt was computed; turn: there the turn before was decoded."""
-
-    remote: Remote = NO_REMOTE
-    turn: bool = False
-
-
-NO_SOURCE = Source()
-
-
-def source_of(params: Mapping[str, Any] | None, how: Transfer = NO_TRANSFER) -> Source:
-    """Return where a request's prompt is; NO_SOURCE if it was computed nowhere else.
+def remote_of(params: Mapping[str, Any] | None, how: Transfer = NO_TRANSFER) -> Remote:
+    """Return where a request's prompt is; NO_REMOTE if it was computed nowhere else.
 
     Raises ConfigError, naming all that is missing or of the wrong type.
     """
     if params is None:
-        return NO_SOURCE
+        return NO_REMOTE
     if not isinstance(params, Mapping):
         raise ConfigError(f"expected a table of parameters, found {_shown(params)}")
     wrong: list[str] = []
@@ -92,12 +84,12 @@ def source_of(params: Mapping[str, Any] | None, how: Transfer = NO_TRANSFER) -> 
     if decodes and prefills:
         wrong.append("do_remote_prefill and do_remote_decode: expected one of them, found both")
     turn = prefills and how.two_way and bool(params.get("remote_block_ids"))
-    source = NO_SOURCE
+    remote = NO_REMOTE
     if (decodes or turn) and not _is_empty(params):
-        source = Source(_remote(params, wrong, push=how.push if decodes else False), turn)
+        remote = _remote(params, wrong, push=False if turn else how.push, turn=turn)
     if wrong:
         raise ConfigError("; ".join(wrong))
-    return source
+    return remote
 
 
 def is_handed_over(params: Mapping[str, Any] | None) -> bool:
@@ -119,7 +111,9 @@ def _is_empty(params: Mapping[str, Any]) -> bool:
     return params.get("remote_num_tokens") == 0 and nothing
 
 
-def _remote(params: Mapping[str, Any], wrong: list[str], *, push: bool | None) -> Remote:
+def _remote(
+    params: Mapping[str, Any], wrong: list[str], *, push: bool | None, turn: bool
+) -> Remote:
     for name, (kind, expected) in _EXPECTED.items():
         found = params.get(name)
         if not isinstance(found, kind) or isinstance(found, bool) or not found:
@@ -142,16 +136,7 @@ def _remote(params: Mapping[str, Any], wrong: list[str], *, push: bool | None) -
         return NO_REMOTE
     host, tokens = params["remote_host"], params.get("remote_num_tokens") or 0
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    return Remote(address, params["remote_request_id"], push, tokens)
-
-
-def is_sendable(text: str, length_max: int) -> bool:
-    """Tell whether a message to the store can hold a text: short enough, and Unicode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, from JSON say
-        return False
-    return len(text) <= length_max
+    return Remote(address, params["remote_request_id"], push, tokens, turn)
 
 
 def _shown(value: object) -> str:

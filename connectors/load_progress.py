@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from connectors.copies.device import Copying
+from connectors.copies.host import Copying
 from connectors.step_meta import LoadJob, pieces
 from kvstore.core.errors import TierError
 from kvstore.core.layout import Move
@@ -100,9 +100,9 @@ class SlotLoad:
         self._deadline = deadline
         self._arrived = 0  # slots that are ready, copied ones included
         self._moves = [
-            m for m in pieces(job.engine, job.store, blocks_per_chunk) if m.slot < p.DIRECT
+            m for m in pieces(job.engine, job.slots, blocks_per_chunk) if m.slot < p.DIRECT
         ]
-        slots = np.array(job.store.slots, np.int64)
+        slots = np.array(job.slots, np.int64)
         self._slots = slots[slots < p.DIRECT]
         self._leased = np.array(job.generations, np.uint32)[slots < p.DIRECT]
         self._ends = _ends(self._moves)

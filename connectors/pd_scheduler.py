@@ -7,7 +7,7 @@ have found no slot by then stay in the engine's memory until they do, as their o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -15,15 +15,12 @@ import msgspec
 from connectors.engine_interface import BlockTable, EngineRequest, Geometry
 from connectors.kv_transfer_params import (
     NO_REMOTE,
-    NO_SOURCE,
     Remote,
-    Source,
     Transfer,
     common_id,
     is_handed_over,
-    is_sendable,
     parameters,
-    source_of,
+    remote_of,
 )
 from connectors.partial_block import PartialBlock, partial_block_of
 from connectors.request_state import NEVER, TrackedRequest
@@ -34,6 +31,7 @@ from kvstore.core.errors import ConfigError
 from kvstore.core.limits import TEXT_MAX
 from kvstore.text import one_line
 from kvstore.wire import engine as p
+from kvstore.wire.framing import is_sendable
 
 log = logging.getLogger(__name__)
 
@@ -61,19 +59,15 @@ class HandOvers:
         client: StoreClient,
         stores: StorePlanner,
         transfer: Transfer,
-        clock: Callable[[], int],
         *,
         world: int,
-        count: Callable[[str], None],
     ) -> None:
-        """transfer: this engine's id and lease. world: its ranks. count(event)."""
+        """transfer: this engine's id and lease. world: its ranks."""
         self._geometry = geometry
         self._client = client
         self._stores = stores
         self._transfer = transfer
-        self._clock = clock
         self._world = world
-        self._count = count
         self._running: dict[str, bool] = {}  # computed for another engine; True: for a next turn
         self._holders: dict[str, Remote] = {}  # hold blocks for requests of this engine
         self._unstored: dict[str, _Unstored] = {}
@@ -87,20 +81,20 @@ class HandOvers:
         cached: tokens that the engine has itself.
         """
         name, size = request.request_id, self._geometry.block_tokens
-        source = self._source(name, params)
-        turn = source.remote is not NO_REMOTE and not source.turn and self._transfer.two_way
+        remote = self._remote(name, params)
+        turn = remote is not NO_REMOTE and not remote.turn and self._transfer.two_way
         if (turn or is_handed_over(params)) and self._has_a_name_to_send(name):
             self._running[name] = turn
             running = p.Handing(name, "running", common=common_id(name))
             self._client.report_hand_over(running)
-        if source.remote is NO_REMOTE:
+        if remote is NO_REMOTE:
             return NO_REMOTE
-        self._holders[name] = source.remote
-        if request.num_tokens - 1 < cached + (1 if source.remote.tokens else size):
+        self._holders[name] = remote
+        if request.num_tokens - 1 < cached + (1 if remote.tokens else size):
             return NO_REMOTE  # a full hit
-        least = self._transfer.recompute_threshold if source.turn else 0
-        known = min(source.remote.tokens or request.num_tokens, request.num_tokens)
-        return source.remote if known - cached >= max(least, 1) else NO_REMOTE
+        least = self._transfer.recompute_threshold if remote.turn else 0
+        known = min(remote.tokens or request.num_tokens, request.num_tokens)
+        return remote if known - cached >= max(least, 1) else NO_REMOTE
 
     def _has_a_name_to_send(self, request_id: str) -> bool:
         """Tell whether the store can be told of a request; one with another id is warned of."""
@@ -110,16 +104,16 @@ class HandOvers:
             "request %s is not handed over: expected an id of up to %d characters, found %d",
             one_line(request_id, _LOGGED_MAX), TEXT_MAX, len(request_id),
         )  # fmt: skip
-        self._count("transfer_refused")
+        self._client.count("transfer_refused")
         return False
 
-    def _source(self, request_id: str, params: Mapping[str, Any] | None) -> Source:
+    def _remote(self, request_id: str, params: Mapping[str, Any] | None) -> Remote:
         try:
-            return source_of(params, self._transfer)
+            return remote_of(params, self._transfer)
         except ConfigError as exc:
             log.warning("request %s is computed here: %s", one_line(request_id, _LOGGED_MAX), exc)
-            self._count("transfer_refused")
-            return NO_SOURCE
+            self._client.count("transfer_refused")
+            return NO_REMOTE
 
     def finish(
         self, tracked: TrackedRequest, table: BlockTable, scope: bytes
@@ -159,7 +153,7 @@ class HandOvers:
                 fixed=turn,
             )
             self._client.report_hand_over(done)
-            until_ns = self._clock() + STORE_LIMIT_NS
+            until_ns = self._client.clock() + STORE_LIMIT_NS
             rest = _Unstored(tracked, table, end, partial, self._client.session, until_ns)
             if not self._store(rest):
                 self._unstored[name] = rest
@@ -184,7 +178,7 @@ class HandOvers:
 
         These are stored, and fenced until the copies end, or will not be stored any more.
         """
-        now_ns, ended = self._clock(), []
+        now_ns, ended = self._client.clock(), []
         for name, rest in self._unstored.items():
             lost = rest.tracked.cursor == NEVER or rest.session != self._client.session
             if not lost and self._stores.can_store():
@@ -193,7 +187,7 @@ class HandOvers:
                     continue
                 rest.until_ns = now_ns + STORE_LIMIT_NS
             if lost or now_ns >= rest.until_ns:
-                self._count("hand_over_unstored")
+                self._client.count("hand_over_unstored")
                 ended.append(name)
         for name in ended:
             del self._unstored[name]

@@ -6,9 +6,11 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from connectors.engine_interface import EngineRequest
-from connectors.kv_transfer_params import NO_REMOTE
-from connectors.store_client import NO_HITS, Grant, GroupHits
+from connectors.kv_transfer_params import NO_REMOTE, Remote
+from connectors.store_client import GroupHits
 
 NEVER = 1 << 62  # more tokens than a request can have
 
@@ -41,32 +43,23 @@ class Phase(enum.Enum):
     RUNNING = "running"
 
 
-class TrackedRequest:
+class TrackedRequest(msgspec.Struct, eq=False):
     """One request of the engine, from arrival to end."""
 
-    __slots__ = (
-        "arrival", "ask", "capped", "cursor", "deferred_ns", "failures", "grant", "loading_hash",
-        "local", "may_load", "phase", "present", "query", "remote", "request", "started_at",
-        "waited",
-    )  # fmt: skip
-
-    def __init__(
-        self, request: EngineRequest, groups: int, arrival: int = 0, *, may_load: bool = True
-    ) -> None:
-        self.request = request
-        self.arrival = arrival  # numbers requests in their order
-        self.may_load = may_load  # False: it computes its whole prompt
-        self.phase = Phase.NEW
-        self.ask: int | None = None  # number of its lookup
-        self.query = NO_QUERY  # of the last lookup
-        self.grant: Grant | None = None  # the answer that a load was planned with
-        self.capped = False  # it lost its lease, or got none, at the cap of leases
-        self.waited = False  # a busy engine waits for first lookups only
-        self.deferred_ns: int | None = None
-        self.failures = 0
-        self.local = 0  # tokens that the engine has itself
-        self.started_at: int | None = None  # computed tokens before a step that may be undone
-        self.present: tuple[GroupHits, ...] = (NO_HITS,) * groups
-        self.cursor = 0  # blocks before it are stored, or need not be
-        self.loading_hash: bytes | None = None  # of the first block being loaded
-        self.remote = NO_REMOTE  # where its prompt was computed, until it is loaded
+    request: EngineRequest
+    present: tuple[GroupHits, ...]  # what the store has of it, by group
+    arrival: int = 0  # numbers requests in their order
+    may_load: bool = True  # False: it computes its whole prompt
+    phase: Phase = Phase.NEW
+    ask: int = 0  # number of its lookup; 0: it has none
+    query: BlockQuery = NO_QUERY  # of the last lookup
+    sources: dict[str, int] = {}  # tokens of its last load, by tier
+    capped: bool = False  # it lost its lease, or got none, at the cap of leases
+    waited: bool = False  # a busy engine waits for first lookups only
+    deferred_ns: int | None = None
+    failures: int = 0
+    local: int = 0  # tokens that the engine has itself
+    started_at: int | None = None  # computed tokens before a step that may be undone
+    cursor: int = 0  # blocks before it are stored, or need not be
+    loading_hash: bytes | None = None  # of the first block being loaded
+    remote: Remote = NO_REMOTE  # where its prompt was computed, until it is loaded

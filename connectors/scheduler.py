@@ -15,11 +15,9 @@ A request's life here:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import dropwhile
 from typing import Any
-
-import msgspec
 
 from connectors.engine_interface import BlockTable, EngineRequest, Geometry, Step
 from connectors.events import BlockEvent, BlockEvents
@@ -29,9 +27,9 @@ from connectors.load_planner import plan_load
 from connectors.partial_block import query_for
 from connectors.pd_scheduler import HandOvers
 from connectors.request_state import NEVER, Phase, TrackedRequest
-from connectors.step_meta import LoadJob, StepMeta, StoreJob, StoreSpec
+from connectors.step_meta import LoadJob, StepMeta, StoreJob
 from connectors.store_client import NO_HITS, Grant, StoreClient
-from connectors.store_planner import MEDIUM, StorePlanner
+from connectors.store_planner import StorePlanner
 from kvstore.core.lookup import Answer, common_hit
 from kvstore.core.types import LookupResult
 from kvstore.wire import engine as p
@@ -42,6 +40,7 @@ TIMEOUTS_IN_A_ROW_MAX = 3
 ANSWER_LIMIT_NS = 500_000_000  # beyond what the store may defer: it does not answer
 LOADING_LIMIT_NS = 5_000_000_000  # waiting for another request's load, or for room for a lease
 FAILURES_MAX = 2  # after a failed load other copies are tried once, then it is computed
+CPU = "cpu"  # the tier that loads come from, unless the answer names another
 NO_GRANT = Grant(0, 0, (), {})
 
 
@@ -52,7 +51,6 @@ class SchedulerHalf:
         self,
         geometry: Geometry,
         client: StoreClient,
-        clock: Callable[[], int],
         *,
         world: int = 1,
         shares_prefixes: bool = True,
@@ -65,12 +63,10 @@ class SchedulerHalf:
         transfer: how blocks are handed over between engines.
         beside: other connectors load, too, and may report after a step that its input was bad.
         """
-        self.stats: Counter[str] = Counter()
         self._geometry = geometry
         self._client = client
-        self._clock = clock
         self._shares_prefixes = shares_prefixes
-        self._groups = len(geometry.rules)
+        self._absent = (NO_HITS,) * len(geometry.rules)
         self._scope = b""
         self._direct = transfer.direct
         self._beside = beside
@@ -84,11 +80,9 @@ class SchedulerHalf:
         self._loads: list[LoadJob] = []
         self._load_targets: set[int] = set()
         self._final_stores: list[StoreJob] = []  # of requests that have ended
-        self._events = BlockEvents(geometry, client, self._count)
-        self._stores = StorePlanner(geometry, client, world, self._count, self._events)
-        self._hand_overs = HandOvers(
-            geometry, client, self._stores, transfer, clock, world=world, count=self._count
-        )
+        self._events = BlockEvents(geometry, client)
+        self._stores = StorePlanner(geometry, client, world, self._events)
+        self._hand_overs = HandOvers(geometry, client, self._stores, transfer, world=world)
         self._waited_s = 0.0
         self._timeouts = 0
 
@@ -113,7 +107,7 @@ class SchedulerHalf:
         if not self._client.session:
             self._client.receive()  # and may be back
         self._arrivals += 1
-        tracked = TrackedRequest(request, self._groups, self._arrivals, may_load=reads)
+        tracked = TrackedRequest(request, self._absent, self._arrivals, may_load=reads)
         self._requests[request.request_id] = tracked
         tracked.remote = self._hand_overs.start(request, transfer, cached)
         self._ask(tracked)
@@ -144,7 +138,7 @@ class SchedulerHalf:
             direct=self._direct,
         )
         tracked.ask = self._client.ask(lookup)
-        if tracked.ask is not None:
+        if tracked.ask:
             tracked.phase, tracked.query = Phase.ASKED, query
             self._events.asked(tracked.request, query.hashes[: query.own])
 
@@ -195,10 +189,10 @@ class SchedulerHalf:
     def _grant(self, tracked: TrackedRequest) -> Grant | None:
         """Return the answer, waiting for it within this step's budget."""
         self._client.receive()
-        if tracked.ask is not None and self._client.asked_ns(tracked.ask) is None:
-            tracked.ask, tracked.phase = None, Phase.NEW  # lost with its session
+        if tracked.ask and self._client.asked_ns(tracked.ask) is None:  # lost with its session
+            self._drop_lookup(tracked)
             self._ask(tracked)
-        if tracked.ask is None:
+        if not tracked.ask:
             return None
         grant = self._client.grant(tracked.ask)
         if grant is not None:
@@ -209,8 +203,8 @@ class SchedulerHalf:
             grant = self._client.grant(tracked.ask)
         if grant is None:
             return None
-        if self._clock() >= grant.until_ns:
-            self._client.drop(tracked.ask)  # its pins may be gone, or more is there now
+        if self._client.clock() >= grant.until_ns:
+            self._drop_lookup(tracked)  # its pins may be gone, or more is there now
             self._ask(tracked)
             return None
         if grant.capped:
@@ -221,19 +215,19 @@ class SchedulerHalf:
 
     def _wait(self, tracked: TrackedRequest) -> None:
         idle = self._requests.keys().isdisjoint(self._scheduled)
-        if tracked.ask is None or (tracked.waited and not idle):
+        if tracked.waited and not idle:
             return  # with nothing else to run an empty step would cost more
         if not idle and self._timeouts >= TIMEOUTS_IN_A_ROW_MAX:
             return
         budget_s = IDLE_WAIT_S if idle else BUSY_WAIT_S
-        end = self._clock() + int((budget_s - self._waited_s) * 1e9)
-        started = self._clock()
+        end = self._client.clock() + int((budget_s - self._waited_s) * 1e9)
+        started = self._client.clock()
         while self._client.grant(tracked.ask) is None and self._client.session:
-            left_ns = end - self._clock()
+            left_ns = end - self._client.clock()
             if left_ns <= 0:
                 break
             self._client.receive(left_ns / 1e9)
-        self._waited_s += (self._clock() - started) / 1e9
+        self._waited_s += (self._client.clock() - started) / 1e9
         tracked.waited = True
         if not idle:
             found = self._client.grant(tracked.ask) is not None
@@ -244,35 +238,40 @@ class SchedulerHalf:
         self._lease_queue.add(tracked)
         later = dropwhile(lambda other: other is not tracked, self._requests.values())
         for other in later:
-            grant = self._client.grant(other.ask) if other.ask is not None else None
-            if other.ask is not None and grant is not None and (grant.lease or other is tracked):
-                self._client.drop(other.ask)
-                other.ask, other.phase, other.capped = None, Phase.NEW, True
+            grant = self._client.grant(other.ask)
+            if grant is not None and (grant.lease or other is tracked):
+                self._drop_lookup(other)
+                other.capped = True
         self._ask(tracked)
+
+    def _drop_lookup(self, tracked: TrackedRequest) -> None:
+        """Give up a request's lookup, if it has one, and its answer."""
+        if tracked.ask:
+            self._client.drop(tracked.ask)
+            tracked.ask, tracked.phase = 0, Phase.NEW
 
     def _defer(self, tracked: TrackedRequest) -> int | None:
         """Answer "ask again later", or 0 when that has gone on for too long."""
-        now = self._clock()
+        now = self._client.clock()
         if tracked.deferred_ns is None:
             tracked.deferred_ns = now
-            self._count("deferred")
+            self._client.count("deferred")
         silent = self._client.unanswered_ns(tracked.ask) > self._answer_limit_ns()
         if silent or now - tracked.deferred_ns > max(LOADING_LIMIT_NS, self._answer_limit_ns()):
-            self._count("timed_out")
+            self._client.count("timed_out")
             self._give_up(tracked)
             if silent:
                 self._client.detach("no answer in time")
             return 0
-        self._count("deferred_steps")
+        self._client.count("deferred_steps")
         return None
 
     def _answer_limit_ns(self) -> int:
         return ANSWER_LIMIT_NS + self._client.defer_ms * 1_000_000
 
     def _give_up(self, tracked: TrackedRequest) -> None:
-        if tracked.ask is not None:
-            self._client.drop(tracked.ask)
-        tracked.ask, tracked.phase, tracked.failures = None, Phase.RUNNING, FAILURES_MAX
+        self._drop_lookup(tracked)
+        tracked.phase, tracked.failures = Phase.RUNNING, FAILURES_MAX
         self._lease_queue.remove(tracked)
 
     def _usable(self, tracked: TrackedRequest, grant: Grant, computed: int) -> int:
@@ -312,43 +311,32 @@ class SchedulerHalf:
         if tracked.phase is Phase.LOADED:  # counted before, and its present blocks are known
             tracked.phase = Phase.RUNNING
             return
-        grant = self._client.grant(tracked.ask) if tracked.ask is not None else None
-        own = tracked.query.own
-        if grant is None:
-            tracked.present = (NO_HITS,) * self._groups
-        else:
-            kept = min(own, grant.kept)
-            tracked.present = tuple(hits.before(kept) for hits in grant.hits)
-            tracked.present = tracked.present or (NO_HITS,) * self._groups
+        grant = self._client.grant(tracked.ask) or NO_GRANT
+        kept = min(tracked.query.own, grant.kept)
+        tracked.present = tuple(hits.before(kept) for hits in grant.hits) or self._absent
         self._rewind(tracked)
-        sources = self._split_by_source(tracked, grant, external)
+        tracked.sources = self._split_by_source(grant, external)
         if tracked.may_load:
-            self._client.count_usage(tracked.request.num_tokens - tracked.local, sources)
-        if external:
-            complete = self._plan_load(tracked, grant or NO_GRANT, table, external)
-            if tracked.ask is not None:
-                (self._client.take if complete else self._client.drop)(tracked.ask)
+            self._client.count_usage(tracked.request.num_tokens - tracked.local, tracked.sources)
+        if external and self._plan_load(tracked, grant, table, external):
+            self._client.take(tracked.ask)
         else:
-            if tracked.ask is not None:
-                self._client.drop(tracked.ask)
+            self._client.drop(tracked.ask)
+        if not external:
             self._load_targets.update(self._fresh(table, tracked.local))  # another may fill them
             # Until it is scheduled nothing of it is whole, whatever the engine counts as computed.
             tracked.phase, tracked.remote = Phase.NEW, NO_REMOTE
             self._hand_overs.release(request_id)
-        tracked.ask = None
+        tracked.ask = 0
 
     def _fresh(self, table: BlockTable, computed: int) -> Iterator[int]:
         """Yield the engine blocks of a table that begin at a token or behind it."""
         for ids, tokens in zip(table, self._geometry.engine_block_tokens, strict=False):
             yield from ids[computed // tokens :]
 
-    def _split_by_source(
-        self, tracked: TrackedRequest, grant: Grant | None, external: int
-    ) -> dict[str, int]:
+    def _split_by_source(self, grant: Grant, external: int) -> dict[str, int]:
         """Split the loaded tokens by the tier that the bytes were first found in."""
-        if not external or grant is None:
-            return {}
-        left = external
+        left = external if grant.lease else 0
         split: dict[str, int] = {}
         for tier, blocks in grant.sources.items():
             tokens = min(left, blocks * self._geometry.block_tokens)
@@ -356,16 +344,13 @@ class SchedulerHalf:
                 split[tier] = tokens
                 left -= tokens
         if left:
-            split[MEDIUM] = left
-        tracked.grant = msgspec.structs.replace(grant, sources=split)
+            split[CPU] = left
         return split
 
     def hit_sources(self, request_id: str, external: int) -> dict[str, int]:
         """Return where the tokens of the load just planned come from, by tier."""
         tracked = self._requests.get(request_id)
-        if tracked is None or tracked.grant is None:
-            return {MEDIUM: external}
-        return tracked.grant.sources
+        return (tracked.sources if tracked is not None else {}) or {CPU: external}
 
     def _plan_load(
         self, tracked: TrackedRequest, grant: Grant, table: BlockTable, external: int
@@ -382,7 +367,7 @@ class SchedulerHalf:
             session=self._client.session if plan.complete else 0,
             lease=grant.lease,
             engine=plan.engine,
-            store=StoreSpec(MEDIUM, plan.slots),
+            slots=plan.slots,
             generations=plan.generations,
             source=", ".join(filter(None, sources)),
         )
@@ -391,7 +376,7 @@ class SchedulerHalf:
         tracked.phase, tracked.remote = Phase.LOADING, NO_REMOTE
         tracked.loading_hash = tracked.query.hashes[local // self._geometry.block_tokens]
         self._loading_hashes[tracked.loading_hash] += 1
-        self.stats["load_tokens"] += external
+        self._client.stats["load_tokens"] += external
         return plan.complete
 
     # Every step
@@ -469,14 +454,13 @@ class SchedulerHalf:
     def _loaded(self, tracked: TrackedRequest, *, failed: bool) -> None:
         self._end_loading(tracked)
         self._hand_overs.release(tracked.request.request_id)
-        tracked.phase = Phase.LOADED
+        tracked.phase = Phase.NEW if failed else Phase.LOADED
         tracked.deferred_ns = None
         if failed:
-            self._count("load_failed")
+            self._client.count("load_failed")
             tracked.failures += 1
-            tracked.present = (NO_HITS,) * self._groups
+            tracked.present = self._absent
             self._rewind(tracked)
-            tracked.phase = Phase.NEW
 
     def _end_loading(self, tracked: TrackedRequest) -> None:
         if tracked.loading_hash is not None:
@@ -496,7 +480,7 @@ class SchedulerHalf:
         tracked = self._requests.get(request_id)
         if tracked is None or tracked.phase is not Phase.RUNNING:
             return None
-        return self._hand_overs.finish(tracked, table[: self._groups], self._scope)
+        return self._hand_overs.finish(tracked, table[: len(self._absent)], self._scope)
 
     def handed_over(self, request_ids: Iterable[str]) -> list[EngineRequest]:
         """Return those of these requests that another engine continues."""
@@ -523,8 +507,7 @@ class SchedulerHalf:
             computed = tracked.request.num_computed_tokens
             self._stores.store_complete(tracked, computed, lambda _: table)
         self._final_stores.extend(self._stores.take_jobs())
-        if tracked.ask is not None:
-            self._client.drop(tracked.ask)
+        self._client.drop(tracked.ask)
         self._hand_overs.end(request_id)
         self._end_loading(tracked)
         return self._hand_overs.has_unstored(request_id)
@@ -546,9 +529,7 @@ class SchedulerHalf:
         self._stores.use_scope(nonce)
         self._hand_overs.drop_rest()
         for tracked in self._requests.values():
-            if tracked.ask is not None:
-                self._client.drop(tracked.ask)
-                tracked.ask, tracked.phase = None, Phase.NEW
+            self._drop_lookup(tracked)
             tracked.cursor = NEVER  # until the engine allocates afresh: its blocks are of before
         return not any(t.phase is Phase.LOADING for t in self._requests.values())
 
@@ -558,18 +539,7 @@ class SchedulerHalf:
 
     def take_stats(self) -> dict[str, int]:
         """Return what was counted since the last call."""
-        if blocks := self._stores.take_count():
-            self.stats["store_blocks"] += blocks
-        if self._client.detached:
-            self.stats["detached"] += self._client.detached
-            self._client.detached = 0
-        stats = dict(self.stats)
-        self.stats.clear()
-        return stats
-
-    def _count(self, event: str, by: int = 1) -> None:
-        self.stats[event] += by
-        self._client.counts[event] += by
+        return self._client.take_stats()
 
     def shutdown(self) -> None:
         """Close the connection; safe to call twice."""

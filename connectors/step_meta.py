@@ -23,26 +23,21 @@ class EngineSpec(msgspec.Struct, frozen=True):
     block_indices: tuple[int, ...]
 
 
-class StoreSpec(msgspec.Struct, frozen=True):
-    """The same blocks on the store's side: slots in the same order."""
-
-    medium: str
-    slots: tuple[int, ...]
-
-
 class StoreJob(msgspec.Struct, frozen=True):
-    """Copy engine blocks into granted slots. keys and parents go with the slots."""
+    """Copy engine blocks into granted slots, in the same order. keys and parents go with these."""
 
     job_id: int
     session: int
     engine: EngineSpec
-    store: StoreSpec
+    slots: tuple[int, ...]
     keys: tuple[bytes, ...]
     parents: tuple[bytes, ...]
 
 
 class LoadJob(msgspec.Struct, frozen=True):
-    """Copy leased slots into a request's engine blocks; generations go with the slots.
+    """Copy leased slots into a request's engine blocks, in the same order.
+
+    generations: of the slots.
 
     source: where the bytes come from, for log lines.
     """
@@ -51,7 +46,7 @@ class LoadJob(msgspec.Struct, frozen=True):
     session: int
     lease: int
     engine: EngineSpec
-    store: StoreSpec
+    slots: tuple[int, ...]
     generations: tuple[int, ...]
     source: str = ""
 
@@ -75,9 +70,9 @@ class StepMeta(msgspec.Struct, frozen=True):
 
 
 def pieces(
-    engine: EngineSpec, store: StoreSpec, blocks_per_chunk: tuple[int, ...]
+    engine: EngineSpec, slots: tuple[int, ...], blocks_per_chunk: tuple[int, ...]
 ) -> Iterator[Move]:
-    """Pair engine blocks with slots. Raises ValueError if the two specs do not fit."""
+    """Pair engine blocks with slots. Raises ValueError if these do not fit."""
     at = slot_at = 0
     for group, size in enumerate(engine.group_sizes):
         if size == 0:
@@ -85,13 +80,13 @@ def pieces(
         first, per = engine.block_indices[group], blocks_per_chunk[group]
         chunk_first = first // per
         chunks = (first + size - 1) // per - chunk_first + 1
-        slots = store.slots[slot_at : slot_at + chunks]
-        if len(slots) != chunks:
-            raise ValueError(f"group {group} needs {chunks} slots, {len(slots)} are left")
+        own = slots[slot_at : slot_at + chunks]
+        if len(own) != chunks:
+            raise ValueError(f"group {group} needs {chunks} slots, {len(own)} are left")
         for offset, block_id in enumerate(engine.block_ids[at : at + size]):
             chunk, part = divmod(first + offset, per)
-            yield Move(group, block_id, slots[chunk - chunk_first], part)
+            yield Move(group, block_id, own[chunk - chunk_first], part)
         at += size
         slot_at += chunks
-    if slot_at != len(store.slots) or at != len(engine.block_ids):
-        raise ValueError(f"{len(store.slots)} slots, {slot_at} of them used")
+    if slot_at != len(slots) or at != len(engine.block_ids):
+        raise ValueError(f"{len(slots)} slots, {slot_at} of them used")

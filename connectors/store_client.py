@@ -73,10 +73,6 @@ class GroupHits:
         at = bisect_left(self._indices, end)
         return GroupHits(self._indices[:at], self._slots[:at], self._generations[:at])
 
-    def all_of(self, first: int, end: int) -> bool:
-        """Return True if all of the blocks first..end-1 are present."""
-        return self.run(first, end) is not None
-
     def any_of(self, first: int, end: int) -> bool:
         """Return True if any of the blocks first..end-1 is present."""
         if first >= self._end:
@@ -129,10 +125,10 @@ class StoreClient:
         self.events: deque[BlockChange] = deque(maxlen=EVENTS_MAX)
         self.events_lost = 0  # the engine did not take them in time
         self.collect_events = False
-        self.detached = 0
-        self.counts: Counter[str] = Counter()
+        self.stats: Counter[str] = Counter()  # events and blocks, since take_stats()
+        self._counts: Counter[str] = Counter()  # events that the store has not heard of
         self._attacher = attacher
-        self._clock = clock
+        self.clock = clock
         self._link: Link | None = None
         self._welcomed = 0
         self._known: set[bytes] = set()
@@ -141,9 +137,9 @@ class StoreClient:
         self._grants: dict[int, Grant] = {}
         self._lookups: list[p.Lookup] = []
         self._release: list[int] = []
-        self._handing: list[p.Handing] = []
-        self._let_go: list[p.LetGo] = []
-        self._shown: list[p.Shown] = []
+        self._hand_overs: list[p.Handing] = []
+        self._remote_releases: list[p.LetGo] = []
+        self._readable_blocks: list[p.Shown] = []
         self._versions: BlockVersions | None = None
         self._usage_tokens = 0
         self._usage_hits: Counter[str] = Counter()
@@ -154,8 +150,8 @@ class StoreClient:
 
     def wait_attached(self, timeout_s: float) -> bool:
         """Wait for the session to be active; at start-up only. Raises the store's refusal."""
-        end_ns = self._clock() + int(timeout_s * 1e9)
-        while self._clock() < end_ns:
+        end_ns = self.clock() + int(timeout_s * 1e9)
+        while self.clock() < end_ns:
             if self._attacher.refused is not None:
                 raise self._attacher.refused
             self.receive(0.05)
@@ -171,15 +167,15 @@ class StoreClient:
             return
         log.warning("kvstore: detached: %s; answers are misses until it is back", reason)
         self._invalidate_versions()
-        self.counts["detached"] += 1
-        self.detached += 1
+        self.count("detached")
         self._link.close()
         self._link, self.session = None, 0
         self.credits.clear()
         self._known, self._known_before = set(), set()
         self._asked_ns.clear()
         self._grants.clear()
-        self._clear_outbox()
+        self._lookups, self._release = [], []
+        self._hand_overs, self._remote_releases, self._readable_blocks = [], [], []
         self.side_channel = ""
         self._attacher.start()
 
@@ -203,7 +199,7 @@ class StoreClient:
         versions = self._versions
         if versions is not None and blocks and max(blocks) < versions.blocks:
             packed = versions.packed(blocks)
-            self._shown.append(
+            self._readable_blocks.append(
                 p.Shown(framing.u32(slots), tuple(keys), framing.u32(blocks), packed)
             )
 
@@ -219,35 +215,35 @@ class StoreClient:
 
     # Asking
 
-    def ask(self, lookup: p.Lookup) -> int | None:
-        """Queue a lookup under a new number and return that; None while not attached."""
+    def ask(self, lookup: p.Lookup) -> int:
+        """Queue a lookup under a new number and return that; 0 while not attached."""
         if not self.session:
-            return None
+            return 0
         number = self._next_ask
         self._next_ask += 1
         self._lookups.append(msgspec.structs.replace(lookup, ask=number))
-        self._asked_ns[number] = self._clock()
+        self._asked_ns[number] = self.clock()
         return number
 
     def report_hand_over(self, state: p.Handing) -> None:
         """Tell the store the state of a request that another engine continues."""
         if self.session:
-            self._handing.append(state)
+            self._hand_overs.append(state)
 
     def release_remote(self, peer: str, request: str) -> None:
         """Have a peer release what it holds for a request of this engine."""
         if self.session:
-            self._let_go.append(p.LetGo(peer, request))
+            self._remote_releases.append(p.LetGo(peer, request))
 
     def asked_ns(self, ask: int) -> int | None:
         """Return when a lookup was asked; None if it was lost with its session."""
         return self._asked_ns.get(ask)
 
-    def unanswered_ns(self, ask: int | None) -> int:
+    def unanswered_ns(self, ask: int) -> int:
         """Return how long a lookup has been waiting for its answer; 0 if it is not."""
-        if ask is None or ask in self._grants:
+        if ask in self._grants:
             return 0
-        now_ns = self._clock()
+        now_ns = self.clock()
         return now_ns - self._asked_ns.get(ask, now_ns)
 
     def grant(self, ask: int) -> Grant | None:
@@ -271,6 +267,17 @@ class StoreClient:
         """Count a request that was admitted: tokens asked for, and tokens served by tier."""
         self._usage_tokens += lookup_tokens
         self._usage_hits.update(hits)
+
+    def count(self, event: str, by: int = 1) -> None:
+        """Count an event, for the engine's statistics and for the store's metrics."""
+        self.stats[event] += by
+        self._counts[event] += by
+
+    def take_stats(self) -> dict[str, int]:
+        """Return what was counted since the last call."""
+        stats = dict(self.stats)
+        self.stats.clear()
+        return stats
 
     def known_ready(self, key: bytes) -> bool:
         """Return True if a block is in the store's memory, by the last message about it."""
@@ -305,17 +312,17 @@ class StoreClient:
                 lookups=_take(self._lookups, _fitting(self._lookups)),
                 release=_take(self._release),
                 usage=usage,
-                counts=dict(self.counts),
-                handing=_take(self._handing, _fitting(self._handing)),
-                let_go=_take(self._let_go),
-                shown=_take(self._shown, _fitting(self._shown)),
+                counts=dict(self._counts),
+                handing=_take(self._hand_overs, _fitting(self._hand_overs)),
+                let_go=_take(self._remote_releases),
+                shown=_take(self._readable_blocks, _fitting(self._readable_blocks)),
             )
             if step == _NOTHING:
                 self._link.flush()
                 return
             self._usage_tokens = 0
             self._usage_hits.clear()
-            self.counts.clear()
+            self._counts.clear()
             self._link.send(step)
         except LinkLost as exc:
             self.detach(str(exc))
@@ -323,11 +330,7 @@ class StoreClient:
     @property
     def has_hand_overs_to_send(self) -> bool:
         """True while the store has yet to hear of a request that two engines share."""
-        return bool(self._handing or self._let_go)
-
-    def _clear_outbox(self) -> None:
-        self._lookups, self._release = [], []
-        self._handing, self._let_go, self._shown = [], [], []
+        return bool(self._hand_overs or self._remote_releases)
 
     def receive(self, timeout_s: float = 0.0) -> None:
         """Take in what has arrived, waiting at most timeout_s for the first message."""

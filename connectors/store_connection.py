@@ -297,8 +297,3 @@ class Attacher:
             os.close(self._wake)
         while self._ready:
             self._ready.popleft()[0].close()
-
-
-def monotonic_ns() -> int:
-    """Return the clock that leases are measured with here."""
-    return time.monotonic_ns()

@@ -19,11 +19,10 @@ from connectors.engine_interface import BlockTable, Geometry
 from connectors.events import BlockEvents
 from connectors.partial_block import PartialBlock
 from connectors.request_state import TrackedRequest
-from connectors.step_meta import EngineSpec, StoreJob, StoreSpec
+from connectors.step_meta import EngineSpec, StoreJob
 from connectors.store_client import StoreClient
 from kvstore.core.types import make_key
 
-MEDIUM = "cpu"
 JOB_BLOCKS_MAX = 64  # a fence waits for whole jobs
 RUN_BLOCKS_MIN = 4  # fewer are gathered one by one
 
@@ -40,25 +39,15 @@ class _GroupBatch(msgspec.Struct):
     keys: list[bytes] = []
     parents: list[bytes] = []
 
-    def parent(self, block_hash: bytes) -> bytes:
-        """Return the key of the block before the next one; block_hash: its hash, b"" for none."""
-        return block_hash + self.suffix if block_hash and not self.rooted else b""
-
-    def add(self, ids: Sequence[int], slot: int, block_hash: bytes, parent_hash: bytes) -> None:
-        """Gather one block."""
-        self.ids += ids
-        self.slots.append(slot)
-        self.keys.append(block_hash + self.suffix)
-        self.parents.append(self.parent(parent_hash))
-
-    def add_run(
+    def add(
         self, ids: Sequence[int], slots: Iterable[int], keys: list[bytes], parent_hash: bytes
     ) -> None:
-        """Gather consecutive blocks."""
+        """Gather consecutive blocks. parent_hash: of the block before them, b"" for none."""
         self.ids += ids
         self.slots += slots
         self.keys += keys
-        self.parents.append(self.parent(parent_hash))
+        first = parent_hash + self.suffix if parent_hash and not self.rooted else b""
+        self.parents.append(first)
         self.parents += [b""] * (len(keys) - 1) if self.rooted else keys[:-1]
 
     def clear(self) -> None:
@@ -74,15 +63,13 @@ class StorePlanner:
         geometry: Geometry,
         client: StoreClient,
         world: int,
-        count: Callable[[str], None],
         events: BlockEvents,
     ) -> None:
-        """world: ranks that report each job. count(event): called when credits ran out."""
+        """world: ranks that report each job."""
         self._events = events
         self._geometry = geometry
         self._client = client
         self._world = world
-        self._count = count
         self._hashes_per_block = geometry.block_tokens // geometry.hash_tokens
         self._sources: dict[int, frozenset[int]] = {}  # unfinished job -> engine blocks it reads
         self._ranks_ended: Counter[int] = Counter()
@@ -90,7 +77,6 @@ class StorePlanner:
         self._jobs: list[StoreJob] = []
         self._batches: list[_GroupBatch] = []
         self._gathered = 0  # blocks for the next job
-        self._planned = 0  # blocks of jobs since take_count()
         self.use_scope(b"")
 
     def use_scope(self, scope: bytes) -> None:
@@ -107,10 +93,7 @@ class StorePlanner:
         return bool(self._client.session) and len(self._client.credits) >= len(self._batches)
 
     def store_complete(
-        self,
-        tracked: TrackedRequest,
-        computed: int,
-        table: Callable[[str], BlockTable | None],
+        self, tracked: TrackedRequest, computed: int, table: Callable[[str], BlockTable | None]
     ) -> int:
         """Store the blocks that are complete now and not stored yet, as far as credits go.
 
@@ -128,7 +111,7 @@ class StorePlanner:
                 return 0
             self._gather(tracked, end, blocks)
             if tracked.cursor < end:
-                self._count("store_declined")
+                client.count("store_declined")
         return (tracked.cursor + 1) * size
 
     def _gather(self, tracked: TrackedRequest, end: int, table: BlockTable) -> None:
@@ -152,7 +135,7 @@ class StorePlanner:
         for batch in self._batches:
             ids = table[batch.group][first * batch.engine_blocks : end * batch.engine_blocks]
             present = tracked.present[batch.group]
-            if not any(ids) or present.all_of(first, end):
+            if not any(ids) or present.run(first, end) is not None:
                 continue
             suffix = batch.suffix
             keys = [block_hash + suffix for block_hash in hashes]
@@ -165,7 +148,7 @@ class StorePlanner:
             runs.append((batch, ids, keys))
         for batch, ids, keys in runs:
             slots = [client.credits.popleft() for _ in keys]
-            batch.add_run(ids, slots, keys, parent_hash)
+            batch.add(ids, slots, keys, parent_hash)
             self._gathered += len(keys)
         if runs:
             self._events.stored(tracked.request, first, end)
@@ -183,13 +166,14 @@ class StorePlanner:
             for batch in self._batches:
                 per_block = batch.engine_blocks
                 ids = table[batch.group][index * per_block : (index + 1) * per_block]
+                key = block_hash + batch.suffix
                 if (
                     len(ids) == per_block
                     and 0 not in ids
                     and index not in tracked.present[batch.group]
-                    and not known_ready(block_hash + batch.suffix)
+                    and not known_ready(key)
                 ):
-                    batch.add(ids, free.popleft(), block_hash, parent_hash)
+                    batch.add(ids, [free.popleft()], [key], parent_hash)
                     self._gathered += 1
             if self._gathered > before:
                 self._events.stored(tracked.request, index, index + 1)
@@ -220,11 +204,12 @@ class StorePlanner:
         if not client.session or tracked.cursor != partial.block:
             return False
         if not self.can_store():
-            self._count("store_declined")
+            client.count("store_declined")
             return False
         parent_hash = hashes[partial.block * self._hashes_per_block - 1] if partial.block else b""
         for batch, ids in zip(self._batches, self._ids_of(partial, table), strict=True):
-            batch.add(ids, client.credits.popleft(), partial.hash, parent_hash)
+            key = partial.hash + batch.suffix
+            batch.add(ids, [client.credits.popleft()], [key], parent_hash)
             self._gathered += 1
         self._close_job(partial_blocks=1)
         return True
@@ -237,34 +222,22 @@ class StorePlanner:
         """
         number = self._next_job
         self._next_job += 1
-        ids: list[int] = []
-        slots: list[int] = []
-        keys: list[bytes] = []
-        parents: list[bytes] = []
-        sizes: list[int] = []
-        for batch in self._batches:
-            ids += batch.ids
-            slots += batch.slots
-            keys += batch.keys
-            parents += batch.parents
-            sizes.append(len(batch.ids))
+        batches = self._batches
+        ids = tuple(block for batch in batches for block in batch.ids)
+        slots = tuple(slot for batch in batches for slot in batch.slots)
+        keys = tuple(key for batch in batches for key in batch.keys)
+        parents = tuple(parent for batch in batches for parent in batch.parents)
+        sizes = tuple(len(batch.ids) for batch in batches)
+        for batch in batches:
             whole = len(batch.slots) - partial_blocks
             self._client.publish_blocks(
                 batch.slots[:whole], batch.keys[:whole], batch.ids[: whole * batch.engine_blocks]
             )
             batch.clear()
         self._sources[number] = frozenset(ids)
-        self._jobs.append(
-            StoreJob(
-                number,
-                self._client.session,
-                EngineSpec(tuple(ids), tuple(sizes), (0,) * len(sizes)),
-                StoreSpec(MEDIUM, tuple(slots)),
-                tuple(keys),
-                tuple(parents),
-            )
-        )
-        self._planned += len(slots)
+        spec = EngineSpec(ids, sizes, (0,) * len(sizes))
+        self._jobs.append(StoreJob(number, self._client.session, spec, slots, keys, parents))
+        self._client.stats["store_blocks"] += len(slots)
         self._gathered = 0
 
     def take_jobs(self) -> tuple[StoreJob, ...]:
@@ -273,11 +246,6 @@ class StorePlanner:
             self._close_job()
         jobs, self._jobs = tuple(self._jobs), []
         return jobs
-
-    def take_count(self) -> int:
-        """Return how many blocks were planned since the last call."""
-        count, self._planned = self._planned, 0
-        return count
 
     def fence(self, written: Iterable[int]) -> set[int]:
         """Return the unfinished jobs that read any of these engine blocks."""

@@ -17,6 +17,7 @@ import secrets
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from connectors import vllm_version  # noqa: F401 - the first, see there
@@ -87,38 +88,18 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = parse_extra(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._tokens = compat.geometry(vllm_config, kv_cache_config, self._settings.block_tokens)
         self._config, self._cache = vllm_config, kv_cache_config
-        refuse_engine_id(str(vllm_config.kv_transfer_config.engine_id))
+        engine_id = str(vllm_config.kv_transfer_config.engine_id)
+        refuse_engine_id(engine_id)
+        base = re.sub(r"_dp\d+$", "", engine_id)  # replicas of one engine share a private store
+        self._find_store = partial(self._settings.find_store, base)
         self._worker: WorkerHalf | None = None
         self._scheduler: SchedulerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = self._start_scheduler()
+            from connectors.vllm_scheduler import start_scheduler  # this process schedules
 
-    def _start_scheduler(self) -> SchedulerSide:
-        from connectors.vllm_scheduler import start_scheduler  # this process schedules
-
-        states = compat.state_groups(self._cache)
-        return start_scheduler(
-            self,
-            self._config,
-            self._cache,
-            self._tokens,
-            states,
-            self._settings,
-            self._find_store,
-        )
-
-    def _find_store(self) -> str:
-        """Return the store's address; a private one is started, unless it runs."""
-        settings = self._settings
-        if settings.store is not None:
-            return settings.store
-        from kvstore.launch import ensure  # this engine has a private store
-
-        engine = str(self._config.kv_transfer_config.engine_id)
-        base = re.sub(r"_dp\d+$", "", engine)  # replicas of one engine share a store
-        return ensure(
-            base, settings.cpu_bytes or 0, settings.nvme, settings.listen, settings.engine
-        )
+            self._scheduler = start_scheduler(
+                self, vllm_config, kv_cache_config, self._tokens, self._settings, self._find_store
+            )
 
     # Facts that vLLM asks for
 
@@ -182,11 +163,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: loads are asynchronous, their requests wait outside the running set."""
 
     def save_kv_layer(
-        self,
-        layer_name: str,
-        kv_layer: torch.Tensor,
-        attn_metadata: Any,
-        **kwargs: Any,
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
         """Do nothing: whole blocks are stored after the forward."""
 
@@ -242,10 +219,7 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
         return half.get_num_new_matched_tokens(request.request_id, num_computed_tokens)
 
     def update_state_after_alloc(
-        self,
-        request: Request,
-        blocks: Any,
-        num_external_tokens: int,
+        self, request: Request, blocks: Any, num_external_tokens: int
     ) -> None:
         """Plan the load into the blocks that were allocated, or note that they are another's.
 

@@ -13,9 +13,6 @@ from connectors import vllm_version  # noqa: F401 - the first, see there
 # isort: split
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
-    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     SlidingWindowSpec,
@@ -77,8 +74,6 @@ def group_rule(spec: Any, block_tokens: int) -> GroupRule:
     """Say which blocks of a group a hit needs. Raises NotSupported for other kinds."""
     if isinstance(spec, UniformTypeKVCacheSpecs):
         spec = next(iter(spec.kv_cache_specs.values()))
-    if isinstance(spec, CrossAttentionSpec | EncoderOnlyAttentionSpec | ChunkedLocalAttentionSpec):
-        raise NotSupported(f"kvstore does not serve KV groups of kind {type(spec).__name__}")
     if isinstance(spec, SlidingWindowSpec):
         # Below its window the engine keeps tokens that a drafter of several modules goes back to.
         return window_rule(spec.sliding_window + spec.extra_retained_tokens, block_tokens)
@@ -91,7 +86,7 @@ def group_rule(spec: Any, block_tokens: int) -> GroupRule:
         return GroupRule(1, exact=True)
     if isinstance(spec, FullAttentionSpec):
         return GroupRule(None)
-    raise NotSupported(f"kvstore does not know KV groups of kind {type(spec).__name__}")
+    raise NotSupported(f"kvstore does not serve KV groups of kind {type(spec).__name__}")
 
 
 def geometry(config: Any, cache: Any, wanted: int | None) -> Geometry:
@@ -109,12 +104,3 @@ def geometry(config: Any, cache: Any, wanted: int | None) -> Geometry:
     sizes = tuple(group.kv_cache_spec.block_size for group in groups)
     rules = tuple(group_rule(group.kv_cache_spec, block_tokens) for group in groups)
     return Geometry(block_tokens, hash_tokens, sizes, rules)
-
-
-def state_groups(cache: Any) -> frozenset[int]:
-    """Name the groups whose blocks are recurrent states, whole at hand-over points only."""
-    return frozenset(
-        index
-        for index, group in enumerate(cache.kv_cache_groups)
-        if isinstance(group.kv_cache_spec, MambaSpec)
-    )

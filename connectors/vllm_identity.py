@@ -24,9 +24,9 @@ from kvstore.core.layout import TRAIT_DIGITS
 TRAIT_CHARACTERS = 100  # of one fact as others are told it
 # These take all weights from the model's folder. Others make them up or have them from elsewhere.
 LOAD_FORMATS = (
-    *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt", "npcache"),
-    *("runai_streamer", "runai_streamer_sharded", "sharded_state", "bitsandbytes", "gguf"),
-)
+    "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt", "npcache",
+    "runai_streamer", "runai_streamer_sharded", "sharded_state", "bitsandbytes", "gguf",
+)  # fmt: skip
 # Fields of vLLM's configuration that are in the digest as they are. tests/engine/test_fields.py
 # has all others, each with the reason why not. A field that a new version adds makes it fail.
 FIELDS = {

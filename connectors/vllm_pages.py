@@ -39,11 +39,7 @@ PLAIN = {
 
 
 def layer_geometry(
-    config: Any,
-    name: str,
-    spec: Any,
-    page_bytes: int,
-    blocks: torch.Tensor,
+    config: Any, name: str, spec: Any, page_bytes: int, blocks: torch.Tensor
 ) -> LayerGeometry:
     """Describe one layer's page on this rank.
 

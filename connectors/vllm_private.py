@@ -30,26 +30,26 @@ from connectors.vllm_version import VERSION
 from kvstore.core.errors import NotSupported
 
 REQUEST = (
-    *("_all_token_ids", "all_token_ids", "block_hashes", "drop_stale_output"),
-    *("kv_transfer_params", "lora_request"),
-    *("max_tokens", "mm_features", "num_computed_tokens", "num_in_flight_tokens"),
-    *("num_prompt_tokens", "num_tokens", "prompt_is_token_ids", "prompt_token_ids", "request_id"),
-    *("skip_reading_prefix_cache", "status"),
-)
+    "_all_token_ids", "all_token_ids", "block_hashes", "drop_stale_output", "kv_transfer_params",
+    "lora_request", "max_tokens", "mm_features", "num_computed_tokens", "num_in_flight_tokens",
+    "num_prompt_tokens", "num_tokens", "prompt_is_token_ids", "prompt_token_ids", "request_id",
+    "skip_reading_prefix_cache", "status",
+)  # fmt: skip
 CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (
         SchedulerOutput,
         (
-            *("kv_cache_block_copies", "kv_connector_block_state", "num_scheduled_tokens"),
-            *("preempted_req_ids", "scheduled_cached_reqs", "scheduled_new_reqs"),
+            "kv_cache_block_copies",
+            "kv_connector_block_state",
+            "num_scheduled_tokens",
+            "preempted_req_ids",
+            "scheduled_cached_reqs",
+            "scheduled_new_reqs",
         ),
     ),
     (KVConnectorBlockState, ("boundary_state_offloads",)),
     (NewRequestData, ("block_ids", "num_computed_tokens")),
-    (
-        CachedRequestData,
-        ("new_block_ids", "num_computed_tokens", "req_ids", "resumed_req_ids"),
-    ),
+    (CachedRequestData, ("new_block_ids", "num_computed_tokens", "req_ids", "resumed_req_ids")),
     (KVConnectorOutput, ("failed_recving", "finished_recving", "kv_connector_worker_meta")),
     (KVCacheBlockCopy, ("dst_block_id",)),
     (KVCacheBlocks, ("blocks",)),
@@ -66,8 +66,16 @@ BUILT: tuple[tuple[type, tuple[str, ...]], ...] = (
     (
         BlockStored,
         (
-            *("block_hashes", "block_size", "group_idx", "kv_cache_spec_kind", "locality"),
-            *("lora_id", "lora_name", "medium", "parent_block_hash", "token_ids"),
+            "block_hashes",
+            "block_size",
+            "group_idx",
+            "kv_cache_spec_kind",
+            "locality",
+            "lora_id",
+            "lora_name",
+            "medium",
+            "parent_block_hash",
+            "token_ids",
         ),
     ),
     (KVConnectorTransferResults, ("failed_recving", "finished_recving", "finished_sending")),

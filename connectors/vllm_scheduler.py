@@ -6,7 +6,8 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
 
 from connectors import vllm_version  # noqa: F401 - the first, see there
 
@@ -30,7 +31,7 @@ from connectors.kv_transfer_params import Transfer, is_handed_over
 from connectors.scheduler import SchedulerHalf
 from connectors.step_meta import StepMeta
 from connectors.store_client import DISK, MEMORY, StoreClient
-from connectors.store_connection import Attacher, monotonic_ns
+from connectors.store_connection import Attacher
 from connectors.vllm_private import check_private
 from kvstore.core.errors import NotSupported
 from kvstore.core.limits import SLOTS_MAX
@@ -56,7 +57,6 @@ def start_scheduler(
     config: VllmConfig,
     cache: KVCacheConfig,
     tokens: Geometry,
-    states: frozenset[int],
     settings: ExtraConfig,
     find_store: Callable[[], str],
 ) -> SchedulerSide:
@@ -80,7 +80,7 @@ def start_scheduler(
             of_engine.kv_connector,
         )
     half = start_half(config, tokens, settings, find_store, beside=beside)
-    return SchedulerSide(half, cache, tokens, states, hands_over=hands_over)
+    return SchedulerSide(half, cache, tokens, hands_over=hands_over)
 
 
 def start_half(
@@ -124,7 +124,6 @@ def start_half(
     return SchedulerHalf(
         tokens,
         client,
-        monotonic_ns,
         world=world,
         shares_prefixes=bool(config.cache_config.enable_prefix_caching),
         transfer=Transfer(
@@ -166,20 +165,15 @@ class SchedulerSide:
     """Translates between vLLM's scheduler and the scheduler half."""
 
     def __init__(
-        self,
-        half: SchedulerHalf,
-        cache: Any,
-        tokens: Geometry,
-        states: frozenset[int],
-        *,
-        hands_over: bool = True,
+        self, half: SchedulerHalf, cache: Any, tokens: Geometry, *, hands_over: bool = True
     ) -> None:
-        """states: groups of recurrent states. hands_over: requests' hand-over parameters count."""
+        """hands_over: requests' hand-over parameters count."""
         self.half = half
         self.manager: Any = None
         self._cache = cache
         self._tokens = tokens
-        self._states = states
+        # Recurrent states are whole at hand-over points only.
+        self._states = frozenset(n for n, rule in enumerate(tokens.rules) if rule.exact)
         self._hands_over = hands_over
         self._warned_of_adapters = False
 
@@ -217,8 +211,12 @@ class SchedulerSide:
     def build_meta(self, output: SchedulerOutput) -> StepMeta:
         """Plan a step's copies."""
         preempted = output.preempted_req_ids or ()
-        for request in self.half.handed_over(preempted):
-            compute_again(request)
+        handed_over: list[Any] = self.half.handed_over(preempted)
+        for request in handed_over:
+            # Scheduling may be steps ahead of the output. A hand-over's last output would end the
+            # request after its blocks are freed; sampled again, it does not. vLLM drops such output
+            # by itself for connectors that do nothing else.
+            request.drop_stale_output = True
         state = output.kv_connector_block_state
         boundaries = {} if state is None else state.boundary_state_offloads
 
@@ -275,15 +273,6 @@ def transfer_of(request: Any) -> dict[str, Any] | None:
     if request.mm_features and params.get("do_remote_prefill"):
         return params | {"remote_num_tokens": 0}
     return params
-
-
-def compute_again(request: Any) -> None:
-    """Drop a preempted request's output that is under way, so that it is sampled again.
-
-    Scheduling may be steps ahead of the output. A hand-over's last output would end the request
-    after its blocks are freed; vLLM drops it by itself for connectors that do nothing else.
-    """
-    request.drop_stale_output = True
 
 
 def leave_out_last(request: Any, hash_tokens: int) -> None:
@@ -346,13 +335,7 @@ class _Ids(Sequence[int]):
     def __len__(self) -> int:
         return len(self._blocks)
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[int]: ...
-
-    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [block.block_id for block in self._blocks[index]]
         return int(self._blocks[index].block_id)
@@ -363,10 +346,7 @@ def ids_of(groups: Sequence[Sequence[Any]]) -> Sequence[Sequence[int]]:
     return [_Ids(blocks) for blocks in groups]
 
 
-def block_table(
-    kv_cache_manager: Any,
-    request_id: str,
-) -> Sequence[Sequence[int]]:
+def block_table(kv_cache_manager: Any, request_id: str) -> Sequence[Sequence[int]]:
     """Return a request's block ids by group without copying them."""
     managers = kv_cache_manager.coordinator.single_type_managers
     return ids_of([manager.req_to_blocks.get(request_id, ()) for manager in managers])

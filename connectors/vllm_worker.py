@@ -46,10 +46,7 @@ def start_worker(
     )
 
 
-def layer_caches(
-    cache: Any,
-    tensors: dict[str, torch.Tensor],
-) -> dict[str, LayerCache]:
+def layer_caches(cache: Any, tensors: dict[str, torch.Tensor]) -> dict[str, LayerCache]:
     """Describe the engine's tensors by their strides. Raises NotSupported for other layouts."""
     caches = {}
     for name, tensor in tensors.items():

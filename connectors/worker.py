@@ -7,7 +7,7 @@ between, and is given up when no block arrives any more, or when it takes too lo
 ends, and none waits for another. While a load waits the worker reports that: the store keeps its
 lease, and answers whether what a peer sends or computes is still on its way.
 
-The device knows where the engine's tensors are (copies/device.py). On a GPU a copy is queued and
+The device knows where the engine's tensors are. On a GPU a copy is queued and
 then polled, as a waiting load is; in host memory it has ended when the call returns. A job ends,
 complete or failed, only when nothing of it is being copied any more.
 
@@ -23,15 +23,23 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from connectors.copies.device import Copier, Copying, Device, device_of
-from connectors.copies.host import LayerCache, MappedExtent, SlotMap
+from connectors.copies.host import (
+    Copier,
+    Copying,
+    Device,
+    LayerCache,
+    MappedExtent,
+    SlotMap,
+    device_of,
+)
 from connectors.load_progress import LoadDeadline, SlotLoad
 from connectors.step_meta import LoadJob, StepMeta, StoreJob, pieces
-from connectors.store_connection import Link, LinkLost, Refusals, attach, monotonic_ns
+from connectors.store_connection import Link, LinkLost, Refusals, attach
 from kvstore.core.errors import KVStoreError, NotSupported, TierError
 from kvstore.core.layout import Move, RankGeometry, RankLayout
 from kvstore.text import shown
@@ -49,16 +57,6 @@ IDLE_WAIT_S = 0.02
 SHUTDOWN_WAIT_S = 5.0  # for stores that are queued; a copy takes milliseconds
 _READ_S = 0.1
 _FETCH_MESSAGES = p.Places | p.InEngine | p.Push | p.Passed
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """How a job ended; for a load, request_id is set."""
-
-    ok: bool
-    store_job: int | None = None
-    request_id: str | None = None
-    copied_bytes: int = 0
-    late: bool = False  # a load was given up
 
 
 class StoreTask(msgspec.Struct, eq=False):
@@ -87,6 +85,15 @@ class LoadTask(msgspec.Struct, eq=False):
     def slots_ok(self) -> bool:
         """True if all that comes from slots has come; asked once that is over."""
         return not self.broken and self.slots is not None and self.slots.ok
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a store or a load ended."""
+
+    task: StoreTask | LoadTask
+    ok: bool
+    copied_bytes: int = 0
+    late: bool = False  # a load was given up
 
 
 class WriteTask(msgspec.Struct, eq=False):
@@ -208,15 +215,15 @@ class WorkerHalf:
         ended: set[str] = set()
         failed: set[str] = set()
         for outcome in self._runner.poll():
-            if outcome.request_id is not None:
-                ended.add(outcome.request_id)
+            if isinstance(outcome.task, LoadTask):
+                ended.add(outcome.task.job.request_id)
                 if not outcome.ok:
-                    failed.add(outcome.request_id)
+                    failed.add(outcome.task.job.request_id)
                     self._stats.failed_loads += 1
                     self._stats.given_up_loads += outcome.late
                 self._stats.load_bytes += outcome.copied_bytes
-            elif outcome.store_job is not None:
-                self._stores_over.add(outcome.store_job)
+            else:
+                self._stores_over.add(outcome.task.job.job_id)
                 self._stats.failed_stores += not outcome.ok
                 self._stats.store_bytes += outcome.copied_bytes
         return ended, failed
@@ -250,7 +257,7 @@ class WorkerHalf:
         """Start or continue a task; None while it is under way."""
         if isinstance(task, WriteTask):
             return self._write(task)
-        outcome: Outcome | None = _failed(task)  # if an error gets past what follows
+        outcome: Outcome | None = Outcome(task, ok=False)  # if an error gets past what follows
         try:
             outcome = self._store(task) if isinstance(task, StoreTask) else self._load(task)
         finally:
@@ -265,7 +272,7 @@ class WorkerHalf:
         if isinstance(task, WriteTask):
             self._write_ended(task, "failed")
             return NOTHING
-        return _failed(task)
+        return Outcome(task, ok=False)
 
     def _write(self, task: WriteTask) -> Nothing | None:
         """Write engine blocks to a peer's; None while that is under way."""
@@ -289,9 +296,9 @@ class WorkerHalf:
         try:
             if task.copying is None:
                 if job.session != self._session or link is None or copier is None:
-                    return _failed(task)
+                    return Outcome(task, ok=False)
                 task.link, task.started = link, time.perf_counter()
-                moves = pieces(job.engine, job.store, self._blocks_per_chunk)
+                moves = pieces(job.engine, job.slots, self._blocks_per_chunk)
                 task.copying = copier.copy(moves, self._slots, store=True, after=task.mark)
             if not task.copying.over():
                 return None
@@ -300,10 +307,10 @@ class WorkerHalf:
             ok = False
         seconds = time.perf_counter() - task.started
         if task.link is not None:  # open until the last copy is over, also if the session is not
-            stored = p.Stored(framing.u32(job.store.slots), job.keys, job.parents, ok, seconds)
+            stored = p.Stored(framing.u32(job.slots), job.keys, job.parents, ok, seconds)
             self._send(task.link, stored)
         copied = task.copying.bytes if ok and task.copying is not None else 0
-        return Outcome(ok=ok, store_job=job.job_id, copied_bytes=copied)
+        return Outcome(task, ok, copied)
 
     def _load(self, task: LoadTask) -> Outcome | None:
         """Copy what is ready; None while slots are still being filled, or copied."""
@@ -323,7 +330,7 @@ class WorkerHalf:
         peer_over = True
         if task.peer is not None and self._direct is not None:
             task.peer.failed = task.peer.failed or (slots_over and not task.slots_ok)
-            peer_over = self._advance_peer(self._direct, task, task.peer, link, now_ns)
+            peer_over = self._advance_peer(self._direct, task, task.peer, now_ns)
         if peer_over and slots_over:
             return self._loaded(task, link, now_ns)
         if task.deadline is not None and task.deadline.should_ask(now_ns):
@@ -344,7 +351,7 @@ class WorkerHalf:
         """Report a load that is over."""
         job, load, peer = task.job, task.slots, task.peer
         self._deadlines.pop(job.lease, None)
-        slots = [slot for slot in job.store.slots if slot < p.DIRECT]
+        slots = [slot for slot in job.slots if slot < p.DIRECT]
         damaged = slots if task.broken or load is None else load.damaged
         if damaged:
             log.warning(
@@ -361,10 +368,10 @@ class WorkerHalf:
         if peer is not None:
             copied += peer.copied_bytes + peer.written_bytes
             ok = ok and not peer.failed
-        return Outcome(ok, request_id=job.request_id, copied_bytes=copied, late=late > 0)
+        return Outcome(task, ok, copied, late > 0)
 
     def _advance_peer(
-        self, direct: DirectTransfers, task: LoadTask, peer: PeerLoad, link: Link, now_ns: int
+        self, direct: DirectTransfers, task: LoadTask, peer: PeerLoad, now_ns: int
     ) -> bool:
         """Continue what comes from a peer; True when that is over.
 
@@ -379,7 +386,7 @@ class WorkerHalf:
             peer.deadline.restart(now_ns)  # the engine may be steps ahead
         if not task.mark_passed and not peer.failed:
             return False
-        return direct.advance(peer, partial(self._send, link), now_ns)
+        return direct.advance(peer, now_ns)
 
     def _advance_slots(self, task: LoadTask, load: SlotLoad, copier: Copier, now_ns: int) -> bool:
         """Copy what has become ready; True when that was all. Raises TierError."""
@@ -400,7 +407,7 @@ class WorkerHalf:
         self._deadlines.pop(job.lease, None)
         if task.peer is not None and self._direct is not None:
             task.peer.failed = True
-            if not self._direct.cancel(task.peer, now_ns, _discard):
+            if not self._direct.cancel(task.peer, now_ns):
                 return None
         copied = 0 if load is None else load.copied_bytes
         try:
@@ -408,7 +415,7 @@ class WorkerHalf:
                 return None
         except TierError as exc:
             log.error("load for %s failed: %s", job.request_id, exc)
-        return Outcome(ok=False, request_id=job.request_id, copied_bytes=copied)
+        return Outcome(task, ok=False, copied_bytes=copied)
 
     def _send(self, link: Link, message: framing.Message) -> None:
         try:
@@ -450,6 +457,8 @@ class WorkerHalf:
             log.warning("kvstore: %s", exc)
         finally:
             self._session, self._link = 0, None  # copies planned for this session stop here
+            if self._direct is not None:
+                self._direct.end_session()
             self._runner.drain()
             for extent in self._slots.clear():
                 self._device.unpin(extent)
@@ -515,7 +524,7 @@ class WorkerHalf:
 
 
 def _warn_late(job: LoadJob, late: int, deadline: LoadDeadline, now_ns: int) -> None:
-    blocks = len(job.store.slots)
+    blocks = len(job.slots)
     log.warning(
         "load for request %s given up: %d of %d blocks from %s came, the last sign of one %.1f s"
         " ago, in %.1f s; the request is computed",
@@ -528,10 +537,6 @@ def _warn_late(job: LoadJob, late: int, deadline: LoadDeadline, now_ns: int) -> 
     )
 
 
-def _discard(_message: framing.Message) -> None:
-    """Send nothing: the session is over."""
-
-
 def _direct_transfers(caches: dict[str, LayerCache], *, pushed: bool) -> DirectTransfers | None:
     from connectors.direct_reads import DirectTransfers  # noqa: PLC0415 - it loads NIXL
 
@@ -540,9 +545,3 @@ def _direct_transfers(caches: dict[str, LayerCache], *, pushed: bool) -> DirectT
     except NotSupported as exc:
         log.warning("kvstore: %s; blocks of peers go through the store's memory", exc)
         return None
-
-
-def _failed(task: StoreTask | LoadTask) -> Outcome:
-    if isinstance(task, StoreTask):
-        return Outcome(ok=False, store_job=task.job.job_id)
-    return Outcome(ok=False, request_id=task.job.request_id)

@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import msgspec
 
 from kvstore.core.errors import ConfigError
+from kvstore.core.limits import PORT_MAX
 from kvstore.numa import NODE_MAX
 from kvstore.settings import (
     Reader,
@@ -31,6 +32,7 @@ from kvstore.settings import (
     flag,
     matching,
     read_section,
+    read_socket,
     refuse_unknown,
     size,
     table_of_any,
@@ -48,9 +50,6 @@ DISK_BYTES_MAX = 256 * TIB  # for more, a process has not enough addresses for t
 CREDIT_BYTES_DEFAULT = 512 * MIB
 FILE_BYTES_MAX = MIB
 THREADS_MAX = 64
-# sun_path of a unix socket address is 108 bytes, the last of them a zero.
-SOCKET_PATH_BYTES_MAX = 107
-PORT_MAX = 65535
 # Labels that the tiers of the store itself and of the engine have in the metrics.
 RESERVED_TIER_NAMES = ("gpu", "cpu", "nvme", "peer")
 
@@ -63,20 +62,6 @@ class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 # Readers of single settings; `found` has the settings read before, the capacity among them.
-
-
-def read_socket(value: object, _found: Mapping[str, Any]) -> str:
-    """Read the path of a unix socket, with or without unix:// in front."""
-    expected = 'an absolute path such as "/run/kvstore/kvstore.sock"'
-    path = value.removeprefix("unix://") if isinstance(value, str) else ""
-    if not path.startswith("/") or path.endswith("/") or "\0" in path:
-        raise ConfigError(f"expected {expected}, found {shown(value)}")
-    if len(path.encode()) > SOCKET_PATH_BYTES_MAX:
-        raise ConfigError(
-            f"expected at most {SOCKET_PATH_BYTES_MAX} bytes, the system's limit for a socket "
-            f"path, found {len(path.encode())}"
-        )
-    return path
 
 
 def _read_address(value: object, _found: Mapping[str, Any]) -> Address | None:

@@ -24,6 +24,9 @@ from kvstore.core.errors import ConfigError
 from kvstore.text import shown
 from kvstore.units import QUANTITY_MAX, parse_bytes, parse_duration_ns, sized
 
+# sun_path of a unix socket address is 108 bytes, the last of them a zero.
+SOCKET_PATH_BYTES_MAX = 107
+
 # From a value in the file, and the settings read before it, to the value of the field.
 Reader = Callable[[Any, Mapping[str, Any]], Any]
 
@@ -110,6 +113,20 @@ def table_of_any(value: object, _found: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"expected a table, found {shown(value)}")
     return value
+
+
+def read_socket(value: object, _found: Mapping[str, Any]) -> str:
+    """Read the path of a unix socket, with or without unix:// in front."""
+    expected = 'an absolute path such as "/run/kvstore/kvstore.sock"'
+    path = value.removeprefix("unix://") if isinstance(value, str) else ""
+    if not path.startswith("/") or path.endswith("/") or "\0" in path:
+        raise ConfigError(f"expected {expected}, found {shown(value)}")
+    if len(path.encode()) > SOCKET_PATH_BYTES_MAX:
+        raise ConfigError(
+            f"expected at most {SOCKET_PATH_BYTES_MAX} bytes, the system's limit for a socket "
+            f"path, found {len(path.encode())}"
+        )
+    return path
 
 
 def whole_number(least: int, most: int) -> Reader:

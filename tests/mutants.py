@@ -119,6 +119,25 @@ MUTANTS = (
         "LINES_MAX = 5_000",
         "tests/test_gate.py -k S2_log_lines",
     ),
+    # What an engine's configuration says of its private store reaches the store.
+    Mutant(
+        "kvstore/launch.py",
+        '        settings["engine"] = dict(engine)',
+        "        pass",
+        "tests/test_doors.py -k settings_that_an_engine_gives",
+    ),
+    Mutant(
+        "connectors/config.py",
+        "self.nvme, self.listen, self.engine)",
+        "self.nvme, self.listen)",
+        "tests/test_doors.py -k settings_that_an_engine_gives",
+    ),
+    Mutant(
+        "connectors/vllm.py",
+        "        refuse_engine_id(engine_id)\n",
+        "",
+        "tests/engine/test_connector.py -k S2_an_engine_whose_id",
+    ),
     # Events that a router can read.
     Mutant(
         EVENTS,
@@ -140,7 +159,7 @@ MUTANTS = (
     ),
     Mutant(
         EVENTS,
-        '                self._count("events_untold", 1)',
+        '                self._client.count("events_untold")',
         "                pass",
         "tests/test_events.py -k O16_what_this_engine_has_no_tokens_of",
     ),

@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import monotonic_ns
 
 import pytest
 
 from connectors import store_connection as links
 from connectors.scheduler import SchedulerHalf
 from connectors.store_client import StoreClient
-from connectors.store_connection import Attacher, Refusals, monotonic_ns
+from connectors.store_connection import Attacher, Refusals
 from kvstore.config import Config, parse
 from kvstore.core.errors import NotSupported
 from kvstore.store.session import Phase
@@ -126,7 +127,7 @@ def test_O22_an_engine_that_was_refused_attaches_once_it_may(
 ) -> None:
     """busy: it takes steps meanwhile, and finds out what becomes of its store."""
     caplog.set_level(logging.INFO)
-    half = SchedulerHalf(ONE_GROUP, rig.client, monotonic_ns)
+    half = SchedulerHalf(ONE_GROUP, rig.client)
     with LiveStore(config):
         rig.attach()
     first = rig.client.session
@@ -156,13 +157,13 @@ def test_O22_an_engine_that_was_refused_attaches_once_it_may(
 def test_O22_the_first_request_after_an_idle_engines_store_came_back_is_asked_about(
     config: Config, rig: Rig
 ) -> None:
-    half = SchedulerHalf(ONE_GROUP, rig.client, monotonic_ns)
+    half = SchedulerHalf(ONE_GROUP, rig.client)
     with LiveStore(config):
         rig.attach()
     with LiveStore(config) as store:
         eventually(lambda: offered(rig, store))
         half.on_new_request(Request("first", 64))
-        assert half._requests["first"].ask is not None
+        assert half._requests["first"].ask
 
 
 def test_O22_who_is_refused_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from connectors.copies.host import Done, HostCopier, SlotMap
+from connectors.copies.host import Copying, HostCopier, SlotMap
 from connectors.store_client import StoreClient
 from kvstore.core.errors import KVStoreError, NotSupported
 from kvstore.core.layout import Move
@@ -85,8 +85,8 @@ def test_a_load_that_copies_nothing_is_found_out(monkeypatch: pytest.MonkeyPatch
 
     def copy(
         self: HostCopier, moves: Iterable[Move], slots: SlotMap, *, store: bool, after: int = 0
-    ) -> Done:
-        return right(self, moves, slots, store=store, after=after) if store else Done(1)
+    ) -> Copying:
+        return right(self, moves, slots, store=store, after=after) if store else Copying(1)
 
     monkeypatch.setattr(HostCopier, "copy", copy)
     with pytest.raises(KVStoreError, match=r"cpu_hit, prompt 1: 32 of 32 blocks are not as"):

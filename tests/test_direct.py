@@ -83,7 +83,7 @@ class Nodes:
         """Whether the decode store is offered a block, which it lets go of."""
         client = self.rigs[1].client
         number = client.ask(p.Lookup(0, b"".join(chain), 32, peer=self.address, direct=True))
-        assert number is not None
+        assert number
         client.send_step()
         eventually(lambda: heard(client) and client.grant(number))
         grant = client.grant(number)
@@ -259,7 +259,7 @@ def test_B9_direct_an_answer_that_is_not_used_lets_the_peer_go(tmp_path: Path) -
         made.rigs[0].put(chain, range(6))
         rig = made.rigs[1]
         number = rig.client.ask(p.Lookup(0, b"".join(chain), 32, peer=made.address, direct=True))
-        assert number is not None
+        assert number
         rig.client.send_step()
         eventually(lambda: heard(rig.client) and rig.client.grant(number))
         assert made.left(), "the peer holds it"

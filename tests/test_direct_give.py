@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from connectors.direct_reads import DirectTransfers, PeerWrite, WriteEnd
+from connectors.worker import StoreTask
 from tests.harness.fakes import hashes
 from tests.harness.live import eventually
 from tests.harness.worker_rig import BLOCKS
@@ -41,7 +42,9 @@ def test_L1_direct_a_prompt_is_pushed_from_engine_memory_into_engine_memory(
         assert (found[GPU], found.get(CPU)) == (5, None)
         assert moved(made) == (0, 5 * part(made))
         results = made.rigs[0].ranks[0].half._runner._results
-        assert all(outcome.store_job for outcome in results), "nobody takes them while it is idle"
+        assert all(isinstance(outcome.task, StoreTask) for outcome in results), (
+            "nobody takes them while it is idle"
+        )
     ended = [rank.half._direct for rig in made.rigs for rank in rig.ranks]
     assert not any(direct is None or direct._agent.name for direct in ended), "UCX's threads go on"
 

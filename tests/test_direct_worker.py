@@ -12,7 +12,7 @@ from connectors.copies.host import LayerCache
 from connectors.direct_reads import CANCEL_NS, DirectTransfers, PeerLoad
 from connectors.engine_agent import NETWORKS, AgentTransfer, EngineAgent
 from connectors.load_progress import LoadDeadline
-from connectors.step_meta import EngineSpec, LoadJob, StoreSpec
+from connectors.step_meta import EngineSpec, LoadJob
 from connectors.worker import LoadTask, WorkerHalf
 from kvstore.core.errors import TierIOError
 from kvstore.core.layout import GroupLayout, LayerRun, Move, PageRun, RankLayout, RankPages
@@ -77,7 +77,7 @@ class Worker:
         assert self.said.pop() == p.Serves(*self.reader.serves())
         slots = (7, p.DIRECT + 4, p.DIRECT + 6)
         self.job = LoadJob(
-            "r", 1, 1, EngineSpec((20, 21, 22, 23, 24), (5,), (0,)), StoreSpec("cpu", slots),
+            "r", 1, 1, EngineSpec((20, 21, 22, 23, 24), (5,), (0,)), slots,
             (3, 9, 9),
         )  # fmt: skip
         found = self.reads.start_load(self.job, (2,), LoadDeadline(1000, 10**6, 0))
@@ -92,7 +92,7 @@ class Worker:
         self.reads.receive(p.Passed(9, u32(positions), ok, written))
 
     def advance(self, now_ns: int = 0) -> bool:
-        return self.reads.advance(self.load, self.said.append, now_ns)
+        return self.reads.advance(self.load, now_ns)
 
 
 def test_L1_direct_a_load_is_over_when_all_it_reads_is_good() -> None:
@@ -199,10 +199,10 @@ def test_an_engine_whose_pages_cannot_be_told_serves_nobody_and_reads_all_the_sa
 
 def test_what_comes_from_slots_only_reads_nothing_of_a_peer() -> None:
     worker = Worker()
-    engine, store = EngineSpec((20, 21), (2,), (0,)), StoreSpec("cpu", (7,))
+    engine = EngineSpec((20, 21), (2,), (0,))
     assert (
         worker.reads.start_load(
-            LoadJob("r", 1, 1, engine, store, (3,)), (2,), LoadDeadline(1000, 10**6, 0)
+            LoadJob("r", 1, 1, engine, (7,), (3,)), (2,), LoadDeadline(1000, 10**6, 0)
         )
         is None
     )

@@ -13,7 +13,7 @@ from connectors.copies.host import SlotMap
 from connectors.direct_reads import CANCEL_NS, LATE_MAX, WRITE_NS, DirectTransfers, PeerWrite
 from connectors.engine_agent import AgentTransfer, overlaps_of
 from connectors.store_connection import Link
-from connectors.worker import Outcome, WorkerHalf, WriteTask
+from connectors.worker import WorkerHalf, WriteTask
 from kvstore.core.errors import TierError
 from kvstore.core.layout import PageRun, RankPages
 from kvstore.wire import engine as p
@@ -151,7 +151,7 @@ def test_P8_direct_memory_is_unmapped_whatever_is_written_to_peers() -> None:
     half, link, said = half_of(made)
     half._slots, half._writes_open, half._idle_loads = SlotMap(), set(), set()
     half._stop = threading.Event()
-    half._runner = Runner("test", half._copy, lambda *_: Outcome(ok=False))
+    half._runner = Runner("test", half._copy, lambda *_: NOTHING)
     assert half._handle(link, [giving.message, p.Unmap(3)])
     assert said == [p.Unmapped(3)]
     writer.hangs = False

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from connectors.config import parse_extra
 from connectors.store_connection import LinkLost, attach, connect
 from kvstore import cli, launch
 from kvstore.config import parse
@@ -27,6 +28,7 @@ from kvstore.store import admin
 from kvstore.text import shown
 from kvstore.wire import engine as p
 from kvstore.wire import framing
+from tests.harness.fakes import geometry
 from tests.harness.live import LiveEngine, LiveStore, eventually
 
 STRANGER = 65534
@@ -252,6 +254,18 @@ def test_processes_of_an_engine_that_start_together_have_one_private_store() -> 
         thread.join()
     assert set(found) == {launch.address_of(engine)}
     assert len(launch._children) == before + 1
+    launch._children[-1].wait()
+
+
+def test_settings_that_an_engine_gives_its_private_store_reach_its_workers() -> None:
+    settings = parse_extra({"cpu": "64MiB", "promote": "7s", "promote_limit": "70s"})
+    engine = f"engine {secrets.token_hex(4)}"
+    hello = p.Hello(p.VERSION, engine, "worker", 0, 1, geometry=geometry())
+    attached = attach(lambda: settings.find_store(engine), hello, threading.Event())
+    assert attached is not None
+    link, welcome = attached
+    link.close()
+    assert (welcome.wait_ms, welcome.limit_ms) == (7_000, 70_000)
     launch._children[-1].wait()
 
 

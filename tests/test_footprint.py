@@ -32,13 +32,14 @@ SCHEDULER = """
 from connectors.engine_interface import Geometry
 from connectors.scheduler import SchedulerHalf
 from connectors.store_client import StoreClient
-from connectors.store_connection import Attacher, monotonic_ns
+from time import monotonic_ns
+from connectors.store_connection import Attacher
 from kvstore.core.types import GroupRule
 from kvstore.wire import engine
 
 hello = engine.Hello(engine.VERSION, "engine", "scheduler", 0, 1)
 client = StoreClient(Attacher(lambda: "/nowhere", hello), monotonic_ns)
-SchedulerHalf(Geometry(16, 16, (16,), (GroupRule(),)), client, monotonic_ns).shutdown()
+SchedulerHalf(Geometry(16, 16, (16,), (GroupRule(),)), client).shutdown()
 """
 
 
@@ -69,8 +70,8 @@ def under(names: list[str], *parents: str) -> list[str]:
 @pytest.mark.parametrize(
     ("code", "modules_max", "forbidden"),
     [
-        (WORKER, 21, (*OF_THE_SCHEDULER, "kvstore.config")),
-        (SCHEDULER, 31, (*OF_THE_WORKER, "torch")),
+        (WORKER, 20, (*OF_THE_SCHEDULER, "kvstore.config")),
+        (SCHEDULER, 27, (*OF_THE_WORKER, "kvstore.config", "torch")),
     ],
     ids=["worker", "scheduler"],
 )

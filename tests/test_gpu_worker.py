@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from connectors.copies.device import Device, device_of
 from connectors.copies.gpu import cuda as real
 from connectors.copies.gpu.device import CudaDevice
 from connectors.copies.gpu.measure import Choice
-from connectors.copies.host import HostDevice, LayerCache
+from connectors.copies.host import Device, HostDevice, LayerCache, device_of
 from connectors.step_meta import StepMeta
 from kvstore.config import Config, parse
 from kvstore.core.errors import NotSupported
@@ -212,7 +211,7 @@ def test_O15_a_slot_that_is_reused_under_a_copy_fails_the_load(
     gpu.cuda.held.add(gpu.loads)
     gpu.half.start_loads(StepMeta(loads=(job,)))
     eventually(lambda: not gpu.cuda.idle)
-    extent, position = gpu.half._slots.place(job.store.slots[1])
+    extent, position = gpu.half._slots.place(job.slots[1])
     extent.generations[position // extent.slot_bytes] += 2
     gpu.cuda.held.clear()
     eventually(lambda: gpu.rig.collect() and gpu.rig.ended)
@@ -257,7 +256,7 @@ def test_O23_the_connection_closes_after_the_last_copy_has_ended_on_the_device(
     time.sleep(LONG_S)
     gpu.rig.collect()
     assert "engine" in sessions
-    assert set(job.store.slots) <= sessions["engine"].granted
+    assert set(job.slots) <= sessions["engine"].granted
     assert gpu.rig.ended == []
     assert (0, job.job_id) not in gpu.rig.over
     assert gpu.cuda.pinned_ranges, "memory was unregistered under a copy"

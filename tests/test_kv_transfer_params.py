@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 
 from connectors.kv_transfer_params import (
-    NO_SOURCE,
+    NO_REMOTE,
     Remote,
-    Source,
     Transfer,
     common_id,
     is_handed_over,
     parameters,
-    source_of,
+    remote_of,
 )
 from kvstore.core import limits
 from kvstore.core.errors import ConfigError
@@ -36,14 +35,14 @@ TWO_WAY = Transfer("engine", two_way=True)
 
 
 def test_parameters_say_where_a_prompt_is() -> None:
-    assert source_of(GIVEN) == Source(Remote("10.0.0.7:9500", "r-1"))
-    there = source_of({**GIVEN, "remote_host": "::1", "remote_num_tokens": 50})
-    assert there == Source(Remote("[::1]:9500", "r-1", tokens=50))
-    pushed = source_of({**GIVEN, "remote_block_ids": None, "tp_size": 1}, PUSHED)
-    assert pushed == Source(Remote("10.0.0.7:9500", "r-1", push=True))
-    assert source_of({**GIVEN, "remote_block_ids": [3, 4]}) == source_of(GIVEN)
-    assert source_of(None) == source_of({}) == NO_SOURCE
-    assert source_of({"do_remote_prefill": False, "remote_port": "x"}) == NO_SOURCE
+    assert remote_of(GIVEN) == Remote("10.0.0.7:9500", "r-1")
+    there = remote_of({**GIVEN, "remote_host": "::1", "remote_num_tokens": 50})
+    assert there == Remote("[::1]:9500", "r-1", tokens=50)
+    pushed = remote_of({**GIVEN, "remote_block_ids": None, "tp_size": 1}, PUSHED)
+    assert pushed == Remote("10.0.0.7:9500", "r-1", push=True)
+    assert remote_of({**GIVEN, "remote_block_ids": [3, 4]}) == remote_of(GIVEN)
+    assert remote_of(None) == remote_of({}) == NO_REMOTE
+    assert remote_of({"do_remote_prefill": False, "remote_port": "x"}) == NO_REMOTE
 
 
 def test_B10_what_is_handed_back_can_be_passed_along() -> None:
@@ -60,7 +59,7 @@ def test_B10_what_is_handed_back_can_be_passed_along() -> None:
         "tp_size": 2,
     }
     for how in (Transfer(), Transfer(push=False), PUSHED):
-        assert source_of(made, how) == Source(Remote("[::1]:9500", "r-1", how.push, 64))
+        assert remote_of(made, how) == Remote("[::1]:9500", "r-1", how.push, 64)
     assert not is_handed_over(made)
 
 
@@ -69,7 +68,7 @@ def test_B10_a_prefill_that_left_nothing_is_asked_for_nothing() -> None:
         nothing: tuple[object, ...] = ([], [[], []], None)
         for blocks in nothing:
             empty = {**GIVEN, "remote_block_ids": blocks, "remote_num_tokens": 0}
-            assert source_of(empty, how) == NO_SOURCE
+            assert remote_of(empty, how) == NO_REMOTE
 
 
 NAMES = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
@@ -79,7 +78,7 @@ NAMES = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 @pytest.mark.parametrize("value", [None, "", 0, True, [], 1.5, {"a": 1}])
 def test_B7_what_is_missing_or_wrong_is_named(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"^{name}: expected a .*, found "):
-        source_of({**GIVEN, name: value})
+        remote_of({**GIVEN, name: value})
 
 
 @pytest.mark.parametrize("port", [-1, 65536])
@@ -87,20 +86,20 @@ def test_B7_a_port_is_in_range(port: int) -> None:
     with pytest.raises(
         ConfigError, match=f"remote_port: expected a port up to 65535, found {port}"
     ):
-        source_of({**GIVEN, "remote_port": port})
+        remote_of({**GIVEN, "remote_port": port})
 
 
 @pytest.mark.parametrize("blocks", [None, [], [[]], 5, "ids", [["1"]], {"0": [1]}])
 @pytest.mark.parametrize("tokens", [None, 64])
 def test_B7_a_pull_without_remote_blocks_is_refused(blocks: object, tokens: object) -> None:
     with pytest.raises(ConfigError, match=r"^remote_block_ids: expected lists of block ids, found"):
-        source_of({**GIVEN, "remote_block_ids": blocks, "remote_num_tokens": tokens})
+        remote_of({**GIVEN, "remote_block_ids": blocks, "remote_num_tokens": tokens})
 
 
 @pytest.mark.parametrize("size", [None, 0, -1, "1", True, 1.0])
 def test_B7_a_push_without_the_others_size_is_refused(size: object) -> None:
     with pytest.raises(ConfigError, match=r"^tp_size: expected a whole number from 1 on, found"):
-        source_of({**GIVEN, "tp_size": size}, PUSHED)
+        remote_of({**GIVEN, "tp_size": size}, PUSHED)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +119,7 @@ def test_B7_a_push_without_the_others_size_is_refused(size: object) -> None:
 )
 def test_B7_all_that_is_wrong_is_named_at_once(change: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        source_of({**GIVEN, **change})
+        remote_of({**GIVEN, **change})
 
 
 @pytest.mark.parametrize(
@@ -128,14 +127,14 @@ def test_B7_all_that_is_wrong_is_named_at_once(change: dict[str, object], said: 
 )
 def test_B7_S2_a_text_that_no_message_can_hold_is_refused(name: str, most: int) -> None:
     """A store that got one would end the session: each request of its engine."""
-    there = source_of({**GIVEN, name: "a" * most, "remote_port": 65535}).remote
+    there = remote_of({**GIVEN, name: "a" * most, "remote_port": 65535})
     asked = p.Step(
         (p.Lookup(1, b"h" * 32, 32, peer=there.address, request=there.request),),
         let_go=(p.LetGo(there.address, there.request),),
     )
     assert list(framing.Decoder(p.ToStore).feed(framing.encode(asked))) == [asked]
     with pytest.raises(ConfigError) as refused:
-        source_of({**GIVEN, name: "a" * 300_000})
+        remote_of({**GIVEN, name: "a" * 300_000})
     said = str(refused.value)
     assert said.startswith(f"{name}: expected a ")
     assert f" of up to {most} characters" in said
@@ -143,7 +142,7 @@ def test_B7_S2_a_text_that_no_message_can_hold_is_refused(name: str, most: int) 
     assert len(said) < 300
     for found in ("a" * (most + 1), "a\ud800"):
         with pytest.raises(ConfigError, match=f"^{name}: expected a .*, found {len(found)} char"):
-            source_of({**GIVEN, name: found})
+            remote_of({**GIVEN, name: found})
 
 
 def test_S2_what_is_wrong_is_shown_in_part() -> None:
@@ -156,7 +155,7 @@ def test_S2_what_is_wrong_is_shown_in_part() -> None:
         {"remote_port": "\n" * 1_000_000},
     ):
         with pytest.raises(ConfigError) as refused:
-            source_of({**GIVEN, **change})
+            remote_of({**GIVEN, **change})
         assert len(str(refused.value)) < 400
         assert "\n" not in str(refused.value)
 
@@ -164,20 +163,20 @@ def test_S2_what_is_wrong_is_shown_in_part() -> None:
 def test_B7_parameters_that_are_no_table_are_refused() -> None:
     params: Any = ["do_remote_prefill"]
     with pytest.raises(ConfigError, match="expected a table of parameters, found"):
-        source_of(params)
+        remote_of(params)
     assert not is_handed_over(params)
 
 
 def test_L2_a_later_turn_is_pulled_from_its_decode_engine_only_where_that_is_wanted() -> None:
     turn = {**GIVEN, "do_remote_prefill": False, "do_remote_decode": True}
-    assert source_of(turn) == NO_SOURCE
-    pulled = Source(Remote("10.0.0.7:9500", "r-1", push=False), turn=True)
+    assert remote_of(turn) == NO_REMOTE
+    pulled = Remote("10.0.0.7:9500", "r-1", push=False, turn=True)
     for push in (None, False, True):
-        assert source_of(turn, Transfer(push=push, two_way=True)) == pulled
+        assert remote_of(turn, Transfer(push=push, two_way=True)) == pulled
     first = dict.fromkeys(GIVEN, None) | {"do_remote_decode": True}
-    assert source_of(first, TWO_WAY) == NO_SOURCE, "nothing was decoded yet"
+    assert remote_of(first, TWO_WAY) == NO_REMOTE, "nothing was decoded yet"
     with pytest.raises(ConfigError, match=r"remote_host: expected a host .*, found None"):
-        source_of({**turn, "remote_host": None}, TWO_WAY)
+        remote_of({**turn, "remote_host": None}, TWO_WAY)
 
 
 def test_P9_the_suffix_of_an_engine_is_no_part_of_a_common_id() -> None:
@@ -297,7 +296,7 @@ def test_B10_a_prefill_request_is_announced_and_its_blocks_are_held() -> None:
     wanted.num_tokens += 1
     params = script.half.hand_over("p", [[5, 6]])
     assert params is not None
-    assert source_of(params) == Source(Remote(SIDE_CHANNEL, "p", tokens=32))
+    assert remote_of(params) == Remote(SIDE_CHANNEL, "p", tokens=32)
     assert not script.half.request_finished("p", [[5, 6]])
     assert script.half.has_pending_work()
     held = p.Handing("p", "done", b"".join(wanted.block_hashes), 32, b"", 30_000)
@@ -340,7 +339,7 @@ def test_B10_a_prompt_that_left_nothing_hands_back_where_and_no_blocks() -> None
     params = script.half.hand_over("p", [[]])
     assert params is not None
     assert (params["remote_num_tokens"], params["remote_block_ids"]) == (0, [[]])
-    assert source_of(params) == NO_SOURCE
+    assert remote_of(params) == NO_REMOTE
     assert not script.half.request_finished("p", [[]])
     assert [handing.state for handing in handings(script)] == ["running", "gone"]
 
@@ -483,7 +482,7 @@ def test_L2_L4_with_two_way_a_decode_request_is_held_for_a_time_of_its_own() -> 
     assert back is not None
     assert (back["do_remote_prefill"], back["do_remote_decode"]) == (False, True)
     remote = Remote(SIDE_CHANNEL, "d", push=False, tokens=48)
-    assert source_of(back, TWO_WAY) == Source(remote, turn=True)
+    assert remote_of(back, TWO_WAY) == remote._replace(turn=True)
     running, held = handings(script)
     assert running.state == "running"
     assert (held.state, held.lease_ms, held.fixed) == ("done", 480_000, True)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from connectors.copies.host import Done
+from connectors.copies.host import Copying
 from connectors.load_progress import LoadDeadline, SlotLoad
-from connectors.step_meta import EngineSpec, LoadJob, StoreSpec
+from connectors.step_meta import EngineSpec, LoadJob
 from kvstore.core.layout import Move
 
 LEASED = 7
@@ -24,11 +24,11 @@ class Memory:
         self.calls: list[list[int]] = []
         self.spoil: int | None = None  # slot that changes hands while it is copied
 
-    def copy(self, moves: Sequence[Move]) -> Done:
+    def copy(self, moves: Sequence[Move]) -> Copying:
         self.calls.append([move.slot for move in moves])
         if self.spoil is not None:
             self.generations[self.spoil] += 1
-        return Done(len(moves))
+        return Copying(len(moves))
 
     def now(self, slots: NDArray[np.int64]) -> NDArray[np.uint32]:
         return np.array([self.generations[slot] for slot in slots], np.uint32)
@@ -37,7 +37,7 @@ class Memory:
 def load(slots: Sequence[int], per: int = 1, generation: int = LEASED) -> SlotLoad:
     blocks = tuple(range(len(slots) * per))
     spec = EngineSpec(blocks, (len(blocks),), (0,))
-    job = LoadJob("r", 1, 1, spec, StoreSpec("cpu", tuple(slots)), (generation,) * len(slots))
+    job = LoadJob("r", 1, 1, spec, tuple(slots), (generation,) * len(slots))
     return SlotLoad(job, (per,), LoadDeadline(100, 1000, 0))
 
 
@@ -107,6 +107,6 @@ def test_generations_go_round() -> None:
 
 def test_a_job_whose_slots_do_not_fit_is_refused() -> None:
     spec = EngineSpec((1, 2), (2,), (0,))
-    job = LoadJob("r", 1, 1, spec, StoreSpec("cpu", (1,)), (1,))
+    job = LoadJob("r", 1, 1, spec, (1,), (1,))
     with pytest.raises(ValueError, match="slots"):
         SlotLoad(job, (1,), LoadDeadline(1, 1, 0))

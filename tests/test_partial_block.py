@@ -127,7 +127,7 @@ def test_O10_only_the_engine_blocks_of_a_tail_that_have_tokens_are_copied(
     slot = script.client.credits[0]
     assert finish(script, table)[0] == tokens
     (job,) = script.step().early
-    moves = list(pieces(job.engine, job.store, (2,)))
+    moves = list(pieces(job.engine, job.slots, (2,)))
     assert moves == [Move(0, 5 + part, slot, part) for part in range(parts)]
 
 
@@ -219,7 +219,7 @@ def test_B6_all_tokens_of_a_prompt_are_announced_the_tail_included() -> None:
     assert script.matched(request) == (40, True)
     (job,) = script.load(request, [[1, 2, 3, 4]]).loads
     assert job.engine.block_ids == (1, 2, 3), "no lookahead block"
-    assert job.store.slots == (0, 1, 2)
+    assert job.slots == (0, 1, 2)
     usage = [step.usage for step in script.steps() if step.usage is not None]
     assert usage == [p.Usage(40, {"peer": 40})]
 
@@ -228,7 +228,7 @@ def test_B6_only_what_is_lacked_is_loaded_if_it_is_less_than_a_block() -> None:
     script, request, _ = decode(40, 40, present=([0, 1, 2],))
     assert script.matched(request, 32) == (8, True)
     (job,) = script.load(request, [[1, 2, 3]], computed=32).loads
-    assert (job.engine.block_ids, job.engine.block_indices, job.store.slots) == ((3,), (2,), (2,))
+    assert (job.engine.block_ids, job.engine.block_indices, job.slots) == ((3,), (2,), (2,))
 
 
 def test_B6_a_token_that_is_computed_in_any_case_is_not_loaded_alone() -> None:
@@ -261,7 +261,7 @@ def test_B6_parts_of_a_tail_that_have_no_tokens_are_not_filled() -> None:
     script, request, _ = decode(36, 36, PARTS, ([0, 1, 2],))
     (job,) = script.load(request, [[1, 2, 3, 4, 5, 6]]).loads
     assert job.engine.block_ids == (1, 2, 3, 4, 5)
-    assert list(pieces(job.engine, job.store, (2,)))[-1] == Move(0, 5, 2, 0)
+    assert list(pieces(job.engine, job.slots, (2,)))[-1] == Move(0, 5, 2, 0)
 
 
 @pytest.mark.parametrize(("there", "asked"), [(0, 2), (32, 2), (38, 2), (41, 2), (39, 3), (40, 3)])
@@ -353,7 +353,7 @@ def test_B5_of_a_model_with_states_all_tokens_but_the_last_are_announced() -> No
     assert script.matched(request) == (39, True)
     (job,) = script.load(request, [[1, 2, 3], [0, 0, 9]]).loads
     assert job.engine.block_ids == (1, 2, 3, 9)
-    assert job.store.slots == (0, 1, 2, 1002), "the last state and no other"
+    assert job.slots == (0, 1, 2, 1002), "the last state and no other"
 
 
 def test_B5_a_prompt_that_ends_with_a_block_ends_before_it() -> None:

@@ -33,7 +33,6 @@ TO_STORE: tuple[framing.Message, ...] = (
     p.Step(),
     p.Step(
         (p.Lookup(1, b"h" * 64, 32), p.Lookup(2, b"", 32, b"scope")),
-        (3, 4),
         (5,),
         p.Usage(100, {"cpu": 40, "disk": 2}),
         {"deferred": 1},

@@ -76,7 +76,7 @@ def test_O9_a_table_without_blocks_for_the_load_touches_none() -> None:
     (job,) = script.load(request, [[0, 2], [0, 3]]).loads
     assert job.engine.block_ids == (2, 3)
     assert job.engine.block_indices == (1, 1)
-    assert job.store.slots == (1, 1001)
+    assert job.slots == (1, 1001)
 
 
 def test_O10_drafts_are_offered_once_they_are_accepted() -> None:
@@ -205,7 +205,7 @@ def test_O19_each_group_has_its_own_slots_and_generations_in_its_order() -> None
     (job,) = script.load(request, [[1, 2, 3, 4, 5, 6], [7, 8, 9]], computed=32).loads
     assert job.engine.block_ids == (3, 4, 5, 6, 8, 9)
     assert (job.engine.group_sizes, job.engine.block_indices) == ((4, 2), (2, 1))
-    assert job.store.slots == (13, 14, 23, 24)
+    assert job.slots == (13, 14, 23, 24)
     assert job.generations == (12, 13, 22, 23)
 
 
@@ -216,7 +216,7 @@ def test_O20_of_a_hit_that_the_engine_shrinks_only_that_much_is_loaded() -> None
     script.steps()
     script.half.update_state_after_alloc("r", [[1, 2]], 32)
     (job,) = script.step().loads
-    assert (job.engine.block_ids, job.store.slots) == ((1, 2), (0, 1))
+    assert (job.engine.block_ids, job.slots) == ((1, 2), (0, 1))
     assert job.lease == ask
     steps = script.steps()
     assert [step.usage for step in steps] == [p.Usage(65, {"cpu": 32})]

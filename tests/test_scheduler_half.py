@@ -282,8 +282,8 @@ def test_O9_the_first_block_is_entered_part_way() -> None:
     (job,) = script.load(request, [[1, 2, 3, 4, 5, 6, 7, 8, 9]], computed=24).loads
     assert job.engine.block_ids == (4, 5, 6, 7, 8)
     assert job.engine.block_indices == (3,)
-    assert job.store.slots == (1, 2, 3)
-    assert next(pieces(job.engine, job.store, (2,))) == Move(0, 4, 1, 1)
+    assert job.slots == (1, 2, 3)
+    assert next(pieces(job.engine, job.slots, (2,))) == Move(0, 4, 1, 1)
 
 
 def test_O9_null_blocks_are_skipped() -> None:
@@ -292,7 +292,7 @@ def test_O9_null_blocks_are_skipped() -> None:
     (job,) = script.load(request, [[1, 2, 3, 4, 5], [0, 0, 0, 0, 6]]).loads
     assert job.engine.group_sizes == (5, 1)
     assert job.engine.block_indices == (0, 4)
-    assert job.store.slots == (0, 1, 2, 3, 4, 1004)
+    assert job.slots == (0, 1, 2, 3, 4, 1004)
 
 
 def test_O9_only_the_window_is_loaded() -> None:
@@ -350,10 +350,9 @@ def test_O19_groups_are_listed_in_order_with_0_for_nothing() -> None:
     assert job.engine.group_sizes == (2, 0, 2)
     assert len(job.engine.block_indices) == 3
     assert job.engine.block_ids == (1, 2, 3, 4)
-    assert job.store.medium == "cpu"
-    assert job.store.slots == (0, 1, 2000, 2001)
+    assert job.slots == (0, 1, 2000, 2001)
     assert job.generations == (7,) * 4
-    moves = list(pieces(job.engine, job.store, script.geometry.blocks_per_chunk))
+    moves = list(pieces(job.engine, job.slots, script.geometry.blocks_per_chunk))
     assert moves == [Move(0, 1, 0, 0), Move(0, 2, 1, 0), Move(2, 3, 2000, 0), Move(2, 4, 2001, 0)]
 
 

@@ -383,7 +383,7 @@ def test_O23_no_block_is_stored_without_a_slot() -> None:
     assert script.step(request, 48, TABLE).stores == ()
     (slot,) = script.grant_credits(1)
     (job,) = script.step(request, 1, TABLE).stores
-    assert job.store.slots == (slot,)
+    assert job.slots == (slot,)
 
 
 def test_O23_each_slot_is_used_once() -> None:
@@ -391,7 +391,7 @@ def test_O23_each_slot_is_used_once() -> None:
     run(script, first)
     run(script, second)
     jobs = [*script.step(first, 48, TABLE).stores, *script.step(second, 48, TABLE).stores]
-    slots = [slot for job in jobs for slot in job.store.slots]
+    slots = [slot for job in jobs for slot in job.slots]
     assert len(slots) == len(set(slots)) == 6
 
 
@@ -404,7 +404,7 @@ def test_O23_slots_of_a_session_end_with_it() -> None:
     assert script.step(request, 16, TABLE).stores == ()
     slots = script.grant_credits(9)
     (job,) = script.step(request, 16, TABLE).stores
-    assert set(job.store.slots) <= set(slots)
+    assert set(job.slots) <= set(slots)
     assert job.session == script.client.session
     assert script.indices(request, script.step(request, 0, TABLE)) == []
 

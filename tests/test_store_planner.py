@@ -1,6 +1,6 @@
 """Gathering the complete blocks of a step into few jobs, and which jobs read an engine block."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +12,7 @@ from connectors.engine_interface import Geometry
 from connectors.events import BlockEvents
 from connectors.request_state import TrackedRequest
 from connectors.step_meta import StoreJob, pieces
-from connectors.store_client import GroupHits
+from connectors.store_client import NO_HITS, GroupHits
 from connectors.store_planner import JOB_BLOCKS_MAX, StorePlanner
 from kvstore.core.types import GroupRule, make_key
 
@@ -31,6 +31,10 @@ class Client:
         self.known: set[bytes] = set()
         self.asked = 0  # for single ones
         self.shown: list[tuple[list[int], list[bytes], list[int]]] = []
+        self.stats: Counter[str] = Counter()
+
+    def count(self, event: str) -> None:
+        self.stats[event] += 1
 
     def publish_blocks(
         self, slots: Sequence[int], keys: Sequence[bytes], blocks: Sequence[int]
@@ -63,26 +67,25 @@ class Desk:
 
     def __init__(self, geometry: Geometry = ONE, credits_count: int = 1000) -> None:
         self.client = Client(credits_count)
-        self.declined = 0
         self.geometry = geometry
-        events = BlockEvents(geometry, self.client, lambda *_: None)  # type: ignore[arg-type]
-        self.offers = StorePlanner(geometry, self.client, 1, self._decline, events)  # type: ignore[arg-type]
+        events = BlockEvents(geometry, self.client)  # type: ignore[arg-type]
+        self.offers = StorePlanner(geometry, self.client, 1, events)  # type: ignore[arg-type]
 
-    def _decline(self, event: str) -> None:
-        assert event == "store_declined"
-        self.declined += 1
+    @property
+    def declined(self) -> int:
+        return self.client.stats["store_declined"]
 
     def offer(self, request: Request, tracked: TrackedRequest, *tables: list[int]) -> int:
         return self.offers.store_complete(tracked, request.num_tokens, lambda _: tables)
 
     def new(self, name: str, blocks: int) -> tuple[Request, TrackedRequest]:
         request = Request(name, blocks)
-        return request, TrackedRequest(request, len(self.geometry.rules))
+        return request, TrackedRequest(request, (NO_HITS,) * len(self.geometry.rules))
 
 
 def copied(job: StoreJob, geometry: Geometry = ONE) -> list[tuple[int, int, int]]:
     """Engine block, slot and part of each move of a job."""
-    moves = pieces(job.engine, job.store, geometry.blocks_per_chunk)
+    moves = pieces(job.engine, job.slots, geometry.blocks_per_chunk)
     return [(move.block_id, move.slot, move.part) for move in moves]
 
 
@@ -110,7 +113,7 @@ def test_larger_blocks_and_groups_keep_their_parts_together() -> None:
     assert job.keys[:2] == (make_key(b"a/1", full), make_key(b"a/3", full))
     assert job.keys[4:] == (make_key(b"a/3", window), make_key(b"b/3", window))
     assert job.parents == (b"", job.keys[0], b"", job.keys[2], b"", b"")
-    slots, keys = list(job.store.slots), list(job.keys)
+    slots, keys = list(job.slots), list(job.keys)
     assert desk.client.shown == [
         (slots[:4], keys[:4], [1, 2, 3, 4, 11, 12, 13, 14]),
         (slots[4:], keys[4:], [5, 15]),
@@ -151,7 +154,7 @@ def test_a_run_gathered_at_once_is_the_same_as_block_by_block() -> None:
     (run,), (each,) = at_once.offers.take_jobs(), one_by_one.offers.take_jobs()
     assert len(run.keys) == 20
     assert (run.engine, run.keys, run.parents) == (each.engine, each.keys, each.parents)
-    assert sorted(run.store.slots) == sorted(each.store.slots)
+    assert sorted(run.slots) == sorted(each.slots)
 
 
 def test_the_parent_of_the_first_new_block_is_the_last_old_one() -> None:
@@ -197,7 +200,7 @@ def test_places_are_what_a_set_would_say(present: set[int], first: int, count: i
     assert places.leading == min(set(range(22)) - present)
     assert [index in places for index in range(22)] == [index in present for index in range(22)]
     assert places.any_of(first, first + count) == bool(run & present)
-    assert places.all_of(first, first + count) == (run <= present)
+    assert (places.run(first, first + count) is not None) == (run <= present)
 
 
 class Watched(list[int]):

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from connectors.copies.host import Done, HostCopier, LayerCache, MappedExtent, SlotMap
-from connectors.step_meta import EngineSpec, LoadJob, StepMeta, StoreJob, StoreSpec
+from connectors.copies.host import Copying, HostCopier, LayerCache, MappedExtent, SlotMap
+from connectors.step_meta import EngineSpec, LoadJob, StepMeta, StoreJob
 from connectors.worker import WorkerHalf
 from kvstore.config import Config, parse
 from kvstore.core.layout import GroupLayout, LayerRun, Move, RankLayout
@@ -208,7 +208,7 @@ def test_O15_a_slot_that_is_not_mapped_fails_the_load(rig: Rig) -> None:
     rig.put(chain, [1])
     grant = rig.ask(chain)
     whole = rig.load_job("r", grant, [10])
-    wrong = LoadJob("r", whole.session, 0, whole.engine, StoreSpec("cpu", (10**6,)), (1,))
+    wrong = LoadJob("r", whole.session, 0, whole.engine, (10**6,), (1,))
     assert rig.load(wrong) == [True]
     assert rig.ranks[0].untouched([10])
     assert rig.load(rig.load_job("again", grant, [11])) == [False]
@@ -218,8 +218,7 @@ def test_O15_a_job_that_contradicts_itself_is_reported_too(rig: Rig) -> None:
     chain = hashes(2)
     rig.put(chain, [1, 2])
     whole = rig.load_job("r", rig.ask(chain), [10, 11])
-    short = StoreSpec("cpu", whole.store.slots[:1])
-    wrong = LoadJob("r", whole.session, 0, whole.engine, short, whole.generations[:1])
+    wrong = LoadJob("r", whole.session, 0, whole.engine, whole.slots[:1], whole.generations[:1])
     assert rig.load(wrong) == [True]
 
 
@@ -229,13 +228,13 @@ def test_a_job_of_another_session_copies_nothing(rig: Rig) -> None:
     grant = rig.ask(chain)
     mine = rig.load_job("r", grant, [10])
     theirs = LoadJob(
-        "r", mine.session + 1, mine.lease, mine.engine, mine.store, mine.generations
+        "r", mine.session + 1, mine.lease, mine.engine, mine.slots, mine.generations
     )  # fmt: skip
     assert rig.load(theirs) == [True]
     assert rig.ranks[0].untouched([10])
     rig.ranks[0].fill(2)
     stolen = StoreJob(
-        99, mine.session + 1, EngineSpec((2,), (1,), (0,)), mine.store, (other[0],), (b"",)
+        99, mine.session + 1, EngineSpec((2,), (1,), (0,)), mine.slots, (other[0],), (b"",)
     )  # fmt: skip
     rig.ranks[0].half.after_forward(StepMeta(stores=(stolen,)))
     eventually(lambda: rig.collect() and (0, 99) in rig.over)
@@ -248,7 +247,7 @@ def test_a_job_of_another_session_copies_nothing(rig: Rig) -> None:
 def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     copy = HostCopier.copy
 
-    def slow(*args: Any, **options: Any) -> Done:  # noqa: ANN401 - passed on
+    def slow(*args: Any, **options: Any) -> Copying:  # noqa: ANN401 - passed on
         time.sleep(0.05)
         return copy(*args, **options)
 
@@ -335,7 +334,7 @@ def test_O23_the_connection_closes_after_the_last_copy(
     copying, go_on = threading.Event(), threading.Event()
     copy = HostCopier.copy
 
-    def slow(*args: Any, **options: Any) -> Done:  # noqa: ANN401 - passed on
+    def slow(*args: Any, **options: Any) -> Copying:  # noqa: ANN401 - passed on
         copying.set()
         assert go_on.wait(600)
         return copy(*args, **options)
@@ -349,7 +348,7 @@ def test_O23_the_connection_closes_after_the_last_copy(
     eventually(lambda: not rig.ranks[0].half._session)
     time.sleep(0.2)
     assert "engine" in sessions
-    assert set(job.store.slots) <= sessions["engine"].granted
+    assert set(job.slots) <= sessions["engine"].granted
     go_on.set()
     eventually(lambda: "engine" not in sessions or not sessions["engine"].granted)
 
@@ -396,8 +395,8 @@ def test_without_a_store_every_job_fails_at_once(tmp_path: Path, rigs: list[Rig]
     rig = Rig(str(tmp_path / "nobody.sock"))
     rigs.append(rig)
     spec = EngineSpec((1,), (1,), (0,))
-    load = LoadJob("r", 0, 1, spec, StoreSpec("cpu", (0,)), (1,))
-    save = StoreJob(5, 0, spec, StoreSpec("cpu", (0,)), (b"key",), (b"",))
+    load = LoadJob("r", 0, 1, spec, (0,), (1,))
+    save = StoreJob(5, 0, spec, (0,), (b"key",), (b"",))
     assert rig.load(load) == [True]
     rig.ranks[0].half.after_forward(StepMeta(stores=(save,)))
     eventually(lambda: rig.collect() and rig.over == [(0, 5)])

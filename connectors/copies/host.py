@@ -4,7 +4,7 @@ A page is copied as it lies: `layout.py` says where each layer's bytes go, the t
 strides say where they come from. Layers at equal distances are copied as one strided block, and
 so are engine blocks at equal distances; torch does the copy with the GIL released.
 
-gpu/ does the same for tensors on a GPU; device.py has the interface of both.
+gpu/ does the same for tensors on a GPU. Device, Copier and Copying are the interface of both.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvstore.core.errors import TierError
+from kvstore.core.errors import NotSupported, TierError
 from kvstore.core.layout import GroupLayout, LayerRun, Move, RankLayout
 
 
@@ -64,15 +65,34 @@ def pieces_of(
     return pieces, step, run
 
 
-class _Stack(msgspec.Struct, frozen=True):
+class _Stack(msgspec.Struct):
     """Layers at equal distances on both sides."""
 
-    cache: LayerCache
-    layers: int
-    layer_stride: int
+    cache: LayerCache  # of the first
     slot_offset: int
-    slot_stride: int
     writes: bool
+    layers: int = 1
+    layer_stride: int = 0
+    slot_stride: int = 0
+
+    def join(self, run: LayerRun, cache: LayerCache) -> bool:
+        """Take in the next layer; False if it is of another form, or at another distance."""
+        first = self.cache
+        if (
+            cache.storage.data_ptr() != first.storage.data_ptr()
+            or (cache.block_stride, cache.pieces, cache.piece_stride, cache.page_bytes)
+            != (first.block_stride, first.pieces, first.piece_stride, first.page_bytes)
+            or run.writes != self.writes
+        ):
+            return False
+        layer_stride = cache.offset - first.offset - (self.layers - 1) * self.layer_stride
+        slot_stride = run.offset - self.slot_offset - (self.layers - 1) * self.slot_stride
+        strides = self.layer_stride, self.slot_stride
+        if layer_stride <= 0 or (self.layers > 1 and strides != (layer_stride, slot_stride)):
+            return False
+        self.layer_stride, self.slot_stride = layer_stride, slot_stride
+        self.layers += 1
+        return True
 
 
 class MappedExtent:
@@ -157,17 +177,75 @@ class SlotMap:
             yield extent, here, positions[here]
 
 
-class Done(msgspec.Struct, frozen=True):
-    """A copy that had ended when it was asked for."""
+class Copying(msgspec.Struct):
+    """A copy that was asked for. bytes: how many it moves. In host memory it has ended by then."""
 
     bytes: int
 
     def over(self) -> bool:
-        """It is."""
+        """Return True if it has ended; called from the copy thread. Raises TierError if it failed.
+
+        Once it has raised, nothing of it is under way any more.
+        """
         return True
 
 
-class HostDevice:
+class Copier(Protocol):
+    """Moves pages between KV tensors and slots; called from the copy thread."""
+
+    def copy(
+        self, moves: Iterable[Move], slots: SlotMap, *, store: bool, after: int = 0
+    ) -> Copying:
+        """Begin copying engine -> slots (store) or slots -> engine, once mark `after` is passed.
+
+        Raises TierError, and copies nothing, for a slot that is not mapped or a block that the
+        engine does not have.
+        """
+        ...
+
+
+class Device:
+    """The memory that an engine's KV tensors are in.
+
+    step thread    mark() ---- what the engine has been asked to compute up to here
+    copy thread    copier.copy(moves, after=mark) -> Copying ---- over()?
+    copy thread    passed(mark)? ... for what the device does not move itself
+    step thread    fence(copies) ---- what the engine computes from here on waits for them
+    link thread    pin(extent) ... unpin(extent) ---- slot memory comes and goes
+
+    What a device does not define itself suits host memory: the engine has computed a step, and a
+    copy has ended, when the call returns.
+    """
+
+    def copier(self, layout: RankLayout) -> Copier:
+        """Plan copies after a store's layout. Raises TierError for a layer that is not there."""
+        raise NotImplementedError
+
+    def mark(self) -> int:
+        """Name this point in what the engine computes; called from its step thread."""
+        return 0
+
+    def passed(self, _mark: int) -> bool:
+        """Return True if the engine has computed up to a mark; called from the copy thread.
+
+        Raises TierError if it never will.
+        """
+        return True
+
+    def fence(self, copies: Iterable[Any]) -> None:
+        """Let what the engine computes from here on wait for copies; from its step thread."""
+
+    def pin(self, extent: MappedExtent, stopped: Callable[[], bool]) -> None:
+        """Make slot memory usable for copies; gives up when stopped(). Raises TierError."""
+
+    def unpin(self, extent: MappedExtent) -> None:
+        """Release slot memory that no copy uses, whether it was pinned or not."""
+
+    def close(self) -> None:
+        """Release everything; no copy is under way."""
+
+
+class HostDevice(Device):
     """Engine tensors in host memory: the call that asks for a copy makes it."""
 
     def __init__(self, caches: dict[str, LayerCache]) -> None:
@@ -177,26 +255,6 @@ class HostDevice:
     def copier(self, layout: RankLayout) -> HostCopier:
         """Plan copies after a store's layout. Raises TierError for a layer that is not there."""
         return HostCopier(self._caches, layout)
-
-    def mark(self) -> int:
-        """Return anything: the forward pass is over when its step's copies are asked for."""
-        return 0
-
-    def passed(self, _mark: int) -> bool:
-        """Return True, for the same reason."""
-        return True
-
-    def fence(self, copies: Iterable[Done]) -> None:
-        """Do nothing: none of them is under way."""
-
-    def pin(self, extent: MappedExtent, stopped: Callable[[], bool]) -> None:
-        """Do nothing: the processor reads any memory."""
-
-    def unpin(self, extent: MappedExtent) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class HostCopier:
@@ -214,7 +272,7 @@ class HostCopier:
         *,
         store: bool,
         after: int = 0,  # noqa: ARG002 - nothing is under way
-    ) -> Done:
+    ) -> Copying:
         """Copy engine -> slots (store) or slots -> engine."""
         copied = 0
         for run in _runs(moves, slots, self._layout.groups):
@@ -227,7 +285,7 @@ class HostCopier:
                 else:
                     engine.copy_(slot)
                 copied += engine.numel()
-        return Done(copied)
+        return Copying(copied)
 
 
 class _Run(msgspec.Struct):
@@ -296,44 +354,27 @@ def cache_of(run: LayerRun, caches: dict[str, LayerCache]) -> LayerCache:
 
 def _stacks(group: GroupLayout, caches: dict[str, LayerCache]) -> list[_Stack]:
     stacks: list[_Stack] = []
-    pending: list[tuple[LayerRun, LayerCache]] = []
     for run in group.runs:
         cache = cache_of(run, caches)
-        if pending and not _fits(pending, run, cache):
-            stacks.append(_stack(pending))
-            pending = []
-        pending.append((run, cache))
-    if pending:
-        stacks.append(_stack(pending))
+        if not stacks or not stacks[-1].join(run, cache):
+            stacks.append(_Stack(cache, run.offset, run.writes))
     return stacks
 
 
-def _fits(pending: list[tuple[LayerRun, LayerCache]], run: LayerRun, cache: LayerCache) -> bool:
-    last_run, last = pending[-1]
-    if (
-        cache.storage.data_ptr() != last.storage.data_ptr()
-        or (cache.block_stride, cache.pieces, cache.piece_stride)
-        != (last.block_stride, last.pieces, last.piece_stride)
-        or run.length != last_run.length
-        or run.writes != last_run.writes
-        or cache.offset <= last.offset
-    ):
-        return False
-    if len(pending) == 1:
-        return True
-    before_run, before = pending[-2]
-    return (
-        cache.offset - last.offset == last.offset - before.offset
-        and run.offset - last_run.offset == last_run.offset - before_run.offset
-    )
+def device_of(caches: dict[str, LayerCache]) -> Device:
+    """Return the device that KV tensors are on; a rank may have none.
 
+    Raises NotSupported for one that is not served, for tensors on several, and where a package
+    is missing that the device needs.
+    """
+    names = sorted({str(cache.storage.device) for cache in caches.values()}) or ["cpu"]
+    if len(names) != 1:
+        raise NotSupported(f"KV tensors are on {names}, expected one device")
+    kind = names[0].partition(":")[0]
+    if kind == "cpu":
+        return HostDevice(caches)
+    if kind == "cuda":
+        from connectors.copies.gpu.device import CudaDevice  # noqa: PLC0415 - it loads cupy
 
-def _stack(pending: list[tuple[LayerRun, LayerCache]]) -> _Stack:
-    first_run, first = pending[0]
-    layer_stride = slot_stride = first.page_bytes
-    if len(pending) > 1:
-        layer_stride = pending[1][1].offset - first.offset
-        slot_stride = pending[1][0].offset - first_run.offset
-    return _Stack(
-        first, len(pending), layer_stride, first_run.offset, slot_stride, first_run.writes
-    )
+        return CudaDevice(caches)
+    raise NotSupported(f"KV tensors are on {names[0]}, served are ['cpu', 'cuda']")

@@ -43,6 +43,7 @@ LEASE_MS_MAX = 86_400_000  # a day
 KINDS_MAX = 64  # names that one message counts under
 NAME_MAX = 256  # characters
 TEXT_MAX = 4096
+PORT_MAX = 65535
 
 # What is added to counters: none goes down, or to where it is no number any more.
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]

@@ -95,11 +95,6 @@ class Desk:
         session.asks[ask.ask] = ask
         return None
 
-    def settle(self, session: Session, number: int, now_ns: int) -> p.Granted | None:
-        """Answer a lookup now, with what is ready."""
-        ask = session.asks.pop(number, None)
-        return None if ask is None else self._answer(session, ask, now_ns)
-
     def _fetch_from(
         self,
         peers: Peers,

@@ -541,9 +541,9 @@ class Store:
                 session.namespace.engines.shown(session.number, shown, session.granted)
             if self._peers is not None and not session.namespace.layout.unnamed:
                 self._peers.requests.on_step(session.namespace, session.number, step, self._now_ns)
-        answers = [self._desk.ask(session, lookup, self._now_ns) for lookup in step.lookups]
-        answers += [self._desk.settle(session, number, self._now_ns) for number in step.settle]
-        self._answer(session, answers)
+        self._answer(
+            session, [self._desk.ask(session, lookup, self._now_ns) for lookup in step.lookups]
+        )
 
     def _answer(self, session: Session, answers: Iterable[p.Granted | None]) -> None:
         session.news.granted.extend(answer for answer in answers if answer is not None)

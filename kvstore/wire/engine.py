@@ -132,8 +132,7 @@ class Step(Message, frozen=True):
     """One batch per engine step from the scheduler half."""
 
     lookups: Annotated[tuple[Lookup, ...], Requests] = ()
-    settle: Numbers = ()  # asks to answer now, with what is ready
-    release: Numbers = ()  # leases not used, or asks not wanted any more
+    release: Numbers = ()  # leases that were not used
     usage: Usage | None = None
     counts: Counts = msgspec.field(
         default_factory=dict

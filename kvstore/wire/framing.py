@@ -89,3 +89,12 @@ class Decoder:
             return self._decoder.decode(body)
         except (msgspec.DecodeError, ValueError, RecursionError) as exc:
             raise ProtocolError(f"not a message of this protocol: {exc}") from exc
+
+
+def is_sendable(text: str, length_max: int) -> bool:
+    """Return True if a message can hold a text: short enough, and Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, from JSON say
+        return False
+    return len(text) <= length_max

@@ -155,7 +155,7 @@ def _round_trips(
 def _lookup(engine: BenchEngine, hashes: bytes) -> None:
     client = engine.client
     ask = client.ask(p.Lookup(0, hashes, HASH_BYTES))
-    if ask is None:
+    if not ask:
         raise KVStoreError("detached from the store")
     client.send_step()
     deadline_s = time.monotonic() + ANSWER_S

@@ -10,6 +10,7 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from time import monotonic_ns
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -19,7 +20,7 @@ from connectors.copies.host import LayerCache
 from connectors.engine_interface import BlockTable, Geometry, Step
 from connectors.scheduler import SchedulerHalf
 from connectors.store_client import StoreClient
-from connectors.store_connection import Attacher, monotonic_ns
+from connectors.store_connection import Attacher
 from connectors.worker import WorkerHalf, WorkerStats
 from kvstore.config import parse_socket
 from kvstore.core.errors import KVStoreError
@@ -95,7 +96,7 @@ class BenchEngine:
         hello = p.Hello(p.VERSION, "bench", "scheduler", 0, 1, credit_slots=credit)
         self.client = StoreClient(Attacher(lambda: self._path, hello), monotonic_ns)
         tokens = Geometry(BLOCK_TOKENS, BLOCK_TOKENS, (BLOCK_TOKENS,), rules)
-        self.half = SchedulerHalf(tokens, self.client, monotonic_ns)
+        self.half = SchedulerHalf(tokens, self.client)
         if not self.client.wait_attached(ATTACH_S):
             self.close()
             raise KVStoreError(f"not attached to the store in {ATTACH_S:.0f} s")

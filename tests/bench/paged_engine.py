@@ -11,6 +11,7 @@ import hashlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from time import monotonic_ns
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,7 +23,7 @@ from connectors.copies.host import LayerCache
 from connectors.engine_interface import BlockTable, Geometry, Step
 from connectors.scheduler import SchedulerHalf
 from connectors.store_client import StoreClient
-from connectors.store_connection import Attacher, monotonic_ns
+from connectors.store_connection import Attacher
 from connectors.worker import WorkerHalf
 from kvstore.config import parse_socket
 from kvstore.core.errors import KVStoreError
@@ -111,7 +112,7 @@ class PagedEngine:
         hello = p.Hello(p.VERSION, _NAME, "scheduler", 0, 1, credit_slots=credit)
         self.client = StoreClient(Attacher(lambda: self._path, hello), monotonic_ns)
         tokens = Geometry(shape.block_tokens, shape.block_tokens, (shape.block_tokens,), rules)
-        self.half = SchedulerHalf(tokens, self.client, monotonic_ns)
+        self.half = SchedulerHalf(tokens, self.client)
         try:
             self._attach()
         except BaseException:

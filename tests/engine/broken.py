@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from connectors import vllm, vllm_scheduler, worker
 from connectors.copies.host import LayerCache
-from connectors.step_meta import StepMeta, StoreSpec
+from connectors.step_meta import StepMeta
 from connectors.worker import LoadTask, Outcome, StoreTask, WorkerHalf
 from tests.engine.support import TROUBLES, Trouble, seen_file, wanted_file
 
@@ -51,8 +51,8 @@ class TroubledWorker(WorkerHalf):
             *others, last = job.generations
             job = msgspec.structs.replace(job, generations=(*others, last - 1))
         if self._wants(Trouble.FAILING):
-            slots = (*job.store.slots[:-1], UNMAPPED_SLOT)
-            job = msgspec.structs.replace(job, store=StoreSpec("cpu", slots))
+            slots = (*job.slots[:-1], UNMAPPED_SLOT)
+            job = msgspec.structs.replace(job, slots=slots)
         task.job = job
         try:
             with self._paused(Trouble.SLOW_LOAD):
@@ -90,9 +90,14 @@ class TroubledConnector(vllm.TieredConnector):
 class ImpatientConnector(vllm.TieredConnector):
     """Waits for its store one second at start, not a minute."""
 
-    def _start_scheduler(self) -> Any:  # noqa: ANN401 - its side
+    def __init__(
+        self,
+        vllm_config: Any,  # noqa: ANN401 - vLLM's
+        role: Any,  # noqa: ANN401 - vLLM's
+        kv_cache_config: Any,  # noqa: ANN401 - vLLM's
+    ) -> None:
         with patch.object(vllm_scheduler, "ATTACH_S", 1.0):
-            return super()._start_scheduler()
+            super().__init__(vllm_config, role, kv_cache_config)
 
 
 # In a MultiConnector reports go by the name of a class, which has to be known to vLLM.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from connectors.engine_interface import Geometry
-from connectors.kv_transfer_params import NO_SOURCE, Transfer, source_of
+from connectors.kv_transfer_params import NO_REMOTE, Transfer, remote_of
 from connectors.step_meta import StepMeta
 from kvstore.core.types import GroupRule
 from tests.engine.test_shortened import request_of
@@ -34,7 +34,7 @@ def connector() -> Any:  # noqa: ANN401 - vLLM's classes are Any here
     script.client.side_channel = "127.0.0.1:9500"
     script.half._hand_overs._transfer = Transfer("engine")
     made = object.__new__(ours.TieredConnector)
-    made._scheduler = SchedulerSide(script.half, None, TOKENS, frozenset())
+    made._scheduler = SchedulerSide(script.half, None, TOKENS)
     made._scheduler.manager = SimpleNamespace(prefix_cache_lookup_enabled=lambda _request: False)
     made._worker = None
     made._connector_metadata = None
@@ -83,7 +83,7 @@ def test_B10_a_request_preempted_in_its_last_step_names_no_blocks(connector: Any
     assert not delayed
     assert params is not None
     assert (params["remote_num_tokens"], params["remote_block_ids"]) == (0, [[]])
-    assert source_of(params) is NO_SOURCE, "the decode engine computes it"
+    assert remote_of(params) is NO_REMOTE, "the decode engine computes it"
     connector.script.step()
     handing = [one.state for step in connector.script.steps() for one in step.handing]
     assert handing[-1:] == ["gone"], "nothing is held for anybody"

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from connectors.engine_interface import Geometry
-from kvstore.core.errors import NotSupported
+from kvstore.core.errors import ConfigError, NotSupported
 from kvstore.core.types import GroupRule
 from kvstore.wire import engine as p
 from tests.harness.script import Request, Script
@@ -67,7 +67,6 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     monkeypatch.setattr(KVConnectorBase_V1, "__init__", begin)
     monkeypatch.setattr(vllm_compat, "geometry", lambda *_: TOKENS)
-    monkeypatch.setattr(vllm_compat, "state_groups", lambda _: frozenset())
 
     def made(**changes: object) -> Any:  # noqa: ANN401 - vLLM's classes are Any here
         script = Script(TOKENS)
@@ -226,6 +225,12 @@ def test_O18_replicas_of_an_engine_share_a_private_store(
 
 
 # O22
+
+
+def test_S2_an_engine_whose_id_no_message_can_hold_is_refused(make: Callable[..., Any]) -> None:
+    make(kv_transfer_config__engine_id="e" * 256)
+    with pytest.raises(ConfigError, match="up to 256 characters, found 257"):
+        make(kv_transfer_config__engine_id="e" * 257)
 
 
 @pytest.mark.parametrize(

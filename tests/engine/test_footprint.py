@@ -21,15 +21,16 @@ BASE = "import vllm.distributed.kv_transfer.kv_connector.v1.base"
 @pytest.mark.parametrize(
     ("side", "modules_max", "forbidden"),
     [
-        ("vllm_worker", 38, OF_THE_SCHEDULER),
-        ("vllm_scheduler", 38, (*OF_THE_WORKER, "connectors.weights", "connectors.vllm_pages")),
+        ("vllm_worker", 34, OF_THE_SCHEDULER),
+        ("vllm_scheduler", 36, (*OF_THE_WORKER, "connectors.weights", "connectors.vllm_pages")),
     ],
 )
 def test_a_side_loads_what_it_needs(
     side: str, modules_max: int, forbidden: tuple[str, ...]
 ) -> None:
-    loaded = added(f"import connectors.vllm, connectors.{side}", BASE)
-    assert not under(loaded, *FORBIDDEN, *forbidden)
+    reads = "from connectors.config import parse_extra; parse_extra({'store': '/store.sock'})"
+    loaded = added(f"import connectors.vllm, connectors.{side}\n{reads}", BASE)
+    assert not under(loaded, *FORBIDDEN, *forbidden, "kvstore.config", "kvstore.launch")
     ours = under(loaded, *PACKAGES)
     assert len(ours) <= modules_max, ours
 

@@ -110,7 +110,7 @@ def spec_of_several(layers: dict[str, Any]) -> Any:  # noqa: ANN401 - likewise
             {"attention_chunk_size": 32},
             "serve KV groups of kind ChunkedLocalAttentionSpec",
         ),
-        ("CircularBufferSpec", {}, "does not know KV groups of kind CircularBufferSpec"),
+        ("CircularBufferSpec", {}, "serve KV groups of kind CircularBufferSpec"),
         ("MambaSpec", {"mamba_cache_mode": "none"}, "mamba_cache_mode 'none', expected 'align'"),
         ("MambaSpec", {"mamba_cache_mode": "all"}, "mamba_cache_mode 'all', expected 'align'"),
     ],

@@ -148,8 +148,8 @@ OURS = {
     *("manager.req_to_blocks", "type(metadata)", "type(other)", "get_kv_cache_spec_kind(spec)"),
 }
 AT_START = {
-    *("__init__", "_compute_what_fails", "_find_store", "_start_scheduler", "register_kv_caches"),
-    *("check_supported", "group_rule", "geometry", "state_groups", "layer_caches"),
+    *("__init__", "register_kv_caches"),
+    *("check_supported", "group_rule", "geometry", "layer_caches"),
     *("rank_geometry", "supports_sleep_mode", "build_kv_connector_stats", "build_prom_metrics"),
     *("start_scheduler", "start_half", "start_worker", "transfer_of_engine"),
 }

@@ -50,7 +50,7 @@ def connector() -> Any:  # noqa: ANN401 - vLLM's classes are Any here
 
     script = Script(STATES)
     made = object.__new__(ours.TieredConnector)
-    made._scheduler = SchedulerSide(script.half, None, STATES, frozenset({1}))
+    made._scheduler = SchedulerSide(script.half, None, STATES)
     made._scheduler.manager = SimpleNamespace(prefix_cache_lookup_enabled=lambda _request: False)
     made.script = script
     return made

@@ -371,7 +371,6 @@ class World:
         )
         return p.Step(
             (lookup,) * self.rng.randint(0, 2),
-            (self._number(),),
             (self._number(), self.rng.randint(1, 40)),
             p.Usage(1, {"cpu": 1}) if self.rng.random() < 0.3 else None,
             {"deferred": 1},

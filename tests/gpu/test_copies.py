@@ -15,7 +15,7 @@ from connectors.copies.gpu.cuda import CupyCuda, Launch
 from connectors.copies.gpu.device import CudaDevice, Queued
 from connectors.copies.gpu.measure import RUN_SIZES, Choice, chosen, rates
 from connectors.copies.gpu.plan import plans
-from connectors.copies.host import Done, HostCopier, LayerCache, MappedExtent, SlotMap
+from connectors.copies.host import Copying, HostCopier, LayerCache, MappedExtent, SlotMap
 from kvstore.core.errors import TierError
 from kvstore.core.layout import Move
 from tests.harness.gpu_layouts import (
@@ -121,7 +121,7 @@ def there_and_back(rig: Rig, rng: random.Random) -> None:
     rig.fill(rng.randrange(1000))
     moves = some_moves(rig.gpu, rng)
     host = HostCopier(rig.host.caches, rig.host.layout)
-    done: Done = host.copy(moves, rig.expected, store=True)
+    done: Copying = host.copy(moves, rig.expected, store=True)
     queued = rig.copy(moves, store=True)
     until(queued.over)
     assert queued.bytes == done.bytes

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from time import monotonic_ns
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ import xxhash
 from connectors.copies.host import LayerCache
 from connectors.scheduler import SchedulerHalf
 from connectors.store_client import StoreClient
-from connectors.store_connection import Attacher, monotonic_ns
+from connectors.store_connection import Attacher
 from connectors.worker import WorkerHalf
 from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.core.types import BlockKey, make_key
@@ -108,7 +109,7 @@ class CrashEngine:
         hello = p.Hello(p.VERSION, name, "scheduler", 0, shape.world, credit_slots=CREDITS)
         self.client = StoreClient(Attacher(lambda: path, hello), monotonic_ns)
         self._half = half = SchedulerHalf(
-            self._geometry, self.client, monotonic_ns, world=shape.world, shares_prefixes=True
+            self._geometry, self.client, world=shape.world, shares_prefixes=True
         )
         self.ranks = [
             LocalRank(shape, rank, TieredWorker(worker), memory[rank])

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from time import monotonic_ns
 from typing import Any
 
 from connectors.engine_interface import BlockTable, EngineRequest
@@ -13,7 +14,7 @@ from connectors.kv_transfer_params import Transfer, is_handed_over
 from connectors.partial_block import is_partial_block
 from connectors.scheduler import SchedulerHalf
 from connectors.store_client import StoreClient
-from connectors.store_connection import Attacher, monotonic_ns
+from connectors.store_connection import Attacher
 from kvstore.core.index import State
 from kvstore.core.types import BlockKey
 from kvstore.store.namespace import Namespace
@@ -85,7 +86,7 @@ class Node:
         self.side = AttachedSide(RankSpec(name, "model", shape, 0, store.path), memory)
         hello = p.Hello(p.VERSION, name, "scheduler", 0, 1, credit_slots=slots)
         client = StoreClient(Attacher(lambda: store.path, hello), monotonic_ns)
-        self.half = Half(shape.geometry, client, monotonic_ns, transfer=Transfer(name, push))
+        self.half = Half(shape.geometry, client, transfer=Transfer(name, push))
         self.half.given, self.half.handed, self.half.requests = {}, {}, {}
         rank = LocalRank(shape, 0, self.side, memory)
         self.engine = Engine(shape, self.half, [rank], random.Random(0), stopped=0.0)

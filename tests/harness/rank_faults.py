@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from connectors.copies.host import Done, HostCopier, SlotMap
+from connectors.copies.host import Copying, HostCopier, SlotMap
 from connectors.step_meta import StepMeta
 from kvstore.core.layout import Move
 from tests.reference import WorkerResults
@@ -68,7 +68,7 @@ class FaultySide(AttachedSide):
             *,
             store: bool,
             after: int = 0,
-        ) -> Done:
+        ) -> Copying:
             moves = list(moves)
             half = len(moves) // 2
             copied = copy(copier, moves[:half], slots, store=store, after=after)
@@ -78,7 +78,7 @@ class FaultySide(AttachedSide):
                 time.sleep(LOOK_S)
             faults.held = 0
             rest = copy(copier, moves[half:], slots, store=store, after=after)
-            return Done(copied.bytes + rest.bytes)
+            return Copying(copied.bytes + rest.bytes)
 
         def fencing(meta: StepMeta) -> None:
             faults.fencing = bool(meta.flush)

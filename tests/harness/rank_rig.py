@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic_ns
 
 import msgspec
 import pytest
 
 from connectors.scheduler import SchedulerHalf
 from connectors.store_client import StoreClient
-from connectors.store_connection import Attacher, monotonic_ns
+from connectors.store_connection import Attacher
 from kvstore.store import admin
 from kvstore.wire import engine as p
 from tests.bench.store import StoreProcess
@@ -90,7 +91,6 @@ class RankedEngine:
         self.half = Half(
             shape.geometry,
             self.client,
-            monotonic_ns,
             world=WORLD,
             shares_prefixes=shape.prefix_cache,
         )
@@ -159,10 +159,8 @@ class RankedEngine:
         ends = range(BLOCK_TOKENS, BLOCKS * BLOCK_TOKENS + 1, BLOCK_TOKENS)
         hashes = [request.hash_at(end) for end in ends]
         ask = self.client.ask(p.Lookup(0, b"".join(hashes), len(hashes[0])))
-        assert ask is not None, f"{self.name} is not attached"
+        assert ask, f"{self.name} is not attached"
         self.client.send_step()
-        assert self.client._link is not None
-        self.client._link.send(p.Step(settle=(ask,)))
         wait_for(lambda: self.client.grant(ask), "an answer", self.hear)
         grant = self.client.grant(ask)
         assert grant is not None

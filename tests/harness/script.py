@@ -119,7 +119,7 @@ class Script:
         self._seen = 0
         self.client = StoreClient(cast("Attacher", self), lambda: self.now_ns)
         self.half = SchedulerHalf(
-            geometry, self.client, lambda: self.now_ns,
+            geometry, self.client,
             world=world, shares_prefixes=shares_prefixes, beside=beside,
         )  # fmt: skip
         self.attach(credits)

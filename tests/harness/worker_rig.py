@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import monotonic_ns
 from typing import Any
 
 import torch
 
 from connectors.config import DirectWay
-from connectors.copies.device import Device
-from connectors.copies.host import LayerCache
-from connectors.step_meta import EngineSpec, LoadJob, StepMeta, StoreJob, StoreSpec
+from connectors.copies.host import Device, LayerCache
+from connectors.step_meta import EngineSpec, LoadJob, StepMeta, StoreJob
 from connectors.store_client import Grant, StoreClient
-from connectors.store_connection import Attacher, monotonic_ns
+from connectors.store_connection import Attacher
 from connectors.worker import WorkerHalf
 from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.core.types import GroupRule, make_key
@@ -147,7 +147,7 @@ class Rig:
             self._next,
             self.client.session,
             EngineSpec(tuple(blocks), (len(blocks),), (first * self.per,)),
-            StoreSpec("cpu", tuple(self.client.credits.popleft() for _ in range(count))),
+            tuple(self.client.credits.popleft() for _ in range(count)),
             tuple(keys[first : first + count]),
             tuple([keys[i - 1] if i else b"" for i in range(first, first + count)]),
         )
@@ -158,7 +158,7 @@ class Rig:
             for block in blocks:
                 rank.fill(block)
         job = self.store_job(chain, blocks)
-        self.client.publish_blocks(job.store.slots, job.keys, blocks)
+        self.client.publish_blocks(job.slots, job.keys, blocks)
         self.client.send_step()
         for rank in self.ranks:
             rank.half.after_forward(StepMeta(stores=(job,)))
@@ -168,7 +168,7 @@ class Rig:
 
     def ask(self, chain: Sequence[bytes], **how: Any) -> Grant:  # noqa: ANN401 - of a lookup
         number = self.client.ask(p.Lookup(0, b"".join(chain), len(chain[0]), **how))
-        assert number is not None
+        assert number
         self.client.send_step()
         eventually(lambda: heard(self.client) and self.client.grant(number))
         grant = self.client.grant(number)
@@ -188,7 +188,7 @@ class Rig:
             self.client.session,
             grant.lease,
             EngineSpec(tuple(blocks), (len(blocks),), (first,)),
-            StoreSpec("cpu", tuple(places[0])),
+            tuple(places[0]),
             tuple(generation + stale for generation in places[1]),
         )
 

@@ -235,7 +235,7 @@ class Checks:
         half, client, requests = host.half, host.client, host.engine.requests
         tracked = half._requests
         assert tracked.keys() <= requests.keys(), "a request is tracked that has ended"
-        asks = {t.ask for t in tracked.values() if t.ask is not None}
+        asks = {t.ask for t in tracked.values() if t.ask}
         assert client._grants.keys() <= asks, "an answer that nobody asked for is kept"
         assert client._asked_ns.keys() <= asks, "a question that nobody waits for is kept"
         for worker in host.workers:

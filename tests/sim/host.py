@@ -116,7 +116,6 @@ class Host:
         self.half = Half(
             self.geometry,
             self.client,
-            lambda: net.now,
             world=shape.world,
             shares_prefixes=shape.prefix_cache,
         )

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from connectors.copies.host import Done
+from connectors.copies.host import Copying
 from connectors.load_progress import LoadDeadline, SlotLoad
 from connectors.step_meta import LoadJob, StepMeta, StoreJob, pieces
 from connectors.store_connection import LinkLost
@@ -164,12 +164,10 @@ class Worker:
         wire = self.wire
         ok = job.session == self._session and wire is not None
         if ok and wire is not None:
-            for move in pieces(job.engine, job.store, self._per):
+            for move in pieces(job.engine, job.slots, self._per):
                 self._move(move, store=True)
                 yield True
-            self._tell(
-                wire, p.Stored(framing.u32(job.store.slots), job.keys, job.parents, True, 1e-6)
-            )
+            self._tell(wire, p.Stored(framing.u32(job.slots), job.keys, job.parents, True, 1e-6))
         self.stores_open.discard(job.job_id)
         self._outcomes.append(Outcome(ok, store_job=job.job_id))
 
@@ -185,10 +183,10 @@ class Worker:
                 over = load.advance(self._fill, self._generations, self._net.now)
             except TierError:
                 assert not self._is_leased(job.lease), "memory was taken from under a lease"
-                self._tell(self.wire, p.Loaded(job.lease, 0, 1e-6, framing.u32(job.store.slots)))
+                self._tell(self.wire, p.Loaded(job.lease, 0, 1e-6, framing.u32(job.slots)))
                 break
             if over:
-                damaged = load.damaged or [s for s in job.store.slots if self._errs()]
+                damaged = load.damaged or [s for s in job.slots if self._errs()]
                 ok = load.ok and not damaged
                 self.counts["late"] += load.late > 0
                 self._tell(self.wire, p.Loaded(job.lease, 1, 1e-6, framing.u32(damaged), load.late))
@@ -208,12 +206,12 @@ class Worker:
     def _errs(self) -> bool:
         return self._rng.random() < self.errors
 
-    def _fill(self, moves: Sequence[Move]) -> Done:
+    def _fill(self, moves: Sequence[Move]) -> Copying:
         for number, move in enumerate(moves):
             if number and self._rng.random() < 0.1:
                 self.meanwhile()
             self._move(move, store=False)
-        return Done(len(moves))
+        return Copying(len(moves))
 
     def _tell(self, wire: Wire, message: framing.Message) -> None:
         with contextlib.suppress(LinkLost):

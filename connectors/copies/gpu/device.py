@@ -34,7 +34,7 @@ from connectors.copies.gpu.cuda import Cuda, CupyCuda, Launch
 from connectors.copies.gpu.measure import Choice, measured
 from connectors.copies.gpu.pins import Pins
 from connectors.copies.gpu.plan import GroupPlan, Words, copies_of, places_of, plans
-from connectors.copies.host import LayerCache, MappedExtent, SlotMap
+from connectors.copies.host import Copying, Device, LayerCache, MappedExtent, SlotMap
 from kvstore.core.errors import TierError
 from kvstore.core.layout import Move, RankLayout
 
@@ -46,12 +46,11 @@ _ROOM_S = 0.0001
 _PLACE_BYTES = 16
 
 
-class Queued(msgspec.Struct):
+class Queued(Copying):
     """A copy on its stream."""
 
     lane: Lane
     number: int
-    bytes: int
     error: TierError | None = None
 
     def over(self) -> bool:
@@ -190,7 +189,7 @@ class GpuCopier:
                     moved += way.plan.block_bytes * len(rows)
         except TierError as exc:
             error = exc
-        return Queued(lane, lane.close_job(), moved, error)
+        return Queued(moved, lane, lane.close_job(), error)
 
     def _queue(self, lane: Lane, way: _Way, places: Words) -> None:
         if way.blocks:
@@ -199,7 +198,7 @@ class GpuCopier:
             lane.copy(way.plan.runs, places)
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """A GPU that an engine's KV tensors are on."""
 
     def __init__(
