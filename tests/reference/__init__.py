@@ -11,7 +11,7 @@ follow from the tokens up to it, so every attention read is compared with what m
     scheduler     plans a step
     updates       takes in what came out of it
     ranks, device what the workers do in a step, and what they report
-    processes     ranks as processes: rank_process is what runs in them
+    attached      real worker halves for the ranks
     engine        steps, up to `batches` of them under way
 
 Left out on purpose: encoder inputs, structured output, LoRA, draft models, pooling, logprobs.

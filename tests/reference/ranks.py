@@ -1,7 +1,7 @@
-"""What a rank does in a step, as messages; and a rank in this process.
+"""What a rank does in a step, and how the ranks' reports add up.
 
 A rank knows no request and no scheduler: what it writes, and what it must find where it reads,
-is in the message. So a rank may as well be a process.
+is in the step.
 """
 
 from __future__ import annotations
