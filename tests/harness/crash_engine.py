@@ -24,8 +24,8 @@ from tests.reference import (
     VOCABULARY,
     Engine,
     Group,
-    LocalRank,
     Output,
+    Rank,
     Request,
     Shape,
     TieredWorker,
@@ -101,7 +101,7 @@ class CrashEngine:
             self._geometry, self.client, monotonic_ns, world=shape.world, shares_prefixes=True
         )
         self.ranks = [
-            LocalRank(shape, rank, TieredWorker(worker), memory[rank])
+            Rank(shape, rank, TieredWorker(worker), memory[rank])
             for rank, worker in enumerate(self.workers)
         ]
         self.engine = Engine(shape, half, self.ranks, rng)

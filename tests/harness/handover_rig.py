@@ -20,7 +20,7 @@ from kvstore.store.namespace import Namespace
 from kvstore.wire import engine as p
 from tests.harness.live import LiveStore, eventually
 from tests.harness.patience import WAIT_S
-from tests.reference import VOCABULARY, Engine, LocalRank, Request, Shape, TieredWorker
+from tests.reference import VOCABULARY, Engine, Rank, Request, Shape, TieredWorker
 from tests.reference.attached import attached
 from tests.reference.text import Text
 
@@ -86,7 +86,7 @@ class Node:
         client = StoreClient(Attacher(lambda: store.path, hello), monotonic_ns)
         self.half = Half(shape.geometry, client, monotonic_ns, transfer=Transfer(name, push))
         self.half.given, self.half.handed, self.half.requests = {}, {}, {}
-        rank = LocalRank(shape, 0, self.side, memory)
+        rank = Rank(shape, 0, self.side, memory)
         self.engine = Engine(shape, self.half, [rank], random.Random(0), stopped=0.0)
         self._client = client
 

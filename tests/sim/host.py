@@ -19,7 +19,7 @@ from kvstore.wire import engine as p
 from tests.reference import (
     Engine,
     Group,
-    LocalRank,
+    Rank,
     Request,
     Shape,
     TieredWorker,
@@ -123,7 +123,7 @@ class Host:
         self.half.rng, self.half.delays = rng, rng.choice((0.0, 0.0, 0.3))
         self.half.sends = [sender.left for sender in senders]
         self.ranks = [
-            LocalRank(shape, rank, sender, self.workers[rank].memory)
+            Rank(shape, rank, sender, self.workers[rank].memory)
             for rank, sender in enumerate(senders)
         ]
         self.engine = Engine(shape, self.half, self.ranks, rng)
