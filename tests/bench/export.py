@@ -38,9 +38,8 @@ from tests.bench import raw_nixl
 from tests.bench.clock import Clock, child_of
 from tests.bench.nvme import ATTEMPTS, READERS, WRITERS
 from tests.bench.raw_disk import Depth, System, filled, reference
-from tests.bench.reader import DirectSession
 from tests.bench.report import Result, paired_ratio
-from tests.bench.session import Fetched, Session
+from tests.bench.session import DirectSession, Fetched, Session
 from tests.bench.steal import Watch
 from tests.bench.store import StoreProcess
 from tiers.nvme.tier import RUN_BYTES_MAX
@@ -155,7 +154,7 @@ class Stores:
         set_transports(self._transports)  # of the agent in this process
         ends.callback(set_transports, None)
         self._reading = ends.enter_context(
-            DirectSession(_path(self.decode), "reader", self._block_bytes, self._count)
+            DirectSession(self.decode, "reader", self._block_bytes, self._count)
         )
         for name in self.systems:
             self._warm_up(name)
@@ -208,7 +207,7 @@ class Stores:
         return [hashlib.blake2b(name.encode(), digest_size=32).digest() for name in names]
 
     def _session(self, store: StoreProcess) -> Session:
-        return Session(_path(store), "bench", self._block_bytes)
+        return Session(store, "bench", self._block_bytes)
 
     def _await_written(self) -> None:
         """Wait until the disk has as many blocks more as a chain has."""
@@ -231,10 +230,6 @@ class Stores:
                 return
             if time.monotonic() > deadline_s:
                 raise KVStoreError(f"{name}: {len(found.slots)} of {self._count} blocks came")
-
-
-def _path(store: StoreProcess) -> str:
-    return store.address.removeprefix("unix://")
 
 
 def set_transports(transports: str | None) -> None:

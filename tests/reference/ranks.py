@@ -93,7 +93,7 @@ class Rank:
             else:
                 self._read(span, words)
         self.between()
-        return RankReport(*msgspec.structs.astuple(results), unread)
+        return RankReport(**msgspec.structs.asdict(results), unread=unread)
 
     # The model
 
