@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kvstore.core.errors import KVStoreError
-from tests.bench.engine import Engine, Request
+from tests.bench.engine import Engine, Request, tiered
 from tests.bench.models import make_model, prompt
 from tests.bench.report import Result, compared, in_turn
 from tests.bench.steal import undisturbed
@@ -115,18 +115,8 @@ class Pair:
 
 def ours(store: StoreProcess, way: str) -> dict[str, Any]:
     """Return the kv_transfer_config of an engine with our connector."""
-    extra = {
-        "store": store.address,
-        "transfer": "push" if way.endswith("push") else "pull",
-        "direct": way.startswith("direct"),
-    }
-    return {
-        "kv_connector": "TieredConnector",
-        "kv_connector_module_path": "connectors.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    }
+    transfer = "push" if way.endswith("push") else "pull"
+    return tiered(store=store.address, transfer=transfer, direct=way.startswith("direct"))
 
 
 def native(role: str) -> dict[str, Any]:

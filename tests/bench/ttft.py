@@ -24,7 +24,7 @@ from rich.progress import Progress
 
 from kvstore.core.errors import KVStoreError
 from kvstore.store import admin
-from tests.bench.engine import Engine, Request
+from tests.bench.engine import Engine, Request, tiered
 from tests.bench.models import make_model, prompt
 from tests.bench.native import native_config
 from tests.bench.report import Result, compared, in_turn
@@ -63,13 +63,7 @@ def systems(address: str) -> dict[str, dict[str, Any] | None]:
     return {
         "none": None,
         "native": native_config(CPU_BYTES),
-        "ours": {
-            "kv_connector": "TieredConnector",
-            "kv_connector_module_path": "connectors.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"store": address},
-        },
+        "ours": tiered(store=address),
     }
 
 
