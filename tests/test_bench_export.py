@@ -9,23 +9,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 
 from connectors.config import parse_extra
-from kvstore.config import parse
 from kvstore.core.errors import KVStoreError
 from kvstore.units import KIB, MIB
-from tests.bench import export, handover, raw_nixl
-from tests.bench.clock import Clock, child_of
+from tests.bench import export, handover
+from tests.bench.clock import Clock
 from tests.bench.report import Result, as_json
-from tests.bench.session import Session, content
 from tests.bench.store import StoreProcess
-from tests.harness.fakes import hashes
-from tests.harness.live import LiveStore, eventually
+from tests.harness.live import eventually
 
 ROOT = Path(__file__).parent.parent
 SMALL = export.Sizes(
@@ -96,23 +92,6 @@ def test_every_hand_over_has_its_limit_from_the_same_run(
     assert not list(here.iterdir())
 
 
-@pytest.mark.slow
-def test_raw_nixl_moves_each_block_once_and_sums_when_it_should() -> None:
-    with ExitStack() as ends:
-        sides = [
-            ends.enter_context(raw_nixl.Process(raw_nixl.Start(64 * KIB, 64), None))
-            for _ in range(2)
-        ]
-        sides[0].meet(sides[1])
-        for write in (False, True):
-            sides[0].do(raw_nixl.Move(write, seed=1))
-        before_us = sides[1].clock.now_us()
-        sides[1].do(raw_nixl.Sum())
-        assert sides[1].clock.now_us() > before_us
-        with pytest.raises(KVStoreError, match="NIXL without a store"):
-            sides[1].do(raw_nixl.Meet(b"no metadata", 1))
-
-
 def test_too_little_space_is_said_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,35 +112,6 @@ def test_the_clock_of_another_process_counts_what_it_runs() -> None:
         child.communicate(b"\n")
     with pytest.raises(KVStoreError, match="has ended"):
         clock.now_us()
-
-
-def test_a_child_is_found_by_its_module() -> None:
-    command = [sys.executable, "-c", "input()", "some.module"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
-        eventually(lambda: Path(f"/proc/{child.pid}/cmdline").read_bytes().count(b"\0") > 3)
-        assert child_of(os.getpid(), "some.module") == child.pid
-        with pytest.raises(KVStoreError, match="no child that runs another"):
-            child_of(os.getpid(), "another")
-        child.communicate(b"\n")
-
-
-def test_a_session_stores_blocks_and_sees_them_again(tmp_path: Path) -> None:
-    table = {
-        "cpu": {"capacity": "32MiB", "extent": "16MiB"},
-        "server": {"socket": str(tmp_path / "store.sock"), "metrics": ""},
-    }
-    with LiveStore(parse(table)) as store, Session(store.path, "one", MIB) as session:
-        chain = hashes(12, "session")
-        assert not session.fetch(chain).complete
-        session.put(chain)
-        tries = [session.fetch(chain)]
-        while not tries[-1].complete:  # they are being stored, or the last lease is not over yet
-            tries.append(session.fetch(chain))
-        found = tries[-1]
-        assert 0 < found.first_s <= found.all_s
-        assert session.holds(chain, found.slots)
-        assert not session.holds(chain[::-1], found.slots)
-        assert content(chain[0], MIB) != content(chain[1], MIB)
 
 
 def test_times_of_a_hand_over_are_compared_within_rounds() -> None:

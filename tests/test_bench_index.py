@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from kvstore.core.errors import InvariantBroken
 from kvstore.core.eviction import LeafLRU
 from kvstore.core.index import Node
 from tests.bench import __main__ as bench
-from tests.bench import index, prompts
+from tests.bench import index
 from tests.bench.report import Result, as_json
 
 BLOCKS = 4000
@@ -113,31 +112,6 @@ def test_evictions_in_another_order_end_the_run(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(LeafLRU, "touch", first_come)
     with pytest.raises(InvariantBroken, match="leaf-first"):
         index.run([BLOCKS])
-
-
-def test_what_is_stored_has_no_other_blocks_in_common_than_it_says() -> None:
-    for number in range(len(prompts.KINDS)):
-        requests = prompts.unit(number)
-        keys = [key for each in requests for key in each.keys[each.shared :]]
-        assert len(set(keys)) == len(keys) == prompts.PREFIX
-        for each in requests:
-            above = {other.number: other for other in requests}.get(each.of or -1)
-            assert each.shared == 0 or (
-                above and above.keys[: each.shared] == each.keys[: each.shared]
-            )
-            assert each.chain.keys(0, each.chain.blocks) == each.keys
-        again = prompts.unit(number)
-        assert [each.keys for each in again] == [each.keys for each in requests]
-
-
-@pytest.mark.parametrize("case", prompts.CASES, ids=lambda case: case.case or case.name)
-def test_a_question_has_as_many_stored_blocks_as_it_says(case: prompts.Case) -> None:
-    stored = {key for number in range(8) for each in prompts.unit(number) for key in each.keys}
-    for seed in range(5):
-        asked = prompts.question(case, 8, random.Random(seed)).received()
-        here = [key in stored for key in asked.keys]
-        assert here == [index < asked.shared for index in range(prompts.PREFIX)]
-        assert asked.shared in case.shared
 
 
 def test_too_few_blocks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

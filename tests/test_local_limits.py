@@ -46,7 +46,6 @@ class Kept(StoreProcess):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "64MiB", scraped=False)
-        self.path = self.address.removeprefix("unix://")
 
     @property
     def log(self) -> str:

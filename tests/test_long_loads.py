@@ -23,9 +23,9 @@ import pytest
 
 from connectors.step_meta import StepMeta
 from kvstore.store import admin
-from tests.bench.store import StoreProcess
+from tests.bench.store import StoreProcess, free_port
 from tests.harness.faults import Call, Faults, Kind
-from tests.harness.handover_nodes import exporter_of, free_port
+from tests.harness.handover_nodes import exporter_of
 from tests.harness.handover_rig import HANDED, Node, node, prompt
 from tests.harness.live import LiveStore, eventually
 from tests.harness.patience import WAIT_S
@@ -51,7 +51,6 @@ class Store(StoreProcess):
         settings = f'extent = "16MiB"\n[engine]\n{waits}{more}[peer]\nlisten = "{self.listen}"\n'
         how = {"module": "tests.harness.serve_brief", "scraped": False} | how
         super().__init__(folder, "64MiB", settings, **cast("Any", how))
-        self.path = self.address.removeprefix("unix://")
 
     def numbers(self) -> dict[tuple[str, ...], float]:
         """Its numbers, by name and labels but the namespace's."""
@@ -229,7 +228,7 @@ def test_B15_a_peer_that_stalls_in_mid_transfer_is_given_up_after_a_time_without
         assert 1 <= quiet_s < 3
         assert whole_s > quiet_s
         assert right.given_up == 1
-        assert decode.side.worker.take_stats().given_up_loads <= 1
+        assert decode.worker.take_stats().given_up_loads <= 1
         eventually(lambda: right.let_go() and left.let_go())
 
 

@@ -56,18 +56,6 @@ def test_E4_failed_blocks_are_remembered_over_several_reports() -> None:
     rig.run()
 
 
-def test_E4_a_load_of_which_nothing_is_valid_starts_over() -> None:
-    rig = Rig()
-    request = rig.add("a", 17, 1, (16, True), (0, False))
-    rig.step()
-    rig.report(WorkerResults(invalid={request.table[0][0]}))
-    rig.step()
-    rig.load_over("a")
-    rig.step()
-    rig.step(expect={"a": 17})
-    assert len(rig.script.asked) == 2
-
-
 def test_E4_one_rank_that_fails_is_enough() -> None:
     rig = Rig(but(world=2))
     rig.add("a", 17, 1, (16, True), (0, False))
@@ -138,19 +126,6 @@ def test_E4_a_shared_bad_block_is_computed_again_by_the_first_only() -> None:
     assert [len(tokens) for tokens in rig.tokens.values()] == [1, 1]
 
 
-def test_E4_bad_blocks_are_not_found_by_others_when_the_request_ends_before_it_resumes() -> None:
-    rig = Rig()
-    prompt = list(range(20))
-    rig.add("a", prompt, 2, (16, False))
-    sync_load(rig, 2)
-    rig.step(expect={"a": 4})
-    rig.engine.abort("a")
-    rig.sides[0].start_loads = lambda meta: None  # type: ignore[method-assign]  # noqa: ARG005
-    rig.add("b", prompt, 2)
-    rig.step(expect={"b": 12})
-    assert rig.script.asked[-1] == ("b", 8)
-
-
 def test_E4_output_that_was_read_from_a_failed_load_is_not_used() -> None:
     """The engine's own guard: a rank that read a bad block says so."""
     rig = Rig()
@@ -158,15 +133,6 @@ def test_E4_output_that_was_read_from_a_failed_load_is_not_used() -> None:
     sync_load(rig, 1)
     rig.engine._updates._take_invalid = lambda *_: set()  # type: ignore[method-assign]
     with pytest.raises(InvariantBroken, match="goes on with what was read from a failed load"):
-        rig.step()
-
-
-def test_E4_failed_blocks_in_an_engine_of_several_groups_end_it() -> None:
-    rig = Rig(but(groups=(Group(4), Group(4, window=6))))
-    rig.add("a", 20, 2)
-    rig.step()
-    rig.report(WorkerResults(invalid={1}))
-    with pytest.raises(InvariantBroken, match="several groups"):
         rig.step()
 
 
@@ -187,16 +153,6 @@ def test_E8_hits_are_counted_when_a_request_starts_running() -> None:
     assert (first.hits.asked, second.hits.asked) == (0, 0)
     assert (third.hits.asked, third.hits.external) == (17, 16)
     assert third.hits.sources == {"cpu": 16}
-
-
-def test_E8_requests_that_were_preempted_are_counted_apart() -> None:
-    rig = Rig(but(blocks=11))
-    rig.add("a", 20, 12)
-    rig.add("b", [9] * 20, 12)
-    outputs = rig.run()
-    assert rig.engine.counts["preempted"]
-    assert sum(output.hits.asked for output in outputs) == 40
-    assert sum(output.hits.asked_again for output in outputs) > 0
 
 
 def test_E8_statistics_of_both_sides_are_one() -> None:
@@ -295,22 +251,6 @@ def test_E9_a_step_is_scheduled_before_the_last_ones_tokens_are_known() -> None:
     assert (request.num_tokens, request.num_computed_tokens, request.placeholders) == (10, 10, 1)
 
 
-@pytest.mark.parametrize("batches", [1, 2])
-@pytest.mark.parametrize("accepted", [0.0, 0.5, 1.0])
-def test_E9_drafts_and_steps_ahead_change_nothing_in_the_output(
-    batches: int, accepted: float
-) -> None:
-    groups = (Group(4), Group(4, window=6))
-    rig = Rig(but(batches=batches, drafts=3, groups=groups, blocks=81), accepted=accepted)
-    twin = Rig()
-    for one in (rig, twin):
-        for number in range(3):
-            one.add(f"r{number}", list(range(number, number + 10)), 25)
-        one.run()
-    assert rig.tokens == twin.tokens
-    assert rig.all_free
-
-
 def test_E9_a_rejected_draft_takes_progress_and_placeholders_back() -> None:
     rig = Rig(but(batches=2, drafts=2), accepted=0.0)
     request = rig.add("a", 9, 9)
@@ -330,18 +270,6 @@ def test_E9_blocks_of_drafts_are_offered_only_when_they_are_accepted() -> None:
     assert (request.num_tokens, request.num_computed_tokens) == (6, 5)
     assert len(request.block_hashes) == 1
     assert len(rig.engine.book.tables.pool.cached) == 1
-
-
-@pytest.mark.parametrize("batches", [2, 3])
-def test_E9_a_preempted_request_gets_what_was_under_way_and_goes_on_after_it(batches: int) -> None:
-    rig = Rig(but(batches=batches, blocks=13, budget=6, prefix_cache=False))
-    twin = Rig()
-    for one in (rig, twin):
-        one.add("a", 20, 12)
-        one.add("b", [5] * 20, 12)
-        one.run()
-    assert rig.engine.counts["preempted"]
-    assert rig.tokens == twin.tokens
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -50,8 +50,7 @@ def test_S5_a_store_in_a_small_cgroup_lives_and_grows_when_it_may(tmp_path: Path
             environment={PLACE: str(limited.folder)},
         )
         with store:
-            store.path = store.address.removeprefix("unix://")  # type: ignore[attr-defined]
-            engine = Growing(store)  # type: ignore[arg-type]
+            engine = Growing(store)
             blocks = hashes(600, "x")
             for block in blocks:
                 engine.put_one(block)

@@ -20,10 +20,6 @@ BENCHES = {
     "attach": ("tests.bench.attach", "store round trips, scheduler half, bytes; no engine"),
     "export": ("tests.bench.export", "hand-over between two stores, against raw NIXL and disk"),
     "gpu": ("tests.bench.gpu", "blocks between a GPU and pinned memory; needs a GPU and cupy"),
-    "gpu-ttft": (
-        "tests.bench.gpu_ttft",
-        "time to first token in a stand-in engine, by where a prompt's KV is; needs a GPU and cupy",
-    ),
     "handover": (
         "tests.bench.handover",
         "time to first token of a prompt computed by another real vLLM engine; needs vllm",

@@ -90,6 +90,17 @@ def environment(*, in_process: bool, ranks: int = 1) -> dict[str, str]:
     return env
 
 
+def tiered(**extra: object) -> dict[str, Any]:
+    """Return the kv_transfer_config of an engine with our connector."""
+    return {
+        "kv_connector": "TieredConnector",
+        "kv_connector_module_path": "connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
 class Engine:
     """One vLLM engine, started on entering the context and gone after leaving it.
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import statistics
 import tempfile
 import time
@@ -36,12 +35,11 @@ from kvstore.store import admin
 from kvstore.units import KIB, MIB, sized
 from tests.bench import raw_nixl
 from tests.bench.clock import Clock, child_of
-from tests.bench.nvme import ATTEMPTS, READERS, WRITERS
-from tests.bench.raw_disk import Depth, System, filled, reference
-from tests.bench.reader import DirectSession
-from tests.bench.report import Result, paired_ratio
-from tests.bench.session import Fetched, Session
-from tests.bench.steal import Watch
+from tests.bench.nvme import READERS, WRITERS
+from tests.bench.raw_disk import Depth, System, check_space, filled, reference
+from tests.bench.report import Result, compared, in_turn, paired_ratio
+from tests.bench.session import DirectSession, Fetched, Session
+from tests.bench.steal import undisturbed
 from tests.bench.store import StoreProcess
 from tiers.nvme.tier import RUN_BYTES_MAX
 
@@ -82,12 +80,7 @@ class Moved(msgspec.Struct, frozen=True):
 def run(pairs: int | None, sizes: Sizes | None = None) -> list[Result]:
     """Measure everything, the disk in the current directory; pairs: rounds."""
     sizes, rounds = sizes or Sizes(), pairs or PAIRS
-    needed = 6 * sizes.data_bytes
-    free = shutil.disk_usage(Path.cwd()).free
-    if free < needed:
-        raise KVStoreError(
-            f"{Path.cwd()}: {sized(free)} free, the benchmark needs {sized(needed)} for a while"
-        )
+    check_space(6 * sizes.data_bytes)
     results = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         total = len(sizes.block_bytes) * len(sizes.transports) * (2 + rounds)
@@ -155,7 +148,7 @@ class Stores:
         set_transports(self._transports)  # of the agent in this process
         ends.callback(set_transports, None)
         self._reading = ends.enter_context(
-            DirectSession(_path(self.decode), "reader", self._block_bytes, self._count)
+            DirectSession(self.decode, "reader", self._block_bytes, self._count)
         )
         for name in self.systems:
             self._warm_up(name)
@@ -208,7 +201,7 @@ class Stores:
         return [hashlib.blake2b(name.encode(), digest_size=32).digest() for name in names]
 
     def _session(self, store: StoreProcess) -> Session:
-        return Session(_path(store), "bench", self._block_bytes)
+        return Session(store, "bench", self._block_bytes)
 
     def _await_written(self) -> None:
         """Wait until the disk has as many blocks more as a chain has."""
@@ -231,10 +224,6 @@ class Stores:
                 return
             if time.monotonic() > deadline_s:
                 raise KVStoreError(f"{name}: {len(found.slots)} of {self._count} blocks came")
-
-
-def _path(store: StoreProcess) -> str:
-    return store.address.removeprefix("unix://")
 
 
 def set_transports(transports: str | None) -> None:
@@ -323,14 +312,9 @@ class _Series:
                 move = partial(self._nixl.move, write=way == "push", summed=summed)
                 systems[name] = move
         systems["disk"] = self._read_disk
-        names = list(systems)
-        first = number % len(names)
-        for _ in range(ATTEMPTS):
-            watch = Watch()
-            moved = {name: systems[name]() for name in names[first:] + names[:first]}
-            if not watch.disturbed():
-                break
-            self.disturbed += 1
+        order = in_turn(list(systems), number)
+        moved, disturbed = undisturbed(lambda: {name: systems[name]() for name in order})
+        self.disturbed += disturbed
         return moved
 
     def _read_disk(self) -> Moved:
@@ -380,21 +364,7 @@ def _result(
     parameters: dict[str, object],
 ) -> Result:
     rates = _rates(moved)
-    ratio = paired_ratio(rates, limits)
-    return Result(
-        name=name,
-        value=statistics.median(rates) / 1e9,
-        unit="GB/s",
-        better="higher",
-        reference=statistics.median(limits) / 1e9,
-        ratio=ratio.median,
-        parameters={
-            **parameters,
-            "against": against,
-            "ratio_low": round(ratio.low, 4),
-            "ratio_high": round(ratio.high, 4),
-        },
-    )
+    return compared(name, rates, limits, "GB/s", against, parameters, scale=1e-9, better="higher")
 
 
 def _rates(moved: Sequence[Moved]) -> list[float]:

@@ -13,6 +13,7 @@ nothing to do, so their engines are stopped (SIGSTOP) while others are measured.
 
 from __future__ import annotations
 
+import itertools
 import signal
 import statistics
 import tempfile
@@ -26,15 +27,14 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kvstore.core.errors import KVStoreError
-from tests.bench.engine import Engine, Request
+from tests.bench.engine import Engine, Request, tiered
 from tests.bench.models import make_model, prompt
-from tests.bench.report import Result, paired_ratio
-from tests.bench.steal import Watch
+from tests.bench.report import Result, compared, in_turn
+from tests.bench.steal import undisturbed
 from tests.bench.store import StoreProcess, free_port
 
 PAIRS = 15
 WARM_UP_ROUNDS = 1
-ATTEMPTS = 3
 PROMPT_TOKENS = 8190
 BLOCK_TOKENS = 32
 REUSABLE = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -115,18 +115,8 @@ class Pair:
 
 def ours(store: StoreProcess, way: str) -> dict[str, Any]:
     """Return the kv_transfer_config of an engine with our connector."""
-    extra = {
-        "store": store.address,
-        "transfer": "push" if way.endswith("push") else "pull",
-        "direct": way.startswith("direct"),
-    }
-    return {
-        "kv_connector": "TieredConnector",
-        "kv_connector_module_path": "connectors.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    }
+    transfer = "push" if way.endswith("push") else "pull"
+    return tiered(store=store.address, transfer=transfer, direct=way.startswith("direct"))
 
 
 def native(role: str) -> dict[str, Any]:
@@ -160,16 +150,12 @@ def run(pairs: int | None) -> list[Result]:
             progress.update(task, description=what, advance=1)
 
         measured = started(Path(name), model, ends, tell)
-        seed = SEED_FIRST
+        seeds = itertools.count(SEED_FIRST + 1)
         for number in range(rounds):
-            for system in _order(number):
+            for system in in_turn(SYSTEMS, number):
                 tell(f"round {number} of {rounds - 1}: {system}")
-                for _ in range(ATTEMPTS):
-                    seed += 1
-                    watch = Watch()
-                    found = measured[system].measure(seed)
-                    if not watch.disturbed():
-                        break
+                pair = measured[system]
+                found, _ = undisturbed(lambda: pair.measure(next(seeds)))  # noqa: B023 - at once
                 for what, seconds in found.items():
                     times[what, system] += [seconds] if number >= WARM_UP_ROUNDS else []
     return results(times)
@@ -201,12 +187,6 @@ def started(
     return {**measured, NATIVE: Pair(NATIVE, *natives)}
 
 
-def _order(number: int) -> tuple[str, ...]:
-    """Take turns at being first."""
-    shift = number % len(SYSTEMS)
-    return SYSTEMS[shift:] + SYSTEMS[:shift]
-
-
 def results(times: Times) -> list[Result]:
     """Turn the rounds into results: medians, and ratios within rounds."""
     found = []
@@ -230,18 +210,8 @@ def _result(
         "prompt_tokens": PROMPT_TOKENS,
         "pairs": len(values),
     }
-    base = ratio = None
-    if others is not None:
-        pair = paired_ratio(values, others)
-        base, ratio = statistics.median(others) * 1000, pair.median
-        parameters["transport"] = "tcp" if system == INTO_ENGINE else "shared memory"
-        parameters |= {"against": against, "ratio_low": pair.low, "ratio_high": pair.high}
-    return Result(
-        name=name,
-        value=statistics.median(values) * 1000,
-        unit="ms",
-        better="lower",
-        reference=base,
-        ratio=ratio,
-        parameters=parameters,
-    )
+    if others is None:
+        value = statistics.median(values) * 1000
+        return Result(name=name, value=value, unit="ms", better="lower", parameters=parameters)
+    parameters["transport"] = "tcp" if system == INTO_ENGINE else "shared memory"
+    return compared(name, values, others, "ms", against, parameters, scale=1000)

@@ -11,7 +11,7 @@ import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -20,32 +20,6 @@ from kvstore.core.index import Entry
 from kvstore.core.manager import Manager
 from kvstore.core.types import GroupRule, Slot
 from tests.bench.prompts import Request
-
-
-class System(Protocol):
-    """A manager of so many slots, empty at first."""
-
-    name: str
-
-    def store(self, wanted: Request, batch: int) -> Iterator[str]:
-        """Store a request, `batch` blocks at a time, evicting as needed."""
-        ...
-
-    def lookup(self, wanted: Request) -> int:
-        """Count the leading blocks that are here."""
-        ...
-
-    def load(self, wanted: Request) -> Iterator[str]:
-        """Pin all blocks of a request for a load, and let them go."""
-        ...
-
-    def pin(self, wanted: Request) -> Iterator[str]:
-        """Pin all blocks of a request for a transfer."""
-        ...
-
-    def unpin(self) -> Iterator[str]:
-        """End all pins."""
-        ...
 
 
 class Stored(msgspec.Struct, eq=False):

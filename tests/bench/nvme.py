@@ -38,14 +38,15 @@ from tests.bench.raw_disk import (
     Moved,
     System,
     ThreadLoop,
+    check_space,
     difference,
     filled,
     pass_us,
     reference,
     timed,
 )
-from tests.bench.report import Result, paired_ratio
-from tests.bench.steal import Watch
+from tests.bench.report import Result, compared, in_turn, paired_ratio
+from tests.bench.steal import undisturbed
 from tiers.nvme.block_io import writers_of
 from tiers.nvme.disk import NvmeDisk
 from tiers.nvme.index import Record
@@ -53,7 +54,6 @@ from tiers.nvme.namespace import Space
 from tiers.nvme.tier import RUN_BYTES_MAX, NvmeTier
 
 PAIRS = 5
-ATTEMPTS = 4
 READERS = 4  # the default of `threads`
 WRITERS = writers_of(READERS)
 OPEN_JOBS = 4
@@ -177,11 +177,7 @@ def run(pairs: int | None, sizes: Sizes | None = None) -> list[Result]:
     sizes, rounds = sizes or Sizes(), pairs or PAIRS
     # Two references, two tiers with one extent to spare and their index, the naive files.
     needed = 5 * sizes.data_bytes + 2 * sizes.extent_bytes + 128 * MIB
-    free = shutil.disk_usage(Path.cwd()).free
-    if free < needed:
-        raise KVStoreError(
-            f"{Path.cwd()}: {sized(free)} free, the benchmark needs {sized(needed)} for a while"
-        )
+    check_space(needed)
     memory, pages = filled(sizes.data_bytes)
     with (
         tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=Path.cwd()) as name,
@@ -246,16 +242,17 @@ class _Series:
 
     def _round(self, systems: dict[str, System], number: int) -> dict[str, tuple[Moved, Moved]]:
         """All systems once, as often as it takes to have the processors for ourselves."""
-        for _ in range(ATTEMPTS):
-            watch = Watch()
+
+        def once() -> dict[str, tuple[Moved, Moved]]:
             moved = {}
-            for name in _rotated(list(systems), number):
+            for name in in_turn(list(systems), number):
                 system = systems[name]
                 moved[name] = system.write(), system.read()
                 system.reset()
-            if not watch.disturbed():
-                break
-            self.disturbed += 1
+            return moved
+
+        moved, disturbed = undisturbed(once)
+        self.disturbed += disturbed
         return moved
 
 
@@ -270,11 +267,6 @@ class _Rounds(msgspec.Struct):
 
     def cpu_us(self, kind: JobKind) -> list[float]:
         return [moved.cpu_us_per_block for moved in self.moved[kind]]
-
-
-def _rotated(names: list[str], number: int) -> list[str]:
-    first = number % len(names)
-    return names[first:] + names[:first]
 
 
 def _results(
@@ -302,45 +294,22 @@ def _results(
 def _result(
     prefix: str, kind: JobKind, ours: _Rounds, other: _Rounds, parameters: dict[str, object]
 ) -> Result:
-    ratio = paired_ratio(ours.rates(kind), other.rates(kind))
-    return Result(
-        name=prefix + NAMES[kind],
-        value=statistics.median(ours.rates(kind)) / 1e9,
-        unit="GB/s",
-        better="higher",
-        reference=statistics.median(other.rates(kind)) / 1e9,
-        ratio=ratio.median,
-        parameters={
-            **parameters,
-            "cpu_us_per_block": round(statistics.median(ours.cpu_us(kind)), 1),
-            "reference_cpu_us_per_block": round(statistics.median(other.cpu_us(kind)), 1),
-            "depth": READERS if kind is JobKind.LOAD else WRITERS,
-            "rounds": len(ours.moved[kind]),
-            "value_low": min(ours.rates(kind)) / 1e9,
-            "value_high": max(ours.rates(kind)) / 1e9,
-            "reference_low": min(other.rates(kind)) / 1e9,
-            "reference_high": max(other.rates(kind)) / 1e9,
-            "against": other.system,
-            "ratio_low": round(ratio.low, 4),
-            "ratio_high": round(ratio.high, 4),
-        },
-    )
+    rates, others = ours.rates(kind), other.rates(kind)
+    more: dict[str, object] = {
+        **parameters,
+        "cpu_us_per_block": round(statistics.median(ours.cpu_us(kind)), 1),
+        "reference_cpu_us_per_block": round(statistics.median(other.cpu_us(kind)), 1),
+        "depth": READERS if kind is JobKind.LOAD else WRITERS,
+        "rounds": len(rates),
+        "value_low": min(rates) * 1e-9,
+        "value_high": max(rates) * 1e-9,
+        "reference_low": min(others) * 1e-9,
+        "reference_high": max(others) * 1e-9,
+    }
+    name = prefix + NAMES[kind]
+    return compared(name, rates, others, "GB/s", other.system, more, scale=1e-9, better="higher")
 
 
 def _pass_result(sums: list[float], plain: list[float], disturbed: int) -> Result:
-    ratio = paired_ratio(sums, plain)
-    return Result(
-        name="checksum_pass",
-        value=statistics.median(sums),
-        unit="us per 2 MiB",
-        better="lower",
-        reference=statistics.median(plain),
-        ratio=ratio.median,
-        parameters={
-            "of": "XXH3-64",
-            "against": "numpy sum",
-            "disturbed_rounds": disturbed,
-            "ratio_low": round(ratio.low, 4),
-            "ratio_high": round(ratio.high, 4),
-        },
-    )
+    parameters = {"of": "XXH3-64", "disturbed_rounds": disturbed}
+    return compared("checksum_pass", sums, plain, "us per 2 MiB", "numpy sum", parameters)

@@ -26,7 +26,7 @@ from numpy.random import default_rng
 
 from kvstore.config import HUGE_PAGE_BYTES
 from kvstore.core.errors import KVStoreError
-from kvstore.units import MIB
+from kvstore.units import MIB, sized
 from tiers.nvme.files import address_of
 
 FIO_S = 300
@@ -68,6 +68,15 @@ class System(Protocol):
     def close(self) -> None:
         """Let go of everything."""
         ...
+
+
+def check_space(needed: int) -> None:
+    """Raise KVStoreError if the current directory has less room than that."""
+    free = shutil.disk_usage(Path.cwd()).free
+    if free < needed:
+        raise KVStoreError(
+            f"{Path.cwd()}: {sized(free)} free, the benchmark needs {sized(needed)} for a while"
+        )
 
 
 def timed(blocks: Sequence[memoryview], work: Callable[[], None]) -> Moved:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -63,6 +63,41 @@ def paired_ratio(values: Sequence[float], references: Sequence[float]) -> Ratio:
     return Ratio(
         statistics.median(ratios), percentile(medians, tail), percentile(medians, 1 - tail)
     )
+
+
+def compared(
+    name: str,
+    values: Sequence[float],
+    others: Sequence[float],
+    unit: str,
+    against: str,
+    parameters: Mapping[str, object],
+    *,
+    scale: float = 1.0,
+    better: Literal["lower", "higher"] = "lower",
+) -> Result:
+    """Make a result of rounds that were measured in pairs. scale: from values to the unit."""
+    ratio = paired_ratio(values, others)
+    return Result(
+        name=name,
+        value=statistics.median(values) * scale,
+        unit=unit,
+        better=better,
+        reference=statistics.median(others) * scale,
+        ratio=ratio.median,
+        parameters={
+            **parameters,
+            "against": against,
+            "ratio_low": round(ratio.low, 4),
+            "ratio_high": round(ratio.high, 4),
+        },
+    )
+
+
+def in_turn(names: Sequence[str], number: int) -> list[str]:
+    """Order what is measured in a round of this number: each is the first in turn."""
+    first = number % len(names)
+    return [*names[first:], *names[:first]]
 
 
 def as_json(bench: str, results: Sequence[Result], stolen: float = 0.0) -> str:

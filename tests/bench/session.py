@@ -1,42 +1,34 @@
-"""A session with a store, as an engine of one rank has it, without an engine.
+"""Scripted engines that a benchmark watches: when can a slot be read, when is engine memory right.
 
-It fills slots with bytes that follow from the blocks' hashes, and watches slots until they can be
-read. Nothing is copied out of them.
+Nothing is copied out of the slots. Straight into an engine's memory its worker reads what a peer
+has, or the peer writes it there.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import select
-import socket
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from connectors.copies.host import LayerCache
+from connectors.engine_agent import READ_BYTES, AgentTransfer, EngineAgent
 from kvstore.core.errors import KVStoreError
-from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
-from kvstore.core.types import GroupRule, make_key
+from kvstore.core.layout import Move
 from kvstore.wire import engine as p
 from kvstore.wire import framing
-from kvstore.wire.credentials import connect
+from tests.bench.store import StoreProcess
+from tests.harness.live import LiveEngine
 
 ANSWER_S = 60.0
 LOOK_S = 0.0003  # between two looks at slots
-CREDIT_SLOTS = 8
-BLOCK_TOKENS = 16
-HASH_BYTES = 32
-_CONNECT_S = 10.0
-_READ_BYTES = 1 << 18
-_FDS_MAX = 16
-
-M = TypeVar("M", bound=framing.Message)
+FIRST_BLOCK = 1  # 0 is the name of none
 
 
 class Fetched(msgspec.Struct, frozen=True):
@@ -52,54 +44,16 @@ class Fetched(msgspec.Struct, frozen=True):
     all_s: float = 0.0
 
 
-class _Connection:
-    """Messages of one half, and descriptors that came with them."""
+class Session(LiveEngine):
+    """An engine of one rank; detached after the context."""
 
-    def __init__(self, path: str) -> None:
-        self.sock = connect(path, _CONNECT_S)
-        self.sock.settimeout(None)
-        self.fds: deque[int] = deque()
-        self.messages: list[framing.Message] = []
-        self._decoder = framing.Decoder(p.ToEngine)
-
-    def send(self, message: framing.Message) -> None:
-        self.sock.sendall(framing.encode(message))
-
-    def read(self) -> None:
-        data, fds, _, _ = socket.recv_fds(self.sock, _READ_BYTES, _FDS_MAX)
-        if not data:
-            raise KVStoreError("the store has closed the connection")
-        self.fds.extend(fds)
-        for message in self._decoder.feed(data):
-            if isinstance(message, p.Refused | p.Detach):
-                raise KVStoreError(f"the store ends the session: {message.reason}")
-            self.messages.append(message)
-
-
-class Session:
-    """Attached on entering the context, detached after leaving it."""
-
-    def __init__(self, path: str, name: str, block_bytes: int, *, direct: bool = False) -> None:
-        """path: of the store's socket. name: of the engine. direct: its worker reads from peers."""
-        self.side_channel = ""  # the store's, for other stores
-        self._direct = direct
-        self._name = name
+    def __init__(self, store: StoreProcess, name: str, block_bytes: int, **how: Any) -> None:
+        """name: of the engine. block_bytes: of a block in all."""
+        super().__init__(store, name, block_bytes, "bench", **how)
+        self.side_channel = self.scheduler.take(p.Welcome).side_channel
         self._block_bytes = block_bytes
-        self._worker = _Connection(path)
-        self._scheduler = _Connection(path)
-        self._credits: deque[int] = deque()
-        self._extents: list[tuple[p.Extent, mmap.mmap]] = []
-        self._asks = 0
 
     def __enter__(self) -> Self:
-        layers = (LayerGeometry("layer", self._block_bytes),)
-        groups = (GroupGeometry(GroupRule(), layers),)
-        geometry = RankGeometry("bench", BLOCK_TOKENS, (1,), groups)
-        who = p.VERSION, self._name, "worker", 0, 1
-        self._worker.send(p.Hello(*who, geometry=geometry, direct=self._direct))
-        self._scheduler.send(p.Hello(p.VERSION, self._name, "scheduler", 0, 1, CREDIT_SLOTS))
-        self.side_channel = self._wait(p.Welcome).side_channel
-        self._wait(p.Active)
         return self
 
     def __exit__(
@@ -108,29 +62,12 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._scheduler.sock.close()
-        self._worker.sock.close()
-        for fd in self._scheduler.fds:  # of a board, which nothing here writes on
-            os.close(fd)
-        self._extents.clear()  # unmapped with the last view
-
-    def put(self, hashes: Sequence[bytes]) -> None:
-        """Store a request's blocks."""
-        for index, block in enumerate(hashes):
-            while not self._credits:
-                self._answers()
-            slot = self._credits.popleft()
-            self._bytes_of(slot)[:] = content(block, self._block_bytes)
-            parent = make_key(hashes[index - 1], 0) if index else b""
-            stored = p.Stored(
-                framing.u32([slot]), (make_key(block, 0),), (parent,), ok=True, seconds=0.0
-            )
-            self._worker.send(stored)
+        self.close()
 
     def fetch(self, hashes: Sequence[bytes], peer: str = "", *, push: bool = False) -> Fetched:
         """Ask for blocks, of another store too, and watch them until all can be read."""
         started_s = time.perf_counter()
-        granted = self._ask(hashes, peer, push=push)
+        granted = self.ask(hashes, peer=peer, push=push)
         slots = framing.from_u32(granted.hits[0].slots) if granted.lease else []
         found = Fetched(len(slots) == len(hashes), slots, granted.sources)
         if found.complete:
@@ -138,28 +75,16 @@ class Session:
             first_s, all_s = self._watch(np.array(slots), leased, started_s)
             found = msgspec.structs.replace(found, first_s=first_s, all_s=all_s)
         if granted.lease:
-            self._worker.send(p.Loaded(granted.lease, 0, 0.0))
+            self.worker.send(p.Loaded(granted.lease, 0, 0.0))
         return found
-
-    def _ask(
-        self, hashes: Sequence[bytes], peer: str, *, push: bool | None = None, direct: bool = False
-    ) -> p.Granted:
-        """Ask for blocks, and wait for the answer."""
-        self._asks += 1
-        where = {"peer": peer, "push": push, "direct": direct}
-        lookup = p.Lookup(self._asks, b"".join(hashes), HASH_BYTES)
-        self._scheduler.send(p.Step((msgspec.structs.replace(lookup, **where),)))
-        while True:
-            for granted in self._answers().granted:
-                if granted.ask == self._asks:
-                    return granted
 
     def holds(self, hashes: Sequence[bytes], slots: Sequence[int]) -> bool:
         """Tell whether slots have the bytes that these blocks should have."""
-        return all(
-            self._bytes_of(slot) == content(block, self._block_bytes)
-            for block, slot in zip(hashes, slots, strict=True)
-        )
+        for block, slot in zip(hashes, slots, strict=True):
+            memory, at = self._place(slot)
+            if memory[at : at + self._block_bytes] != self.content(block):
+                return False
+        return True
 
     def _watch(
         self, slots: npt.NDArray[np.int64], leased: npt.NDArray[np.uint32], started_s: float
@@ -183,54 +108,118 @@ class Session:
         self, slots: npt.NDArray[np.int64], leased: npt.NDArray[np.uint32]
     ) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64], npt.NDArray[np.uint32]]]:
         """Yield, by extent, all its generations, positions of slots in it, and what is leased."""
-        for extent, memory in self._extents:
+        for extent, memory in self._maps:
             which = (slots >= extent.first) & (slots < extent.first + extent.count)
             if which.any():
                 at = extent.generations_offset
                 generations = np.frombuffer(memory, np.uint32, extent.count, at)
                 yield generations, slots[which] - extent.first, leased[which]
 
-    def _bytes_of(self, slot: int) -> memoryview:
-        for extent, memory in self._extents:
-            if extent.first <= slot < extent.first + extent.count:
-                at = (slot - extent.first) * extent.slot_bytes
-                return memoryview(memory)[at : at + self._block_bytes]
-        raise KVStoreError(f"slot {slot} is in no extent that the store has named")
 
-    def _answers(self) -> p.Answers:
-        answers = self._wait(p.Answers)
-        self._credits.extend(framing.from_u32(answers.credits))
-        return answers
+class DirectSession(Session):
+    """One with an engine's tensor of so many blocks, and an agent."""
 
-    def _wait(self, kind: type[M]) -> M:
-        """Wait for the scheduler half's next message of a kind; extents are mapped meanwhile."""
-        deadline_s = time.monotonic() + ANSWER_S
-        while True:
-            for message in self._scheduler.messages:
-                if isinstance(message, kind):
-                    self._scheduler.messages.remove(message)
-                    return message
-            if not self._listen(max(0.0, deadline_s - time.monotonic())):
-                raise KVStoreError(f"no {kind.__name__} of the store in {ANSWER_S:.0f} s")
+    def __init__(self, store: StoreProcess, name: str, block_bytes: int, blocks: int) -> None:
+        """blocks: of the tensor."""
+        super().__init__(store, name, block_bytes, direct=True)
+        self._tensor = torch.zeros((FIRST_BLOCK + blocks) * block_bytes, dtype=torch.uint8)
+        self._agent = EngineAgent({"layer": LayerCache(self._tensor, 0, block_bytes, block_bytes)})
+        self._opened = False
 
-    def _listen(self, timeout_s: float) -> bool:
-        """Read what has arrived for both halves, and map memory; False: nothing came in time."""
-        halves = {half.sock: half for half in (self._worker, self._scheduler)}
-        ready = select.select(list(halves), [], [], timeout_s)[0]
-        for sock in ready:
-            halves[sock].read()
-        messages, self._worker.messages = self._worker.messages, []
-        for message in messages:
-            if isinstance(message, p.Extent):
-                fd = self._worker.fds.popleft()
-                self._extents.append((message, mmap.mmap(fd, message.bytes)))
-                os.close(fd)
-                self._worker.send(p.Mapped(message.extent))
-            else:
-                self._worker.messages.append(message)
-        return bool(ready)
+    def fetch_direct(self, hashes: Sequence[bytes], peer: str, *, push: bool = False) -> Fetched:
+        """Ask a peer for blocks, and have them in the blocks of the tensor, in their order.
 
+        push: the peer writes them. For agents that have networks only.
+        """
+        self._open()
+        started_s = time.perf_counter()
+        granted = self.ask(hashes, peer=peer, push=push, direct=True)
+        slots = framing.from_u32(granted.hits[0].slots) if granted.lease else []
+        found = Fetched(len(slots) == len(hashes), slots, granted.sources)
+        if found.complete:
+            block_of = {slot - p.DIRECT: block for block, slot in enumerate(slots, FIRST_BLOCK)}
+            first_s = self._receive(block_of, started_s, push=push)
+            all_s = time.perf_counter() - started_s
+            found = Fetched(True, slots, granted.sources, first_s, all_s)
+        if granted.lease:
+            self.worker.send(p.Loaded(granted.lease, 0, 0.0))
+        return found
 
-def content(block: bytes, size: int) -> bytes:
-    """Return what a block with this hash holds."""
-    return (block * (size // len(block) + 1))[:size]
+    def take(self, hashes: Sequence[bytes]) -> bool:
+        """Tell whether the tensor has the bytes that these blocks should have, and empty it."""
+        size, came = self._block_bytes, self._tensor.numpy()
+        good = all(
+            came[at * size : (at + 1) * size].tobytes() == self.content(block)
+            for at, block in enumerate(hashes, FIRST_BLOCK)
+        )
+        self._tensor.zero_()
+        return good
+
+    def _open(self) -> None:
+        """Have an agent, once the store has said over which devices, and tell how to reach it."""
+        while not self._opened:
+            for message in self._told():
+                if isinstance(message, p.Welcome) and message.layout is not None:
+                    self._agent.open(message.layout, message.devices)
+                    serves = self._agent.serves()
+                    if serves is not None:
+                        self.worker.send(p.Serves(*serves))
+                    self._opened = True
+
+    def _told(self) -> list[framing.Message]:
+        """Return what the store has told the worker, after a moment if it has not."""
+        if not self.worker.messages and select.select([self.worker.sock], [], [], LOOK_S)[0]:
+            self.worker.read()
+        messages, self.worker.messages = self.worker.messages, []
+        return messages
+
+    def _receive(self, block_of: dict[int, int], started_s: float, *, push: bool) -> float:
+        """Read what can be read until all of it is good; return the seconds until the first was.
+
+        block_of: the tensor's block of each position. push: say where the peer writes, instead.
+        """
+        first_s, good = 0.0, 0
+        flying: list[tuple[int, list[int], AgentTransfer]] = []
+        while good < len(block_of):
+            for message in self._told():
+                if isinstance(message, p.Places) and not push:
+                    flying += self._begin(message, block_of)
+                elif isinstance(message, p.Push) and push:
+                    self.worker.send(self._target(message.fetch, block_of))
+                elif isinstance(message, p.Passed):
+                    if not message.ok:
+                        raise KVStoreError("blocks came, and are not good")
+                    good += len(framing.from_u32(message.positions))
+                    first_s = first_s or time.perf_counter() - started_s
+            flying = [each for each in flying if not self._arrived(*each)]
+            if time.perf_counter() - started_s > ANSWER_S:
+                raise KVStoreError(f"blocks did not arrive in {ANSWER_S:.0f} s")
+        return first_s
+
+    def _begin(
+        self, places: p.Places, block_of: dict[int, int]
+    ) -> Iterator[tuple[int, list[int], AgentTransfer]]:
+        """Start reading what can be read now."""
+        if places.metadata:
+            self._agent.meet(places.agent, places.metadata)
+        positions, numbers = framing.from_u32(places.positions), framing.from_u32(places.numbers)
+        at_once = max(1, READ_BYTES // self._block_bytes)
+        for first in range(0, len(positions), at_once):
+            chunk = positions[first : first + at_once]
+            moves = [
+                (Move(0, block_of[position], 0, 0), places.base + number * self._block_bytes)
+                for position, number in zip(chunk, numbers[first:], strict=False)
+            ]
+            yield places.fetch, chunk, self._agent.read(places.agent, moves)
+
+    def _target(self, fetch: int, block_of: dict[int, int]) -> p.Target:
+        """Say where the peer writes all of it."""
+        positions, blocks = framing.u32(list(block_of)), framing.u32(list(block_of.values()))
+        return p.Target(fetch, self._agent.name, positions, blocks)
+
+    def _arrived(self, fetch: int, positions: list[int], reading: AgentTransfer) -> bool:
+        """Tell the store of a read that is over."""
+        if not self._agent.over(reading):
+            return False
+        self.worker.send(p.Arrived(fetch, framing.u32(positions), reading.bytes, ok=True))
+        return True

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 _STEAL = 8  # column of the first line of /proc/stat
 DISTURBED = 0.02
+ATTEMPTS = 4
+T = TypeVar("T")
 
 
 class Watch:
@@ -39,6 +43,16 @@ class Watch:
     def disturbed(self) -> bool:
         """Tell whether enough was stolen to change what is measured."""
         return self.share() > DISTURBED
+
+
+def undisturbed(measure: Callable[[], T]) -> tuple[T, int]:
+    """Measure until nothing is stolen meanwhile, a few times at most; how often it was."""
+    for disturbed in range(ATTEMPTS):
+        watch = Watch()
+        found = measure()
+        if not watch.disturbed():
+            return found, disturbed
+    return found, ATTEMPTS
 
 
 def _stolen_s() -> float:

@@ -97,6 +97,11 @@ class StoreProcess:
         self.stop()
 
     @property
+    def path(self) -> str:
+        """Of its socket."""
+        return self.address.removeprefix("unix://")
+
+    @property
     def pid(self) -> int:
         """The store's process id. Raises StoreFailed when it does not run."""
         if self._child is None:
@@ -154,8 +159,8 @@ def end_as_interrupted() -> None:
     signal.signal(signal.SIGTERM, interrupt)
 
 
-def free_port() -> int:
+def free_port(host: str = "127.0.0.1") -> int:
     """Return a port that nobody listens on now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         return int(probe.getsockname()[1])

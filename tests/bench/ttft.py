@@ -24,10 +24,10 @@ from rich.progress import Progress
 
 from kvstore.core.errors import KVStoreError
 from kvstore.store import admin
-from tests.bench.engine import Engine, Request
+from tests.bench.engine import Engine, Request, tiered
 from tests.bench.models import make_model, prompt
 from tests.bench.native import native_config
-from tests.bench.report import Result, paired_ratio
+from tests.bench.report import Result, compared, in_turn
 from tests.bench.store import StoreProcess
 
 PAIRS = 15
@@ -63,13 +63,7 @@ def systems(address: str) -> dict[str, dict[str, Any] | None]:
     return {
         "none": None,
         "native": native_config(CPU_BYTES),
-        "ours": {
-            "kv_connector": "TieredConnector",
-            "kv_connector_module_path": "connectors.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"store": address},
-        },
+        "ours": tiered(store=address),
     }
 
 
@@ -94,7 +88,7 @@ def run(pairs: int | None) -> list[Result]:
             engines[system] = stack.enter_context(engine)
             progress.advance(task)
         for number in range(rounds):
-            for system in _order(list(engines), number):
+            for system in in_turn(list(engines), number):
                 progress.update(task, description=f"round {number} of {rounds - 1}: {system}")
                 visit = Visit(engines[system], system, number, store)
                 for what, seconds, steps_taken in visit.measure():
@@ -132,12 +126,6 @@ def _after_restart(engine: Engine, store: StoreProcess, rounds: int) -> Iterator
     for number in range(WARM_UP_ROUNDS, rounds):
         yield Visit(engine, "ours", number, store).run(NVME_HIT, REUSABLE)[1]
         engine.go_idle()
-
-
-def _order(names: list[str], number: int) -> list[str]:
-    """Take turns at being first."""
-    shift = number % len(names)
-    return names[shift:] + names[:shift]
 
 
 class Visit:
@@ -200,34 +188,20 @@ def results(times: Times, steps: Times) -> list[Result]:
     found = []
     for (name, system), values in sorted(times.items()):
         reference = REFERENCES.get((name, system))
-        parameters: dict[str, Any] = {
+        how: dict[str, Any] = {
             "system": system,
             "prompt_tokens": PROMPT_TOKENS,
             "pairs": len(values),
         }
-        base = ratio = None
-        if reference is not None:
-            others = times[reference]
-            pair = paired_ratio(values, others)
-            base, ratio = statistics.median(others) * 1000, pair.median
-            difference = statistics.median(a - b for a, b in zip(values, others, strict=True))
-            parameters |= {
-                "against": " ".join(reference) if reference[0] != name else reference[1],
-                "ratio_low": pair.low,
-                "ratio_high": pair.high,
-                "difference_ms": round(difference * 1000, 3),
-            }
-        found.append(
-            Result(
-                name=name,
-                value=statistics.median(values) * 1000,
-                unit="ms",
-                better="lower",
-                reference=base,
-                ratio=ratio,
-                parameters=parameters,
-            )
-        )
+        if reference is None:
+            value = statistics.median(values) * 1000
+            found.append(Result(name=name, value=value, unit="ms", better="lower", parameters=how))
+            continue
+        others = times[reference]
+        against = " ".join(reference) if reference[0] != name else reference[1]
+        difference = statistics.median(a - b for a, b in zip(values, others, strict=True))
+        how["difference_ms"] = round(difference * 1000, 3)
+        found.append(compared(name, values, others, "ms", against, how, scale=1000))
     native = steps.get((CPU_HIT, "native"))
     for (name, system), counts in sorted(steps.items()):
         if name == CPU_HIT:

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from kvstore.core.errors import KVStoreError
 from kvstore.units import sized
-from tests.bench.engine import Engine, Request, Result
+from tests.bench.engine import Engine, Request, Result, tiered
 from tests.bench.models import make_model, prompt
 from tests.bench.store import StoreProcess, end_as_interrupted
 
@@ -129,13 +129,7 @@ class Demo:
         self._console.print(f"[dim]{time.monotonic() - self._started_s:5.1f} s[/dim]  {text}")
 
     def _engine(self, model: Path, store: StoreProcess) -> Engine:
-        connector = {
-            "kv_connector": "TieredConnector",
-            "kv_connector_module_path": "connectors.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"store": store.address},
-        }
+        connector = tiered(store=store.address)
         return Engine(model, connector=connector, block_size=BLOCK_TOKENS)
 
     def _pass(self, engine: Engine, name: str, expected: Served) -> None:

@@ -27,6 +27,7 @@ from rich.table import Table
 from kvstore.core.errors import KVStoreError
 from kvstore.store import admin
 from tests.bench.api import Answer, ApiServer, complete
+from tests.bench.engine import tiered
 from tests.bench.models import make_model, prompt
 from tests.bench.store import end_as_interrupted
 
@@ -99,20 +100,10 @@ class Node:
     def __init__(self, name: str, model: Path, folder: Path, **extra: Any) -> None:
         self.engine_id = f"{name}-{secrets.token_hex(4)}"
         disk = {"path": str(folder / f"{name}-kv"), "capacity": DISK_CAPACITY}
-        connector = {
-            "kv_connector": "TieredConnector",
-            "kv_connector_module_path": "connectors.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "engine_id": self.engine_id,
-            "kv_connector_extra_config": {
-                "cpu": CAPACITY,
-                "nvme": disk,
-                "listen": "127.0.0.1:0",
-                "lease": f"{LEASE_S}s",
-                **extra,
-            },
-        }
+        connector = tiered(
+            cpu=CAPACITY, nvme=disk, listen="127.0.0.1:0", lease=f"{LEASE_S}s", **extra
+        )
+        connector["engine_id"] = self.engine_id
         self.server = ApiServer(name, model, folder, connector=connector, block_size=BLOCK_TOKENS)
 
     def tokens(self) -> dict[str, float]:
@@ -319,7 +310,7 @@ class Demo:
 
 
 class Router:
-    """A a router process."""
+    """A router process."""
 
     def __init__(self, folder: Path, prefill: str, decode: str) -> None:
         self.port = 0

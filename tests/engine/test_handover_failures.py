@@ -22,7 +22,7 @@ from kvstore.store import admin
 from tests.bench.engine import Engine, Request, Result
 from tests.bench.models import prompt
 from tests.bench.steal import Watch
-from tests.bench.store import StoreProcess
+from tests.bench.store import StoreProcess, free_port
 from tests.engine.identity import assert_same
 from tests.engine.support import (
     CAPACITY,
@@ -35,7 +35,7 @@ from tests.engine.support import (
     only_long,
     since,
 )
-from tests.harness.handover_nodes import exporter_of, free_port, gone
+from tests.harness.handover_nodes import exporter_of, gone
 
 pytestmark = pytest.mark.vllm
 

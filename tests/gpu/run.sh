@@ -34,5 +34,4 @@ for row in json.load(open(sys.argv[1]))["results"]:
 PY
 }
 bench bench.json 170 gpu
-bench ttft.json 200 gpu-ttft --pairs 3
 exit "$failed"

@@ -14,28 +14,25 @@ from collections.abc import Sequence
 from time import monotonic_ns
 from typing import NamedTuple
 
-import torch
 import xxhash
 
-from connectors.copies.host import LayerCache
 from connectors.scheduler import SchedulerHalf
 from connectors.store_client import StoreClient
 from connectors.store_connection import Attacher
-from connectors.worker import WorkerHalf
-from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.core.types import BlockKey, make_key
 from kvstore.wire import engine as p
 from tests.reference import (
     VOCABULARY,
     Engine,
     Group,
-    LocalRank,
     Output,
+    Rank,
     Request,
     Shape,
     TieredWorker,
     block_bytes,
 )
+from tests.reference.attached import attached
 
 OPEN_MAX = 4  # requests of an engine at one time
 FORWARD_S = 0.002
@@ -96,15 +93,8 @@ class CrashEngine:
         self._geometry = shape.geometry
         memory = [bytearray(shape.blocks * shape.page_bytes) for _ in range(shape.world)]
         self.workers = [
-            WorkerHalf(
-                name,
-                rank,
-                shape.world,
-                self._rank_geometry(rank),
-                self._caches(torch.frombuffer(memory[rank], dtype=torch.uint8)),
-                lambda: path,
-            )
-            for rank in range(shape.world)
+            attached(name, layout.identity, shape, rank, pages, path, layout.layers)
+            for rank, pages in enumerate(memory)
         ]
         hello = p.Hello(p.VERSION, name, "scheduler", 0, shape.world, credit_slots=CREDITS)
         self.client = StoreClient(Attacher(lambda: path, hello), monotonic_ns)
@@ -112,7 +102,7 @@ class CrashEngine:
             self._geometry, self.client, world=shape.world, shares_prefixes=True
         )
         self.ranks = [
-            LocalRank(shape, rank, TieredWorker(worker), memory[rank])
+            Rank(shape, rank, TieredWorker(worker), memory[rank])
             for rank, worker in enumerate(self.workers)
         ]
         self.engine = Engine(shape, half, self.ranks, rng)
@@ -127,41 +117,11 @@ class CrashEngine:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"engine-{name}")
 
-    # Geometry
-
-    def _layer_bytes(self, group: int) -> int:
-        shape = self.layout.shape
-        return shape.group_tokens[group] * shape.token_bytes // self.layout.layers
-
-    def _rank_geometry(self, rank: int) -> RankGeometry:
-        shape = self.layout.shape
-        groups = tuple(
-            GroupGeometry(
-                rule,
-                tuple(
-                    LayerGeometry(f"{g}.{n}", self._layer_bytes(g), 1, rank, shape.world)
-                    for n in range(self.layout.layers)
-                ),
-            )
-            for g, rule in enumerate(self._geometry.rules)
-        )
-        per = self._geometry.blocks_per_chunk
-        return RankGeometry(self.layout.identity, shape.block_tokens, per, groups)
-
-    def _caches(self, storage: torch.Tensor) -> dict[str, LayerCache]:
-        """A block's layers lie one after the other in its page."""
-        page = self.layout.shape.page_bytes
-        return {
-            f"{g}.{n}": LayerCache(storage, n * size, page, size)
-            for g in range(len(self._geometry.rules))
-            for size in (self._layer_bytes(g),)
-            for n in range(self.layout.layers)
-        }
-
     def content(self, request: Request, group: int, index: int) -> bytes:
         """What a slot holds: engine block after engine block, in it layers, in these ranks."""
         shape = self.layout.shape
-        tokens, size = shape.group_tokens[group], self._layer_bytes(group)
+        tokens = shape.group_tokens[group]
+        size = tokens * shape.token_bytes // self.layout.layers
         first = index * shape.block_tokens
         parts = []
         for at in range(first, first + shape.block_tokens, tokens):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from kvstore.store import admin
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.bench.steal import Watch
-from tests.bench.store import StoreProcess
+from tests.bench.store import StoreProcess, free_port
 from tests.harness.live import LiveEngine
 from tests.harness.patience import WAIT_S
 
@@ -26,12 +25,6 @@ CAPACITY = "64MiB"  # 63 blocks of 1 MiB
 LANDING = "16MiB"
 CREDITS = 4  # slots that an engine of tests.harness.live has in advance
 FILES_SPARE = 16  # descriptors that come and go: of queries, and an exporter's for a peer it meets
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 class Node:
@@ -58,7 +51,7 @@ class Node:
             scraped=False,
             environment=environment,
         )
-        self.path = self.store.address.removeprefix("unix://")
+        self.path = self.store.path
         self._engine: LiveEngine | None = None
 
     # Its processes

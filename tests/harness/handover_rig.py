@@ -19,12 +19,10 @@ from kvstore.core.index import State
 from kvstore.core.types import BlockKey
 from kvstore.store.namespace import Namespace
 from kvstore.wire import engine as p
-from tests.harness.live import LiveStore
+from tests.harness.live import LiveStore, eventually
 from tests.harness.patience import WAIT_S
-from tests.harness.rank_rig import wait_for
-from tests.reference import VOCABULARY, Engine, LocalRank, Request, Shape
-from tests.reference.processes import RankSpec
-from tests.reference.rank_process import AttachedSide
+from tests.reference import VOCABULARY, Engine, Rank, Request, Shape, TieredWorker
+from tests.reference.attached import attached
 from tests.reference.text import Text
 
 HANDED = {"do_remote_decode": True}
@@ -83,25 +81,27 @@ class Node:
         self.slots = slots
         self.store, self.name, self.shape = store, name, shape
         memory = bytearray(shape.blocks * shape.page_bytes)
-        self.side = AttachedSide(RankSpec(name, "model", shape, 0, store.path), memory)
+        self.worker = attached(name, "model", shape, 0, memory, store.path)
+        self.side = TieredWorker(self.worker)
         hello = p.Hello(p.VERSION, name, "scheduler", 0, 1, credit_slots=slots)
         client = StoreClient(Attacher(lambda: store.path, hello), monotonic_ns)
         self.half = Half(shape.geometry, client, transfer=Transfer(name, push))
         self.half.given, self.half.handed, self.half.requests = {}, {}, {}
-        rank = LocalRank(shape, 0, self.side, memory)
+        rank = Rank(shape, 0, self.side, memory)
         self.engine = Engine(shape, self.half, [rank], random.Random(0), stopped=0.0)
         self._client = client
 
     def attach(self) -> None:
         assert self._client.wait_attached(WAIT_S)
-        wait_for(lambda: len(self._client.credits) >= self.slots // 2, "credits", self._hear)
+        eventually(lambda: self._heard() and len(self._client.credits) >= self.slots // 2)
 
-    def _hear(self) -> None:
+    def _heard(self) -> bool:
         self._client.receive(STEP_S)
+        return True
 
     def close(self) -> None:
         self.half.shutdown()
-        self.side.shutdown()
+        self.worker.shutdown()
 
     def run(
         self, prompts: Mapping[str, Sequence[int]], new: int, params: Mapping[str, Params]
@@ -117,7 +117,10 @@ class Node:
             self.half.given[name] = params.get(name)
             self.half.requests[name] = request
             self.engine.add(request)
-        wait_for(lambda: self.engine.idle, f"{len(made)} prompts", self._step)
+        end_s = time.monotonic() + WAIT_S
+        while not self.engine.idle:
+            assert time.monotonic() < end_s, f"{len(made)} prompts have not ended"
+            self._step()
         for name, request in made.items():
             length = min(len(prompts[name]), request.tokens_max - 1)
             expected = Text(prompts[name][:length], self.shape.hash_tokens)

@@ -31,7 +31,8 @@ M = TypeVar("M", bound=framing.Message)
 class Reachable(Protocol):
     """A store that listens at a path."""
 
-    path: str
+    @property
+    def path(self) -> str: ...
 
 
 class LiveStore:
@@ -131,14 +132,16 @@ class LiveEngine:
         geometry: RankGeometry | None = None,
         *,
         events: bool = False,
+        direct: bool = False,
     ) -> None:
-        """geometry: of a block of page_bytes in all."""
+        """geometry: of a block of page_bytes in all. direct: its worker reads from peers."""
         if geometry is None:
             layers = (LayerGeometry("layer", page_bytes),)
             groups = (GroupGeometry(GroupRule(), layers),)
             geometry = RankGeometry(model, 16, (1,), groups, {"model": model})
         self.worker, self.scheduler = Client(store.path), Client(store.path)
-        self.worker.send(p.Hello(p.VERSION, name, "worker", 0, 1, geometry=geometry))
+        who = p.VERSION, name, "worker", 0, 1
+        self.worker.send(p.Hello(*who, geometry=geometry, direct=direct))
         self.scheduler.send(p.Hello(p.VERSION, name, "scheduler", 0, 1, 4, events=events))
         self.credits: list[int] = []
         self._maps: list[tuple[p.Extent, mmap.mmap]] = []

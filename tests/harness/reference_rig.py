@@ -12,8 +12,8 @@ from connectors.step_meta import StepMeta
 from tests.reference import (
     Engine,
     Group,
-    LocalRank,
     Output,
+    Rank,
     Request,
     Shape,
     State,
@@ -117,7 +117,7 @@ class Rig:
         self.shape = shape
         self.script = Script()
         self.sides = [Side() for _ in range(shape.world)]
-        self.ranks = [LocalRank(shape, rank, side) for rank, side in enumerate(self.sides)]
+        self.ranks = [Rank(shape, rank, side) for rank, side in enumerate(self.sides)]
         self.engine = Engine(
             shape, self.script, self.ranks, random.Random(seed), accepted=accepted, stopped=stopped
         )

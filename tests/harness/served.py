@@ -45,7 +45,7 @@ class Served:
             scraped=False,
             environment=None if faults is None else faults.environment,
         )
-        self.path = self.store.address.removeprefix("unix://")
+        self.path = self.store.path
         self.names: list[str] = []
         self._rng = random.Random(1)
         self._engine: LiveEngine | None = None

@@ -11,7 +11,7 @@ follow from the tokens up to it, so every attention read is compared with what m
     scheduler     plans a step
     updates       takes in what came out of it
     ranks, device what the workers do in a step, and what they report
-    processes     ranks as processes: rank_process is what runs in them
+    attached      real worker halves for the ranks
     engine        steps, up to `batches` of them under way
 
 Left out on purpose: encoder inputs, structured output, LoRA, draft models, pooling, logprobs.
@@ -19,7 +19,7 @@ Left out on purpose: encoder inputs, structured output, LoRA, draft models, pool
 
 from tests.reference.connector import SchedulerSide, TieredWorker, WorkerResults, WorkerSide
 from tests.reference.engine import Engine
-from tests.reference.ranks import LocalRank, Rank, RankReport, RankStep, Span
+from tests.reference.ranks import Rank
 from tests.reference.requests import Request, State
 from tests.reference.shape import Group, Shape
 from tests.reference.stats import HitStats, Output
@@ -30,15 +30,11 @@ __all__ = [
     "Engine",
     "Group",
     "HitStats",
-    "LocalRank",
     "Output",
     "Rank",
-    "RankReport",
-    "RankStep",
     "Request",
     "SchedulerSide",
     "Shape",
-    "Span",
     "State",
     "TieredWorker",
     "WorkerResults",

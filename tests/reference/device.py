@@ -54,9 +54,7 @@ class Device:
         if batch.report is None:
             spans = [self._span(work) for work in batch.works]
             step = RankStep(batch.meta, batch.fresh, spans)
-            for rank in self.ranks:
-                rank.submit(step)
-            batch.report = self._aggregator.add_up([rank.collect() for rank in self.ranks])
+            batch.report = self._aggregator.add_up([rank.run(step) for rank in self.ranks])
         return batch.report
 
     def _span(self, work: Work) -> Span:

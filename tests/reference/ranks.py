@@ -1,19 +1,18 @@
-"""What a rank does in a step, as messages; and a rank in this process.
+"""What a rank does in a step, and how the ranks' reports add up.
 
 A rank knows no request and no scheduler: what it writes, and what it must find where it reads,
-is in the message. So a rank may as well be a process.
+is in the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable
 
 import msgspec
 
 from connectors.step_meta import StepMeta
 from kvstore.core.errors import InvariantBroken
-from tests.reference.connector import WorkerSide
+from tests.reference.connector import WorkerResults, WorkerSide
 from tests.reference.shape import WORD_BYTES, Shape
 from tests.reference.text import JUNK, words_of
 
@@ -42,35 +41,14 @@ class RankStep(msgspec.Struct, frozen=True):
     spans: list[Span]
 
 
-class RankReport(msgspec.Struct, frozen=True):
-    """What a rank says after a step; see WorkerResults.
+class RankReport(WorkerResults, frozen=True):
+    """What a rank says after a step. unread: requests that read blocks which a load left wrong."""
 
-    unread: requests that read blocks which a load left wrong.
-    """
-
-    ended: set[str] = set()
-    failed: set[str] = set()
-    sent: set[str] = set()
-    invalid: set[int] = set()
-    over: frozenset[int] = frozenset()
-    stats: Mapping[str, int] = {}
-    unread: set[str] = set()
+    unread: set[str] = set()  # noqa: RUF012 - a struct copies its defaults
 
 
-class Rank(Protocol):
-    """One worker of the engine. Steps are submitted and collected in turn."""
-
-    def submit(self, step: RankStep) -> None:
-        """Start a step."""
-        ...
-
-    def collect(self) -> RankReport:
-        """Wait for the step's end. Raises InvariantBroken if an attention read was wrong."""
-        ...
-
-
-class LocalRank:
-    """A rank in this process; its memory is a buffer of `blocks` pages."""
+class Rank:
+    """One worker of the engine; its memory is a buffer of `blocks` pages."""
 
     def __init__(
         self, shape: Shape, rank: int, side: WorkerSide, memory: bytearray | None = None
@@ -91,19 +69,9 @@ class LocalRank:
         self._token_bytes = shape.token_bytes
         self._token_words = shape.token_words
         self._bad: set[int] = set()  # blocks that a load left wrong
-        self._step: RankStep | None = None
 
-    def submit(self, step: RankStep) -> None:
-        """Keep the step until it is collected."""
-        if self._step is not None:
-            raise InvariantBroken("a step is submitted before the last one was collected")
-        self._step = step
-
-    def collect(self) -> RankReport:
-        """Run the step in the order of a vLLM worker."""
-        step, self._step = self._step, None
-        if step is None:
-            raise InvariantBroken("a step is collected that was not submitted")
+    def run(self, step: RankStep) -> RankReport:
+        """Run a step in the order of a vLLM worker. Raises InvariantBroken for a wrong read."""
         self.between()
         self._side.before_step(step.meta)
         self._poison(step.fresh)
@@ -125,10 +93,7 @@ class LocalRank:
             else:
                 self._read(span, words)
         self.between()
-        return RankReport(
-            results.ended, results.failed, results.sent, results.invalid,
-            results.over, results.stats, unread,
-        )  # fmt: skip
+        return RankReport(**msgspec.structs.asdict(results), unread=unread)
 
     # The model
 

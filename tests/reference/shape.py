@@ -8,6 +8,7 @@ from functools import cached_property
 import msgspec
 
 from connectors.engine_interface import Geometry
+from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.core.types import GroupRule, window_rule
 
 WORD_BYTES = 4
@@ -133,3 +134,14 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
         """What the scheduler half knows of it."""
         sizes, width = self.group_tokens, HASH_BYTES
         return Geometry(self.block_tokens, self.hash_tokens, sizes, self.rules, width)
+
+    def rank_geometry(self, identity: str, rank: int, layers: int = 1) -> RankGeometry:
+        """Return a rank's part of a block: in each layer of a group it has one head."""
+        groups = []
+        for group, (rule, tokens) in enumerate(zip(self.rules, self.group_tokens, strict=True)):
+            size = tokens * self.token_bytes // layers
+            names = [f"{group}.{number}" for number in range(layers)]
+            parts = tuple(LayerGeometry(name, size, 1, rank, self.world) for name in names)
+            groups.append(GroupGeometry(rule, parts))
+        per = self.geometry.blocks_per_chunk
+        return RankGeometry(identity, self.block_tokens, per, tuple(groups))

@@ -15,12 +15,11 @@ from connectors.scheduler import SchedulerHalf
 from connectors.step_meta import StepMeta
 from connectors.store_client import StoreClient
 from connectors.store_connection import Attacher
-from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.wire import engine as p
 from tests.reference import (
     Engine,
     Group,
-    LocalRank,
+    Rank,
     Request,
     Shape,
     TieredWorker,
@@ -123,7 +122,7 @@ class Host:
         self.half.rng, self.half.delays = rng, rng.choice((0.0, 0.0, 0.3))
         self.half.sends = [sender.left for sender in senders]
         self.ranks = [
-            LocalRank(shape, rank, sender, self.workers[rank].memory)
+            Rank(shape, rank, sender, self.workers[rank].memory)
             for rank, sender in enumerate(senders)
         ]
         self.engine = Engine(shape, self.half, self.ranks, rng)
@@ -135,19 +134,8 @@ class Host:
                 self.counts[event] += number
 
     def _hello(self, name: str, rank: int) -> p.Hello:
-        shape = self.shape
-        groups = tuple(
-            GroupGeometry(
-                rule,
-                (LayerGeometry(f"g{group}", tokens * shape.token_bytes, 1, rank, shape.world),),
-            )
-            for group, (rule, tokens) in enumerate(
-                zip(shape.rules, shape.group_tokens, strict=True)
-            )
-        )
-        per = self.geometry.blocks_per_chunk
-        geometry = RankGeometry(self._model, shape.block_tokens, per, groups)
-        return p.Hello(p.VERSION, name, "worker", rank, shape.world, geometry=geometry)
+        geometry = self.shape.rank_geometry(self._model, rank)
+        return p.Hello(p.VERSION, name, "worker", rank, self.shape.world, geometry=geometry)
 
     def content(self, request: Request, group: int, index: int) -> bytes:
         """What a slot holds for one of the request's blocks: engine block, then rank."""
