@@ -12,7 +12,7 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.harness import bugs
 from tests.harness.faults import build
 from tests.harness.forked import OF_ENGINES, OF_INDEXES, fork_index, start_server
-from tiers.nvme.index_client import Child
+from tiers.nvme.index_client import IndexProcess
 
 ENGINES = "tests/engine/"
 
@@ -79,7 +79,7 @@ def forking(request: pytest.FixtureRequest) -> None:
 def _how_indexes_start(forking: None) -> Iterator[None]:  # noqa: ARG001 - the server is needed
     """Stores that are processes of their own start the process of their index by themselves."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Child, "start", staticmethod(fork_index))
+        patch.setattr(IndexProcess, "start", staticmethod(fork_index))
         yield
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.harness.nvme_blocks import key
 from tiers.nvme.files import ExtentFile
-from tiers.nvme.index_client import IndexDamagedError, Journal
+from tiers.nvme.index_client import IndexClient, IndexDamagedError
 from tiers.nvme.index_server import IndexFile
 from tiers.nvme.messages import FOLDER, Commit
 from tiers.nvme.namespace import Space
@@ -84,7 +84,7 @@ def look(folder: Path) -> None:
     """Open it as a store does."""
     lock_fd = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
     try:
-        Journal(folder, 10_000, lock_fd).close()
+        IndexClient(folder, 10_000, lock_fd).close()
     finally:
         os.close(lock_fd)
 

@@ -31,7 +31,7 @@ from tests.harness.nvme_trouble import (
 )
 from tiers.nvme import NvmeDisk, disk
 from tiers.nvme.directory import Look, Volume
-from tiers.nvme.index_client import IndexDamagedError, Journal
+from tiers.nvme.index_client import IndexClient, IndexDamagedError
 from tiers.nvme.messages import Commit
 
 
@@ -54,9 +54,9 @@ def test_after_a_commit_that_failed_the_index_is_opened_anew(
     settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LMDB refuses all commits once it could not write its head."""
-    real, broken = Journal.commit, set()
+    real, broken = IndexClient.commit, set()
 
-    def commit(journal: Journal, changes: Commit) -> None:
+    def commit(journal: IndexClient, changes: Commit) -> None:
         if id(journal) in broken:
             raise TierIOError("MDB_PANIC")
         real(journal, changes)
@@ -64,7 +64,7 @@ def test_after_a_commit_that_failed_the_index_is_opened_anew(
     with shelf(settings) as found:
         found.put(1, 0, 5)
         found.settle()
-        monkeypatch.setattr(Journal, "commit", commit)
+        monkeypatch.setattr(IndexClient, "commit", commit)
         broken.add(id(found.disk._shared.opening.journal))
         found.put(2, 0, 5)
         wait_for(found, "read_only")
@@ -88,7 +88,7 @@ def test_an_index_that_was_found_damaged_before_is_not_gone_on_with(
         found.settle()
         before = found.tier.space
         with monkeypatch.context() as patched:
-            patched.setattr(Journal, "commit", fail)
+            patched.setattr(IndexClient, "commit", fail)
             found.put(2, 0, 5)
             away(found)
         wait(found, lambda: found.tier.space is not before)
@@ -127,7 +127,7 @@ def test_an_extent_that_the_index_does_not_know_leaves_no_file(
 
     with shelf(settings) as found:
         with monkeypatch.context() as patched:
-            patched.setattr(Journal, "commit", fail)
+            patched.setattr(IndexClient, "commit", fail)
             assert found.put(1, 0, 5).done == 0
             assert found.disk.state == "read_only"
             assert not list(folder.glob("*.extent"))
@@ -198,7 +198,7 @@ def test_an_unreadable_disk_at_the_start_is_no_damage(
     with shelf(settings) as before:
         before.put(1, 0, 5)
     with monkeypatch.context() as patched:
-        patched.setattr(Journal, "__init__", fail)
+        patched.setattr(IndexClient, "__init__", fail)
         patched.setattr(os, "read", raise_eio)
         with pytest.raises(ConfigError, match="cannot be used: Input/output error"):
             NvmeDisk(settings)
@@ -304,8 +304,8 @@ def test_the_stores_thread_never_calls_the_file_system(
             for name in CALLS:
                 patched.setattr(os, name, watched(name, getattr(os, name)))
             for name in ("__init__", "commit", "close"):
-                watching = watched(f"Journal.{name}", getattr(Journal, name))
-                patched.setattr(Journal, name, watching)
+                watching = watched(f"IndexClient.{name}", getattr(IndexClient, name))
+                patched.setattr(IndexClient, name, watching)
             for chain in range(40):
                 found.put(chain, 0, 30)
             assert found.tier.space.counts["evicted"]

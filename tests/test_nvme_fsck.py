@@ -33,7 +33,7 @@ from tests.harness.nvme_damage import (
 )
 from tiers.nvme import fsck
 from tiers.nvme.fsck_report import Amount, Report
-from tiers.nvme.index_client import Child
+from tiers.nvme.index_client import IndexProcess
 
 pytestmark = pytest.mark.slow
 
@@ -251,7 +251,7 @@ def die_of(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
     def start(*_: object) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", code])
 
-    monkeypatch.setattr(Child, "start", staticmethod(start))
+    monkeypatch.setattr(IndexProcess, "start", staticmethod(start))
 
 
 def test_a_reader_that_dies_of_the_index_makes_it_damaged(

@@ -21,10 +21,10 @@ from kvstore.config import NvmeConfig
 from kvstore.core.types import BlockKey
 from tests.harness import nvme_blocks
 from tests.harness.nvme_load import Load, Name, names_of, path_to
-from tests.harness.nvme_platter import DELAY_S, ChildHere, Platter
+from tests.harness.nvme_platter import DELAY_S, Platter, ProcessHere
 from tiers.nvme import NvmeDisk
 from tiers.nvme.index import DiskIndex, Record
-from tiers.nvme.index_client import Child
+from tiers.nvme.index_client import IndexProcess
 from tiers.nvme.messages import NUMBER, Commit
 from tiers.nvme.namespace import Space
 
@@ -148,7 +148,7 @@ class Campaign:
         """Start on what a cut has left, and check it; return what is there."""
         rng = random.Random(f"{self.label}, cut {self.seen['cuts']}")  # threads of its own
         real = rng.random() < REAL_CHILD_SHARE
-        self._platter.child = Child if real else ChildHere
+        self._platter.process = IndexProcess if real else ProcessHere
         self._left.clear()
         disk = NvmeDisk(settings_for(folder, self._capacity_bytes))
         loads = [Load(disk, n, size, rng) for n, size in enumerate(SLOT_BYTES)]
@@ -174,7 +174,7 @@ class Campaign:
             go_on(loads)
         disk.close()
         shutil.rmtree(folder)
-        self._platter.child = ChildHere
+        self._platter.process = ProcessHere
         return there
 
 

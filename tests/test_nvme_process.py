@@ -18,8 +18,8 @@ from kvstore.core.errors import ConfigError, TierIOError
 from kvstore.core.types import LookupResult
 from tests.harness.nvme_blocks import Shelf, key, settings_for, shelf
 from tiers.nvme import NvmeDisk, disk, health, startup
-from tiers.nvme.index_client import IndexProcessDiedError, Journal
-from tiers.nvme.messages import FOLDER, Batch, Commit, Stream
+from tiers.nvme.index_client import IndexClient, IndexProcessDiedError
+from tiers.nvme.messages import FOLDER, Batch, Commit, Loaded
 
 STORE = """
 import sys, time
@@ -110,9 +110,9 @@ def test_records_go_on_where_the_process_that_sent_them_was_killed(
         chains(before, 100)
         before.settle()
         kept = set(before.keys())
-    real, taken = Journal.take, list[Stream | None]()
+    real, taken = IndexClient.take, list[Batch | None]()
 
-    def take(journal: Journal) -> Stream | None:
+    def take(journal: IndexClient) -> Batch | Loaded | None:
         if len(taken) == 1 and journal.pid is not None:
             os.kill(journal.pid, signal.SIGKILL)
             taken.append(None)
@@ -122,7 +122,7 @@ def test_records_go_on_where_the_process_that_sent_them_was_killed(
             taken.append(message)
         return message
 
-    monkeypatch.setattr(Journal, "take", take)
+    monkeypatch.setattr(IndexClient, "take", take)
     after = Shelf(NvmeDisk(settings))
     after.settle()
     assert len(taken) > 2
@@ -167,14 +167,14 @@ def test_a_commit_whose_process_is_killed_is_done_again(settings: NvmeConfig) ->
 
 def test_a_process_that_hangs_is_not_joined_by_another(tmp_path: Path) -> None:
     lock_fd = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
-    first = Journal(tmp_path, 100, lock_fd)
+    first = IndexClient(tmp_path, 100, lock_fd)
     assert first.pid is not None
     freeze(first.pid)  # as if in a write
     with pytest.raises(TierIOError, match="temporarily unavailable"):
-        Journal(tmp_path, 100, lock_fd)
+        IndexClient(tmp_path, 100, lock_fd)
     os.kill(first.pid, signal.SIGCONT)
     first.close()
-    Journal(tmp_path, 100, lock_fd).close()
+    IndexClient(tmp_path, 100, lock_fd).close()
     os.close(lock_fd)
 
 
@@ -230,7 +230,7 @@ def test_a_disk_that_cannot_be_read_is_no_damage(settings: NvmeConfig, tmp_path:
 
 def test_a_closed_journal_starts_no_process(tmp_path: Path) -> None:
     lock_fd = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
-    journal = Journal(tmp_path, 100, lock_fd)
+    journal = IndexClient(tmp_path, 100, lock_fd)
     journal.close()
     with pytest.raises(TierIOError, match="is not open"):
         journal.commit(Commit(extents=[(1, 1)]))

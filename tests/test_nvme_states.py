@@ -23,7 +23,7 @@ from tests.harness.nvme_trouble import (
     whole,
 )
 from tiers.nvme import NvmeDisk, maintenance
-from tiers.nvme.index_client import Journal
+from tiers.nvme.index_client import IndexClient
 from tiers.nvme.remount import Phase
 
 
@@ -224,7 +224,7 @@ def test_what_could_not_be_removed_is_let_go_of_too(
             found.put(chain, 0, 30)
         found.settle()
         with monkeypatch.context() as patched:
-            patched.setattr(Journal, "commit", fail)
+            patched.setattr(IndexClient, "commit", fail)
             found.disk.resize(6 * MIB)
             wait_for(found, "read_only")
             lose(found)

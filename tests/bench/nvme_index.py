@@ -30,7 +30,7 @@ from kvstore.core.types import BlockKey, LookupResult, Slot
 from kvstore.units import GIB, KIB, MIB, sized
 from tests.bench.report import Result
 from tiers.nvme.directory import Volume
-from tiers.nvme.index_client import Journal
+from tiers.nvme.index_client import IndexClient
 from tiers.nvme.messages import FOLDER, NAMESPACE, NOWHERE, NUMBER, RECORD_BYTES, VALUE, Commit
 
 BLOCKS = (10_000, 100_000, 1_000_000)
@@ -92,7 +92,7 @@ def make(folder: Path, count: int, tell: Callable[[int], object]) -> int:
     """Write an index of chains, and extents without content; return the bytes of the index."""
     volume = Volume(folder)
     volume.open(0.0)
-    journal = Journal(folder, count, volume.lock_fd)
+    journal = IndexClient(folder, count, volume.lock_fd)
     try:
         extents = range(1, -(-count // _SLOTS) + 1)
         for number in extents:

@@ -35,7 +35,7 @@ from tiers.nvme import NvmeDisk
 from tiers.nvme.commits import Commits
 from tiers.nvme.files import ExtentFile
 from tiers.nvme.index import DiskIndex, Record
-from tiers.nvme.index_client import Journal
+from tiers.nvme.index_client import IndexClient
 from tiers.nvme.messages import Commit
 from tiers.nvme.namespace import Space
 from tiers.nvme.tier import NvmeTier
@@ -248,7 +248,7 @@ def _watch_commits() -> None:
 
 def _watch_index() -> None:
     def commit(original: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(journal: Journal, changes: Commit) -> None:
+        def wrapped(journal: IndexClient, changes: Commit) -> None:
             if changes.extents:
                 WATCH.reach("made")
             if changes.puts:
@@ -266,7 +266,7 @@ def _watch_index() -> None:
 
         return wrapped
 
-    _replace(Journal, "commit", commit)
+    _replace(IndexClient, "commit", commit)
 
 
 def main() -> int:

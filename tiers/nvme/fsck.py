@@ -23,7 +23,7 @@ from tiers.nvme.directory import EXTENT, Volume
 from tiers.nvme.files import RUN_BLOCKS_MAX, ExtentFile, allow_files, stride_of, sync_folder
 from tiers.nvme.fsck_report import Amount, Repair, Report
 from tiers.nvme.index import Record
-from tiers.nvme.index_client import IndexDamagedError, Journal
+from tiers.nvme.index_client import IndexClient, IndexDamagedError
 from tiers.nvme.messages import FOLDER, RECORD_BYTES, Batch, Commit, Load
 from tiers.nvme.namespace import Loading, Space
 from tiers.nvme.startup import set_aside, spaces_of
@@ -135,7 +135,7 @@ class Known:
     def _read_index(self) -> list[list[Refused]]:
         """Have each space take its records, as a store does; return what each has refused."""
         volume = self._volume
-        with closing(Journal(volume.path, 0, volume.lock_fd, read_only=True)) as journal:
+        with closing(IndexClient(volume.path, 0, volume.lock_fd, read_only=True)) as journal:
             spaces = spaces_of(journal.opened.namespaces)
             self._spaces = list(spaces.values())
             self._open_extents(spaces, journal.opened.extents)
@@ -234,7 +234,9 @@ class Known:
         size = index.stat().st_size if index.exists() else 0
         deletes = self._strays + self._deletes
         if deletes or self._gone or not size:
-            with closing(Journal(folder, size // RECORD_BYTES, self._volume.lock_fd)) as journal:
+            with closing(
+                IndexClient(folder, size // RECORD_BYTES, self._volume.lock_fd)
+            ) as journal:
                 journal.commit(Commit(deletes, extents_gone=self._gone, clean=not size))
         done.blocks_dropped, done.extents_dropped = len(deletes), len(self._gone)
         for path in self._orphans:  # a link is removed itself, not what it leads to
@@ -255,7 +257,7 @@ def on_disk(path: Path) -> int:
     return path.lstat().st_blocks * 512
 
 
-def load(journal: Journal, space: Space) -> list[Refused]:
+def load(journal: IndexClient, space: Space) -> list[Refused]:
     """Have a space take its records; return those that it cannot have."""
     loading = space.loading = Loading(space)
     journal.load(Load(space.number, space.slot_bytes, space.slot_counts))

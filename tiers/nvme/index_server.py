@@ -10,8 +10,10 @@ that go together (a block and what hangs below it) go in one transaction.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import select
 import signal
 import socket
 import sys
@@ -21,7 +23,6 @@ from itertools import chain, islice, pairwise
 from pathlib import Path
 
 import lmdb
-import msgspec
 
 from tiers.nvme.messages import (
     FORMAT,
@@ -29,6 +30,7 @@ from tiers.nvme.messages import (
     NUMBER,
     Answer,
     Commit,
+    Connection,
     Done,
     Failed,
     Load,
@@ -37,12 +39,9 @@ from tiers.nvme.messages import (
     Opened,
     Purge,
     Request,
-    Stream,
-    framed,
-    receive,
+    requests,
 )
 
-_decoder = msgspec.msgpack.Decoder(Request)
 _CHUNK_BYTES = 1 << 20
 _CHUNK_ROWS = 1 << 15
 TABLES = (b"meta", b"namespaces", b"extents", b"blocks")
@@ -287,7 +286,7 @@ def verify(path: Path) -> None:
         read_whole(env)
 
 
-class Indexer:
+class IndexServer:
     """Does what requests say, on one file."""
 
     def __init__(self) -> None:
@@ -296,27 +295,26 @@ class Indexer:
         self._lock_fd = -1
         self.broken = False  # LMDB takes no more writes after one that failed
 
-    def answer(self, request: Request) -> Answer:
-        """Do a request. What goes wrong is in the answer."""
+    def answers(self, request: Request) -> Iterator[Answer]:
+        """Do a request, and yield its answers. What goes wrong is the last of them."""
         try:
-            return self._do(request)
+            if isinstance(request, Open):
+                yield self._open(request)
+            elif self._file is None:
+                yield Failed("the index is not open")
+            elif isinstance(request, Commit):
+                self._file.commit(request)
+                yield Done()
+            elif isinstance(request, Purge):
+                yield Done(left=self._file.purge(request.number, request.rows_max))
+            else:
+                yield Done()
+                yield from _load(self._file, request)
         except _ERRORS as exc:
             self.broken = True
-            return failed(exc)
+            yield failed(exc)
 
-    def _do(self, request: Request) -> Answer:
-        if isinstance(request, Open):
-            return self._open(request)
-        file = self._file
-        if file is None:
-            return Failed("the index is not open")
-        if isinstance(request, Purge):
-            return Done(left=file.purge(request.number, request.rows_max))
-        if isinstance(request, Commit):
-            file.commit(request)
-        return Done()  # after a Load stream() follows
-
-    def _open(self, request: Open) -> Answer:
+    def _open(self, request: Open) -> Opened:
         path = Path(request.path)
         self._lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # one before may hang in a write
@@ -329,23 +327,6 @@ class Indexer:
         strays = file.strays(numbers)
         return Opened(file.new, file.clean, following, strays, namespaces, extents)
 
-    def stream(self, request: Load) -> Iterator[Stream]:
-        """Yield the records of a namespace."""
-        # It takes as long as all else here, and a store that starts empty needs none of it.
-        from tiers.nvme.index_load import Rows, Sorted  # noqa: PLC0415
-
-        try:
-            rows = Rows()
-            for chunk in self._file.rows(request.number) if self._file is not None else ():
-                rows.add(chunk)
-            found = Sorted(request.number, request.slot_bytes, request.counts, rows)
-        except _ERRORS as exc:
-            self.broken = True
-            yield failed(exc)
-            return
-        yield from found.batches(request.skip)
-        yield Loaded(request.number, found.refused)
-
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
@@ -354,6 +335,19 @@ class Indexer:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+
+def _load(file: IndexFile, request: Load) -> Iterator[Answer]:
+    """Yield the records of a namespace."""
+    # It takes as long as all else here, and a store that starts empty needs none of it.
+    from tiers.nvme.index_load import Rows, Sorted  # noqa: PLC0415
+
+    rows = Rows()
+    for chunk in file.rows(request.number):
+        rows.add(chunk)
+    found = Sorted(request.number, request.slot_bytes, request.counts, rows)
+    yield from found.batches(request.skip)
+    yield Loaded(request.number, found.refused)
 
 
 def failed(exc: Exception) -> Failed:
@@ -365,41 +359,30 @@ def failed(exc: Exception) -> Failed:
     )
 
 
-def serve(control: socket.socket, pipe: int) -> None:
+def serve(store: Connection[Request]) -> None:
     """Answer requests until there are no more, or one has failed."""
-    indexer = Indexer()
-    with open(pipe, "wb", buffering=0) as stream:
-        while not indexer.broken and (body := receive(control.recv)) is not None:
-            request = _decoder.decode(body)
-            control.sendall(framed(indexer.answer(request)))
-            if isinstance(request, Load):
-                for message in indexer.stream(request):
-                    _write_all(stream.fileno(), framed(message))
-    indexer.close()
+    server = IndexServer()
+    while not server.broken and (request := store.receive()) is not None:
+        for answer in server.answers(request):
+            store.send(answer)
 
 
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def end_with(lifeline: int) -> None:
-    """Wait for the store's end of a pipe to close, which it does however the store ends."""
-    os.read(lifeline, 1)
+def end_with(fd: int) -> None:
+    """Wait for the store's end of a socket to close, which it does however the store ends."""
+    watched = select.poll()
+    watched.register(fd, 0)  # a hang-up is always told
+    watched.poll()
     os._exit(0)
 
 
 def main() -> int:
-    """Run as the child that tiers.nvme.index_client starts. Arguments: descriptors."""
+    """Run as the process that tiers.nvme.index_client starts. Argument: its end of the socket."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they mean the store, which still commits
         signal.signal(number, signal.SIG_IGN)
-    control, pipe, lifeline = (int(argument) for argument in sys.argv[1:4])
-    threading.Thread(target=end_with, args=(lifeline,), daemon=True).start()
-    try:
-        serve(socket.socket(fileno=control), pipe)
-    except (BrokenPipeError, ConnectionResetError):  # the store is ending
-        return 0
+    end = socket.socket(fileno=int(sys.argv[1]))
+    threading.Thread(target=end_with, args=(end.fileno(),), daemon=True).start()
+    with contextlib.suppress(EOFError, OSError):  # the store is ending
+        serve(Connection(end, requests))
     return 0
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from kvstore.core.errors import TierIOError
 from tiers.nvme.directory import Volume
 from tiers.nvme.files import stride_of
-from tiers.nvme.index_client import IndexDamagedError, IndexProcessDiedError, Journal
+from tiers.nvme.index_client import IndexClient, IndexDamagedError, IndexProcessDiedError
 from tiers.nvme.maintenance import Keeper
 from tiers.nvme.messages import FOLDER, Batch, Commit, Load
 from tiers.nvme.namespace import Loading, Space
@@ -107,7 +107,7 @@ class Opening:
 
     def open_journal(self) -> None:
         """Open the index, whose records may be known. Raises TierIOError, ConfigError."""
-        self.journal = Journal(self._volume.path, self._blocks_max, self._volume.lock_fd)
+        self.journal = IndexClient(self._volume.path, self._blocks_max, self._volume.lock_fd)
 
     def _start_empty(self, cause: Exception) -> None:
         self._volume.read_index()
