@@ -25,7 +25,7 @@ from tests.harness.nvme_trouble import (
     wait,
     wait_for,
 )
-from tiers.nvme import NvmeDisk, extent_allocator, maintenance
+from tiers.nvme import NvmeDisk, disk, extent_allocator
 from tiers.nvme.directory import Look, Volume
 
 
@@ -84,7 +84,7 @@ def test_a_file_system_of_which_nothing_is_known_gets_no_extent(
 ) -> None:
     with shelf(settings) as found:
         with monkeypatch.context() as patched:
-            patched.setattr(maintenance, "EVERY_S", 1000.0)
+            patched.setattr(disk, "LOOK_EVERY_S", 1000.0)
             patched.setattr(os, "fstatvfs", raise_eio)
             assert found.put(1, 0, 5).done == 0
         assert not list(folder.glob("*.extent"))
@@ -135,7 +135,7 @@ def test_a_resize_while_an_extent_is_made_leaves_it_within_its_cap(
     with shelf(settings) as found:
         for chain in range(16):  # fills an extent, almost
             found.put(chain, 0, 15)
-        found.disk._watch._next_s = float("inf")  # it is not the watch that sees it
+        found.disk._next_look_s = float("inf")  # it is not the watch that sees it
         found.settle()
         with monkeypatch.context() as patched:
             patched.setattr(os, "posix_fallocate", gate)

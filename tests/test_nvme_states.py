@@ -22,7 +22,7 @@ from tests.harness.nvme_trouble import (
     wait_for,
     whole,
 )
-from tiers.nvme import NvmeDisk, maintenance
+from tiers.nvme import NvmeDisk, disk
 from tiers.nvme.index_client import IndexClient
 from tiers.nvme.remount import Phase
 
@@ -94,7 +94,7 @@ def test_another_directory_in_its_place_is_not_touched(
 def test_no_extent_is_made_in_the_directory_below_a_mount_point(
     settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(maintenance, "EVERY_S", 1000.0)  # it has not been seen yet
+    monkeypatch.setattr(disk, "LOOK_EVERY_S", 1000.0)  # it has not been seen yet
     with shelf(settings) as found:
         found.put(1, 0, 5)
         found.settle()
@@ -107,7 +107,7 @@ def test_no_extent_is_made_in_the_directory_below_a_mount_point(
         assert len(list(folder.glob("*.extent"))) == made
         shutil.rmtree(folder)
         folder.with_name("elsewhere").rename(folder)
-        monkeypatch.setattr(maintenance, "EVERY_S", 0.05)
+        monkeypatch.setattr(disk, "LOOK_EVERY_S", 0.05)
         wait_for(found, "ok")
         assert whole(found, 1, 5)
 

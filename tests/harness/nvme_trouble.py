@@ -14,7 +14,7 @@ import pytest
 
 from tests.harness.nvme_blocks import Shelf, key
 from tests.harness.patience import WAIT_S
-from tiers.nvme import health, maintenance
+from tiers.nvme import disk, health
 from tiers.nvme.remount import Phase
 
 Wrap = Callable[..., Any]
@@ -23,7 +23,7 @@ Wrap = Callable[..., Any]
 def be_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at the directory often, and try soon to come back."""
     monkeypatch.setattr(health, "RETRY_S", 0.1)
-    monkeypatch.setattr(maintenance, "EVERY_S", 0.05)
+    monkeypatch.setattr(disk, "LOOK_EVERY_S", 0.05)
 
 
 def wait(found: Shelf, done: Callable[[], object]) -> None:

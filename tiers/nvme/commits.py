@@ -17,7 +17,7 @@ from tiers.nvme.directory import Volume
 from tiers.nvme.health import Health
 from tiers.nvme.index import Record
 from tiers.nvme.index_client import IndexDamagedError
-from tiers.nvme.maintenance import Keeper
+from tiers.nvme.maintenance import TaskThread
 from tiers.nvme.messages import Commit
 from tiers.nvme.namespace import Space
 from tiers.nvme.startup import Opening
@@ -35,7 +35,7 @@ class Shared(msgspec.Struct, eq=False):
     volume: Volume
     opening: Opening  # another one after each return to the directory
     health: Health
-    keeper: Keeper
+    keeper: TaskThread
 
     def write_failed(self, what: str, error: Exception, now_s: float) -> None:
         """Something that changes the disk has failed; a damaged index is read anew, and set aside.
@@ -133,17 +133,14 @@ class Commits:
         return bool(self._strays) and self._shared.health.writable
 
     def _purge(self, number: int) -> None:
-        left = False
-
-        def work() -> None:
-            nonlocal left
-            left = self._shared.opening.journal.purge(number, PURGE_ROWS)
-
-        def done(error: Exception | None, now_s: float) -> None:
+        def done(left: object, now_s: float) -> None:
             self._purging = False
-            if error is not None:
-                self._shared.write_failed("a commit", error, now_s)
+            if isinstance(left, Exception):
+                self._shared.write_failed("a commit", left, now_s)
             elif not left and number in self._strays:
                 self._strays.remove(number)
+
+        def work() -> bool:
+            return self._shared.opening.journal.purge(number, PURGE_ROWS)
 
         self._shared.keeper.submit(work, done)

@@ -16,12 +16,12 @@ from kvstore.core.tier import TierContext
 from kvstore.rate_log import RateLog
 from tiers.nvme.block_io import ThreadMover, writers_of
 from tiers.nvme.commits import Commits, Shared
-from tiers.nvme.directory import Volume
+from tiers.nvme.directory import Look, Volume
 from tiers.nvme.extent_allocator import Room
 from tiers.nvme.files import allow_files
 from tiers.nvme.health import HANG_S, Health, Pace, State
 from tiers.nvme.index_client import IndexDamagedError
-from tiers.nvme.maintenance import Keeper, Watch
+from tiers.nvme.maintenance import TaskThread
 from tiers.nvme.messages import Commit
 from tiers.nvme.namespace import Space
 from tiers.nvme.remount import Recovery
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 10.0  # a store that ends still flushes
 CLOSE_S = 20.0
+LOOK_EVERY_S = 1.0  # at the directory
 SLICES_S = 0.005  # of each poll
 _NEVER_S = float("inf")
 _BUSY_S = 0.001  # between two polls while something is under way
@@ -59,8 +60,9 @@ class NvmeDisk:
         writers = writers_of(settings.threads)
         self._mover: ThreadMover[Run] = ThreadMover(settings.threads, writers)
         self._health = Health(settings.path)
-        self._keeper = Keeper()
-        self._watch = Watch()
+        self._keeper = TaskThread("keeper")
+        self._watch = TaskThread("watch")
+        self._next_look_s = 0.0
         self._shared = Shared(
             settings, settings.capacity_bytes, volume, opening, self._health, self._keeper
         )
@@ -295,22 +297,25 @@ class NvmeDisk:
 
     def _look(self, now_s: float) -> None:
         """Have the directory looked at, and see that calls come back."""
-        health = self._health
-        for seen in self._watch.poll(now_s):
-            if not self._recovery.at_home:
-                continue
-            if isinstance(seen, Exception):
-                health.look_failed(seen, now_s)
-            else:
-                self._room.seen(seen)
-                if seen.read_only:
-                    health.only_reads("the file system is mounted read-only", now_s)
-        if self._recovery.at_home:
-            self._watch.start(self._shared.volume, now_s)
+        self._watch.poll(now_s)
+        if self._recovery.at_home and not self._watch.open and now_s >= self._next_look_s:
+            self._next_look_s = now_s + LOOK_EVERY_S
+            self._watch.submit(self._shared.volume.look, self._looked)
         for name, pace in self._paces.items():
             if (seconds := pace.stalled_s(now_s)) > HANG_S:
-                hangs = health.lost if name in ("reads", "watch") else health.only_reads
+                reads = name in ("reads", "watch")
+                hangs = self._health.lost if reads else self._health.only_reads
                 hangs(f"nothing has come back from its {name} for {seconds:.0f} s", now_s)
+
+    def _looked(self, seen: Look | Exception, now_s: float) -> None:
+        if self._closed or not self._recovery.at_home:
+            return
+        if isinstance(seen, Exception):
+            self._health.look_failed(seen, now_s)
+            return
+        self._room.seen(seen)
+        if seen.read_only:
+            self._health.only_reads("the file system is mounted read-only", now_s)
 
     # Durability and the end
 
@@ -345,11 +350,11 @@ class NvmeDisk:
                 self._shared.volume.close()
 
         self._keeper.submit(end, lambda exc, _now_s: ended.append(exc))
-        while (not ended or self._watch.pace.open) and time.monotonic() < deadline + CLOSE_S:
+        while (not ended or self._watch.open) and time.monotonic() < deadline + CLOSE_S:
             time.sleep(_BUSY_S)
             self._keeper.poll(time.monotonic())
             self._watch.poll(time.monotonic())
-        if not ended or self._watch.pace.open:
+        if not ended or self._watch.open:
             self._leave_hanging()
             return
         if ended[0] is not None:

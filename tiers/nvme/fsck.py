@@ -1,8 +1,8 @@
 """Verifies the directory of an NVMe tier that no store uses, and can drop what is wrong.
 
 Nothing needs it: a store checks every block that it reads, and starts with any directory. It says
-in advance, and for all blocks, what a store would find out one by one. It reads as a store does:
-the index through its process, which a damaged file may end, and the blocks through the mover.
+in advance, and for all blocks, what a store would find out one by one. It reads the index as a
+store does, through its process, which a damaged file may end.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from queue import SimpleQueue
 
 from kvstore.core.errors import ConfigError, TierError, TierIOError
 from kvstore.core.index import State
-from tiers.nvme.block_io import Move, Moved, ThreadMover
 from tiers.nvme.directory import EXTENT, Volume
 from tiers.nvme.files import RUN_BLOCKS_MAX, ExtentFile, allow_files, stride_of, sync_folder
 from tiers.nvme.fsck_report import Amount, Repair, Report
@@ -26,12 +27,13 @@ from tiers.nvme.index import Record
 from tiers.nvme.index_client import IndexClient, IndexDamagedError
 from tiers.nvme.messages import FOLDER, RECORD_BYTES, Batch, Commit, Load
 from tiers.nvme.namespace import Loading, Space
+from tiers.nvme.places import POSITION
 from tiers.nvme.startup import set_aside, spaces_of
 from tiers.nvme.tier import RUN_BYTES_MAX
 
 LOCK_WAIT_S = 1.0
 READERS = 8  # disks are flat beyond
-_BUFFERS = 2 * READERS
+_BATCH_RUNS = 8 * READERS  # which a Ctrl-C waits for
 _TICK_S = 0.0005
 # That an extent cannot be opened for one of these says nothing about it.
 _NOT_ITS_FAULT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
@@ -39,27 +41,6 @@ _NOT_ITS_FAULT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.EN
 Refused = tuple[bytes, int, str]
 Watch = Callable[[Amount, Amount], None]
 """Called with what is read, and with what there is to read."""
-
-
-class Check(Move, eq=False):
-    """Neighbouring blocks of one extent, read in one call into a buffer."""
-
-    space: Space
-    records: list[Record]
-    buffer: memoryview
-
-    def sums(self) -> list[int]:
-        """Return the checksum of each block as it was read."""
-        checksum = self.space.checksum
-        return [checksum(r, b) for r, b in zip(self.records, self.blocks, strict=True)]
-
-
-def check_of(space: Space, records: list[Record], buffer: memoryview) -> Check:
-    """Make the reading of neighbours."""
-    place, stride = records[0].slot, stride_of(space.slot_bytes)
-    blocks = [buffer[n * stride :][: space.slot_bytes] for n in range(len(records))]
-    file = space.extents[place >> 32]
-    return Check(False, file, place & 0xFFFFFFFF, blocks, space, records, buffer)
 
 
 def examine(folder: Path, *, repair: bool, watch: Watch = lambda _done, _all: None) -> Report:
@@ -197,31 +178,29 @@ class Known:
             whole.add(space.slot_bytes, len(space.index))
         watch(done, whole)
         start_s = time.monotonic()
-        bad: list[tuple[Space, Record]] = []
-        todo = deque((space, run) for space in self._spaces for run in runs(space))
-        with closing(ThreadMover[Check](READERS, 1)) as mover:
-            for space, record, cause in verified(todo, mover):
-                if cause != "ok":
-                    getattr(self._report.blocks, cause).add(space.slot_bytes)
-                    bad.append((space, record))
-                done.add(space.slot_bytes)
-                watch(done, whole)
+        for space in self._spaces:
+            bad: list[Record] = []
+            for records, causes in verified(space):
+                for record, cause in zip(records, causes, strict=True):
+                    if cause != "ok":
+                        getattr(self._report.blocks, cause).add(space.slot_bytes)
+                        bad.append(record)
+                    done.add(space.slot_bytes)
+                    watch(done, whole)
+            self._drop(space, bad)
         self._report.read_bytes = done.bytes
         self._report.read_s = time.monotonic() - start_s
-        self._drop(bad)
 
-    def _drop(self, bad: list[tuple[Space, Record]]) -> None:
+    def _drop(self, space: Space, bad: list[Record]) -> None:
         """Take bad blocks out, with what hangs below them."""
+        before = len(space.index)
+        for record in bad:
+            if record.state is not State.DROPPED:
+                space.drop(record, "damaged")
         blocks = self._report.blocks
-        for space in self._spaces:
-            before = len(space.index)
-            mine = [record for owner, record in bad if owner is space]
-            for record in mine:
-                if record.state is not State.DROPPED:
-                    space.drop(record, "damaged")
-            blocks.unreachable.add(space.slot_bytes, before - len(space.index) - len(mine))
-            blocks.ok.add(space.slot_bytes, len(space.index))
-            self._deletes += [space.journal_key(record) for record in space.take_deletes()]
+        blocks.unreachable.add(space.slot_bytes, before - len(space.index) - len(bad))
+        blocks.ok.add(space.slot_bytes, len(space.index))
+        self._deletes += [space.journal_key(record) for record in space.take_deletes()]
 
     # Repairing
 
@@ -273,7 +252,7 @@ def load(journal: IndexClient, space: Space) -> list[Refused]:
             return message.refused
 
 
-def runs(space: Space) -> Iterator[list[Record]]:
+def runs_of(space: Space) -> Iterator[list[Record]]:
     """Yield the blocks of a space in the order of their places, neighbours together."""
     longest = max(1, min(RUN_BLOCKS_MAX, RUN_BYTES_MAX // stride_of(space.slot_bytes)))
     run: list[Record] = []
@@ -286,35 +265,39 @@ def runs(space: Space) -> Iterator[list[Record]]:
         yield run
 
 
-def verified(
-    todo: deque[tuple[Space, list[Record]]], mover: ThreadMover[Check]
-) -> Iterator[tuple[Space, Record, str]]:
-    """Read runs, and yield each block with "ok" or the cause why not.
+def verified(space: Space) -> Iterator[tuple[list[Record], list[str]]]:
+    """Read all blocks of a space, on threads; yield some with what causes_of() says of them."""
+    todo = list(runs_of(space))
+    size = max((len(run) * stride_of(space.slot_bytes) for run in todo), default=0)
+    buffers: SimpleQueue[memoryview] = SimpleQueue()
+    for _ in range(min(READERS, len(todo))):
+        buffers.put(memoryview(mmap.mmap(-1, size)))
+
+    def read(run: list[Record]) -> list[str]:
+        buffer = buffers.get()
+        try:
+            return causes_of(space, run, buffer)
+        finally:
+            buffers.put(buffer)
+
+    with ThreadPoolExecutor(READERS) as pool:
+        for first in range(0, len(todo), _BATCH_RUNS):
+            some = todo[first : first + _BATCH_RUNS]
+            yield from zip(some, pool.map(read, some), strict=True)
+
+
+def causes_of(space: Space, run: list[Record], buffer: memoryview) -> list[str]:
+    """Read neighbours in one call; return for each "ok", "damaged" or "unreadable".
 
     What cannot be read together is read one by one.
     """
-    size = max((len(run) * stride_of(space.slot_bytes) for space, run in todo), default=0)
-    free = [memoryview(mmap.mmap(-1, size)) for _ in range(min(_BUFFERS, len(todo)))]
-    while todo or mover.open:
-        while todo and free:
-            mover.start(check_of(*todo.popleft(), free.pop()))
-        time.sleep(_TICK_S)
-        for moved in mover.poll():
-            check = moved.run
-            free.append(check.buffer)
-            if moved.error is not None and len(check.records) > 1:
-                todo.extend((check.space, [record]) for record in check.records)
-                continue
-            for record, cause in zip(check.records, causes(moved), strict=True):
-                yield check.space, record, cause
-
-
-def causes(moved: Moved[Check]) -> Iterator[str]:
-    """Yield for each block "ok", or why not. Raises TierError for what is no fault of the disk."""
-    if moved.error is None:
-        for record, found in zip(moved.run.records, moved.sums, strict=True):
-            yield "ok" if found == record.checksum else "damaged"
-    elif isinstance(moved.error, (OSError, TierError)):
-        yield "unreadable"
-    else:
-        raise TierError(f"a bug in fsck: {moved.error!r}") from moved.error
+    place, stride = run[0].slot, stride_of(space.slot_bytes)
+    blocks = [buffer[n * stride :][: space.slot_bytes] for n in range(len(run))]
+    try:
+        space.extents[place >> 32].read(place & POSITION, blocks)
+    except (OSError, TierError):
+        if len(run) == 1:
+            return ["unreadable"]
+        return [cause for record in run for cause in causes_of(space, [record], buffer)]
+    sums = [space.checksum(record, block) for record, block in zip(run, blocks, strict=True)]
+    return ["ok" if r.checksum == found else "damaged" for r, found in zip(run, sums, strict=True)]

@@ -19,8 +19,8 @@ from kvstore.core.errors import TierIOError
 from tiers.nvme.directory import Volume
 from tiers.nvme.files import stride_of
 from tiers.nvme.index_client import IndexClient, IndexDamagedError, IndexProcessDiedError
-from tiers.nvme.maintenance import Keeper
-from tiers.nvme.messages import FOLDER, Batch, Commit, Load
+from tiers.nvme.maintenance import TaskThread
+from tiers.nvme.messages import FOLDER, Commit, Load, Loaded
 from tiers.nvme.namespace import Loading, Space
 
 log = logging.getLogger(__name__)
@@ -56,10 +56,7 @@ class Opening:
         self.strays: list[int] = []  # that records begin with, and no namespace has
         self.damage: TierIOError | None = None  # found while its records were read
         self._todo: deque[Space] = deque()  # to be loaded
-        self._asked = self._streaming = False
-        self._failed: Exception | None = None
-        self._settling: Iterator[None] | None = None
-        self._retry_s = 0.0
+        self._steps: Iterator[bool] | None = None  # of the loading that has begun
 
     @property
     def loading(self) -> bool:
@@ -141,78 +138,64 @@ class Opening:
 
     # Records
 
-    def load_some(self, keeper: Keeper) -> bool:
+    def load_some(self, keeper: TaskThread) -> bool:
         """Take in records for a moment; True when they are all in now.
 
         Raises TierIOError when there is no more to come; damage says if the index is to blame.
         """
         if not self._todo:
             return False
+        self._steps = self._steps or self._load_all(keeper)
         end_s = time.monotonic() + LOAD_S
         try:
-            while self._go_on(keeper):
-                if not self._todo or time.monotonic() >= end_s:
-                    break
-            else:
-                return False
-        except IndexProcessDiedError as exc:  # it may have been killed; the next says what it was
-            log.error("%s is read on in %.1f s: %s", self._volume.path, RETRY_S, exc)
-            self._streaming = False
-            self._retry_s = time.monotonic() + RETRY_S
-            return False
+            for waits in self._steps:
+                if waits or time.monotonic() >= end_s:
+                    return False
         except IndexDamagedError as exc:
             self.damage = exc
             raise
-        if self._todo:
-            return False
         gc.freeze()  # millions of records would be walked again and again
         gc.enable()
         return True
 
-    def _go_on(self, keeper: Keeper) -> bool:
-        """Do one thing; False when there is nothing to do now."""
-        if self._failed is not None:
-            error, self._failed = self._failed, None
-            raise error if isinstance(error, TierIOError) else TierIOError(str(error))
-        space = self._todo[0]
-        under_way = self._asked or self._streaming
-        if space.loading is None and not under_way:  # it was cleared
-            self._settling = None
+    def _load_all(self, keeper: TaskThread) -> Iterator[bool]:
+        """Load each namespace. Yields after each step whether it waits for something."""
+        while self._todo:
+            space = self._todo[0]
+            while space.loading is not None:  # which clear() ends, too
+                try:
+                    yield from self._load(space, space.loading, keeper)
+                except IndexProcessDiedError as exc:  # of what, the next one says
+                    log.error("%s is read on in %.1f s: %s", self._volume.path, RETRY_S, exc)
+                    retry_s = time.monotonic() + RETRY_S
+                    while time.monotonic() < retry_s:
+                        yield True
             self._todo.popleft()
-            return True
-        if self._settling is not None:
-            if next(self._settling, self) is self:
-                self._settling = None
-                self._todo.popleft()
-            return True
-        if self._streaming:
-            return self._take(space.loading)
-        ready = not under_way and not space.dismantling and time.monotonic() >= self._retry_s
-        if ready and space.loading is not None:
-            self._asked = True
-            loaded = space.loading.count
-            request = Load(space.number, space.slot_bytes, space.slot_counts, skip=loaded)
-            keeper.submit(lambda: self.journal.load(request), self._begun)
-        return False
 
-    def _begun(self, error: Exception | None, _now_s: float) -> None:
-        """It sends records from now on, or does not."""
-        self._asked, self._streaming, self._failed = False, error is None, error
-
-    def _take(self, loading: Loading | None) -> bool:
-        """Take in a message; loading: of its namespace, None if that was cleared meanwhile."""
-        message = self.journal.take()
-        if message is None:
-            return False
-        if isinstance(message, Batch):
-            if loading is not None:
+    def _load(self, space: Space, loading: Loading, keeper: TaskThread) -> Iterator[bool]:
+        """Load what has not come yet; what comes after clear() is not taken in."""
+        while space.dismantling:
+            yield True
+        if space.loading is None:
+            return
+        request = Load(space.number, space.slot_bytes, space.slot_counts, skip=loading.count)
+        begun: list[Exception | None] = []
+        keeper.submit(lambda: self.journal.load(request), lambda exc, _now_s: begun.append(exc))
+        while not begun:
+            yield True
+        if begun[0] is not None:
+            raise begun[0] if isinstance(begun[0], TierIOError) else TierIOError(str(begun[0]))
+        while not isinstance(message := self.journal.take(), Loaded):
+            if message is not None and space.loading is not None:
                 self.generation = max(self.generation, loading.take(message) + 1)
-            return True
-        self._streaming = False
-        if loading is not None:
-            loading.refuse(message.refused)
-            self._settling = loading.end()
-        return True
+            yield message is None
+        if space.loading is None:
+            return
+        loading.refuse(message.refused)
+        for _ in loading.end():
+            yield False
+            if space.loading is None:
+                return
 
     def closing(self) -> Callable[[], None]:
         """Return what stops to read, and closes the index and the extents that are here now."""
