@@ -45,9 +45,9 @@ class NotedDescriptor(Descriptor):
         super().__init__(fd)
         self._seen = seen
 
-    def take(self) -> int:
+    def __enter__(self) -> int:
         self._seen.append("write")
-        return super().take()
+        return super().__enter__()
 
 
 def noted(extent: ExtentFile, seen: list[str]) -> ExtentFile:

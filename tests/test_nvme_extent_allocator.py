@@ -140,7 +140,7 @@ def test_a_resize_while_an_extent_is_made_leaves_it_within_its_cap(
         with monkeypatch.context() as patched:
             patched.setattr(os, "posix_fallocate", gate)
             for chain in range(16, 40):
-                if found.disk._room.growths:
+                if found.disk._room.making:
                     break
                 found.put(chain, 0, 1)
             wait(found, lambda: gate.waiting)

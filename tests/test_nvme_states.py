@@ -195,7 +195,7 @@ def test_an_extent_that_is_being_made_is_let_go_of_too(
         with monkeypatch.context() as patched:
             patched.setattr(os, "posix_fallocate", gate)
             for chain in range(2, 400):
-                if found.disk._room.growths:
+                if found.disk._room.making:
                     break
                 found.put(chain, 0, 1)
             wait(found, lambda: gate.waiting)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.config import NvmeConfig
@@ -334,10 +335,24 @@ class NvmeDisk:
             self.flush()
         clean = self._quiet() and not self._given_up
         self._closed = True
-        if self._mover.open or self._keeper.open:
-            self._leave_hanging()
-            return
         ended: list[Exception | None] = []
+        if not self._mover.open and not self._keeper.open:
+            self._keeper.submit(self._ending(clean=clean), lambda exc, _now_s: ended.append(exc))
+            while (not ended or self._watch.open) and time.monotonic() < deadline + CLOSE_S:
+                time.sleep(_BUSY_S)
+                self._keeper.poll(time.monotonic())
+                self._watch.poll(time.monotonic())
+        if not ended or self._watch.open:  # the lock goes with the process
+            log.error("%s: I/O hangs; left without waiting for it", self._shared.volume.path)
+            return
+        if ended[0] is not None:
+            log.error("%s: not shut down in order: %s", self._shared.volume.path, ended[0])
+        self._mover.close()
+        self._keeper.close()
+        self._watch.close()
+
+    def _ending(self, *, clean: bool) -> Callable[[], None]:
+        """Return what closes all that is open, on the keeper's thread."""
         mark = self._recovery.at_home and not self._shared.opening.loading
         closing = self._shared.opening.closing()
 
@@ -349,19 +364,7 @@ class NvmeDisk:
                 closing()
                 self._shared.volume.close()
 
-        self._keeper.submit(end, lambda exc, _now_s: ended.append(exc))
-        while (not ended or self._watch.open) and time.monotonic() < deadline + CLOSE_S:
-            time.sleep(_BUSY_S)
-            self._keeper.poll(time.monotonic())
-            self._watch.poll(time.monotonic())
-        if not ended or self._watch.open:
-            self._leave_hanging()
-            return
-        if ended[0] is not None:
-            log.error("%s: not shut down in order: %s", self._shared.volume.path, ended[0])
-        self._mover.close()
-        self._keeper.close()
-        self._watch.close()
+        return end
 
     def _quiet(self) -> bool:
         if self._given_up:
@@ -370,7 +373,3 @@ class NvmeDisk:
             return False
         idle = self._shared.opening.loading or not self.writable
         return idle or not self._commits.pending
-
-    def _leave_hanging(self) -> None:
-        # The lock goes with the process.
-        log.error("%s: I/O hangs; left without waiting for it", self._shared.volume.path)

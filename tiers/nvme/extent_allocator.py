@@ -38,8 +38,7 @@ class Room:
         """Nothing is being made."""
         self._shared = shared
         self._commits = commits
-        self.growths: list[Growth] = []  # under way
-        self._making: dict[int, int] = {}  # extent -> what it will take
+        self.making: dict[int, int] = {}  # extent -> what it will take
         self._removing: dict[int, int] = {}  # extent -> what it takes until it is gone
         self._stuck: dict[int, int] = {}  # the same, of which making or removing has failed
         self._evicting: set[str] = set()  # namespaces between the low and the high mark
@@ -52,7 +51,7 @@ class Room:
     @property
     def used_bytes(self) -> int:
         """Bytes that the directory takes, or may take with the extents it has."""
-        coming = [*self._making.values(), *self._removing.values(), *self._stuck.values()]
+        coming = [*self.making.values(), *self._removing.values(), *self._stuck.values()]
         return self._taken() + sum(coming)
 
     def _taken(self) -> int:
@@ -72,7 +71,7 @@ class Room:
     def known(self) -> set[int]:
         """Numbers of the extents that are there, or on their way to or fro."""
         here = {number for space in self._shared.spaces for number in space.extents}
-        return here | set(self._making) | set(self._removing)
+        return here | set(self.making) | set(self._removing)
 
     # Asked for
 
@@ -99,27 +98,40 @@ class Room:
             return False
         number = shared.opening.next_extent
         shared.opening.next_extent += 1
-        self._making[number] = takes
+        self.making[number] = takes
         space.growing = True
-        growth = Growth(shared, space, number)
-        self.growths.append(growth)
-        shared.keeper.submit(growth.work, partial(self._grown, growth))
+        changes = Commit(namespaces=[space.entry], extents=[(number, space.number)])
+
+        def make() -> ExtentFile:
+            """Leave no file that the index does not know."""
+            file = shared.volume.make_extent(number, space.slot_bytes, size)
+            try:
+                shared.opening.journal.commit(changes)
+            except BaseException:
+                file.close()
+                shared.volume.remove_extent(number)
+                raise
+            return file
+
+        shared.keeper.submit(make, partial(self._made, space, number))
         return True
 
-    def _grown(self, growth: Growth, error: Exception | None, now_s: float) -> None:
-        self.growths.remove(growth)
-        takes = self._making.pop(growth.number)
-        growth.space.growing = False
-        if growth.file is not None:
-            growth.space.add_extent(growth.number, growth.file)
+    def _made(self, space: Space, number: int, made: ExtentFile | Exception, now_s: float) -> None:
+        takes = self.making.pop(number)
+        space.growing = False
+        if isinstance(made, ExtentFile):
+            if not self._shared.health.online:
+                made.close()  # all that is open is about to be closed, or is
+                return
+            space.add_extent(number, made)
             self.shrink()  # the cap may be smaller by now
-        elif isinstance(error, TierFull):
+        elif isinstance(made, TierFull):
             if self._full_until_s < now_s - FULL_S:
-                log.warning("%s: no new extent: %s", self._shared.volume.path, error)
+                log.warning("%s: no new extent: %s", self._shared.volume.path, made)
             self._full_until_s = now_s + FULL_S
-        elif error is not None:
-            self._stuck[growth.number] = takes
-            self._shared.write_failed("making an extent", error, now_s)
+        else:
+            self._stuck[number] = takes
+            self._shared.write_failed("making an extent", made, now_s)
 
     def _take_from_another(self, needy: Space) -> bool:
         """Retire an extent of the namespace that has the most; True while one is going."""
@@ -194,31 +206,6 @@ class Room:
         self._evicting.clear()
         self._stuck.clear()
         self._look = None
-
-
-class Growth:
-    """An extent that is being made."""
-
-    def __init__(self, shared: Shared, space: Space, number: int) -> None:
-        """file: open, once it is made."""
-        self.space = space
-        self.number = number
-        self.file: ExtentFile | None = None
-        self._shared = shared
-        self._changes = Commit(namespaces=[space.entry], extents=[(number, space.number)])
-
-    def work(self) -> None:
-        """On the keeper's thread; leaves no file that the index does not know."""
-        shared, number = self._shared, self.number
-        size = shared.settings.extent_bytes
-        file = shared.volume.make_extent(number, self.space.slot_bytes, size)
-        try:
-            shared.opening.journal.commit(self._changes)
-        except BaseException:
-            file.close()
-            shared.volume.remove_extent(number)
-            raise
-        self.file = file
 
 
 def _remove(shared: Shared, number: int, file: ExtentFile) -> None:

@@ -103,12 +103,9 @@ class IndexProcess:
         """Have a request done. Raises IndexProcessDiedError when it may be done or not."""
         try:
             self._connection.send(request)
-            answer = self._connection.receive()
+            return self._connection.receive()
         except (OSError, EOFError):
-            answer = None
-        if answer is None:
-            raise self._end()
-        return answer
+            raise self._end() from None
 
     def take(self) -> Answer | None:
         """Return the next part of what was loaded; None: not there yet.
@@ -116,7 +113,9 @@ class IndexProcess:
         Raises IndexProcessDiedError.
         """
         try:
-            return self._connection.receive(wait=False)
+            return self._connection.receive(socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
         except (OSError, EOFError):
             raise self._end() from None
 

@@ -86,10 +86,18 @@ def is_damage(exc: Exception) -> bool:
 class IndexFile:
     """The open file. Raises lmdb.Error; what is_damage() tells apart."""
 
-    def __init__(self, path: Path, map_bytes: int, *, read_only: bool = False) -> None:
-        """Open it, or make it unless it is only to be read. Raises OtherFormatError."""
+    def __init__(
+        self, path: Path, map_bytes: int, *, verify: bool = False, read_only: bool = False
+    ) -> None:
+        """Open it, or make it unless it is only to be read.
+
+        verify: read all of it, first without LMDB. Raises OtherFormatError, and OSError where the
+        disk cannot give it; where it is damaged, the process may die of that.
+        """
         self._path = path
         self._read_only = read_only
+        if verify:
+            _read_plain(path / "data.mdb")
         # The store's lock on the directory is the only one: no other process reads meanwhile.
         self._env = lmdb.open(
             str(path),
@@ -101,12 +109,29 @@ class IndexFile:
             create=not read_only,
         )
         try:
-            if shorter_than_it_says(self._env, path):
-                read_whole(self._env)
+            if verify or self._shorter_than_it_says():
+                self._read_whole()
             self._open_tables(path)
         except BaseException:
             self._env.close()
             raise
+
+    def _shorter_than_it_says(self) -> bool:
+        """Tell whether reading on may be a SIGBUS.
+
+        A whole file may be short as well: pages that one commit took and gave back are never
+        written.
+        """
+        expected = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+        return self._file_bytes() < int(expected)
+
+    def _file_bytes(self) -> int:
+        return (self._path / "data.mdb").stat().st_size
+
+    def _read_whole(self) -> None:
+        """Read every page in use, free lists included. Raises lmdb.Error, or dies of a SIGBUS."""
+        with Path(os.devnull).open("wb") as nowhere:
+            self._env.copyfd(nowhere.fileno(), compact=True)
 
     def _open_tables(self, path: Path) -> None:
         with self._env.begin() as txn:
@@ -168,7 +193,7 @@ class IndexFile:
 
     def _rows_max(self) -> int:
         """Return what no table has as many rows as; pages that lead in a circle would never end."""
-        return (self._path / "data.mdb").stat().st_size // _ROW_BYTES_MIN
+        return self._file_bytes() // _ROW_BYTES_MIN
 
     def commit(self, changes: Commit) -> None:
         """Make changes durable, all or none."""
@@ -255,35 +280,15 @@ def _bits_apart(one: bytes, other: bytes) -> int:
     return sum((a ^ b).bit_count() for a, b in zip(one, other, strict=True))
 
 
-def shorter_than_it_says(env: lmdb.Environment, path: Path) -> bool:
-    """Tell whether reading on may be a SIGBUS.
-
-    A whole file may be short as well: pages that one commit took and gave back are never written.
-    """
-    expected = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-    return (path / "data.mdb").stat().st_size < int(expected)
-
-
-def read_whole(env: lmdb.Environment) -> None:
-    """Read every page in use, free lists included. Raises lmdb.Error, or dies of a SIGBUS."""
-    with Path(os.devnull).open("wb") as nowhere:
-        env.copyfd(nowhere.fileno(), compact=True)
-
-
-def verify(path: Path) -> None:
-    """Read all of it, first without LMDB.
-
-    Raises OSError where the disk cannot give it, lmdb.Error where it is damaged; or dies of that.
-    """
-    if not (path / "data.mdb").exists():
+def _read_plain(file: Path) -> None:
+    """Read a file that may be there. Raises OSError, and lmdb.CorruptedError for an empty one."""
+    if not file.exists():
         return
-    if (path / "data.mdb").stat().st_size == 0:
+    if file.stat().st_size == 0:
         raise lmdb.CorruptedError("it is empty")
-    with (path / "data.mdb").open("rb", buffering=0) as file:
-        while file.read(_CHUNK_BYTES):
+    with file.open("rb", buffering=0) as content:
+        while content.read(_CHUNK_BYTES):
             pass
-    with lmdb.open(str(path), readonly=True, lock=False, create=False) as env:
-        read_whole(env)
 
 
 class IndexServer:
@@ -318,9 +323,9 @@ class IndexServer:
         path = Path(request.path)
         self._lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # one before may hang in a write
-        if request.verify:
-            verify(path)
-        file = self._file = IndexFile(path, request.map_bytes, read_only=request.read_only)
+        file = self._file = IndexFile(
+            path, request.map_bytes, verify=request.verify, read_only=request.read_only
+        )
         namespaces, extents = file.tables()
         numbers = {number for number, _ in namespaces.values()}
         following = max([*numbers, file.last_number]) + 1
@@ -362,8 +367,8 @@ def failed(exc: Exception) -> Failed:
 def serve(store: Connection[Request]) -> None:
     """Answer requests until there are no more, or one has failed."""
     server = IndexServer()
-    while not server.broken and (request := store.receive()) is not None:
-        for answer in server.answers(request):
+    while not server.broken:
+        for answer in server.answers(store.receive()):
             store.send(answer)
 
 

@@ -153,16 +153,14 @@ class Connection(Generic[M]):
         body = _encoder.encode(message)
         self._end.sendall(NUMBER.pack(len(body)) + body)
 
-    def receive(self, *, wait: bool = True) -> M | None:
-        """Return the next message; None with wait=False: it is not there yet.
+    def receive(self, flags: int = 0) -> M:
+        """Return the next message. flags: of recv.
 
-        Raises EOFError when the other end is closed, or OSError.
+        Raises EOFError when the other end is closed, OSError, and BlockingIOError with
+        MSG_DONTWAIT when it is not there yet.
         """
         while (body := self._take_body()) is None:
-            try:
-                data = self._end.recv(_READ_BYTES, 0 if wait else socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return None
+            data = self._end.recv(_READ_BYTES, flags)
             if not data:
                 raise EOFError
             self._buffer += data

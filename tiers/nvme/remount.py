@@ -17,7 +17,7 @@ from functools import partial
 
 from kvstore.core.errors import TierIOError
 from tiers.nvme.commits import Shared
-from tiers.nvme.extent_allocator import Growth, Room
+from tiers.nvme.extent_allocator import Room
 from tiers.nvme.index_client import IndexDamagedError
 from tiers.nvme.messages import Commit
 from tiers.nvme.startup import Opening
@@ -53,7 +53,7 @@ class Recovery:
         shared, health = self._shared, self._shared.health
         if self.phase is Phase.OPEN and not health.online:
             self.phase = Phase.LEAVING
-            work = partial(_leave, shared, shared.opening.closing(), list(self._room.growths))
+            work = partial(_leave, shared, shared.opening.closing())
             shared.keeper.submit(work, self._left)
         elif stalled or not health.due(now_s):
             return
@@ -97,11 +97,8 @@ class Recovery:
                 self._shared.health.back(now_s)
 
 
-def _leave(shared: Shared, closing: Callable[[], None], growths: list[Growth]) -> None:
+def _leave(shared: Shared, closing: Callable[[], None]) -> None:
     """Close all that is open."""
-    for growth in growths:
-        if growth.file is not None:
-            growth.file.close()
     closing()
     shared.volume.close()
 
