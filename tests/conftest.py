@@ -9,9 +9,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
+from kvstore.config import NvmeConfig
 from tests.harness import bugs
 from tests.harness.faults import build
 from tests.harness.forked import OF_ENGINES, OF_INDEXES, fork_index, start_server
+from tests.harness.nvme_blocks import settings_for
 from tiers.nvme.index_client import IndexProcess
 
 ENGINES = "tests/engine/"
@@ -60,6 +62,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def fault_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library that injects faults into I/O calls, made at its first use."""
     return build(tmp_path_factory.mktemp("fault_library"))
+
+
+@pytest.fixture(name="settings")
+def _disk_settings(tmp_path: Path) -> NvmeConfig:
+    """Of a small NVMe tier."""
+    return settings_for(tmp_path / "kv")
 
 
 @pytest.fixture(scope="session")

@@ -17,10 +17,10 @@ import pytest
 
 from kvstore.config import NvmeConfig
 from kvstore.testing import SLOT_BYTES, content
-from tests.harness.nvme_blocks import MIB, key, shelf
+from tests.harness.nvme_blocks import MIB, shelf
 from tests.harness.patience import WAIT_S
 from tiers.nvme import block_io
-from tiers.nvme.block_io import Move, Moved, ThreadMover, writers_of
+from tiers.nvme.block_io import Move, Moved, ThreadMover
 from tiers.nvme.files import Descriptor, ExtentFile, open_direct
 from tiers.nvme.tier import Run
 
@@ -241,10 +241,6 @@ def test_O17_closing_ends_what_was_started(
     assert extent.path.read_bytes() == content(9) * MOVED_SLOTS
 
 
-def test_half_as_many_writes_as_reads_but_two() -> None:
-    assert [writers_of(threads) for threads in (1, 4, 8, 64)] == [2, 2, 4, 32]
-
-
 class Held:
     """A file whose writes are held; under: how many are under way."""
 
@@ -307,5 +303,5 @@ def test_one_request_is_spread_over_the_threads(
             start(run)
 
         monkeypatch.setattr(found.disk, "start", counted)
-        assert found.get([key(1, index) for index in range(slots)]).done == slots
+        assert found.whole(1, slots)
         assert seen == runs

@@ -35,19 +35,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> NvmeConfig:
-    return settings_for(tmp_path / "kv")
-
-
-@pytest.fixture
 def folder(settings: NvmeConfig) -> Path:
     return Path(settings.path)
 
 
 def test_damaged_indexes_that_are_kept_count(folder: Path) -> None:
     with shelf(settings_for(folder, 16 * MIB)) as found:
-        for chain in range(80):
-            found.put(chain, 0, 30)
+        found.fill(80)
         found.settle()
         assert found.disk.used_bytes > 12 * MIB
         (folder / "index.damaged-19990101-000000").mkdir()
@@ -156,8 +150,7 @@ def test_a_smaller_cap_in_any_state_holds_in_the_end(
     settings: NvmeConfig, folder: Path, state: str
 ) -> None:
     with shelf(settings) as before:
-        for chain in range(60):
-            before.put(chain, 0, 30)
+        before.fill(60)
     made = NvmeDisk(settings)
     found = Shelf(made)
     if state != "loading":

@@ -17,7 +17,7 @@ from kvstore.core.errors import ConfigError, TierIOError
 from kvstore.core.types import LookupResult
 from kvstore.store.gauges import disk_gauges
 from tests.bench.steal import Watch
-from tests.harness.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
+from tests.harness.nvme_blocks import MIB, disk_bytes, key, settings_for, shelf
 from tests.harness.nvme_trouble import (
     Gate,
     Wrap,
@@ -27,7 +27,6 @@ from tests.harness.nvme_trouble import (
     refuse,
     wait,
     wait_for,
-    whole,
 )
 from tiers.nvme import NvmeDisk, disk
 from tiers.nvme.directory import Look, Volume
@@ -38,11 +37,6 @@ from tiers.nvme.messages import Commit
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     be_quick(monkeypatch)
-
-
-@pytest.fixture
-def settings(tmp_path: Path) -> NvmeConfig:
-    return settings_for(tmp_path / "kv")
 
 
 @pytest.fixture
@@ -72,7 +66,7 @@ def test_after_a_commit_that_failed_the_index_is_opened_anew(
         assert found.put(3, 0, 5).done == 5
         found.settle()
     with shelf(settings) as after:
-        assert all(whole(after, chain, 5) for chain in (1, 2, 3))
+        assert all(after.whole(chain, 5) for chain in (1, 2, 3))
 
 
 def test_an_index_that_was_found_damaged_before_is_not_gone_on_with(
@@ -101,8 +95,7 @@ def test_an_extent_whose_removal_fails_still_counts_and_goes_later(
     settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with shelf(settings) as found:
-        for chain in range(40):
-            found.put(chain, 0, 30)
+        found.fill(40)
         found.settle()
         with monkeypatch.context() as patched:
             patched.setattr(os, "unlink", raise_eio)
@@ -146,7 +139,7 @@ def test_lost_permissions_turn_it_off(
             wait_for(found, "off")
             assert "Permission denied" in found.disk._health.reason
         wait_for(found, "ok")
-        assert whole(found, 1, 5)
+        assert found.whole(1, 5)
 
 
 def test_a_file_system_that_turns_read_only_is_seen(
@@ -163,7 +156,7 @@ def test_a_file_system_that_turns_read_only_is_seen(
         with monkeypatch.context() as patched:
             patched.setattr(Volume, "look", read_only)
             wait_for(found, "read_only")
-            assert whole(found, 1, 5)
+            assert found.whole(1, 5)
         wait_for(found, "ok")
 
 
@@ -204,7 +197,7 @@ def test_an_unreadable_disk_at_the_start_is_no_damage(
             NvmeDisk(settings)
     assert not list(folder.glob("index.damaged-*"))
     with shelf(settings) as after:
-        assert whole(after, 1, 5)
+        assert after.whole(1, 5)
 
 
 # Calls that hang
@@ -234,7 +227,7 @@ def test_a_commit_that_hangs_stops_nothing_but_writes(
             assert shown["kvstore_tiers", "nvme", "read_only"] == 1.0
             assert shown["kvstore_tiers", "nvme", "ok"] == 0.0
             watch = Watch()
-            assert whole(found, 1, 5)
+            assert found.whole(1, 5)
             found.disk.resize(32 * MIB)
             assert found.tier.lookup(key(2, 0)) is LookupResult.HIT
             assert watch.own_s() < 1.0
@@ -257,25 +250,7 @@ def test_a_directory_that_cannot_be_looked_at_for_long_is_off(
             assert not found.has(1, 0)
             gate.go_on.set()
         wait_for(found, "ok")
-        assert whole(found, 1, 5)
-
-
-def test_a_keeper_that_hangs_does_not_hold_the_end(
-    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(disk, "CLOSE_S", 0.3)
-    gate = Gate(os.fdatasync)
-    made = NvmeDisk(settings)
-    found = Shelf(made)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fdatasync", gate)
-        found.put(2, 0, 5)
-        wait(found, lambda: gate.waiting)
-        watch = Watch()
-        made.close()
-        assert watch.own_s() < 2.0
-        assert "I/O hangs" in caplog.text
-        gate.go_on.set()
+        assert found.whole(1, 5)
 
 
 CALLS = (
@@ -306,8 +281,7 @@ def test_the_stores_thread_never_calls_the_file_system(
             for name in ("__init__", "commit", "close"):
                 watching = watched(f"IndexClient.{name}", getattr(IndexClient, name))
                 patched.setattr(IndexClient, name, watching)
-            for chain in range(40):
-                found.put(chain, 0, 30)
+            found.fill(40)
             assert found.tier.space.counts["evicted"]
             found.disk.resize(6 * MIB)
             wait(found, lambda: found.disk.used_bytes <= 6 * MIB)

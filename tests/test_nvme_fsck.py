@@ -43,8 +43,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with chains over two extents, closed in order."""
     path = tmp_path_factory.mktemp("filled") / "kv"
     with shelf(settings_for(path)) as before:
-        for chain in range(CHAINS):
-            before.put(chain, 0, LENGTH)
+        before.fill(CHAINS, LENGTH)
     return path
 
 
@@ -85,7 +84,7 @@ def readable(settings: NvmeConfig) -> int:
             some = names[first : first + SLOTS]
             assert after.get(some).done == len(some)
         assert after.put(900, 0, 5).done == 5
-        assert after.get([key(900, number) for number in range(5)]).done == 5
+        assert after.whole(900, 5)
     return len(names)
 
 

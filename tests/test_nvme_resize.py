@@ -14,7 +14,6 @@ from tests.harness.fakes import hashes
 from tests.harness.live import LiveStore, engine, eventually
 from tests.harness.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
 from tests.harness.patience import WAIT_S
-from tiers.nvme import NvmeDisk
 
 ROUNDS = 50
 
@@ -72,12 +71,10 @@ def test_a_block_that_is_being_read_is_read_to_its_end(tmp_path: Path) -> None:
 
 def test_growing_brings_room_at_once(tmp_path: Path) -> None:
     with shelf(settings_for(tmp_path / "kv", 8 * MIB)) as found:
-        for chain in range(60):
-            found.put(chain, 0, 30)
+        found.fill(60)
         small = len(found.keys())
         found.disk.resize(64 * MIB)
-        for chain in range(60):
-            found.put(chain, 0, 30)
+        found.fill(60)
         assert len(found.keys()) > 2 * small
 
 
@@ -135,17 +132,3 @@ def test_a_store_without_a_disk_says_so(tmp_path: Path, capsys: pytest.CaptureFi
     with LiveStore(config.load(path)):
         assert cli.main(["resize", "nvme", "1GiB", "--store", f"unix://{tmp_path}/kv.sock"]) == 1
         assert "no such tier" in capsys.readouterr().err
-
-
-def test_a_smaller_cap_counts_before_the_index_is_read(tmp_path: Path) -> None:
-    with shelf(settings_for(tmp_path / "kv", 64 * MIB)) as found:
-        for chain in range(60):
-            found.put(chain, 0, 30)
-    disk = NvmeDisk(settings_for(tmp_path / "kv", 64 * MIB))
-    disk.resize(8 * MIB)
-    found = Shelf(disk)
-    found.settle()
-    wait_for_cap(found, tmp_path / "kv")
-    assert found.keys()
-    found.tier.close()
-    disk.close()

@@ -20,7 +20,6 @@ from tests.harness.nvme_trouble import (
     open_files,
     wait,
     wait_for,
-    whole,
 )
 from tiers.nvme import NvmeDisk, disk
 from tiers.nvme.index_client import IndexClient
@@ -33,11 +32,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> NvmeConfig:
-    return settings_for(tmp_path / "kv")
-
-
-@pytest.fixture
 def folder(settings: NvmeConfig) -> Path:
     return Path(settings.path)
 
@@ -46,8 +40,7 @@ def test_a_directory_that_goes_turns_it_off_and_it_comes_back_with_its_blocks(
     settings: NvmeConfig, folder: Path
 ) -> None:
     with shelf(settings) as found:
-        for chain in range(10):
-            found.put(chain, 0, 5)
+        found.fill(10, 5)
         found.settle()
         folder.rename(folder.with_name("elsewhere"))
         wait_for(found, "off")
@@ -60,12 +53,12 @@ def test_a_directory_that_goes_turns_it_off_and_it_comes_back_with_its_blocks(
         folder.with_name("elsewhere").rename(folder)
         wait_for(found, "ok")
         assert found.tier.space is not before, "its index is read, as at a start"
-        assert all(whole(found, chain, 5) for chain in range(10))
+        assert all(found.whole(chain, 5) for chain in range(10))
         assert found.put(90, 0, 5).done == 5
         found.settle()
     with shelf(settings) as after:
-        assert whole(after, 90, 5)
-        assert whole(after, 3, 5)
+        assert after.whole(90, 5)
+        assert after.whole(3, 5)
 
 
 def test_another_directory_in_its_place_is_not_touched(
@@ -87,7 +80,7 @@ def test_another_directory_in_its_place_is_not_touched(
         shutil.rmtree(folder)
         folder.with_name("elsewhere").rename(folder)
         wait_for(found, "ok")
-        assert whole(found, 1, 5)
+        assert found.whole(1, 5)
     assert "is off" not in caplog.text
 
 
@@ -109,7 +102,7 @@ def test_no_extent_is_made_in_the_directory_below_a_mount_point(
         folder.with_name("elsewhere").rename(folder)
         monkeypatch.setattr(disk, "LOOK_EVERY_S", 0.05)
         wait_for(found, "ok")
-        assert whole(found, 1, 5)
+        assert found.whole(1, 5)
 
 
 def test_a_directory_that_another_store_has_used_comes_back_as_it_is_now(
@@ -133,8 +126,8 @@ def test_a_directory_that_another_store_has_used_comes_back_as_it_is_now(
             other.put(3, 0, 5)
         elsewhere.rename(folder)
         wait_for(found, "ok")
-        assert whole(found, 3, 5)
-        assert whole(found, 2, 5)
+        assert found.whole(3, 5)
+        assert found.whole(2, 5)
         assert [found.has(1, index) for index in range(5)] == [True] * 3 + [False] * 2
         assert found.tier.space.counts >= counted, "counters do not go back"
         changes = found.tier.take_changes()
@@ -160,9 +153,9 @@ def test_a_directory_that_another_store_is_using_is_left_to_it(
         with shelf(settings_for(elsewhere)) as other:
             folder.symlink_to(elsewhere)
             wait(found, lambda: "in use by" in found.disk._health.reason)
-            assert whole(other, 1, 5)
+            assert other.whole(1, 5)
         wait_for(found, "ok")
-        assert whole(found, 1, 5)
+        assert found.whole(1, 5)
     folder.unlink()
 
 
@@ -170,8 +163,7 @@ def test_blocks_forgotten_while_it_is_off_stay_forgotten(
     settings: NvmeConfig, folder: Path
 ) -> None:
     with shelf(settings) as found:
-        for chain in range(4):
-            found.put(chain, 0, 5)
+        found.fill(4, 5)
         found.settle()
         folder.rename(folder.with_name("elsewhere"))
         away(found)
@@ -182,7 +174,7 @@ def test_blocks_forgotten_while_it_is_off_stay_forgotten(
         found.settle()
     with shelf(settings) as after:
         assert [after.has(1, index) for index in range(3)] == [True, True, False]
-        assert whole(after, 2, 5)
+        assert after.whole(2, 5)
 
 
 def test_an_extent_that_is_being_made_is_let_go_of_too(
@@ -207,9 +199,9 @@ def test_an_extent_that_is_being_made_is_let_go_of_too(
             assert not open_files(folder)
         let_back(found)
         wait_for(found, "ok")
-        assert whole(found, 1, 5)
+        assert found.whole(1, 5)
         found.put(50, 0, 30)
-        assert whole(found, 50, 30)
+        assert found.whole(50, 30)
     assert not open_files(folder)
 
 
@@ -220,8 +212,7 @@ def test_what_could_not_be_removed_is_let_go_of_too(
         raise TierIOError("no commit today")
 
     with shelf(settings) as found:
-        for chain in range(40):
-            found.put(chain, 0, 30)
+        found.fill(40)
         found.settle()
         with monkeypatch.context() as patched:
             patched.setattr(IndexClient, "commit", fail)
@@ -237,8 +228,7 @@ def test_what_could_not_be_removed_is_let_go_of_too(
 
 def test_it_comes_back_while_its_index_is_being_read(settings: NvmeConfig, folder: Path) -> None:
     with shelf(settings) as before:
-        for chain in range(10):
-            before.put(chain, 0, 20)
+        before.fill(10, 20)
     made = NvmeDisk(settings)
     found = Shelf(made)
     assert made.state == "loading"
@@ -247,6 +237,6 @@ def test_it_comes_back_while_its_index_is_being_read(settings: NvmeConfig, folde
     assert not open_files(folder)
     let_back(found)
     wait_for(found, "ok")
-    assert all(whole(found, chain, 20) for chain in range(10))
+    assert all(found.whole(chain, 20) for chain in range(10))
     found.tier.close()
     made.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from kvstore.store import admin
 from kvstore.wire import engine as p
 from tests.bench.steal import Watch
 from tests.harness.live import LiveStore, client, engine, eventually
-from tests.harness.nvme_blocks import settings_for, shelf
 from tests.harness.script import hashes
 from tiers.nvme import NvmeDisk
 from tiers.nvme.index import Durable, Record
@@ -192,18 +190,3 @@ def test_clear_empties_the_disk_of_models_that_are_not_attached(config: Config) 
     with LiveStore(config) as store:
         eventually(lambda: disk_of(store).state == "ok")
         assert not records(store)
-
-
-def test_clear_while_the_index_is_read_empties_the_disk(tmp_path: Path) -> None:
-    settings = settings_for(tmp_path / "kv")
-    with shelf(settings) as made:
-        made.put(0, 0, 3)
-    disk = NvmeDisk(settings)
-    assert disk.state == "loading"
-    disk.clear()
-    end_s = time.monotonic() + 600
-    while disk.state == "loading" and time.monotonic() < end_s:
-        disk.poll()
-    assert disk.state == "ok"
-    assert not [record for space in disk.spaces for record in space.index]
-    disk.close()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.nvme_blocks import Shelf, key
+from tests.harness.nvme_blocks import Shelf
 from tests.harness.patience import WAIT_S
 from tiers.nvme import disk, health
 from tiers.nvme.remount import Phase
@@ -50,10 +50,6 @@ def lose(found: Shelf) -> None:
 def let_back(found: Shelf) -> None:
     """Let it try again now."""
     found.disk._health._retry_at_s = time.monotonic()
-
-
-def whole(found: Shelf, chain: int, count: int) -> bool:
-    return found.get([key(chain, index) for index in range(count)]).done == count
 
 
 def open_files(folder: Path) -> list[str]:
