@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import random
 import threading
 import time
 import zlib
@@ -125,21 +124,6 @@ def test_what_was_written_is_read_back(
     file.close()
 
 
-def test_runs_reach_their_own_slots_only(
-    mover: Mover, extent: ExtentFile, pages: memoryview
-) -> None:
-    blocks = cut(pages)
-    for number, block in enumerate(blocks[:MOVED_SLOTS]):
-        block[:] = content(number)
-    places = list(range(0, MOVED_SLOTS, 4))
-    random.Random(1).shuffle(places)
-    run_all(mover, [a_move(extent, at, blocks[at : at + 4], store=True) for at in places])
-    assert extent.path.read_bytes() == bytes(pages[: extent.bytes])
-    away = blocks[MOVED_SLOTS:]
-    run_all(mover, [a_move(extent, at, away[at : at + 4]) for at in reversed(places)])
-    assert pages[extent.bytes :] == pages[: extent.bytes]
-
-
 def test_each_move_has_one_result_with_the_sums_of_its_blocks(
     mover: Mover, extent: ExtentFile, pages: memoryview
 ) -> None:
@@ -226,19 +210,6 @@ def test_reads_hold_a_write_for_a_moment_only(
     run_all(mover, moves)
     written.close()
     assert order.index("write") < len(order) - 1
-
-
-def test_O17_closing_ends_what_was_started(
-    mover: Mover, extent: ExtentFile, pages: memoryview
-) -> None:
-    block = pages[:SLOT_BYTES]
-    block[:] = content(9)
-    for at in range(MOVED_SLOTS):
-        mover.start(a_move(extent, at, [block], store=True))
-    mover.close()
-    mover.close()
-    assert mover.open == 0
-    assert extent.path.read_bytes() == content(9) * MOVED_SLOTS
 
 
 class Held:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from kvstore import config
 from kvstore.config import NvmeConfig
 from kvstore.core.errors import TierFull
-from tests.harness.live import LiveStore, eventually
 from tests.harness.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
 from tests.harness.nvme_trouble import (
     Gate,
@@ -223,28 +220,6 @@ def test_an_idle_store_commits_when_the_window_ends(folder: Path) -> None:
         assert 0 < found.disk.next_s <= 0.5
         found.settle()
         assert found.disk.next_s > 10.0
-
-
-def test_the_server_polls_when_the_disk_asks_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "kvstore.toml"
-    path.write_text(
-        f'[server]\nsocket = "{tmp_path}/kv.sock"\nmetrics = ""\n[cpu]\ncapacity = "16MiB"\n'
-        f'[nvme]\npath = "{tmp_path}/kv"\ncapacity = "128MiB"\n'
-    )
-    monkeypatch.setattr(NvmeDisk, "next_s", 0.0123)
-    with LiveStore(config.load(path)) as store:
-        waits: list[float] = []
-        real = store.server._selector.select
-
-        def watched(timeout: float) -> Any:  # noqa: ANN401 - as it comes
-            waits.append(timeout)
-            return real(timeout)
-
-        monkeypatch.setattr(store.server._selector, "select", watched)
-        eventually(lambda: waits)
-        assert max(waits) == 0.0123
 
 
 def test_a_disk_that_takes_no_writes_does_not_ask_to_be_polled_for_a_commit(folder: Path) -> None:

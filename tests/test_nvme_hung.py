@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from pathlib import Path
-from typing import Self
 
 import pytest
 
@@ -16,32 +14,9 @@ from kvstore.wire import engine as p
 from tests.bench.steal import Watch
 from tests.harness.fakes import from_u32, hashes
 from tests.harness.live import LiveStore, engine, eventually
+from tests.harness.nvme_trouble import Gate
 
 PROMOTE_S = 0.3
-
-
-class Hang:
-    """Reads and writes of the disk wait until released."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go_on = threading.Event()
-        self.waiting = 0
-        for name in ("preadv", "pwritev"):
-            monkeypatch.setattr(os, name, self._wrap(getattr(os, name)))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.go_on.set()
-
-    def _wrap(self, real: object) -> object:
-        def call(*arguments: object) -> object:
-            self.waiting += 1
-            self.go_on.wait(600)
-            return real(*arguments)  # type: ignore[operator]
-
-        return call
 
 
 def stored(store: LiveStore) -> int:
@@ -72,7 +47,9 @@ def test_O15_a_hung_read_fills_no_slot_and_its_slots_rest_until_it_returns(
     live: config.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = hashes(2, "wanted")
-    with LiveStore(live) as store, engine(store) as attached, Hang(monkeypatch) as hang:
+    hang = Gate(os.preadv)
+    monkeypatch.setattr(os, "preadv", hang)
+    with LiveStore(live) as store, engine(store) as attached, hang:
         hang.go_on.set()
         attached.put(wanted)
         for number in range(20):  # memory has room for 15

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.config import NvmeConfig
-from kvstore.core.errors import BlockCorrupt, ConfigError, TierIOError
+from kvstore.core.errors import BlockCorrupt, ConfigError
 from kvstore.core.tier import Tier, TierContext
 from kvstore.testing import TierContract
 from tests.harness.nvme_blocks import MIB, content, disk_bytes, key, settings_for, shelf
@@ -24,7 +24,7 @@ from tests.harness.nvme_damage import (
     flip,
     make_a_loop_of_one,
 )
-from tiers.nvme import NvmeDisk, disk, health
+from tiers.nvme import NvmeDisk, disk
 
 
 class TestNvmeTier(TierContract):
@@ -202,45 +202,3 @@ def test_a_stale_index_never_gives_wrong_bytes(settings: NvmeConfig) -> None:
             third.get([name])
         assert third.tier.space.counts["damaged"]
         assert third.put(900, 0, 5).done == 5
-
-
-def test_a_tier_whose_reads_fail_goes_off_and_comes_back(
-    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(health, "RETRY_S", 0.3)
-    with shelf(settings) as found:
-        found.fill(8, 2)
-        found.settle()
-        real = os.preadv
-        monkeypatch.setattr(os, "preadv", _raise_eio)
-        for chain in range(health.READ_ERRORS_MAX):
-            assert isinstance(found.get([key(chain, 0)]).error, TierIOError)
-        assert found.disk.state == "off"
-        assert not found.has(7, 0)
-        monkeypatch.setattr(os, "preadv", real)
-        found.settle()
-        assert found.get([key(7, 0), key(7, 1)]).done == 2
-
-
-def test_a_full_disk_makes_the_tier_read_only_for_a_while(
-    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(health, "RETRY_S", 0.3)
-    with shelf(settings) as found:
-        found.put(1, 0, 2)
-        real = os.pwritev
-        monkeypatch.setattr(os, "pwritev", _raise_enospc)
-        assert isinstance(found.put(2, 0, 2).error, TierIOError)
-        assert found.disk.state == "read_only"
-        assert found.get([key(1, 0), key(1, 1)]).done == 2
-        monkeypatch.setattr(os, "pwritev", real)
-        found.settle()
-        assert found.put(2, 0, 2).done == 2
-
-
-def _raise_eio(*_: object) -> int:
-    raise OSError(5, "Input/output error")
-
-
-def _raise_enospc(*_: object) -> int:
-    raise OSError(28, "No space left on device")

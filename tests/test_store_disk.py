@@ -107,22 +107,6 @@ def test_an_answer_does_not_wait_for_the_disk_to_be_looked_at(
     assert not any(unsent)
 
 
-def test_a_store_that_ends_writes_what_was_left_out(config: Config) -> None:
-    assert config.nvme is not None
-    frugal = msgspec.structs.replace(config.nvme, write_budget_bytes=24)
-    with LiveStore(msgspec.structs.replace(config, nvme=frugal)) as store, engine(store) as one:
-        one.put(hashes(1))  # takes all of an hour's budget
-        eventually(lambda: len(records(store)) == 1)
-        one.put(hashes(3))
-        (namespace,) = store.server.store.namespaces.values()
-        eventually(lambda: namespace.tiering.counts["nvme", "over_budget"] == 2)
-        assert len(records(store)) == 1
-    with LiveStore(config) as store, engine(store) as one:
-        granted = one.ask(hashes(3))
-        assert granted.sources == {"nvme": 3}
-        assert one.read(granted) == [one.content(block) for block in hashes(3)]
-
-
 def test_a_store_that_ends_while_a_peer_calls_writes_what_only_memory_has(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -85,6 +85,12 @@ class Gate:
         self.go_on = threading.Event()
         self.waiting = 0
         self._real = real
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.go_on.set()
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - as the real one
         self.waiting += 1
