@@ -325,7 +325,7 @@ def test_clear_between_two_batches_of_records_clears_those_to_come(
     with shelf(settings) as before:
         before.fill(100)
     with shelf(settings, settled=False) as after:
-        eventually(lambda: (found := polled(after).spaces[0].loading) and found.count)
+        eventually(lambda: (found := polled(after).spaces[0].loading) and found.loaded)
         assert after.disk.state == "loading"
         after.tier.clear()
         after.settle()

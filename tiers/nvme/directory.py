@@ -78,7 +78,8 @@ class Volume:
     def __init__(self, path: Path) -> None:
         """Nothing is opened yet."""
         self.path = path
-        self._fd = self._lock_fd = -1
+        self._fd = -1
+        self.lock_fd = -1  # which the index's process inherits: it keeps the lock, too
         self._place = Place(0, 0, 0)
         self._id = ""
 
@@ -100,9 +101,9 @@ class Volume:
             deadline = time.monotonic() + wait_s
             while not self._locked():
                 if time.monotonic() >= deadline:
-                    raise ConfigError(taken(self.path, self._lock_fd))
+                    raise ConfigError(taken(self.path, self.lock_fd))
                 time.sleep(0.05)
-            _, known = _marks(self._lock_fd)
+            _, known = _marks(self.lock_fd)
             self._id = known or secrets.token_hex(8)
             self._mark()
         except BaseException:
@@ -117,8 +118,8 @@ class Volume:
         try:
             self._attach(0)
             if not self._locked():
-                raise TierIOError(taken(self.path, self._lock_fd))
-            _, known = _marks(self._lock_fd)
+                raise TierIOError(taken(self.path, self.lock_fd))
+            _, known = _marks(self.lock_fd)
             if known != self._id:
                 raise TierIOError("another directory is in its place")
             self._mark()
@@ -128,16 +129,16 @@ class Volume:
 
     def close(self) -> None:
         """Close it; safe to call twice."""
-        for fd in (self._fd, self._lock_fd):
+        for fd in (self._fd, self.lock_fd):
             if fd >= 0:
                 os.close(fd)
-        self._fd = self._lock_fd = -1
+        self._fd = self.lock_fd = -1
 
     def _attach(self, flags: int) -> None:
         self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._lock_fd = open_file(_LOCK, os.O_RDWR | flags, self._fd)
+        self.lock_fd = open_file(_LOCK, os.O_RDWR | flags, self._fd)
         self._refuse_index()
-        folder, lock = os.fstat(self._fd), os.fstat(self._lock_fd)
+        folder, lock = os.fstat(self._fd), os.fstat(self.lock_fd)
         self._place = Place(folder.st_dev, folder.st_ino, lock.st_ino)
 
     def _refuse_index(self) -> None:
@@ -170,21 +171,16 @@ class Volume:
 
     def _locked(self) -> bool:
         try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
 
     def _mark(self) -> None:
         marks = f"{os.getpid()}\n{self._id}\n".encode()
-        os.ftruncate(self._lock_fd, len(marks))
-        os.pwrite(self._lock_fd, marks, 0)
-        os.fsync(self._lock_fd)
-
-    @property
-    def lock_fd(self) -> int:
-        """The lock's descriptor, which the index's process inherits: it keeps the lock, too."""
-        return self._lock_fd
+        os.ftruncate(self.lock_fd, len(marks))
+        os.pwrite(self.lock_fd, marks, 0)
+        os.fsync(self.lock_fd)
 
     # How it is
 

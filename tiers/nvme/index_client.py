@@ -87,12 +87,8 @@ class IndexProcess:
             except OSError as exc:
                 ours.close()
                 raise TierIOError(f"cannot start the index's process: {exc}") from exc
+        self.pid = self._process.pid
         self._connection = Connection(ours, answers)
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
 
     @property
     def ended(self) -> bool:

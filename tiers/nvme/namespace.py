@@ -323,14 +323,9 @@ class Loading:
     def __init__(self, space: Space) -> None:
         """All slots are taken until end()."""
         self._space = space
-        self._loaded: list[Record] = []  # in the order in which they came
+        self.loaded: list[Record] = []  # in the order in which they came
         self.unwanted: set[BlockKey] = set()  # not loaded yet, and not to be kept
         space.expect()
-
-    @property
-    def count(self) -> int:
-        """Count the records that have come."""
-        return len(self._loaded)
 
     def take(self, batch: Batch) -> int:
         """Take in records, parents first; return the newest's generation."""
@@ -342,7 +337,7 @@ class Loading:
         parents = memoryview(batch.parents).cast("I").tolist()
         sums = memoryview(batch.checksums).cast("Q").tolist()
         ages = memoryview(batch.generations).cast("Q").tolist()
-        space, loaded = self._space, self._loaded
+        space, loaded = self._space, self.loaded
         held, newest = space.held, space.newest
         ready, dropped, durable = State.READY, State.DROPPED, Durable.YES
         insert, touch = space.index.insert, space.index.order.touch

@@ -178,7 +178,7 @@ class Opening:
             yield True
         if space.loading is None:
             return
-        request = Load(space.number, space.slot_bytes, space.slot_counts, skip=loading.count)
+        request = Load(space.number, space.slot_bytes, space.slot_counts, skip=len(loading.loaded))
         begun: list[Exception | None] = []
         keeper.submit(lambda: self.journal.load(request), lambda exc, _now_s: begun.append(exc))
         while not begun:

@@ -67,11 +67,11 @@ class NvmeTier:
         self._open = 0
         self._results: list[JobResult] = []
         self._unreadable: Counter[BlockKey] = Counter()  # failed reads, of those that had any
-        self._closed = False
+        self.closed = False
 
     def use(self, space: Space) -> None:
         """Go on with other records: the directory is read anew, and no block is being written."""
-        if not self._closed:
+        if not self.closed:
             self.space.attached -= 1
             space.attached += 1
         self.space = space
@@ -98,7 +98,7 @@ class NvmeTier:
 
     def submit(self, job: TransferJob) -> None:
         """Start a job; a store may wait for slots to become free."""
-        if self._closed:
+        if self.closed:
             raise TierError("tier is closed")
         work = Work(job, [None] * len(job.keys))
         self._open += 1
@@ -148,9 +148,9 @@ class NvmeTier:
 
     def close(self) -> None:
         """Take no more jobs; those under way end. Safe to call twice."""
-        if not self._closed:
+        if not self.closed:
             self.drain()
-            self._closed = True
+            self.closed = True
             self.space.attached -= 1
             self.space.index.told = None  # take_changes() is not called any more
 
@@ -298,13 +298,3 @@ class NvmeTier:
         work.next = len(job.keys) + 1
         self._open -= 1
         self._results.append(JobResult(job.job_id, done, work.error))
-
-    @property
-    def closed(self) -> bool:
-        """Tell whether it takes no more jobs."""
-        return self._closed
-
-    @property
-    def open(self) -> int:
-        """Count the jobs that have no result yet."""
-        return self._open
