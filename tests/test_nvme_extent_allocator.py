@@ -23,7 +23,7 @@ from tests.harness.nvme_trouble import (
     wait_for,
 )
 from tiers.nvme import NvmeDisk, disk, extent_allocator
-from tiers.nvme.directory import Look, Volume
+from tiers.nvme.directory import Directory, Look
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +52,9 @@ def test_damaged_indexes_that_are_kept_count(folder: Path) -> None:
 def test_a_file_system_without_room_gets_no_extents_and_the_tier_goes_on(
     settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Volume.look
+    real = Directory.look
 
-    def full(volume: Volume) -> Look:
+    def full(volume: Directory) -> Look:
         return real(volume)._replace(free_bytes=settings.extent_bytes - 1)
 
     with shelf(settings) as found:
@@ -62,7 +62,7 @@ def test_a_file_system_without_room_gets_no_extents_and_the_tier_goes_on(
         found.settle()
         made = len(list(folder.glob("*.extent")))
         with monkeypatch.context() as patched:
-            patched.setattr(Volume, "look", full)
+            patched.setattr(Directory, "look", full)
             for chain in range(2, 40):
                 assert found.put(chain, 0, 30).done == 30
         assert found.disk.state == "ok"
@@ -91,7 +91,7 @@ def test_the_reserve_of_the_file_system_is_not_free(settings: NvmeConfig, folder
 
 
 def _look(folder: Path) -> Look:
-    volume = Volume(folder.with_name("another"))
+    volume = Directory(folder.with_name("another"))
     volume.open(0.0)
     try:
         return volume.look()

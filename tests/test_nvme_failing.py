@@ -29,7 +29,7 @@ from tests.harness.nvme_trouble import (
     wait_for,
 )
 from tiers.nvme import NvmeDisk, disk
-from tiers.nvme.directory import Look, Volume
+from tiers.nvme.directory import Directory, Look
 from tiers.nvme.index_client import IndexClient, IndexDamagedError
 from tiers.nvme.messages import Commit
 
@@ -50,16 +50,16 @@ def test_after_a_commit_that_failed_the_index_is_opened_anew(
     """LMDB refuses all commits once it could not write its head."""
     real, broken = IndexClient.commit, set()
 
-    def commit(journal: IndexClient, changes: Commit) -> None:
-        if id(journal) in broken:
+    def commit(client: IndexClient, changes: Commit) -> None:
+        if id(client) in broken:
             raise TierIOError("MDB_PANIC")
-        real(journal, changes)
+        real(client, changes)
 
     with shelf(settings) as found:
         found.put(1, 0, 5)
         found.settle()
         monkeypatch.setattr(IndexClient, "commit", commit)
-        broken.add(id(found.disk._shared.opening.journal))
+        broken.add(id(found.disk._shared.opening.index_client))
         found.put(2, 0, 5)
         wait_for(found, "read_only")
         found.settle()
@@ -145,16 +145,16 @@ def test_lost_permissions_turn_it_off(
 def test_a_file_system_that_turns_read_only_is_seen(
     settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Volume.look
+    real = Directory.look
 
-    def read_only(volume: Volume) -> Look:
+    def read_only(volume: Directory) -> Look:
         return real(volume)._replace(read_only=True)
 
     with shelf(settings) as found:
         found.put(1, 0, 5)
         found.settle()
         with monkeypatch.context() as patched:
-            patched.setattr(Volume, "look", read_only)
+            patched.setattr(Directory, "look", read_only)
             wait_for(found, "read_only")
             assert found.whole(1, 5)
         wait_for(found, "ok")

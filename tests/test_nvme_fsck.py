@@ -32,7 +32,7 @@ from tests.harness.nvme_damage import (
     index,
 )
 from tiers.nvme import fsck
-from tiers.nvme.fsck_report import Amount, Report
+from tiers.nvme.fsck_report import Amount, FsckReport
 from tiers.nvme.index_client import IndexProcess
 
 pytestmark = pytest.mark.slow
@@ -57,11 +57,11 @@ def copy_of(filled: Path, path: Path) -> NvmeConfig:
     return settings_for(Path(shutil.copytree(filled, path)))
 
 
-def examine(settings: NvmeConfig, *, repair: bool = False) -> Report:
+def examine(settings: NvmeConfig, *, repair: bool = False) -> FsckReport:
     return fsck.examine(Path(settings.path), repair=repair)
 
 
-def counts(report: Report) -> dict[str, int]:
+def counts(report: FsckReport) -> dict[str, int]:
     """All that is not zero."""
     return {f"{what}.{state}": a.count for what, state, a in report.rows() if a.count}
 

@@ -14,22 +14,22 @@ from tests.harness.nvme_blocks import content, key, shelf
 from tiers.nvme.files import ExtentFile
 from tiers.nvme.index import Durable, Record
 from tiers.nvme.messages import FOLDER
-from tiers.nvme.namespace import Space
+from tiers.nvme.namespace import DiskNamespace
 
 SLOTS = 8192
 
 
 @pytest.fixture
-def space(tmp_path: Path) -> Space:
+def space(tmp_path: Path) -> DiskNamespace:
     """A namespace with one extent, of which nothing is on disk."""
-    found = Space(1, "0123456789ab", 4096)
+    found = DiskNamespace(1, "0123456789ab", 4096)
     with (tmp_path / "1.extent").open("wb") as file:
         os.truncate(file.fileno(), SLOTS * 4096)
     found.add_extent(1, ExtentFile(tmp_path / "1.extent", 4096, SLOTS * 4096))
     return found
 
 
-def fill(space: Space, count: int, *, durable: bool) -> list[BlockKey]:
+def fill(space: DiskNamespace, count: int, *, durable: bool) -> list[BlockKey]:
     """Have a root, and count - 1 blocks that continue it."""
     keys = [key(1, index) for index in range(count)]
     root = None
@@ -97,7 +97,7 @@ def test_a_block_that_is_read_while_all_is_cleared_keeps_its_slot(settings: Nvme
         assert not found.tier.space.cleared
 
 
-def test_a_clear_that_was_not_committed_is_done_by_the_next_commit(space: Space) -> None:
+def test_a_clear_that_was_not_committed_is_done_by_the_next_commit(space: DiskNamespace) -> None:
     fill(space, 10, durable=True)
     space.clear(7)
     namespaces, extents = space.take_renumbering()
@@ -111,7 +111,9 @@ def test_a_clear_that_was_not_committed_is_done_by_the_next_commit(space: Space)
     assert space.free == SLOTS
 
 
-def test_an_extent_that_is_being_made_belongs_to_the_cleared_namespace(space: Space) -> None:
+def test_an_extent_that_is_being_made_belongs_to_the_cleared_namespace(
+    space: DiskNamespace,
+) -> None:
     space.growing = True
     space.clear(7)
     assert space.take_renumbering() == ([], [])
@@ -122,7 +124,9 @@ def test_an_extent_that_is_being_made_belongs_to_the_cleared_namespace(space: Sp
 # Slices
 
 
-def test_a_block_with_many_below_it_leaves_in_slices_from_its_leaves_up(space: Space) -> None:
+def test_a_block_with_many_below_it_leaves_in_slices_from_its_leaves_up(
+    space: DiskNamespace,
+) -> None:
     keys = fill(space, 5000, durable=True)
     root = space.index.get(keys[0])
     assert root is not None
@@ -130,7 +134,7 @@ def test_a_block_with_many_below_it_leaves_in_slices_from_its_leaves_up(space: S
     assert space.index.get(keys[0]) is None
     assert space.index.sinks(keys[0])
     assert len(space.index) > 2000, "one call takes a part only"
-    assert root not in space.to_delete, "children leave the journal first"
+    assert root not in space.to_delete, "children leave the index file first"
     steps = 0
     while space.step():
         steps += 1
@@ -142,7 +146,7 @@ def test_a_block_with_many_below_it_leaves_in_slices_from_its_leaves_up(space: S
     assert (space.free, space.leaving) == (SLOTS, 0)
 
 
-def test_what_sinks_may_be_dropped_from_above_meanwhile(space: Space) -> None:
+def test_what_sinks_may_be_dropped_from_above_meanwhile(space: DiskNamespace) -> None:
     places = space.take_places(5000)
     top = space.begin(key(0, 0), None, places[0], 1)
     below = space.begin(key(0, 1), top, places[1], 2)
@@ -158,7 +162,7 @@ def test_what_sinks_may_be_dropped_from_above_meanwhile(space: Space) -> None:
     assert (space.free, space.leaving) == (SLOTS, 0)
 
 
-def test_an_extent_is_emptied_in_slices(space: Space) -> None:
+def test_an_extent_is_emptied_in_slices(space: DiskNamespace) -> None:
     keys = fill(space, 5000, durable=False)
     space.retire(1)
     assert len(space.index) == len(keys)
@@ -169,7 +173,9 @@ def test_an_extent_is_emptied_in_slices(space: Space) -> None:
     assert [number for number, _ in space.take_retired()] == [1]
 
 
-def test_a_commit_of_which_nobody_knows_is_taken_back_when_its_block_leaves(space: Space) -> None:
+def test_a_commit_of_which_nobody_knows_is_taken_back_when_its_block_leaves(
+    space: DiskNamespace,
+) -> None:
     (name,) = fill(space, 1, durable=False)
     puts = space.take_puts()
     space.committed(puts, [], ok=False)
@@ -177,13 +183,15 @@ def test_a_commit_of_which_nobody_knows_is_taken_back_when_its_block_leaves(spac
     record = space.index.get(name)
     assert record is not None
     space.drop(record, "evicted")
-    assert space.free == SLOTS - 1, "the journal may have it"
+    assert space.free == SLOTS - 1, "the index file may have it"
     assert space.to_delete == [record]
     space.committed([], space.take_deletes(), ok=True)
     assert space.free == SLOTS
 
 
-def test_a_chain_whose_writes_end_in_any_order_is_durable_in_one_commit(space: Space) -> None:
+def test_a_chain_whose_writes_end_in_any_order_is_durable_in_one_commit(
+    space: DiskNamespace,
+) -> None:
     above, chain = None, list[Record]()
     for number, place in enumerate(space.take_places(3)):
         above = space.begin(key(1, number), above, place, number + 1)
@@ -196,7 +204,9 @@ def test_a_chain_whose_writes_end_in_any_order_is_durable_in_one_commit(space: S
 # Slots
 
 
-def test_the_slot_of_a_write_that_failed_is_the_last_to_be_taken_again(space: Space) -> None:
+def test_the_slot_of_a_write_that_failed_is_the_last_to_be_taken_again(
+    space: DiskNamespace,
+) -> None:
     (place,) = space.take_places(1)
     space.written(space.begin(key(1, 0), None, place, 1), 0, ok=False)
     assert space.free == SLOTS
@@ -204,7 +214,9 @@ def test_the_slot_of_a_write_that_failed_is_the_last_to_be_taken_again(space: Sp
     assert space.take_places(1) == [place]
 
 
-def test_an_extent_that_is_empty_already_goes_before_its_turn_to_be_emptied(space: Space) -> None:
+def test_an_extent_that_is_empty_already_goes_before_its_turn_to_be_emptied(
+    space: DiskNamespace,
+) -> None:
     space.retire(1)
     assert [number for number, _ in space.take_retired()] == [1]
     assert not space.step()

@@ -26,7 +26,7 @@ from tiers.nvme import NvmeDisk
 from tiers.nvme.index import DiskIndex, Record
 from tiers.nvme.index_client import IndexProcess
 from tiers.nvme.messages import NUMBER, Commit
-from tiers.nvme.namespace import Space
+from tiers.nvme.namespace import DiskNamespace
 
 MIB = 1 << 20
 SLOT_BYTES = (4096, 5000)  # of each namespace
@@ -191,7 +191,7 @@ def go_on(loads: list[Load]) -> None:
 
 def abandon(disk: NvmeDisk) -> None:
     """Let go of what a process without power would have open."""
-    disk._shared.opening.journal.close()
+    disk._shared.opening.index_client.close()
     for space in disk.spaces:
         for file in space.extents.values():
             file.close()
@@ -214,15 +214,15 @@ def run(seed: int, folder: Path, platter: Platter, monkeypatch: pytest.MonkeyPat
             campaign.gone(NAMES[each.key])
         return iter(gone)
 
-    clear = Space.clear
+    clear = DiskNamespace.clear
 
-    def watched_clear(space: Space, number: int) -> None:
+    def watched_clear(space: DiskNamespace, number: int) -> None:
         for each in space.index:
             campaign.gone(NAMES[each.key])
         clear(space, number)
 
     monkeypatch.setattr(DiskIndex, "take_subtree", watched)
-    monkeypatch.setattr(Space, "clear", watched_clear)
+    monkeypatch.setattr(DiskNamespace, "clear", watched_clear)
     places = [folder / f"life-{number}" for number in range(LIVES + 1)]
     places[0].mkdir()
     for start, end in itertools.pairwise(places):

@@ -30,7 +30,7 @@ shelf = Shelf(NvmeDisk(settings_for(Path(sys.argv[1]))))
 shelf.settle()
 shelf.put(1, 0, 5)
 shelf.settle()
-print(shelf.disk._shared.opening.journal.pid, flush=True)
+print(shelf.disk._shared.opening.index_client.pid, flush=True)
 time.sleep(60)
 """
 
@@ -42,7 +42,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pid_of(found: Shelf) -> int:
-    pid = found.disk._shared.opening.journal.pid
+    pid = found.disk._shared.opening.index_client.pid
     assert pid is not None
     return pid
 
@@ -85,12 +85,12 @@ def test_records_go_on_where_the_process_that_sent_them_was_killed(
         kept = set(before.keys())
     real, taken = IndexClient.take, list[Batch | None]()
 
-    def take(journal: IndexClient) -> Batch | Loaded | None:
-        if len(taken) == 1 and journal.pid is not None:
-            os.kill(journal.pid, signal.SIGKILL)
+    def take(client: IndexClient) -> Batch | Loaded | None:
+        if len(taken) == 1 and client.pid is not None:
+            os.kill(client.pid, signal.SIGKILL)
             taken.append(None)
             raise IndexProcessDiedError("killed", of_the_file=False)
-        message = real(journal)
+        message = real(client)
         if isinstance(message, Batch):
             taken.append(message)
         return message
@@ -186,12 +186,12 @@ def test_a_disk_that_cannot_be_read_is_no_damage(settings: NvmeConfig, tmp_path:
         assert after.whole(1, 3)
 
 
-def test_a_closed_journal_starts_no_process(tmp_path: Path) -> None:
+def test_a_closed_client_starts_no_process(tmp_path: Path) -> None:
     lock_fd = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
-    journal = IndexClient(tmp_path, 100, lock_fd)
-    journal.close()
+    client = IndexClient(tmp_path, 100, lock_fd)
+    client.close()
     with pytest.raises(TierIOError, match="is not open"):
-        journal.commit(Commit(extents=[(1, 1)]))
+        client.commit(Commit(extents=[(1, 1)]))
     os.close(lock_fd)
 
 

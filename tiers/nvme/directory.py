@@ -39,7 +39,7 @@ SPARE_BYTES = 64 << 20
 SPARE_PART = 100
 
 
-class Place(NamedTuple):
+class Identity(NamedTuple):
     """What a path leads to."""
 
     device: int
@@ -72,7 +72,7 @@ def _marks(lock_fd: int) -> tuple[str, str]:
     return holder.strip(), known.strip()
 
 
-class Volume:
+class Directory:
     """A directory of a disk. All but the constructor touch it, and may hang with it."""
 
     def __init__(self, path: Path) -> None:
@@ -80,7 +80,7 @@ class Volume:
         self.path = path
         self._fd = -1
         self.lock_fd = -1  # which the index's process inherits: it keeps the lock, too
-        self._place = Place(0, 0, 0)
+        self._identity = Identity(0, 0, 0)
         self._id = ""
 
     # Its use
@@ -139,7 +139,7 @@ class Volume:
         self.lock_fd = open_file(_LOCK, os.O_RDWR | flags, self._fd)
         self._refuse_index()
         folder, lock = os.fstat(self._fd), os.fstat(self.lock_fd)
-        self._place = Place(folder.st_dev, folder.st_ino, lock.st_ino)
+        self._identity = Identity(folder.st_dev, folder.st_ino, lock.st_ino)
 
     def _refuse_index(self) -> None:
         """Raise OSError for an index that is not ours: LMDB follows links to its files."""
@@ -205,11 +205,11 @@ class Volume:
 
     def _compare(self, fd: int) -> None:
         folder = os.fstat(fd)
-        if folder.st_dev != self._place.device:
+        if folder.st_dev != self._identity.device:
             raise TierIOError("another file system is in its place")
-        if folder.st_ino != self._place.folder:
+        if folder.st_ino != self._identity.folder:
             raise TierIOError("another directory is in its place")
-        if os.stat(_LOCK, dir_fd=fd, follow_symlinks=False).st_ino != self._place.lock:
+        if os.stat(_LOCK, dir_fd=fd, follow_symlinks=False).st_ino != self._identity.lock:
             raise TierIOError("another lock file is in its place")
 
     def try_write(self) -> None:

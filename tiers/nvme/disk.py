@@ -16,17 +16,17 @@ from kvstore.core.errors import ConfigError, TierError, TierIOError
 from kvstore.core.tier import TierContext
 from kvstore.rate_log import RateLog
 from tiers.nvme.block_io import ThreadMover, writers_of
-from tiers.nvme.commits import Commits, Shared
-from tiers.nvme.directory import Look, Volume
-from tiers.nvme.extent_allocator import Room
+from tiers.nvme.commits import Commits, DiskContext
+from tiers.nvme.directory import Directory, Look
+from tiers.nvme.extent_allocator import ExtentAllocator
 from tiers.nvme.files import allow_files
-from tiers.nvme.health import HANG_S, Health, Pace, State
+from tiers.nvme.health import HANG_S, Health, HealthState, Pace
 from tiers.nvme.index_client import IndexDamagedError
 from tiers.nvme.maintenance import TaskThread
 from tiers.nvme.messages import Commit
-from tiers.nvme.namespace import Space
-from tiers.nvme.remount import Recovery
-from tiers.nvme.startup import Opening
+from tiers.nvme.namespace import DiskNamespace
+from tiers.nvme.remount import Remount
+from tiers.nvme.startup import Startup
 from tiers.nvme.tier import NvmeTier, Run
 
 log = logging.getLogger(__name__)
@@ -45,9 +45,9 @@ class NvmeDisk:
     def __init__(self, settings: NvmeConfig) -> None:
         """Open or make the directory. Raises ConfigError when it cannot be used."""
         allow_files()
-        volume = Volume(Path(settings.path))
+        volume = Directory(Path(settings.path))
         volume.open(LOCK_WAIT_S)
-        opening = Opening(volume, settings.capacity_bytes)
+        opening = Startup(volume, settings.capacity_bytes)
         try:
             look = volume.look()
             opening.open()
@@ -64,12 +64,12 @@ class NvmeDisk:
         self._keeper = TaskThread("keeper")
         self._watch = TaskThread("watch")
         self._next_look_s = 0.0
-        self._shared = Shared(
+        self._shared = DiskContext(
             settings, settings.capacity_bytes, volume, opening, self._health, self._keeper
         )
         self._commits = Commits(self._shared)
-        self._room = Room(self._shared, self._commits)
-        self._recovery = Recovery(self._shared, self._room, self._replace)
+        self._room = ExtentAllocator(self._shared, self._commits)
+        self._recovery = Remount(self._shared, self._room, self._replace)
         self._reads, self._writes = Pace(settings.threads), Pace(writers)
         self._paces = {
             "reads": self._reads,
@@ -98,7 +98,7 @@ class NvmeDisk:
         self._tiers.append(made)
         return made
 
-    def _resized(self, space: Space, slot_bytes: int) -> None:
+    def _resized(self, space: DiskNamespace, slot_bytes: int) -> None:
         """Have an index read anew that gives a namespace another size of blocks than it has.
 
         Its name follows from that size among others, so that the index is what is wrong.
@@ -112,14 +112,14 @@ class NvmeDisk:
         )
         self._shared.write_failed("reading the index", wrong, time.monotonic())
 
-    def _space(self, namespace: str, slot_bytes: int) -> Space:
+    def _space(self, namespace: str, slot_bytes: int) -> DiskNamespace:
         spaces = self._shared.opening.spaces
         if namespace not in spaces:
             number = self._shared.opening.take_number()
-            spaces[namespace] = Space(number, namespace, slot_bytes)
+            spaces[namespace] = DiskNamespace(number, namespace, slot_bytes)
         return spaces[namespace]
 
-    def _replace(self, fresh: Opening) -> None:
+    def _replace(self, fresh: Startup) -> None:
         """Go on with what was found in the directory, and not with what was known."""
         old, self._shared.opening = self._shared.opening, fresh
         fresh.generation = max(fresh.generation, old.generation)
@@ -155,7 +155,7 @@ class NvmeDisk:
     @property
     def state(self) -> str:
         """One word for operators."""
-        return State.OFF.value if self._given_up else self._health.state.value
+        return HealthState.OFF.value if self._given_up else self._health.state.value
 
     @property
     def capacity_bytes(self) -> int:
@@ -168,7 +168,7 @@ class NvmeDisk:
         return self._room.used_bytes
 
     @property
-    def spaces(self) -> list[Space]:
+    def spaces(self) -> list[DiskNamespace]:
         """List the namespaces that have been seen."""
         return self._shared.spaces
 
@@ -219,7 +219,7 @@ class NvmeDisk:
         (self._writes if run.store else self._reads).began(time.monotonic())
         self._mover.start(run)
 
-    def make_room(self, space: Space, count: int) -> bool:
+    def make_room(self, space: DiskNamespace, count: int) -> bool:
         """Try to get free slots; False when there will be none."""
         return self._room.make(space, count)
 
@@ -281,7 +281,7 @@ class NvmeDisk:
         for space in self._shared.spaces:
             self.clear_space(space)
 
-    def clear_space(self, space: Space) -> None:
+    def clear_space(self, space: DiskNamespace) -> None:
         """Forget all blocks of a namespace, at once."""
         if space.extents:
             space.clear(self._shared.opening.take_number())
@@ -359,7 +359,7 @@ class NvmeDisk:
         def end() -> None:
             try:
                 if mark:
-                    self._shared.opening.journal.commit(Commit(clean=clean))
+                    self._shared.opening.index_client.commit(Commit(clean=clean))
             finally:
                 closing()
                 self._shared.volume.close()

@@ -45,7 +45,7 @@ THREADS_MIN = 2  # one slow read holds no other
 DRIVE_WRITES_PER_DAY = 1.0
 DAY_S = 86_400
 
-Watch = Callable[[float, str], None]  # share that is done, and what is going on
+Progress = Callable[[float, str], None]  # share that is done, and what is going on
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -75,7 +75,7 @@ class Suggestion(msgspec.Struct, frozen=True):
         )
 
 
-class Report(msgspec.Struct, frozen=True):
+class DriveReport(msgspec.Struct, frozen=True):
     """All that was measured."""
 
     path: str
@@ -88,7 +88,7 @@ class Report(msgspec.Struct, frozen=True):
     toml: str
 
 
-def measure(folder: Path, seconds: float, watch: Watch) -> Report:
+def measure(folder: Path, seconds: float, watch: Progress) -> DriveReport:
     """Measure for about so long. Raises ConfigError, or KVStoreError when the drive fails."""
     drive = _room(folder)
     start_s = time.monotonic()
@@ -107,7 +107,7 @@ def measure(folder: Path, seconds: float, watch: Watch) -> Report:
             if driver.too_slow(depth):
                 break
     suggestion = suggest(samples, drive)
-    return Report(
+    return DriveReport(
         path=str(folder),
         block_bytes=BLOCK_BYTES,
         file_bytes=FILE_BYTES,
@@ -270,7 +270,7 @@ class _Driver:
             self._tell(what)
 
 
-def show(report: Report) -> None:
+def show(report: DriveReport) -> None:
     """Print it as a table, and the settings below."""
     table = Table(box=None, header_style="bold")
     table.add_column("blocks of 2 MiB", no_wrap=True)

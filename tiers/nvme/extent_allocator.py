@@ -12,11 +12,11 @@ from collections.abc import Collection
 from functools import partial
 
 from kvstore.core.errors import TierFull
-from tiers.nvme.commits import Commits, Shared
+from tiers.nvme.commits import Commits, DiskContext
 from tiers.nvme.directory import Look
 from tiers.nvme.files import ExtentFile
 from tiers.nvme.messages import Commit
-from tiers.nvme.namespace import Space
+from tiers.nvme.namespace import DiskNamespace
 from tiers.nvme.places import cost
 
 log = logging.getLogger(__name__)
@@ -31,10 +31,10 @@ SLICE_BLOCKS = 256  # evicted ahead in each poll: about a millisecond
 FULL_S = 5.0  # a file system that had no room is asked again after that
 
 
-class Room:
+class ExtentAllocator:
     """Extents of all namespaces, under one cap."""
 
-    def __init__(self, shared: Shared, commits: Commits) -> None:
+    def __init__(self, shared: DiskContext, commits: Commits) -> None:
         """Nothing is being made."""
         self._shared = shared
         self._commits = commits
@@ -75,7 +75,7 @@ class Room:
 
     # Asked for
 
-    def make(self, space: Space, count: int) -> bool:
+    def make(self, space: DiskNamespace, count: int) -> bool:
         """Try to get free slots: a new extent, else by eviction; False when none will come."""
         if self._shared.opening.loading or space.renumbering or self._grow(space):
             return True
@@ -86,7 +86,7 @@ class Room:
             return True
         return space.free == 0 and (bool(space.cleared) or self._take_from_another(space))
 
-    def _grow(self, space: Space) -> bool:
+    def _grow(self, space: DiskNamespace) -> bool:
         """Make an extent if the cap and the file system have room; True while one is made."""
         shared = self._shared
         if space.growing:
@@ -106,7 +106,7 @@ class Room:
             """Leave no file that the index does not know."""
             file = shared.volume.make_extent(number, space.slot_bytes, size)
             try:
-                shared.opening.journal.commit(changes)
+                shared.opening.index_client.commit(changes)
             except BaseException:
                 file.close()
                 shared.volume.remove_extent(number)
@@ -116,7 +116,9 @@ class Room:
         shared.keeper.submit(make, partial(self._made, space, number))
         return True
 
-    def _made(self, space: Space, number: int, made: ExtentFile | Exception, now_s: float) -> None:
+    def _made(
+        self, space: DiskNamespace, number: int, made: ExtentFile | Exception, now_s: float
+    ) -> None:
         takes = self.making.pop(number)
         space.growing = False
         if isinstance(made, ExtentFile):
@@ -133,7 +135,7 @@ class Room:
             self._stuck[number] = takes
             self._shared.write_failed("making an extent", made, now_s)
 
-    def _take_from_another(self, needy: Space) -> bool:
+    def _take_from_another(self, needy: DiskNamespace) -> bool:
         """Retire an extent of the namespace that has the most; True while one is going."""
         others = [space for space in self._shared.spaces if space is not needy]
         if self._removing or any(space.retiring for space in others):
@@ -176,7 +178,7 @@ class Room:
             if space.attached and not space.cleared:
                 self._evict_ahead(space)
 
-    def _evict_ahead(self, space: Space) -> None:
+    def _evict_ahead(self, space: DiskNamespace) -> None:
         coming = space.free + space.leaving
         if coming >= space.total // HIGH_PART:
             self._evicting.discard(space.digest)
@@ -208,7 +210,7 @@ class Room:
         self._look = None
 
 
-def _remove(shared: Shared, number: int, file: ExtentFile) -> None:
+def _remove(shared: DiskContext, number: int, file: ExtentFile) -> None:
     file.close()
-    shared.opening.journal.commit(Commit(extents_gone=[number]))
+    shared.opening.index_client.commit(Commit(extents_gone=[number]))
     shared.volume.remove_extent(number)

@@ -20,13 +20,13 @@ from queue import SimpleQueue
 
 from kvstore.core.errors import ConfigError, TierError, TierIOError
 from kvstore.core.index import State
-from tiers.nvme.directory import EXTENT, Volume
+from tiers.nvme.directory import EXTENT, Directory
 from tiers.nvme.files import RUN_BLOCKS_MAX, ExtentFile, allow_files, stride_of, sync_folder
-from tiers.nvme.fsck_report import Amount, Repair, Report
+from tiers.nvme.fsck_report import Amount, FsckReport, Repair
 from tiers.nvme.index import Record
 from tiers.nvme.index_client import IndexClient, IndexDamagedError
 from tiers.nvme.messages import FOLDER, RECORD_BYTES, Batch, Commit, Load
-from tiers.nvme.namespace import Loading, Space
+from tiers.nvme.namespace import DiskNamespace, Loading
 from tiers.nvme.places import POSITION
 from tiers.nvme.startup import set_aside, spaces_of
 from tiers.nvme.tier import RUN_BYTES_MAX
@@ -39,19 +39,21 @@ _TICK_S = 0.0005
 _NOT_ITS_FAULT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 Refused = tuple[bytes, int, str]
-Watch = Callable[[Amount, Amount], None]
+Progress = Callable[[Amount, Amount], None]
 """Called with what is read, and with what there is to read."""
 
 
-def examine(folder: Path, *, repair: bool, watch: Watch = lambda _done, _all: None) -> Report:
+def examine(
+    folder: Path, *, repair: bool, watch: Progress = lambda _done, _all: None
+) -> FsckReport:
     """Verify all that is in a directory; with repair, drop what is wrong.
 
     Raises ConfigError when it is no tier's or in use, TierError when it cannot be looked at.
     """
     refuse_others(folder)
-    volume = Volume(folder)
+    volume = Directory(folder)
     volume.open(LOCK_WAIT_S)
-    report = Report(str(folder))
+    report = FsckReport(str(folder))
     known = Known(volume, report)
     try:
         known.read()
@@ -80,11 +82,11 @@ def refuse_others(folder: Path) -> None:
 class Known:
     """What the index says, brought together with what is on disk."""
 
-    def __init__(self, volume: Volume, report: Report) -> None:
+    def __init__(self, volume: Directory, report: FsckReport) -> None:
         """Counts go to the report."""
         self._volume = volume
         self._report = report
-        self._spaces: list[Space] = []
+        self._spaces: list[DiskNamespace] = []
         self._strays: list[bytes] = []  # keys of rows that no space takes
         self._gone: list[int] = []  # extents in the index that blocks cannot be in
         self._orphans: list[Path] = []
@@ -116,18 +118,18 @@ class Known:
     def _read_index(self) -> list[list[Refused]]:
         """Have each space take its records, as a store does; return what each has refused."""
         volume = self._volume
-        with closing(IndexClient(volume.path, 0, volume.lock_fd, read_only=True)) as journal:
-            spaces = spaces_of(journal.opened.namespaces)
+        with closing(IndexClient(volume.path, 0, volume.lock_fd, read_only=True)) as client:
+            spaces = spaces_of(client.opened.namespaces)
             self._spaces = list(spaces.values())
-            self._open_extents(spaces, journal.opened.extents)
-            refused = [load(journal, space) for space in self._spaces]
-            for number in journal.opened.strays:
-                rows = load(journal, Space(number, "", 1))  # without extents, so all are refused
-                self._strays += [key for key, _, _ in rows]
-            self._report.in_order = journal.opened.clean
+            self._open_extents(spaces, client.opened.extents)
+            refused = [load(client, space) for space in self._spaces]
+            for number in client.opened.strays:
+                no_extents = DiskNamespace(number, "", 1)  # so that all are refused
+                self._strays += [key for key, _, _ in load(client, no_extents)]
+            self._report.in_order = client.opened.clean
         return refused
 
-    def _open_extents(self, spaces: dict[int, Space], extents: dict[int, int]) -> None:
+    def _open_extents(self, spaces: dict[int, DiskNamespace], extents: dict[int, int]) -> None:
         allow_files()  # all are open at one time
         for number, owner in sorted(extents.items()):
             space = spaces.get(owner)
@@ -157,7 +159,7 @@ class Known:
                 self._report.extents.orphan.add(on_disk(self._orphans[-1]))
         self._report.used_bytes += self._report.extents.orphan.bytes
 
-    def _count(self, space: Space, refused: list[Refused]) -> None:
+    def _count(self, space: DiskNamespace, refused: list[Refused]) -> None:
         """Count the rows that stand for nothing, and the extents."""
         blocks, extents = self._report.blocks, self._report.extents
         for _, _, cause in refused:
@@ -171,7 +173,7 @@ class Known:
 
     # Reading the blocks
 
-    def verify(self, watch: Watch) -> None:
+    def verify(self, watch: Progress) -> None:
         """Read every block and compare its checksum."""
         done, whole = Amount(), Amount()
         for space in self._spaces:
@@ -191,7 +193,7 @@ class Known:
         self._report.read_bytes = done.bytes
         self._report.read_s = time.monotonic() - start_s
 
-    def _drop(self, space: Space, bad: list[Record]) -> None:
+    def _drop(self, space: DiskNamespace, bad: list[Record]) -> None:
         """Take bad blocks out, with what hangs below them."""
         before = len(space.index)
         for record in bad:
@@ -200,7 +202,7 @@ class Known:
         blocks = self._report.blocks
         blocks.unreachable.add(space.slot_bytes, before - len(space.index) - len(bad))
         blocks.ok.add(space.slot_bytes, len(space.index))
-        self._deletes += [space.journal_key(record) for record in space.take_deletes()]
+        self._deletes += [space.index_key(record) for record in space.take_deletes()]
 
     # Repairing
 
@@ -213,10 +215,8 @@ class Known:
         size = index.stat().st_size if index.exists() else 0
         deletes = self._strays + self._deletes
         if deletes or self._gone or not size:
-            with closing(
-                IndexClient(folder, size // RECORD_BYTES, self._volume.lock_fd)
-            ) as journal:
-                journal.commit(Commit(deletes, extents_gone=self._gone, clean=not size))
+            with closing(IndexClient(folder, size // RECORD_BYTES, self._volume.lock_fd)) as client:
+                client.commit(Commit(deletes, extents_gone=self._gone, clean=not size))
         done.blocks_dropped, done.extents_dropped = len(deletes), len(self._gone)
         for path in self._orphans:  # a link is removed itself, not what it leads to
             path.unlink(missing_ok=True)
@@ -236,12 +236,12 @@ def on_disk(path: Path) -> int:
     return path.lstat().st_blocks * 512
 
 
-def load(journal: IndexClient, space: Space) -> list[Refused]:
+def load(client: IndexClient, space: DiskNamespace) -> list[Refused]:
     """Have a space take its records; return those that it cannot have."""
     loading = space.loading = Loading(space)
-    journal.load(Load(space.number, space.slot_bytes, space.slot_counts))
+    client.load(Load(space.number, space.slot_bytes, space.slot_counts))
     while True:
-        message = journal.take()
+        message = client.take()
         if message is None:
             time.sleep(_TICK_S)
         elif isinstance(message, Batch):
@@ -252,7 +252,7 @@ def load(journal: IndexClient, space: Space) -> list[Refused]:
             return message.refused
 
 
-def runs_of(space: Space) -> Iterator[list[Record]]:
+def runs_of(space: DiskNamespace) -> Iterator[list[Record]]:
     """Yield the blocks of a space in the order of their places, neighbours together."""
     longest = max(1, min(RUN_BLOCKS_MAX, RUN_BYTES_MAX // stride_of(space.slot_bytes)))
     run: list[Record] = []
@@ -265,7 +265,7 @@ def runs_of(space: Space) -> Iterator[list[Record]]:
         yield run
 
 
-def verified(space: Space) -> Iterator[tuple[list[Record], list[str]]]:
+def verified(space: DiskNamespace) -> Iterator[tuple[list[Record], list[str]]]:
     """Read all blocks of a space, on threads; yield some with what causes_of() says of them."""
     todo = list(runs_of(space))
     size = max((len(run) * stride_of(space.slot_bytes) for run in todo), default=0)
@@ -286,7 +286,7 @@ def verified(space: Space) -> Iterator[tuple[list[Record], list[str]]]:
             yield from zip(some, pool.map(read, some), strict=True)
 
 
-def causes_of(space: Space, run: list[Record], buffer: memoryview) -> list[str]:
+def causes_of(space: DiskNamespace, run: list[Record], buffer: memoryview) -> list[str]:
     """Read neighbours in one call; return for each "ok", "damaged" or "unreadable".
 
     What cannot be read together is read one by one.

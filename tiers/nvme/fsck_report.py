@@ -64,7 +64,7 @@ class Repair(msgspec.Struct):
     index_kept_as: str | None = None
 
 
-class Report(msgspec.Struct):
+class FsckReport(msgspec.Struct):
     """What is in a directory."""
 
     directory: str

@@ -25,7 +25,7 @@ from kvstore.core.types import BlockKey, Changes, Slot
 
 
 class Durable(enum.Enum):
-    """What the journal knows of a record."""
+    """What the index file knows of a record."""
 
     NO = "no"
     PERHAPS = "perhaps"  # a commit failed, at an unknown point

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvstore.core.errors import TierIOError
-from tiers.nvme.directory import Volume
+from tiers.nvme.directory import Directory
 from tiers.nvme.files import stride_of
 from tiers.nvme.index_client import IndexClient, IndexDamagedError, IndexProcessDiedError
 from tiers.nvme.maintenance import TaskThread
 from tiers.nvme.messages import FOLDER, Commit, Load, Loaded
-from tiers.nvme.namespace import Loading, Space
+from tiers.nvme.namespace import DiskNamespace, Loading
 
 log = logging.getLogger(__name__)
 
@@ -34,28 +34,28 @@ def blocks_max_of(capacity_bytes: int) -> int:
     return capacity_bytes // stride_of(1)
 
 
-def spaces_of(namespaces: dict[str, tuple[int, int]]) -> dict[int, Space]:
+def spaces_of(namespaces: dict[str, tuple[int, int]]) -> dict[int, DiskNamespace]:
     """Make the namespaces of an index, by number. Raises IndexDamagedError."""
-    found = {number: Space(number, d, size) for d, (number, size) in namespaces.items()}
+    found = {number: DiskNamespace(number, d, size) for d, (number, size) in namespaces.items()}
     if len(found) < len(namespaces) or not all(space.slot_bytes for space in found.values()):
         raise IndexDamagedError("its namespaces contradict each other")
     return found
 
 
-class Opening:
-    """The journal and the namespaces of one directory, from its start on."""
+class Startup:
+    """The index file and the namespaces of one directory, from its start on."""
 
-    def __init__(self, volume: Volume, capacity_bytes: int) -> None:
+    def __init__(self, volume: Directory, capacity_bytes: int) -> None:
         """Nothing is read before open()."""
         self._volume = volume
         self._blocks_max = blocks_max_of(capacity_bytes)
-        self.spaces: dict[str, Space] = {}
+        self.spaces: dict[str, DiskNamespace] = {}
         self.next_extent = 1
         self.generation = 1  # the highest that a write has had
         self._next_number = 1
         self.strays: list[int] = []  # that records begin with, and no namespace has
         self.damage: TierIOError | None = None  # found while its records were read
-        self._todo: deque[Space] = deque()  # to be loaded
+        self._todo: deque[DiskNamespace] = deque()  # to be loaded
         self._steps: Iterator[bool] | None = None  # of the loading that has begun
 
     @property
@@ -64,7 +64,7 @@ class Opening:
         return bool(self._todo)
 
     def take_number(self) -> int:
-        """Number a namespace: the journal has nothing under it."""
+        """Number a namespace: the index file has nothing under it."""
         self._next_number += 1
         return self._next_number - 1
 
@@ -81,7 +81,7 @@ class Opening:
         except IndexDamagedError as exc:
             self._start_empty(exc)
             self._open()
-        if not self.journal.opened.clean:
+        if not self.index_client.opened.clean:
             log.warning(
                 "%s was not shut down in order; it has what was committed", self._volume.path
             )
@@ -92,19 +92,19 @@ class Opening:
             gc.disable()
 
     def _open(self) -> None:
-        self.open_journal()
+        self.open_index()
         try:
             self._open_extents()
         except BaseException:
             self.closing()()
             self.spaces.clear()
             raise
-        found = self.journal.opened
+        found = self.index_client.opened
         self._next_number, self.strays = found.next_number, found.strays
 
-    def open_journal(self) -> None:
+    def open_index(self) -> None:
         """Open the index, whose records may be known. Raises TierIOError, ConfigError."""
-        self.journal = IndexClient(self._volume.path, self._blocks_max, self._volume.lock_fd)
+        self.index_client = IndexClient(self._volume.path, self._blocks_max, self._volume.lock_fd)
 
     def _start_empty(self, cause: Exception) -> None:
         self._volume.read_index()
@@ -113,7 +113,7 @@ class Opening:
         self._volume.sweep(())
 
     def _open_extents(self) -> None:
-        namespaces, extents = self.journal.opened.namespaces, self.journal.opened.extents
+        namespaces, extents = self.index_client.opened.namespaces, self.index_client.opened.extents
         by_number = spaces_of(namespaces)
         self.spaces = {space.digest: space for space in by_number.values()}
         for number, owner in extents.items():
@@ -127,14 +127,14 @@ class Opening:
         known = {number for space in self.spaces.values() for number in space.extents}
         removed = self._volume.sweep(known)
         # Without any, one may be left: a first extent whose store died before it was entered.
-        if not extents and removed > (0 if self.journal.opened.new else 1):
+        if not extents and removed > (0 if self.index_client.opened.new else 1):
             log.error(
                 "%s: the index is damaged or lost: it is empty, and %d extents that it does not"
                 " know are removed", self._volume.path, removed,
             )  # fmt: skip
         gone = [number for number in extents if number not in known]
         if gone:
-            self.journal.commit(Commit(extents_gone=gone))
+            self.index_client.commit(Commit(extents_gone=gone))
 
     # Records
 
@@ -172,7 +172,7 @@ class Opening:
                         yield True
             self._todo.popleft()
 
-    def _load(self, space: Space, loading: Loading, keeper: TaskThread) -> Iterator[bool]:
+    def _load(self, space: DiskNamespace, loading: Loading, keeper: TaskThread) -> Iterator[bool]:
         """Load what has not come yet; what comes after clear() is not taken in."""
         while space.dismantling:
             yield True
@@ -180,12 +180,14 @@ class Opening:
             return
         request = Load(space.number, space.slot_bytes, space.slot_counts, skip=len(loading.loaded))
         begun: list[Exception | None] = []
-        keeper.submit(lambda: self.journal.load(request), lambda exc, _now_s: begun.append(exc))
+        keeper.submit(
+            lambda: self.index_client.load(request), lambda exc, _now_s: begun.append(exc)
+        )
         while not begun:
             yield True
         if begun[0] is not None:
             raise begun[0] if isinstance(begun[0], TierIOError) else TierIOError(str(begun[0]))
-        while not isinstance(message := self.journal.take(), Loaded):
+        while not isinstance(message := self.index_client.take(), Loaded):
             if message is not None and space.loading is not None:
                 self.generation = max(self.generation, loading.take(message) + 1)
             yield message is None
@@ -205,7 +207,7 @@ class Opening:
             if self._todo:
                 self._todo.clear()
                 gc.enable()
-            self.journal.close()
+            self.index_client.close()
             for file in files:
                 file.close()
 

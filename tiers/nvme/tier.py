@@ -16,7 +16,7 @@ from kvstore.core.types import BlockKey, Changes, JobKind, JobResult, LookupResu
 from tiers.nvme.block_io import Move, Moved
 from tiers.nvme.files import RUN_BLOCKS_MAX
 from tiers.nvme.index import Record
-from tiers.nvme.namespace import Space
+from tiers.nvme.namespace import DiskNamespace
 
 if TYPE_CHECKING:
     from tiers.nvme.disk import NvmeDisk
@@ -27,7 +27,7 @@ DRAIN_S = 20.0
 BLOCK_ERRORS_MAX = 3  # reads of one block that failed
 
 
-class Work(msgspec.Struct, eq=False):
+class JobProgress(msgspec.Struct, eq=False):
     """A job under way; ok[i] is None while block i is not moved yet."""
 
     job: TransferJob
@@ -41,8 +41,8 @@ class Run(Move, eq=False):
     """A move for a job, with what its blocks are."""
 
     tier: NvmeTier
-    space: Space
-    work: Work
+    space: DiskNamespace
+    work: JobProgress
     places: list[int]  # in the job
     records: list[Record]
 
@@ -55,21 +55,21 @@ class Run(Move, eq=False):
 class NvmeTier:
     """One namespace's view of the disk."""
 
-    def __init__(self, context: TierContext, space: Space, disk: NvmeDisk) -> None:
+    def __init__(self, context: TierContext, space: DiskNamespace, disk: NvmeDisk) -> None:
         """Made by NvmeDisk.tier()."""
         self.name = context.name
         self.space = space
         space.attached += 1
         self._memory = context.memory
         self._disk = disk
-        self._waiting: deque[Work] = deque()  # stores that wait for slots, in their order
+        self._waiting: deque[JobProgress] = deque()  # stores that wait for slots, in their order
         self._queued: set[BlockKey] = set()  # keys of these
         self._open = 0
         self._results: list[JobResult] = []
         self._unreadable: Counter[BlockKey] = Counter()  # failed reads, of those that had any
         self.closed = False
 
-    def use(self, space: Space) -> None:
+    def use(self, space: DiskNamespace) -> None:
         """Go on with other records: the directory is read anew, and no block is being written."""
         if not self.closed:
             self.space.attached -= 1
@@ -100,7 +100,7 @@ class NvmeTier:
         """Start a job; a store may wait for slots to become free."""
         if self.closed:
             raise TierError("tier is closed")
-        work = Work(job, [None] * len(job.keys))
+        work = JobProgress(job, [None] * len(job.keys))
         self._open += 1
         if job.kind is JobKind.LOAD:
             self._start_load(work)
@@ -156,7 +156,7 @@ class NvmeTier:
 
     # Loads
 
-    def _start_load(self, work: Work) -> None:
+    def _start_load(self, work: JobProgress) -> None:
         """Plan runs up to the first block that is not here."""
         found: list[Record] = []
         for key in work.job.keys if self._disk.online else ():
@@ -183,7 +183,7 @@ class NvmeTier:
             self._queued.difference_update(work.job.keys)
             self._end(work)
 
-    def _place(self, work: Work) -> bool:
+    def _place(self, work: JobProgress) -> bool:
         """Give blocks slots and start to write them; False while there are none."""
         space, job = self.space, work.job
         left = len(job.keys) - work.next
@@ -218,7 +218,7 @@ class NvmeTier:
 
     # Runs
 
-    def _start_runs(self, work: Work, blocks: list[tuple[int, Record]]) -> None:
+    def _start_runs(self, work: JobProgress, blocks: list[tuple[int, Record]]) -> None:
         """Move blocks, in runs of neighbours as long as they may be, several at a time."""
         store = work.job.kind is JobKind.STORE
         longest = self._run_blocks(len(blocks), self._disk.lanes(store=store))
@@ -289,7 +289,7 @@ class NvmeTier:
             if record.state is State.READY:
                 self.space.drop(record, "unreadable")
 
-    def _end(self, work: Work) -> None:
+    def _end(self, work: JobProgress) -> None:
         """Report a job once nothing of it is left to do."""
         if work.runs or work.next < len(work.job.keys):
             return
