@@ -87,17 +87,15 @@ class Directory:
 
     def open(self, wait_s: float) -> None:
         """Make the directory if it is not there, and lock it. Raises ConfigError when taken."""
-        try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            refuse_folder(str(self.path), self.path.stat())
-            self._attach(os.O_CREAT)
-        except (FileExistsError, NotADirectoryError) as exc:
-            self.close()
-            raise ConfigError(f"{self.path}: expected a directory, found a file there") from exc
-        except OSError as exc:
-            self.close()
-            raise ConfigError(f"{self.path}: cannot be used: {exc.strerror}") from exc
-        try:
+        with self._or_close():
+            try:
+                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                refuse_folder(str(self.path), self.path.stat())
+                self._attach(os.O_CREAT)
+            except (FileExistsError, NotADirectoryError) as exc:
+                raise ConfigError(f"{self.path}: expected a directory, found a file there") from exc
+            except OSError as exc:
+                raise ConfigError(f"{self.path}: cannot be used: {exc.strerror}") from exc
             deadline = time.monotonic() + wait_s
             while not self._locked():
                 if time.monotonic() >= deadline:
@@ -106,16 +104,13 @@ class Directory:
             _, known = _marks(self.lock_fd)
             self._id = known or secrets.token_hex(8)
             self._mark()
-        except BaseException:
-            self.close()
-            raise
 
     def open_again(self) -> None:
         """Take the directory back.
 
         Raises OSError, and TierIOError when another one is in its place, or it is in use.
         """
-        try:
+        with self._or_close():
             self._attach(0)
             if not self._locked():
                 raise TierIOError(taken(self.path, self.lock_fd))
@@ -123,6 +118,11 @@ class Directory:
             if known != self._id:
                 raise TierIOError("another directory is in its place")
             self._mark()
+
+    @contextlib.contextmanager
+    def _or_close(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             self.close()
             raise

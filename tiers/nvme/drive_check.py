@@ -179,9 +179,11 @@ class _Silent(KVStoreError):
 
 
 @contextmanager
-def _closing(mover: ThreadMover[Move]) -> Iterator[None]:
+def _mover(width: int) -> Iterator[ThreadMover[Move]]:
+    """Yield threads that are waited for at the end, unless the disk does not answer."""
+    mover = ThreadMover[Move](width, width)
     try:
-        yield
+        yield mover
     except _Silent:
         raise
     except BaseException:
@@ -204,10 +206,8 @@ class _Driver:
 
     def fill(self, seconds: float) -> None:
         """Write the file for the first time, as much of it as there is time for."""
-        mover = ThreadMover[Move](2, 2)
-        positions = iter(range(self._file.count))
-        with _closing(mover):
-            count, _ = self._keep(mover, positions, 4, seconds, "preparing", store=True)
+        positions, count = iter(range(self._file.count)), 0
+        with _mover(2) as mover:
             while count < AREA_BLOCKS_MIN:
                 more, _ = self._keep(mover, positions, 4, seconds, "preparing", store=True)
                 count += more
@@ -216,8 +216,7 @@ class _Driver:
     def cases(self, depth: int, seconds: float) -> list[Sample]:
         """Measure reads and writes, in order and at random."""
         samples = []
-        mover = ThreadMover[Move](depth, depth)
-        with _closing(mover):
+        with _mover(depth) as mover:
             for kind, pattern in CASES:
                 places = list(range(self._area))
                 if pattern == "random":
