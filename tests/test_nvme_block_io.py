@@ -18,7 +18,7 @@ from kvstore.testing import SLOT_BYTES, content
 from tests.harness.nvme_blocks import MIB, shelf
 from tests.harness.patience import WAIT_S
 from tiers.nvme import block_io
-from tiers.nvme.block_io import Move, Moved, ThreadMover
+from tiers.nvme.block_io import Move, ThreadMover
 from tiers.nvme.files import ExtentFile
 from tiers.nvme.tier import Run
 
@@ -31,7 +31,7 @@ class CheckedMove(Move, eq=False):
 
     summed: int = 0
 
-    def sums(self) -> list[int]:
+    def checksums(self) -> list[int]:
         self.summed += 1
         return [zlib.crc32(block) for block in self.blocks]
 
@@ -73,11 +73,11 @@ def cut(pages: memoryview) -> list[memoryview]:
     return [pages[at : at + SLOT_BYTES] for at in range(0, len(pages), SLOT_BYTES)]
 
 
-def run_all(mover: Mover, moves: Sequence[CheckedMove], *, fail: bool = False) -> list[Moved[Any]]:
+def run_all(mover: Mover, moves: Sequence[CheckedMove], *, fail: bool = False) -> list[CheckedMove]:
     """Start all moves and wait for their results; without errors, unless some have to fail."""
     for move in moves:
         mover.start(move)
-    results: list[Moved[Any]] = []
+    results: list[CheckedMove] = []
     end = time.monotonic() + WAIT_S
     while len(results) < len(moves) and time.monotonic() < end:
         results.extend(mover.poll())
@@ -139,8 +139,8 @@ def test_each_move_has_one_result_with_the_sums_of_its_blocks(
         for at in range(MOVED_SLOTS)
     ]
     results = run_all(mover, moves)
-    assert sorted(id(moved.run) for moved in results) == sorted(map(id, moves))
-    assert all(moved.sums == [zlib.crc32(moved.run.blocks[0])] for moved in results)
+    assert sorted(map(id, results)) == sorted(map(id, moves))
+    assert all(moved.sums == [zlib.crc32(moved.blocks[0])] for moved in results)
     assert mover.open == 0
     assert list(mover.poll()) == []
 
@@ -165,7 +165,7 @@ def test_O15_what_cannot_be_moved_fails_in_its_result_alone(
     os.truncate(extent.path, 8 * SLOT_BYTES)
     moves = [a_move(extent, at, [blocks[at]]) for at in range(16)]
     moves.append(a_move(extent, 6, blocks[20:24]))  # two there, two not
-    failed = {m.run.position for m in run_all(mover, moves, fail=True) if m.error is not None}
+    failed = {m.position for m in run_all(mover, moves, fail=True) if m.error is not None}
     assert failed == {6, *range(8, 16)}
     assert not any(m.error for m in run_all(mover, moves[:6]))
 
@@ -178,7 +178,7 @@ def test_O15_a_bug_in_one_move_is_its_error(
     for broken in (moves[4], moves[7]):
         broken.blocks = [memoryview(bytes(SLOT_BYTES))]  # cannot be written to
     results = run_all(mover, moves, fail=True)
-    assert {m.run.position for m in results if m.error is not None} == {4, 7}
+    assert {m.position for m in results if m.error is not None} == {4, 7}
     assert len(results) == 12
 
 

@@ -25,7 +25,7 @@ from tiers.nvme import block_io, disk, files, index_client, maintenance, startup
 from tiers.nvme.index_client import IndexClient, IndexProcess
 from tiers.nvme.index_server import IndexServer
 from tiers.nvme.messages import FOLDER, Answer, Commit, Request
-from tiers.runner import Runner
+from tiers.runner import NOTHING, Runner
 
 J = TypeVar("J")
 R = TypeVar("R")
@@ -89,7 +89,8 @@ class Queue(Generic[J, R]):
             result = self._work(job)
         except OSError as exc:
             result = self._failed(job, exc)
-        self._results.append(result)
+        if result is not NOTHING:
+            self._results.append(result)
         self.open -= 1
 
 

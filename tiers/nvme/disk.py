@@ -236,17 +236,17 @@ class NvmeDisk:
             self._given_up = True
 
     def _end_runs(self) -> None:
-        for moved in self._mover.poll():
-            moved.run.tier.ended(moved)
+        for run in self._mover.poll():
+            run.tier.ended(run)
 
     def _poll(self) -> None:
         now_s = time.monotonic()
         self._load_some(now_s)
-        for moved in self._mover.poll():
-            pace = self._writes if moved.run.store else self._reads
+        for run in self._mover.poll():
+            pace = self._writes if run.store else self._reads
             pace.ended(now_s)
-            self._judge(moved.run, moved.error, now_s)
-            moved.run.tier.ended(moved)
+            self._judge(run, run.error, now_s)
+            run.tier.ended(run)
         self._keeper.poll(now_s)
         self._look(now_s)
         self._do_slices(now_s)

@@ -170,7 +170,7 @@ def _file_in(folder: Path) -> Iterator[ExtentFile]:
 class _Checked(Move, eq=False):
     """With checksums, as the tier makes them."""
 
-    def sums(self) -> list[int]:
+    def checksums(self) -> list[int]:
         return [xxhash.xxh3_64_intdigest(block) for block in self.blocks]
 
 
@@ -259,10 +259,10 @@ class _Driver:
             if len(free) == len(self._blocks):
                 return done, now_s - start_s
             time.sleep(TICK_S)
-            for moved in mover.poll():
-                if moved.error is not None:
-                    raise KVStoreError(f"{what}: {moved.error}")
-                free.append(moved.run.blocks[0])
+            for run in mover.poll():
+                if run.error is not None:
+                    raise KVStoreError(f"{what}: {run.error}")
+                free.append(run.blocks[0])
                 done, heard_s = done + 1, now_s
             if now_s - heard_s > SILENCE_S:
                 raise _Silent(f"{what}: no answer from the disk for {SILENCE_S:.0f} s")

@@ -13,7 +13,7 @@ from kvstore.core.errors import BlockCorrupt, TierError, TierFull, TierIOError
 from kvstore.core.index import State
 from kvstore.core.tier import TierContext
 from kvstore.core.types import BlockKey, Changes, JobKind, JobResult, LookupResult, TransferJob
-from tiers.nvme.block_io import Move, Moved
+from tiers.nvme.block_io import Move
 from tiers.nvme.files import RUN_BLOCKS_MAX
 from tiers.nvme.index import Record
 from tiers.nvme.namespace import DiskNamespace
@@ -37,7 +37,7 @@ class JobProgress(msgspec.Struct, eq=False):
     error: TierError | None = None
 
 
-class Run(Move, eq=False):
+class Run(Move, eq=False, kw_only=True):
     """A move for a job, with what its blocks are."""
 
     tier: NvmeTier
@@ -46,7 +46,7 @@ class Run(Move, eq=False):
     places: list[int]  # in the job
     records: list[Record]
 
-    def sums(self) -> list[int]:
+    def checksums(self) -> list[int]:
         """Return the checksum of each block as it is in memory."""
         checksum = self.space.checksum
         return [checksum(r, b) for r, b in zip(self.records, self.blocks, strict=True)]
@@ -253,25 +253,25 @@ class NvmeTier:
         most = min(RUN_BLOCKS_MAX, RUN_BYTES_MAX // size)
         return max(1, min(most, max(-(-count // lanes), RUN_BYTES_MIN // size)))
 
-    def ended(self, moved: Moved[Run]) -> None:
+    def ended(self, run: Run) -> None:
         """Take the result of a run."""
-        run, work = moved.run, moved.run.work
+        work = run.work
         work.runs -= 1
-        if moved.error is not None:
+        if run.error is not None:
             self.space.counts["io_error"] += 1
-            work.error = TierIOError(f"{run.file.path.name}: {moved.error}")
-        sums = moved.sums or [0] * len(run.records)
+            work.error = TierIOError(f"{run.file.path.name}: {run.error}")
+        sums = run.sums or [0] * len(run.records)
         for number, record, found in zip(run.places, run.records, sums, strict=True):
             if work.job.kind is JobKind.STORE:
-                self.space.written(record, found, ok=moved.error is None)
+                self.space.written(record, found, ok=run.error is None)
                 work.ok[number] = record.state is State.READY
                 continue
-            work.ok[number] = moved.error is None and found == record.checksum
-            if moved.error is None and not work.ok[number]:
+            work.ok[number] = run.error is None and found == record.checksum
+            if run.error is None and not work.ok[number]:
                 work.error = BlockCorrupt(f"{run.file.path.name}: checksum")
             if run.space is not self.space:
                 continue  # the directory is read anew, and this record was another's
-            if moved.error is not None:
+            if run.error is not None:
                 self._unread(record)
             elif not work.ok[number] and record.state is State.READY:
                 self.space.drop(record, "damaged")
