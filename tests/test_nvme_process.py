@@ -85,12 +85,12 @@ def test_records_go_on_where_the_process_that_sent_them_was_killed(
         kept = set(before.keys())
     real, taken = IndexClient.take, list[Batch | None]()
 
-    def take(client: IndexClient) -> Batch | Loaded | None:
+    def take(client: IndexClient, *, wait: bool = False) -> Batch | Loaded | None:
         if len(taken) == 1 and client.pid is not None:
             os.kill(client.pid, signal.SIGKILL)
             taken.append(None)
             raise IndexProcessDiedError("killed", of_the_file=False)
-        message = real(client)
+        message = real(client, wait=wait)
         if isinstance(message, Batch):
             taken.append(message)
         return message

@@ -108,11 +108,15 @@ class ProcessHere:
         self._answers.extend(self._server.answers(request))
         return self._answers.popleft()
 
-    def take(self) -> Answer | None:
+    def take(self, *, wait: bool) -> Answer | None:
+        check(not wait, "the platter does not wait")
         return self._answers.popleft() if self._answers else None
 
     def close(self) -> None:
-        self._server.close()
+        if self._server.file is not None:
+            self._server.file.close()
+            os.close(self._server.lock_fd)
+            self._server.file = None
 
 
 class Platter:

@@ -25,7 +25,7 @@ from tiers.nvme.files import RUN_BLOCKS_MAX, ExtentFile, allow_files, stride_of,
 from tiers.nvme.fsck_report import Amount, FsckReport, Repair
 from tiers.nvme.index import Record
 from tiers.nvme.index_client import IndexClient, IndexDamagedError
-from tiers.nvme.messages import FOLDER, RECORD_BYTES, Batch, Commit, Load
+from tiers.nvme.messages import FOLDER, RECORD_BYTES, Commit, Load, Loaded
 from tiers.nvme.namespace import DiskNamespace, Loading
 from tiers.nvme.places import POSITION
 from tiers.nvme.startup import set_aside, spaces_of
@@ -34,7 +34,6 @@ from tiers.nvme.tier import RUN_BYTES_MAX
 LOCK_WAIT_S = 1.0
 READERS = 8  # disks are flat beyond
 _BATCH_RUNS = 8 * READERS  # which a Ctrl-C waits for
-_TICK_S = 0.0005
 # That an extent cannot be opened for one of these says nothing about it.
 _NOT_ITS_FAULT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
@@ -240,16 +239,12 @@ def load(client: IndexClient, space: DiskNamespace) -> list[Refused]:
     """Have a space take its records; return those that it cannot have."""
     loading = space.loading = Loading(space)
     client.load(Load(space.number, space.slot_bytes, space.slot_counts))
-    while True:
-        message = client.take()
-        if message is None:
-            time.sleep(_TICK_S)
-        elif isinstance(message, Batch):
+    while not isinstance(message := client.take(wait=True), Loaded):
+        if message is not None:
             loading.take(message)
-        else:
-            loading.refuse(message.refused)
-            deque(loading.end(), maxlen=0)
-            return message.refused
+    loading.refuse(message.refused)
+    deque(loading.end(), maxlen=0)
+    return message.refused
 
 
 def runs_of(space: DiskNamespace) -> Iterator[list[Record]]:

@@ -103,13 +103,13 @@ class IndexProcess:
         except (OSError, EOFError):
             raise self._end() from None
 
-    def take(self) -> Answer | None:
-        """Return the next part of what was loaded; None: not there yet.
+    def take(self, *, wait: bool) -> Answer | None:
+        """Return the next part of what was loaded; None with wait=False: not there yet.
 
         Raises IndexProcessDiedError.
         """
         try:
-            return self._connection.receive(socket.MSG_DONTWAIT)
+            return self._connection.receive(0 if wait else socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
         except (OSError, EOFError):
@@ -248,12 +248,15 @@ class IndexClient:
         """Have a namespace's records sent, for take(). Raises TierIOError."""
         self._ask(request)
 
-    def take(self) -> Batch | Loaded | None:
-        """Return the next records; None: not there yet. Raises TierIOError when there are none."""
+    def take(self, *, wait: bool = False) -> Batch | Loaded | None:
+        """Return the next records; None with wait=False: not there yet.
+
+        Raises TierIOError when there are none.
+        """
         if self._process is None:
             raise IndexProcessDiedError("the index's process has ended", of_the_file=False)
         try:
-            message = self._process.take()
+            message = self._process.take(wait=wait)
         except IndexProcessDiedError as exc:
             self._died(exc)
             raise

@@ -296,8 +296,8 @@ class IndexServer:
 
     def __init__(self) -> None:
         """Without a file: Open comes first."""
-        self._file: IndexFile | None = None
-        self._lock_fd = -1
+        self.file: IndexFile | None = None
+        self.lock_fd = -1  # kept until this process ends
         self.broken = False  # LMDB takes no more writes after one that failed
 
     def answers(self, request: Request) -> Iterator[Answer]:
@@ -305,25 +305,25 @@ class IndexServer:
         try:
             if isinstance(request, Open):
                 yield self._open(request)
-            elif self._file is None:
+            elif self.file is None:
                 yield Failed("the index is not open")
             elif isinstance(request, Commit):
-                self._file.commit(request)
+                self.file.commit(request)
                 yield Done()
             elif isinstance(request, Purge):
-                yield Done(left=self._file.purge(request.number, request.rows_max))
+                yield Done(left=self.file.purge(request.number, request.rows_max))
             else:
                 yield Done()
-                yield from _load(self._file, request)
+                yield from _load(self.file, request)
         except _ERRORS as exc:
             self.broken = True
             yield failed(exc)
 
     def _open(self, request: Open) -> Opened:
         path = Path(request.path)
-        self._lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # one before may hang in a write
-        file = self._file = IndexFile(
+        self.lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # one before may hang in a write
+        file = self.file = IndexFile(
             path, request.map_bytes, verify=request.verify, read_only=request.read_only
         )
         namespaces, extents = file.tables()
@@ -331,15 +331,6 @@ class IndexServer:
         following = max([*numbers, file.last_number]) + 1
         strays = file.strays(numbers)
         return Opened(file.new, file.clean, following, strays, namespaces, extents)
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
 
 
 def _load(file: IndexFile, request: Load) -> Iterator[Answer]:
