@@ -31,7 +31,6 @@ from tests.harness.nvme_trouble import (
 from tiers.nvme import NvmeDisk, disk
 from tiers.nvme.directory import Directory, Look
 from tiers.nvme.index_client import IndexClient, IndexDamagedError
-from tiers.nvme.messages import Commit
 
 
 @pytest.fixture(autouse=True)
@@ -42,31 +41,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def folder(settings: NvmeConfig) -> Path:
     return Path(settings.path)
-
-
-def test_after_a_commit_that_failed_the_index_is_opened_anew(
-    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """LMDB refuses all commits once it could not write its head."""
-    real, broken = IndexClient.commit, set()
-
-    def commit(client: IndexClient, changes: Commit) -> None:
-        if id(client) in broken:
-            raise TierIOError("MDB_PANIC")
-        real(client, changes)
-
-    with shelf(settings) as found:
-        found.put(1, 0, 5)
-        found.settle()
-        monkeypatch.setattr(IndexClient, "commit", commit)
-        broken.add(id(found.disk._shared.opening.index_client))
-        found.put(2, 0, 5)
-        wait_for(found, "read_only")
-        found.settle()
-        assert found.put(3, 0, 5).done == 5
-        found.settle()
-    with shelf(settings) as after:
-        assert all(after.whole(chain, 5) for chain in (1, 2, 3))
 
 
 def test_an_index_that_was_found_damaged_before_is_not_gone_on_with(

@@ -162,7 +162,7 @@ class IndexClient:
         self._map_bytes = map_bytes_of(blocks_max)
         self._lock_fd = lock_fd
         self._read_only = self._verify = read_only
-        self._deaths = 0  # of what was read
+        self._deaths = 0  # of what was read, since a commit went well
         self._closed = False
         self._process: IndexProcess | None = None
         self.opened = self._start()[1]
@@ -238,6 +238,7 @@ class IndexClient:
         Raises TierIOError: then it is not known which, and the same commit may be tried again.
         """
         self._ask(changes)
+        self._deaths = 0
 
     def purge(self, number: int, rows_max: int) -> bool:
         """Delete records of a number that is no namespace's; tell whether there are more."""

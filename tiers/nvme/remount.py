@@ -90,7 +90,7 @@ class Remount:
     def _mended(self, stuck: list[int], error: Exception | None, now_s: float) -> None:
         self.phase = Phase.OPEN
         if isinstance(error, IndexDamagedError):
-            self._shared.write_failed("opening the index", error, now_s)
+            self._shared.write_failed("removing extents", error, now_s)
         elif error is not None:
             self._shared.health.not_yet(str(error), now_s)
         else:
@@ -116,14 +116,12 @@ def _return(shared: DiskContext, fresh: Startup, damage: TierIOError | None) -> 
 
 
 def _mend(shared: DiskContext, stuck: list[int], known: set[int]) -> None:
-    """Try to write, and open the index anew: after a commit that failed, none may work."""
+    """Try to write, and remove what could not be. The index has another process by itself."""
     if shared.volume.look().read_only:
         raise TierIOError("the file system is mounted read-only")
     shared.volume.try_write()
     if shared.opening.loading:
         return
-    shared.opening.index_client.close()
-    shared.opening.open_index()
     if stuck:
         shared.opening.index_client.commit(Commit(extents_gone=stuck))
     shared.volume.sweep(known)

@@ -92,7 +92,7 @@ class Startup:
             gc.disable()
 
     def _open(self) -> None:
-        self.open_index()
+        self.index_client = IndexClient(self._volume.path, self._blocks_max, self._volume.lock_fd)
         try:
             self._open_extents()
         except BaseException:
@@ -101,10 +101,6 @@ class Startup:
             raise
         found = self.index_client.opened
         self._next_number, self.strays = found.next_number, found.strays
-
-    def open_index(self) -> None:
-        """Open the index, whose records may be known. Raises TierIOError, ConfigError."""
-        self.index_client = IndexClient(self._volume.path, self._blocks_max, self._volume.lock_fd)
 
     def _start_empty(self, cause: Exception) -> None:
         self._volume.read_index()
