@@ -30,7 +30,13 @@ from tests.harness.nvme_trouble import (
 )
 from tiers.nvme import NvmeDisk, disk
 from tiers.nvme.directory import Directory, Look
-from tiers.nvme.index_client import IndexClient, IndexDamagedError
+from tiers.nvme.index_client import (
+    IndexClient,
+    IndexDamagedError,
+    IndexProcess,
+    IndexProcessDiedError,
+)
+from tiers.nvme.messages import Answer, Commit, Request
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +67,29 @@ def test_an_index_that_was_found_damaged_before_is_not_gone_on_with(
             away(found)
         wait(found, lambda: found.tier.space is not before)
         assert list(folder.glob("index.damaged-*")), "it is kept for inspection"
+        wait_for(found, "ok")
+        assert found.put(3, 0, 5).done == 5
+
+
+def test_an_index_that_ends_each_commit_is_set_aside(
+    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can be read, but three processes in a row were ended by it."""
+    real, left = IndexProcess.ask, [3]
+
+    def ask(process: IndexProcess, request: Request) -> Answer:
+        if left[0] and isinstance(request, Commit):
+            left[0] -= 1
+            process.close()
+            raise IndexProcessDiedError("for the test", of_the_file=True)
+        return real(process, request)
+
+    with shelf(settings) as found:
+        found.put(1, 0, 5)
+        found.settle()
+        monkeypatch.setattr(IndexProcess, "ask", ask)
+        found.put(2, 0, 5)
+        wait(found, lambda: list(folder.glob("index.damaged-*")))
         wait_for(found, "ok")
         assert found.put(3, 0, 5).done == 5
 
