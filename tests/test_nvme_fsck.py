@@ -278,25 +278,21 @@ def test_an_index_that_was_deleted_leaves_orphans(settings: NvmeConfig) -> None:
     assert readable(settings) == 0
 
 
-def test_another_version_is_left_alone(settings: NvmeConfig) -> None:
-    with lmdb.open(str(index(settings).parent), max_dbs=4, lock=False) as env:
-        meta = env.open_db(b"meta")
-        with env.begin(write=True) as txn:
-            txn.put(b"format", b"kvstore-drum-1", db=meta)
-    before = contents(settings)
-    with pytest.raises(ConfigError, match="format b'kvstore-drum-1', this version has"):
-        examine(settings, repair=True)
-    assert contents(settings) == before
-
-
-def test_another_program_is_left_alone(settings: NvmeConfig) -> None:
-    index(settings).unlink()
-    with lmdb.open(str(index(settings).parent), max_dbs=4, lock=False) as env:
-        env.open_db(b"theirs")
-    before = contents(settings)
-    with pytest.raises(ConfigError, match="not an index of kvstore"):
-        examine(settings, repair=True)
-    assert contents(settings) == before
+def test_another_version_or_program_is_left_alone(settings: NvmeConfig) -> None:
+    for table, says in (
+        (b"meta", "format b'kvstore-drum-1', this version has"),
+        (b"theirs", "not an index of kvstore"),
+    ):
+        if table == b"theirs":
+            index(settings).unlink()
+        with lmdb.open(str(index(settings).parent), max_dbs=4, lock=False) as env:
+            found = env.open_db(table)
+            with env.begin(write=True) as txn:
+                txn.put(b"format", b"kvstore-drum-1", db=found)
+        before = contents(settings)
+        with pytest.raises(ConfigError, match=says):
+            examine(settings, repair=True)
+        assert contents(settings) == before
 
 
 def test_a_missing_table_is_damage(settings: NvmeConfig) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.config import NvmeConfig
 from kvstore.core.errors import TierIOError
-from tests.harness.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
+from tests.harness.nvme_blocks import Shelf, key, settings_for, shelf
 from tests.harness.nvme_trouble import (
     Gate,
     away,
@@ -22,7 +22,6 @@ from tests.harness.nvme_trouble import (
     wait_for,
 )
 from tiers.nvme import NvmeDisk, disk
-from tiers.nvme.index_client import IndexClient
 from tiers.nvme.remount import Phase
 
 
@@ -203,27 +202,6 @@ def test_an_extent_that_is_being_made_is_let_go_of_too(
         found.put(50, 0, 30)
         assert found.whole(50, 30)
     assert not open_files(folder)
-
-
-def test_what_could_not_be_removed_is_let_go_of_too(
-    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise TierIOError("no commit today")
-
-    with shelf(settings) as found:
-        found.fill(40)
-        found.settle()
-        with monkeypatch.context() as patched:
-            patched.setattr(IndexClient, "commit", fail)
-            found.disk.resize(6 * MIB)
-            wait_for(found, "read_only")
-            lose(found)
-            away(found)
-            assert not open_files(folder)
-        let_back(found)
-        wait_for(found, "ok")
-        wait(found, lambda: disk_bytes(folder) <= 6 * MIB)
 
 
 def test_it_comes_back_while_its_index_is_being_read(settings: NvmeConfig, folder: Path) -> None:

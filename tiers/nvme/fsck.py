@@ -139,7 +139,7 @@ class Known:
                 space.extents[number] = file
 
     def _open(self, number: int, slot_bytes: int) -> ExtentFile | None:
-        """Return None when it is not there. Raises TierError when that is not its fault."""
+        """Return None when it is not there. Raises TierError for a cause outside of it."""
         try:
             return self._volume.open_extent(number, slot_bytes)
         except OSError as exc:

@@ -69,7 +69,7 @@ class FsckReport(msgspec.Struct):
 
     directory: str
     ok: bool = True  # nothing was wrong, before a repair
-    index_error: str | None = None  # why it cannot be read; then no block can be told
+    index_error: str | None = None  # why it cannot be read; then no block is counted
     in_order: bool = True  # the last store had time to end; else its last second may be missing
     namespaces: int = 0
     blocks: Blocks = msgspec.field(default_factory=Blocks)

@@ -366,7 +366,7 @@ def serve(store: Connection[Request]) -> None:
 def end_with(fd: int) -> None:
     """Wait for the store's end of a socket to close, which it does however the store ends."""
     watched = select.poll()
-    watched.register(fd, 0)  # a hang-up is always told
+    watched.register(fd, 0)  # a hang-up is always reported
     watched.poll()
     os._exit(0)
 

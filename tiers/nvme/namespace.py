@@ -155,7 +155,7 @@ class DiskNamespace(ExtentSlots):
         """Forget every block. number: one that the index file has nothing under."""
         self.counts["cleared"] += len(self.index)
         self._dismantling.append(self._dismantle(self.index))
-        self.index = DiskIndex(self.index.told)
+        self.index = DiskIndex(self.index.changes)
         self._old_numbers.append(self.number)
         self.number = number
         self.loading = None
@@ -176,14 +176,14 @@ class DiskNamespace(ExtentSlots):
 
     def tell_lost(self) -> None:
         """Note which blocks of before are not here any more."""
-        if self.index.told is not None:
-            self.index.told.removed += (k for k in self._before if self.index.get(k) is None)
+        if self.index.changes is not None:
+            self.index.changes.removed += (k for k in self._before if self.index.get(k) is None)
         self._before = set()
 
     def succeed(self, old: DiskNamespace) -> None:
         """Go on for a space whose directory was closed: what it had forgotten stays so."""
         self.counts.update(old.counts)
-        self.index.told = old.index.told
+        self.index.changes = old.index.changes
         self._before = old._before
         self._dismantling.append(self._dismantle(old.index))
         if self.loading is not None:

@@ -128,15 +128,15 @@ class NvmeTier:
 
     def tell(self) -> None:
         """Note what becomes readable, and what leaves."""
-        self.space.index.told = self.space.index.told or Changes()
+        self.space.index.changes = self.space.index.changes or Changes()
 
     def take_changes(self) -> Changes:
         """Return what was noted since the last call."""
-        told = self.space.index.told
-        if told is None:
+        changes = self.space.index.changes
+        if changes is None:
             return Changes()
-        self.space.index.told = Changes()
-        return told
+        self.space.index.changes = Changes()
+        return changes
 
     def drain(self) -> None:
         """Wait until every job has a result; not for ever, should the disk hang."""
@@ -152,7 +152,7 @@ class NvmeTier:
             self.drain()
             self.closed = True
             self.space.attached -= 1
-            self.space.index.told = None  # take_changes() is not called any more
+            self.space.index.changes = None  # take_changes() is not called any more
 
     # Loads
 
@@ -282,7 +282,7 @@ class NvmeTier:
     def _unread(self, record: Record) -> None:
         """Give up a block that cannot be read again and again, while others can."""
         if not self._disk.online:
-            return  # not its fault
+            return  # the disk is the cause
         self._unreadable[record.key] += 1
         if self._unreadable[record.key] >= BLOCK_ERRORS_MAX:
             del self._unreadable[record.key]
