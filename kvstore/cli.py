@@ -18,7 +18,7 @@ from pathlib import Path
 from kvstore import __version__
 from kvstore.core.errors import ConfigError, KVStoreError
 from kvstore.wire.credentials import read_user
-from tiers.nvme.fsck_report import MEANINGS, Amount, Report
+from tiers.nvme.fsck_report import MEANINGS, Amount, FsckReport
 
 _SOCKET = "unix:///run/kvstore/kvstore.sock"
 log = logging.getLogger(__name__)
@@ -313,7 +313,7 @@ def _fsck(chosen: argparse.Namespace) -> int:
     from tiers.nvme.fsck import examine
 
     with _progress() as watch:
-        report: Report = examine(chosen.directory, repair=chosen.repair, watch=watch)
+        report: FsckReport = examine(chosen.directory, repair=chosen.repair, watch=watch)
     if chosen.json:
         import msgspec
 
@@ -365,7 +365,7 @@ def _rate(done: Amount, seconds: float) -> str:
     return f"{done.count / seconds:,.0f} blocks/s, {done.bytes / seconds / 1e9:.2f} GB/s"
 
 
-def _show_fsck(report: Report) -> None:
+def _show_fsck(report: FsckReport) -> None:
     from rich.table import Table
 
     from kvstore.printing import output

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
+from kvstore.config import NvmeConfig
 from tests.harness import bugs
 from tests.harness.faults import build
 from tests.harness.forked import OF_ENGINES, OF_INDEXES, fork_index, start_server
-from tiers.nvme.index_client import Child
+from tests.harness.nvme_blocks import settings_for
+from tiers.nvme.index_client import IndexProcess
 
 ENGINES = "tests/engine/"
 
@@ -62,6 +64,12 @@ def fault_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("fault_library"))
 
 
+@pytest.fixture(name="settings")
+def _disk_settings(tmp_path: Path) -> NvmeConfig:
+    """Of a small NVMe tier."""
+    return settings_for(tmp_path / "kv")
+
+
 @pytest.fixture(scope="session")
 def forking(request: pytest.FixtureRequest) -> None:
     """Processes can be forked from one that has imported what they need."""
@@ -79,7 +87,7 @@ def forking(request: pytest.FixtureRequest) -> None:
 def _how_indexes_start(forking: None) -> Iterator[None]:  # noqa: ARG001 - the server is needed
     """Stores that are processes of their own start the process of their index by themselves."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Child, "start", staticmethod(fork_index))
+        patch.setattr(IndexProcess, "start", staticmethod(fork_index))
         yield
 
 

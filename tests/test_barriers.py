@@ -36,7 +36,7 @@ from tests.test_peer_limits import Place, wanted
 from tests.test_peers import inside
 from tiers.nvme import tier
 from tiers.nvme.disk import NvmeDisk
-from tiers.nvme.namespace import Space
+from tiers.nvme.namespace import DiskNamespace
 
 pytestmark = pytest.mark.meets_bugs
 PAGE = 1 << 16
@@ -324,7 +324,7 @@ def hello_of(name: str, live: LiveEngine) -> p.Hello:
     return p.Hello(p.VERSION, name, "worker", 0, 1, geometry=live.geometry)
 
 
-@pytest.mark.parametrize("where", [(NvmeDisk, "_look"), (Space, "written")])
+@pytest.mark.parametrize("where", [(NvmeDisk, "_look"), (DiskNamespace, "written")])
 def test_S2_what_the_disk_meets_costs_the_disk(
     settings: config.Config,
     monkeypatch: pytest.MonkeyPatch,

@@ -66,17 +66,6 @@ def test_a_store_that_finds_its_extents_damaged(
     store.assert_back(store.fill())
 
 
-def test_a_store_that_finds_its_index_damaged_starts_empty(store: Served) -> None:
-    names = store.fill()
-    store.stop()
-    nvme_damage.damage_index(settings_for(store.disk), "rubbish")
-    store.start()
-    store.wait_for("ok")
-    assert lose(store, names) == len(names) * CHAIN
-    assert "the index is damaged" in store.log
-    store.assert_back(store.fill())
-
-
 # While it serves
 
 

@@ -472,12 +472,12 @@ def test_S1_children_import_nothing_from_the_current_folder(tmp_path: Path) -> N
     code = f"""
         from kvstore import launch
         from tiers.nixl.exporter_child import Child
-        from tiers.nvme.index_client import Journal
+        from tiers.nvme.index_client import IndexClient
         import pathlib, os, select
         launch.ensure("engine {secrets.token_hex(4)}", 64 << 20)
         launch._children[-1].wait()
         fd = os.open({str(tmp_path)!r}, os.O_RDONLY)
-        Journal(pathlib.Path({str(tmp_path)!r}), 100, fd).close()
+        IndexClient(pathlib.Path({str(tmp_path)!r}), 100, fd).close()
         child = Child("x", "lo", None)
         select.select([child._sock], [], [])  # it is there, or has ended
         child._process.kill()

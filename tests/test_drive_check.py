@@ -22,7 +22,7 @@ from kvstore.units import GIB, MIB
 from tests.harness.nvme_blocks import settings_for
 from tiers.nvme import drive_check
 from tiers.nvme.block_io import Move, ThreadMover
-from tiers.nvme.drive_check import Report, Sample, suggest
+from tiers.nvme.drive_check import DriveReport, Sample, suggest
 
 pytestmark = pytest.mark.slow  # measures a drive
 
@@ -204,7 +204,7 @@ def test_the_command_prints_an_object_or_a_table(
     assert cli.main([*arguments, "--json"]) == 0
     table = json.loads(capsys.readouterr().out)
     assert table["path"] == str(tmp_path)
-    assert set(table) == set(Report.__struct_fields__)
+    assert set(table) == set(DriveReport.__struct_fields__)
     assert "nvme" in tomllib.loads(table["toml"])
     assert cli.main(arguments) == 0
     printed = capsys.readouterr().out

@@ -241,7 +241,7 @@ def test_O16_a_disk_tier_tells_what_can_be_read_and_what_cannot(tmp_path: Path) 
         assert names[0] not in changes.removed or names[0] in changes.added
         assert len(changes.removed) == len(set(changes.removed))
         made.tier.close()
-        assert made.tier.space.index.told is None, "nobody takes it any more"
+        assert made.tier.space.index.changes is None, "take_changes() is not called any more"
 
 
 def test_O16_a_write_that_fails_is_no_event(tmp_path: Path) -> None:

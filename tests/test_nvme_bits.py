@@ -38,8 +38,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory that was shut down in order."""
     folder = tmp_path_factory.mktemp("filled") / "kv"
     with shelf(settings_for(folder)) as made:
-        for chain in range(CHAINS):
-            made.put(chain, 0, LENGTH)
+        made.fill(CHAINS, LENGTH)
     return folder
 
 
@@ -138,7 +137,7 @@ def test_S2_a_namespace_whose_blocks_have_another_size_on_disk_is_damage(folder:
         found.settle()
     assert list(folder.glob("index.damaged*"))
     with shelf(settings_for(folder)) as again:
-        assert again.get([key(1, n) for n in range(3)]).done == 3
+        assert again.whole(1, 3)
 
 
 def test_S2_damage_that_a_commit_finds_sets_the_index_aside(
@@ -162,7 +161,7 @@ def test_S2_damage_that_a_commit_finds_sets_the_index_aside(
         eventually_ok(found)
         assert found.put(98, 0, 5).done == 5
         found.settle()
-        assert found.get([key(98, n) for n in range(5)]).done == 5
+        assert found.whole(98, 5)
     assert "starts empty" in caplog.text
 
 

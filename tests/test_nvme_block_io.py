@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import random
 import threading
 import time
 import zlib
@@ -12,16 +11,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
 import pytest
 
 from kvstore.config import NvmeConfig
 from kvstore.testing import SLOT_BYTES, content
-from tests.harness.nvme_blocks import MIB, key, shelf
+from tests.harness.nvme_blocks import MIB, shelf
 from tests.harness.patience import WAIT_S
 from tiers.nvme import block_io
-from tiers.nvme.block_io import Move, Moved, ThreadMover, writers_of
-from tiers.nvme.files import Descriptor, ExtentFile, open_direct
+from tiers.nvme.block_io import Move, ThreadMover
+from tiers.nvme.files import ExtentFile
 from tiers.nvme.tier import Run
 
 MOVED_SLOTS = 64
@@ -29,33 +27,40 @@ Mover = ThreadMover[Any]
 
 
 class CheckedMove(Move, eq=False):
-    """A move whose sums are CRC-32, and that notes when they were made."""
+    """A move whose sums are CRC-32, and that counts how often they were made."""
 
-    seen: list[str] = msgspec.field(default_factory=list)
+    summed: int = 0
 
-    def sums(self) -> list[int]:
-        self.seen.append("write" if self.store else "read")
+    def checksums(self) -> list[int]:
+        self.summed += 1
         return [zlib.crc32(block) for block in self.blocks]
 
 
-class NotedDescriptor(Descriptor):
-    """A file that notes when a write takes it."""
+class FakeFile:
+    """An extent that notes calls and moves nothing; writes wait for go."""
 
-    def __init__(self, fd: int, seen: list[str]) -> None:
-        super().__init__(fd)
-        self._seen = seen
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.under = self.most = 0  # writes under way
+        self.go = threading.Event()
+        self._lock = threading.Lock()
 
-    def take(self) -> int:
-        self._seen.append("write")
-        return super().take()
+    def read(self, _position: int, _blocks: list[memoryview]) -> None:
+        time.sleep(0.0005)
+        self.calls.append("read")
 
+    def write(self, _position: int, _blocks: list[memoryview]) -> None:
+        with self._lock:
+            self.under += 1
+            self.most = max(self.most, self.under)
+        self.go.wait(600)
+        with self._lock:
+            self.under -= 1
+            self.calls.append("write")
 
-def noted(extent: ExtentFile, seen: list[str]) -> ExtentFile:
-    """Open an extent once more, only to be written to."""
-    file = ExtentFile(extent.path, extent.slot_bytes, extent.bytes)
-    file.descriptor.close()
-    file.descriptor = NotedDescriptor(open_direct(extent.path), seen)
-    return file
+    def moves(self, count: int, *, store: bool) -> list[CheckedMove]:
+        block = memoryview(bytearray(512))
+        return [a_move(cast("ExtentFile", self), 0, [block], store=store) for _ in range(count)]
 
 
 def a_move(
@@ -68,11 +73,11 @@ def cut(pages: memoryview) -> list[memoryview]:
     return [pages[at : at + SLOT_BYTES] for at in range(0, len(pages), SLOT_BYTES)]
 
 
-def run_all(mover: Mover, moves: Sequence[CheckedMove], *, fail: bool = False) -> list[Moved[Any]]:
+def run_all(mover: Mover, moves: Sequence[CheckedMove], *, fail: bool = False) -> list[CheckedMove]:
     """Start all moves and wait for their results; without errors, unless some have to fail."""
     for move in moves:
         mover.start(move)
-    results: list[Moved[Any]] = []
+    results: list[CheckedMove] = []
     end = time.monotonic() + WAIT_S
     while len(results) < len(moves) and time.monotonic() < end:
         results.extend(mover.poll())
@@ -125,21 +130,6 @@ def test_what_was_written_is_read_back(
     file.close()
 
 
-def test_runs_reach_their_own_slots_only(
-    mover: Mover, extent: ExtentFile, pages: memoryview
-) -> None:
-    blocks = cut(pages)
-    for number, block in enumerate(blocks[:MOVED_SLOTS]):
-        block[:] = content(number)
-    places = list(range(0, MOVED_SLOTS, 4))
-    random.Random(1).shuffle(places)
-    run_all(mover, [a_move(extent, at, blocks[at : at + 4], store=True) for at in places])
-    assert extent.path.read_bytes() == bytes(pages[: extent.bytes])
-    away = blocks[MOVED_SLOTS:]
-    run_all(mover, [a_move(extent, at, away[at : at + 4]) for at in reversed(places)])
-    assert pages[extent.bytes :] == pages[: extent.bytes]
-
-
 def test_each_move_has_one_result_with_the_sums_of_its_blocks(
     mover: Mover, extent: ExtentFile, pages: memoryview
 ) -> None:
@@ -149,8 +139,8 @@ def test_each_move_has_one_result_with_the_sums_of_its_blocks(
         for at in range(MOVED_SLOTS)
     ]
     results = run_all(mover, moves)
-    assert sorted(id(moved.run) for moved in results) == sorted(map(id, moves))
-    assert all(moved.sums == [zlib.crc32(moved.run.blocks[0])] for moved in results)
+    assert sorted(map(id, results)) == sorted(map(id, moves))
+    assert all(moved.sums == [zlib.crc32(moved.blocks[0])] for moved in results)
     assert mover.open == 0
     assert list(mover.poll()) == []
 
@@ -175,7 +165,7 @@ def test_O15_what_cannot_be_moved_fails_in_its_result_alone(
     os.truncate(extent.path, 8 * SLOT_BYTES)
     moves = [a_move(extent, at, [blocks[at]]) for at in range(16)]
     moves.append(a_move(extent, 6, blocks[20:24]))  # two there, two not
-    failed = {m.run.position for m in run_all(mover, moves, fail=True) if m.error is not None}
+    failed = {m.position for m in run_all(mover, moves, fail=True) if m.error is not None}
     assert failed == {6, *range(8, 16)}
     assert not any(m.error for m in run_all(mover, moves[:6]))
 
@@ -188,91 +178,37 @@ def test_O15_a_bug_in_one_move_is_its_error(
     for broken in (moves[4], moves[7]):
         broken.blocks = [memoryview(bytes(SLOT_BYTES))]  # cannot be written to
     results = run_all(mover, moves, fail=True)
-    assert {m.run.position for m in results if m.error is not None} == {4, 7}
+    assert {m.position for m in results if m.error is not None} == {4, 7}
     assert len(results) == 12
 
 
-def test_reads_go_before_writes(
-    mover: Mover,
-    extent: ExtentFile,
-    pages: memoryview,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_reads_go_before_writes(mover: Mover, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_io, "READS_FIRST_S", WAIT_S)
-    blocks, order = cut(pages), list[str]()
-    written = noted(extent, order)
-    moves = [a_move(extent, at, [blocks[at]]) for at in range(24)]
-    for move in moves:
-        move.seen = order
-    moves += [a_move(written, at, [blocks[at]], store=True) for at in range(24, 32)]
-    run_all(mover, moves)
-    written.close()
-    assert order == ["read"] * 24 + ["write"] * 8
+    file = FakeFile()
+    file.go.set()
+    run_all(mover, [*file.moves(24, store=False), *file.moves(8, store=True)])
+    assert file.calls == ["read"] * 24 + ["write"] * 8
 
 
 def test_reads_hold_a_write_for_a_moment_only(
-    mover: Mover,
-    extent: ExtentFile,
-    pages: memoryview,
-    monkeypatch: pytest.MonkeyPatch,
+    mover: Mover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_io, "READS_FIRST_S", 0.005)
-    blocks, order = cut(pages), list[str]()
-    written = noted(extent, order)
-    moves = [a_move(extent, at % 40, [blocks[at % 40]]) for at in range(12_000)]
+    file = FakeFile()
+    file.go.set()
+    reads = file.moves(2000, store=False)
+    run_all(mover, [*reads[:100], *file.moves(1, store=True), *reads[100:]])
+    assert file.calls.index("write") < len(file.calls) - 100
+
+
+def test_sums_of_the_next_runs_are_taken_while_others_write(mover: Mover) -> None:
+    file = FakeFile()
+    moves = file.moves(6, store=True)
     for move in moves:
-        move.seen = order
-    moves.insert(100, a_move(written, 40, [blocks[40]], store=True))
-    run_all(mover, moves)
-    written.close()
-    assert order.index("write") < len(order) - 1
-
-
-def test_O17_closing_ends_what_was_started(
-    mover: Mover, extent: ExtentFile, pages: memoryview
-) -> None:
-    block = pages[:SLOT_BYTES]
-    block[:] = content(9)
-    for at in range(MOVED_SLOTS):
-        mover.start(a_move(extent, at, [block], store=True))
-    mover.close()
-    mover.close()
-    assert mover.open == 0
-    assert extent.path.read_bytes() == content(9) * MOVED_SLOTS
-
-
-def test_half_as_many_writes_as_reads_but_two() -> None:
-    assert [writers_of(threads) for threads in (1, 4, 8, 64)] == [2, 2, 4, 32]
-
-
-class Held:
-    """A file whose writes are held; under: how many are under way."""
-
-    def __init__(self) -> None:
-        self.under = 0
-        self.most = 0
-        self.go = threading.Event()
-        self.changes = threading.Lock()
-
-    def write(self, _position: int, _blocks: list[memoryview]) -> None:
-        with self.changes:
-            self.under += 1
-            self.most = max(self.most, self.under)
-        self.go.wait(600)
-        with self.changes:
-            self.under -= 1
-
-
-def test_sums_of_the_next_runs_are_taken_while_others_write() -> None:
-    mover, file, seen = ThreadMover[CheckedMove](4, 2), Held(), list[str]()
-    block = memoryview(bytes(512))
-    for _ in range(6):
-        move = CheckedMove(True, cast("ExtentFile", file), 0, [block])
-        move.seen = seen
         mover.start(move)
-    end = time.monotonic() + 600
-    while (len(seen), file.under) != (6, 2):
-        assert time.monotonic() < end, (seen, file.under)
+    end = time.monotonic() + WAIT_S
+    while (sum(move.summed for move in moves), file.under) != (6, 2):
+        assert time.monotonic() < end, file.under
         time.sleep(0.001)
     file.go.set()
     mover.close()
@@ -307,5 +243,5 @@ def test_one_request_is_spread_over_the_threads(
             start(run)
 
         monkeypatch.setattr(found.disk, "start", counted)
-        assert found.get([key(1, index) for index in range(slots)]).done == slots
+        assert found.whole(1, slots)
         assert seen == runs

@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from kvstore import config
 from kvstore.config import NvmeConfig
 from kvstore.core.errors import TierFull
-from tests.harness.live import LiveStore, eventually
 from tests.harness.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
 from tests.harness.nvme_trouble import (
     Gate,
@@ -25,18 +22,13 @@ from tests.harness.nvme_trouble import (
     wait,
     wait_for,
 )
-from tiers.nvme import NvmeDisk, extent_allocator, maintenance
-from tiers.nvme.directory import Look, Volume
+from tiers.nvme import NvmeDisk, disk, extent_allocator
+from tiers.nvme.directory import Directory, Look
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     be_quick(monkeypatch)
-
-
-@pytest.fixture
-def settings(tmp_path: Path) -> NvmeConfig:
-    return settings_for(tmp_path / "kv")
 
 
 @pytest.fixture
@@ -46,8 +38,7 @@ def folder(settings: NvmeConfig) -> Path:
 
 def test_damaged_indexes_that_are_kept_count(folder: Path) -> None:
     with shelf(settings_for(folder, 16 * MIB)) as found:
-        for chain in range(80):
-            found.put(chain, 0, 30)
+        found.fill(80)
         found.settle()
         assert found.disk.used_bytes > 12 * MIB
         (folder / "index.damaged-19990101-000000").mkdir()
@@ -61,9 +52,9 @@ def test_damaged_indexes_that_are_kept_count(folder: Path) -> None:
 def test_a_file_system_without_room_gets_no_extents_and_the_tier_goes_on(
     settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Volume.look
+    real = Directory.look
 
-    def full(volume: Volume) -> Look:
+    def full(volume: Directory) -> Look:
         return real(volume)._replace(free_bytes=settings.extent_bytes - 1)
 
     with shelf(settings) as found:
@@ -71,7 +62,7 @@ def test_a_file_system_without_room_gets_no_extents_and_the_tier_goes_on(
         found.settle()
         made = len(list(folder.glob("*.extent")))
         with monkeypatch.context() as patched:
-            patched.setattr(Volume, "look", full)
+            patched.setattr(Directory, "look", full)
             for chain in range(2, 40):
                 assert found.put(chain, 0, 30).done == 30
         assert found.disk.state == "ok"
@@ -84,7 +75,7 @@ def test_a_file_system_of_which_nothing_is_known_gets_no_extent(
 ) -> None:
     with shelf(settings) as found:
         with monkeypatch.context() as patched:
-            patched.setattr(maintenance, "EVERY_S", 1000.0)
+            patched.setattr(disk, "LOOK_EVERY_S", 1000.0)
             patched.setattr(os, "fstatvfs", raise_eio)
             assert found.put(1, 0, 5).done == 0
         assert not list(folder.glob("*.extent"))
@@ -100,7 +91,7 @@ def test_the_reserve_of_the_file_system_is_not_free(settings: NvmeConfig, folder
 
 
 def _look(folder: Path) -> Look:
-    volume = Volume(folder.with_name("another"))
+    volume = Directory(folder.with_name("another"))
     volume.open(0.0)
     try:
         return volume.look()
@@ -135,12 +126,12 @@ def test_a_resize_while_an_extent_is_made_leaves_it_within_its_cap(
     with shelf(settings) as found:
         for chain in range(16):  # fills an extent, almost
             found.put(chain, 0, 15)
-        found.disk._watch._next_s = float("inf")  # it is not the watch that sees it
+        found.disk._next_look_s = float("inf")  # it is not the watch that sees it
         found.settle()
         with monkeypatch.context() as patched:
             patched.setattr(os, "posix_fallocate", gate)
             for chain in range(16, 40):
-                if found.disk._room.growths:
+                if found.disk._room.making:
                     break
                 found.put(chain, 0, 1)
             wait(found, lambda: gate.waiting)
@@ -156,8 +147,7 @@ def test_a_smaller_cap_in_any_state_holds_in_the_end(
     settings: NvmeConfig, folder: Path, state: str
 ) -> None:
     with shelf(settings) as before:
-        for chain in range(60):
-            before.put(chain, 0, 30)
+        before.fill(60)
     made = NvmeDisk(settings)
     found = Shelf(made)
     if state != "loading":
@@ -230,28 +220,6 @@ def test_an_idle_store_commits_when_the_window_ends(folder: Path) -> None:
         assert 0 < found.disk.next_s <= 0.5
         found.settle()
         assert found.disk.next_s > 10.0
-
-
-def test_the_server_polls_when_the_disk_asks_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "kvstore.toml"
-    path.write_text(
-        f'[server]\nsocket = "{tmp_path}/kv.sock"\nmetrics = ""\n[cpu]\ncapacity = "16MiB"\n'
-        f'[nvme]\npath = "{tmp_path}/kv"\ncapacity = "128MiB"\n'
-    )
-    monkeypatch.setattr(NvmeDisk, "next_s", 0.0123)
-    with LiveStore(config.load(path)) as store:
-        waits: list[float] = []
-        real = store.server._selector.select
-
-        def watched(timeout: float) -> Any:  # noqa: ANN401 - as it comes
-            waits.append(timeout)
-            return real(timeout)
-
-        monkeypatch.setattr(store.server._selector, "select", watched)
-        eventually(lambda: waits)
-        assert max(waits) == 0.0123
 
 
 def test_a_disk_that_takes_no_writes_does_not_ask_to_be_polled_for_a_commit(folder: Path) -> None:

@@ -17,7 +17,7 @@ from kvstore.core.errors import ConfigError, TierIOError
 from kvstore.core.types import LookupResult
 from kvstore.store.gauges import disk_gauges
 from tests.bench.steal import Watch
-from tests.harness.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
+from tests.harness.nvme_blocks import MIB, disk_bytes, key, settings_for, shelf
 from tests.harness.nvme_trouble import (
     Gate,
     Wrap,
@@ -27,12 +27,16 @@ from tests.harness.nvme_trouble import (
     refuse,
     wait,
     wait_for,
-    whole,
 )
 from tiers.nvme import NvmeDisk, disk
-from tiers.nvme.directory import Look, Volume
-from tiers.nvme.index_client import IndexDamagedError, Journal
-from tiers.nvme.messages import Commit
+from tiers.nvme.directory import Directory, Look
+from tiers.nvme.index_client import (
+    IndexClient,
+    IndexDamagedError,
+    IndexProcess,
+    IndexProcessDiedError,
+)
+from tiers.nvme.messages import Answer, Commit, Request
 
 
 @pytest.fixture(autouse=True)
@@ -41,38 +45,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> NvmeConfig:
-    return settings_for(tmp_path / "kv")
-
-
-@pytest.fixture
 def folder(settings: NvmeConfig) -> Path:
     return Path(settings.path)
-
-
-def test_after_a_commit_that_failed_the_index_is_opened_anew(
-    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """LMDB refuses all commits once it could not write its head."""
-    real, broken = Journal.commit, set()
-
-    def commit(journal: Journal, changes: Commit) -> None:
-        if id(journal) in broken:
-            raise TierIOError("MDB_PANIC")
-        real(journal, changes)
-
-    with shelf(settings) as found:
-        found.put(1, 0, 5)
-        found.settle()
-        monkeypatch.setattr(Journal, "commit", commit)
-        broken.add(id(found.disk._shared.opening.journal))
-        found.put(2, 0, 5)
-        wait_for(found, "read_only")
-        found.settle()
-        assert found.put(3, 0, 5).done == 5
-        found.settle()
-    with shelf(settings) as after:
-        assert all(whole(after, chain, 5) for chain in (1, 2, 3))
 
 
 def test_an_index_that_was_found_damaged_before_is_not_gone_on_with(
@@ -88,7 +62,7 @@ def test_an_index_that_was_found_damaged_before_is_not_gone_on_with(
         found.settle()
         before = found.tier.space
         with monkeypatch.context() as patched:
-            patched.setattr(Journal, "commit", fail)
+            patched.setattr(IndexClient, "commit", fail)
             found.put(2, 0, 5)
             away(found)
         wait(found, lambda: found.tier.space is not before)
@@ -97,12 +71,34 @@ def test_an_index_that_was_found_damaged_before_is_not_gone_on_with(
         assert found.put(3, 0, 5).done == 5
 
 
+def test_an_index_that_ends_each_commit_is_set_aside(
+    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can be read, but three processes in a row were ended by it."""
+    real, left = IndexProcess.ask, [3]
+
+    def ask(process: IndexProcess, request: Request) -> Answer:
+        if left[0] and isinstance(request, Commit):
+            left[0] -= 1
+            process.close()
+            raise IndexProcessDiedError("for the test", of_the_file=True)
+        return real(process, request)
+
+    with shelf(settings) as found:
+        found.put(1, 0, 5)
+        found.settle()
+        monkeypatch.setattr(IndexProcess, "ask", ask)
+        found.put(2, 0, 5)
+        wait(found, lambda: list(folder.glob("index.damaged-*")))
+        wait_for(found, "ok")
+        assert found.put(3, 0, 5).done == 5
+
+
 def test_an_extent_whose_removal_fails_still_counts_and_goes_later(
     settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with shelf(settings) as found:
-        for chain in range(40):
-            found.put(chain, 0, 30)
+        found.fill(40)
         found.settle()
         with monkeypatch.context() as patched:
             patched.setattr(os, "unlink", raise_eio)
@@ -127,7 +123,7 @@ def test_an_extent_that_the_index_does_not_know_leaves_no_file(
 
     with shelf(settings) as found:
         with monkeypatch.context() as patched:
-            patched.setattr(Journal, "commit", fail)
+            patched.setattr(IndexClient, "commit", fail)
             assert found.put(1, 0, 5).done == 0
             assert found.disk.state == "read_only"
             assert not list(folder.glob("*.extent"))
@@ -146,24 +142,24 @@ def test_lost_permissions_turn_it_off(
             wait_for(found, "off")
             assert "Permission denied" in found.disk._health.reason
         wait_for(found, "ok")
-        assert whole(found, 1, 5)
+        assert found.whole(1, 5)
 
 
 def test_a_file_system_that_turns_read_only_is_seen(
     settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Volume.look
+    real = Directory.look
 
-    def read_only(volume: Volume) -> Look:
+    def read_only(volume: Directory) -> Look:
         return real(volume)._replace(read_only=True)
 
     with shelf(settings) as found:
         found.put(1, 0, 5)
         found.settle()
         with monkeypatch.context() as patched:
-            patched.setattr(Volume, "look", read_only)
+            patched.setattr(Directory, "look", read_only)
             wait_for(found, "read_only")
-            assert whole(found, 1, 5)
+            assert found.whole(1, 5)
         wait_for(found, "ok")
 
 
@@ -198,13 +194,13 @@ def test_an_unreadable_disk_at_the_start_is_no_damage(
     with shelf(settings) as before:
         before.put(1, 0, 5)
     with monkeypatch.context() as patched:
-        patched.setattr(Journal, "__init__", fail)
+        patched.setattr(IndexClient, "__init__", fail)
         patched.setattr(os, "read", raise_eio)
         with pytest.raises(ConfigError, match="cannot be used: Input/output error"):
             NvmeDisk(settings)
     assert not list(folder.glob("index.damaged-*"))
     with shelf(settings) as after:
-        assert whole(after, 1, 5)
+        assert after.whole(1, 5)
 
 
 # Calls that hang
@@ -234,7 +230,7 @@ def test_a_commit_that_hangs_stops_nothing_but_writes(
             assert shown["kvstore_tiers", "nvme", "read_only"] == 1.0
             assert shown["kvstore_tiers", "nvme", "ok"] == 0.0
             watch = Watch()
-            assert whole(found, 1, 5)
+            assert found.whole(1, 5)
             found.disk.resize(32 * MIB)
             assert found.tier.lookup(key(2, 0)) is LookupResult.HIT
             assert watch.own_s() < 1.0
@@ -257,25 +253,7 @@ def test_a_directory_that_cannot_be_looked_at_for_long_is_off(
             assert not found.has(1, 0)
             gate.go_on.set()
         wait_for(found, "ok")
-        assert whole(found, 1, 5)
-
-
-def test_a_keeper_that_hangs_does_not_hold_the_end(
-    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(disk, "CLOSE_S", 0.3)
-    gate = Gate(os.fdatasync)
-    made = NvmeDisk(settings)
-    found = Shelf(made)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fdatasync", gate)
-        found.put(2, 0, 5)
-        wait(found, lambda: gate.waiting)
-        watch = Watch()
-        made.close()
-        assert watch.own_s() < 2.0
-        assert "I/O hangs" in caplog.text
-        gate.go_on.set()
+        assert found.whole(1, 5)
 
 
 CALLS = (
@@ -304,10 +282,9 @@ def test_the_stores_thread_never_calls_the_file_system(
             for name in CALLS:
                 patched.setattr(os, name, watched(name, getattr(os, name)))
             for name in ("__init__", "commit", "close"):
-                watching = watched(f"Journal.{name}", getattr(Journal, name))
-                patched.setattr(Journal, name, watching)
-            for chain in range(40):
-                found.put(chain, 0, 30)
+                watching = watched(f"IndexClient.{name}", getattr(IndexClient, name))
+                patched.setattr(IndexClient, name, watching)
+            found.fill(40)
             assert found.tier.space.counts["evicted"]
             found.disk.resize(6 * MIB)
             wait(found, lambda: found.disk.used_bytes <= 6 * MIB)

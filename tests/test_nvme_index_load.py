@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 
-from tiers.nvme.index_load import BATCH_ROWS, Rows, Sorted, packed
+from tiers.nvme.index_load import BATCH_ROWS, Rows, Sorted
 from tiers.nvme.messages import NO_PARENT, NOWHERE, NUMBER, VALUE
 
 SIZE = 4096
@@ -22,8 +22,10 @@ def row(name: bytes, place: int, above: int, generation: int, size: int = SIZE) 
     return PREFIX + name, VALUE.pack(place, above, generation, generation, size)
 
 
-def sort(*rows: Row) -> Sorted:
-    return Sorted(7, SIZE, COUNTS, packed(rows))
+def sort(*rows: Row, counts: dict[int, int] = COUNTS) -> Sorted:
+    packed = Rows()
+    packed.add([part for row in rows for part in row])
+    return Sorted(7, SIZE, counts, packed)
 
 
 def names(found: Sorted, skip: int = 0) -> list[bytes]:
@@ -104,7 +106,7 @@ def test_loading_goes_on_from_any_record() -> None:
     count = 2 * BATCH_ROWS + 7
     rows = [row(b"%06d" % n, at(n), at(n - 1) if n % 9 else NOWHERE, n) for n in range(count)]
     rng.shuffle(rows)
-    found = Sorted(7, SIZE, {1: count}, packed(rows))
+    found = sort(*rows, counts={1: count})
     whole = names(found)
     assert whole == [b"%06d" % n for n in range(count)]
     for skip in (0, 1, BATCH_ROWS, count - 1, count):

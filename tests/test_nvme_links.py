@@ -14,7 +14,7 @@ from kvstore.config import NvmeConfig
 from kvstore.core.errors import ConfigError, KVStoreError
 from tests.harness.nvme_blocks import key, settings_for, shelf
 from tiers.nvme import NvmeDisk, fsck
-from tiers.nvme.directory import Volume
+from tiers.nvme.directory import Directory
 from tiers.nvme.files import ExtentFile
 
 STRANGER = 65534
@@ -113,7 +113,7 @@ def test_S1_only_our_files_are_removed_as_unknown(settings: NvmeConfig, precious
 
 
 def test_S1_an_extent_is_made_anew_whatever_has_its_name(tmp_path: Path, precious: Path) -> None:
-    volume = Volume(tmp_path / "kv")
+    volume = Directory(tmp_path / "kv")
     volume.open(0)
     try:
         volume.extent(1).symlink_to(precious)

@@ -21,12 +21,12 @@ from kvstore.config import NvmeConfig
 from kvstore.core.types import BlockKey
 from tests.harness import nvme_blocks
 from tests.harness.nvme_load import Load, Name, names_of, path_to
-from tests.harness.nvme_platter import DELAY_S, ChildHere, Platter
+from tests.harness.nvme_platter import DELAY_S, Platter, ProcessHere
 from tiers.nvme import NvmeDisk
 from tiers.nvme.index import DiskIndex, Record
-from tiers.nvme.index_client import Child
+from tiers.nvme.index_client import IndexProcess
 from tiers.nvme.messages import NUMBER, Commit
-from tiers.nvme.namespace import Space
+from tiers.nvme.namespace import DiskNamespace
 
 MIB = 1 << 20
 SLOT_BYTES = (4096, 5000)  # of each namespace
@@ -148,7 +148,7 @@ class Campaign:
         """Start on what a cut has left, and check it; return what is there."""
         rng = random.Random(f"{self.label}, cut {self.seen['cuts']}")  # threads of its own
         real = rng.random() < REAL_CHILD_SHARE
-        self._platter.child = Child if real else ChildHere
+        self._platter.process = IndexProcess if real else ProcessHere
         self._left.clear()
         disk = NvmeDisk(settings_for(folder, self._capacity_bytes))
         loads = [Load(disk, n, size, rng) for n, size in enumerate(SLOT_BYTES)]
@@ -174,7 +174,7 @@ class Campaign:
             go_on(loads)
         disk.close()
         shutil.rmtree(folder)
-        self._platter.child = ChildHere
+        self._platter.process = ProcessHere
         return there
 
 
@@ -191,7 +191,7 @@ def go_on(loads: list[Load]) -> None:
 
 def abandon(disk: NvmeDisk) -> None:
     """Let go of what a process without power would have open."""
-    disk._shared.opening.journal.close()
+    disk._shared.opening.index_client.close()
     for space in disk.spaces:
         for file in space.extents.values():
             file.close()
@@ -214,15 +214,15 @@ def run(seed: int, folder: Path, platter: Platter, monkeypatch: pytest.MonkeyPat
             campaign.gone(NAMES[each.key])
         return iter(gone)
 
-    clear = Space.clear
+    clear = DiskNamespace.clear
 
-    def watched_clear(space: Space, number: int) -> None:
+    def watched_clear(space: DiskNamespace, number: int) -> None:
         for each in space.index:
             campaign.gone(NAMES[each.key])
         clear(space, number)
 
     monkeypatch.setattr(DiskIndex, "take_subtree", watched)
-    monkeypatch.setattr(Space, "clear", watched_clear)
+    monkeypatch.setattr(DiskNamespace, "clear", watched_clear)
     places = [folder / f"life-{number}" for number in range(LIVES + 1)]
     places[0].mkdir()
     for start, end in itertools.pairwise(places):

@@ -16,10 +16,10 @@ import pytest
 from kvstore.config import NvmeConfig
 from kvstore.core.errors import ConfigError, TierIOError
 from kvstore.core.types import LookupResult
-from tests.harness.nvme_blocks import Shelf, key, settings_for, shelf
+from tests.harness.nvme_blocks import Shelf, key, shelf
 from tiers.nvme import NvmeDisk, disk, health, startup
-from tiers.nvme.index_client import IndexProcessDiedError, Journal
-from tiers.nvme.messages import FOLDER, Batch, Commit, Stream
+from tiers.nvme.index_client import IndexClient, IndexProcessDiedError
+from tiers.nvme.messages import FOLDER, Batch, Commit, Loaded
 
 STORE = """
 import sys, time
@@ -30,14 +30,9 @@ shelf = Shelf(NvmeDisk(settings_for(Path(sys.argv[1]))))
 shelf.settle()
 shelf.put(1, 0, 5)
 shelf.settle()
-print(shelf.disk._shared.opening.journal.pid, flush=True)
+print(shelf.disk._shared.opening.index_client.pid, flush=True)
 time.sleep(60)
 """
-
-
-@pytest.fixture
-def settings(tmp_path: Path) -> NvmeConfig:
-    return settings_for(tmp_path / "kv")
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +42,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pid_of(found: Shelf) -> int:
-    pid = found.disk._shared.opening.journal.pid
+    pid = found.disk._shared.opening.index_client.pid
     assert pid is not None
     return pid
 
@@ -67,7 +62,7 @@ def polled(found: Shelf) -> NvmeDisk:
 def alive(pid: int) -> bool:
     try:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text(encoding="ascii")
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
@@ -78,74 +73,37 @@ def freeze(pid: int) -> None:
     eventually(lambda: all("State:\tT" in state.read_text() for state in states))
 
 
-def chains(found: Shelf, count: int, length: int = 30) -> None:
-    for chain in range(count):
-        found.put(chain, 0, length)
-
-
 # The process is killed
 
 
-def test_a_process_that_is_killed_while_it_loads_is_replaced(
-    settings: NvmeConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    with shelf(settings) as before:
-        chains(before, 20)
-        before.settle()
-        kept = set(before.keys())
-    after = Shelf(NvmeDisk(settings))
-    os.kill(pid_of(after), signal.SIGKILL)
-    after.settle()
-    assert set(after.keys()) == kept
-    after.tier.close()
-    after.disk.close()
-    assert not list(Path(settings.path).glob("index.damaged*"))
-    assert "damaged" not in caplog.text
-
-
 def test_records_go_on_where_the_process_that_sent_them_was_killed(
-    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with shelf(settings) as before:
-        chains(before, 100)
+        before.fill(100)
         before.settle()
         kept = set(before.keys())
-    real, taken = Journal.take, list[Stream | None]()
+    real, taken = IndexClient.take, list[Batch | None]()
 
-    def take(journal: Journal) -> Stream | None:
-        if len(taken) == 1 and journal.pid is not None:
-            os.kill(journal.pid, signal.SIGKILL)
+    def take(client: IndexClient, *, wait: bool = False) -> Batch | Loaded | None:
+        if len(taken) == 1 and client.pid is not None:
+            os.kill(client.pid, signal.SIGKILL)
             taken.append(None)
             raise IndexProcessDiedError("killed", of_the_file=False)
-        message = real(journal)
+        message = real(client, wait=wait)
         if isinstance(message, Batch):
             taken.append(message)
         return message
 
-    monkeypatch.setattr(Journal, "take", take)
-    after = Shelf(NvmeDisk(settings))
-    after.settle()
-    assert len(taken) > 2
-    assert set(after.keys()) == kept
-    assert len(after.tier.space.index) == len(kept), "none came twice"
-    assert after.tier.space.counts == {}
-    after.tier.close()
-    after.disk.close()
-
-
-def test_an_idle_store_whose_process_is_killed_commits_through_another(
-    settings: NvmeConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    with shelf(settings) as found:
-        first = pid_of(found)
-        os.kill(first, signal.SIGKILL)
-        eventually(lambda: not alive(first))
-        assert found.put(1, 0, 5).done == 5
-        found.settle()
-        assert pid_of(found) != first
-    assert "read_only" not in caplog.text
-    with shelf(settings) as after:
-        assert after.get([key(1, index) for index in range(5)]).done == 5
+    monkeypatch.setattr(IndexClient, "take", take)
+    with shelf(settings, settled=False) as after:
+        after.settle()
+        assert len(taken) > 2
+        assert set(after.keys()) == kept
+        assert len(after.tier.space.index) == len(kept), "none came twice"
+        assert after.tier.space.counts == {}
+    assert not list(Path(settings.path).glob("index.damaged*"))
+    assert "damaged" not in caplog.text
 
 
 def test_a_commit_whose_process_is_killed_is_done_again(settings: NvmeConfig) -> None:
@@ -158,23 +116,23 @@ def test_a_commit_whose_process_is_killed_is_done_again(settings: NvmeConfig) ->
         eventually(lambda: polled(found)._commits.under_way)
         time.sleep(0.2)  # for the data to be synced first
         os.kill(first, signal.SIGKILL)
-        assert found.get([key(1, index) for index in range(5)]).done == 5
+        assert found.whole(1, 5)
         found.settle()
     with shelf(settings) as after:
-        assert after.get([key(2, index) for index in range(5)]).done == 5
+        assert after.whole(2, 5)
         assert after.tier.space.counts == {}
 
 
 def test_a_process_that_hangs_is_not_joined_by_another(tmp_path: Path) -> None:
     lock_fd = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
-    first = Journal(tmp_path, 100, lock_fd)
+    first = IndexClient(tmp_path, 100, lock_fd)
     assert first.pid is not None
     freeze(first.pid)  # as if in a write
     with pytest.raises(TierIOError, match="temporarily unavailable"):
-        Journal(tmp_path, 100, lock_fd)
+        IndexClient(tmp_path, 100, lock_fd)
     os.kill(first.pid, signal.SIGCONT)
     first.close()
-    Journal(tmp_path, 100, lock_fd).close()
+    IndexClient(tmp_path, 100, lock_fd).close()
     os.close(lock_fd)
 
 
@@ -203,7 +161,7 @@ def test_an_index_that_is_cut_under_a_running_store_kills_its_process_only(
     settings: NvmeConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     with shelf(settings) as found:
-        chains(found, 40)
+        found.fill(40)
         found.settle()
         os.truncate(Path(settings.path) / FOLDER / "data.mdb", 8192)
         found.put(90, 0, 5)
@@ -225,15 +183,15 @@ def test_a_disk_that_cannot_be_read_is_no_damage(settings: NvmeConfig, tmp_path:
     path.rmdir()
     (tmp_path / "aside").rename(path)
     with shelf(settings) as after:
-        assert after.get([key(1, index) for index in range(3)]).done == 3
+        assert after.whole(1, 3)
 
 
-def test_a_closed_journal_starts_no_process(tmp_path: Path) -> None:
+def test_a_closed_client_starts_no_process(tmp_path: Path) -> None:
     lock_fd = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
-    journal = Journal(tmp_path, 100, lock_fd)
-    journal.close()
+    client = IndexClient(tmp_path, 100, lock_fd)
+    client.close()
     with pytest.raises(TierIOError, match="is not open"):
-        journal.commit(Commit(extents=[(1, 1)]))
+        client.commit(Commit(extents=[(1, 1)]))
     os.close(lock_fd)
 
 
@@ -302,7 +260,7 @@ def test_a_process_that_outlives_its_store_keeps_the_directory(
     os.kill(pid, signal.SIGCONT)
     monkeypatch.setattr(disk, "LOCK_WAIT_S", 5.0)
     with shelf(settings) as after:
-        assert after.get([key(1, index) for index in range(5)]).done == 5
+        assert after.whole(1, 5)
 
 
 # While it loads
@@ -311,37 +269,31 @@ def test_a_process_that_outlives_its_store_keeps_the_directory(
 def test_what_is_not_loaded_yet_is_to_be_asked_again(settings: NvmeConfig) -> None:
     with shelf(settings) as before:
         before.put(1, 0, 3)
-    after = Shelf(NvmeDisk(settings))
-    assert after.tier.lookup(key(1, 0)) is LookupResult.RETRY
-    after.settle()
-    assert after.tier.lookup(key(1, 0)) is LookupResult.HIT
-    assert after.tier.lookup(key(9, 0)) is LookupResult.MISS
-    after.tier.close()
-    after.disk.close()
+    with shelf(settings, settled=False) as after:
+        assert after.tier.lookup(key(1, 0)) is LookupResult.RETRY
+        after.settle()
+        assert after.tier.lookup(key(1, 0)) is LookupResult.HIT
+        assert after.tier.lookup(key(9, 0)) is LookupResult.MISS
 
 
 def test_a_block_that_is_discarded_before_it_is_loaded_goes(settings: NvmeConfig) -> None:
     with shelf(settings) as before:
         before.put(1, 0, 3)
-    after = Shelf(NvmeDisk(settings))
-    after.tier.discard([key(1, 1)])
-    after.settle()
-    assert [after.has(1, index) for index in range(3)] == [True, False, False]
-    after.tier.close()
-    after.disk.close()
+    with shelf(settings, settled=False) as after:
+        after.tier.discard([key(1, 1)])
+        after.settle()
+        assert [after.has(1, index) for index in range(3)] == [True, False, False]
 
 
 def test_clear_while_the_index_loads_clears_what_comes_later(settings: NvmeConfig) -> None:
     with shelf(settings) as before:
-        chains(before, 20)
-    after = Shelf(NvmeDisk(settings))
-    after.tier.clear()
-    assert after.tier.lookup(key(1, 0)) is LookupResult.MISS
-    after.settle()
-    assert after.keys() == []
-    assert after.put(1, 0, 5).done == 5
-    after.tier.close()
-    after.disk.close()
+        before.fill(20)
+    with shelf(settings, settled=False) as after:
+        after.tier.clear()
+        assert after.tier.lookup(key(1, 0)) is LookupResult.MISS
+        after.settle()
+        assert after.keys() == []
+        assert after.put(1, 0, 5).done == 5
     with shelf(settings) as again:
         assert set(again.keys()) == {key(1, index) for index in range(5)}
 
@@ -352,7 +304,7 @@ def test_clear_while_records_are_asked_for_leaves_those_of_others_alone(
     names = ("aaaaaaaaaaaa", "bbbbbbbbbbbb")
     for namespace in names:
         with shelf(settings, namespace) as before:
-            chains(before, 3)
+            before.fill(3)
     made = NvmeDisk(settings)
     one, other = (Shelf(made, namespace) for namespace in names)
     made.poll()  # asks for the records of the second
@@ -371,12 +323,10 @@ def test_clear_between_two_batches_of_records_clears_those_to_come(
 ) -> None:
     monkeypatch.setattr(startup, "LOAD_S", 0.0)
     with shelf(settings) as before:
-        chains(before, 100)
-    after = Shelf(NvmeDisk(settings))
-    eventually(lambda: (found := polled(after).spaces[0].loading) and found.count)
-    assert after.disk.state == "loading"
-    after.tier.clear()
-    after.settle()
-    assert after.keys() == []
-    after.tier.close()
-    after.disk.close()
+        before.fill(100)
+    with shelf(settings, settled=False) as after:
+        eventually(lambda: (found := polled(after).spaces[0].loading) and found.loaded)
+        assert after.disk.state == "loading"
+        after.tier.clear()
+        after.settle()
+        assert after.keys() == []

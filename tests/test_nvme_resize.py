@@ -8,13 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import cli, config
-from kvstore.store import admin
-from tests.harness.fakes import hashes
-from tests.harness.live import LiveStore, engine, eventually
 from tests.harness.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
 from tests.harness.patience import WAIT_S
-from tiers.nvme import NvmeDisk
 
 ROUNDS = 50
 
@@ -72,80 +67,8 @@ def test_a_block_that_is_being_read_is_read_to_its_end(tmp_path: Path) -> None:
 
 def test_growing_brings_room_at_once(tmp_path: Path) -> None:
     with shelf(settings_for(tmp_path / "kv", 8 * MIB)) as found:
-        for chain in range(60):
-            found.put(chain, 0, 30)
+        found.fill(60)
         small = len(found.keys())
         found.disk.resize(64 * MIB)
-        for chain in range(60):
-            found.put(chain, 0, 30)
+        found.fill(60)
         assert len(found.keys()) > 2 * small
-
-
-@pytest.fixture
-def live(tmp_path: Path) -> config.Config:
-    path = tmp_path / "kvstore.toml"
-    path.write_text(f"""
-[server]
-socket = "{tmp_path}/kv.sock"
-metrics = ""
-[cpu]
-capacity = "16MiB"
-[nvme]
-path = "{tmp_path}/kv"
-capacity = "128MiB"
-extent = "16MiB"
-""")
-    return config.load(path)
-
-
-def test_the_command_changes_a_running_store(
-    live: config.Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    address = f"unix://{tmp_path}/kv.sock"
-    with LiveStore(live) as store, engine(store) as attached:
-        for number in range(40):
-            attached.put(hashes(1, f"request{number}"))
-            eventually(lambda: not store.server.store.queued_blocks)
-        assert disk_bytes(tmp_path / "kv") > 64 * MIB * 0.5
-        assert cli.main(["resize", "nvme", "64MiB", "--store", address]) == 0
-        assert "nvme: capacity 64 MiB" in capsys.readouterr().out
-        assert disk_bytes(tmp_path / "kv") <= 64 * MIB
-        found = {s.name: s.value for s in admin.stats(address) if s.labels.get("tier") == "nvme"}
-        assert found["kvstore_capacity_bytes"] == 64 * MIB
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [("1MiB", "expected at least 64MiB"), ("many", "such as"), ("-5", "such as")],
-)
-def test_a_wrong_capacity_is_refused(
-    live: config.Config, tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: str, says: str
-) -> None:
-    with LiveStore(live):
-        arguments = ["resize", "--store", f"unix://{tmp_path}/kv.sock", "nvme", "--", wrong]
-        assert cli.main(arguments) in (1, 2)
-        assert says in capsys.readouterr().err
-
-
-def test_a_store_without_a_disk_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "kvstore.toml"
-    path.write_text(
-        f'[server]\nsocket = "{tmp_path}/kv.sock"\nmetrics = ""\n[cpu]\ncapacity = "16MiB"\n'
-    )
-    with LiveStore(config.load(path)):
-        assert cli.main(["resize", "nvme", "1GiB", "--store", f"unix://{tmp_path}/kv.sock"]) == 1
-        assert "no such tier" in capsys.readouterr().err
-
-
-def test_a_smaller_cap_counts_before_the_index_is_read(tmp_path: Path) -> None:
-    with shelf(settings_for(tmp_path / "kv", 64 * MIB)) as found:
-        for chain in range(60):
-            found.put(chain, 0, 30)
-    disk = NvmeDisk(settings_for(tmp_path / "kv", 64 * MIB))
-    disk.resize(8 * MIB)
-    found = Shelf(disk)
-    found.settle()
-    wait_for_cap(found, tmp_path / "kv")
-    assert found.keys()
-    found.tier.close()
-    disk.close()

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.config import NvmeConfig
 from kvstore.core.errors import TierIOError
-from tests.harness.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
+from tests.harness.nvme_blocks import Shelf, key, settings_for, shelf
 from tests.harness.nvme_trouble import (
     Gate,
     away,
@@ -20,21 +20,14 @@ from tests.harness.nvme_trouble import (
     open_files,
     wait,
     wait_for,
-    whole,
 )
-from tiers.nvme import NvmeDisk, maintenance
-from tiers.nvme.index_client import Journal
+from tiers.nvme import NvmeDisk, disk
 from tiers.nvme.remount import Phase
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     be_quick(monkeypatch)
-
-
-@pytest.fixture
-def settings(tmp_path: Path) -> NvmeConfig:
-    return settings_for(tmp_path / "kv")
 
 
 @pytest.fixture
@@ -46,8 +39,7 @@ def test_a_directory_that_goes_turns_it_off_and_it_comes_back_with_its_blocks(
     settings: NvmeConfig, folder: Path
 ) -> None:
     with shelf(settings) as found:
-        for chain in range(10):
-            found.put(chain, 0, 5)
+        found.fill(10, 5)
         found.settle()
         folder.rename(folder.with_name("elsewhere"))
         wait_for(found, "off")
@@ -60,12 +52,12 @@ def test_a_directory_that_goes_turns_it_off_and_it_comes_back_with_its_blocks(
         folder.with_name("elsewhere").rename(folder)
         wait_for(found, "ok")
         assert found.tier.space is not before, "its index is read, as at a start"
-        assert all(whole(found, chain, 5) for chain in range(10))
+        assert all(found.whole(chain, 5) for chain in range(10))
         assert found.put(90, 0, 5).done == 5
         found.settle()
     with shelf(settings) as after:
-        assert whole(after, 90, 5)
-        assert whole(after, 3, 5)
+        assert after.whole(90, 5)
+        assert after.whole(3, 5)
 
 
 def test_another_directory_in_its_place_is_not_touched(
@@ -87,14 +79,14 @@ def test_another_directory_in_its_place_is_not_touched(
         shutil.rmtree(folder)
         folder.with_name("elsewhere").rename(folder)
         wait_for(found, "ok")
-        assert whole(found, 1, 5)
+        assert found.whole(1, 5)
     assert "is off" not in caplog.text
 
 
 def test_no_extent_is_made_in_the_directory_below_a_mount_point(
     settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(maintenance, "EVERY_S", 1000.0)  # it has not been seen yet
+    monkeypatch.setattr(disk, "LOOK_EVERY_S", 1000.0)  # it has not been seen yet
     with shelf(settings) as found:
         found.put(1, 0, 5)
         found.settle()
@@ -107,9 +99,9 @@ def test_no_extent_is_made_in_the_directory_below_a_mount_point(
         assert len(list(folder.glob("*.extent"))) == made
         shutil.rmtree(folder)
         folder.with_name("elsewhere").rename(folder)
-        monkeypatch.setattr(maintenance, "EVERY_S", 0.05)
+        monkeypatch.setattr(disk, "LOOK_EVERY_S", 0.05)
         wait_for(found, "ok")
-        assert whole(found, 1, 5)
+        assert found.whole(1, 5)
 
 
 def test_a_directory_that_another_store_has_used_comes_back_as_it_is_now(
@@ -133,8 +125,8 @@ def test_a_directory_that_another_store_has_used_comes_back_as_it_is_now(
             other.put(3, 0, 5)
         elsewhere.rename(folder)
         wait_for(found, "ok")
-        assert whole(found, 3, 5)
-        assert whole(found, 2, 5)
+        assert found.whole(3, 5)
+        assert found.whole(2, 5)
         assert [found.has(1, index) for index in range(5)] == [True] * 3 + [False] * 2
         assert found.tier.space.counts >= counted, "counters do not go back"
         changes = found.tier.take_changes()
@@ -160,9 +152,9 @@ def test_a_directory_that_another_store_is_using_is_left_to_it(
         with shelf(settings_for(elsewhere)) as other:
             folder.symlink_to(elsewhere)
             wait(found, lambda: "in use by" in found.disk._health.reason)
-            assert whole(other, 1, 5)
+            assert other.whole(1, 5)
         wait_for(found, "ok")
-        assert whole(found, 1, 5)
+        assert found.whole(1, 5)
     folder.unlink()
 
 
@@ -170,8 +162,7 @@ def test_blocks_forgotten_while_it_is_off_stay_forgotten(
     settings: NvmeConfig, folder: Path
 ) -> None:
     with shelf(settings) as found:
-        for chain in range(4):
-            found.put(chain, 0, 5)
+        found.fill(4, 5)
         found.settle()
         folder.rename(folder.with_name("elsewhere"))
         away(found)
@@ -182,7 +173,7 @@ def test_blocks_forgotten_while_it_is_off_stay_forgotten(
         found.settle()
     with shelf(settings) as after:
         assert [after.has(1, index) for index in range(3)] == [True, True, False]
-        assert whole(after, 2, 5)
+        assert after.whole(2, 5)
 
 
 def test_an_extent_that_is_being_made_is_let_go_of_too(
@@ -195,7 +186,7 @@ def test_an_extent_that_is_being_made_is_let_go_of_too(
         with monkeypatch.context() as patched:
             patched.setattr(os, "posix_fallocate", gate)
             for chain in range(2, 400):
-                if found.disk._room.growths:
+                if found.disk._room.making:
                     break
                 found.put(chain, 0, 1)
             wait(found, lambda: gate.waiting)
@@ -207,38 +198,15 @@ def test_an_extent_that_is_being_made_is_let_go_of_too(
             assert not open_files(folder)
         let_back(found)
         wait_for(found, "ok")
-        assert whole(found, 1, 5)
+        assert found.whole(1, 5)
         found.put(50, 0, 30)
-        assert whole(found, 50, 30)
+        assert found.whole(50, 30)
     assert not open_files(folder)
-
-
-def test_what_could_not_be_removed_is_let_go_of_too(
-    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise TierIOError("no commit today")
-
-    with shelf(settings) as found:
-        for chain in range(40):
-            found.put(chain, 0, 30)
-        found.settle()
-        with monkeypatch.context() as patched:
-            patched.setattr(Journal, "commit", fail)
-            found.disk.resize(6 * MIB)
-            wait_for(found, "read_only")
-            lose(found)
-            away(found)
-            assert not open_files(folder)
-        let_back(found)
-        wait_for(found, "ok")
-        wait(found, lambda: disk_bytes(folder) <= 6 * MIB)
 
 
 def test_it_comes_back_while_its_index_is_being_read(settings: NvmeConfig, folder: Path) -> None:
     with shelf(settings) as before:
-        for chain in range(10):
-            before.put(chain, 0, 20)
+        before.fill(10, 20)
     made = NvmeDisk(settings)
     found = Shelf(made)
     assert made.state == "loading"
@@ -247,6 +215,6 @@ def test_it_comes_back_while_its_index_is_being_read(settings: NvmeConfig, folde
     assert not open_files(folder)
     let_back(found)
     wait_for(found, "ok")
-    assert all(whole(found, chain, 20) for chain in range(10))
+    assert all(found.whole(chain, 20) for chain in range(10))
     found.tier.close()
     made.close()

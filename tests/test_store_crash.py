@@ -25,7 +25,7 @@ from tests.harness.crash_engine import CrashEngine, Layout, Truth, shape
 from tests.harness.crash_ledger import Ledger, Life, read_directory
 from tests.harness.crash_store import MIB, START_S, Cap, StoreProcess, numbers
 from tests.harness.store_child import POINTS
-from tiers.nvme.directory import Volume
+from tiers.nvme.directory import Directory
 from tiers.nvme.fsck import examine
 
 KILLS = int(os.environ.get("KVSTORE_KILLS", "30"))
@@ -209,7 +209,7 @@ class Campaign:
 
     def compare(self) -> None:
         """Read the directory as the next store would find it."""
-        volume = Volume(self.folder)
+        volume = Directory(self.folder)
         volume.open(START_S)  # what a killed store has started may use it for a moment longer
         try:
             assert not list(self.folder.glob("index.damaged*")), "the index was set aside"

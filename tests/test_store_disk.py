@@ -1,7 +1,8 @@
-"""A store and its disk tier: what the crash campaign has found."""
+"""A store and its disk tier: what is committed and when, its end, a disk that hangs, resize."""
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from contextlib import ExitStack
@@ -11,20 +12,24 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvstore import cli
 from kvstore.config import Config, parse
 from kvstore.core.index import State
 from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
-from kvstore.core.types import GroupRule
+from kvstore.core.types import GroupRule, LeaseId
 from kvstore.store import admin
 from kvstore.wire import engine as p
 from tests.bench.steal import Watch
+from tests.harness.fakes import from_u32
 from tests.harness.live import LiveStore, client, engine, eventually
-from tests.harness.nvme_blocks import settings_for, shelf
+from tests.harness.nvme_blocks import MIB, disk_bytes
+from tests.harness.nvme_trouble import Gate
 from tests.harness.script import hashes
 from tiers.nvme import NvmeDisk
 from tiers.nvme.index import Durable, Record
 
 WINDOW_S = 0.05
+PROMOTE_S = 0.3
 
 
 @pytest.fixture
@@ -33,7 +38,12 @@ def config(tmp_path: Path) -> Config:
         {
             "cpu": {"capacity": "16MiB", "extent": "16MiB"},
             "server": {"socket": str(tmp_path / "store.sock"), "metrics": ""},
-            "nvme": {"path": str(tmp_path / "kv"), "capacity": "64MiB", "durability": "50ms"},
+            "nvme": {
+                "path": str(tmp_path / "kv"),
+                "capacity": "128MiB",
+                "extent": "16MiB",
+                "durability": "50ms",
+            },
         }
     )
 
@@ -46,6 +56,12 @@ def disk_of(store: LiveStore) -> NvmeDisk:
 
 def records(store: LiveStore) -> list[Record]:
     return [record for space in disk_of(store).spaces for record in space.index]
+
+
+def stored(store: LiveStore) -> int:
+    """Blocks that are on disk by now."""
+    (namespace,) = store.server.store.namespaces.values()
+    return namespace.tiering.counts["nvme", "stored"]
 
 
 def test_an_idle_store_commits_within_its_window(config: Config) -> None:
@@ -107,22 +123,6 @@ def test_an_answer_does_not_wait_for_the_disk_to_be_looked_at(
         assert len(one.read(one.ask(hashes(2)))) == 2
         eventually(lambda: bool(unsent))
     assert not any(unsent)
-
-
-def test_a_store_that_ends_writes_what_was_left_out(config: Config) -> None:
-    assert config.nvme is not None
-    frugal = msgspec.structs.replace(config.nvme, write_budget_bytes=24)
-    with LiveStore(msgspec.structs.replace(config, nvme=frugal)) as store, engine(store) as one:
-        one.put(hashes(1))  # takes all of an hour's budget
-        eventually(lambda: len(records(store)) == 1)
-        one.put(hashes(3))
-        (namespace,) = store.server.store.namespaces.values()
-        eventually(lambda: namespace.tiering.counts["nvme", "over_budget"] == 2)
-        assert len(records(store)) == 1
-    with LiveStore(config) as store, engine(store) as one:
-        granted = one.ask(hashes(3))
-        assert granted.sources == {"nvme": 3}
-        assert one.read(granted) == [one.content(block) for block in hashes(3)]
 
 
 def test_a_store_that_ends_while_a_peer_calls_writes_what_only_memory_has(
@@ -194,16 +194,75 @@ def test_clear_empties_the_disk_of_models_that_are_not_attached(config: Config) 
         assert not records(store)
 
 
-def test_clear_while_the_index_is_read_empties_the_disk(tmp_path: Path) -> None:
-    settings = settings_for(tmp_path / "kv")
-    with shelf(settings) as made:
-        made.put(0, 0, 3)
-    disk = NvmeDisk(settings)
-    assert disk.state == "loading"
-    disk.clear()
-    end_s = time.monotonic() + 600
-    while disk.state == "loading" and time.monotonic() < end_s:
-        disk.poll()
-    assert disk.state == "ok"
-    assert not [record for space in disk.spaces for record in space.index]
-    disk.close()
+def test_O15_a_hung_read_fills_no_slot_and_its_slots_rest_until_it_returns(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = hashes(2, "wanted")
+    config = msgspec.structs.replace(
+        config, engine=msgspec.structs.replace(config.engine, promote_ns=int(PROMOTE_S * 1e9))
+    )
+    hang = Gate(os.preadv)
+    monkeypatch.setattr(os, "preadv", hang)
+    with LiveStore(config) as store, engine(store) as attached, hang:
+        hang.go_on.set()
+        attached.put(wanted)
+        for number in range(20):  # memory has room for 15
+            attached.put(hashes(1, f"other{number}"))
+            eventually(lambda: stored(store) == 3 + number)  # noqa: B023 - asked at once
+        hang.go_on.clear()
+        watch = Watch()
+        granted = attached.ask(wanted)
+        assert watch.own_s() < PROMOTE_S, "the answer does not wait for the disk"
+        hit = granted.hits[0]
+        (namespace,) = store.server.store.namespaces.values()
+        time.sleep(2 * PROMOTE_S)
+        for slot, leased in zip(from_u32(hit.slots), from_u32(hit.generations), strict=True):
+            assert attached.generation(slot) == leased - 1, "nobody may read it yet"
+        assert attached.ask(wanted, memory_only=True).lease == 0
+        assert attached.ask(hashes(1, "other19")).lease, "what is in memory is served"
+        attached.worker.send(p.Loaded(granted.lease, 0, 0.0))  # it was too late for the engine
+        lease = LeaseId(granted.lease)
+        eventually(lambda: not namespace.manager.leases.owned_by(lease, 1))
+        assert set(from_u32(hit.slots)) <= set(namespace.manager.granted())
+        hang.go_on.set()
+        eventually(lambda: not namespace.tiering.busy)
+        assert not any(namespace.manager._granted.values())
+        assert attached.read(attached.ask(wanted)) == [attached.content(b) for b in wanted]
+
+
+# kvstore resize
+
+
+def test_the_command_changes_a_running_store(
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with LiveStore(config) as store, engine(store) as attached:
+        address = f"unix://{store.path}"
+        for number in range(40):
+            attached.put(hashes(1, f"request{number}"))
+            eventually(lambda: not store.server.store.queued_blocks)
+        assert disk_bytes(tmp_path / "kv") > 64 * MIB * 0.5
+        assert cli.main(["resize", "nvme", "64MiB", "--store", address]) == 0
+        assert "nvme: capacity 64 MiB" in capsys.readouterr().out
+        assert disk_bytes(tmp_path / "kv") <= 64 * MIB
+        found = {s.name: s.value for s in admin.stats(address) if s.labels.get("tier") == "nvme"}
+        assert found["kvstore_capacity_bytes"] == 64 * MIB
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [("1MiB", "expected at least 64MiB"), ("many", "such as"), ("-5", "such as")],
+)
+def test_a_wrong_capacity_is_refused(
+    config: Config, capsys: pytest.CaptureFixture[str], wrong: str, says: str
+) -> None:
+    with LiveStore(config) as store:
+        arguments = ["resize", "--store", f"unix://{store.path}", "nvme", "--", wrong]
+        assert cli.main(arguments) in (1, 2)
+        assert says in capsys.readouterr().err
+
+
+def test_a_store_without_a_disk_says_so(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    with LiveStore(msgspec.structs.replace(config, nvme=None)) as store:
+        assert cli.main(["resize", "nvme", "1GiB", "--store", f"unix://{store.path}"]) == 1
+        assert "no such tier" in capsys.readouterr().err

@@ -27,7 +27,7 @@ from tests.harness.live import Client, LiveStore, engine, eventually
 from tests.test_peers import inside
 from tiers.nvme.disk import NvmeDisk
 from tiers.nvme.index import Durable
-from tiers.nvme.namespace import Space
+from tiers.nvme.namespace import DiskNamespace
 
 PAGE = 1 << 16
 FEW, MANY = 20, 120
@@ -110,7 +110,7 @@ def test_S4_a_turn_calls_no_more_for_a_hundred_namespaces_more(config: Config) -
         add_namespaces(store, range(FEW, MANY))
         many = of_lookups(store)
         assert len(store.server.store.namespaces) > MANY
-        for verb in (Store._tick_namespace, Space.step):
+        for verb in (Store._tick_namespace, DiskNamespace.step):
             for calls in (few, many):
                 assert calls[verb.__qualname__] <= 4 * RESTING_MAX, verb
         more = many - few

@@ -50,7 +50,7 @@ from tests.bench.steal import undisturbed
 from tiers.nvme.block_io import writers_of
 from tiers.nvme.disk import NvmeDisk
 from tiers.nvme.index import Record
-from tiers.nvme.namespace import Space
+from tiers.nvme.namespace import DiskNamespace
 from tiers.nvme.tier import RUN_BYTES_MAX, NvmeTier
 
 PAIRS = 5
@@ -82,7 +82,7 @@ class Unchecked(NvmeDisk):
         return made
 
 
-class _Unchecked(Space):
+class _Unchecked(DiskNamespace):
     def checksum(self, _record: Record, _block: memoryview) -> int:
         return 0
 

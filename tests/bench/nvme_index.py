@@ -29,8 +29,8 @@ from kvstore.core.tier import TierContext
 from kvstore.core.types import BlockKey, LookupResult, Slot
 from kvstore.units import GIB, KIB, MIB, sized
 from tests.bench.report import Result
-from tiers.nvme.directory import Volume
-from tiers.nvme.index_client import Journal
+from tiers.nvme.directory import Directory
+from tiers.nvme.index_client import IndexClient
 from tiers.nvme.messages import FOLDER, NAMESPACE, NOWHERE, NUMBER, RECORD_BYTES, VALUE, Commit
 
 BLOCKS = (10_000, 100_000, 1_000_000)
@@ -90,9 +90,9 @@ def key_of(number: int) -> BlockKey:
 
 def make(folder: Path, count: int, tell: Callable[[int], object]) -> int:
     """Write an index of chains, and extents without content; return the bytes of the index."""
-    volume = Volume(folder)
+    volume = Directory(folder)
     volume.open(0.0)
-    journal = Journal(folder, count, volume.lock_fd)
+    client = IndexClient(folder, count, volume.lock_fd)
     try:
         extents = range(1, -(-count // _SLOTS) + 1)
         for number in extents:
@@ -102,15 +102,15 @@ def make(folder: Path, count: int, tell: Callable[[int], object]) -> int:
             namespaces=[(DIGEST.encode(), NAMESPACE.pack(1, SLOT_BYTES))],
             extents=[(number, 1) for number in extents],
         )
-        journal.commit(tables)
+        client.commit(tables)
         for first in range(0, count, COMMIT_ROWS):
             rows = list(_rows(first, min(count, first + COMMIT_ROWS)))
-            journal.commit(Commit(puts=rows))
+            client.commit(Commit(puts=rows))
             tell(len(rows))
-        journal.commit(Commit(clean=True))
+        client.commit(Commit(clean=True))
         return (folder / FOLDER / "data.mdb").stat().st_blocks * 512
     finally:
-        journal.close()
+        client.close()
         volume.close()
 
 

@@ -92,11 +92,11 @@ def _run(main: Callable[..., None], ends: list[Connection], arguments: tuple[obj
     main([end.fileno() for end in ends], *arguments)
 
 
-def fork_index(passed: Sequence[int], lock_fd: int) -> Forked:
+def fork_index(fd: int, lock_fd: int) -> Forked:
     """Start the process of an index; see tiers.nvme.index_client.start."""
-    return Forked(_keep_an_index, [*passed, lock_fd])
+    return Forked(_keep_an_index, [fd, lock_fd])
 
 
 def _keep_an_index(fds: list[int]) -> None:
-    sys.argv[1:] = map(str, fds[:3])
+    sys.argv[1:] = [str(fds[0])]
     index_server.main()

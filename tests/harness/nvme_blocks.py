@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,11 +35,11 @@ def settings_for(path: Path, capacity_bytes: int = 64 * MIB) -> NvmeConfig:
 
 
 class Memory:
-    """SlotMemory in one array."""
+    """SlotMemory that starts on a page, as the store's does."""
 
     def __init__(self, slot_bytes: int = SLOT_BYTES) -> None:
         self.slot_bytes = slot_bytes
-        self._data = memoryview(bytearray(SLOTS * slot_bytes))
+        self._data = memoryview(mmap.mmap(-1, SLOTS * slot_bytes))
 
     def view(self, slot: Slot) -> memoryview:
         return self._data[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
@@ -95,6 +96,15 @@ class Shelf:
             assert self.memory.view(Slot(slot)) == content(name, self.size), "wrong bytes"
         return result
 
+    def fill(self, chains: int, length: int = 30) -> None:
+        """Store the first chains."""
+        for chain in range(chains):
+            self.put(chain, 0, length)
+
+    def whole(self, chain: int, count: int) -> bool:
+        """Load a chain's first blocks; tell whether all are there."""
+        return self.get([key(chain, index) for index in range(count)]).done == count
+
     def has(self, chain: int, index: int) -> bool:
         return self.tier.lookup(key(chain, index)) is LookupResult.HIT
 
@@ -120,12 +130,15 @@ def eventually_ok(found: Shelf) -> None:
 
 
 @contextmanager
-def shelf(settings: NvmeConfig, namespace: str = "0123456789ab", **memory: int) -> Iterator[Shelf]:
-    """A disk with one namespace, closed in order."""
+def shelf(
+    settings: NvmeConfig, namespace: str = "0123456789ab", *, settled: bool = True, **memory: int
+) -> Iterator[Shelf]:
+    """A disk with one namespace, closed in order. settled: its index is read."""
     disk = NvmeDisk(settings)
     try:
         made = Shelf(disk, namespace, **memory)
-        made.settle()
+        if settled:
+            made.settle()
         yield made
         made.tier.close()
     finally:

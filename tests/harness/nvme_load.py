@@ -6,7 +6,6 @@ parents and bytes follow from each other, so a later process can check what an e
 
 from __future__ import annotations
 
-import mmap
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,12 +16,11 @@ from kvstore.core.errors import BlockCorrupt
 from kvstore.core.index import State
 from kvstore.core.tier import TierContext
 from kvstore.core.types import BlockKey, JobId, JobKind, JobResult, LookupResult, Slot, TransferJob
-from tests.harness.nvme_blocks import content, key
+from tests.harness.nvme_blocks import SLOTS, Memory, content, key
 from tiers.nvme import NvmeDisk
 from tiers.nvme.index import Record
 
 CHAINS, LENGTH = 120, 24  # per namespace
-SLOTS = 64
 JOB_BLOCKS_MAX = 8
 JOBS_MAX = 12
 
@@ -64,17 +62,6 @@ def bytes_of(name: Name, size: int) -> bytes:
     return content(key_of(name), size)
 
 
-class Slots:
-    """SlotMemory that starts on a page, as the store's does."""
-
-    def __init__(self, slot_bytes: int) -> None:
-        self.slot_bytes = slot_bytes
-        self._data = memoryview(mmap.mmap(-1, SLOTS * slot_bytes))
-
-    def view(self, slot: Slot) -> memoryview:
-        return self._data[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
-
-
 class Load:
     """Random jobs on one namespace, several at a time; every block that is read is verified."""
 
@@ -89,7 +76,7 @@ class Load:
         """number: of the namespace; stored(names): these are acknowledged, and can be read."""
         self.size = slot_bytes
         self.names = names_of(number)
-        self.memory = Slots(slot_bytes)
+        self.memory = Memory(slot_bytes)
         self.tier = disk.tier(TierContext("nvme", f"{number:012x}", slot_bytes, self.memory, {}))
         self.corrupt = 0
         self._chains = range(number * CHAINS, (number + 1) * CHAINS)

@@ -22,10 +22,10 @@ import pytest
 
 from kvstore.core.errors import check
 from tiers.nvme import block_io, disk, files, index_client, maintenance, startup
-from tiers.nvme.index_client import Child, Journal
-from tiers.nvme.index_server import Indexer
-from tiers.nvme.messages import FOLDER, Answer, Commit, Load, Request, Stream
-from tiers.runner import Runner
+from tiers.nvme.index_client import IndexClient, IndexProcess
+from tiers.nvme.index_server import IndexServer
+from tiers.nvme.messages import FOLDER, Answer, Commit, Request
+from tiers.runner import NOTHING, Runner
 
 J = TypeVar("J")
 R = TypeVar("R")
@@ -89,30 +89,34 @@ class Queue(Generic[J, R]):
             result = self._work(job)
         except OSError as exc:
             result = self._failed(job, exc)
-        self._results.append(result)
+        if result is not NOTHING:
+            self._results.append(result)
         self.open -= 1
 
 
-class ChildHere:
+class ProcessHere:
     """The process that owns the index, in this one: it takes no time to start."""
 
     pid = 0
     ended = False
 
     def __init__(self, _lock_fd: int) -> None:
-        self._indexer = Indexer()
-        self._messages: deque[Stream] = deque()
+        self._server = IndexServer()
+        self._answers: deque[Answer] = deque()
 
     def ask(self, request: Request) -> Answer:
-        if isinstance(request, Load):
-            self._messages.extend(self._indexer.stream(request))
-        return self._indexer.answer(request)
+        self._answers.extend(self._server.answers(request))
+        return self._answers.popleft()
 
-    def take(self) -> Stream | None:
-        return self._messages.popleft() if self._messages else None
+    def take(self, *, wait: bool) -> Answer | None:
+        check(not wait, "the platter does not wait")
+        return self._answers.popleft() if self._answers else None
 
     def close(self) -> None:
-        self._indexer.close()
+        if self._server.file is not None:
+            self._server.file.close()
+            os.close(self._server.lock_fd)
+            self._server.file = None
 
 
 class Platter:
@@ -124,7 +128,7 @@ class Platter:
         self.now_s = 1000.0
         self.at_any_moment: Callable[[], None] = lambda: None
         self.at_commit: Callable[[Commit, float], None] = lambda *_: None  # and when planned
-        self.child: type[ChildHere | Child] = ChildHere
+        self.process: type[ProcessHere | IndexProcess] = ProcessHere
         self._rng = rng
         self._in_keeper = False
         self._install(monkeypatch)
@@ -186,8 +190,8 @@ class Platter:
         self._queues.append(queue)
         return queue
 
-    def _child(self, lock_fd: int) -> ChildHere | Child:
-        return self.child(lock_fd)
+    def _process(self, lock_fd: int) -> ProcessHere | IndexProcess:
+        return self.process(lock_fd)
 
     # Calls to the disk
 
@@ -245,21 +249,21 @@ class Platter:
         self._moment()
 
     def _install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        commit = Journal.commit
+        commit = IndexClient.commit
 
-        def watched_commit(index: Journal, changes: Commit) -> None:
+        def watched_commit(index: IndexClient, changes: Commit) -> None:
             self._around(lambda: commit(index, changes))
             if self.live:
                 self.at_commit(changes, self._queues[3].since_s)
                 self._moment()
 
-        monkeypatch.setattr(Journal, "commit", watched_commit)
+        monkeypatch.setattr(IndexClient, "commit", watched_commit)
         calls = {name: getattr(self, name) for name in CALLS}
         monkeypatch.setattr(files, "os", SimpleNamespace(**{**vars(os), **calls}))
         clock = SimpleNamespace(monotonic=self._monotonic, sleep=self._sleep)
         monkeypatch.setattr(disk, "time", clock)
         monkeypatch.setattr(startup, "time", clock)
-        monkeypatch.setattr(index_client, "Child", self._child)
+        monkeypatch.setattr(index_client, "IndexProcess", self._process)
         monkeypatch.setattr(maintenance, "time", clock)
         for module in (block_io, maintenance):
             monkeypatch.setattr(module, "Runner", self._runner)

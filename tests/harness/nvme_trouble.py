@@ -8,13 +8,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
-from tests.harness.nvme_blocks import Shelf, key
+from tests.harness.nvme_blocks import Shelf
 from tests.harness.patience import WAIT_S
-from tiers.nvme import health, maintenance
+from tiers.nvme import disk, health
 from tiers.nvme.remount import Phase
 
 Wrap = Callable[..., Any]
@@ -23,7 +23,7 @@ Wrap = Callable[..., Any]
 def be_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at the directory often, and try soon to come back."""
     monkeypatch.setattr(health, "RETRY_S", 0.1)
-    monkeypatch.setattr(maintenance, "EVERY_S", 0.05)
+    monkeypatch.setattr(disk, "LOOK_EVERY_S", 0.05)
 
 
 def wait(found: Shelf, done: Callable[[], object]) -> None:
@@ -50,10 +50,6 @@ def lose(found: Shelf) -> None:
 def let_back(found: Shelf) -> None:
     """Let it try again now."""
     found.disk._health._retry_at_s = time.monotonic()
-
-
-def whole(found: Shelf, chain: int, count: int) -> bool:
-    return found.get([key(chain, index) for index in range(count)]).done == count
 
 
 def open_files(folder: Path) -> list[str]:
@@ -89,6 +85,12 @@ class Gate:
         self.go_on = threading.Event()
         self.waiting = 0
         self._real = real
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.go_on.set()
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - as the real one
         self.waiting += 1

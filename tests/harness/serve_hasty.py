@@ -6,7 +6,7 @@ import sys
 
 from kvstore import cli
 from kvstore.store import server
-from tiers.nvme import disk, extent_allocator, health, maintenance, tier
+from tiers.nvme import disk, extent_allocator, health, tier
 
 SECONDS = {
     (health, "RETRY_S"): 0.3,
@@ -14,7 +14,7 @@ SECONDS = {
     (health, "HANG_S"): 1.0,
     (disk, "HANG_S"): 1.0,
     (extent_allocator, "FULL_S"): 0.3,
-    (maintenance, "EVERY_S"): 0.1,
+    (disk, "LOOK_EVERY_S"): 0.1,
     (disk, "CLOSE_S"): 0.7,
     (tier, "DRAIN_S"): 0.7,
     (server, "_FLUSH_S"): 1.2,

@@ -35,9 +35,9 @@ from tiers.nvme import NvmeDisk
 from tiers.nvme.commits import Commits
 from tiers.nvme.files import ExtentFile
 from tiers.nvme.index import DiskIndex, Record
-from tiers.nvme.index_client import Journal
+from tiers.nvme.index_client import IndexClient
 from tiers.nvme.messages import Commit
-from tiers.nvme.namespace import Space
+from tiers.nvme.namespace import DiskNamespace
 from tiers.nvme.tier import NvmeTier
 
 POINTS = (
@@ -162,10 +162,10 @@ def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
 
 def _watch_leaving() -> None:
     """Have every block that leaves told, with the reason, before that can become durable."""
-    reasons: list[tuple[Space, str]] = []
+    reasons: list[tuple[DiskNamespace, str]] = []
 
     def told_drop(drop: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(space: Space, record: Record, reason: str) -> None:
+        def wrapped(space: DiskNamespace, record: Record, reason: str) -> None:
             reasons.append((space, reason))
             drop(space, record, reason)
             reasons.pop()
@@ -183,16 +183,18 @@ def _watch_leaving() -> None:
 
         return wrapped
 
-    def told_clear(clear: Callable[[Space, int], None]) -> Callable[[Space, int], None]:
-        def wrapped(space: Space, number: int) -> None:
+    def told_clear(
+        clear: Callable[[DiskNamespace, int], None],
+    ) -> Callable[[DiskNamespace, int], None]:
+        def wrapped(space: DiskNamespace, number: int) -> None:
             WATCH.say(f"cleared {space.digest}")
             clear(space, number)
             WATCH.reach("clear")
 
         return wrapped
 
-    _replace(Space, "clear", told_clear)
-    _replace(Space, "drop", told_drop)
+    _replace(DiskNamespace, "clear", told_clear)
+    _replace(DiskNamespace, "drop", told_drop)
     _replace(DiskIndex, "take_subtree", told_subtree)
 
 
@@ -248,7 +250,7 @@ def _watch_commits() -> None:
 
 def _watch_index() -> None:
     def commit(original: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(journal: Journal, changes: Commit) -> None:
+        def wrapped(client: IndexClient, changes: Commit) -> None:
             if changes.extents:
                 WATCH.reach("made")
             if changes.puts:
@@ -256,7 +258,7 @@ def _watch_index() -> None:
                 if WATCH.passes("amid"):
                     delay_s = AMID_S * (time.monotonic_ns() % 1000) / 1000
                     threading.Timer(delay_s, WATCH.die).start()
-            original(journal, changes)
+            original(client, changes)
             if changes.extents:
                 WATCH.reach("known")
             if changes.extents_gone:
@@ -266,7 +268,7 @@ def _watch_index() -> None:
 
         return wrapped
 
-    _replace(Journal, "commit", commit)
+    _replace(IndexClient, "commit", commit)
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ block_io.py          moves blocks between memory and extents
 files.py             extent files: direct I/O between slots and disk
 directory.py         the directory: its lock, its identity, its files through a descriptor
 startup.py           what a start finds there, and its records in slices
-remount.py           letting go of a directory, and coming back
+remount.py           closes the directory while the tier is off, and opens it again
 health.py            the state of the disk, from what its calls come back with
 maintenance.py       the thread for what has to sync, and the one that looks at the directory
 extent_allocator.py  which namespace gets which extent within the cap

@@ -12,34 +12,28 @@ import msgspec
 
 from kvstore.core.errors import TierError
 from tiers.nvme.files import ExtentFile
-from tiers.runner import Runner
+from tiers.runner import NOTHING, Nothing, Runner
 
 READS_FIRST_S = 0.05  # a write waits no longer for reads
 SUMMERS = 2  # threads for the checksums of writes; one takes some 8 GB/s
 
 
 class Move(msgspec.Struct, eq=False):
-    """Neighbouring slots of one extent that are read or written in one go."""
+    """Neighbouring slots of one extent, read or written in one go, and what became of it."""
 
     store: bool
     file: ExtentFile
     position: int
     blocks: list[memoryview]
+    sums: list[int] = []  # of the blocks, once they were read or are to be written
+    error: Exception | None = None  # why they were not moved
 
-    def sums(self) -> list[int]:
+    def checksums(self) -> list[int]:
         """Return the checksum of each block as it is in memory; without checksums, nothing."""
         return []
 
 
 R = TypeVar("R", bound=Move)
-
-
-class Moved(msgspec.Struct, Generic[R], eq=False):
-    """What became of a move: checksums of the blocks, or why they were not moved."""
-
-    run: R
-    sums: list[int]
-    error: Exception | None = None
 
 
 def writers_of(threads: int) -> int:
@@ -61,13 +55,9 @@ class ThreadMover(Generic[R]):
 
     def __init__(self, readers: int, writers: int) -> None:
         """Start the threads; readers, writers: calls under way at one time."""
-        self._reads: Runner[R, Moved[R]] = Runner("kvstore-nvme-read", self._read, _failed, readers)
-        self._sums: Runner[R, list[Moved[R]]] = Runner(
-            "kvstore-nvme-sum", self._sum, _unsummed, SUMMERS
-        )
-        self._writes: Runner[Moved[R], Moved[R]] = Runner(
-            "kvstore-nvme-write", self._write, _unwritten, writers
-        )
+        self._reads: Runner[R, R] = Runner("kvstore-nvme-read", self._read, _failed, readers)
+        self._sums: Runner[R, R] = Runner("kvstore-nvme-sum", self._sum, _failed, SUMMERS)
+        self._writes: Runner[R, R] = Runner("kvstore-nvme-write", self._write, _failed, writers)
 
     @property
     def open(self) -> int:
@@ -78,31 +68,31 @@ class ThreadMover(Generic[R]):
         """Move a run on a thread."""
         (self._sums if run.store else self._reads).submit(run)
 
-    def _read(self, run: R) -> Moved[R]:
+    def _read(self, run: R) -> R:
         try:
             run.file.read(run.position, run.blocks)
         except (OSError, TierError) as exc:
-            return Moved(run, [], exc)
-        return Moved(run, run.sums())
+            return _failed(run, exc)
+        run.sums = run.checksums()
+        return run
 
-    def _sum(self, run: R) -> list[Moved[R]]:
-        self._writes.submit(Moved(run, run.sums()))
-        return []
+    def _sum(self, run: R) -> Nothing:
+        run.sums = run.checksums()
+        self._writes.submit(run)
+        return NOTHING
 
-    def _write(self, summed: Moved[R]) -> Moved[R]:
+    def _write(self, run: R) -> R:
         if self._reads.open:
             self._reads.wait(lambda: self._reads.open == 0, READS_FIRST_S)
-        run = summed.run
         try:
             run.file.write(run.position, run.blocks)
         except (OSError, TierError) as exc:
-            return Moved(run, [], exc)
-        return summed
+            return _failed(run, exc)
+        return run
 
-    def poll(self) -> list[Moved[R]]:
-        """Take the results that are there."""
-        unsummed = [moved for result in self._sums.poll() for moved in result]
-        return self._reads.poll() + self._writes.poll() + unsummed
+    def poll(self) -> list[R]:
+        """Take the runs that have ended."""
+        return self._reads.poll() + self._writes.poll() + self._sums.poll()
 
     def close(self) -> None:
         """Finish what was started and end the threads."""
@@ -110,13 +100,6 @@ class ThreadMover(Generic[R]):
             runner.close()
 
 
-def _failed(run: R, error: Exception) -> Moved[R]:
-    return Moved(run, [], error)
-
-
-def _unsummed(run: R, error: Exception) -> list[Moved[R]]:
-    return [_failed(run, error)]
-
-
-def _unwritten(summed: Moved[R], error: Exception) -> Moved[R]:
-    return _failed(summed.run, error)
+def _failed(run: R, error: Exception) -> R:
+    run.error = error
+    return run

@@ -14,29 +14,29 @@ import msgspec
 
 from kvstore.config import NvmeConfig
 from kvstore.visits import Visits
-from tiers.nvme.directory import Volume
+from tiers.nvme.directory import Directory
 from tiers.nvme.health import Health
 from tiers.nvme.index import Record
 from tiers.nvme.index_client import IndexDamagedError
-from tiers.nvme.maintenance import Keeper
+from tiers.nvme.maintenance import TaskThread
 from tiers.nvme.messages import Commit
-from tiers.nvme.namespace import Space
-from tiers.nvme.startup import Opening
+from tiers.nvme.namespace import DiskNamespace
+from tiers.nvme.startup import Startup
 
-Batch = tuple[Space, list[Record], list[Record]]
+Batch = tuple[DiskNamespace, list[Record], list[Record]]
 NEVER = float("inf")
 PURGE_ROWS = 10_000  # of one commit
 
 
-class Shared(msgspec.Struct, eq=False):
+class DiskContext(msgspec.Struct, eq=False):
     """A disk's settings, its directory, what is in it, how it is, and the thread that keeps it."""
 
     settings: NvmeConfig
     capacity_bytes: int
-    volume: Volume
-    opening: Opening  # another one after each return to the directory
+    volume: Directory
+    opening: Startup  # another one after each return to the directory
     health: Health
-    keeper: Keeper
+    keeper: TaskThread
     visits: Visits  # of namespaces
 
     def write_failed(self, what: str, error: Exception, now_s: float) -> None:
@@ -51,16 +51,16 @@ class Shared(msgspec.Struct, eq=False):
             self.health.write_failed(what, error, now_s)
 
     @property
-    def spaces(self) -> list[Space]:
+    def spaces(self) -> list[DiskNamespace]:
         """List the namespaces that have been seen."""
         return list(self.opening.spaces.values())
 
-    def wake(self, space: Space) -> None:
+    def wake(self, space: DiskNamespace) -> None:
         """Visit a namespace in every poll from now on, until it is at rest."""
         self.visits.wake(space.digest)
 
     @property
-    def awake(self) -> list[Space]:
+    def awake(self) -> list[DiskNamespace]:
         """List the namespaces with something to do: to commit, to empty, to remove."""
         return self.visits.awake(self.opening.spaces)
 
@@ -68,7 +68,7 @@ class Shared(msgspec.Struct, eq=False):
 class Commits:
     """One commit at a time, on the keeper's thread."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: DiskContext) -> None:
         """Nothing is under way."""
         self._shared = shared
         self._window_s = shared.settings.durability_ns / 1e9
@@ -119,8 +119,8 @@ class Commits:
         batches = [(s, s.take_puts(), s.take_deletes()) for s in spaces]
         files = {s.extents[r.slot >> 32] for s, puts, _ in batches for r in puts}
         changes = Commit(
-            deletes=[s.journal_key(r) for s, _, gone in batches for r in gone],
-            puts=[(s.journal_key(r), s.value(r)) for s, puts, _ in batches for r in puts],
+            deletes=[s.index_key(r) for s, _, gone in batches for r in gone],
+            puts=[(s.index_key(r), s.value(r)) for s, puts, _ in batches for r in puts],
             namespaces=[entry for entries, _ in renumbered for entry in entries],
             extents=[extent for _, extents in renumbered for extent in extents],
         )
@@ -128,7 +128,7 @@ class Commits:
         def work() -> None:
             for file in files:
                 file.sync()
-            self._shared.opening.journal.commit(changes)
+            self._shared.opening.index_client.commit(changes)
 
         self._shared.keeper.submit(work, partial(self._ended, batches))
 
@@ -146,17 +146,14 @@ class Commits:
         return bool(self._strays) and self._shared.health.writable
 
     def _purge(self, number: int) -> None:
-        left = False
-
-        def work() -> None:
-            nonlocal left
-            left = self._shared.opening.journal.purge(number, PURGE_ROWS)
-
-        def done(error: Exception | None, now_s: float) -> None:
+        def done(left: object, now_s: float) -> None:
             self._purging = False
-            if error is not None:
-                self._shared.write_failed("a commit", error, now_s)
+            if isinstance(left, Exception):
+                self._shared.write_failed("a commit", left, now_s)
             elif not left and number in self._strays:
                 self._strays.remove(number)
+
+        def work() -> bool:
+            return self._shared.opening.index_client.purge(number, PURGE_ROWS)
 
         self._shared.keeper.submit(work, done)

@@ -39,7 +39,7 @@ SPARE_BYTES = 64 << 20
 SPARE_PART = 100
 
 
-class Place(NamedTuple):
+class Identity(NamedTuple):
     """What a path leads to."""
 
     device: int
@@ -72,73 +72,74 @@ def _marks(lock_fd: int) -> tuple[str, str]:
     return holder.strip(), known.strip()
 
 
-class Volume:
+class Directory:
     """A directory of a disk. All but the constructor touch it, and may hang with it."""
 
     def __init__(self, path: Path) -> None:
         """Nothing is opened yet."""
         self.path = path
-        self._fd = self._lock_fd = -1
-        self._place = Place(0, 0, 0)
+        self._fd = -1
+        self.lock_fd = -1  # which the index's process inherits: it keeps the lock, too
+        self._identity = Identity(0, 0, 0)
         self._id = ""
 
     # Its use
 
     def open(self, wait_s: float) -> None:
         """Make the directory if it is not there, and lock it. Raises ConfigError when taken."""
-        try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            refuse_folder(str(self.path), self.path.stat())
-            self._attach(os.O_CREAT)
-        except (FileExistsError, NotADirectoryError) as exc:
-            self.close()
-            raise ConfigError(f"{self.path}: expected a directory, found a file there") from exc
-        except OSError as exc:
-            self.close()
-            raise ConfigError(f"{self.path}: cannot be used: {exc.strerror}") from exc
-        try:
+        with self._or_close():
+            try:
+                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                refuse_folder(str(self.path), self.path.stat())
+                self._attach(os.O_CREAT)
+            except (FileExistsError, NotADirectoryError) as exc:
+                raise ConfigError(f"{self.path}: expected a directory, found a file there") from exc
+            except OSError as exc:
+                raise ConfigError(f"{self.path}: cannot be used: {exc.strerror}") from exc
             deadline = time.monotonic() + wait_s
             while not self._locked():
                 if time.monotonic() >= deadline:
-                    raise ConfigError(taken(self.path, self._lock_fd))
+                    raise ConfigError(taken(self.path, self.lock_fd))
                 time.sleep(0.05)
-            _, known = _marks(self._lock_fd)
+            _, known = _marks(self.lock_fd)
             self._id = known or secrets.token_hex(8)
             self._mark()
-        except BaseException:
-            self.close()
-            raise
 
     def open_again(self) -> None:
         """Take the directory back.
 
         Raises OSError, and TierIOError when another one is in its place, or it is in use.
         """
-        try:
+        with self._or_close():
             self._attach(0)
             if not self._locked():
-                raise TierIOError(taken(self.path, self._lock_fd))
-            _, known = _marks(self._lock_fd)
+                raise TierIOError(taken(self.path, self.lock_fd))
+            _, known = _marks(self.lock_fd)
             if known != self._id:
                 raise TierIOError("another directory is in its place")
             self._mark()
+
+    @contextlib.contextmanager
+    def _or_close(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Close it; safe to call twice."""
-        for fd in (self._fd, self._lock_fd):
+        for fd in (self._fd, self.lock_fd):
             if fd >= 0:
                 os.close(fd)
-        self._fd = self._lock_fd = -1
+        self._fd = self.lock_fd = -1
 
     def _attach(self, flags: int) -> None:
         self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._lock_fd = open_file(_LOCK, os.O_RDWR | flags, self._fd)
+        self.lock_fd = open_file(_LOCK, os.O_RDWR | flags, self._fd)
         self._refuse_index()
-        folder, lock = os.fstat(self._fd), os.fstat(self._lock_fd)
-        self._place = Place(folder.st_dev, folder.st_ino, lock.st_ino)
+        folder, lock = os.fstat(self._fd), os.fstat(self.lock_fd)
+        self._identity = Identity(folder.st_dev, folder.st_ino, lock.st_ino)
 
     def _refuse_index(self) -> None:
         """Raise OSError for an index that is not ours: LMDB follows links to its files."""
@@ -170,21 +171,16 @@ class Volume:
 
     def _locked(self) -> bool:
         try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
 
     def _mark(self) -> None:
         marks = f"{os.getpid()}\n{self._id}\n".encode()
-        os.ftruncate(self._lock_fd, len(marks))
-        os.pwrite(self._lock_fd, marks, 0)
-        os.fsync(self._lock_fd)
-
-    @property
-    def lock_fd(self) -> int:
-        """The lock's descriptor, which the index's process inherits: it keeps the lock, too."""
-        return self._lock_fd
+        os.ftruncate(self.lock_fd, len(marks))
+        os.pwrite(self.lock_fd, marks, 0)
+        os.fsync(self.lock_fd)
 
     # How it is
 
@@ -209,11 +205,11 @@ class Volume:
 
     def _compare(self, fd: int) -> None:
         folder = os.fstat(fd)
-        if folder.st_dev != self._place.device:
+        if folder.st_dev != self._identity.device:
             raise TierIOError("another file system is in its place")
-        if folder.st_ino != self._place.folder:
+        if folder.st_ino != self._identity.folder:
             raise TierIOError("another directory is in its place")
-        if os.stat(_LOCK, dir_fd=fd, follow_symlinks=False).st_ino != self._place.lock:
+        if os.stat(_LOCK, dir_fd=fd, follow_symlinks=False).st_ino != self._identity.lock:
             raise TierIOError("another lock file is in its place")
 
     def try_write(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvstore.config import NvmeConfig
@@ -17,23 +17,24 @@ from kvstore.core.tier import TierContext
 from kvstore.rate_log import RateLog
 from kvstore.visits import Visits
 from tiers.nvme.block_io import ThreadMover, writers_of
-from tiers.nvme.commits import Commits, Shared
-from tiers.nvme.directory import Volume
-from tiers.nvme.extent_allocator import Room
+from tiers.nvme.commits import Commits, DiskContext
+from tiers.nvme.directory import Directory, Look
+from tiers.nvme.extent_allocator import ExtentAllocator
 from tiers.nvme.files import allow_files
-from tiers.nvme.health import HANG_S, Health, Pace, State
+from tiers.nvme.health import HANG_S, Health, HealthState, Pace
 from tiers.nvme.index_client import IndexDamagedError
-from tiers.nvme.maintenance import Keeper, Watch
+from tiers.nvme.maintenance import TaskThread
 from tiers.nvme.messages import Commit
-from tiers.nvme.namespace import Space
-from tiers.nvme.remount import Recovery
-from tiers.nvme.startup import Opening
+from tiers.nvme.namespace import DiskNamespace
+from tiers.nvme.remount import Remount
+from tiers.nvme.startup import Startup
 from tiers.nvme.tier import NvmeTier, Run
 
 log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 10.0  # a store that ends still flushes
 CLOSE_S = 20.0
+LOOK_EVERY_S = 1.0  # at the directory
 SLICES_S = 0.005  # of each poll
 _NEVER_S = float("inf")
 _BUSY_S = 0.001  # between two polls while something is under way
@@ -45,9 +46,9 @@ class NvmeDisk:
     def __init__(self, settings: NvmeConfig) -> None:
         """Open or make the directory. Raises ConfigError when it cannot be used."""
         allow_files()
-        volume = Volume(Path(settings.path))
+        volume = Directory(Path(settings.path))
         volume.open(LOCK_WAIT_S)
-        opening = Opening(volume, settings.capacity_bytes)
+        opening = Startup(volume, settings.capacity_bytes)
         try:
             look = volume.look()
             opening.open()
@@ -61,14 +62,15 @@ class NvmeDisk:
         writers = writers_of(settings.threads)
         self._mover: ThreadMover[Run] = ThreadMover(settings.threads, writers)
         self._health = Health(settings.path)
-        self._keeper = Keeper()
-        self._watch = Watch()
-        self._shared = Shared(
+        self._keeper = TaskThread("keeper")
+        self._watch = TaskThread("watch")
+        self._next_look_s = 0.0
+        self._shared = DiskContext(
             settings, settings.capacity_bytes, volume, opening, self._health, self._keeper, Visits()
         )
         self._commits = Commits(self._shared)
-        self._room = Room(self._shared, self._commits)
-        self._recovery = Recovery(self._shared, self._room, self._replace)
+        self._room = ExtentAllocator(self._shared, self._commits)
+        self._recovery = Remount(self._shared, self._room, self._replace)
         self._reads, self._writes = Pace(settings.threads), Pace(writers)
         self._paces = {
             "reads": self._reads,
@@ -98,7 +100,7 @@ class NvmeDisk:
         self._tiers.append(made)
         return made
 
-    def _resized(self, space: Space, slot_bytes: int) -> None:
+    def _resized(self, space: DiskNamespace, slot_bytes: int) -> None:
         """Have an index read anew that gives a namespace another size of blocks than it has.
 
         Its name follows from that size among others, so that the index is what is wrong.
@@ -113,14 +115,14 @@ class NvmeDisk:
         )
         self._shared.write_failed("reading the index", wrong, time.monotonic())
 
-    def _space(self, namespace: str, slot_bytes: int) -> Space:
+    def _space(self, namespace: str, slot_bytes: int) -> DiskNamespace:
         spaces = self._shared.opening.spaces
         if namespace not in spaces:
             number = self._shared.opening.take_number()
-            spaces[namespace] = Space(number, namespace, slot_bytes)
+            spaces[namespace] = DiskNamespace(number, namespace, slot_bytes)
         return spaces[namespace]
 
-    def _replace(self, fresh: Opening) -> None:
+    def _replace(self, fresh: Startup) -> None:
         """Go on with what was found in the directory, and not with what was known."""
         old, self._shared.opening = self._shared.opening, fresh
         fresh.generation = max(fresh.generation, old.generation)
@@ -137,7 +139,7 @@ class NvmeDisk:
         self._commits.start_over()
         self._health.loading(on=fresh.loading)
 
-    def wake(self, space: Space) -> None:
+    def wake(self, space: DiskNamespace) -> None:
         """Look after a namespace in every poll from now on, until it is at rest."""
         self._shared.wake(space)
 
@@ -161,7 +163,7 @@ class NvmeDisk:
     @property
     def state(self) -> str:
         """One word for operators."""
-        return State.OFF.value if self._given_up else self._health.state.value
+        return HealthState.OFF.value if self._given_up else self._health.state.value
 
     @property
     def capacity_bytes(self) -> int:
@@ -174,7 +176,7 @@ class NvmeDisk:
         return self._room.used_bytes
 
     @property
-    def spaces(self) -> list[Space]:
+    def spaces(self) -> list[DiskNamespace]:
         """List the namespaces that have been seen."""
         return self._shared.spaces
 
@@ -225,7 +227,7 @@ class NvmeDisk:
         (self._writes if run.store else self._reads).began(time.monotonic())
         self._mover.start(run)
 
-    def make_room(self, space: Space, count: int) -> bool:
+    def make_room(self, space: DiskNamespace, count: int) -> bool:
         """Try to get free slots; False when there will be none."""
         return self._room.make(space, count)
 
@@ -242,17 +244,17 @@ class NvmeDisk:
             self._given_up = True
 
     def _end_runs(self) -> None:
-        for moved in self._mover.poll():
-            moved.run.tier.ended(moved)
+        for run in self._mover.poll():
+            run.tier.ended(run)
 
     def _poll(self) -> None:
         now_s = time.monotonic()
         self._load_some(now_s)
-        for moved in self._mover.poll():
-            pace = self._writes if moved.run.store else self._reads
+        for run in self._mover.poll():
+            pace = self._writes if run.store else self._reads
             pace.ended(now_s)
-            self._judge(moved.run, moved.error, now_s)
-            moved.run.tier.ended(moved)
+            self._judge(run, run.error, now_s)
+            run.tier.ended(run)
         self._keeper.poll(now_s)
         self._look(now_s)
         spaces = self._shared.opening.spaces
@@ -277,7 +279,7 @@ class NvmeDisk:
             self.wake(space)
         self._room.shrink()
 
-    def _do_slices(self, visited: Sequence[Space], now_s: float) -> None:
+    def _do_slices(self, visited: Sequence[DiskNamespace], now_s: float) -> None:
         """Go on for a moment with what concerns many records."""
         self._sliced = False
         for space in visited:
@@ -291,7 +293,7 @@ class NvmeDisk:
         for space in self._shared.spaces:
             self.clear_space(space)
 
-    def clear_space(self, space: Space) -> None:
+    def clear_space(self, space: DiskNamespace) -> None:
         """Forget all blocks of a namespace, at once."""
         if space.extents:
             space.clear(self._shared.opening.take_number())
@@ -310,22 +312,25 @@ class NvmeDisk:
 
     def _look(self, now_s: float) -> None:
         """Have the directory looked at, and see that calls come back."""
-        health = self._health
-        for seen in self._watch.poll(now_s):
-            if not self._recovery.at_home:
-                continue
-            if isinstance(seen, Exception):
-                health.look_failed(seen, now_s)
-            else:
-                self._room.seen(seen)
-                if seen.read_only:
-                    health.only_reads("the file system is mounted read-only", now_s)
-        if self._recovery.at_home:
-            self._watch.start(self._shared.volume, now_s)
+        self._watch.poll(now_s)
+        if self._recovery.at_home and not self._watch.open and now_s >= self._next_look_s:
+            self._next_look_s = now_s + LOOK_EVERY_S
+            self._watch.submit(self._shared.volume.look, self._looked)
         for name, pace in self._paces.items():
             if (seconds := pace.stalled_s(now_s)) > HANG_S:
-                hangs = health.lost if name in ("reads", "watch") else health.only_reads
+                reads = name in ("reads", "watch")
+                hangs = self._health.lost if reads else self._health.only_reads
                 hangs(f"nothing has come back from its {name} for {seconds:.0f} s", now_s)
+
+    def _looked(self, seen: Look | Exception, now_s: float) -> None:
+        if self._closed or not self._recovery.at_home:
+            return
+        if isinstance(seen, Exception):
+            self._health.look_failed(seen, now_s)
+            return
+        self._room.seen(seen)
+        if seen.read_only:
+            self._health.only_reads("the file system is mounted read-only", now_s)
 
     # Durability and the end
 
@@ -344,34 +349,36 @@ class NvmeDisk:
             self.flush()
         clean = self._quiet() and not self._given_up
         self._closed = True
-        if self._mover.open or self._keeper.open:
-            self._leave_hanging()
-            return
         ended: list[Exception | None] = []
-        mark = self._recovery.at_home and not self._shared.opening.loading
-        closing = self._shared.opening.closing()
-
-        def end() -> None:
-            try:
-                if mark:
-                    self._shared.opening.journal.commit(Commit(clean=clean))
-            finally:
-                closing()
-                self._shared.volume.close()
-
-        self._keeper.submit(end, lambda exc, _now_s: ended.append(exc))
-        while (not ended or self._watch.pace.open) and time.monotonic() < deadline + CLOSE_S:
-            time.sleep(_BUSY_S)
-            self._keeper.poll(time.monotonic())
-            self._watch.poll(time.monotonic())
-        if not ended or self._watch.pace.open:
-            self._leave_hanging()
+        if not self._mover.open and not self._keeper.open:
+            self._keeper.submit(self._ending(clean=clean), lambda exc, _now_s: ended.append(exc))
+            while (not ended or self._watch.open) and time.monotonic() < deadline + CLOSE_S:
+                time.sleep(_BUSY_S)
+                self._keeper.poll(time.monotonic())
+                self._watch.poll(time.monotonic())
+        if not ended or self._watch.open:  # the lock goes with the process
+            log.error("%s: I/O hangs; left without waiting for it", self._shared.volume.path)
             return
         if ended[0] is not None:
             log.error("%s: not shut down in order: %s", self._shared.volume.path, ended[0])
         self._mover.close()
         self._keeper.close()
         self._watch.close()
+
+    def _ending(self, *, clean: bool) -> Callable[[], None]:
+        """Return what closes all that is open, on the keeper's thread."""
+        mark = self._recovery.at_home and not self._shared.opening.loading
+        closing = self._shared.opening.closing()
+
+        def end() -> None:
+            try:
+                if mark:
+                    self._shared.opening.index_client.commit(Commit(clean=clean))
+            finally:
+                closing()
+                self._shared.volume.close()
+
+        return end
 
     def _quiet(self) -> bool:
         if self._given_up:
@@ -380,7 +387,3 @@ class NvmeDisk:
             return False
         idle = self._shared.opening.loading or not self.writable
         return idle or not self._commits.pending
-
-    def _leave_hanging(self) -> None:
-        # The lock goes with the process.
-        log.error("%s: I/O hangs; left without waiting for it", self._shared.volume.path)

@@ -45,7 +45,7 @@ THREADS_MIN = 2  # one slow read holds no other
 DRIVE_WRITES_PER_DAY = 1.0
 DAY_S = 86_400
 
-Watch = Callable[[float, str], None]  # share that is done, and what is going on
+Progress = Callable[[float, str], None]  # share that is done, and what is going on
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -75,7 +75,7 @@ class Suggestion(msgspec.Struct, frozen=True):
         )
 
 
-class Report(msgspec.Struct, frozen=True):
+class DriveReport(msgspec.Struct, frozen=True):
     """All that was measured."""
 
     path: str
@@ -88,7 +88,7 @@ class Report(msgspec.Struct, frozen=True):
     toml: str
 
 
-def measure(folder: Path, seconds: float, watch: Watch) -> Report:
+def measure(folder: Path, seconds: float, watch: Progress) -> DriveReport:
     """Measure for about so long. Raises ConfigError, or KVStoreError when the drive fails."""
     drive = _room(folder)
     start_s = time.monotonic()
@@ -107,7 +107,7 @@ def measure(folder: Path, seconds: float, watch: Watch) -> Report:
             if driver.too_slow(depth):
                 break
     suggestion = suggest(samples, drive)
-    return Report(
+    return DriveReport(
         path=str(folder),
         block_bytes=BLOCK_BYTES,
         file_bytes=FILE_BYTES,
@@ -170,7 +170,7 @@ def _file_in(folder: Path) -> Iterator[ExtentFile]:
 class _Checked(Move, eq=False):
     """With checksums, as the tier makes them."""
 
-    def sums(self) -> list[int]:
+    def checksums(self) -> list[int]:
         return [xxhash.xxh3_64_intdigest(block) for block in self.blocks]
 
 
@@ -179,9 +179,11 @@ class _Silent(KVStoreError):
 
 
 @contextmanager
-def _closing(mover: ThreadMover[Move]) -> Iterator[None]:
+def _mover(width: int) -> Iterator[ThreadMover[Move]]:
+    """Yield threads that are waited for at the end, unless the disk does not answer."""
+    mover = ThreadMover[Move](width, width)
     try:
-        yield
+        yield mover
     except _Silent:
         raise
     except BaseException:
@@ -204,10 +206,8 @@ class _Driver:
 
     def fill(self, seconds: float) -> None:
         """Write the file for the first time, as much of it as there is time for."""
-        mover = ThreadMover[Move](2, 2)
-        positions = iter(range(self._file.count))
-        with _closing(mover):
-            count, _ = self._keep(mover, positions, 4, seconds, "preparing", store=True)
+        positions, count = iter(range(self._file.count)), 0
+        with _mover(2) as mover:
             while count < AREA_BLOCKS_MIN:
                 more, _ = self._keep(mover, positions, 4, seconds, "preparing", store=True)
                 count += more
@@ -216,8 +216,7 @@ class _Driver:
     def cases(self, depth: int, seconds: float) -> list[Sample]:
         """Measure reads and writes, in order and at random."""
         samples = []
-        mover = ThreadMover[Move](depth, depth)
-        with _closing(mover):
+        with _mover(depth) as mover:
             for kind, pattern in CASES:
                 places = list(range(self._area))
                 if pattern == "random":
@@ -260,17 +259,17 @@ class _Driver:
             if len(free) == len(self._blocks):
                 return done, now_s - start_s
             time.sleep(TICK_S)
-            for moved in mover.poll():
-                if moved.error is not None:
-                    raise KVStoreError(f"{what}: {moved.error}")
-                free.append(moved.run.blocks[0])
+            for run in mover.poll():
+                if run.error is not None:
+                    raise KVStoreError(f"{what}: {run.error}")
+                free.append(run.blocks[0])
                 done, heard_s = done + 1, now_s
             if now_s - heard_s > SILENCE_S:
                 raise _Silent(f"{what}: no answer from the disk for {SILENCE_S:.0f} s")
             self._tell(what)
 
 
-def show(report: Report) -> None:
+def show(report: DriveReport) -> None:
     """Print it as a table, and the settings below."""
     table = Table(box=None, header_style="bold")
     table.add_column("blocks of 2 MiB", no_wrap=True)

@@ -12,11 +12,11 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 from kvstore.core.errors import TierFull
-from tiers.nvme.commits import Commits, Shared
+from tiers.nvme.commits import Commits, DiskContext
 from tiers.nvme.directory import Look
 from tiers.nvme.files import ExtentFile
 from tiers.nvme.messages import Commit
-from tiers.nvme.namespace import Space
+from tiers.nvme.namespace import DiskNamespace
 from tiers.nvme.places import cost
 
 log = logging.getLogger(__name__)
@@ -31,15 +31,14 @@ SLICE_BLOCKS = 256  # evicted ahead in each poll: about a millisecond
 FULL_S = 5.0  # a file system that had no room is asked again after that
 
 
-class Room:
+class ExtentAllocator:
     """Extents of all namespaces, under one cap."""
 
-    def __init__(self, shared: Shared, commits: Commits) -> None:
+    def __init__(self, shared: DiskContext, commits: Commits) -> None:
         """Nothing is being made."""
         self._shared = shared
         self._commits = commits
-        self.growths: list[Growth] = []  # under way
-        self._making: dict[int, int] = {}  # extent -> what it will take
+        self.making: dict[int, int] = {}  # extent -> what it will take
         self._removing: dict[int, int] = {}  # extent -> what it takes until it is gone
         self._stuck: dict[int, int] = {}  # the same, of which making or removing has failed
         self._evicting: set[str] = set()  # namespaces between the low and the high mark
@@ -53,7 +52,7 @@ class Room:
     @property
     def used_bytes(self) -> int:
         """Bytes that the directory takes, or may take with the extents it has."""
-        coming = [*self._making.values(), *self._removing.values(), *self._stuck.values()]
+        coming = [*self.making.values(), *self._removing.values(), *self._stuck.values()]
         return self._taken() + sum(coming)
 
     def _taken(self) -> int:
@@ -80,11 +79,11 @@ class Room:
     def known(self) -> set[int]:
         """Numbers of the extents that are there, or on their way to or fro."""
         here = {number for space in self._shared.spaces for number in space.extents}
-        return here | set(self._making) | set(self._removing)
+        return here | set(self.making) | set(self._removing)
 
     # Asked for
 
-    def make(self, space: Space, count: int) -> bool:
+    def make(self, space: DiskNamespace, count: int) -> bool:
         """Try to get free slots: a new extent, else by eviction; False when none will come."""
         if self._shared.opening.loading or space.renumbering or self._grow(space):
             return True
@@ -95,7 +94,7 @@ class Room:
             return True
         return space.free == 0 and (bool(space.cleared) or self._take_from_another(space))
 
-    def _grow(self, space: Space) -> bool:
+    def _grow(self, space: DiskNamespace) -> bool:
         """Make an extent if the cap and the file system have room; True while one is made."""
         shared = self._shared
         if space.growing:
@@ -107,30 +106,45 @@ class Room:
             return False
         number = shared.opening.next_extent
         shared.opening.next_extent += 1
-        self._making[number] = takes
+        self.making[number] = takes
         space.growing = True
-        growth = Growth(shared, space, number)
-        self.growths.append(growth)
-        shared.keeper.submit(growth.work, partial(self._grown, growth))
+        changes = Commit(namespaces=[space.entry], extents=[(number, space.number)])
+
+        def make() -> ExtentFile:
+            """Leave no file that the index does not know."""
+            file = shared.volume.make_extent(number, space.slot_bytes, size)
+            try:
+                shared.opening.index_client.commit(changes)
+            except BaseException:
+                file.close()
+                shared.volume.remove_extent(number)
+                raise
+            return file
+
+        shared.keeper.submit(make, partial(self._made, space, number))
         return True
 
-    def _grown(self, growth: Growth, error: Exception | None, now_s: float) -> None:
-        self.growths.remove(growth)
-        takes = self._making.pop(growth.number)
-        growth.space.growing = False
-        if growth.file is not None:
-            growth.space.add_extent(growth.number, growth.file)
+    def _made(
+        self, space: DiskNamespace, number: int, made: ExtentFile | Exception, now_s: float
+    ) -> None:
+        takes = self.making.pop(number)
+        space.growing = False
+        if isinstance(made, ExtentFile):
+            if not self._shared.health.online:
+                made.close()  # all that is open is about to be closed, or is
+                return
+            space.add_extent(number, made)
             self.recount()
             self.shrink()  # the cap may be smaller by now
-        elif isinstance(error, TierFull):
+        elif isinstance(made, TierFull):
             if self._full_until_s < now_s - FULL_S:
-                log.warning("%s: no new extent: %s", self._shared.volume.path, error)
+                log.warning("%s: no new extent: %s", self._shared.volume.path, made)
             self._full_until_s = now_s + FULL_S
-        elif error is not None:
-            self._stuck[growth.number] = takes
-            self._shared.write_failed("making an extent", error, now_s)
+        else:
+            self._stuck[number] = takes
+            self._shared.write_failed("making an extent", made, now_s)
 
-    def _take_from_another(self, needy: Space) -> bool:
+    def _take_from_another(self, needy: DiskNamespace) -> bool:
         """Retire an extent of the namespace that has the most; True while one is going."""
         if self._removing or any(s.retiring for s in self._shared.awake if s is not needy):
             return True
@@ -156,14 +170,14 @@ class Room:
                 return
             self._retire(richest, number)
 
-    def _retire(self, space: Space, number: int) -> None:
+    def _retire(self, space: DiskNamespace, number: int) -> None:
         space.retire(number)
         self._shared.wake(space)
         self._commits.hurry()
 
     # In every poll
 
-    def step(self, visited: Sequence[Space], now_s: float) -> None:
+    def step(self, visited: Sequence[DiskNamespace], now_s: float) -> None:
         """Evict ahead where the cap is reached, and remove extents that are empty.
 
         visited: the namespaces of this poll, all of those among them that are awake.
@@ -178,7 +192,7 @@ class Room:
             else:
                 self._shared.wake(space)
 
-    def _look_after(self, space: Space) -> None:
+    def _look_after(self, space: DiskNamespace) -> None:
         for number, file in space.take_retired():
             self.recount()
             self._removing[number] = cost(file.bytes, file.slot_bytes)
@@ -189,7 +203,7 @@ class Room:
         else:
             self._evicting.discard(space.digest)
 
-    def _evict_ahead(self, space: Space) -> None:
+    def _evict_ahead(self, space: DiskNamespace) -> None:
         coming = space.free + space.leaving
         if coming >= space.total // HIGH_PART:
             self._evicting.discard(space.digest)
@@ -222,32 +236,7 @@ class Room:
         self.recount()
 
 
-class Growth:
-    """An extent that is being made."""
-
-    def __init__(self, shared: Shared, space: Space, number: int) -> None:
-        """file: open, once it is made."""
-        self.space = space
-        self.number = number
-        self.file: ExtentFile | None = None
-        self._shared = shared
-        self._changes = Commit(namespaces=[space.entry], extents=[(number, space.number)])
-
-    def work(self) -> None:
-        """On the keeper's thread; leaves no file that the index does not know."""
-        shared, number = self._shared, self.number
-        size = shared.settings.extent_bytes
-        file = shared.volume.make_extent(number, self.space.slot_bytes, size)
-        try:
-            shared.opening.journal.commit(self._changes)
-        except BaseException:
-            file.close()
-            shared.volume.remove_extent(number)
-            raise
-        self.file = file
-
-
-def _remove(shared: Shared, number: int, file: ExtentFile) -> None:
+def _remove(shared: DiskContext, number: int, file: ExtentFile) -> None:
     file.close()
-    shared.opening.journal.commit(Commit(extents_gone=[number]))
+    shared.opening.index_client.commit(Commit(extents_gone=[number]))
     shared.volume.remove_extent(number)

@@ -61,15 +61,15 @@ class Descriptor:
         self._closing = False
         self._lock = threading.Lock()
 
-    def take(self) -> int:
-        """Keep it open until give_back(). Raises TierIOError when it was closed."""
+    def __enter__(self) -> int:
+        """Keep it open meanwhile. Raises TierIOError when it was closed."""
         with self._lock:
             if self._closing:
                 raise TierIOError("the tier has closed its files")
             self._users += 1
         return self._fd
 
-    def give_back(self) -> None:
+    def __exit__(self, *_exc: object) -> None:
         """One user less."""
         with self._lock:
             self._users -= 1
@@ -84,14 +84,6 @@ class Descriptor:
             self._closing = True
         if last:
             os.close(self._fd)
-
-    def __enter__(self) -> int:
-        """Take it."""
-        return self.take()
-
-    def __exit__(self, *_exc: object) -> None:
-        """Give it back."""
-        self.give_back()
 
 
 class ExtentFile:

@@ -1,8 +1,8 @@
 """Verifies the directory of an NVMe tier that no store uses, and can drop what is wrong.
 
 Nothing needs it: a store checks every block that it reads, and starts with any directory. It says
-in advance, and for all blocks, what a store would find out one by one. It reads as a store does:
-the index through its process, which a damaged file may end, and the blocks through the mover.
+in advance, and for all blocks, what a store would find out one by one. It reads the index as a
+store does, through its process, which a damaged file may end.
 """
 
 from __future__ import annotations
@@ -13,64 +13,46 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from queue import SimpleQueue
 
 from kvstore.core.errors import ConfigError, TierError, TierIOError
 from kvstore.core.index import State
-from tiers.nvme.block_io import Move, Moved, ThreadMover
-from tiers.nvme.directory import EXTENT, Volume
+from tiers.nvme.directory import EXTENT, Directory
 from tiers.nvme.files import RUN_BLOCKS_MAX, ExtentFile, allow_files, stride_of, sync_folder
-from tiers.nvme.fsck_report import Amount, Repair, Report
+from tiers.nvme.fsck_report import Amount, FsckReport, Repair
 from tiers.nvme.index import Record
-from tiers.nvme.index_client import IndexDamagedError, Journal
-from tiers.nvme.messages import FOLDER, RECORD_BYTES, Batch, Commit, Load
-from tiers.nvme.namespace import Loading, Space
+from tiers.nvme.index_client import IndexClient, IndexDamagedError
+from tiers.nvme.messages import FOLDER, RECORD_BYTES, Commit, Load, Loaded
+from tiers.nvme.namespace import DiskNamespace, Loading
+from tiers.nvme.places import POSITION
 from tiers.nvme.startup import set_aside, spaces_of
 from tiers.nvme.tier import RUN_BYTES_MAX
 
 LOCK_WAIT_S = 1.0
 READERS = 8  # disks are flat beyond
-_BUFFERS = 2 * READERS
-_TICK_S = 0.0005
+_BATCH_RUNS = 8 * READERS  # which a Ctrl-C waits for
 # That an extent cannot be opened for one of these says nothing about it.
 _NOT_ITS_FAULT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 Refused = tuple[bytes, int, str]
-Watch = Callable[[Amount, Amount], None]
+Progress = Callable[[Amount, Amount], None]
 """Called with what is read, and with what there is to read."""
 
 
-class Check(Move, eq=False):
-    """Neighbouring blocks of one extent, read in one call into a buffer."""
-
-    space: Space
-    records: list[Record]
-    buffer: memoryview
-
-    def sums(self) -> list[int]:
-        """Return the checksum of each block as it was read."""
-        checksum = self.space.checksum
-        return [checksum(r, b) for r, b in zip(self.records, self.blocks, strict=True)]
-
-
-def check_of(space: Space, records: list[Record], buffer: memoryview) -> Check:
-    """Make the reading of neighbours."""
-    place, stride = records[0].slot, stride_of(space.slot_bytes)
-    blocks = [buffer[n * stride :][: space.slot_bytes] for n in range(len(records))]
-    file = space.extents[place >> 32]
-    return Check(False, file, place & 0xFFFFFFFF, blocks, space, records, buffer)
-
-
-def examine(folder: Path, *, repair: bool, watch: Watch = lambda _done, _all: None) -> Report:
+def examine(
+    folder: Path, *, repair: bool, watch: Progress = lambda _done, _all: None
+) -> FsckReport:
     """Verify all that is in a directory; with repair, drop what is wrong.
 
     Raises ConfigError when it is no tier's or in use, TierError when it cannot be looked at.
     """
     refuse_others(folder)
-    volume = Volume(folder)
+    volume = Directory(folder)
     volume.open(LOCK_WAIT_S)
-    report = Report(str(folder))
+    report = FsckReport(str(folder))
     known = Known(volume, report)
     try:
         known.read()
@@ -99,11 +81,11 @@ def refuse_others(folder: Path) -> None:
 class Known:
     """What the index says, brought together with what is on disk."""
 
-    def __init__(self, volume: Volume, report: Report) -> None:
+    def __init__(self, volume: Directory, report: FsckReport) -> None:
         """Counts go to the report."""
         self._volume = volume
         self._report = report
-        self._spaces: list[Space] = []
+        self._spaces: list[DiskNamespace] = []
         self._strays: list[bytes] = []  # keys of rows that no space takes
         self._gone: list[int] = []  # extents in the index that blocks cannot be in
         self._orphans: list[Path] = []
@@ -135,18 +117,18 @@ class Known:
     def _read_index(self) -> list[list[Refused]]:
         """Have each space take its records, as a store does; return what each has refused."""
         volume = self._volume
-        with closing(Journal(volume.path, 0, volume.lock_fd, read_only=True)) as journal:
-            spaces = spaces_of(journal.opened.namespaces)
+        with closing(IndexClient(volume.path, 0, volume.lock_fd, read_only=True)) as client:
+            spaces = spaces_of(client.opened.namespaces)
             self._spaces = list(spaces.values())
-            self._open_extents(spaces, journal.opened.extents)
-            refused = [load(journal, space) for space in self._spaces]
-            for number in journal.opened.strays:
-                rows = load(journal, Space(number, "", 1))  # without extents, so all are refused
-                self._strays += [key for key, _, _ in rows]
-            self._report.in_order = journal.opened.clean
+            self._open_extents(spaces, client.opened.extents)
+            refused = [load(client, space) for space in self._spaces]
+            for number in client.opened.strays:
+                no_extents = DiskNamespace(number, "", 1)  # so that all are refused
+                self._strays += [key for key, _, _ in load(client, no_extents)]
+            self._report.in_order = client.opened.clean
         return refused
 
-    def _open_extents(self, spaces: dict[int, Space], extents: dict[int, int]) -> None:
+    def _open_extents(self, spaces: dict[int, DiskNamespace], extents: dict[int, int]) -> None:
         allow_files()  # all are open at one time
         for number, owner in sorted(extents.items()):
             space = spaces.get(owner)
@@ -157,7 +139,7 @@ class Known:
                 space.extents[number] = file
 
     def _open(self, number: int, slot_bytes: int) -> ExtentFile | None:
-        """Return None when it is not there. Raises TierError when that is not its fault."""
+        """Return None when it is not there. Raises TierError for a cause outside of it."""
         try:
             return self._volume.open_extent(number, slot_bytes)
         except OSError as exc:
@@ -176,7 +158,7 @@ class Known:
                 self._report.extents.orphan.add(on_disk(self._orphans[-1]))
         self._report.used_bytes += self._report.extents.orphan.bytes
 
-    def _count(self, space: Space, refused: list[Refused]) -> None:
+    def _count(self, space: DiskNamespace, refused: list[Refused]) -> None:
         """Count the rows that stand for nothing, and the extents."""
         blocks, extents = self._report.blocks, self._report.extents
         for _, _, cause in refused:
@@ -190,38 +172,36 @@ class Known:
 
     # Reading the blocks
 
-    def verify(self, watch: Watch) -> None:
+    def verify(self, watch: Progress) -> None:
         """Read every block and compare its checksum."""
         done, whole = Amount(), Amount()
         for space in self._spaces:
             whole.add(space.slot_bytes, len(space.index))
         watch(done, whole)
         start_s = time.monotonic()
-        bad: list[tuple[Space, Record]] = []
-        todo = deque((space, run) for space in self._spaces for run in runs(space))
-        with closing(ThreadMover[Check](READERS, 1)) as mover:
-            for space, record, cause in verified(todo, mover):
-                if cause != "ok":
-                    getattr(self._report.blocks, cause).add(space.slot_bytes)
-                    bad.append((space, record))
-                done.add(space.slot_bytes)
-                watch(done, whole)
+        for space in self._spaces:
+            bad: list[Record] = []
+            for records, causes in verified(space):
+                for record, cause in zip(records, causes, strict=True):
+                    if cause != "ok":
+                        getattr(self._report.blocks, cause).add(space.slot_bytes)
+                        bad.append(record)
+                    done.add(space.slot_bytes)
+                    watch(done, whole)
+            self._drop(space, bad)
         self._report.read_bytes = done.bytes
         self._report.read_s = time.monotonic() - start_s
-        self._drop(bad)
 
-    def _drop(self, bad: list[tuple[Space, Record]]) -> None:
+    def _drop(self, space: DiskNamespace, bad: list[Record]) -> None:
         """Take bad blocks out, with what hangs below them."""
+        before = len(space.index)
+        for record in bad:
+            if record.state is not State.DROPPED:
+                space.drop(record, "damaged")
         blocks = self._report.blocks
-        for space in self._spaces:
-            before = len(space.index)
-            mine = [record for owner, record in bad if owner is space]
-            for record in mine:
-                if record.state is not State.DROPPED:
-                    space.drop(record, "damaged")
-            blocks.unreachable.add(space.slot_bytes, before - len(space.index) - len(mine))
-            blocks.ok.add(space.slot_bytes, len(space.index))
-            self._deletes += [space.journal_key(record) for record in space.take_deletes()]
+        blocks.unreachable.add(space.slot_bytes, before - len(space.index) - len(bad))
+        blocks.ok.add(space.slot_bytes, len(space.index))
+        self._deletes += [space.index_key(record) for record in space.take_deletes()]
 
     # Repairing
 
@@ -234,8 +214,8 @@ class Known:
         size = index.stat().st_size if index.exists() else 0
         deletes = self._strays + self._deletes
         if deletes or self._gone or not size:
-            with closing(Journal(folder, size // RECORD_BYTES, self._volume.lock_fd)) as journal:
-                journal.commit(Commit(deletes, extents_gone=self._gone, clean=not size))
+            with closing(IndexClient(folder, size // RECORD_BYTES, self._volume.lock_fd)) as client:
+                client.commit(Commit(deletes, extents_gone=self._gone, clean=not size))
         done.blocks_dropped, done.extents_dropped = len(deletes), len(self._gone)
         for path in self._orphans:  # a link is removed itself, not what it leads to
             path.unlink(missing_ok=True)
@@ -255,23 +235,19 @@ def on_disk(path: Path) -> int:
     return path.lstat().st_blocks * 512
 
 
-def load(journal: Journal, space: Space) -> list[Refused]:
+def load(client: IndexClient, space: DiskNamespace) -> list[Refused]:
     """Have a space take its records; return those that it cannot have."""
     loading = space.loading = Loading(space)
-    journal.load(Load(space.number, space.slot_bytes, space.slot_counts))
-    while True:
-        message = journal.take()
-        if message is None:
-            time.sleep(_TICK_S)
-        elif isinstance(message, Batch):
+    client.load(Load(space.number, space.slot_bytes, space.slot_counts))
+    while not isinstance(message := client.take(wait=True), Loaded):
+        if message is not None:
             loading.take(message)
-        else:
-            loading.refuse(message.refused)
-            deque(loading.end(), maxlen=0)
-            return message.refused
+    loading.refuse(message.refused)
+    deque(loading.end(), maxlen=0)
+    return message.refused
 
 
-def runs(space: Space) -> Iterator[list[Record]]:
+def runs_of(space: DiskNamespace) -> Iterator[list[Record]]:
     """Yield the blocks of a space in the order of their places, neighbours together."""
     longest = max(1, min(RUN_BLOCKS_MAX, RUN_BYTES_MAX // stride_of(space.slot_bytes)))
     run: list[Record] = []
@@ -284,35 +260,39 @@ def runs(space: Space) -> Iterator[list[Record]]:
         yield run
 
 
-def verified(
-    todo: deque[tuple[Space, list[Record]]], mover: ThreadMover[Check]
-) -> Iterator[tuple[Space, Record, str]]:
-    """Read runs, and yield each block with "ok" or the cause why not.
+def verified(space: DiskNamespace) -> Iterator[tuple[list[Record], list[str]]]:
+    """Read all blocks of a space, on threads; yield some with what causes_of() says of them."""
+    todo = list(runs_of(space))
+    size = max((len(run) * stride_of(space.slot_bytes) for run in todo), default=0)
+    buffers: SimpleQueue[memoryview] = SimpleQueue()
+    for _ in range(min(READERS, len(todo))):
+        buffers.put(memoryview(mmap.mmap(-1, size)))
+
+    def read(run: list[Record]) -> list[str]:
+        buffer = buffers.get()
+        try:
+            return causes_of(space, run, buffer)
+        finally:
+            buffers.put(buffer)
+
+    with ThreadPoolExecutor(READERS) as pool:
+        for first in range(0, len(todo), _BATCH_RUNS):
+            some = todo[first : first + _BATCH_RUNS]
+            yield from zip(some, pool.map(read, some), strict=True)
+
+
+def causes_of(space: DiskNamespace, run: list[Record], buffer: memoryview) -> list[str]:
+    """Read neighbours in one call; return for each "ok", "damaged" or "unreadable".
 
     What cannot be read together is read one by one.
     """
-    size = max((len(run) * stride_of(space.slot_bytes) for space, run in todo), default=0)
-    free = [memoryview(mmap.mmap(-1, size)) for _ in range(min(_BUFFERS, len(todo)))]
-    while todo or mover.open:
-        while todo and free:
-            mover.start(check_of(*todo.popleft(), free.pop()))
-        time.sleep(_TICK_S)
-        for moved in mover.poll():
-            check = moved.run
-            free.append(check.buffer)
-            if moved.error is not None and len(check.records) > 1:
-                todo.extend((check.space, [record]) for record in check.records)
-                continue
-            for record, cause in zip(check.records, causes(moved), strict=True):
-                yield check.space, record, cause
-
-
-def causes(moved: Moved[Check]) -> Iterator[str]:
-    """Yield for each block "ok", or why not. Raises TierError for what is no fault of the disk."""
-    if moved.error is None:
-        for record, found in zip(moved.run.records, moved.sums, strict=True):
-            yield "ok" if found == record.checksum else "damaged"
-    elif isinstance(moved.error, (OSError, TierError)):
-        yield "unreadable"
-    else:
-        raise TierError(f"a bug in fsck: {moved.error!r}") from moved.error
+    place, stride = run[0].slot, stride_of(space.slot_bytes)
+    blocks = [buffer[n * stride :][: space.slot_bytes] for n in range(len(run))]
+    try:
+        space.extents[place >> 32].read(place & POSITION, blocks)
+    except (OSError, TierError):
+        if len(run) == 1:
+            return ["unreadable"]
+        return [cause for record in run for cause in causes_of(space, [record], buffer)]
+    sums = [space.checksum(record, block) for record, block in zip(run, blocks, strict=True)]
+    return ["ok" if r.checksum == found else "damaged" for r, found in zip(run, sums, strict=True)]

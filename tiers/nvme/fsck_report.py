@@ -64,12 +64,12 @@ class Repair(msgspec.Struct):
     index_kept_as: str | None = None
 
 
-class Report(msgspec.Struct):
+class FsckReport(msgspec.Struct):
     """What is in a directory."""
 
     directory: str
     ok: bool = True  # nothing was wrong, before a repair
-    index_error: str | None = None  # why it cannot be read; then no block can be told
+    index_error: str | None = None  # why it cannot be read; then no block is counted
     in_order: bool = True  # the last store had time to end; else its last second may be missing
     namespaces: int = 0
     blocks: Blocks = msgspec.field(default_factory=Blocks)

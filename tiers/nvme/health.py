@@ -36,7 +36,7 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM)
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # says nothing about the disk
 
 
-class State(enum.Enum):
+class HealthState(enum.Enum):
     """What a tier on a disk does now."""
 
     LOADING = "loading"
@@ -46,10 +46,10 @@ class State(enum.Enum):
 
 
 _NEXT = {
-    State.LOADING: "serves what it has read of its index so far",
-    State.OK: "reads and writes",
-    State.READ_ONLY: "serves what it has; tries to write again in {:.1f} s",
-    State.OFF: "all its blocks are misses; closes its files and looks again in {:.1f} s",
+    HealthState.LOADING: "serves what it has read of its index so far",
+    HealthState.OK: "reads and writes",
+    HealthState.READ_ONLY: "serves what it has; tries to write again in {:.1f} s",
+    HealthState.OFF: "all its blocks are misses; closes its files and looks again in {:.1f} s",
 }
 
 
@@ -90,16 +90,16 @@ class Health:
         self._row: list[int] = []  # extents whose reads have failed since one was good
         self._retry_s = self._retry_at_s = 0.0
         self._back_at_s = float("-inf")
-        self._told = State.OK
+        self._told = HealthState.OK
 
     @property
-    def state(self) -> State:
+    def state(self) -> HealthState:
         """The first that holds of off, loading, read_only, ok."""
         if self._off:
-            return State.OFF
+            return HealthState.OFF
         if self._loading:
-            return State.LOADING
-        return State.READ_ONLY if self._read_only else State.OK
+            return HealthState.LOADING
+        return HealthState.READ_ONLY if self._read_only else HealthState.OK
 
     @property
     def reason(self) -> str:

@@ -25,7 +25,7 @@ from kvstore.core.types import BlockKey, Changes, Slot
 
 
 class Durable(enum.Enum):
-    """What the journal knows of a record."""
+    """What the index file knows of a record."""
 
     NO = "no"
     PERHAPS = "perhaps"  # a commit failed, at an unknown point
@@ -66,12 +66,12 @@ class Record(Node):
 class DiskIndex:
     """Records by key, with their children, in order of recency."""
 
-    def __init__(self, told: Changes | None = None) -> None:
-        """Start empty. told: where what can be read, and cannot any more, is noted."""
+    def __init__(self, changes: Changes | None = None) -> None:
+        """Start empty. changes: where what can be read, and cannot any more, is noted."""
         self._tables: list[dict[BlockKey, Record]] = [{} for _ in range(TABLES)]
         self._count = 0
         self.order = LeafLRU()
-        self.told = told
+        self.changes = changes
 
     def __len__(self) -> int:
         """Count the records, those being written included."""
@@ -146,13 +146,13 @@ class DiskIndex:
         """The record's data is on disk: it may be read, and evicted as a leaf."""
         record.state = State.READY
         self.order.touch(record)
-        if self.told is not None:
-            self.told.added.append(record.key)
+        if self.changes is not None:
+            self.changes.added.append(record.key)
 
     def gone(self, record: Record) -> None:
         """The record is about to be taken out, or not to be read any more."""
-        if self.told is not None and record.state is State.READY:
-            self.told.removed.append(record.key)
+        if self.changes is not None and record.state is State.READY:
+            self.changes.removed.append(record.key)
 
     def dismantle(self) -> Iterator[list[BlockKey]]:
         """Cut the records of an index that is out of use apart, so that their memory is free.
@@ -162,7 +162,7 @@ class DiskIndex:
         """
         while self._tables:
             table, readable = self._tables.pop(), list[BlockKey]()
-            if self.told is not None:
+            if self.changes is not None:
                 readable = [key for key, record in table.items() if record.state is State.READY]
             for record in table.values():
                 record.parent = record.prev = record.next = None

@@ -8,25 +8,21 @@ process that was killed, says nothing about the index.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-
-import msgspec
 
 from kvstore.core.errors import ConfigError, TierIOError
 from tiers.nvme.messages import (
     FOLDER,
-    NUMBER,
     RECORD_BYTES,
     Answer,
     Batch,
     Commit,
+    Connection,
     Done,
     Failed,
     Load,
@@ -35,20 +31,15 @@ from tiers.nvme.messages import (
     Opened,
     Purge,
     Request,
-    Stream,
-    framed,
-    receive,
+    answers,
 )
 
 _MAP_BYTES_MIN = 64 << 20
 _STARTS_MAX = 3  # of one call
 _DEATHS_MAX = 3  # of what it reads, although it can be read
 _END_S = 5.0
-_READ_BYTES = 1 << 20
-_PIPE_BYTES = 1 << 20
+_SOCKET_BYTES = 1 << 20  # of records that are on their way
 _OF_THE_FILE = {signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
-_answers = msgspec.msgpack.Decoder(Answer)
-_stream = msgspec.msgpack.Decoder(Stream)
 
 
 class IndexDamagedError(TierIOError):
@@ -69,50 +60,35 @@ class IndexProcessDiedError(TierIOError):
         self.of_the_file = of_the_file
 
 
-def start(passed: Sequence[int], lock_fd: int) -> subprocess.Popen[bytes]:
-    """Start index_server.py with these descriptors. Raises OSError."""
+def start(fd: int, lock_fd: int) -> subprocess.Popen[bytes]:
+    """Start index_server.py with its end of a socket. Raises OSError."""
     return subprocess.Popen(  # noqa: S603 - our own module
-        [sys.executable, "-P", "-m", "tiers.nvme.index_server", *map(str, passed)],
+        [sys.executable, "-P", "-m", "tiers.nvme.index_server", str(fd)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,  # a reader of the store's would wait for this one
-        pass_fds=(*passed, lock_fd),
+        pass_fds=(fd, lock_fd),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         start_new_session=True,  # Ctrl-C is for the store, which still commits
     )
 
 
-class Child:
-    """The process, and the ways to it. ask() and close() are one thread's, take() another's."""
+class IndexProcess:
+    """The process, and the socket to it. One call at a time, from any thread."""
 
     start = staticmethod(start)
 
     def __init__(self, lock_fd: int) -> None:
         """Start it. It inherits the directory's lock. Raises TierIOError when it does not start."""
         ours, its = socket.socketpair()
-        pipe, pipe_in = os.pipe()
-        life_out, life = os.pipe()
-        passed = (its.fileno(), pipe_in, life_out)
-        try:
-            self._process = type(self).start(passed, lock_fd)
-        except OSError as exc:
-            ours.close()
-            for fd in (pipe, life):
-                os.close(fd)
-            raise TierIOError(f"cannot start the index's process: {exc}") from exc
-        finally:
-            its.close()
-            os.close(pipe_in)
-            os.close(life_out)
-        self._control, self._pipe, self._life = ours, pipe, life
-        self._buffer = bytearray()
-        os.set_blocking(pipe, False)
-        with contextlib.suppress(OSError):  # a user may have no more pages for pipes
-            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
+        with its:
+            its.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+            try:
+                self._process = type(self).start(its.fileno(), lock_fd)
+            except OSError as exc:
+                ours.close()
+                raise TierIOError(f"cannot start the index's process: {exc}") from exc
+        self.pid = self._process.pid
+        self._connection = Connection(ours, answers)
 
     @property
     def ended(self) -> bool:
@@ -122,74 +98,48 @@ class Child:
     def ask(self, request: Request) -> Answer:
         """Have a request done. Raises IndexProcessDiedError when it may be done or not."""
         try:
-            self._control.sendall(framed(request))
-            body = receive(self._control.recv)
-        except OSError:
-            body = None
-        if body is None:
-            raise self.why()
-        answer: Answer = _answers.decode(body)
-        return answer
+            self._connection.send(request)
+            return self._connection.receive()
+        except (OSError, EOFError):
+            raise self._end() from None
 
-    def take(self) -> Stream | None:
-        """Return the next part of what was loaded; None: not there yet.
+    def take(self, *, wait: bool) -> Answer | None:
+        """Return the next part of what was loaded; None with wait=False: not there yet.
 
         Raises IndexProcessDiedError.
         """
-        message = self._next()
-        if message is None:
-            try:
-                data = os.read(self._pipe, _READ_BYTES)
-            except BlockingIOError:
-                return None
-            if not data:
-                raise self.why()
-            self._buffer += data
-            message = self._next()
-        return message
-
-    def _next(self) -> Stream | None:
-        if len(self._buffer) < NUMBER.size:
+        try:
+            return self._connection.receive(0 if wait else socket.MSG_DONTWAIT)
+        except BlockingIOError:
             return None
-        end = NUMBER.size + NUMBER.unpack_from(self._buffer)[0]
-        if len(self._buffer) < end:
-            return None
-        body = bytes(memoryview(self._buffer)[NUMBER.size : end])
-        del self._buffer[:end]
-        message: Stream = _stream.decode(body)
-        return message
+        except (OSError, EOFError):
+            raise self._end() from None
 
-    def why(self) -> IndexProcessDiedError:
+    def _end(self) -> IndexProcessDiedError:
         """Wait for its end, and say what it died of."""
         self.close()
         code = self._process.returncode
         if code is None:
             return IndexProcessDiedError("the index's process hangs", of_the_file=False)
         if code >= 0:
-            return IndexProcessDiedError(
-                f"the index's process ended with {code}", of_the_file=False
-            )
+            text = f"the index's process ended with {code}"
+            return IndexProcessDiedError(text, of_the_file=False)
         number = signal.Signals(-code)
         text = f"the index's process was ended by {number.name}"
         return IndexProcessDiedError(text, of_the_file=number in _OF_THE_FILE)
 
     def close(self) -> None:
-        """Have it end in order, for a moment at least; safe to call twice."""
-        if self._life < 0:
-            return
-        self._control.close()
-        os.close(self._pipe)  # it may be about to write there
+        """Have it end, which it does once the socket is closed, or kill it."""
+        self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
-        os.close(self._life)
-        self._life = -1
-        if self._process.returncode is None:
-            self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_S)
+            return
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
 
 
-class Journal:
+class IndexClient:
     """The index on disk. Calls come from one thread, and wait for the disk.
 
     But for take(): it is another thread's, while no other call is under way, and never waits.
@@ -212,40 +162,39 @@ class Journal:
         self._map_bytes = map_bytes_of(blocks_max)
         self._lock_fd = lock_fd
         self._read_only = self._verify = read_only
-        self._deaths = 0
+        self._deaths = 0  # of what was read, since a commit went well
         self._closed = False
-        self._child: Child | None = None
-        _, self.opened = self._start()
+        self._process: IndexProcess | None = None
+        self.opened = self._start()[1]
 
     @property
     def pid(self) -> int | None:
         """The process id of the index's process, None without one."""
-        return None if self._child is None else self._child.pid
+        return None if self._process is None else self._process.pid
 
-    def _start(self) -> tuple[Child, Opened]:
+    def _start(self) -> tuple[IndexProcess, Opened]:
         """Start a process that opens the index."""
         if self._closed:
             raise TierIOError(f"{self.path} is not open")
         for _ in range(_STARTS_MAX):
             self._end()
-            child = self._child = Child(self._lock_fd)
+            process = self._process = IndexProcess(self._lock_fd)
+            request = Open(str(self.path), self._map_bytes, self._verify, self._read_only)
             try:
-                answer = child.ask(
-                    Open(str(self.path), self._map_bytes, self._verify, self._read_only)
-                )
+                answer = process.ask(request)
             except IndexProcessDiedError as exc:
                 last = exc
                 self._died(exc, verified=self._verify)
                 continue
             self._verify = False
             if isinstance(answer, Opened):
-                return child, answer
+                return process, answer
             raise self._error(answer)
         raise TierIOError(f"{self.path} cannot be opened: {last}") from last
 
-    def _died(self, exc: IndexProcessDiedError, *, verified: bool) -> None:
+    def _died(self, exc: IndexProcessDiedError, *, verified: bool = False) -> None:
         """Remember a death. Raises IndexDamagedError when the index is what it died of."""
-        self._child = None
+        self._process = None
         self._deaths += exc.of_the_file
         if exc.of_the_file and (verified or self._deaths >= _DEATHS_MAX):
             raise IndexDamagedError(f"{self.path}: {exc}") from exc
@@ -264,13 +213,13 @@ class Journal:
         return answer
 
     def _ask_once(self, request: Request) -> Answer:
-        child = self._child
-        if child is None or child.ended:
-            child, _ = self._start()
+        process = self._process
+        if process is None or process.ended:
+            process, _ = self._start()
         try:
-            return child.ask(request)
+            return process.ask(request)
         except IndexProcessDiedError as exc:
-            self._died(exc, verified=False)
+            self._died(exc)
             raise
 
     def _error(self, answer: Answer) -> Exception:
@@ -289,6 +238,7 @@ class Journal:
         Raises TierIOError: then it is not known which, and the same commit may be tried again.
         """
         self._ask(changes)
+        self._deaths = 0
 
     def purge(self, number: int, rows_max: int) -> bool:
         """Delete records of a number that is no namespace's; tell whether there are more."""
@@ -299,18 +249,21 @@ class Journal:
         """Have a namespace's records sent, for take(). Raises TierIOError."""
         self._ask(request)
 
-    def take(self) -> Batch | Loaded | None:
-        """Return the next records; None: not there yet. Raises TierIOError when there are none."""
-        if self._child is None:
+    def take(self, *, wait: bool = False) -> Batch | Loaded | None:
+        """Return the next records; None with wait=False: not there yet.
+
+        Raises TierIOError when there are none.
+        """
+        if self._process is None:
             raise IndexProcessDiedError("the index's process has ended", of_the_file=False)
         try:
-            message = self._child.take()
+            message = self._process.take(wait=wait)
         except IndexProcessDiedError as exc:
-            self._died(exc, verified=False)
+            self._died(exc)
             raise
-        if isinstance(message, Failed):
-            raise self._error(message)
-        return message
+        if message is None or isinstance(message, Batch | Loaded):
+            return message
+        raise self._error(message)
 
     def close(self) -> None:
         """End the process, and with it its hold on the lock; safe to call twice."""
@@ -318,6 +271,6 @@ class Journal:
         self._end()
 
     def _end(self) -> None:
-        if self._child is not None:
-            self._child.close()
-            self._child = None
+        if self._process is not None:
+            self._process.close()
+            self._process = None

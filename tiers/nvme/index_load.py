@@ -8,7 +8,7 @@ first, and there are no circles.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -192,10 +192,3 @@ def _cut_off(above: Numbers, parents: Places, causes: Places) -> None:
             break
         bad, ancestor = wider, ancestor[ancestor]
     causes[bad[:-1] & (causes == _OK)] = _UNREACHABLE
-
-
-def packed(pairs: Iterable[tuple[bytes, bytes]]) -> Rows:
-    """Pack records that are here already."""
-    rows = Rows()
-    rows.add([part for pair in pairs for part in pair])
-    return rows

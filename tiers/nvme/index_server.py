@@ -10,8 +10,10 @@ that go together (a block and what hangs below it) go in one transaction.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import select
 import signal
 import socket
 import sys
@@ -21,7 +23,6 @@ from itertools import chain, islice, pairwise
 from pathlib import Path
 
 import lmdb
-import msgspec
 
 from tiers.nvme.messages import (
     FORMAT,
@@ -29,6 +30,7 @@ from tiers.nvme.messages import (
     NUMBER,
     Answer,
     Commit,
+    Connection,
     Done,
     Failed,
     Load,
@@ -37,12 +39,9 @@ from tiers.nvme.messages import (
     Opened,
     Purge,
     Request,
-    Stream,
-    framed,
-    receive,
+    requests,
 )
 
-_decoder = msgspec.msgpack.Decoder(Request)
 _CHUNK_BYTES = 1 << 20
 _CHUNK_ROWS = 1 << 15
 TABLES = (b"meta", b"namespaces", b"extents", b"blocks")
@@ -91,10 +90,18 @@ def is_damage(exc: Exception) -> bool:
 class IndexFile:
     """The open file. Raises lmdb.Error; what is_damage() tells apart."""
 
-    def __init__(self, path: Path, map_bytes: int, *, read_only: bool = False) -> None:
-        """Open it, or make it unless it is only to be read. Raises OtherFormatError."""
+    def __init__(
+        self, path: Path, map_bytes: int, *, verify: bool = False, read_only: bool = False
+    ) -> None:
+        """Open it, or make it unless it is only to be read.
+
+        verify: read all of it, first without LMDB. Raises OtherFormatError, and OSError where the
+        disk cannot give it; where it is damaged, the process may die of that.
+        """
         self._path = path
         self._read_only = read_only
+        if verify:
+            _read_plain(path / "data.mdb")
         # The store's lock on the directory is the only one: no other process reads meanwhile.
         self._env = lmdb.open(
             str(path),
@@ -106,12 +113,29 @@ class IndexFile:
             create=not read_only,
         )
         try:
-            if shorter_than_it_says(self._env, path):
-                read_whole(self._env)
+            if verify or self._shorter_than_it_says():
+                self._read_whole()
             self._open_tables(path)
         except BaseException:
             self._env.close()
             raise
+
+    def _shorter_than_it_says(self) -> bool:
+        """Tell whether reading on may be a SIGBUS.
+
+        A whole file may be short as well: pages that one commit took and gave back are never
+        written.
+        """
+        expected = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+        return self._file_bytes() < int(expected)
+
+    def _file_bytes(self) -> int:
+        return (self._path / "data.mdb").stat().st_size
+
+    def _read_whole(self) -> None:
+        """Read every page in use, free lists included. Raises lmdb.Error, or dies of a SIGBUS."""
+        with Path(os.devnull).open("wb") as nowhere:
+            self._env.copyfd(nowhere.fileno(), compact=True)
 
     def _open_tables(self, path: Path) -> None:
         with self._env.begin() as txn:
@@ -173,7 +197,7 @@ class IndexFile:
 
     def _rows_max(self) -> int:
         """Return what no table has as many rows as; pages that lead in a circle would never end."""
-        return (self._path / "data.mdb").stat().st_size // _ROW_BYTES_MIN
+        return self._file_bytes() // _ROW_BYTES_MIN
 
     def commit(self, changes: Commit) -> None:
         """Make changes durable, all or none."""
@@ -260,104 +284,70 @@ def _bits_apart(one: bytes, other: bytes) -> int:
     return sum((a ^ b).bit_count() for a, b in zip(one, other, strict=True))
 
 
-def shorter_than_it_says(env: lmdb.Environment, path: Path) -> bool:
-    """Tell whether reading on may be a SIGBUS.
-
-    A whole file may be short as well: pages that one commit took and gave back are never written.
-    """
-    expected = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-    return (path / "data.mdb").stat().st_size < int(expected)
-
-
-def read_whole(env: lmdb.Environment) -> None:
-    """Read every page in use, free lists included. Raises lmdb.Error, or dies of a SIGBUS."""
-    with Path(os.devnull).open("wb") as nowhere:
-        env.copyfd(nowhere.fileno(), compact=True)
-
-
-def verify(path: Path) -> None:
-    """Read all of it, first without LMDB.
-
-    Raises OSError where the disk cannot give it, lmdb.Error where it is damaged; or dies of that.
-    """
-    if not (path / "data.mdb").exists():
+def _read_plain(file: Path) -> None:
+    """Read a file that may be there. Raises OSError, and lmdb.CorruptedError for an empty one."""
+    if not file.exists():
         return
-    if (path / "data.mdb").stat().st_size == 0:
+    if file.stat().st_size == 0:
         raise lmdb.CorruptedError("it is empty")
-    with (path / "data.mdb").open("rb", buffering=0) as file:
-        while file.read(_CHUNK_BYTES):
+    with file.open("rb", buffering=0) as content:
+        while content.read(_CHUNK_BYTES):
             pass
-    with lmdb.open(str(path), readonly=True, lock=False, create=False) as env:
-        read_whole(env)
 
 
-class Indexer:
+class IndexServer:
     """Does what requests say, on one file."""
 
     def __init__(self) -> None:
         """Without a file: Open comes first."""
-        self._file: IndexFile | None = None
-        self._lock_fd = -1
+        self.file: IndexFile | None = None
+        self.lock_fd = -1  # kept until this process ends
         self.broken = False  # LMDB takes no more writes after one that failed
 
-    def answer(self, request: Request) -> Answer:
-        """Do a request. What goes wrong is in the answer."""
+    def answers(self, request: Request) -> Iterator[Answer]:
+        """Do a request, and yield its answers. What goes wrong is the last of them."""
         try:
-            return self._do(request)
+            if isinstance(request, Open):
+                yield self._open(request)
+            elif self.file is None:
+                yield Failed("the index is not open")
+            elif isinstance(request, Commit):
+                self.file.commit(request)
+                yield Done()
+            elif isinstance(request, Purge):
+                yield Done(left=self.file.purge(request.number, request.rows_max))
+            else:
+                yield Done()
+                yield from _load(self.file, request)
         except _ERRORS as exc:
             self.broken = True
-            return failed(exc)
+            yield failed(exc)
 
-    def _do(self, request: Request) -> Answer:
-        if isinstance(request, Open):
-            return self._open(request)
-        file = self._file
-        if file is None:
-            return Failed("the index is not open")
-        if isinstance(request, Purge):
-            return Done(left=file.purge(request.number, request.rows_max))
-        if isinstance(request, Commit):
-            file.commit(request)
-        return Done()  # after a Load stream() follows
-
-    def _open(self, request: Open) -> Answer:
+    def _open(self, request: Open) -> Opened:
         path = Path(request.path)
-        self._lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # one before may hang in a write
-        if request.verify:
-            verify(path)
-        file = self._file = IndexFile(path, request.map_bytes, read_only=request.read_only)
+        self.lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # one before may hang in a write
+        file = self.file = IndexFile(
+            path, request.map_bytes, verify=request.verify, read_only=request.read_only
+        )
         namespaces, extents = file.tables()
         numbers = {number for number, _ in namespaces.values()}
         following = max([*numbers, file.last_number]) + 1
         strays = file.strays(numbers)
         return Opened(file.new, file.clean, following, strays, namespaces, extents)
 
-    def stream(self, request: Load) -> Iterator[Stream]:
-        """Yield the records of a namespace."""
-        # It takes as long as all else here, and a store that starts empty needs none of it.
-        from tiers.nvme.index_load import Rows, Sorted  # noqa: PLC0415
 
-        try:
-            rows = Rows()
-            for chunk in self._file.rows(request.number) if self._file is not None else ():
-                rows.add(chunk)
-            found = Sorted(request.number, request.slot_bytes, request.counts, rows)
-        except _ERRORS as exc:
-            self.broken = True
-            yield failed(exc)
-            return
-        yield from found.batches(request.skip)
-        yield Loaded(request.number, found.refused)
+def _load(file: IndexFile, request: Load) -> Iterator[Answer]:
+    """Yield the records of a namespace."""
+    # It takes as long as all else here, and a store that starts empty needs none of it.
+    from tiers.nvme.index_load import Rows, Sorted  # noqa: PLC0415
 
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+    rows = Rows()
+    for chunk in file.rows(request.number):
+        rows.add(chunk)
+    found = Sorted(request.number, request.slot_bytes, request.counts, rows)
+    yield from found.batches(request.skip)
+    yield Loaded(request.number, found.refused)
 
 
 def failed(exc: Exception) -> Failed:
@@ -369,41 +359,30 @@ def failed(exc: Exception) -> Failed:
     )
 
 
-def serve(control: socket.socket, pipe: int) -> None:
+def serve(store: Connection[Request]) -> None:
     """Answer requests until there are no more, or one has failed."""
-    indexer = Indexer()
-    with open(pipe, "wb", buffering=0) as stream:
-        while not indexer.broken and (body := receive(control.recv)) is not None:
-            request = _decoder.decode(body)
-            control.sendall(framed(indexer.answer(request)))
-            if isinstance(request, Load):
-                for message in indexer.stream(request):
-                    _write_all(stream.fileno(), framed(message))
-    indexer.close()
+    server = IndexServer()
+    while not server.broken:
+        for answer in server.answers(store.receive()):
+            store.send(answer)
 
 
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def end_with(lifeline: int) -> None:
-    """Wait for the store's end of a pipe to close, which it does however the store ends."""
-    os.read(lifeline, 1)
+def end_with(fd: int) -> None:
+    """Wait for the store's end of a socket to close, which it does however the store ends."""
+    watched = select.poll()
+    watched.register(fd, 0)  # a hang-up is always reported
+    watched.poll()
     os._exit(0)
 
 
 def main() -> int:
-    """Run as the child that tiers.nvme.index_client starts. Arguments: descriptors."""
+    """Run as the process that tiers.nvme.index_client starts. Argument: its end of the socket."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they mean the store, which still commits
         signal.signal(number, signal.SIG_IGN)
-    control, pipe, lifeline = (int(argument) for argument in sys.argv[1:4])
-    threading.Thread(target=end_with, args=(lifeline,), daemon=True).start()
-    try:
-        serve(socket.socket(fileno=control), pipe)
-    except (BrokenPipeError, ConnectionResetError):  # the store is ending
-        return 0
+    end = socket.socket(fileno=int(sys.argv[1]))
+    threading.Thread(target=end_with, args=(end.fileno(),), daemon=True).start()
+    with contextlib.suppress(EOFError, OSError):  # the store is ending
+        serve(Connection(end, requests))
     return 0
 
 

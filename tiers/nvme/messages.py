@@ -7,14 +7,15 @@ namespaces  digest -> NAMESPACE: number, slot bytes
 extents     number (u32) -> namespace (u32)
 blocks      namespace (u32), block key -> VALUE
 
-On the socket each request has one answer, both with their length before them. What Load asks for
-comes on a pipe of its own, as batches up to a Loaded, or a Failed.
+Each request has one answer. What Load asks for comes after that, as batches up to a Loaded, or a
+Failed; no other request is sent meanwhile.
 """
 
 from __future__ import annotations
 
+import socket
 import struct
-from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -129,30 +130,52 @@ class Loaded(msgspec.Struct, tag=True):
 
 
 Request = Open | Commit | Purge | Load
-Answer = Opened | Done | Failed
-Stream = Batch | Loaded | Failed
+Answer = Opened | Done | Failed | Batch | Loaded
+M = TypeVar("M")
 
+requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 _encoder = msgspec.msgpack.Encoder()
+_READ_BYTES = 1 << 20
 
 
-def framed(message: Answer | Stream | Request) -> bytes:
-    """Encode a message, with its length before it."""
-    body = _encoder.encode(message)
-    return NUMBER.pack(len(body)) + body
+class Connection(Generic[M]):
+    """One end of the socket between a store and the process of its index."""
 
+    def __init__(self, end: socket.socket, decoder: msgspec.msgpack.Decoder[M]) -> None:
+        """decoder: of what comes in, requests or answers."""
+        self._end = end
+        self._decoder = decoder
+        self._buffer = bytearray()
 
-def receive(read: Callable[[int], bytes]) -> bytes | None:
-    """Read one message's body; None at the end. read(size) gives up to as many bytes."""
-    head = _exactly(read, NUMBER.size)
-    return None if head is None else _exactly(read, NUMBER.unpack(head)[0])
+    def send(self, message: Request | Answer) -> None:
+        """Send a message, with its length before it. Raises OSError."""
+        body = _encoder.encode(message)
+        self._end.sendall(NUMBER.pack(len(body)) + body)
 
+    def receive(self, flags: int = 0) -> M:
+        """Return the next message. flags: of recv.
 
-def _exactly(read: Callable[[int], bytes], size: int) -> bytes | None:
-    parts = []
-    while size:
-        part = read(size)
-        if not part:
+        Raises EOFError when the other end is closed, OSError, and BlockingIOError with
+        MSG_DONTWAIT when it is not there yet.
+        """
+        while (body := self._take_body()) is None:
+            data = self._end.recv(_READ_BYTES, flags)
+            if not data:
+                raise EOFError
+            self._buffer += data
+        return self._decoder.decode(body)
+
+    def _take_body(self) -> bytes | None:
+        if len(self._buffer) < NUMBER.size:
             return None
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+        end = NUMBER.size + NUMBER.unpack_from(self._buffer)[0]
+        if len(self._buffer) < end:
+            return None
+        body = bytes(memoryview(self._buffer)[NUMBER.size : end])
+        del self._buffer[:end]
+        return body
+
+    def close(self) -> None:
+        """Close this end; safe to call twice."""
+        self._end.close()

@@ -1,12 +1,12 @@
 """One namespace's part of the disk: its records, its slots in extents, and what is durable of it.
 
 Slots are taken by stores, and come back when a record is DROPPED, not being read or written, and
-the journal has forgotten it. Extents are added when the cap allows, and retired when the space is
-needed elsewhere: their blocks are dropped, and when the last slot is free the file goes.
+the index file has forgotten it. Extents are added when the cap allows, and retired when the space
+is needed elsewhere: their blocks are dropped, and when the last slot is free the file goes.
 
 No call takes long, however many records there are. What concerns many is done by step(), in
-slices. All at once go the records of clear(): the namespace takes another number in the journal,
-with all its extents, and what the journal has under the old one means nothing from then on.
+slices. All at once go the records of clear(): the namespace takes another number in the index file,
+with all its extents, and what the index file has under the old one means nothing from then on.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from kvstore.core.index import State
 from kvstore.core.types import BlockKey, Slot
 from tiers.nvme.index import DiskIndex, Durable, Record
 from tiers.nvme.messages import NAMESPACE, NO_PARENT, NOWHERE, NUMBER, VALUE, Batch
-from tiers.nvme.places import POSITION, SLICE, Places
+from tiers.nvme.places import POSITION, SLICE, ExtentSlots
 
 _CHECKED = struct.Struct("<QQ")  # generation, payload bytes
 _DROPS_MAX = 2048  # of one call
 _SUM_ALIGN = 64  # XXH3 takes a sixth longer over a page that it meets between two cache lines
 
 
-class Space(Places):
+class DiskNamespace(ExtentSlots):
     """Everything on disk of one namespace digest."""
 
     def __init__(self, number: int, digest: str, slot_bytes: int) -> None:
-        """number: of the namespace in the journal."""
+        """number: of the namespace in the index file."""
         super().__init__()
         self.number = number
         self.digest = digest
@@ -48,10 +48,10 @@ class Space(Places):
         self._emptying: deque[Iterator[None]] = deque()  # retired extents
         self._sinking: deque[Record] = deque()  # roots of what leaves in slices
         self._dismantling: deque[Iterator[None]] = deque()
-        self._old_numbers: list[int] = []  # that the journal has to forget
+        self._old_numbers: list[int] = []  # that the index file has to forget
         self._renumbering = Durable.YES
         self.to_put: list[Record] = []  # READY, in the order in which they became so
-        self.to_delete: list[Record] = []  # DROPPED, and in the journal
+        self.to_delete: list[Record] = []  # DROPPED, and in the index file
         self.leaving = 0  # DROPPED, and not free yet
         self._before: set[BlockKey] = set()  # could be read before the directory was closed
 
@@ -152,10 +152,10 @@ class Space(Places):
     # What concerns many records
 
     def clear(self, number: int) -> None:
-        """Forget every block. number: one that the journal has nothing under."""
+        """Forget every block. number: one that the index file has nothing under."""
         self.counts["cleared"] += len(self.index)
         self._dismantling.append(self._dismantle(self.index))
-        self.index = DiskIndex(self.index.told)
+        self.index = DiskIndex(self.index.changes)
         self._old_numbers.append(self.number)
         self.number = number
         self.loading = None
@@ -176,14 +176,14 @@ class Space(Places):
 
     def tell_lost(self) -> None:
         """Note which blocks of before are not here any more."""
-        if self.index.told is not None:
-            self.index.told.removed += (k for k in self._before if self.index.get(k) is None)
+        if self.index.changes is not None:
+            self.index.changes.removed += (k for k in self._before if self.index.get(k) is None)
         self._before = set()
 
-    def succeed(self, old: Space) -> None:
+    def succeed(self, old: DiskNamespace) -> None:
         """Go on for a space whose directory was closed: what it had forgotten stays so."""
         self.counts.update(old.counts)
-        self.index.told = old.index.told
+        self.index.changes = old.index.changes
         self._before = old._before
         self._dismantling.append(self._dismantle(old.index))
         if self.loading is not None:
@@ -235,13 +235,13 @@ class Space(Places):
         """Tell whether there is something to commit."""
         return self.renumbering or bool(self.to_put or self.to_delete)
 
-    def journal_key(self, record: Record) -> bytes:
-        """Name a record in the journal."""
+    def index_key(self, record: Record) -> bytes:
+        """Name a record in the index file."""
         return NUMBER.pack(self.number) + record.key
 
     @property
     def entry(self) -> tuple[bytes, bytes]:
-        """What the journal's table has of this namespace."""
+        """What the index file has of this namespace."""
         return self.digest.encode(), NAMESPACE.pack(self.number, self.slot_bytes)
 
     def take_renumbering(self) -> tuple[list[tuple[bytes, bytes]], list[tuple[int, int]]]:
@@ -271,12 +271,12 @@ class Space(Places):
         return taken
 
     def take_deletes(self) -> list[Record]:
-        """Return what has to leave the journal."""
+        """Return what has to leave the index file."""
         taken, self.to_delete = self.to_delete, []
         return taken
 
     def value(self, record: Record) -> bytes:
-        """Return what the journal keeps of a record."""
+        """Return what the index file keeps of a record."""
         parent = NOWHERE if record.parent is None else record.parent.slot
         return VALUE.pack(record.slot, parent, record.generation, record.checksum, self.slot_bytes)
 
@@ -324,19 +324,14 @@ class Space(Places):
 
 
 class Loading:
-    """The records of a namespace, as they come from the journal."""
+    """The records of a namespace, as they come from the index file."""
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, space: DiskNamespace) -> None:
         """All slots are taken until end()."""
         self._space = space
-        self._loaded: list[Record] = []  # in the order in which they came
+        self.loaded: list[Record] = []  # in the order in which they came
         self.unwanted: set[BlockKey] = set()  # not loaded yet, and not to be kept
         space.expect()
-
-    @property
-    def count(self) -> int:
-        """Count the records that have come."""
-        return len(self._loaded)
 
     def take(self, batch: Batch) -> int:
         """Take in records, parents first; return the newest's generation."""
@@ -348,7 +343,7 @@ class Loading:
         parents = memoryview(batch.parents).cast("I").tolist()
         sums = memoryview(batch.checksums).cast("Q").tolist()
         ages = memoryview(batch.generations).cast("Q").tolist()
-        space, loaded = self._space, self._loaded
+        space, loaded = self._space, self.loaded
         held, newest = space.held, space.newest
         ready, dropped, durable = State.READY, State.DROPPED, Durable.YES
         insert, touch = space.index.insert, space.index.order.touch
@@ -373,7 +368,7 @@ class Loading:
         return ages[-1]
 
     def refuse(self, refused: list[tuple[bytes, int, str]]) -> None:
-        """Have rows that stand for nothing taken out of the journal: key there, place, cause."""
+        """Have rows that stand for nothing taken out of the index file: key there, place, cause."""
         for key, place, cause in refused:
             self._space.counts["unreachable" if cause == "unreachable" else "foreign"] += 1
             name = BlockKey(key[NUMBER.size :])

@@ -19,7 +19,7 @@ def cost(extent_bytes: int, slot_bytes: int) -> int:
     return extent_bytes + extent_bytes // stride_of(slot_bytes) * RECORD_BYTES
 
 
-class Places:
+class ExtentSlots:
     """Slots by extent; a place is an extent's number and a position in it."""
 
     def __init__(self) -> None:

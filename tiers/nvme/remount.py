@@ -16,11 +16,11 @@ from collections.abc import Callable
 from functools import partial
 
 from kvstore.core.errors import TierIOError
-from tiers.nvme.commits import Shared
-from tiers.nvme.extent_allocator import Growth, Room
+from tiers.nvme.commits import DiskContext
+from tiers.nvme.extent_allocator import ExtentAllocator
 from tiers.nvme.index_client import IndexDamagedError
 from tiers.nvme.messages import Commit
-from tiers.nvme.startup import Opening
+from tiers.nvme.startup import Startup
 
 
 class Phase(enum.Enum):
@@ -33,10 +33,12 @@ class Phase(enum.Enum):
     MENDING = "mending"
 
 
-class Recovery:
+class Remount:
     """Runs one thing at a time, on the keeper's thread."""
 
-    def __init__(self, shared: Shared, room: Room, replace: Callable[[Opening], None]) -> None:
+    def __init__(
+        self, shared: DiskContext, room: ExtentAllocator, replace: Callable[[Startup], None]
+    ) -> None:
         """replace(opening): the disk goes on with this one; no block is being written then."""
         self.phase = Phase.OPEN
         self._shared = shared
@@ -53,7 +55,7 @@ class Recovery:
         shared, health = self._shared, self._shared.health
         if self.phase is Phase.OPEN and not health.online:
             self.phase = Phase.LEAVING
-            work = partial(_leave, shared, shared.opening.closing(), list(self._room.growths))
+            work = partial(_leave, shared, shared.opening.closing())
             shared.keeper.submit(work, self._left)
         elif stalled or not health.due(now_s):
             return
@@ -61,7 +63,7 @@ class Recovery:
             health.not_yet("waits for writes that hang", now_s)
         elif self.phase is Phase.AWAY:
             self.phase = Phase.RETURNING
-            fresh = Opening(shared.volume, shared.capacity_bytes)
+            fresh = Startup(shared.volume, shared.capacity_bytes)
             work = partial(_return, shared, fresh, shared.opening.damage)
             shared.keeper.submit(work, partial(self._returned, fresh))
         elif self.phase is Phase.OPEN and not health.writable:
@@ -75,7 +77,7 @@ class Recovery:
         if error is not None:
             self._shared.health.not_yet(str(error), now_s)
 
-    def _returned(self, fresh: Opening, error: Exception | None, now_s: float) -> None:
+    def _returned(self, fresh: Startup, error: Exception | None, now_s: float) -> None:
         if error is not None:
             self.phase = Phase.AWAY
             self._shared.health.not_yet(str(error), now_s)
@@ -88,7 +90,7 @@ class Recovery:
     def _mended(self, stuck: list[int], error: Exception | None, now_s: float) -> None:
         self.phase = Phase.OPEN
         if isinstance(error, IndexDamagedError):
-            self._shared.write_failed("opening the index", error, now_s)
+            self._shared.write_failed("removing extents", error, now_s)
         elif error is not None:
             self._shared.health.not_yet(str(error), now_s)
         else:
@@ -97,16 +99,13 @@ class Recovery:
                 self._shared.health.back(now_s)
 
 
-def _leave(shared: Shared, closing: Callable[[], None], growths: list[Growth]) -> None:
+def _leave(shared: DiskContext, closing: Callable[[], None]) -> None:
     """Close all that is open."""
-    for growth in growths:
-        if growth.file is not None:
-            growth.file.close()
     closing()
     shared.volume.close()
 
 
-def _return(shared: Shared, fresh: Opening, damage: TierIOError | None) -> None:
+def _return(shared: DiskContext, fresh: Startup, damage: TierIOError | None) -> None:
     """Open all again."""
     shared.volume.open_again()
     try:
@@ -116,15 +115,13 @@ def _return(shared: Shared, fresh: Opening, damage: TierIOError | None) -> None:
         raise
 
 
-def _mend(shared: Shared, stuck: list[int], known: set[int]) -> None:
-    """Try to write, and open the index anew: after a commit that failed, none may work."""
+def _mend(shared: DiskContext, stuck: list[int], known: set[int]) -> None:
+    """Try to write, and remove what could not be. The index has another process by itself."""
     if shared.volume.look().read_only:
         raise TierIOError("the file system is mounted read-only")
     shared.volume.try_write()
     if shared.opening.loading:
         return
-    shared.opening.journal.close()
-    shared.opening.open_journal()
     if stuck:
-        shared.opening.journal.commit(Commit(extents_gone=stuck))
+        shared.opening.index_client.commit(Commit(extents_gone=stuck))
     shared.volume.sweep(known)

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvstore.core.errors import TierIOError
-from tiers.nvme.directory import Volume
+from tiers.nvme.directory import Directory
 from tiers.nvme.files import stride_of
-from tiers.nvme.index_client import IndexDamagedError, IndexProcessDiedError, Journal
-from tiers.nvme.maintenance import Keeper
-from tiers.nvme.messages import FOLDER, Batch, Commit, Load
-from tiers.nvme.namespace import Loading, Space
+from tiers.nvme.index_client import IndexClient, IndexDamagedError, IndexProcessDiedError
+from tiers.nvme.maintenance import TaskThread
+from tiers.nvme.messages import FOLDER, Commit, Load, Loaded
+from tiers.nvme.namespace import DiskNamespace, Loading
 
 log = logging.getLogger(__name__)
 
@@ -34,32 +34,29 @@ def blocks_max_of(capacity_bytes: int) -> int:
     return capacity_bytes // stride_of(1)
 
 
-def spaces_of(namespaces: dict[str, tuple[int, int]]) -> dict[int, Space]:
+def spaces_of(namespaces: dict[str, tuple[int, int]]) -> dict[int, DiskNamespace]:
     """Make the namespaces of an index, by number. Raises IndexDamagedError."""
-    found = {number: Space(number, d, size) for d, (number, size) in namespaces.items()}
+    found = {number: DiskNamespace(number, d, size) for d, (number, size) in namespaces.items()}
     if len(found) < len(namespaces) or not all(space.slot_bytes for space in found.values()):
         raise IndexDamagedError("its namespaces contradict each other")
     return found
 
 
-class Opening:
-    """The journal and the namespaces of one directory, from its start on."""
+class Startup:
+    """The index file and the namespaces of one directory, from its start on."""
 
-    def __init__(self, volume: Volume, capacity_bytes: int) -> None:
+    def __init__(self, volume: Directory, capacity_bytes: int) -> None:
         """Nothing is read before open()."""
         self._volume = volume
         self._blocks_max = blocks_max_of(capacity_bytes)
-        self.spaces: dict[str, Space] = {}
+        self.spaces: dict[str, DiskNamespace] = {}
         self.next_extent = 1
         self.generation = 1  # the highest that a write has had
         self._next_number = 1
         self.strays: list[int] = []  # that records begin with, and no namespace has
         self.damage: TierIOError | None = None  # found while its records were read
-        self._todo: deque[Space] = deque()  # to be loaded
-        self._asked = self._streaming = False
-        self._failed: Exception | None = None
-        self._settling: Iterator[None] | None = None
-        self._retry_s = 0.0
+        self._todo: deque[DiskNamespace] = deque()  # to be loaded
+        self._steps: Iterator[bool] | None = None  # of the loading that has begun
 
     @property
     def loading(self) -> bool:
@@ -67,7 +64,7 @@ class Opening:
         return bool(self._todo)
 
     def take_number(self) -> int:
-        """Number a namespace: the journal has nothing under it."""
+        """Number a namespace: the index file has nothing under it."""
         self._next_number += 1
         return self._next_number - 1
 
@@ -84,7 +81,7 @@ class Opening:
         except IndexDamagedError as exc:
             self._start_empty(exc)
             self._open()
-        if not self.journal.opened.clean:
+        if not self.index_client.opened.clean:
             log.warning(
                 "%s was not shut down in order; it has what was committed", self._volume.path
             )
@@ -95,19 +92,15 @@ class Opening:
             gc.disable()
 
     def _open(self) -> None:
-        self.open_journal()
+        self.index_client = IndexClient(self._volume.path, self._blocks_max, self._volume.lock_fd)
         try:
             self._open_extents()
         except BaseException:
             self.closing()()
             self.spaces.clear()
             raise
-        found = self.journal.opened
+        found = self.index_client.opened
         self._next_number, self.strays = found.next_number, found.strays
-
-    def open_journal(self) -> None:
-        """Open the index, whose records may be known. Raises TierIOError, ConfigError."""
-        self.journal = Journal(self._volume.path, self._blocks_max, self._volume.lock_fd)
 
     def _start_empty(self, cause: Exception) -> None:
         self._volume.read_index()
@@ -116,7 +109,7 @@ class Opening:
         self._volume.sweep(())
 
     def _open_extents(self) -> None:
-        namespaces, extents = self.journal.opened.namespaces, self.journal.opened.extents
+        namespaces, extents = self.index_client.opened.namespaces, self.index_client.opened.extents
         by_number = spaces_of(namespaces)
         self.spaces = {space.digest: space for space in by_number.values()}
         for number, owner in extents.items():
@@ -130,89 +123,77 @@ class Opening:
         known = {number for space in self.spaces.values() for number in space.extents}
         removed = self._volume.sweep(known)
         # Without any, one may be left: a first extent whose store died before it was entered.
-        if not extents and removed > (0 if self.journal.opened.new else 1):
+        if not extents and removed > (0 if self.index_client.opened.new else 1):
             log.error(
                 "%s: the index is damaged or lost: it is empty, and %d extents that it does not"
                 " know are removed", self._volume.path, removed,
             )  # fmt: skip
         gone = [number for number in extents if number not in known]
         if gone:
-            self.journal.commit(Commit(extents_gone=gone))
+            self.index_client.commit(Commit(extents_gone=gone))
 
     # Records
 
-    def load_some(self, keeper: Keeper) -> bool:
+    def load_some(self, keeper: TaskThread) -> bool:
         """Take in records for a moment; True when they are all in now.
 
         Raises TierIOError when there is no more to come; damage says if the index is to blame.
         """
         if not self._todo:
             return False
+        self._steps = self._steps or self._load_all(keeper)
         end_s = time.monotonic() + LOAD_S
         try:
-            while self._go_on(keeper):
-                if not self._todo or time.monotonic() >= end_s:
-                    break
-            else:
-                return False
-        except IndexProcessDiedError as exc:  # it may have been killed; the next says what it was
-            log.error("%s is read on in %.1f s: %s", self._volume.path, RETRY_S, exc)
-            self._streaming = False
-            self._retry_s = time.monotonic() + RETRY_S
-            return False
+            for waits in self._steps:
+                if waits or time.monotonic() >= end_s:
+                    return False
         except IndexDamagedError as exc:
             self.damage = exc
             raise
-        if self._todo:
-            return False
         gc.freeze()  # millions of records would be walked again and again
         gc.enable()
         return True
 
-    def _go_on(self, keeper: Keeper) -> bool:
-        """Do one thing; False when there is nothing to do now."""
-        if self._failed is not None:
-            error, self._failed = self._failed, None
-            raise error if isinstance(error, TierIOError) else TierIOError(str(error))
-        space = self._todo[0]
-        under_way = self._asked or self._streaming
-        if space.loading is None and not under_way:  # it was cleared
-            self._settling = None
+    def _load_all(self, keeper: TaskThread) -> Iterator[bool]:
+        """Load each namespace. Yields after each step whether it waits for something."""
+        while self._todo:
+            space = self._todo[0]
+            while space.loading is not None:  # which clear() ends, too
+                try:
+                    yield from self._load(space, space.loading, keeper)
+                except IndexProcessDiedError as exc:  # of what, the next one says
+                    log.error("%s is read on in %.1f s: %s", self._volume.path, RETRY_S, exc)
+                    retry_s = time.monotonic() + RETRY_S
+                    while time.monotonic() < retry_s:
+                        yield True
             self._todo.popleft()
-            return True
-        if self._settling is not None:
-            if next(self._settling, self) is self:
-                self._settling = None
-                self._todo.popleft()
-            return True
-        if self._streaming:
-            return self._take(space.loading)
-        ready = not under_way and not space.dismantling and time.monotonic() >= self._retry_s
-        if ready and space.loading is not None:
-            self._asked = True
-            loaded = space.loading.count
-            request = Load(space.number, space.slot_bytes, space.slot_counts, skip=loaded)
-            keeper.submit(lambda: self.journal.load(request), self._begun)
-        return False
 
-    def _begun(self, error: Exception | None, _now_s: float) -> None:
-        """It sends records from now on, or does not."""
-        self._asked, self._streaming, self._failed = False, error is None, error
-
-    def _take(self, loading: Loading | None) -> bool:
-        """Take in a message; loading: of its namespace, None if that was cleared meanwhile."""
-        message = self.journal.take()
-        if message is None:
-            return False
-        if isinstance(message, Batch):
-            if loading is not None:
+    def _load(self, space: DiskNamespace, loading: Loading, keeper: TaskThread) -> Iterator[bool]:
+        """Load what has not come yet; what comes after clear() is not taken in."""
+        while space.dismantling:
+            yield True
+        if space.loading is None:
+            return
+        request = Load(space.number, space.slot_bytes, space.slot_counts, skip=len(loading.loaded))
+        begun: list[Exception | None] = []
+        keeper.submit(
+            lambda: self.index_client.load(request), lambda exc, _now_s: begun.append(exc)
+        )
+        while not begun:
+            yield True
+        if begun[0] is not None:
+            raise begun[0] if isinstance(begun[0], TierIOError) else TierIOError(str(begun[0]))
+        while not isinstance(message := self.index_client.take(), Loaded):
+            if message is not None and space.loading is not None:
                 self.generation = max(self.generation, loading.take(message) + 1)
-            return True
-        self._streaming = False
-        if loading is not None:
-            loading.refuse(message.refused)
-            self._settling = loading.end()
-        return True
+            yield message is None
+        if space.loading is None:
+            return
+        loading.refuse(message.refused)
+        for _ in loading.end():
+            yield False
+            if space.loading is None:
+                return
 
     def closing(self) -> Callable[[], None]:
         """Return what stops to read, and closes the index and the extents that are here now."""
@@ -222,7 +203,7 @@ class Opening:
             if self._todo:
                 self._todo.clear()
                 gc.enable()
-            self.journal.close()
+            self.index_client.close()
             for file in files:
                 file.close()
 

@@ -13,10 +13,10 @@ from kvstore.core.errors import BlockCorrupt, TierError, TierFull, TierIOError
 from kvstore.core.index import State
 from kvstore.core.tier import TierContext
 from kvstore.core.types import BlockKey, Changes, JobKind, JobResult, LookupResult, TransferJob
-from tiers.nvme.block_io import Move, Moved
+from tiers.nvme.block_io import Move
 from tiers.nvme.files import RUN_BLOCKS_MAX
 from tiers.nvme.index import Record
-from tiers.nvme.namespace import Space
+from tiers.nvme.namespace import DiskNamespace
 
 if TYPE_CHECKING:
     from tiers.nvme.disk import NvmeDisk
@@ -27,7 +27,7 @@ DRAIN_S = 20.0
 BLOCK_ERRORS_MAX = 3  # reads of one block that failed
 
 
-class Work(msgspec.Struct, eq=False):
+class JobProgress(msgspec.Struct, eq=False):
     """A job under way; ok[i] is None while block i is not moved yet."""
 
     job: TransferJob
@@ -37,16 +37,16 @@ class Work(msgspec.Struct, eq=False):
     error: TierError | None = None
 
 
-class Run(Move, eq=False):
+class Run(Move, eq=False, kw_only=True):
     """A move for a job, with what its blocks are."""
 
     tier: NvmeTier
-    space: Space
-    work: Work
+    space: DiskNamespace
+    work: JobProgress
     places: list[int]  # in the job
     records: list[Record]
 
-    def sums(self) -> list[int]:
+    def checksums(self) -> list[int]:
         """Return the checksum of each block as it is in memory."""
         checksum = self.space.checksum
         return [checksum(r, b) for r, b in zip(self.records, self.blocks, strict=True)]
@@ -55,23 +55,23 @@ class Run(Move, eq=False):
 class NvmeTier:
     """One namespace's view of the disk."""
 
-    def __init__(self, context: TierContext, space: Space, disk: NvmeDisk) -> None:
+    def __init__(self, context: TierContext, space: DiskNamespace, disk: NvmeDisk) -> None:
         """Made by NvmeDisk.tier()."""
         self.name = context.name
         self.space = space
         space.attached += 1
         self._memory = context.memory
         self._disk = disk
-        self._waiting: deque[Work] = deque()  # stores that wait for slots, in their order
+        self._waiting: deque[JobProgress] = deque()  # stores that wait for slots, in their order
         self._queued: set[BlockKey] = set()  # keys of these
         self._open = 0
         self._results: list[JobResult] = []
         self._unreadable: Counter[BlockKey] = Counter()  # failed reads, of those that had any
-        self._closed = False
+        self.closed = False
 
-    def use(self, space: Space) -> None:
+    def use(self, space: DiskNamespace) -> None:
         """Go on with other records: the directory is read anew, and no block is being written."""
-        if not self._closed:
+        if not self.closed:
             self.space.attached -= 1
             space.attached += 1
         self.space = space
@@ -98,9 +98,9 @@ class NvmeTier:
 
     def submit(self, job: TransferJob) -> None:
         """Start a job; a store may wait for slots to become free."""
-        if self._closed:
+        if self.closed:
             raise TierError("tier is closed")
-        work = Work(job, [None] * len(job.keys))
+        work = JobProgress(job, [None] * len(job.keys))
         self._open += 1
         if job.kind is JobKind.LOAD:
             self._start_load(work)
@@ -129,15 +129,15 @@ class NvmeTier:
 
     def tell(self) -> None:
         """Note what becomes readable, and what leaves."""
-        self.space.index.told = self.space.index.told or Changes()
+        self.space.index.changes = self.space.index.changes or Changes()
 
     def take_changes(self) -> Changes:
         """Return what was noted since the last call."""
-        told = self.space.index.told
-        if told is None:
+        changes = self.space.index.changes
+        if changes is None:
             return Changes()
-        self.space.index.told = Changes()
-        return told
+        self.space.index.changes = Changes()
+        return changes
 
     def drain(self) -> None:
         """Wait until every job has a result; not for ever, should the disk hang."""
@@ -149,15 +149,15 @@ class NvmeTier:
 
     def close(self) -> None:
         """Take no more jobs; those under way end. Safe to call twice."""
-        if not self._closed:
+        if not self.closed:
             self.drain()
-            self._closed = True
+            self.closed = True
             self.space.attached -= 1
-            self.space.index.told = None  # take_changes() is not called any more
+            self.space.index.changes = None  # take_changes() is not called any more
 
     # Loads
 
-    def _start_load(self, work: Work) -> None:
+    def _start_load(self, work: JobProgress) -> None:
         """Plan runs up to the first block that is not here."""
         found: list[Record] = []
         for key in work.job.keys if self._disk.online else ():
@@ -184,7 +184,7 @@ class NvmeTier:
             self._queued.difference_update(work.job.keys)
             self._end(work)
 
-    def _place(self, work: Work) -> bool:
+    def _place(self, work: JobProgress) -> bool:
         """Give blocks slots and start to write them; False while there are none."""
         space, job = self.space, work.job
         self._disk.wake(space)
@@ -220,7 +220,7 @@ class NvmeTier:
 
     # Runs
 
-    def _start_runs(self, work: Work, blocks: list[tuple[int, Record]]) -> None:
+    def _start_runs(self, work: JobProgress, blocks: list[tuple[int, Record]]) -> None:
         """Move blocks, in runs of neighbours as long as they may be, several at a time."""
         store = work.job.kind is JobKind.STORE
         longest = self._run_blocks(len(blocks), self._disk.lanes(store=store))
@@ -255,26 +255,26 @@ class NvmeTier:
         most = min(RUN_BLOCKS_MAX, RUN_BYTES_MAX // size)
         return max(1, min(most, max(-(-count // lanes), RUN_BYTES_MIN // size)))
 
-    def ended(self, moved: Moved[Run]) -> None:
+    def ended(self, run: Run) -> None:
         """Take the result of a run."""
-        run, work = moved.run, moved.run.work
+        work = run.work
         self._disk.wake(self.space)
         work.runs -= 1
-        if moved.error is not None:
+        if run.error is not None:
             self.space.counts["io_error"] += 1
-            work.error = TierIOError(f"{run.file.path.name}: {moved.error}")
-        sums = moved.sums or [0] * len(run.records)
+            work.error = TierIOError(f"{run.file.path.name}: {run.error}")
+        sums = run.sums or [0] * len(run.records)
         for number, record, found in zip(run.places, run.records, sums, strict=True):
             if work.job.kind is JobKind.STORE:
-                self.space.written(record, found, ok=moved.error is None)
+                self.space.written(record, found, ok=run.error is None)
                 work.ok[number] = record.state is State.READY
                 continue
-            work.ok[number] = moved.error is None and found == record.checksum
-            if moved.error is None and not work.ok[number]:
+            work.ok[number] = run.error is None and found == record.checksum
+            if run.error is None and not work.ok[number]:
                 work.error = BlockCorrupt(f"{run.file.path.name}: checksum")
             if run.space is not self.space:
                 continue  # the directory is read anew, and this record was another's
-            if moved.error is not None:
+            if run.error is not None:
                 self._unread(record)
             elif not work.ok[number] and record.state is State.READY:
                 self.space.drop(record, "damaged")
@@ -285,14 +285,14 @@ class NvmeTier:
     def _unread(self, record: Record) -> None:
         """Give up a block that cannot be read again and again, while others can."""
         if not self._disk.online:
-            return  # not its fault
+            return  # the disk is the cause
         self._unreadable[record.key] += 1
         if self._unreadable[record.key] >= BLOCK_ERRORS_MAX:
             del self._unreadable[record.key]
             if record.state is State.READY:
                 self.space.drop(record, "unreadable")
 
-    def _end(self, work: Work) -> None:
+    def _end(self, work: JobProgress) -> None:
         """Report a job once nothing of it is left to do."""
         if work.runs or work.next < len(work.job.keys):
             return
@@ -301,13 +301,3 @@ class NvmeTier:
         work.next = len(job.keys) + 1
         self._open -= 1
         self._results.append(JobResult(job.job_id, done, work.error))
-
-    @property
-    def closed(self) -> bool:
-        """Tell whether it takes no more jobs."""
-        return self._closed
-
-    @property
-    def open(self) -> int:
-        """Count the jobs that have no result yet."""
-        return self._open

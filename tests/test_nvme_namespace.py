@@ -1,4 +1,4 @@
-"""What concerns many records is done at once, or in slices: clear, drops, extents that go."""
+"""One namespace's records: clear and what goes in slices, what is durable, which slot is next."""
 
 from __future__ import annotations
 
@@ -10,32 +10,26 @@ import pytest
 
 from kvstore.config import NvmeConfig
 from kvstore.core.types import BlockKey
-from tests.harness.nvme_blocks import Shelf, content, key, settings_for, shelf
-from tiers.nvme import NvmeDisk
+from tests.harness.nvme_blocks import content, key, shelf
 from tiers.nvme.files import ExtentFile
-from tiers.nvme.index import Durable
+from tiers.nvme.index import Durable, Record
 from tiers.nvme.messages import FOLDER
-from tiers.nvme.namespace import Space
+from tiers.nvme.namespace import DiskNamespace
 
 SLOTS = 8192
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> NvmeConfig:
-    return settings_for(tmp_path / "kv")
-
-
-@pytest.fixture
-def space(tmp_path: Path) -> Space:
+def space(tmp_path: Path) -> DiskNamespace:
     """A namespace with one extent, of which nothing is on disk."""
-    found = Space(1, "0123456789ab", 4096)
+    found = DiskNamespace(1, "0123456789ab", 4096)
     with (tmp_path / "1.extent").open("wb") as file:
         os.truncate(file.fileno(), SLOTS * 4096)
     found.add_extent(1, ExtentFile(tmp_path / "1.extent", 4096, SLOTS * 4096))
     return found
 
 
-def fill(space: Space, count: int, *, durable: bool) -> list[BlockKey]:
+def fill(space: DiskNamespace, count: int, *, durable: bool) -> list[BlockKey]:
     """Have a root, and count - 1 blocks that continue it."""
     keys = [key(1, index) for index in range(count)]
     root = None
@@ -61,16 +55,15 @@ def rows(settings: NvmeConfig) -> int:
 
 def test_what_is_stored_after_a_clear_is_kept(settings: NvmeConfig) -> None:
     with shelf(settings) as found:
-        for chain in range(30):
-            found.put(chain, 0, 30)
+        found.fill(30)
         found.tier.clear()
         assert found.keys() == []
         assert found.put(1, 0, 5).done == 5
-        assert found.get([key(1, index) for index in range(5)]).done == 5
+        assert found.whole(1, 5)
         found.settle()
         assert len(found.keys()) == 5
     with shelf(settings) as after:
-        assert after.get([key(1, index) for index in range(5)]).done == 5
+        assert after.whole(1, 5)
         assert len(after.keys()) == 5
         assert after.tier.space.counts == {}
     assert rows(settings) == 5
@@ -84,18 +77,6 @@ def test_cleared_slots_are_used_again_and_the_cap_holds(settings: NvmeConfig) ->
             found.tier.clear()
         assert found.put(1, 0, 30).done == 30
         assert found.disk.used_bytes <= settings.capacity_bytes
-
-
-def test_a_clear_reaches_namespaces_that_nobody_uses(settings: NvmeConfig) -> None:
-    for namespace in ("aaaaaaaaaaaa", "bbbbbbbbbbbb"):
-        with shelf(settings, namespace) as found:
-            found.put(1, 0, 3)
-    with shelf(settings, "cccccccccccc") as found:
-        found.disk.clear()
-        found.settle()
-    assert rows(settings) == 0
-    with shelf(settings, "aaaaaaaaaaaa") as after:
-        assert after.keys() == []
 
 
 def test_a_block_that_is_read_while_all_is_cleared_keeps_its_slot(settings: NvmeConfig) -> None:
@@ -116,7 +97,7 @@ def test_a_block_that_is_read_while_all_is_cleared_keeps_its_slot(settings: Nvme
         assert not found.tier.space.cleared
 
 
-def test_a_clear_that_was_not_committed_is_done_by_the_next_commit(space: Space) -> None:
+def test_a_clear_that_was_not_committed_is_done_by_the_next_commit(space: DiskNamespace) -> None:
     fill(space, 10, durable=True)
     space.clear(7)
     namespaces, extents = space.take_renumbering()
@@ -130,7 +111,9 @@ def test_a_clear_that_was_not_committed_is_done_by_the_next_commit(space: Space)
     assert space.free == SLOTS
 
 
-def test_an_extent_that_is_being_made_belongs_to_the_cleared_namespace(space: Space) -> None:
+def test_an_extent_that_is_being_made_belongs_to_the_cleared_namespace(
+    space: DiskNamespace,
+) -> None:
     space.growing = True
     space.clear(7)
     assert space.take_renumbering() == ([], [])
@@ -141,7 +124,9 @@ def test_an_extent_that_is_being_made_belongs_to_the_cleared_namespace(space: Sp
 # Slices
 
 
-def test_a_block_with_many_below_it_leaves_in_slices_from_its_leaves_up(space: Space) -> None:
+def test_a_block_with_many_below_it_leaves_in_slices_from_its_leaves_up(
+    space: DiskNamespace,
+) -> None:
     keys = fill(space, 5000, durable=True)
     root = space.index.get(keys[0])
     assert root is not None
@@ -149,7 +134,7 @@ def test_a_block_with_many_below_it_leaves_in_slices_from_its_leaves_up(space: S
     assert space.index.get(keys[0]) is None
     assert space.index.sinks(keys[0])
     assert len(space.index) > 2000, "one call takes a part only"
-    assert root not in space.to_delete, "children leave the journal first"
+    assert root not in space.to_delete, "children leave the index file first"
     steps = 0
     while space.step():
         steps += 1
@@ -161,7 +146,7 @@ def test_a_block_with_many_below_it_leaves_in_slices_from_its_leaves_up(space: S
     assert (space.free, space.leaving) == (SLOTS, 0)
 
 
-def test_what_sinks_may_be_dropped_from_above_meanwhile(space: Space) -> None:
+def test_what_sinks_may_be_dropped_from_above_meanwhile(space: DiskNamespace) -> None:
     places = space.take_places(5000)
     top = space.begin(key(0, 0), None, places[0], 1)
     below = space.begin(key(0, 1), top, places[1], 2)
@@ -177,7 +162,7 @@ def test_what_sinks_may_be_dropped_from_above_meanwhile(space: Space) -> None:
     assert (space.free, space.leaving) == (SLOTS, 0)
 
 
-def test_an_extent_is_emptied_in_slices(space: Space) -> None:
+def test_an_extent_is_emptied_in_slices(space: DiskNamespace) -> None:
     keys = fill(space, 5000, durable=False)
     space.retire(1)
     assert len(space.index) == len(keys)
@@ -188,7 +173,9 @@ def test_an_extent_is_emptied_in_slices(space: Space) -> None:
     assert [number for number, _ in space.take_retired()] == [1]
 
 
-def test_a_commit_of_which_nobody_knows_is_taken_back_when_its_block_leaves(space: Space) -> None:
+def test_a_commit_of_which_nobody_knows_is_taken_back_when_its_block_leaves(
+    space: DiskNamespace,
+) -> None:
     (name,) = fill(space, 1, durable=False)
     puts = space.take_puts()
     space.committed(puts, [], ok=False)
@@ -196,22 +183,51 @@ def test_a_commit_of_which_nobody_knows_is_taken_back_when_its_block_leaves(spac
     record = space.index.get(name)
     assert record is not None
     space.drop(record, "evicted")
-    assert space.free == SLOTS - 1, "the journal may have it"
+    assert space.free == SLOTS - 1, "the index file may have it"
     assert space.to_delete == [record]
     space.committed([], space.take_deletes(), ok=True)
     assert space.free == SLOTS
 
 
-def test_the_extent_that_was_given_blocks_last_stays_longest(tmp_path: Path) -> None:
-    with shelf(settings_for(tmp_path / "kv")) as found:
-        for chain in range(30):
-            found.put(chain, 0, 30)
+def test_a_chain_whose_writes_end_in_any_order_is_durable_in_one_commit(
+    space: DiskNamespace,
+) -> None:
+    above, chain = None, list[Record]()
+    for number, place in enumerate(space.take_places(3)):
+        above = space.begin(key(1, number), above, place, number + 1)
+        chain.append(above)
+    for record in reversed(chain):
+        space.written(record, 0, ok=True)
+    assert space.take_puts() == chain
+
+
+# Slots
+
+
+def test_the_slot_of_a_write_that_failed_is_the_last_to_be_taken_again(
+    space: DiskNamespace,
+) -> None:
+    (place,) = space.take_places(1)
+    space.written(space.begin(key(1, 0), None, place, 1), 0, ok=False)
+    assert space.free == SLOTS
+    assert place not in space.take_places(SLOTS - 1)
+    assert space.take_places(1) == [place]
+
+
+def test_an_extent_that_is_empty_already_goes_before_its_turn_to_be_emptied(
+    space: DiskNamespace,
+) -> None:
+    space.retire(1)
+    assert [number for number, _ in space.take_retired()] == [1]
+    assert not space.step()
+    assert not space.extents
+
+
+def test_the_extent_that_was_given_blocks_last_stays_longest(settings: NvmeConfig) -> None:
+    with shelf(settings) as found:
+        found.fill(30)
         newest = max(found.tier.space.index, key=lambda record: record.generation).slot >> 32
         assert found.tier.space.coldest() != newest
         kept = found.tier.space.coldest()
-    disk = NvmeDisk(settings_for(tmp_path / "kv"))
-    after = Shelf(disk)
-    after.settle()
-    assert after.tier.space.coldest() == kept, "a restart knows it, too"
-    after.tier.close()
-    disk.close()
+    with shelf(settings) as after:
+        assert after.tier.space.coldest() == kept, "a restart knows it, too"
