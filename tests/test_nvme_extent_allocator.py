@@ -198,6 +198,7 @@ def test_a_change_that_just_missed_a_commit_waits_for_the_window_once(
         monkeypatch.setattr(commits, "_begin", lambda: began.append(now_s))
         commits.under_way = True
         found.tier.space.to_delete.append(object())  # type: ignore[arg-type]
+        found.disk.wake(found.tier.space)
         commits.step(now_s)
         now_s += window_s / 2
         commits.under_way = False
