@@ -183,6 +183,7 @@ class Server:
                 stop_metrics()
             for connection in self._connections.values():
                 connection.sock.close()
+            self._connections.clear()
             self._selector.close()
             if self._peers is not None:
                 self._peers.close()
