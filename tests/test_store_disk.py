@@ -18,7 +18,7 @@ from kvstore.core.types import GroupRule
 from kvstore.store import admin
 from kvstore.wire import engine as p
 from tests.bench.steal import Watch
-from tests.harness.live import LiveStore, client, engine, eventually
+from tests.harness.live import LiveStore, client, engine, eventually, store_settings
 from tests.harness.nvme_blocks import settings_for, shelf
 from tests.harness.script import hashes
 from tiers.nvme import NvmeDisk
@@ -29,13 +29,8 @@ WINDOW_S = 0.05
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return parse(
-        {
-            "cpu": {"capacity": "16MiB", "extent": "16MiB"},
-            "server": {"socket": str(tmp_path / "store.sock"), "metrics": ""},
-            "nvme": {"path": str(tmp_path / "kv"), "capacity": "64MiB", "durability": "50ms"},
-        }
-    )
+    nvme = {"path": str(tmp_path / "kv"), "capacity": "64MiB", "durability": "50ms"}
+    return store_settings(tmp_path, nvme=nvme)
 
 
 def disk_of(store: LiveStore) -> NvmeDisk:
