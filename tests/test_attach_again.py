@@ -16,12 +16,12 @@ from connectors import store_connection as links
 from connectors.scheduler import SchedulerHalf
 from connectors.store_client import StoreClient
 from connectors.store_connection import Attacher, Refusals
-from kvstore.config import Config, parse
+from kvstore.config import Config
 from kvstore.core.errors import NotSupported
 from kvstore.store.session import Phase
 from kvstore.wire import engine as p
 from kvstore.wire import framing
-from tests.harness.live import LiveStore, eventually
+from tests.harness.live import LiveStore, eventually, store_settings
 from tests.harness.script import ONE_GROUP, Request
 from tests.harness.worker_rig import Rig, heard
 
@@ -30,8 +30,7 @@ OLD = "protocol 2, ours is 1"
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    server = {"socket": str(tmp_path / "store.sock"), "metrics": ""}
-    return parse({"cpu": {"capacity": "16MiB", "extent": "16MiB"}, "server": server})
+    return store_settings(tmp_path)
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ from kvstore.store.sessions import Store
 from kvstore.wire import engine as p
 from kvstore.wire import peer as m
 from tests.harness.fakes import blocks, hashes
-from tests.harness.live import Client, LiveEngine, LiveStore, engine, eventually
+from tests.harness.live import Client, LiveEngine, LiveStore, engine, eventually, store_settings
 from tests.test_peer_limits import Place, wanted
 from tests.test_peers import inside
 from tiers.nvme import tier
@@ -217,13 +217,8 @@ def test_S2_what_the_end_of_a_peer_meets_costs_nothing_more(
 
 @pytest.fixture
 def settings(tmp_path: Path) -> config.Config:
-    return config.parse(
-        {
-            "cpu": {"capacity": "64MiB", "extent": "16MiB"},
-            "server": {"socket": f"{tmp_path}/kv.sock", "metrics": ""},
-            "nvme": {"path": f"{tmp_path}/kv", "capacity": "64MiB", "extent": "2MiB"},
-        }
-    )
+    nvme = {"path": f"{tmp_path}/kv", "capacity": "64MiB", "extent": "2MiB"}
+    return store_settings(tmp_path, cpu={"capacity": "64MiB", "extent": "16MiB"}, nvme=nvme)
 
 
 @pytest.fixture

@@ -9,37 +9,22 @@ from typing import cast
 
 import pytest
 
-from kvstore.config import Config, parse
 from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.core.types import GroupRule
 from kvstore.store import sessions as stores
 from kvstore.wire import engine as p
 from tests.harness.fakes import hashes
-from tests.harness.live import Client, LiveStore, engine, eventually
+from tests.harness.live import Client, LiveStore, engine, eventually, store_settings
 from tiers.nvme.disk import NvmeDisk
 
 PAGE = 1 << 16
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
-    return parse(
-        {
-            "cpu": {"capacity": "64MiB", "extent": "16MiB"},
-            "nvme": {
-                "path": str(tmp_path / "kv"),
-                "capacity": "64MiB",
-                "extent": "2MiB",
-                "durability": "10ms",
-            },
-            "server": {"socket": str(tmp_path / "store.sock"), "metrics": ""},
-        }
-    )
-
-
-@pytest.fixture
-def store(config: Config) -> Iterator[LiveStore]:
-    with LiveStore(config) as made:
+def store(tmp_path: Path) -> Iterator[LiveStore]:
+    cpu, disk = {"capacity": "64MiB", "extent": "16MiB"}, {"path": str(tmp_path / "kv")}
+    nvme = disk | {"capacity": "64MiB", "extent": "2MiB", "durability": "10ms"}
+    with LiveStore(store_settings(tmp_path, cpu=cpu, nvme=nvme)) as made:
         yield made
 
 

@@ -18,10 +18,6 @@ def tell(fds: list[int], word: str) -> None:
     os.write(fds[0], f"{word} {os.getpid()} {os.getsid(0)}".encode())
 
 
-def leave(_fds: list[int], status: int) -> None:
-    sys.exit(status)
-
-
 def stay(_fds: list[int]) -> None:
     time.sleep(600)
 
@@ -34,11 +30,6 @@ def test_it_has_what_it_is_given_and_a_session_of_its_own() -> None:
         assert told.read().decode() == f"here {process.pid} {process.pid}"
     assert process.wait(600) == 0
     assert process.pid != os.getpid()
-
-
-def test_its_exit_status_is_told() -> None:
-    process = Forked(leave, [], 3)
-    assert process.wait(600) == process.returncode == process.poll() == 3
 
 
 def test_one_that_stays_is_waited_for_and_killed() -> None:

@@ -20,13 +20,12 @@ from connectors.copies.gpu.device import CudaDevice
 from connectors.copies.gpu.measure import Choice
 from connectors.copies.host import Device, HostDevice, LayerCache, device_of
 from connectors.step_meta import StepMeta
-from kvstore.config import Config, parse
 from kvstore.core.errors import NotSupported
 from kvstore.core.types import make_key
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.harness.fake_cuda import COMPUTE, FakeCuda
-from tests.harness.live import LiveStore, eventually
+from tests.harness.live import LiveStore, eventually, store_settings
 from tests.harness.script import hashes
 from tests.harness.worker_rig import BLOCKS, POISON, Rig, heard
 
@@ -35,14 +34,8 @@ LONG_S = 0.1  # enough for hundreds of looks at a copy
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
-    server = {"socket": str(tmp_path / "store.sock"), "metrics": ""}
-    return parse({"cpu": {"capacity": "16MiB", "extent": "16MiB"}, "server": server})
-
-
-@pytest.fixture
-def store(config: Config) -> Iterator[LiveStore]:
-    with LiveStore(config) as made:
+def store(tmp_path: Path) -> Iterator[LiveStore]:
+    with LiveStore(store_settings(tmp_path)) as made:
         yield made
 
 

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from connectors import pd_scheduler
-from kvstore.config import parse
 from kvstore.handover import consumer, request_leases
 from tests.harness.handover_rig import Node, node, prompt
-from tests.harness.live import LiveStore, eventually
+from tests.harness.live import LiveStore, eventually, store_settings
 from tests.harness.patience import WAIT_S
 from tests.reference import Group, Shape
 from tests.test_peers import inside
@@ -30,13 +29,9 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveStore
     folder = tmp_path_factory.mktemp("handover")
 
     def store(name: str) -> LiveStore:
-        settings = {
-            "cpu": {"capacity": "256MiB", "extent": "8MiB"},
-            "server": {"socket": str(folder / f"{name}.sock"), "metrics": ""},
-            "engine": {"promote": "60s"},
-            "peer": {"landing": "4MiB"},
-        }
-        return LiveStore(parse(settings))
+        cpu, waits = {"capacity": "256MiB", "extent": "8MiB"}, {"promote": "60s"}
+        peer = {"landing": "4MiB"}
+        return LiveStore(store_settings(folder / name, cpu=cpu, engine=waits, peer=peer))
 
     with pytest.MonkeyPatch.context() as patch, store("p") as prefill, store("d") as decode:
         for module, limit in (

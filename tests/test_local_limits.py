@@ -20,7 +20,6 @@ import msgspec
 import psutil
 import pytest
 
-from kvstore import config
 from kvstore.core import limits
 from kvstore.core.errors import InvariantBroken
 from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
@@ -34,7 +33,15 @@ from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.bench.store import StoreProcess
 from tests.harness.fakes import blocks, from_u32, hashes
-from tests.harness.live import Client, LiveEngine, LiveStore, client, engine, eventually
+from tests.harness.live import (
+    Client,
+    LiveEngine,
+    LiveStore,
+    client,
+    engine,
+    eventually,
+    store_settings,
+)
 
 SPACE_BYTES = 2 << 30  # more than a store of 64 MiB takes
 PAGE = LayerGeometry("layer", 1 << 16)
@@ -223,7 +230,7 @@ def test_S2_one_read_of_many_questions_stops_where_the_answers_are_too_long(
         query(store, connection, message)
 
     monkeypatch.setattr(Store, "_query", counted)
-    with LiveStore(settings_for(tmp_path)) as store, engine(store) as good, client(store) as bad:
+    with LiveStore(store_settings(tmp_path)) as store, engine(store) as good, client(store) as bad:
         bad.send(question := p.Query("stats"))
         size = len(framing.encode(bad.take(p.Report)))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -248,7 +255,7 @@ def test_S2_a_connection_that_goes_on_in_a_session_that_ends_is_closed(
     """50,000 times Hello on one connection were 50,000 lines of the log."""
     hello = p.Hello(p.VERSION, "bad", "scheduler", 0, 1)
     message = hello if again == "hello" else p.Query("stats")
-    with LiveStore(settings_for(tmp_path)) as store, engine(store) as good:
+    with LiveStore(store_settings(tmp_path)) as store, engine(store) as good:
         bad = LiveEngine(store, "bad")
         sock = (bad.scheduler if half == "scheduler" else bad.worker).sock
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -267,7 +274,7 @@ def test_S2_a_connection_that_goes_on_in_a_session_that_ends_is_closed(
 def test_S2_wrong_messages_of_many_sessions_are_few_lines(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with LiveStore(settings_for(tmp_path)) as store:
+    with LiveStore(store_settings(tmp_path)) as store:
         for number in range(60):
             for message in (p.Step(), p.Query("what"), p.Hello(1 << 40, "e", "worker", 0, 1)):
                 with client(store) as bad:
@@ -286,7 +293,7 @@ def test_S2_wrong_messages_of_many_sessions_are_few_lines(
 def test_S2_engines_that_come_and_go_are_limited_lines(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO), LiveStore(settings_for(tmp_path)) as store:
+    with caplog.at_level(logging.INFO), LiveStore(store_settings(tmp_path)) as store:
         for number in range(300):
             with client(store) as worker:
                 hello = p.Hello(p.VERSION, f"{number}", "worker", 0, 1, geometry=shape([PAGE]))
@@ -300,7 +307,7 @@ def test_O23_a_worker_that_says_what_is_no_message_keeps_its_slots_until_it_clos
     tmp_path: Path,
 ) -> None:
     """It may be in the middle of a copy: the store closes its own half only."""
-    with LiveStore(settings_for(tmp_path)) as store:
+    with LiveStore(store_settings(tmp_path)) as store:
         bad = LiveEngine(store, "bad", page_bytes=1 << 16)
         bad.credits.extend(bad_credits(bad))
         session = store.server.store.sessions["bad"]
@@ -337,11 +344,6 @@ def surprised(*_arguments: object) -> NoReturn:
     raise Surprise("nobody foresaw this")
 
 
-def settings_for(folder: Path) -> config.Config:
-    server = {"socket": f"{folder}/kv.sock", "metrics": ""}
-    return config.parse({"cpu": {"capacity": "16MiB"}, "server": server})
-
-
 @pytest.mark.meets_bugs
 @pytest.mark.parametrize("where", ["ask", "retry"])
 def test_S2_what_raises_costs_its_session_and_no_other(
@@ -353,7 +355,7 @@ def test_S2_what_raises_costs_its_session_and_no_other(
     def broken(desk: Desk, session: Session, *rest: object) -> object:
         return surprised() if session.engine == "bad" else real(desk, session, *rest)
 
-    with LiveStore(settings_for(tmp_path)) as store, engine(store) as good:
+    with LiveStore(store_settings(tmp_path)) as store, engine(store) as good:
         bad = LiveEngine(store, "bad")
         monkeypatch.setattr(Desk, where, broken)
         if where == "retry":
@@ -375,7 +377,7 @@ def test_S2_what_raises_costs_its_session_and_no_other(
 def test_S2_what_raises_again_and_again_has_one_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
-    with LiveStore(settings_for(tmp_path)) as store, engine(store, page_bytes=1 << 16) as good:
+    with LiveStore(store_settings(tmp_path)) as store, engine(store, page_bytes=1 << 16) as good:
         bad = LiveEngine(store, "bad", page_bytes=1 << 16)
         if where == "on_message":
             monkeypatch.setattr(Store, "_query", surprised)
@@ -407,7 +409,7 @@ def test_S2_what_raises_again_and_again_has_one_traceback(
 def test_S2_what_raises_before_hello_costs_its_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with LiveStore(settings_for(tmp_path)) as store, engine(store) as good, client(store) as bad:
+    with LiveStore(store_settings(tmp_path)) as store, engine(store) as good, client(store) as bad:
         with monkeypatch.context() as patch:
             patch.setattr(Store, "_query", surprised)
             bad.send(p.Query("stats"))
@@ -427,7 +429,7 @@ def test_S2_a_broken_invariant_ends_the_store_and_copies_nothing_down(
 
     monkeypatch.setattr(Desk, "ask", broken)
     monkeypatch.setattr(Server, "_copy_down", surprised)
-    settings = settings_for(tmp_path)
+    settings = store_settings(tmp_path)
     listener = listen(settings.server.socket)
     listener.start()  # serve() does it as well, when the other thread may have asked
     asking = threading.Thread(target=ask_once, args=(settings.server.socket,))

@@ -11,7 +11,6 @@ import re
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -22,8 +21,7 @@ import psutil
 import pytest
 
 from connectors.step_meta import StepMeta
-from kvstore.store import admin
-from tests.bench.store import StoreProcess, free_port
+from tests.bench.store import StoreProcess, free_port, numbers
 from tests.harness.faults import Call, Faults, Kind
 from tests.harness.handover_nodes import exporter_of
 from tests.harness.handover_rig import HANDED, Node, node, prompt
@@ -52,24 +50,20 @@ class Store(StoreProcess):
         how = {"module": "tests.harness.serve_brief", "scraped": False} | how
         super().__init__(folder, "64MiB", settings, **cast("Any", how))
 
-    def numbers(self) -> dict[tuple[str, ...], float]:
-        """Its numbers, by name and labels but the namespace's."""
-        found: Counter[tuple[str, ...]] = Counter()
-        for stat in admin.stats(self.address, timeout_s=WAIT_S):
-            labels = [value for name, value in stat.labels.items() if name != "namespace"]
-            found[(stat.name.removeprefix("kvstore_"), *labels)] += stat.value  # type: ignore[assignment]
-        return dict(found)
+    def numbers(self) -> dict[str, float]:
+        return numbers(self.address)
 
     @property
     def given_up(self) -> float:
-        return self.numbers().get(("engine_events", "load_given_up"), 0)
+        return self.numbers().get("kvstore_engine_events{load_given_up}", 0)
 
     def let_go(self) -> bool:
         """Tell whether nothing is pinned, or held for a hand-over."""
         found = self.numbers()
-        names: list[tuple[str, ...]] = [("leases",), ("jobs_open",)]
-        names += [("hand_over_open", what) for what in ("fetches", "jobs", "requests")]
-        names += [("hand_over_bytes", state) for state in ("held", "landing", "quarantined")]
+        names = ["kvstore_leases", "kvstore_jobs_open"]
+        names += [f"kvstore_hand_over_open{{{what}}}" for what in ("fetches", "jobs", "requests")]
+        states = ("held", "landing", "quarantined")
+        names += [f"kvstore_hand_over_bytes{{{state}}}" for state in states]
         return not any(found.get(name) for name in names)
 
     def freeze(self, *, store: bool = True, go_on: bool = False) -> None:
@@ -167,7 +161,7 @@ def long_prefill(
             loaded = decode.run({"d": text}, 3, {"d": params})
             took = time.monotonic() - started
         assert loaded == {"d": WHOLE}, right.numbers()
-        assert right.numbers()["fetched_blocks", "prefill"] == WHOLE // 8
+        assert right.numbers()["kvstore_fetched_blocks{prefill}"] == WHOLE // 8
         assert right.given_up == 0
         eventually(lambda: right.let_go() and left.let_go())
     return took
@@ -210,7 +204,7 @@ def test_B15_a_peer_that_stalls_in_mid_transfer_is_given_up_after_a_time_without
             stalled_s: list[float] = []
 
             def stall() -> None:
-                came = ("fetched_blocks", "prefill")
+                came = "kvstore_fetched_blocks{prefill}"
                 eventually(lambda: right.numbers().get(came, 0) >= 64)
                 (left if whole or push else right).freeze(store=whole)
                 stalled_s.append(time.monotonic())
@@ -306,7 +300,7 @@ def on_disk(folder: Path, faults: Faults, waits: str) -> Iterator[tuple[Store, N
     shape = msgspec.structs.replace(SHAPE, budget=512, blocks=4 * BLOCKS)
     with store, engine_on(store, "e", shape=shape) as first:
         first.run({"first": text}, 1, {})
-        eventually(lambda: store.numbers().get(("tier_blocks", "nvme", "stored"), 0) >= BLOCKS)
+        eventually(lambda: store.numbers().get("kvstore_tier_blocks{nvme,stored}", 0) >= BLOCKS)
     with store, engine_on(store, "e", shape=shape) as second:
         yield store, second, text
 
@@ -324,7 +318,7 @@ def test_B15_O8_a_disk_that_is_slow_and_goes_on_is_waited_for(
             assert fault.hurt
         assert took_s > 2, "a test of nothing"
         assert loaded == {"slow": ON_DISK // 8 * 8}
-        assert not store.numbers().get(("lookups", "expired"))
+        assert not store.numbers().get("kvstore_lookups{expired}")
         assert given_up(caplog) == []
         assert store.given_up == 0
         eventually(store.let_go)

@@ -23,11 +23,10 @@ import pytest
 from connectors.copies.gpu.pins import Pins
 from kvstore import cli, numa
 from kvstore.check import Level, _nodes
-from kvstore.config import parse
 from kvstore.core.errors import ConfigError, TierIOError
 from tests.harness.fake_cuda import FakeCuda
 from tests.harness.fakes import SLOT_BYTES
-from tests.harness.live import LiveStore
+from tests.harness.live import LiveStore, store_settings
 from tests.harness.worker_rig import Rig
 from tests.test_gpu_device import extent_of
 from tiers.cpu import CpuExtent, CpuMemory
@@ -98,9 +97,7 @@ def test_pages_of_an_extent_follow_the_setting() -> None:
 def test_a_worker_maps_memory_that_follows_the_setting(tmp_path: Path) -> None:
     """From the file to the extents of a store; the policy is seen in anybody's mapping."""
     node = numa.nodes()[-1]
-    server = {"socket": str(tmp_path / "store.sock"), "metrics": ""}
-    cpu = {"capacity": "16MiB", "extent": "16MiB", "numa": node}
-    with LiveStore(parse({"cpu": cpu, "server": server})) as store:
+    with LiveStore(store_settings(tmp_path, cpu={"capacity": "16MiB", "numa": node})) as store:
         rig = Rig(store.path)
         try:
             rig.attach()

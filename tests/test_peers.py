@@ -12,28 +12,20 @@ from typing import Any
 
 import pytest
 
-from kvstore.config import Config, parse
+from kvstore.config import Config
 from kvstore.core.types import LookupResult, make_key
 from kvstore.handover import consumer
 from kvstore.handover.transfers import Transfers
 from kvstore.store import admin
 from tests.harness.fakes import hashes
-from tests.harness.live import LiveStore, engine, eventually
+from tests.harness.live import LiveStore, engine, eventually, store_settings
 from tests.harness.patience import WAIT_S
 from tiers.nixl.supervisor import Exporter
 
 
 def config(folder: Path, **more: Any) -> Config:  # noqa: ANN401 - sections
-    folder.mkdir()
-    return parse(
-        {
-            "cpu": {"capacity": "64MiB", "extent": "64MiB"},
-            "server": {"socket": str(folder / "store.sock"), "metrics": ""},
-            "engine": {"promote": "60s"},
-            "peer": {},
-            **more,
-        }
-    )
+    cpu, engine = {"capacity": "64MiB", "extent": "64MiB"}, {"promote": "60s"}
+    return store_settings(folder, **{"cpu": cpu, "engine": engine, "peer": {}, **more})
 
 
 def address(store: LiveStore) -> str:

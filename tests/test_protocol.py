@@ -17,14 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore import config
 from kvstore.core.errors import ConfigError, ProtocolError
 from kvstore.core.layout import PageRun, RankPages, slot_layout
 from kvstore.listener import listen
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.harness.fakes import blocks, geometry, hashes, u32
-from tests.harness.live import Client, LiveStore, client, engine, eventually
+from tests.harness.live import Client, LiveStore, client, engine, eventually, store_settings
 
 SHAPE = geometry(world=2)
 TO_STORE: tuple[framing.Message, ...] = (
@@ -221,15 +220,9 @@ def test_numbers_that_no_counter_can_take_are_a_protocol_error(message: framing.
 # A store on a socket
 
 
-def settings_for(path: Path) -> config.Config:
-    return config.parse(
-        {"cpu": {"capacity": "16MiB"}, "server": {"socket": f"{path}/kv.sock", "metrics": ""}}
-    )
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[LiveStore]:
-    with LiveStore(settings_for(tmp_path)) as made:
+    with LiveStore(store_settings(tmp_path)) as made:
         yield made
 
 
@@ -359,7 +352,7 @@ def test_S1_only_whom_the_settings_name_can_reach_it(
 
 
 def test_O17_shutdown_tells_the_engines_and_takes_less_than_a_second(tmp_path: Path) -> None:
-    with LiveStore(settings_for(tmp_path)) as store, engine(store) as polite:
+    with LiveStore(store_settings(tmp_path)) as store, engine(store) as polite:
         store.server.stop()
         assert polite.scheduler.take(p.Detach).reason == "the store is shutting down"
         assert polite.worker.take(p.Detach)
@@ -367,7 +360,7 @@ def test_O17_shutdown_tells_the_engines_and_takes_less_than_a_second(tmp_path: P
 
 
 def test_O17_a_client_that_does_not_close_does_not_hold_up_the_shutdown(tmp_path: Path) -> None:
-    with LiveStore(settings_for(tmp_path)) as store, engine(store):
+    with LiveStore(store_settings(tmp_path)) as store, engine(store):
         store.stop()
         assert store.seconds < 1
         assert not store.server._connections

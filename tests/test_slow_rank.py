@@ -12,10 +12,9 @@ import pytest
 
 from connectors.copies.host import Copying, HostCopier, HostDevice, SlotMap
 from connectors.step_meta import StepMeta
-from kvstore.config import parse
 from kvstore.core.layout import Move, RankLayout
 from kvstore.core.types import make_key
-from tests.harness.live import LiveStore, eventually
+from tests.harness.live import LiveStore, eventually, store_settings
 from tests.harness.patience import WAIT_S
 from tests.harness.script import hashes
 from tests.harness.worker_rig import Rig, heard
@@ -53,9 +52,7 @@ class HalfWay(HostCopier):
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[LiveStore]:
-    server = {"socket": str(tmp_path / "store.sock"), "metrics": ""}
-    cpu = {"capacity": "16MiB", "extent": "16MiB"}
-    with LiveStore(parse({"cpu": cpu, "server": server})) as made:
+    with LiveStore(store_settings(tmp_path)) as made:
         yield made
 
 

@@ -14,12 +14,11 @@ import pytest
 from connectors import store_client
 from connectors.config import parse_extra, refuse_engine_id
 from connectors.kv_transfer_params import Transfer
-from kvstore.config import parse
 from kvstore.core import limits
 from kvstore.core.errors import ConfigError
 from kvstore.wire import peer as m
 from tests.harness.fakes import blocks, hashes
-from tests.harness.live import LiveStore, engine
+from tests.harness.live import LiveStore, engine, store_settings
 from tests.harness.script import BLOCK, Request, Script
 
 MIB = 1 << 20
@@ -152,9 +151,7 @@ def test_S2_of_more_blocks_than_peers_hand_over_at_once_the_leading_ones_are_ask
     """The peer would refuse it, and so does our own side: it ended the session of who asked."""
     monkeypatch.setattr(m, "JOB_BLOCKS_MAX", 5)
     wants: list[m.Want] = []
-    server = {"socket": f"{tmp_path}/kv.sock", "metrics": ""}
-    settings = parse({"cpu": {"capacity": "16MiB"}, "server": server, "peer": {}})
-    with LiveStore(settings) as store, engine(store) as one:
+    with LiveStore(store_settings(tmp_path, peer={})) as store, engine(store) as one:
         peers = store.server._peers
         assert peers is not None
         fetch = peers.fetch

@@ -21,9 +21,10 @@ import pytest
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey
 from kvstore.store import admin
+from tests.bench.store import numbers
 from tests.harness.crash_engine import CrashEngine, Layout, Truth, shape
 from tests.harness.crash_ledger import Ledger, Life, read_directory
-from tests.harness.crash_store import MIB, START_S, Cap, StoreProcess, numbers
+from tests.harness.crash_store import MIB, START_S, Cap, StoreProcess
 from tests.harness.store_child import POINTS
 from tiers.nvme.directory import Directory
 from tiers.nvme.fsck import examine
@@ -254,14 +255,10 @@ class Campaign:
         self._check()
 
     @staticmethod
-    def _at_rest(found: dict[tuple[str, ...], float]) -> bool:
+    def _at_rest(found: dict[str, float]) -> bool:
         """No session, lease, job or slot on credit is left."""
-        return not any(
-            value
-            for (name, *labels), value in found.items()
-            if name in ("kvstore_leases", "kvstore_jobs_open", "kvstore_sessions")
-            or (name == "kvstore_slots" and labels[-1] == "granted")
-        )
+        held = "kvstore_leases", "kvstore_jobs_open", "kvstore_sessions{", "kvstore_slots{granted}"
+        return not any(value for name, value in found.items() if name.startswith(held))
 
     def close(self) -> None:
         """End what runs, well or not."""

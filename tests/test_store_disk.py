@@ -21,7 +21,7 @@ from kvstore.store import admin
 from kvstore.wire import engine as p
 from tests.bench.steal import Watch
 from tests.harness.fakes import from_u32
-from tests.harness.live import LiveStore, client, engine, eventually
+from tests.harness.live import LiveStore, client, engine, eventually, store_settings
 from tests.harness.nvme_blocks import MIB, disk_bytes
 from tests.harness.nvme_trouble import Gate
 from tests.harness.script import hashes
@@ -34,18 +34,13 @@ PROMOTE_S = 0.3
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return parse(
-        {
-            "cpu": {"capacity": "16MiB", "extent": "16MiB"},
-            "server": {"socket": str(tmp_path / "store.sock"), "metrics": ""},
-            "nvme": {
-                "path": str(tmp_path / "kv"),
-                "capacity": "128MiB",
-                "extent": "16MiB",
-                "durability": "50ms",
-            },
-        }
-    )
+    nvme = {
+        "path": str(tmp_path / "kv"),
+        "capacity": "128MiB",
+        "extent": "16MiB",
+        "durability": "50ms",
+    }
+    return store_settings(tmp_path, nvme=nvme)
 
 
 def disk_of(store: LiveStore) -> NvmeDisk:

@@ -40,7 +40,7 @@ from tests.bench.raw_disk import Depth, System, check_space, filled, reference
 from tests.bench.report import Result, compared, in_turn, paired_ratio
 from tests.bench.session import DirectSession, Fetched, Session
 from tests.bench.steal import undisturbed
-from tests.bench.store import StoreProcess
+from tests.bench.store import StoreProcess, numbers
 from tiers.nvme.tier import RUN_BYTES_MAX
 
 PAIRS = 7
@@ -189,8 +189,9 @@ class Stores:
 
     def _given(self) -> tuple[int, ...]:
         """Count the blocks that the prefill store has read from disk, and the bytes it pushed."""
-        counts = ("kvstore_tier_blocks", "loaded"), ("kvstore_hand_over_moved_bytes", "pushed")
-        return tuple(_stat(self.prefill, *count) for count in counts)
+        found = numbers(self.prefill.address)
+        counts = "kvstore_tier_blocks{nvme,loaded}", "kvstore_hand_over_moved_bytes{pushed}"
+        return tuple(int(found.get(count, 0)) for count in counts)
 
     @property
     def _size(self) -> int:
@@ -206,9 +207,10 @@ class Stores:
     def _await_written(self) -> None:
         """Wait until the disk has as many blocks more as a chain has."""
         deadline_s = time.monotonic() + READY_S
-        while (written := _stat(self.prefill, "kvstore_tier_blocks", "stored")) < self._count:
+        stored = "kvstore_tier_blocks{nvme,stored}"
+        while (written := numbers(self.prefill.address).get(stored, 0)) < self._count:
             if time.monotonic() > deadline_s:
-                raise KVStoreError(f"{written} of {self._count} blocks are on disk")
+                raise KVStoreError(f"{written:.0f} of {self._count} blocks are on disk")
             time.sleep(0.02)
 
     def _warm_up(self, name: str) -> None:
@@ -232,14 +234,6 @@ def set_transports(transports: str | None) -> None:
         os.unsetenv("UCX_TLS")
     else:
         os.putenv("UCX_TLS", transports)
-
-
-def _stat(store: StoreProcess, name: str, label: str) -> int:
-    """Return a store's count of this name and label; kvstore_tier_blocks: of its disk."""
-    for stat in admin.stats(store.address):
-        if stat.name == name and label in stat.labels.values():
-            return int(stat.value)
-    return 0
 
 
 class _Nixl:

@@ -21,6 +21,7 @@ from kvstore.store import admin
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 300.0  # it keeps on disk what only memory has
+ANSWER_S = 600.0  # however busy the machine is
 PRODUCT = "kvstore.cli"
 
 
@@ -148,6 +149,16 @@ class StoreProcess:
                 return
         text = self.log_path.read_text(encoding="utf-8", errors="replace")
         raise StoreFailed(f"the store did not start:\n{text}")
+
+
+def numbers(address: str, timeout_s: float = ANSWER_S) -> dict[str, float]:
+    """Ask a store for its statistics: by name{label,label}; namespaces are added up."""
+    found: dict[str, float] = {}
+    for stat in admin.stats(address, timeout_s=timeout_s):
+        labels = [value for name, value in stat.labels.items() if name != "namespace"]
+        name = f"{stat.name}{{{','.join(labels)}}}" if labels else stat.name
+        found[name] = found.get(name, 0) + stat.value
+    return found
 
 
 def end_as_interrupted() -> None:

@@ -28,7 +28,7 @@ from tests.bench.engine import Engine, Request, tiered
 from tests.bench.models import make_model, prompt
 from tests.bench.native import native_config
 from tests.bench.report import Result, compared, in_turn
-from tests.bench.store import StoreProcess
+from tests.bench.store import StoreProcess, numbers
 
 PAIRS = 15
 PROMPT_TOKENS = 8190  # no whole number of blocks: what of the last block can be reused differs
@@ -175,12 +175,9 @@ class Visit:
 
 def _stored(store: StoreProcess) -> int:
     """Count the blocks that are both in memory and on disk by now."""
-    found = {
-        stat.name: int(stat.value)
-        for stat in admin.stats(store.address)
-        if "stored" in stat.labels.values()
-    }
-    return min(found.get("kvstore_stored_blocks", 0), found.get("kvstore_tier_blocks", 0))
+    found = numbers(store.address)
+    names = "kvstore_stored_blocks{stored}", "kvstore_tier_blocks{nvme,stored}"
+    return int(min(found.get(name, 0) for name in names))
 
 
 def results(times: Times, steps: Times) -> list[Result]:

@@ -29,7 +29,7 @@ from kvstore.store import admin
 from tests.bench.api import Answer, ApiServer, complete
 from tests.bench.engine import tiered
 from tests.bench.models import make_model, prompt
-from tests.bench.store import end_as_interrupted
+from tests.bench.store import end_as_interrupted, numbers
 
 BLOCK_TOKENS = 64
 PROMPT_TOKENS = 4000
@@ -116,12 +116,7 @@ class Node:
 
     def store(self) -> dict[str, float]:
         """Return the store's numbers by name{label}; namespaces are summed."""
-        found: dict[str, float] = {}
-        for stat in admin.stats(f"{admin.PRIVATE}{self.engine_id}", timeout_s=SETTLE_S):
-            labels = [value for name, value in stat.labels.items() if name != "namespace"]
-            name = f"{stat.name}{{{','.join(labels)}}}"
-            found[name] = found.get(name, 0) + stat.value
-        return found
+        return numbers(f"{admin.PRIVATE}{self.engine_id}", SETTLE_S)
 
     def gone(self) -> bool:
         """Tell whether the store has ended, too."""

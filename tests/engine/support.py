@@ -15,10 +15,10 @@ import pytest
 
 from kvstore.launch import address_of
 from kvstore.listener import taken
-from kvstore.store import admin
 from tests.bench.engine import Engine, Request, Result
 from tests.bench.models import prompt
 from tests.bench.store import StoreProcess
+from tests.bench.store import numbers as store_numbers
 
 ENGINE_BLOCK = 32
 TOKENS_OUT = 24
@@ -197,14 +197,8 @@ def grown(engine: Engine, before: dict[str, float], name: str) -> int:
 
 
 def numbers(address: str) -> dict[str, float]:
-    """A store's numbers by name{label}, only those that are not 0; namespaces are summed."""
-    found: dict[str, float] = {}
-    for stat in admin.stats(address, timeout_s=600):
-        labels = [value for key, value in stat.labels.items() if key != "namespace"]
-        name = f"{stat.name}{{{','.join(labels)}}}" if labels else stat.name
-        if stat.value:
-            found[name] = found.get(name, 0) + stat.value
-    return found
+    """A store's numbers that are not 0, by name{label}."""
+    return {name: value for name, value in store_numbers(address).items() if value}
 
 
 def since(address: str, before: dict[str, float]) -> dict[str, float]:

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import psutil
 
-from kvstore.store import admin
-
 ROOT = Path(__file__).resolve().parent.parent.parent
 MIB = 1 << 20
 SAMPLE_S = 0.01
@@ -183,8 +181,3 @@ class Cap:
     def _run(self) -> None:
         while not self._stop.wait(SAMPLE_S):
             self.sample()
-
-
-def numbers(path: str) -> dict[tuple[str, ...], float]:
-    """The store's statistics, by name and labels."""
-    return {(stat.name, *stat.labels.values()): stat.value for stat in admin.stats(path)}

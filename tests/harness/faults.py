@@ -1,4 +1,4 @@
-"""Faults of a disk in other processes: their I/O calls fail, are slow or hang (tests/faults.c).
+"""Faults of a disk in other processes: their I/O calls fail, are slow or hang (faults.c).
 
     with faults.of(Call.READ, error=errno.EIO) as fault:
         ...

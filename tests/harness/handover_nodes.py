@@ -11,11 +11,10 @@ from pathlib import Path
 
 import psutil
 
-from kvstore.store import admin
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.bench.steal import Watch
-from tests.bench.store import StoreProcess, free_port
+from tests.bench.store import StoreProcess, free_port, numbers
 from tests.harness.live import LiveEngine
 from tests.harness.patience import WAIT_S
 
@@ -114,13 +113,8 @@ class Node:
 
     def numbers(self) -> dict[str, float]:
         """Its numbers, by the part of the name behind `kvstore_`, with labels."""
-        found: dict[str, float] = {}
-        for stat in admin.stats(self.store.address, timeout_s=WAIT_S):
-            labels = [value for name, value in stat.labels.items() if name != "namespace"]
-            name = stat.name.removeprefix("kvstore_")
-            name = f"{name}{{{','.join(labels)}}}" if labels else name
-            found[name] = found.get(name, 0) + stat.value
-        return found
+        found = numbers(self.store.address)
+        return {name.removeprefix("kvstore_"): value for name, value in found.items()}
 
     def gauge(self, name: str) -> float | None:
         """One of a hand-over's numbers: its name behind `kvstore_hand_over_`."""

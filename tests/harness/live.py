@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 import pytest
 
-from kvstore.config import Config
+from kvstore.config import Config, parse
 from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.core.types import GroupRule, make_key
 from kvstore.listener import listen
@@ -26,6 +27,13 @@ from tests.harness.fakes import from_u32, u32
 from tests.harness.patience import WAIT_S
 
 M = TypeVar("M", bound=framing.Message)
+
+
+def store_settings(folder: Path, **sections: object) -> Config:
+    """A small store's settings; its socket is in a folder. sections: more of them, or others."""
+    folder.mkdir(exist_ok=True)
+    server = {"socket": str(folder / "kv.sock"), "metrics": ""}
+    return parse({"cpu": {"capacity": "16MiB"}, "server": server, **sections})
 
 
 class Reachable(Protocol):
