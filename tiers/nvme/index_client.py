@@ -129,7 +129,7 @@ class IndexProcess:
         return IndexProcessDiedError(text, of_the_file=number in _OF_THE_FILE)
 
     def close(self) -> None:
-        """Have it end, which it does once the socket is closed, or kill it."""
+        """Close the socket, at which it ends; kill it if it does not."""
         self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
@@ -142,7 +142,7 @@ class IndexProcess:
 class IndexClient:
     """The index on disk. Calls come from one thread, and wait for the disk.
 
-    But for take(): it is another thread's, while no other call is under way, and never waits.
+    But for take(): it may be another thread's, while no other call is under way.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class IndexClient:
             raise
 
     def _error(self, answer: Answer) -> Exception:
-        """Turn an answer that was not hoped for into an error; its process is of no more use."""
+        """Turn an unexpected answer into an error, and end its process, which is of no more use."""
         self._end()
         if not isinstance(answer, Failed):
             return TierIOError(f"{self.path}: {answer} is no answer")

@@ -351,7 +351,7 @@ def _load(file: IndexFile, request: Load) -> Iterator[Answer]:
 
 
 def failed(exc: Exception) -> Failed:
-    """Put an error into words, and say whose fault it is."""
+    """Put an error into words, and say whether the file is damaged or of another kind."""
     return Failed(
         str(exc.__cause__ or exc) or type(exc).__name__,
         damaged=is_damage(exc),
