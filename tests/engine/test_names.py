@@ -141,7 +141,7 @@ READ = {
 }
 # Variables of ours, modules, and what Python's own types have.
 OURS = {
-    *("RequestStatus", "_SOURCES", "boundaries", "compat", "counts", "event", "half"),
+    *("RequestStatus", "_SOURCES", "boundaries", "compat", "event", "half", "half.take_stats()"),
     *("hand_overs", "log"),
     *("kv_connector_metadata", "metadata", "meta", "other", "p", "params", "secrets"),
     *("sources", "stats", "step", "super()", "tokens", "torch", "written"),
