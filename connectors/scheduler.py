@@ -537,7 +537,7 @@ class SchedulerHalf:
         """Return what entered and left the tiers, of blocks of the current scope."""
         return list(self._events.take(self._scope))
 
-    def take_stats(self) -> dict[str, int]:
+    def take_stats(self) -> Counter[str]:
         """Return what was counted since the last call."""
         return self._client.take_stats()
 

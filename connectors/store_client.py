@@ -273,10 +273,9 @@ class StoreClient:
         self.stats[event] += by
         self._counts[event] += by
 
-    def take_stats(self) -> dict[str, int]:
+    def take_stats(self) -> Counter[str]:
         """Return what was counted since the last call."""
-        stats = dict(self.stats)
-        self.stats.clear()
+        stats, self.stats = self.stats, Counter()
         return stats
 
     def known_ready(self, key: bytes) -> bool:

@@ -186,14 +186,10 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return what this side counted since the last call."""
-        if self._scheduler is not None:
-            counts = self._scheduler.half.take_stats()
-        elif self._worker is not None:
-            stats = self._worker.take_stats()
-            counts = {name: getattr(stats, name) for name in stats.__struct_fields__}
-        else:
+        half = self._worker if self._scheduler is None else self._scheduler.half
+        if half is None:
             return None
-        counts = {name: count for name, count in counts.items() if count}
+        counts = {name: count for name, count in half.take_stats().items() if count}
         return TieredStats(data=counts) if counts else None
 
     # The scheduler's side

@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import monotonic_ns
@@ -93,7 +94,7 @@ class Outcome(msgspec.Struct, frozen=True):
     task: StoreTask | LoadTask
     ok: bool
     copied_bytes: int = 0
-    late: bool = False  # a load was given up
+    late: bool = False  # a load was given up: blocks had not come in time
 
 
 class WriteTask(msgspec.Struct, eq=False):
@@ -104,16 +105,6 @@ class WriteTask(msgspec.Struct, eq=False):
 
 
 Task = StoreTask | LoadTask | WriteTask
-
-
-class WorkerStats(msgspec.Struct):
-    """Counted since the last time they were taken."""
-
-    store_bytes: int = 0
-    load_bytes: int = 0
-    failed_loads: int = 0
-    given_up_loads: int = 0  # failed loads with blocks that had not come in time
-    failed_stores: int = 0
 
 
 class WorkerHalf:
@@ -164,7 +155,7 @@ class WorkerHalf:
         self._loads_open: set[str] = set()
         self._idle_loads: set[str] = set()  # open loads that wait and copy nothing
         self._writes_open: set[int] = set()  # to peers
-        self._stats = WorkerStats()
+        self._stats: Counter[str] = Counter()
         self._refusals = Refusals()
         self._stop = threading.Event()
         self._runner: Runner[Task, Outcome] = Runner("kvstore-copy", self._copy, self._raised)
@@ -219,13 +210,13 @@ class WorkerHalf:
                 ended.add(outcome.task.job.request_id)
                 if not outcome.ok:
                     failed.add(outcome.task.job.request_id)
-                    self._stats.failed_loads += 1
-                    self._stats.given_up_loads += outcome.late
-                self._stats.load_bytes += outcome.copied_bytes
+                    self._stats["failed_loads"] += 1
+                    self._stats["given_up_loads"] += outcome.late
+                self._stats["load_bytes"] += outcome.copied_bytes
             else:
                 self._stores_over.add(outcome.task.job.job_id)
-                self._stats.failed_stores += not outcome.ok
-                self._stats.store_bytes += outcome.copied_bytes
+                self._stats["failed_stores"] += not outcome.ok
+                self._stats["store_bytes"] += outcome.copied_bytes
         return ended, failed
 
     def take_stores_over(self) -> frozenset[int]:
@@ -233,9 +224,9 @@ class WorkerHalf:
         over, self._stores_over = frozenset(self._stores_over), set()
         return over
 
-    def take_stats(self) -> WorkerStats:
+    def take_stats(self) -> Counter[str]:
         """Return what was counted since the last call."""
-        stats, self._stats = self._stats, WorkerStats()
+        stats, self._stats = self._stats, Counter()
         return stats
 
     def shutdown(self) -> None:

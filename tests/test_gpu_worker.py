@@ -222,7 +222,7 @@ def test_O15_what_the_device_refuses_fails_the_job_and_no_other(start: Start, ca
     job = gpu.rig.store_job(more, [3, 4])
     gpu.half.after_forward(StepMeta(stores=(job,)))
     eventually(lambda: gpu.rig.collect() and (0, job.job_id) in gpu.rig.over)
-    assert gpu.half.take_stats().failed_stores == 1
+    assert gpu.half.take_stats()["failed_stores"] == 1
     gpu.cuda.refuse.clear()
     assert not gpu.known(more)
     gpu.rig.put(more, [3, 4])

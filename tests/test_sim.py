@@ -23,6 +23,7 @@ SEEDS = 500
 RARE = {
     ("damage", "memory coming"),
     ("damage", "lookup waits"),
+    ("delay", "promotion under way"),
     ("reset", "promotion under way"),
 }
 # What so many worlds must have met, or their promises were not put to the test.

@@ -85,7 +85,7 @@ def _lookups(store: StoreProcess, rounds: int) -> list[Result]:
         while engine.busy:
             engine.step()
         stored = _settled(engine, store, count * LOOKUP_KEYS)
-        copied_bytes = engine.take_stats().store_bytes
+        copied_bytes = engine.take_stats()["store_bytes"]
         packed = [b"".join(hashes) for hashes in prompts]
         ours, bare = _round_trips(engine, packed, rounds)
     stored_bytes = stored * PAGE_BYTES

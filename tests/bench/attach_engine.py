@@ -21,7 +21,7 @@ from connectors.engine_interface import BlockTable, Geometry, Step
 from connectors.scheduler import SchedulerHalf
 from connectors.store_client import StoreClient
 from connectors.store_connection import Attacher
-from connectors.worker import WorkerHalf, WorkerStats
+from connectors.worker import WorkerHalf
 from kvstore.config import parse_socket
 from kvstore.core.errors import KVStoreError
 from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
@@ -160,7 +160,7 @@ class BenchEngine:
             self._free.extend(request.table)
         return cpu.ns
 
-    def take_stats(self) -> WorkerStats:
+    def take_stats(self) -> Counter[str]:
         """Return what the worker half counted."""
         return self.worker.take_stats()
 

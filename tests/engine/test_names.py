@@ -141,7 +141,7 @@ READ = {
 }
 # Variables of ours, modules, and what Python's own types have.
 OURS = {
-    *("RequestStatus", "_SOURCES", "boundaries", "compat", "counts", "event", "half"),
+    *("RequestStatus", "_SOURCES", "boundaries", "compat", "event", "half", "half.take_stats()"),
     *("hand_overs", "log"),
     *("kv_connector_metadata", "metadata", "meta", "other", "p", "params", "secrets"),
     *("sources", "stats", "step", "super()", "tokens", "torch", "written"),
@@ -294,19 +294,16 @@ def counted() -> set[str]:
     for pattern in COUNTED:
         for path in ROOT.glob(pattern):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("_count"):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".count"):
                     found |= {
                         ast.literal_eval(a) for a in node.args[:1] if isinstance(a, ast.Constant)
                     }
-                elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-                    if ast.unparse(node.value).split(".")[-1] in {"stats", "counts"}:
-                        found.add(node.slice.value)
-                elif isinstance(node, ast.ClassDef) and node.name == "WorkerStats":
-                    found |= {
-                        ast.unparse(field.target)
-                        for field in node.body
-                        if isinstance(field, ast.AnnAssign)
-                    }
+                elif (
+                    isinstance(node, ast.Subscript)
+                    and isinstance(node.slice, ast.Constant)
+                    and ast.unparse(node.value).split(".")[-1] in {"stats", "_stats"}
+                ):
+                    found.add(node.slice.value)
     return {name for name in found if isinstance(name, str)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
@@ -124,7 +125,7 @@ class CopyingHalf(Protocol):
         """Return store jobs that ended."""
         ...
 
-    def take_stats(self) -> msgspec.Struct:
+    def take_stats(self) -> Counter[str]:
         """Return what was counted."""
         ...
 
@@ -141,8 +142,7 @@ class TieredWorker:
     def results(self, meta: StepMeta) -> WorkerResults:
         """Report what ended; our loads are asynchronous, and fail as a whole."""
         ended, failed = self.half.finished_loads(meta)
-        counts = msgspec.structs.asdict(self.half.take_stats())
-        stats = {name: number for name, number in counts.items() if number}
+        stats = {name: number for name, number in self.half.take_stats().items() if number}
         return WorkerResults(
             ended, failed, set(meta.sent), over=self.half.take_stores_over(), stats=stats
         )

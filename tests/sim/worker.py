@@ -31,12 +31,6 @@ class Outcome(msgspec.Struct, frozen=True):
     request_id: str | None = None
 
 
-class Copied(msgspec.Struct):
-    """What a worker counts for the engine."""
-
-    failed_loads: int = 0
-
-
 class Worker:
     """One rank's worker half; copies a few engine blocks at a time, whenever it is let."""
 
@@ -70,7 +64,7 @@ class Worker:
         self._dies_ns: int | None = None  # its engine is dead, and it will be then
         self._outcomes: list[Outcome] = []
         self._over: set[int] = set()
-        self._stats = Copied()
+        self._stats: Counter[str] = Counter()
         self._joiner.start()
 
     # The engine's step, as in connectors.worker
@@ -107,15 +101,15 @@ class Worker:
                 ended.add(outcome.request_id)
                 if not outcome.ok:
                     failed.add(outcome.request_id)
-                    self._stats.failed_loads += 1
+                    self._stats["failed_loads"] += 1
         return ended, failed
 
     def take_stores_over(self) -> frozenset[int]:
         over, self._over = frozenset(self._over), set()
         return over
 
-    def take_stats(self) -> Copied:
-        stats, self._stats = self._stats, Copied()
+    def take_stats(self) -> Counter[str]:
+        stats, self._stats = self._stats, Counter()
         return stats
 
     # The copy thread
