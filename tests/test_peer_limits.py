@@ -307,7 +307,8 @@ def test_an_answer_speaks_of_as_many_blocks_as_a_job_can_have(message: framing.M
 
 def stalled(place: Place, blocks: int) -> None:
     """Have a read be given up while it is under way."""
-    consumer = place.decode.peers.inlet(place.decode.namespace(place.good.taker))
+    peers, namespace = place.decode.peers, place.decode.namespace(place.good.taker)
+    consumer = peers._used[namespace.layout.digest] = peers.inlet(namespace)  # as by a fetch
     for number, slot in enumerate(consumer._landing.take(blocks)):
         consumer._late_writes.setdefault(-1 - number, []).append(slot)
 
