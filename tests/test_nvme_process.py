@@ -19,7 +19,7 @@ from kvstore.core.types import LookupResult
 from tests.harness.nvme_blocks import Shelf, key, shelf
 from tiers.nvme import NvmeDisk, disk, health, startup
 from tiers.nvme.index_client import IndexClient, IndexProcessDiedError
-from tiers.nvme.messages import FOLDER, Batch, Commit, Loaded
+from tiers.nvme.messages import FOLDER, Batch, Commit, Load, Loaded
 
 STORE = """
 import sys, time
@@ -89,6 +89,7 @@ def test_records_go_on_where_the_process_that_sent_them_was_killed(
         if len(taken) == 1 and client.pid is not None:
             os.kill(client.pid, signal.SIGKILL)
             taken.append(None)
+            client._end()
             raise IndexProcessDiedError("killed", of_the_file=False)
         message = real(client, wait=wait)
         if isinstance(message, Batch):
@@ -104,6 +105,19 @@ def test_records_go_on_where_the_process_that_sent_them_was_killed(
         assert after.tier.space.counts == {}
     assert not list(Path(settings.path).glob("index.damaged*"))
     assert "damaged" not in caplog.text
+
+
+def test_S2_records_are_no_answer_to_a_request(settings: NvmeConfig) -> None:
+    """They may be left of a process that is about to end."""
+    with shelf(settings) as found:
+        found.fill(100)
+        found.settle()
+        client, space = found.disk._shared.opening.index_client, found.tier.space
+        client.load(Load(space.number, space.slot_bytes, space.slot_counts))
+        with pytest.raises(TierIOError, match="Batch is no answer"):
+            client.purge(space.number + 1, 1)
+        assert client.pid is None, "what else it sends is not taken"
+        assert client.purge(space.number + 1, 1) is False
 
 
 def test_a_commit_whose_process_is_killed_is_done_again(settings: NvmeConfig) -> None:

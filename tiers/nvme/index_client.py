@@ -200,7 +200,7 @@ class IndexClient:
             raise IndexDamagedError(f"{self.path}: {exc}") from exc
         self._verify = self._verify or exc.of_the_file
 
-    def _ask(self, request: Request) -> Answer:
+    def _ask(self, request: Request) -> Done:
         """Have a request done; once more if its process was killed, which may be long ago."""
         try:
             answer = self._ask_once(request)
@@ -208,7 +208,7 @@ class IndexClient:
             if exc.of_the_file:
                 raise
             answer = self._ask_once(request)
-        if isinstance(answer, Failed):
+        if not isinstance(answer, Done):
             raise self._error(answer)
         return answer
 
@@ -226,7 +226,7 @@ class IndexClient:
         """Turn an unexpected answer into an error, and end its process, which is of no more use."""
         self._end()
         if not isinstance(answer, Failed):
-            return TierIOError(f"{self.path}: {answer} is no answer")
+            return TierIOError(f"{self.path}: {type(answer).__name__} is no answer")
         if answer.format:
             return ConfigError(answer.text)
         kind = IndexDamagedError if answer.damaged else TierIOError
@@ -242,8 +242,7 @@ class IndexClient:
 
     def purge(self, number: int, rows_max: int) -> bool:
         """Delete records of a number that is no namespace's; tell whether there are more."""
-        answer = self._ask(Purge(number, rows_max))
-        return isinstance(answer, Done) and answer.left
+        return self._ask(Purge(number, rows_max)).left
 
     def load(self, request: Load) -> None:
         """Have a namespace's records sent, for take(). Raises TierIOError."""
