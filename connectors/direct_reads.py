@@ -46,7 +46,7 @@ Send = Callable[[framing.Message], None]
 """Sends a message to the store."""
 FetchMessage = p.Places | p.InEngine | p.Push | p.Passed
 WriteEnd = Literal["all", "none", "failed"]
-"""How a write ended: see p.Given."""
+"""How a write ended: see p.BlocksWritten."""
 
 
 class _Source(msgspec.Struct, eq=False):
@@ -107,7 +107,7 @@ class PeerLoad(msgspec.Struct, eq=False):
 class PeerWrite(msgspec.Struct, eq=False):
     """A write to a peer's engine, and its state."""
 
-    message: p.Give
+    message: p.WriteBlocks
     transfer: AgentTransfer | None = None
     until_ns: int = 0
 
@@ -248,7 +248,7 @@ class DirectTransfers:
     # Writes
 
     @staticmethod
-    def new_write(message: p.Give) -> PeerWrite:
+    def new_write(message: p.WriteBlocks) -> PeerWrite:
         """Return a write that the store asks for; advance_write() starts and continues it."""
         return PeerWrite(message)
 
@@ -283,7 +283,7 @@ class DirectTransfers:
         self._late.append(write.transfer)
         return "failed"
 
-    def _start_write(self, message: p.Give) -> AgentTransfer:
+    def _start_write(self, message: p.WriteBlocks) -> AgentTransfer:
         blocks, targets = framing.from_u32(message.blocks), framing.from_u32(message.targets)
         return self._agent.write(message.ranks, message.group, blocks, targets)
 

@@ -85,7 +85,7 @@ class HandOvers:
         turn = remote is not NO_REMOTE and not remote.turn and self._transfer.two_way
         if (turn or is_handed_over(params)) and self._has_a_name_to_send(name):
             self._running[name] = turn
-            running = p.Handing(name, "running", common=common_id(name))
+            running = p.HandedOver(name, "running", common=common_id(name))
             self._client.report_hand_over(running)
         if remote is NO_REMOTE:
             return NO_REMOTE
@@ -143,7 +143,7 @@ class HandOvers:
             hashes.append(partial.hash)
         if hashes:  # without any, end() tells the store
             del self._running[name]
-            done = p.Handing(
+            done = p.HandedOver(
                 name,
                 "done",
                 b"".join(hashes),
@@ -212,4 +212,4 @@ class HandOvers:
         """End a request. If finish() has not handed it over, no engine can fetch it."""
         self.release(request_id)
         if self._running.pop(request_id, None) is not None:
-            self._client.report_hand_over(p.Handing(request_id, "gone"))
+            self._client.report_hand_over(p.HandedOver(request_id, "gone"))

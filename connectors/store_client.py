@@ -137,9 +137,9 @@ class StoreClient:
         self._grants: dict[int, Grant] = {}
         self._lookups: list[p.Lookup] = []
         self._release: list[int] = []
-        self._hand_overs: list[p.Handing] = []
-        self._remote_releases: list[p.LetGo] = []
-        self._readable_blocks: list[p.Shown] = []
+        self._hand_overs: list[p.HandedOver] = []
+        self._remote_releases: list[p.Unwanted] = []
+        self._readable_blocks: list[p.EngineBlocks] = []
         self._versions: BlockVersions | None = None
         self._usage_tokens = 0
         self._usage_hits: Counter[str] = Counter()
@@ -200,7 +200,7 @@ class StoreClient:
         if versions is not None and blocks and max(blocks) < versions.blocks:
             packed = versions.packed(blocks)
             self._readable_blocks.append(
-                p.Shown(framing.u32(slots), tuple(keys), framing.u32(blocks), packed)
+                p.EngineBlocks(framing.u32(slots), tuple(keys), framing.u32(blocks), packed)
             )
 
     def overwritten(self, blocks: Iterable[int]) -> None:
@@ -225,7 +225,7 @@ class StoreClient:
         self._asked_ns[number] = self.clock()
         return number
 
-    def report_hand_over(self, state: p.Handing) -> None:
+    def report_hand_over(self, state: p.HandedOver) -> None:
         """Tell the store the state of a request that another engine continues."""
         if self.session:
             self._hand_overs.append(state)
@@ -233,7 +233,7 @@ class StoreClient:
     def release_remote(self, peer: str, request: str) -> None:
         """Have a peer release what it holds for a request of this engine."""
         if self.session:
-            self._remote_releases.append(p.LetGo(peer, request))
+            self._remote_releases.append(p.Unwanted(peer, request))
 
     def asked_ns(self, ask: int) -> int | None:
         """Return when a lookup was asked; None if it was lost with its session."""
@@ -312,9 +312,9 @@ class StoreClient:
                 release=_take(self._release),
                 usage=usage,
                 counts=dict(self._counts),
-                handing=_take(self._hand_overs, _fitting(self._hand_overs)),
-                let_go=_take(self._remote_releases),
-                shown=_take(self._readable_blocks, _fitting(self._readable_blocks)),
+                handed_over=_take(self._hand_overs, _fitting(self._hand_overs)),
+                unwanted=_take(self._remote_releases),
+                engine_blocks=_take(self._readable_blocks, _fitting(self._readable_blocks)),
             )
             if step == _NOTHING:
                 self._link.flush()
@@ -352,7 +352,7 @@ class StoreClient:
             self._answers(message)
         elif isinstance(message, p.Active):
             self.session, self.defer_ms = self._welcomed, message.defer_ms
-        elif isinstance(message, p.Board) and self._link is not None:
+        elif isinstance(message, p.BlockVersions) and self._link is not None:
             self._invalidate_versions()
             try:
                 self._versions = BlockVersions(self._link.take_fd(), message.blocks)
@@ -403,7 +403,7 @@ def _take(queue: list[T], count: int | None = None) -> tuple[T, ...]:
     return taken
 
 
-def _fitting(queue: Sequence[p.Lookup | p.Handing | p.Shown]) -> int:
+def _fitting(queue: Sequence[p.Lookup | p.HandedOver | p.EngineBlocks]) -> int:
     """Count the first of these that are STEP_BYTES together; one in any case."""
     size = 0
     for count, item in enumerate(queue):
@@ -413,8 +413,8 @@ def _fitting(queue: Sequence[p.Lookup | p.Handing | p.Shown]) -> int:
     return len(queue)
 
 
-def _bytes_of(item: p.Lookup | p.Handing | p.Shown) -> int:
-    if isinstance(item, p.Shown):
+def _bytes_of(item: p.Lookup | p.HandedOver | p.EngineBlocks) -> int:
+    if isinstance(item, p.EngineBlocks):
         return sum(map(len, item.keys)) + len(item.slots) + 2 * len(item.blocks)
     return len(item.hashes)
 

@@ -276,10 +276,10 @@ class WorkerHalf:
         return NOTHING
 
     def _write_ended(self, task: WriteTask, end: WriteEnd) -> None:
-        number = task.write.message.give
+        number = task.write.message.write
         self._writes_open.discard(number)
         copied = task.write.bytes if end == "all" else 0
-        self._send(task.link, p.Given(number, end, copied))
+        self._send(task.link, p.BlocksWritten(number, end, copied))
 
     def _store(self, task: StoreTask) -> Outcome | None:
         """Begin the copy, then wait for its end; None while it is under way."""
@@ -484,8 +484,8 @@ class WorkerHalf:
                 if removed is not None:
                     self._device.unpin(removed)
                 link.send(p.Unmapped(message.extent))
-            elif isinstance(message, p.Give) and self._direct is not None:
-                self._writes_open.add(message.give)
+            elif isinstance(message, p.WriteBlocks) and self._direct is not None:
+                self._writes_open.add(message.write)
                 self._runner.submit(WriteTask(self._direct.new_write(message), link))
             elif isinstance(message, p.Coming):
                 deadline = self._deadlines.get(message.lease)

@@ -35,7 +35,7 @@ DISK_EVENTS = (
 FETCHED_TIERS = ("gpu", "cpu", "nvme", "prefill", "other")
 HAND_OVER_EVENTS = (
     *("fetched", "corrupt", "late", "ended", "lost", "exporter", "cleared"),  # as a consumer
-    *("let_go", "heartbeats"),
+    *("done", "heartbeats"),
     *("confirmed", "stale", "expired", "failed", "gone", "refused"),  # as a producer
     *("released", "lapsed", "extended", "unknown", "ambiguous"),
     *("unauthorised", "malformed", "too_many", "unsent", "undialled"),  # of the side channel
@@ -142,7 +142,7 @@ TABLE = (
         "Bytes that NIXL moved: pulled from or pushed to other stores, read into engine memory"
         " here (direct), or written from it to other engines (given).",
         ("direction",),
-        ("pulled", "pushed", "direct", "given"),
+        ("pulled", "pushed", "direct", "engine"),
         of_peers=True,
     ),
     Spec(

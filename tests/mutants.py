@@ -235,7 +235,7 @@ MUTANTS = (
     ),
     Mutant(
         REQUESTS,
-        "        if len(self._hands) >= HANDS_MAX:",
+        "        if len(self._leases) >= REQUESTS_MAX:",
         "        if False:",
         "tests/test_request_leases.py -k S2_requests",
     ),
@@ -438,7 +438,7 @@ MUTANTS = (
     Mutant(
         STORE,
         "        for lease_id in namespace.manager.leases.of_owner(session.number):\n"
-        "            self._desk.end_lease(session, lease_id)\n",
+        "            self._lookups.end_lease(session, lease_id)\n",
         "",
         "tests/test_store.py tests/test_store_blocks.py -k O20_leases_end",
     ),
@@ -518,7 +518,7 @@ MUTANTS = (
     ),
     Mutant(
         PRODUCER,
-        "        if self.hands.ambiguous(want.request):",
+        "        if self.request_leases.ambiguous(want.request):",
         "        if False:",
         "tests/test_export.py tests/test_request_leases.py tests/test_peers.py",
     ),

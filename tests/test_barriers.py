@@ -22,10 +22,10 @@ from kvstore.handover.heartbeats import Requests
 from kvstore.handover.jobs import Job
 from kvstore.handover.peers import Peers
 from kvstore.handover.producer import Producer
-from kvstore.handover.request_leases import Hands
+from kvstore.handover.request_leases import RequestLeases
 from kvstore.store import admin, server
 from kvstore.store.extents import Memory
-from kvstore.store.lookups import Desk
+from kvstore.store.lookups import Lookups
 from kvstore.store.namespace import Namespace
 from kvstore.store.sessions import Store
 from kvstore.wire import engine as p
@@ -166,7 +166,7 @@ def test_S2_what_fetches_meet_costs_the_namespace_its_fetches(
 
 
 @pytest.mark.parametrize(
-    "verb", [(Requests, "tick"), (Hands, "tick"), (Peers, "_sweep"), (Peers, "_on_memory")]
+    "verb", [(Requests, "tick"), (RequestLeases, "tick"), (Peers, "_sweep"), (Peers, "_on_memory")]
 )
 def test_S2_what_is_no_peers_costs_all_hand_overs_and_nothing_else(
     place: Place,
@@ -242,7 +242,7 @@ def serves(live: LiveEngine, name: str) -> None:
     eventually(lambda: blocks(live.ask(chain, memory_only=True)) == [0, 1])
 
 
-@pytest.mark.parametrize("where", [(Desk, "end"), (Memory, "forget"), (Store, "_give_back")])
+@pytest.mark.parametrize("where", [(Lookups, "end"), (Memory, "forget"), (Store, "_give_back")])
 def test_S2_what_the_end_of_an_engine_meets_costs_what_it_had(
     store: LiveStore, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str]
 ) -> None:

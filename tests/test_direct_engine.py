@@ -142,26 +142,26 @@ def engines(world: int = 1, blocks: int = 8) -> Engines:
 
 def with_board(world: int = 1) -> tuple[Engines, BlockVersions]:
     made = engines(world)
-    taken = made.take_board(1)
+    taken = made.take_block_versions(1)
     assert taken is not None
     message, fd = taken
     return made, BlockVersions(os.dup(fd), message.blocks)
 
 
 def show(made: Engines, board: BlockVersions, slot: int, key: bytes, blocks: Sequence[int]) -> None:
-    shown = p.Shown(u32([slot]), (key,), u32(blocks), board.packed(blocks))
-    made.shown(1, shown, {Slot(3)})
+    shown = p.EngineBlocks(u32([slot]), (key,), u32(blocks), board.packed(blocks))
+    made.announce(1, shown, {Slot(3)})
 
 
 def test_E_a_board_is_given_once_all_ranks_can_be_read_and_once_only() -> None:
     made = Engines()
     made.serves(1, {}, 2, 0, p.Serves(RankPages("a", b"", (PAGES,)), 8))
-    assert made.take_board(1) is None
+    assert made.take_block_versions(1) is None
     made.serves(1, {}, 2, 1, p.Serves(RankPages("b", b"", (PAGES,)), 8))
-    assert made.take_board(1) is not None
-    assert made.take_board(1) is None
+    assert made.take_block_versions(1) is not None
+    assert made.take_block_versions(1) is None
     assert [rank.agent for rank in made.ranks(1)] == ["a", "b"]
-    assert made.take_board(2) is None
+    assert made.take_block_versions(2) is None
     assert made.ranks(2) == ()
 
 
@@ -181,7 +181,7 @@ def test_S2_an_engine_that_gets_no_board_is_told_of_once(
     for session in range(20):
         for _ in range(50):
             made.serves(session, {}, 1, 0, p.Serves(RankPages("a", b"md", (PAGES,)), 8))
-            assert made.take_board(session) is None
+            assert made.take_block_versions(session) is None
     assert tries == 20
     assert 0 < len(caplog.records) <= LINES_MAX
     assert "[Errno 24]" in caplog.text
@@ -234,7 +234,7 @@ def test_an_engine_block_is_found_under_its_last_key_only() -> None:
 def test_no_engine_can_make_its_board_shorter() -> None:
     """A store that read what is not there any more would end."""
     made = engines()
-    taken = made.take_board(1)
+    taken = made.take_block_versions(1)
     assert taken is not None
     with pytest.raises(PermissionError):
         os.ftruncate(taken[1], 0)
@@ -246,12 +246,12 @@ def test_without_memory_for_a_board_nothing_is_shown(monkeypatch: pytest.MonkeyP
 
     made = engines()
     monkeypatch.setattr(os, "memfd_create", full)
-    assert made.take_board(1) is None
+    assert made.take_block_versions(1) is None
 
 
 def test_an_engine_of_more_ranks_than_can_be_told_has_no_board() -> None:
-    assert engines(RANKS_MAX).take_board(1) is not None
-    assert engines(RANKS_MAX + 1).take_board(1) is None
+    assert engines(RANKS_MAX).take_block_versions(1) is not None
+    assert engines(RANKS_MAX + 1).take_block_versions(1) is None
 
 
 def test_after_the_board_is_left_nothing_is_found() -> None:
@@ -266,25 +266,25 @@ def test_after_the_board_is_left_nothing_is_found() -> None:
 @pytest.mark.parametrize(
     "shown",
     [
-        p.Shown(u32([1]), (), u32([2]), u32([0])),
-        p.Shown(u32([1, 2]), (b"a", b"b"), u32([2, 3, 4]), u32([0, 0, 0])),
-        p.Shown(u32([1]), (b"a",), b"", b""),
-        p.Shown(u32([1]), (b"a",), u32([2]), b""),
-        p.Shown(u32([1]), (b"a",), u32([8]), u32([0])),
-        p.Shown(b"", (), b"", b""),
-        p.Shown(b"123", (b"a",), u32([2]), u32([0])),
+        p.EngineBlocks(u32([1]), (), u32([2]), u32([0])),
+        p.EngineBlocks(u32([1, 2]), (b"a", b"b"), u32([2, 3, 4]), u32([0, 0, 0])),
+        p.EngineBlocks(u32([1]), (b"a",), b"", b""),
+        p.EngineBlocks(u32([1]), (b"a",), u32([2]), b""),
+        p.EngineBlocks(u32([1]), (b"a",), u32([8]), u32([0])),
+        p.EngineBlocks(b"", (), b"", b""),
+        p.EngineBlocks(b"123", (b"a",), u32([2]), u32([0])),
     ],
 )
-def test_what_is_shown_wrongly_is_refused(shown: p.Shown) -> None:
+def test_what_is_shown_wrongly_is_refused(shown: p.EngineBlocks) -> None:
     made, _ = with_board()
     with pytest.raises(ProtocolError):
-        made.shown(1, shown, {Slot(1), Slot(2)})
+        made.announce(1, shown, {Slot(1), Slot(2)})
 
 
 def test_an_engine_without_a_board_shows_nothing() -> None:
-    good = p.Shown(u32([1]), (b"a",), u32([2]), u32([0]))
+    good = p.EngineBlocks(u32([1]), (b"a",), u32([2]), u32([0]))
     with pytest.raises(ProtocolError, match="no board"):
-        engines().shown(1, good, {Slot(1)})
+        engines().announce(1, good, {Slot(1)})
     for blocks in (0, BLOCKS_MAX + 1):
         with pytest.raises(ProtocolError, match=f"expected 1 to {BLOCKS_MAX}"):
             engines(blocks=blocks)
@@ -384,7 +384,7 @@ def test_what_is_shown_of_a_slot_that_is_stored_already_is_not_kept() -> None:
     """The worker's word came first: what the slot gets next is another block's."""
     made, board = with_board()
     key = BlockKey(b"k" * 34)
-    made.shown(1, p.Shown(u32([4]), (key,), u32([5]), board.packed([5])), {Slot(3)})
+    made.announce(1, p.EngineBlocks(u32([4]), (key,), u32([5]), board.packed([5])), {Slot(3)})
     made.stored(1, Slot(4), key, ok=True)
     assert made.find(key) is None
     assert not made._engines[1].coming

@@ -304,7 +304,7 @@ def asking(
     for tier in namespace.tiering.tiers:
         tier.clear()
     others = Others(offers, owed)
-    town.store._desk._peers = others  # type: ignore[assignment]
+    town.store._lookups._peers = others  # type: ignore[assignment]
     where = {"memory_only": memory_only, "peer": "x:1", "direct": True}
     engine.step(lookups=(replace(p.Lookup(77, b"".join(chain), 32), **where),))
     return others, engine
@@ -361,7 +361,7 @@ def test_an_answer_that_came_since_the_last_look_counts_at_the_deadline() -> Non
     assert 77 not in engine.granted
     others.owed = 0
     (session,) = town.store.sessions.values()
-    (granted,) = town.store._desk.retry(session, session.asks[77].deadline_ns)
+    (granted,) = town.store._lookups.retry(session, session.asks[77].deadline_ns)
     assert granted is not None
     assert granted.kept == 1
     assert others.read_ == [[0, 1, 2]]
@@ -383,7 +383,7 @@ def test_a_block_that_is_half_written_is_waited_for_no_longer_when_a_peer_has_an
     town, keys = Town(tiers=[("shelf", MemoryTier)]), keys_of(hashes(1))
     engine = town.attach("engine", world=2)
     engine.report(0, [engine.credits.pop(0)], [keys[0]], [b""])
-    town.store._desk._peers = others = Others({}, direct=False)  # type: ignore[assignment]
+    town.store._lookups._peers = others = Others({}, direct=False)  # type: ignore[assignment]
     engine.step(lookups=(p.Lookup(77, hashes(1)[0], 32, peer="x:1"),))
     while 77 not in engine.granted:
         town.tick(5)

@@ -16,7 +16,7 @@ from tests.harness.worker_rig import BLOCKS
 from tests.test_direct import Nodes, nodes
 from tests.test_direct_engine import CPU, GPU, overwrite
 
-PUSHED, GIVEN = (f"kvstore_hand_over_moved_bytes{{{way}}}" for way in ("pushed", "given"))
+PUSHED, GIVEN = (f"kvstore_hand_over_moved_bytes{{{way}}}" for way in ("pushed", "engine"))
 
 
 def moved(made: Nodes) -> tuple[int, int]:
@@ -69,7 +69,7 @@ def test_B19_direct_what_is_overwritten_while_it_is_written_is_written_again_fro
         self: DirectTransfers, giving: PeerWrite, now_ns: int, *, session_over: bool
     ) -> WriteEnd | None:
         if not done:
-            done.append(giving.message.give)
+            done.append(giving.message.write)
             overwrite(made, [0, 3])
         return real(self, giving, now_ns, session_over=session_over)
 

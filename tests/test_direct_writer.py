@@ -46,7 +46,7 @@ class Writer(Reader):
 def worker() -> tuple[DirectTransfers, Writer, PeerWrite]:
     made, writer = DirectTransfers.__new__(DirectTransfers), Writer()
     made._agent, made._send, made._late = writer, lambda _: None, []
-    asked = p.Give(7, 0, (RankPages("theirs", b"md", ((),)),), u32([1, 2]), u32([3, 4]))
+    asked = p.WriteBlocks(7, 0, (RankPages("theirs", b"md", ((),)),), u32([1, 2]), u32([3, 4]))
     return made, writer, PeerWrite(asked)
 
 
@@ -70,7 +70,7 @@ def test_B20_direct_a_worker_says_whether_something_may_still_come(how: str) -> 
         how in {"failed", "clean"},
     )
     if how == "numbers":
-        giving.message = p.Give(7, 0, (), b"abc", b"")
+        giving.message = p.WriteBlocks(7, 0, (), b"abc", b"")
     end = made.advance_write(giving, 0, session_over=how == "session")
     assert end == ("failed" if how == "failed" else "none")
     assert writer.restarts == 0
@@ -125,11 +125,11 @@ def test_O14_direct_a_write_of_a_session_that_is_over_is_not_begun_and_says_so()
     half, link, said = half_of(made)
     half._link = None
     assert half._copy(WriteTask(giving, link)) is NOTHING
-    assert said == [p.Given(7, "none", 0)]
+    assert said == [p.BlocksWritten(7, "none", 0)]
     assert not writer.written
     half._link = link
     assert half._copy(WriteTask(giving, link)) is NOTHING
-    assert said[1:] == [p.Given(7, "all", 64)]
+    assert said[1:] == [p.BlocksWritten(7, "all", 64)]
     assert not half._writes_open
 
 
@@ -140,7 +140,7 @@ def test_B15_direct_a_store_hears_of_a_write_whatever_has_happened() -> None:
     half._runner = Runner("test", half._copy, half._raised)
     half._runner.submit(WriteTask(giving, link))
     half._runner.close()
-    assert said == [p.Given(7, "failed", 0)]
+    assert said == [p.BlocksWritten(7, "failed", 0)]
     assert not half._writes_open
 
 
@@ -156,7 +156,7 @@ def test_P8_direct_memory_is_unmapped_whatever_is_written_to_peers() -> None:
     assert said == [p.Unmapped(3)]
     writer.hangs = False
     half._runner.drain()
-    assert said[1:] == [p.Given(7, "all", 64)]
+    assert said[1:] == [p.BlocksWritten(7, "all", 64)]
     half._runner.close()
 
 

@@ -22,7 +22,7 @@ from kvstore.wire import peer as m
 from tests.harness.fakes import from_u32, hashes, keys_of, u32
 from tests.harness.handover_pair import Pair
 from tests.test_direct_push import RANKS, TARGETS, claimed, filled, job_of
-from tests.test_residents import Shown
+from tests.test_residents import Announced
 
 # The store that has the blocks
 
@@ -35,11 +35,11 @@ def given(pair: Pair, **how: bool) -> None:
     pair.run(5)
 
 
-def shown(*positions: int) -> tuple[Pair, list[bytes], Shown, int]:
+def shown(*positions: int) -> tuple[Pair, list[bytes], Announced, int]:
     """A pushed fetch of three blocks, of which an engine has some; all are to be written."""
     pair, chain = Pair(), hashes(3)
     pair.put(chain)
-    memory = Shown(pair)
+    memory = Announced(pair)
     memory.add(chain, *positions)
     number = claimed(pair, chain)
     pair.consumer.fill(number, TARGETS, RANKS)
@@ -143,7 +143,7 @@ def test_L1_direct_an_engine_of_smaller_blocks_than_were_named_writes_none() -> 
     """Its block has two engine blocks, and the peer has named three of its own."""
     pair, chain = Pair(), hashes(1)
     pair.put(chain)
-    Shown(pair).add(chain, 0)
+    Announced(pair).add(chain, 0)
     claimed(pair, chain)
     pair.run(5)
     job = job_of(pair)
@@ -155,7 +155,7 @@ def test_L1_direct_an_engine_of_smaller_blocks_than_were_named_writes_none() -> 
 def test_B13_direct_an_engine_writes_wanted_parts_to_ranks_that_have_the_group() -> None:
     pair, chain = Pair(), hashes(1)
     pair.put(chain)
-    Shown(pair).add(chain, 0)
+    Announced(pair).add(chain, 0)
     claimed(pair, chain)
     pair.run(5)
     job = job_of(pair)
@@ -221,13 +221,13 @@ class Sent:
     """Gives of one store; what its workers were told."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[int, p.Give]] = []
+        self.told: list[tuple[int, p.WriteBlocks]] = []
         self.known = {"theirs": b"md"}
         self.now_ns, self.peers = 1, 100
-        self.gives = EngineWrites(self._take, lambda agent: self.known.get(agent, b""))
+        self.engine_writes = EngineWrites(self._take, lambda agent: self.known.get(agent, b""))
 
     def _take(self, connection: int, message: framing.Message, fd: int | None) -> None:
-        assert isinstance(message, p.Give)
+        assert isinstance(message, p.WriteBlocks)
         assert fd is None
         self.told.append((connection, message))
 
@@ -236,11 +236,14 @@ class Sent:
         give = EngineWrite(engine, 0, (RankPages("theirs", b"", ((),)),), [5], [6])
         self.peers += 1
         tags = [Tag(peer or self.peers, 1, position) for position in positions]
-        self.gives.start(tags, give, {rank: 10 + rank for rank in range(world)}, self.now_ns)
+        self.engine_writes.start(
+            tags, give, {rank: 10 + rank for rank in range(world)}, self.now_ns
+        )
 
     def ended(self) -> list[tuple[list[int], bool, bool]]:
         return [
-            ([t.position for t in e.tags], e.ok, e.stopped) for e in self.gives.take(self.now_ns)
+            ([t.position for t in e.tags], e.ok, e.stopped)
+            for e in self.engine_writes.take(self.now_ns)
         ]
 
 
@@ -250,14 +253,14 @@ def test_a_write_is_over_when_all_ranks_of_the_engine_have_written() -> None:
     assert [connection for connection, _ in sent.told] == [10, 11]
     message = sent.told[0][1]
     assert (from_u32(message.blocks), from_u32(message.targets)) == ([5], [6])
-    sent.gives.given(1, 1, p.Given(message.give, "all", 64))
+    sent.engine_writes.written(1, 1, p.BlocksWritten(message.write, "all", 64))
     assert not sent.ended()
-    assert sent.gives.open == 1
-    sent.gives.given(1, 0, p.Given(message.give, "all", 32))
-    assert sent.gives.open == 0
+    assert sent.engine_writes.open == 1
+    sent.engine_writes.written(1, 0, p.BlocksWritten(message.write, "all", 32))
+    assert sent.engine_writes.open == 0
     assert sent.ended() == [([0, 1], True, False)]
     assert not sent.ended()
-    assert sent.gives.moved_bytes == 96
+    assert sent.engine_writes.moved_bytes == 96
 
 
 @pytest.mark.parametrize(
@@ -275,7 +278,7 @@ def test_B20_direct_a_write_that_one_rank_has_not_made_is_not_made(
     sent = Sent()
     sent.start(0, world=2)
     for rank, end in enumerate(ends):
-        sent.gives.given(1, rank, p.Given(sent.told[0][1].give, end))
+        sent.engine_writes.written(1, rank, p.BlocksWritten(sent.told[0][1].write, end))
     assert sent.ended() == [([0], *expected)]
 
 
@@ -285,9 +288,9 @@ def test_a_write_is_over_when_all_have_written_that_were_there_when_it_was_wante
     for _ in range(AT_ONCE):
         sent.start(0)
     give = EngineWrite(1, 0, (), [5], [6])
-    sent.gives.start([Tag(1, 1, 9)], give, workers, sent.now_ns)
+    sent.engine_writes.start([Tag(1, 1, 9)], give, workers, sent.now_ns)
     del workers[1]
-    sent.gives.given(1, 0, p.Given(1, "all"))
+    sent.engine_writes.written(1, 0, p.BlocksWritten(1, "all"))
     assert len(sent.ended()) == 1
     assert [connection for connection, _ in sent.told[AT_ONCE:]] == [10, 11]
 
@@ -302,7 +305,7 @@ def test_workers_are_told_once_how_a_peer_is_reached(monkeypatch: pytest.MonkeyP
     assert [told.ranks[0].metadata for _, told in sent.told] == [b"", b"md", b"", b""]
     monkeypatch.setattr(under_test, "TOLD_MAX", 0)
     for _, told in list(sent.told):
-        sent.gives.given(1, 0, p.Given(told.give, "all"))
+        sent.engine_writes.written(1, 0, p.BlocksWritten(told.write, "all"))
     del sent.told[:]
     for position in range(2):
         sent.start(position)
@@ -315,7 +318,7 @@ def test_a_few_writes_of_an_engine_are_under_way_and_others_do_not_wait_for_it()
         sent.start(position)
     sent.start(9, engine=2)
     assert len(sent.told) == AT_ONCE + 1
-    sent.gives.given(1, 0, p.Given(sent.told[1][1].give, "all"))
+    sent.engine_writes.written(1, 0, p.BlocksWritten(sent.told[1][1].write, "all"))
     assert sent.ended() == [([1], True, False)]
     assert len(sent.told) == AT_ONCE + 2
 
@@ -333,7 +336,7 @@ def test_B15_direct_a_peer_that_hangs_takes_a_part_of_an_engines_turns_only() ->
     sent.start(60, peer=3)
     assert sent.ended() == [([60], False, True)], "nor is a slow engine asked"
     for _, told in list(sent.told):
-        sent.gives.given(1, 0, p.Given(told.give, "all"))
+        sent.engine_writes.written(1, 0, p.BlocksWritten(told.write, "all"))
     sent.start(70, peer=3)
     assert len(sent.told) == OF_PEER + 2
     sent.now_ns += SLOW_NS - 1
@@ -345,10 +348,10 @@ def test_B15_direct_an_engine_that_is_about_to_go_begins_no_write() -> None:
     sent = Sent()
     for position in range(AT_ONCE + 1):
         sent.start(position)
-    sent.gives.leave(2)
-    sent.gives.leave(1)
+    sent.engine_writes.leave(2)
+    sent.engine_writes.leave(1)
     assert sent.ended() == [([AT_ONCE], False, True)]
-    sent.gives.given(1, 0, p.Given(sent.told[0][1].give, "all"))
+    sent.engine_writes.written(1, 0, p.BlocksWritten(sent.told[0][1].write, "all"))
     assert sent.ended() == [([0], True, False)], "what it has begun it ends"
 
 
@@ -358,7 +361,7 @@ def test_how_a_peer_is_reached_is_told_again_to_workers_that_could_not_begin() -
         sent.start(0)
         _, told = sent.told[-1]
         assert told.ranks[0].metadata == metadata
-        sent.gives.given(1, 0, p.Given(told.give, end))  # type: ignore[arg-type]
+        sent.engine_writes.written(1, 0, p.BlocksWritten(told.write, end))  # type: ignore[arg-type]
         sent.ended()
 
 
@@ -377,16 +380,16 @@ def test_B20_direct_what_nobody_waits_for_and_no_worker_was_told_is_not_begun() 
         sent.start(position)
     sent.start(20, 21)
     for tag in (Tag(101, 1, 0), Tag(9, 9, 9)):
-        sent.gives.abandon(tag)
+        sent.engine_writes.abandon(tag)
     assert not sent.ended(), "it is under way"
     for position in (20, 21):
-        sent.gives.abandon(Tag(105, 1, position))
+        sent.engine_writes.abandon(Tag(105, 1, position))
     assert sent.ended() == [([20, 21], False, True)]
     for _, told in list(sent.told):
-        sent.gives.given(1, 0, p.Given(told.give, "all"))
+        sent.engine_writes.written(1, 0, p.BlocksWritten(told.write, "all"))
     assert len(sent.told) == AT_ONCE
     assert len(sent.ended()) == AT_ONCE
-    assert not sent.gives._of
+    assert not sent.engine_writes._of
 
 
 def test_B15_direct_a_write_that_a_frozen_engine_does_not_end_is_lost_and_still_its() -> None:
@@ -399,16 +402,16 @@ def test_B15_direct_a_write_that_a_frozen_engine_does_not_end_is_lost_and_still_
     sent.now_ns += 1
     assert sent.ended() == [([position], False, False) for position in range(AT_ONCE)]
     assert not sent.ended(), "once"
-    assert not sent.gives._of
+    assert not sent.engine_writes._of
     sent.start(20)
     assert sent.ended() == [([20], False, True)], "it is told no others"
     for _, told in list(sent.told):
-        sent.gives.given(1, 0, p.Given(told.give, "all", 1))
+        sent.engine_writes.written(1, 0, p.BlocksWritten(told.write, "all", 1))
     assert not sent.ended()
-    assert (sent.gives.open, sent.gives.moved_bytes) == (0, AT_ONCE)
+    assert (sent.engine_writes.open, sent.engine_writes.moved_bytes) == (0, AT_ONCE)
     sent.start(21)
     assert len(sent.told) == AT_ONCE + 1, "it goes on"
-    sent.gives.end_of(1)
+    sent.engine_writes.end_of(1)
     assert sent.ended() == [([21], False, False)]
 
 
@@ -416,13 +419,13 @@ def test_B15_direct_writes_of_an_engine_that_is_gone_end() -> None:
     sent = Sent()
     for position in range(AT_ONCE + 1):
         sent.start(position)
-    sent.gives.end_of(2)
+    sent.engine_writes.end_of(2)
     assert not sent.ended()
-    sent.gives.end_of(1)
+    sent.engine_writes.end_of(1)
     ended = sent.ended()
     assert ended[0] == ([AT_ONCE], False, True)
     assert [how for _, *how in ended[1:]] == [[False, False]] * AT_ONCE, "some may still come"
-    assert not sent.gives._of
+    assert not sent.engine_writes._of
 
 
 @pytest.mark.parametrize(("session", "rank", "number"), [(2, 0, 1), (1, 1, 1), (1, 0, 2)])
@@ -431,18 +434,20 @@ def test_B2_direct_the_end_of_what_a_worker_was_not_told_is_refused(
 ) -> None:
     sent = Sent()
     sent.start(0)
-    with pytest.raises(ProtocolError, match=f"the end of give {number}, which rank {rank} was not"):
-        sent.gives.given(session, rank, p.Given(number, "all"))
-    sent.gives.given(1, 0, p.Given(1, "all"))
+    with pytest.raises(
+        ProtocolError, match=f"the end of write {number}, which rank {rank} was not"
+    ):
+        sent.engine_writes.written(session, rank, p.BlocksWritten(number, "all"))
+    sent.engine_writes.written(1, 0, p.BlocksWritten(1, "all"))
     with pytest.raises(ProtocolError, match="the end of give 1"):
-        sent.gives.given(1, 0, p.Given(1, "all"))
+        sent.engine_writes.written(1, 0, p.BlocksWritten(1, "all"))
 
 
 def test_B20_direct_a_store_passes_on_what_ends_and_what_nobody_waits_for() -> None:
     peers, sent, abandoned = Peers.__new__(Peers), Sent(), list[Tag]()
     mover = SimpleNamespace(abandon=abandoned.append)
     requests = SimpleNamespace(end_of=lambda _: None)
-    peers.__dict__ |= {"gives": sent.gives, "_mover": mover, "requests": requests}
+    peers.__dict__ |= {"engine_writes": sent.engine_writes, "_mover": mover, "requests": requests}
     for position in range(AT_ONCE + 1):
         sent.start(position)
     last = Tag(101 + AT_ONCE, 1, AT_ONCE)

@@ -92,7 +92,7 @@ def test_what_a_running_request_computes_comes_as_it_is_computed() -> None:
     assert len(blocks(pair.decode.granted[ask])) == 6
     assert pair.arrived(chain) == 0, "a load is ready as a whole"
     pair.put(chain)
-    pair.producer.hands.gone("r")
+    pair.producer.request_leases.gone("r")
     pair.run(20)
     assert pair.arrived(chain) == 6
     pair.check_nothing_left()
@@ -105,7 +105,7 @@ def test_what_a_request_did_not_compute_is_gone_once_it_has_ended() -> None:
     pair.want(chain, request="r")
     pair.decode.ask(chain)
     pair.run(20)
-    pair.producer.hands.gone("r")
+    pair.producer.request_leases.gone("r")
     pair.run(20)
     assert pair.producer.counts["gone"] == 2
     assert pair.arrived(chain) == 4
@@ -324,7 +324,7 @@ class Chance:
             self.rng.choice([self.pair.consumer.on_exporter_lost, self.pair.lose])()
 
     def compute(self, _chain: Sequence[bytes]) -> None:
-        self.rng.choice([self.pair.hand, self.pair.producer.hands.gone])("r")
+        self.rng.choice([self.pair.hand, self.pair.producer.request_leases.gone])("r")
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -339,7 +339,7 @@ def test_whatever_happens_bytes_are_right_and_nothing_is_left(seed: int) -> None
         for chain in chance.chains:
             pair.arrived(chain)
     pair.fail, pair.damage = 0, set()
-    pair.producer.hands.gone("r")
+    pair.producer.request_leases.gone("r")
     pair.run(80, ms=1000)
     pair.consumer.on_exporter_lost()  # the end of a quarantine whose peer was lost
     pair.check_nothing_left()
@@ -347,7 +347,7 @@ def test_whatever_happens_bytes_are_right_and_nothing_is_left(seed: int) -> None
 
 def finished(pair: Pair, request: str, chain: Sequence[bytes], lease_ns: int = 10**9) -> None:
     now_ns = pair.giver.now_ns
-    pair.producer.hands.done(request, keys_of(chain), now_ns + lease_ns, now_ns)
+    pair.producer.request_leases.done(request, keys_of(chain), now_ns + lease_ns, now_ns)
 
 
 def pins(pair: Pair) -> list[int]:
@@ -370,7 +370,7 @@ def test_what_a_request_has_computed_is_held_until_it_was_fetched() -> None:
     done = m.Done(pair.source.layout.digest, "r")
     pair.producer.on_message(pair.peer, done, pair.giver.now_ns)
     assert pins(pair) == [0, 0, 0, 0]
-    assert len(pair.producer.hands) == 0
+    assert len(pair.producer.request_leases) == 0
     pair.check_nothing_left()
 
 
@@ -383,7 +383,7 @@ def test_B11_what_nobody_fetches_is_let_go_of_after_its_lease() -> None:
     assert pins(pair) == [1, 1]
     pair.producer.tick(pair.giver.now_ns + 10**9)
     assert pins(pair) == [0, 0]
-    assert pair.producer.hands.held_bytes == 0
+    assert pair.producer.request_leases.held_bytes == 0
 
 
 def test_what_is_held_for_requests_is_capped() -> None:
@@ -392,7 +392,7 @@ def test_what_is_held_for_requests_is_capped() -> None:
     pair.put(chain)
     finished(pair, "r", chain)
     assert sum(pins(pair)) == 3
-    pair.producer.hands.gone("r")
+    pair.producer.request_leases.gone("r")
     assert sum(pins(pair)) == 0
 
 
@@ -401,9 +401,9 @@ def test_a_request_whose_engine_is_gone_computes_nothing_more() -> None:
     pair.hand("r")
     pair.hand("held")
     finished(pair, "held", chain)
-    pair.producer.hands.end_of(1)
-    assert not pair.producer.hands.may_come("r", keys_of(chain)[0])
-    assert len(pair.producer.hands) == 1, "what was computed stays"
+    pair.producer.request_leases.end_of(1)
+    assert not pair.producer.request_leases.may_come("r", keys_of(chain)[0])
+    assert len(pair.producer.request_leases) == 1, "what was computed stays"
 
 
 def test_jobs_of_a_peer_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -302,12 +302,12 @@ def test_P4_a_prefill_that_is_aborted_while_it_is_waited_for(pair: Pair, push: b
     name = f"gone {push}"
     chain = hashes(6, name)
     with nothing_left(prefill, decode):
-        prefill.engine.scheduler.send(p.Step(handing=(p.Handing(name, "running"),)))
+        prefill.engine.scheduler.send(p.Step(handed_over=(p.HandedOver(name, "running"),)))
         computed(prefill, name, 3)
         how: dict[str, object] = {"request": name, "push": push}
         granted = decode.engine.ask(chain, peer=prefill.address, **how)
         assert granted.sources == {"peer": 6}, "it may still compute them"
-        prefill.engine.scheduler.send(p.Step(handing=(p.Handing(name, "gone"),)))
+        prefill.engine.scheduler.send(p.Step(handed_over=(p.HandedOver(name, "gone"),)))
         found = decode.engine.load(granted, 1.0)
         assert found == [decode.engine.content(block) for block in chain[:3]][: len(found)]
         for node in pair:
@@ -320,12 +320,12 @@ def test_P4_what_is_never_computed_is_given_up(pair: Pair, push: bool) -> None:
     prefill, decode = pair
     name = f"never {push}"
     with nothing_left(decode):
-        prefill.engine.scheduler.send(p.Step(handing=(p.Handing(name, "running"),)))
+        prefill.engine.scheduler.send(p.Step(handed_over=(p.HandedOver(name, "running"),)))
         time.sleep(0.05)
         granted = decode.engine.ask(hashes(4, name), peer=prefill.address, request=name, push=push)
         assert decode.engine.load(granted, 1.0) == []
         decode.wait(lambda: not decode.held(), NOTICED_S)
-        prefill.engine.scheduler.send(p.Step(handing=(p.Handing(name, "gone"),)))
+        prefill.engine.scheduler.send(p.Step(handed_over=(p.HandedOver(name, "gone"),)))
         prefill.wait(lambda: not prefill.held(), NOTICED_S)
 
 

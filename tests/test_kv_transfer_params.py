@@ -130,7 +130,7 @@ def test_B7_S2_a_text_that_no_message_can_hold_is_refused(name: str, most: int) 
     there = remote_of({**GIVEN, name: "a" * most, "remote_port": 65535})
     asked = p.Step(
         (p.Lookup(1, b"h" * 32, 32, peer=there.address, request=there.request),),
-        let_go=(p.LetGo(there.address, there.request),),
+        unwanted=(p.Unwanted(there.address, there.request),),
     )
     assert list(framing.Decoder(p.ToStore).feed(framing.encode(asked))) == [asked]
     with pytest.raises(ConfigError) as refused:
@@ -190,7 +190,7 @@ SIDE_CHANNEL = "127.0.0.1:9500"
 
 
 PEER = "10.0.0.7:9500"
-LET_GO = [p.LetGo(PEER, "r-1")]
+LET_GO = [p.Unwanted(PEER, "r-1")]
 
 
 def attached(transfer: Transfer = Transfer("engine"), **how: Any) -> Script:  # noqa: ANN401, B008
@@ -200,12 +200,12 @@ def attached(transfer: Transfer = Transfer("engine"), **how: Any) -> Script:  # 
     return script
 
 
-def let_go(script: Script) -> list[p.LetGo]:
-    return [gone for step in script.steps() for gone in step.let_go]
+def let_go(script: Script) -> list[p.Unwanted]:
+    return [gone for step in script.steps() for gone in step.unwanted]
 
 
-def handings(script: Script) -> list[p.Handing]:
-    return [handing for step in script.steps() for handing in step.handing]
+def handed_over(script: Script) -> list[p.HandedOver]:
+    return [handing for step in script.steps() for handing in step.handed_over]
 
 
 def test_a_decode_requests_question_names_the_peer_once() -> None:
@@ -269,7 +269,7 @@ def test_S2_a_request_whose_own_id_no_message_can_hold_is_not_handed_over(
     script.step(wanted, 49, [[5, 6, 7, 8]])
     assert script.half.hand_over(name, [[5, 6, 7, 8]]) is None
     assert not script.half.request_finished(name, [[5, 6, 7, 8]])
-    assert handings(script) == []
+    assert handed_over(script) == []
     (line,) = caplog.messages
     assert f"expected an id of up to {limits.TEXT_MAX} characters, found {len(name)}" in line
     assert len(line) < 300
@@ -284,13 +284,13 @@ def test_an_id_as_long_as_can_be_is_handed_over() -> None:
     script.step(wanted, 32, [[5, 6]])
     assert script.half.hand_over(name, [[5, 6]]) is not None
     script.half.request_finished(name, [[5, 6]])
-    assert [handing.state for handing in handings(script)] == ["running", "done"]
+    assert [handing.state for handing in handed_over(script)] == ["running", "done"]
 
 
 def test_B10_a_prefill_request_is_announced_and_its_blocks_are_held() -> None:
     script, wanted = attached(), Request("p", 32)
     script.half.on_new_request(wanted, HANDED)
-    assert handings(script) == [p.Handing("p", "running", common="p")]
+    assert handed_over(script) == [p.HandedOver("p", "running", common="p")]
     script.admit(wanted)
     script.step(wanted, 32, [[5, 6]])
     wanted.num_tokens += 1
@@ -299,8 +299,8 @@ def test_B10_a_prefill_request_is_announced_and_its_blocks_are_held() -> None:
     assert remote_of(params) == Remote(SIDE_CHANNEL, "p", tokens=32)
     assert not script.half.request_finished("p", [[5, 6]])
     assert script.half.has_pending_work()
-    held = p.Handing("p", "done", b"".join(wanted.block_hashes), 32, b"", 30_000)
-    assert handings(script) == [held]
+    held = p.HandedOver("p", "done", b"".join(wanted.block_hashes), 32, b"", 30_000)
+    assert handed_over(script) == [held]
 
 
 def test_B10_any_other_end_hands_back_nothing_and_holds_nothing() -> None:
@@ -309,7 +309,7 @@ def test_B10_any_other_end_hands_back_nothing_and_holds_nothing() -> None:
     script.admit(wanted)
     script.step(wanted, 40, [[5, 6, 7]])
     script.half.request_finished("p", [[5, 6, 7]])
-    assert [handing.state for handing in handings(script)] == ["running", "gone"]
+    assert [handing.state for handing in handed_over(script)] == ["running", "gone"]
     assert script.half.hand_over("p", [[5, 6, 7]]) is None
 
 
@@ -320,7 +320,7 @@ def test_a_request_that_nobody_goes_on_with_is_not_handed_over() -> None:
     script.step(wanted, 40, [[5, 6, 7]])
     assert script.half.hand_over("p", [[5, 6, 7]]) is None
     script.half.request_finished("p", [[5, 6, 7]])
-    assert handings(script) == []
+    assert handed_over(script) == []
 
 
 def test_without_a_side_channel_nothing_is_handed_over() -> None:
@@ -341,7 +341,7 @@ def test_B10_a_prompt_that_left_nothing_hands_back_where_and_no_blocks() -> None
     assert (params["remote_num_tokens"], params["remote_block_ids"]) == (0, [[]])
     assert remote_of(params) == NO_REMOTE
     assert not script.half.request_finished("p", [[]])
-    assert [handing.state for handing in handings(script)] == ["running", "gone"]
+    assert [handing.state for handing in handed_over(script)] == ["running", "gone"]
 
 
 # The other side lets go
@@ -386,7 +386,7 @@ def test_B9_a_request_that_is_aborted_before_it_ran_lets_go(answered: bool) -> N
     script.half.request_finished("d", ())
     assert script.half.has_pending_work()
     (step,) = script.steps()
-    assert list(step.let_go) == LET_GO
+    assert list(step.unwanted) == LET_GO
     assert step.release == ((lookup.ask,) if answered else ())
 
 
@@ -395,7 +395,7 @@ def test_B9_a_question_that_was_not_sent_yet_is_not_asked() -> None:
     script.half.on_new_request(wanted, GIVEN)
     script.half.request_finished("d", ())
     (step,) = script.steps()
-    assert (step.lookups, list(step.let_go)) == ((), LET_GO)
+    assert (step.lookups, list(step.unwanted)) == ((), LET_GO)
 
 
 @pytest.mark.parametrize("failed", [[], ["d"]])
@@ -474,7 +474,7 @@ def decoded(transfer: Transfer) -> tuple[Script, dict[str, Any] | None]:
 def test_L2_a_decode_request_hands_back_nothing_by_default() -> None:
     script, back = decoded(Transfer("engine"))
     assert back is None
-    assert handings(script) == []
+    assert handed_over(script) == []
 
 
 def test_L2_L4_with_two_way_a_decode_request_is_held_for_a_time_of_its_own() -> None:
@@ -483,7 +483,7 @@ def test_L2_L4_with_two_way_a_decode_request_is_held_for_a_time_of_its_own() -> 
     assert (back["do_remote_prefill"], back["do_remote_decode"]) == (False, True)
     remote = Remote(SIDE_CHANNEL, "d", push=False, tokens=48)
     assert remote_of(back, TWO_WAY) == remote._replace(turn=True)
-    running, held = handings(script)
+    running, held = handed_over(script)
     assert running.state == "running"
     assert (held.state, held.lease_ms, held.fixed) == ("done", 480_000, True)
 
@@ -497,7 +497,7 @@ def test_L4_only_requests_with_parameters_that_end_by_length_or_stop_are_held() 
     script.half.on_new_request(aborted := Request("a", 49), GIVEN)
     script.admit(aborted)
     script.half.request_finished("a", ())
-    assert [handing.state for handing in handings(script)] == ["running", "gone"]
+    assert [handing.state for handing in handed_over(script)] == ["running", "gone"]
 
 
 def test_L2_a_prefill_asks_its_decode_engine_and_is_handed_over_itself() -> None:
@@ -505,7 +505,7 @@ def test_L2_a_prefill_asks_its_decode_engine_and_is_handed_over_itself() -> None
     script.half.on_new_request(Request("p", 49), {**TURN, "remote_num_tokens": 40})
     (step,) = script.steps()
     assert [(lookup.peer, lookup.push) for lookup in step.lookups] == [(PEER, False)]
-    assert [(h.request, h.state) for h in step.handing] == [("p", "running")]
+    assert [(h.request, h.state) for h in step.handed_over] == [("p", "running")]
 
 
 @pytest.mark.parametrize(

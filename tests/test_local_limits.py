@@ -25,7 +25,7 @@ from kvstore.core.errors import InvariantBroken
 from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.core.types import Chain, GroupRule
 from kvstore.listener import listen
-from kvstore.store.lookups import Desk
+from kvstore.store.lookups import Lookups
 from kvstore.store.server import Server, serve
 from kvstore.store.session import Ask, Session
 from kvstore.store.sessions import Store
@@ -350,14 +350,14 @@ def test_S2_what_raises_costs_its_session_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
     """In a message, and in a later turn about what was said."""
-    real = getattr(Desk, where)
+    real = getattr(Lookups, where)
 
-    def broken(desk: Desk, session: Session, *rest: object) -> object:
+    def broken(desk: Lookups, session: Session, *rest: object) -> object:
         return surprised() if session.engine == "bad" else real(desk, session, *rest)
 
     with LiveStore(store_settings(tmp_path)) as store, engine(store) as good:
         bad = LiveEngine(store, "bad")
-        monkeypatch.setattr(Desk, where, broken)
+        monkeypatch.setattr(Lookups, where, broken)
         if where == "retry":
             waiting = Ask(9, Chain(b"h" * 32, 32, 1), 1, 0, 1 << 62)
             store.server.store.sessions["bad"].asks[9] = waiting
@@ -427,7 +427,7 @@ def test_S2_a_broken_invariant_ends_the_store_and_copies_nothing_down(
     def broken(*_arguments: object) -> NoReturn:
         raise InvariantBroken("two blocks in one slot")
 
-    monkeypatch.setattr(Desk, "ask", broken)
+    monkeypatch.setattr(Lookups, "ask", broken)
     monkeypatch.setattr(Server, "_copy_down", surprised)
     settings = store_settings(tmp_path)
     listener = listen(settings.server.socket)

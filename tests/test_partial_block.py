@@ -88,7 +88,7 @@ def test_B17_the_tail_is_stored_below_the_last_whole_block_and_held_with_the_oth
     tokens, handing = finish(script, table)
     assert tokens == 40
     held = b"".join([*request.block_hashes, tail])
-    assert handing == [p.Handing("p", "done", held, 32, b"", 30_000)]
+    assert handing == [p.HandedOver("p", "done", held, 32, b"", 30_000)]
     (job,) = script.step().early
     assert job.engine.block_ids == (7,)
     assert job.keys == (make_key(tail, 0),)
@@ -160,7 +160,7 @@ def test_O10_a_tail_of_which_a_part_is_missing_is_not_handed_over(table: list[li
 def test_O17_what_was_computed_before_a_reset_is_not_handed_over() -> None:
     script, _ = prefill(40, [[1, 2, 3]])
     script.half.reset_cache(b"epoch")
-    assert finish(script, [[1, 2, 3]]) == (0, [p.Handing("p", "gone")])
+    assert finish(script, [[1, 2, 3]]) == (0, [p.HandedOver("p", "gone")])
     assert not script.step().early
 
 

@@ -238,7 +238,7 @@ def test_blocks_that_a_peer_waits_for_are_limited(
     """A running request may still compute any block, so all of them are offered."""
     monkeypatch.setattr(jobs, "BLOCKS_MAX", 10)
     own, namespace = place.prefill.peers.producer, place.prefill.namespace(place.good.giver)
-    own.hands.running("r", namespace.manager, SLOT_BYTES, 1)
+    own.request_leases.running("r", namespace.manager, SLOT_BYTES, 1)
     place.caller(place.hello())
     place.turns(1)
     (number,) = own._peers

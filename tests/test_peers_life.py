@@ -15,7 +15,7 @@ import pytest
 from kvstore import launch
 from kvstore.handover.consumer import STALL_NS
 from kvstore.handover.peers import Peers
-from kvstore.handover.request_leases import Hands
+from kvstore.handover.request_leases import RequestLeases
 from kvstore.wire import engine as p
 from tests.bench.steal import Watch
 from tests.harness.fakes import hashes
@@ -42,8 +42,8 @@ class Node:
         return found
 
     @property
-    def hands(self) -> Hands:
-        return self.peers.producer.hands
+    def hands(self) -> RequestLeases:
+        return self.peers.producer.request_leases
 
     @property
     def namespace(self) -> str:
@@ -68,9 +68,9 @@ class Node:
     def hand_over(self, chain: list[bytes], lease_ms: int, request: str = REQUEST) -> None:
         """Compute a request and end it."""
         self.engine.put(chain)
-        self.step(handing=(p.Handing(request, "running", common="r"),))
-        done = p.Handing(request, "done", b"".join(chain), 32, lease_ms=lease_ms)
-        self.step(handing=(done,))
+        self.step(handed_over=(p.HandedOver(request, "running", common="r"),))
+        done = p.HandedOver(request, "done", b"".join(chain), 32, lease_ms=lease_ms)
+        self.step(handed_over=(done,))
         eventually(lambda: self.hands.held_bytes == len(chain) << 20)
 
 
@@ -142,11 +142,11 @@ def test_B8_B9_letting_go_reaches_the_other_store_within_a_second(
     prefill.hand_over(hashes(4), 60_000)
     eventually(lambda: prefill.started)  # somebody will ask soon
     watch = Watch()
-    decode.step(let_go=(p.LetGo(address(prefill.store), REQUEST),))
+    decode.step(unwanted=(p.Unwanted(address(prefill.store), REQUEST),))
     eventually(lambda: len(prefill.hands) == 0)
     assert watch.own_s() < 1
     assert prefill.hands.held_bytes == 0
-    assert prefill.counted("released") == decode.counted("let_go") == 1
+    assert prefill.counted("released") == decode.counted("done") == 1
     assert not decode.started, "nothing was moved"
 
 
@@ -154,13 +154,13 @@ def test_B9_a_fetch_ends_with_the_request_it_was_for(nodes: tuple[Node, Node]) -
     """What has not been computed there yet is not waited for any more."""
     prefill, decode = nodes
     chain = hashes(4)
-    prefill.step(handing=(p.Handing(REQUEST, "running"),))
+    prefill.step(handed_over=(p.HandedOver(REQUEST, "running"),))
     prefill.engine.put(chain[:2])
     here = address(prefill.store)
     lookup = p.Lookup(1, b"".join(chain), 32, peer=here, request=REQUEST)
     decode.step(lookups=(lookup,))
     eventually(lambda: prefill.peers.producer.busy)
-    decode.step(let_go=(p.LetGo(here, REQUEST), p.LetGo("127.0.0.1:1", "another")))
+    decode.step(unwanted=(p.Unwanted(here, REQUEST), p.Unwanted("127.0.0.1:1", "another")))
     eventually(lambda: not prefill.peers.producer.busy)
     eventually(lambda: not any(i.open for i in decode.peers._inlets.values()))
 
@@ -175,7 +175,7 @@ def test_B9_a_fetch_ends_at_once_though_its_peer_is_silent(nodes: tuple[Node, No
         decode.step(lookups=(lookup,))
         consumer = decode.peers._inlets[decode.namespace]
         eventually(lambda: consumer.open)
-        decode.step(let_go=(p.LetGo(here, REQUEST),))
+        decode.step(unwanted=(p.Unwanted(here, REQUEST),))
         eventually(lambda: not consumer.open)
         assert consumer.counts["late"] == 0
 
@@ -211,7 +211,7 @@ def test_B11_no_heartbeat_follows_the_report(nodes: tuple[Node, Node]) -> None:
     decode.engine.put(chain)
     decode.engine.ask(chain, peer=here, request=REQUEST)
     eventually(lambda: decode.counted("heartbeats") > 1)
-    decode.step(let_go=(p.LetGo(here, REQUEST),))
+    decode.step(unwanted=(p.Unwanted(here, REQUEST),))
     eventually(lambda: len(prefill.hands) == 0)
     sent = decode.counted("heartbeats")
     time.sleep(0.5)
@@ -221,7 +221,7 @@ def test_B11_no_heartbeat_follows_the_report(nodes: tuple[Node, Node]) -> None:
 def test_P9_a_decode_engine_may_know_the_common_id_only(nodes: tuple[Node, Node]) -> None:
     prefill, decode = nodes
     chain = hashes(3)
-    prefill.step(handing=(p.Handing(REQUEST, "running", common="r"),))
+    prefill.step(handed_over=(p.HandedOver(REQUEST, "running", common="r"),))
     prefill.engine.put(chain[:1])
     eventually(lambda: prefill.engine.ask(chain[:1]).hits)
     granted = decode.engine.ask(chain, peer=address(prefill.store), request="r", push=True)
@@ -233,7 +233,7 @@ def test_P9_a_decode_engine_may_know_the_common_id_only(nodes: tuple[Node, Node]
 def test_a_peer_that_cannot_be_an_address_lets_go_of_nothing(nodes: tuple[Node, Node]) -> None:
     _, decode = nodes
     for peer in ("", "nowhere", "127.0.0.1:1", "\0:5"):
-        decode.step(let_go=(p.LetGo(peer, REQUEST),))
+        decode.step(unwanted=(p.Unwanted(peer, REQUEST),))
     chain = hashes(1)
     decode.engine.put(chain)
     eventually(lambda: decode.engine.ask(chain).hits)

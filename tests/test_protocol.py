@@ -44,8 +44,8 @@ TO_STORE: tuple[framing.Message, ...] = (
     p.Target(5, "agent", u32([3]), u32([7, 0])),
     p.Arrived(5, u32([0, 2]), 8192, ok=True),
     p.Serves(RankPages("agent", b"md", ((PageRun(0, 512, 2, 4096, 1024, 512),),), 3), 8),
-    p.Step(shown=(p.Shown(u32([1]), (b"a",), u32([2]), u32([3])),)),
-    p.Given(7, "none"),
+    p.Step(engine_blocks=(p.EngineBlocks(u32([1]), (b"a",), u32([2]), u32([3])),)),
+    p.BlocksWritten(7, "none"),
     p.Query("stats"),
 )
 TO_ENGINE: tuple[framing.Message, ...] = (
@@ -66,9 +66,11 @@ TO_ENGINE: tuple[framing.Message, ...] = (
     p.Places(5, "agent", b"md", 4096, 8, u32([0, 2]), u32([7, 1])),
     p.Push(5),
     p.Passed(5, u32([2]), ok=False),
-    p.Give(7, 0, (RankPages("agent", b"md", ((PageRun(0, 512, 2, 4096, 1024, 512),),)),), b"", b""),
+    p.WriteBlocks(
+        7, 0, (RankPages("agent", b"md", ((PageRun(0, 512, 2, 4096, 1024, 512),),)),), b"", b""
+    ),
     p.InEngine(5, 2, (), u32([0]), u32([7])),
-    p.Board(8),
+    p.BlockVersions(8),
     p.Detach("over"),
     p.Report(b"[]"),
 )
@@ -209,7 +211,7 @@ def test_a_damaged_message_gives_a_message_or_a_protocol_error(
         p.Step(usage=p.Usage(-1, {})),
         p.Step(usage=p.Usage(1, {"cpu": -1})),
         p.Step(counts={"deferred": -1}),
-        p.Step(handing=(p.Handing("r", "done", lease_ms=-1),)),
+        p.Step(handed_over=(p.HandedOver("r", "done", lease_ms=-1),)),
     ],
 )
 def test_numbers_that_no_counter_can_take_are_a_protocol_error(message: framing.Message) -> None:

@@ -23,7 +23,7 @@ class Rig(Pair):
     def __init__(self) -> None:
         super().__init__()
         self.chain = hashes(3)
-        self.hands = self.producer.hands
+        self.request_leases = self.producer.request_leases
 
     def say(self, message: framing.Message) -> framing.Message | None:
         """Tell the producer something as one that did not say Hello; its answer."""
@@ -45,22 +45,24 @@ class Rig(Pair):
         assert self.say(m.Keep(self.source.layout.digest, request, lease_ms)) is None
 
     def begin(self, request: str = "r", common: str = "") -> None:
-        self.hands.running(request, self.source.manager, SLOT_BYTES, 1, common)
+        self.request_leases.running(request, self.source.manager, SLOT_BYTES, 1, common)
 
     def hold(self, request: str = "r", lease_ns: int = S, *, fixed: bool = False) -> None:
         """End a request whose blocks are all there."""
         self.begin(request)
         self.put(self.chain)
         now_ns = self.giver.now_ns
-        self.hands.done(request, keys_of(self.chain), now_ns + lease_ns, now_ns, fixed=fixed)
+        self.request_leases.done(
+            request, keys_of(self.chain), now_ns + lease_ns, now_ns, fixed=fixed
+        )
 
     @property
     def held(self) -> int:
-        return self.hands.held_bytes // SLOT_BYTES
+        return self.request_leases.held_bytes // SLOT_BYTES
 
     def after(self, ns: int) -> int:
         """What is held some time from now."""
-        self.hands.tick(self.giver.now_ns + ns)
+        self.request_leases.tick(self.giver.now_ns + ns)
         return self.held
 
 
@@ -81,7 +83,7 @@ def test_L6_blocks_go_when_every_consumer_has_reported_and_repeats_do_not_count(
 
 def test_S2_no_more_is_held_for_requests_than_is_configured() -> None:
     rig = Rig()
-    rig.hands._held_bytes_max = 2 * SLOT_BYTES
+    rig.request_leases._held_bytes_max = 2 * SLOT_BYTES
     rig.hold()
     assert rig.held == 2
     assert sorted(entry.pins for entry in rig.source.manager.index) == [0, 1, 1]
@@ -109,12 +111,12 @@ def test_L6_who_only_fetches_lets_go_of_nothing() -> None:
     pair.hand("r")
     pair.put(chain)
     now_ns = pair.giver.now_ns
-    pair.producer.hands.done("r", keys_of(chain), now_ns + 10 * S, now_ns)
+    pair.producer.request_leases.done("r", keys_of(chain), now_ns + 10 * S, now_ns)
     pair.want(chain, request="r")
     pair.decode.ask(chain)
     pair.run(20)
     assert pair.arrived(chain) == 3
-    assert len(pair.producer.hands) == 1, "another consumer may come"
+    assert len(pair.producer.request_leases) == 1, "another consumer may come"
 
 
 def test_B18_a_report_on_a_running_request_waits_for_its_end() -> None:
@@ -122,22 +124,22 @@ def test_B18_a_report_on_a_running_request_waits_for_its_end() -> None:
     rig.begin()
     rig.put(rig.chain)
     key = keys_of(hashes(4))[3]
-    assert rig.hands.may_come("r", key)
+    assert rig.request_leases.may_come("r", key)
     assert rig.report() == "waits"
-    assert not rig.hands.may_come("r", key), "nobody waits for it"
-    assert len(rig.hands) == 1
+    assert not rig.request_leases.may_come("r", key), "nobody waits for it"
+    assert len(rig.request_leases) == 1
     now_ns = rig.giver.now_ns
-    rig.hands.done("r", keys_of(rig.chain), now_ns + S, now_ns)
-    assert (len(rig.hands), rig.held) == (0, 0)
+    rig.request_leases.done("r", keys_of(rig.chain), now_ns + S, now_ns)
+    assert (len(rig.request_leases), rig.held) == (0, 0)
     assert rig.producer.counts["released"] == 1
 
 
 def test_B18_what_ended_without_blocks_is_gone_at_once() -> None:
     rig = Rig()
     rig.begin()
-    rig.hands.gone("r")
+    rig.request_leases.gone("r")
     rig.begin("of a lost engine")
-    rig.hands.end_of(1)
+    rig.request_leases.end_of(1)
     assert rig.report() == rig.report("of a lost engine") == "gone"
     assert rig.producer.counts["unknown"] == 0
 
@@ -167,7 +169,7 @@ def test_B18_how_requests_ended_is_not_remembered_for_ever(monkeypatch: pytest.M
     rig = Rig()
     for name in "abc":
         rig.begin(name)
-        rig.hands.gone(name)
+        rig.request_leases.gone(name)
     assert [rig.report(name) for name in "abc"] == ["unknown", "gone", "gone"]
 
 
@@ -176,10 +178,10 @@ def test_B18_an_id_that_comes_again_is_another_requests(owner: int) -> None:
     rig = Rig()
     rig.hold()
     rig.report("r", 0, 2)
-    rig.hands.running("r", rig.source.manager, SLOT_BYTES, owner)
+    rig.request_leases.running("r", rig.source.manager, SLOT_BYTES, owner)
     assert rig.held == 0
     key = keys_of(hashes(9, "new"))[8]
-    assert rig.hands.may_come("r", key)
+    assert rig.request_leases.may_come("r", key)
     assert rig.report("r", 0, 1) == "waits", "nobody has reported on this one"
 
 
@@ -190,8 +192,8 @@ def test_B18_a_request_that_is_told_of_twice_is_one() -> None:
     rig.begin("r-0-1a2b3c4d", "r-0")
     assert rig.report("r-0", 1, 2) == "waits"
     now_ns = rig.giver.now_ns
-    rig.hands.done("r-0-1a2b3c4d", keys_of(rig.chain), now_ns + S, now_ns)
-    assert len(rig.hands) == 0, "both have reported"
+    rig.request_leases.done("r-0-1a2b3c4d", keys_of(rig.chain), now_ns + S, now_ns)
+    assert len(rig.request_leases) == 0, "both have reported"
 
 
 # Leases
@@ -266,20 +268,20 @@ def test_P9_a_request_is_found_by_its_id_or_by_what_both_engines_call_it() -> No
     rig = Rig()
     rig.begin("r-0-1a2b3c4d", "r-0")
     key = keys_of(rig.chain)[0]
-    assert rig.hands.may_come("r-0-1a2b3c4d", key)
-    assert rig.hands.may_come("r-0", key)
-    assert not rig.hands.may_come("r", key)
+    assert rig.request_leases.may_come("r-0-1a2b3c4d", key)
+    assert rig.request_leases.may_come("r-0", key)
+    assert not rig.request_leases.may_come("r", key)
     assert rig.report("r-0") == "waits"
-    rig.hands.gone("r-0-1a2b3c4d")
-    assert not rig.hands.may_come("r-0", key)
-    assert not rig.hands._common
+    rig.request_leases.gone("r-0-1a2b3c4d")
+    assert not rig.request_leases.may_come("r-0", key)
+    assert not rig.request_leases._common
 
 
 def test_P9_an_id_of_its_own_comes_before_a_common_one() -> None:
     rig = Rig()
     rig.begin("r-0")
     rig.begin("r-0-1a2b3c4d", "r-0")
-    rig.hands.gone("r-0")
+    rig.request_leases.gone("r-0")
     assert rig.report("r-0") == "waits", "the other one's name now"
 
 
@@ -288,7 +290,7 @@ def test_P9_an_ambiguous_id_is_refused() -> None:
     for suffix in ("1a2b3c4d", "deadbeef"):
         rig.begin(f"r-0-{suffix}", "r-0")
     assert rig.report("r-0") == "ambiguous"
-    assert not rig.hands.may_come("r-0", keys_of(rig.chain)[0])
+    assert not rig.request_leases.may_come("r-0", keys_of(rig.chain)[0])
     rig.keep("r-0", 1000)
     assert rig.producer.counts["unknown"] == 1, "neither of them is meant"
     number = rig.want(rig.chain, request="r-0")
@@ -299,8 +301,8 @@ def test_P9_an_ambiguous_id_is_refused() -> None:
     assert m.End(number, "ambiguous") in rig.down.sent
     assert rig.producer.counts["ambiguous"] == 2
     assert rig.report("r-0-deadbeef") == "waits"
-    rig.hands.gone("r-0-deadbeef")
-    assert rig.hands.may_come("r-0", keys_of(rig.chain)[0])
+    rig.request_leases.gone("r-0-deadbeef")
+    assert rig.request_leases.may_come("r-0", keys_of(rig.chain)[0])
 
 
 def test_P9_who_asks_before_the_request_is_known_waits_for_it_a_moment() -> None:
@@ -310,7 +312,7 @@ def test_P9_who_asks_before_the_request_is_known_waits_for_it_a_moment() -> None
     rig.run(9)
     assert ask not in rig.decode.granted
     manager = rig.source.manager
-    rig.producer.hands.running("r-0-1a2b3c4d", manager, SLOT_BYTES, 1, "r-0")
+    rig.producer.request_leases.running("r-0-1a2b3c4d", manager, SLOT_BYTES, 1, "r-0")
     rig.run(9)
     assert len(from_u32(rig.decode.granted[ask].hits[0].indices)) == 3
     rig.put(chain)
@@ -417,7 +419,7 @@ def test_P8_what_is_not_being_loaded_is_not_fetched_once_its_request_is_gone() -
     assert number not in pair.consumer._fetches
     assert m.Release(number) in pair.up.sent
     assert m.Release(other) not in pair.up.sent
-    pair.producer.hands.gone("r")
+    pair.producer.request_leases.gone("r")
     pair.run(6)
     assert pair.arrived(chain) == 0
     assert all(entry.pins == 0 for entry in pair.source.manager.index)
@@ -443,25 +445,25 @@ def test_how_long_blocks_are_copied_after_a_requests_end_is_told_once() -> None:
     rig.begin()
     rig.put(rig.chain[:2])
     ended_ns = rig.giver.now_ns
-    rig.hands.done("r", keys_of(rig.chain), ended_ns + S, ended_ns)
-    assert rig.hands.take_stored_ns() == []
+    rig.request_leases.done("r", keys_of(rig.chain), ended_ns + S, ended_ns)
+    assert rig.request_leases.take_stored_ns() == []
     rig.put(rig.chain)
-    rig.hands.tick(ended_ns + 3000)
-    rig.hands.tick(ended_ns + 4000)
-    assert rig.hands.take_stored_ns() == [3000]
-    assert rig.hands.take_stored_ns() == []
+    rig.request_leases.tick(ended_ns + 3000)
+    rig.request_leases.tick(ended_ns + 4000)
+    assert rig.request_leases.take_stored_ns() == [3000]
+    assert rig.request_leases.take_stored_ns() == []
     rig.hold("there already")
-    assert rig.hands.take_stored_ns() == [0]
+    assert rig.request_leases.take_stored_ns() == [0]
 
 
 def test_blocks_that_never_come_tell_no_time() -> None:
     rig = Rig()
     rig.begin()
     ended_ns = rig.giver.now_ns
-    rig.hands.done("r", keys_of(rig.chain), ended_ns + 10 * S, ended_ns)
-    rig.hands.tick(ended_ns + h.LATE_NS)
-    rig.hands.tick(ended_ns + h.LATE_NS + 1)
-    assert rig.hands.take_stored_ns() == []
+    rig.request_leases.done("r", keys_of(rig.chain), ended_ns + 10 * S, ended_ns)
+    rig.request_leases.tick(ended_ns + h.LATE_NS)
+    rig.request_leases.tick(ended_ns + h.LATE_NS + 1)
+    assert rig.request_leases.take_stored_ns() == []
 
 
 def test_B12_a_lease_begins_when_the_last_block_is_there() -> None:
@@ -469,11 +471,11 @@ def test_B12_a_lease_begins_when_the_last_block_is_there() -> None:
     rig.begin()
     rig.put(rig.chain[:1])
     ended_ns = rig.giver.now_ns
-    rig.hands.done("r", keys_of(rig.chain), ended_ns + 2 * S, ended_ns)
+    rig.request_leases.done("r", keys_of(rig.chain), ended_ns + 2 * S, ended_ns)
     rig.put(rig.chain[:2])
     assert rig.after(4 * S) == 2, "nothing has lapsed meanwhile"
     assert rig.after(4 * S + h.LATE_NS - 1) == 2
-    assert rig.hands.may_come("r", keys_of(rig.chain)[2])
+    assert rig.request_leases.may_come("r", keys_of(rig.chain)[2])
     rig.put(rig.chain)
     assert rig.after(8 * S) == 3
     assert rig.after(10 * S - 1) == 3
@@ -485,7 +487,7 @@ def test_B12_a_lease_does_not_wait_for_blocks_that_do_not_come() -> None:
     rig.begin()
     rig.put(rig.chain[:1])
     ended_ns = rig.giver.now_ns
-    rig.hands.done("r", keys_of(rig.chain), ended_ns + 2 * S, ended_ns)
+    rig.request_leases.done("r", keys_of(rig.chain), ended_ns + 2 * S, ended_ns)
     assert rig.after(h.LATE_NS - 1) == 1
     assert rig.after(h.LATE_NS) == 0
 
@@ -498,7 +500,7 @@ def test_B12_an_abort_in_mid_prefill_drops_what_was_pending() -> None:
     pair.decode.ask(chain)
     pair.run(10)
     assert pair.consumer._fetches, "blocks 1 and 2 may come"
-    pair.producer.hands.gone("r")
+    pair.producer.request_leases.gone("r")
     pair.run(10)
     assert pair.arrived(chain) == 1
     assert not pair.consumer._fetches
@@ -506,11 +508,11 @@ def test_B12_an_abort_in_mid_prefill_drops_what_was_pending() -> None:
 
 
 def test_S2_requests_that_are_handed_over_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(h, "HANDS_MAX", 2)
+    monkeypatch.setattr(h, "REQUESTS_MAX", 2)
     rig = Rig()
     for request in ("a", "b", "c"):
         rig.begin(request)
-    assert len(rig.hands) == 2
+    assert len(rig.request_leases) == 2
     rig.put(rig.chain)
     rig.begin("a")  # is known, and may begin again
-    assert len(rig.hands) == 2
+    assert len(rig.request_leases) == 2

@@ -24,7 +24,7 @@ from tests.test_direct_fetch import offered
 RANK = RankPages("theirs", b"md", ())
 
 
-class Shown:
+class Announced:
     """What the prefill engine has in its own memory, as the test likes."""
 
     def __init__(self, pair: Pair) -> None:
@@ -51,7 +51,7 @@ class Shown:
 def test_L1_direct_what_an_engine_has_itself_is_told_to_be_there() -> None:
     pair, chain = Pair(), hashes(4)
     pair.put(chain)
-    shown = Shown(pair)
+    shown = Announced(pair)
     shown.add(chain, 0, 2)
     number = offered(pair, chain)
     pair.consumer.claim(number, range(4))
@@ -70,7 +70,7 @@ def test_L1_direct_what_an_engine_has_itself_is_told_to_be_there() -> None:
 def test_L1_direct_an_engines_memory_is_told_once_for_each_want() -> None:
     pair, chain = Pair(held=1), hashes(3)
     pair.put(chain)
-    Shown(pair).add(chain, 0, 1, 2)
+    Announced(pair).add(chain, 0, 1, 2)
     for _ in range(2):
         number = offered(pair, chain)
         pair.consumer.claim(number, range(3))
@@ -87,7 +87,7 @@ def test_direct_blocks_of_other_sizes_are_told_apart() -> None:
     """Of groups whose engine blocks are larger: all are told before any is claimed."""
     pair, chain = Pair(), hashes(4)
     pair.put(chain)
-    shown, keys = Shown(pair), keys_of(chain)
+    shown, keys = Announced(pair), keys_of(chain)
     shown.here = {key: Resident(1, (at,) * (1 + at % 2), (0, 0)) for at, key in enumerate(keys)}
     number = offered(pair, chain)
     pair.run(5)
@@ -99,7 +99,7 @@ def test_direct_blocks_of_other_sizes_are_told_apart() -> None:
 def test_a_want_is_told_of_a_few_engines_only() -> None:
     pair, chain = Pair(), hashes(m.ENGINES_MAX + 2)
     pair.put(chain)
-    shown, keys = Shown(pair), keys_of(chain)
+    shown, keys = Announced(pair), keys_of(chain)
     shown.here = {key: Resident(at + 1, (at,), (0,)) for at, key in enumerate(keys)}
     number = offered(pair, chain)
     pair.consumer.claim(number, range(len(chain)))
@@ -114,7 +114,7 @@ def test_a_want_is_told_of_a_few_engines_only() -> None:
 def test_B15_direct_what_cannot_be_read_in_an_engine_is_told_anew() -> None:
     pair, chain = Pair(), hashes(3)
     pair.put(chain)
-    Shown(pair).add(chain, 0, 1)
+    Announced(pair).add(chain, 0, 1)
     number = offered(pair, chain)
     pair.consumer.claim(number, range(3))
     pair.run(5)
@@ -134,7 +134,7 @@ def test_B15_direct_what_cannot_be_read_in_an_engine_is_told_anew() -> None:
 def test_B19_direct_what_an_engine_overwrites_meanwhile_is_told_anew_and_read_again() -> None:
     pair, chain = Pair(), hashes(3)
     pair.put(chain)
-    shown = Shown(pair)
+    shown = Announced(pair)
     shown.add(chain, 0, 1)
     number = offered(pair, chain)
     pair.consumer.claim(number, range(3))
@@ -156,7 +156,7 @@ def test_B19_direct_what_an_engine_overwrites_meanwhile_is_told_anew_and_read_ag
 def test_B16_direct_what_an_engine_has_is_not_good_once_the_lease_is_over() -> None:
     pair, chain = Pair(), hashes(2)
     pair.put(chain)
-    Shown(pair).add(chain, 0, 1)
+    Announced(pair).add(chain, 0, 1)
     number = offered(pair, chain)
     pair.consumer.claim(number, [0, 1])
     pair.run(5)
@@ -170,7 +170,7 @@ def test_B16_direct_what_an_engine_has_is_not_good_once_the_lease_is_over() -> N
 def test_what_is_not_read_by_workers_is_never_told_to_be_in_an_engine() -> None:
     pair, chain = Pair(), hashes(2)
     pair.put(chain)
-    Shown(pair).add(chain, 0, 1)
+    Announced(pair).add(chain, 0, 1)
     pair.want(chain)
     pair.run(3)
     assert not [message for message in pair.down.sent if isinstance(message, m.Resident)]
@@ -234,10 +234,10 @@ def test_E_an_engine_gets_its_board_once_it_is_attached(before: bool) -> None:
         assert not engine.boards
         town.say(engine.workers[0], SERVES)
     town.settle(engine)
-    assert engine.boards == [p.Board(8)]
+    assert engine.boards == [p.BlockVersions(8)]
     town.say(engine.workers[0], SERVES)
     town.settle(engine)
-    assert engine.boards == [p.Board(8)], "once"
+    assert engine.boards == [p.BlockVersions(8)], "once"
 
 
 def test_B2_direct_pages_that_are_not_of_its_slots_are_no_workers_to_serve() -> None:
@@ -258,7 +258,9 @@ def test_E_what_an_engine_shows_is_found_until_it_is_gone() -> None:
     town.settle(engine)
     (namespace,) = town.store.namespaces.values()
     (key,) = keys_of(hashes(1))
-    engine.step(shown=(p.Shown(u32(engine.credits[:1]), (key,), u32([5]), u32([0])),))
+    engine.step(
+        engine_blocks=(p.EngineBlocks(u32(engine.credits[:1]), (key,), u32([5]), u32([0])),)
+    )
     engine.put(hashes(1))
     assert namespace.engines.find(key) is not None
     engine.leave()
@@ -273,7 +275,9 @@ def test_E_of_an_engine_that_is_about_to_go_nothing_new_is_found() -> None:
     town.settle(engine)
     (namespace,) = town.store.namespaces.values()
     (key,) = keys_of(hashes(1))
-    engine.step(shown=(p.Shown(u32(engine.credits[:1]), (key,), u32([5]), u32([0])),))
+    engine.step(
+        engine_blocks=(p.EngineBlocks(u32(engine.credits[:1]), (key,), u32([5]), u32([0])),)
+    )
     engine.put(hashes(1))
     town.close(engine.scheduler)
     assert namespace.engines.find(key) is None
@@ -284,7 +288,7 @@ def test_E_an_engine_that_shows_without_a_board_ends_its_session_only() -> None:
     town = Town()
     engine = joined(town, serves=False)
     town.settle(engine)
-    engine.step(shown=(p.Shown(u32([1]), (b"k",), u32([5]), u32([0])),))
+    engine.step(engine_blocks=(p.EngineBlocks(u32([1]), (b"k",), u32([5]), u32([0])),))
     town.settle(engine)
     assert set(engine.detached) == {"blocks shown by an engine that has no board"}
 
@@ -298,7 +302,7 @@ def with_board(blocks: int = 16) -> tuple[Script, memoryview]:
     os.ftruncate(board, 4 * blocks)
     words = memoryview(mmap.mmap(board, 4 * blocks)).cast("I")
     script.fds.append(board)
-    script.inbox.append(p.Board(blocks))
+    script.inbox.append(p.BlockVersions(blocks))
     script.client.receive()
     return script, words
 
@@ -317,9 +321,9 @@ def test_E_what_is_stored_is_shown_with_what_the_board_says_from_this_step_on() 
     script, words = with_board()
     words[1] = 5
     request = computed(script)
-    (shown,) = [shown for step in script.steps() for shown in step.shown]
+    (shown,) = [shown for step in script.steps() for shown in step.engine_blocks]
     keys = tuple(script.key(request, index) for index in (0, 1))
-    assert shown == p.Shown(u32([0, 1]), keys, u32([1, 2]), u32([6, 1]))
+    assert shown == p.EngineBlocks(u32([0, 1]), keys, u32([1, 2]), u32([6, 1]))
 
 
 def test_E_the_board_is_written_before_anybody_can_overwrite_blocks() -> None:
@@ -353,11 +357,11 @@ def test_E_what_has_ended_before_the_step_is_not_shown_as_what_overwrites_it() -
     script, words = with_board()
     script.client.credits.clear()
     request = computed(script)
-    assert not [shown for step in script.steps() for shown in step.shown], "no slots"
+    assert not [shown for step in script.steps() for shown in step.engine_blocks], "no slots"
     script.grant_credits(2)
     script.half.request_finished("r", [[1, 2, 0]])
     script.step(written=[1])
-    (shown,) = [shown for step in script.steps() for shown in step.shown]
+    (shown,) = [shown for step in script.steps() for shown in step.engine_blocks]
     assert shown.keys == tuple(script.key(request, index) for index in (0, 1))
     then, now = from_u32(shown.generations), [words[block] for block in from_u32(shown.blocks)]
     assert [one == other for one, other in zip(then, now, strict=True)] == [False, True]
@@ -380,13 +384,13 @@ def test_E_an_engine_that_leaves_says_so_on_the_board(how: str) -> None:
 def test_E_blocks_that_the_board_does_not_have_are_not_shown() -> None:
     script, _ = with_board(blocks=16)
     computed(script, [3, 16])
-    assert not [shown for step in script.steps() for shown in step.shown]
+    assert not [shown for step in script.steps() for shown in step.engine_blocks]
 
 
 def test_E_an_engine_without_a_board_shows_nothing() -> None:
     script = Script()
     computed(script)
-    assert not [shown for step in script.steps() for shown in step.shown]
+    assert not [shown for step in script.steps() for shown in step.engine_blocks]
 
 
 def test_B17_a_partly_filled_block_is_not_shown() -> None:
@@ -400,6 +404,6 @@ def test_B17_a_partly_filled_block_is_not_shown() -> None:
     assert script.half._stores.store_partial(tracked, PartialBlock(2, b"t" * 32, 33), [[1, 2, 3]])
     (job,) = script.step().stores
     assert job.engine.block_ids == (1, 2, 3)
-    (shown,) = [shown for step in script.steps() for shown in step.shown]
+    (shown,) = [shown for step in script.steps() for shown in step.engine_blocks]
     assert shown.keys == tuple(script.key(request, index) for index in (0, 1))
     assert from_u32(shown.blocks) == [1, 2]

@@ -58,12 +58,12 @@ def test_S2_requests_that_are_handed_over_are_told_in_several_steps() -> None:
     for request in ending:
         script.half.hand_over(request.request_id, [[]])
         script.half.request_finished(request.request_id, [[]])
-    handings = []
+    handed_over = []
     for _ in range(50):
         script.now_ns += 10**10  # nothing more of them is stored
         script.step()
-        handings += [handing for step in script.steps() for handing in step.handing]
-    assert [h.request for h in handings if h.state == "done"] == [f"r{n}" for n in range(20)]
+        handed_over += [handing for step in script.steps() for handing in step.handed_over]
+    assert [h.request for h in handed_over if h.state == "done"] == [f"r{n}" for n in range(20)]
 
 
 def test_S2_much_that_is_given_up_at_once_is_told_in_several_steps(
@@ -76,7 +76,9 @@ def test_S2_much_that_is_given_up_at_once_is_told_in_several_steps(
         script.client.release_remote("h:1", f"r{number}")
     steps = [step for _ in range(4) for step in script.steps()]
     assert [len(step.release) for step in steps] == [10, 10, 5]
-    assert [gone.request for step in steps for gone in step.let_go] == [f"r{n}" for n in range(25)]
+    assert [gone.request for step in steps for gone in step.unwanted] == [
+        f"r{n}" for n in range(25)
+    ]
     assert not script.half.has_pending_work()
 
 
@@ -117,7 +119,7 @@ def test_S2_of_a_longer_prompt_the_leading_blocks_are_handed_over(
     params = script.half.hand_over("r", [range(1, 12)])
     assert params is not None
     assert params["remote_num_tokens"] == 8 * BLOCK
-    (held,) = [h for step in script.steps() for h in step.handing if h.state == "done"]
+    (held,) = [h for step in script.steps() for h in step.handed_over if h.state == "done"]
     assert len(held.hashes) == 8 * 32
 
 

@@ -210,7 +210,7 @@ def test_the_core_imports_nothing_that_acts() -> None:
 
 
 def test_no_module_reads_the_environment() -> None:
-    """Handing it on whole to a child, `{**os.environ, ...}`, is no reading."""
+    """HandedOver it on whole to a child, `{**os.environ, ...}`, is no reading."""
     wrong = []
     for path in SOURCES:
         handed_on = {

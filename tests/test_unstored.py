@@ -29,7 +29,7 @@ def test_B10_what_found_no_slot_keeps_its_engine_blocks_until_it_has_one() -> No
     (step,) = script.steps()
     tail = tail_hash(ONE_GROUP, request, TOKENS)
     held = b"".join([*request.block_hashes, tail])
-    assert step.handing == (p.Handing("p", "done", held, 32, b"", 30_000),)
+    assert step.handed_over == (p.HandedOver("p", "done", held, 32, b"", 30_000),)
     meta = script.step()
     assert (meta.early, meta.stores, meta.sent) == ((), (), ())
     for slots, keys, sent in (

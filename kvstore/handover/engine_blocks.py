@@ -1,11 +1,11 @@
 """Blocks that engines still have in their own memory, for peers that read there.
 
-worker          Serves: its agent and pages. After all workers, the scheduler half gets a Board
-scheduler half  Shown: these engine blocks go to these slots, with these versions on the Board
+worker          Serves: its agent and pages. After all workers, the scheduler half: BlockVersions
+scheduler half  EngineBlocks: these engine blocks go to these slots, with these versions
 worker          Stored: they are in these slots, with these keys; find() returns them from now on
 scheduler half  before a block is overwritten: adds one to its version; find() has it no more
 
-The Board is shared memory with one version counter for each engine block. A block is found here
+BlockVersions is shared memory with one version counter for each engine block. A block is found here
 only once its copy has ended: a copied block has been computed, and a peer that finds other content
 in the engine can read the copy.
 """
@@ -99,7 +99,7 @@ class Engines:
         if engine.versions is None:
             engine.blocks = max(engine.blocks, message.blocks)
 
-    def take_board(self, session: int) -> tuple[p.Board, int] | None:
+    def take_block_versions(self, session: int) -> tuple[p.BlockVersions, int] | None:
         """Return the message and memory for a scheduler half all of whose workers can be read."""
         engine = self._engines.get(session)
         if engine is None or engine.tried or len(engine.ranks) < engine.world:
@@ -119,26 +119,26 @@ class Engines:
         except OSError as exc:
             _said.warn(kind, "peers cannot read an engine: no memory for block versions: %s", exc)
             return None
-        return p.Board(engine.blocks), engine.versions.fd
+        return p.BlockVersions(engine.blocks), engine.versions.fd
 
     @property
     def serving(self) -> int:
         """Count the engines whose memory peers can read."""
         return sum(e.versions is not None and not e.left for e in self._engines.values())
 
-    def shown(self, session: int, shown: p.Shown, granted: Container[Slot]) -> None:
+    def announce(self, session: int, announced: p.EngineBlocks, granted: Container[Slot]) -> None:
         """Note engine blocks that are about to be copied to granted slots. Raises ProtocolError."""
         engine = self._engines.get(session)
-        slots, blocks = framing.from_u32(shown.slots), framing.from_u32(shown.blocks)
-        generations = framing.from_u32(shown.generations)
+        slots, blocks = framing.from_u32(announced.slots), framing.from_u32(announced.blocks)
+        generations = framing.from_u32(announced.generations)
         if engine is None or engine.versions is None:
             raise ProtocolError("blocks shown by an engine that has no board")
         per = len(blocks) // max(1, len(slots))
-        if not len(slots) == len(shown.keys) or len(slots) * per != len(blocks) or not per:
+        if not len(slots) == len(announced.keys) or len(slots) * per != len(blocks) or not per:
             raise ProtocolError(f"{len(blocks)} engine blocks shown for {len(slots)} slots")
         if len(generations) != len(blocks) or max(blocks) >= engine.blocks:
             raise ProtocolError(f"engine blocks {blocks[:8]}, expected below {engine.blocks}")
-        for number, (slot, key) in enumerate(zip(slots, shown.keys, strict=True)):
+        for number, (slot, key) in enumerate(zip(slots, announced.keys, strict=True)):
             part = slice(number * per, number * per + per)
             place = Resident(session, tuple(blocks[part]), tuple(generations[part]))
             if slot in granted:  # else it is stored already

@@ -117,7 +117,7 @@ class EngineWrites:
             engine.told.clear()
         engine.told.update(rank.agent for rank in ranks if rank.metadata)
         blocks, targets = framing.u32(write.blocks), framing.u32(write.targets)
-        told = p.Give(found.number, write.group, tuple(ranks), blocks, targets)
+        told = p.WriteBlocks(found.number, write.group, tuple(ranks), blocks, targets)
         engine.open[found.number] = found
         found.left = set(found.workers)
         for connection in found.workers.values():
@@ -130,19 +130,19 @@ class EngineWrites:
             waiting.remove(found)
             self._end(found, ok=False, stopped=True)
 
-    def given(self, session: int, rank: int, message: p.Given) -> None:
+    def written(self, session: int, rank: int, message: p.BlocksWritten) -> None:
         """Record the end of a worker's write. Raises ProtocolError for an unknown one."""
         engine = self._engines.get(session)
-        found = None if engine is None else engine.open.get(message.give)
+        found = None if engine is None else engine.open.get(message.write)
         if engine is None or found is None or rank not in found.left:
-            raise ProtocolError(f"the end of give {message.give}, which rank {rank} was not told")
+            raise ProtocolError(f"the end of write {message.write}, which rank {rank} was not told")
         self.moved_bytes += message.copied_bytes
         found.left.discard(rank)
         found.ends.add(message.end)
         if message.end == "none":  # a worker may have forgotten them
             engine.told.difference_update(rank.agent for rank in found.write.ranks)
         if not found.left:
-            del engine.open[message.give]
+            del engine.open[message.write]
             ok = found.ends == {"all"}
             if found.lost:
                 return

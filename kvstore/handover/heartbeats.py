@@ -14,9 +14,9 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.types import Chain
 from kvstore.handover.consumer import LEASE_MS
 from kvstore.handover.jobs import Source
-from kvstore.handover.request_leases import Hands
+from kvstore.handover.request_leases import RequestLeases
 from kvstore.wire import peer as m
-from kvstore.wire.engine import Handing, LetGo, Step
+from kvstore.wire.engine import HandedOver, Step, Unwanted
 from kvstore.wire.framing import Message
 
 WAITING_MAX = 1 << 16
@@ -80,7 +80,7 @@ class Requests:
 
     def __init__(
         self,
-        hands: Hands,
+        hands: RequestLeases,
         wake: Callable[[], None],
         withdraw: Callable[[Source, str], None],
         tell: Callable[[Held, Message], bool],
@@ -93,7 +93,7 @@ class Requests:
         may_dial(address): whether it ever can be.
         """
         self.counts: Counter[str] = Counter()
-        self._hands = hands
+        self._leases = hands
         self._wake = wake
         self._withdraw = withdraw
         self._tell = tell
@@ -102,14 +102,14 @@ class Requests:
 
     def on_step(self, namespace: Source, session: int, step: Step, now_ns: int) -> None:
         """Take note of what an engine says. Raises ProtocolError."""
-        for handing in step.handing:
-            self._hand(namespace, session, handing, now_ns)
+        for handed_over in step.handed_over:
+            self._hand(namespace, session, handed_over, now_ns)
         for lookup in step.lookups:
             if lookup.peer and lookup.request:
                 self._wait(
                     Held(lookup.peer, namespace.layout.digest, lookup.request), session, now_ns
                 )
-        for gone in step.let_go:
+        for gone in step.unwanted:
             self._let_go(namespace, gone)
 
     def _wait(self, held: Held, session: int, now_ns: int) -> None:
@@ -118,34 +118,34 @@ class Requests:
             self._beat(held)
             self._waiting.begin(held, session, now_ns)
 
-    def _hand(self, namespace: Source, session: int, handing: Handing, now_ns: int) -> None:
-        hands, rules = self._hands, namespace.layout.rules
-        if handing.state == "running":
+    def _hand(self, namespace: Source, session: int, request: HandedOver, now_ns: int) -> None:
+        leases, rules = self._leases, namespace.layout.rules
+        if request.state == "running":
             self._wake()
             size = namespace.layout.slot_bytes
-            hands.running(handing.request, namespace.manager, size, session, handing.common)
-        elif handing.state == "gone" or not handing.hashes:
-            hands.gone(handing.request)
-        elif handing.width <= 0 or len(handing.hashes) % handing.width:
-            raise ProtocolError(f"{len(handing.hashes)} bytes of hashes, {handing.width} each")
+            leases.running(request.request, namespace.manager, size, session, request.common)
+        elif request.state == "gone" or not request.hashes:
+            leases.gone(request.request)
+        elif request.width <= 0 or len(request.hashes) % request.width:
+            raise ProtocolError(f"{len(request.hashes)} bytes of hashes, {request.width} each")
         else:
-            hashes, width = handing.hashes, handing.width
-            chain = Chain(hashes, width, len(rules), handing.scope, inside=1)  # whatever is asked
+            hashes, width = request.hashes, request.width
+            chain = Chain(hashes, width, len(rules), request.scope, inside=1)  # whatever is asked
             keys = [
                 chain.key(group, index)
                 for group, rule in enumerate(rules)
                 for index in range(chain.first_of(rule, chain.blocks), chain.blocks)
             ]
-            end_ns = now_ns + handing.lease_ms * 1_000_000
-            hands.done(handing.request, keys, end_ns, now_ns, fixed=handing.fixed)
+            end_ns = now_ns + request.lease_ms * 1_000_000
+            leases.done(request.request, keys, end_ns, now_ns, fixed=request.fixed)
 
-    def _let_go(self, namespace: Source, gone: LetGo) -> None:
+    def _let_go(self, namespace: Source, gone: Unwanted) -> None:
         if not gone.request:
-            raise ProtocolError("LetGo of a request without a name")
+            raise ProtocolError("Unwanted of a request without a name")
         held = Held(gone.peer, namespace.layout.digest, gone.request)
         self._waiting.end(held)
         self._withdraw(namespace, held.request)
-        self.counts["let_go"] += self._tell(held, m.Done(held.namespace, held.request))
+        self.counts["done"] += self._tell(held, m.Done(held.namespace, held.request))
 
     def _beat(self, held: Held) -> None:
         beat = m.Keep(held.namespace, held.request, LEASE_MS)
@@ -159,4 +159,4 @@ class Requests:
     def end_of(self, session: int) -> None:
         """An engine is gone: its requests compute nothing more, and wait for nothing."""
         self._waiting.end_of(session)
-        self._hands.end_of(session)
+        self._leases.end_of(session)

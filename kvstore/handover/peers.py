@@ -103,7 +103,7 @@ class Peers:
         self._mover, self._waits = mover, waits
         self._namespaces: Mapping[str, Source] = {}
         self.direct = DirectFetches(no_workers)
-        self.gives = EngineWrites(no_workers, self._agents.metadata)
+        self.engine_writes = EngineWrites(no_workers, self._agents.metadata)
         self._numbers = Numbers()
         self._up: Up | None = None
         self._noted: list[int] = []
@@ -118,7 +118,7 @@ class Peers:
         self.fetched = Fetched()
         self._now_ns = 0
         self.requests = Requests(
-            self.producer.hands,
+            self.producer.request_leases,
             self._wake,
             lambda namespace, request: self.inlet(namespace).withdraw(request),
             self._tell,
@@ -140,7 +140,10 @@ class Peers:
         numbers: of the store. send(connection, message, None): to one of its engines' workers.
         """
         self._namespaces, self._numbers = namespaces, numbers
-        self.direct, self.gives = DirectFetches(send), EngineWrites(send, self._agents.metadata)
+        self.direct, self.engine_writes = (
+            DirectFetches(send),
+            EngineWrites(send, self._agents.metadata),
+        )
 
     def _mapped(self, extent: int) -> None:
         """Nobody who waits for all to map or unmap an extent waits for the exporter."""
@@ -285,7 +288,7 @@ class Peers:
     def end_of(self, session: int) -> None:
         """An engine is gone."""
         self.requests.end_of(session)
-        self.gives.end_of(session)
+        self.engine_writes.end_of(session)
 
     def read_no_more(self, namespace: Source, fetch: int) -> None:
         """The lease that a fetch is read for has ended."""
@@ -422,16 +425,16 @@ class Peers:
             fetches += inlet.open
         found: dict[tuple[str, ...], float] = {
             ("kvstore_hand_over_bytes", "held"): self.producer.held_bytes
-            + self.producer.hands.held_bytes,
+            + self.producer.request_leases.held_bytes,
             ("kvstore_hand_over_bytes", "quarantined"): quarantined,
             ("kvstore_hand_over_bytes", "landing"): landing,
         }
         open_now = {
             "fetches": fetches,
             "jobs": self.producer.jobs,
-            "gives": self.gives.open,
+            "engine_writes": self.engine_writes.open,
             "serving": sum(n.engines.serving for n in self._namespaces.values()),
-            "requests": len(self.producer.hands),
+            "requests": len(self.producer.request_leases),
             "asked": len(self._links),
             "asking": self.channel.came,
             "exporters": len(self._agents),
@@ -440,7 +443,7 @@ class Peers:
         found |= {("kvstore_hand_over_events", event): counts[event] for event in HAND_OVER_EVENTS}
         blocks = self.fetched.blocks
         found |= {("kvstore_fetched_blocks", tier): count for tier, count in blocks.items()}
-        direct = {"direct": self.direct.moved_bytes, "given": self.gives.moved_bytes}
+        direct = {"direct": self.direct.moved_bytes, "engine": self.engine_writes.moved_bytes}
         moved = {**self._mover.moved_bytes, **direct}
         found |= {("kvstore_hand_over_moved_bytes", way): size for way, size in moved.items()}
         return found
@@ -468,7 +471,7 @@ class Peers:
         self._said.tick()
 
     def _poll(self, now_ns: int) -> None:
-        for event in (*self._mover.poll(now_ns), *self.gives.take(now_ns)):
+        for event in (*self._mover.poll(now_ns), *self.engine_writes.take(now_ns)):
             with self._barrier.around("what was moved", partial(self._fail_event, event)):
                 self._on_event(event)
         self.channel.poll(now_ns)
@@ -480,7 +483,7 @@ class Peers:
                 with self._guard(peer):
                     self.producer.staged(tags, ok=ok)
         self.producer.tick(now_ns, self._guard)
-        for stored_ns in self.producer.hands.take_stored_ns():
+        for stored_ns in self.producer.request_leases.take_stored_ns():
             self._numbers.observe("kvstore_hand_over_held_seconds", stored_ns / 1e9)
         self.requests.tick(now_ns)
         for digest, inlet in list(self._used.items()):
@@ -611,11 +614,11 @@ class Peers:
     def write_from_engine(self, tags: list[Tag], source: Source, write: EngineWrite) -> None:
         """Have workers of an engine of ours write to one of a peer's."""
         workers = source.engines.workers(write.engine)
-        self.gives.start(tags, write, workers, self._now_ns)
+        self.engine_writes.start(tags, write, workers, self._now_ns)
 
     def abandon(self, tag: Tag) -> None:
         """Nobody waits for a write any more."""
-        self.gives.abandon(tag)
+        self.engine_writes.abandon(tag)
         self._mover.abandon(tag)
 
     def region(self, extent: int) -> tuple[m.Region, bytes] | None:

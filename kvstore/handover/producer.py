@@ -29,7 +29,7 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.tier import Tier
 from kvstore.core.types import BlockKey, LookupResult, Slot
 from kvstore.handover.jobs import BUSY, Job, Peer, Source, State
-from kvstore.handover.request_leases import Hands
+from kvstore.handover.request_leases import RequestLeases
 from kvstore.handover.transfers import EngineWrite, SlotFill, SlotWrite, Tag
 from kvstore.wire import peer as m
 from kvstore.wire.framing import Message, from_u32, u32
@@ -102,7 +102,7 @@ class Producer:
         self._peers: dict[int, Peer] = {}
         self._early: dict[int, m.Hello] = {}  # peers that came before the exporter was there
         self.counts: Counter[str] = Counter()
-        self.hands = Hands(held_bytes_max, self.counts)
+        self.request_leases = RequestLeases(held_bytes_max, self.counts)
 
     # Messages of consumers
 
@@ -133,9 +133,13 @@ class Producer:
         source = self._served().get(message.namespace)
         manager = None if source is None else source.manager
         if isinstance(message, m.Keep):
-            self.hands.keep(manager, message.request, now_ns + m.lease_ns(message.lease_ms))
+            self.request_leases.keep(
+                manager, message.request, now_ns + m.lease_ns(message.lease_ms)
+            )
             return
-        found = self.hands.report(manager, message.request, message.rank, message.consumers)
+        found = self.request_leases.report(
+            manager, message.request, message.rank, message.consumers
+        )
         self._send(number, m.Noted(message.request, found))
 
     def _of_job(self, job: Job, message: OfJob, now_ns: int) -> None:
@@ -156,7 +160,7 @@ class Producer:
 
     def _computes(self, job: Job) -> bool:
         """Tell whether a job waits for an engine that computes, and for no transfer."""
-        if not job.awaited or not self.hands.computes(job.request):
+        if not job.awaited or not self.request_leases.computes(job.request):
             return False
         return not any(block.state in BUSY for block in job.blocks)
 
@@ -240,7 +244,7 @@ class Producer:
 
     def _want(self, peer: Peer, want: m.Want, now_ns: int) -> None:
         job = peer.open(want, now_ns)
-        if self.hands.ambiguous(want.request):
+        if self.request_leases.ambiguous(want.request):
             self.counts["ambiguous"] += 1
             self._send(peer.number, m.End(want.job, "ambiguous"))
             return
@@ -252,7 +256,7 @@ class Producer:
     def _offer(self, job: Job, now_ns: int) -> None:
         """Offer what there is; blocks of an unknown request may come in a moment."""
         found = [self._tier(job, block.key) for block in job.blocks]
-        unknown = bool(job.request) and not self.hands.knows(job.request)
+        unknown = bool(job.request) and not self.request_leases.knows(job.request)
         may_wait = job.offer_ns is not None and now_ns < job.offer_ns
         if None in found and unknown and may_wait:
             return
@@ -279,7 +283,7 @@ class Producer:
         found, tier = source.tiering.where(key)
         if tier is not None and found is LookupResult.HIT:
             return tier.name
-        return PREFILL if self.hands.may_come(job.request, key) else None
+        return PREFILL if self.request_leases.may_come(job.request, key) else None
 
     def _land(self, job: Job, land: m.Land) -> None:
         positions = m.positions_of(land.positions, len(job.blocks))
@@ -329,7 +333,7 @@ class Producer:
 
         guard(peer): what is done for a peer is done inside of it.
         """
-        self.hands.tick(now_ns)
+        self.request_leases.tick(now_ns)
         if self._early and self._exporter() is not None:
             early, self._early = self._early, {}
             for number, hello in early.items():
@@ -434,9 +438,9 @@ class Producer:
             elif tier is not None and found is LookupResult.HIT:
                 below.setdefault(tier.name, (tier, []))[1].append(position)
                 room -= 1
-            elif self.hands.computes(job.request):
+            elif self.request_leases.computes(job.request):
                 break  # they come in order
-            elif self.hands.may_come(job.request, block.key):
+            elif self.request_leases.may_come(job.request, block.key):
                 late.append(position)  # or never: a window may have left it before it had a slot
             else:
                 self.counts["gone"] += 1

@@ -21,7 +21,7 @@ import msgspec
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.index import Entry
-from kvstore.core.limits import HANDS_MAX
+from kvstore.core.limits import REQUESTS_MAX
 from kvstore.core.manager import Manager
 from kvstore.core.types import BlockKey
 
@@ -32,7 +32,7 @@ End = Literal["released", "gone", "lapsed"]
 State = Literal["waits", "released", "gone", "lapsed", "unknown", "ambiguous"]
 
 
-class Hand(msgspec.Struct, eq=False):
+class RequestLease(msgspec.Struct, eq=False):
     """One request; keys: those it named when it ended; missing: of these, not ready yet.
 
     reported: consumers that are done.
@@ -60,7 +60,7 @@ class Hand(msgspec.Struct, eq=False):
         return not self.consumers or len(self.reported) < self.consumers
 
 
-class Hands:
+class RequestLeases:
     """All such requests of a store, by the id that the hand-over has.
 
     Names from outside are such an id, or else what requests have in common that a router has
@@ -69,7 +69,7 @@ class Hands:
 
     def __init__(self, held_bytes_max: int, counts: Counter[str]) -> None:
         """held_bytes_max: of all blocks that are pinned here; others may leave memory."""
-        self._hands: dict[str, Hand] = {}
+        self._leases: dict[str, RequestLease] = {}
         self._common: dict[str, list[str]] = {}
         self._past: dict[str, End] = {}
         self._held_bytes_max = held_bytes_max
@@ -79,7 +79,7 @@ class Hands:
 
     def __len__(self) -> int:
         """Count the requests that are running or held."""
-        return len(self._hands)
+        return len(self._leases)
 
     # What its engine says
 
@@ -90,15 +90,15 @@ class Hands:
 
         What is still held under its id was of another one, of which nobody will speak any more.
         """
-        before = self._hands.get(request)
+        before = self._leases.get(request)
         if before is not None and before.running and before.owner == owner:
             return
         if before is not None:
             self._end(request, "gone")
-        if len(self._hands) >= HANDS_MAX:
+        if len(self._leases) >= REQUESTS_MAX:
             self._counts["unknown"] += 1
             return
-        self._hands[request] = Hand(manager, slot_bytes, owner, common)
+        self._leases[request] = RequestLease(manager, slot_bytes, owner, common)
         if common:
             self._common.setdefault(common, []).append(request)
 
@@ -115,7 +115,7 @@ class Hands:
 
         fixed: heartbeats do not move end_ns.
         """
-        hand = self._hands.get(request)
+        hand = self._leases.get(request)
         if hand is not None and hand.running:
             hand.running, hand.fixed = False, fixed
             hand.deadline_ns = end_ns if fixed else max(hand.deadline_ns, end_ns)
@@ -130,18 +130,18 @@ class Hands:
 
     def gone(self, request: str) -> None:
         """A request has ended without blocks for anybody; unknown ones are ignored."""
-        if request in self._hands:
+        if request in self._leases:
             self._end(request, "gone")
 
     def end_of(self, owner: int) -> None:
         """A session has ended: what its requests still compute will not come."""
         for request in [
-            r for r, hand in self._hands.items() if hand.owner == owner and hand.running
+            r for r, hand in self._leases.items() if hand.owner == owner and hand.running
         ]:
             self.gone(request)
 
     def _end(self, request: str, how: End) -> None:
-        hand = self._hands.pop(request)
+        hand = self._leases.pop(request)
         self.held_bytes -= len(hand.pinned) * hand.slot_bytes
         for entry in hand.pinned:
             hand.manager.unpin(entry)
@@ -159,11 +159,11 @@ class Hands:
 
     def ambiguous(self, name: str) -> bool:
         """Tell whether a name stands for more than one request."""
-        return name not in self._hands and len(self._common.get(name, ())) > 1
+        return name not in self._leases and len(self._common.get(name, ())) > 1
 
     def _named(self, name: str) -> str | None:
         """Return the id of the request that a name stands for."""
-        if name in self._hands:
+        if name in self._leases:
             return name
         same = self._common.get(name, ())
         return same[0] if len(same) == 1 else None
@@ -175,19 +175,19 @@ class Hands:
     def may_come(self, name: str, key: BlockKey) -> bool:
         """Tell whether a request may still store a block."""
         request = self._named(name)
-        hand = None if request is None else self._hands[request]
+        hand = None if request is None else self._leases[request]
         return hand is not None and hand.wanted and (hand.running or key in hand.missing)
 
     def computes(self, name: str) -> bool:
         """Tell whether a request still runs, and somebody waits for what it computes."""
         request = self._named(name)
-        hand = None if request is None else self._hands[request]
+        hand = None if request is None else self._leases[request]
         return hand is not None and hand.wanted and hand.running
 
     def keep(self, manager: Manager | None, name: str, end_ns: int) -> None:
         """A request waits for what is held: hold it until end_ns at least."""
         request = self._named(name)
-        hand = None if request is None else self._hands[request]
+        hand = None if request is None else self._leases[request]
         if hand is None or hand.manager is not manager:
             self._counts["unknown"] += 1
         elif not hand.fixed:
@@ -203,7 +203,7 @@ class Hands:
             self._counts["ambiguous"] += 1
             return "ambiguous"
         request = self._named(name)
-        hand = None if request is None else self._hands[request]
+        hand = None if request is None else self._leases[request]
         if request is None or hand is None or hand.manager is not manager:
             past = self._past.get(name)
             self._counts["unknown"] += past is None
@@ -221,7 +221,7 @@ class Hands:
 
     def tick(self, now_ns: int) -> None:
         """Pin what has become ready, and let go of what was held long enough."""
-        for request, hand in list(self._hands.items()):
+        for request, hand in list(self._leases.items()):
             if hand.running:
                 continue
             if hand.missing:
@@ -231,7 +231,7 @@ class Hands:
             if not hand.missing and now_ns >= hand.deadline_ns:
                 self._end(request, "lapsed")
 
-    def _pin(self, hand: Hand, now_ns: int) -> None:
+    def _pin(self, hand: RequestLease, now_ns: int) -> None:
         """Pin what is ready, as far as the cap goes."""
         for key in list(hand.missing):
             if hand.manager.ready(key) is None:

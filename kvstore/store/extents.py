@@ -29,7 +29,7 @@ _LEAVING = ("retiring", "unmapping")
 
 
 class Memory:
-    """Hands extents of the pool to namespaces; never more than the pool's cap."""
+    """RequestLeases extents of the pool to namespaces; never more than the pool's cap."""
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ class _Found(msgspec.Struct, frozen=True):
     below: Mapping[tuple[int, int], Tier]
 
 
-class Desk:
+class Lookups:
     """Where engines ask; an answer is a lease on what it names."""
 
     def __init__(

@@ -26,7 +26,7 @@ from kvstore.metrics import MEMORY, NVME, PEER, Numbers
 from kvstore.rate_log import RateLog
 from kvstore.store.extents import Memory
 from kvstore.store.gauges import count_step, disk_gauges, gauges, plugin_gauges, resize
-from kvstore.store.lookups import Desk
+from kvstore.store.lookups import Lookups
 from kvstore.store.namespace import Mapping, Namespace
 from kvstore.store.session import Phase, Session, Writing
 from kvstore.store.tier_guard import Plugin
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 FORGET_NS = 60_000_000_000  # after its last engine's end, of a namespace without blocks
 LIVES_MAX = 50  # lines of engines that attach, or detach, in one window: a large node has fewer
 
-OfPeers = OfFetch | p.Given | p.Serves
+OfPeers = OfFetch | p.BlocksWritten | p.Serves
 Send = Callable[[int, framing.Message, int | None], None]
 MakeTiers = Callable[[str, int, SlotMemory], Sequence[Tier]]
 
@@ -93,7 +93,7 @@ class Store:
         self._clearing: list[int] = []  # who waits for the end of a clear
         self._ended: set[int] = set()  # schedulers of buried sessions that did not close yet
         self._memory = Memory(pool, send, self._workers_of, self._holders_of, self._wake)
-        self._desk = Desk(config.engine, self.numbers, self._memory.can_grow, peers)
+        self._lookups = Lookups(config.engine, self.numbers, self._memory.can_grow, peers)
         self._peers = peers
         if peers is not None:
             peers.serve(self.namespaces, self.numbers, send)
@@ -149,7 +149,7 @@ class Store:
         """Act on a message in a session that ends: an engine may not have heard of that yet."""
         if isinstance(message, p.Hello | p.Query):
             raise ProtocolError(f"{type(message).__name__} in a session that ends")
-        if isinstance(message, p.Given):
+        if isinstance(message, p.BlocksWritten):
             self._dispatch(session, connection, message)
 
     def _turn_away(self, connection: int, reason: str, text: str) -> None:
@@ -186,7 +186,7 @@ class Store:
             self._stored(session, session.rank_of(connection), message)
         elif isinstance(message, p.Loading):
             session.rank_of(connection)
-            coming = self._desk.loading(session, LeaseId(message.lease), self._now_ns)
+            coming = self._lookups.loading(session, LeaseId(message.lease), self._now_ns)
             if coming is not None:
                 self._send(connection, coming, None)
         elif isinstance(message, p.Loaded):
@@ -288,7 +288,7 @@ class Store:
             self._maybe_activate(session)
         if session.phase is Phase.ACTIVE:
             if session.asks:
-                self._answer(session, self._desk.retry(session, self._now_ns))
+                self._answer(session, self._lookups.retry(session, self._now_ns))
             self._grant_credits(session)
         self._tell_news(session)
 
@@ -313,7 +313,7 @@ class Store:
             self.numbers.add("kvstore_lookups", "expired")
             for session in self.sessions.values():
                 if session.namespace is namespace:
-                    self._desk.lease_ended(session, lease_id)
+                    self._lookups.lease_ended(session, lease_id)
         with self._barrier.around("the tiers of a namespace", partial(self._leave, namespace)):
             namespace.tiering.poll(self._now_ns)
         manager.clear_some()
@@ -455,7 +455,7 @@ class Store:
             slower_ns = self._config.engine.promote_ns if namespace.tiering.sources else 0
             limit_ms = max(self._config.engine.defer_ns, slower_ns) // 1_000_000
             self._to_scheduler(session, p.Active(namespace.manager.slots_total, limit_ms))
-            self._give_board(session)
+            self._send_block_versions(session)
             self._lives.info(
                 "engines attached",
                 "engine %r attached, session %d", session.engine, session.number,
@@ -472,12 +472,12 @@ class Store:
             self._send(connection, p.Detach(text), None)
 
     def _ask_nothing_more(self, session: Session) -> None:
-        self._desk.end(session)
+        self._lookups.end(session)
         if session.namespace is not None:
             session.namespace.engines.leave(session.number)
             self._memory.excuse(session.namespace, session.workers.values())
         if self._peers is not None:
-            self._peers.gives.leave(session.number)
+            self._peers.engine_writes.leave(session.number)
 
     def _bury(self, session: Session) -> None:
         """The last worker has closed: nobody writes the session's slots any more."""
@@ -497,7 +497,7 @@ class Store:
         namespace.used_ns = self._now_ns
         namespace.manager.give_back(session.granted)
         for lease_id in namespace.manager.leases.of_owner(session.number):
-            self._desk.end_lease(session, lease_id)
+            self._lookups.end_lease(session, lease_id)
         if namespace.layout.unnamed:
             namespace.manager.clear()  # nobody can ask for them any more
         self._lives.info(
@@ -534,15 +534,15 @@ class Store:
 
     def _step(self, session: Session, step: p.Step) -> None:
         for lease_id in step.release:
-            self._desk.end_lease(session, LeaseId(lease_id))
+            self._lookups.end_lease(session, LeaseId(lease_id))
         count_step(self.numbers, step, self._tier_names)
         if session.namespace is not None:
-            for shown in step.shown:
-                session.namespace.engines.shown(session.number, shown, session.granted)
+            for shown in step.engine_blocks:
+                session.namespace.engines.announce(session.number, shown, session.granted)
             if self._peers is not None and not session.namespace.layout.unnamed:
                 self._peers.requests.on_step(session.namespace, session.number, step, self._now_ns)
         self._answer(
-            session, [self._desk.ask(session, lookup, self._now_ns) for lookup in step.lookups]
+            session, [self._lookups.ask(session, lookup, self._now_ns) for lookup in step.lookups]
         )
 
     def _answer(self, session: Session, answers: Iterable[p.Granted | None]) -> None:
@@ -592,11 +592,11 @@ class Store:
         found = session.loaded(lease_id, rank, damaged, late=message.late > 0)
         if found is not None:
             self.numbers.add("kvstore_engine_events", "load_given_up", by=found.late)
-            self._desk.end_lease(session, lease_id, found.damaged)
+            self._lookups.end_lease(session, lease_id, found.damaged)
 
-    def _give_board(self, session: Session) -> None:
+    def _send_block_versions(self, session: Session) -> None:
         if session.phase is Phase.ACTIVE and session.namespace is not None:
-            board = session.namespace.engines.take_board(session.number)
+            board = session.namespace.engines.take_block_versions(session.number)
             if board is not None and session.scheduler is not None:
                 self._send(session.scheduler, *board)
 
@@ -608,10 +608,10 @@ class Store:
             check_ranks(namespace.layout, [message.rank])
             number, world = session.number, session.world
             namespace.engines.serves(number, session.workers, world, rank, message)
-            self._give_board(session)
-        elif isinstance(message, p.Given):
+            self._send_block_versions(session)
+        elif isinstance(message, p.BlocksWritten):
             if peers is not None:
-                peers.gives.given(session.number, rank, message)
+                peers.engine_writes.written(session.number, rank, message)
         elif peers is not None:
             peers.of_fetch(namespace, session.number, rank, message, self._now_ns)
 

@@ -90,7 +90,7 @@ class Usage(Message, frozen=True):
     hit_tokens: Counts
 
 
-class Handing(Message, frozen=True):
+class HandedOver(Message, frozen=True):
     """A request whose blocks another store will ask for.
 
     state: "running", it computes them; "done", these are all, held for lease_ms even if nobody
@@ -108,15 +108,15 @@ class Handing(Message, frozen=True):
     fixed: bool = False
 
 
-class LetGo(Message, frozen=True):
+class Unwanted(Message, frozen=True):
     """A request does not want any more what a store at host:port has of it under this name."""
 
     peer: Name
     request: Text
 
 
-class Shown(Message, frozen=True):
-    """Engine blocks that are copied to slots, and stay readable after that: see Board.
+class EngineBlocks(Message, frozen=True):
+    """Engine blocks that are copied to slots, and stay readable after that: see BlockVersions.
 
     slots: u32; keys[i] is what is in slots[i] once that is stored. blocks, generations: u32, as
     many for each slot.
@@ -137,9 +137,9 @@ class Step(Message, frozen=True):
     counts: Counts = msgspec.field(
         default_factory=dict
     )  # events by name (EVENTS), since the last step
-    handing: Annotated[tuple[Handing, ...], Requests] = ()
-    let_go: Annotated[tuple[LetGo, ...], Requests] = ()
-    shown: Annotated[tuple[Shown, ...], Requests] = ()
+    handed_over: Annotated[tuple[HandedOver, ...], Requests] = ()
+    unwanted: Annotated[tuple[Unwanted, ...], Requests] = ()
+    engine_blocks: Annotated[tuple[EngineBlocks, ...], Requests] = ()
 
 
 class Mapped(Message, frozen=True):
@@ -215,14 +215,14 @@ class Serves(Message, frozen=True):
     blocks: Number
 
 
-class Given(Message, frozen=True):
-    """What became of a Give.
+class BlocksWritten(Message, frozen=True):
+    """What became of a WriteBlocks.
 
     end: "all" is written; "none", not all, and nothing of it can still come; "failed", some of it
     may. copied_bytes: what this worker has written.
     """
 
-    give: Number
+    write: Number
     end: Literal["all", "none", "failed"]
     copied_bytes: Count = 0
 
@@ -399,21 +399,21 @@ class InEngine(Message, frozen=True):
     blocks: bytes
 
 
-class Give(Message, frozen=True):
+class WriteBlocks(Message, frozen=True):
     """Write engine blocks of a group to those of a peer's engine, what this worker has of them.
 
     ranks: of the peer's engine, with the group's pages and no others; metadata: how to reach its
     agent, unless this worker was told before. blocks, targets: u32, ours and theirs.
     """
 
-    give: int
+    write: int
     group: int
     ranks: tuple[RankPages, ...]
     blocks: bytes
     targets: bytes
 
 
-class Board(Message, frozen=True):
+class BlockVersions(Message, frozen=True):
     """A u32 for each of an engine's blocks, in the memory whose descriptor comes along.
 
     The scheduler half adds one before a block gets other content: whoever has read it meanwhile
@@ -436,10 +436,10 @@ class Report(Message, frozen=True):
 
 
 ToStore = (Hello | Step | Mapped | Unmapped | Stored | Loading | Loaded) | (
-    Arrived | Target | Serves | Given | Query
+    Arrived | Target | Serves | BlocksWritten | Query
 )
-ToWorker = Extent | Unmap | Coming | Places | InEngine | Push | Passed | Give
-ToEngine = ToWorker | Welcome | Refused | Active | Answers | Board | Detach | Report
+ToWorker = Extent | Unmap | Coming | Places | InEngine | Push | Passed | WriteBlocks
+ToEngine = ToWorker | Welcome | Refused | Active | Answers | BlockVersions | Detach | Report
 
 EVENTS = frozenset(
     {

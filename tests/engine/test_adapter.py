@@ -64,7 +64,7 @@ def test_B10_only_a_request_that_ended_by_itself_is_handed_over(
     request.status = RequestStatus[f"FINISHED_{status}"]
     delayed, params = connector.request_finished_all_groups(request, TABLE)
     connector.script.step()
-    states = [handing.state for step in connector.script.steps() for handing in step.handing]
+    states = [handing.state for step in connector.script.steps() for handing in step.handed_over]
     whole = status in {"STOPPED", "LENGTH_CAPPED"}
     assert not delayed
     assert (params is not None) == whole
@@ -85,7 +85,7 @@ def test_B10_a_request_preempted_in_its_last_step_names_no_blocks(connector: Any
     assert (params["remote_num_tokens"], params["remote_block_ids"]) == (0, [[]])
     assert remote_of(params) is NO_REMOTE, "the decode engine computes it"
     connector.script.step()
-    handing = [one.state for step in connector.script.steps() for one in step.handing]
+    handing = [one.state for step in connector.script.steps() for one in step.handed_over]
     assert handing[-1:] == ["gone"], "nothing is held for anybody"
 
 
@@ -132,7 +132,7 @@ def test_B3_a_request_with_an_adapter_is_neither_stored_nor_loaded(
     meta = run(connector, request)
     steps = connector.script.steps()
     assert any(step.lookups for step in steps) is not adapter
-    assert any(step.handing for step in steps) is not adapter
+    assert any(step.handed_over for step in steps) is not adapter
     assert bool(meta.stores) is not adapter
     assert not meta.loads
     request.status = RequestStatus.FINISHED_LENGTH_CAPPED

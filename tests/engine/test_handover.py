@@ -102,7 +102,7 @@ class Node:
     def moved(self) -> float:
         """Bytes that its exporter has moved, or its engine's workers, as NIXL counts them."""
         found = numbers(self.store.address)
-        ways = ("pulled", "pushed", "direct", "given")
+        ways = ("pulled", "pushed", "direct", "engine")
         return sum(found.get(f"kvstore_hand_over_moved_bytes{{{way}}}", 0) for way in ways)
 
     def read_bytes(self) -> int:

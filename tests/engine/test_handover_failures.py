@@ -47,7 +47,7 @@ LEASE = "3s"  # tests.harness.serve_brief has such leases between stores, too
 HELD = (
     *("kvstore_hand_over_bytes{held}", "kvstore_hand_over_bytes{landing}"),
     *("kvstore_hand_over_open{fetches}", "kvstore_hand_over_open{jobs}"),
-    "kvstore_hand_over_open{gives}",
+    "kvstore_hand_over_open{engine_writes}",
     *("kvstore_hand_over_open{requests}", "kvstore_leases", "kvstore_jobs_open"),
 )
 
@@ -340,7 +340,7 @@ def test_B15_direct_a_prefill_engine_that_is_killed_or_freezes_while_it_writes(
     if not (pushed and direct):
         pytest.skip("only what is pushed into an engine is written by another")
     prefill, decode = both
-    told = "kvstore_hand_over_open{gives}"
+    told = "kvstore_hand_over_open{engine_writes}"
     seed = 7800 + 10 * how  # what the store has, an engine does not compute
     requests = [Request(id=f"w{n}", tokens=prompt(seed + n, 300 + 64 * n)) for n in range(4)]
     expected = reference("llama_s", requests, TOKENS_OUT)

@@ -329,7 +329,9 @@ class World:
         if kind == 10:
             return p.Serves(self._rank(), self.rng.choice((8, 8, self._number())))
         if kind == 12:
-            return p.Given(self.rng.randint(0, 9), self.rng.choice(("all", "none", "failed")), 8)
+            return p.BlocksWritten(
+                self.rng.randint(0, 9), self.rng.choice(("all", "none", "failed")), 8
+            )
         if kind in {9, 11}:
             tell = self._target if kind == 11 else self._arrived
             return tell(self.rng.randint(0, 9), self._positions())
@@ -362,7 +364,7 @@ class World:
             push=self.rng.random() < 0.5,
             direct=self.rng.random() < 0.5,
         )
-        handing = p.Handing(
+        handing = p.HandedOver(
             self.rng.choice(("r1", "r2")),
             self.rng.choice(("running", "done", "gone")),
             b"".join(chain),
@@ -375,16 +377,16 @@ class World:
             p.Usage(1, {"cpu": 1}) if self.rng.random() < 0.3 else None,
             {"deferred": 1},
             (handing,) * self.rng.randint(0, 1),
-            shown=self._shown(chain),
+            engine_blocks=self._shown(chain),
         )
 
-    def _shown(self, chain: Sequence[bytes]) -> tuple[p.Shown, ...]:
+    def _shown(self, chain: Sequence[bytes]) -> tuple[p.EngineBlocks, ...]:
         if self.rng.random() < 0.7:
             return ()
         slots = [self.rng.randrange(8) for _ in chain]
         keys = tuple(make_key(block, 0) for block in chain)
         blocks = [self.rng.randrange(9) for _ in chain]
-        return (p.Shown(u32(slots), keys, u32(blocks), u32([0] * len(chain))),)
+        return (p.EngineBlocks(u32(slots), keys, u32(blocks), u32([0] * len(chain))),)
 
     # The end
 
@@ -427,7 +429,7 @@ def check_nothing_left(site: Site) -> None:
     assert not any(peer.jobs or peer.blocks for peer in own.producer._peers.values())
     assert own.producer.held_bytes == 0
     assert not own.producer._early
-    assert own.producer.hands.held_bytes == 0
+    assert own.producer.request_leases.held_bytes == 0
     assert len(own._links) <= peers.LINKS_MAX
     assert len(own._agents) <= transfers.AGENTS_MAX
     assert len(site.wire._heard) <= side_channel.CAME_MAX + peers.LINKS_MAX

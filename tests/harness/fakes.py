@@ -19,7 +19,7 @@ from kvstore.wire import engine as p
 from kvstore.wire import framing
 
 SLOT_BYTES = 4096
-OfPeers = p.Places | p.InEngine | p.Push | p.Passed | p.Give | p.Board
+OfPeers = p.Places | p.InEngine | p.Push | p.Passed | p.WriteBlocks | p.BlockVersions
 M = TypeVar("M", bound=framing.Message)
 
 
@@ -208,8 +208,8 @@ class Engine:
         self.places: list[p.Places] = []
         self.in_engines: list[p.InEngine] = []
         self.pushes: list[int] = []  # fetches whose peer writes
-        self.boards: list[p.Board] = []
-        self.gives: list[p.Give] = []
+        self.boards: list[p.BlockVersions] = []
+        self.engine_writes: list[p.WriteBlocks] = []
         self.passed: dict[tuple[int, int], bool] = {}  # fetch, position -> whether it is good
         self.credit_slots = credit_slots
         self.geometries = [geometry(identity, rank, world, rules) for rank in range(world)]
@@ -274,9 +274,9 @@ class Engine:
             self.pushes.append(message.fetch)
         elif isinstance(message, p.InEngine):
             self.in_engines.append(message)
-        elif isinstance(message, p.Give):
-            self.gives.append(message)
-        elif isinstance(message, p.Board):
+        elif isinstance(message, p.WriteBlocks):
+            self.engine_writes.append(message)
+        elif isinstance(message, p.BlockVersions):
             assert self.active is not None, "its session begins with that"
             self.boards.append(message)
         else:

@@ -240,7 +240,7 @@ class Pair:
             self.prefill.put(chain[: index + 1], first=index)
 
     def hand(self, request: str) -> None:
-        self.producer.hands.running(request, self.source.manager, SLOT_BYTES, 1)
+        self.producer.request_leases.running(request, self.source.manager, SLOT_BYTES, 1)
 
     def want(self, chain: Sequence[bytes], *, push: bool = False, request: str = "") -> int:
         want = m.Want(1, b"".join(chain), 32, (u32(range(len(chain))),), b"", request, push=push)

@@ -161,7 +161,7 @@ class Node:
         """Count the blocks that its store holds for a request that has ended, and awaits."""
         peers = self.store.server._peers
         assert peers is not None
-        hand = peers.producer.hands._hands.get(request)
+        hand = peers.producer.request_leases._leases.get(request)
         return (0, 0) if hand is None else (len(hand.pinned), len(hand.missing))
 
     def events(self) -> dict[str, float]:

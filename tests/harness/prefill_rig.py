@@ -35,11 +35,11 @@ def prefill(
     return script, request
 
 
-def finish(script: Script, table: list[list[int]]) -> tuple[int, list[p.Handing]]:
+def finish(script: Script, table: list[list[int]]) -> tuple[int, list[p.HandedOver]]:
     """End the request; return the tokens that are handed over, and what the store is told."""
     params = script.half.hand_over("p", table)
     script.half.request_finished("p", table)
-    handing = [handing for step in script.steps() for handing in step.handing]
+    handing = [handing for step in script.steps() for handing in step.handed_over]
     return params["remote_num_tokens"] if params else 0, handing
 
 

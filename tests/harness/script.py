@@ -54,7 +54,7 @@ class Wire:
 
     def __init__(self, script: Script) -> None:
         self.closed = False
-        self._desk = script
+        self._lookups = script
         self._decoder = framing.Decoder(p.ToStore, limits.FRAME_BYTES_MAX)
 
     def send(self, message: framing.Message) -> None:
@@ -63,19 +63,19 @@ class Wire:
             assert message.counts.keys() <= p.EVENTS, "the store ends a session for others"
         taken = list(self._decoder.feed(framing.encode(message)))
         assert taken == [message], "a store takes it: else it ends the session"
-        self._desk.sent.append(message)
+        self._lookups.sent.append(message)
 
     @property
     def waiting_bytes(self) -> int:
-        return self._desk.waiting_bytes
+        return self._lookups.waiting_bytes
 
     def flush(self) -> None:
-        if self.closed or self._desk.cut:
+        if self.closed or self._lookups.cut:
             raise LinkLost("cut")
 
     def receive(self, timeout_s: float = 0.0) -> list[framing.Message]:
         self.flush()
-        script = self._desk
+        script = self._lookups
         if timeout_s and not script.inbox:
             waited_ns = 1_000 if script.on_its_way else int(timeout_s * 1e9)
             script.waited_ns += waited_ns
@@ -85,7 +85,7 @@ class Wire:
         return messages
 
     def take_fd(self) -> int:
-        return self._desk.fds.pop(0)
+        return self._lookups.fds.pop(0)
 
     def close(self) -> None:
         self.closed = True

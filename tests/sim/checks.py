@@ -76,9 +76,9 @@ class Checks:
         self._faults = faults
         self._checked: dict[str, dict[int, int]] = {}  # generation of a slot's bytes last seen
         self.hits = 0  # answers compared
-        desk = store._desk
-        answer = desk._answer
-        desk._answer = self._answered(answer)  # type: ignore[method-assign]
+        lookups = store._lookups
+        answer = lookups._answer
+        lookups._answer = self._answered(answer)  # type: ignore[method-assign]
 
     def _answered(self, answer: Callable[..., p.Granted | None]) -> Callable[..., p.Granted | None]:
         """Compare each answer with a search block by block: nothing that is here is missed."""
