@@ -439,7 +439,7 @@ def test_B2_direct_the_end_of_what_a_worker_was_not_told_is_refused(
     ):
         sent.engine_writes.written(session, rank, p.BlocksWritten(number, "all"))
     sent.engine_writes.written(1, 0, p.BlocksWritten(1, "all"))
-    with pytest.raises(ProtocolError, match="the end of give 1"):
+    with pytest.raises(ProtocolError, match="the end of write 1"):
         sent.engine_writes.written(1, 0, p.BlocksWritten(1, "all"))
 
 
