@@ -288,10 +288,11 @@ MODELS = (
     Model("DeepSeek-V3 (MLA)", 61, 1, TOKENS * (512 + 64) * 2),
 )
 Cell = tuple[int, int, int]  # engine block, layer, head
+# By the decision's number.
 ORDERS: dict[str, Callable[[Cell], tuple[int, int, int]]] = {
-    "engine block, layer, head": lambda cell: (cell[0], cell[1], cell[2]),
-    "layer, engine block, head": lambda cell: (cell[1], cell[0], cell[2]),
-    "head, engine block, layer": lambda cell: (cell[2], cell[0], cell[1]),
+    "1": lambda cell: (cell[0], cell[1], cell[2]),
+    "2": lambda cell: (cell[1], cell[0], cell[2]),
+    "3": lambda cell: (cell[2], cell[0], cell[1]),
 }
 
 
