@@ -145,7 +145,7 @@ def _read_tier_name(value: object, found: Mapping[str, Any]) -> str:
     expected = "a label of lower-case letters, digits and _ (up to 32, a letter first)"
     name: str = matching("[a-z][a-z0-9_]{0,31}", expected)(value, found)
     if name in RESERVED_TIER_NAMES:
-        raise ConfigError(f'expected another name than "{name}", which is taken by the store')
+        raise ConfigError(f'expected another name than "{name}", which the store uses')
     return name
 
 
