@@ -98,13 +98,12 @@ class ExtraConfig(Section, frozen=True):
         int | None, Setting(whole_number(1, COUNT_MAX), default_text="the engine's block size")
     ]
     """Tokens in one block, a multiple of the engine's block size. Larger blocks mean fewer keys and
-    longer copies, but tokens that do not fill a block are computed again."""
+    longer copies, but more tokens that do not fill a block and are computed again."""
 
     transfer: Annotated[str, Setting(choice("auto", "pull", "push"), "auto")]
     """How a prompt that another engine computed is fetched: `"pull"`, `"push"` or `"auto"`, which
-    pushes over TCP, and pulls through shared memory (the other store is on this machine) and over
-    RDMA (`[peer] devices` names such a device). A child of vLLM's `MultiConnector` hands over only
-    with this setting."""
+    pushes over TCP, and pulls within a machine and over RDMA (`[peer] devices` names such a
+    device). A child of vLLM's `MultiConnector` hands over only with this setting."""
 
     lease_ns: Annotated[int, Setting(_read_held, "30s")]
     """How long the blocks that this engine computed for another one are held for it, up to
@@ -113,7 +112,7 @@ class ExtraConfig(Section, frozen=True):
     listen: Annotated[str | None, Setting(_as_given("peer", "listen"))]
     """host:port of a private store's side channel, on loopback, since a private store has no
     cluster key; `"127.0.0.1:0"` picks a free port. Without it the store has no open port and hands
-    nothing over. Nothing else is started before the first hand-over."""
+    nothing over. All else starts with the first hand-over."""
 
     two_way: Annotated[bool, Setting(flag, default=False)]
     """Hold the blocks that this engine decodes for another one until the conversation's next turn,
@@ -129,13 +128,13 @@ class ExtraConfig(Section, frozen=True):
 
     direct: Annotated[bool, Setting(flag, default=False)]
     """Pull blocks straight into the engine's memory, with an agent in each worker, and have pushed
-    blocks written there. Pushed blocks travel over networks, also within a machine; `"auto"` pulls
+    blocks written there. Pushed blocks travel over networks, even within a machine; `"auto"` pulls
     then. A machine that reaches the agent over the network can read and write all memory of its
     process: use it on a network of trusted machines only."""
 
     store_user: Annotated[int | None, Setting(read_user)]
-    """Name or number of the user who runs the shared store, if that is neither the engine's own nor
-    root. The engine does not attach to a store of another user."""
+    """Name or number of the user who runs the shared store, if neither the engine's own nor root.
+    The engine attaches to no store of another user."""
 
     @property
     def engine(self) -> dict[str, str]:

@@ -165,7 +165,7 @@ class StoreClient:
         """Forget everything of this session and start connecting again."""
         if self._link is None:
             return
-        log.warning("kvstore: detached: %s; answers are misses until it is back", reason)
+        log.warning("kvstore: detached: %s; every lookup is a miss until the store is back", reason)
         self._invalidate_versions()
         self.count("detached")
         self._link.close()

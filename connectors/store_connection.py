@@ -210,7 +210,9 @@ class Refusals:
         reason = str(why)
         if reason not in self._logged and len(self._logged) < _REASONS_MAX:
             self._logged.add(reason)
-            log.error("kvstore: %s; serving without it, and asking again now and then", reason)
+            log.error(
+                "kvstore: %s; serving without it, and asking again, up to once a minute", reason
+            )
         self._wait_s = min(max(REFUSED_FIRST_S, 2 * self._wait_s), REFUSED_MOST_S)
         part = random.uniform(0.8, 1.0)  # noqa: S311 - many engines' halves were refused at once
         return self._wait_s * part

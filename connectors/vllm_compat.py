@@ -24,7 +24,7 @@ from kvstore.core.errors import ConfigError, NotSupported
 from kvstore.core.types import GroupRule, window_rule
 
 NO_CONTEXT = (
-    "expected one of them on: vLLM switches both off where a model cannot go on from loaded KV,"
+    "expected one of them on: vLLM switches both off where a model cannot continue from loaded KV,"
     " such as MLA on a CPU"
 )
 HASH_ALGORITHMS = ("sha256", "sha256_cbor")

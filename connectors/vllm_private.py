@@ -100,7 +100,7 @@ def _refuse(missing: list[str]) -> None:
     if missing:
         raise NotSupported(
             f"kvstore does not serve this engine: vLLM {VERSION} has no {', '.join(missing)},"
-            " expected as in a release of it; use one, or a kvstore that knows this engine"
+            " expected as in its release; use a release, or a kvstore that supports this engine"
         )
 
 

@@ -120,7 +120,7 @@ def start_half(
     if attached:
         log.info("kvstore: attached, blocks of %d tokens", tokens.block_tokens)
     else:
-        log.error("kvstore: no store after %d s; serving without it, and trying on", ATTACH_S)
+        log.error("kvstore: no store after %d s; serving without it, and trying again", ATTACH_S)
     return SchedulerHalf(
         tokens,
         client,

@@ -68,7 +68,7 @@ class TieredPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._events = self._counter_cls(
             name="vllm:kvstore_events",
-            documentation="What the kvstore connector counted, by event; bytes where so named.",
+            documentation="Events of the kvstore connector; in bytes where the name says so.",
             labelnames=[*labelnames, "event"],
         )
         for labels in per_engine_labelvalues.values():

@@ -346,7 +346,7 @@ class WorkerHalf:
         damaged = slots if task.broken or load is None else load.damaged
         if damaged:
             log.warning(
-                "load for %s failed: %d slots do not hold the leased blocks any more",
+                "load for %s failed: %d slots no longer hold the leased blocks",
                 job.request_id,
                 len(damaged),
             )

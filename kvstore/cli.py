@@ -164,7 +164,7 @@ def _add_store(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--user",
         type=_user,
-        help="name or number of the user who runs the store, if that is neither you nor root",
+        help="name or number of the user that runs the store (default: yourself or root)",
     )
 
 
@@ -217,7 +217,7 @@ def _serve(chosen: argparse.Namespace) -> int:
     )
     if capacity + MARGIN_BYTES > available.bytes:
         log.warning(
-            "only %s of memory are available now (%s): stops growing when %s are left",
+            "only %s of memory are available now (%s): the cpu tier stops growing at %s",
             sized(available.bytes), available.of, sized(MARGIN_BYTES),
         )  # fmt: skip
     serve(config, listener)
@@ -245,7 +245,10 @@ def _check(chosen: argparse.Namespace) -> int:
             print(f"{finding.level.value:<4}  {finding.what:<{width}}  {finding.text}")
     failed = [finding for finding in findings if finding.level is Level.FAIL]
     if failed:
-        print(f"{len(failed)} of {len(findings)} keep a store from starting", file=sys.stderr)
+        print(
+            f"{len(failed)} of {len(findings)} checks failed: a store would not start",
+            file=sys.stderr,
+        )
     return 2 if failed else 0
 
 

@@ -145,7 +145,7 @@ def _read_tier_name(value: object, found: Mapping[str, Any]) -> str:
     expected = "a label of lower-case letters, digits and _ (up to 32, a letter first)"
     name: str = matching("[a-z][a-z0-9_]{0,31}", expected)(value, found)
     if name in RESERVED_TIER_NAMES:
-        raise ConfigError(f'expected another name than "{name}", which is taken by the store')
+        raise ConfigError(f'expected another name than "{name}", which the store uses')
     return name
 
 
@@ -172,9 +172,9 @@ class ServerConfig(Section, frozen=True):
 
     allow: Annotated[tuple[int, ...], Setting(read_users, [])]
     """Users whose engines and commands may connect, by name or number, besides the store's own user
-    and root. With any, all users can reach the socket, and the store accepts only these; the kernel
-    tells it which user connects. The default is none: an allowed user can read the blocks of all
-    engines and store wrong ones."""
+    and root. With any, all users can reach the socket, and the store accepts only these, as the
+    kernel names them. The default is none: an allowed user can read the blocks of all engines and
+    store wrong ones."""
 
 
 class CpuConfig(Section, frozen=True):
@@ -183,19 +183,19 @@ class CpuConfig(Section, frozen=True):
     capacity_bytes: Annotated[
         int, Setting(size(EXTENT_BYTES_MIN, of=" (one extent)"), required="8GiB")
     ]
-    """Memory for KV blocks, of all engines together. The store takes it extent by extent as engines
-    fill it, and never takes more. There is no default: only you know what your engines need."""
+    """Memory for KV blocks of all engines together. The store takes it extent by extent as engines
+    fill it, and never takes more. No default: only you know the need of your engines."""
 
     extent_bytes: Annotated[int, Setting(_extent(8, round), "auto")]
-    """Unit in which the store takes memory and gives it to a model, a multiple of 2 MiB (a huge
+    """Unit in which the store takes memory and assigns it to a model, a multiple of 2 MiB (a huge
     page). `"auto"` is capacity / 8, between 16 MiB and 1 GiB: several models can share a small
     store, and a large store has few regions."""
 
     numa: Annotated[int | None, Setting(whole_number(0, NODE_MAX))]
-    """NUMA node whose memory the store takes: the node of the GPUs, see [how to size
-    tiers](../how-to/size-tiers.md#numa-nodes). When the node has no room, the store takes memory of
-    another one, and the log says so. Without this setting the kernel decides. A node that does not
-    exist, or that the system does not allow, is an error at the start."""
+    """NUMA node whose memory the store takes, [that of the
+    GPUs](../how-to/size-tiers.md#numa-nodes). When it has no room, the store takes memory of
+    another one, and logs that. By default the kernel decides. A node that does not exist, or is not
+    allowed, is an error at the start."""
 
 
 class EngineConfig(Section, frozen=True):
@@ -206,13 +206,12 @@ class EngineConfig(Section, frozen=True):
         Setting(_read_part, _default_credit, "512 MiB, at most a quarter of the capacity"),
     ]
     """Empty slots that an engine gets in advance and fills without asking, in bytes or percent of
-    the capacity. They take the blocks that an engine completes between two answers of the store;
-    other engines cannot use them meanwhile. At least one block of each group, or the engine could
-    store nothing."""
+    the capacity, at least one block of each group. They take the blocks that an engine completes
+    between two answers of the store; other engines cannot use them meanwhile."""
 
     lease_ns: Annotated[int, Setting(duration(zero="no hit could be loaded"), "30s")]
-    """How long the blocks of a hit stay pinned for a request that the engine has not admitted yet.
-    Longer than requests wait in a busy queue; after it the engine asks again."""
+    """How long the blocks of a hit stay pinned for a request that the engine has not admitted yet:
+    longer than requests wait in a busy queue. After it the engine asks again."""
 
     leased_bytes: Annotated[int, Setting(_read_part, "25%")]
     """Most that is pinned for such requests of one engine, in bytes or percent of the capacity. A
@@ -220,29 +219,28 @@ class EngineConfig(Section, frozen=True):
 
     defer_ns: Annotated[int, Setting(duration(), "100ms")]
     """Longest time a lookup waits for blocks that are still being written. After it, the request
-    uses the blocks that are ready. The default is about the time that a few hundred tokens take to
-    compute; `"0s"` never waits."""
+    uses the ready blocks. The default is about the time to compute a few hundred tokens; `"0s"`
+    never waits."""
 
     promote_ns: Annotated[int, Setting(duration(), "2s")]
     """Longest time a request waits for the next block from a lower tier or a peer. After it, the
-    request uses what has arrived and computes the rest. While the peer's engine still computes
-    the block, the request goes on waiting. It also limits how long a lookup waits for a tier that
-    has not answered, and for memory that is being made. A disk or peer that is silent for longer
-    is taken to hang. `"0s"` reads nothing from lower tiers."""
+    request uses the blocks that have arrived and computes the rest. It waits longer while the
+    peer's engine still computes the block. The setting also limits how long a lookup waits for a
+    tier's answer, and for memory that is being made. `"0s"` reads nothing from lower tiers."""
 
     promote_limit_ns: Annotated[int, Setting(duration(zero="no load could end"), "60s")]
     """Longest time such a request waits in all, counted from when a peer last computed for it, and
-    longest time a peer's engine may compute without completing a block. Loading a long prompt
-    takes less. A disk that delivers a block now and then costs a request no more than this."""
+    longest time a peer's engine may compute without completing a block. Loading a long prompt takes
+    less; a disk that delivers a block now and then costs no more."""
 
 
 class NvmeConfig(Section, frozen=True):
     """`[nvme]`: blocks on disk, below the CPU memory; left out, there are none."""
 
     path: Annotated[str, Setting(_read_folder, required="/nvme/kv")]
-    """Directory for blocks and nothing else, on a local file system with direct I/O such as ext4 or
-    xfs. One store at a time uses it, and its blocks are there again after a restart. There is no
-    default: a guess could fill the wrong disk."""
+    """Directory for blocks alone, on a local file system with direct I/O such as ext4 or xfs. One
+    store at a time uses it, and finds its blocks again after a restart. No default: a guess could
+    fill the wrong disk."""
 
     capacity_bytes: Annotated[int, Setting(size(DISK_BYTES_MIN, DISK_BYTES_MAX), required="200GiB")]
     """Most that the directory takes on disk, index included. If you make it smaller, the store
@@ -250,7 +248,7 @@ class NvmeConfig(Section, frozen=True):
 
     extent_bytes: Annotated[int, Setting(_extent(16, math.floor), "auto")]
     """Size of one file, a multiple of 2 MiB, and the unit of growth. `"auto"` is capacity / 16,
-    between 16 MiB and 1 GiB: several models can share the disk. A model whose block is larger is
+    between 16 MiB and 1 GiB: several models can share the disk. A model with a larger block is
     refused."""
 
     durability_ns: Annotated[int, Setting(duration(), "1s")]
@@ -269,8 +267,8 @@ class NvmeConfig(Section, frozen=True):
         int | None, Setting(size(1, of=" per day (leave it out for no limit)"))
     ]
     """Most bytes written per day for blocks that were used once, such as `"500GiB"`. Above it, a
-    block is written only on its second use. Without it, all blocks are written: only you know how
-    much your drive is to endure."""
+    block is written only on its second use. By default all blocks are written: only you know the
+    endurance of your drive."""
 
 
 class PeerConfig(Section, frozen=True):
@@ -291,8 +289,8 @@ class PeerConfig(Section, frozen=True):
     peer cannot pin the whole cache."""
 
     landing_bytes: Annotated[int, Setting(size(HUGE_PAGE_BYTES), "64MiB")]
-    """Memory of each model where blocks arrive before they are checked, on top of the capacity. The
-    default holds what a fast network brings in some milliseconds."""
+    """Memory of each model for blocks that have arrived unchecked, on top of the capacity. The
+    default holds some milliseconds of a fast network."""
 
     devices: Annotated[str, Setting(_read_devices, "lo")]
     """Network devices that carry the blocks, as UCX names them. A machine that reaches these
@@ -315,8 +313,7 @@ class TierConfig(Section, frozen=True):
     `nvme` or `peer`."""
 
     options: Annotated[dict[str, Any], Setting(table_of_any, {})]
-    """Table that is passed to the class. Options that the class does not take are an error at the
-    start."""
+    """Table that is passed to the class. Unknown options are an error at the start."""
 
     backlog_ns: Annotated[int, Setting(_read_backlog, "10s")]
     """Longest time a block may wait to be written, as in `[nvme]`."""

@@ -82,7 +82,7 @@ def _reason(number: int | None) -> str:
             " the setting out"
         )
     if number == errno.EINVAL:
-        return "The store's cpuset leaves the node out, as of a container or service"
+        return "The cpuset of the store's container or service excludes the node"
     return "Leave the setting out"
 
 

@@ -27,7 +27,7 @@ def refuse_folder(path: str, found: os.stat_result, closed: int = WRITABLE) -> N
     if found.st_uid not in (ours, 0):
         raise ConfigError(
             f"{path}: expected a directory of uid {ours} or 0, found one of uid {found.st_uid},"
-            " who can put there what they like"
+            " a user that can replace its files"
         )
     mode = stat.S_IMODE(found.st_mode)
     if mode & closed:

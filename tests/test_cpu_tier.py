@@ -422,7 +422,7 @@ def test_S5_that_memory_is_short_is_said_once_until_there_was_some(
     for _ in range(10):
         town.tick(ms=5_100)
         town.settle(engine)
-    assert caplog.text.count("a test leaves 1 B; goes on with the 0 B it has") == 1
+    assert caplog.text.count("a test leaves 1 B; the store keeps its 0 B") == 1
     memory.fail = None
     town.tick(ms=5_100)
     town.settle(engine)

@@ -120,7 +120,7 @@ def test_a_store_that_ends_keeps_its_blocks_as_long_as_a_slow_disk_takes_them(
     with faults.of(Call.WRITE, Kind.EXTENTS, delay_ms=300):
         names = store.put(5)  # memory has room for them
         store.stop()
-    told = re.search(r"(\d+) blocks were still to be kept: (\d+) are", store.log)
+    told = re.search(r"(\d+) blocks were only in memory: copied (\d+)", store.log)
     assert told is not None
     assert told[1] == told[2], "it takes longer than a time without one"
     assert int(told[1]) >= 4

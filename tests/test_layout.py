@@ -288,10 +288,11 @@ MODELS = (
     Model("DeepSeek-V3 (MLA)", 61, 1, TOKENS * (512 + 64) * 2),
 )
 Cell = tuple[int, int, int]  # engine block, layer, head
+# By the decision's number.
 ORDERS: dict[str, Callable[[Cell], tuple[int, int, int]]] = {
-    "engine block, layer, head": lambda cell: (cell[0], cell[1], cell[2]),
-    "layer, engine block, head": lambda cell: (cell[1], cell[0], cell[2]),
-    "head, engine block, layer": lambda cell: (cell[2], cell[0], cell[1]),
+    "1": lambda cell: (cell[0], cell[1], cell[2]),
+    "2": lambda cell: (cell[1], cell[0], cell[2]),
+    "3": lambda cell: (cell[2], cell[0], cell[1]),
 }
 
 
@@ -328,17 +329,20 @@ def run_bytes(model: Model, order: str, tp: int, *, page: bool) -> int:
     return length
 
 
-def rows(*, page: bool) -> Iterator[str]:
+def rows() -> Iterator[str]:
     for model in MODELS:
         for order in ORDERS:
-            lengths = [run_bytes(model, order, tp, page=page) // KIB for tp in (1, 2, 4, 8)]
-            yield f"| {model.name} | {order} | {' | '.join(f'{kib:,}' for kib in lengths)} |"
+            cells = [
+                f"{run_bytes(model, order, tp, page=page) // KIB:,}"
+                for page in (True, False)
+                for tp in (1, 2, 4, 8)
+            ]
+            yield f"| {model.name} | {order} | {' | '.join(cells)} |"
 
 
-@pytest.mark.parametrize("page", [True, False])
-def test_the_decision_on_the_order_has_the_computed_numbers(page: bool) -> None:
+def test_the_decision_on_the_order_has_the_computed_numbers() -> None:
     text = DECISION.read_text(encoding="utf-8")
-    assert [row for row in rows(page=page) if row not in text] == []
+    assert [row for row in rows() if row not in text] == []
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])

@@ -123,7 +123,7 @@ def test_the_log_has_one_line_for_each_change_with_reason_and_what_is_next(
     assert [record.getMessage() for record in caplog.records] == [
         (
             "/kv: ok -> read_only: a write failed: [Errno 28] No space left on device;"
-            " serves what it has; tries to write again in 5.0 s"
+            " serves its blocks; tries to write again in 5.0 s"
         ),
         (
             "/kv: read_only -> off: the directory is gone;"

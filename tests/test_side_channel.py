@@ -187,7 +187,7 @@ def test_B2_who_says_too_much_in_a_second_is_hung_up_on_and_may_come_back(
         server.channel.poll(5 * 10**9)
         client.channel.poll(time.monotonic_ns())
     assert [message for _, message in server.got] == [m.Release(1), m.Release(2)]
-    assert server.lost == [(server.got[0][0], "it says too much")]
+    assert server.lost == [(server.got[0][0], "it sent too many messages")]
     assert client.lost == [(number, "connection: disconnected")]
     again = client.channel.connect(server.channel.address)
     client.channel.send(again, m.Release(5))

@@ -135,7 +135,7 @@ class EngineWrites:
         engine = self._engines.get(session)
         found = None if engine is None else engine.open.get(message.write)
         if engine is None or found is None or rank not in found.left:
-            raise ProtocolError(f"the end of write {message.write}, which rank {rank} was not told")
+            raise ProtocolError(f"the end of write {message.write}, which rank {rank} was not sent")
         self.moved_bytes += message.copied_bytes
         found.left.discard(rank)
         found.ends.add(message.end)

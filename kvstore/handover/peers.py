@@ -472,7 +472,7 @@ class Peers:
 
     def _poll(self, now_ns: int) -> None:
         for event in (*self._mover.poll(now_ns), *self.engine_writes.take(now_ns)):
-            with self._barrier.around("what was moved", partial(self._fail_event, event)):
+            with self._barrier.around("the end of a transfer", partial(self._fail_event, event)):
                 self._on_event(event)
         self.channel.poll(now_ns)
         for source in self.producer.sources():
@@ -503,7 +503,7 @@ class Peers:
         self._counts["internal"] += 1
 
     def _guard(self, number: int) -> AbstractContextManager[None]:
-        return self._barrier.around(f"what peer {number} wants", partial(self._fail_peer, number))
+        return self._barrier.around(f"the jobs of peer {number}", partial(self._fail_peer, number))
 
     def _fail_peer(self, number: int) -> None:
         """Hang up on a peer; what is held for it stays held if it cannot be let go of."""
@@ -513,7 +513,7 @@ class Peers:
     def _fail_inlet(self, digest: str) -> None:
         """Fetch nothing for a namespace any more; what was to come does not."""
         self._off.add(digest)
-        log.error("nothing is fetched for %s until the store is started again", digest[:12])
+        log.error("fetches for namespace %s are off until the store is started again", digest[:12])
         for number in [n for n, link in self._links.items() if link.digest == digest]:
             self.channel.drop(number)
         with self._barrier.around("the end of fetches"):

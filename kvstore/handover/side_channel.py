@@ -364,11 +364,14 @@ class Channel:
         if self._heard[number][1] > RATE_MAX:
             self.counts["too_many"] += 1
             self._said.warn(
-                "peers that say too much", "peer %d: over %d messages in a second", number, RATE_MAX
+                "peers that send too many messages",
+                "peer %d: over %d messages in a second",
+                number,
+                RATE_MAX,
             )
-            self._hang_up(number, "it says too much")
+            self._hang_up(number, "it sent too many messages")
             return
-        with self._barrier.around(f"what peer {number} said", lambda: self.give_up(number)):
+        with self._barrier.around(f"a message of peer {number}", lambda: self.give_up(number)):
             try:
                 self._on_message(number, decode(frame))
             except ProtocolError as exc:
@@ -376,7 +379,7 @@ class Channel:
 
     def give_up(self, number: int) -> None:
         """Hang up on a peer that has met a bug of ours."""
-        self._hang_up(number, "it has met a bug of the store")
+        self._hang_up(number, "its messages met a bug of the store")
 
     def _met_a_bug(self) -> None:
         self.counts["internal"] += 1

@@ -95,7 +95,9 @@ def _ask(address: str, query: p.Query, timeout_s: float, user: int | None) -> by
     except OSError as exc:
         raise StoreUnreachable(f"no store answers at {shown}: {exc.strerror}") from exc
     except OtherUserError as exc:
-        raise StoreUnreachable(f"{shown} is not asked: {exc}; --user names another") from exc
+        raise StoreUnreachable(
+            f"{shown} was sent nothing: {exc}; use --user to name another user"
+        ) from exc
     except ProtocolError as exc:
         raise StoreUnreachable(f"{shown} is no kvstore: {exc}") from exc
 
@@ -112,7 +114,7 @@ def _receive(sock: socket.socket, deadline_s: float) -> bytes:
                 return message.body
             if isinstance(message, p.Refused):
                 raise StoreRefused(f"the store refuses: {message.reason}")
-            raise ProtocolError(f"{type(message).__name__} instead of Report")
+            raise ProtocolError(f"{type(message).__name__}, expected Report")
         sock.settimeout(max(0.001, deadline_s - time.monotonic()))
     raise ProtocolError("it closed the connection")
 

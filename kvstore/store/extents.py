@@ -148,7 +148,7 @@ class Memory:
         if not self._short and self._now_ns - self._told_ns >= _QUIET_NS:
             self._short, self._told_ns = True, self._now_ns
             log.warning(
-                "no memory for another extent: %s; goes on with the %s it has, and looks again"
+                "no memory for another extent: %s; the store keeps its %s, and looks again"
                 " every %d s",
                 why, sized(self.pool.used_bytes), _RETRY_NS // 1_000_000_000,
             )  # fmt: skip

@@ -424,10 +424,10 @@ class Server:
             self.store.on_tick(time.monotonic_ns())
             if time.monotonic() - told > _PROGRESS_S:
                 told = time.monotonic()
-                log.info("keeping blocks: %d of %d", total - left, total)
+                log.info("copying blocks that only memory has: %d of %d", total - left, total)
             time.sleep(_BUSY_TICK_S)
         if total:
-            log.info("%d blocks were still to be kept: %d are", total, total - left)
+            log.info("%d blocks were only in memory: copied %d", total, total - left)
 
 
 def _unfinished(connection: _Connection) -> int:
@@ -449,5 +449,5 @@ def serve(config: Config, listener: Listener, linger_s: float | None = None) -> 
             server.run()
         except InvariantBroken:
             # What it knows of its memory is wrong: nothing of it is served or kept any more.
-            log.critical("the store ends, and copies nothing down: a bug", exc_info=True)
+            log.critical("broken invariant: the store ends, and copies nothing down", exc_info=True)
             raise SystemExit(BROKEN_STATUS) from None

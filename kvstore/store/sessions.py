@@ -225,7 +225,7 @@ class Store:
             for source in self._peers.producer.sources():
                 self._visits.wake(source.layout.digest)
         visited = self._visits.take(self.namespaces, now_ns)
-        with self._barrier.around("what memory is whose"):
+        with self._barrier.around("the extents of namespaces"):
             for connection in self._memory.tick(self.namespaces, visited, now_ns):
                 session = self._by_connection.get(connection)
                 if session is not None:
@@ -486,7 +486,7 @@ class Store:
             del self._by_connection[session.scheduler]
             self._ended.add(session.scheduler)
         if session.namespace is not None:
-            with self._barrier.around(f"what engine {session.engine!r} had"):
+            with self._barrier.around(f"the leases and slots of engine {session.engine!r}"):
                 self._give_back(session, session.namespace)
 
     def _give_back(self, session: Session, namespace: Namespace) -> None:

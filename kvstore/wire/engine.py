@@ -93,9 +93,9 @@ class Usage(Message, frozen=True):
 class HandedOver(Message, frozen=True):
     """A request whose blocks another store will ask for.
 
-    state: "running", it computes them; "done", these are all, held for lease_ms even if nobody
-    asks; "gone", it ended otherwise. common: what others may call it who do not know its id, but
-    whoever has the same. fixed: nobody makes lease_ms longer.
+    state: "running", it computes them; "done", these are all, held for lease_ms even if no store
+    asks; "gone", it ended otherwise. common: the name of a router, for engines that do not know
+    its id. fixed: no heartbeat extends lease_ms.
     """
 
     request: Text
@@ -109,7 +109,7 @@ class HandedOver(Message, frozen=True):
 
 
 class Unwanted(Message, frozen=True):
-    """A request does not want any more what a store at host:port has of it under this name."""
+    """A request no longer needs its blocks at the store at host:port, under this name."""
 
     peer: Name
     request: Text
@@ -149,7 +149,7 @@ class Mapped(Message, frozen=True):
 
 
 class Unmapped(Message, frozen=True):
-    """The worker will not touch an extent any more."""
+    """The worker no longer uses an extent."""
 
     extent: Number
 
@@ -178,7 +178,7 @@ class Loaded(Message, frozen=True):
 
 
 class Loading(Message, frozen=True):
-    """A worker still waits for what a lease names: the lease goes on. Coming may answer."""
+    """A worker still waits for blocks of a lease; the lease is extended. Coming may answer."""
 
     lease: Number
 
@@ -193,10 +193,10 @@ class Arrived(Message, frozen=True):
 
 
 class Target(Message, frozen=True):
-    """This worker's engine blocks that blocks of a pushed fetch (u32 positions) may be written to.
+    """Where blocks of a pushed fetch (u32 positions) may be written: this worker's engine blocks.
 
-    agent: of the worker, which ends before they are used otherwise. blocks: u32, as many for each
-    position; 0: that part is not wanted.
+    agent: of the worker, which ends before they are used otherwise. blocks: u32, equally many for
+    each position; 0: that part is not wanted.
     """
 
     fetch: Number
@@ -216,10 +216,10 @@ class Serves(Message, frozen=True):
 
 
 class BlocksWritten(Message, frozen=True):
-    """What became of a WriteBlocks.
+    """Result of a WriteBlocks.
 
-    end: "all" is written; "none", not all, and nothing of it can still come; "failed", some of it
-    may. copied_bytes: what this worker has written.
+    end: "all" was written; "none": not all, and no write is in progress; "failed": a write may
+    still be in progress. copied_bytes: written by this worker.
     """
 
     write: Number
@@ -356,9 +356,9 @@ class Places(Message, frozen=True):
 
 
 class Passed(Message, frozen=True):
-    """What came of blocks of a fetch (u32 positions): what all ranks have is good, or not.
+    """Verdict on blocks of a fetch (u32 positions) that all ranks have: valid or not.
 
-    written: it is not, and the peer may still write to where it was told.
+    written: not valid, and the peer may still write there.
     """
 
     fetch: int
@@ -368,10 +368,10 @@ class Passed(Message, frozen=True):
 
 
 class Coming(Message, frozen=True):
-    """What a lease names comes from a peer, and goes on.
+    """Blocks of a lease are still arriving from a peer.
 
-    quiet_ms: time since a block of it came, or the peer said that it is computed. computed_ms:
-    time since the peer said so; None: it has not.
+    quiet_ms: time since a block arrived, or the peer reported computing. computed_ms: time since
+    that report; None: there was none.
     """
 
     lease: int

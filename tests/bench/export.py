@@ -12,6 +12,19 @@ WRITE over TCP.
 Both stores, both exporters and all threads that take checksums share this machine's processors
 here. So there is a second limit: NIXL with one pass of checksums over the bytes on each side,
 taken by a thread meanwhile, and the processor time of each process is counted.
+
+Results:
+
+pull_cpu, push_cpu                  from the prefill store's memory, against one NIXL transfer of
+    the same blocks
+pull_nvme, push_nvme                from its disk only, against the slower of that and the disk
+direct_cpu, direct_nvme             the same, read by the engine's worker into its memory
+direct_push_cpu, direct_push_nvme   the same, written there by the prefill store's exporter
+pull_summed, push_summed            that NIXL transfer with a checksum pass on each side meanwhile,
+    against the one without; summed_ratio is against it
+first_block_ms                      from the question until the first block can be read
+cpu_us, nixl_cpu_us                 processor time for each 2 MiB: of both stores and exporters (in
+    the JSON also by process), of the two processes with NIXL alone
 """
 
 from __future__ import annotations

@@ -11,6 +11,10 @@ pages where the machine has any (with small ones a disk is given each block in h
 A round in which a hypervisor took the processors away is measured again. Not equal is how much
 memory there is: fio goes through a few buffers again and again, a cache's blocks each have a place
 of their own. So there is a plain loop through that memory as well.
+
+Results read and write also have the slowest and fastest round (value_low, value_high,
+reference_low, reference_high), CPU time per block, the cost of a plain pass over a block
+(plain_pass_us), of a checksum in such passes (checksum_passes), and loop_ratio, against that loop.
 """
 
 from __future__ import annotations

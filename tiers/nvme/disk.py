@@ -320,7 +320,7 @@ class NvmeDisk:
             if (seconds := pace.stalled_s(now_s)) > HANG_S:
                 reads = name in ("reads", "watch")
                 hangs = self._health.lost if reads else self._health.only_reads
-                hangs(f"nothing has come back from its {name} for {seconds:.0f} s", now_s)
+                hangs(f"no call of its {name} has returned for {seconds:.0f} s", now_s)
 
     def _looked(self, seen: Look | Exception, now_s: float) -> None:
         if self._closed or not self._recovery.at_home:
@@ -357,7 +357,7 @@ class NvmeDisk:
                 self._keeper.poll(time.monotonic())
                 self._watch.poll(time.monotonic())
         if not ended or self._watch.open:  # the lock goes with the process
-            log.error("%s: I/O hangs; left without waiting for it", self._shared.volume.path)
+            log.error("%s: I/O hangs; the store ends without it", self._shared.volume.path)
             return
         if ended[0] is not None:
             log.error("%s: not shut down in order: %s", self._shared.volume.path, ended[0])

@@ -46,9 +46,9 @@ class HealthState(enum.Enum):
 
 
 _NEXT = {
-    HealthState.LOADING: "serves what it has read of its index so far",
+    HealthState.LOADING: "serves the blocks whose index it has read",
     HealthState.OK: "reads and writes",
-    HealthState.READ_ONLY: "serves what it has; tries to write again in {:.1f} s",
+    HealthState.READ_ONLY: "serves its blocks; tries to write again in {:.1f} s",
     HealthState.OFF: "all its blocks are misses; closes its files and looks again in {:.1f} s",
 }
 
@@ -184,7 +184,9 @@ class Health:
         else:
             self._read_only = reason
         still, again_s = self.state.value, self._retry_s
-        log.warning("%s: still %s: %s; tries every %.1f s", self._name, still, reason, again_s)
+        log.warning(
+            "%s: still %s: %s; tries again every %.1f s", self._name, still, reason, again_s
+        )
 
     def back(self, now_s: float) -> None:
         """It was tried, and works."""

@@ -240,7 +240,7 @@ class IndexFile:
             while chunk := list(chain.from_iterable(islice(pairs, _CHUNK_ROWS))):
                 left -= len(chunk) // 2
                 if left < 0:
-                    raise lmdb.CorruptedError("more records than it says")
+                    raise lmdb.CorruptedError("more records than its namespaces count")
                 if self._read_only and any(one >= two for one, two in pairwise(chunk[::2])):
                     raise lmdb.CorruptedError("its keys are out of order")
                 if _number_of(chunk[-2]) != number:

@@ -60,7 +60,7 @@ class Remount:
         elif stalled or not health.due(now_s):
             return
         elif self.phase is Phase.AWAY and writing:  # it could reach a slot that was given anew
-            health.not_yet("waits for writes that hang", now_s)
+            health.not_yet("writes hang", now_s)
         elif self.phase is Phase.AWAY:
             self.phase = Phase.RETURNING
             fresh = Startup(shared.volume, shared.capacity_bytes)

@@ -83,7 +83,7 @@ class Startup:
             self._open()
         if not self.index_client.opened.clean:
             log.warning(
-                "%s was not shut down in order; it has what was committed", self._volume.path
+                "%s was not shut down in order; committed blocks are there", self._volume.path
             )
         for space in sorted(self.spaces.values(), key=lambda space: space.number, reverse=True):
             space.loading = Loading(space)
@@ -119,14 +119,14 @@ class Startup:
                 if space is not None:
                     space.extents[number] = self._volume.open_extent(number, space.slot_bytes)
             except FileNotFoundError:
-                log.error("%s is lost, and with it its blocks", self._volume.extent(number))
+                log.error("%s and its blocks are lost", self._volume.extent(number))
         known = {number for space in self.spaces.values() for number in space.extents}
         removed = self._volume.sweep(known)
         # Without any, one may be left: a first extent whose store died before it was entered.
         if not extents and removed > (0 if self.index_client.opened.new else 1):
             log.error(
-                "%s: the index is damaged or lost: it is empty, and %d extents that it does not"
-                " know are removed", self._volume.path, removed,
+                "%s: the index is damaged or lost: the tier starts empty, and %d unknown extents"
+                " are removed", self._volume.path, removed,
             )  # fmt: skip
         gone = [number for number in extents if number not in known]
         if gone:
@@ -162,7 +162,12 @@ class Startup:
                 try:
                     yield from self._load(space, space.loading, keeper)
                 except IndexProcessDiedError as exc:  # of what, the next one says
-                    log.error("%s is read on in %.1f s: %s", self._volume.path, RETRY_S, exc)
+                    log.error(
+                        "reading the index of %s resumes in %.1f s: %s",
+                        self._volume.path,
+                        RETRY_S,
+                        exc,
+                    )
                     retry_s = time.monotonic() + RETRY_S
                     while time.monotonic() < retry_s:
                         yield True

@@ -166,7 +166,7 @@ class NvmeTier:
                 break
             found.append(record)
         if len(found) < len(work.job.keys):
-            work.error = TierIOError("a block is not here any more" if self._disk.online else "off")
+            work.error = TierIOError("a block has left the disk" if self._disk.online else "off")
         work.next = len(work.job.keys)
         for record in found:
             self.space.pin(record)
@@ -190,7 +190,7 @@ class NvmeTier:
         self._disk.wake(space)
         left = len(job.keys) - work.next
         if not self._disk.writable:
-            work.error, work.next = TierIOError("the tier takes no writes now"), len(job.keys)
+            work.error, work.next = TierIOError("the tier is read-only now"), len(job.keys)
             return True
         if space.free < left and not self._disk.make_room(space, left):
             if space.free == 0:

@@ -72,7 +72,7 @@ class Pins:
         try:
             found = numa.nodes_of(extent.address, extent.bytes)
         except OSError as exc:
-            log.info("kvstore: the system does not tell on which NUMA node memory is: %s", exc)
+            log.info("kvstore: the NUMA nodes of memory cannot be found: %s", exc)
             self._node = None
             return
         if found[self._node] * 2 < found.total():
@@ -123,8 +123,8 @@ def explain(problem: str, pinned: int, wanted: int, locked: int) -> str:
     """Say what stands in the way of pinned memory. locked: RLIMIT_MEMLOCK, -1 without limit."""
     limit = "unlimited" if locked < 0 else f"{locked >> 20} MiB"
     return (
-        f"{problem}; {pinned >> 20} of {wanted >> 20} MiB of the cpu tier are pinned. What may"
-        f" stand in the way: the memory limit of this worker's container (pinned pages count"
-        f" there), the locked-memory limit (ulimit -l: {limit}), a kernel that does not let"
-        " drivers pin shared memory (some sandboxes)"
+        f"{problem}; {pinned >> 20} of {wanted >> 20} MiB of the cpu tier are pinned. Possible"
+        " causes: the memory limit of this worker's container (pinned pages count there), the"
+        f" locked-memory limit (ulimit -l: {limit}), a kernel that does not let drivers pin shared"
+        " memory (some sandboxes)"
     )
