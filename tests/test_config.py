@@ -170,7 +170,7 @@ WRONG_IN: list[tuple[str, str, Any, tuple[str, ...]]] = [
     ("tier", "clas", "x", ("unknown clas", "did you mean class?")),
     ("tier", "class", "Disk", ('"Disk"',)),
     ("tier", "class", "a-b:C", ('"a-b:C"',)),
-    ("tier", "name", "cpu", ('"cpu"', "taken")),
+    ("tier", "name", "cpu", ('"cpu"', "which the store uses")),
     ("tier", "name", "My Disk", ('"My Disk"',)),
     ("tier", "options", 3, ("found 3",)),
     ("tier", "backlog", True, ("found true",)),
