@@ -109,6 +109,13 @@ def test_S2_a_format_with_flipped_bits_is_damage_and_another_one_is_not(folder: 
         NvmeDisk(settings_for(folder))
 
 
+def test_S2_a_table_whose_name_has_a_flipped_bit_is_damage(folder: Path) -> None:
+    data = index_of(folder).read_bytes()
+    index_of(folder).write_bytes(data.replace(b"meta", b"mepa"))
+    with shelf(settings_for(folder)) as found:
+        assert found.keys() == []
+
+
 @pytest.mark.parametrize("page", [0, 1])
 def test_S2_another_version_of_lmdb_in_its_first_pages_is_damage(folder: Path, page: int) -> None:
     """Each of the two has a magic number, then the version; the newer page is the one in use."""

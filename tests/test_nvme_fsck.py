@@ -223,9 +223,16 @@ def test_a_damaged_index_is_said_and_set_aside_by_a_repair(filled: Path, tmp_pat
         assert readable(settings) == 0
 
 
+FOUND = (
+    23,  # the version of LMDB in its first page
+    185,  # a page that can be read, and is wrong once rows are deleted from it
+)
+
+
 def test_no_rubbish_in_the_index_ends_it(filled: Path, tmp_path: Path) -> None:
     """KVSTORE_BITS=200 for a long campaign."""
-    for seed in range(int(os.environ.get("KVSTORE_BITS", "4"))):
+    long = int(os.environ.get("KVSTORE_BITS", "4"))
+    for seed in (*range(long), *(seed for seed in FOUND if seed >= long)):
         settings, rng = copy_of(filled, tmp_path / str(seed)), random.Random(seed)
         data = bytearray(index(settings).read_bytes())
         for _ in range(rng.choice([1, 30])):

@@ -371,10 +371,10 @@ class Good:
         """Have one engine go on with what another one computed. Raises AssertionError.
 
         As an engine does, it stores and asks again what did not stay or come: other models take
-        memory away, with what is in it.
+        memory away, with what is in it, and with that each try may lose a slot that it was granted.
         """
         self.chains = [*self.chains[-7:], chain]
-        for _ in range(3):
+        for _ in range(self.giver.credit_slots + 1):
             self._attach_again()
             self.put(chain)
             if self._fetched(chain, push=push):

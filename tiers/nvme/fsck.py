@@ -60,12 +60,28 @@ def examine(
         report.ok = not report.wrong()
         if repair:
             report.repair = known.repair()
+            _look_again(volume, report.repair)
     except OSError as exc:
         raise TierError(f"{folder}: {exc}") from exc
     finally:
         known.close()
         volume.close()
     return report
+
+
+def _look_again(volume: Directory, done: Repair) -> None:
+    """Set the index aside if what was dropped from it has shown damage that reading did not."""
+    if not done.blocks_dropped and not done.extents_dropped:
+        return
+    known = Known(volume, FsckReport(str(volume.path)))
+    try:
+        known.read()
+        if not known.readable:
+            more = known.repair()
+            done.index_kept_as = more.index_kept_as
+            done.files_removed += more.files_removed
+    finally:
+        known.close()
 
 
 def refuse_others(folder: Path) -> None:
@@ -203,12 +219,17 @@ class Known:
         blocks.ok.add(space.slot_bytes, len(space.index))
         self._deletes += [space.index_key(record) for record in space.take_deletes()]
 
+    @property
+    def readable(self) -> bool:
+        """Tell whether the index could be read."""
+        return self._report.index_error is None
+
     # Repairing
 
     def repair(self) -> Repair:
         """Drop from the index what is wrong, and remove files that are not in it."""
         done, folder = Repair(), self._volume.path
-        if self._report.index_error is not None:
+        if not self.readable:
             done.index_kept_as = str(set_aside(folder))
         index = folder / FOLDER / "data.mdb"
         size = index.stat().st_size if index.exists() else 0

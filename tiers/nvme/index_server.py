@@ -60,6 +60,8 @@ _NOT_ITS_FAULT = (  # they say something about the machine, or about an error be
     lmdb.ReadonlyError,
 )
 _OTHER_VERSION = "LMDB data format"
+OWN_TABLES = 2
+"""A file with so many of our tables is ours, whatever else is in it."""
 FORMAT_BITS = 4
 """Another version's format differs from ours in more bits; in fewer, these have flipped."""
 
@@ -166,6 +168,8 @@ class IndexFile:
         found: its format; names: its tables.
         """
         if found is None and names.difference(TABLES):
+            if len(names.intersection(TABLES)) >= OWN_TABLES:
+                raise lmdb.CorruptedError(f"tables {sorted(names)}, expected {sorted(TABLES)}")
             raise OtherFormatError(f"{path}: an LMDB file, but not an index of kvstore")
         if found not in (None, FORMAT):
             if _bits_apart(found, FORMAT) <= FORMAT_BITS:
