@@ -196,7 +196,8 @@ class IndexClient:
         """Remember a death. Raises IndexDamagedError when the index is what it died of."""
         self._process = None
         self._deaths += exc.of_the_file
-        if exc.of_the_file and (verified or self._deaths >= _DEATHS_MAX):
+        read = verified or self._read_only  # by plain calls before, which a failing disk would fail
+        if exc.of_the_file and (read or self._deaths >= _DEATHS_MAX):
             raise IndexDamagedError(f"{self.path}: {exc}") from exc
         self._verify = self._verify or exc.of_the_file
 
