@@ -225,8 +225,8 @@ def test_workers_are_told_how_to_reach_a_peer_once_and_when_it_changes() -> None
     made.tell("n", 6, ("agent", b"b"), REGION, [0], [7])
     assert isinstance(sent[-1][1], p.Places)
     assert sent[-1][1].metadata == b"b", "each fetch tells what it takes"
-    made.passed("n", 5, 0, ok=True, written=False)
-    made.passed("n", 5, 1, ok=False, written=False)
+    made.passed("n", 5, [0], ok=True, written=False)
+    made.passed("n", 5, [1], ok=False, written=False)
     made.end("n", 5)
     passed = [(c, from_u32(x.positions), x.ok) for c, x in sent if isinstance(x, p.Passed)]
     assert sorted(passed) == [(10, [0], True), (10, [1], False), (11, [0], True), (11, [1], False)]
@@ -404,7 +404,7 @@ def test_direct_what_has_failed_between_offer_and_claim_is_told() -> None:
     pair, chain = Pair(), hashes(3)
     pair.put(chain)
     number = offered(pair, chain)
-    pair.consumer._done(pair.consumer._fetches[number], 1, ok=False)
+    pair.consumer._done(pair.consumer._fetches[number], (1, 2), ok=False)
     pair.consumer.claim(number, [0, 1, 2])
     assert pair.passed == {(number, 1): False}
     pair.consumer.claim(number + 1, [0])

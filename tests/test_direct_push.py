@@ -10,7 +10,8 @@ from kvstore.core.layout import GroupLayout, PageRun, RankLayout, RankPages
 from kvstore.handover import jobs
 from kvstore.handover.consumer import ANSWER_NS, STALL_NS
 from kvstore.handover.jobs import Job
-from kvstore.handover.transfers import SlotFill, Tag
+from kvstore.handover.runs import Part
+from kvstore.handover.transfers import SlotFill
 from kvstore.wire import peer as m
 from tests.harness.fakes import SLOT_BYTES, from_u32, hashes, u32
 from tests.harness.handover_pair import Pair
@@ -149,18 +150,18 @@ def test_B13_direct_parts_that_are_not_wanted_are_not_written() -> None:
 def test_B20_direct_a_slot_is_let_go_of_when_the_last_of_its_writes_has_ended() -> None:
     pair, chain = Pair(), hashes(1)
     pair.put(chain)
-    held: list[tuple[list[Tag], SlotFill]] = []
-    pair.fill = lambda tags, fill: held.append((tags, fill))  # type: ignore[method-assign]
+    held: list[tuple[Part, SlotFill]] = []
+    pair.fill = lambda part, fill: held.append((part, fill))  # type: ignore[method-assign]
     number = claimed(pair, chain)
     pair.consumer.fill(number, {0: [10]}, RANKS)
     pair.run(5)
     assert len(held) == 2
-    tags = held[0][0]
-    pair.producer.written(tags, ok=False)
+    part = held[0][0]
+    pair.producer.written(part, ok=False)
     pair.run(5)
-    assert job_of(pair).blocks[0].slot is not None, "the other rank's half is being written"
+    assert job_of(pair).states[0] == jobs.WRITING, "the other rank's half is being written"
     assert not pair.passed
-    pair.producer.written(tags, ok=True)
+    pair.producer.written(part, ok=True)
     pair.run(5)
     assert pair.passed == {(number, 0): False}
     assert pair.unsafe == {(number, 0)}, "what NIXL had sent may still come"
@@ -189,8 +190,8 @@ def test_B20_direct_a_peer_that_was_told_to_stop_says_when_it_writes_no_more(
     """It was not told where the third block goes, and keeps that neither."""
     pair, chain = Pair(), hashes(3)
     pair.put(chain)
-    held: list[list[Tag]] = []
-    pair.fill = lambda tags, fill: held.append(tags)  # type: ignore[method-assign] # noqa: ARG005
+    held: list[Part] = []
+    pair.fill = lambda part, fill: held.append(part)  # type: ignore[method-assign] # noqa: ARG005
     number = claimed(pair, chain)
     pair.consumer.fill(number, {0: [10], 1: [11]}, RANKS)
     pair.run(5)
@@ -198,8 +199,8 @@ def test_B20_direct_a_peer_that_was_told_to_stop_says_when_it_writes_no_more(
     pair.consumer.arrived(number, [0, 1], pair.taker.now_ns, ok=False)
     pair.run(5)
     assert pair.unsafe == {(number, 0), (number, 1)}
-    for tags in held:
-        pair.producer.written(tags, **how)
+    for part in held:
+        pair.producer.written(part, **how)
     assert not pair.producer.counts["failed"]
     pair.run(5)
     assert not pair.unsafe

@@ -113,8 +113,8 @@ def test_B20_direct_a_rank_whose_load_has_failed_ends_the_fetch() -> None:
 def test_B20_direct_workers_are_told_what_may_still_be_written() -> None:
     made, sent = waiting()
     sent.clear()
-    made.passed("n", 5, 0, ok=False, written=True)
-    made.passed("n", 5, 1, ok=False, written=False)
+    made.passed("n", 5, [0], ok=False, written=True)
+    made.passed("n", 5, [1], ok=False, written=False)
     made.flush()
     assert [message for connection, message in sent if connection == 10] == [
         p.Passed(5, u32([0]), ok=False, written=True),

@@ -15,7 +15,8 @@ from kvstore.handover import jobs
 from kvstore.handover.engine_blocks import Resident
 from kvstore.handover.engine_writes import AT_ONCE, LOST_NS, OF_PEER, SLOW_NS, WAIT_NS, EngineWrites
 from kvstore.handover.peers import Peers
-from kvstore.handover.transfers import EngineWrite, Tag
+from kvstore.handover.runs import Part
+from kvstore.handover.transfers import EngineWrite
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
@@ -30,8 +31,8 @@ from tests.test_residents import Announced
 def given(pair: Pair, **how: bool) -> None:
     """All that engines were told to write has ended."""
     told, pair.engine_writes = pair.engine_writes, []
-    for tags, _ in told:
-        pair.producer.written(tags, **how)
+    for part, _ in told:
+        pair.producer.written(part, **how)
     pair.run(5)
 
 
@@ -49,8 +50,8 @@ def shown(*positions: int) -> tuple[Pair, list[bytes], Announced, int]:
 
 def test_L1_direct_an_engine_writes_what_it_has_and_the_exporter_the_rest() -> None:
     pair, _, _, number = shown(0, 2)
-    ((tags, give),) = pair.engine_writes
-    assert [tag.position for tag in tags] == [0, 2]
+    ((part, give),) = pair.engine_writes
+    assert list(part.positions) == [0, 2]
     assert (give.engine, give.group, give.blocks, give.targets) == (1, 0, [0, 20], [10, 12])
     assert [(rank.agent, rank.metadata) for rank in give.ranks] == [
         ("rank 0", b""),
@@ -100,8 +101,8 @@ def test_B20_direct_what_an_engine_has_half_written_fails() -> None:
 def test_P3_direct_what_an_engine_has_written_is_good_whatever_it_overwrites_then() -> None:
     """It is the peer's own by then."""
     pair, _, memory, number = shown(0)
-    ((tags, _),) = pair.engine_writes
-    pair.producer.written(tags, ok=True)
+    ((part, _),) = pair.engine_writes
+    pair.producer.written(part, ok=True)
     memory.here.clear()
     pair.run(5)
     assert pair.passed[number, 0]
@@ -113,13 +114,13 @@ def test_B19_direct_a_write_that_stopped_though_it_was_wanted_has_not_been_made(
     """By an exporter whose memory a peer has written over, say."""
     pair, chain = Pair(), hashes(1)
     pair.put(chain)
-    held: list[list[Tag]] = []
-    pair.fill = lambda tags, fill: held.append(tags)  # type: ignore[method-assign] # noqa: ARG005
+    held: list[Part] = []
+    pair.fill = lambda part, fill: held.append(part)  # type: ignore[method-assign] # noqa: ARG005
     number = claimed(pair, chain)
     pair.consumer.fill(number, {0: [10]}, RANKS)
     pair.run(5)
-    for tags in held:
-        pair.producer.written(tags, ok=False, stopped=True)
+    for part in held:
+        pair.producer.written(part, ok=False, stopped=True)
     pair.run(5)
     assert pair.passed == {(number, 0): False}
     pair.check_nothing_left()
@@ -128,7 +129,7 @@ def test_B19_direct_a_write_that_stopped_though_it_was_wanted_has_not_been_made(
 @pytest.mark.parametrize("how", [{"ok": True}, {"ok": False, "stopped": True}])
 def test_B20_direct_what_nobody_waits_for_is_not_written_once_more(how: dict[str, bool]) -> None:
     pair, _, memory, number = shown(0, 1, 2)
-    assert job_of(pair).blocks[0].slot is not None
+    assert job_of(pair).states[0] == jobs.WRITING
     pair.consumer.arrived(number, [0, 1, 2], pair.taker.now_ns, ok=False)
     pair.run(5)
     assert len(pair.unsafe) == 3
@@ -147,7 +148,7 @@ def test_L1_direct_an_engine_of_smaller_blocks_than_were_named_writes_none() -> 
     claimed(pair, chain)
     pair.run(5)
     job = job_of(pair)
-    job.ranks, job.blocks[0].target = RANKS, [10, 11, 12]
+    job.ranks, job.targets[0] = RANKS, [10, 11, 12]
     assert not list(job.engine_writes([0]))
     assert [fill.blocks for _, fill in job.fills([0])] == [[10, 11, 12]] * len(RANKS)
 
@@ -160,11 +161,11 @@ def test_B13_direct_an_engine_writes_wanted_parts_to_ranks_that_have_the_group()
     pair.run(5)
     job = job_of(pair)
     theirs = replace(RANKS[1], gpu=3)
-    job.ranks, job.blocks[0].target = (RankPages("none", b"", ((),)), theirs), [0, 31]
-    ((tags, give),) = job.engine_writes([0])
-    assert (give.blocks, give.targets, len(tags)) == ([1], [31], 1)
+    job.ranks, job.targets[0] = (RankPages("none", b"", ((),)), theirs), [0, 31]
+    ((part, give),) = job.engine_writes([0])
+    assert (give.blocks, give.targets, part.positions) == ([1], [31], [0])
     assert [(rank.agent, rank.gpu) for rank in give.ranks] == [("rank 1", 3)]
-    job.blocks[0].writes = 0
+    job.writes.clear()
 
 
 def test_many_blocks_of_an_engine_are_written_some_at_a_time(
@@ -182,19 +183,19 @@ def test_B2_direct_what_is_written_at_once_is_not_too_many_pieces(
 ) -> None:
     """Each is an address; all of a rank's are made before the first is written."""
     pair, chain, memory, _ = shown(0, 1, 2)
-    assert [len(tags) for tags, _ in pair.engine_writes] == [3]
+    assert [len(part.positions) for part, _ in pair.engine_writes] == [3]
     pair.engine_writes.clear()
     job = job_of(pair)
     pieces = jobs.FILL_PIECES // 2
     pages = (PageRun(0, 1, pieces // 2, 4096, 4096, 1), PageRun(pieces, 1, pieces // 2, 1, 4096, 1))
     job.ranks = (RankPages("theirs", b"", (pages,)),)
-    assert [len(tags) for tags, _ in job.engine_writes([0, 1, 2])] == [2, 1]
-    for block, key in zip(job.blocks, keys_of(chain), strict=True):
-        block.target, memory.here[key] = [5, 6], Resident(1, (1, 2), (0, 0))
-    assert [len(tags) for tags, _ in job.engine_writes([0, 1, 2])] == [1, 1, 1]
+    assert [len(part.positions) for part, _ in job.engine_writes([0, 1, 2])] == [2, 1]
+    for position, key in enumerate(keys_of(chain)):
+        job.targets[position], memory.here[key] = [5, 6], Resident(1, (1, 2), (0, 0))
+    assert [len(part.positions) for part, _ in job.engine_writes([0, 1, 2])] == [1, 1, 1]
     monkeypatch.setattr(jobs, "FILL_PIECES", jobs.FILL_PIECES - 1)
     assert not [*job.engine_writes([0, 1, 2])], "an exporter cuts blocks into parts"
-    assert sum(len(tags) for tags, _ in job.fills([0, 1, 2])) == 3
+    assert sum(len(part.positions) for part, _ in job.fills([0, 1, 2])) == 3
     many = tuple(RankPages(f"r{n}", b"", (pages,)) for n in range(5))
     with pytest.raises(ProtocolError, match="81920 pieces of a block, expected up to 65536"):
         jobs.check_ranks(pair.source.layout, many)
@@ -206,12 +207,10 @@ def test_B2_direct_a_pull_is_not_counted_as_written_by_an_engine() -> None:
     number = pair.want(chain)
     have = m.Have(number, b"", b"", b"", b"", given=u32([0]))
     pair.consumer.on_message(pair.peer, have, pair.taker.now_ns)
-    fetch = pair.consumer._fetches[number]
-    assert not fetch.blocks[0].by_engine
-    fetch.written(have, [])
-    assert not fetch.blocks[0].by_engine, "nor if workers read it"
+    assert not pair.consumer._fetches[number].by_engine
+    have = m.Have(number, b"", b"", b"", b"", given=u32([1]))
     with pytest.raises(ProtocolError, match="expected different ones below 1"):
-        fetch.written(m.Have(number, b"", b"", b"", b"", given=u32([1])), [])
+        pair.consumer.on_message(pair.peer, have, pair.taker.now_ns)
 
 
 # Between the store and its engine's workers
@@ -235,16 +234,14 @@ class Sent:
         """Of a peer of its own, if not said otherwise."""
         give = EngineWrite(engine, 0, (RankPages("theirs", b"", ((),)),), [5], [6])
         self.peers += 1
-        tags = [Tag(peer or self.peers, 1, position) for position in positions]
+        part = Part(peer or self.peers, 1, positions)
         self.engine_writes.start(
-            tags, give, {rank: 10 + rank for rank in range(world)}, self.now_ns
+            part, give, {rank: 10 + rank for rank in range(world)}, self.now_ns
         )
 
     def ended(self) -> list[tuple[list[int], bool, bool]]:
-        return [
-            ([t.position for t in e.tags], e.ok, e.stopped)
-            for e in self.engine_writes.take(self.now_ns)
-        ]
+        ended = self.engine_writes.take(self.now_ns)
+        return [(list(each.part.positions), each.ok, each.stopped) for each in ended]
 
 
 def test_a_write_is_over_when_all_ranks_of_the_engine_have_written() -> None:
@@ -288,7 +285,7 @@ def test_a_write_is_over_when_all_have_written_that_were_there_when_it_was_wante
     for _ in range(AT_ONCE):
         sent.start(0)
     give = EngineWrite(1, 0, (), [5], [6])
-    sent.engine_writes.start([Tag(1, 1, 9)], give, workers, sent.now_ns)
+    sent.engine_writes.start(Part(1, 1, [9]), give, workers, sent.now_ns)
     del workers[1]
     sent.engine_writes.written(1, 0, p.BlocksWritten(1, "all"))
     assert len(sent.ended()) == 1
@@ -379,17 +376,16 @@ def test_B20_direct_what_nobody_waits_for_and_no_worker_was_told_is_not_begun() 
     for position in range(AT_ONCE):
         sent.start(position)
     sent.start(20, 21)
-    for tag in (Tag(101, 1, 0), Tag(9, 9, 9)):
-        sent.engine_writes.abandon(tag)
+    for part in (Part(101, 1, [0]), Part(9, 9, [9]), Part(105, 1, [0])):
+        sent.engine_writes.abandon(part)
     assert not sent.ended(), "it is under way"
     for position in (20, 21):
-        sent.engine_writes.abandon(Tag(105, 1, position))
+        sent.engine_writes.abandon(Part(105, 1, [position]))
     assert sent.ended() == [([20, 21], False, True)]
     for _, told in list(sent.told):
         sent.engine_writes.written(1, 0, p.BlocksWritten(told.write, "all"))
     assert len(sent.told) == AT_ONCE
     assert len(sent.ended()) == AT_ONCE
-    assert not sent.engine_writes._of
 
 
 def test_B15_direct_a_write_that_a_frozen_engine_does_not_end_is_lost_and_still_its() -> None:
@@ -402,7 +398,6 @@ def test_B15_direct_a_write_that_a_frozen_engine_does_not_end_is_lost_and_still_
     sent.now_ns += 1
     assert sent.ended() == [([position], False, False) for position in range(AT_ONCE)]
     assert not sent.ended(), "once"
-    assert not sent.engine_writes._of
     sent.start(20)
     assert sent.ended() == [([20], False, True)], "it is told no others"
     for _, told in list(sent.told):
@@ -425,7 +420,6 @@ def test_B15_direct_writes_of_an_engine_that_is_gone_end() -> None:
     ended = sent.ended()
     assert ended[0] == ([AT_ONCE], False, True)
     assert [how for _, *how in ended[1:]] == [[False, False]] * AT_ONCE, "some may still come"
-    assert not sent.engine_writes._of
 
 
 @pytest.mark.parametrize(("session", "rank", "number"), [(2, 0, 1), (1, 1, 1), (1, 0, 2)])
@@ -444,13 +438,13 @@ def test_B2_direct_the_end_of_what_a_worker_was_not_told_is_refused(
 
 
 def test_B20_direct_a_store_passes_on_what_ends_and_what_nobody_waits_for() -> None:
-    peers, sent, abandoned = Peers.__new__(Peers), Sent(), list[Tag]()
+    peers, sent, abandoned = Peers.__new__(Peers), Sent(), list[Part]()
     mover = SimpleNamespace(abandon=abandoned.append)
     requests = SimpleNamespace(end_of=lambda _: None)
     peers.__dict__ |= {"engine_writes": sent.engine_writes, "_mover": mover, "requests": requests}
     for position in range(AT_ONCE + 1):
         sent.start(position)
-    last = Tag(101 + AT_ONCE, 1, AT_ONCE)
+    last = Part(101 + AT_ONCE, 1, [AT_ONCE])
     peers.abandon(last)
     assert sent.ended() == [([AT_ONCE], False, True)]
     assert abandoned == [last], "or the exporter writes it"

@@ -12,6 +12,7 @@ import pytest
 from kvstore.core.errors import ProtocolError
 from kvstore.handover import consumer, jobs
 from kvstore.handover import producer as o
+from kvstore.handover.runs import Part
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.fakes import blocks, hashes, keys_of, u32
@@ -122,7 +123,7 @@ def test_P8_B20_a_landing_slot_is_abandoned_and_not_used_again_while_something_m
     target, name = (pair, "write") if push else (pair.consumer._transfers, "read")
     move = getattr(target, name)
     monkeypatch.setattr(target, name, lambda *job: moving.append(partial(move, *job)))
-    abandoned: list[object] = []
+    abandoned: list[Part] = []
     monkeypatch.setattr(target, "abandon", abandoned.append)
     number = pair.want(chain, push=push)
     pair.decode.ask(chain)
@@ -133,7 +134,8 @@ def test_P8_B20_a_landing_slot_is_abandoned_and_not_used_again_while_something_m
     pair.consumer._settle(fetch)
     assert pair.consumer.quarantined == 3
     pair.run(6)
-    assert len(abandoned) == len(pair.landing._free) == 3
+    assert [list(part.positions) for part in abandoned] == [[0, 1, 2]]
+    assert len(pair.landing._free) == 3
     for work in moving:
         work()
     pair.run(10)
@@ -228,7 +230,7 @@ def test_B19_a_peer_cannot_confirm_what_has_not_been_checked() -> None:
     number = pair.want(chain)
     pair.decode.ask(chain)
     pair.run(2)
-    with pytest.raises(ProtocolError, match="position 0 was not confirmed"):
+    with pytest.raises(ProtocolError, match="positions 0 to 0 were not all confirmed"):
         pair.consumer.on_message(pair.peer, m.Valid(number, u32([0])), pair.taker.now_ns)
     assert pair.arrived(chain) == 0
 
@@ -262,7 +264,7 @@ def test_what_was_checked_after_its_peer_was_lost_is_not_waited_for() -> None:
     pair.put(chain)
     number = pair.want(chain)
     pair.decode.ask(chain)
-    while any(b.state is not consumer.State.LANDED for b in pair.consumer._fetches[number].blocks):
+    while not pair.consumer._fetches[number].states.are((0, 2), consumer.LANDED):
         pair.run(1)
     pair.lose()
     pair.run(3)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
 
 from kvstore.handover import consumer as c
-from kvstore.handover.transfers import Tag
+from kvstore.handover.runs import Part
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.fakes import hashes, keys_of
@@ -27,8 +28,8 @@ def test_landing_slots_are_free_as_soon_as_their_blocks_are_copied(push: bool) -
     number = pair.want(chain, push=push)
     pair.decode.ask(chain)
     pair.run(60)
-    states = {block.state for block in pair.consumer._fetches[number].blocks}
-    assert states == {c.State.CHECKED}, "more than there are landing slots"
+    fetch = pair.consumer._fetches[number]
+    assert fetch.states.are(fetch.all, c.CHECKED), "more than there are landing slots"
     for message in late:
         take(message)
     pair.run(3)
@@ -43,9 +44,9 @@ def test_what_ends_one_by_one_in_a_turn_is_gone_on_with_in_one_go() -> None:
         pair.source.manager.drop(key, "test")
     take = pair.sum
 
-    def counted(tags: list[Tag], *of: Any) -> None:  # noqa: ANN401 - as Work.sum has it
-        asked.append(len(tags))
-        take(tags, *of)
+    def counted(part: Part, *of: Any) -> None:  # noqa: ANN401 - as Work.sum has it
+        asked.append(len(part.positions))
+        take(part, *of)
 
     pair.sum = counted  # type: ignore[method-assign,assignment]
     pair.want(chain)
@@ -63,21 +64,19 @@ def test_B14_who_got_no_landing_slot_is_the_first_to_get_one() -> None:
     consumer = pair.consumer
     pair.peer = 9
 
-    def read(tags: list[Tag], *_: object) -> None:
-        got.append((tags[0].peer, len(tags)))
+    def read(part: Part, *_: object) -> None:
+        got.append((part.peer, len(part.positions)))
 
     consumer._transfers.read = read  # type: ignore[method-assign,assignment]
     for peer, count in ((1, 9), (2, 9), (3, 1)):
-        blocks = [
-            c.Block(key, c.State.CLAIMED, place=(m.Region(0, 0, 1), 0))
-            for key in keys_of(hashes(count, str(peer)))
-        ]
-        consumer._fetches[peer] = c.Fetch(peer, peer, blocks, 0, 0, "", False, False)
-        for position in range(count):
-            consumer._turns.queue(Tag(peer, peer, position))
+        keys = keys_of(hashes(count, str(peer)))
+        fetch = consumer._fetches[peer] = c.Fetch(peer, peer, keys, 0, 0, "", False, False)
+        fetch.states.put(fetch.all, c.CLAIMED)
+        fetch.regions, fetch.places = [m.Region(0, 0, 1)], array("I", [1] * count)
+        consumer._turns.queue(peer, peer, fetch.all)
     consumer._move()
     assert got == [(1, 4), (2, 2)], "three quarters of six, and the rest"
-    consumer._turns.left(1)
+    consumer._turns.left(1, 1)
     consumer._landing.give_back([5])
     consumer._move()
     assert got[2:] == [(3, 1)]

@@ -75,7 +75,7 @@ def test_P1_a_consumer_registers_once_and_each_block_has_one_place_to_go() -> No
     ("again", "expected"),
     [
         (m.Want(1, hashes(1)[0], 32, (u32([0]),), push=True), "job 1, expected a new number"),
-        (m.Land(1, m.Region(900, 0, 6), u32([0]), u32([5])), "a second landing slot for position"),
+        (m.Land(1, m.Region(900, 0, 6), u32([0]), u32([5])), "a second landing slot in positions"),
         (m.Land(1, m.Region(900, 0, 6), u32([1]), u32([6])), "expected below 6"),
     ],
 )

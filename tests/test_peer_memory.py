@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from kvstore.handover import transfers
-from kvstore.handover.transfers import Landing, SlotRead, Tag, Transfers, Unreachable
+from kvstore.handover.runs import Part
+from kvstore.handover.transfers import Landing, SlotRead, Transfers, Unreachable
 from kvstore.units import MIB
 from kvstore.wire import peer as m
 from tests.harness.patience import WAIT_S
@@ -90,7 +92,7 @@ def test_landing_memory_is_made_when_it_is_wanted(mover: Transfers, exporter: Ex
     landing = mover.landing("a", SLOT)
     mover.poll(1)
     assert (landing.count, landing.used, exporter.mapped) == (0, 0, {})
-    assert landing.take(1) == []
+    assert not landing.take(1)
     until(mover, lambda: landing.base)
     assert len(landing.take(99)) == landing.count == landing.used == 3
     assert list(exporter.mapped.values()) == [True]
@@ -131,11 +133,10 @@ def test_B20_a_transfer_is_abandoned_when_none_of_its_blocks_is_wanted(
     ready(mover, "a")
     region = m.Region(1, 4096, 8)
     for number in (1, 2):
-        tags = [Tag(1, number, 0), Tag(1, number, 1)]
-        mover.read(tags, "peer", "a", SlotRead(region, [0, 1], [0, 1]))
-    for tag in (Tag(1, 1, 0), Tag(1, 1, 0), Tag(1, 2, 0)):
-        mover.abandon(tag)
-    mover.abandon(Tag(2, 1, 1))
+        both = array("I", [0, 1])
+        mover.read(Part(1, number, range(2)), "peer", "a", SlotRead(region, both, both))
+    for part in (Part(1, 1, [0]), Part(1, 1, [0]), Part(1, 2, [0]), Part(2, 1, [1])):
+        mover.abandon(part)
     assert exporter.abandoned == []
-    mover.abandon(Tag(1, 1, 1))
+    mover.abandon(Part(1, 1, [1]))
     assert exporter.abandoned == [1]

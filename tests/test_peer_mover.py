@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import select
 import time
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,17 +13,17 @@ import numpy as np
 import pytest
 
 from kvstore.core.layout import PageRun, RankPages
-from kvstore.core.types import BlockKey, Slot
+from kvstore.core.types import BlockKey
 from kvstore.handover.checksums import block_sum, copied_sum
 from kvstore.handover.peers import Peers
+from kvstore.handover.runs import Part
 from kvstore.handover.side_channel import Channel
 from kvstore.handover.transfers import (
-    Check,
     Checked,
     Event,
     SlotFill,
+    Slots,
     Summed,
-    Tag,
     Transfers,
     Written,
     batches,
@@ -57,8 +58,10 @@ def woken(mover: Transfers, kind: type[Event]) -> list[Event]:
 
 
 def test_a_sum_that_was_taken_wakes_the_loop_and_is_not_looked_for(mover: Transfers) -> None:
-    mover.sum([Tag(1, 1, 0)], "namespace", [(KEY, (data := block(MIB)))])
-    assert woken(mover, Summed) == [Summed([Tag(1, 1, 0)], [block_sum("namespace", KEY, data)])]
+    part, data = Part(1, 1, range(1)), block(MIB)
+    mover.sum(part, "namespace", [KEY], Slots(lambda _: data, [0]), MIB)
+    expected = array("Q", [block_sum("namespace", KEY, data)])
+    assert woken(mover, Summed) == [Summed(part, expected)]
     _, told = mover.fds()
     assert not select.select([told], [], [], 0)[0], "it would be woken up for ever"
 
@@ -69,16 +72,16 @@ def test_a_landed_block_is_copied_and_its_sum_is_that_of_the_copy(
 ) -> None:
     landed, slots = block(size), [memoryview(bytearray(size)) for _ in range(2)]
     right = block_sum("namespace", KEY, landed)
-    tags = [Tag(1, 1, 0), Tag(1, 1, 1)]
-    checks = [Check(KEY, 0, right, Slot(0)), Check(KEY, 1, right ^ 1, Slot(1))]
-    work = [(check, landed, slot) for check, slot in zip(checks, slots, strict=True)]
-    mover.check(tags, "namespace", work)
-    right_of: dict[Tag, bool] = {}
-    while len(right_of) < len(tags):
+    mover.landing("namespace", size)
+    sums = [right, right ^ 1]
+    views = Slots(lambda _: landed, [0, 1]), Slots(lambda slot: slots[slot], [0, 1])
+    mover.check(Part(1, 1, range(2)), "namespace", [KEY, KEY], sums, *views)
+    right_of: dict[int, bool] = {}
+    while len(right_of) < len(sums):
         for event in woken(mover, Checked):
             assert isinstance(event, Checked)
-            right_of |= zip(event.tags, event.right, strict=True)
-    assert right_of == {tags[0]: True, tags[1]: False}
+            right_of |= zip(event.part.positions, event.right, strict=True)
+    assert right_of == {0: True, 1: False}
     assert slots[0] == landed
 
 
@@ -165,21 +168,21 @@ def test_a_block_that_goes_to_several_ranks_is_abandoned_in_each_write(mover: Tr
     real, fake = mover._exporter, Exporter()
     mover._exporter = fake  # type: ignore[assignment]
     pages = (PageRun(0, 64, 1, 1 << 20, 64, 0),)
-    tags = [Tag(1, 1, 0), Tag(1, 1, 1)]
+    part = Part(1, 1, range(2))
     for rank in range(3):
         there = RankPages(f"rank {rank}", b"", (pages,), rank or None)
-        mover.fill(tags, SlotFill(9, there, 0, [0, 4096], [5, 6]))
+        mover.fill(part, SlotFill(9, there, 0, [0, 4096], [5, 6]))
     first = fake.started[0]
     assert (first.peer, first.extent, first.pages, first.moved_bytes) == ("rank 0", 9, pages, 128)
     assert np.frombuffer(first.parts, np.uint64).tolist() == [0, 4096]
     assert [filling.gpu for filling in fake.started] == [None, 1, 2]
     mover._ended(1, 128, None)
-    mover.abandon(tags[0])
+    mover.abandon(Part(1, 1, [0]))
     assert not fake.abandoned, "the other block is wanted"
-    mover.abandon(tags[1])
+    mover.abandon(Part(1, 1, [1]))
     assert fake.abandoned == [2, 3]
-    assert mover._ended(2, 64, "stopped") == Written(tags, ok=False, stopped=True)
-    assert mover._ended(3, 0, "failed") == Written(tags, ok=False)
+    assert mover._ended(2, 64, "stopped") == Written(part, ok=False, stopped=True)
+    assert mover._ended(3, 0, "failed") == Written(part, ok=False)
     assert not mover._moving
     assert mover.moved_bytes == {"pushed": 192}
     mover._exporter = real

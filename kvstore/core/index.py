@@ -14,7 +14,7 @@ whoever plans a load verifies every block of the chain, so a hole costs hits, ne
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain as chained
 
 from kvstore.core.lookup import Answer, Probe, prefix_hit
@@ -130,6 +130,11 @@ class Index:
     def get(self, key: BlockKey) -> Entry | None:
         """Return the entry, ready or being written."""
         return self._tables[hash(key) >> TABLE_SHIFT].get(key)
+
+    def find(self, keys: Iterable[BlockKey]) -> list[Entry | None]:
+        """Return the entry of each key, ready or not."""
+        tables = self._tables
+        return [tables[hash(key) >> TABLE_SHIFT].get(key) for key in keys]
 
     def probe(self, key: BlockKey, *, coming: bool = True) -> LookupResult:
         """Say what is known about one key; coming: what is on its way up counts as here."""

@@ -427,6 +427,24 @@ class Manager:
         if entry.pins == 0:
             self._unpinned(entry)
 
+    def pin_run(self, keys: Iterable[BlockKey]) -> list[Entry]:
+        """Pin the blocks of these keys up to the first that is not ready, until unpin."""
+        pinned: list[Entry] = []
+        find = self.index.get
+        for key in keys:
+            entry = find(key)
+            if entry is None or entry.state is not _READY:
+                break
+            entry.pins += 1
+            self._pinned(entry)
+            pinned.append(entry)
+        return pinned
+
+    def unpin_all(self, entries: Iterable[Entry]) -> None:
+        """End a pin of each."""
+        for entry in entries:
+            self.unpin(entry)
+
     # Leaving
 
     def drop(self, key: BlockKey, reason: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import NewType, cast
 
 import msgspec
@@ -56,8 +57,12 @@ class Chain:
 
     def keys(self, group: int, count: int) -> list[BlockKey]:
         """Name the first `count` blocks in one group."""
+        return self.keys_at(group, range(count))
+
+    def keys_at(self, group: int, indices: Iterable[int]) -> list[BlockKey]:
+        """Name some blocks in one group."""
         packed, width, suffix = self.packed, self.width, self.suffixes[group]
-        starts = range(0, count * width, width)
+        starts = [index * width for index in indices]
         return cast("list[BlockKey]", [packed[at : at + width] + suffix for at in starts])
 
     def inside_of(self, blocks: int) -> int:

@@ -20,7 +20,7 @@ write, land there. One that may still be written when its block is given up is q
 
 from __future__ import annotations
 
-import enum
+from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -29,20 +29,20 @@ import msgspec
 
 from kvstore.core.errors import ProtocolError, TierIOError
 from kvstore.core.layout import RankPages
-from kvstore.core.types import BlockKey, Chain, JobId, JobResult, LookupResult, Slot, TransferJob
+from kvstore.core.types import BlockKey, Chain, JobId, JobResult, LookupResult, TransferJob
 from kvstore.handover.direct_fetches import DirectFetches
 from kvstore.handover.jobs import Source
+from kvstore.handover.runs import Part, Run, States, at, joined, numbers, runs_of
 from kvstore.handover.transfers import (
-    Check,
     EngineRead,
     LandingTurns,
     Regions,
     SlotRead,
-    Tag,
+    Slots,
     Transfers,
 )
 from kvstore.wire import peer as m
-from kvstore.wire.framing import Message, u32
+from kvstore.wire.framing import U32, Message, u32
 
 ANSWER_NS = 1_000_000_000
 STALL_NS = 10_000_000_000
@@ -64,37 +64,14 @@ class Waits(NamedTuple):
 
 WAITS = Waits()
 
+# States of a wanted block; see the top of this module.
+WANTED, OFFERED, CLAIMED, MOVING, LANDED, CHECKED, DONE = range(7)
 
-class State(enum.Enum):
-    """State of a wanted block; see the top of this module."""
-
-    WANTED = "wanted"
-    OFFERED = "offered"
-    CLAIMED = "claimed"
-    MOVING = "moving"
-    LANDED = "landed"
-    CHECKED = "checked"
-    DONE = "done"
-
-
-UNCLAIMED = frozenset({State.WANTED, State.OFFERED})
-OPEN = frozenset(State) - {State.DONE}
-LANDING = frozenset({State.LANDED, State.CHECKED})
-PULLED = LANDING | {State.MOVING}
-
-
-class Block(msgspec.Struct, eq=False):
-    """One wanted block."""
-
-    key: BlockKey
-    state: State = State.WANTED
-    slot: Slot | None = None
-    load: tuple[JobId, int] | None = None  # and its number in there
-    landing: int | None = None
-    place: tuple[m.Region, int] | None = None  # and its number there, once it can be read
-    resident: tuple[int, list[int]] | None = None  # or an engine of the peer's, and its blocks
-    by_engine: bool = False  # written from the memory of the peer's engine
-    sum: int = 0
+UNCLAIMED = bytes((WANTED, OFFERED))
+OPEN = bytes(range(DONE))
+LANDING = bytes((LANDED, CHECKED))
+PULLED = bytes((MOVING, LANDED, CHECKED))
+FAILS = bytes(set(OPEN) - {LANDED})  # at once; a copy into a slot of ours ends first
 
 
 class Fetched(msgspec.Struct):
@@ -109,7 +86,7 @@ class Fetch(msgspec.Struct, eq=False):
 
     number: int
     peer: int
-    blocks: list[Block]
+    keys: list[BlockKey]
     heard_ns: int  # its start, then when its peer last answered
     extend_ns: int
     request: str
@@ -125,30 +102,88 @@ class Fetch(msgspec.Struct, eq=False):
     ranks_told: bool = False  # to the peer: where it writes
     ended: bool = False  # the peer writes nothing any more
     engines: dict[int, Sequence[RankPages]] = {}  # of the peer's, whose memory is known
+    # Of each block:
+    states: States = States(0, WANTED)
+    slots: array[int] = array(U32)  # ours
+    loads: array[int] = array(U32)  # the load that it is for, and which of its blocks it is
+    parts: array[int] = array(U32)
+    landing: array[int] = array(U32)  # its landing slot, in MOVING and LANDED
+    places: array[int] = array(U32)  # the peer's region that it can be read in, from 1; 0: none
+    there: array[int] = array(U32)  # and its slot there
+    sums: array[int] = array("Q")
+    regions: list[m.Region] = []
+    residents: dict[int, tuple[int, list[int]]] = {}  # in an engine of the peer's: its blocks
+    by_engine: set[int] = set()  # positions written from the memory of the peer's engine
 
     def __post_init__(self) -> None:
         """Start with all blocks open."""
         self.arrived_ns = self.waited_ns = self.heard_ns
-        self.left = len(self.blocks)
+        self.left = count = len(self.keys)
+        self.states = States(count, WANTED)
+        self.slots, self.loads, self.parts = numbers(count), numbers(count), numbers(count)
+        self.landing, self.places, self.there = numbers(count), numbers(count), numbers(count)
+        self.sums = numbers(count, "Q")
 
-    def tag(self, position: int) -> Tag:
-        """Name one block in the store."""
-        return Tag(self.peer, self.number, position)
+    @property
+    def all(self) -> Run:
+        """The run of all blocks."""
+        return 0, len(self.keys)
+
+    def part(self, positions: Sequence[int]) -> Part:
+        """Name some blocks in the store."""
+        return Part(self.peer, self.number, positions)
 
     def take(self, offer: m.Offer) -> None:
         """Note which blocks the peer has. Raises ProtocolError for a second or invalid offer."""
-        offered = m.positions_of(offer.positions, len(self.blocks))
+        offered = m.positions_of(offer.positions, len(self.keys))
         if self.offered or len(offer.which) != len(offered):
             raise ProtocolError(
                 f"a second offer, or {len(offer.which)} tiers of {len(offered)} blocks"
             )
+        if (most := max(offer.which, default=0)) >= len(offer.tiers) and offered:
+            raise ProtocolError(f"tier {most}, expected below {len(offer.tiers)}")
         self.offered = True
-        for position, tier in zip(offered, offer.which, strict=True):
-            if tier >= len(offer.tiers):
-                raise ProtocolError(f"tier {tier}, expected below {len(offer.tiers)}")
-            self.tiers[position] = offer.tiers[tier]
-            if self.blocks[position].state is State.WANTED:  # else it was given up before
-                self.blocks[position].state = State.OFFERED
+        self.tiers = dict(zip(offered, map(offer.tiers.__getitem__, offer.which), strict=True))
+        for run in runs_of(offered):
+            for part in self.states.within(run, bytes((WANTED,))):  # others were given up before
+                self.states.put(part, OFFERED)
+
+    def put(self, have: m.Have, regions: Regions) -> tuple[Sequence[int], list[Run]]:
+        """Note where blocks can be read. Raises ProtocolError for an unknown region.
+
+        Returns their positions, and of these those whose place was not known before.
+        """
+        positions, extents, slots, sums = m.places_of(have, len(self.keys))
+        given = m.positions_of(have.given, len(self.keys))
+        if self.push:
+            self.by_engine.update(given)
+        known = {extent: self._place(regions.get(self.peer, extent)) for extent in set(extents)}
+        for extent, place in known.items():
+            region = self.regions[place - 1]
+            used = slots if len(known) == 1 else [
+                slot for slot, of in zip(slots, extents, strict=True) if of == extent
+            ]  # fmt: skip
+            if max(used) >= region.slots:
+                raise ProtocolError(
+                    f"slot {max(used)} of extent {extent}, which has {region.slots}"
+                )
+        new, done = [], 0
+        for first, end in runs_of(positions):
+            piece, done = slice(done, done + end - first), done + end - first
+            if not any(self.places[first:end]):
+                new.append((first, end))
+            else:
+                new += runs_of([p for p in range(first, end) if not self.places[p]])
+            self.places[first:end] = array(U32, map(known.__getitem__, extents[piece]))
+            self.there[first:end] = slots[piece]
+            self.sums[first:end] = sums[piece]
+        return positions, new
+
+    def _place(self, region: m.Region) -> int:
+        """Number a region of the peer's."""
+        if region not in self.regions:
+            self.regions.append(region)
+        return self.regions.index(region) + 1
 
     def learn(self, message: m.Resident) -> Collection[int]:
         """Note which blocks are in an engine's memory, and return their positions.
@@ -163,46 +198,35 @@ class Fetch(msgspec.Struct, eq=False):
             raise ProtocolError(
                 f"engine {message.engine} without its memory, or more than {m.ENGINES_MAX} of them"
             )
-        found = m.residents_of(message, len(self.blocks))
+        found = m.residents_of(message, len(self.keys))
         for position, blocks in found.items():
-            self.blocks[position].resident = message.engine, blocks
+            self.residents[position] = message.engine, blocks
         return found
-
-    def written(self, have: m.Have, positions: Sequence[int]) -> None:
-        """Note that the peer has written blocks, some from an engine. Raises ProtocolError."""
-        for position in m.positions_of(have.given, len(self.blocks)):
-            self.blocks[position].by_engine = self.push
-        for position in positions:
-            self.blocks[position].state = State.CHECKED
 
     def tier_of(self, position: int) -> str:
         """Name the peer's tier that a block came from, as it is counted."""
-        block = self.blocks[position]
-        if block.by_engine or block.resident is not None:
+        if position in self.by_engine or position in self.residents:
             return ENGINE
         return self.tiers[position] if self.tiers[position] in TIERS else OTHER
 
-    def slot_reads(self, positions: Iterable[int]) -> Iterator[tuple[list[int], SlotRead]]:
+    def slot_reads(self, positions: Sequence[int]) -> Iterator[tuple[Sequence[int], SlotRead]]:
         """Gather reads of the peer's slots by its extent: positions, and a read of them."""
-        reads: dict[m.Region, tuple[list[int], SlotRead]] = {}
-        for position in positions:
-            block = self.blocks[position]
-            if block.place is not None:
-                region, slot = block.place
-                found, read = reads.setdefault(region, ([], SlotRead(region, [], [])))
-                found.append(position)
-                read.numbers.append(slot)
-                if block.landing is not None:
-                    read.landing.append(block.landing)
-        yield from reads.values()
+        places = at(self.places, positions)
+        for place in dict.fromkeys(places):
+            found = positions
+            if places.count(place) < len(places):
+                found = [p for p, of in zip(positions, places, strict=True) if of == place]
+            yield (
+                found,
+                SlotRead(self.regions[place - 1], at(self.there, found), at(self.landing, found)),
+            )
 
     def engine_reads(self, positions: Iterable[int]) -> Iterator[EngineRead]:
         """Gather reads of engines' memory, by engine and how many engine blocks a block has."""
         reads: dict[tuple[int, int], EngineRead] = {}
         for position in positions:
-            resident = self.blocks[position].resident
-            if resident is not None:
-                engine, found = resident
+            if position in self.residents:
+                engine, found = self.residents[position]
                 read = EngineRead(engine, self.engines[engine], {})
                 reads.setdefault((engine, len(found)), read).blocks[position] = found
         yield from reads.values()
@@ -213,8 +237,8 @@ class Fetch(msgspec.Struct, eq=False):
         """Name the engine blocks to write to, by how many of them a block has; the ranks once."""
         sizes: dict[int, list[int]] = {}
         for position, found in targets.items():
-            if self.blocks[position].state is State.CLAIMED:
-                self.blocks[position].state = State.MOVING
+            if self.states[position] == CLAIMED:
+                self.states.put((position, position + 1), MOVING)
                 sizes.setdefault(len(found), []).append(position)
         for positions in sizes.values():
             blocks = u32([block for position in positions for block in targets[position]])
@@ -224,8 +248,9 @@ class Fetch(msgspec.Struct, eq=False):
 
 
 class _Load(msgspec.Struct, eq=False):
+    job_id: JobId
     left: int
-    done: list[bool]
+    done: bytearray
 
 
 class Loads:
@@ -233,23 +258,28 @@ class Loads:
 
     def __init__(self) -> None:
         """Start without any."""
-        self._open: dict[JobId, _Load] = {}
+        self._open: dict[int, _Load] = {}
         self._results: list[JobResult] = []
+        self._next = 1
 
-    def begin(self, job: TransferJob) -> None:
-        """Open a job; it has a result once all its blocks have ended."""
-        self._open[job.job_id] = _Load(len(job.keys), [False] * len(job.keys))
+    def begin(self, job: TransferJob) -> int:
+        """Open a load and return its number; it has a result once all its blocks have ended."""
+        number, self._next = self._next, self._next % 0xFFFFFFFF + 1
+        self._open[number] = _Load(job.job_id, len(job.keys), bytearray(len(job.keys)))
+        return number
 
-    def ended(self, part: tuple[JobId, int], *, ok: bool) -> None:
-        """Record the end of one of a job's blocks."""
-        load = self._open[part[0]]
-        load.done[part[1]] = ok
-        load.left -= 1
+    def ended(self, number: int, run: Run, *, ok: bool) -> None:
+        """Record the end of some of a load's blocks."""
+        load, (first, end) = self._open[number], run
+        load.done[first:end] = bytes((ok,)) * (end - first)
+        load.left -= end - first
         if load.left == 0:
-            del self._open[part[0]]
-            done = load.done.index(False) if False in load.done else len(load.done)
-            error = None if done == len(load.done) else TierIOError("a block did not arrive")
-            self._results.append(JobResult(part[0], done, error))
+            del self._open[number]
+            done = load.done.find(False)
+            error = None if done < 0 else TierIOError("a block did not arrive")
+            self._results.append(
+                JobResult(load.job_id, len(load.done) if error is None else done, error)
+            )
 
     def take_results(self) -> list[JobResult]:
         """Return the results of jobs that have ended, once each."""
@@ -295,14 +325,16 @@ class Consumer:
         self._slot_bytes = source.layout.slot_bytes
         self._landing = transfers.landing(self._digest, self._slot_bytes)
         self._fetches: dict[int, Fetch] = {}
-        self._located: dict[BlockKey, Tag] = {}
+        self._located: dict[BlockKey, int] = {}  # the fetch * JOB_BLOCKS_MAX + the position
         self._regions = Regions()
         self._loads = Loads()
         self._turns = LandingTurns(self._landing)
         self._introduced: dict[int, bytes] = {}  # peers that know our exporter's metadata
-        self._late_reads: dict[Tag, int] = {}  # landing slots that a read may still fill
-        self._late_writes: dict[int, list[int]] = {}  # by fetch: those that its peer may write
-        self._late_fills: dict[int, list[int]] = {}  # by fetch: positions of which that is so
+        # By fetch, landing slots that a read may still fill, or its peer, and positions that it may
+        # still write in an engine.
+        self._late_reads: dict[int, dict[int, int]] = {}
+        self._late_writes: dict[int, list[int]] = {}
+        self._late_fills: dict[int, list[int]] = {}
         self._next = 1
         self._now_ns = 0
         self.counts, self.fetched = peers.fetched.events, peers.fetched.blocks
@@ -319,13 +351,17 @@ class Consumer:
             self._landing.open()
         chain = Chain(want.hashes, want.width, self._groups, want.scope)
         number, self._next = self._next, self._next + 1
-        blocks = [Block(chain.key(g, index)) for g, index in m.wanted_of(want, self._groups)]
+        keys: list[BlockKey] = []
+        for group, indices in enumerate(m.wanted_of(want, self._groups)):
+            keys += chain.keys_at(group, indices)
         fetch = Fetch(
-            number, peer, blocks, now_ns, now_ns + self._extend_ns, want.request, want.push, direct
+            number, peer, keys, now_ns, now_ns + self._extend_ns, want.request, want.push, direct
         )
         self._fetches[number] = fetch
-        for position, block in enumerate(() if direct else blocks):
-            self._located.setdefault(block.key, fetch.tag(position))
+        if not direct:
+            first = number * m.JOB_BLOCKS_MAX
+            named = zip(keys, range(first, first + len(keys)), strict=True)
+            self._located |= dict(pair for pair in named if pair[0] not in self._located)
         asked = msgspec.structs.replace(want, job=number, lease_ms=LEASE_MS, direct=direct)
         self._peers.say(peer, asked)
         return number
@@ -337,22 +373,23 @@ class Consumer:
             self._give_up(fetch, UNCLAIMED)
             self._settle(fetch)
 
-    def offered(self, number: int) -> dict[int, str] | None:
+    def offered(self, number: int) -> Mapping[int, str] | None:
         """Return the tiers of offered blocks by position; None before the peer has answered."""
         fetch = self._fetches.get(number)
         if fetch is None:  # it is over
             return {}
-        return dict(fetch.tiers) if fetch.offered else None
+        return fetch.tiers if fetch.offered else None
 
     def claim(self, number: int, positions: Collection[int]) -> None:
         """Workers will read these blocks of a direct fetch; those lost since the offer fail now."""
         fetch = self._fetches.get(number)
-        wanted = [p for p in positions if fetch and fetch.blocks[p].state is State.OFFERED]
-        for position in {*positions}.difference(wanted):
-            self._direct.passed(self._digest, number, position, ok=False, written=False)
+        wanted = [p for p in positions if fetch and fetch.states[p] == OFFERED]
+        lost = sorted({*positions}.difference(wanted))
+        if lost:
+            self._direct.passed(self._digest, number, lost, ok=False, written=False)
         if fetch is not None:
-            for position in wanted:
-                fetch.blocks[position].state = State.CLAIMED
+            for run in runs_of(wanted):
+                fetch.states.put(run, CLAIMED)
             if fetch.push:
                 self._direct.push(self._digest, number)
             self._pass_on(fetch, wanted)
@@ -376,7 +413,7 @@ class Consumer:
         if now:
             self._late_fills.pop(number, None)
 
-    def arrived(self, number: int, positions: Collection[int], now_ns: int, *, ok: bool) -> None:
+    def arrived(self, number: int, positions: Sequence[int], now_ns: int, *, ok: bool) -> None:
         """All workers have read these blocks of a direct fetch, or one could not.
 
         A block that could not be read in an engine's memory is in a slot, too.
@@ -389,13 +426,13 @@ class Consumer:
             return
         fetch.heard_ns = now_ns
         fetch.arrived_ns = now_ns if ok else fetch.arrived_ns
-        moving = [p for p in positions if fetch.blocks[p].state is State.MOVING]
-        unread = [p for p in moving if not ok and fetch.blocks[p].resident is not None]
-        for position in moving:
-            if ok or position in unread:
-                fetch.blocks[position].state = State.CHECKED
-            else:
-                self._done(fetch, position, ok=False)
+        moving = [p for p in positions if fetch.states[p] == MOVING]
+        unread = [p for p in moving if not ok and p in fetch.residents]
+        for run in runs_of(moving if ok else unread):
+            fetch.states.put(run, CHECKED)
+        if not ok:
+            for run in runs_of([p for p in moving if p not in fetch.residents]):
+                self._done(fetch, run, ok=False)
         self._confirm(fetch, moving if ok else (), unread)
 
     def withdraw(self, request: str) -> None:
@@ -436,7 +473,7 @@ class Consumer:
         match message:
             case m.Offer():
                 fetch.take(message)
-                self._give_up(fetch, {State.WANTED})
+                self._give_up(fetch, bytes((WANTED,)))
             case m.Have():
                 self._have(fetch, message)
             case m.Resident():
@@ -450,8 +487,7 @@ class Consumer:
 
     def _computing(self, fetch: Fetch, now_ns: int) -> None:
         """Wait for a peer that computes, up to a limit: its engine may hang."""
-        on_its_way = LANDING if fetch.push else PULLED
-        if any(block.state in on_its_way for block in fetch.blocks):
+        if fetch.states.have(LANDING if fetch.push else PULLED):
             return  # these blocks have to arrive
         waited_for = now_ns - fetch.waited_ns < LEASE_MS * 1_000_000
         if waited_for and now_ns - fetch.arrived_ns < self._waits.limit_ns:
@@ -467,8 +503,8 @@ class Consumer:
         that brings the first of these blocks that is still fetched. None if there is none.
         """
         if number is None:
-            tags = (self._located.get(key) for key in keys)
-            number = next((tag.job for tag in tags if tag is not None), None)
+            found = next((key for key in keys if key in self._located), None)
+            number = None if found is None else self._located[found] // m.JOB_BLOCKS_MAX
         fetch = None if number is None else self._fetches.get(number)
         if fetch is None:
             return None
@@ -482,16 +518,19 @@ class Consumer:
         """Free what a peer may have been writing, unless it may still do so."""
         if end.reason not in m.MAY_BE_WRITTEN:
             self._landing.give_back(self._late_writes.pop(end.job, ()))
-            for position in self._late_fills.pop(end.job, ()):
-                self._direct.passed(self._digest, end.job, position, ok=False, written=False)
+            late = self._late_fills.pop(end.job, ())
+            if late:
+                self._direct.passed(self._digest, end.job, late, ok=False, written=False)
 
     def on_exporter_lost(self) -> None:
         """Our exporter was restarted: no transfer of the old process writes any more."""
         for fetch in list(self._fetches.values()):
             self._fail(fetch, "exporter")
             self._settle(fetch)
-        for slots in (self._late_reads.values(), *self._late_writes.values()):
-            self._landing.give_back(list(slots))
+        for late in self._late_reads.values():
+            self._landing.give_back(late.values())
+        for slots in self._late_writes.values():
+            self._landing.give_back(slots)
         self._late_reads, self._late_writes = {}, {}
 
     def on_peer_lost(self, peer: int) -> None:
@@ -522,7 +561,8 @@ class Consumer:
     @property
     def quarantined(self) -> int:
         """Count the landing slots that were given up and may still be written."""
-        return len(self._late_reads) + sum(map(len, self._late_writes.values()))
+        reads, writes = self._late_reads.values(), self._late_writes.values()
+        return sum(map(len, reads)) + sum(map(len, writes))
 
     @property
     def crowded(self) -> bool:
@@ -540,38 +580,44 @@ class Consumer:
         return self._landing.used * self._slot_bytes
 
     def _have(self, fetch: Fetch, have: m.Have) -> None:
-        landed, positions = [], []
-        for position, (extent, slot), summed in m.places_of(have, len(fetch.blocks)):
-            block = fetch.blocks[position]
-            positions.append(position)
-            region = self._regions.get(fetch.peer, extent, slot)
-            waits = block.place is None and block.state is State.CLAIMED
-            if waits and not fetch.push and not fetch.direct:
-                self._turns.queue(fetch.tag(position))
-            block.place, block.sum = (region, slot), summed
-            if fetch.push and block.state is State.MOVING:
-                landed.append(position)
-                fetch.arrived_ns = self._now_ns
-        if fetch.direct:
-            fetch.written(have, landed)
-            self._confirm(fetch, landed)
+        """Go on with blocks that can be read, or, pushed, have been written."""
+        positions, new = fetch.put(have, self._regions)
+        if fetch.push:
+            landed = self._in_state(fetch, positions, MOVING)
+            fetch.arrived_ns = self._now_ns if landed else fetch.arrived_ns
+            if not fetch.direct:
+                self._check(fetch, landed)
+                return
+            for run in landed:
+                fetch.states.put(run, CHECKED)
+            self._confirm(fetch, joined(landed))
+        elif fetch.direct:
             self._pass_on(fetch, positions)
         else:
-            self._check(fetch, landed)
+            for run in new:
+                for claimed in fetch.states.within(run, bytes((CLAIMED,))):
+                    self._turns.queue(fetch.peer, fetch.number, claimed)
+
+    @staticmethod
+    def _in_state(fetch: Fetch, positions: Sequence[int], state: int) -> list[Run]:
+        states = bytes((state,))
+        return [part for run in runs_of(positions) for part in fetch.states.within(run, states)]
 
     def _valid(self, fetch: Fetch, valid: m.Valid) -> None:
-        positions = m.positions_of(valid.positions, len(fetch.blocks))
-        again = m.positions_of(valid.again, len(fetch.blocks))
-        for position in (*positions, *again):
-            if fetch.blocks[position].state is not State.CHECKED:
-                raise ProtocolError(f"position {position} was not confirmed")
-        for position in again:  # the peer sends their places anew
-            block = fetch.blocks[position]
-            block.state, block.resident = State.CLAIMED, None
+        positions = m.positions_of(valid.positions, len(fetch.keys))
+        again = m.positions_of(valid.again, len(fetch.keys))
+        for run in (*runs_of(positions), *runs_of(again)):
+            if not fetch.states.are(run, CHECKED):
+                raise ProtocolError(f"positions {run[0]} to {run[1] - 1} were not all confirmed")
+        for run in runs_of(again):  # the peer sends their places anew
+            fetch.states.put(run, CLAIMED)
+            for position in range(*run):
+                fetch.residents.pop(position, None)
         self.counts["fetched"] += len(positions)
-        for position in positions:
-            self.fetched[fetch.tier_of(position)] += 1
-            self._done(fetch, position, ok=True)
+        self.fetched.update(map(fetch.tier_of, positions))
+        for run in runs_of(positions):
+            for part in fetch.states.within(run, bytes((CHECKED,))):
+                self._done(fetch, part, ok=True)
 
     # Time, and ends of transfers
 
@@ -588,62 +634,82 @@ class Consumer:
             self._settle(fetch)
         self._move()
 
-    def moved(self, tags: Sequence[Tag], *, ok: bool) -> None:
+    def moved(self, part: Part, *, ok: bool) -> None:
         """A read of one fetch into landing slots has ended."""
-        late = [self._late_reads.pop(tag) for tag in tags if tag in self._late_reads]
-        self._landing.give_back(late)
-        fetch = self._fetches.get(tags[0].job)
+        late = self._late_reads.get(part.job)
+        if late is not None:
+            self._landing.give_back([late.pop(p) for p in part.positions if p in late])
+            if not late:
+                del self._late_reads[part.job]
+        fetch = self._fetches.get(part.job)
         if fetch is None:
             return
         fetch.heard_ns = self._now_ns
         fetch.arrived_ns = self._now_ns if ok else fetch.arrived_ns
-        moving = [t.position for t in tags if fetch.blocks[t.position].state is State.MOVING]
+        moving = self._in_state(fetch, part.positions, MOVING)
         if ok:
             self._check(fetch, moving)
         else:
-            for position in moving:
-                self._done(fetch, position, ok=False)
+            for run in moving:
+                self._done(fetch, run, ok=False)
         self._settle(fetch)
 
-    def checked(self, tags: Sequence[Tag], right: Sequence[bool]) -> None:
+    def checked(self, part: Part, right: Sequence[bool]) -> None:
         """Blocks were copied to their slots; right: their sums are as they should be."""
-        fetch = self._fetches[tags[0].job]
-        confirm = []
-        for tag, ok in zip(tags, right, strict=True):
-            block = fetch.blocks[tag.position]
-            if ok and not fetch.released:
-                block.state = State.CHECKED
-                confirm.append(tag.position)
-                self._leave_landing(fetch, block)
-            else:
-                self.counts["corrupt"] += not ok
-                self._done(fetch, tag.position, ok=False)
-        self._confirm(fetch, confirm)
+        fetch = self._fetches[part.job]
+        pairs = zip(part.positions, right, strict=True)
+        wrong = [] if all(right) else [position for position, ok in pairs if not ok]
+        self.counts["corrupt"] += len(wrong)
+        given_up = part.positions if fetch.released else wrong
+        for run in runs_of(given_up):
+            self._done(fetch, run, ok=False)
+        good = self._in_state(fetch, part.positions, LANDED)
+        for run in good:
+            self._leave_landing(fetch, run)
+            fetch.states.put(run, CHECKED)
+        self._confirm(fetch, joined(good))
         self._move()
 
     # As a tier
 
     def lookup(self, key: BlockKey) -> LookupResult:
         """HIT for what a peer offers; RETRY until it has answered."""
-        tag = self._located.get(key)
-        if tag is None:
+        place = self._located.get(key)
+        if place is None:
             return LookupResult.MISS
-        state = self._fetches[tag.job].blocks[tag.position].state
-        return LookupResult.RETRY if state is State.WANTED else LookupResult.HIT
+        number, position = divmod(place, m.JOB_BLOCKS_MAX)
+        wanted = self._fetches[number].states[position] == WANTED
+        return LookupResult.RETRY if wanted else LookupResult.HIT
 
     def submit(self, job: TransferJob) -> None:
         """Fetch offered blocks into slots."""
-        self._loads.begin(job)
-        for position, (key, slot) in enumerate(zip(job.keys, job.slots, strict=True)):
-            tag = self._located.get(key)
-            block = None if tag is None else self._fetches[tag.job].blocks[tag.position]
-            if tag is None or block is None or block.state is not State.OFFERED:
-                self._loads.ended((job.job_id, position), ok=False)
+        load, done, keys = self._loads.begin(job), 0, list(job.keys)
+        while done < len(keys):
+            number, first = divmod(self._located.get(keys[done], 0), m.JOB_BLOCKS_MAX)
+            fetch = self._fetches.get(number)
+            count = 0 if fetch is None else self._claimable(fetch, first, keys[done:])
+            if fetch is None or not count:
+                self._loads.ended(load, (done, done + 1), ok=False)
+                done += 1
                 continue
-            block.state, block.slot, block.load = State.CLAIMED, slot, (job.job_id, position)
-            if block.place is not None or self._fetches[tag.job].push:
-                self._turns.queue(tag)
+            run, after = (first, first + count), done + count
+            fetch.states.put(run, CLAIMED)
+            fetch.slots[first : run[1]] = array(U32, job.slots[done:after])
+            fetch.loads[first : run[1]] = array(U32, (load,)) * count
+            fetch.parts[first : run[1]] = array(U32, range(done, after))
+            readable = [p for p in range(*run) if fetch.push or fetch.places[p]]
+            for ready in runs_of(readable):
+                self._turns.queue(fetch.peer, number, ready)
+            done = after
         self._move()
+
+    @staticmethod
+    def _claimable(fetch: Fetch, first: int, keys: list[BlockKey]) -> int:
+        """Count the blocks from a position on that are offered, and are these: all, or one."""
+        end = first + len(keys)
+        if fetch.keys[first:end] == keys and fetch.states.are((first, end), OFFERED):
+            return len(keys)
+        return int(fetch.states[first] == OFFERED)
 
     def poll(self) -> list[JobResult]:
         """Take the results of loads that are over."""
@@ -652,11 +718,12 @@ class Consumer:
     def discard(self, keys: Collection[BlockKey]) -> None:
         """Forget what was offered under these keys."""
         for key in keys:
-            tag = self._located.pop(key, None)
-            if tag is not None:
-                fetch = self._fetches[tag.job]
-                if fetch.blocks[tag.position].state in UNCLAIMED:
-                    self._done(fetch, tag.position, ok=False)
+            place = self._located.pop(key, None)
+            if place is not None:
+                number, position = divmod(place, m.JOB_BLOCKS_MAX)
+                fetch = self._fetches[number]
+                if fetch.states[position] in UNCLAIMED:
+                    self._done(fetch, (position, position + 1), ok=False)
                 self._settle(fetch)
 
     def touch(self, key: BlockKey) -> None:
@@ -674,29 +741,30 @@ class Consumer:
 
     def _move(self) -> None:
         """Start what can be moved now into free landing slots, in the order that it came."""
-        for number, slots in self._turns.next(self._is_claimed):
-            fetch = self._fetches[number]
-            for position, slot in slots.items():
-                fetch.blocks[position].landing = slot
-                fetch.blocks[position].state = State.MOVING
-            (self._land if fetch.push else self._read)(fetch, list(slots))
+        for number, runs, slots in self._turns.next(self._still_claimed):
+            fetch, used = self._fetches[number], 0
+            for first, end in runs:
+                fetch.landing[first:end] = slots[used : used + end - first]
+                used += end - first
+                fetch.states.put((first, end), MOVING)
+            (self._land if fetch.push else self._read)(fetch, joined(runs))
 
-    def _is_claimed(self, tag: Tag) -> bool:
-        fetch = self._fetches.get(tag.job)
-        return fetch is not None and fetch.blocks[tag.position].state is State.CLAIMED
+    def _still_claimed(self, number: int, run: Run) -> Iterable[Run]:
+        fetch = self._fetches.get(number)
+        return () if fetch is None else fetch.states.within(run, bytes((CLAIMED,)))
 
     def _pass_on(self, fetch: Fetch, positions: Collection[int]) -> None:
         """Let workers read what can be read now."""
         found = []
         for position in () if fetch.push else positions:
-            block = fetch.blocks[position]
-            if block.state is State.CLAIMED and (block.resident or block.place):
-                block.state = State.MOVING
+            readable = position in fetch.residents or fetch.places[position]
+            if readable and fetch.states[position] == CLAIMED:
+                fetch.states.put((position, position + 1), MOVING)
                 found.append(position)
         for each in fetch.engine_reads(found):
             self._direct.tell_engine(self._digest, fetch.number, each)
         agent = self._peers.reached_at(fetch.peer)
-        in_slots = [position for position in found if fetch.blocks[position].resident is None]
+        in_slots = [position for position in found if position not in fetch.residents]
         for of, read in fetch.slot_reads(in_slots):
             self._direct.tell(self._digest, fetch.number, agent, read.region, of, read.numbers)
 
@@ -704,54 +772,70 @@ class Consumer:
         """Read blocks of one fetch, in one go for each extent of the peer's."""
         agent, _ = self._peers.reached_at(fetch.peer)
         for of, read in fetch.slot_reads(positions):
-            self._transfers.read(
-                [fetch.tag(position) for position in of], agent, self._digest, read
-            )
+            self._transfers.read(fetch.part(of), agent, self._digest, read)
 
     def _land(self, fetch: Fetch, positions: Sequence[int]) -> None:
         """Tell the peer where to write blocks of one fetch."""
-        blocks = [fetch.blocks[position] for position in positions]
-        slots = u32([block.landing for block in blocks if block.landing is not None])
+        slots = at(fetch.landing, positions).tobytes()
         region, metadata = self._landing.region()
         known = self._introduced.get(fetch.peer) == metadata
         self._introduced[fetch.peer] = metadata
         new = b"" if known else metadata
         self._peers.say(fetch.peer, m.Land(fetch.number, region, u32(positions), slots, new))
 
-    def _check(self, fetch: Fetch, positions: Sequence[int]) -> None:
+    def _check(self, fetch: Fetch, runs: Sequence[Run]) -> None:
         """Check and copy landed blocks."""
-        checks = []
-        for position in positions:
-            block = fetch.blocks[position]
-            block.state = State.LANDED
-            if block.landing is not None and block.slot is not None:
-                check = Check(block.key, block.landing, block.sum, block.slot)
-                views = self._landing.view(block.landing), self._source.view(block.slot)
-                checks.append((check, *views))
-        if checks:
-            self._transfers.check([fetch.tag(p) for p in positions], self._digest, checks)
+        for run in runs:
+            first, end = run
+            fetch.states.put(run, LANDED)
+            self._transfers.check(
+                fetch.part(range(first, end)),
+                self._digest,
+                fetch.keys[first:end],
+                fetch.sums[first:end],
+                Slots(self._landing.view, fetch.landing[first:end]),
+                Slots(self._source.view, fetch.slots[first:end]),
+            )
 
-    def _done(self, fetch: Fetch, position: int, *, ok: bool) -> None:
-        """End a block: it is ready, or will not be; nothing of ours uses its slots any more."""
-        block, tag = fetch.blocks[position], fetch.tag(position)
-        late = self._leave_landing(fetch, block)
-        if late is not None and fetch.push:
-            self._late_writes.setdefault(fetch.number, []).append(late)
-        elif late is not None:
-            self._late_reads[tag] = late
-            self._transfers.abandon(tag)
-        claimed = block.state in {State.CLAIMED, State.MOVING, State.CHECKED}
-        written = fetch.push and block.state is State.MOVING and not fetch.ended
-        block.state = State.DONE
-        fetch.left -= 1
-        if self._located.get(block.key) == tag:
-            del self._located[block.key]
-        if block.load is not None:
-            self._loads.ended(block.load, ok=ok)
-        if fetch.direct and claimed:
+    def _done(self, fetch: Fetch, run: Run, *, ok: bool) -> None:
+        """End blocks of one state: ready, or never; nothing of ours uses their slots any more."""
+        first, end = run
+        state = fetch.states[first]
+        self._leave_landing(fetch, run)
+        fetch.states.put(run, DONE)
+        fetch.left -= end - first
+        self._forget_places(fetch, run)
+        if fetch.direct and state in {CLAIMED, MOVING, CHECKED}:
+            written = fetch.push and state == MOVING and not fetch.ended
             if written:
-                self._late_fills.setdefault(fetch.number, []).append(position)
-            self._direct.passed(self._digest, fetch.number, position, ok=ok, written=written)
+                self._late_fills.setdefault(fetch.number, []).extend(range(first, end))
+            self._direct.passed(
+                self._digest, fetch.number, range(first, end), ok=ok, written=written
+            )
+        elif state not in UNCLAIMED:
+            self._end_loads(fetch, run, ok=ok)
+
+    def _forget_places(self, fetch: Fetch, run: Run) -> None:
+        place = fetch.number * m.JOB_BLOCKS_MAX + run[0]
+        for key in fetch.keys[slice(*run)]:
+            if self._located.get(key) == place:
+                del self._located[key]
+            place += 1
+
+    def _end_loads(self, fetch: Fetch, run: Run, *, ok: bool) -> None:
+        """Tell the loads that wait for these blocks."""
+        first, end = run
+        while first < end:
+            load, part = fetch.loads[first], fetch.parts[first]
+            stop = first + 1
+            while (
+                stop < end
+                and fetch.loads[stop] == load
+                and fetch.parts[stop] == part + stop - first
+            ):
+                stop += 1
+            self._loads.ended(load, (part, part + stop - first), ok=ok)
+            first = stop
 
     def _confirm(self, fetch: Fetch, positions: Sequence[int], unread: Sequence[int] = ()) -> None:
         """Ask whether the lease of what has arrived held until now."""
@@ -759,27 +843,35 @@ class Consumer:
             self._peers.say(fetch.peer, m.Confirm(fetch.number, u32(positions), u32(unread)))
         self._settle(fetch)
 
-    def _leave_landing(self, fetch: Fetch, block: Block) -> int | None:
-        """Take a block's landing slot from it; return the slot if it may still be written."""
-        landing, block.landing = block.landing, None
-        if landing is None:
-            return None
-        self._turns.left(fetch.peer)
-        if block.state is State.MOVING:
-            return landing
-        self._landing.give_back([landing])
-        return None
+    def _leave_landing(self, fetch: Fetch, run: Run) -> None:
+        """Take the landing slots of blocks of one state from them, if they have some.
+
+        What may still be written is in quarantine until that has ended.
+        """
+        first, end = run
+        state, positions = fetch.states[first], range(first, end)
+        if fetch.direct or state not in {MOVING, LANDED}:
+            return
+        slots = fetch.landing[first:end]
+        self._turns.left(fetch.peer, end - first)
+        if state == LANDED:
+            self._landing.give_back(slots)
+        elif fetch.push:
+            self._late_writes.setdefault(fetch.number, []).extend(slots)
+        else:
+            late = self._late_reads.setdefault(fetch.number, {})
+            late.update(zip(positions, slots, strict=True))
+            self._transfers.abandon(fetch.part(positions))
 
     def _fail(self, fetch: Fetch, event: str) -> None:
         """Give up all blocks; a copy into a slot of ours that is under way ends first."""
         self.counts[event] += 1
-        self._give_up(fetch, OPEN - {State.LANDED})
+        self._give_up(fetch, FAILS)
 
-    def _give_up(self, fetch: Fetch, states: Collection[State]) -> None:
+    def _give_up(self, fetch: Fetch, states: bytes) -> None:
         """End the blocks in these states as not ready."""
-        for position, block in enumerate(fetch.blocks):
-            if block.state in states:
-                self._done(fetch, position, ok=False)
+        for run in fetch.states.within(fetch.all, states):
+            self._done(fetch, run, ok=False)
 
     def _settle(self, fetch: Fetch) -> None:
         """Release and forget a fetch whose blocks have all ended."""

@@ -111,8 +111,8 @@ class DirectFetches:
         number: int,
         agent: tuple[str, bytes],
         region: Region,
-        positions: list[int],
-        numbers: list[int],
+        positions: Sequence[int],
+        numbers: Sequence[int],
     ) -> None:
         """Tell workers that they can read blocks. agent: the peer's, and its metadata."""
         fetch = self._fetches.get((digest, number))
@@ -221,11 +221,13 @@ class DirectFetches:
                 whole.append(position)
         return whole, fetch.unread.isdisjoint(whole)
 
-    def passed(self, digest: str, number: int, position: int, *, ok: bool, written: bool) -> None:
-        """Record a block's verdict: valid, failed, or failed with a write possibly in flight."""
+    def passed(
+        self, digest: str, number: int, positions: Iterable[int], *, ok: bool, written: bool
+    ) -> None:
+        """Record blocks' verdict: valid, failed, or failed with a write possibly in flight."""
         fetch = self._fetches.get((digest, number))
         if fetch is not None:
-            fetch.passed.setdefault((ok, written and not ok), []).append(position)
+            fetch.passed.setdefault((ok, written and not ok), []).extend(positions)
             self._untold.add((digest, number))
 
     def flush(self) -> None:

@@ -18,7 +18,8 @@ import msgspec
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import METADATA_MAX
 from kvstore.handover.direct_fetches import Send
-from kvstore.handover.transfers import EngineWrite, Tag, Written
+from kvstore.handover.runs import Part
+from kvstore.handover.transfers import EngineWrite, Written
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 
@@ -37,7 +38,7 @@ class _Write(msgspec.Struct, eq=False):
     """
 
     number: int
-    tags: list[Tag]
+    part: Part
     write: EngineWrite
     workers: Mapping[int, int]
     since_ns: int
@@ -61,9 +62,9 @@ class _Engine(msgspec.Struct, eq=False):
         """Take the first write that may begin now."""
         if len(self.open) >= AT_ONCE:
             return None
-        peers = Counter(found.tags[0].peer for found in self.open.values())
+        peers = Counter(found.part.peer for found in self.open.values())
         for found in self.waiting:
-            if peers[found.tags[0].peer] < OF_PEER:
+            if peers[found.part.peer] < OF_PEER:
                 self.waiting.remove(found)
                 return found
         return None
@@ -77,7 +78,6 @@ class EngineWrites:
         self._send = send
         self._metadata = metadata
         self._engines: dict[int, _Engine] = {}
-        self._of: dict[Tag, _Write] = {}
         self._ended: list[Written] = []
         self._next = 1
         self.moved_bytes = 0
@@ -88,13 +88,12 @@ class EngineWrites:
         return sum(len(engine.open) for engine in self._engines.values())
 
     def start(
-        self, tags: list[Tag], write: EngineWrite, workers: Mapping[int, int], now_ns: int
+        self, part: Part, write: EngineWrite, workers: Mapping[int, int], now_ns: int
     ) -> None:
         """Queue a write by an engine's workers, by rank; ends as Written."""
         engine = self._engines.setdefault(write.engine, _Engine())
-        found = _Write(self._next, tags, write, dict(workers), now_ns)
+        found = _Write(self._next, part, write, dict(workers), now_ns)
         self._next += 1
-        self._of |= dict.fromkeys(tags, found)
         if engine.is_slow(now_ns):
             self._end(found, ok=False, stopped=True)
             return
@@ -123,12 +122,13 @@ class EngineWrites:
         for connection in found.workers.values():
             self._send(connection, told, None)
 
-    def abandon(self, tag: Tag) -> None:
-        """Stop waiting for a block: a write that has not begun is dropped."""
-        found = self._of.get(tag)  # a job's other blocks are not waited for, either
-        if found is not None and found in (waiting := self._engines[found.write.engine].waiting):
-            waiting.remove(found)
-            self._end(found, ok=False, stopped=True)
+    def abandon(self, part: Part) -> None:
+        """Stop waiting for a job's blocks: writes that have not begun are dropped."""
+        for engine in self._engines.values():
+            for found in [each for each in engine.waiting if each.part[:2] == part[:2]]:
+                if not set(found.part.positions).isdisjoint(part.positions):
+                    engine.waiting.remove(found)
+                    self._end(found, ok=False, stopped=True)
 
     def written(self, session: int, rank: int, message: p.BlocksWritten) -> None:
         """Record the end of a worker's write. Raises ProtocolError for an unknown one."""
@@ -149,9 +149,7 @@ class EngineWrites:
             self._end(found, ok=ok, stopped=not ok and "failed" not in found.ends)
 
     def _end(self, found: _Write, *, ok: bool, stopped: bool) -> None:
-        for tag in found.tags:
-            self._of.pop(tag, None)
-        self._ended.append(Written(found.tags, ok, stopped))
+        self._ended.append(Written(found.part, ok, stopped))
 
     def leave(self, session: int) -> None:
         """Begin no more writes of an engine that leaves; its workers end those that have begun."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import enum
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
 
-from kvstore.core.errors import ProtocolError
+from kvstore.core.errors import InvariantBroken, ProtocolError
 from kvstore.core.index import Entry
 from kvstore.core.layout import RankPages, SlotLayout
 from kvstore.core.leases import Generations
@@ -18,9 +17,10 @@ from kvstore.core.manager import Manager
 from kvstore.core.tiering import Tiering
 from kvstore.core.types import BlockKey, Chain, Slot
 from kvstore.handover.engine_blocks import Engines, Resident
-from kvstore.handover.transfers import EngineWrite, SlotFill, SlotWrite, Tag
+from kvstore.handover.runs import Part, Run, States, at, joined, numbers, runs_of
+from kvstore.handover.transfers import EngineWrite, SlotFill, SlotWrite
 from kvstore.wire import peer as m
-from kvstore.wire.framing import Message, u32
+from kvstore.wire.framing import U32, WORD, Message, u32
 
 UNKNOWN_NS = 300_000_000  # a router that sends a request to both engines at once, say
 JOBS_MAX = 1024  # of one peer
@@ -57,49 +57,20 @@ class Source(Protocol):
         """Return a slot's extent and its number in there."""
         ...
 
+    def places(self, slots: array[int]) -> tuple[array[int], array[int]]:
+        """Return the extent of each slot, and its number in there."""
+        ...
+
     def settle(self, extent: int, connection: int) -> None:
         """Wait no longer for this connection to map or unmap an extent."""
         ...
 
 
-class State(enum.Enum):
-    """State of a wanted block; see the top of producer.py."""
+# States of a wanted block; see the top of producer.py.
+AWAITED, STAGING, SUMMING, SUMMED, WRITING, TOLD, DONE = range(7)
 
-    AWAITED = "awaited"
-    STAGING = "staging"
-    SUMMING = "summing"
-    SUMMED = "summed"
-    WRITING = "writing"
-    TOLD = "told"
-    DONE = "done"
-
-
-BUSY = (State.STAGING, State.SUMMING, State.WRITING)
-
-
-class Block(msgspec.Struct, eq=False):
-    """One wanted block; slot: held for it, by a pin of its entry or as its own."""
-
-    key: BlockKey
-    group: int
-    index: int  # in its chain
-    state: State = State.DONE
-    slot: Slot | None = None
-    entry: Entry | None = None
-    sum: int = 0
-    landing: tuple[m.Region, int] | None = None
-    target: list[int] | None = None  # engine blocks of the peer's, if it is written there
-    writes: int = 0  # that have not ended
-    failed: bool = False  # one of them
-    resident: Resident | None = (
-        None  # in an engine of ours: told to be there, or written from there
-    )
-    moved: bool = False  # it is not in that engine any more
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Sort key: first blocks of the chain come first."""
-        return self.index, self.group
+BUSY = bytes((STAGING, SUMMING, WRITING))
+HELD = bytes((STAGING, SUMMING, SUMMED, WRITING, TOLD))  # with a slot
 
 
 class Peer(msgspec.Struct, eq=False):
@@ -122,15 +93,19 @@ class Peer(msgspec.Struct, eq=False):
             raise ProtocolError(f"job {want.job}, expected a new number above 0")
         if len(self.jobs) >= JOBS_MAX:
             raise ProtocolError(f"more than {JOBS_MAX} jobs at one time")
-        if self.blocks + len(wanted) > BLOCKS_MAX:
+        if self.blocks + sum(map(len, wanted)) > BLOCKS_MAX:
             raise ProtocolError(f"more than {BLOCKS_MAX} blocks wanted at one time")
         if want.push and not self.agent:
             raise ProtocolError("a push to a peer that named no exporter")
         chain = Chain(want.hashes, want.width, groups, want.scope)
+        keys: list[BlockKey] = []
+        for group, indices in enumerate(wanted):
+            keys += chain.keys_at(group, indices)
         return Job(
             peer=self,
             number=want.job,
-            blocks=[Block(chain.key(group, index), group, index) for group, index in wanted],
+            keys=keys,
+            wanted=wanted,
             request=want.request,
             push=want.push,
             direct=want.direct,
@@ -140,7 +115,7 @@ class Peer(msgspec.Struct, eq=False):
 
 
 class Job(msgspec.Struct, eq=False):
-    """What a peer wants by one Want; over: its lease has ended.
+    """What a peer wants by one Want: blocks of a chain, by group; over: its lease has ended.
 
     offer_ns: until when an offer may wait; None: it was made. direct: blocks may be read in an
     engine's memory, and need no sums.
@@ -148,7 +123,8 @@ class Job(msgspec.Struct, eq=False):
 
     peer: Peer
     number: int
-    blocks: list[Block]
+    keys: list[BlockKey]
+    wanted: Sequence[Sequence[int]]
     request: str
     push: bool
     direct: bool
@@ -163,49 +139,91 @@ class Job(msgspec.Struct, eq=False):
     ranks: tuple[RankPages, ...] = ()  # of the peer's engine, if blocks are written there
     over: bool = False
     released: bool = False
+    # Of each block:
+    states: States = States(0, DONE)
+    slots: array[int] = array(U32)  # held for it in HELD, by a pin of its entry or as its own
+    entries: list[Entry | None] = []
+    sums: array[int] = array("Q")
+    landings: array[int] = array(U32)  # the peer's region that it is written to, from 1
+    there: array[int] = array(U32)  # and its slot there
+    regions: list[m.Region] = []
+    targets: dict[int, list[int]] = {}  # engine blocks of the peer's, if it is written there
+    writes: Counter[int] = msgspec.field(default_factory=Counter)  # that have not ended
+    failed: set[int] = set()  # positions of which a write has failed
+    residents: dict[int, Resident] = {}  # told to be in an engine of ours, or written from there
+    moved: set[int] = set()  # not in that engine any more
+
+    def __post_init__(self) -> None:
+        """Start without any block."""
+        count = len(self.keys)
+        self.states, self.entries = States(count, DONE), [None] * count
+        self.slots, self.sums = numbers(count), numbers(count, "Q")
+        self.landings, self.there = numbers(count), numbers(count)
+
+    @property
+    def all(self) -> Run:
+        """The run of all blocks."""
+        return 0, len(self.keys)
+
+    def group_of(self, position: int) -> int:
+        """Return the KV group of a block."""
+        for group, indices in enumerate(self.wanted):
+            if position < len(indices):
+                return group
+            position -= len(indices)
+        raise InvariantBroken("a position beyond a job's blocks")
+
+    def in_order(self, positions: Sequence[int]) -> Sequence[int]:
+        """Sort positions: the first blocks of the chain come first."""
+        if sum(map(bool, self.wanted)) == 1:
+            return positions
+        order = [index for indices in self.wanted for index in indices]
+        return sorted(positions, key=order.__getitem__)
 
     @property
     def source(self) -> Source:
         """The namespace."""
         return self.peer.source
 
-    def tag(self, position: int) -> Tag:
-        """Name one block in the store."""
-        return Tag(self.peer.number, self.number, position)
+    def part(self, positions: Sequence[int]) -> Part:
+        """Name some blocks in the store."""
+        return Part(self.peer.number, self.number, positions)
 
-    def tags(self, positions: Iterable[int]) -> list[Tag]:
-        """Name blocks in the store."""
-        return [self.tag(position) for position in positions]
+    def write(self, positions: Sequence[int]) -> None:
+        """Write blocks at the next tick."""
+        for run in runs_of(positions):
+            self.states.put(run, WRITING)
+        self.unwritten.extend(positions)
 
-    def write(self, position: int) -> None:
-        """Write a block at the next tick."""
-        self.blocks[position].state = State.WRITING
-        self.unwritten.append(position)
-
-    def is_overwritten(self, block: Block) -> bool:
+    def is_overwritten(self, position: int) -> bool:
         """Tell whether a block that was told or written from an engine's memory has left it."""
-        return block.resident is not None and not self.source.engines.holds(block.resident)
+        place = self.residents.get(position)
+        return place is not None and not self.source.engines.holds(place)
 
     # What the peer is told: where blocks can be read, in slots or in an engine's own memory
 
     def messages(self, region: Region) -> Iterator[Message]:
         """Take what is to be told, and yield it; what cannot be told yet stays."""
         waiting, self.untold = self.untold, []
-        waiting = [position for position in waiting if self.blocks[position].slot is not None]
+        waiting = [position for position in waiting if self.states[position] in HELD]
         if self.direct and not self.push:
             engines = set(self.engines)
             for position in waiting:
-                block = self.blocks[position]
-                block.resident = None if block.moved else self._resident(engines, block)
+                place = None if position in self.moved else self._resident(engines, position)
+                self._put_resident(position, place)
             yield from self._in_engines(waiting)
-            waiting = [position for position in waiting if self.blocks[position].resident is None]
-        message = self._in_slots(waiting, region)
-        if message is not None:
-            yield message
+            waiting = [position for position in waiting if position not in self.residents]
+        if waiting:
+            yield from self._in_slots(waiting, region)
 
-    def _resident(self, engines: set[int], block: Block) -> Resident | None:
+    def _put_resident(self, position: int, place: Resident | None) -> None:
+        self.residents.pop(position, None)
+        if place is not None:
+            self.residents[position] = place
+
+    def _resident(self, engines: set[int], position: int) -> Resident | None:
         """Return where an engine has a block; a peer is told of ENGINES_MAX engines at most."""
-        found = self.source.engines.find(block.key)
+        found = self.source.engines.find(self.keys[position])
         if found is None or (found.engine not in engines and len(engines) >= m.ENGINES_MAX):
             return None
         engines.add(found.engine)
@@ -215,7 +233,7 @@ class Job(msgspec.Struct, eq=False):
         """Name what engines have, by engine and how many engine blocks a block has."""
         found: dict[tuple[int, int], list[tuple[int, Resident]]] = {}
         for position in waiting:
-            place = self.blocks[position].resident
+            place = self.residents.get(position)
             if place is not None:
                 found.setdefault((place.engine, len(place.blocks)), []).append((position, place))
         for (engine, _), places in found.items():
@@ -225,38 +243,60 @@ class Job(msgspec.Struct, eq=False):
             blocks = u32([block for _, place in places for block in place.blocks])
             yield m.Resident(self.number, positions, engine, blocks, new)
 
-    def _in_slots(self, waiting: list[int], region: Region) -> m.Have | None:
-        positions: list[int] = []
-        places: list[int] = []
-        generations: list[int] = []
-        sums = array("Q")
-        by_engine: list[int] = []
+    def _in_slots(self, waiting: list[int], region: Region) -> Iterator[m.Have]:
+        positions = joined(runs_of(waiting))
+        extents, places = self.source.places(at(self.slots, positions))
         regions: list[m.Region] = []
         metadata = b""
-        for position in waiting:
-            block = self.blocks[position]
-            if block.slot is None:
+        unmapped: set[int] = set()
+        for extent in {*extents} - self.peer.regions:
+            found = region(extent)
+            if found is None:
+                unmapped.add(extent)  # it is being mapped
                 continue
-            extent, number = self.source.place(block.slot)
-            if extent not in self.peer.regions:
-                found = region(extent)
-                if found is None:
-                    self.untold.append(position)  # it is being mapped
-                    continue
-                self.peer.regions.add(extent)
-                regions.append(found[0])
-                metadata = found[1]
-            positions.append(position)
-            by_engine += [] if block.resident is None else [position]
-            places += extent, number
-            generations.append(self.source.generations[block.slot])
-            sums.append(block.sum)
+            self.peer.regions.add(extent)
+            regions.append(found[0])
+            metadata = found[1]
+        if unmapped:
+            of = dict(zip(positions, extents, strict=True))
+            self.untold += [position for position in positions if of[position] in unmapped]
+            positions = [position for position in positions if of[position] not in unmapped]
+            extents, places = self.source.places(at(self.slots, positions))
         if not positions:
-            return None
-        packed = u32(positions), u32(places), u32(generations), sums.tobytes()
-        return m.Have(self.number, *packed, tuple(regions), metadata, u32(by_engine))
+            return
+        pairs = numbers(2 * len(positions))
+        pairs[::2], pairs[1::2] = extents, places
+        packed = (
+            u32(positions),
+            pairs.tobytes(),
+            u32([self.source.generations[slot] for slot in at(self.slots, positions)]),
+            at(self.sums, positions).tobytes(),
+        )
+        given = u32([position for position in positions if position in self.residents])
+        yield m.Have(self.number, *packed, tuple(regions), metadata, given)
 
     # What is written to the peer: to its landing slots, or into its engine
+
+    def land(self, land: m.Land) -> list[int]:
+        """Note landing slots of the peer's; return what can be written. Raises ProtocolError."""
+        positions, slots = m.positions_of(land.positions, len(self.keys)), array(U32)
+        if not self.push or self.direct or len(land.slots) != len(land.positions):
+            raise ProtocolError(
+                f"{len(land.slots) // WORD} landing slots for {len(positions)} blocks to push"
+            )
+        slots.frombytes(land.slots)
+        if any(slot >= land.region.slots for slot in slots):
+            raise ProtocolError(
+                f"landing slots {list(slots[:8])}, expected below {land.region.slots}"
+            )
+        if any(at(self.landings, positions)):
+            raise ProtocolError(f"a second landing slot in positions {list(positions[:8])}")
+        if land.region not in self.regions:
+            self.regions.append(land.region)
+        place = self.regions.index(land.region) + 1
+        for position, slot in zip(positions, slots, strict=True):
+            self.landings[position], self.there[position] = place, slot
+        return [position for position in positions if self.states[position] == SUMMED]
 
     def learn(self, fill: m.Fill) -> list[int]:
         """Note where blocks go in the peer's engine; return which. Raises ProtocolError."""
@@ -268,14 +308,14 @@ class Job(msgspec.Struct, eq=False):
         if fill.ranks:
             check_ranks(self.source.layout, fill.ranks)
             self.ranks = tuple(msgspec.structs.replace(rank, metadata=b"") for rank in fill.ranks)
-        targets = m.residents_of(fill, len(self.blocks))
+        targets = m.residents_of(fill, len(self.keys))
         for position, blocks in targets.items():
             self._check_target(position, blocks)
-            self.blocks[position].target = blocks
+            self.targets[position] = blocks
         return list(targets)
 
     def _check_target(self, position: int, blocks: Sequence[int]) -> None:
-        layout, group = self.source.layout, self.blocks[position].group
+        layout, group = self.source.layout, self.group_of(position)
         most = layout.slot_bytes // _stride(layout, group)
         if len(blocks) > most or not any(blocks):
             raise ProtocolError(
@@ -284,101 +324,107 @@ class Job(msgspec.Struct, eq=False):
             )
         if not any(rank.pages[group] for rank in self.ranks):
             raise ProtocolError(f"no pages of group {group}, which position {position} is of")
-        if self.blocks[position].target is not None:
+        if position in self.targets:
             raise ProtocolError(f"a second place for position {position}")
 
-    def slot_writes(self, positions: Sequence[int]) -> Iterator[tuple[list[Tag], SlotWrite]]:
+    def slot_writes(self, positions: Sequence[int]) -> Iterator[tuple[Part, SlotWrite]]:
         """Gather writes to landing slots, one for each pair of extents."""
-        batches: dict[tuple[int, m.Region], list[tuple[int, int, int]]] = {}
-        for position in positions:
-            block = self.blocks[position]
-            if block.slot is not None and block.landing is not None:
-                extent, number = self.source.place(block.slot)
-                region, slot = block.landing
-                batches.setdefault((extent, region), []).append((position, number, slot))
+        positions = joined(runs_of(positions))
+        extents, places = self.source.places(at(self.slots, positions))
+        pairs = list(zip(extents, at(self.landings, positions), strict=True))
         size = self.source.layout.slot_bytes
-        for (extent, region), moves in batches.items():
-            numbers, slots = [move[1] for move in moves], [move[2] for move in moves]
-            tags = self.tags(move[0] for move in moves)
-            yield tags, SlotWrite(extent, numbers, size, region, slots)
+        for pair in dict.fromkeys(pairs):
+            found, own = positions, places
+            if pairs.count(pair) < len(pairs):
+                found = [p for p, of in zip(positions, pairs, strict=True) if of == pair]
+                own = array(U32, [n for n, of in zip(places, pairs, strict=True) if of == pair])
+            region = self.regions[pair[1] - 1]
+            yield self.part(found), SlotWrite(pair[0], own, size, region, at(self.there, found))
 
-    def engine_writes(self, positions: Sequence[int]) -> Iterator[tuple[list[Tag], EngineWrite]]:
+    def engine_writes(self, positions: Sequence[int]) -> Iterator[tuple[Part, EngineWrite]]:
         """Gather writes from our engines' memory, a few blocks at a time."""
         batches: dict[tuple[int, int], list[Placed]] = {}
         for position in positions:
-            block = self.blocks[position]
-            find = not block.moved and block.target is not None
-            block.resident = self.source.engines.find(block.key) if find else None
-            place, target = block.resident, block.target or ()
-            pieces = self._pieces(block.group) * len(target)
+            target, group = self.targets.get(position, ()), self.group_of(position)
+            find = position not in self.moved and bool(target)
+            place = self.source.engines.find(self.keys[position]) if find else None
+            pieces = self._pieces(group) * len(target)
             if place is None or len(place.blocks) < len(target) or pieces > FILL_PIECES:
-                block.resident = None
+                self._put_resident(position, None)
                 continue
-            pairs = [(own, at) for own, at in zip(place.blocks, target, strict=False) if at]
+            self._put_resident(position, place)
+            pairs = [
+                (own, there) for own, there in zip(place.blocks, target, strict=False) if there
+            ]
             own, there = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-            batches.setdefault((place.engine, block.group), []).append((position, own, there))
+            batches.setdefault((place.engine, group), []).append((position, own, there))
         for (engine, group), found in batches.items():
             ranks = tuple(
                 RankPages(rank.agent, b"", (rank.pages[group],), rank.gpu)
                 for rank in self.ranks
                 if rank.pages[group]
             )
-            for tags, own, there in self._batches(group, found):
-                yield self._counted(tags), EngineWrite(engine, group, ranks, own, there)
+            for part, own, there in self._batches(group, found):
+                yield self._counted(part), EngineWrite(engine, group, ranks, own, there)
 
-    def fills(self, positions: Sequence[int]) -> Iterator[tuple[list[Tag], SlotFill]]:
+    def fills(self, positions: Sequence[int]) -> Iterator[tuple[Part, SlotFill]]:
         """Gather writes from slots to the peer's engine, for each rank, extent and group."""
         layout = self.source.layout
         batches: dict[tuple[int, int], list[Placed]] = {}
         for position in positions:
-            block = self.blocks[position]
-            if block.slot is None or block.target is None or block.resident is not None:
+            target = self.targets.get(position)
+            if target is None or position in self.residents:
                 continue
-            extent, number = self.source.place(block.slot)
-            first, stride = number * layout.slot_bytes, _stride(layout, block.group)
-            offsets = [first + part * stride for part, at in enumerate(block.target) if at]
-            wanted = [at for at in block.target if at]
-            batches.setdefault((extent, block.group), []).append((position, offsets, wanted))
+            extent, number = self.source.place(Slot(self.slots[position]))
+            group = self.group_of(position)
+            first, stride = number * layout.slot_bytes, _stride(layout, group)
+            offsets = [first + part * stride for part, there in enumerate(target) if there]
+            wanted = [there for there in target if there]
+            batches.setdefault((extent, group), []).append((position, offsets, wanted))
         for (extent, group), found in batches.items():
-            for tags, offsets, blocks in self._batches(group, found):
+            for part, offsets, blocks in self._batches(group, found):
                 for rank in self.ranks:
                     if rank.pages[group]:
-                        yield self._counted(tags), SlotFill(extent, rank, group, offsets, blocks)
+                        yield self._counted(part), SlotFill(extent, rank, group, offsets, blocks)
 
     def _batches(
         self, group: int, found: list[Placed]
-    ) -> Iterator[tuple[list[Tag], list[int], list[int]]]:
+    ) -> Iterator[tuple[Part, list[int], list[int]]]:
         pieces = self._pieces(group) * max(len(blocks) for _, _, blocks in found)
         blocks_max = FILL_BYTES // self.source.layout.slot_bytes
         step = max(1, min(blocks_max, FILL_PIECES // max(1, pieces)))
-        for at in range(0, len(found), step):
-            batch = found[at : at + step]
+        for first in range(0, len(found), step):
+            batch = found[first : first + step]
             sources = [place for _, places, _ in batch for place in places]
             targets = [place for _, _, places in batch for place in places]
-            yield self.tags(position for position, _, _ in batch), sources, targets
+            yield self.part([position for position, _, _ in batch]), sources, targets
 
     def _pieces(self, group: int) -> int:
         """Count those of an engine block, in all ranks."""
         return sum(run.pieces for rank in self.ranks for run in rank.pages[group])
 
-    def _counted(self, tags: list[Tag]) -> list[Tag]:
-        for tag in tags:
-            self.blocks[tag.position].writes += 1
-        return tags
+    def _counted(self, part: Part) -> Part:
+        self.writes.update(part.positions)
+        return part
 
-    def split_written(self, tags: list[Tag], *, ok: bool) -> tuple[list[Tag], list[Tag]]:
+    def split_written(
+        self, positions: Sequence[int], *, ok: bool
+    ) -> tuple[Sequence[int], Sequence[int]]:
         """Split what was written from what has to be written again, from its slot.
 
         An engine did not write that, or overwrote its own blocks meanwhile.
         """
+        if not self.residents:
+            return positions, ()
         rest, again = [], []
-        for tag in tags:
-            block = self.blocks[tag.position]
-            if block.resident is None or (ok and not self.is_overwritten(block)):
-                rest.append(tag)
+        for position in positions:
+            if position not in self.residents or (ok and not self.is_overwritten(position)):
+                rest.append(position)
             else:
-                block.moved, block.resident, block.writes = True, None, 0
-                again.append(tag)
+                self.moved.add(position)
+                del self.residents[position]
+                self.writes.pop(position, None)
+                again.append(position)
         return rest, again
 
 

@@ -23,13 +23,14 @@ import msgspec
 
 from kvstore.barrier import Barrier
 from kvstore.core.errors import ProtocolError
-from kvstore.core.types import BlockKey, Slot
+from kvstore.core.types import BlockKey
 from kvstore.handover.consumer import STALL_NS, WAITS, Consumer, Fetched, Waits
 from kvstore.handover.direct_fetches import DirectFetches, Send, no_workers
 from kvstore.handover.engine_writes import EngineWrites
 from kvstore.handover.heartbeats import Held, Requests
 from kvstore.handover.jobs import Source
 from kvstore.handover.producer import Producer
+from kvstore.handover.runs import Part
 from kvstore.handover.side_channel import LOGGED_MAX, Channel, ClusterKey
 from kvstore.handover.transfers import (
     BUSY_S,
@@ -42,9 +43,9 @@ from kvstore.handover.transfers import (
     Quarantine,
     Reachable,
     SlotFill,
+    Slots,
     SlotWrite,
     Summed,
-    Tag,
     Transfers,
     Unreachable,
     Up,
@@ -254,7 +255,7 @@ class Peers:
         """Nothing more will be loaded of a fetch."""
         self.inlet(namespace).claimed(fetch)
 
-    def offered(self, namespace: Source, fetch: int) -> dict[int, str] | None:
+    def offered(self, namespace: Source, fetch: int) -> Mapping[int, str] | None:
         """Say in which tier a peer has which positions of a fetch; None: it has not answered."""
         return self.inlet(namespace).offered(fetch)
 
@@ -476,12 +477,12 @@ class Peers:
                 self._on_event(event)
         self.channel.poll(now_ns)
         for source in self.producer.sources():
-            staged: dict[tuple[int, int, bool], list[Tag]] = {}
-            for tag, ok in source.tiering.take_staged():
-                staged.setdefault((tag.peer, tag.job, ok), []).append(tag)
-            for (peer, _, ok), tags in staged.items():
+            staged: dict[tuple[int, int, bool], list[int]] = {}
+            for part, ok in source.tiering.take_staged():
+                staged.setdefault((part.peer, part.job, ok), []).extend(part.positions)
+            for (peer, job, ok), positions in staged.items():
                 with self._guard(peer):
-                    self.producer.staged(tags, ok=ok)
+                    self.producer.staged(Part(peer, job, positions), ok=ok)
         self.producer.tick(now_ns, self._guard)
         for stored_ns in self.producer.request_leases.take_stored_ns():
             self._numbers.observe("kvstore_hand_over_held_seconds", stored_ns / 1e9)
@@ -521,8 +522,8 @@ class Peers:
 
     def _fail_event(self, event: Event) -> None:
         match event:
-            case Summed(tags) | Written(tags):
-                self._fail_peer(tags[0].peer)
+            case Summed(part) | Written(part):
+                self._fail_peer(part.peer)
             case Arrived(digest) | Checked(digest):
                 self._fail_inlet(digest)
             case _:
@@ -571,14 +572,14 @@ class Peers:
                 self._reachable(extent, base, metadata)
             case Unreachable(extent):
                 self._mapped(extent)
-            case Summed(tags, sums):
-                self.producer.summed(tags, sums)
-            case Written(tags, ok, stopped):
-                self.producer.written(tags, ok=ok, stopped=stopped)
-            case Arrived(digest, parts, ok):
-                self._inlets[digest].moved(parts, ok=ok)
-            case Checked(digest, parts, right):
-                self._inlets[digest].checked(parts, right)
+            case Summed(part, sums):
+                self.producer.summed(part, sums)
+            case Written(part, ok, stopped):
+                self.producer.written(part, ok=ok, stopped=stopped)
+            case Arrived(digest, part, ok):
+                self._inlets[digest].moved(part, ok=ok)
+            case Checked(digest, part, right):
+                self._inlets[digest].checked(part, right)
 
     def _on_down(self, reason: str) -> None:
         """Whatever was moving has ended before: now its addresses mean nothing any more."""
@@ -598,28 +599,30 @@ class Peers:
 
     # The producer's work
 
-    def sum(self, tags: list[Tag], source: Source, blocks: list[tuple[BlockKey, Slot]]) -> None:
+    def sum(
+        self, part: Part, source: Source, keys: Sequence[BlockKey], slots: Sequence[int]
+    ) -> None:
         """Take blocks' checksums."""
-        views = [(key, source.view(slot)) for key, slot in blocks]
-        self._mover.sum(tags, source.layout.digest, views)
+        layout = source.layout
+        self._mover.sum(part, layout.digest, keys, Slots(source.view, slots), layout.slot_bytes)
 
-    def write(self, tags: list[Tag], agent: str, write: SlotWrite) -> None:
+    def write(self, part: Part, agent: str, write: SlotWrite) -> None:
         """Write slots of one of our extents to a peer."""
-        self._mover.write(tags, agent, write)
+        self._mover.write(part, agent, write)
 
-    def fill(self, tags: list[Tag], fill: SlotFill) -> None:
+    def fill(self, part: Part, fill: SlotFill) -> None:
         """Write parts of slots to an engine of a peer's."""
-        self._mover.fill(tags, fill)
+        self._mover.fill(part, fill)
 
-    def write_from_engine(self, tags: list[Tag], source: Source, write: EngineWrite) -> None:
+    def write_from_engine(self, part: Part, source: Source, write: EngineWrite) -> None:
         """Have workers of an engine of ours write to one of a peer's."""
         workers = source.engines.workers(write.engine)
-        self.engine_writes.start(tags, write, workers, self._now_ns)
+        self.engine_writes.start(part, write, workers, self._now_ns)
 
-    def abandon(self, tag: Tag) -> None:
-        """Nobody waits for a write any more."""
-        self.engine_writes.abandon(tag)
-        self._mover.abandon(tag)
+    def abandon(self, part: Part) -> None:
+        """Stop waiting for writes."""
+        self.engine_writes.abandon(part)
+        self._mover.abandon(part)
 
     def region(self, extent: int) -> tuple[m.Region, bytes] | None:
         """Say where the exporter has an extent, and how to reach it; None: not yet."""

@@ -20,19 +20,35 @@ a reader cannot be stopped.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import Protocol
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.tier import Tier
 from kvstore.core.types import BlockKey, LookupResult, Slot
-from kvstore.handover.jobs import BUSY, Job, Peer, Source, State
+from kvstore.handover.jobs import (
+    AWAITED,
+    BUSY,
+    DONE,
+    HELD,
+    STAGING,
+    SUMMED,
+    SUMMING,
+    TOLD,
+    WRITING,
+    Job,
+    Peer,
+    Source,
+)
 from kvstore.handover.request_leases import RequestLeases
-from kvstore.handover.transfers import EngineWrite, SlotFill, SlotWrite, Tag
+from kvstore.handover.runs import Part, Run, at, joined, runs_of
+from kvstore.handover.transfers import EngineWrite, SlotFill, SlotWrite
 from kvstore.wire import peer as m
-from kvstore.wire.framing import Message, from_u32, u32
+from kvstore.wire.framing import Message, u32
 
 GRACE_NS = 5_000_000_000
 EARLY_MAX = 64  # Hellos that wait for the exporter, of a megabyte each
@@ -44,29 +60,31 @@ OfJob = m.Land | m.Fill | m.Confirm | m.Extend | m.Release
 
 
 class Work(Protocol):
-    """Work done elsewhere: each call is answered later, once, by its tags.
+    """Work done elsewhere: each call is answered later, once for each of its blocks.
 
     The slots keep their bytes until then.
     """
 
-    def sum(self, tags: list[Tag], source: Source, blocks: list[tuple[BlockKey, Slot]]) -> None:
+    def sum(
+        self, part: Part, source: Source, keys: Sequence[BlockKey], slots: Sequence[int]
+    ) -> None:
         """Take blocks' checksums; the answer is Producer.summed."""
         ...
 
-    def write(self, tags: list[Tag], agent: str, write: SlotWrite) -> None:
+    def write(self, part: Part, agent: str, write: SlotWrite) -> None:
         """Write slots of one of our extents to a peer; the answer is Producer.written."""
         ...
 
-    def fill(self, tags: list[Tag], fill: SlotFill) -> None:
+    def fill(self, part: Part, fill: SlotFill) -> None:
         """Write parts of slots to an engine of a peer's; the answer is Producer.written."""
         ...
 
-    def write_from_engine(self, tags: list[Tag], source: Source, write: EngineWrite) -> None:
+    def write_from_engine(self, part: Part, source: Source, write: EngineWrite) -> None:
         """Write from our engine's memory to a peer's engine; the answer is Producer.written."""
         ...
 
-    def abandon(self, tag: Tag) -> None:
-        """Stop waiting for a write: what has not begun is not begun. The answer still comes."""
+    def abandon(self, part: Part) -> None:
+        """Stop waiting for writes: what has not begun is not begun. The answer still comes."""
         ...
 
     def region(self, extent: int) -> tuple[m.Region, bytes] | None:
@@ -162,7 +180,7 @@ class Producer:
         """Tell whether a job waits for an engine that computes, and for no transfer."""
         if not job.awaited or not self.request_leases.computes(job.request):
             return False
-        return not any(block.state in BUSY for block in job.blocks)
+        return not job.states.have(BUSY)
 
     def on_closed(self, number: int) -> None:
         """A peer is gone: free what is held for it, once no transfer uses it."""
@@ -249,13 +267,13 @@ class Producer:
             self._send(peer.number, m.End(want.job, "ambiguous"))
             return
         peer.jobs[job.number] = job
-        peer.blocks += len(job.blocks)
+        peer.blocks += len(job.keys)
         self._offer(job, now_ns)
         self._settle(job)
 
     def _offer(self, job: Job, now_ns: int) -> None:
         """Offer what there is; blocks of an unknown request may come in a moment."""
-        found = [self._tier(job, block.key) for block in job.blocks]
+        found = self._tiers(job)
         unknown = bool(job.request) and not self.request_leases.knows(job.request)
         may_wait = job.offer_ns is not None and now_ns < job.offer_ns
         if None in found and unknown and may_wait:
@@ -263,68 +281,67 @@ class Producer:
         self.counts["unknown"] += unknown
         job.offer_ns = None
         tiers: dict[str, int] = {}
-        which: list[int] = []
-        offered: list[int] = []
-        for position, (block, tier) in enumerate(zip(job.blocks, found, strict=True)):
-            if tier is not None:
-                block.state = State.AWAITED
-                offered.append(position)
-                which.append(tiers.setdefault(tier, len(tiers)))
-        job.awaited.extend(sorted(offered, key=lambda position: job.blocks[position].order))
+        which = [tiers.setdefault(tier, len(tiers)) for tier in found if tier is not None]
+        there = range(len(found))
+        offered = there if None not in found else [p for p in there if found[p] is not None]
+        for run in runs_of(offered):
+            job.states.put(run, AWAITED)
+        job.awaited.extend(job.in_order(offered))
         job.left = len(offered)
         self._send(job.peer.number, m.Offer(job.number, u32(offered), tuple(tiers), bytes(which)))
         self._advance(job)
 
-    def _tier(self, job: Job, key: BlockKey) -> str | None:
-        """Name the tier that has a block, or will have it."""
-        source = job.source
-        if source.manager.probe(key) is not LookupResult.MISS:
-            return source.tiering.source(key) or MEMORY
-        found, tier = source.tiering.where(key)
+    def _tiers(self, job: Job) -> list[str | None]:
+        """Name the tier that has each block, or will have it."""
+        manager, tiering = job.source.manager, job.source.tiering
+        coming = tiering.source if tiering.coming else None
+        found: list[str | None] = []
+        for key, entry in zip(job.keys, manager.index.find(job.keys), strict=True):
+            if entry is None:
+                found.append(self._below(job, key))
+            else:
+                found.append((coming and coming(key)) or MEMORY)
+        return found
+
+    def _below(self, job: Job, key: BlockKey) -> str | None:
+        found, tier = job.source.tiering.where(key)
         if tier is not None and found is LookupResult.HIT:
             return tier.name
         return PREFILL if self.request_leases.may_come(job.request, key) else None
 
     def _land(self, job: Job, land: m.Land) -> None:
-        positions = m.positions_of(land.positions, len(job.blocks))
-        slots = from_u32(land.slots)
-        if not job.push or job.direct or len(positions) != len(slots):
-            raise ProtocolError(f"{len(slots)} landing slots for {len(positions)} blocks to push")
-        if any(slot >= land.region.slots for slot in slots):
-            raise ProtocolError(f"landing slots {slots[:8]}, expected below {land.region.slots}")
-        for position, slot in zip(positions, slots, strict=True):
-            block = job.blocks[position]
-            if block.landing is not None:
-                raise ProtocolError(f"a second landing slot for position {position}")
-            block.landing = (land.region, slot)
-            if block.state is State.SUMMED:
-                job.write(position)
+        job.write(job.land(land))
 
     def _fill(self, job: Job, fill: m.Fill) -> None:
         """Note where blocks go in the peer's engine, and write those that are there."""
-        for position in job.learn(fill):
-            if job.blocks[position].state is State.SUMMED:
-                job.write(position)
+        job.write([p for p in job.learn(fill) if job.states[p] == SUMMED])
         for rank in fill.ranks:
             self._meet(job.peer.number, rank.agent, rank.metadata)
 
     def _confirm(self, job: Job, confirm: m.Confirm) -> None:
-        positions = m.positions_of(confirm.positions, len(job.blocks))
-        again = {*m.positions_of(confirm.unread, len(job.blocks))}
-        told = {p for p in (*positions, *again) if job.blocks[p].state is State.TOLD}
-        told = set() if job.over else told
-        lost = {p for p in told if not job.push and job.is_overwritten(job.blocks[p])}
-        again = told & (again | lost)
-        valid = sorted(told - again)
-        for position in again:
-            job.blocks[position].moved = True
-        for position in valid:
-            self._done(job, position)
+        positions = m.positions_of(confirm.positions, len(job.keys))
+        unread = m.positions_of(confirm.unread, len(job.keys))
+        told, again = self._told(job, positions), set(self._told(job, unread))
+        if job.residents and not job.push:
+            again.update(position for position in told if job.is_overwritten(position))
+        valid = told if not again else [position for position in told if position not in again]
+        job.moved |= again
+        for run in runs_of(valid):
+            self._done(job, run)
         self.counts["confirmed"] += len(valid)
-        self.counts["stale"] += len({*positions}.difference(valid))
+        self.counts["stale"] += len(positions) - len(valid)
         self._send(job.peer.number, m.Valid(job.number, u32(valid), u32(sorted(again))))
         job.untold += sorted(again)
         self._advance(job)
+
+    @staticmethod
+    def _told(job: Job, positions: Sequence[int]) -> Sequence[int]:
+        """Return those that the peer was told of, while the lease holds."""
+        if job.over:
+            return ()
+        if all(job.states.are(run, TOLD) for run in runs_of(positions)):
+            return positions
+        return [position for position in positions if job.states[position] == TOLD]
 
     # Time, and answers to Work
 
@@ -362,58 +379,69 @@ class Producer:
         self._early.pop(number, None)
         self._peers.pop(number, None)
 
-    def _job_of(self, tag: Tag) -> Job:
-        """Return a tag's job, which is there as long as anything of it is under way."""
-        return self._peers[tag.peer].jobs[tag.job]
+    def _job_of(self, part: Part) -> Job:
+        """Return a part's job, which is there as long as anything of it is under way."""
+        return self._peers[part.peer].jobs[part.job]
 
-    def staged(self, tags: list[Tag], *, ok: bool) -> None:
+    def staged(self, part: Part, *, ok: bool) -> None:
         """A lower tier has read blocks of one job into their slots, or could not."""
-        self._ended(tags, State.STAGING, ok=ok)
+        self.counts["failed"] += 0 if ok else len(part.positions)
+        self._ended(self._job_of(part), part.positions, ok=ok)
 
-    def summed(self, tags: list[Tag], sums: list[int]) -> None:
+    def summed(self, part: Part, sums: array[int]) -> None:
         """Checksums of blocks of one job were taken."""
-        job = self._job_of(tags[0])
-        for tag, found in zip(tags, sums, strict=True):
-            job.blocks[tag.position].sum = found
-        self._ended(tags, State.SUMMING, ok=True)
+        job, done = self._job_of(part), 0
+        for first, end in runs_of(part.positions):
+            job.sums[first:end] = sums[done : done + end - first]
+            done += end - first
+        self._ended(job, part.positions, ok=True)
 
-    def written(self, tags: list[Tag], *, ok: bool, stopped: bool = False) -> None:
+    def written(self, part: Part, *, ok: bool, stopped: bool = False) -> None:
         """A write has ended; stopped: it was cut short, and nothing of it still arrives."""
-        job = self._job_of(tags[0])
+        job, ended = self._job_of(part), part.positions
         if not job.released and (ok or stopped):
-            tags, again = job.split_written(tags, ok=ok)
-            for tag in again:
-                job.write(tag.position)
-        if tags:
-            self._ended(tags, State.WRITING, ok=ok or (stopped and job.released))
+            ended, again = job.split_written(ended, ok=ok)
+            job.write(again)
+        ok = ok or (stopped and job.released)
+        self.counts["failed"] += 0 if ok else len(ended)
+        if job.direct:
+            ended = [position for position in ended if self._last_write(job, position, ok=ok)]
+        self._ended(job, ended, ok=ok)
 
-    def _ended(self, tags: list[Tag], state: State, *, ok: bool) -> None:
-        """Go on with blocks of one job.
+    @staticmethod
+    def _last_write(job: Job, position: int, *, ok: bool) -> bool:
+        """Tell whether the last write of a block has ended: to each rank there is one."""
+        job.writes[position] -= 1
+        if not ok:
+            job.failed.add(position)
+        return job.writes[position] <= 0
+
+    def _ended(self, job: Job, positions: Sequence[int], *, ok: bool) -> None:
+        """Go on with blocks of one job, all of one state.
 
         What follows is done at the next tick, for all that has ended until then in one go.
         """
-        job = self._job_of(tags[0])
-        self.counts["failed"] += 0 if ok else len(tags)
-        for position in (tag.position for tag in tags):
-            block = job.blocks[position]
-            if state is State.WRITING:
-                block.failed = block.failed or not ok
-                block.writes -= job.direct
-            if block.writes > 0:
-                continue  # to other ranks
-            if not ok or block.failed or job.released:
-                self._done(job, position)
-                if job.push and job.direct:  # its load has failed, too
-                    self._release(job)
-            elif state is State.STAGING:
-                self._sum(job, position)
-            elif state is State.WRITING or not job.push:
-                block.state = State.TOLD
-                job.untold.append(position)
-            elif block.landing is not None:
-                job.write(position)
-            else:
-                block.state = State.SUMMED
+        for run in runs_of(positions):
+            good = ok and not job.released
+            if good and job.failed and not job.failed.isdisjoint(range(*run)):
+                good = False
+            if good:
+                self._go_on(job, run)
+                continue
+            self._done(job, run)
+            if job.push and job.direct:  # its load has failed, too
+                self._release(job)
+
+    def _go_on(self, job: Job, run: Run) -> None:
+        state, positions = job.states[run[0]], range(*run)
+        if state == STAGING:
+            self._sum(job, positions)
+        elif state == WRITING or not job.push:
+            job.states.put(run, TOLD)
+            job.untold.extend(positions)
+        else:
+            job.states.put(run, SUMMED)
+            job.write([position for position in positions if job.landings[position]])
 
     # Of one job
 
@@ -424,31 +452,40 @@ class Producer:
         below: dict[str, tuple[Tier, list[int]]] = {}
         late: list[int] = []
         while job.awaited and room > 0 and not job.over:
+            pinned = self._pin(job, room)
+            room -= pinned
+            if pinned:
+                continue
             position = job.awaited[0]
-            block = job.blocks[position]
-            entry = source.manager.pin(block.key)
-            found, tier = source.tiering.where(block.key)
-            if entry is not None:
-                block.entry, block.slot = entry, entry.slot
-                self._hold(peer, 1)
-                room -= 1
-                self._sum(job, position)
-            elif source.manager.probe(block.key) is not LookupResult.MISS:
+            key = job.keys[position]
+            if source.manager.probe(key) is not LookupResult.MISS:
                 break  # is being written, or brought up
-            elif tier is not None and found is LookupResult.HIT:
+            found, tier = source.tiering.where(key)
+            if tier is not None and found is LookupResult.HIT:
                 below.setdefault(tier.name, (tier, []))[1].append(position)
                 room -= 1
             elif self.request_leases.computes(job.request):
                 break  # they come in order
-            elif self.request_leases.may_come(job.request, block.key):
+            elif self.request_leases.may_come(job.request, key):
                 late.append(position)  # or never: a window may have left it before it had a slot
             else:
                 self.counts["gone"] += 1
-                self._done(job, position)
+                self._done(job, (position, position + 1))
             job.awaited.popleft()
         job.awaited.extendleft(reversed(late))
         for tier, positions in below.values():
             self._stage(job, tier, positions)
+
+    def _pin(self, job: Job, room: int) -> int:
+        """Pin the first blocks of what is awaited that are ready, up to `room`; count them."""
+        first = (job.keys[position] for position in islice(job.awaited, room))
+        entries = job.source.manager.pin_run(first)
+        positions = joined(runs_of([job.awaited.popleft() for _ in entries]))
+        for position, entry in zip(positions, entries, strict=True):
+            job.entries[position], job.slots[position] = entry, entry.slot
+        self._hold(job.peer, len(entries))
+        self._sum(job, positions)
+        return len(entries)
 
     def _room(self, peer: Peer) -> int:
         """Return the bytes that may be held for a peer now; each can have one block at least."""
@@ -466,59 +503,60 @@ class Producer:
         source = job.source
         slots = source.manager.prepare_store(len(positions))
         job.awaited.extendleft(reversed(positions[len(slots) :]))
-        tags = job.tags(positions[: len(slots)])
-        for tag, slot in zip(tags, slots, strict=True):
-            block = job.blocks[tag.position]
-            block.state, block.slot = State.STAGING, slot
-            self._hold(job.peer, 1)
-        if tags:
-            keys = [job.blocks[tag.position].key for tag in tags]
-            source.tiering.stage(tier, keys, slots, tags)
+        staged = positions[: len(slots)]
+        for position, slot in zip(staged, slots, strict=True):
+            job.states.put((position, position + 1), STAGING)
+            job.slots[position], job.entries[position] = slot, None
+        self._hold(job.peer, len(staged))
+        if staged:
+            keys = [job.keys[position] for position in staged]
+            source.tiering.stage(tier, keys, slots, [job.part((p,)) for p in staged])
 
-    def _sum(self, job: Job, position: int) -> None:
-        """Take a block's sum, or go on without: for a direct want there is no one to check it."""
-        block = job.blocks[position]
+    def _sum(self, job: Job, positions: Sequence[int]) -> None:
+        """Take blocks' sums, or go on without: of a direct want nobody checks them."""
         if not job.direct:
-            block.state = State.SUMMING
-            job.unsummed.append(position)
+            state = SUMMING
+            job.unsummed.extend(positions)
         elif not job.push:
-            block.state = State.TOLD
-            job.untold.append(position)
-        elif block.target is not None:
-            job.write(position)
+            state = TOLD
+            job.untold.extend(positions)
         else:
-            block.state = State.SUMMED
+            state = SUMMED
+        for run in runs_of(positions):
+            job.states.put(run, state)
+        if state == SUMMED:
+            job.write([position for position in positions if position in job.targets])
 
     def _take_sums(self, job: Job) -> None:
         """Take the sums that are due."""
-        positions, job.unsummed = job.unsummed, []
-        blocks = [job.blocks[position] for position in positions]
-        named = [(block.key, block.slot) for block in blocks if block.slot is not None]
-        self._work.sum(job.tags(positions), job.source, named)
+        positions, job.unsummed = joined(runs_of(job.unsummed)), []
+        keys = [job.keys[position] for position in positions]
+        self._work.sum(job.part(positions), job.source, keys, at(job.slots, positions))
 
     def _start_writes(self, job: Job) -> None:
         """Start the writes that are due."""
         positions, job.unwritten = job.unwritten, []
         if not job.direct:
-            for tags, write in job.slot_writes(positions):
-                self._work.write(tags, job.peer.agent, write)
+            for part, write in job.slot_writes(positions):
+                self._work.write(part, job.peer.agent, write)
             return
-        for tags, from_engine in job.engine_writes(positions):
-            self._work.write_from_engine(tags, job.source, from_engine)
-        for tags, fill in job.fills(positions):
-            self._work.fill(tags, fill)
+        for part, from_engine in job.engine_writes(positions):
+            self._work.write_from_engine(part, job.source, from_engine)
+        for part, fill in job.fills(positions):
+            self._work.fill(part, fill)
 
-    def _done(self, job: Job, position: int) -> None:
-        """Free a block that no transfer uses."""
-        block, manager = job.blocks[position], job.source.manager
-        if block.slot is not None:
-            self._hold(job.peer, -1)
-            if block.entry is not None:
-                manager.unpin(block.entry)
-            else:
-                manager.give_back([block.slot])
-        block.state, block.slot, block.entry = State.DONE, None, None
-        job.left -= 1
+    def _done(self, job: Job, run: Run) -> None:
+        """Free blocks of one state that no transfer uses."""
+        (first, end), manager = run, job.source.manager
+        if job.states[first] in HELD:
+            self._hold(job.peer, first - end)
+            entries = job.entries[first:end]
+            manager.unpin_all([entry for entry in entries if entry is not None])
+            own = zip(job.slots[first:end], entries, strict=True)
+            manager.give_back([Slot(slot) for slot, entry in own if entry is None])
+            job.entries[first:end] = [None] * (end - first)
+        job.states.put(run, DONE)
+        job.left -= end - first
 
     def _release(self, job: Job) -> None:
         """Free the blocks that no transfer uses; the others follow as their transfers end."""
@@ -528,14 +566,14 @@ class Producer:
         job.offer_ns = None
         job.awaited.clear()
         job.untold.clear()
-        for position in job.unwritten:
-            job.blocks[position].state = State.SUMMED
+        for run in runs_of(job.unwritten):
+            job.states.put(run, SUMMED)
         job.unwritten.clear()
-        for position, block in enumerate(job.blocks):
-            if block.state is State.WRITING:
-                self._work.abandon(job.tag(position))
-            elif block.state is not State.DONE and block.state not in BUSY:
-                self._done(job, position)
+        writing = [p for run in job.states.within(job.all, bytes((WRITING,))) for p in range(*run)]
+        if writing:
+            self._work.abandon(job.part(writing))
+        for run in job.states.within(job.all, bytes((AWAITED, SUMMED, TOLD))):
+            self._done(job, run)
 
     def _settle(self, job: Job) -> None:
         """Send what is due, and forget a job that has nothing left."""
@@ -548,9 +586,9 @@ class Producer:
         waits = job.left or job.offer_ns is not None
         if waits or peer.jobs.pop(job.number, None) is None:
             return
-        peer.blocks -= len(job.blocks)
+        peer.blocks -= len(job.keys)
         if not peer.closed:
-            failed = job.push and job.direct and any(block.failed for block in job.blocks)
+            failed = job.push and job.direct and bool(job.failed)
             reason = m.FAILED if failed else "released" if job.released else "all"
             self._send(peer.number, m.End(job.number, reason))
         elif not peer.jobs:

@@ -1,9 +1,9 @@
 """The bytes of hand-overs: the exporter process, landing slots, and threads that take checksums.
 
-What consumer and producer have moved, copied or summed is named by tags; each piece of work ends
-exactly once, as an event of poll(). A landing slot is memory that only the exporter and this store
-touch: one sealed extent for each namespace, mapped read-write by the exporter. A landed block is
-copied into its slot and summed by one thread, which releases the GIL.
+What consumer and producer have moved, copied or summed is a part of a fetch or a job; each piece
+of work ends exactly once, as an event of poll(). A landing slot is memory that only the exporter
+and this store touch: one sealed extent for each namespace, mapped read-write by the exporter. A
+landed block is copied into its slot and summed by one thread, which releases the GIL.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import logging
 import os
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,8 +22,9 @@ from kvstore.core.errors import InvariantBroken, ProtocolError, TierFull
 from kvstore.core.layout import RankPages
 from kvstore.core.types import BlockKey, Slot
 from kvstore.handover.checksums import block_sum, copied_sum
+from kvstore.handover.runs import Part, Run, numbers
 from kvstore.wire import peer as m
-from kvstore.wire.framing import u32
+from kvstore.wire.framing import U32, u32
 from tiers.cpu import GENERATION_BYTES, CpuExtent
 from tiers.nixl import messages as nixl
 from tiers.nixl import supervisor
@@ -48,23 +50,12 @@ QUIET_NS = 60_000_000_000  # anything is in quarantine, and no hand-over is open
 # What is moved
 
 
-class Tag(msgspec.Struct, frozen=True):
-    """One block of a hand-over: the connection, the number of its fetch or job, its position.
-
-    Unique in a store: connections that were made and those that were accepted share their numbers.
-    """
-
-    peer: int
-    job: int
-    position: int
-
-
 class SlotRead(msgspec.Struct, frozen=True):
     """Slots of one of a peer's extents, and the landing slots that they are read into."""
 
     region: m.Region
-    numbers: list[int]
-    landing: list[int]
+    numbers: array[int]
+    landing: array[int]
 
 
 class EngineRead(msgspec.Struct, frozen=True):
@@ -79,10 +70,10 @@ class SlotWrite(msgspec.Struct, frozen=True):
     """Slots of one of our extents, and the peer's landing slots that they are written to."""
 
     extent: int
-    numbers: list[int]
+    numbers: array[int]
     slot_bytes: int
     landing: m.Region
-    landing_slots: list[int]
+    landing_slots: array[int]
 
 
 class SlotFill(msgspec.Struct, frozen=True):
@@ -111,13 +102,19 @@ class EngineWrite(msgspec.Struct, frozen=True):
     targets: list[int]
 
 
-class Check(msgspec.Struct, frozen=True):
-    """A landed block: its key and sum, its landing slot, and the slot that it is copied to."""
+class Slots(NamedTuple):
+    """Slots, and how to get at the bytes of one; view() is called on threads, too."""
 
-    key: BlockKey
-    landing: int
-    sum: int
-    slot: Slot
+    view: Callable[[Slot], memoryview]
+    numbers: Sequence[int]
+
+    def cut(self, piece: slice) -> Slots:
+        """Return some of them."""
+        return self._replace(numbers=self.numbers[piece])
+
+    def views(self) -> Iterator[memoryview]:
+        """Go through their bytes."""
+        return (self.view(Slot(number)) for number in self.numbers)
 
 
 # What poll() returns
@@ -153,22 +150,22 @@ class Unreachable(msgspec.Struct, frozen=True):
 class Summed(msgspec.Struct, frozen=True):
     """Checksums of blocks that are handed over."""
 
-    tags: list[Tag]
-    sums: list[int]
+    part: Part
+    sums: array[int]
 
 
 class Checked(msgspec.Struct, frozen=True):
     """Landed blocks of a namespace were copied to their slots; right: the sum is as expected."""
 
     digest: str
-    tags: list[Tag]
+    part: Part
     right: list[bool]
 
 
 class Written(msgspec.Struct, frozen=True):
     """A write to a peer has ended; stopped: it was cut short, and nothing of it still arrives."""
 
-    tags: list[Tag]
+    part: Part
     ok: bool
     stopped: bool = False
 
@@ -177,7 +174,7 @@ class Arrived(msgspec.Struct, frozen=True):
     """A read into a namespace's landing slots has ended."""
 
     digest: str
-    tags: list[Tag]
+    part: Part
     ok: bool
 
 
@@ -205,7 +202,7 @@ class Landing:
         self.used_ns = 0
         self.retry_ns: int | None = 0  # when to allocate; None: allocated, or under way
         self._want = want
-        self._free: list[int] = []
+        self._free: array[int] = array(U32)
 
     @property
     def count(self) -> int:
@@ -221,14 +218,17 @@ class Landing:
         """Allocate memory where there is none; slots can be taken some time later."""
         self._want(self)
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int) -> array[int]:
         """Take up to count free slots; none while the exporter has not mapped them."""
         if not self.base:
             self._want(self)
-            return []
-        return [self._free.pop() for _ in range(min(count, len(self._free)))]
+            return array(U32)
+        left = max(0, len(self._free) - count)
+        taken = self._free[left:]
+        del self._free[left:]
+        return taken
 
-    def give_back(self, slots: Collection[int]) -> None:
+    def give_back(self, slots: Iterable[int]) -> None:
         """Free slots."""
         self._free.extend(slots)
 
@@ -244,12 +244,13 @@ class Landing:
 
     def made(self, extent: int, memory: CpuExtent) -> None:
         """Use newly allocated memory."""
-        self.extent, self.memory, self._free = extent, memory, list(range(memory.count))
+        self.extent, self.memory = extent, memory
+        self._free = array(U32, range(memory.count))
 
     def unmade(self) -> CpuExtent | None:
         """Return the memory, which is used no more."""
         memory, self.memory = self.memory, None
-        self.base, self.retry_ns, self._free = 0, 0, []
+        self.base, self.retry_ns, self._free = 0, 0, array(U32)
         return memory
 
 
@@ -262,39 +263,49 @@ class LandingTurns:
     def __init__(self, landing: Landing) -> None:
         """landing: where slots come from."""
         self._landing = landing
-        self._waiting: dict[int, deque[Tag]] = {}  # by peer
+        self._waiting: dict[int, deque[tuple[int, Run]]] = {}  # by peer: of which fetch
         self._used: Counter[int] = Counter()  # slots, by peer
 
-    def queue(self, tag: Tag) -> None:
-        """Add a block that waits for a slot."""
-        self._waiting.setdefault(tag.peer, deque()).append(tag)
+    def queue(self, peer: int, number: int, run: Run) -> None:
+        """Add blocks that wait for a slot."""
+        self._waiting.setdefault(peer, deque()).append((number, run))
 
-    def next(self, still_waits: Callable[[Tag], bool]) -> Iterator[tuple[int, dict[int, int]]]:
-        """Assign free slots; yields a fetch, and by position the slots of its blocks.
+    def next(
+        self, still_wait: Callable[[int, Run], Iterable[Run]]
+    ) -> Iterator[tuple[int, list[Run], array[int]]]:
+        """Assign free slots; yields a fetch, runs of its blocks, and their slots.
 
-        still_waits(tag): False for a block that was given up meanwhile.
+        still_wait(fetch, run): what is left of a run; others were given up meanwhile.
         """
         share = max(1, self._landing.count * 3 // 4)
         for peer, waiting in list(self._waiting.items()):
-            room = min(share - self._used[peer], len(waiting))
-            free = self._landing.take(room) if room > 0 else []
-            chosen: dict[int, dict[int, int]] = {}
+            room = share - self._used[peer]
+            free = self._landing.take(room) if room > 0 else array(U32)
+            chosen: dict[int, list[Run]] = {}
+            slots: dict[int, array[int]] = {}
             while waiting and free:
-                tag = waiting.popleft()
-                if still_waits(tag):
-                    chosen.setdefault(tag.job, {})[tag.position] = free.pop()
+                number, run = waiting.popleft()
+                for first, end in still_wait(number, run):
+                    stop = min(end, first + len(free))
+                    if first < stop:
+                        chosen.setdefault(number, []).append((first, stop))
+                        slots.setdefault(number, array(U32)).extend(free[: stop - first])
+                        del free[: stop - first]
+                    if stop < end:
+                        waiting.appendleft((number, (stop, run[1])))
+                        break
             self._landing.give_back(free)
             if chosen or not waiting:
                 del self._waiting[peer]
             if chosen and waiting:
                 self._waiting[peer] = waiting  # behind those that got none
-            for number, slots in chosen.items():
-                self._used[peer] += len(slots)
-                yield number, slots
+            for number, runs in chosen.items():
+                self._used[peer] += len(slots[number])
+                yield number, runs, slots[number]
 
-    def left(self, peer: int) -> None:
-        """A peer uses one slot less."""
-        self._used[peer] -= 1
+    def left(self, peer: int, count: int) -> None:
+        """A peer uses some slots less."""
+        self._used[peer] -= count
 
     def forget(self, peer: int) -> None:
         """Drop a peer's waiting blocks."""
@@ -309,11 +320,11 @@ class Regions:
         """Start without any."""
         self._known: dict[tuple[int, int], m.Region] = {}
 
-    def get(self, peer: int, extent: int, slot: int) -> m.Region:
-        """Return a region that has a slot. Raises ProtocolError for an unknown one."""
+    def get(self, peer: int, extent: int) -> m.Region:
+        """Return an extent's region. Raises ProtocolError for an unknown one."""
         found = self._known.get((peer, extent))
-        if found is None or slot >= found.slots:
-            raise ProtocolError(f"slot {slot} of extent {extent}, which is not known or shorter")
+        if found is None:
+            raise ProtocolError(f"extent {extent}, which is not known")
         return found
 
     def learn(self, peer: int, regions: Sequence[m.Region]) -> None:
@@ -330,38 +341,46 @@ class Regions:
 
 
 class _Transfer(msgspec.Struct, eq=False):
-    """A transfer under way; digest: of the namespace that it reads for, None for a write."""
+    """A transfer under way; digest: of the namespace that it reads for, None for a write.
+
+    wanted: positions that were not abandoned; None: all of the part's.
+    """
 
     digest: str | None
-    tags: list[Tag]
-    wanted: int  # blocks that were not abandoned
+    part: Part
+    wanted: set[int] | None = None
 
 
 class _Sums(msgspec.Struct):
-    tags: list[Tag]
+    part: Part
     namespace: str
-    blocks: list[tuple[BlockKey, memoryview]]
+    keys: Sequence[BlockKey]
+    slots: Slots
 
     def run(self) -> Summed:
-        return Summed(self.tags, [block_sum(self.namespace, *block) for block in self.blocks])
+        named = zip(self.keys, self.slots.views(), strict=True)
+        return Summed(self.part, array("Q", [block_sum(self.namespace, *each) for each in named]))
 
     def failed(self) -> Summed:
-        return Summed(self.tags, [0] * len(self.tags))
+        return Summed(self.part, numbers(len(self.keys), "Q"))
 
 
 class _Checks(msgspec.Struct):
-    tags: list[Tag]
+    part: Part
     namespace: str
-    blocks: list[tuple[Check, memoryview, memoryview]]
+    keys: Sequence[BlockKey]
+    sums: Sequence[int]
+    landed: Slots
+    slots: Slots
 
     def run(self) -> Checked:
-        return Checked(self.namespace, self.tags, [self._one(*block) for block in self.blocks])
-
-    def _one(self, check: Check, landed: memoryview, slot: memoryview) -> bool:
-        return copied_sum(self.namespace, check.key, landed, slot) == check.sum
+        blocks = zip(self.keys, self.landed.views(), self.slots.views(), strict=True)
+        found = [copied_sum(self.namespace, *block) for block in blocks]
+        right = [ours == theirs for ours, theirs in zip(found, self.sums, strict=True)]
+        return Checked(self.namespace, self.part, right)
 
     def failed(self) -> Checked:
-        return Checked(self.namespace, self.tags, [False] * len(self.tags))
+        return Checked(self.namespace, self.part, [False] * len(self.keys))
 
 
 class _Allocation(msgspec.Struct):
@@ -404,7 +423,7 @@ class Transfers:
         self._now_ns = 0
         self.moved_bytes: Counter[str] = Counter()  # "pulled", "pushed", as NIXL counts them
         self._transfers: dict[int, _Transfer] = {}
-        self._moving: dict[Tag, list[int]] = {}  # blocks -> transfers
+        self._moving: dict[tuple[int, int], list[int]] = {}  # by peer and job: its transfers
         self._unmappable: set[int] = set()  # extents that the exporter could not map
         self._unreachable: list[Event] = []  # of those that were to be unmapped
         self._addresses: dict[int, int] = {}  # mapped, and their metadata has not come yet
@@ -481,75 +500,91 @@ class Transfers:
     def _ended(self, number: int, moved: int, error: str | None) -> Event:
         found = self._transfers.pop(number)
         self.moved_bytes["pushed" if found.digest is None else "pulled"] += moved
-        for tag in found.tags:
-            moving = self._moving.get(tag, [])
-            if number in moving:  # else it was abandoned
-                moving.remove(number)
-            if not moving:
-                self._moving.pop(tag, None)
+        of = found.part[:2]
+        moving = self._moving[of]
+        moving.remove(number)
+        if not moving:
+            del self._moving[of]
         if found.digest is None:
-            return Written(found.tags, error is None, stopped=error == "stopped")
-        return Arrived(found.digest, found.tags, error is None)
+            return Written(found.part, error is None, stopped=error == "stopped")
+        return Arrived(found.digest, found.part, error is None)
 
     # Transfers
 
-    def read(self, tags: list[Tag], agent: str, digest: str, read: SlotRead) -> None:
+    def read(self, part: Part, agent: str, digest: str, read: SlotRead) -> None:
         """Read a peer's slots into a namespace's landing slots, in batches; ends as Arrived."""
         landing = self._landings[digest]
         size = landing.slot_bytes
         address, region_bytes = read.region.base, read.region.slots * size
-        for part in batches(len(tags), size):
-            local, remote = u32(read.landing[part]), u32(read.numbers[part])
+        for piece in batches(len(part.positions), size):
+            local, remote = read.landing[piece].tobytes(), read.numbers[piece].tobytes()
             move = nixl.Transfer(
                 0, agent, False, landing.extent, address, region_bytes, size, local, remote
             )
-            self._start(move, digest, tags[part])
+            self._start(move, digest, part.cut(piece))
 
-    def write(self, tags: list[Tag], agent: str, write: SlotWrite) -> None:
+    def write(self, part: Part, agent: str, write: SlotWrite) -> None:
         """Write slots to a peer's landing slots; ends as Written."""
         size, region = write.slot_bytes, write.landing
-        local, remote = u32(write.numbers), u32(write.landing_slots)
+        local, remote = write.numbers.tobytes(), write.landing_slots.tobytes()
         move = nixl.Transfer(
             0, agent, True, write.extent, region.base, region.slots * size, size, local, remote
         )
-        self._start(move, None, tags)
+        self._start(move, None, part)
 
-    def fill(self, tags: list[Tag], fill: SlotFill) -> None:
+    def fill(self, part: Part, fill: SlotFill) -> None:
         """Write parts of slots to a peer's engine; ends as Written."""
         rank, parts, blocks = fill.rank, array("Q", fill.offsets).tobytes(), u32(fill.blocks)
         pages = rank.pages[fill.group]
         filling = nixl.Fill(0, rank.agent, fill.extent, pages, parts, blocks, rank.gpu)
-        self._start(filling, None, tags)
+        self._start(filling, None, part)
 
-    def _start(self, move: nixl.Transfer | nixl.Fill, digest: str | None, tags: list[Tag]) -> None:
+    def _start(self, move: nixl.Transfer | nixl.Fill, digest: str | None, part: Part) -> None:
         number = self._exporter.start(move)
-        self._transfers[number] = _Transfer(digest, tags, len(tags))
-        for tag in tags:
-            self._moving.setdefault(tag, []).append(number)
+        self._transfers[number] = _Transfer(digest, part)
+        self._moving.setdefault(part[:2], []).append(number)
 
-    def abandon(self, tag: Tag) -> None:
-        """Stop waiting for a block. A transfer of abandoned blocks alone starts no more chunks.
+    def abandon(self, part: Part) -> None:
+        """Stop waiting for blocks. A transfer of abandoned blocks alone starts no more chunks.
 
         Its event comes all the same.
         """
-        for number in self._moving.pop(tag, ()):
-            self._transfers[number].wanted -= 1
-            if not self._transfers[number].wanted:
-                self._exporter.abandon(number)
+        for number in self._moving.get(part[:2], ()):
+            found = self._transfers[number]
+            wanted = set(found.part.positions) if found.wanted is None else found.wanted
+            if wanted:
+                found.wanted = wanted.difference(part.positions)
+                if not found.wanted:
+                    self._exporter.abandon(number)
 
     def sum(
-        self, tags: list[Tag], namespace: str, blocks: list[tuple[BlockKey, memoryview]]
+        self, part: Part, namespace: str, keys: Sequence[BlockKey], slots: Slots, slot_bytes: int
     ) -> None:
         """Take checksums, in batches; ends as Summed."""
-        for part in batches(len(tags), len(blocks[0][1])):
-            self._runner.submit(_Sums(tags[part], namespace, blocks[part]))
+        for piece in batches(len(keys), slot_bytes):
+            self._runner.submit(_Sums(part.cut(piece), namespace, keys[piece], slots.cut(piece)))
 
     def check(
-        self, tags: list[Tag], namespace: str, blocks: list[tuple[Check, memoryview, memoryview]]
+        self,
+        part: Part,
+        namespace: str,
+        keys: Sequence[BlockKey],
+        sums: Sequence[int],
+        landed: Slots,
+        slots: Slots,
     ) -> None:
         """Copy landed blocks into their slots and take their checksums there; ends as Checked."""
-        for part in batches(len(tags), len(blocks[0][1])):
-            self._runner.submit(_Checks(tags[part], namespace, blocks[part]))
+        for piece in batches(len(keys), self._landings[namespace].slot_bytes):
+            self._runner.submit(
+                _Checks(
+                    part.cut(piece),
+                    namespace,
+                    keys[piece],
+                    sums[piece],
+                    landed.cut(piece),
+                    slots.cut(piece),
+                )
+            )
 
     # The exporter
 

@@ -103,6 +103,12 @@ class Namespace:
         number, position = divmod(slot, self._per_extent)
         return self._places[number], position
 
+    def places(self, slots: array[int]) -> tuple[array[int], array[int]]:
+        """Return the extent of each slot, and its number in there; u32."""
+        per = max(1, self._per_extent)
+        extents = array("I", [self._places[slot // per] for slot in slots])
+        return extents, array("I", [slot % per for slot in slots])
+
     def _place(self, slot: int) -> tuple[Mapping, int]:
         number, position = divmod(slot, self._per_extent)
         return self.extents[self._places[number]], position

@@ -11,7 +11,7 @@ scheduler half writes none: it is not waited for.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -45,10 +45,10 @@ class Ask(msgspec.Struct, eq=False):
     direct: dict[tuple[int, int], int] | None = (
         None  # for workers to read: group, index -> position
     )
-    offered: dict[int, str] | None = None  # of these positions: in which tier
+    offered: Mapping[int, str] | None = None  # of these positions: in which tier
 
     @property
-    def offers(self) -> dict[int, str]:
+    def offers(self) -> Mapping[int, str]:
         """Say what a peer has offered."""
         return self.offered or {}
 

@@ -39,7 +39,7 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import RankPages
 from kvstore.core.limits import GROUPS_MAX, Words
 from kvstore.core.types import GroupRule
-from kvstore.wire.framing import Message, from_u32
+from kvstore.wire.framing import U32, WORD, Message, from_u32
 
 VERSION = 2
 MESSAGE_BYTES_MAX = 16 << 20
@@ -332,22 +332,35 @@ def clip(rule: GroupRule, blocks: int) -> range:
     return range(0 if rule.trailing is None else max(0, blocks - rule.trailing - 1), blocks)
 
 
-def positions_of(data: bytes, count: int) -> list[int]:
-    """Unpack positions. Raises ProtocolError unless each is below count and named once."""
-    found = from_u32(data)
-    if len(set(found)) != len(found) or any(position >= count for position in found):
-        raise ProtocolError(f"positions {found[:8]}, expected different ones below {count}")
+def neighbours(numbers: list[int]) -> Sequence[int]:
+    """Return numbers as a range if each is one more than the one before."""
+    if numbers and numbers[-1] - numbers[0] == len(numbers) - 1:
+        found = range(numbers[0], numbers[-1] + 1)
+        if numbers == list(found):
+            return found
+    return numbers
+
+
+def positions_of(data: bytes, count: int) -> Sequence[int]:
+    """Unpack positions: a range if they are neighbours.
+
+    Raises ProtocolError unless each is below count and named once.
+    """
+    found = neighbours(from_u32(data))
+    right = found[-1] < count if isinstance(found, range) else len(set(found)) == len(found)
+    if not right or max(found, default=-1) >= count:
+        raise ProtocolError(f"positions {list(found[:8])}, expected different ones below {count}")
     return found
 
 
-def places_of(have: Have, count: int) -> list[tuple[int, tuple[int, int], int]]:
-    """Return position, extent and slot, and sum of each block. Raises ProtocolError."""
-    positions, sums = positions_of(have.positions, count), array("Q")
-    places = from_u32(have.places)
-    if len(have.sums) != 8 * len(positions) or len(places) != 2 * len(positions):
-        raise ProtocolError(f"{len(places)} numbers of places for {len(positions)} blocks")
+def places_of(have: Have, count: int) -> tuple[Sequence[int], array[int], array[int], array[int]]:
+    """Return positions, and the extent, slot and sum of each block. Raises ProtocolError."""
+    positions, sums, places = positions_of(have.positions, count), array("Q"), array(U32)
+    if len(have.sums) != 8 * len(positions) or len(have.places) != 2 * WORD * len(positions):
+        raise ProtocolError(f"{len(have.places)} bytes of places for {len(positions)} blocks")
     sums.frombytes(have.sums)
-    return list(zip(positions, zip(places[::2], places[1::2], strict=True), sums, strict=True))
+    places.frombytes(have.places)
+    return positions, places[::2], places[1::2], sums
 
 
 def residents_of(message: Resident | Fill, count: int) -> dict[int, list[int]]:
@@ -359,22 +372,22 @@ def residents_of(message: Resident | Fill, count: int) -> dict[int, list[int]]:
     return {at: blocks[n * per : n * per + per] for n, at in enumerate(positions)}
 
 
-def wanted_of(want: Want, groups: int) -> list[tuple[int, int]]:
-    """Return (group, index) of each position. Raises ProtocolError for what cannot be."""
+def wanted_of(want: Want, groups: int) -> list[Sequence[int]]:
+    """Return the indices wanted of each group. Raises ProtocolError for what cannot be."""
     if want.width <= 0 or not want.hashes or len(want.hashes) % want.width:
         raise ProtocolError(f"{len(want.hashes)} bytes of hashes, {want.width} each")
     if len(want.indices) != groups:
         raise ProtocolError(f"indices of {len(want.indices)} groups, this model has {groups}")
     blocks = len(want.hashes) // want.width
-    wanted: list[tuple[int, int]] = []
-    for group, data in enumerate(want.indices):
-        wanted += [(group, index) for index in _ascending(from_u32(data), blocks)]
-    if not 0 < len(wanted) <= JOB_BLOCKS_MAX:
-        raise ProtocolError(f"{len(wanted)} blocks wanted, expected 1 to {JOB_BLOCKS_MAX}")
+    wanted = [_ascending(neighbours(from_u32(data)), blocks) for data in want.indices]
+    count = sum(map(len, wanted))
+    if not 0 < count <= JOB_BLOCKS_MAX:
+        raise ProtocolError(f"{count} blocks wanted, expected 1 to {JOB_BLOCKS_MAX}")
     return wanted
 
 
 def _ascending(indices: Sequence[int], blocks: int) -> Sequence[int]:
-    if any(index >= blocks for index in indices[-1:]) or any(a >= b for a, b in pairwise(indices)):
-        raise ProtocolError(f"indices {indices[:8]}, expected ascending ones below {blocks}")
+    high = any(index >= blocks for index in indices[-1:])
+    if high or not (isinstance(indices, range) or all(a < b for a, b in pairwise(indices))):
+        raise ProtocolError(f"indices {list(indices[:8])}, expected ascending ones below {blocks}")
     return indices

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 from unittest.mock import patch
@@ -21,8 +22,9 @@ from kvstore.handover import peers
 from kvstore.handover import transfers as moves
 from kvstore.handover.checksums import block_sum
 from kvstore.handover.peers import EXPORTER, Peers
+from kvstore.handover.runs import Part
 from kvstore.handover.side_channel import Channel
-from kvstore.handover.transfers import Check, SlotFill, SlotRead, SlotWrite, Tag, Transfers
+from kvstore.handover.transfers import SlotFill, SlotRead, Slots, SlotWrite, Transfers
 from kvstore.store.namespace import Namespace
 from kvstore.store.sessions import Store
 from kvstore.wire import engine as p
@@ -200,7 +202,7 @@ class Mover:
     def remove_peer(self, agent: str) -> None:
         del self.known[agent]
 
-    def abandon(self, tag: Tag) -> None:
+    def abandon(self, part: Part) -> None:
         """What is under way here always ends."""
 
     @property
@@ -212,23 +214,39 @@ class Mover:
         return self.abandoned
 
     def sum(
-        self, tags: list[Tag], namespace: str, named: list[tuple[BlockKey, memoryview]]
-    ) -> None:
-        self._do(lambda: moves.Summed(tags, [block_sum(namespace, *block) for block in named]))
-
-    def check(
-        self, tags: list[Tag], namespace: str, named: list[tuple[Check, memoryview, memoryview]]
+        self,
+        part: Part,
+        namespace: str,
+        keys: Sequence[BlockKey],
+        slots: Slots,
+        _slot_bytes: int,
     ) -> None:
         def work() -> moves.Event:
-            right = []
-            for check, landed, slot in named:
-                slot[:] = landed
-                right.append(block_sum(namespace, check.key, slot) == check.sum)
-            return moves.Checked(namespace, tags, right)
+            named = zip(keys, slots.views(), strict=True)
+            return moves.Summed(part, array("Q", [block_sum(namespace, *each) for each in named]))
 
         self._do(work)
 
-    def write(self, tags: list[Tag], agent: str, write: SlotWrite) -> None:
+    def check(
+        self,
+        part: Part,
+        namespace: str,
+        keys: Sequence[BlockKey],
+        sums: Sequence[int],
+        landed: Slots,
+        slots: Slots,
+    ) -> None:
+        def work() -> moves.Event:
+            right = []
+            blocks = zip(keys, sums, landed.views(), slots.views(), strict=True)
+            for key, expected, there, slot in blocks:
+                slot[:] = there
+                right.append(block_sum(namespace, key, slot) == expected)
+            return moves.Checked(namespace, part, right)
+
+        self._do(work)
+
+    def write(self, part: Part, agent: str, write: SlotWrite) -> None:
         def work() -> moves.Event:
             other = self._net.movers.get(agent)
             region = write.landing
@@ -237,14 +255,14 @@ class Mover:
             if target is not None:
                 for number, slot in zip(write.numbers, write.landing_slots, strict=True):
                     target.view(slot)[:] = self.slot(write.extent, number) or b""
-            return moves.Written(tags, target is not None)
+            return moves.Written(part, target is not None)
 
         self._do(work)
 
-    def fill(self, tags: list[Tag], fill: SlotFill) -> None:
-        self._do(lambda: moves.Written(tags, fill.rank.agent == "evil"))
+    def fill(self, part: Part, fill: SlotFill) -> None:
+        self._do(lambda: moves.Written(part, fill.rank.agent == "evil"))
 
-    def read(self, tags: list[Tag], agent: str, digest: str, read: SlotRead) -> None:
+    def read(self, part: Part, agent: str, digest: str, read: SlotRead) -> None:
         def work() -> moves.Event:
             other, ok = self._net.movers.get(agent), True
             for number, slot in zip(read.numbers, read.landing, strict=True):
@@ -253,7 +271,7 @@ class Mover:
                     ok = False
                 else:
                     self.landings[digest].view(slot)[:] = found
-            return moves.Arrived(digest, tags, ok)
+            return moves.Arrived(digest, part, ok)
 
         self._do(work)
 

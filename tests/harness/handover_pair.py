@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,15 +15,15 @@ from kvstore.handover import consumer as c
 from kvstore.handover import producer as o
 from kvstore.handover.checksums import block_sum
 from kvstore.handover.jobs import Source
+from kvstore.handover.runs import Part
 from kvstore.handover.transfers import (
-    Check,
     EngineRead,
     EngineWrite,
     Landing,
     SlotFill,
     SlotRead,
+    Slots,
     SlotWrite,
-    Tag,
 )
 from kvstore.store.namespace import Namespace
 from kvstore.wire import framing
@@ -90,7 +91,8 @@ class LandingSlots(Landing):
         self.made(extent, cast("CpuExtent", HeapExtent(count * (SLOT_BYTES + 4), SLOT_BYTES)))
         self.base, self.metadata = 4096, b"md"
 
-    def give_back(self, slots: Collection[int]) -> None:
+    def give_back(self, slots: Iterable[int]) -> None:
+        slots = list(slots)
         assert not set(slots) & set(self._free), "given back twice"
         super().give_back(slots)
 
@@ -119,7 +121,7 @@ class Pair:
         self.met: list[str] = []  # agents that the prefill store's exporter was told of
         self.filled: list[SlotFill] = []
         # told to engines, by the test to end
-        self.engine_writes: list[tuple[list[Tag], EngineWrite]] = []
+        self.engine_writes: list[tuple[Part, EngineWrite]] = []
         self.producer = o.Producer(
             lambda: self.giver.store.namespaces,
             lambda: ("agent", b"md"),
@@ -173,39 +175,42 @@ class Pair:
 
     # The producer's work
 
-    def sum(self, tags: list[Tag], source: Source, named: list[tuple[BlockKey, Slot]]) -> None:
+    def sum(
+        self, part: Part, source: Source, keys: Sequence[BlockKey], slots: Sequence[int]
+    ) -> None:
         def work() -> None:
-            sums = [block_sum("n", key, self.source.view(slot)) for key, slot in named]
-            self.producer.summed(tags, sums)
+            named = zip(keys, slots, strict=True)
+            sums = [block_sum("n", key, self.source.view(Slot(slot))) for key, slot in named]
+            self.producer.summed(part, array("Q", sums))
 
         assert source is self.source
         self.wire.do(work)
 
-    def write(self, tags: list[Tag], agent: str, write: SlotWrite) -> None:
+    def write(self, part: Part, agent: str, write: SlotWrite) -> None:
         def work() -> None:
             ok = self.wire.random.random() >= self.fail
             for number, slot in zip(write.numbers, write.landing_slots, strict=True):
                 if ok:
                     self.landing.view(slot)[:] = self._slot(write.extent, number)
-            self.producer.written(tags, ok=ok)
+            self.producer.written(part, ok=ok)
 
         assert agent == "other"
         self.wire.do(work)
 
-    def fill(self, tags: list[Tag], fill: SlotFill) -> None:
+    def fill(self, part: Part, fill: SlotFill) -> None:
         def work() -> None:
             ok = self.wire.random.random() >= self.fail
             if ok:
                 self.filled.append(fill)
-            self.producer.written(tags, ok=ok)
+            self.producer.written(part, ok=ok)
 
         self.wire.do(work)
 
-    def write_from_engine(self, tags: list[Tag], source: Source, write: EngineWrite) -> None:
+    def write_from_engine(self, part: Part, source: Source, write: EngineWrite) -> None:
         assert source is self.source
-        self.engine_writes.append((tags, write))
+        self.engine_writes.append((part, write))
 
-    def abandon(self, tag: Tag) -> None:
+    def abandon(self, part: Part) -> None:
         """What is under way here always ends."""
 
     def region(self, extent: int) -> tuple[m.Region, bytes]:
@@ -229,8 +234,8 @@ class Pair:
             for town, engine in ((self.giver, self.prefill), (self.taker, self.decode)):
                 town.tick(ms)
                 engine.pump()
-            for tag, ok in self.source.tiering.take_staged():
-                self.producer.staged([tag], ok=ok)
+            for part, ok in self.source.tiering.take_staged():
+                self.producer.staged(part, ok=ok)
             self.producer.tick(self.giver.now_ns)
             self.consumer.tick(self.taker.now_ns)
 
@@ -309,33 +314,40 @@ class _Transfers:
     def landing(self, _digest: str, _slot_bytes: int) -> LandingSlots:
         return self._pair.landing
 
-    def read(self, tags: list[Tag], agent: str, _digest: str, read: SlotRead) -> None:
+    def read(self, part: Part, agent: str, _digest: str, read: SlotRead) -> None:
         def work() -> None:
             pair = self._pair
             ok = pair.wire.random.random() >= pair.fail
             for number, slot in zip(read.numbers, read.landing, strict=True):
                 if ok:
                     pair.landing.view(slot)[:] = pair._slot(read.region.extent, number)
-            pair.consumer.moved(tags, ok=ok)
+            pair.consumer.moved(part, ok=ok)
 
         assert agent == "agent"
         self._pair.wire.do(work)
 
-    def abandon(self, tag: Tag) -> None:
+    def abandon(self, part: Part) -> None:
         """What is under way here always ends."""
 
     def check(
-        self, tags: list[Tag], _digest: str, blocks: list[tuple[Check, memoryview, memoryview]]
+        self,
+        part: Part,
+        _digest: str,
+        keys: Sequence[BlockKey],
+        sums: Sequence[int],
+        landed: Slots,
+        slots: Slots,
     ) -> None:
         def work() -> None:
             right = []
-            for check, landed, slot in blocks:
-                if check.key in self._pair.damage:
-                    landed[5] ^= 1
-                right.append(block_sum("n", check.key, landed) == check.sum)
+            blocks = zip(keys, sums, landed.views(), slots.views(), strict=True)
+            for key, expected, there, slot in blocks:
+                if key in self._pair.damage:
+                    there[5] ^= 1
+                right.append(block_sum("n", key, there) == expected)
                 if right[-1]:
-                    slot[:] = landed
-            self._pair.consumer.checked(tags, right)
+                    slot[:] = there
+            self._pair.consumer.checked(part, right)
 
         self._pair.wire.do(work)
 
@@ -352,8 +364,8 @@ class _Workers:
         number: int,
         _agent: tuple[str, bytes],
         region: m.Region,
-        positions: list[int],
-        numbers: list[int],
+        positions: Sequence[int],
+        numbers: Sequence[int],
     ) -> None:
         self._pair.passed_on += [(number, at) for at in positions]
         for slot in numbers:
@@ -366,6 +378,9 @@ class _Workers:
     def push(self, _digest: str, number: int) -> None:
         self._pair.pushing.append(number)
 
-    def passed(self, _digest: str, number: int, position: int, *, ok: bool, written: bool) -> None:
-        self._pair.passed[number, position] = ok
-        (self._pair.unsafe.add if written else self._pair.unsafe.discard)((number, position))
+    def passed(
+        self, _digest: str, number: int, positions: Iterable[int], *, ok: bool, written: bool
+    ) -> None:
+        for position in positions:
+            self._pair.passed[number, position] = ok
+            (self._pair.unsafe.add if written else self._pair.unsafe.discard)((number, position))

@@ -1,0 +1,109 @@
+"""Positions of a fetch or a job that change together, as runs of neighbours.
+
+Python's cost for each block is what limits a hand-over of small blocks. What the two sides keep of
+each block is in arrays; an event changes a slice of them. Blocks that differ are split into runs,
+of one block if need be.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+_SAME = re.compile(rb"(.)\1*", re.DOTALL)
+Run = tuple[int, int]
+"""The first position, and the one behind the last."""
+
+
+class Part(NamedTuple):
+    """Blocks of one fetch or job: the connection, its number, and positions in it.
+
+    Connection and number are unique in a store: connections that were made and those that were
+    accepted share their numbers.
+    """
+
+    peer: int
+    job: int
+    positions: Sequence[int]
+
+    def cut(self, piece: slice) -> Part:
+        """Return some of the blocks."""
+        return self._replace(positions=self.positions[piece])
+
+
+def runs_of(positions: Sequence[int]) -> list[Run]:
+    """Cut positions, each of which is named once, into runs of neighbours, in their order."""
+    if not positions:
+        return []
+    first, count = positions[0], len(positions)
+    if positions[-1] == first + count - 1 and list(positions) == list(range(first, first + count)):
+        return [(first, first + count)]
+    found: list[Run] = []
+    end = first
+    for position in positions:
+        if position != end:
+            found.append((first, end))
+            first = position
+        end = position + 1
+    found.append((first, end))
+    return found
+
+
+def joined(runs: Sequence[Run]) -> Sequence[int]:
+    """Return the positions of runs: a range if it is one."""
+    if len(runs) == 1:
+        return range(*runs[0])
+    return [position for run in runs for position in range(*run)]
+
+
+def at(values: array[int], positions: Sequence[int]) -> array[int]:
+    """Return what an array has at these positions."""
+    if isinstance(positions, range):
+        return values[positions.start : positions.stop]
+    return array(values.typecode, [values[position] for position in positions])
+
+
+def numbers(count: int, typecode: str = "I") -> array[int]:
+    """Return an array of zeros."""
+    return array(typecode, bytes(count * array(typecode).itemsize))
+
+
+class States:
+    """The state of each block, as a small number."""
+
+    def __init__(self, count: int, state: int) -> None:
+        """Start with all blocks in one state."""
+        self._states = bytearray((state,)) * count
+
+    def __len__(self) -> int:
+        """Count the blocks."""
+        return len(self._states)
+
+    def __getitem__(self, position: int) -> int:
+        """Return one block's state."""
+        return self._states[position]
+
+    def put(self, run: Run, state: int) -> None:
+        """Change the state of a run."""
+        first, end = run
+        self._states[first:end] = bytes((state,)) * (end - first)
+
+    def are(self, run: Run, state: int) -> bool:
+        """Tell whether all blocks of a run are in a state."""
+        first, end = run
+        return self._states.count(state, first, end) == end - first
+
+    def have(self, states: bytes) -> bool:
+        """Tell whether any block is in one of these states."""
+        return any(state in self._states for state in states)
+
+    def within(self, run: Run, states: bytes) -> Iterator[Run]:
+        """Go through the parts of a run that are in these states; each part is in one of them.
+
+        The caller may change a part as soon as it has it.
+        """
+        for found in list(_SAME.finditer(self._states, *run)):
+            if found[0][0] in states:
+                yield found.span()
