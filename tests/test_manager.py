@@ -13,6 +13,7 @@ from kvstore.core.leases import Lease, hit_of
 from kvstore.core.lookup import Answer
 from kvstore.core.manager import Manager
 from kvstore.core.types import BlockKey, Chain, GroupRule, LookupResult, Slot, StoreOutcome
+from tests.harness.fakes import Lower
 
 WIDTH = 4
 FULL = GroupRule()
@@ -467,7 +468,7 @@ def test_O4_a_lower_tier_is_asked_for_what_memory_lacks() -> None:
         asked.append((group, index))
         return LookupResult.HIT if index < 3 else LookupResult.MISS
 
-    assert rig.manager.lookup(blocks, 4, below=below) == Answer(3)
+    assert rig.manager.lookup(blocks, 4, below=Lower(below)) == Answer(3)
     assert set(asked) == {(0, 2), (0, 3)}
 
 

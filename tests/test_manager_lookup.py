@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvstore.core.lookup import common_hit
 from kvstore.core.types import Chain, GroupRule, LookupResult
+from tests.harness.fakes import Lower
 from tests.test_manager import Rig, chain
 
 RULE = st.builds(GroupRule, st.none() | st.integers(1, 2), st.integers(0, 8), st.booleans())
@@ -61,6 +62,6 @@ def test_O4_a_lookup_answers_what_a_scan_of_all_groups_answers(
     used = inside if limit >= 6 else 0
     expected = common_hit(rules, probe, min(limit, 6), local, inside=used)
     answer = rig.manager.lookup(
-        blocks, limit, local, below if lower is not None else None, coming=coming
+        blocks, limit, local, Lower(below) if lower is not None else None, coming=coming
     )
     assert answer == expected

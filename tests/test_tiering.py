@@ -9,8 +9,7 @@ import pytest
 from kvstore.core import tiering
 from kvstore.core.errors import BlockCorrupt
 from kvstore.core.manager import Manager
-from kvstore.core.tier import Tier
-from kvstore.core.tiering import JOB_BLOCKS_MAX, Tiering
+from kvstore.core.tiering import JOB_BLOCKS_MAX, Found, Tiering
 from kvstore.core.types import (
     BlockKey,
     Chain,
@@ -121,14 +120,15 @@ class Rig:
         """Count the leading blocks that can be read now."""
         return self.manager.lookup(chain, chain.blocks, coming=False).blocks
 
-    def below(self, chain: Chain, blocks: int) -> dict[tuple[int, int], Tier]:
+    def below(self, chain: Chain, blocks: int) -> list[Found]:
         """Say which of the leading blocks memory lacks and the tier has."""
-        found: dict[tuple[int, int], Tier] = {}
-        for index in range(blocks):
-            key = chain.key(0, index)
-            if self.manager.probe(key) is LookupResult.MISS and key in self.tier.keys:
-                found[0, index] = self.tier
-        return found
+        keys = self.keys(chain)[:blocks]
+        missing = [self.manager.probe(key) is LookupResult.MISS for key in keys]
+        return [
+            Found(0, index, index + 1, self.tier)
+            for index, key in enumerate(keys)
+            if missing[index] and key in self.tier.keys
+        ]
 
     def promote(self, chain: Chain, blocks: int) -> None:
         self.tiering.promote(chain, blocks, self.below(chain, blocks))

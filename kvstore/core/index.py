@@ -17,7 +17,7 @@ import enum
 from collections.abc import Iterable, Iterator
 from itertools import chain as chained
 
-from kvstore.core.lookup import Answer, Probe, prefix_hit
+from kvstore.core.lookup import Answer, Below, Probe, prefix_hit
 from kvstore.core.types import BlockKey, Chain, LookupResult, Slot
 
 TABLES = 1024
@@ -256,24 +256,27 @@ class Index:
             strand.fork = low - base
         return low, after
 
-    def prober(self, chain: Chain, below: Probe | None = None, *, coming: bool = True) -> Probe:
+    def prober(self, chain: Chain, below: Below | None = None, *, coming: bool = True) -> Probe:
         """Return what asks for single blocks of a chain; below: asked for what is not here."""
 
         def probe(group: int, index: int) -> LookupResult:
             result = self.probe(chain.key(group, index), coming=coming)
             if result is _MISS and below is not None:
-                return below(group, index)
+                return below.probe(group, index)
             return result
 
         return probe
 
     def hit(
-        self, chain: Chain, group: int, limit: int, below: Probe | None, *, coming: bool = True
+        self, chain: Chain, group: int, limit: int, below: Below | None, *, coming: bool = True
     ) -> Answer:
         """Say what prefix_hit would: a search for what is here, and a scan only from there on."""
         here, after = self.prefix(chain, group, limit, coming=coming)
         if here == limit or (after is None and below is None):
             return Answer(here)
+        if after is None and below is not None and not self.holes:  # nor is any block after it
+            rest = below.prefix(group, here, limit)
+            return Answer(here + rest.blocks, rest.pending)
         probe = self.prober(chain, below, coming=coming)
         rest = prefix_hit(lambda g, index: probe(g, here + index), group, limit - here)
         return Answer(here + rest.blocks, rest.pending)

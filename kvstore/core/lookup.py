@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import msgspec
 
@@ -17,6 +18,18 @@ Probe = Callable[[int, int], LookupResult]
 """(group, block index) -> what is known about that block."""
 
 _HIT, _MISS = LookupResult.HIT, LookupResult.MISS  # a member of an enum takes 0.1 us to read
+
+
+class Below(Protocol):
+    """What lower tiers have of a chain, asked for what is not in memory."""
+
+    def probe(self, group: int, index: int, /) -> LookupResult:
+        """Say what is known about a block."""
+        ...
+
+    def prefix(self, group: int, first: int, limit: int, /) -> Answer:
+        """Count the blocks from `first` on that are present, as prefix_hit does."""
+        ...
 
 
 class Answer(msgspec.Struct, frozen=True):

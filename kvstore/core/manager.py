@@ -34,7 +34,7 @@ from kvstore.core.errors import InvariantBroken, check
 from kvstore.core.eviction import EvictionPolicy, LeafLRU
 from kvstore.core.index import Entry, Index, State
 from kvstore.core.leases import Generations, GroupHit, Lease, LeaseBook, hit_of
-from kvstore.core.lookup import Answer, Probe, common_hit
+from kvstore.core.lookup import Answer, Below, common_hit
 from kvstore.core.types import (
     BlockKey,
     Chain,
@@ -305,13 +305,13 @@ class Manager:
         chain: Chain,
         limit: int,
         local: int = 0,
-        below: Probe | None = None,
+        below: Below | None = None,
         *,
         coming: bool = True,
     ) -> Answer:
         """Say how many leading blocks of a chain can be served; changes nothing.
 
-        below(group, index): asked for what is not in memory, when there are lower tiers.
+        below: asked for what is not in memory, when there are lower tiers.
         coming: what is on its way up counts as here.
         """
         limit = min(chain.blocks, limit)

@@ -62,6 +62,15 @@ class Tier(Protocol):
 
 
 @runtime_checkable
+class Leading(Protocol):
+    """A tier that can look many blocks up at once; NVMe and peers do, and others may."""
+
+    def leading(self, keys: Sequence[BlockKey], first: int) -> tuple[LookupResult, int]:
+        """Return what lookup() says of keys[first], and from there on of how many blocks."""
+        ...
+
+
+@runtime_checkable
 class Telling(Protocol):
     """A tier that can say what enters and leaves it; NVMe does, and others may."""
 

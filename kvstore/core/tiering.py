@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -24,7 +24,7 @@ from kvstore.core.errors import BlockCorrupt, TierError, check
 from kvstore.core.index import Entry, State
 from kvstore.core.leases import Lease
 from kvstore.core.manager import Manager
-from kvstore.core.tier import Telling, Tier
+from kvstore.core.tier import Leading, Telling, Tier
 from kvstore.core.types import (
     BlockKey,
     Chain,
@@ -46,6 +46,15 @@ first blocks of a hit while the next are read."""
 _PINNED_PART = 4  # of the slots: a quarter
 _BACKLOG_NS = 10_000_000_000
 _WALK_MAX = 4096  # ancestors that are looked at in one go
+
+
+class Found(NamedTuple):
+    """Neighbouring blocks of a chain that memory lacks, and the tier that has them."""
+
+    group: int
+    first: int
+    end: int
+    tier: Tier
 
 
 class _Open(msgspec.Struct, eq=False):
@@ -213,6 +222,24 @@ class Tiering:
                 return result, tier
         return LookupResult.MISS, None
 
+    def leading(
+        self, keys: Sequence[BlockKey], first: int
+    ) -> tuple[LookupResult, Tier | None, int]:
+        """Find the first tier that has a block, or may have it, and of how many that is so.
+
+        They are keys[first] and its followers.
+        """
+        count = len(keys) - first
+        for tier in self.sources:
+            if isinstance(tier, Leading):
+                result, alike = tier.leading(keys, first)
+            else:
+                result, alike = tier.lookup(keys[first]), 1
+            count = min(count, alike)
+            if result is not LookupResult.MISS:
+                return result, tier, count
+        return LookupResult.MISS, None, count
+
     def used(self, chain: Chain, lease: Lease) -> None:
         """Tell the tiers which paths a request uses, though it has them from memory.
 
@@ -242,39 +269,51 @@ class Tiering:
         work = self._coming.get(key)
         return () if work is None else work.job.keys
 
-    def promote(self, chain: Chain, blocks: int, found: Mapping[tuple[int, int], Tier]) -> None:
+    def promote(self, chain: Chain, blocks: int, found: Sequence[Found]) -> None:
         """Start reading what a hit of the first `blocks` blocks lacks in memory.
 
-        found: the tiers of these blocks, by group and index. Slots are granted as far as they go;
-        what finds none stays where it is.
+        found: in ascending order. Slots are granted as far as they go; what finds none stays where
+        it is.
         """
-        wanted: dict[Tier, list[tuple[BlockKey, BlockKey | None]]] = {}
+        wanted: dict[Tier, tuple[list[BlockKey], list[BlockKey | None]]] = {}
         for group, rule in enumerate(self._manager.rules):
-            for index in range(chain.first_of(rule, blocks), blocks):
-                key, tier = chain.key(group, index), found.get((group, index))
-                if tier is None:
-                    self._manager.touch(key)  # or its slot would be the next one granted
-                    continue
-                above = chain.key(group, index - 1) if rule.trailing is None and index else None
-                wanted.setdefault(tier, []).append((key, above))
-        for tier, pairs in wanted.items():
-            self._load(tier, pairs)
+            first, chained = chain.first_of(rule, blocks), rule.trailing is None
+            runs = [run for run in found if run.group == group and run.end > first]
+            gaps = [run.first for run in runs] + [blocks]
+            ends = [first] + [run.end for run in runs]
+            for begin, gap in zip(ends, gaps, strict=True):
+                # Or their slots would be the next ones granted; a chain's last stands for all.
+                for index in range(max(begin, gap - 1) if chained else begin, gap):
+                    self._manager.touch(chain.key(group, index))
+            for run in runs:
+                begin = max(first, run.first)
+                keys = chain.keys_at(group, range(begin, run.end))
+                above: list[BlockKey | None] = [None] * len(keys)
+                if chained:
+                    above = [chain.key(group, begin - 1) if begin else None, *keys[:-1]]
+                all_keys, all_above = wanted.setdefault(run.tier, ([], []))
+                all_keys += keys
+                all_above += above
+        for tier, (keys, above) in wanted.items():
+            self._load(tier, keys, above)
 
-    def _load(self, tier: Tier, pairs: Sequence[tuple[BlockKey, BlockKey | None]]) -> None:
+    def _load(
+        self, tier: Tier, keys: Sequence[BlockKey], parents: Sequence[BlockKey | None]
+    ) -> None:
         """Read blocks into slots; the first job is under way before the next one is made."""
-        slots = self._manager.prepare_store(len(pairs))
+        slots = self._manager.prepare_store(len(keys))
         for first in range(0, len(slots), self._load_blocks):
+            piece = slice(first, min(first + self._load_blocks, len(slots)))
             moves: list[tuple[BlockKey, Slot]] = []
-            parents: list[BlockKey | None] = []
-            end = first + self._load_blocks
-            for (key, above), slot in zip(pairs[first:end], slots[first:end], strict=False):
-                if self._manager.begin_promotion(key, above, slot):
+            above: list[BlockKey | None] = []
+            for key, parent, slot in zip(keys[piece], parents[piece], slots[piece], strict=True):
+                if self._manager.begin_promotion(key, parent, slot):
                     moves.append((key, slot))
-                    parents.append(above)
+                    above.append(parent)
                 else:
                     self._manager.give_back([slot])
             if moves:
-                self._start_load(_Open(tier, self._job(JobKind.LOAD, moves, parents)))
+                self._start_load(_Open(tier, self._job(JobKind.LOAD, moves, above)))
 
     def _start_load(self, work: _Open) -> None:
         for position, key in enumerate(work.job.keys):

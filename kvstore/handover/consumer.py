@@ -681,6 +681,24 @@ class Consumer:
         wanted = self._fetches[number].states[position] == WANTED
         return LookupResult.RETRY if wanted else LookupResult.HIT
 
+    def leading(self, keys: Sequence[BlockKey], first: int) -> tuple[LookupResult, int]:
+        """Return what lookup() says of keys[first], and from there on of how many blocks."""
+        if not self._located:
+            return LookupResult.MISS, len(keys) - first
+        result = self.lookup(keys[first])
+        if result is LookupResult.MISS:
+            return result, 1
+        number, position = divmod(self._located[keys[first]], m.JOB_BLOCKS_MAX)
+        fetch, count = self._fetches[number], len(keys) - first
+        run = position, min(position + count, len(fetch.keys))
+        alike = WANTED if result is LookupResult.RETRY else OFFERED
+        if (
+            fetch.states.are(run, alike)
+            and fetch.keys[slice(*run)] == keys[first : first + run[1] - position]
+        ):
+            return result, run[1] - position
+        return result, 1
+
     def submit(self, job: TransferJob) -> None:
         """Fetch offered blocks into slots."""
         load, done, keys = self._loads.begin(job), 0, list(job.keys)

@@ -7,7 +7,7 @@ the slots that it will fill.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import msgspec
@@ -17,7 +17,8 @@ from kvstore.core import limits
 from kvstore.core.errors import ProtocolError
 from kvstore.core.index import State
 from kvstore.core.leases import Lease
-from kvstore.core.tier import Tier
+from kvstore.core.lookup import Answer
+from kvstore.core.tiering import Found, Tiering
 from kvstore.core.types import BlockKey, Chain, GroupRule, LeaseId, LookupResult, Slot
 from kvstore.handover.direct_fetches import Positions, reaching_on, with_reads
 from kvstore.handover.peers import Peers
@@ -32,17 +33,65 @@ _ASK_AGAIN_MS = 1000
 _OWED_NS = 20_000_000  # a peer answers in less: before it does, a look seldom tells anything new
 
 
-class _Found(msgspec.Struct, frozen=True):
+class _Hit(msgspec.Struct, frozen=True):
     """A hit in all tiers.
 
     pending: waiting could make it longer. below: of the blocks that it needs, those that memory
-    lacks, as (group, index), with the first tier that has each; blocks of a peer that workers read
-    are not among them.
+    lacks, and the first tier that has them; blocks of a peer that workers read are not among them.
     """
 
     blocks: int
     pending: bool
-    below: Mapping[tuple[int, int], Tier]
+    below: Sequence[Found]
+
+    @property
+    def slots(self) -> int:
+        """Count the slots that it needs."""
+        return sum(run.end - run.first for run in self.below)
+
+
+class _Below:
+    """What lower tiers have of a chain that an engine asks for, each block asked for once."""
+
+    def __init__(self, tiering: Tiering, ask: Ask, wait_ns: int, *, wait: bool) -> None:
+        """wait_ns: for tiers that do not know yet. wait: such blocks are pending, not missing."""
+        self.found: dict[tuple[int, int], Found] = {}  # by group and first block
+        self._tiering = tiering
+        self._ask = ask
+        self._wait_ns = wait_ns
+        self._wait = wait
+
+    def probe(self, group: int, index: int) -> LookupResult:
+        """Say what is known about a block."""
+        return self._leading(group, index, [self._ask.chain.key(group, index)], 0)[0]
+
+    def prefix(self, group: int, first: int, limit: int) -> Answer:
+        """Count the blocks from `first` on that are present, as prefix_hit does."""
+        keys, at, pending = self._ask.chain.keys_at(group, range(first, limit)), 0, False
+        while at < len(keys):
+            result, count = self._leading(group, first + at, keys, at)
+            if result is LookupResult.MISS:
+                break
+            pending = pending or result is not LookupResult.HIT
+            at += count
+        return Answer(at, pending)
+
+    def _leading(
+        self, group: int, index: int, keys: Sequence[BlockKey], at: int
+    ) -> tuple[LookupResult, int]:
+        result, tier, count = self._tiering.leading(keys, at)
+        if result is LookupResult.HIT and tier is not None:
+            before = self.found.get((group, index))
+            if before is None or before.end < index + count:
+                self.found[group, index] = Found(group, index, index + count, tier)
+        elif result is LookupResult.MISS and self._ask.direct is not None:
+            result, count = self._ask.of_peer(group, index), 1
+        if result is LookupResult.RETRY:  # a tier that does not know yet what it has
+            ask = self._ask
+            ask.deadline_ns = max(ask.deadline_ns, ask.asked_ns + self._wait_ns)
+        if result is not LookupResult.HIT and not self._wait:
+            result = LookupResult.MISS
+        return result, count
 
 
 class Lookups:
@@ -133,17 +182,32 @@ class Lookups:
     ) -> list[list[int]]:
         """List, for each group, which of the leading blocks a peer is to be asked for."""
         rules = namespace.layout.rules
-        lacking = []
-        for group, rule in enumerate(rules):
-            keys = ((index, ask.chain.key(group, index)) for index in m.clip(rule, blocks))
-            lacking.append([index for index, key in keys if not self._is_here(namespace, key)])
+        lacking = [
+            self._absent(namespace, ask.chain, group, m.clip(rule, blocks))
+            for group, rule in enumerate(rules)
+        ]
         return reaching_on(rules, lacking, blocks) if direct else lacking
 
     @staticmethod
-    def _is_here(namespace: Namespace, key: BlockKey) -> bool:
-        if namespace.manager.probe(key) is LookupResult.HIT:
-            return True
-        return namespace.tiering.where(key)[0] is LookupResult.HIT
+    def _absent(
+        namespace: Namespace, chain: Chain, group: int, indices: Sequence[int]
+    ) -> list[int]:
+        """List the blocks that no tier of ours has."""
+        absent: list[int] = []
+        entries = namespace.manager.index.find(chain.keys_at(group, indices))
+        writing = State.WRITING
+        missing = [
+            index
+            for index, entry in zip(indices, entries, strict=True)
+            if entry is None or entry.state is writing
+        ]
+        keys, at = chain.keys_at(group, missing), 0
+        while at < len(keys):
+            result, _, count = namespace.tiering.leading(keys, at)
+            if result is not LookupResult.HIT:
+                absent += missing[at : at + count]
+            at += count
+        return absent
 
     def _owed(self, namespace: Namespace, ask: Ask) -> bool:
         """Tell whether the peer that was asked has still to answer; once it has, look at once."""
@@ -154,7 +218,7 @@ class Lookups:
             ask.look_ns = 0
         return ask.offered is None
 
-    def _settled(self, namespace: Namespace, ask: Ask) -> _Found | None:
+    def _settled(self, namespace: Namespace, ask: Ask) -> _Hit | None:
         """Look in all tiers; None if waiting could make the answer longer."""
         found = self._look(namespace, ask)
         if found.pending:
@@ -163,36 +227,27 @@ class Lookups:
         if slotless or not found.below or not self._can_grow(namespace):
             return found
         # What lower tiers have needs slots; there may be more of them soon.
-        namespace.slots_wanted = len(found.below)
+        namespace.slots_wanted = found.slots
         if namespace.slots_wanted <= namespace.manager.slots_free:
             return found
         ask.deadline_ns = max(ask.deadline_ns, ask.asked_ns + self._engine.promote_ns)
         return None
 
-    def _look(self, namespace: Namespace, ask: Ask, *, wait: bool = True) -> _Found:
+    def _look(self, namespace: Namespace, ask: Ask, *, wait: bool = True) -> _Hit:
         """Look in all tiers, each block once; wait: those that may be there soon are pending."""
-        tiering, chain = namespace.tiering, ask.chain
-        tiers: dict[tuple[int, int], Tier] = {}
-
-        def below(group: int, index: int) -> LookupResult:
-            found, tier = tiering.where(chain.key(group, index))
-            if found is LookupResult.HIT and tier is not None:
-                tiers[group, index] = tier
-            elif found is LookupResult.MISS and ask.direct is not None:
-                found = ask.of_peer(group, index)
-            if found is LookupResult.RETRY:  # a tier that does not know yet what it has
-                ask.deadline_ns = max(ask.deadline_ns, ask.asked_ns + self._engine.promote_ns)
-            return found if wait or found is LookupResult.HIT else LookupResult.MISS
-
-        lower = below if tiering.sources and not ask.memory_only else None
+        below = _Below(namespace.tiering, ask, self._engine.promote_ns, wait=wait)
+        lower = below if namespace.tiering.sources and not ask.memory_only else None
         coming = not ask.memory_only
-        answer = namespace.manager.lookup(chain, ask.blocks, below=lower, coming=coming)
-        rules, blocks = namespace.layout.rules, answer.blocks
-        needed = [range(chain.first_of(rule, blocks), blocks) for rule in rules]
-        used = {place: tier for place, tier in tiers.items() if place[1] in needed[place[0]]}
-        return _Found(blocks, answer.pending, used)
+        answer = namespace.manager.lookup(ask.chain, ask.blocks, below=lower, coming=coming)
+        used: list[Found] = []
+        for _, run in sorted(below.found.items()):
+            first = ask.chain.first_of(namespace.layout.rules[run.group], answer.blocks)
+            first, end = max(first, run.first), min(answer.blocks, run.end)
+            if first < end:
+                used.append(run._replace(first=first, end=end))
+        return _Hit(answer.blocks, answer.pending, used)
 
-    def _fetch(self, namespace: Namespace, ask: Ask, pinned: int, found: _Found) -> bool:
+    def _fetch(self, namespace: Namespace, ask: Ask, pinned: int, found: _Hit) -> bool:
         """Start reading what lower tiers have of the answer; False if it could not be leased."""
         if not found.below:
             return True
@@ -244,7 +299,7 @@ class Lookups:
         return answers
 
     def _answer(
-        self, session: Session, ask: Ask, now_ns: int, found: _Found | None = None
+        self, session: Session, ask: Ask, now_ns: int, found: _Hit | None = None
     ) -> p.Granted | None:
         namespace = session.namespace
         if namespace is None:

@@ -11,6 +11,7 @@ import msgspec
 
 from kvstore.config import Config, TierConfig, parse
 from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
+from kvstore.core.lookup import Answer, Probe, prefix_hit
 from kvstore.core.tier import MemoryExtent, MemoryPool, SlotMemory, Tier, TierContext, TierFactory
 from kvstore.core.types import BlockKey, GroupRule, make_key
 from kvstore.store.session import Phase
@@ -31,6 +32,16 @@ def hashes(count: int, name: str = "request") -> list[bytes]:
         last = hashlib.sha256(last).digest()
         found.append(last)
     return found
+
+
+class Lower:
+    """Lower tiers for which a function answers."""
+
+    def __init__(self, probe: Probe) -> None:
+        self.probe = probe
+
+    def prefix(self, group: int, first: int, limit: int) -> Answer:
+        return prefix_hit(lambda g, index: self.probe(g, first + index), group, limit - first)
 
 
 def u32(values: Sequence[int]) -> bytes:

@@ -90,6 +90,16 @@ class NvmeTier:
             return LookupResult.PENDING if key in self._queued else LookupResult.MISS
         return LookupResult.HIT if record.state is State.READY else LookupResult.PENDING
 
+    def leading(self, keys: Sequence[BlockKey], first: int) -> tuple[LookupResult, int]:
+        """Return what lookup() says of keys[first], and from there on of how many blocks."""
+        result, lookup = self.lookup(keys[first]), self.lookup
+        if not self._disk.online:
+            return result, len(keys) - first
+        end = first + 1
+        while end < len(keys) and lookup(keys[end]) is result:
+            end += 1
+        return result, end - first
+
     def touch(self, key: BlockKey) -> None:
         """Refresh a block that was used, and with it the path above it."""
         record = self.space.index.get(key)
