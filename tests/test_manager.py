@@ -54,6 +54,13 @@ class Rig:
         assert lease is not None
         return lease
 
+    def promote(self, key: BlockKey, parent: BlockKey | None, slot: Slot) -> bool:
+        return bool(self.manager.begin_promotions([key], [parent], [slot]))
+
+    def arrive(self, slot: Slot, *, ok: bool) -> StoreOutcome:
+        (outcome,) = self.manager.complete_promotions([slot], int(ok))
+        return outcome
+
     def probe(self, of: Chain, index: int = 0) -> LookupResult:
         return self.manager.probe(of.key(0, index))
 
@@ -122,7 +129,7 @@ def test_what_ends_must_have_begun() -> None:
         rig.manager.complete_store(slot, ok=True)
     for begun in (slot, rig.begin(blocks, 0)):
         with pytest.raises(InvariantBroken, match="promotion"):
-            rig.manager.complete_promotion(begun, ok=True)
+            rig.arrive(begun, ok=True)
 
 
 def test_a_hit_has_the_generation_that_a_coming_block_will_have() -> None:

@@ -26,12 +26,12 @@ def hold(rig: Rig, block: Chain, how: str) -> None:
     if how != "leased":
         rig.manager.drop(key, "clear")
         (slot,) = rig.grant()
-        assert rig.manager.begin_promotion(key, None, slot)
+        assert rig.promote(key, None, slot)
     lease = rig.lease(block)
     if how == "coming":
         rig.manager.complete_load(lease.lease_id)
     elif how == "leased while coming":
-        rig.manager.complete_promotion(slot, ok=True)
+        rig.arrive(slot, ok=True)
 
 
 @pytest.mark.parametrize("how", ["leased", "pinned", "coming", "leased while coming"])

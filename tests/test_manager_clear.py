@@ -104,7 +104,7 @@ def test_what_was_coming_does_not_become_ready(*, ok: bool, lease_first: bool) -
     rig, blocks = Rig(3), chain(2)
     rig.put(chain(1))
     (slot,) = rig.grant()
-    assert rig.manager.begin_promotion(blocks.key(0, 1), blocks.key(0, 0), slot)
+    assert rig.promote(blocks.key(0, 1), blocks.key(0, 0), slot)
     lease, before = rig.lease(blocks), rig.generations[slot]
     rig.manager.clear()
     finish(rig)
@@ -113,7 +113,7 @@ def test_what_was_coming_does_not_become_ready(*, ok: bool, lease_first: bool) -
         rig.manager.complete_load(lease.lease_id)
         assert slot not in rig.grant(3), "a tier is still writing into it"
         rig.manager.give_back([Slot(s) for s in rig.manager.granted() if s != slot])
-    outcome = rig.manager.complete_promotion(slot, ok=ok)
+    outcome = rig.arrive(slot, ok=ok)
     assert outcome is (StoreOutcome.ORPHAN if ok else StoreOutcome.FAILED)
     assert rig.generations[slot] == before + 2  # one that waits for it gives up
     if not lease_first:
@@ -124,11 +124,11 @@ def test_what_was_coming_does_not_become_ready(*, ok: bool, lease_first: bool) -
 def test_a_promotion_starts_again_while_the_cleared_one_is_under_way() -> None:
     rig, blocks = Rig(3), chain(1)
     first, second = rig.grant(2)
-    assert rig.manager.begin_promotion(blocks.key(0, 0), None, first)
+    assert rig.promote(blocks.key(0, 0), None, first)
     rig.manager.clear()
-    assert rig.manager.begin_promotion(blocks.key(0, 0), None, second)
-    assert rig.manager.complete_promotion(first, ok=True) is StoreOutcome.ORPHAN
-    assert rig.manager.complete_promotion(second, ok=True) is StoreOutcome.STORED
+    assert rig.promote(blocks.key(0, 0), None, second)
+    assert rig.arrive(first, ok=True) is StoreOutcome.ORPHAN
+    assert rig.arrive(second, ok=True) is StoreOutcome.STORED
     assert rig.manager.lookup(blocks, 1) == Answer(1)
 
 
@@ -136,13 +136,13 @@ def test_a_promotion_starts_again_while_the_cleared_one_is_under_way() -> None:
 def test_a_second_clear_leaves_what_the_first_put_out_of_reach(*, ok: bool) -> None:
     rig, blocks = Rig(8), chain(3)
     (coming,) = rig.grant()
-    assert rig.manager.begin_promotion(blocks.key(0, 0), None, coming)
+    assert rig.promote(blocks.key(0, 0), None, coming)
     written = rig.begin(chain(1, "b"), 0)
     rig.manager.clear()
     rig.manager.clear()
     assert len(rig.manager.index) == 0
     expected = StoreOutcome.ORPHAN if ok else StoreOutcome.FAILED
-    assert rig.manager.complete_promotion(coming, ok=ok) is expected
+    assert rig.arrive(coming, ok=ok) is expected
     expected = StoreOutcome.STORED if ok else StoreOutcome.FAILED
     assert rig.manager.complete_store(written, ok=ok) is expected
     finish(rig)

@@ -21,7 +21,7 @@ def stored(rig: Rig, blocks: Chain, group: int, states: str) -> None:
         if state == "C":
             (slot,) = rig.grant()
             parent = blocks.key(group, index - 1) if index else None
-            assert rig.manager.begin_promotion(blocks.key(group, index), parent, slot)
+            assert rig.promote(blocks.key(group, index), parent, slot)
             continue
         slot = rig.begin(blocks, index, group)
         if state == "H":

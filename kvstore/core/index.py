@@ -153,15 +153,19 @@ class Index:
 
         None, and nothing changes, if its key is here or its parent is not.
         """
-        table = self._tables[hash(key) >> TABLE_SHIFT]
-        if key in table:
-            return None
         above = None
         if parent is not None:
             above = self._tables[hash(parent) >> TABLE_SHIFT].get(parent)
             if above is None:
                 return None
-        entry = table[key] = Entry(key, above, slot)
+        return self.hang(key, above, slot, _WRITING)
+
+    def hang(self, key: BlockKey, above: Entry | None, slot: Slot, state: State) -> Entry | None:
+        """Add an entry below another one, and return it; None if its key is here."""
+        table = self._tables[hash(key) >> TABLE_SHIFT]
+        if key in table:
+            return None
+        entry = table[key] = Entry(key, above, slot, state)
         return entry
 
     def insert(self, entry: Entry) -> None:

@@ -11,8 +11,8 @@ GRANTED slots are credits: an engine writes into them without asking again, and 
 the key when the copy is done. A slot's generation grows on FREE -> GRANTED, so whoever read a
 slot after its lease can tell.
 
-    GRANTED --begin_promotion--> COMING --complete_promotion(ok), generation + 1--> READY
-                                    +----not ok, orphan: generation + 2, free at 0 pins
+    GRANTED --begin_promotions--> COMING --complete_promotions, arrived: generation + 1--> READY
+                                    +----late, orphan: generation + 2, free at 0 pins
 
 A clear puts all blocks out of reach at once and gives their slots back in slices.
 
@@ -249,39 +249,58 @@ class Manager:
 
     # Promoting: a lower tier fills a slot
 
-    def begin_promotion(self, key: BlockKey, parent: BlockKey | None, slot: Slot) -> bool:
-        """Note that a lower tier fills a granted slot; leases may name the block from now on.
+    def begin_promotions(
+        self,
+        keys: Sequence[BlockKey],
+        parents: Sequence[BlockKey | None],
+        slots: Sequence[Slot],
+    ) -> list[int]:
+        """Note that a lower tier fills granted slots; leases may name the blocks from now on.
 
-        False, and the slot stays granted, if it could not be reached: its parent has left, or the
-        key is here by now.
+        Returns the positions of those that begin. The others could not be reached, and their slots
+        stay granted: their parent has left, or the key is here by now.
         """
-        check(slot in self._granted, "a promotion into a slot that was not granted")
-        above = None if parent is None else self.index.get(parent)
-        reachable = parent is None or (above is not None and above.state in _HERE)
-        if not reachable or self.index.get(key) is not None:
-            return False
-        self._granted[slot] = entry = Entry(key, above, slot, _COMING)
-        self.index.insert(entry)
-        return True
+        granted, index, began = self._granted, self.index, list[int]()
+        entry: Entry | None = None
+        for at, (key, parent, slot) in enumerate(zip(keys, parents, slots, strict=True)):
+            check(slot in granted, "a promotion into a slot that was not granted")
+            above = None
+            if parent is not None:
+                follows = entry is not None and entry.key is parent  # as in a chain
+                above = entry if follows else index.get(parent)
+                if above is None or above.state not in _HERE:
+                    continue
+            entry = index.hang(key, above, slot, _COMING)
+            if entry is not None:
+                granted[slot] = entry
+                began.append(at)
+        return began
 
-    def complete_promotion(self, slot: Slot, *, ok: bool) -> StoreOutcome:
-        """End a promotion; whoever waits for the slot sees by its generation how it ended."""
-        entry = self._granted.pop(slot)
-        late = self._outdated.pop(slot, None)
-        if not isinstance(entry, Entry) or entry.state is not _COMING:
-            raise InvariantBroken("a promotion ended whose block is not coming")
-        above = entry.parent
-        if ok and late is None and (above is None or above.state is _READY):
-            self._grow_generation(slot, 1)
-            self._became_ready(entry)
-            return StoreOutcome.STORED
-        self._grow_generation(slot, 2)
-        if late is None:
-            self.index.remove(entry)
-        entry.state = _DROPPED
-        self._let_go(entry)
-        self._parent_freed(entry)
-        return StoreOutcome.ORPHAN if ok else StoreOutcome.FAILED
+    def complete_promotions(self, slots: Sequence[Slot], done: int) -> list[StoreOutcome]:
+        """End promotions, of which the first `done` have arrived.
+
+        Whoever waits for a slot sees by its generation how that ended.
+        """
+        outcomes: list[StoreOutcome] = []
+        for at, slot in enumerate(slots):
+            entry = self._granted.pop(slot)
+            late = self._outdated.pop(slot, None)
+            if not isinstance(entry, Entry) or entry.state is not _COMING:
+                raise InvariantBroken("a promotion ended whose block is not coming")
+            above = entry.parent
+            if at < done and late is None and (above is None or above.state is _READY):
+                self._grow_generation(slot, 1)
+                self._became_ready(entry)
+                outcomes.append(_STORED)
+                continue
+            self._grow_generation(slot, 2)
+            if late is None:
+                self.index.remove(entry)
+            entry.state = _DROPPED
+            self._let_go(entry)
+            self._parent_freed(entry)
+            outcomes.append(StoreOutcome.ORPHAN if at < done else StoreOutcome.FAILED)
+        return outcomes
 
     def _became_ready(self, entry: Entry) -> None:
         entry.state = _READY

@@ -304,21 +304,20 @@ class Tiering:
         slots = self._manager.prepare_store(len(keys))
         for first in range(0, len(slots), self._load_blocks):
             piece = slice(first, min(first + self._load_blocks, len(slots)))
-            moves: list[tuple[BlockKey, Slot]] = []
-            above: list[BlockKey | None] = []
-            for key, parent, slot in zip(keys[piece], parents[piece], slots[piece], strict=True):
-                if self._manager.begin_promotion(key, parent, slot):
-                    moves.append((key, slot))
-                    above.append(parent)
-                else:
-                    self._manager.give_back([slot])
-            if moves:
+            began = self._manager.begin_promotions(keys[piece], parents[piece], slots[piece])
+            places = [first + at for at in began]
+            if len(began) < piece.stop - first:
+                unused = set(range(first, piece.stop)).difference(places)
+                self._manager.give_back([slots[place] for place in sorted(unused)])
+            if began:
+                moves = [(keys[place], slots[place]) for place in places]
+                above = [parents[place] for place in places]
                 self._start_load(_Open(tier, self._job(JobKind.LOAD, moves, above)))
 
     def _start_load(self, work: _Open) -> None:
-        for position, key in enumerate(work.job.keys):
-            self._await_parent(work, work.job.parent(position))
-            self._coming[key] = work
+        self._coming.update(dict.fromkeys(work.job.keys, work))
+        for parent in work.job.parents:
+            self._await_parent(work, parent)
         self._submit(work)
 
     def stage(
@@ -416,13 +415,12 @@ class Tiering:
             work = landing.pop()
             if work.done is None or work.above:
                 continue
-            for position, (key, slot) in enumerate(zip(work.job.keys, work.job.slots, strict=True)):
+            for key in work.job.keys:
                 if self._coming.get(key) is work:  # cleared, it may be on its way again
                     del self._coming[key]
-                ok = position < work.done and not work.cleared
-                outcome = self._manager.complete_promotion(slot, ok=ok)
-                if outcome is StoreOutcome.ORPHAN:
-                    self.counts[work.tier.name, "orphan"] += 1
+            done = 0 if work.cleared else work.done
+            outcomes = self._manager.complete_promotions(work.job.slots, done)
+            self.counts[work.tier.name, "orphan"] += outcomes.count(StoreOutcome.ORPHAN)
             for below in work.below:
                 below.above.discard(work.job.job_id)
             landing.extend(work.below)

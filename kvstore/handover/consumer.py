@@ -98,12 +98,13 @@ class Fetch(msgspec.Struct, eq=False):
     offered: bool = False
     computed_ns: int | None = None  # when its peer said that it still computes
     released: bool = False
-    tiers: dict[int, str] = {}  # position -> the peer's tier
+    tiers: tuple[str, ...] = ()  # of the peer's
     ranks_told: bool = False  # to the peer: where it writes
     ended: bool = False  # the peer writes nothing any more
     engines: dict[int, Sequence[RankPages]] = {}  # of the peer's, whose memory is known
     # Of each block:
     states: States = States(0, WANTED)
+    which: bytearray = bytearray()  # the tier that has it, from 1; 0: it was not offered
     slots: array[int] = array(U32)  # ours
     loads: array[int] = array(U32)  # the load that it is for, and which of its blocks it is
     parts: array[int] = array(U32)
@@ -119,7 +120,7 @@ class Fetch(msgspec.Struct, eq=False):
         """Start with all blocks open."""
         self.arrived_ns = self.waited_ns = self.heard_ns
         self.left = count = len(self.keys)
-        self.states = States(count, WANTED)
+        self.states, self.which = States(count, WANTED), bytearray(count)
         self.slots, self.loads, self.parts = numbers(count), numbers(count), numbers(count)
         self.landing, self.places, self.there = numbers(count), numbers(count), numbers(count)
         self.sums = numbers(count, "Q")
@@ -143,8 +144,10 @@ class Fetch(msgspec.Struct, eq=False):
         if (most := max(offer.which, default=0)) >= len(offer.tiers) and offered:
             raise ProtocolError(f"tier {most}, expected below {len(offer.tiers)}")
         self.offered = True
-        self.tiers = dict(zip(offered, map(offer.tiers.__getitem__, offer.which), strict=True))
+        self.tiers = offer.tiers
+        which = memoryview(bytes(tier + 1 for tier in offer.which))
         for run in runs_of(offered):
+            self.which[slice(*run)], which = which[: run[1] - run[0]], which[run[1] - run[0] :]
             for part in self.states.within(run, bytes((WANTED,))):  # others were given up before
                 self.states.put(part, OFFERED)
 
@@ -203,11 +206,22 @@ class Fetch(msgspec.Struct, eq=False):
             self.residents[position] = message.engine, blocks
         return found
 
-    def tier_of(self, position: int) -> str:
-        """Name the peer's tier that a block came from, as it is counted."""
-        if position in self.by_engine or position in self.residents:
-            return ENGINE
-        return self.tiers[position] if self.tiers[position] in TIERS else OTHER
+    @property
+    def offers(self) -> dict[int, str]:
+        """The peer's tier of each block that it has offered, by position."""
+        return {at: self.tiers[tier - 1] for at, tier in enumerate(self.which) if tier}
+
+    def count_tiers(self, run: Run) -> Counter[str]:
+        """Count blocks by the peer's tier that they came from."""
+        found: Counter[str] = Counter()
+        of_engine = [p for p in range(*run) if p in self.by_engine or p in self.residents]
+        which = bytearray(self.which[slice(*run)])
+        for position in of_engine:
+            found[ENGINE] += 1
+            which[position - run[0]] = 0
+        for number, tier in enumerate(self.tiers, 1):
+            found[tier if tier in TIERS else OTHER] += which.count(number)
+        return +found
 
     def slot_reads(self, positions: Sequence[int]) -> Iterator[tuple[Sequence[int], SlotRead]]:
         """Gather reads of the peer's slots by its extent: positions, and a read of them."""
@@ -378,7 +392,7 @@ class Consumer:
         fetch = self._fetches.get(number)
         if fetch is None:  # it is over
             return {}
-        return fetch.tiers if fetch.offered else None
+        return fetch.offers if fetch.offered else None
 
     def claim(self, number: int, positions: Collection[int]) -> None:
         """Workers will read these blocks of a direct fetch; those lost since the offer fail now."""
@@ -614,8 +628,8 @@ class Consumer:
             for position in range(*run):
                 fetch.residents.pop(position, None)
         self.counts["fetched"] += len(positions)
-        self.fetched.update(map(fetch.tier_of, positions))
         for run in runs_of(positions):
+            self.fetched.update(fetch.count_tiers(run))
             for part in fetch.states.within(run, bytes((CHECKED,))):
                 self._done(fetch, part, ok=True)
 

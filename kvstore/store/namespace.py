@@ -21,10 +21,11 @@ from kvstore.metrics import Numbers
 class SharedGenerations:
     """Slot generations of a namespace, written through to the extents that readers map."""
 
-    def __init__(self, publish: Callable[[int, int], None]) -> None:
-        """publish(slot, value): make a new value visible to other processes."""
+    def __init__(self) -> None:
+        """Start without slots."""
         self._values = array("L")
-        self._publish = publish
+        self._memories: list[MemoryExtent] = []
+        self._per_extent = 1
 
     def __getitem__(self, slot: int) -> int:
         """Return a slot's generation."""
@@ -33,11 +34,14 @@ class SharedGenerations:
     def __setitem__(self, slot: int, value: int) -> None:
         """Set a slot's generation, for readers too."""
         self._values[slot] = value
-        self._publish(slot, value)
+        number, position = divmod(slot, self._per_extent)
+        self._memories[number].set_generation(position, value)
 
-    def extend(self, count: int) -> None:
-        """Add slots at generation 0."""
-        self._values.extend([0] * count)
+    def add(self, memory: MemoryExtent) -> None:
+        """Add an extent's slots, at generation 0."""
+        self._per_extent = memory.count
+        self._memories.append(memory)
+        self._values.extend([0] * memory.count)
 
 
 class Mapping(msgspec.Struct, eq=False):
@@ -73,7 +77,7 @@ class Namespace:
         numbers: counts for all namespaces, so that nothing is lost with one that is forgotten.
         """
         self.layout = layout
-        self.generations = SharedGenerations(self._publish)
+        self.generations = SharedGenerations()
         totals = Numbers() if numbers is None else numbers
         self.manager = Manager(layout.rules, self.generations, evictions=totals.evicted)
         tiers = make_tiers(layout.digest, layout.slot_bytes, self)
@@ -113,10 +117,6 @@ class Namespace:
         number, position = divmod(slot, self._per_extent)
         return self.extents[self._places[number]], position
 
-    def _publish(self, slot: int, value: int) -> None:
-        mapping, position = self._place(slot)
-        mapping.memory.set_generation(position, value)
-
     def add_extent(
         self, extent: int, memory: MemoryExtent, waiting: set[int], now_ns: int
     ) -> Mapping:
@@ -124,7 +124,7 @@ class Namespace:
         self._per_extent = memory.count  # the same for all extents: slot size and extent size are
         first = len(self._places) * memory.count
         self._places.append(extent)
-        self.generations.extend(memory.count)
+        self.generations.add(memory)
         mapping = Mapping(memory, first, dict.fromkeys(waiting, now_ns), now_ns, waiting)
         self.extents[extent] = mapping
         self.growing = False
