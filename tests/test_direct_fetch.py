@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -113,7 +114,7 @@ def test_a_peer_that_names_memory_without_end_loses_no_block_that_it_has_told_of
     if direct:
         number = offered(pair, chain)
     else:
-        held, pair.landing._free = pair.landing._free, []
+        held, pair.landing._free = pair.landing._free, array("I")
         pair.want(chain)
         pair.decode.ask(chain)
     pair.run(20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -148,7 +149,7 @@ def test_B14_fetches_that_wait_together_for_a_landing_slot_all_arrive() -> None:
     pair, chains = Pair(), [hashes(count, f"of {count}") for count in (1, 4, 2)]
     for chain in chains:
         pair.put(chain)
-    free, pair.landing._free = pair.landing._free, []  # the memory is not there yet
+    free, pair.landing._free = pair.landing._free, array("I")  # the memory is not there yet
     for chain in chains:
         pair.want(chain)
         pair.decode.ask(chain)
