@@ -46,6 +46,7 @@ GATE = "kvstore/handover/gate.py"
 LOOKUPS = "kvstore/store/lookups.py"
 MANAGER = "kvstore/core/manager.py"
 CONSUMER = "kvstore/handover/consumer.py"
+RUNS = "kvstore/handover/runs.py"
 PRODUCER = "kvstore/handover/producer.py"
 REQUESTS = "kvstore/handover/request_leases.py"
 EVENTS, LOADS = "connectors/events.py", "connectors/load_progress.py"
@@ -506,14 +507,14 @@ MUTANTS = (
     ),
     Mutant(
         PRODUCER,
-        "        told = set() if job.over else told\n",
+        "        if job.over:\n            return ()\n",
         "",
         "tests/test_export.py",
     ),
     Mutant(
         PRODUCER,
-        "        lost = {p for p in told if not job.push and job.is_overwritten(job.blocks[p])}",
-        "        lost = set()",
+        "            again.update(position for position in told if job.is_overwritten(position))",
+        "            pass",
         "tests/test_direct_engine.py tests/test_export.py",
     ),
     Mutant(
@@ -524,14 +525,14 @@ MUTANTS = (
     ),
     Mutant(
         CONSUMER,
-        "            if ok and not fetch.released:",
-        "            if not fetch.released:",
+        "        given_up = part.positions if fetch.released else wrong",
+        "        given_up = part.positions if fetch.released else ()",
         "tests/test_export.py tests/test_peers.py -k 'sum or corrupt or B19'",
     ),
     Mutant(
         CONSUMER,
-        "            self._late_writes.setdefault(fetch.number, []).append(late)",
-        "            self._landing.give_back([late])",
+        "            self._late_writes.setdefault(fetch.number, []).extend(slots)",
+        "            self._landing.give_back(slots)",
         "tests/test_export.py tests/test_peers.py tests/test_peers_life.py",
     ),
     Mutant(
@@ -559,15 +560,15 @@ MUTANTS = (
         "tests/test_export.py -k B3_another",
     ),
     Mutant(
-        PRODUCER,
-        "        if any(slot >= land.region.slots for slot in slots):",
+        RUNS,
+        "        if max(slots, default=0) >= region.slots:",
         "        if False:",
         "tests/test_export.py -k S2_landing",
     ),
     Mutant(
         CONSUMER,
-        "            if fetch.blocks[position].state is not State.CHECKED:\n                raise",
-        "            if False:\n                raise",
+        "            if not fetch.states.are(run, CHECKED):",
+        "            if False:",
         "tests/test_export.py -k B19_a_peer",
     ),
     Mutant(

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvstore.core.errors import ProtocolError
-from kvstore.handover import consumer, jobs
+from kvstore.handover import fetches, jobs
 from kvstore.handover import producer as o
 from kvstore.handover.runs import Part
 from kvstore.wire import framing
@@ -265,7 +265,7 @@ def test_what_was_checked_after_its_peer_was_lost_is_not_waited_for() -> None:
     pair.put(chain)
     number = pair.want(chain)
     pair.decode.ask(chain)
-    while not pair.consumer._fetches[number].states.are((0, 2), consumer.LANDED):
+    while not pair.consumer._fetches[number].states.are((0, 2), fetches.LANDED):
         pair.run(1)
     pair.lose()
     pair.run(3)

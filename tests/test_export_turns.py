@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.handover import consumer as c
+from kvstore.handover import fetches
 from kvstore.handover.runs import Part
 from kvstore.wire import framing
 from kvstore.wire import peer as m
@@ -29,7 +29,7 @@ def test_landing_slots_are_free_as_soon_as_their_blocks_are_copied(push: bool) -
     pair.decode.ask(chain)
     pair.run(60)
     fetch = pair.consumer._fetches[number]
-    assert fetch.states.are(fetch.all, c.CHECKED), "more than there are landing slots"
+    assert fetch.states.are(fetch.all, fetches.CHECKED), "more than there are landing slots"
     for message in late:
         take(message)
     pair.run(3)
@@ -70,9 +70,9 @@ def test_B14_who_got_no_landing_slot_is_the_first_to_get_one() -> None:
     consumer._transfers.read = read  # type: ignore[method-assign,assignment]
     for peer, count in ((1, 9), (2, 9), (3, 1)):
         keys = keys_of(hashes(count, str(peer)))
-        fetch = consumer._fetches[peer] = c.Fetch(peer, peer, keys, 0, 0, "", False, False)
-        fetch.states.put(fetch.all, c.CLAIMED)
-        fetch.regions, fetch.places = [m.Region(0, 0, 1)], array("I", [1] * count)
+        fetch = consumer._fetches[peer] = fetches.Fetch(peer, peer, keys, 0, 0, "", False, False)
+        fetch.states.put(fetch.all, fetches.CLAIMED)
+        fetch.places.put(range(count), m.Region(0, 0, 1), array("I", [0] * count))
         consumer._turns.queue(peer, peer, fetch.all)
     consumer._move()
     assert got == [(1, 4), (2, 2)], "three quarters of six, and the rest"

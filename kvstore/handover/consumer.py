@@ -22,22 +22,36 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
 
-from kvstore.core.errors import ProtocolError, TierIOError
+from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import RankPages
-from kvstore.core.types import BlockKey, Chain, JobId, JobResult, LookupResult, TransferJob
+from kvstore.core.types import BlockKey, Chain, JobResult, LookupResult, TransferJob
 from kvstore.handover.direct_fetches import DirectFetches
+from kvstore.handover.fetches import (
+    CHECKED,
+    CLAIMED,
+    DONE,
+    FAILS,
+    LANDED,
+    LANDING,
+    MOVING,
+    OFFERED,
+    OPEN,
+    PULLED,
+    UNCLAIMED,
+    WANTED,
+    Fetch,
+    Loads,
+)
 from kvstore.handover.jobs import Source
-from kvstore.handover.runs import Part, Run, States, at, joined, numbers, runs_of
+from kvstore.handover.runs import Part, Run, at, joined, runs_of
 from kvstore.handover.transfers import (
-    EngineRead,
     LandingTurns,
     Regions,
-    SlotRead,
     Slots,
     Transfers,
 )
@@ -49,9 +63,6 @@ STALL_NS = 10_000_000_000
 LEASE_MS = 30_000
 EXTEND_NS = 1_000_000_000  # between heartbeats; the answer says that the peer still computes
 EXTEND_NS_MIN = 10_000_000
-ENGINE, OTHER = "gpu", "other"
-TIERS = ("cpu", "nvme", "prefill", ENGINE)  # of a peer's, and how they are counted
-
 FromProducer = m.Offer | m.Have | m.Resident | m.Computing | m.Valid | m.End
 
 
@@ -64,241 +75,12 @@ class Waits(NamedTuple):
 
 WAITS = Waits()
 
-# States of a wanted block; see the top of this module.
-WANTED, OFFERED, CLAIMED, MOVING, LANDED, CHECKED, DONE = range(7)
-
-UNCLAIMED = bytes((WANTED, OFFERED))
-OPEN = bytes(range(DONE))
-LANDING = bytes((LANDED, CHECKED))
-PULLED = bytes((MOVING, LANDED, CHECKED))
-FAILS = bytes(set(OPEN) - {LANDED})  # at once; a copy into a slot of ours ends first
-
 
 class Fetched(msgspec.Struct):
     """Counts of fetches: events by name, and blocks by the tier in which their peer had them."""
 
     events: Counter[str] = msgspec.field(default_factory=Counter)
     blocks: Counter[str] = msgspec.field(default_factory=Counter)
-
-
-class Fetch(msgspec.Struct, eq=False):
-    """Blocks wanted from one peer by one Want; direct: by workers, into engine memory."""
-
-    number: int
-    peer: int
-    keys: list[BlockKey]
-    heard_ns: int  # its start, then when its peer last answered
-    extend_ns: int
-    request: str
-    push: bool
-    direct: bool
-    arrived_ns: int = 0  # the last block
-    waited_ns: int = 0  # when a load was last known to wait for it
-    left: int = 0  # blocks that are not DONE
-    offered: bool = False
-    computed_ns: int | None = None  # when its peer said that it still computes
-    released: bool = False
-    tiers: tuple[str, ...] = ()  # of the peer's
-    ranks_told: bool = False  # to the peer: where it writes
-    ended: bool = False  # the peer writes nothing any more
-    engines: dict[int, Sequence[RankPages]] = {}  # of the peer's, whose memory is known
-    # Of each block:
-    states: States = States(0, WANTED)
-    which: bytearray = bytearray()  # the tier that has it, from 1; 0: it was not offered
-    slots: array[int] = array(U32)  # ours
-    loads: array[int] = array(U32)  # the load that it is for, and which of its blocks it is
-    parts: array[int] = array(U32)
-    landing: array[int] = array(U32)  # its landing slot, in MOVING and LANDED
-    places: array[int] = array(U32)  # the peer's region that it can be read in, from 1; 0: none
-    there: array[int] = array(U32)  # and its slot there
-    sums: array[int] = array("Q")
-    regions: list[m.Region] = []
-    residents: dict[int, tuple[int, list[int]]] = {}  # in an engine of the peer's: its blocks
-    by_engine: set[int] = set()  # positions written from the memory of the peer's engine
-
-    def __post_init__(self) -> None:
-        """Start with all blocks open."""
-        self.arrived_ns = self.waited_ns = self.heard_ns
-        self.left = count = len(self.keys)
-        self.states, self.which = States(count, WANTED), bytearray(count)
-        self.slots, self.loads, self.parts = numbers(count), numbers(count), numbers(count)
-        self.landing, self.places, self.there = numbers(count), numbers(count), numbers(count)
-        self.sums = numbers(count, "Q")
-
-    @property
-    def all(self) -> Run:
-        """The run of all blocks."""
-        return 0, len(self.keys)
-
-    def part(self, positions: Sequence[int]) -> Part:
-        """Name some blocks in the store."""
-        return Part(self.peer, self.number, positions)
-
-    def take(self, offer: m.Offer) -> None:
-        """Note which blocks the peer has. Raises ProtocolError for a second or invalid offer."""
-        offered = m.positions_of(offer.positions, len(self.keys))
-        if self.offered or len(offer.which) != len(offered):
-            raise ProtocolError(
-                f"a second offer, or {len(offer.which)} tiers of {len(offered)} blocks"
-            )
-        if (most := max(offer.which, default=0)) >= len(offer.tiers) and offered:
-            raise ProtocolError(f"tier {most}, expected below {len(offer.tiers)}")
-        self.offered = True
-        self.tiers = offer.tiers
-        which = memoryview(bytes(tier + 1 for tier in offer.which))
-        for run in runs_of(offered):
-            self.which[slice(*run)], which = which[: run[1] - run[0]], which[run[1] - run[0] :]
-            for part in self.states.within(run, bytes((WANTED,))):  # others were given up before
-                self.states.put(part, OFFERED)
-
-    def put(self, have: m.Have, regions: Regions) -> tuple[Sequence[int], list[Run]]:
-        """Note where blocks can be read. Raises ProtocolError for an unknown region.
-
-        Returns their positions, and of these those whose place was not known before.
-        """
-        positions, extents, slots, sums = m.places_of(have, len(self.keys))
-        given = m.positions_of(have.given, len(self.keys))
-        if self.push:
-            self.by_engine.update(given)
-        known = {extent: self._place(regions.get(self.peer, extent)) for extent in set(extents)}
-        for extent, place in known.items():
-            region = self.regions[place - 1]
-            used = slots if len(known) == 1 else [
-                slot for slot, of in zip(slots, extents, strict=True) if of == extent
-            ]  # fmt: skip
-            if max(used) >= region.slots:
-                raise ProtocolError(
-                    f"slot {max(used)} of extent {extent}, which has {region.slots}"
-                )
-        new, done = [], 0
-        for first, end in runs_of(positions):
-            piece, done = slice(done, done + end - first), done + end - first
-            if not any(self.places[first:end]):
-                new.append((first, end))
-            else:
-                new += runs_of([p for p in range(first, end) if not self.places[p]])
-            self.places[first:end] = array(U32, map(known.__getitem__, extents[piece]))
-            self.there[first:end] = slots[piece]
-            self.sums[first:end] = sums[piece]
-        return positions, new
-
-    def _place(self, region: m.Region) -> int:
-        """Number a region of the peer's."""
-        if region not in self.regions:
-            self.regions.append(region)
-        return self.regions.index(region) + 1
-
-    def learn(self, message: m.Resident) -> Collection[int]:
-        """Note which blocks are in an engine's memory, and return their positions.
-
-        Raises ProtocolError for an unknown engine, too many, or a fetch that workers do not read.
-        """
-        if not self.direct or self.push:
-            raise ProtocolError(f"job {self.number} was not asked to be read in an engine")
-        if message.ranks and len(self.engines) < m.ENGINES_MAX:
-            self.engines[message.engine] = message.ranks
-        if message.engine not in self.engines:
-            raise ProtocolError(
-                f"engine {message.engine} without its memory, or more than {m.ENGINES_MAX} of them"
-            )
-        found = m.residents_of(message, len(self.keys))
-        for position, blocks in found.items():
-            self.residents[position] = message.engine, blocks
-        return found
-
-    @property
-    def offers(self) -> dict[int, str]:
-        """The peer's tier of each block that it has offered, by position."""
-        return {at: self.tiers[tier - 1] for at, tier in enumerate(self.which) if tier}
-
-    def count_tiers(self, run: Run) -> Counter[str]:
-        """Count blocks by the peer's tier that they came from."""
-        found: Counter[str] = Counter()
-        of_engine = [p for p in range(*run) if p in self.by_engine or p in self.residents]
-        which = bytearray(self.which[slice(*run)])
-        for position in of_engine:
-            found[ENGINE] += 1
-            which[position - run[0]] = 0
-        for number, tier in enumerate(self.tiers, 1):
-            found[tier if tier in TIERS else OTHER] += which.count(number)
-        return +found
-
-    def slot_reads(self, positions: Sequence[int]) -> Iterator[tuple[Sequence[int], SlotRead]]:
-        """Gather reads of the peer's slots by its extent: positions, and a read of them."""
-        places = at(self.places, positions)
-        for place in dict.fromkeys(places):
-            found = positions
-            if places.count(place) < len(places):
-                found = [p for p, of in zip(positions, places, strict=True) if of == place]
-            yield (
-                found,
-                SlotRead(self.regions[place - 1], at(self.there, found), at(self.landing, found)),
-            )
-
-    def engine_reads(self, positions: Iterable[int]) -> Iterator[EngineRead]:
-        """Gather reads of engines' memory, by engine and how many engine blocks a block has."""
-        reads: dict[tuple[int, int], EngineRead] = {}
-        for position in positions:
-            if position in self.residents:
-                engine, found = self.residents[position]
-                read = EngineRead(engine, self.engines[engine], {})
-                reads.setdefault((engine, len(found)), read).blocks[position] = found
-        yield from reads.values()
-
-    def fills(
-        self, targets: Mapping[int, list[int]], ranks: Sequence[RankPages]
-    ) -> Iterator[m.Fill]:
-        """Name the engine blocks to write to, by how many of them a block has; the ranks once."""
-        sizes: dict[int, list[int]] = {}
-        for position, found in targets.items():
-            if self.states[position] == CLAIMED:
-                self.states.put((position, position + 1), MOVING)
-                sizes.setdefault(len(found), []).append(position)
-        for positions in sizes.values():
-            blocks = u32([block for position in positions for block in targets[position]])
-            new = () if self.ranks_told else tuple(ranks)
-            self.ranks_told = True
-            yield m.Fill(self.number, u32(positions), blocks, new)
-
-
-class _Load(msgspec.Struct, eq=False):
-    job_id: JobId
-    left: int
-    done: bytearray
-
-
-class Loads:
-    """Jobs that blocks are fetched for; one ends with the last of its blocks."""
-
-    def __init__(self) -> None:
-        """Start without any."""
-        self._open: dict[int, _Load] = {}
-        self._results: list[JobResult] = []
-        self._next = 1
-
-    def begin(self, job: TransferJob) -> int:
-        """Open a load and return its number; it has a result once all its blocks have ended."""
-        number, self._next = self._next, self._next % 0xFFFFFFFF + 1
-        self._open[number] = _Load(job.job_id, len(job.keys), bytearray(len(job.keys)))
-        return number
-
-    def ended(self, number: int, run: Run, *, ok: bool) -> None:
-        """Record the end of some of a load's blocks."""
-        load, (first, end) = self._open[number], run
-        load.done[first:end] = bytes((ok,)) * (end - first)
-        load.left -= end - first
-        if load.left == 0:
-            del self._open[number]
-            done = load.done.find(False)
-            error = None if done < 0 else TierIOError("a block did not arrive")
-            self._results.append(
-                JobResult(load.job_id, len(load.done) if error is None else done, error)
-            )
-
-    def take_results(self) -> list[JobResult]:
-        """Return the results of jobs that have ended, once each."""
-        results, self._results = self._results, []
-        return results
 
 
 class Connections(Protocol):
@@ -491,7 +273,7 @@ class Consumer:
             case m.Have():
                 self._have(fetch, message)
             case m.Resident():
-                self._pass_on(fetch, fetch.learn(message))
+                self._pass_on(fetch, list(fetch.learn(message)))
             case m.Valid():
                 self._valid(fetch, message)
             case m.End(reason=reason):
@@ -608,9 +390,8 @@ class Consumer:
         elif fetch.direct:
             self._pass_on(fetch, positions)
         else:
-            for run in new:
-                for claimed in fetch.states.within(run, bytes((CLAIMED,))):
-                    self._turns.queue(fetch.peer, fetch.number, claimed)
+            for claimed in self._in_state(fetch, new, CLAIMED):
+                self._turns.queue(fetch.peer, fetch.number, claimed)
 
     @staticmethod
     def _in_state(fetch: Fetch, positions: Sequence[int], state: int) -> list[Run]:
@@ -729,7 +510,7 @@ class Consumer:
             fetch.slots[first : run[1]] = array(U32, job.slots[done:after])
             fetch.loads[first : run[1]] = array(U32, (load,)) * count
             fetch.parts[first : run[1]] = array(U32, range(done, after))
-            readable = [p for p in range(*run) if fetch.push or fetch.places[p]]
+            readable = range(*run) if fetch.push else fetch.places.known(range(*run))
             for ready in runs_of(readable):
                 self._turns.queue(fetch.peer, number, ready)
             done = after
@@ -785,14 +566,12 @@ class Consumer:
         fetch = self._fetches.get(number)
         return () if fetch is None else fetch.states.within(run, bytes((CLAIMED,)))
 
-    def _pass_on(self, fetch: Fetch, positions: Collection[int]) -> None:
+    def _pass_on(self, fetch: Fetch, positions: Sequence[int]) -> None:
         """Let workers read what can be read now."""
-        found = []
-        for position in () if fetch.push else positions:
-            readable = position in fetch.residents or fetch.places[position]
-            if readable and fetch.states[position] == CLAIMED:
-                fetch.states.put((position, position + 1), MOVING)
-                found.append(position)
+        known = set() if fetch.push else {*fetch.places.known(positions), *fetch.residents}
+        found = [p for p in positions if p in known and fetch.states[p] == CLAIMED]
+        for run in runs_of(found):
+            fetch.states.put(run, MOVING)
         for each in fetch.engine_reads(found):
             self._direct.tell_engine(self._digest, fetch.number, each)
         agent = self._peers.reached_at(fetch.peer)

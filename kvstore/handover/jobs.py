@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -17,7 +18,7 @@ from kvstore.core.manager import Manager
 from kvstore.core.tiering import Tiering
 from kvstore.core.types import BlockKey, Chain, Slot
 from kvstore.handover.engine_blocks import Engines, Resident
-from kvstore.handover.runs import Part, Run, States, at, joined, numbers, runs_of
+from kvstore.handover.runs import Part, Places, Run, States, at, joined, numbers, runs_of
 from kvstore.handover.transfers import EngineWrite, SlotFill, SlotWrite
 from kvstore.wire import peer as m
 from kvstore.wire.framing import U32, WORD, Message, u32
@@ -114,7 +115,8 @@ class Peer(msgspec.Struct, eq=False):
         )
 
 
-class Job(msgspec.Struct, eq=False):
+@dataclass(eq=False)
+class Job:
     """What a peer wants by one Want: blocks of a chain, by group; over: its lease has ended.
 
     offer_ns: until when an offer may wait; None: it was made. direct: blocks may be read in an
@@ -130,35 +132,33 @@ class Job(msgspec.Struct, eq=False):
     direct: bool
     deadline_ns: int
     offer_ns: int | None
-    awaited: deque[int] = msgspec.field(default_factory=deque)  # positions, first blocks first
-    untold: list[int] = []  # positions of which the peer is to be told
-    unsummed: list[int] = []  # and those whose sums are to be taken
-    unwritten: list[int] = []  # and those to write
+    awaited: deque[int] = field(default_factory=deque)  # positions, first blocks first
+    untold: list[int] = field(default_factory=list)  # positions of which the peer is to be told
+    unsummed: list[int] = field(default_factory=list)  # and those whose sums are to be taken
+    unwritten: list[int] = field(default_factory=list)  # and those to write
     left: int = 0  # blocks that are not DONE
-    engines: set[int] = set()  # whose memory the peer was told
+    engines: set[int] = field(default_factory=set)  # whose memory the peer was told
     ranks: tuple[RankPages, ...] = ()  # of the peer's engine, if blocks are written there
     over: bool = False
     released: bool = False
+    # By position, of a direct want:
+    targets: dict[int, list[int]] = field(default_factory=dict)  # engine blocks of the peer's
+    writes: Counter[int] = field(default_factory=Counter)  # that have not ended
+    failed: set[int] = field(default_factory=set)  # one of them has
+    residents: dict[int, Resident] = field(default_factory=dict)  # told, or written from there
+    moved: set[int] = field(default_factory=set)  # not in that engine any more
     # Of each block:
-    states: States = States(0, DONE)
-    slots: array[int] = array(U32)  # held for it in HELD, by a pin of its entry or as its own
-    entries: list[Entry | None] = []
-    sums: array[int] = array("Q")
-    landings: array[int] = array(U32)  # the peer's region that it is written to, from 1
-    there: array[int] = array(U32)  # and its slot there
-    regions: list[m.Region] = []
-    targets: dict[int, list[int]] = {}  # engine blocks of the peer's, if it is written there
-    writes: Counter[int] = msgspec.field(default_factory=Counter)  # that have not ended
-    failed: set[int] = set()  # positions of which a write has failed
-    residents: dict[int, Resident] = {}  # told to be in an engine of ours, or written from there
-    moved: set[int] = set()  # not in that engine any more
+    states: States = field(init=False)
+    slots: array[int] = field(init=False)  # in HELD: by a pin of its entry, or as its own
+    entries: list[Entry | None] = field(init=False)
+    sums: array[int] = field(init=False)
+    landings: Places = field(init=False)  # where it is written to
 
     def __post_init__(self) -> None:
         """Start without any block."""
         count = len(self.keys)
         self.states, self.entries = States(count, DONE), [None] * count
-        self.slots, self.sums = numbers(count), numbers(count, "Q")
-        self.landings, self.there = numbers(count), numbers(count)
+        self.slots, self.sums, self.landings = numbers(count), numbers(count, "Q"), Places(count)
 
     @property
     def all(self) -> Run:
@@ -285,17 +285,9 @@ class Job(msgspec.Struct, eq=False):
                 f"{len(land.slots) // WORD} landing slots for {len(positions)} blocks to push"
             )
         slots.frombytes(land.slots)
-        if any(slot >= land.region.slots for slot in slots):
-            raise ProtocolError(
-                f"landing slots {list(slots[:8])}, expected below {land.region.slots}"
-            )
-        if any(at(self.landings, positions)):
+        if self.landings.known(positions):
             raise ProtocolError(f"a second landing slot in positions {list(positions[:8])}")
-        if land.region not in self.regions:
-            self.regions.append(land.region)
-        place = self.regions.index(land.region) + 1
-        for position, slot in zip(positions, slots, strict=True):
-            self.landings[position], self.there[position] = place, slot
+        self.landings.put(positions, land.region, slots)
         return [position for position in positions if self.states[position] == SUMMED]
 
     def learn(self, fill: m.Fill) -> list[int]:
@@ -329,17 +321,13 @@ class Job(msgspec.Struct, eq=False):
 
     def slot_writes(self, positions: Sequence[int]) -> Iterator[tuple[Part, SlotWrite]]:
         """Gather writes to landing slots, one for each pair of extents."""
-        positions = joined(runs_of(positions))
-        extents, places = self.source.places(at(self.slots, positions))
-        pairs = list(zip(extents, at(self.landings, positions), strict=True))
         size = self.source.layout.slot_bytes
-        for pair in dict.fromkeys(pairs):
-            found, own = positions, places
-            if pairs.count(pair) < len(pairs):
-                found = [p for p, of in zip(positions, pairs, strict=True) if of == pair]
-                own = array(U32, [n for n, of in zip(places, pairs, strict=True) if of == pair])
-            region = self.regions[pair[1] - 1]
-            yield self.part(found), SlotWrite(pair[0], own, size, region, at(self.there, found))
+        for region, found, there in self.landings.by_region(joined(runs_of(positions))):
+            extents, places = self.source.places(at(self.slots, found))
+            for extent in dict.fromkeys(extents):
+                of_it = m.neighbours([n for n, each in enumerate(extents) if each == extent])
+                part = self.part(m.neighbours([found[n] for n in of_it]))
+                yield part, SlotWrite(extent, at(places, of_it), size, region, at(there, of_it))
 
     def engine_writes(self, positions: Sequence[int]) -> Iterator[tuple[Part, EngineWrite]]:
         """Gather writes from our engines' memory, a few blocks at a time."""

@@ -441,7 +441,7 @@ class Producer:
             job.untold.extend(positions)
         else:
             job.states.put(run, SUMMED)
-            job.write([position for position in positions if job.landings[position]])
+            job.write(job.landings.known(positions))
 
     # Of one job
 

@@ -12,6 +12,10 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from kvstore.core.errors import ProtocolError
+from kvstore.wire import peer as m
+from kvstore.wire.framing import U32
+
 _SAME = re.compile(rb"(.)\1*", re.DOTALL)
 Run = tuple[int, int]
 """The first position, and the one behind the last."""
@@ -68,6 +72,47 @@ def at(values: array[int], positions: Sequence[int]) -> array[int]:
 def numbers(count: int, typecode: str = "I") -> array[int]:
     """Return an array of zeros."""
     return array(typecode, bytes(count * array(typecode).itemsize))
+
+
+class Places:
+    """Where blocks are, or go, in a peer's memory: for each a region, and a slot there."""
+
+    def __init__(self, count: int) -> None:
+        """Start without any."""
+        self._regions: list[m.Region] = []
+        self._of = numbers(count)  # the region's number, from 1; 0: not known
+        self._slots = numbers(count)
+
+    def put(self, positions: Sequence[int], region: m.Region, slots: array[int]) -> None:
+        """Note where blocks are. Raises ProtocolError for slots that the region does not have."""
+        if max(slots, default=0) >= region.slots:
+            raise ProtocolError(f"slots {list(slots[:8])}, expected below {region.slots}")
+        if region not in self._regions:
+            self._regions.append(region)
+        number, done = self._regions.index(region) + 1, 0
+        for first, end in runs_of(positions):
+            self._of[first:end] = array(U32, (number,)) * (end - first)
+            self._slots[first:end] = slots[done : done + end - first]
+            done += end - first
+
+    def known(self, positions: Sequence[int]) -> Sequence[int]:
+        """Return those of these positions whose place is known."""
+        of = at(self._of, positions)
+        unknown = of.count(0)
+        if unknown in {0, len(of)}:
+            return () if unknown else positions
+        return [position for position, number in zip(positions, of, strict=True) if number]
+
+    def by_region(
+        self, positions: Sequence[int]
+    ) -> Iterator[tuple[m.Region, Sequence[int], array[int]]]:
+        """Go through blocks region by region: their positions, and their slots there."""
+        of = at(self._of, positions)
+        for number in dict.fromkeys(of):
+            found = positions
+            if of.count(number) < len(of):
+                found = [p for p, region in zip(positions, of, strict=True) if region == number]
+            yield self._regions[number - 1], found, at(self._slots, found)
 
 
 class States:
