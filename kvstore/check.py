@@ -19,7 +19,8 @@ import msgspec
 from kvstore import numa
 from kvstore.config import Address, Config, PeerConfig
 from kvstore.core.errors import ConfigError
-from kvstore.handover.side_channel import Channel, ClusterKey
+from kvstore.handover.cluster_key import ClusterKey
+from kvstore.handover.side_channel import Channel
 from kvstore.listener import TakenError, taken
 from kvstore.memory_limits import MARGIN_BYTES, memory_left
 from kvstore.owned_files import writable_folder

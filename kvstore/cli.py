@@ -433,7 +433,7 @@ def _capacity(text: str) -> int:
 
 
 def _keygen(chosen: argparse.Namespace) -> int:
-    from kvstore.handover.side_channel import ClusterKey
+    from kvstore.handover.cluster_key import ClusterKey
 
     ClusterKey.make(chosen.path)
     print(f"{chosen.path}: new cluster key; copy it to each store and name it in [peer] key")

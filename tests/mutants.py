@@ -42,7 +42,7 @@ class Mutant(NamedTuple):
 
 
 STORE, SERVER = "kvstore/store/sessions.py", "kvstore/store/server.py"
-GATE = "kvstore/handover/gate.py"
+CHANNEL = "kvstore/handover/side_channel.py"
 LOOKUPS = "kvstore/store/lookups.py"
 MANAGER = "kvstore/core/manager.py"
 CONSUMER = "kvstore/handover/consumer.py"
@@ -71,54 +71,72 @@ MUTANTS = (
         "pass",
         "tests/test_local_limits.py -k S2_what_raises",
     ),
-    # Peers reach ZeroMQ through the gate only, as far as the store keeps up.
+    # Who is spoken to over the side channel, and how much of it is kept.
     Mutant(
-        GATE,
-        "            if self._let_in >= LET_IN_BYTES:\n                break\n",
-        "",
-        "tests/test_gate.py -k B2_no_more",
+        "kvstore/handover/cluster_key.py",
+        "        made.verify_mode = ssl.CERT_REQUIRED",
+        "        made.verify_mode = ssl.CERT_OPTIONAL",
+        "tests/test_side_channel.py -k S1_who_takes_any",
     ),
     Mutant(
-        GATE,
+        "kvstore/handover/cluster_key.py",
+        "        made.minimum_version = ssl.TLSVersion.TLSv1_3",
+        "        pass",
+        "tests/test_side_channel.py -k S1_all_but",
+    ),
+    Mutant(
+        CHANNEL,
         "        if self._unfinished > UNFINISHED_BYTES_MAX:",
         "        if False:",
-        "tests/test_gate.py -k S2_what_peers_leave_unfinished",
+        "tests/test_side_channel_limits.py -k S2_what_peers_leave_unfinished",
     ),
     Mutant(
-        GATE,
-        "        if not self._keyed and not is_loopback(host):",
+        CHANNEL,
+        "        if self._unread > UNREAD_BYTES_MAX:",
         "        if False:",
-        "tests/test_gate.py -k S3_without_a_key_only_loopback_is_dialled",
+        "tests/test_side_channel_limits.py -k S2_what_peers_do_not_read",
     ),
     Mutant(
-        GATE,
-        "            if not self._keyed and not is_loopback(str(name[0])):",
+        CHANNEL,
+        " and len(self._came_young()) < GREETINGS_MAX",
+        "",
+        "tests/test_side_channel_limits.py -k S2_connections_that_prove_nothing",
+    ),
+    Mutant(
+        CHANNEL,
+        "        if self._key is None and not is_loopback(host):\n            raise ConfigError(f",
+        "        if False:\n            raise ConfigError(f",
+        "tests/test_side_channel_limits.py -k S3_without_a_key_only_loopback_is_dialled",
+    ),
+    Mutant(
+        CHANNEL,
+        "            if self._key is None and not is_loopback(str(name[0])):",
         "            if False:",
-        "tests/test_gate.py -k S3_a_name",
+        "tests/test_side_channel_limits.py -k S3_a_name",
     ),
     Mutant(
-        GATE,
-        "            if not self._keyed and not _is_ours(tcp, may_ask):",
+        CHANNEL,
+        "        if self._key is None and not may_ask(tcp):",
+        "        if False:",
+        "tests/test_side_channel_limits.py -k S1_without_a_key",
+    ),
+    Mutant(
+        CHANNEL,
+        "            if self._key is None and not may_answer(sock):",
         "            if False:",
-        "tests/test_gate.py -k S1_without_a_key",
+        "tests/test_side_channel_limits.py -k S1_without_a_key",
     ),
     Mutant(
-        GATE,
-        "        elif not self._keyed and not _is_ours(tcp, may_answer):",
-        "        elif False:",
-        "tests/test_gate.py -k S1_without_a_key",
-    ),
-    Mutant(
-        GATE,
-        "        room = self._now_ns >= self._paused_ns and len(self._lines) < self._lines_max",
-        "        room = self._paused_ns == 0",
-        "tests/test_gate.py -k S2_a_listener_without_descriptors",
+        CHANNEL,
+        "        room = room and now_ns >= self._paused_ns",
+        "        room = room and not self._paused_ns",
+        "tests/test_side_channel_limits.py -k S2_a_listener_without_descriptors",
     ),
     Mutant(
         "kvstore/rate_log.py",
         "LINES_MAX = 5",
         "LINES_MAX = 5_000",
-        "tests/test_gate.py -k S2_log_lines",
+        "tests/test_side_channel_limits.py -k S2_log_lines",
     ),
     # What an engine's configuration says of its private store reaches the store.
     Mutant(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.handover.side_channel import ClusterKey
+from kvstore.handover.cluster_key import ClusterKey
 from kvstore.wire import peer as m
 from tests.harness.fakes import hashes, u32
 from tests.harness.live import LiveStore, engine, eventually
@@ -21,7 +21,7 @@ from tests.harness.posts import Post, make_posts, until
 from tests.test_peers import address, config
 
 KEY = ClusterKey(b"k" * 32)
-GREETING_BYTES = 64  # of ZMTP 3, the same for everybody
+GREETING_BYTES = 2048  # of TLS
 
 
 class Tap:
@@ -52,6 +52,7 @@ class Tap:
             while data := one.recv(1 << 16):
                 setattr(self, name, getattr(self, name) + data)
                 other.sendall(data)
+        with contextlib.suppress(OSError):
             other.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
@@ -85,7 +86,7 @@ def test_what_was_recorded_is_refused_and_counted_when_it_is_said_again(
 
 
 @pytest.mark.parametrize("key", [None, ClusterKey(b"x" * 32)], ids=["none", "another"])
-def test_strangers_are_counted_and_get_the_same_bytes_whatever_they_ask_for(
+def test_strangers_are_counted_and_get_no_more_than_a_greeting_whatever_they_ask_for(
     made: Callable[..., Post], key: ClusterKey | None
 ) -> None:
     server = made(KEY, listens=True)
@@ -101,9 +102,7 @@ def test_strangers_are_counted_and_get_the_same_bytes_whatever_they_ask_for(
         assert not stranger.got
         answers.append(tap.down)
         tap.close()
-    shorter, longer = sorted(answers, key=len)  # how much was sent before it was closed is chance
-    assert longer.startswith(shorter)
-    assert len(longer) <= GREETING_BYTES
+    assert max(map(len, answers)) <= GREETING_BYTES
     assert not server.got
 
 
@@ -124,7 +123,7 @@ def test_B2_bytes_that_are_no_handshake_end_their_connection_and_no_other(
     until(lambda: server.got, server, friend)
     for sock in socks:
         sock.close()
-    if key is not None:  # without one, an old version of ZeroMQ may be a store, too
+    if key is not None:  # without one, what is said is a message or none
         until(lambda: server.channel.counts["unauthorised"] >= 1, server, friend)
     friend.channel.send(number, m.Release(2))
     until(lambda: len(server.got) == 2, server, friend)
@@ -222,6 +221,6 @@ def test_S2_a_host_that_is_no_name_costs_its_request_a_fetch_and_nothing_else(
             granted = one.ask([*chain, *hashes(4)[2:]], peer=f"{host}:9500", request="r")
             assert one.read(granted) == [one.content(block) for block in chain]
         assert len(peers.requests._waiting) == 0
-        assert len(peers.channel._gate) == 0
+        assert len(peers.channel) == 0
         assert store.server.store.numbers.value("kvstore_refused", "internal") == 0
         assert peers.channel.counts["undialled"] >= 3

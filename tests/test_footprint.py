@@ -15,7 +15,16 @@ PACKAGES = ("connectors", "kvstore", "tiers")
 FORBIDDEN = (
     *("kvstore.store", "kvstore.handover", "kvstore.cli", "kvstore.check", "kvstore.metrics"),
     *("tiers.nvme", "tiers.nixl", "tiers.cpu", "connectors.copies.gpu", "connectors.direct_reads"),
-    *("aiofiles", "cupy", "lmdb", "nixl_cu12", "nixl_cu13", "prometheus_client", "rich", "zmq"),
+    *(
+        "aiofiles",
+        "cupy",
+        "lmdb",
+        "nixl_cu12",
+        "nixl_cu13",
+        "prometheus_client",
+        "rich",
+        "cryptography",
+    ),
 )
 OF_THE_WORKER = ("connectors.copies", "connectors.worker", "connectors.load_progress")
 OF_THE_SCHEDULER = ("connectors.scheduler", "connectors.store_client", "connectors.store_planner")

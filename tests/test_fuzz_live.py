@@ -9,17 +9,16 @@ import contextlib
 import os
 import random
 import socket
+import ssl
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
 import pytest
-import zmq
 
 from kvstore.core.types import make_key
-from kvstore.handover.side_channel import ClusterKey
+from kvstore.handover.cluster_key import ClusterKey
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
@@ -57,9 +56,9 @@ class Rough:
         self.rng = random.Random(seed)
         self.mutate = Mutator(self.rng)
         self.sent = 0
-        self._node, self._key = node, key
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._peers: list[zmq.Socket[bytes]] = []
+        self._node = node
+        self._tls = key.tls(accepts=False)
+        self._peers: list[ssl.SSLSocket] = []
         self._chain = hashes(4, "rough")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rough")
@@ -73,7 +72,6 @@ class Rough:
         self._thread.join()
         for peer in self._peers:
             peer.close()
-        self._context.term()
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -91,23 +89,25 @@ class Rough:
 
     def _to_peer(self) -> None:
         if len(self._peers) < PEERS or self.rng.random() < 0.001:
-            peer = self._context.socket(zmq.DEALER)
-            peer.linger = 0
-            peer.curve_publickey = self._key.client_public
-            peer.curve_secretkey = self._key.client_secret
-            peer.curve_serverkey = self._key.server_public
-            peer.connect(f"tcp://{self._node.address}")
+            host, _, port = self._node.address.rpartition(":")
+            made = socket.create_connection((host, int(port)))
+            peer = self._tls.wrap_socket(made)
+            peer.settimeout(0.001)
             self._peers.append(peer)
             if len(self._peers) > PEERS:
                 self._peers.pop(0).close()
         peer = self.rng.choice(self._peers)
-        parts = [self._shape(m.encode(self._say()))] * (1 + (self.rng.random() < 0.01))
+        frame = framing.framed(self._shape(m.encode(self._say())))
         try:
-            peer.send_multipart(parts, zmq.DONTWAIT)
-            while peer.poll(0):
-                peer.recv_multipart()
-        except zmq.Again:
-            time.sleep(0.001)
+            peer.sendall(self.mutate(frame) if self.rng.random() < 0.01 else frame)
+            while peer.recv(1 << 16):
+                pass
+        except TimeoutError:
+            return
+        except OSError:  # it has hung up
+            pass
+        self._peers.remove(peer)
+        peer.close()
 
     def _say(self) -> framing.Message:
         job, chain = self.rng.randint(1, 4), self._chain[: self.rng.randint(1, 4)]
@@ -144,7 +144,7 @@ class Rough:
             socket.create_connection((host, int(port))) as sock,
             contextlib.suppress(OSError),  # it has hung up
         ):
-            sock.sendall(self._shape(b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(50)))
+            sock.sendall(self._shape(b"\x16\x03\x01\x02\x00\x01" + bytes(50)))
 
 
 def own_bytes(node: Node) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.handover.side_channel import ClusterKey
+from kvstore.handover.cluster_key import ClusterKey
 from tests.harness.fakes import hashes
 from tests.harness.handover_nodes import Node, nothing_left
 from tests.test_handover_faults import NOTICED_S, computed

@@ -18,7 +18,7 @@ import pytest
 from connectors import config as extra
 from kvstore import cli, config
 from kvstore.core.errors import ConfigError
-from kvstore.handover.side_channel import ClusterKey
+from kvstore.handover.cluster_key import ClusterKey
 from kvstore.listener import listen
 from kvstore.settings import Section, settings_of
 from kvstore.store import server

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
+import ssl
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import zmq
 
 from kvstore.core.errors import ConfigError
-from kvstore.handover.side_channel import ClusterKey
+from kvstore.handover import side_channel
+from kvstore.handover.cluster_key import ClusterKey
+from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.patience import WAIT_S
 from tests.harness.posts import Post, make_posts, until
@@ -21,6 +25,12 @@ WANT = m.Want(1, b"h" * 32, 32, (b"\0\0\0\0",))
 
 
 made = pytest.fixture(make_posts)
+
+
+def connected(server: Post) -> socket.socket:
+    """Connect to a channel as anybody can."""
+    host, _, port = server.channel.address.rpartition(":")
+    return socket.create_connection((host, int(port)))
 
 
 @pytest.mark.parametrize("key", [None, ClusterKey(b"k" * 32)])
@@ -34,23 +44,6 @@ def test_messages_go_both_ways_in_order(made: Callable[..., Post], key: ClusterK
     server.channel.send(server.got[0][0], m.End(3, "all"))
     until(lambda: client.got, server, client)
     assert client.got == [(number, m.End(3, "all"))]
-
-
-def test_what_has_arrived_is_known_though_sending_took_its_signal(
-    made: Callable[..., Post],
-) -> None:
-    server, client = made(listens=True), made()
-    number = client.channel.connect(server.channel.address)
-    client.channel.send(number, m.Release(1))
-    until(lambda: server.got, server, client)
-    client.channel.send(number, m.Release(2))
-    until(lambda: server.channel.waiting or server.channel._gate.poll(0), client)
-    server.channel.send(server.got[0][0], m.End(1, "all"))
-    assert server.channel.waiting
-    until(lambda: client.channel.waiting or client.channel._gate.poll(0), server)
-    until(lambda: client.got and len(server.got) == 2, server, client)
-    assert not server.channel.waiting
-    assert not client.channel.waiting
 
 
 def test_two_peers_are_two_numbers(made: Callable[..., Post]) -> None:
@@ -83,18 +76,46 @@ def test_who_has_no_key_or_another_one_is_not_heard(
     assert not stranger.got
 
 
-def test_a_client_key_of_its_own_is_refused_and_counted(made: Callable[..., Post]) -> None:
-    """It knows the server's public key, which is no secret."""
-    key = ClusterKey(b"k" * 32)
-    server = made(key, listens=True)
-    forged = ClusterKey(b"x" * 32)
-    forged.server_public = key.server_public
-    stranger = made(forged)
-    number = stranger.channel.connect(server.channel.address)
-    stranger.channel.send(number, WANT)
-    until(lambda: server.channel.counts["unauthorised"], server, stranger)
-    until(lambda: stranger.lost, server, stranger)
+@pytest.mark.parametrize("theirs", [None, ClusterKey(b"x" * 32)], ids=["none", "another"])
+def test_S1_who_takes_any_certificate_still_has_to_prove_the_key(
+    made: Callable[..., Post], theirs: ClusterKey | None
+) -> None:
+    server = made(ClusterKey(b"k" * 32), listens=True)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if theirs is None else theirs.tls(accepts=False)
+    tls.check_hostname = False
+    tls.verify_mode = ssl.CERT_NONE
+    answers: list[bytes] = []
+
+    def ask() -> None:
+        with contextlib.suppress(OSError), tls.wrap_socket(connected(server)) as stranger:
+            stranger.sendall(framing.framed(m.encode(WANT)))
+            answers.append(stranger.recv(100))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    until(lambda: server.channel.counts["unauthorised"] and not asking.is_alive(), server)
     assert not server.got
+    assert not any(answers)
+
+
+def test_S1_all_but_the_newest_tls_is_refused(made: Callable[..., Post]) -> None:
+    key = ClusterKey(b"k" * 32)
+    server, old = made(key, listens=True), key.tls(accepts=False)
+    old.minimum_version = ssl.TLSVersion.TLSv1_2
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    failed: list[str] = []
+
+    def ask() -> None:
+        with connected(server) as tcp:
+            try:
+                old.wrap_socket(tcp)
+            except OSError as exc:
+                failed.append(str(exc))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    until(lambda: failed and server.channel.counts["unauthorised"], server)
+    asking.join()
 
 
 def test_without_a_key_only_loopback_is_listened_on(made: Callable[..., Post]) -> None:
@@ -121,27 +142,31 @@ def test_what_cannot_be_read_is_answered_and_counted_and_others_are_served(
 ) -> None:
     server, good = made(listens=True), made()
     rng = random.Random(1)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    rough = context.socket(zmq.DEALER)
-    rough.linger = 0
-    rough.connect(f"tcp://{server.channel.address}")
+    rough = connected(server)
     whole = m.encode(WANT)
-    for number in range(300):
+    for _ in range(300):
         cut = bytearray(whole[: rng.randint(0, len(whole))])
         if cut:
             cut[rng.randrange(len(cut))] ^= 1 << rng.randrange(8)
-        rough.send_multipart([bytes(cut)] * (1 + (number % 50 == 0)))
-    rough.send(m.encode(m.Release(666)))
+        rough.sendall(framing.framed(bytes(cut)))
+    rough.sendall(framing.encode(m.Release(666)))
     number = good.channel.connect(server.channel.address)
     good.channel.send(number, m.Release(1))
     until(lambda: any(message == m.Release(1) for _, message in server.got), server, good)
     until(lambda: server.channel.counts["malformed"] > 100, server, good)
-    until(lambda: rough.poll(0), server)
-    answer = m.decode_for_consumer(rough.recv())
+    (answer, *more) = framing.Decoder(m.ToConsumer).feed(rough.recv(1 << 20))
     assert isinstance(answer, m.Refused)
     assert answer.reason.startswith("not understood")
+    assert len(more) < side_channel.ANSWERS_MAX, "and not all of them are answered"
     rough.close()
-    context.term()
+
+
+def test_what_is_no_frame_ends_its_connection(made: Callable[..., Post]) -> None:
+    server = made(listens=True)
+    with connected(server) as rough:
+        rough.sendall(b"\xff\xff\xff\x7f")
+        until(lambda: server.channel.counts["malformed"], server)
+        until(lambda: not server.channel.came, server)
 
 
 def test_a_peer_that_ends_is_lost_at_once_and_can_be_asked_again(made: Callable[..., Post]) -> None:
@@ -178,7 +203,8 @@ def test_B2_who_says_too_much_in_a_second_is_hung_up_on_and_may_come_back(
     number = client.channel.connect(server.channel.address)
     client.channel.send(number, m.Release(1))
     until(lambda: server.got, server, client)
-    server.channel._heard[server.got[0][0]] = (5, 9_999)
+    line = server.channel._lines[server.got[0][0]]
+    line.heard_s, line.messages = 5, 9_999
     for job in (2, 3, 4):
         client.channel.send(number, m.Release(job))
     end = time.monotonic() + WAIT_S
@@ -197,8 +223,8 @@ def test_B2_who_says_too_much_in_a_second_is_hung_up_on_and_may_come_back(
 def test_a_key_file_is_private_and_whole(tmp_path: Path) -> None:
     path = tmp_path / "key"
     ClusterKey.make(path)
-    assert ClusterKey.read(path).server_public == ClusterKey.read(path).server_public
-    assert ClusterKey.read(path).server_public != ClusterKey.read(path).client_public
+    assert ClusterKey.read(path)._pem() == ClusterKey.read(path)._pem()
+    assert ClusterKey.read(path)._pem() != ClusterKey(b"k" * 32)._pem()
     with pytest.raises(ConfigError, match="File exists"):
         ClusterKey.make(path)
     path.chmod(0o644)

@@ -24,6 +24,7 @@ import msgspec
 from kvstore.barrier import Barrier
 from kvstore.core.errors import ProtocolError
 from kvstore.core.types import BlockKey
+from kvstore.handover.cluster_key import ClusterKey
 from kvstore.handover.consumer import STALL_NS, WAITS, Consumer, Fetched, Waits
 from kvstore.handover.direct_fetches import DirectFetches, Send, no_workers
 from kvstore.handover.engine_writes import EngineWrites
@@ -31,7 +32,7 @@ from kvstore.handover.heartbeats import Held, Requests
 from kvstore.handover.jobs import Source
 from kvstore.handover.producer import Producer
 from kvstore.handover.runs import Part
-from kvstore.handover.side_channel import LOGGED_MAX, Channel, ClusterKey
+from kvstore.handover.side_channel import LOGGED_MAX, Channel
 from kvstore.handover.transfers import (
     BUSY_S,
     Arrived,

@@ -1,100 +1,59 @@
-"""The side channel's sockets: ZeroMQ with CURVE, so that who has no cluster key learns nothing.
+"""The side channel: connections to other stores, with TLS where there is a cluster key.
 
-One ROUTER listens, one DEALER for each peer that is asked, all of them behind a gate that bounds
-what comes (see gate.py). All of it is polled from the store's loop: nothing here waits. A message
-that cannot be read is counted, and answered now and then; whoever says too much in a second is
-hung up on; the listener goes on.
+Who has no key learns nothing but that TLS is spoken. Without a key only loopback is listened on and
+dialled, and only this user's processes, and root's, are spoken to.
+
+All of it is polled from the store's loop and nothing here waits; a name is looked up by a thread.
+Each poll reads a little of each connection in its turn. What peers leave unfinished, or unread, is
+bounded in sum: the connection with most of it is hung up on. A message that cannot be read is
+counted, and answered now and then; whoever says too much in a second is hung up on; the listener
+goes on.
 """
 
 from __future__ import annotations
 
-import hashlib
+import errno
 import logging
 import os
-import secrets
+import resource
+import select
+import socket
+import ssl
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-
-import msgspec
-import zmq
-from zmq.auth.thread import ThreadAuthenticator
-from zmq.utils import z85
-from zmq.utils.monitor import recv_monitor_message
 
 from kvstore.barrier import Barrier
 from kvstore.core.errors import ConfigError, ProtocolError
-from kvstore.handover.gate import Gate
-from kvstore.handover.loopback import is_loopback
+from kvstore.handover.cluster_key import ClusterKey
+from kvstore.handover.line import CHUNK_BYTES, Line
+from kvstore.handover.loopback import host_and_port, is_loopback, may_answer, may_ask
 from kvstore.rate_log import RateLog
 from kvstore.wire import peer as m
-from kvstore.wire.framing import Message
+from kvstore.wire.framing import Message, framed
 
 log = logging.getLogger(__name__)
 
 RATE_MAX = 10_000  # messages of one peer in a second
-QUEUE_MAX = 10_000  # messages that a peer has not read
-_DOMAIN = "kvstore"
-_KEY_BYTES = 32
-_PARTS = 2  # of what a router receives: who, and what
 READ_NS = 5_000_000  # of one poll: engines wait meanwhile
-READ_MAX = 64  # messages taken from one peer that was asked, in one go
+READ_BYTES = 4 * CHUNK_BYTES  # of one connection in one poll
 ANSWERS_MAX = 10  # to wrong messages of one peer in a second
-BARRED_MAX = 4096
 LOGGED_MAX = 300  # characters of a wrong message's error
 FORGET_NS = 600_000_000_000  # a peer that has said nothing
 CAME_MAX = 1024  # peers that came; one more takes the place of that which was silent longest
-STRANGE = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
-CALLS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | STRANGE
-HANDSHAKE_MS = 2000
+GREETINGS_MAX = 64  # connections that came and have not proved the key yet
+GREETING_NS = 2_000_000_000  # to connect, and to prove the key
+UNFINISHED_BYTES_MAX = 64 << 20  # of messages of which not all has come, in sum
+UNREAD_BYTES_MAX = 256 << 20  # of what peers do not read, in sum
+LOOKUPS_MAX = 8  # names looked up at one time
+_ACCEPTS = 16  # in one poll
+_RECHECK_NS = 200_000_000  # after there was no descriptor to accept with
+_LISTENER = 0  # as the number of a connection
 
-
-class ClusterKey:
-    """What all stores of a cluster share. A client and a server key pair follow from it."""
-
-    def __init__(self, secret: bytes) -> None:
-        """secret: 32 bytes."""
-        self.client_public, self.client_secret = _pair(secret, b"client")
-        self.server_public, self.server_secret = _pair(secret, b"server")
-
-    @staticmethod
-    def make(path: Path) -> None:
-        """Make a file with a new key. Raises ConfigError, and keeps a file that is there."""
-        try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except OSError as exc:
-            raise ConfigError(f"cluster key {path}: {exc.strerror}") from exc
-        with os.fdopen(fd, "w") as file:
-            file.write(secrets.token_hex(_KEY_BYTES) + "\n")
-
-    @classmethod
-    def read(cls, path: Path) -> ClusterKey:
-        """Read a key file. Raises ConfigError if it is not one, or others may read it."""
-        try:
-            mode, text = path.stat().st_mode, path.read_text(encoding="ascii").strip()
-            secret = bytes.fromhex(text)
-        except OSError as exc:
-            raise ConfigError(
-                f"cluster key {path}: {exc.strerror}; kvstore keygen makes one"
-            ) from exc
-        except ValueError as exc:
-            raise ConfigError(f"cluster key {path}: expected 64 hexadecimal digits") from exc
-        if len(secret) != _KEY_BYTES:
-            raise ConfigError(f"cluster key {path}: {len(text)} digits, expected 64")
-        if mode & 0o077:
-            raise ConfigError(f"cluster key {path}: mode {mode & 0o777:o}, expected 600")
-        return cls(secret)
-
-
-def _pair(secret: bytes, role: bytes) -> tuple[bytes, bytes]:
-    made = z85.encode(hashlib.blake2b(secret, digest_size=32, person=b"kvstore-" + role).digest())
-    return zmq.curve_public(made), made
+Addresses = Sequence[tuple[int, int, int, str, Any]]
+"""As getaddrinfo returns them."""
 
 
 class Channel:
@@ -113,320 +72,412 @@ class Channel:
         self.counts: Counter[str] = Counter()
         self.address = ""  # host:port, once it listens
         self._key = key
+        self._tls: dict[bool, ssl.SSLContext] = {}  # of connections that came, and that were made
         self._on_message = on_message
         self._on_lost = on_lost
-        self._context: Any = zmq.Context()
-        self._auth: ThreadAuthenticator | None = None
-        self._router: Any = None
-        self._router_fd = -1
-        self._calls: Any = None  # tells of connections, where there is a key
-        self._callers: deque[int] = deque()  # when those came whose handshake is not over
-        self._came: dict[bytes, int] = {}  # routing id -> number
-        self._ids: dict[int, bytes] = {}
-        self._made: dict[int, _Dealer] = {}
-        self._heard: dict[int, tuple[int, int]] = {}  # this second, and messages in it
+        self._epoll = select.epoll()
+        self._listener: socket.socket | None = None
+        self._listening = False
+        self._paused_ns = 0
+        self._lines: dict[int, Line] = {}
+        self._by_fd: dict[int, int] = {}
+        self._asked: dict[int, int] = {}  # of epoll, by descriptor
+        self._young: dict[int, int] = {}  # not open yet; until when they have to be
+        self._ready: set[int] = set()  # more can be read, though epoll may not tell
+        self._last = 0  # the connection that was read last
         self._doomed: list[tuple[int, str]] = []  # to be lost at the next poll
-        self._next = 1
-        self._gate = Gate(keyed=key is not None)
-        self._ended: dict[int, str] = {}  # connections of the gate, read to the end and then lost
-        self._lines: dict[int, int] = {}  # number -> the gate's
-        self._numbers: dict[int, int] = {}  # and back
-        self._barred: dict[bytes, None] = {}  # routing ids of who was hung up on
-        self._rude: dict[int, tuple[int, int]] = {}  # number -> second, and wrong messages in it
+        self._next = _LISTENER + 1
+        self._unfinished = self._unread = 0
+        self._now_ns = time.monotonic_ns()
+        self._found: deque[tuple[int, Addresses | str]] = deque()  # by lookups of names
+        self._lookups = 0
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._lines_max = max(4, min(2 * CAME_MAX, soft // 2))
         self._said = RateLog(log)
         self._barrier = Barrier(self._said, self._met_a_bug)
 
+    def __len__(self) -> int:
+        """Count the connections, those that are not open yet included."""
+        return len(self._lines)
+
+    # Listening and dialling
+
     def listen(self, host: str, port: int) -> None:
         """Let others ask. Raises ConfigError for a port in use, or an open host without a key."""
+        what = f"peer listen {host}:{port}"
         if self._key is None and not is_loopback(host):
             raise ConfigError(
-                f"peer listen {host}:{port}: not a loopback address and no cluster key; "
+                f"{what}: not a loopback address and no cluster key; "
                 "make one with kvstore keygen, or listen on 127.0.0.1"
             )
-        router = self._socket(zmq.ROUTER)
-        router.router_mandatory = True
-        router.setsockopt(zmq.IPC_FILTER_PID, os.getpid())
-        if self._key is not None:
-            self._auth = ThreadAuthenticator(self._context)
-            self._auth.start()
-            self._auth.configure_curve_callback(_DOMAIN, self)
-            router.curve_server = True
-            router.curve_secretkey = self._key.server_secret
-            router.zap_domain = _DOMAIN.encode()
-            self._calls = router.get_monitor_socket(CALLS)
         try:
-            self.address = self._gate.listen(host, port)
-            router.bind(self._gate.inside)
-        except (ConfigError, zmq.ZMQError) as exc:
-            self._close_router(router)
-            if isinstance(exc, ConfigError):
-                raise
-            raise ConfigError(f"peer listen {host}:{port}: {exc.strerror}") from exc
-        self._router, self._router_fd = router, router.fd
+            family, _, _, _, name = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            if self._key is None and not is_loopback(str(name[0])):
+                raise ConfigError(f"{what}: {host} is {name[0]}, not a loopback address")
+            listener = socket.create_server((name[0], port), family=family, backlog=128)
+        except (OSError, UnicodeError) as exc:
+            found = exc.errno if isinstance(exc, OSError) else None
+            text = os.strerror(found) if found is not None and found > 0 else exc
+            raise ConfigError(f"{what}: {text}") from exc
+        listener.setblocking(False)
+        self._listener = listener
+        at, port = listener.getsockname()[:2]
+        self.address = f"[{at}]:{port}" if family == socket.AF_INET6 else f"{at}:{port}"
+        self._listen_on(time.monotonic_ns())
 
-    def callback(self, _domain: str, key: bytes) -> bool:
-        """Say whether a client's key is the cluster's (for the authenticator)."""
-        return self._key is not None and key == self._key.client_public
+    def _listen_on(self, now_ns: int) -> None:
+        """Watch the listener while there is room."""
+        if self._listener is None:
+            return
+        room = len(self._lines) < self._lines_max and len(self._came_young()) < GREETINGS_MAX
+        room = room and now_ns >= self._paused_ns
+        if room is not self._listening:
+            self._listening = room
+            change = self._epoll.register if room else self._epoll.unregister
+            change(self._listener)
+
+    def _came_young(self) -> list[int]:
+        return [number for number in self._young if self._lines[number].came]
 
     def may_dial(self, address: str) -> str:
         """Say why an address must not be connected to; nothing if it may be."""
         try:
-            self._gate.may_dial(address)
+            self._place(address)
         except ConfigError as exc:
             return str(exc)
         return ""
 
+    def _place(self, address: str) -> tuple[str, int]:
+        """Return host and port. Raises ConfigError for what is none, or may not be dialled."""
+        host, port = host_and_port(address)
+        if self._key is None and not is_loopback(host):
+            raise ConfigError(f"{address[:100]!r} is not a loopback address and no cluster key")
+        return ("127.0.0.1" if host == "localhost" and self._key is None else host), port
+
     def connect(self, address: str) -> int:
         """Begin to connect to a peer; return its number."""
-        number, self._next = self._next, self._next + 1
+        line = self._add(came=False)
         try:
-            self._dial(number, address)
-        except (ConfigError, OSError, zmq.ZMQError) as exc:  # no address, or no descriptors
-            reason = str(exc) if isinstance(exc, ConfigError) else exc.strerror
-            self._doomed.append((number, f"{address[:100]!r}: {reason}"))
-        return number
+            self._resolve(line, *self._place(address))
+        except (ConfigError, OSError, ValueError, RuntimeError) as exc:
+            reason = (exc.strerror if isinstance(exc, OSError) else None) or str(exc)
+            self._doomed.append((line.number, f"{address[:100]!r}: {reason}"))
+        return line.number
 
-    def _dial(self, number: int, address: str) -> None:
-        """Connect through the gate. Raises ConfigError, OSError or ZMQError."""
-        dealer = self._socket(zmq.DEALER)
+    def _add(self, *, came: bool) -> Line:
+        line = self._lines[self._next] = Line(self._next, came=came)
+        self._young[self._next] = time.monotonic_ns() + GREETING_NS
+        self._next += 1
+        return line
+
+    def _resolve(self, line: Line, host: str, port: int) -> None:
+        """Find what a host is; only a name takes time. Raises OSError, ValueError, RuntimeError."""
         try:
-            dealer.reconnect_ivl = -1  # a new one is made
-            if self._key is not None:
-                dealer.curve_publickey = self._key.client_public
-                dealer.curve_secretkey = self._key.client_secret
-                dealer.curve_serverkey = self._key.server_public
-            line, inside = self._gate.dial(address)
-        except BaseException:
-            dealer.close()
+            found = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+            )
+        except socket.gaierror:
+            if self._lookups >= LOOKUPS_MAX:
+                raise RuntimeError("too many names are being looked up") from None
+            arguments = (line.number, host, port)
+            threading.Thread(
+                target=self._look_up, args=arguments, name="kvstore-name", daemon=True
+            ).start()
+            self._lookups += 1
+        else:
+            self._dial(line, found)
+
+    def _look_up(self, number: int, host: str, port: int) -> None:
+        """Run as a thread."""
+        try:
+            found: Addresses | str = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, ValueError) as exc:
+            found = f"name: {exc}"
+        self._found.append((number, found))
+
+    def _take_found(self) -> None:
+        while self._found:
+            number, found = self._found.popleft()
+            self._lookups -= 1
+            line = self._lines.get(number)
+            if line is None:
+                continue
+            if isinstance(found, str):
+                self._lose(number, found)
+                continue
+            try:
+                self._dial(line, found)
+            except OSError as exc:
+                self._lose(number, f"connection: {exc.strerror}")
+
+    def _dial(self, line: Line, found: Addresses) -> None:
+        """Connect to the first of some addresses. Raises OSError."""
+        family, _, _, _, name = found[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        line.use(sock)
+        error = sock.connect_ex(name)
+        if error not in {0, errno.EINPROGRESS}:
+            raise OSError(error, os.strerror(error).lower())
+        self._watch(line)
+
+    def _accept(self, now_ns: int) -> None:
+        for _ in range(_ACCEPTS):
+            self._listen_on(now_ns)
+            if self._listener is None or not self._listening:
+                return
+            try:
+                tcp, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as exc:
+                self._paused_ns = now_ns + _RECHECK_NS
+                self._trouble("too_many", f"accept: {exc.strerror}")
+                continue
+            try:
+                self._came(tcp)
+            except OSError:  # it is gone
+                tcp.close()
+
+    def _came(self, tcp: socket.socket) -> None:
+        """Take a connection. Raises OSError."""
+        if self._key is None and not may_ask(tcp):
+            text = "another user's process connected, and there is no cluster key: refused"
+            self._trouble("unauthorised", text)
+            tcp.close()
+            return
+        line = self._add(came=True)
+        try:
+            line.use(tcp)
+            self._greet(line)
+            self._watch(line)
+        except OSError:
+            self._lose(line.number, "connection: gone")
             raise
-        self._made[number] = _Dealer(dealer, address, dealer.fd)
-        self._lines[number], self._numbers[line] = line, number
-        dealer.connect(inside)
 
-    def _socket(self, kind: int) -> Any:  # noqa: ANN401 - its options are attributes
-        made = self._context.socket(kind)
-        made.linger = 0
-        made.maxmsgsize = m.MESSAGE_BYTES_MAX
-        made.sndhwm = QUEUE_MAX
-        made.rcvhwm = 0  # the gate's to bound: one that is full aborts the process in the end
-        made.handshake_ivl = made.connect_timeout = HANDSHAKE_MS
-        made.heartbeat_ivl = 1000
-        made.heartbeat_timeout = 5000
-        return made
+    def _trouble(self, kind: str, text: str) -> None:
+        self.counts[kind] += 1
+        self._said.warn(f"side channel, {kind}", "side channel: %s", text)
+
+    # Stages
+
+    def _greet(self, line: Line) -> None:
+        """Begin TLS, if there is a key."""
+        if self._key is None:
+            line.agree()
+            self._opened(line)
+            return
+        if line.came not in self._tls:
+            self._tls[line.came] = self._key.tls(accepts=line.came)
+        line.greet(self._tls[line.came])
+
+    def _opened(self, line: Line) -> None:
+        """Both ends may speak."""
+        del self._young[line.number]
+        line.heard_s = self._now_ns // 1_000_000_000
+        came = [other for other in self._lines.values() if other.came and other.stage == "open"]
+        if line.came and len(came) > CAME_MAX:
+            silent = min((other for other in came if other is not line), key=lambda o: o.heard_s)
+            self._lose(silent.number, "others came")
+        self._flush(line)
+
+    def _advance(self, line: Line) -> bool:
+        """Go on until a connection is open; True once it is. Raises OSError."""
+        if line.stage == "connecting":
+            sock = line.check_connected()
+            if self._key is None and not may_answer(sock):
+                text = "another user's process listens there, and there is no cluster key"
+                raise OSError(0, text)
+            self._greet(line)
+        if line.stage == "greeting" and line.agree():
+            self._opened(line)
+        return line.stage == "open"
+
+    def _watch(self, line: Line) -> None:
+        """Have epoll tell what is waited for."""
+        if line.sock is None or line.number not in self._lines:
+            return
+        fd, events = line.sock.fileno(), line.events
+        if fd not in self._asked:
+            self._epoll.register(fd, events)
+            self._by_fd[fd] = line.number
+        elif self._asked[fd] != events:
+            self._epoll.modify(fd, events)
+        self._asked[fd] = events
+
+    # Turns
 
     def fds(self) -> Iterator[int]:
         """Go through the descriptors that become readable when poll() has something to do."""
-        if self._router is not None:
-            yield self._router_fd
-        if self._calls is not None:
-            yield self._calls.fd
-        yield self._gate.fileno()
-        for dealer in self._made.values():
-            yield dealer.fd
+        yield self._epoll.fileno()
 
     @property
     def waiting(self) -> bool:
-        """Tell whether poll() has something to say: no descriptor may tell it.
-
-        To have sent can use up a descriptor's signal.
-        """
-        if self._doomed or self._ended or (self._router is not None and _readable(self._router)):
-            return True
-        return any(_readable(dealer.socket) for dealer in self._made.values())
+        """Tell whether poll() has something to do that no descriptor tells."""
+        return bool(self._doomed or self._ready or self._found)
 
     def send(self, number: int, message: Message) -> None:
-        """Send, or drop for a peer that is gone or does not read: poll() says that it is lost.
+        """Send, or drop for a peer that is gone: poll() says that it is lost.
 
         Nobody is told in here: whoever sends may be going through what would change.
         """
-        frame = m.encode(message)
-        self._gate.sending(self._lines.get(number, 0), len(frame))
+        line = self._lines.get(number)
+        if line is None:
+            return
+        data = framed(m.encode(message))
+        line.send(data)
+        self._unread += len(data)
         try:
-            if number in self._made:
-                self._made[number].socket.send(frame, zmq.DONTWAIT)
-            elif number in self._ids and self._router is not None:
-                self._router.send_multipart([self._ids[number], frame], zmq.DONTWAIT)
-        except zmq.ZMQError as exc:
+            self._flush(line)
+            self._watch(line)
+        except OSError as exc:
             self.counts["unsent"] += 1
             self._doomed.append((number, exc.strerror or "send failed"))
 
+    def _flush(self, line: Line) -> None:
+        """Send what a peer takes now. Raises OSError."""
+        before = line.unread
+        try:
+            line.flush()
+        finally:
+            self._unread += line.unread - before
+
     def poll(self, now_ns: int) -> None:
         """Hand over what has arrived, and say who is gone."""
+        self._now_ns = now_ns
         doomed, self._doomed = self._doomed, []
         for number, reason in doomed:
-            if number in self._made or number in self._ids:
-                self._lose(number, reason)
-            else:
-                self._tell_lost(number, reason)
-        self._count_strangers(now_ns)
-        if not self._gate_is_closed():
-            self._gate.drained()
-        self._ended.update(self._gate.poll(now_ns))
-        until_ns = time.monotonic_ns() + READ_NS
-        self._poll_router(now_ns, until_ns)
-        for number, dealer in list(self._made.items()):
-            self._poll_dealer(number, dealer, now_ns, until_ns)
-        self._lose_ended()
-        self._tell_trouble()
-
-    def _gate_is_closed(self) -> bool:
-        """Tell whether anything that was let in has not been taken."""
-        sockets = [dealer.socket for dealer in self._made.values()]
-        return any(_readable(s) for s in (*sockets, self._router) if s is not None)
-
-    def _poll_dealer(self, number: int, dealer: _Dealer, now_ns: int, until_ns: int) -> None:
-        """Take some of what a peer answers: at least one message, whoever else says how much."""
-        for _ in range(READ_MAX if _readable(dealer.socket) else 0):
-            try:
-                frame = dealer.socket.recv(zmq.DONTWAIT)
-            except zmq.Again:
-                break
-            self._gate.took(self._lines[number])
-            self._take(number, frame, m.decode_for_consumer, now_ns)
-            if number not in self._made or time.monotonic_ns() > until_ns:
-                break
-
-    def _lose_ended(self) -> None:
-        """Lose connections that have ended, once all that they said has been taken."""
-        unread = self._router is not None and _readable(self._router)
-        for line, reason in list(self._ended.items()):
-            number = self._numbers.get(line)
-            dealer = None if number is None else self._made.get(number)
-            if unread if dealer is None else _readable(dealer.socket):
-                continue
-            del self._ended[line]
-            if number is not None:
-                self._lose(number, f"connection: {reason}")
-
-    def _tell_trouble(self) -> None:
-        trouble, self._gate.trouble = self._gate.trouble, []
-        for kind, text in trouble:
-            self.counts["unauthorised" if kind == "stranger" else "too_many"] += 1
-            self._said.warn(f"side channel, {kind}", "side channel: %s", text)
+            self._lose(number, reason)
+        ready, self._ready = self._ready, set()
+        for fd, _ in self._epoll.poll(0):
+            ready.add(self._by_fd.get(fd, _LISTENER))
+        if _LISTENER in ready or (not self._listening and self._listener is not None):
+            self._accept(now_ns)
+        ready.discard(_LISTENER)
+        self._take_found()
+        late_ns = time.monotonic_ns()
+        for number in [number for number, due_ns in self._young.items() if late_ns >= due_ns]:
+            self._ended(self._lines[number], "timed out")
+        self._serve(ready, now_ns)
+        self._keep_bounds()
         self._said.tick()
 
-    def _poll_router(self, now_ns: int, until_ns: int) -> None:
-        while self._router is not None and _readable(self._router):
-            try:
-                routing = self._router.recv(zmq.DONTWAIT)
-                frame = self._router.recv(zmq.DONTWAIT, copy=False)
-                more = frame.more
-                while self._router.getsockopt(zmq.RCVMORE):
-                    self._router.recv(zmq.DONTWAIT)
-            except zmq.Again:
-                break
-            if routing not in self._barred:
-                number = self._came.get(routing)
-                if number is None:
-                    number = self._admit(routing, self._gate.number_of(frame.get(zmq.SRCFD)))
-                self._gate.took(self._lines.get(number, 0))
-                if more:
-                    self._wrong(number, "a message of several parts", now_ns)
-                else:
-                    self._take(number, frame.bytes, m.decode_for_producer, now_ns)
+    def _serve(self, ready: set[int], now_ns: int) -> None:
+        """Read what connections say, each in its turn."""
+        until_ns = time.monotonic_ns() + READ_NS
+        for number in sorted(ready, key=lambda number: (number <= self._last, number)):
             if time.monotonic_ns() > until_ns:
-                break
+                self._ready.add(number)
+                continue
+            line = self._lines.get(number)
+            if line is None:
+                continue
+            self._last = number
+            try:
+                if self._advance(line):
+                    self._flush(line)
+                    self._read(line, now_ns, until_ns)
+            except OSError as exc:
+                self._ended(line, (exc.strerror or str(exc) or "disconnected").lower())
+            else:
+                self._watch(line)
 
-    def _count_strangers(self, now_ns: int) -> None:
-        """Count the connections that no handshake made ones of the cluster.
-
-        Of some that are refused nothing is said: so it is those that came less those that were let
-        in, some time later.
-        """
-        while self._calls is not None and self._calls.poll(0):
-            event: Any = recv_monitor_message(self._calls)
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                self._callers.append(now_ns)
-            elif self._callers:
-                self._callers.popleft()
-                self.counts["unauthorised"] += event["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED
-        while self._callers and now_ns - self._callers[0] > 2 * HANDSHAKE_MS * 1_000_000:
-            self._callers.popleft()
-            self.counts["unauthorised"] += 1
-
-    def _admit(self, routing: bytes, line: int | None = None) -> int:
-        """Number a peer that has come; line: the gate's number of it, if it is still there."""
-        if len(self._ids) >= CAME_MAX:
-            silent = min(self._ids, key=lambda number: self._heard.get(number, (0, 0))[0])
-            self._hang_up(silent, "others came")
-        number, self._next = self._next, self._next + 1
-        self._came[routing], self._ids[number] = number, routing
-        if line is not None:
-            self._lines[number], self._numbers[line] = line, number
-        return number
+    def _read(self, line: Line, now_ns: int, until_ns: int) -> None:
+        """Take some of what a peer says. Raises OSError."""
+        read, number = 0, line.number
+        while read < READ_BYTES and time.monotonic_ns() <= until_ns:
+            data = line.receive()
+            if data is None:
+                return
+            if not data:
+                raise OSError(0, "disconnected")
+            read += len(data)
+            try:
+                for body in line.frames.feed(data):
+                    decode = m.decode_for_producer if line.came else m.decode_for_consumer
+                    self._take(line, body, decode, now_ns)
+                    if number not in self._lines:
+                        return
+            except ProtocolError as exc:  # where its next message begins is not known
+                self._wrong(line, str(exc))
+                self._lose(number, "connection: it sends no messages")
+                return
+            self._unfinished += line.frames.unfinished_bytes - line.unfinished
+            line.unfinished = line.frames.unfinished_bytes
+        self._ready.add(number)
 
     def _take(
-        self, number: int, frame: bytes, decode: Callable[[bytes], Message], now_ns: int
+        self, line: Line, body: bytes, decode: Callable[[bytes], Message], now_ns: int
     ) -> None:
         second = now_ns // 1_000_000_000
-        at, count = self._heard.get(number, (second, 0))
-        self._heard[number] = (second, count + 1 if at == second else 1)
-        if self._heard[number][1] > RATE_MAX:
+        if line.heard_s != second:
+            line.heard_s, line.messages, line.wrong = second, 0, 0
+        line.met = True
+        line.messages += 1
+        if line.messages > RATE_MAX:
             self.counts["too_many"] += 1
             self._said.warn(
                 "peers that send too many messages",
                 "peer %d: over %d messages in a second",
-                number,
+                line.number,
                 RATE_MAX,
             )
-            self._hang_up(number, "it sent too many messages")
+            self._lose(line.number, "it sent too many messages")
             return
-        with self._barrier.around(f"a message of peer {number}", lambda: self.give_up(number)):
+        with self._barrier.around(
+            f"a message of peer {line.number}", lambda: self.give_up(line.number)
+        ):
             try:
-                self._on_message(number, decode(frame))
+                self._on_message(line.number, decode(body))
             except ProtocolError as exc:
-                self._wrong(number, str(exc), now_ns)
+                self._wrong(line, str(exc))
+
+    def _wrong(self, line: Line, text: str) -> None:
+        """Count a wrong message; not all of them are answered."""
+        self.counts["malformed"] += 1
+        self._said.warn("wrong messages of peers", "peer %d: %r", line.number, text[:LOGGED_MAX])
+        line.wrong += 1
+        if line.came and line.wrong <= ANSWERS_MAX:
+            self.send(line.number, m.Refused(f"not understood: {text}"[: m.TEXT_MAX]))
+
+    def _keep_bounds(self) -> None:
+        lines = self._lines.values()
+        if self._unfinished > UNFINISHED_BYTES_MAX:
+            most = max(lines, key=lambda line: line.unfinished)
+            self._hang_up(most, f"{most.unfinished} bytes unfinished")
+        if self._unread > UNREAD_BYTES_MAX:
+            most = max(lines, key=lambda line: line.unread)
+            self._hang_up(most, f"{most.unread} bytes unread")
+
+    def _hang_up(self, line: Line, why: str) -> None:
+        self._trouble("too_many", f"connection {line.number} is closed: {why}")
+        self._lose(line.number, f"connection: {why}")
+
+    # Ends
+
+    def _ended(self, line: Line, why: str) -> None:
+        """A connection has ended by itself; one that came and proved nothing is a stranger's."""
+        if line.came and line.stage == "greeting":
+            self._trouble("unauthorised", f"connection {line.number} has not proved the key: {why}")
+        self._lose(line.number, f"connection: {why}")
+
+    def _lose(self, number: int, reason: str) -> None:
+        line = self._lines.pop(number, None)
+        if line is None:
+            return
+        self._young.pop(number, None)
+        self._unfinished -= line.unfinished
+        self._unread -= line.unread
+        if line.sock is not None and (fd := line.sock.fileno()) in self._by_fd:
+            del self._by_fd[fd], self._asked[fd]
+            self._epoll.unregister(fd)
+        line.close()
+        if line.met:
+            with self._barrier.around(f"the end of peer {number}"):
+                self._on_lost(number, reason)
 
     def give_up(self, number: int) -> None:
         """Hang up on a peer that has met a bug of ours."""
-        self._hang_up(number, "its messages met a bug of the store")
-
-    def _met_a_bug(self) -> None:
-        self.counts["internal"] += 1
-
-    def _tell_lost(self, number: int, reason: str) -> None:
-        with self._barrier.around(f"the end of peer {number}"):
-            self._on_lost(number, reason)
-
-    def _wrong(self, number: int, text: str, now_ns: int) -> None:
-        """Count a wrong message; not all of them are answered."""
-        self.counts["malformed"] += 1
-        self._said.warn("wrong messages of peers", "peer %d: %r", number, text[:LOGGED_MAX])
-        second = now_ns // 1_000_000_000
-        at, count = self._rude.get(number, (second, 0))
-        self._rude[number] = (second, count + 1 if at == second else 1)
-        if number in self._ids and self._rude[number][1] <= ANSWERS_MAX:
-            self.send(number, m.Refused(f"not understood: {text}"[: m.TEXT_MAX]))
-
-    def _hang_up(self, number: int, reason: str) -> None:
-        """Take nothing more of a peer, not even what it has said before."""
-        routing = self._ids.get(number)
-        if routing is not None:
-            self._barred[routing] = None
-            if len(self._barred) > BARRED_MAX:
-                del self._barred[next(iter(self._barred))]
-        self._lose(number, reason)
-
-    def _lose(self, number: int, reason: str) -> None:
-        dealer = self._made.pop(number, None)
-        if dealer is not None:
-            dealer.close()
-        routing = self._ids.pop(number, None)
-        if routing is not None:
-            self._came.pop(routing, None)
-        self._heard.pop(number, None)
-        self._rude.pop(number, None)
-        line = self._lines.pop(number, None)
-        if line is not None:
-            self._numbers.pop(line, None)
-            self._gate.drop(line)
-        if dealer is not None or routing is not None:
-            self._tell_lost(number, reason)
-
-    @property
-    def came(self) -> int:
-        """Count the connections of peers that came, as far as is known."""
-        return len(self._ids)
+        self._lose(number, "its messages met a bug of the store")
 
     def drop(self, number: int) -> None:
         """Close a connection."""
@@ -434,39 +485,25 @@ class Channel:
 
     def forget_silent(self, now_ns: int) -> None:
         """Forget who came and has said nothing for long."""
-        limit = (now_ns - FORGET_NS) // 1_000_000_000
-        for number in [n for n in self._ids if self._heard.get(n, (0, 0))[0] < limit]:
-            self._lose(number, "silent")
+        limit_s = (now_ns - FORGET_NS) // 1_000_000_000
+        came = [line for line in self._lines.values() if line.came and line.stage == "open"]
+        for line in came:
+            if line.heard_s < limit_s:
+                self._lose(line.number, "silent")
 
-    def _close_router(self, router: Any) -> None:  # noqa: ANN401 - a socket
-        if self._calls is not None:
-            router.disable_monitor()
-            self._calls.close()
-            self._calls = None
-        router.close()
+    @property
+    def came(self) -> int:
+        """Count the connections of peers that came."""
+        return sum(line.came and line.stage == "open" for line in self._lines.values())
+
+    def _met_a_bug(self) -> None:
+        self.counts["internal"] += 1
 
     def close(self) -> None:
         """End everything, at once."""
-        for dealer in self._made.values():
-            dealer.close()
-        self._made.clear()
-        if self._router is not None:
-            self._close_router(self._router)
-        if self._auth is not None:
-            self._auth.stop()
-        self._context.term()
-        self._gate.close()
-
-
-class _Dealer(msgspec.Struct):
-    socket: Any
-    address: str
-    fd: int
-
-    def close(self) -> None:
-        self.socket.close()
-
-
-def _readable(socket: Any) -> bool:  # noqa: ANN401 - one of ZeroMQ's
-    """Tell whether there is a message: five times faster than to be told by an exception."""
-    return bool(socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+        for line in self._lines.values():
+            line.close()
+        self._lines.clear()
+        if self._listener is not None:
+            self._listener.close()
+        self._epoll.close()

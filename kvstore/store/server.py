@@ -24,9 +24,9 @@ from kvstore.core import limits
 from kvstore.core.errors import ConfigError, InvariantBroken, ProtocolError
 from kvstore.core.tier import SlotMemory, Tier, TierContext
 from kvstore.gc_tuning import collect_young_only
+from kvstore.handover.cluster_key import ClusterKey
 from kvstore.handover.consumer import Waits
 from kvstore.handover.peers import EXPORTER, Peers
-from kvstore.handover.side_channel import ClusterKey
 from kvstore.handover.transfers import Transfers
 from kvstore.listener import Listener
 from kvstore.metrics import NVME
@@ -309,7 +309,7 @@ class Server:
             for message in connection.decoder.feed(data):
                 self.store.on_message(connection.number, message, time.monotonic_ns())
                 if self.store.knows(connection.number):
-                    connection.decoder.frame_bytes_max = limits.FRAME_BYTES_MAX
+                    connection.decoder.frames.bytes_max = limits.FRAME_BYTES_MAX
                 if connection.refused or connection.outbox_bytes > limits.OUTBOX_BYTES_MAX:
                     break
             self._shed()
@@ -431,7 +431,7 @@ class Server:
 
 
 def _unfinished(connection: _Connection) -> int:
-    return connection.decoder.unfinished_bytes
+    return connection.decoder.frames.unfinished_bytes
 
 
 def _unread(connection: _Connection) -> int:

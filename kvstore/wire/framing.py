@@ -41,7 +41,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 def encode(message: Message) -> bytes:
     """Return the frame of one message."""
-    body = _encoder.encode(message)
+    return framed(_encoder.encode(message))
+
+
+def framed(body: bytes) -> bytes:
+    """Return the frame of an encoded message."""
     return _HEADER.pack(len(body)) + body
 
 
@@ -49,46 +53,57 @@ class NotFramed(ProtocolError):
     """Where the next message begins is not known: nothing can be read any more."""
 
 
-class Decoder:
-    """Turns a byte stream into messages of one direction; h11-like, does no I/O."""
+class Frames:
+    """Cuts a byte stream into the bodies of its frames; h11-like, does no I/O."""
 
-    def __init__(self, kinds: object, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
-        """kinds: ToStore or ToEngine. frame_bytes_max: of one message; may change at any time."""
-        self.frame_bytes_max = frame_bytes_max
-        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(kinds)
+    def __init__(self, bytes_max: int) -> None:
+        """bytes_max: of one body; may change at any time."""
+        self.bytes_max = bytes_max
         self._buffer = bytearray()
 
     @property
     def unfinished_bytes(self) -> int:
-        """Count the bytes of a message that has not ended."""
+        """Count the bytes of a frame that has not ended."""
         return len(self._buffer)
+
+    def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
+        """Yield the bodies that are complete now. Raises NotFramed for a length that is none."""
+        self._buffer += data
+        start = 0
+        try:
+            while len(self._buffer) - start >= _HEADER.size:
+                (size,) = _HEADER.unpack_from(self._buffer, start)
+                if size > self.bytes_max:
+                    raise NotFramed(f"frame of {size} bytes, at most {self.bytes_max}")
+                end = start + _HEADER.size + size
+                if len(self._buffer) < end:
+                    break
+                body = bytes(memoryview(self._buffer)[start + _HEADER.size : end])
+                start = end
+                yield body
+        finally:
+            del self._buffer[:start]
+
+
+class Decoder:
+    """Turns a byte stream into messages of one direction."""
+
+    def __init__(self, kinds: object, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
+        """kinds: ToStore or ToEngine. frame_bytes_max: of one message."""
+        self.frames = Frames(frame_bytes_max)
+        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(kinds)
 
     def feed(self, data: bytes | memoryview) -> Iterator[Message]:
         """Yield the messages that are complete now. Raises ProtocolError for anything else.
 
         What follows a message that is none can still be read, unless it is NotFramed.
         """
-        self._buffer += data
-        start = 0
-        try:
-            while len(self._buffer) - start >= _HEADER.size:
-                (size,) = _HEADER.unpack_from(self._buffer, start)
-                if size > self.frame_bytes_max:
-                    raise NotFramed(f"frame of {size} bytes, at most {self.frame_bytes_max}")
-                end = start + _HEADER.size + size
-                if len(self._buffer) < end:
-                    break
-                body = bytes(memoryview(self._buffer)[start + _HEADER.size : end])
-                start = end
-                yield self._decode(body)
-        finally:
-            del self._buffer[:start]
-
-    def _decode(self, body: bytes) -> Message:
-        try:
-            return self._decoder.decode(body)
-        except (msgspec.DecodeError, ValueError, RecursionError) as exc:
-            raise ProtocolError(f"not a message of this protocol: {exc}") from exc
+        for body in self.frames.feed(data):
+            try:
+                message = self._decoder.decode(body)
+            except (msgspec.DecodeError, ValueError, RecursionError) as exc:
+                raise ProtocolError(f"not a message of this protocol: {exc}") from exc
+            yield message
 
 
 def is_sendable(text: str, length_max: int) -> bool:

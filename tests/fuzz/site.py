@@ -49,12 +49,9 @@ def content(key: bytes) -> bytes:
 
 
 class End(msgspec.Struct, eq=False):
-    """The other end of a connection: hear(bytes) is where what is sent goes."""
+    """The other end of a connection: hear(bytes) is where what is sent goes; b"": it has ended."""
 
     hear: Callable[[bytes], None]
-
-    def close(self) -> None:
-        """Nobody is told."""
 
 
 class Wire(Channel):
@@ -62,22 +59,25 @@ class Wire(Channel):
 
     def __init__(self, net: Net, *how: object) -> None:
         super().__init__(*how)  # type: ignore[arg-type]
-        self._context.term()
         self._net = net
-        self.inbox: list[tuple[int | bytes, bytes, Decode]] = []
-        self._ends: dict[bytes, End] = {}  # by routing id
-        self._routes = itertools.count(1)
+        self.inbox: list[tuple[int, bytes, Decode]] = []
+        self._ends: dict[int, End] = {}
 
     def name(self, address: str) -> None:
         self.address = address
         self._net.places[address] = self.accept
 
+    def _open(self, end: End, *, came: bool) -> int:
+        line = self._add(came=came)
+        self._ends[line.number] = end
+        line.agree()
+        self._opened(line)
+        return line.number
+
     def accept(self, end: End) -> tuple[int, Callable[[bytes], None]]:
         """Somebody connects; returns the number, and where to say something."""
-        routing = next(self._routes).to_bytes(8, "big")
-        self._ends[routing] = end
-        number = self._admit(routing)
-        return number, lambda frame: self.inbox.append((routing, frame, m.decode_for_producer))
+        number = self._open(end, came=True)
+        return number, lambda frame: self.inbox.append((number, frame, m.decode_for_producer))
 
     def may_dial(self, _address: str) -> str:
         """Anything: no name of the net is an address."""
@@ -85,42 +85,44 @@ class Wire(Channel):
 
     def connect(self, address: str) -> int:
         """Connect to whatever the net has at an address."""
-        number, self._next = self._next, self._next + 1
         place = self._net.places.get(address)
         if place is None:
+            number = self._open(End(lambda _: None), came=False)
             self._doomed.append((number, "nobody is there"))
             return number
+        number = self._next
         end = End(lambda frame: self.inbox.append((number, frame, m.decode_for_consumer)))
         _, say = place(end)
-        self._made[number] = End(say)  # type: ignore[assignment]
-        return number
+        return self._open(End(say), came=False)
 
     def send(self, number: int, message: framing.Message) -> None:
         """Send to whoever is there."""
-        frame = m.encode(message)
-        end = self._made.get(number) or self._ends.get(self._ids.get(number, b""))
+        end = self._ends.get(number)
         if end is not None and self._net.rng.random() < SENT:
-            end.hear(frame)  # type: ignore[union-attr]
+            end.hear(m.encode(message))
         elif end is not None:
             self._doomed.append((number, "it does not read"))
 
     def poll(self, now_ns: int) -> None:
         """Read what has come."""
+        self._now_ns = now_ns
         doomed, self._doomed = self._doomed, []
         for number, reason in doomed:
-            if number in self._made or number in self._ids:
-                self._lose(number, reason)
-            else:
-                self._on_lost(number, reason)
+            self._lose(number, reason)
         inbox, self.inbox = self.inbox, []
-        for sender, frame, decode in inbox:
-            if isinstance(sender, bytes):  # who was forgotten comes as somebody new
-                number = self._came.get(sender) or self._admit(sender)
-            else:
-                number = sender
+        for number, frame, decode in inbox:
+            line = self._lines.get(number)
             self._net.reading = frame
-            if number in self._made or number in self._ids:
-                self._take(number, frame, decode, now_ns)
+            if line is not None and frame:
+                self._take(line, frame, decode, now_ns)
+            elif line is not None:
+                self._lose(number, "disconnected")
+
+    def _lose(self, number: int, reason: str) -> None:
+        end = self._ends.pop(number, None)
+        super()._lose(number, reason)
+        if end is not None:
+            end.hear(b"")
 
     def fds(self) -> Iterator[int]:
         """There are none."""

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from kvstore.core.errors import ProtocolError
-from kvstore.handover.side_channel import Channel, ClusterKey
+from kvstore.handover.cluster_key import ClusterKey
+from kvstore.handover.side_channel import Channel
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.patience import WAIT_S

@@ -1,17 +1,13 @@
-"""Peers that flood: a real store, real peers in processes of their own."""
+"""What peers and strangers cannot do to a side channel; peers that flood are real processes."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import logging
 import multiprocessing
 import os
-import secrets
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -19,38 +15,35 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-import zmq
 
 from kvstore.core.errors import ConfigError
-from kvstore.handover import gate, loopback
-from kvstore.handover.gate import Gate
-from kvstore.handover.side_channel import Channel, ClusterKey
+from kvstore.handover import loopback, side_channel
+from kvstore.handover.cluster_key import ClusterKey
+from kvstore.handover.side_channel import Channel
 from kvstore.rate_log import LINES_MAX, WINDOW_NS, RateLog
+from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.live import eventually
 from tests.harness.posts import Post, make_posts, until
+from tests.test_side_channel import connected
 
 KEY = ClusterKey(b"k" * 32)
 WRONG = b"\xc1"
 NO_NAMES = ("node..cluster:9", f"{'a' * 64}.cluster:9", ".:9", "a\0b:9", "a\tb:9", "\ud800:9")
 
 
-def flood(address: str, key: ClusterKey | None, frame: bytes, seconds: float) -> None:
+def flood(address: str, key: ClusterKey | None, body: bytes, seconds: float) -> None:
     """Say one thing as fast as can be, read nothing, and go away."""
-    context: Any = zmq.Context()
-    peer = context.socket(zmq.DEALER)
-    peer.linger = 0
+    host, _, port = address.rpartition(":")
+    peer: socket.socket = socket.create_connection((host, int(port)))
     if key is not None:
-        peer.curve_publickey, peer.curve_secretkey = key.client_public, key.client_secret
-        peer.curve_serverkey = key.server_public
-    peer.connect(f"tcp://{address}")
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            for _ in range(100):
-                peer.send(frame, zmq.DONTWAIT)
-        except zmq.Again:
-            peer.poll(50, zmq.POLLOUT)
+        peer = key.tls(accepts=False).wrap_socket(peer)
+    peer.settimeout(0.05)
+    end, frame = time.monotonic() + seconds, framing.framed(body)
+    with contextlib.suppress(OSError):
+        while time.monotonic() < end:
+            with contextlib.suppress(TimeoutError):
+                peer.sendall(frame * max(1, 1000 // len(frame)))
     os._exit(0)
 
 
@@ -88,7 +81,6 @@ made = pytest.fixture(make_posts)
 def test_B2_peers_that_flood_and_go_cost_a_store_neither_its_life_nor_memory_nor_turns(
     key: ClusterKey | None, size: int, rounds: int, seconds: float
 ) -> None:
-    """ZeroMQ aborts when a queue is full at its peer's end: within four rounds before the gate."""
     spawn = multiprocessing.get_context("fork")
     ours, theirs = spawn.Pipe()
     store = spawn.Process(target=serve, args=(theirs, key))
@@ -119,16 +111,13 @@ def test_B2_peers_that_flood_and_go_cost_a_store_neither_its_life_nor_memory_nor
 def test_S2_what_peers_leave_unfinished_is_bounded_in_sum(
     made: Callable[..., Post], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate, "UNFINISHED_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(side_channel, "UNFINISHED_BYTES_MAX", 1 << 20)
     server, friend = made(listens=True), made()
-    host, _, port = server.channel.address.rpartition(":")
     number = friend.channel.connect(server.channel.address)
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32)
-    ready = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
     with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(4)]
+        socks = [stack.enter_context(connected(server)) for _ in range(4)]
         for sock in socks:
-            sock.sendall(greeting + ready + b"\x02" + (15 << 20).to_bytes(8, "big"))
+            sock.sendall((15 << 20).to_bytes(4, "little"))
             sock.setblocking(False)
 
         def hung_up() -> bool:
@@ -138,10 +127,71 @@ def test_S2_what_peers_leave_unfinished_is_bounded_in_sum(
             return server.channel.counts["too_many"] > 0
 
         until(hung_up, server, friend)
+        assert server.channel._unfinished <= 2 << 20
     friend.channel.send(number, m.Release(1))
     until(lambda: server.got, server, friend)
-    assert server.channel._gate._unfinished <= 2 << 20
     assert not server.channel.counts["malformed"], "none of them got to the end of its message"
+    until(lambda: server.channel.came == 1, server, friend)
+    assert server.channel._unfinished == 0
+
+
+def test_S2_what_peers_do_not_read_is_bounded_in_sum(
+    made: Callable[..., Post], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side_channel, "UNREAD_BYTES_MAX", 1 << 20)
+    server, friend = made(listens=True), made()
+    number = friend.channel.connect(server.channel.address)
+    friend.channel.send(number, m.Release(1))
+    until(lambda: server.got, server, friend)
+    with connected(server) as deaf:
+        deaf.sendall(framing.encode(m.Release(2)))
+        until(lambda: len(server.got) == 2, server, friend)
+        large = m.Welcome("agent", bytes(1 << 19))
+        while not server.channel.counts["too_many"]:
+            server.channel.send(server.got[1][0], large)
+            server.channel.send(server.got[0][0], m.Computing(1))
+            server.channel.poll(time.monotonic_ns())
+            friend.channel.poll(time.monotonic_ns())
+    assert [number for number, _ in server.lost] == [server.got[1][0]]
+    until(lambda: friend.got, server, friend)
+    until(lambda: not server.channel._unread, server, friend)
+
+
+def test_S2_connections_that_prove_nothing_are_few_and_end_in_time(
+    made: Callable[..., Post], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side_channel, "GREETINGS_MAX", 3)
+    monkeypatch.setattr(side_channel, "GREETING_NS", 10**9)
+    server, friend = made(KEY, listens=True), made(KEY)
+    with contextlib.ExitStack() as stack:
+        for _ in range(10):
+            stack.enter_context(connected(server))
+        until(lambda: len(server.channel) == 3, server)
+        for _ in range(20):
+            server.channel.poll(time.monotonic_ns())
+            assert len(server.channel) <= 3, "others wait in the kernel's queue"
+        until(lambda: server.channel.counts["unauthorised"] >= 9, server)
+        monkeypatch.setattr(side_channel, "GREETING_NS", 60 * 10**9)
+        number = friend.channel.connect(server.channel.address)
+        friend.channel.send(number, m.Release(1))
+        until(lambda: server.got, server, friend)
+
+
+def test_S2_much_of_one_peer_is_read_a_little_at_a_time(
+    made: Callable[..., Post], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side_channel, "READ_BYTES", 1)
+    server, friend, chatty = made(listens=True), made(), made()
+    for post in (chatty, friend):
+        number = post.channel.connect(server.channel.address)
+        for job in range(1, 3 if post is friend else 50_000):
+            post.channel.send(number, m.Release(job))
+    until(lambda: len(server.got) > 2, server, friend, chatty)
+    first = dict.fromkeys(number for number, _ in server.got)
+    until(lambda: len({number for number, _ in server.got}) == 2, server, friend, chatty)
+    before = len(server.got)
+    assert before < 49_000, "it was heard between"
+    assert len(first) <= 2
 
 
 def test_S3_without_a_key_only_loopback_is_dialled() -> None:
@@ -152,7 +202,7 @@ def test_S3_without_a_key_only_loopback_is_dialled() -> None:
         number = channel.connect(address)
         channel.poll(1)
         assert [found for found, _ in lost] == [number]
-        assert not len(channel._gate), "nothing was begun"
+        assert not len(channel), "nothing was begun"
         lost.clear()
     for address in ("127.0.0.1:9", "127.9.9.9:9", "[::1]:9", "localhost:9"):
         assert not channel.may_dial(address)
@@ -176,13 +226,13 @@ def test_S1_without_a_key_another_users_process_is_not_spoken_to(
     """As far as this process is another user's than the kernel says, both ways."""
     server, client = made(listens=True), made()
     number = client.channel.connect(server.channel.address)
-    monkeypatch.setattr(gate, "may_ask", lambda _sock: False)
+    monkeypatch.setattr(side_channel, "may_ask", lambda _sock: False)
     client.channel.send(number, m.Hello(1, "n", {}))
     until(lambda: client.lost, server, client)
     assert server.channel.counts["unauthorised"] == 1
     assert not client.got
     monkeypatch.undo()
-    monkeypatch.setattr(gate, "may_answer", lambda _sock: False)
+    monkeypatch.setattr(side_channel, "may_answer", lambda _sock: False)
     client.lost.clear()
     client.channel.connect(server.channel.address)
     until(lambda: client.lost, server, client)
@@ -218,102 +268,17 @@ def test_S2_a_listener_without_descriptors_goes_on_when_there_are_some(
     made: Callable[..., Post], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, client = made(listens=True), made()
-    monkeypatch.setattr(Gate, "_pass_on", lambda self, tcp: (tcp.close(), self._pause("24"))[1])
-    client.channel.connect(server.channel.address)
-    until(lambda: server.channel.counts["too_many"], server, client)
-    assert server.channel.counts["too_many"] == 1
-    monkeypatch.undo()
     number = client.channel.connect(server.channel.address)
     client.channel.send(number, m.Release(1))
+
+    def none_left(_listener: socket.socket) -> NoReturn:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "accept", none_left)
+        until(lambda: server.channel.counts["too_many"], server, client)
+        assert server.channel.counts["too_many"] == 1, "it is not asked in each turn"
     until(lambda: server.got, server, client)
-
-
-def test_S1_names_that_another_process_has_taken_cost_nothing(
-    made: Callable[..., Post],
-) -> None:
-    """All abstract names are shown in /proc/net/unix, and the next one must not follow from them.
-
-    Whoever had bound it made every connection fail from then on.
-    """
-    server, client = made(listens=True), made()
-    with contextlib.ExitStack() as stack:
-        for post, number in itertools.product((server, client), range(1, 20)):
-            taken = stack.enter_context(socket.socket(socket.AF_UNIX))
-            taken.bind(f"{post.channel._gate._name}-{number}")
-        for job in range(1, 4):
-            asked = client.channel.connect(server.channel.address)
-            client.channel.send(asked, m.Release(job))
-            until(lambda: len(server.got) == job, server, client)  # noqa: B023 - at once
-    assert not server.channel.counts["too_many"]
-    assert len({number for number, _ in server.got}) == 3
-    lines = server.channel._lines
-    assert {lines[number] for number, _ in server.got} == set(server.channel._gate._lines)
-
-
-def test_S1_a_name_that_is_taken_is_followed_by_another_one(
-    made: Callable[..., Post], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server, client = made(listens=True), made()
-    drawn = iter(["same", "same", "door", "same", "other", *map(str, range(100))])
-    monkeypatch.setattr(secrets, "token_hex", lambda _bytes: next(drawn))
-    for job in (1, 2):
-        asked = client.channel.connect(server.channel.address)
-        client.channel.send(asked, m.Release(job))
-        until(lambda: len(server.got) == job, server, client)  # noqa: B023 - at once
-    assert next(drawn) == "0", "each was drawn"
-    assert not server.channel.counts["too_many"]
-
-
-def test_S1_zeromq_speaks_to_this_process_only(made: Callable[..., Post]) -> None:
-    """Others could go around the gate, and around what it bounds."""
-    server, client = made(listens=True), made()
-    code = (
-        "import socket, sys; s = socket.socket(socket.AF_UNIX);"
-        "s.connect(sys.argv[1].replace('@', chr(0)));"
-        "sys.stdout.buffer.write(s.recv(100))"
-    )
-    name = server.channel._gate.inside.removeprefix("ipc://")
-    other = subprocess.run(
-        [sys.executable, "-c", code, name], capture_output=True, check=True, timeout=60
-    )
-    assert other.stdout == b"", "not even a greeting"
-    asked = client.channel.connect(server.channel.address)
-    client.channel.send(asked, m.Release(1))
-    until(lambda: server.got, server, client)
-
-
-def test_S1_a_door_is_open_to_this_process_though_others_knock(
-    made: Callable[..., Post],
-) -> None:
-    """Another process sees its name, too, and connects before ZMQ does."""
-    server, client = made(listens=True), made()
-    dial = client.channel._gate.dial
-
-    def dialled(address: str) -> tuple[int, str]:
-        number, inside = dial(address)
-        code = (
-            "import socket, sys; s = [socket.socket(socket.AF_UNIX) for _ in range(3)];"
-            "name = sys.argv[1].replace('@', chr(0));"
-            "[one.setblocking(False) or one.connect_ex(name) for one in s];"
-            "print('in', flush=True);"
-            "sys.stdin.read()"
-        )
-        name = inside.removeprefix("ipc://")
-        knocks = subprocess.Popen(
-            [sys.executable, "-c", code, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert knocks.stdout is not None
-        assert knocks.stdout.readline() == b"in\n"
-        knocking.append(knocks)
-        return number, inside
-
-    knocking: list[subprocess.Popen[bytes]] = []
-    client.channel._gate.dial = dialled  # type: ignore[method-assign]
-    asked = client.channel.connect(server.channel.address)
-    client.channel.send(asked, m.Release(1))
-    until(lambda: server.got, server, client)
-    for process in knocking:
-        process.communicate()
 
 
 def test_S2_log_lines_that_outsiders_cause_are_few_and_the_rest_is_counted(
@@ -364,7 +329,7 @@ def test_S2_what_is_no_address_is_refused_before_it_is_used() -> None:
 
 @pytest.mark.parametrize("address", NO_NAMES)
 def test_S2_a_host_that_no_resolver_takes_is_lost_and_leaves_nothing(address: str) -> None:
-    """getaddrinfo raises for it, and not OSError: a line and its door stayed, each time."""
+    """getaddrinfo raises for it, and not OSError."""
     lost: list[tuple[int, str]] = []
     with closing(Channel(KEY, lambda *_: None, lambda *how: lost.append(how))) as channel:
         counts = []
@@ -374,12 +339,16 @@ def test_S2_a_host_that_no_resolver_takes_is_lost_and_leaves_nothing(address: st
             assert lost.pop()[0] == number
             counts.append(len(list(Path("/proc/self/fd").iterdir())))
         assert "is no host:port" in channel.may_dial(address)
-        assert not len(channel._gate)
+        assert not len(channel)
         eventually(lambda: len(list(Path("/proc/self/fd").iterdir())) <= counts[0])
 
 
 @pytest.mark.parametrize(
-    "broken", ["kvstore.handover.gate.socket.getaddrinfo", "kvstore.handover.gate.threading.Thread"]
+    "broken",
+    [
+        "kvstore.handover.side_channel.socket.getaddrinfo",
+        "kvstore.handover.side_channel.threading.Thread",
+    ],
 )
 def test_S2_a_name_that_cannot_be_looked_up_is_lost_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, broken: str
@@ -393,51 +362,14 @@ def test_S2_a_name_that_cannot_be_looked_up_is_lost_and_leaves_nothing(
 
     monkeypatch.setattr(broken, fails)
     with closing(Channel(KEY, lambda *_: None, lambda *how: lost.append(how))) as channel:
-        for _ in range(gate.LOOKUPS_MAX + 1):
+        for _ in range(side_channel.LOOKUPS_MAX + 1):
             number = channel.connect("node.cluster:9")
             channel.poll(1)
             found, why = lost.pop()
             assert found == number
             assert "can't" in why
-        assert not len(channel._gate)
-        assert channel._gate._lookups == 0
-
-
-def test_S2_a_door_that_cannot_be_opened_costs_its_connection(
-    made: Callable[..., Post], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server, client = made(listens=True), made()
-
-    class Shut(socket.socket):
-        def accept(self) -> NoReturn:
-            raise OSError(errno.EMFILE, "Too many open files")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(socket, "socket", Shut)
-        number = client.channel.connect(server.channel.address)
-    until(lambda: client.lost, server, client)
-    assert client.lost == [(number, "connection: too many open files")]
-    assert not len(client.channel._gate)
-
-
-def test_B2_no_more_is_let_in_than_the_store_has_taken(
-    made: Callable[..., Post], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """ZeroMQ reads all that it gets, whatever the store does meanwhile."""
-    monkeypatch.setattr(gate, "LET_IN_BYTES", 2 * gate.CHUNK_BYTES)
-    server, friend = made(listens=True), made()
-    number = friend.channel.connect(server.channel.address)
-    friend.channel.send(number, m.Release(1))
-    until(lambda: server.got, server, friend)
-    for _ in range(4):
-        friend.channel.send(number, m.Hello(1, "n" * (1 << 20), {}))
-    ours = server.channel._gate
-    for _ in range(500):  # turns in which the store takes nothing
-        friend.channel.poll(time.monotonic_ns())
-        ours.poll(time.monotonic_ns())
-        time.sleep(0.001)
-    assert 2 * gate.CHUNK_BYTES <= ours._let_in < 3 * gate.CHUNK_BYTES
-    until(lambda: server.channel.counts["malformed"], server, friend)  # such a name is none
+        assert not len(channel)
+        assert channel._lookups == 0
 
 
 def test_S3_a_name_of_another_address_is_no_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

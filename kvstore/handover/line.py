@@ -1,0 +1,147 @@
+"""One TCP connection of the side channel: its stages, what it reads and what it has to send.
+
+    connecting --TCP is there--> greeting --TLS is agreed on--> open
+    accepted ------------------> greeting
+
+Without a key there is no TLS, and no greeting. Nothing here waits. What a peer does not read and
+what it leaves unfinished is kept, and counted for the channel to bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import ssl
+from collections import deque
+from typing import Literal
+
+from kvstore.wire import peer as m
+from kvstore.wire.framing import Frames
+
+CHUNK_BYTES = 64 << 10  # read from, or sent to, one connection in one go
+_SENDS = 16  # in one go
+_SILENT_MS = 5000  # until a peer whose machine is gone is lost
+_NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+Stage = Literal["connecting", "greeting", "open"]
+
+
+class Line:
+    """One connection, by its number. Methods raise OSError when it has ended."""
+
+    def __init__(self, number: int, *, came: bool) -> None:
+        """came: it was accepted, not made."""
+        self.number = number
+        self.came = came
+        self.stage: Stage = "greeting" if came else "connecting"
+        self.sock: socket.socket | None = None
+        self.frames = Frames(m.MESSAGE_BYTES_MAX)
+        self.unread = 0  # bytes to send
+        self.unfinished = 0  # bytes of a message of which not all has come, as they were counted
+        self.met = not came  # the channel's user knows of it
+        self.heard_s = 0  # the second in which it last said something,
+        self.messages = 0  # how much in that second,
+        self.wrong = 0  # and how much of it was wrong
+        self._chunk = memoryview(b"")  # being sent: TLS wants the same bytes again
+        self._outbox: deque[bytes] = deque()
+        self._wants_write = False
+
+    def use(self, sock: socket.socket) -> None:
+        """Take a socket that is connected, or connecting."""
+        self.sock = sock
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_MS)
+
+    @property
+    def events(self) -> int:
+        """What epoll is to tell of it."""
+        writes = self.stage == "connecting" or self._wants_write
+        writes = writes or (self.stage == "open" and self.unread > 0)
+        return select.EPOLLIN | (select.EPOLLOUT if writes else 0)
+
+    def check_connected(self) -> socket.socket:
+        """Return the socket, once it is connected."""
+        if self.sock is None:
+            raise OSError(0, "no socket")
+        error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, os.strerror(error).lower())
+        return self.sock
+
+    def greet(self, tls: ssl.SSLContext) -> None:
+        """Begin TLS."""
+        if self.sock is not None:
+            self.stage = "greeting"
+            self.sock = tls.wrap_socket(
+                self.sock, server_side=self.came, do_handshake_on_connect=False
+            )
+
+    def agree(self) -> bool:
+        """Go on with TLS; True once both ends have proved the key."""
+        self._wants_write = False
+        if isinstance(self.sock, ssl.SSLSocket):
+            try:
+                self.sock.do_handshake()
+            except ssl.SSLWantReadError:
+                return False
+            except ssl.SSLWantWriteError:
+                self._wants_write = True
+                return False
+        self.stage = "open"
+        return True
+
+    def receive(self) -> bytes | None:
+        """Read some bytes; empty: it has ended. None: there are none now."""
+        self._wants_write = False
+        if self.sock is None:
+            return None
+        try:
+            return self.sock.recv(CHUNK_BYTES)
+        except ssl.SSLWantWriteError:
+            self._wants_write = True
+        except _NOT_NOW:
+            pass
+        except ssl.SSLError as exc:
+            raise OSError(0, f"TLS: {exc.reason or exc}") from exc
+        except OSError:
+            return b""
+        return None
+
+    def send(self, data: bytes) -> None:
+        """Queue bytes."""
+        self._outbox.append(data)
+        self.unread += len(data)
+
+    def flush(self) -> None:
+        """Send what the peer takes now."""
+        if self.sock is None or self.stage != "open":
+            return
+        for _ in range(_SENDS):
+            if not self._chunk:
+                parts, size = [], 0
+                while self._outbox and size < CHUNK_BYTES:
+                    parts.append(self._outbox.popleft())
+                    size += len(parts[-1])
+                self._chunk = memoryview(b"".join(parts))
+            if not self._chunk:
+                return
+            try:
+                sent = self.sock.send(self._chunk)
+            except _NOT_NOW:
+                return
+            self._chunk = self._chunk[sent:]
+            self.unread -= sent
+
+    def close(self) -> None:
+        """Close it; what was to be sent is sent as far as that goes at once."""
+        with contextlib.suppress(OSError):
+            self.flush()
+        if self.sock is not None:
+            with contextlib.suppress(OSError):
+                self.sock.close()
