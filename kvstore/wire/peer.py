@@ -41,7 +41,7 @@ from kvstore.core.limits import GROUPS_MAX, Words
 from kvstore.core.types import GroupRule
 from kvstore.wire.framing import U32, WORD, Message, from_u32
 
-VERSION = 2
+VERSION = 3
 MESSAGE_BYTES_MAX = 16 << 20
 JOB_BLOCKS_MAX = 1 << 16
 LEASE_MS_MAX = 600_000
