@@ -20,6 +20,9 @@ pull_cpu, push_cpu                  from the prefill store's memory, against one
 pull_nvme, push_nvme                from its disk only, against the slower of that and the disk
 direct_cpu, direct_nvme             the same, read by the engine's worker into its memory
 direct_push_cpu, direct_push_nvme   the same, written there by the prefill store's exporter
+mutex_ratio                         against NIXL with UCX_USE_MT_MUTEX=y, as our exporters have it
+bound_ratio                         what NIXL's rate could be at most with all processors of this
+    machine at work on transfers, copies and checksums alone
 pull_summed, push_summed            that NIXL transfer with a checksum pass on each side meanwhile,
     against the one without; summed_ratio is against it
 first_block_ms                      from the question until the first block can be read
@@ -40,10 +43,13 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
 from kvstore.core.errors import KVStoreError
+from kvstore.core.types import make_key
+from kvstore.handover.checksums import block_sum, copied_sum
 from kvstore.store import admin
 from kvstore.units import KIB, MIB, sized
 from tests.bench import raw_nixl
@@ -59,6 +65,7 @@ from tiers.nvme.tier import RUN_BYTES_MAX
 PAIRS = 7
 TRANSPORTS = {"shared memory": None, "tcp": "tcp,self"}
 EXPORTER = "tiers.nixl.exporter"
+SUMMED_BYTES = 32 * MIB
 PER_BYTES = 2 * MIB  # processor time is of so many bytes
 READY_S = 60.0
 OURS = ("pull_cpu", "push_cpu", "pull_nvme", "push_nvme", "direct_cpu", "direct_nvme")
@@ -253,12 +260,18 @@ class _Nixl:
     """Two processes with NIXL alone; the first one is active."""
 
     def __init__(
-        self, block_bytes: int, transports: str | None, data_bytes: int, ends: ExitStack
+        self,
+        block_bytes: int,
+        transports: str | None,
+        data_bytes: int,
+        ends: ExitStack,
+        *,
+        mutex: bool = False,
     ) -> None:
         start = raw_nixl.Start(block_bytes, data_bytes // block_bytes)
         self._bytes = start.blocks * block_bytes
-        self._ours = ends.enter_context(raw_nixl.Process(start, transports))
-        self._other = ends.enter_context(raw_nixl.Process(start, transports))
+        self._ours = ends.enter_context(raw_nixl.Process(start, transports, mutex=mutex))
+        self._other = ends.enter_context(raw_nixl.Process(start, transports, mutex=mutex))
         self._ours.meet(self._other)
         self._rounds = 0
 
@@ -288,7 +301,8 @@ class _Series:
         self, folder: Path, block_bytes: int, transport: str, sizes: Sizes, ends: ExitStack
     ) -> None:
         self.disturbed = 0
-        self._nixl = _Nixl(block_bytes, TRANSPORTS[transport], sizes.data_bytes, ends)
+        size = block_bytes, TRANSPORTS[transport], sizes.data_bytes, ends
+        self._nixl, self._mutex = _Nixl(*size), _Nixl(*size, mutex=True)
         memory, _ = filled(sizes.data_bytes)
         starts = range(0, sizes.data_bytes // block_bytes * block_bytes, block_bytes)
         depth = Depth(READERS, WRITERS, RUN_BYTES_MAX)
@@ -318,6 +332,7 @@ class _Series:
                 name = f"{way}_summed" if summed else f"{way}_nixl"
                 move = partial(self._nixl.move, write=way == "push", summed=summed)
                 systems[name] = move
+            systems[f"{way}_mutex"] = partial(self._mutex.move, write=way == "push", summed=False)
         systems["disk"] = self._read_disk
         order = in_turn(list(systems), number)
         moved, disturbed = undisturbed(lambda: {name: systems[name]() for name in order})
@@ -344,9 +359,12 @@ def _results(
             against = "disk" if statistics.median(disk) < statistics.median(limits) else against
             limits = [min(pair) for pair in zip(disk, limits, strict=True)]
         summed = paired_ratio(_rates(found[name]), _rates(found[f"{way}_summed"]))
+        mutex = paired_ratio(_rates(found[name]), _rates(found[f"{way}_mutex"]))
         more: dict[str, object] = {
             "first_block_ms": _median([moved.first_s * 1e3 for moved in found[name]], 3),
             "summed_ratio": round(summed.median, 4),
+            "mutex_ratio": round(mutex.median, 4),
+            "bound_ratio": round(_bound(block_bytes, found, way), 4),
             "cpu_us": _median([moved.cpu_us_total for moved in found[name]], 1),
             "nixl_cpu_us": _median([moved.cpu_us_total for moved in found[f"{way}_nixl"]], 1),
             "cpu_us_by_process": {
@@ -361,6 +379,27 @@ def _results(
         limits = _rates(found[f"{way}_nixl"])
         results.append(_result(f"{way}_summed", moved, limits, against, {**common, **more}))
     return results
+
+
+def _bound(block_bytes: int, found: dict[str, list[Moved]], way: str) -> float:
+    """Return what NIXL's rate could be if all processors did nothing but a hand-over's bytes.
+
+    That is the transfer, a copy with its checksum, and the other checksum.
+    """
+    source = memoryview(np.random.default_rng(1).bytes(SUMMED_BYTES))
+    target = memoryview(bytearray(SUMMED_BYTES))
+    parts = [slice(at, at + block_bytes) for at in range(0, SUMMED_BYTES, block_bytes)]
+    key, taken_s = make_key(bytes(32), 0), list[float]()
+    for _ in range(3):
+        began_s = time.thread_time()
+        for part in parts:
+            copied_sum("", key, source[part], target[part])
+            block_sum("", key, source[part])
+        taken_s.append(time.thread_time() - began_s)
+    per_byte_s = min(taken_s) / SUMMED_BYTES
+    moving_us = statistics.median(each.cpu_us_total for each in found[f"{way}_mutex"])
+    rate = (os.cpu_count() or 1) / (moving_us / 1e6 / PER_BYTES + per_byte_s)
+    return rate / statistics.median(_rates(found[f"{way}_nixl"]))
 
 
 def _result(

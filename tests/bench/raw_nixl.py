@@ -24,7 +24,7 @@ from kvstore.core.errors import KVStoreError
 from tests.bench.clock import Clock
 from tiers.cpu import CpuExtent
 from tiers.nixl.agent import Agent, Indices
-from tiers.nixl.ucx import environment
+from tiers.nixl.ucx import MUTEX, environment
 
 SUM_BYTES = 1 << 20  # of one call, so that neither thread waits long for the other
 NAP_S = 0.0001
@@ -131,14 +131,14 @@ class _Half:
 class Process:
     """One such process, of the parent's; gone after the context."""
 
-    def __init__(self, start: Start, transports: str | None) -> None:
-        """transports: UCX_TLS; None: UCX chooses."""
+    def __init__(self, start: Start, transports: str | None, *, mutex: bool = False) -> None:
+        """transports: UCX_TLS; None: UCX chooses. mutex: whoever waits for UCX's lock sleeps."""
         self._start = start
         self._child = subprocess.Popen(
             [sys.executable, "-P", "-m", "tests.bench.raw_nixl"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment("lo", transports),
+            env=environment("lo", transports) | {MUTEX: "y" if mutex else "n"},
         )
         self.clock = Clock(self._child.pid)
         self._decoder = msgspec.json.Decoder(Reply)

@@ -8,6 +8,7 @@ import socket
 import sys
 from pathlib import Path
 
+MUTEX = "UCX_USE_MT_MUTEX"
 RDMA_DEVICES = Path("/sys/class/infiniband")
 # Peers can read the memory of a process with an agent, so it gets no other variables.
 _HANDED_ON = ("UCX_", "NIXL_", "CUDA_", "NVIDIA_", "LD_", "LC_", "LANG", "PATH", "PYTHONHASHSEED")
@@ -27,6 +28,8 @@ def environment(devices: str, transports: str | None) -> dict[str, str]:
 def ucx_settings(devices: str, transports: str | None = None) -> dict[str, str]:
     """Return the variables that UCX reads when an agent is made."""
     found = {"UCX_NET_DEVICES": devices}
+    if MUTEX not in os.environ:
+        found[MUTEX] = "y"  # else whoever waits for UCX's lock, its own thread or ours, spins
     if transports is not None:
         found["UCX_TLS"] = transports
     if not RDMA_DEVICES.is_dir() or not any(RDMA_DEVICES.iterdir()):
