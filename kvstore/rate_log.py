@@ -72,6 +72,8 @@ class RateLog:
 
     def tick(self) -> None:
         """Say how many lines were left out, once their time is over."""
+        if not self._kinds:
+            return
         now_ns = self._clock()
         for kind, found in self._kinds.items():
             if found.more and now_ns - found.since_ns >= WINDOW_NS:

@@ -33,11 +33,17 @@ class Visits:
         """Visit a thing now and then only."""
         self._awake.pop(name, None)
 
+    def __bool__(self) -> bool:
+        """True if any is awake."""
+        return bool(self._awake)
+
     def awake(self, things: Mapping[str, T]) -> list[T]:
         """List the things that are awake; a name without a thing is forgotten."""
-        for name in [name for name in self._awake if name not in things]:
-            del self._awake[name]
-        return [things[name] for name in self._awake]
+        try:
+            return [things[name] for name in self._awake]
+        except KeyError:
+            self._awake = {name: None for name in self._awake if name in things}
+            return [things[name] for name in self._awake]
 
     def take(self, things: Mapping[str, T], now_ns: int) -> list[T]:
         """List what this turn visits: all that are awake, then a few of the others."""

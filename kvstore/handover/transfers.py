@@ -428,13 +428,19 @@ class Transfers:
         self._unreachable: list[Event] = []  # of those that were to be unmapped
         self._addresses: dict[int, int] = {}  # mapped, and their metadata has not come yet
         self._done = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # threads have results
+        self._to_read = False  # from there
         self._runner: Runner[_Sums | _Checks | _Allocation, Summed | Checked | _Allocated] = Runner(
             "kvstore-handover",
             lambda job: job.run(),
             lambda job, _: job.failed(),
             THREADS,
-            lambda: os.eventfd_write(self._done, 1),
+            self._wake_loop,
         )
+
+    def _wake_loop(self) -> None:
+        """A thread has a result. The flag comes last: else the descriptor stayed readable."""
+        os.eventfd_write(self._done, 1)
+        self._to_read = True
 
     def fds(self) -> Iterator[int]:
         """Go through the descriptors that become readable when poll() has something to return."""
@@ -450,8 +456,10 @@ class Transfers:
         events, self._unreachable = self._unreachable, []
         for event in self._exporter.poll(now_ns):
             events += self._on(event)
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._done)
+        if self._to_read:
+            self._to_read = False
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._done)
         for done in self._runner.poll():
             if isinstance(done, _Allocated):
                 self._allocated(done)

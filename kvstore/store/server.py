@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 BROKEN_STATUS = 70  # of the process: EX_SOFTWARE
 _READ_BYTES = 1 << 18
 _TICK_S = 0.2
+_SMALL_BYTES = limits.OUTBOXES_BYTES_MAX >> 12  # of one connection: all of them may have it
 _BUSY_TICK_S = 0.001
 _CLOSE_S = 0.5
 _CLOSE_TICK_S = 0.05
@@ -312,7 +313,8 @@ class Server:
                     connection.decoder.frames.bytes_max = limits.FRAME_BYTES_MAX
                 if connection.refused or connection.outbox_bytes > limits.OUTBOX_BYTES_MAX:
                     break
-            self._shed()
+            if connection.decoder.frames.unfinished_bytes or connection.outbox_bytes > _SMALL_BYTES:
+                self._shed()
         except ProtocolError as exc:
             self._said.warn("wrong messages", "connection %d: %s", connection.number, exc)
             self.store.numbers.add("kvstore_refused", "malformed")

@@ -254,9 +254,10 @@ class Exporter:
             # A machine that stood still has not been silent.
             self._silent_ns += min(now_ns - self._looked_ns, _ASK_NS)
             self._looked_ns = now_ns
-            if self._hear(child):
+            told = bool(self._epoll.poll(0))  # by its socket, or of its end
+            if told and self._hear(child):
                 self._silent_ns, self._asked = 0, False
-            if child.ended() is not None:
+            if told and child.ended() is not None:
                 self._on_process_end(child)
                 self._pause(now_ns)
             else:

@@ -36,6 +36,7 @@ LOCK_WAIT_S = 10.0  # a store that ends still flushes
 CLOSE_S = 20.0
 LOOK_EVERY_S = 1.0  # at the directory
 SLICES_S = 0.005  # of each poll
+IDLE_S = 0.005  # between two polls in which something is done, when nothing is under way
 _NEVER_S = float("inf")
 _BUSY_S = 0.001  # between two polls while something is under way
 
@@ -65,6 +66,7 @@ class NvmeDisk:
         self._keeper = TaskThread("keeper")
         self._watch = TaskThread("watch")
         self._next_look_s = 0.0
+        self._idle_until_s = 0.0
         self._shared = DiskContext(
             settings, settings.capacity_bytes, volume, opening, self._health, self._keeper, Visits()
         )
@@ -249,6 +251,10 @@ class NvmeDisk:
 
     def _poll(self) -> None:
         now_s = time.monotonic()
+        under_way = any(pace.open for pace in self._paces.values()) or self.busy
+        if now_s < self._idle_until_s and not (under_way or self._shared.visits):
+            return
+        self._idle_until_s = now_s + IDLE_S
         self._load_some(now_s)
         for run in self._mover.poll():
             pace = self._writes if run.store else self._reads
