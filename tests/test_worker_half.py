@@ -127,7 +127,7 @@ def test_O18_a_block_is_present_when_every_rank_has_written_its_part(
     eventually(lambda: rig.collect() and rig.over)
     assert rig.ask(chain).lease == 0
     rig.ranks[1].half.after_forward(StepMeta(stores=(job,)))
-    eventually(lambda: heard(rig.client) and rig.client.known_ready(make_key(chain[0], 0)))
+    eventually(lambda: heard(rig.client) and make_key(chain[0], 0) in rig.client.known)
     assert rig.ask(chain).lease != 0
 
 
@@ -263,7 +263,7 @@ def test_O13_what_is_flushed_is_over_before_the_step(rig: Rig) -> None:
     job = rig.store_job(chain, [1, 2, 3, 4])
     rank.half.before_step(StepMeta(early=(job,), flush=(job.job_id,)))
     rank.storage.fill_(POISON)  # the next owner's forward
-    eventually(lambda: heard(rig.client) and rig.client.known_ready(make_key(chain[-1], 0)))
+    eventually(lambda: heard(rig.client) and make_key(chain[-1], 0) in rig.client.known)
     assert rig.load(rig.load_job("r", rig.ask(chain), [5, 6, 7, 8])) == [False]
     assert all(rank.holds(4 + block, block) for block in (1, 2, 3, 4))
 
