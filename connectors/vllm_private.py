@@ -21,7 +21,7 @@ from vllm.v1.core.sched.output import (
     NewRequestData,
     SchedulerOutput,
 )
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
@@ -50,11 +50,15 @@ CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (KVConnectorBlockState, ("boundary_state_offloads",)),
     (NewRequestData, ("block_ids", "num_computed_tokens")),
     (CachedRequestData, ("new_block_ids", "num_computed_tokens", "req_ids", "resumed_req_ids")),
-    (KVConnectorOutput, ("failed_recving", "finished_recving", "kv_connector_worker_meta")),
+    (
+        KVConnectorOutput,
+        ("failed_recving", "finished_recving", "invalid_block_ids", "kv_connector_worker_meta"),
+    ),
     (KVCacheBlockCopy, ("dst_block_id",)),
     (KVCacheBlocks, ("blocks",)),
     (KVCacheBlock, ("block_id",)),
-    (KVCacheConfig, ("kv_cache_groups",)),
+    (KVCacheConfig, ("kv_cache_groups", "kv_cache_tensors", "num_blocks")),
+    (KVCacheTensor, ("size",)),
     (KVCacheGroupSpec, ("kv_cache_spec",)),
     (CacheHitSource, ("DISK", "EXTERNAL_UNSPECIFIED", "HOST", "P2P")),
     (MultiModalFeatureSpec, ("mm_position",)),
@@ -80,7 +84,7 @@ BUILT: tuple[tuple[type, tuple[str, ...]], ...] = (
     ),
     (KVConnectorTransferResults, ("failed_recving", "finished_recving", "finished_sending")),
 )
-MANAGER = ("coordinator", "prefix_cache_lookup_enabled")
+MANAGER = ("coordinator", "evict_blocks", "prefix_cache_lookup_enabled")
 COORDINATOR = ("find_longest_cache_hit", "single_type_managers")
 GROUP = ("req_to_blocks",)
 
