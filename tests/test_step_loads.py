@@ -250,9 +250,8 @@ def test_O15_what_a_failed_load_left_wrong_is_named_and_stored_once_it_is_comput
 def test_O15_only_what_lies_behind_the_engines_own_blocks_is_wrong() -> None:
     script, request = idle_engine(), Request("r", 48)
     script.arrive(request, [0, 1])
-    external, waits = script.matched(request, 16)
-    assert (external, waits) == (16, False)
-    script.half.update_state_after_alloc("r", TABLE, external)
+    assert script.matched(request, 16) == (16, False)
+    script.half.update_state_after_alloc("r", TABLE, 16)
     request.num_computed_tokens = 32
     script.step(request, 16, TABLE)
     assert list(script.half.step_load_failed()) == [2, 3]
