@@ -21,7 +21,7 @@ from vllm.v1.core.sched.output import (
     NewRequestData,
     SchedulerOutput,
 )
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
@@ -57,8 +57,7 @@ CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (KVCacheBlockCopy, ("dst_block_id",)),
     (KVCacheBlocks, ("blocks",)),
     (KVCacheBlock, ("block_id",)),
-    (KVCacheConfig, ("kv_cache_groups", "kv_cache_tensors", "num_blocks")),
-    (KVCacheTensor, ("size",)),
+    (KVCacheConfig, ("kv_cache_groups",)),
     (KVCacheGroupSpec, ("kv_cache_spec",)),
     (CacheHitSource, ("DISK", "EXTERNAL_UNSPECIFIED", "HOST", "P2P")),
     (MultiModalFeatureSpec, ("mm_position",)),
