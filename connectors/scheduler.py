@@ -8,6 +8,7 @@ A request's life here:
 
     NEW --asked--> ASKED --answer used--> LOADING --worker reported--> LOADED --> RUNNING
      |               |                       |failed: NEW again, once
+     |               +--loaded in the step that admits it--> RUNNING
      |               +--nothing to load, or given up--> RUNNING
      +--preempted later: NEW again, with the tokens generated since
 """
@@ -15,7 +16,7 @@ A request's life here:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import dropwhile
 from typing import Any
 
@@ -27,6 +28,7 @@ from connectors.load_planner import plan_load
 from connectors.partial_block import query_for
 from connectors.pd_scheduler import HandOvers
 from connectors.request_state import NEVER, Phase, TrackedRequest
+from connectors.step_loads import StepLoad, StepLoads
 from connectors.step_meta import LoadJob, StepMeta, StoreJob
 from connectors.store_client import NO_HITS, Grant, StoreClient
 from connectors.store_planner import StorePlanner
@@ -56,12 +58,15 @@ class SchedulerHalf:
         shares_prefixes: bool = True,
         transfer: Transfer = NO_TRANSFER,
         beside: bool = False,
+        step_loads: StepLoads | None = None,
     ) -> None:
         """world: ranks that report each job.
 
         shares_prefixes: the engine has a prefix cache, so loading a block twice is waste.
         transfer: how blocks are handed over between engines.
         beside: other connectors load, too, and may report after a step that its input was bad.
+        step_loads: the engine ends each step before it schedules the next, so that a load may end
+            in the step that admits its request; None: it does not.
         """
         self._geometry = geometry
         self._client = client
@@ -70,11 +75,16 @@ class SchedulerHalf:
         self._scope = b""
         self._direct = transfer.direct
         self._beside = beside
+        asynchronous = beside or transfer.direct or not StepLoads.serves(geometry.rules)
+        self._step_loads = None if asynchronous else step_loads
+        self._next_load: StepLoad | None = None  # that the next step waits for
+        self._step_load: StepLoad | None = None  # of the step under way
         self._requests: dict[str, TrackedRequest] = {}
         self._untracked: dict[str, int] = {}  # requests without keys here: the engine's tokens
         self._arrivals = 0
         self._lease_queue = LeaseQueue()
         self._scheduled: Mapping[str, int] = {}  # in the last step
+        self._ended: set[str] = set()  # requests that have ended since
         self._tokens_left: dict[str, int] = {}  # to compute until a block can be complete
         self._loading_hashes: Counter[bytes] = Counter()
         self._loads: list[LoadJob] = []
@@ -155,7 +165,10 @@ class SchedulerHalf:
         return computed + size if computed + size <= whole else None
 
     def get_num_new_matched_tokens(self, request_id: str, computed: int) -> tuple[int | None, bool]:
-        """Answer how many tokens beyond `computed` can be loaded; None: ask again later."""
+        """Answer how many tokens beyond `computed` can be loaded; None: ask again later.
+
+        And whether the request waits for the load, or runs in this step, which does.
+        """
         tracked = self._requests.get(request_id)
         if tracked is None:
             self._untracked[request_id] = computed
@@ -165,7 +178,25 @@ class SchedulerHalf:
         tokens = self._loadable(tracked, computed)
         if tokens is not None:
             tracked.deferred_ns = None
-        return tokens, bool(tokens)
+        tracked.in_step = bool(tokens) and self._fits_in_step(tracked, tokens or 0)
+        return tokens, bool(tokens) and not tracked.in_step
+
+    def _fits_in_step(self, tracked: TrackedRequest, tokens: int) -> bool:
+        """Return True if a load may hold up the step that admits its request.
+
+        Nothing else may be there to run, or to read what is loaded; all must be readable now.
+        """
+        loads, grant = self._step_loads, self._client.grant(tracked.ask)
+        return (
+            loads is not None
+            and grant is not None
+            and len(self._requests) == 1
+            and self._scheduled.keys() <= self._ended | self._requests.keys()
+            and tracked.remote is NO_REMOTE
+            and not grant.sources
+            and not any(hits.has_direct for hits in grant.hits)
+            and loads.fits(-(-tokens // self._geometry.block_tokens))
+        )
 
     def _loadable(self, tracked: TrackedRequest, computed: int) -> int | None:
         least = self._worth_loading(tracked, computed)
@@ -325,7 +356,7 @@ class SchedulerHalf:
         if not external:
             self._load_targets.update(self._fresh(table, tracked.local))  # another may fill them
             # Until it is scheduled nothing of it is whole, whatever the engine counts as computed.
-            tracked.phase, tracked.remote = Phase.NEW, NO_REMOTE
+            tracked.phase, tracked.remote, tracked.in_step = Phase.NEW, NO_REMOTE, False
             self._hand_overs.release(request_id)
         tracked.ask = 0
 
@@ -370,13 +401,20 @@ class SchedulerHalf:
             slots=plan.slots,
             generations=plan.generations,
             source=", ".join(filter(None, sources)),
+            in_step=tracked.in_step,
         )
         self._loads.append(job)
         self._load_targets.update(plan.engine.block_ids)
-        tracked.phase, tracked.remote = Phase.LOADING, NO_REMOTE
+        tracked.remote = NO_REMOTE
+        self._client.stats["load_tokens"] += external
+        if tracked.in_step:
+            tracked.phase = Phase.NEW
+            self._next_load = StepLoad(tracked)
+            self._hand_overs.release(tracked.request.request_id)
+            return plan.complete
+        tracked.phase = Phase.LOADING
         tracked.loading_hash = tracked.query.hashes[local // self._geometry.block_tokens]
         self._loading_hashes[tracked.loading_hash] += 1
-        self._client.stats["load_tokens"] += external
         return plan.complete
 
     # Every step
@@ -390,6 +428,7 @@ class SchedulerHalf:
         idle = not step.scheduled
         self._client.receive(IDLE_WAIT_S if idle and self._hand_overs.has_unstored() else 0.0)
         sent = self._hand_overs.store_rest()
+        self._begin_step_load(step)
         tokens_left = self._tokens_left
         for request_id, tokens in step.scheduled.items():  # every running request, in every step
             left = tokens_left.get(request_id, 0) - tokens
@@ -398,7 +437,7 @@ class SchedulerHalf:
             else:
                 self._store_complete(request_id, tokens, step)
         stores = self._stores.take_jobs()
-        self._scheduled = step.scheduled
+        self._scheduled, self._ended = step.scheduled, set()
         early, self._final_stores = tuple(self._final_stores), []
         loads, self._loads = tuple(self._loads), []
         flush = self._stores.fence(written)
@@ -407,6 +446,15 @@ class SchedulerHalf:
         self._waited_s = 0.0
         return StepMeta(early, stores, loads, tuple(flush), idle, sent)
 
+    def _begin_step_load(self, step: Step) -> None:
+        """Note what is bad if the load that this step waits for fails."""
+        load, self._next_load = self._next_load, None
+        self._step_load = load
+        if load is not None:
+            tracked = load.tracked
+            (ids,) = step.table(tracked.request.request_id) or ((),)
+            load.blocks = list(ids[tracked.local // self._geometry.engine_block_tokens[0] :])
+
     def _store_complete(self, request_id: str, tokens: int, step: Step) -> None:
         """Store what a request completes in a step."""
         tracked = self._requests.get(request_id)
@@ -414,7 +462,8 @@ class SchedulerHalf:
             return
         if tracked.phase in (Phase.NEW, Phase.LOADED):
             tracked.phase = Phase.RUNNING
-            tracked.started_at = tracked.request.num_computed_tokens if self._beside else None
+            may_fail = self._beside or tracked.in_step
+            tracked.started_at = tracked.request.num_computed_tokens if may_fail else None
         if self._may_be_undone(tracked):
             return
         computed = tracked.request.num_computed_tokens + tokens
@@ -423,9 +472,10 @@ class SchedulerHalf:
 
     @staticmethod
     def _may_be_undone(tracked: TrackedRequest) -> bool:
-        """Return True while another connector may still report what a request started with as bad.
+        """Return True while what a request started with may still be reported as bad.
 
-        One that loads within a step does so with the step's output, and the request goes back.
+        A load within a step fails with the step's output, and the request goes back. It may be
+        ours, or another connector's.
         """
         request = tracked.request
         if tracked.started_at is not None:
@@ -445,6 +495,28 @@ class SchedulerHalf:
             tracked = self._requests.get(request_id)
             if tracked is not None and tracked.phase is Phase.LOADING:
                 self._loaded(tracked, failed=request_id in bad)
+
+    def step_load_failed(self) -> Sequence[int]:
+        """Take the workers' report that the load in the last step failed.
+
+        Returns the engine blocks that hold wrong bytes until they are computed; the engine must
+        not find them by their hashes.
+        """
+        load = self._step_load
+        if load is None:
+            return ()
+        tracked = load.tracked
+        self._client.count("load_failed")
+        tracked.failures += 1
+        tracked.started_at = None
+        tracked.present = self._absent
+        self._rewind(tracked)
+        return load.blocks
+
+    def copied(self, copied_bytes: int, seconds: float) -> None:
+        """Take the workers' report of what loads have copied, and how long that took."""
+        if self._step_loads is not None:
+            self._step_loads.measured(copied_bytes, seconds)
 
     def _rewind(self, tracked: TrackedRequest) -> None:
         """Store everything again that the store does not have."""
@@ -497,6 +569,7 @@ class SchedulerHalf:
         True: they are handed over and found no slot yet; a later step names the request as sent.
         """
         tracked = self._requests.pop(request_id, None)
+        self._ended.add(request_id)
         self._tokens_left.pop(request_id, None)
         self._untracked.pop(request_id, None)
         if tracked is None:

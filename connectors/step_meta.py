@@ -40,6 +40,7 @@ class LoadJob(msgspec.Struct, frozen=True):
     generations: of the slots.
 
     source: where the bytes come from, for log lines.
+    in_step: the step's forward pass reads the blocks, so the load ends, or fails, before it.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class LoadJob(msgspec.Struct, frozen=True):
     slots: tuple[int, ...]
     generations: tuple[int, ...]
     source: str = ""
+    in_step: bool = False
 
 
 class StepMeta(msgspec.Struct, frozen=True):

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from connectors.block_versions import BlockVersions
+from connectors.known_keys import KnownKeys
 from connectors.store_connection import Attacher, Link, LinkLost
 from kvstore.core import limits
 from kvstore.wire import engine as p
@@ -26,7 +27,6 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-KNOWN_KEYS_MAX = 100_000
 EVENTS_MAX = 100_000
 STEP_BYTES = 4 << 20
 """Of hashes in one message, and of what a store has not read when it is told more: many prompts
@@ -39,14 +39,14 @@ _NOTHING = p.Step()
 class GroupHits:
     """Present blocks of one group: block index -> (slot, generation); indices ascend."""
 
-    __slots__ = ("_end", "_generations", "_indices", "_slots")
+    __slots__ = ("_generations", "_indices", "_slots", "end")
 
     def __init__(self, indices: Sequence[int], slots: Sequence[int], gens: Sequence[int]) -> None:
         """All three have one item per block. Raises ValueError if they do not."""
         if not len(indices) == len(slots) == len(gens):
             raise ValueError(f"{len(indices)} blocks, {len(slots)} slots, {len(gens)} generations")
         self._indices, self._slots, self._generations = indices, slots, gens
-        self._end = indices[-1] + 1 if indices else 0  # most questions are about blocks behind it
+        self.end = indices[-1] + 1 if indices else 0  # behind the last one; most questions are
 
     def __len__(self) -> int:
         """Count the blocks."""
@@ -54,7 +54,7 @@ class GroupHits:
 
     def __contains__(self, index: int) -> bool:
         """Return True if a block is present."""
-        if index >= self._end:
+        if index >= self.end:
             return False
         return self._indices[bisect_left(self._indices, index)] == index
 
@@ -62,20 +62,25 @@ class GroupHits:
     def leading(self) -> int:
         """Count the blocks from the first on, up to the first that is missing."""
         at = self._indices
-        if len(at) == self._end:
-            return self._end
+        if len(at) == self.end:
+            return self.end
         return bisect_left(range(len(at)), 1, key=lambda n: at[n] > n)
+
+    @property
+    def has_direct(self) -> bool:
+        """True if workers read a block straight from a peer."""
+        return bool(self._slots) and max(self._slots) >= p.DIRECT
 
     def before(self, end: int) -> GroupHits:
         """Return those of the blocks before this one."""
-        if end >= self._end:
+        if end >= self.end:
             return self
         at = bisect_left(self._indices, end)
         return GroupHits(self._indices[:at], self._slots[:at], self._generations[:at])
 
     def any_of(self, first: int, end: int) -> bool:
         """Return True if any of the blocks first..end-1 is present."""
-        if first >= self._end:
+        if first >= self.end:
             return False
         return self._indices[bisect_left(self._indices, first)] < end
 
@@ -131,8 +136,7 @@ class StoreClient:
         self.clock = clock
         self._link: Link | None = None
         self._welcomed = 0
-        self._known: set[bytes] = set()
-        self._known_before: set[bytes] = set()
+        self.known = KnownKeys()  # blocks that are in the store's memory
         self._asked_ns: dict[int, int] = {}
         self._grants: dict[int, Grant] = {}
         self._lookups: list[p.Lookup] = []
@@ -171,7 +175,7 @@ class StoreClient:
         self._link.close()
         self._link, self.session = None, 0
         self.credits.clear()
-        self._known, self._known_before = set(), set()
+        self.known = KnownKeys()
         self._asked_ns.clear()
         self._grants.clear()
         self._lookups, self._release = [], []
@@ -278,19 +282,6 @@ class StoreClient:
         stats, self.stats = self.stats, Counter()
         return stats
 
-    def known_ready(self, key: bytes) -> bool:
-        """Return True if a block is in the store's memory, by the last message about it."""
-        return key in self._known or key in self._known_before
-
-    def none_known(self, keys: Sequence[bytes]) -> bool:
-        """Return True if known_ready is False for all keys."""
-        return self._known.isdisjoint(keys) and self._known_before.isdisjoint(keys)
-
-    def all_known(self, keys: Sequence[bytes]) -> bool:
-        """Return True if known_ready is True for all keys."""
-        lacking = [key for key in keys if key not in self._known]
-        return self._known_before.issuperset(lacking)
-
     # The wire
 
     def send_step(self) -> None:
@@ -377,11 +368,8 @@ class StoreClient:
                 kept=ALL if granted.kept is None else granted.kept,
             )
         self.credits.extend(array(framing.U32, answers.credits))
-        self._known.update(answers.added)
-        self._known.difference_update(answers.removed)
-        self._known_before.difference_update(answers.removed)
-        if len(self._known) > KNOWN_KEYS_MAX:  # forgetting is safe: a block is copied once more
-            self._known, self._known_before = set(), self._known
+        self.known.add(answers.added)
+        self.known.remove(answers.removed)
         if self.collect_events:
             self._collect(MEMORY, answers.added, answers.removed)
             self._collect(DISK, answers.disk_added, answers.disk_removed)

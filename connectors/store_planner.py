@@ -118,7 +118,10 @@ class StorePlanner:
         """Gather the blocks up to end-1, of every group that has them, as far as credits go."""
         first, free, groups = tracked.cursor, self._client.credits, len(self._batches)
         while first < end and len(free) >= groups:
-            stop = min(end, first + JOB_BLOCKS_MAX, first + len(free) // groups)
+            if first + 1 == end:  # most steps complete one block of a request
+                stop = end
+            else:
+                stop = min(end, first + JOB_BLOCKS_MAX, first + len(free) // groups)
             if stop - first < RUN_BLOCKS_MIN or not self._gather_run(tracked, first, stop, table):
                 self._gather_each(tracked, first, stop, table)
             first = stop
@@ -139,8 +142,8 @@ class StorePlanner:
                 continue
             suffix = batch.suffix
             keys = [block_hash + suffix for block_hash in hashes]
-            new = client.none_known(keys)
-            if not new and client.all_known(keys):  # the engine's own cache had them
+            new = client.known.none_of(keys)
+            if not new and client.known.all_of(keys):  # the engine's own cache had them
                 continue
             whole = len(ids) == (end - first) * batch.engine_blocks and 0 not in ids
             if not new or not whole or present.any_of(first, end):
@@ -159,21 +162,25 @@ class StorePlanner:
     ) -> None:
         """Gather block by block, all groups of one before the next."""
         hashes, every = tracked.request.block_hashes, self._hashes_per_block
-        free, known_ready = self._client.credits, self._client.known_ready
+        free, known = self._client.credits, self._client.known
         parent_hash = hashes[first * every - 1] if first else b""
         for index in range(first, end):
             block_hash, before = hashes[(index + 1) * every - 1], self._gathered
-            for batch in self._batches:
+            for batch, present in zip(self._batches, tracked.present, strict=True):
                 per_block = batch.engine_blocks
                 ids = table[batch.group][index * per_block : (index + 1) * per_block]
                 key = block_hash + batch.suffix
                 if (
                     len(ids) == per_block
                     and 0 not in ids
-                    and index not in tracked.present[batch.group]
-                    and not known_ready(key)
+                    and (index >= present.end or index not in present)
+                    and key not in known
                 ):
-                    batch.add(ids, [free.popleft()], [key], parent_hash)
+                    batch.ids += ids
+                    batch.slots.append(free.popleft())
+                    batch.keys.append(key)
+                    rooted = batch.rooted or not parent_hash
+                    batch.parents.append(b"" if rooted else parent_hash + batch.suffix)
                     self._gathered += 1
             if self._gathered > before:
                 self._events.stored(tracked.request, index, index + 1)

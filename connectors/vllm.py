@@ -65,15 +65,21 @@ class TieredMetadata(KVConnectorMetadata):
 
 @dataclass
 class TieredWorkerMetadata(KVConnectorWorkerMetadata):
-    """Store jobs that ended, and on how many ranks."""
+    """Store jobs that ended, and on how many ranks; what loads copied, in which time."""
 
     stores_over: Counter[int] = field(default_factory=Counter)
+    copied_bytes: int = 0
+    copied_s: float = 0.0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> TieredWorkerMetadata:
         """Add up the ranks' reports."""
         if not isinstance(other, TieredWorkerMetadata):
             raise TypeError(f"{type(other).__name__} among the reports of TieredConnector")
-        return TieredWorkerMetadata(self.stores_over + other.stores_over)
+        return TieredWorkerMetadata(
+            self.stores_over + other.stores_over,
+            self.copied_bytes + other.copied_bytes,
+            self.copied_s + other.copied_s,
+        )
 
 
 class TieredConnector(KVConnectorBase_V1, SupportsHMA):
@@ -156,11 +162,11 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker_half().before_step(kv_connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start this step's loads."""
+        """Start this step's loads; those in the step end here."""
         self._worker_half().start_loads(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: loads are asynchronous, their requests wait outside the running set."""
+        """Do nothing: what a forward pass reads was loaded before it."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -179,10 +185,17 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
             finished_sending=set(step.sent), finished_recving=ended, failed_recving=failed
         )
 
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Report blocks that a load in this step did not fill."""
+        return self._worker_half().take_bad_blocks()
+
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Report store jobs that ended."""
+        """Report store jobs that ended, and how fast loads were."""
         over = self._worker_half().take_stores_over()
-        return TieredWorkerMetadata(Counter(over)) if over else None
+        copied_bytes, copied_s = self._worker_half().take_copied()
+        if not over and not copied_bytes:
+            return None
+        return TieredWorkerMetadata(Counter(over), copied_bytes, copied_s)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return what this side counted since the last call."""
@@ -236,8 +249,14 @@ class TieredConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the workers' reports."""
         meta = connector_output.kv_connector_worker_meta
-        over = meta.stores_over if isinstance(meta, TieredWorkerMetadata) else {}
-        self._scheduler_side().half.on_output(
+        side = self._scheduler_side()
+        over: Counter[int] = Counter()
+        if isinstance(meta, TieredWorkerMetadata):
+            over = meta.stores_over
+            side.half.copied(meta.copied_bytes, meta.copied_s)
+        if connector_output.invalid_block_ids:
+            side.on_step_load_failed()
+        side.half.on_output(
             over, connector_output.finished_recving or (), connector_output.failed_recving or ()
         )
 

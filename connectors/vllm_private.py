@@ -50,7 +50,10 @@ CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (KVConnectorBlockState, ("boundary_state_offloads",)),
     (NewRequestData, ("block_ids", "num_computed_tokens")),
     (CachedRequestData, ("new_block_ids", "num_computed_tokens", "req_ids", "resumed_req_ids")),
-    (KVConnectorOutput, ("failed_recving", "finished_recving", "kv_connector_worker_meta")),
+    (
+        KVConnectorOutput,
+        ("failed_recving", "finished_recving", "invalid_block_ids", "kv_connector_worker_meta"),
+    ),
     (KVCacheBlockCopy, ("dst_block_id",)),
     (KVCacheBlocks, ("blocks",)),
     (KVCacheBlock, ("block_id",)),
@@ -80,7 +83,7 @@ BUILT: tuple[tuple[type, tuple[str, ...]], ...] = (
     ),
     (KVConnectorTransferResults, ("failed_recving", "finished_recving", "finished_sending")),
 )
-MANAGER = ("coordinator", "prefix_cache_lookup_enabled")
+MANAGER = ("coordinator", "evict_blocks", "prefix_cache_lookup_enabled")
 COORDINATOR = ("find_longest_cache_hit", "single_type_managers")
 GROUP = ("req_to_blocks",)
 

@@ -29,6 +29,7 @@ from connectors.engine_interface import Geometry, Step
 from connectors.events import BlockEvent
 from connectors.kv_transfer_params import Transfer, is_handed_over
 from connectors.scheduler import SchedulerHalf
+from connectors.step_loads import StepLoads
 from connectors.step_meta import StepMeta
 from connectors.store_client import DISK, MEMORY, StoreClient
 from connectors.store_connection import Attacher
@@ -79,7 +80,14 @@ def start_scheduler(
             " kv_connector_extra_config has no transfer",
             of_engine.kv_connector,
         )
-    half = start_half(config, tokens, settings, find_store, beside=beside)
+    half = start_half(
+        config,
+        tokens,
+        settings,
+        find_store,
+        beside=beside,
+        step_loads=loads_in_steps(config, cache, tokens),
+    )
     return SchedulerSide(half, cache, tokens, hands_over=hands_over)
 
 
@@ -90,6 +98,7 @@ def start_half(
     find_store: Callable[[], str],
     *,
     beside: bool,
+    step_loads: StepLoads | None = None,
 ) -> SchedulerHalf:
     """Wait for the store, at most ATTACH_S; without it the engine serves, and the half goes on.
 
@@ -136,7 +145,20 @@ def start_half(
             direct=settings.direct,
         ),
         beside=beside,
+        step_loads=step_loads,
     )
+
+
+def loads_in_steps(config: VllmConfig, cache: KVCacheConfig, tokens: Geometry) -> StepLoads | None:
+    """Return how much may be loaded in a step; None if vLLM has several steps under way.
+
+    It does not take back the output of those that read what a load in an earlier step left wrong.
+    """
+    one_by_one = config.scheduler_config.async_scheduling is False
+    if not one_by_one or config.parallel_config.pipeline_parallel_size > 1:
+        return None
+    engine_block_bytes = sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks
+    return StepLoads(engine_block_bytes * tokens.blocks_per_chunk[0])
 
 
 def transfer_of_engine(child: KVConnectorBase_V1) -> Any:
@@ -200,6 +222,14 @@ class SchedulerSide:
         """vLLM has allocated a request's blocks; external: tokens that we load into them."""
         table = ids_of(blocks.blocks)
         self.half.update_state_after_alloc(request.request_id, table, external)
+
+    def on_step_load_failed(self) -> None:
+        """Have vLLM forget what it computed from blocks that were not loaded.
+
+        With the policy 'recompute' it leaves them in its prefix cache until they are computed
+        again, which they are not if the request is aborted before.
+        """
+        self.manager.evict_blocks(set(self.half.step_load_failed()))
 
     def hit_sources(self, request_id: str, tokens: int) -> dict[CacheHitSource, int]:
         """Split the loaded tokens by the tier they come from."""

@@ -80,6 +80,7 @@ class LoadTask(msgspec.Struct, eq=False):
     peer: PeerLoad | None = None  # the part that comes straight from a peer
     mark_passed: bool = False
     broken: bool = False  # copying from slots raised an error
+    outcome: Outcome | None = None  # once it has ended
     started: float = 0.0  # the copy that is under way
 
     @property
@@ -95,6 +96,7 @@ class Outcome(msgspec.Struct, frozen=True):
     ok: bool
     copied_bytes: int = 0
     late: bool = False  # a load was given up: blocks had not come in time
+    seconds: float = 0.0  # that copying from slots took
 
 
 class WriteTask(msgspec.Struct, eq=False):
@@ -153,6 +155,8 @@ class WorkerHalf:
         self._stores_over: set[int] = set()
         self._stores_open: dict[int, StoreTask] = {}
         self._loads_open: set[str] = set()
+        self._bad_blocks: set[int] = set()  # of the engine, that a load in this step did not fill
+        self._loaded_bytes, self._loaded_s = 0, 0.0
         self._idle_loads: set[str] = set()  # open loads that wait and copy nothing
         self._writes_open: set[int] = set()  # to peers
         self._stats: Counter[str] = Counter()
@@ -177,12 +181,34 @@ class WorkerHalf:
         return task.copying is not None or task.job.job_id not in self._stores_open
 
     def start_loads(self, meta: StepMeta) -> None:
-        """Queue this step's loads."""
+        """Queue this step's loads, and end those that its forward pass reads from."""
         if meta.loads:
             mark = self._device.mark()
-            for job in meta.loads:
-                self._loads_open.add(job.request_id)
-                self._runner.submit(LoadTask(job, mark))
+            tasks = [LoadTask(job, mark) for job in meta.loads]
+            for task in tasks:
+                self._loads_open.add(task.job.request_id)
+                self._runner.submit(task)
+            self._end_in_step([task for task in tasks if task.job.in_step])
+
+    def _end_in_step(self, tasks: Sequence[LoadTask]) -> None:
+        """Wait for loads. They copy from memory and wait for no block, so that is a moment."""
+        if not tasks:
+            return
+        self._runner.wait(lambda: all(task.outcome is not None for task in tasks))
+        for task in tasks:
+            if task.outcome is None or not task.outcome.ok:
+                self._bad_blocks.update(task.job.engine.block_ids)
+
+    def take_bad_blocks(self) -> set[int]:
+        """Return the engine blocks that loads in this step did not fill; what was read is wrong."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def take_copied(self) -> tuple[int, float]:
+        """Return how much loads have copied from slots since the last call, in which time."""
+        copied = self._loaded_bytes, self._loaded_s
+        self._loaded_bytes, self._loaded_s = 0, 0.0
+        return copied
 
     def after_forward(self, meta: StepMeta) -> None:
         """Queue the stores whose sources this step has just computed."""
@@ -198,6 +224,8 @@ class WorkerHalf:
     def finished_loads(self, meta: StepMeta) -> tuple[set[str], set[str]]:
         """Return requests whose load has ended, and which of these failed; each exactly once.
 
+        A load that ended in its step is not among them: its request did not wait.
+
         In a step that computes nothing, wait a moment for loads that are almost there: the next
         step would come too soon.
         """
@@ -207,9 +235,12 @@ class WorkerHalf:
         failed: set[str] = set()
         for outcome in self._runner.poll():
             if isinstance(outcome.task, LoadTask):
-                ended.add(outcome.task.job.request_id)
+                names = () if outcome.task.job.in_step else (outcome.task.job.request_id,)
+                ended.update(names)
+                self._loaded_bytes += outcome.copied_bytes if outcome.seconds else 0
+                self._loaded_s += outcome.seconds
                 if not outcome.ok:
-                    failed.add(outcome.task.job.request_id)
+                    failed.update(names)
                     self._stats["failed_loads"] += 1
                     self._stats["given_up_loads"] += outcome.late
                 self._stats["load_bytes"] += outcome.copied_bytes
@@ -256,6 +287,7 @@ class WorkerHalf:
                 self._stores_open.pop(task.job.job_id, None)
             elif outcome is not None and isinstance(task, LoadTask):
                 self._loads_open.discard(task.job.request_id)
+                task.outcome = outcome
         return outcome
 
     def _raised(self, task: Task, _error: Exception) -> Outcome | Nothing:
@@ -332,7 +364,9 @@ class WorkerHalf:
 
     def _begin_load(self, task: LoadTask, now_ns: int) -> None:
         """Start a load. Raises ValueError if its blocks and slots differ."""
-        job, deadline = task.job, LoadDeadline(self._wait_ns, self._limit_ns, now_ns)
+        job = task.job
+        wait_ns = 0 if job.in_step else self._wait_ns
+        deadline = LoadDeadline(wait_ns, self._limit_ns, now_ns)
         task.slots = SlotLoad(job, self._blocks_per_chunk, deadline)
         if self._direct is not None:
             task.peer = self._direct.start_load(job, self._blocks_per_chunk, deadline)
@@ -357,9 +391,10 @@ class WorkerHalf:
         self._send(link, p.Loaded(job.lease, copied, seconds, framing.u32(damaged), late))
         ok = task.slots_ok
         if peer is not None:
+            seconds = 0.0  # it says nothing of a copy in this memory
             copied += peer.copied_bytes + peer.written_bytes
             ok = ok and not peer.failed
-        return Outcome(task, ok, copied, late > 0)
+        return Outcome(task, ok, copied, late > 0, seconds)
 
     def _advance_peer(
         self, direct: DirectTransfers, task: LoadTask, peer: PeerLoad, now_ns: int

@@ -50,6 +50,7 @@ RUNS = "kvstore/handover/runs.py"
 PRODUCER = "kvstore/handover/producer.py"
 REQUESTS = "kvstore/handover/request_leases.py"
 EVENTS, LOADS = "connectors/events.py", "connectors/load_progress.py"
+SCHEDULER, WORKER = "connectors/scheduler.py", "connectors/worker.py"
 
 MUTANTS = (
     # A session that raises costs itself only.
@@ -614,6 +615,76 @@ MUTANTS = (
         "        self.counts.update(dict.fromkeys(zeros(tiers), 0))",
         "        pass",
         "tests/test_metrics.py -k M3",
+    ),
+    # A load holds up a step only where nothing else could run, and all is there to be copied.
+    *(
+        Mutant(SCHEDULER, found, "", "tests/test_step_loads.py -k O6")
+        for found in (
+            "            and len(self._requests) == 1\n",
+            "            and self._scheduled.keys() <= self._ended | self._requests.keys()\n",
+            "            and tracked.remote is NO_REMOTE\n",
+            "            and not grant.sources\n",
+            "            and not any(hits.has_direct for hits in grant.hits)\n",
+            "            and loads.fits(-(-tokens // self._geometry.block_tokens))\n",
+        )
+    ),
+    *(
+        Mutant(SCHEDULER, found, instead, "tests/test_step_loads.py -k O6")
+        for found, instead in (
+            ("asynchronous = beside or ", "asynchronous = "),
+            ("beside or transfer.direct or ", "beside or "),
+            (" or not StepLoads.serves(geometry.rules)", ""),
+            ("        self._ended.add(request_id)\n", ""),
+        )
+    ),
+    # What it left wrong is neither stored, nor found by others, nor taken for loaded.
+    Mutant(
+        SCHEDULER,
+        "may_fail = self._beside or tracked.in_step",
+        "may_fail = self._beside",
+        "tests/test_step_loads.py -k O15",
+    ),
+    Mutant(
+        SCHEDULER,
+        "list(ids[tracked.local // self._geometry.engine_block_tokens[0] :])",
+        "()",
+        "tests/test_step_loads.py -k O15",
+    ),
+    Mutant(
+        WORKER,
+        "self._bad_blocks.update(task.job.engine.block_ids)",
+        "pass",
+        "tests/test_worker_half.py -k O15_a_load_in_a_step",
+    ),
+    Mutant(
+        WORKER,
+        "self._runner.wait(lambda: all(task.outcome is not None for task in tasks))",
+        "pass",
+        "tests/test_worker_half.py -k O6_a_load_in_a_step",
+    ),
+    Mutant(
+        WORKER,
+        "wait_ns = 0 if job.in_step else self._wait_ns",
+        "wait_ns = self._wait_ns",
+        "tests/test_worker_half.py -k O8_a_load_in_a_step",
+    ),
+    Mutant(
+        WORKER,
+        "names = () if outcome.task.job.in_step else (outcome.task.job.request_id,)",
+        "names = (outcome.task.job.request_id,)",
+        "tests/test_worker_half.py -k in_a_step",
+    ),
+    Mutant(
+        LOADS,
+        "        if reused.size:\n",
+        "        if False:\n",
+        "tests/test_worker_half.py -k O15_a_slot_that_is_reused_while",
+    ),
+    Mutant(
+        "connectors/known_keys.py",
+        "            if len(known) >= SET_KEYS_MAX:\n",
+        "            if False:\n",
+        "tests/test_scheduler_edges.py -k O8_no_set",
     ),
 )
 

@@ -80,7 +80,7 @@ def under(names: list[str], *parents: str) -> list[str]:
     ("code", "modules_max", "forbidden"),
     [
         (WORKER, 20, (*OF_THE_SCHEDULER, "kvstore.config")),
-        (SCHEDULER, 27, (*OF_THE_WORKER, "kvstore.config", "torch")),
+        (SCHEDULER, 29, (*OF_THE_WORKER, "kvstore.config", "torch")),
     ],
     ids=["worker", "scheduler"],
 )

@@ -57,7 +57,7 @@ class GpuRig:
         self.stores, self.loads = self.cuda.lane(1), self.cuda.lane(2)
 
     def known(self, chain: list[bytes]) -> bool:
-        return heard(self.rig.client) and self.rig.client.known_ready(make_key(chain[-1], 0))
+        return heard(self.rig.client) and make_key(chain[-1], 0) in self.rig.client.known
 
     def load(self, chain: list[bytes], blocks: list[int]) -> list[bool]:
         return self.rig.load(self.rig.load_job("r", self.rig.ask(chain), blocks))

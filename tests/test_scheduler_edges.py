@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from connectors import store_client
+from connectors import known_keys
 from connectors.engine_interface import Geometry
+from connectors.known_keys import SET_KEYS_MAX, SETS, KnownKeys
 from connectors.scheduler import LOADING_LIMIT_NS
 from kvstore.core.types import GroupRule
 from kvstore.wire import engine as p
@@ -134,21 +135,37 @@ def test_O13_every_block_of_a_copy_is_fenced_until_all_ranks_have_ended(
 
 
 def test_O11_of_what_is_ready_the_latest_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_client, "KNOWN_KEYS_MAX", 3)
+    monkeypatch.setattr(known_keys, "SETS", 1)
+    monkeypatch.setattr(known_keys, "SET_SHIFT", 64)  # 0 or -1: the one set
+    monkeypatch.setattr(known_keys, "SET_KEYS_MAX", 4)
     script, request = Script(), Request("r", 10 * BLOCK)
     script.arrive(request, [])
     script.admit(request)
     keys = [script.key(request, index) for index in range(10)]
-    for first in (0, 4):
-        script.changed(added=keys[first : first + 4])
-        script.client.receive()
-    assert [script.client.known_ready(key) for key in keys] == [False] * 4 + [True] * 4 + [
-        False
-    ] * 2
+    script.changed(added=keys[:8])
+    script.client.receive()
+    assert [key in script.client.known for key in keys] == [False] * 4 + [True] * 4 + [False] * 2
     script.changed(removed=keys[5:6])
     table = [list(range(1, 11))]
     meta = script.step(request, 10 * BLOCK, table)
     assert script.indices(request, meta) == [0, 1, 2, 3, 5, 8, 9]
+
+
+def test_O8_no_set_of_known_keys_is_large() -> None:
+    """A step pays for the growth of a set, or for its end."""
+    known, count = KnownKeys(), 3 * SETS * SET_KEYS_MAX
+    keys = hashes(count)
+    known.add(keys)
+    sizes = [len(part) for part in (*known._newer, *known._older)]
+    assert max(sizes) <= SET_KEYS_MAX
+    assert sum(sizes) >= SETS * SET_KEYS_MAX, "as many are remembered"
+    assert all(key in known for key in keys[-SETS * SET_KEYS_MAX // 2 :])
+    assert known.all_of(keys[-100:])
+    assert not known.all_of([*keys[-100:], keys[0]])
+    assert known.none_of(keys[:100])
+    assert not known.none_of([*keys[:100], keys[-1]])
+    known.remove(keys[-100:])
+    assert known.none_of(keys[-100:])
 
 
 def test_O14_a_report_of_a_load_that_is_not_under_way_changes_nothing() -> None:

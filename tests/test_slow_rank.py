@@ -132,7 +132,7 @@ def test_O18_O13_a_block_is_there_and_its_source_free_once_its_slowest_rank_has_
         slow_device(rig).go_on.set()
         fenced.result(WAIT_S)
     last = make_key(chain[-1], 0)
-    eventually(lambda: heard(rig.client) and rig.client.known_ready(last))
+    eventually(lambda: heard(rig.client) and last in rig.client.known)
     loaded = other.load(other.load_job("r", other.ask(chain), [8, 9, 10, 11]))
     assert loaded == [False, False]
     assert all(rank.holds(7 + block, block) for rank in other.ranks for block in (1, 2, 3, 4))

@@ -21,6 +21,22 @@ ONE = Geometry(16, 16, (16,), (FULL,))
 TWO = Geometry(32, 16, (16, 32), (FULL, WINDOW))
 
 
+class Known(set[bytes]):
+    """Known keys, and how often it was asked for single ones."""
+
+    asked = 0
+
+    def __contains__(self, key: object) -> bool:
+        self.asked += 1
+        return super().__contains__(key)
+
+    def none_of(self, keys: Sequence[bytes]) -> bool:
+        return self.isdisjoint(keys)
+
+    def all_of(self, keys: Sequence[bytes]) -> bool:
+        return self.issuperset(keys)
+
+
 class Client:
     """Credits and known keys, and nothing else."""
 
@@ -28,8 +44,7 @@ class Client:
         self.collect_events = False
         self.session = 7
         self.credits = deque(range(100, 100 + credits_count))
-        self.known: set[bytes] = set()
-        self.asked = 0  # for single ones
+        self.known = Known()
         self.shown: list[tuple[list[int], list[bytes], list[int]]] = []
         self.stats: Counter[str] = Counter()
 
@@ -41,16 +56,6 @@ class Client:
     ) -> None:
         if slots:
             self.shown.append((list(slots), list(keys), list(blocks)))
-
-    def known_ready(self, key: bytes) -> bool:
-        self.asked += 1
-        return key in self.known
-
-    def none_known(self, keys: Sequence[bytes]) -> bool:
-        return self.known.isdisjoint(keys)
-
-    def all_known(self, keys: Sequence[bytes]) -> bool:
-        return self.known.issuperset(keys)
 
 
 class Request:
@@ -139,7 +144,7 @@ def test_a_prompt_that_the_store_has_is_passed_over_in_runs() -> None:
     desk.client.known.discard(last)
     desk.offer(request, tracked, list(range(1, 301)))
     assert tracked.cursor == 300
-    assert desk.client.asked <= JOB_BLOCKS_MAX, "only the last run has something new"
+    assert desk.client.known.asked <= JOB_BLOCKS_MAX, "only the last run has something new"
     (job,) = desk.offers.take_jobs()
     assert job.keys == (last,)
 
@@ -171,7 +176,7 @@ def test_what_is_present_is_still_the_parent_of_what_is_not() -> None:
     desk = Desk()
     request, tracked = desk.new("a", 3)
     tracked.present = (GroupHits((0,), (5,), (1,)),)
-    desk.client.known = {make_key(b"a/1", 0)}
+    desk.client.known = Known({make_key(b"a/1", 0)})
     desk.offer(request, tracked, [1, 2, 3])
     (job,) = desk.offers.take_jobs()
     assert (job.keys, job.parents) == ((make_key(b"a/2", 0),), (make_key(b"a/1", 0),))
@@ -183,7 +188,7 @@ def test_O11_one_block_of_a_run_that_is_there_is_not_copied_again(where: int, ho
     desk = Desk()
     request, tracked = desk.new("a", 6)
     if how == "known":
-        desk.client.known = {make_key(f"a/{where}".encode(), 0)}
+        desk.client.known = Known({make_key(f"a/{where}".encode(), 0)})
     else:
         tracked.present = (GroupHits((where,), (5,), (1,)),)
     desk.offer(request, tracked, [1, 2, 3, 4, 5, 6])

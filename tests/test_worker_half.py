@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -127,7 +129,7 @@ def test_O18_a_block_is_present_when_every_rank_has_written_its_part(
     eventually(lambda: rig.collect() and rig.over)
     assert rig.ask(chain).lease == 0
     rig.ranks[1].half.after_forward(StepMeta(stores=(job,)))
-    eventually(lambda: heard(rig.client) and rig.client.known_ready(make_key(chain[0], 0)))
+    eventually(lambda: heard(rig.client) and make_key(chain[0], 0) in rig.client.known)
     assert rig.ask(chain).lease != 0
 
 
@@ -263,7 +265,7 @@ def test_O13_what_is_flushed_is_over_before_the_step(rig: Rig) -> None:
     job = rig.store_job(chain, [1, 2, 3, 4])
     rank.half.before_step(StepMeta(early=(job,), flush=(job.job_id,)))
     rank.storage.fill_(POISON)  # the next owner's forward
-    eventually(lambda: heard(rig.client) and rig.client.known_ready(make_key(chain[-1], 0)))
+    eventually(lambda: heard(rig.client) and make_key(chain[-1], 0) in rig.client.known)
     assert rig.load(rig.load_job("r", rig.ask(chain), [5, 6, 7, 8])) == [False]
     assert all(rank.holds(4 + block, block) for block in (1, 2, 3, 4))
 
@@ -291,6 +293,117 @@ def test_a_step_that_computes_nothing_waits_for_loads(rig: Rig) -> None:
     rig.ranks[0].half.start_loads(StepMeta(loads=(rig.load_job("r", rig.ask(chain), [10, 11]),)))
     rig.collect(idle=True)
     assert rig.ended == [(0, "r", False)]
+
+
+# Loads that end in their step
+
+
+def in_step(job: LoadJob) -> LoadJob:
+    return msgspec.structs.replace(job, in_step=True)
+
+
+def run_in_step(rig: Rig, job: LoadJob) -> set[int]:
+    """Run a load in a step; the engine blocks that it did not fill, as its report has it."""
+    half = rig.ranks[0].half
+    half.start_loads(StepMeta(loads=(in_step(job),)))
+    assert half._loads_open == set()
+    rig.collect()
+    return half.take_bad_blocks()
+
+
+@pytest.mark.usefixtures("slow_copies")
+def test_O6_a_load_in_a_step_is_over_when_the_forward_pass_begins(rig: Rig) -> None:
+    chain = hashes(2)
+    rig.put(chain, [1, 2])
+    half = rig.ranks[0].half
+    half.start_loads(StepMeta(loads=(in_step(rig.load_job("r", rig.ask(chain), [10, 11])),)))
+    assert rig.ranks[0].holds(10, 1)
+    assert rig.ranks[0].holds(11, 2)
+    assert half.take_bad_blocks() == set()
+    eventually(lambda: rig.collect() and half.take_stats()["load_bytes"])
+    assert rig.ended == [], "its request does not wait for a report; vLLM ends for one"
+    copied_bytes, seconds = half.take_copied()
+    assert copied_bytes == 2 * LAYERS * rig.ranks[0].page
+    assert seconds >= 0.05
+    assert half.take_copied() == (0, 0.0)
+
+
+def test_O20_a_load_in_a_step_ends_its_lease(store: LiveStore, rig: Rig) -> None:
+    chain = hashes(2)
+    rig.put(chain, [1, 2])
+    assert run_in_step(rig, rig.load_job("r", rig.ask(chain), [10, 11])) == set()
+    namespace = store.server.store.sessions["engine"].namespace
+    assert namespace is not None
+    eventually(lambda: not len(namespace.manager.leases))
+
+
+def test_O15_a_load_in_a_step_names_the_blocks_that_it_did_not_fill(rig: Rig) -> None:
+    chain = hashes(2)
+    rig.put(chain, [1, 2])
+    job = rig.load_job("r", rig.ask(chain), [10, 11], stale=-1)
+    assert run_in_step(rig, job) == {10, 11}
+    assert rig.ranks[0].half.take_bad_blocks() == set(), "each once"
+    eventually(lambda: rig.collect() and rig.ranks[0].half.take_stats()["failed_loads"] == 1)
+    assert rig.ended == []
+    assert rig.ask(chain).lease == 0, "the damaged copies are dropped"
+
+
+def test_O15_a_slot_that_is_reused_while_a_step_waits_for_its_copy_fails_the_load(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = hashes(2)
+    rig.put(chain, [1, 2])
+    job, copy = rig.load_job("r", rig.ask(chain), [10, 11]), HostCopier.copy
+    generations, copies = SlotMap.generations, []
+
+    def counted(*args: Any, **options: Any) -> Copying:  # noqa: ANN401 - passed on
+        copies.append(args)
+        return copy(*args, **options)
+
+    monkeypatch.setattr(HostCopier, "copy", counted)
+    monkeypatch.setattr(
+        SlotMap, "generations", lambda *args: generations(*args) + np.uint32(len(copies))
+    )
+    assert run_in_step(rig, job) == {10, 11}
+
+
+def test_O8_a_load_in_a_step_waits_for_no_block_that_is_still_to_come(rig: Rig) -> None:
+    chain = hashes(2)
+    rig.put(chain, [1, 2])
+    half = rig.ranks[0].half
+    half._wait_ns = half._limit_ns = 30 * 10**9
+    job = rig.load_job("r", rig.ask(chain), [10, 11], stale=1)
+    started = time.monotonic()
+    assert run_in_step(rig, job) == {10, 11}
+    assert time.monotonic() - started < 20
+    assert rig.ask(chain).lease, "it was late, not damaged"
+
+
+def test_O15_a_load_in_a_step_without_its_session_fails(rig: Rig) -> None:
+    chain = hashes(2)
+    rig.put(chain, [1, 2])
+    job = rig.load_job("r", rig.ask(chain), [10, 11])
+    assert run_in_step(rig, msgspec.structs.replace(job, session=0)) == {10, 11}
+    assert rig.ranks[0].untouched([10, 11])
+
+
+def test_O15_a_load_in_a_step_that_raises_fails(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = hashes(2)
+    rig.put(chain, [1, 2])
+    job = rig.load_job("r", rig.ask(chain), [10, 11])
+
+    def bug(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(WorkerHalf, "_load", bug)
+    assert run_in_step(rig, job) == {10, 11}
+
+
+def test_O15_a_load_outside_its_step_is_reported_by_its_request(rig: Rig) -> None:
+    chain = hashes(2)
+    rig.put(chain, [1, 2])
+    assert rig.load(rig.load_job("r", rig.ask(chain), [10, 11], stale=-1)) == [True]
+    assert rig.ranks[0].half.take_bad_blocks() == set()
 
 
 # The store goes, and comes back

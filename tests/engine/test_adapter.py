@@ -164,3 +164,54 @@ def test_O13_a_copy_is_over_when_all_ranks_have_said_so() -> None:
     assert both.stores_over == {1: 1, 2: 2, 3: 1}
     with pytest.raises(TypeError, match="NoneType among the reports of TieredConnector"):
         one.aggregate(None)
+
+
+def test_O15_blocks_computed_from_a_failed_load_leave_the_engines_prefix_cache(
+    connector: Any,  # noqa: ANN401
+) -> None:
+    """vLLM computes them again, unless the request is aborted before: then they would be found."""
+    from vllm.v1.outputs import KVConnectorOutput
+
+    evicted: list[set[int]] = []
+    connector._scheduler.manager = SimpleNamespace(evict_blocks=evicted.append)
+    connector.script.half.step_load_failed = lambda: [3, 4]
+    connector.update_connector_output(KVConnectorOutput())
+    assert evicted == []
+    connector.update_connector_output(KVConnectorOutput(invalid_block_ids={3}))
+    assert evicted == [{3, 4}]
+
+
+def test_O6_only_an_engine_with_one_step_at_a_time_loads_in_a_step() -> None:
+    from connectors.vllm_scheduler import loads_in_steps
+
+    cache = SimpleNamespace(kv_cache_tensors=[SimpleNamespace(size=640)] * 2, num_blocks=10)
+
+    def made(ahead: object, stages: int) -> Any:  # noqa: ANN401 - None or what is allowed
+        config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(async_scheduling=ahead),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+        )
+        return loads_in_steps(config, cache, Geometry(32, 16, (16,), (GroupRule(),)))
+
+    assert made(ahead=False, stages=1)._block_bytes == 2 * 128
+    assert made(ahead=True, stages=1) is None
+    assert made(ahead=None, stages=1) is None, "not decided"
+    assert made(ahead=False, stages=2) is None
+
+
+def test_O6_the_rate_of_copies_reaches_the_scheduler(
+    connector: Any,  # noqa: ANN401
+) -> None:
+    from vllm.v1.outputs import KVConnectorOutput
+
+    told: list[tuple[int, float]] = []
+    connector.script.half.copied = lambda *copied: told.append(copied)
+    copies = iter([(1 << 20, 0.5), (1 << 20, 0.25), (0, 0.0)])
+    connector._worker = SimpleNamespace(
+        take_stores_over=frozenset, take_copied=lambda: next(copies)
+    )
+    one, other = (connector.build_connector_worker_meta() for _ in range(2))
+    total = one.aggregate(other)
+    connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=total))
+    assert told == [(2 << 20, 0.75)]
+    assert connector.build_connector_worker_meta() is None

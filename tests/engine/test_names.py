@@ -51,7 +51,9 @@ def manager(**changes: object) -> Any:  # noqa: ANN401 - stands for vLLM's
         find_longest_cache_hit=None, single_type_managers=(group, SimpleNamespace(req_to_blocks={}))
     )
     parts = {"coordinator": coordinator, "group": group}
-    made = SimpleNamespace(coordinator=coordinator, prefix_cache_lookup_enabled=None)
+    made = SimpleNamespace(
+        coordinator=coordinator, evict_blocks=None, prefix_cache_lookup_enabled=None
+    )
     for name in changes:
         part, _, attribute = name.rpartition("__")
         delattr(parts.get(part, made), attribute)
@@ -62,6 +64,7 @@ def manager(**changes: object) -> Any:  # noqa: ANN401 - stands for vLLM's
     ("gone", "told"),
     [
         ("coordinator", "KVCacheManager.coordinator"),
+        ("evict_blocks", "KVCacheManager.evict_blocks"),
         ("prefix_cache_lookup_enabled", "KVCacheManager.prefix_cache_lookup_enabled"),
         ("coordinator__find_longest_cache_hit", "KVCacheCoordinator.find_longest_cache_hit"),
         ("coordinator__single_type_managers", "KVCacheCoordinator.single_type_managers"),
@@ -137,11 +140,13 @@ READ = {
     "place": "PlaceholderRange",
     "request": "Request",
     "self._blocks[index]": "KVCacheBlock",
+    "self.manager": "KVCacheManager",
     "state": "KVConnectorBlockState",
 }
 # Variables of ours, modules, and what Python's own types have.
 OURS = {
     *("RequestStatus", "_SOURCES", "boundaries", "compat", "event", "half", "half.take_stats()"),
+    *("side", "side.half"),
     *("hand_overs", "log"),
     *("kv_connector_metadata", "metadata", "meta", "other", "p", "params", "secrets"),
     *("sources", "stats", "step", "super()", "tokens", "torch", "written"),
@@ -152,6 +157,7 @@ AT_START = {
     *("check_supported", "group_rule", "geometry", "layer_caches"),
     *("rank_geometry", "supports_sleep_mode", "build_kv_connector_stats", "build_prom_metrics"),
     *("start_scheduler", "start_half", "start_worker", "transfer_of_engine"),
+    "loads_in_steps",
 }
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import xxhash
 
 from connectors.scheduler import SchedulerHalf
+from connectors.step_loads import StepLoads
 from connectors.store_client import StoreClient
 from connectors.store_connection import Attacher
 from kvstore.core.types import BlockKey, make_key
@@ -98,9 +99,11 @@ class CrashEngine:
         ]
         hello = p.Hello(p.VERSION, name, "scheduler", 0, shape.world, credit_slots=CREDITS)
         self.client = StoreClient(Attacher(lambda: path, hello), monotonic_ns)
+        block_bytes = shape.page_bytes * self._geometry.blocks_per_chunk[0]
         self._half = half = SchedulerHalf(
-            self._geometry, self.client, world=shape.world, shares_prefixes=True
-        )
+            self._geometry, self.client, world=shape.world, shares_prefixes=True,
+            step_loads=StepLoads(block_bytes) if shape.batches == 1 else None,
+        )  # fmt: skip
         self.ranks = [
             Rank(shape, rank, TieredWorker(worker), memory[rank])
             for rank, worker in enumerate(self.workers)

@@ -13,6 +13,7 @@ from connectors.engine_interface import BlockTable, EngineRequest
 from connectors.kv_transfer_params import Transfer, is_handed_over
 from connectors.partial_block import is_partial_block
 from connectors.scheduler import SchedulerHalf
+from connectors.step_loads import StepLoads
 from connectors.store_client import StoreClient
 from connectors.store_connection import Attacher
 from kvstore.core.index import State
@@ -76,6 +77,7 @@ class Node:
         *,
         push: bool = False,
         slots: int = CREDITS,
+        step_loads: StepLoads | None = None,
     ) -> None:
         """push: what it asks for is to be written to its store. slots: its credits."""
         self.slots = slots
@@ -85,7 +87,9 @@ class Node:
         self.side = TieredWorker(self.worker)
         hello = p.Hello(p.VERSION, name, "scheduler", 0, 1, credit_slots=slots)
         client = StoreClient(Attacher(lambda: store.path, hello), monotonic_ns)
-        self.half = Half(shape.geometry, client, transfer=Transfer(name, push))
+        self.half = Half(
+            shape.geometry, client, transfer=Transfer(name, push), step_loads=step_loads
+        )
         self.half.given, self.half.handed, self.half.requests = {}, {}, {}
         rank = Rank(shape, 0, self.side, memory)
         self.engine = Engine(shape, self.half, [rank], random.Random(0), stopped=0.0)
@@ -183,8 +187,9 @@ def node(
     *,
     push: bool = False,
     slots: int = CREDITS,
+    step_loads: StepLoads | None = None,
 ) -> Iterator[Node]:
-    made = Node(store, name, shape, push=push, slots=slots)
+    made = Node(store, name, shape, push=push, slots=slots, step_loads=step_loads)
     try:
         made.attach()
         yield made

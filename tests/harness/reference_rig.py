@@ -71,6 +71,9 @@ class Script:
     ) -> None:
         self.outputs.append((list(loaded), set(failed)))
 
+    def step_load_failed(self) -> Sequence[int]:
+        return ()
+
     def request_finished(self, request_id: str, table: BlockTable) -> bool:
         self.ended[request_id] = [list(row) for row in table]
         return request_id in self.delays

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 from connectors.engine_interface import BlockTable, Geometry, Step
+from connectors.kv_transfer_params import NO_TRANSFER, Transfer
 from connectors.scheduler import SchedulerHalf
+from connectors.step_loads import StepLoads
 from connectors.step_meta import StepMeta
 from connectors.store_client import StoreClient
 from connectors.store_connection import Attacher, LinkLost
@@ -102,6 +104,8 @@ class Script:
         shares_prefixes: bool = True,
         credits: int = 100,  # noqa: A002 - the protocol's word
         beside: bool = False,
+        step_loads: StepLoads | None = None,
+        transfer: Transfer = NO_TRANSFER,
     ) -> None:
         self.refused: KVStoreError | None = None
         self.geometry = geometry
@@ -120,7 +124,8 @@ class Script:
         self.client = StoreClient(cast("Attacher", self), lambda: self.now_ns)
         self.half = SchedulerHalf(
             geometry, self.client,
-            world=world, shares_prefixes=shares_prefixes, beside=beside,
+            world=world, shares_prefixes=shares_prefixes, beside=beside, step_loads=step_loads,
+            transfer=transfer,
         )  # fmt: skip
         self.attach(credits)
 

@@ -163,7 +163,7 @@ class Rig:
         for rank in self.ranks:
             rank.half.after_forward(StepMeta(stores=(job,)))
         last = make_key(chain[-1], 0)
-        eventually(lambda: heard(self.client) and self.client.known_ready(last))
+        eventually(lambda: heard(self.client) and last in self.client.known)
         return job
 
     def ask(self, chain: Sequence[bytes], **how: Any) -> Grant:  # noqa: ANN401 - of a lookup

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -43,6 +43,10 @@ class SchedulerSide(Protocol):
         self, stores_over: Mapping[int, int], loaded: Iterable[str], failed: Iterable[str]
     ) -> None:
         """Take the ranks' reports."""
+        ...
+
+    def step_load_failed(self) -> Sequence[int]:
+        """Take it that the load in the last step failed; return what must not be found."""
         ...
 
     def request_finished(self, request_id: str, table: BlockTable) -> bool:
@@ -121,6 +125,10 @@ class CopyingHalf(Protocol):
         """Return requests whose load ended, and which failed."""
         ...
 
+    def take_bad_blocks(self) -> set[int]:
+        """Return engine blocks that loads in this step did not fill."""
+        ...
+
     def take_stores_over(self) -> frozenset[int]:
         """Return store jobs that ended."""
         ...
@@ -140,9 +148,14 @@ class TieredWorker:
         self.after_forward = half.after_forward
 
     def results(self, meta: StepMeta) -> WorkerResults:
-        """Report what ended; our loads are asynchronous, and fail as a whole."""
+        """Report what ended; a load that fails does so as a whole."""
         ended, failed = self.half.finished_loads(meta)
         stats = {name: number for name, number in self.half.take_stats().items() if number}
         return WorkerResults(
-            ended, failed, set(meta.sent), over=self.half.take_stores_over(), stats=stats
+            ended,
+            failed,
+            set(meta.sent),
+            self.half.take_bad_blocks(),
+            self.half.take_stores_over(),
+            stats,
         )

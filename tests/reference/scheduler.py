@@ -231,6 +231,7 @@ class Scheduler:
         book.running.append(request)
         request.state = State.RUNNING
         blocks = self._tables.from_token(request, 0)
+        self._targets[request.request_id] = set(self._tables.from_token(request, start, first))
         self._write(self._tables.from_token(request, start), blocks)
         self._count(request)
         self._plan(request, first, count, request.hit.external)

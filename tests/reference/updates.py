@@ -36,6 +36,8 @@ class Updates:
             if work.samples:
                 tokens[request.request_id] = self._deliver(request, work)
         book.ran(batch.works)
+        if report.invalid:
+            book.tables.unpublish(book.connector.step_load_failed())
         loaded = sorted(report.loaded)  # the order of a set of strings is not a seed's
         book.connector.on_output(report.over, loaded, report.failed)
         for request_id in loaded:

@@ -88,6 +88,11 @@ class Worker:
         self.stores_open.add(job.job_id)
         self._queue.append(job)
 
+    @staticmethod
+    def take_bad_blocks() -> set[int]:
+        """Return none: loads here do not end in a step."""
+        return set()
+
     def finished_loads(self, meta: StepMeta) -> tuple[set[str], set[str]]:
         """In a step that computes nothing loads are waited for: some end in the one they began."""
         if meta.idle and self.loads_open and self._wakes():
