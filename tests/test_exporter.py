@@ -255,6 +255,7 @@ def test_none_of_the_stores_environment_is_in_its_memory(told: Told) -> None:
     """Peers can read all of that."""
     found = Path(f"/proc/{told.child.pid}/environ").read_bytes()
     assert b"UCX_NET_DEVICES=lo" in found
+    assert b"UCX_USE_MT_MUTEX=y" in found, "its threads sleep on UCX's lock"
     assert NOT_FOR_PEERS.encode() not in found
 
 

@@ -27,9 +27,9 @@ def environment(devices: str, transports: str | None) -> dict[str, str]:
 
 def ucx_settings(devices: str, transports: str | None = None) -> dict[str, str]:
     """Return the variables that UCX reads when an agent is made."""
-    found = {"UCX_NET_DEVICES": devices}
-    if MUTEX not in os.environ:
-        found[MUTEX] = "y"  # else whoever waits for UCX's lock, its own thread or ours, spins
+    # Without it, whoever waits for UCX's lock, its own thread or ours, spins. An operator's counts.
+    mutex = {MUTEX: "y", **os.environ}[MUTEX]
+    found = {"UCX_NET_DEVICES": devices, MUTEX: mutex}
     if transports is not None:
         found["UCX_TLS"] = transports
     if not RDMA_DEVICES.is_dir() or not any(RDMA_DEVICES.iterdir()):
