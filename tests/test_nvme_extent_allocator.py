@@ -21,7 +21,7 @@ from tests.harness.nvme_trouble import (
     wait,
     wait_for,
 )
-from tiers.nvme import NvmeDisk, disk, extent_allocator
+from tiers.nvme import disk, extent_allocator
 from tiers.nvme.directory import Directory, Look
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
@@ -129,25 +129,20 @@ def test_a_smaller_cap_in_any_state_holds_in_the_end(
 ) -> None:
     with shelf(settings) as before:
         before.fill(60)
-    made = NvmeDisk(settings)
-    found = Shelf(made)
-    if state != "loading":
+    with shelf(settings, settled=state != "loading") as found:
+        if state == "off":
+            lose(found)
+            away(found)
+        elif state == "read_only":
+            found.disk._health.only_reads("for the test", time.monotonic())
+        found.disk.resize(8 * MIB)
+        if state == "off":
+            let_back(found)
         found.settle()
-    if state == "off":
-        lose(found)
-        away(found)
-    elif state == "read_only":
-        made._health.only_reads("for the test", time.monotonic())
-    made.resize(8 * MIB)
-    if state == "off":
-        let_back(found)
-    found.settle()
-    wait(found, lambda: disk_bytes(folder) <= 8 * MIB)
-    found.settle()
-    assert found.keys()
-    assert all(found.get([name]).done == 1 for name in found.keys())  # noqa: SIM118
-    found.tier.close()
-    made.close()
+        wait(found, lambda: disk_bytes(folder) <= 8 * MIB)
+        found.settle()
+        assert found.keys()
+        assert all(found.get([name]).done == 1 for name in found.keys())  # noqa: SIM118
 
 
 # Jobs

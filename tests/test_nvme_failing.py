@@ -458,14 +458,11 @@ def test_an_extent_that_is_being_made_is_let_go_of_too(
 def test_it_comes_back_while_its_index_is_being_read(settings: NvmeConfig, folder: Path) -> None:
     with shelf(settings) as before:
         before.fill(10, 20)
-    made = NvmeDisk(settings)
-    found = Shelf(made)
-    assert made.state == "loading"
-    lose(found)
-    away(found)
-    assert not open_files(folder)
-    let_back(found)
-    wait_for(found, "ok")
-    assert all(found.whole(chain, 20) for chain in range(10))
-    found.tier.close()
-    made.close()
+    with shelf(settings, settled=False) as found:
+        assert found.disk.state == "loading"
+        lose(found)
+        away(found)
+        assert not open_files(folder)
+        let_back(found)
+        wait_for(found, "ok")
+        assert all(found.whole(chain, 20) for chain in range(10))
