@@ -13,7 +13,8 @@ from kvstore.config import NvmeConfig
 from tests.harness import bugs
 from tests.harness.faults import build
 from tests.harness.forked import OF_ENGINES, OF_INDEXES, fork_index, start_server
-from tests.harness.nvme_blocks import settings_for
+from tests.harness.nvme_blocks import Shelf, settings_for, shelf
+from tests.harness.nvme_trouble import be_quick
 from tiers.nvme.index_client import IndexProcess
 
 ENGINES = "tests/engine/"
@@ -68,6 +69,27 @@ def fault_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _disk_settings(tmp_path: Path) -> NvmeConfig:
     """Of a small NVMe tier."""
     return settings_for(tmp_path / "kv")
+
+
+@pytest.fixture
+def empty(settings: NvmeConfig) -> Iterator[Shelf]:
+    """A small NVMe tier, open."""
+    with shelf(settings) as made:
+        yield made
+
+
+@pytest.fixture
+def found(empty: Shelf) -> Shelf:
+    """One with five blocks of chain 1 on disk."""
+    empty.put(1, 0, 5)
+    empty.settle()
+    return empty
+
+
+@pytest.fixture
+def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fails is looked at often."""
+    be_quick(monkeypatch)
 
 
 @pytest.fixture(scope="session")

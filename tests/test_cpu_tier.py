@@ -234,6 +234,13 @@ def test_three_namespaces_share_the_cap() -> None:
     assert memory.used_bytes_max <= memory.capacity_bytes
 
 
+def join_poor(town: Town) -> Engine:
+    """An engine of a model that has no memory yet."""
+    poor = Engine(town, "poor", identity="poor")
+    poor.join()
+    return poor
+
+
 def poor_and_rich(*, slow: bool = False) -> tuple[Town, HeapPool, Engine, Engine]:
     """A rich engine that does not answer Unmap by itself, and a poor one that needs memory.
 
@@ -245,31 +252,25 @@ def poor_and_rich(*, slow: bool = False) -> tuple[Town, HeapPool, Engine, Engine
     rich.maps = False
     if slow:
         Engine(town, "slow", identity="rich", maps=False).join()
-    poor = Engine(town, "poor", identity="poor")
-    poor.join()
+    poor = join_poor(town)
     town.settle(poor, turns=10)
     return town, memory, rich, poor
 
 
-def test_O23_memory_moves_only_when_every_worker_has_unmapped_it() -> None:
+@pytest.mark.parametrize("gone", [False, True])
+def test_O23_memory_moves_only_when_every_worker_has_unmapped_it_or_is_gone(*, gone: bool) -> None:
     town, memory, rich, poor = poor_and_rich()
     (unmap,) = town.take(rich.workers[0], p.Unmap)
     assert not memory.released
     assert poor.active is None
-    town.say(rich.workers[0], p.Unmapped(unmap.extent))
-    town.settle(rich, poor, turns=10)
-    assert len(memory.released) == 1
-    assert poor.active is not None
-    assert memory.used_bytes_max <= memory.capacity_bytes
-
-
-def test_O23_a_worker_that_is_gone_has_unmapped() -> None:
-    town, memory, rich, poor = poor_and_rich()
-    assert not memory.released
-    town.close(rich.workers[0])
+    if gone:
+        town.close(rich.workers[0])
+    else:
+        town.say(rich.workers[0], p.Unmapped(unmap.extent))
     town.settle(poor, turns=10)
     assert len(memory.released) == 1
     assert poor.active is not None
+    assert memory.used_bytes_max <= memory.capacity_bytes
 
 
 def test_a_worker_that_does_not_unmap_in_time_ends_its_session() -> None:
@@ -314,8 +315,7 @@ def test_O23_memory_that_a_frozen_engine_may_have_mapped_moves_when_it_is_gone()
     town.say(frozen.scheduler, p.Arrived(1, b"", 0, ok=True))  # no worker's: it ends
     assert phase(town, frozen) is Phase.ENDING
     frozen.maps = False
-    poor = Engine(town, "poor", identity="poor")
-    poor.join()
+    poor = join_poor(town)
     for number in range(4):
         good.put(hashes(2, f"more{number}"))  # uses up credits in the extent that goes
         town.settle(poor, good, turns=5)
@@ -351,8 +351,7 @@ def test_O23_a_frozen_engine_does_not_keep_memory_of_others_from_moving() -> Non
         fill(rich, 2, f"{number}")
     assert extents_of(town) == [3, 3]
     frozen.maps = False
-    poor = Engine(town, "poor", identity="poor")
-    poor.join()
+    poor = join_poor(town)
     town.settle(poor, rich, turns=10)
     assert (poor.active, extents_of(town)) == (None, [3, 3, 0])
     town.tick(ms=3_100)
@@ -369,8 +368,7 @@ def test_O20_memory_under_a_lease_stays_until_the_lease_ends() -> None:
     rich.put(chain)
     granted = rich.hit(chain)
     assert len(blocks(granted)) > 8
-    poor = Engine(town, "poor", identity="poor")
-    poor.join()
+    poor = join_poor(town)
     town.settle(poor, rich, turns=10)
     assert not memory.released
     rich.step(release=(granted.lease,))
@@ -389,8 +387,7 @@ def test_O20_where_leases_keep_memory_for_long_no_more_of_the_same_model_is_take
     rich.put(chain)
     assert len(blocks(rich.hit(chain))) == 24
     (namespace,) = town.store.namespaces.values()
-    poor = Engine(town, "poor", identity="poor")
-    poor.join()
+    poor = join_poor(town)
 
     def retiring() -> int:
         town.settle(poor, rich)
@@ -448,8 +445,7 @@ def test_S5_where_memory_is_short_a_model_without_any_gets_some_of_another(
         memory.fail = None if enough else memory.fail
 
     monkeypatch.setattr(memory, "release", released)
-    poor = Engine(town, "poor", identity="poor")
-    poor.join()
+    poor = join_poor(town)
     for _ in range(10):  # long before it would look again
         town.tick(ms=100)
         town.settle(poor, rich)

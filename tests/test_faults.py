@@ -143,8 +143,6 @@ def test_a_fault_is_for_some_files_only(faults: Faults, victim: Victim) -> None:
         with faults.of(Call.WRITE, kind, error=errno.EIO):
             for other in ("extent", "index", "lock"):
                 assert victim.do("pwrite", other) == (eio if other == name else "ok")
-    with faults.of(Call.WRITE, error=errno.EIO, below="/index"):
-        assert [victim.do("pwrite", name) for name in ("extent", "index")] == ["ok", eio]
 
 
 def test_a_fault_does_not_leave_its_folder(fault_library: Path, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from tests.harness.fake_cuda import FakeCuda
 from tests.harness.fakes import SLOT_BYTES
 from tests.harness.live import LiveStore, store_settings
 from tests.harness.worker_rig import Rig
+from tests.test_cpu_tier import wait_for
 from tests.test_gpu_device import extent_of
 from tiers.cpu import CpuExtent, CpuMemory
 
@@ -70,12 +70,7 @@ def policy_at(address: int) -> tuple[int, list[int]]:
 def answers(pool: CpuMemory) -> Iterator[CpuExtent]:
     """Make one extent and give it back."""
     assert pool.request("a", SLOT_BYTES)
-    found: list[tuple[str, CpuExtent | Exception]] = []
-    end = time.monotonic() + 600
-    while not found and time.monotonic() < end:
-        found.extend(pool.poll())
-        time.sleep(0.001)
-    ((_, made),) = found
+    ((_, made),) = wait_for(pool)
     assert isinstance(made, CpuExtent)
     yield made
     pool.release(made)
@@ -117,12 +112,10 @@ def test_memory_that_is_elsewhere_is_told(
 ) -> None:
     """A node without room is no error: the policy is a preference."""
     monkeypatch.setattr(numa, "nodes_of", lambda *_: Counter({0: 3, 1: 9, 5: 4}))
-    for _ in answers(CpuMemory(SIZE, SIZE, 0)):
-        pass
+    list(answers(CpuMemory(SIZE, SIZE, 0)))
     assert "NUMA node 0 has no room: an extent is on node 1 and 5" in caplog.text
     caplog.clear()
-    for _ in answers(CpuMemory(SIZE, SIZE)):
-        pass
+    list(answers(CpuMemory(SIZE, SIZE)))
     assert caplog.text == ""
 
 
@@ -133,6 +126,8 @@ def test_a_node_that_is_not_there_is_refused_with_those_that_are(
     (tmp_path / "has_memory").write_text("0-1,4\n")
     with pytest.raises(ConfigError, match=r"numa: expected a node with memory \(0 or 1 or 4\), fo"):
         CpuMemory(SIZE, SIZE, 3)
+    (tmp_path / "has_memory").write_text("\n")
+    assert numa.nodes() == []
     (tmp_path / "has_memory").unlink()
     with pytest.raises(ConfigError, match=r"the kernel knows of no nodes\), found 0"):
         numa.check(0)
@@ -145,9 +140,8 @@ def test_a_node_that_the_kernel_refuses_is_explained(
     monkeypatch.setattr(numa, "NODES", tmp_path)
     (tmp_path / "has_memory").write_text("0-1023\n")
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
-    with pytest.raises(
-        ConfigError, match=r"on node 1023, .*Invalid argument.*service excludes the n"
-    ):
+    expected = r"on node 1023, .*Invalid argument.*service excludes the n"
+    with pytest.raises(ConfigError, match=expected):
         numa.check(1023)
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
@@ -327,10 +321,3 @@ def test_a_system_that_does_not_tell_stops_nothing(
     assert len(cuda.pinned_ranges) == 2
     for made in answers(CpuMemory(SIZE, SIZE, 0)):
         assert made.count
-
-
-@pytest.mark.parametrize(
-    ("text", "numbers"), [("0", [0]), ("0-2", [0, 1, 2]), ("0-1,4\n", [0, 1, 4]), ("\n", [])]
-)
-def test_lists_of_the_kernel_are_read(text: str, numbers: list[int]) -> None:
-    assert numa._numbers(text) == numbers

@@ -9,7 +9,6 @@ import os
 import random
 import shutil
 import struct
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,19 +17,17 @@ import lmdb
 import pytest
 
 from kvstore.core.errors import ConfigError
-from tests.harness.nvme_blocks import SLOT_BYTES, eventually_ok, key, settings_for, shelf
-from tiers.nvme import NvmeDisk, health
+from tests.harness.nvme_blocks import SLOT_BYTES, key, settings_for, shelf
+from tests.harness.nvme_damage import change_namespaces
+from tests.harness.nvme_trouble import wait, wait_for
+from tiers.nvme import NvmeDisk
 from tiers.nvme.index_server import IndexFile, failed, is_damage
 from tiers.nvme.messages import FORMAT, NAMESPACE
 
 CHAINS, LENGTH = 40, 10
 BITS = 40
+pytestmark = pytest.mark.usefixtures("quick_disk")
 SEEDS = int(os.environ.get("KVSTORE_BITS", "30"))
-
-
-@pytest.fixture(autouse=True)
-def _again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "RETRY_S", 0.05)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +70,7 @@ def test_S2_flipped_bits_of_an_index_cost_blocks_and_nothing_else(
             for chain in range(CHAINS):
                 there = [key(chain, n) for n in range(LENGTH) if found.has(chain, n)]
                 assert found.get(there).done <= len(there)
-            eventually_ok(found)  # what a read has found may have it set aside
+            wait_for(found, "ok")  # what a read has found may have it set aside
             assert found.put(99, 0, 5).done == 5, f"seed {seed}"
             found.settle()
         with shelf(settings_for(folder)) as again:
@@ -125,21 +122,22 @@ def test_S2_another_version_of_lmdb_in_its_first_pages_is_damage(folder: Path, p
     index_of(folder).write_bytes(data)
     with shelf(settings_for(folder)) as found:
         assert found.keys() == []
-        eventually_ok(found)
+        wait_for(found, "ok")
         assert found.put(99, 0, 5).done == 5
 
 
 def test_S2_a_namespace_whose_blocks_have_another_size_on_disk_is_damage(folder: Path) -> None:
     """Else its engines could never attach: the name follows from the size."""
-    with lmdb.open(str(folder / "index"), max_dbs=4, lock=False, map_size=256 << 20) as env:
-        names = env.open_db(b"namespaces")
-        with env.begin(write=True) as txn:
-            ((digest, value),) = list(txn.cursor(names))
-            number, size = NAMESPACE.unpack(value)
-            assert size == SLOT_BYTES
-            txn.put(digest, NAMESPACE.pack(number, size | 1 << 18), db=names)
+
+    def enlarge(found: dict[bytes, bytes]) -> None:
+        ((digest, value),) = found.items()
+        number, size = NAMESPACE.unpack(value)
+        assert size == SLOT_BYTES
+        found[digest] = NAMESPACE.pack(number, size | 1 << 18)
+
+    change_namespaces(settings_for(folder), enlarge)
     with shelf(settings_for(folder)) as found:
-        eventually_ok(found)
+        wait_for(found, "ok")
         assert found.put(1, 0, 3).done == 3
         found.settle()
     assert list(folder.glob("index.damaged*"))
@@ -161,11 +159,8 @@ def test_S2_damage_that_a_commit_finds_sets_the_index_aside(
         with path.open("r+b") as file:
             file.write(data)
         found.put(99, 0, 5)
-        end = time.monotonic() + 60
-        while not list(folder.glob("index.damaged*")) and time.monotonic() < end:
-            found.disk.flush()
-        assert list(folder.glob("index.damaged*"))
-        eventually_ok(found)
+        wait(found, lambda: list(folder.glob("index.damaged*")))
+        wait_for(found, "ok")
         assert found.put(98, 0, 5).done == 5
         found.settle()
         assert found.whole(98, 5)

@@ -15,20 +15,16 @@ from tests.harness.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for,
 from tests.harness.nvme_trouble import (
     Gate,
     away,
-    be_quick,
     let_back,
     lose,
     raise_eio,
     wait,
     wait_for,
 )
-from tiers.nvme import NvmeDisk, disk, extent_allocator
+from tiers.nvme import disk, extent_allocator
 from tiers.nvme.directory import Directory, Look
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    be_quick(monkeypatch)
+pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
 @pytest.fixture
@@ -50,53 +46,39 @@ def test_damaged_indexes_that_are_kept_count(folder: Path) -> None:
 
 
 def test_a_file_system_without_room_gets_no_extents_and_the_tier_goes_on(
-    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+    found: Shelf, settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = Directory.look
 
     def full(volume: Directory) -> Look:
         return real(volume)._replace(free_bytes=settings.extent_bytes - 1)
 
-    with shelf(settings) as found:
-        found.put(1, 0, 5)
-        found.settle()
-        made = len(list(folder.glob("*.extent")))
-        with monkeypatch.context() as patched:
-            patched.setattr(Directory, "look", full)
-            for chain in range(2, 40):
-                assert found.put(chain, 0, 30).done == 30
-        assert found.disk.state == "ok"
-        assert len(list(folder.glob("*.extent"))) == made
-        assert found.tier.space.counts["evicted"]
+    made = len(list(folder.glob("*.extent")))
+    with monkeypatch.context() as patched:
+        patched.setattr(Directory, "look", full)
+        for chain in range(2, 40):
+            assert found.put(chain, 0, 30).done == 30
+    assert found.disk.state == "ok"
+    assert len(list(folder.glob("*.extent"))) == made
+    assert found.tier.space.counts["evicted"]
 
 
 def test_a_file_system_of_which_nothing_is_known_gets_no_extent(
-    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+    empty: Shelf, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with shelf(settings) as found:
-        with monkeypatch.context() as patched:
-            patched.setattr(disk, "LOOK_EVERY_S", 1000.0)
-            patched.setattr(os, "fstatvfs", raise_eio)
-            assert found.put(1, 0, 5).done == 0
-        assert not list(folder.glob("*.extent"))
-        wait_for(found, "ok")
-        assert found.put(1, 0, 5).done == 5
+    with monkeypatch.context() as patched:
+        patched.setattr(disk, "LOOK_EVERY_S", 1000.0)
+        patched.setattr(os, "fstatvfs", raise_eio)
+        assert empty.put(1, 0, 5).done == 0
+    assert not list(folder.glob("*.extent"))
+    wait_for(empty, "ok")
+    assert empty.put(1, 0, 5).done == 5
 
 
-def test_the_reserve_of_the_file_system_is_not_free(settings: NvmeConfig, folder: Path) -> None:
-    with shelf(settings):
-        found = os.statvfs(folder)
-        seen = _look(folder)
-        assert seen.free_bytes <= found.f_bavail * found.f_frsize - 64 * MIB
-
-
-def _look(folder: Path) -> Look:
-    volume = Directory(folder.with_name("another"))
-    volume.open(0.0)
-    try:
-        return volume.look()
-    finally:
-        volume.close()
+def test_the_reserve_of_the_file_system_is_not_free(empty: Shelf, folder: Path) -> None:
+    found = os.statvfs(folder)
+    seen = empty.disk._shared.volume.look()
+    assert seen.free_bytes <= found.f_bavail * found.f_frsize - 64 * MIB
 
 
 @pytest.mark.parametrize("slice_blocks", [1, extent_allocator.SLICE_BLOCKS])
@@ -120,26 +102,25 @@ def test_eviction_ahead_begins_below_the_low_mark_and_goes_on_to_the_high_one(
 
 
 def test_a_resize_while_an_extent_is_made_leaves_it_within_its_cap(
-    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+    empty: Shelf, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(os.posix_fallocate)
-    with shelf(settings) as found:
-        for chain in range(16):  # fills an extent, almost
-            found.put(chain, 0, 15)
-        found.disk._next_look_s = float("inf")  # it is not the watch that sees it
-        found.settle()
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "posix_fallocate", gate)
-            for chain in range(16, 40):
-                if found.disk._room.making:
-                    break
-                found.put(chain, 0, 1)
-            wait(found, lambda: gate.waiting)
-            small = 4 * MIB
-            found.disk.resize(small)
-            gate.go_on.set()
-        found.settle()
-        wait(found, lambda: disk_bytes(folder) <= small and found.disk.used_bytes <= small)
+    for chain in range(16):  # fills an extent, almost
+        empty.put(chain, 0, 15)
+    empty.disk._next_look_s = float("inf")  # it is not the watch that sees it
+    empty.settle()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", gate)
+        for chain in range(16, 40):
+            if empty.disk._room.making:
+                break
+            empty.put(chain, 0, 1)
+        wait(empty, lambda: gate.waiting)
+        small = 4 * MIB
+        empty.disk.resize(small)
+        gate.go_on.set()
+    empty.settle()
+    wait(empty, lambda: disk_bytes(folder) <= small and empty.disk.used_bytes <= small)
 
 
 @pytest.mark.parametrize("state", ["off", "read_only", "loading"])
@@ -148,25 +129,20 @@ def test_a_smaller_cap_in_any_state_holds_in_the_end(
 ) -> None:
     with shelf(settings) as before:
         before.fill(60)
-    made = NvmeDisk(settings)
-    found = Shelf(made)
-    if state != "loading":
+    with shelf(settings, settled=state != "loading") as found:
+        if state == "off":
+            lose(found)
+            away(found)
+        elif state == "read_only":
+            found.disk._health.only_reads("for the test", time.monotonic())
+        found.disk.resize(8 * MIB)
+        if state == "off":
+            let_back(found)
         found.settle()
-    if state == "off":
-        lose(found)
-        away(found)
-    elif state == "read_only":
-        made._health.only_reads("for the test", time.monotonic())
-    made.resize(8 * MIB)
-    if state == "off":
-        let_back(found)
-    found.settle()
-    wait(found, lambda: disk_bytes(folder) <= 8 * MIB)
-    found.settle()
-    assert found.keys()
-    assert all(found.get([name]).done == 1 for name in found.keys())  # noqa: SIM118
-    found.tier.close()
-    made.close()
+        wait(found, lambda: disk_bytes(folder) <= 8 * MIB)
+        found.settle()
+        assert found.keys()
+        assert all(found.get([name]).done == 1 for name in found.keys())  # noqa: SIM118
 
 
 # Jobs
@@ -186,29 +162,28 @@ def test_a_job_larger_than_the_disk_ends(tmp_path: Path) -> None:
 
 
 def test_a_change_that_just_missed_a_commit_waits_for_the_window_once(
-    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+    empty: Shelf, settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     window_s = settings.durability_ns / 1e9
-    with shelf(settings) as found:
-        found.settle()
-        commits = found.disk._commits
-        commits._hurry = False
-        began: list[float] = []
-        now_s = 1000.0
-        monkeypatch.setattr(commits, "_begin", lambda: began.append(now_s))
-        commits.under_way = True
-        found.tier.space.to_delete.append(object())  # type: ignore[arg-type]
-        found.disk.wake(found.tier.space)
-        commits.step(now_s)
-        now_s += window_s / 2
-        commits.under_way = False
-        commits.step(now_s)
-        assert not began
-        now_s = 1000.0 + window_s
-        assert commits.due_at_s == now_s
-        commits.step(now_s)
-        assert began == [now_s], "not a window after the commit before has ended"
-        found.tier.space.to_delete.clear()
+    empty.settle()
+    commits = empty.disk._commits
+    commits._hurry = False
+    began: list[float] = []
+    now_s = 1000.0
+    monkeypatch.setattr(commits, "_begin", lambda: began.append(now_s))
+    commits.under_way = True
+    empty.tier.space.to_delete.append(object())  # type: ignore[arg-type]
+    empty.disk.wake(empty.tier.space)
+    commits.step(now_s)
+    now_s += window_s / 2
+    commits.under_way = False
+    commits.step(now_s)
+    assert not began
+    now_s = 1000.0 + window_s
+    assert commits.due_at_s == now_s
+    commits.step(now_s)
+    assert began == [now_s], "not a window after the commit before has ended"
+    empty.tier.space.to_delete.clear()
 
 
 def test_an_idle_store_commits_when_the_window_ends(folder: Path) -> None:

@@ -1,9 +1,10 @@
-"""Calls of the disk that fail or hang under a running tier."""
+"""Calls of the disk that fail or hang under a running tier, and a directory that goes and comes."""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
 import threading
 import time
@@ -17,12 +18,14 @@ from kvstore.core.errors import ConfigError, TierIOError
 from kvstore.core.types import LookupResult
 from kvstore.store.gauges import disk_gauges
 from tests.bench.steal import Watch
-from tests.harness.nvme_blocks import MIB, disk_bytes, key, settings_for, shelf
+from tests.harness.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
 from tests.harness.nvme_trouble import (
     Gate,
     Wrap,
     away,
-    be_quick,
+    let_back,
+    lose,
+    open_files,
     raise_eio,
     refuse,
     wait,
@@ -37,11 +40,9 @@ from tiers.nvme.index_client import (
     IndexProcessDiedError,
 )
 from tiers.nvme.messages import Answer, Commit, Request
+from tiers.nvme.remount import Phase
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    be_quick(monkeypatch)
+pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
 @pytest.fixture
@@ -50,29 +51,26 @@ def folder(settings: NvmeConfig) -> Path:
 
 
 def test_an_index_that_was_found_damaged_before_is_not_gone_on_with(
-    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+    found: Shelf, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a commit has found is not found again when the index is opened."""
 
     def fail(*_: object) -> None:
         raise IndexDamagedError("for the test")
 
-    with shelf(settings) as found:
-        found.put(1, 0, 5)
-        found.settle()
-        before = found.tier.space
-        with monkeypatch.context() as patched:
-            patched.setattr(IndexClient, "commit", fail)
-            found.put(2, 0, 5)
-            away(found)
-        wait(found, lambda: found.tier.space is not before)
-        assert list(folder.glob("index.damaged-*")), "it is kept for inspection"
-        wait_for(found, "ok")
-        assert found.put(3, 0, 5).done == 5
+    before = found.tier.space
+    with monkeypatch.context() as patched:
+        patched.setattr(IndexClient, "commit", fail)
+        found.put(2, 0, 5)
+        away(found)
+    wait(found, lambda: found.tier.space is not before)
+    assert list(folder.glob("index.damaged-*")), "it is kept for inspection"
+    wait_for(found, "ok")
+    assert found.put(3, 0, 5).done == 5
 
 
 def test_an_index_that_ends_each_commit_is_set_aside(
-    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+    found: Shelf, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It can be read, but three processes in a row were ended by it."""
     real, left = IndexProcess.ask, [3]
@@ -84,14 +82,11 @@ def test_an_index_that_ends_each_commit_is_set_aside(
             raise IndexProcessDiedError("for the test", of_the_file=True)
         return real(process, request)
 
-    with shelf(settings) as found:
-        found.put(1, 0, 5)
-        found.settle()
-        monkeypatch.setattr(IndexProcess, "ask", ask)
-        found.put(2, 0, 5)
-        wait(found, lambda: list(folder.glob("index.damaged-*")))
-        wait_for(found, "ok")
-        assert found.put(3, 0, 5).done == 5
+    monkeypatch.setattr(IndexProcess, "ask", ask)
+    found.put(2, 0, 5)
+    wait(found, lambda: list(folder.glob("index.damaged-*")))
+    wait_for(found, "ok")
+    assert found.put(3, 0, 5).done == 5
 
 
 def test_an_extent_whose_removal_fails_still_counts_and_goes_later(
@@ -116,73 +111,63 @@ def test_an_extent_whose_removal_fails_still_counts_and_goes_later(
 
 
 def test_an_extent_that_the_index_does_not_know_leaves_no_file(
-    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+    empty: Shelf, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise TierIOError("no commit today")
 
-    with shelf(settings) as found:
-        with monkeypatch.context() as patched:
-            patched.setattr(IndexClient, "commit", fail)
-            assert found.put(1, 0, 5).done == 0
-            assert found.disk.state == "read_only"
-            assert not list(folder.glob("*.extent"))
-        wait_for(found, "ok")
-        assert found.put(1, 0, 5).done == 5
+    with monkeypatch.context() as patched:
+        patched.setattr(IndexClient, "commit", fail)
+        assert empty.put(1, 0, 5).done == 0
+        assert empty.disk.state == "read_only"
+        assert not list(folder.glob("*.extent"))
+    wait_for(empty, "ok")
+    assert empty.put(1, 0, 5).done == 5
 
 
-def test_lost_permissions_turn_it_off(
-    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with shelf(settings) as found:
-        found.put(1, 0, 5)
-        found.settle()
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "open", refuse(os.open, "kv", errno.EACCES))
-            wait_for(found, "off")
-            assert "Permission denied" in found.disk._health.reason
-        wait_for(found, "ok")
-        assert found.whole(1, 5)
+def test_lost_permissions_turn_it_off(found: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse(os.open, "kv", errno.EACCES))
+        wait_for(found, "off")
+        assert "Permission denied" in found.disk._health.reason
+    wait_for(found, "ok")
+    assert found.whole(1, 5)
 
 
 def test_a_file_system_that_turns_read_only_is_seen(
-    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+    found: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = Directory.look
 
     def read_only(volume: Directory) -> Look:
         return real(volume)._replace(read_only=True)
 
-    with shelf(settings) as found:
-        found.put(1, 0, 5)
-        found.settle()
-        with monkeypatch.context() as patched:
-            patched.setattr(Directory, "look", read_only)
-            wait_for(found, "read_only")
-            assert found.whole(1, 5)
-        wait_for(found, "ok")
+    with monkeypatch.context() as patched:
+        patched.setattr(Directory, "look", read_only)
+        wait_for(found, "read_only")
+        assert found.whole(1, 5)
+    wait_for(found, "ok")
 
 
 def test_a_bad_extent_costs_its_blocks_and_not_the_tier(
-    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+    empty: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with shelf(settings) as found:
-        for chain in range(20):  # two extents and more
-            found.put(chain, 0, 30)
-        found.settle()
-        bad = found.tier.space.index.get(key(0, 0))
-        assert bad is not None
-        extent = found.tier.space.extents[bad.slot >> 32]
-        monkeypatch.setattr(extent, "read", raise_eio)
-        for _ in range(5):
-            found.get([key(0, 0)])
-            assert found.disk.state == "ok"
-        assert not found.has(0, 0), "it is not tried for ever"
-        assert found.tier.space.counts["unreadable"] == 1
-        index = found.tier.space.index
-        good = [record.key for record in index if record.slot >> 32 != bad.slot >> 32]
-        assert good
-        assert all(found.get([name]).done == 1 for name in good)
+    for chain in range(20):  # two extents and more
+        empty.put(chain, 0, 30)
+    empty.settle()
+    bad = empty.tier.space.index.get(key(0, 0))
+    assert bad is not None
+    extent = empty.tier.space.extents[bad.slot >> 32]
+    monkeypatch.setattr(extent, "read", raise_eio)
+    for _ in range(5):
+        empty.get([key(0, 0)])
+        assert empty.disk.state == "ok"
+    assert not empty.has(0, 0), "it is not tried for ever"
+    assert empty.tier.space.counts["unreadable"] == 1
+    index = empty.tier.space.index
+    good = [record.key for record in index if record.slot >> 32 != bad.slot >> 32]
+    assert good
+    assert all(empty.get([name]).done == 1 for name in good)
 
 
 def test_an_unreadable_disk_at_the_start_is_no_damage(
@@ -213,47 +198,43 @@ def short_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short_hang")
 def test_a_commit_that_hangs_stops_nothing_but_writes(
-    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+    found: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(os.fdatasync)
-    with shelf(settings) as found:
-        found.put(1, 0, 5)
-        found.settle()
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "fdatasync", gate)
-            found.put(2, 0, 5)
-            wait_for(found, "read_only")
-            assert gate.waiting == 1
-            shown = disk_gauges(found.disk)
-            assert shown["kvstore_tier_stalled_seconds", "nvme", "keeper"] > 0.2
-            assert shown["kvstore_tier_stalled_seconds", "nvme", "reads"] == 0.0
-            assert shown["kvstore_tiers", "nvme", "read_only"] == 1.0
-            assert shown["kvstore_tiers", "nvme", "ok"] == 0.0
-            watch = Watch()
-            assert found.whole(1, 5)
-            found.disk.resize(32 * MIB)
-            assert found.tier.lookup(key(2, 0)) is LookupResult.HIT
-            assert watch.own_s() < 1.0
-            gate.go_on.set()
-        wait_for(found, "ok")
-        assert found.disk.stalled_s["keeper"] == 0.0
-        assert found.put(3, 0, 5).done == 5
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", gate)
+        found.put(2, 0, 5)
+        wait_for(found, "read_only")
+        assert gate.waiting == 1
+        shown = disk_gauges(found.disk)
+        assert shown["kvstore_tier_stalled_seconds", "nvme", "keeper"] > 0.2
+        assert shown["kvstore_tier_stalled_seconds", "nvme", "reads"] == 0.0
+        assert shown["kvstore_tiers", "nvme", "read_only"] == 1.0
+        assert shown["kvstore_tiers", "nvme", "ok"] == 0.0
+        watch = Watch()
+        assert found.whole(1, 5)
+        found.disk.resize(32 * MIB)
+        assert found.tier.lookup(key(2, 0)) is LookupResult.HIT
+        assert watch.own_s() < 1.0
+        gate.go_on.set()
+    wait_for(found, "ok")
+    assert found.disk.stalled_s["keeper"] == 0.0
+    assert found.put(3, 0, 5).done == 5
 
 
 @pytest.mark.usefixtures("short_hang")
 def test_a_directory_that_cannot_be_looked_at_for_long_is_off(
-    settings: NvmeConfig, monkeypatch: pytest.MonkeyPatch
+    empty: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(os.fstatvfs)
-    with shelf(settings) as found:
-        found.put(1, 0, 5)
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "fstatvfs", gate)
-            wait_for(found, "off")
-            assert not found.has(1, 0)
-            gate.go_on.set()
-        wait_for(found, "ok")
-        assert found.whole(1, 5)
+    empty.put(1, 0, 5)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstatvfs", gate)
+        wait_for(empty, "off")
+        assert not empty.has(1, 0)
+        gate.go_on.set()
+    wait_for(empty, "ok")
+    assert empty.whole(1, 5)
 
 
 CALLS = (
@@ -300,3 +281,188 @@ def test_the_stores_thread_never_calls_the_file_system(
             assert found.put(99, 0, 5).done == 5
             found.settle()
         assert not wrong
+
+
+# The directory goes, and comes back
+
+
+def test_a_directory_that_goes_turns_it_off_and_it_comes_back_with_its_blocks(
+    settings: NvmeConfig, folder: Path
+) -> None:
+    with shelf(settings) as found:
+        found.fill(10, 5)
+        found.settle()
+        folder.rename(folder.with_name("elsewhere"))
+        wait_for(found, "off")
+        before = found.tier.space
+        assert not found.has(1, 0)
+        assert found.get([key(1, 0)]).done == 0
+        assert isinstance(found.put(90, 0, 1).error, TierIOError)
+        away(found)
+        assert not open_files(folder.with_name("elsewhere")), "nothing is held"
+        folder.with_name("elsewhere").rename(folder)
+        wait_for(found, "ok")
+        assert found.tier.space is not before, "its index is read, as at a start"
+        assert all(found.whole(chain, 5) for chain in range(10))
+        assert found.put(90, 0, 5).done == 5
+        found.settle()
+    with shelf(settings) as after:
+        assert after.whole(90, 5)
+        assert after.whole(3, 5)
+
+
+def test_another_directory_in_its_place_is_not_touched(
+    settings: NvmeConfig, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with shelf(settings) as found:
+        found.put(1, 0, 5)
+        found.settle()
+        folder.rename(folder.with_name("elsewhere"))
+        folder.mkdir()  # as a mount point is, once the disk is unmounted
+        away(found)
+        wait(found, lambda: "No such file" in found.disk._health.reason)
+        assert list(folder.iterdir()) == []
+        (folder / "lock").write_text("1\nanother\nuse\n")
+        wait(found, lambda: "another directory" in found.disk._health.reason)
+        assert (folder / "lock").read_text() == "1\nanother\nuse\n"
+        assert [path.name for path in folder.iterdir()] == ["lock"]
+        assert found.disk.state == "off"
+        shutil.rmtree(folder)
+        folder.with_name("elsewhere").rename(folder)
+        wait_for(found, "ok")
+        assert found.whole(1, 5)
+    assert "is off" not in caplog.text
+
+
+def test_no_extent_is_made_in_the_directory_below_a_mount_point(
+    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "LOOK_EVERY_S", 1000.0)  # it has not been seen yet
+    with shelf(settings) as found:
+        found.put(1, 0, 5)
+        found.settle()
+        made = len(list(folder.glob("*.extent")))
+        folder.rename(folder.with_name("elsewhere"))
+        shutil.copytree(folder.with_name("elsewhere"), folder)
+        for chain in range(2, 40):  # more than an extent
+            found.put(chain, 0, 30)
+        assert found.disk.state != "ok"
+        assert len(list(folder.glob("*.extent"))) == made
+        shutil.rmtree(folder)
+        folder.with_name("elsewhere").rename(folder)
+        monkeypatch.setattr(disk, "LOOK_EVERY_S", 0.05)
+        wait_for(found, "ok")
+        assert found.whole(1, 5)
+
+
+def test_a_directory_that_another_store_has_used_comes_back_as_it_is_now(
+    settings: NvmeConfig, folder: Path
+) -> None:
+    with shelf(settings) as found:
+        found.put(1, 0, 5)
+        found.put(2, 0, 5)
+        found.put(9, 3, 5)
+        found.settle()
+        counted = found.tier.space.counts.copy()
+        assert counted["unplaced"] == 2
+        found.tier.tell()
+        for _ in range(100):
+            generation = found.disk.next_generation()
+        elsewhere = folder.with_name("elsewhere")
+        folder.rename(elsewhere)
+        away(found)
+        with shelf(settings_for(elsewhere)) as other:
+            other.tier.discard([key(1, 3)])
+            other.put(3, 0, 5)
+        elsewhere.rename(folder)
+        wait_for(found, "ok")
+        assert found.whole(3, 5)
+        assert found.whole(2, 5)
+        assert [found.has(1, index) for index in range(5)] == [True] * 3 + [False] * 2
+        assert found.tier.space.counts >= counted, "counters do not go back"
+        changes = found.tier.take_changes()
+        assert (changes.added, set(changes.removed)) == ([], {key(1, 3), key(1, 4)})
+        assert found.disk.next_generation() > generation
+        assert found.tier.space.attached == 1
+        assert found.put(4, 0, 5).done == 5
+        found.settle()
+        kept = set(found.keys())
+    with shelf(settings) as after:
+        assert set(after.keys()) == kept
+
+
+def test_a_directory_that_another_store_is_using_is_left_to_it(
+    settings: NvmeConfig, folder: Path
+) -> None:
+    with shelf(settings) as found:
+        found.put(1, 0, 5)
+        found.settle()
+        elsewhere = folder.with_name("elsewhere")
+        folder.rename(elsewhere)
+        away(found)
+        with shelf(settings_for(elsewhere)) as other:
+            folder.symlink_to(elsewhere)
+            wait(found, lambda: "in use by" in found.disk._health.reason)
+            assert other.whole(1, 5)
+        wait_for(found, "ok")
+        assert found.whole(1, 5)
+    folder.unlink()
+
+
+def test_blocks_forgotten_while_it_is_off_stay_forgotten(
+    settings: NvmeConfig, folder: Path
+) -> None:
+    with shelf(settings) as found:
+        found.fill(4, 5)
+        found.settle()
+        folder.rename(folder.with_name("elsewhere"))
+        away(found)
+        found.tier.discard([key(1, 2)])
+        folder.with_name("elsewhere").rename(folder)
+        wait_for(found, "ok")
+        assert [found.has(1, index) for index in range(3)] == [True, True, False]
+        found.settle()
+    with shelf(settings) as after:
+        assert [after.has(1, index) for index in range(3)] == [True, True, False]
+        assert after.whole(2, 5)
+
+
+def test_an_extent_that_is_being_made_is_let_go_of_too(
+    settings: NvmeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(os.posix_fallocate)
+    with shelf(settings) as found:
+        found.put(1, 0, 5)
+        found.settle()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "posix_fallocate", gate)
+            for chain in range(2, 400):
+                if found.disk._room.making:
+                    break
+                found.put(chain, 0, 1)
+            wait(found, lambda: gate.waiting)
+            lose(found)
+            found.disk.poll()
+            assert found.disk._recovery.phase is Phase.LEAVING
+            gate.go_on.set()
+            away(found)
+            assert not open_files(folder)
+        let_back(found)
+        wait_for(found, "ok")
+        assert found.whole(1, 5)
+        found.put(50, 0, 30)
+        assert found.whole(50, 30)
+    assert not open_files(folder)
+
+
+def test_it_comes_back_while_its_index_is_being_read(settings: NvmeConfig, folder: Path) -> None:
+    with shelf(settings) as before:
+        before.fill(10, 20)
+    with shelf(settings, settled=False) as found:
+        assert found.disk.state == "loading"
+        lose(found)
+        away(found)
+        assert not open_files(folder)
+        let_back(found)
+        wait_for(found, "ok")
+        assert all(found.whole(chain, 20) for chain in range(10))

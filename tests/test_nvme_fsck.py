@@ -347,10 +347,11 @@ def test_an_extent_that_may_not_be_opened_is_not_lost(
 # The command
 
 
+Run = Callable[..., tuple[int, str, str]]
+
+
 @pytest.fixture
-def run(
-    settings: NvmeConfig, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
+def run(settings: NvmeConfig, capsys: pytest.CaptureFixture[str]) -> Run:
     def command(*options: str, path: Path | None = None) -> tuple[int, str, str]:
         status = cli.main(["fsck", str(path or settings.path), *options])
         return status, *capsys.readouterr()
@@ -368,9 +369,7 @@ def test_help_has_an_example_and_says_that_nothing_needs_it(
     assert "never needed for correctness" in out
 
 
-def test_a_table_and_the_status(
-    settings: NvmeConfig, run: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_a_table_and_the_status(settings: NvmeConfig, run: Run) -> None:
     status, out, err = run()
     assert (status, err) == (0, "")
     assert "all is in order" in out
@@ -384,7 +383,7 @@ def test_a_table_and_the_status(
     assert run()[0] == 0
 
 
-def test_json_is_one_object(settings: NvmeConfig, run: Callable[..., tuple[int, str, str]]) -> None:
+def test_json_is_one_object(settings: NvmeConfig, run: Run) -> None:
     flip(settings, 3, 10)
     status, out, err = run("--json")
     found = json.loads(out)
@@ -397,9 +396,7 @@ def test_json_is_one_object(settings: NvmeConfig, run: Callable[..., tuple[int, 
     assert json.loads(run("--json")[1])["ok"] is True
 
 
-def test_a_damaged_index_is_shown(
-    settings: NvmeConfig, run: Callable[..., tuple[int, str, str]]
-) -> None:
+def test_a_damaged_index_is_shown(settings: NvmeConfig, run: Run) -> None:
     damage_index(settings, "cut")
     status, out, _ = run()
     assert status == 1
@@ -410,9 +407,7 @@ def test_a_damaged_index_is_shown(
 
 
 def test_a_directory_in_use_names_the_store(
-    settings: NvmeConfig,
-    run: Callable[..., tuple[int, str, str]],
-    monkeypatch: pytest.MonkeyPatch,
+    settings: NvmeConfig, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fsck, "LOCK_WAIT_S", 0.1)
     with shelf(settings) as store:
@@ -426,7 +421,7 @@ def test_a_directory_in_use_names_the_store(
 
 
 def test_what_is_no_tiers_directory_is_one_line_and_stays_as_it_is(
-    run: Callable[..., tuple[int, str, str]], tmp_path: Path
+    run: Run, tmp_path: Path
 ) -> None:
     empty, file = tmp_path / "empty", tmp_path / "file"
     empty.mkdir()

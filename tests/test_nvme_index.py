@@ -5,72 +5,43 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import lmdb
 import pytest
 
 from kvstore.config import NvmeConfig
 from kvstore.core.errors import ConfigError
-from tests.harness.nvme_blocks import MIB, settings_for, shelf
-from tests.harness.nvme_damage import extents
+from tests.harness.nvme_blocks import settings_for, shelf
+from tests.harness.nvme_damage import change_namespaces, extents, row_count
 from tiers.nvme import NvmeDisk, directory
 from tiers.nvme.index_client import IndexClient, IndexDamagedError
 from tiers.nvme.index_server import IndexFile
-from tiers.nvme.messages import FOLDER, NAMESPACE, VALUE, Commit
+from tiers.nvme.messages import FOLDER, NAMESPACE, Commit
 
-Table = Any  # lmdb has no name for it
 MAP_BYTES = 64 << 20
 PREFIX = b"\0\0\0\1"
 
 
-def change(settings: NvmeConfig, edit: Callable[[lmdb.Transaction, Table, Table], None]) -> None:
-    """Edit the index of a tier that nobody uses: edit(transaction, blocks, namespaces)."""
-    path = str(Path(settings.path) / "index")
-    with lmdb.open(path, max_dbs=4, lock=False, map_size=256 * MIB) as env:
-        blocks, namespaces = env.open_db(b"blocks"), env.open_db(b"namespaces")
-        with env.begin(write=True) as txn:
-            edit(txn, blocks, namespaces)
-
-
-def rows(txn: lmdb.Transaction, blocks: Table) -> list[tuple[bytes, tuple[int, ...]]]:
-    return [(bytes(key), VALUE.unpack(value)) for key, value in txn.cursor(blocks)]
-
-
 def test_rows_of_a_namespace_that_nobody_knows_are_deleted(settings: NvmeConfig) -> None:
-    def edit(txn: lmdb.Transaction, _: Table, namespaces: Table) -> None:
-        for digest, _size in list(txn.cursor(namespaces)):
-            if bytes(digest).startswith(b"a"):
-                txn.delete(digest, db=namespaces)
-
     for namespace in ("aaaaaaaaaaaa", "bbbbbbbbbbbb"):
         with shelf(settings, namespace) as found:
             found.put(1, 0, 3)
     files = len(extents(settings))
-    change(settings, edit)
+    change_namespaces(settings, lambda found: found.pop(b"aaaaaaaaaaaa"))
     with shelf(settings, "bbbbbbbbbbbb") as found:
         assert found.whole(1, 3)
         found.settle()
     assert len(extents(settings)) == files - 1
-    change(settings, lambda txn, blocks, _: check_count(txn, blocks, 3))
-
-
-def check_count(txn: lmdb.Transaction, blocks: Table, expected: int) -> None:
-    assert len(rows(txn, blocks)) == expected
+    assert row_count(settings) == 3
 
 
 def test_a_namespace_of_empty_blocks_is_damage(
     settings: NvmeConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def edit(txn: lmdb.Transaction, _: Table, namespaces: Table) -> None:
-        for digest, _value in list(txn.cursor(namespaces)):
-            txn.put(digest, NAMESPACE.pack(1, 0), db=namespaces)
-
     with shelf(settings) as before:
         before.put(1, 0, 3)
-    change(settings, edit)
+    empty = NAMESPACE.pack(1, 0)
+    change_namespaces(settings, lambda found: found.update(dict.fromkeys(found, empty)))
     with shelf(settings) as after:
         assert after.keys() == []
         assert "the index is damaged" in caplog.text

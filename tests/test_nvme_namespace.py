@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import lmdb
 import pytest
 
 from kvstore.config import NvmeConfig
 from kvstore.core.types import BlockKey
-from tests.harness.nvme_blocks import content, key, shelf
+from tests.harness.nvme_blocks import Shelf, content, key, shelf
+from tests.harness.nvme_damage import row_count
 from tiers.nvme.files import ExtentFile
 from tiers.nvme.index import Durable, Record
-from tiers.nvme.messages import FOLDER
 from tiers.nvme.namespace import DiskNamespace
 
 SLOTS = 8192
@@ -42,14 +41,6 @@ def fill(space: DiskNamespace, count: int, *, durable: bool) -> list[BlockKey]:
     return keys
 
 
-def rows(settings: NvmeConfig) -> int:
-    path = str(Path(settings.path) / FOLDER)
-    with lmdb.open(path, max_dbs=4, lock=False, readonly=True) as env:
-        blocks = env.open_db(b"blocks", create=False)
-        with env.begin() as txn:
-            return int(txn.stat(blocks)["entries"])
-
-
 # Clear
 
 
@@ -66,35 +57,33 @@ def test_what_is_stored_after_a_clear_is_kept(settings: NvmeConfig) -> None:
         assert after.whole(1, 5)
         assert len(after.keys()) == 5
         assert after.tier.space.counts == {}
-    assert rows(settings) == 5
+    assert row_count(settings) == 5
 
 
-def test_cleared_slots_are_used_again_and_the_cap_holds(settings: NvmeConfig) -> None:
-    with shelf(settings) as found:
-        for _ in range(3):
-            for chain in range(200):
-                assert found.put(chain, 0, 30).done == 30
-            found.tier.clear()
-        assert found.put(1, 0, 30).done == 30
-        assert found.disk.used_bytes <= settings.capacity_bytes
+def test_cleared_slots_are_used_again_and_the_cap_holds(empty: Shelf, settings: NvmeConfig) -> None:
+    for _ in range(3):
+        for chain in range(200):
+            assert empty.put(chain, 0, 30).done == 30
+        empty.tier.clear()
+    assert empty.put(1, 0, 30).done == 30
+    assert empty.disk.used_bytes <= settings.capacity_bytes
 
 
-def test_a_block_that_is_read_while_all_is_cleared_keeps_its_slot(settings: NvmeConfig) -> None:
-    with shelf(settings) as found:
-        found.put(1, 0, 1)
-        found.settle()
-        (record,) = found.tier.space.index
-        found.tier.space.pin(record)
-        file = found.tier.space.extents[record.slot >> 32]
-        found.tier.clear()
-        for chain in range(10, 13):
-            found.put(chain, 0, 30)
-        block = memoryview(bytearray(found.size))
-        file.read(record.slot & 0xFFFFFFFF, [block])
-        assert block == content(key(1, 0), found.size)
-        found.tier.space.unpin(record)
-        found.settle()
-        assert not found.tier.space.cleared
+def test_a_block_that_is_read_while_all_is_cleared_keeps_its_slot(empty: Shelf) -> None:
+    empty.put(1, 0, 1)
+    empty.settle()
+    (record,) = empty.tier.space.index
+    empty.tier.space.pin(record)
+    file = empty.tier.space.extents[record.slot >> 32]
+    empty.tier.clear()
+    for chain in range(10, 13):
+        empty.put(chain, 0, 30)
+    block = memoryview(bytearray(empty.size))
+    file.read(record.slot & 0xFFFFFFFF, [block])
+    assert block == content(key(1, 0), empty.size)
+    empty.tier.space.unpin(record)
+    empty.settle()
+    assert not empty.tier.space.cleared
 
 
 def test_a_clear_that_was_not_committed_is_done_by_the_next_commit(space: DiskNamespace) -> None:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,14 @@ import pytest
 from kvstore.config import NvmeConfig
 from kvstore.core.errors import ConfigError, TierIOError
 from kvstore.core.types import LookupResult
+from tests.harness.live import eventually
 from tests.harness.nvme_blocks import Shelf, key, shelf
-from tiers.nvme import NvmeDisk, disk, health, startup
+from tests.harness.nvme_trouble import wait, wait_for
+from tiers.nvme import NvmeDisk, disk, startup
 from tiers.nvme.index_client import IndexClient, IndexProcessDiedError
 from tiers.nvme.messages import FOLDER, Batch, Commit, Load, Loaded
 
+pytestmark = pytest.mark.usefixtures("quick_disk")
 STORE = """
 import sys, time
 from pathlib import Path
@@ -36,8 +38,7 @@ time.sleep(60)
 
 
 @pytest.fixture(autouse=True)
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "RETRY_S", 0.1)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "RETRY_S", 0.05)
 
 
@@ -45,18 +46,6 @@ def pid_of(found: Shelf) -> int:
     pid = found.disk._shared.opening.index_client.pid
     assert pid is not None
     return pid
-
-
-def eventually(holds: Callable[[], object], seconds: float = 600.0) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "not in time"
-        time.sleep(0.005)
-
-
-def polled(found: Shelf) -> NvmeDisk:
-    found.disk.poll()
-    return found.disk
 
 
 def alive(pid: int) -> bool:
@@ -107,17 +96,16 @@ def test_records_go_on_where_the_process_that_sent_them_was_killed(
     assert "damaged" not in caplog.text
 
 
-def test_S2_records_are_no_answer_to_a_request(settings: NvmeConfig) -> None:
+def test_S2_records_are_no_answer_to_a_request(empty: Shelf) -> None:
     """They may be left of a process that is about to end."""
-    with shelf(settings) as found:
-        found.fill(100)
-        found.settle()
-        client, space = found.disk._shared.opening.index_client, found.tier.space
-        client.load(Load(space.number, space.slot_bytes, space.slot_counts))
-        with pytest.raises(TierIOError, match="Batch is no answer"):
-            client.purge(space.number + 1, 1)
-        assert client.pid is None, "what else it sends is not taken"
-        assert client.purge(space.number + 1, 1) is False
+    empty.fill(100)
+    empty.settle()
+    client, space = empty.disk._shared.opening.index_client, empty.tier.space
+    client.load(Load(space.number, space.slot_bytes, space.slot_counts))
+    with pytest.raises(TierIOError, match="Batch is no answer"):
+        client.purge(space.number + 1, 1)
+    assert client.pid is None, "what else it sends is not taken"
+    assert client.purge(space.number + 1, 1) is False
 
 
 def test_a_commit_whose_process_is_killed_is_done_again(settings: NvmeConfig) -> None:
@@ -127,7 +115,7 @@ def test_a_commit_whose_process_is_killed_is_done_again(settings: NvmeConfig) ->
         first = pid_of(found)
         freeze(first)
         found.put(2, 0, 5)
-        eventually(lambda: polled(found)._commits.under_way)
+        wait(found, lambda: found.disk._commits.under_way)
         time.sleep(0.2)  # for the data to be synced first
         os.kill(first, signal.SIGKILL)
         assert found.whole(1, 5)
@@ -161,7 +149,7 @@ def test_a_commit_that_fails_in_the_process_is_done_again_by_another(
         found.settle()
         resource.prlimit(pid_of(found), resource.RLIMIT_FSIZE, (0, 0))  # writes fail from now on
         found.put(2, 0, 2)
-        eventually(lambda: polled(found).state == "read_only")
+        wait_for(found, "read_only")
         found.settle()
         assert found.put(3, 0, 2).done == 2
         found.settle()
@@ -179,7 +167,7 @@ def test_an_index_that_is_cut_under_a_running_store_kills_its_process_only(
         found.settle()
         os.truncate(Path(settings.path) / FOLDER / "data.mdb", 8192)
         found.put(90, 0, 5)
-        eventually(lambda: polled(found) and "SIGBUS" in caplog.text)
+        wait(found, lambda: "SIGBUS" in caplog.text)
         assert not list(Path(settings.path).glob("index.damaged*")) or found.disk.state != "ok"
     with shelf(settings) as after:
         assert after.put(1, 0, 5).done == 5
@@ -232,7 +220,7 @@ def test_the_process_ends_with_a_store_that_is_killed(store: subprocess.Popen[st
     pid = index_pid(store)
     assert alive(pid)
     end(store)
-    eventually(lambda: not alive(pid), 2.0)
+    eventually(lambda: not alive(pid))
 
 
 def test_a_process_that_is_busy_ends_with_its_store_too() -> None:
@@ -339,7 +327,7 @@ def test_clear_between_two_batches_of_records_clears_those_to_come(
     with shelf(settings) as before:
         before.fill(100)
     with shelf(settings, settled=False) as after:
-        eventually(lambda: (found := polled(after).spaces[0].loading) and found.loaded)
+        wait(after, lambda: (under_way := after.disk.spaces[0].loading) and under_way.loaded)
         assert after.disk.state == "loading"
         after.tier.clear()
         after.settle()

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import random
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.harness.nvme_blocks import MIB, Shelf, disk_bytes, key, settings_for, shelf
-from tests.harness.patience import WAIT_S
+from tests.harness.nvme_blocks import MIB, disk_bytes, key, settings_for, shelf
+from tests.harness.nvme_trouble import wait
 
 ROUNDS = 50
-
-
-def wait_for_cap(found: Shelf, folder: Path) -> None:
-    end = time.monotonic() + WAIT_S
-    while disk_bytes(folder) > found.disk.capacity_bytes:
-        assert time.monotonic() < end, f"{disk_bytes(folder)} of {found.disk.capacity_bytes}"
-        found.disk.flush()  # a tier without jobs asks nothing of its disk
 
 
 @pytest.mark.slow
@@ -35,7 +27,7 @@ def test_up_and_down_under_load(tmp_path: Path) -> None:
                 found.put(chain, known, known + rng.randrange(1, 20))
                 chains[chain] = sum(found.has(chain, index) for index in range(known + 20))
                 found.get([key(chain, index) for index in range(min(64, chains[chain]))])
-            wait_for_cap(found, tmp_path / "kv")
+            wait(found, lambda: disk_bytes(tmp_path / "kv") <= found.disk.capacity_bytes)
             chains = {c: sum(found.has(c, i) for i in range(300)) for c in chains}
         counts = found.tier.space.counts
         assert counts["resize"]

@@ -12,7 +12,7 @@ from kvstore.config import NvmeConfig
 from kvstore.core.errors import BlockCorrupt, ConfigError
 from kvstore.core.tier import Tier, TierContext
 from kvstore.testing import TierContract
-from tests.harness.nvme_blocks import MIB, content, disk_bytes, key, settings_for, shelf
+from tests.harness.nvme_blocks import MIB, Shelf, content, disk_bytes, key, settings_for, shelf
 from tests.harness.nvme_damage import (
     CHAINS,
     COUNT,
@@ -59,12 +59,11 @@ def test_two_namespaces_do_not_see_each_others_blocks(settings: NvmeConfig) -> N
         assert one.get([key(1, 0), key(1, 1)]).done == 2
 
 
-def test_a_block_whose_parent_is_not_here_is_not_kept(settings: NvmeConfig) -> None:
-    with shelf(settings) as found:
-        result = found.put(1, 3, 5)
-        assert (result.done, result.error) == (0, None)
-        assert found.keys() == []
-        assert found.tier.space.counts["unplaced"] == 2
+def test_a_block_whose_parent_is_not_here_is_not_kept(empty: Shelf) -> None:
+    result = empty.put(1, 3, 5)
+    assert (result.done, result.error) == (0, None)
+    assert empty.keys() == []
+    assert empty.tier.space.counts["unplaced"] == 2
 
 
 def test_only_one_process_uses_a_directory(
@@ -119,35 +118,33 @@ def test_a_namespace_that_nobody_uses_makes_room(settings: NvmeConfig) -> None:
 
 
 def test_O15_a_flipped_bit_is_a_miss_and_takes_what_hangs_below_it(
-    settings: NvmeConfig,
+    empty: Shelf, settings: NvmeConfig
 ) -> None:
-    with shelf(settings) as found:
-        found.put(1, 0, 6)
-        found.put(2, 0, 2)
-        flip(settings, 1, 2)
-        result = found.get([key(1, index) for index in range(6)])
-        assert (result.done, type(result.error)) == (2, BlockCorrupt)
-        assert [found.has(1, index) for index in range(6)] == [True, True] + [False] * 4
-        assert found.has(2, 1)
-        assert found.tier.space.counts["damaged"] == 1
-        assert found.tier.space.counts["unlinked"] == 3
-        assert found.put(1, 2, 6).done == 4, "and it can be stored again"
-        assert found.whole(1, 6)
+    empty.put(1, 0, 6)
+    empty.put(2, 0, 2)
+    flip(settings, 1, 2)
+    result = empty.get([key(1, index) for index in range(6)])
+    assert (result.done, type(result.error)) == (2, BlockCorrupt)
+    assert [empty.has(1, index) for index in range(6)] == [True, True] + [False] * 4
+    assert empty.has(2, 1)
+    assert empty.tier.space.counts["damaged"] == 1
+    assert empty.tier.space.counts["unlinked"] == 3
+    assert empty.put(1, 2, 6).done == 4, "and it can be stored again"
+    assert empty.whole(1, 6)
 
 
-def test_swapped_blocks_are_misses(settings: NvmeConfig) -> None:
-    with shelf(settings) as found:
-        found.put(1, 0, 1)
-        found.put(2, 0, 1)
-        one, two = content(key(1, 0)), content(key(2, 0))
-        (path,) = extents(settings)
-        data = path.read_bytes()
-        with path.open("r+b") as file:
-            for at, other in ((data.find(one), two), (data.find(two), one)):
-                file.seek(at)
-                file.write(other)
-        assert found.get([key(1, 0)]).done == 0
-        assert found.get([key(2, 0)]).done == 0
+def test_swapped_blocks_are_misses(empty: Shelf, settings: NvmeConfig) -> None:
+    empty.put(1, 0, 1)
+    empty.put(2, 0, 1)
+    one, two = content(key(1, 0)), content(key(2, 0))
+    (path,) = extents(settings)
+    data = path.read_bytes()
+    with path.open("r+b") as file:
+        for at, other in ((data.find(one), two), (data.find(two), one)):
+            file.seek(at)
+            file.write(other)
+    assert empty.get([key(1, 0)]).done == 0
+    assert empty.get([key(2, 0)]).done == 0
 
 
 def test_any_damage_to_files_costs_its_blocks_and_nothing_else(tmp_path: Path) -> None:

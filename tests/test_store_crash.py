@@ -89,19 +89,16 @@ class Campaign:
     def start(self, kill_at: tuple[str, int] | None = None) -> StoreProcess:
         """Start a store with the cap as it was left, or another."""
         if self._rng.random() < 0.1:
-            self._change_cap(self._rng.choice(CAPS))
+            self.cap.change(self._rng.choice(CAPS))
         text = CONFIG.format(
             socket=self.socket, folder=self.folder, capacity=self.cap.capacity_bytes
         )
         config = self._here / "kvstore.toml"
         config.write_text(text)
         self.counts["starts"] += 1
-        self._sessions = {engine.session for engine in self.engines}
+        self._sessions = {engine.client.session for engine in self.engines}
         self._store = StoreProcess(config, self._here / "log", self._here / "stderr", kill_at)
         return self._store
-
-    def _change_cap(self, capacity_bytes: int) -> None:
-        self.cap.change(capacity_bytes)
 
     # Lives
 
@@ -170,7 +167,7 @@ class Campaign:
 
     def _attached(self) -> bool:
         """Tell whether all engines have sessions, none of them with a store of before."""
-        sessions = {engine.session for engine in self.engines}
+        sessions = {engine.client.session for engine in self.engines}  # 0: it has none
         return 0 not in sessions and sessions.isdisjoint(self._sessions)
 
     def _resize(self, store: StoreProcess, capacity_bytes: int) -> None:
@@ -178,7 +175,7 @@ class Campaign:
         if store.ended:
             return
         before = self.cap.capacity_bytes
-        self._change_cap(capacity_bytes)
+        self.cap.change(capacity_bytes)
         try:
             next(admin.resize(self.socket, "nvme", capacity_bytes))
         except KVStoreError:

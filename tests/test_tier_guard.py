@@ -96,8 +96,11 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [r for r in caplog.records if "tier bad is off" in r.getMessage()]
 
 
+Start = Callable[..., Watched]
+
+
 @pytest.fixture
-def watched(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
+def watched(tmp_path: Path) -> Iterator[Start]:
     opened: list[Any] = []
 
     def start(name: str, **options: object) -> Watched:
@@ -120,10 +123,7 @@ def watched(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
     ],
 )
 def test_S2_a_tier_that_raises_is_off_and_nothing_else_is(
-    verb: str,
-    how: str,
-    caplog: pytest.LogCaptureFixture,
-    watched: Callable[..., Watched],
+    verb: str, how: str, caplog: pytest.LogCaptureFixture, watched: Start
 ) -> None:
     name = "Corrupt" if verb == "discard" else "Bad"
     seen = watched(name, raises=[verb], how=how)
@@ -148,7 +148,7 @@ def test_S2_a_tier_that_raises_is_off_and_nothing_else_is(
 
 @pytest.mark.parametrize("what", [*bad_tiers.WRONG, "lookup"])
 def test_S2_a_tier_that_reports_what_is_wrong_is_off(
-    what: str, caplog: pytest.LogCaptureFixture, watched: Callable[..., Watched]
+    what: str, caplog: pytest.LogCaptureFixture, watched: Start
 ) -> None:
     seen = watched("Wrong", what=what)
     seen.live.put(hashes(2))
@@ -158,7 +158,7 @@ def test_S2_a_tier_that_reports_what_is_wrong_is_off(
 
 
 def test_S2_a_tier_that_a_second_model_breaks_is_off(
-    caplog: pytest.LogCaptureFixture, watched: Callable[..., Watched]
+    caplog: pytest.LogCaptureFixture, watched: Start
 ) -> None:
     seen = watched("Bad", raises=["constructor"])
     assert seen.off, "it was made for a trial only"
@@ -167,10 +167,7 @@ def test_S2_a_tier_that_a_second_model_breaks_is_off(
 
 
 @pytest.mark.parametrize("close", [True, False])
-def test_S2_a_tier_that_is_off_writes_into_no_slot_of_others(
-    close: bool,
-    watched: Callable[..., Watched],
-) -> None:
+def test_S2_a_tier_that_is_off_writes_into_no_slot_of_others(close: bool, watched: Start) -> None:
     """Its job is over when it has let go of the memory, and not before."""
     for event in (bad_tiers.Slow.go, bad_tiers.Slow.writing, bad_tiers.Slow.ended):
         event.clear()
@@ -195,14 +192,13 @@ def test_S2_a_tier_that_is_off_writes_into_no_slot_of_others(
 # The barrier alone
 
 
-def guarded(name: str, **options: object) -> tuple[Plugin, Tier, ArrayMemory]:
-    plugin = Plugin(
-        config.TierConfig(
-            f"tests.harness.bad_tiers:{name}", "bad", dict(options), backlog_ns=10**10
-        )
-    )
-    memory = ArrayMemory()
-    return plugin, plugin.guarded("n", SLOT_BYTES, memory), memory
+def bad(name: str, **options: object) -> config.TierConfig:
+    return config.TierConfig(f"tests.harness.bad_tiers:{name}", "bad", options, backlog_ns=10**10)
+
+
+def guarded(name: str, **options: object) -> tuple[Plugin, Tier]:
+    plugin = Plugin(bad(name, **options))
+    return plugin, plugin.guarded("n", SLOT_BYTES, ArrayMemory())
 
 
 def job(number: int, kind: JobKind, *names: int) -> TransferJob:
@@ -211,7 +207,7 @@ def job(number: int, kind: JobKind, *names: int) -> TransferJob:
 
 
 def test_S2_each_job_of_a_tier_that_goes_off_fails_once() -> None:
-    plugin, tier, _ = guarded("Bad", raises=["poll"], after=1)
+    plugin, tier = guarded("Bad", raises=["poll"], after=1)
     tier.submit(job(1, JobKind.STORE, 1))
     assert [(r.job_id, r.done) for r in tier.poll()] == [(1, 1)]
     tier.submit(job(2, JobKind.STORE, 2, 3))
@@ -233,7 +229,7 @@ def test_S2_each_job_of_a_tier_that_goes_off_fails_once() -> None:
 
 
 def test_S2_a_job_that_a_tier_does_not_take_is_refused_and_the_tier_stays() -> None:
-    plugin, tier, _ = guarded("Bad", raises=["submit"], how="TierError")
+    plugin, tier = guarded("Bad", raises=["submit"], how="TierError")
     with pytest.raises(TierError, match="submit of a bad tier"):
         tier.submit(job(1, JobKind.STORE, 1))
     assert not plugin.off
@@ -243,7 +239,7 @@ def test_S2_a_job_that_a_tier_does_not_take_is_refused_and_the_tier_stays() -> N
 
 def test_S2_a_tier_that_is_off_has_its_slots_until_it_is_drained() -> None:
     bad_tiers.Waits.go.clear()
-    _, tier, _ = guarded("Waits", raises=["poll"])
+    _, tier = guarded("Waits", raises=["poll"])
     tier.submit(job(1, JobKind.LOAD, 1))
     try:
         for _ in range(100):
@@ -254,7 +250,7 @@ def test_S2_a_tier_that_is_off_has_its_slots_until_it_is_drained() -> None:
 
 
 def test_S2_a_tier_that_is_off_gets_no_memory() -> None:
-    plugin = Plugin(config.TierConfig("tests.harness.bad_tiers:Bad", "bad", {}, backlog_ns=10**10))
+    plugin = Plugin(bad("Bad"))
     lent = _Lent(plugin, ArrayMemory())
     lent.view(Slot(0))[:] = b"x" * SLOT_BYTES
     with plugin.barrier("poll"):
@@ -264,7 +260,7 @@ def test_S2_a_tier_that_is_off_gets_no_memory() -> None:
 
 
 def test_O16_what_a_tier_has_told_of_leaves_with_it() -> None:
-    _, tier, _ = guarded("Tells", raises=["take_changes"], after=1)
+    _, tier = guarded("Tells", raises=["take_changes"], after=1)
     assert isinstance(tier, Telling)
     tier.tell()
     tier.submit(job(1, JobKind.STORE, 1, 2))
@@ -278,7 +274,7 @@ def test_O16_what_a_tier_has_told_of_leaves_with_it() -> None:
 @pytest.mark.parametrize("what", bad_tiers.TOLD)
 def test_S2_O16_a_tier_that_tells_of_what_are_no_keys_is_off(what: str) -> None:
     """Engines that want events could not read the message that they come with."""
-    plugin, tier, _ = guarded("TellsWrong", what=what)
+    plugin, tier = guarded("TellsWrong", what=what)
     assert isinstance(tier, Telling)
     tier.tell()
     found = tier.take_changes()
@@ -287,7 +283,7 @@ def test_S2_O16_a_tier_that_tells_of_what_are_no_keys_is_off(what: str) -> None:
 
 
 def test_S2_a_tier_that_raises_as_it_is_looked_at_is_off() -> None:
-    plugin, tier, _ = guarded("Hides")
+    plugin, tier = guarded("Hides")
     assert plugin.off
     assert tier.lookup(key(1)) is LookupResult.MISS
     tier.close()
@@ -300,7 +296,7 @@ def test_S2_a_class_that_raises_anything_as_it_is_imported_or_made_is_refused(
     def raises(*_arguments: object) -> NoReturn:
         raise bad_tiers.RAISED[how]
 
-    tier = config.TierConfig("tests.harness.bad_tiers:Bad", "bad", {}, backlog_ns=10**10)
+    tier = bad("Bad")
     monkeypatch.setattr(bad_tiers.Bad, "__init__", raises)
     with pytest.raises(ConfigError, match=how):
         refuse_tier(tier)
@@ -310,7 +306,7 @@ def test_S2_a_class_that_raises_anything_as_it_is_imported_or_made_is_refused(
 
 
 def test_an_interrupt_is_no_fault_of_a_tier() -> None:
-    plugin, _, _ = guarded("Bad")
+    plugin, _ = guarded("Bad")
     with pytest.raises(KeyboardInterrupt), plugin.barrier("poll"):
         raise KeyboardInterrupt
     assert not plugin.off

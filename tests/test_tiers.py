@@ -29,7 +29,7 @@ from kvstore.testing import (
     key,
 )
 from kvstore.wire import engine as p
-from tests.harness.fakes import HeapPool, Town, blocks, from_u32, hashes, keys_of, settings
+from tests.harness.fakes import Engine, HeapPool, Town, blocks, from_u32, hashes, keys_of, settings
 from tests.harness.handover_pair import Pair
 from tests.harness.live import LiveStore, engine, eventually
 from tests.reference.faulty_tier import FaultyTier
@@ -306,11 +306,17 @@ def drop_from_memory(town: Town) -> None:
     assert len(manager.index) == 0
 
 
-def test_M1_an_answer_names_the_tier_that_each_block_came_from() -> None:
-    town = Town(tiers=[("shelf", MemoryTier)])
-    live, chain = town.attach(credit_slots=2), hashes(4)
+def shelved(count: int, **of_engine: object) -> tuple[Town, Engine, list[bytes]]:
+    """A store, its engine, and a chain of blocks that only the lower tier has."""
+    town = Town(settings(**of_engine), tiers=[("shelf", MemoryTier)])
+    live, chain = town.attach(credit_slots=2), hashes(count)
     live.put(chain)
     drop_from_memory(town)
+    return town, live, chain
+
+
+def test_M1_an_answer_names_the_tier_that_each_block_came_from() -> None:
+    town, live, chain = shelved(4)
     live.put(chain[:1])
     ask = live.ask(chain)
     town.settle(live)
@@ -319,10 +325,7 @@ def test_M1_an_answer_names_the_tier_that_each_block_came_from() -> None:
 
 
 def test_O15_what_does_not_arrive_is_left_out_of_the_next_answer() -> None:
-    town = Town(tiers=[("shelf", MemoryTier)])
-    live, chain = town.attach(credit_slots=2), hashes(4)
-    live.put(chain)
-    drop_from_memory(town)
+    town, live, chain = shelved(4)
     (tier,) = town.tiers
     ask = live.ask(chain)
     tier.discard(keys_of(chain[2:]))
@@ -336,10 +339,7 @@ def test_O15_what_does_not_arrive_is_left_out_of_the_next_answer() -> None:
 
 
 def test_a_question_about_memory_only_starts_no_reading() -> None:
-    town = Town(tiers=[("shelf", MemoryTier)])
-    live, chain = town.attach(credit_slots=2), hashes(4)
-    live.put(chain)
-    drop_from_memory(town)
+    town, live, chain = shelved(4)
     live.put(chain[:1])
     ask = live.ask(chain, memory_only=True)
     assert not town.store.busy
@@ -369,10 +369,7 @@ def test_O17_a_copy_under_way_at_a_clear_does_not_come_back() -> None:
 
 
 def test_O17_a_promotion_under_way_at_a_clear_does_not_come_back() -> None:
-    town = Town(tiers=[("shelf", MemoryTier)])
-    live, chain = town.attach(credit_slots=2), hashes(2)
-    live.put(chain)
-    drop_from_memory(town)
+    town, live, chain = shelved(2)
     (tier,) = town.tiers
     poll, read = tier.poll, list[JobResult]()
     tier.poll = lambda: read.extend(poll()) or []  # type: ignore[method-assign,func-returns-value]
@@ -393,9 +390,8 @@ def test_O17_a_promotion_under_way_at_a_clear_does_not_come_back() -> None:
 
 
 def test_O20_what_an_engine_may_not_lease_now_is_not_read_either() -> None:
-    town = Town(settings(leased=3 * SLOT_BYTES), tiers=[("shelf", MemoryTier)])
-    live, chain, other = town.attach(credit_slots=2), hashes(2), hashes(2, "other")
-    live.put(chain)
+    town, live, chain = shelved(2, leased=3 * SLOT_BYTES)
+    other = hashes(2, "other")
     live.put(other)
     drop_from_memory(town)
     live.hit(chain)
@@ -408,10 +404,7 @@ def test_O20_what_an_engine_may_not_lease_now_is_not_read_either() -> None:
 
 
 def test_a_tier_that_does_not_know_yet_is_waited_for_as_long_as_for_a_promotion() -> None:
-    town = Town(settings(defer="10ms", promote="1s"), tiers=[("shelf", MemoryTier)])
-    live, chain = town.attach(credit_slots=2), hashes(4)
-    live.put(chain)
-    drop_from_memory(town)
+    town, live, chain = shelved(4, defer="10ms", promote="1s")
     (tier,) = town.tiers
     real, unsure = tier.lookup, set(keys_of(chain[2:]))
     found = dict.fromkeys(unsure, LookupResult.RETRY)
@@ -468,10 +461,7 @@ def test_lower_tiers_are_asked_once_about_what_only_they_have_and_not_about_the_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What a look finds is what is read: an engine waits for the answer."""
-    town = Town(tiers=[("shelf", MemoryTier)])
-    live, chain = town.attach(credit_slots=2), hashes(24)
-    live.put(chain)
-    drop_from_memory(town)
+    town, live, chain = shelved(24)
     live.put(chain[:16])
     (tier,), asked = town.tiers, Counter[BlockKey]()
     looked = tier.lookup

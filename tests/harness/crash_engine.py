@@ -164,11 +164,6 @@ class CrashEngine:
         if self.error is not None:
             raise AssertionError(f"engine {self.name}: {self.error}") from self.error
 
-    @property
-    def session(self) -> int:
-        """Its number, which no other store gives; 0: not attached."""
-        return self.client.session
-
     def _run(self) -> None:
         try:
             while not self._stop.is_set():

@@ -156,6 +156,12 @@ static int on_path(int folder, const char *name, unsigned call) {
     }
 #define MINUS_1 (errno = error, -1)
 
+/* And the one for large files, whose offsets have the same type here. */
+_Static_assert(sizeof(off_t) == sizeof(off64_t), "offsets have 64 bits");
+#define BOTH(type, name, parameters, arguments, check, failed)                                     \
+    BEFORE(type, name, parameters, arguments, check, failed)                                       \
+    BEFORE(type, name##64, parameters, arguments, check, failed)
+
 #define OPENS(name, parameters, arguments, folder)                                                 \
     int name parameters {                                                                          \
         static int(*real) parameters;                                                              \
@@ -188,30 +194,26 @@ BEFORE(DIR *, opendir, (const char *path), (path), on_path(AT_FDCWD, path, OPEN)
 #define MOVES(name, memory, call)                                                                  \
     BEFORE(ssize_t, name, (int fd, memory data, size_t size), (fd, data, size), on_fd(fd, call),   \
            MINUS_1)
-#define MOVES_AT(name, memory, place, call)                                                        \
-    BEFORE(ssize_t, name, (int fd, memory data, size_t size, place at), (fd, data, size, at),      \
-           on_fd(fd, call), MINUS_1)
-#define VECTORS(name, place, call)                                                                 \
-    BEFORE(ssize_t, name, (int fd, const struct iovec *pieces, int count, place at),               \
-           (fd, pieces, count, at), on_fd(fd, call), MINUS_1)
-#define VECTORS_2(name, place, call)                                                               \
-    BEFORE(ssize_t, name, (int fd, const struct iovec *pieces, int count, place at, int flags),    \
+#define MOVES_AT(name, memory, call)                                                               \
+    BOTH(ssize_t, name, (int fd, memory data, size_t size, off_t at), (fd, data, size, at),        \
+         on_fd(fd, call), MINUS_1)
+#define VECTORS(name, call)                                                                        \
+    BOTH(ssize_t, name, (int fd, const struct iovec *pieces, int count, off_t at),                 \
+         (fd, pieces, count, at), on_fd(fd, call), MINUS_1)
+#define VECTORS_2(name, call)                                                                      \
+    BEFORE(ssize_t, name, (int fd, const struct iovec *pieces, int count, off_t at, int flags),    \
            (fd, pieces, count, at, flags), on_fd(fd, call), MINUS_1)
 
 MOVES(read, void *, READ)
 MOVES(write, const void *, WRITE)
-MOVES_AT(pread, void *, off_t, READ)
-MOVES_AT(pread64, void *, off64_t, READ)
-MOVES_AT(pwrite, const void *, off_t, WRITE)
-MOVES_AT(pwrite64, const void *, off64_t, WRITE)
-VECTORS(preadv, off_t, READ)
-VECTORS(preadv64, off64_t, READ)
-VECTORS(pwritev, off_t, WRITE)
-VECTORS(pwritev64, off64_t, WRITE)
-VECTORS_2(preadv2, off_t, READ)
-VECTORS_2(preadv64v2, off64_t, READ)
-VECTORS_2(pwritev2, off_t, WRITE)
-VECTORS_2(pwritev64v2, off64_t, WRITE)
+MOVES_AT(pread, void *, READ)
+MOVES_AT(pwrite, const void *, WRITE)
+VECTORS(preadv, READ)
+VECTORS(pwritev, WRITE)
+VECTORS_2(preadv2, READ)
+VECTORS_2(preadv64v2, READ)
+VECTORS_2(pwritev2, WRITE)
+VECTORS_2(pwritev64v2, WRITE)
 BEFORE(ssize_t, writev, (int fd, const struct iovec *pieces, int count), (fd, pieces, count),
        on_fd(fd, WRITE), MINUS_1)
 
@@ -220,16 +222,10 @@ BEFORE(int, fdatasync, (int fd), (fd), on_fd(fd, SYNC), MINUS_1)
 BEFORE(int, sync_file_range, (int fd, off64_t at, off64_t size, unsigned flags),
        (fd, at, size, flags), on_fd(fd, SYNC), MINUS_1)
 
-BEFORE(int, fallocate, (int fd, int mode, off_t at, off_t size), (fd, mode, at, size),
-       on_fd(fd, SPACE), MINUS_1)
-BEFORE(int, fallocate64, (int fd, int mode, off64_t at, off64_t size), (fd, mode, at, size),
-       on_fd(fd, SPACE), MINUS_1)
-BEFORE(int, posix_fallocate, (int fd, off_t at, off_t size), (fd, at, size), on_fd(fd, SPACE),
-       error)
-BEFORE(int, posix_fallocate64, (int fd, off64_t at, off64_t size), (fd, at, size),
-       on_fd(fd, SPACE), error)
-BEFORE(int, ftruncate, (int fd, off_t size), (fd, size), on_fd(fd, SPACE), MINUS_1)
-BEFORE(int, ftruncate64, (int fd, off64_t size), (fd, size), on_fd(fd, SPACE), MINUS_1)
+BOTH(int, fallocate, (int fd, int mode, off_t at, off_t size), (fd, mode, at, size),
+     on_fd(fd, SPACE), MINUS_1)
+BOTH(int, posix_fallocate, (int fd, off_t at, off_t size), (fd, at, size), on_fd(fd, SPACE), error)
+BOTH(int, ftruncate, (int fd, off_t size), (fd, size), on_fd(fd, SPACE), MINUS_1)
 BEFORE(int, statvfs, (const char *path, struct statvfs *found), (path, found),
        on_path(AT_FDCWD, path, SPACE), MINUS_1)
 BEFORE(int, statvfs64, (const char *path, struct statvfs64 *found), (path, found),

@@ -135,15 +135,14 @@ class Faults:
         chance: float = 1.0,
         delay_ms: int = 0,
         hang: bool = False,
-        below: str = "",
     ) -> Iterator[Fault]:
         """Hurt calls until the block ends.
 
         error: an errno that they fail with, after the delay; chance: of each call; hang: until
-        the fault ends; below: part of the path after the folder, such as "/index".
+        the fault ends.
         """
         fault = next(fault for fault in self._faults if not fault.get("calls"))
-        fault.set_prefix(f"{self.folder}{below}")
+        fault.set_prefix(str(self.folder))
         for field, value in (
             ("kinds", kinds),
             ("error", error),

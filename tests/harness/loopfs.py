@@ -19,6 +19,7 @@ from tests.harness.faults import missing
 from tests.harness.patience import WAIT_S
 
 MIB = 1 << 20
+BLOCK_BYTES = 4096
 BYTES = 512 * MIB  # its file has holes
 _SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN
 _WITHOUT_JOURNAL = 2  # what is not on the device yet is lost
@@ -36,10 +37,20 @@ class LoopDisk:
         with self._image.open("wb") as file:
             file.truncate(BYTES)
         # No blocks only for root; nothing that writes later on its own.
-        options = ("-q", "-F", "-b", "4096", "-m", "0", "-N", "256", "-E", "lazy_itable_init=0")
+        options = (
+            "-q",
+            "-F",
+            "-b",
+            str(BLOCK_BYTES),
+            "-m",
+            "0",
+            "-N",
+            "256",
+            "-E",
+            "lazy_itable_init=0",
+        )
         _run("mkfs.ext4", *options, str(self._image))
         self.device = Path(_run("losetup", "--show", "-f", str(self._image)).strip())
-        self._freezer = -1
 
     @property
     def mounted(self) -> bool:
@@ -62,12 +73,12 @@ class LoopDisk:
         """As the kernel does after an error of the device; until it is mounted anew."""
         _run("mount", "-o", "remount,abort", str(self.folder))
 
-    def fill(self, left_bytes: int = 0) -> None:
+    def fill(self) -> None:
         """Let another file take the space that is free."""
         path = self.folder / "somebody's"
         with path.open("ab", buffering=0) as file:
-            while (found := os.statvfs(self.folder)).f_bavail * found.f_frsize > left_bytes:
-                free = found.f_bavail * found.f_frsize - left_bytes
+            while found := os.statvfs(self.folder).f_bavail:
+                free = found * BLOCK_BYTES
                 size = path.stat().st_size
                 try:
                     os.posix_fallocate(file.fileno(), size, min(free, max(4096, free // 2)))

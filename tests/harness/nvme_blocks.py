@@ -121,14 +121,6 @@ class Shelf:
         raise AssertionError(f"not settled: {self.disk.state}")
 
 
-def eventually_ok(found: Shelf) -> None:
-    """Poll until blocks can be written."""
-    end = time.monotonic() + WAIT_S
-    while found.disk.state != "ok" and time.monotonic() < end:
-        found.disk.flush()
-    assert found.disk.state == "ok"
-
-
 @contextmanager
 def shelf(
     settings: NvmeConfig, namespace: str = "0123456789ab", *, settled: bool = True, **memory: int

@@ -53,6 +53,26 @@ def change_rows(settings: NvmeConfig, change: Callable[[list[list[bytes]]], None
                 txn.put(name, value, db=blocks)
 
 
+def row_count(settings: NvmeConfig) -> int:
+    """Return how many blocks the index names."""
+    with lmdb.open(str(index(settings).parent), max_dbs=4, lock=False, readonly=True) as env:
+        blocks = env.open_db(b"blocks", create=False)
+        with env.begin() as txn:
+            return int(txn.stat(blocks)["entries"])
+
+
+def change_namespaces(settings: NvmeConfig, change: Callable[[dict[bytes, bytes]], object]) -> None:
+    """Edit the namespaces of the index: a dict of their values."""
+    with lmdb.open(str(index(settings).parent), max_dbs=4, lock=False, map_size=64 << 20) as env:
+        namespaces = env.open_db(b"namespaces")
+        with env.begin(write=True) as txn:
+            found = {bytes(digest): bytes(value) for digest, value in txn.cursor(namespaces)}
+            txn.drop(namespaces, delete=False)
+            change(found)
+            for digest, value in found.items():
+                txn.put(digest, value, db=namespaces)
+
+
 def row_of(rows: list[list[bytes]], chain: int, number: int) -> list[bytes]:
     return next(row for row in rows if row[0].endswith(key(chain, number)))
 

@@ -87,8 +87,8 @@ class Load:
         self._again: list[Name] = []  # were to be read with a block that is damaged
         self._last = 0
 
-    def step(self) -> int:
-        """Do one random thing; return how many jobs ended."""
+    def step(self) -> None:
+        """Do one random thing, and take results."""
         dice = self._rng.random()
         if dice < 0.6:
             self.store_some()
@@ -100,7 +100,7 @@ class Load:
             self._discard_some()
         else:
             self.tier.clear()
-        return self.poll()
+        self.poll()
 
     def poll(self) -> int:
         """Take results; return how many jobs ended."""
