@@ -39,7 +39,6 @@ class LoopDisk:
         options = ("-q", "-F", "-b", "4096", "-m", "0", "-N", "256", "-E", "lazy_itable_init=0")
         _run("mkfs.ext4", *options, str(self._image))
         self.device = Path(_run("losetup", "--show", "-f", str(self._image)).strip())
-        self._freezer = -1
 
     @property
     def mounted(self) -> bool:

@@ -52,7 +52,6 @@ class Text:
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Add tokens."""
         marks = self._marks
         mark = marks[-1] if marks else self._weights
         for token in tokens:
