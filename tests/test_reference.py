@@ -6,14 +6,10 @@ import msgspec
 import pytest
 
 from kvstore.core.errors import InvariantBroken
-from tests.harness.reference_rig import FULL, Rig
-from tests.reference import Group, Request, Shape, State, WorkerResults, block_bytes
+from tests.harness.reference_rig import FULL, Rig, but
+from tests.reference import Group, Request, State, WorkerResults, block_bytes
 
 LATER = (None, False)
-
-
-def but(**changes: object) -> Shape:
-    return msgspec.structs.replace(FULL, **changes)
 
 
 STATES = but(groups=(Group(4), Group(8, state=True)), block_tokens=8, blocks=81)

@@ -30,16 +30,14 @@ MEMORY = "16MiB"  # 15 blocks of 1 MiB
 class Served:
     """The store, its engine, and what that has stored."""
 
-    def __init__(
-        self, folder: Path, disk: Path, faults: Faults | None = None, capacity: str = "256MiB"
-    ) -> None:
-        """folder: of the store's own files; disk: of the NVMe tier; capacity: of that."""
+    def __init__(self, folder: Path, disk: Path, faults: Faults | None) -> None:
+        """folder: of the store's own files; disk: of the NVMe tier."""
         self.disk = disk
         self.store = StoreProcess(
             folder,
             MEMORY,
             f'[engine]\npromote = "{PROMOTE_S}s"\n'
-            f'[nvme]\npath = "{disk}"\ncapacity = "{capacity}"\nextent = "4MiB"\n'
+            f'[nvme]\npath = "{disk}"\ncapacity = "256MiB"\nextent = "4MiB"\n'
             'durability = "10ms"\n',
             module="tests.harness.serve_hasty",
             scraped=False,
@@ -199,11 +197,9 @@ class Served:
 
 
 @contextmanager
-def served(
-    folder: Path, disk: Path, faults: Faults | None = None, capacity: str = "256MiB"
-) -> Iterator[Served]:
+def served(folder: Path, disk: Path, faults: Faults | None = None) -> Iterator[Served]:
     """A store that has just been started."""
-    made = Served(folder, disk, faults, capacity)
+    made = Served(folder, disk, faults)
     try:
         made.start()
         yield made
