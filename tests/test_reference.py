@@ -223,15 +223,6 @@ def test_E7_priorities_decide_who_comes_in() -> None:
     assert order == ["b", "c", "a"]
 
 
-def test_E7_a_prompt_that_others_computed_is_found() -> None:
-    rig = Rig()
-    prompt = list(range(20))
-    rig.add("a", prompt, 1)
-    rig.add("b", prompt, 1)
-    rig.step(expect={"a": 20, "b": 4})  # in the same step already
-    assert rig.tokens["a"] == rig.tokens["b"]
-
-
 @pytest.mark.parametrize("window", [5, 6, 9])
 def test_E7_blocks_that_a_window_has_passed_are_let_go(window: int) -> None:
     rig = Rig(but(groups=(Group(4), Group(4, window=window))))
