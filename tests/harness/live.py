@@ -197,12 +197,16 @@ class LiveEngine:
         self._asks += 1
         lookup = p.Lookup(self._asks, b"".join(chain), len(chain[0]), **how)
         self.scheduler.send(p.Step((lookup,)))
-        while True:
+        return self.answers([self._asks])[0]
+
+    def answers(self, asks: Sequence[int]) -> list[p.Granted]:
+        """Wait for the answers to some lookups, and return them in no order."""
+        found: list[p.Granted] = []
+        while len(found) < len(asks):
             answers = self.scheduler.take(p.Answers)
             self.credits.extend(from_u32(answers.credits))
-            for granted in answers.granted:
-                if granted.ask == self._asks:
-                    return granted
+            found += [granted for granted in answers.granted if granted.ask in asks]
+        return found
 
     def read(self, granted: p.Granted) -> list[bytes]:
         """Return the bytes of the blocks in an answer once they are there, and end its lease."""
