@@ -32,8 +32,8 @@ from kvstore.wire import engine as p
 from kvstore.wire import peer as m
 from tests.harness.fakes import blocks, hashes
 from tests.harness.live import Client, LiveEngine, LiveStore, engine, eventually, store_settings
+from tests.harness.peers import inside
 from tests.test_peer_limits import Place, wanted
-from tests.test_peers import inside
 from tiers.nvme import tier
 from tiers.nvme.disk import NvmeDisk
 from tiers.nvme.namespace import DiskNamespace

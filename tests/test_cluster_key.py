@@ -17,8 +17,8 @@ from kvstore.handover.cluster_key import ClusterKey
 from kvstore.wire import peer as m
 from tests.harness.fakes import hashes, u32
 from tests.harness.live import LiveStore, engine, eventually
+from tests.harness.peers import address, config
 from tests.harness.posts import Post, make_posts, until
-from tests.test_peers import address, config
 
 KEY = ClusterKey(b"k" * 32)
 GREETING_BYTES = 2048  # of TLS

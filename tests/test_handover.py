@@ -11,8 +11,8 @@ from kvstore.handover import consumer, request_leases
 from tests.harness.handover_rig import Node, node, prompt
 from tests.harness.live import LiveStore, eventually, store_settings
 from tests.harness.patience import WAIT_S
+from tests.harness.peers import inside
 from tests.reference import Group, Shape
-from tests.test_peers import inside
 
 FULL = Shape((Group(4),), 8, 400, budget=24)
 WINDOW = Shape((Group(4), Group(4, window=9)), 4, 800, budget=24)

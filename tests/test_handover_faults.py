@@ -16,7 +16,7 @@ import pytest
 
 from kvstore.wire import engine as p
 from tests.harness.fakes import hashes
-from tests.harness.handover_nodes import Node, answers_to, gone, nothing_left, release, signal_now
+from tests.harness.handover_nodes import Node, gone, nothing_left, release, signal_now
 
 pytestmark = pytest.mark.slow
 
@@ -290,7 +290,7 @@ def test_P8_a_request_that_is_aborted_at_any_moment(pair: Pair, push: bool, afte
             decode.engine.scheduler.send(p.Step((lookup,)))
             time.sleep(after_s)
             release(decode.engine, ask)
-            release(decode.engine, answers_to(decode.engine, [ask])[0].lease)
+            release(decode.engine, decode.engine.answers([ask])[0].lease)
             decode.get_all(chain, prefill.address, push=push)
         for node in pair:
             node.wait(lambda: not node.held(), NOTICED_S)  # noqa: B023 - asked at once
@@ -346,7 +346,7 @@ def test_B14_several_peers_at_a_time_one_of_which_hangs(
             asks.append(decode.engine._asks)
             lookup = p.Lookup(asks[-1], b"".join(one), 32, peer=other.address, push=True)
             decode.engine.scheduler.send(p.Step((lookup,)))
-        leases = [granted.lease for granted in answers_to(decode.engine, asks)]
+        leases = [granted.lease for granted in decode.engine.answers(asks)]
         decode.wait(lambda: (decode.gauge("bytes{landing}") or 0) >= 10 << 20)
         for part in (4, 8, 12):
             assert decode.get(chain[:part], prefill.address) == part

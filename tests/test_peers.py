@@ -5,55 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
-from kvstore.config import Config
 from kvstore.core.types import LookupResult, make_key
 from kvstore.handover import consumer
-from kvstore.handover.transfers import Transfers
 from kvstore.store import admin
 from tests.harness.fakes import hashes
-from tests.harness.live import LiveStore, engine, eventually, store_settings
+from tests.harness.live import LiveStore, engine, eventually
 from tests.harness.patience import WAIT_S
-from tiers.nixl.supervisor import Exporter
-
-
-def config(folder: Path, **more: Any) -> Config:  # noqa: ANN401 - sections
-    cpu, engine = {"capacity": "64MiB", "extent": "64MiB"}, {"promote": "60s"}
-    return store_settings(folder, **{"cpu": cpu, "engine": engine, "peer": {}, **more})
-
-
-def address(store: LiveStore) -> str:
-    peers = store.server._peers
-    assert peers is not None
-    return peers.channel.address
-
-
-def exporter_of(store: LiveStore) -> Exporter:
-    peers = store.server._peers
-    assert peers is not None
-    assert isinstance(peers._mover, Transfers)
-    return peers._mover._exporter
-
-
-def inside(store: LiveStore, work: Callable[[], object]) -> None:
-    """Do something in the store's own thread, between two of its turns."""
-    done, core = threading.Event(), store.server.store
-    tick = core.on_tick
-
-    def once(now_ns: int) -> None:
-        core.on_tick = tick  # type: ignore[method-assign]
-        work()
-        done.set()
-        tick(now_ns)
-
-    core.on_tick = once  # type: ignore[method-assign]
-    assert done.wait(WAIT_S)
+from tests.harness.peers import address, config, exporter_of, inside
 
 
 @pytest.fixture(scope="module")

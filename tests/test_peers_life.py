@@ -21,7 +21,7 @@ from tests.bench.steal import Watch
 from tests.harness.fakes import hashes
 from tests.harness.live import LiveEngine, LiveStore, engine, eventually
 from tests.harness.patience import WAIT_S
-from tests.test_peers import address, config, exporter_of
+from tests.harness.peers import address, config, exporter_of
 
 REQUEST = "r-1a2b3c4d"
 

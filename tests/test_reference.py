@@ -6,14 +6,10 @@ import msgspec
 import pytest
 
 from kvstore.core.errors import InvariantBroken
-from tests.harness.reference_rig import FULL, Rig
-from tests.reference import Group, Request, Shape, State, WorkerResults, block_bytes
+from tests.harness.reference_rig import FULL, Rig, but
+from tests.reference import Group, Request, State, WorkerResults, block_bytes
 
 LATER = (None, False)
-
-
-def but(**changes: object) -> Shape:
-    return msgspec.structs.replace(FULL, **changes)
 
 
 STATES = but(groups=(Group(4), Group(8, state=True)), block_tokens=8, blocks=81)
@@ -225,15 +221,6 @@ def test_E7_priorities_decide_who_comes_in() -> None:
         rig.step()
         order.append(*rig.script.steps[-1].scheduled)
     assert order == ["b", "c", "a"]
-
-
-def test_E7_a_prompt_that_others_computed_is_found() -> None:
-    rig = Rig()
-    prompt = list(range(20))
-    rig.add("a", prompt, 1)
-    rig.add("b", prompt, 1)
-    rig.step(expect={"a": 20, "b": 4})  # in the same step already
-    assert rig.tokens["a"] == rig.tokens["b"]
 
 
 @pytest.mark.parametrize("window", [5, 6, 9])

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import random
 
-import msgspec
 import pytest
 
 from connectors.events import BlockEvent
 from connectors.step_meta import StepMeta
 from kvstore.core.errors import InvariantBroken
-from tests.harness.reference_rig import FULL, Rig
+from tests.harness.reference_rig import Rig, but
 from tests.reference import Group, Shape, State, WorkerResults
-
-
-def but(**changes: object) -> Shape:
-    return msgspec.structs.replace(FULL, **changes)
-
 
 # Failed loads
 

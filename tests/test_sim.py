@@ -72,10 +72,6 @@ def test_worlds_have_two_engines_and_half_of_them_faults() -> None:
     assert all(replay(seed).met for seed in range(1, 8, 2))
 
 
-def test_a_seed_is_a_world() -> None:
-    assert replay(7).counts == replay(7).counts
-
-
 def test_a_seed_is_the_same_world_in_another_process() -> None:
     """The order of a set is no part of it: the runs' processes and a replay hash alike."""
     shown = [

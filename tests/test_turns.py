@@ -24,7 +24,7 @@ from kvstore.visits import RESTING_MAX, RESTING_NS, Visits
 from kvstore.wire import engine as p
 from tests.harness.fakes import Engine, HeapPool, Town, blocks, hashes
 from tests.harness.live import Client, LiveStore, engine, eventually
-from tests.test_peers import inside
+from tests.harness.peers import inside
 from tiers.nvme.disk import NvmeDisk
 from tiers.nvme.index import Durable
 from tiers.nvme.namespace import DiskNamespace

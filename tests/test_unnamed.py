@@ -15,7 +15,7 @@ from kvstore.wire import engine as p
 from tests.harness.fakes import geometry, hashes
 from tests.harness.live import LiveEngine, LiveStore, engine, eventually
 from tests.harness.patience import WAIT_S
-from tests.test_peers import address, config
+from tests.harness.peers import address, config
 
 WHY = "load_format 'dummy', expected one that reads files"
 PAGE = 1 << 20

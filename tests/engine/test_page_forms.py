@@ -19,7 +19,7 @@ from tests.harness.fakes import hashes
 from tests.harness.live import LiveEngine, LiveStore, eventually
 from tests.harness.live import engine as live_engine
 from tests.harness.patience import WAIT_S
-from tests.test_peers import address, config
+from tests.harness.peers import address, config
 
 pytestmark = [
     pytest.mark.vllm,

@@ -31,7 +31,7 @@ from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.fakes import SLOT_BYTES, Engine, HeapPool, Town, from_u32
-from tests.harness.handover_pair import LandingSlots
+from tests.harness.handover_pair import LandingSlots, content
 
 LANDING = 32
 LANDING_EXTENT = 1 << 30
@@ -42,10 +42,6 @@ SENT = 0.9999  # of all messages, others are not taken
 SETTINGS = {"cpu": {"capacity": "64MiB"}, "server": {"metrics": ""}, "peer": {}}
 
 Decode = Callable[[bytes], framing.Message]
-
-
-def content(key: bytes) -> bytes:
-    return (key * (SLOT_BYTES // len(key) + 1))[:SLOT_BYTES]
 
 
 class End(msgspec.Struct, eq=False):

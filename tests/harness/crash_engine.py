@@ -31,9 +31,9 @@ from tests.reference import (
     Request,
     Shape,
     TieredWorker,
-    block_bytes,
 )
 from tests.reference.attached import attached
+from tests.reference.text import slot_bytes
 
 OPEN_MAX = 4  # requests of an engine at one time
 FORWARD_S = 0.002
@@ -120,22 +120,6 @@ class CrashEngine:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"engine-{name}")
 
-    def content(self, request: Request, group: int, index: int) -> bytes:
-        """What a slot holds: engine block after engine block, in it layers, in these ranks."""
-        shape = self.layout.shape
-        tokens = shape.group_tokens[group]
-        size = tokens * shape.token_bytes // self.layout.layers
-        first = index * shape.block_tokens
-        parts = []
-        for at in range(first, first + shape.block_tokens, tokens):
-            pages = [
-                block_bytes(shape, request.text, group, rank, at // tokens)
-                for rank in range(shape.world)
-            ]
-            for layer in range(self.layout.layers):
-                parts += [page[layer * size : (layer + 1) * size] for page in pages]
-        return b"".join(parts)
-
     # The thread
 
     def start(self) -> None:
@@ -209,14 +193,15 @@ class CrashEngine:
 
     def _learn(self, request: Request) -> None:
         """Write down what each block of a request must hold."""
-        size = self.layout.shape.block_tokens
-        blocks = len(request.block_hashes) * self.layout.shape.hash_tokens // size
+        shape, layers = self.layout.shape, self.layout.layers
+        size = shape.block_tokens
+        blocks = len(request.block_hashes) * shape.hash_tokens // size
         for index in range(self._learned.get(request.request_id, 0), blocks):
             above_hash = request.hash_at(index * size) if index else None
             for group, rule in enumerate(self._geometry.rules):
                 key = make_key(request.hash_at((index + 1) * size), group)
                 if key not in self._truth:
-                    data = self.content(request, group, index)
+                    data = slot_bytes(shape, request.text, group, index, layers)
                     rooted = above_hash is None or rule.trailing is not None
                     above = None if rooted else make_key(above_hash or b"", group)
                     digest = xxhash.xxh3_128_digest(data)

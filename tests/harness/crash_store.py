@@ -51,7 +51,6 @@ class StoreProcess:
                 cwd=ROOT,
                 start_new_session=True,
             )
-        self.started_s = time.monotonic()
 
     @property
     def ended(self) -> bool:

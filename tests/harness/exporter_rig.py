@@ -40,18 +40,17 @@ class Side:
         transports: str | None = None,
         *,
         extent_bytes: int = 16 * MIB,
-        slot_bytes: int = 64 * KIB,
         quarantine_bytes_max: int = 64 * MIB,
         seed: int = 0,
     ) -> None:
         self.exporter = Exporter(
             Settings(service, "lo", transports, quarantine_bytes_max=quarantine_bytes_max)
         )
+        self.slot_bytes = 64 * KIB
         self.memory = {
-            EXPORT: filled(extent_bytes, slot_bytes, seed),
-            LANDING: filled(extent_bytes, slot_bytes, None),
+            EXPORT: filled(extent_bytes, self.slot_bytes, seed),
+            LANDING: filled(extent_bytes, self.slot_bytes, None),
         }
-        self.slot_bytes = slot_bytes
         self.count = self.memory[EXPORT].count
         self.size = self.memory[EXPORT].generations_offset
         self.name = ""  # the last one

@@ -73,19 +73,18 @@ def settings(**engine: object) -> Config:
 class HeapExtent:
     """MemoryExtent in this process only."""
 
-    fd = -1
-
     def __init__(self, extent_bytes: int, slot_bytes: int) -> None:
+        self.fd = -1
         self.bytes = extent_bytes
         self.count = extent_bytes // (slot_bytes + 4)
         self.slot_bytes = slot_bytes
         self.generations_offset = self.count * slot_bytes
         self.generations = [0] * self.count
-        self._data = memoryview(bytearray(extent_bytes))
+        self.data = memoryview(bytearray(extent_bytes))
 
     def slot(self, position: int) -> memoryview:
         start = position * self.slot_bytes
-        return self._data[start : start + self.slot_bytes]
+        return self.data[start : start + self.slot_bytes]
 
     def set_generation(self, position: int, value: int) -> None:
         self.generations[position] = value
@@ -347,8 +346,8 @@ class Engine:
                 self.town.close(connection)
 
 
-def keys_of(chain: Sequence[bytes], group: int = 0) -> list[BlockKey]:
-    return [make_key(block, group) for block in chain]
+def keys_of(chain: Sequence[bytes]) -> list[BlockKey]:
+    return [make_key(block, 0) for block in chain]
 
 
 def blocks(granted: p.Granted, group: int = 0) -> list[int]:
@@ -361,9 +360,9 @@ def phase(town: Town, engine: Engine) -> Phase | None:
     return None if session is None else session.phase
 
 
-def pending_town(defer: str = "100ms") -> tuple[Town, Engine, list[bytes], int]:
+def pending_town() -> tuple[Town, Engine, list[bytes], int]:
     """An engine of two ranks, one of which has written a block."""
-    town = Town(settings(defer=defer))
+    town = Town(settings(defer="100ms"))
     engine, chain = town.attach(world=2), hashes(1)
     slot = engine.credits.pop(0)
     engine.report(0, [slot], [make_key(chain[0], 0)], [b""])

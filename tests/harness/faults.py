@@ -14,14 +14,14 @@ import mmap
 import os
 import shutil
 import struct
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).with_name("faults.c")
+from tests.harness.compiled import compiled
+
 CONTROL = "KVSTORE_FAULTS"  # variable of the file that steers
 RULES = 8
 _RULE_BYTES = 256
@@ -62,17 +62,9 @@ def missing(why: str) -> None:
 
 def build(folder: Path) -> Path:
     """Compile the library."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
+    if not (shutil.which("cc") or shutil.which("gcc")):
         missing("a C compiler (cc), which makes the library that injects faults")
-    library = folder / "faults.so"
-    done = subprocess.run(
-        [compiler or "cc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-U_FORTIFY_SOURCE",
-         "-o", str(library), str(SOURCE), "-ldl"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, f"{SOURCE.name} does not compile:\n{done.stderr}"
-    return library
+    return compiled("faults.c", folder, "-O2", "-U_FORTIFY_SOURCE", "-ldl")
 
 
 class Fault:

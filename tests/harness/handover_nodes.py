@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 
 from kvstore.wire import engine as p
-from kvstore.wire import framing
 from tests.bench.steal import Watch
 from tests.bench.store import StoreProcess, free_port, numbers
 from tests.harness.live import LiveEngine
@@ -215,13 +214,3 @@ def signal_now(process: psutil.Process | None, number: signal.Signals) -> None:
 def release(engine: LiveEngine, ask: int) -> None:
     """The request of a lookup is aborted."""
     engine.scheduler.send(p.Step(release=(ask,)))
-
-
-def answers_to(engine: LiveEngine, asks: list[int]) -> list[p.Granted]:
-    """Wait for the answers to some lookups, and return them in no order."""
-    found: list[p.Granted] = []
-    while len(found) < len(asks):
-        answers = engine.scheduler.take(p.Answers)
-        engine.credits.extend(framing.from_u32(answers.credits))
-        found += [granted for granted in answers.granted if granted.ask in asks]
-    return found

@@ -163,18 +163,20 @@ class LiveEngine:
         self._maps.append((message, mmap.mmap(self.worker.fds.pop(0), message.bytes)))
         self.worker.send(p.Mapped(message.extent))
 
-    def _place(self, slot: int) -> tuple[mmap.mmap, int]:
+    def _map_of(self, slot: int) -> tuple[p.Extent, mmap.mmap]:
         for extent, memory in self._maps:
             if extent.first <= slot < extent.first + extent.count:
-                return memory, (slot - extent.first) * extent.slot_bytes
+                return extent, memory
         raise KeyError(slot)
 
+    def _place(self, slot: int) -> tuple[mmap.mmap, int]:
+        extent, memory = self._map_of(slot)
+        return memory, (slot - extent.first) * extent.slot_bytes
+
     def generation(self, slot: int) -> int:
-        for extent, memory in self._maps:
-            if extent.first <= slot < extent.first + extent.count:
-                at = extent.generations_offset + 4 * (slot - extent.first)
-                return int.from_bytes(memory[at : at + 4], sys.byteorder)
-        raise KeyError(slot)
+        extent, memory = self._map_of(slot)
+        at = extent.generations_offset + 4 * (slot - extent.first)
+        return int.from_bytes(memory[at : at + 4], sys.byteorder)
 
     def content(self, block: bytes) -> bytes:
         return (block * (self._page_bytes // len(block) + 1))[: self._page_bytes]
@@ -195,23 +197,22 @@ class LiveEngine:
         self._asks += 1
         lookup = p.Lookup(self._asks, b"".join(chain), len(chain[0]), **how)
         self.scheduler.send(p.Step((lookup,)))
-        while True:
+        return self.answers([self._asks])[0]
+
+    def answers(self, asks: Sequence[int]) -> list[p.Granted]:
+        """Wait for the answers to some lookups, and return them in no order."""
+        found: list[p.Granted] = []
+        while len(found) < len(asks):
             answers = self.scheduler.take(p.Answers)
             self.credits.extend(from_u32(answers.credits))
-            for granted in answers.granted:
-                if granted.ask == self._asks:
-                    return granted
+            found += [granted for granted in answers.granted if granted.ask in asks]
+        return found
 
     def read(self, granted: p.Granted) -> list[bytes]:
         """Return the bytes of the blocks in an answer once they are there, and end its lease."""
-        found = []
-        for hit in granted.hits[:1] if granted.lease else []:
-            for slot, leased in zip(from_u32(hit.slots), from_u32(hit.generations), strict=True):
-                eventually(lambda: self.generation(slot) == leased)  # noqa: B023 - asked at once
-                memory, at = self._place(slot)
-                found.append(memory[at : at + self._page_bytes])
-        if granted.lease:
-            self.worker.send(p.Loaded(granted.lease, len(found) * self._page_bytes, 0.001))
+        found = self.load(granted, WAIT_S)
+        expected = len(from_u32(granted.hits[0].slots)) if granted.lease else 0
+        assert len(found) == expected, f"{len(found)} blocks came, {expected} were granted"
         return found
 
     def load(self, granted: p.Granted, within_s: float) -> list[bytes]:

@@ -6,6 +6,8 @@ import random
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
+
 from connectors.engine_interface import BlockTable, EngineRequest, Step
 from connectors.events import BlockEvent
 from connectors.step_meta import StepMeta
@@ -22,6 +24,10 @@ from tests.reference import (
 )
 
 FULL = Shape(groups=(Group(4),), block_tokens=4, blocks=41, budget=100)
+
+
+def but(**changes: object) -> Shape:
+    return msgspec.structs.replace(FULL, **changes)
 
 
 class Script:

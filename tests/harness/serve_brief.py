@@ -8,7 +8,9 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 from kvstore import cli
 from kvstore.handover import consumer, heartbeats, jobs, peers, producer, side_channel, transfers
@@ -28,9 +30,15 @@ TIMES = {
     (supervisor, "SILENT_NS"): 5 * S,
     (server, "_FLUSH_S"): 1,
 }
-
-
 _CLONE_NEWNET = 0x40000000
+
+
+def serve(times: Mapping[tuple[ModuleType, str], float]) -> int:
+    """Run `kvstore` with other times in place of the constants of these modules."""
+    for (module, name), value in times.items():
+        assert hasattr(module, name), f"{module.__name__} has no {name} any more"
+        setattr(module, name, value)
+    return cli.main()
 
 
 def main() -> int:
@@ -38,10 +46,7 @@ def main() -> int:
     if netns is not None:
         with Path("/run/netns", netns).open() as place:
             assert ctypes.CDLL(None).setns(place.fileno(), _CLONE_NEWNET) == 0
-    for (module, name), value in TIMES.items():
-        assert hasattr(module, name), f"{module.__name__} has no {name} any more"
-        setattr(module, name, value)
-    return cli.main()
+    return serve(TIMES)
 
 
 if __name__ == "__main__":

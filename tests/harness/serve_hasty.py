@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from kvstore import cli
 from kvstore.store import server
+from tests.harness.serve_brief import serve
 from tiers.nvme import disk, extent_allocator, health, tier
 
 SECONDS = {
@@ -21,12 +21,5 @@ SECONDS = {
 }
 
 
-def main() -> int:
-    for (module, name), seconds in SECONDS.items():
-        assert hasattr(module, name), f"{module.__name__} has no {name} any more"
-        setattr(module, name, seconds)
-    return cli.main()
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(SECONDS))

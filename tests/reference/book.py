@@ -88,7 +88,6 @@ class Book:
             self._deferred.append((list(request.in_flight), blocks))
 
     def ran(self, works: list[Work]) -> None:
-        """Free what waited for these."""
         gone = {id(work) for work in works}
         left = []
         for waits, blocks in self._deferred:

@@ -14,11 +14,9 @@ from connectors.step_meta import StepMeta
 
 
 class SchedulerSide(Protocol):
-    """The side that plans; connectors.scheduler.SchedulerHalf is one."""
+    """The side that plans; connectors.scheduler.SchedulerHalf is one, and says more."""
 
-    def on_new_request(self, request: EngineRequest) -> None:
-        """Take note of a request, before anything is asked about it."""
-        ...
+    def on_new_request(self, request: EngineRequest) -> None: ...
 
     def get_num_new_matched_tokens(self, request_id: str, computed: int) -> tuple[int | None, bool]:
         """Answer how many tokens beyond `computed` can be loaded, and whether asynchronously.
@@ -27,23 +25,17 @@ class SchedulerSide(Protocol):
         """
         ...
 
-    def update_state_after_alloc(self, request_id: str, table: BlockTable, external: int) -> None:
-        """Plan the load of `external` tokens, if there are any."""
-        ...
+    def update_state_after_alloc(
+        self, request_id: str, table: BlockTable, external: int
+    ) -> None: ...
 
-    def hit_sources(self, request_id: str, external: int) -> Mapping[str, int]:
-        """Split the tokens of the load just planned by tier."""
-        ...
+    def hit_sources(self, request_id: str, external: int) -> Mapping[str, int]: ...
 
-    def build_meta(self, step: Step) -> StepMeta:
-        """Plan a step's copies; called once a step."""
-        ...
+    def build_meta(self, step: Step) -> StepMeta: ...
 
     def on_output(
         self, stores_over: Mapping[int, int], loaded: Iterable[str], failed: Iterable[str]
-    ) -> None:
-        """Take the ranks' reports."""
-        ...
+    ) -> None: ...
 
     def step_load_failed(self) -> Sequence[int]:
         """Take it that the load in the last step failed; return what must not be found."""
@@ -53,21 +45,13 @@ class SchedulerSide(Protocol):
         """Let go of a request. True: its blocks are kept until it is reported as sent."""
         ...
 
-    def has_pending_work(self) -> bool:
-        """Tell whether one more step is needed although no request is left."""
-        ...
+    def has_pending_work(self) -> bool: ...
 
-    def reset_cache(self, nonce: bytes) -> bool:
-        """Leave everything stored so far behind; False if that is not possible now."""
-        ...
+    def reset_cache(self, nonce: bytes) -> bool: ...
 
-    def take_events(self) -> list[BlockEvent]:
-        """Return what entered and left the tiers since the last call."""
-        ...
+    def take_events(self) -> list[BlockEvent]: ...
 
-    def take_stats(self) -> Mapping[str, int]:
-        """Return what was counted since the last call."""
-        ...
+    def take_stats(self) -> Mapping[str, int]: ...
 
 
 class WorkerResults(msgspec.Struct, frozen=True):
@@ -86,8 +70,8 @@ class WorkerResults(msgspec.Struct, frozen=True):
     stats: Mapping[str, int] = {}
 
 
-class WorkerSide(Protocol):
-    """The side that copies, one for each rank; called in this order in every step."""
+class Copies(Protocol):
+    """What a rank's side does in every step, in this order."""
 
     def before_step(self, meta: StepMeta) -> None:
         """End the copies whose sources this step overwrites."""
@@ -101,25 +85,17 @@ class WorkerSide(Protocol):
         """Start the copies of what this step has computed."""
         ...
 
+
+class WorkerSide(Copies, Protocol):
+    """The side that copies, one for each rank."""
+
     def results(self, meta: StepMeta) -> WorkerResults:
         """Report what ended since the last call."""
         ...
 
 
-class CopyingHalf(Protocol):
+class CopyingHalf(Copies, Protocol):
     """What connectors.worker.WorkerHalf and its simulations have in common."""
-
-    def before_step(self, meta: StepMeta) -> None:
-        """See WorkerSide."""
-        ...
-
-    def start_loads(self, meta: StepMeta) -> None:
-        """See WorkerSide."""
-        ...
-
-    def after_forward(self, meta: StepMeta) -> None:
-        """See WorkerSide."""
-        ...
 
     def finished_loads(self, meta: StepMeta) -> tuple[set[str], set[str]]:
         """Return requests whose load ended, and which failed."""
@@ -129,13 +105,9 @@ class CopyingHalf(Protocol):
         """Return engine blocks that loads in this step did not fill."""
         ...
 
-    def take_stores_over(self) -> frozenset[int]:
-        """Return store jobs that ended."""
-        ...
+    def take_stores_over(self) -> frozenset[int]: ...
 
-    def take_stats(self) -> Counter[str]:
-        """Return what was counted."""
-        ...
+    def take_stats(self) -> Counter[str]: ...
 
 
 class TieredWorker:

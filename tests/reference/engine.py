@@ -61,17 +61,14 @@ class Engine:
 
     @property
     def counts(self) -> Counter[str]:
-        """What happened so far."""
         return self.book.counts
 
     @property
     def free_blocks(self) -> int:
-        """Count the engine blocks that nobody has."""
         return len(self.book.tables.pool.free)
 
     @property
     def idle(self) -> bool:
-        """Tell whether no step is needed."""
         return not (self.requests or self._in_flight or self.connector.has_pending_work())
 
     def add(self, request: Request) -> None:

@@ -23,15 +23,12 @@ class FaultyTier:
         self._held: list[JobResult] = []
 
     def lookup(self, key: BlockKey) -> LookupResult:
-        """Ask the inner tier."""
         return self._inner.lookup(key)
 
     def touch(self, key: BlockKey) -> None:
-        """Tell the inner tier."""
         self._inner.touch(key)
 
     def submit(self, job: TransferJob) -> None:
-        """Pass a job on."""
         self._kinds[job.job_id] = (job.kind, job.keys)
         self._inner.submit(job)
 
@@ -56,11 +53,9 @@ class FaultyTier:
         return JobResult(result.job_id, done, BlockCorrupt("injected"))
 
     def discard(self, keys: Collection[BlockKey]) -> None:
-        """Pass on."""
         self._inner.discard(keys)
 
     def clear(self) -> None:
-        """Pass on."""
         self._inner.clear()
 
     def drain(self) -> None:
@@ -69,5 +64,4 @@ class FaultyTier:
         self._held.extend(map(self._maybe_fail, self._inner.poll()))
 
     def close(self) -> None:
-        """Pass on."""
         self._inner.close()

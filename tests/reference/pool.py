@@ -34,7 +34,6 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Let one more request have these blocks."""
         for block in filter(None, blocks):
             self.free.pop(block, None)
             self._refs[block] += 1
@@ -60,13 +59,11 @@ class BlockPool:
         return True
 
     def forget(self, block: int) -> None:
-        """Let nobody find a block any more."""
         name = self._names.pop(block, None)
         if name is not None:
             del self.cached[name]
             self.events.append((False, name[1], name[0]))
 
     def forget_all(self) -> None:
-        """Empty the prefix cache."""
         for block in list(self._names):
             self.forget(block)

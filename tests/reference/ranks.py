@@ -222,7 +222,6 @@ class Aggregator:
         self._failing: set[str] = set()
 
     def expect_load(self, request_id: str) -> None:
-        """Wait for a load's end on every rank."""
         self._loads[request_id] = set(range(self._world))
 
     def expect_send(self, request_id: str) -> None:

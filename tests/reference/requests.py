@@ -82,7 +82,6 @@ class Request:
 
     @property
     def holds_blocks(self) -> bool:
-        """Tell whether it has engine blocks."""
         return any(self.table)
 
     @property

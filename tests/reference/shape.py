@@ -89,7 +89,6 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def has_state(self) -> bool:
-        """Tell whether there is a state group."""
         return any(group.state for group in self.groups)
 
     @cached_property
@@ -119,7 +118,6 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def rules(self) -> tuple[GroupRule, ...]:
-        """Which blocks a hit needs, by group."""
         return tuple(
             GroupRule(1, exact=True)
             if group.state

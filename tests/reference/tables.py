@@ -96,7 +96,6 @@ class Tables:
             self._states = [state for state in self._states if state[0] != block]
 
     def forget_all(self) -> None:
-        """Empty the prefix cache."""
         self._states.clear()
         self.pool.forget_all()
 
@@ -176,7 +175,6 @@ class Tables:
         return taken
 
     def release(self, tables: Iterable[Sequence[int]]) -> None:
-        """Free blocks that were taken from a request."""
         for blocks in tables:
             self.pool.release(blocks)
 

@@ -52,7 +52,6 @@ class Text:
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Add tokens."""
         marks = self._marks
         mark = marks[-1] if marks else self._weights
         for token in tokens:
@@ -110,3 +109,19 @@ def block_bytes(shape: Shape, text: Text, group: int, rank: int, index: int) -> 
     first, end = index * kind.tokens, (index + 1) * kind.tokens
     marks = text.marks(end - 1, end) * kind.tokens if kind.state else text.marks(first, end)
     return words_of(marks, group, rank, shape.token_words)
+
+
+def slot_bytes(shape: Shape, text: Text, group: int, index: int, layers: int = 1) -> bytes:
+    """Return what a slot must hold: engine block after engine block, in it layers, in these ranks.
+
+    index: of the offload block. layers: of the group.
+    """
+    tokens = shape.group_tokens[group]
+    size = tokens * shape.token_bytes // layers
+    first = index * shape.block_tokens
+    parts = []
+    for at in range(first, first + shape.block_tokens, tokens):
+        pages = [block_bytes(shape, text, group, rank, at // tokens) for rank in range(shape.world)]
+        for layer in range(layers):
+            parts += [page[layer * size : (layer + 1) * size] for page in pages]
+    return b"".join(parts)

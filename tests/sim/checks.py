@@ -20,6 +20,7 @@ from kvstore.store.sessions import Store
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.reference import Request
+from tests.reference.text import slot_bytes
 from tests.sim.host import Host
 from tests.sim.store import Pool
 
@@ -51,7 +52,7 @@ class Truth:
             for group, rule in enumerate(host.geometry.rules):
                 key = make_key(block_hash, group, host.scope)
                 if key not in self.bytes:
-                    self.bytes[key] = host.content(request, group, index)
+                    self.bytes[key] = slot_bytes(host.shape, request.text, group, index)
                     if rule.trailing is None:
                         self.above[key] = before and make_key(before, group, host.scope)
 

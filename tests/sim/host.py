@@ -20,11 +20,9 @@ from tests.reference import (
     Engine,
     Group,
     Rank,
-    Request,
     Shape,
     TieredWorker,
     WorkerResults,
-    block_bytes,
 )
 from tests.sim.store import Joiner, Net
 from tests.sim.worker import Worker
@@ -136,12 +134,3 @@ class Host:
     def _hello(self, name: str, rank: int) -> p.Hello:
         geometry = self.shape.rank_geometry(self._model, rank)
         return p.Hello(p.VERSION, name, "worker", rank, self.shape.world, geometry=geometry)
-
-    def content(self, request: Request, group: int, index: int) -> bytes:
-        """What a slot holds for one of the request's blocks: engine block, then rank."""
-        per = self.geometry.blocks_per_chunk[group]
-        return b"".join(
-            block_bytes(self.shape, request.text, group, rank, at)
-            for at in range(index * per, (index + 1) * per)
-            for rank in range(self.shape.world)
-        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import logging
 import multiprocessing
 import os
@@ -12,7 +11,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,7 +87,7 @@ def attempt(seed: int, cut: Cut | None = None) -> Outcome:
     return Outcome(seed, "", "", world.counts, world.met, world.steps)
 
 
-def attempts(seeds: range, processes: int | None = None) -> Iterator[Outcome]:
+def attempts(seeds: range) -> Iterator[Outcome]:
     """Run many worlds on all cores; in the order of their seeds.
 
     The order of a set of strings is another in each process unless PYTHONHASHSEED is set.
@@ -97,7 +96,7 @@ def attempts(seeds: range, processes: int | None = None) -> Iterator[Outcome]:
     os.environ["PYTHONHASHSEED"] = "0"
     try:
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(processes or os.cpu_count(), context, gc.freeze) as pool:
+        with ProcessPoolExecutor(os.cpu_count(), context, gc.freeze) as pool:
             yield from pool.map(attempt, seeds, chunksize=CHUNK)
     finally:
         if before is None:
@@ -106,13 +105,13 @@ def attempts(seeds: range, processes: int | None = None) -> Iterator[Outcome]:
             os.environ["PYTHONHASHSEED"] = before
 
 
-def cut_short(seed: int, run: Callable[[int, Cut | None], Outcome] = attempt) -> tuple[Cut, str]:
+def cut_short(seed: int) -> tuple[Cut, str]:
     """Find a small part of a failing world that fails at the same place; return it as told."""
-    where = run(seed, None).where
+    where = attempt(seed).where
     if not where:
         return Cut(), f"seed {seed} breaks nothing"
-    cut, tries = shrink(seed, lambda smaller: run(seed, smaller).where == where)
-    told = run(seed, cut).error
+    cut, tries = shrink(seed, lambda smaller: attempt(seed, smaller).where == where)
+    told = attempt(seed, cut).error
     try:
         replay(seed, cut)
     except BaseException as error:  # noqa: BLE001 - shown as text
@@ -129,7 +128,7 @@ def table(met: Counter[tuple[str, str]], console: Console) -> None:
     console.print(shown)
 
 
-def campaign(first: int, count: int, out: Path | None = None) -> int:
+def campaign(first: int, count: int) -> int:
     """Run many worlds on all cores; return how many broke a promise, or 1 for a pair never met."""
     started_s, steps, broken = time.monotonic(), 0, list[int]()
     counts, met = Counter[str](), Counter[tuple[str, str]]()
@@ -147,10 +146,6 @@ def campaign(first: int, count: int, out: Path | None = None) -> int:
     took_s = time.monotonic() - started_s
     table(met, Console(width=240))
     missed = never_met(met)
-    if out is not None:
-        pairs = [[fault, state, met[fault, state]] for fault in FAULTS for state in STATES]
-        found = {"worlds": count, "broken": broken, "steps": steps, "counts": counts}
-        out.write_text(json.dumps({**found, "met": pairs, "never_met": missed}))
     events = ", ".join(f"{name} {number:,}" for name, number in sorted(counts.items()))
     sys.stdout.write(
         f"{events}\n{count} worlds, {steps:,} steps, {len(broken)} broken,"
@@ -170,7 +165,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description="Simulated worlds.")
     parser.add_argument("seed", type=int, nargs="?", default=0, help="the world, or the first")
     parser.add_argument("--seeds", type=int, help="run that many worlds, on all cores")
-    parser.add_argument("--json", type=Path, help="write what was met to this file")
     parser.add_argument("--cut", default="{}", help="what to leave out of the world, as printed")
     parser.add_argument("--shrink", action="store_true", help="find the smallest that fails")
     given = parser.parse_args()
@@ -178,7 +172,7 @@ def main() -> None:
         os.environ["PYTHONHASHSEED"] = "0"
         os.execv(sys.executable, [sys.executable, "-m", "tests.sim", *sys.argv[1:]])  # noqa: S606
     if given.seeds is not None:
-        sys.exit(campaign(given.seed, given.seeds, given.json) > 0)
+        sys.exit(campaign(given.seed, given.seeds) > 0)
     if given.shrink:
         sys.stdout.write(f"{cut_short(given.seed)[1]}\n")
         return

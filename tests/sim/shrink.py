@@ -7,6 +7,7 @@ of the rest. Each kind is cut in turn until nothing more goes; lists as in Zelle
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 from msgspec.structs import replace
@@ -32,31 +33,25 @@ class _Tries:
         return self._fails(cut)
 
 
-def shrink(seed: int, fails: Fails, fault_count: int | None = None) -> tuple[Cut, int]:
+def shrink(seed: int, fails: Fails) -> tuple[Cut, int]:
     """Return what can be left out of a failing world, and how many worlds were tried.
 
-    fails(cut): whether the world still fails in the same way without that. fault_count: of the
-    whole world; None: found out.
+    fails(cut): whether the world still fails in the same way without that.
     """
     tries, cut = _Tries(fails), Cut()
     cut = _fewer(tries, cut, "steps", cut.steps)
     for feature in FEATURES:
         less = replace(cut, off=(*cut.off, feature))
         cut = less if tries(less) else cut
-    cut = _without_faults(tries, cut, _count_faults(seed, cut, fault_count))
+    cut = _without_faults(tries, cut, _count_faults(seed, cut))
     cut = _fewer(tries, cut, "requests", 64)
     return _fewer(tries, cut, "steps", cut.steps), tries.count
 
 
-def _count_faults(seed: int, cut: Cut, known: int | None) -> int:
-    if known is not None:
-        return known
+def _count_faults(seed: int, cut: Cut) -> int:
     world = World(seed, cut)
-    try:
-        with bugs.escaping():
-            world.run()
-    except BaseException:  # noqa: BLE001 - that it fails is known
-        return world.fault_count
+    with contextlib.suppress(BaseException), bugs.escaping():  # that it fails is known
+        world.run()
     return world.fault_count
 
 

@@ -13,6 +13,7 @@ from kvstore.core.tier import MemoryExtent
 from kvstore.store.sessions import Store
 from kvstore.wire import engine as p
 from kvstore.wire import framing
+from tests.harness.fakes import HeapExtent
 
 US = 1_000
 MS = 1_000_000
@@ -20,25 +21,13 @@ ENCODED = 0.25  # share of messages that are encoded and decoded on their way
 WOKEN = 0.2  # chance that a lower tier wakes a store that no message and no time does
 
 
-class Extent:
-    """Slots in a bytearray, and their generations."""
+class Extent(HeapExtent):
+    """Slots full of rubbish, with a number."""
 
     def __init__(self, fd: int, slots: int, slot_bytes: int) -> None:
-        self.fd, self.count, self.slot_bytes = fd, slots, slot_bytes
-        self.generations_offset = slots * slot_bytes
-        self.bytes = slots * (slot_bytes + 4)
-        self.data = bytearray(b"\xaa" * self.generations_offset)
-        self.generations = [0] * slots
-
-    def slot(self, position: int) -> memoryview:
-        start = position * self.slot_bytes
-        return memoryview(self.data)[start : start + self.slot_bytes]
-
-    def set_generation(self, position: int, value: int) -> None:
-        self.generations[position] = value
-
-    def close(self) -> None:
-        """Nothing is to be given back."""
+        super().__init__(slots * (slot_bytes + 4), slot_bytes)
+        self.fd = fd
+        self.data[:] = b"\xaa" * self.bytes
 
 
 class Pool:

@@ -1,9 +1,9 @@
 """The whole cache in one thread from one seed: real store, client and scheduler half.
 
 The engines are the reference engine; wires, workers' threads, memory and lower tiers are simulated,
-see sim_host, sim_store and sim_disk. Two engines share the store; the worlds of odd seeds have
-faults, see sim_faults. The promises are checked all the time, see sim_checks; block bytes follow
-from the key, so wrong ones are seen where they arise.
+see host, store and disk. Two engines share the store; the worlds of odd seeds have faults, see
+faults. The promises are checked all the time, see checks; block bytes follow from the key, so wrong
+ones are seen where they arise.
 
 A step is one scheduler step of one engine that has something to do: a world makes STEPS of them or
 a few more, the last ones without faults, until its requests have ended. Turns in which both engines
