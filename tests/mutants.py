@@ -596,6 +596,19 @@ MUTANTS = (
         "            if True:",
         "tests/test_request_leases.py -k S2_no_more",
     ),
+    # A turn asks the system nothing that nothing has changed for.
+    Mutant(
+        "tiers/nixl/supervisor.py",
+        "            told = bool(self._epoll.poll(0))",
+        "            told = True",
+        "tests/test_turns.py -k asks_nothing",
+    ),
+    Mutant(
+        "tiers/nvme/disk.py",
+        "        if now_s < self._idle_until_s and not (under_way or self._shared.visits):",
+        "        if False:",
+        "tests/test_turns.py -k asks_nothing",
+    ),
     # Memory is taken where there is some.
     Mutant(
         "tiers/cpu.py",

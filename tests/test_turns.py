@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -18,14 +20,16 @@ from kvstore.config import Config, parse
 from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.core.types import GroupRule
 from kvstore.handover.consumer import Consumer
+from kvstore.handover.line import Line
 from kvstore.store.namespace import Namespace
 from kvstore.store.sessions import Store
 from kvstore.visits import RESTING_MAX, RESTING_NS, Visits
 from kvstore.wire import engine as p
 from tests.harness.fakes import Engine, HeapPool, Town, blocks, hashes
 from tests.harness.live import Client, LiveStore, engine, eventually
-from tests.harness.peers import inside
-from tiers.nvme.disk import NvmeDisk
+from tests.harness.peers import exporter_of, inside
+from tiers.nixl.exporter_child import Child
+from tiers.nvme.disk import IDLE_S, NvmeDisk
 from tiers.nvme.index import Durable
 from tiers.nvme.namespace import DiskNamespace
 
@@ -124,6 +128,42 @@ def test_S4_a_turn_calls_no_more_for_a_hundred_namespaces_more(config: Config) -
         least, most = min(alike, key=lambda pair: (pair[1] - pair[0]).total())
         more = most - least
         assert more.total() < MANY - FEW, more.most_common(5)
+
+
+def test_a_turn_asks_nothing_of_an_exporter_or_a_disk_that_has_nothing_to_say(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each asks the system: in a hand-over of small blocks the loop's turns cost most."""
+    with LiveStore(config) as store, engine(store, page_bytes=PAGE) as live:
+        peers = store.server._peers
+        assert peers is not None
+        inside(store, peers._wake)
+        exporter = exporter_of(store)
+        eventually(lambda: exporter._state == "up" and live.active)
+        disk = cast(NvmeDisk, store.server._disk)
+        eventually(lambda: not disk.busy)
+        asked: Counter[str] = Counter()
+        for of, verb in (
+            (Child, "receive"),
+            (Child, "ended"),
+            (os, "eventfd_read"),
+            (NvmeDisk, "_look"),
+            (Line, "receive"),
+        ):
+            real = getattr(of, verb)
+
+            def noted(*of_it: Any, verb: str = verb, real: Any = real) -> Any:  # noqa: ANN401
+                asked[verb] += 1
+                return real(*of_it)
+
+            monkeypatch.setattr(of, verb, noted)
+        before, turns = time.monotonic(), 300
+        for _ in range(turns):
+            live.scheduler.send(p.Step())
+            live.ask(hashes(1), memory_only=True)
+        rarely = (time.monotonic() - before) / IDLE_S + 5  # the directory, and a Ping now and then
+        assert max(asked.values(), default=0) <= rarely
+        assert asked["ended"] + asked["eventfd_read"] < turns / 10
 
 
 def test_S4_what_is_at_rest_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
