@@ -1,9 +1,10 @@
-"""What a turn costs does not grow with the namespaces: counted in calls, not in time."""
+"""A turn costs the same however many namespaces there were; unused ones are forgotten."""
 
 from __future__ import annotations
 
 import socket
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,16 +15,17 @@ from typing import cast
 import pytest
 
 from kvstore import visits
-from kvstore.config import Config, parse
+from kvstore.config import Config
 from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.core.types import GroupRule
 from kvstore.handover.consumer import Consumer
+from kvstore.store import sessions as stores
 from kvstore.store.namespace import Namespace
 from kvstore.store.sessions import Store
 from kvstore.visits import RESTING_MAX, RESTING_NS, Visits
 from kvstore.wire import engine as p
 from tests.harness.fakes import Engine, HeapPool, Town, blocks, hashes
-from tests.harness.live import Client, LiveStore, engine, eventually
+from tests.harness.live import Client, LiveStore, engine, eventually, store_settings
 from tests.test_peers import inside
 from tiers.nvme.disk import NvmeDisk
 from tiers.nvme.index import Durable
@@ -37,26 +39,30 @@ TURNS = 30
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     nvme = {"path": f"{tmp_path}/kv", "capacity": "64MiB", "extent": "2MiB", "durability": "10ms"}
-    return parse(
-        {
-            "cpu": {"capacity": "64MiB", "extent": "16MiB"},
-            "nvme": nvme,
-            "server": {"socket": f"{tmp_path}/store.sock", "metrics": ""},
-            "peer": {},
-        }
-    )
+    cpu = {"capacity": "64MiB", "extent": "16MiB"}
+    return store_settings(tmp_path, cpu=cpu, nvme=nvme, peer={})
+
+
+@pytest.fixture
+def store(config: Config) -> Iterator[LiveStore]:
+    with LiveStore(config) as made:
+        yield made
+
+
+def hello(store: LiveStore, model: str) -> Client:
+    """A worker of a model of its own, welcomed: a namespace."""
+    groups = (GroupGeometry(GroupRule(), (LayerGeometry("layer", PAGE),)),)
+    geometry = RankGeometry(model, 16, (1,), groups, {"model": model})
+    client = Client(store.path)
+    client.send(p.Hello(p.VERSION, model, "worker", 0, 1, geometry=geometry))
+    client.take(p.Welcome)
+    return client
 
 
 def add_namespaces(store: LiveStore, numbers: range) -> None:
     """Engines of so many models come, and go."""
     for number in numbers:
-        model = f"model{number}"
-        groups = (GroupGeometry(GroupRule(), (LayerGeometry("layer", PAGE),)),)
-        geometry = RankGeometry(model, 16, (1,), groups, {"model": model})
-        client = Client(store.path)
-        client.send(p.Hello(p.VERSION, model, "worker", 0, 1, geometry=geometry))
-        client.take(p.Welcome)
-        client.close()
+        hello(store, f"model{number}").close()
     core, disk = store.server.store, cast(NvmeDisk, store.server._disk)
     eventually(lambda: len(core.namespaces) > numbers[-1])
     eventually(lambda: sum(not n.at_rest for n in list(core.namespaces.values())) <= 1)
@@ -103,18 +109,17 @@ def of_lookups(store: LiveStore) -> Counter[str]:
         return max(over, key=Counter.total)
 
 
-def test_S4_a_turn_calls_no_more_for_a_hundred_namespaces_more(config: Config) -> None:
-    with LiveStore(config) as store:
-        add_namespaces(store, range(FEW))
-        few = of_lookups(store)
-        add_namespaces(store, range(FEW, MANY))
-        many = of_lookups(store)
-        assert len(store.server.store.namespaces) > MANY
-        for verb in (Store._tick_namespace, DiskNamespace.step):
-            for calls in (few, many):
-                assert calls[verb.__qualname__] <= 4 * RESTING_MAX, verb
-        more = many - few
-        assert more.total() < MANY - FEW, more.most_common(5)
+def test_S4_a_turn_calls_no_more_for_a_hundred_namespaces_more(store: LiveStore) -> None:
+    add_namespaces(store, range(FEW))
+    few = of_lookups(store)
+    add_namespaces(store, range(FEW, MANY))
+    many = of_lookups(store)
+    assert len(store.server.store.namespaces) > MANY
+    for verb in (Store._tick_namespace, DiskNamespace.step):
+        for calls in (few, many):
+            assert calls[verb.__qualname__] <= 4 * RESTING_MAX, verb
+    more = many - few
+    assert more.total() < MANY - FEW, more.most_common(5)
 
 
 def test_S4_what_is_at_rest_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,3 +244,81 @@ def test_S4_only_what_is_fetched_for_has_turns_of_hand_overs(
             live.ask(hashes(2), peer=peer, request="r")
             assert len(set(ticks)) == 1
         eventually(lambda: store.server._peers is not None and not store.server._peers._used)
+
+
+# Namespaces that are not used any more
+
+
+def shown(store: LiveStore) -> set[tuple[str, ...]]:
+    """The series at /metrics."""
+    store.server.await_gauges()
+    return set(store.server.store.numbers.gauges)
+
+
+def test_S4_namespaces_without_blocks_and_engines_are_forgotten(
+    store: LiveStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "FORGET_NS", 10_000_000, raising=False)
+    eventually(lambda: shown(store))
+    before = shown(store)
+    for number in range(300):
+        hello(store, f"model{number}").close()
+    eventually(lambda: not store.server.store.namespaces)
+    assert store.server._pool.used_bytes == 0, "their memory is given back"
+    eventually(lambda: shown(store) <= before)
+
+
+def test_S4_a_turn_polls_the_disk_once_however_many_namespaces_there_are(
+    store: LiveStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = cast(NvmeDisk, store.server._disk)
+    clients = [hello(store, f"model{number}") for number in range(30)]
+    eventually(lambda: not store.server.store.busy and not disk.busy)
+    polls, turns = [0], [0]
+    poll, tick = disk.poll, store.server.store.on_tick
+
+    def counted() -> None:
+        polls[0] += 1
+        poll()
+
+    def turn(now_ns: int) -> None:
+        tick(now_ns)
+        turns[0] += 1
+
+    monkeypatch.setattr(store.server.store, "on_tick", turn)
+    monkeypatch.setattr(disk, "poll", counted)
+    eventually(lambda: turns[0] >= 5)
+    assert polls[0] <= turns[0] + 1, f"{polls[0]} polls in {turns[0]} turns"
+    for client in clients:
+        client.close()
+
+
+def test_S4_a_namespace_with_blocks_or_an_engine_stays_and_what_is_on_disk_comes_back(
+    store: LiveStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "FORGET_NS", 10_000_000, raising=False)
+    chain = hashes(2)
+    spaces = store.server.store.namespaces
+    with engine(store, page_bytes=PAGE) as live:
+        live.put(chain)
+        eventually(lambda: store.server.store.numbers.moved["nvme", "stored"] == 2)
+        time.sleep(0.1)
+        assert len(spaces) == 1, "it has an engine"
+    time.sleep(0.1)
+    (kept,) = spaces.values()
+    with engine(store, page_bytes=PAGE) as live:
+        assert list(spaces.values()) == [kept], "it had blocks"
+    tick = store.server.store.on_tick
+
+    def evict(now_ns: int) -> None:
+        for key in [entry.key for entry in kept.manager.index]:
+            kept.manager.drop(key, "evicted")
+        tick(now_ns)
+
+    monkeypatch.setattr(store.server.store, "on_tick", evict)
+    eventually(lambda: not spaces)
+    monkeypatch.setattr(store.server.store, "on_tick", tick)
+    with engine(store, page_bytes=PAGE) as live:
+        granted = live.ask(chain)
+        assert live.read(granted) == [live.content(block) for block in chain]
+        assert granted.sources == {"nvme": 2}
