@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 
 from kvstore.core.lookup import Answer
@@ -157,26 +155,6 @@ def test_slots_to_be_retired_wait_for_the_clear() -> None:
     finish(rig)
     assert rig.manager.retire_slots(slots) == 0
     assert (rig.manager.slots_total, rig.manager.slots_free) == (0, 0)
-
-
-def test_cleared_blocks_are_freed_without_a_collection() -> None:
-    rig = Rig(400)
-    gc.collect()
-    gc.disable()
-    try:
-        for name in "abc":
-            rig.put(chain(100, name))
-        rig.lease(chain(50, "b"))
-        rig.manager.clear()
-        rig.put(chain(50, "d"))
-        rig.manager.clear()
-        finish(rig)
-        rig.manager.expire(1000)
-        rig.manager.take_changes()
-        assert rig.manager.evictions["clear"] == 350
-        assert gc.collect() == 0
-    finally:
-        gc.enable()
 
 
 def test_a_store_goes_on_while_it_clears_and_answers_when_all_slots_are_free(
