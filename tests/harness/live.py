@@ -163,18 +163,20 @@ class LiveEngine:
         self._maps.append((message, mmap.mmap(self.worker.fds.pop(0), message.bytes)))
         self.worker.send(p.Mapped(message.extent))
 
-    def _place(self, slot: int) -> tuple[mmap.mmap, int]:
+    def _extent_of(self, slot: int) -> tuple[p.Extent, mmap.mmap]:
         for extent, memory in self._maps:
             if extent.first <= slot < extent.first + extent.count:
-                return memory, (slot - extent.first) * extent.slot_bytes
+                return extent, memory
         raise KeyError(slot)
 
+    def _place(self, slot: int) -> tuple[mmap.mmap, int]:
+        extent, memory = self._extent_of(slot)
+        return memory, (slot - extent.first) * extent.slot_bytes
+
     def generation(self, slot: int) -> int:
-        for extent, memory in self._maps:
-            if extent.first <= slot < extent.first + extent.count:
-                at = extent.generations_offset + 4 * (slot - extent.first)
-                return int.from_bytes(memory[at : at + 4], sys.byteorder)
-        raise KeyError(slot)
+        extent, memory = self._extent_of(slot)
+        at = extent.generations_offset + 4 * (slot - extent.first)
+        return int.from_bytes(memory[at : at + 4], sys.byteorder)
 
     def content(self, block: bytes) -> bytes:
         return (block * (self._page_bytes // len(block) + 1))[: self._page_bytes]

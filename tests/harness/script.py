@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
@@ -17,15 +16,12 @@ from kvstore.core.errors import KVStoreError
 from kvstore.core.types import BlockKey, GroupRule, make_key
 from kvstore.wire import engine as p
 from kvstore.wire import framing
+from kvstore.wire.framing import u32
 
 US = 1_000
 MS = 1_000_000
 BLOCK = 16
 ONE_GROUP = Geometry(BLOCK, BLOCK, (BLOCK,), (GroupRule(),))
-
-
-def u32(values: Sequence[int]) -> bytes:
-    return array(framing.U32, values).tobytes()
 
 
 def hashes(count: int, text: str = "a") -> list[bytes]:

@@ -155,120 +155,85 @@ class WatchedDisk(NvmeDisk):
         WATCH.reach("resize")
 
 
-def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
-    """Plain assignments: this process is ours alone."""
-    setattr(owner, name, make(getattr(owner, name)))
+def _around(
+    owner: type,
+    name: str,
+    before: Callable[..., object] = lambda *_: None,
+    after: Callable[..., object] = lambda *_: None,
+) -> None:
+    """Call these around a method, with its arguments; plain assignments: the process is ours."""
+    original = getattr(owner, name)
+
+    def wrapped(*arguments: Any) -> Any:  # noqa: ANN401 - of any method
+        before(*arguments)
+        result = original(*arguments)
+        after(*arguments)
+        return result
+
+    setattr(owner, name, wrapped)
 
 
 def _watch_leaving() -> None:
     """Have every block that leaves told, with the reason, before that can become durable."""
     reasons: list[tuple[DiskNamespace, str]] = []
+    take_subtree = DiskIndex.take_subtree
 
-    def told_drop(drop: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(space: DiskNamespace, record: Record, reason: str) -> None:
-            reasons.append((space, reason))
-            drop(space, record, reason)
-            reasons.pop()
+    def told_subtree(index: DiskIndex, record: Record) -> Iterator[Record]:
+        gone = list(take_subtree(index, record))
+        space, reason = reasons[-1]
+        keys = " ".join(each.key.hex() for each in gone)
+        WATCH.say(f"gone {space.digest} {reason} {keys}")
+        WATCH.reach("gone")
+        return iter(gone)
 
-        return wrapped
-
-    def told_subtree(take: Callable[..., Iterator[Record]]) -> Callable[..., Iterator[Record]]:
-        def wrapped(index: DiskIndex, record: Record) -> Iterator[Record]:
-            gone = list(take(index, record))
-            space, reason = reasons[-1]
-            keys = " ".join(each.key.hex() for each in gone)
-            WATCH.say(f"gone {space.digest} {reason} {keys}")
-            WATCH.reach("gone")
-            return iter(gone)
-
-        return wrapped
-
-    def told_clear(
-        clear: Callable[[DiskNamespace, int], None],
-    ) -> Callable[[DiskNamespace, int], None]:
-        def wrapped(space: DiskNamespace, number: int) -> None:
-            WATCH.say(f"cleared {space.digest}")
-            clear(space, number)
-            WATCH.reach("clear")
-
-        return wrapped
-
-    _replace(DiskNamespace, "clear", told_clear)
-    _replace(DiskNamespace, "drop", told_drop)
-    _replace(DiskIndex, "take_subtree", told_subtree)
+    DiskIndex.take_subtree = told_subtree  # type: ignore[method-assign]
+    _around(
+        DiskNamespace, "drop",
+        lambda space, _record, reason: reasons.append((space, reason)),
+        lambda *_: reasons.pop(),
+    )  # fmt: skip
+    _around(
+        DiskNamespace, "clear",
+        lambda space, _number: WATCH.say(f"cleared {space.digest}"),
+        lambda *_: WATCH.reach("clear"),
+    )  # fmt: skip
 
 
 def _watch_files() -> None:
-    def write(original: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(file: ExtentFile, position: int, blocks: Sequence[memoryview]) -> None:
-            if WATCH.passes("half-written"):
-                half = blocks[: len(blocks) // 2]
-                original(file, position, [*half, blocks[len(half)][: file.stride // 2]])
-                WATCH.die()
-            original(file, position, blocks)
-            WATCH.reach("written")
+    write = ExtentFile.write
 
-        return wrapped
+    def half(file: ExtentFile, position: int, blocks: Sequence[memoryview]) -> None:
+        if WATCH.passes("half-written"):
+            whole = len(blocks) // 2
+            write(file, position, [*blocks[:whole], blocks[whole][: file.stride // 2]])
+            WATCH.die()
 
-    def read(original: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(file: ExtentFile, position: int, blocks: Sequence[memoryview]) -> None:
-            original(file, position, blocks)
-            WATCH.reach("read")
-
-        return wrapped
-
-    def sync(original: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(file: ExtentFile) -> None:
-            WATCH.reach("sync")
-            original(file)
-
-        return wrapped
-
-    _replace(ExtentFile, "write", write)
-    _replace(ExtentFile, "read", read)
-    _replace(ExtentFile, "sync", sync)
-
-
-def _watch_commits() -> None:
-    def begin(original: Callable[[Commits], None]) -> Callable[[Commits], None]:
-        def wrapped(commits: Commits) -> None:
-            WATCH.say("commit")
-            original(commits)
-
-        return wrapped
-
-    def ended(original: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(commits: Commits, *result: object) -> None:
-            original(commits, *result)
-            WATCH.say("committed")
-
-        return wrapped
-
-    _replace(Commits, "_begin", begin)
-    _replace(Commits, "_ended", ended)
+    _around(ExtentFile, "write", half, lambda *_: WATCH.reach("written"))
+    _around(ExtentFile, "read", after=lambda *_: WATCH.reach("read"))
+    _around(ExtentFile, "sync", lambda *_: WATCH.reach("sync"))
 
 
 def _watch_index() -> None:
-    def commit(original: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(client: IndexClient, changes: Commit) -> None:
-            if changes.extents:
-                WATCH.reach("made")
-            if changes.puts:
-                WATCH.reach("commit")
-                if WATCH.passes("amid"):
-                    delay_s = AMID_S * (time.monotonic_ns() % 1000) / 1000
-                    threading.Timer(delay_s, WATCH.die).start()
-            original(client, changes)
-            if changes.extents:
-                WATCH.reach("known")
-            if changes.extents_gone:
-                WATCH.reach("forgotten")
-            if changes.puts:
-                WATCH.reach("committed")
+    def before(_client: IndexClient, changes: Commit) -> None:
+        if changes.extents:
+            WATCH.reach("made")
+        if changes.puts:
+            WATCH.reach("commit")
+            if WATCH.passes("amid"):
+                delay_s = AMID_S * (time.monotonic_ns() % 1000) / 1000
+                threading.Timer(delay_s, WATCH.die).start()
 
-        return wrapped
+    def after(_client: IndexClient, changes: Commit) -> None:
+        if changes.extents:
+            WATCH.reach("known")
+        if changes.extents_gone:
+            WATCH.reach("forgotten")
+        if changes.puts:
+            WATCH.reach("committed")
 
-    _replace(IndexClient, "commit", commit)
+    _around(IndexClient, "commit", before, after)
+    _around(Commits, "_begin", lambda *_: WATCH.say("commit"))
+    _around(Commits, "_ended", after=lambda *_: WATCH.say("committed"))
 
 
 def main() -> int:
@@ -277,7 +242,6 @@ def main() -> int:
     WATCH = Watch(Path(log), point[0] if point else "", int(point[1]) if point else 0)
     _watch_leaving()
     _watch_files()
-    _watch_commits()
     _watch_index()
     threading.Thread(target=WATCH.watch_lag, daemon=True).start()
     nvme.NvmeDisk = WatchedDisk  # type: ignore[misc]
