@@ -9,8 +9,7 @@ from kvstore.core.manager import CLEAR_MAX
 from kvstore.core.types import LookupResult, Slot, StoreOutcome
 from kvstore.wire import engine as p
 from tests.harness.fakes import Town, hashes
-from tests.test_manager import Rig, chain
-from tests.test_manager_bounds import filled
+from tests.test_manager import Rig, chain, filled
 
 
 def finish(rig: Rig) -> None:
@@ -56,26 +55,6 @@ def test_cleared_blocks_make_room_before_any_other_goes() -> None:
     assert len(rig.grant(4)) == 4
     assert rig.manager.lookup(new, 2) == Answer(2)
     assert rig.manager.evictions["capacity"] == 0
-
-
-def test_nothing_is_stored_below_a_block_that_was_cleared() -> None:
-    rig, blocks = Rig(4), chain(2)
-    rig.put(chain(1))
-    slot = rig.begin(blocks, 1)
-    rig.manager.clear()
-    assert rig.probe(blocks, 1) is LookupResult.MISS
-    assert rig.manager.complete_store(slot, ok=True) is StoreOutcome.ORPHAN
-    finish(rig)
-    assert rig.manager.slots_free == 4
-
-
-def test_a_first_block_whose_write_ends_after_the_clear_was_stored_after_it() -> None:
-    rig, blocks = Rig(2), chain(1)
-    slot = rig.begin(blocks, 0)
-    rig.manager.clear()
-    assert rig.manager.complete_store(slot, ok=True) is StoreOutcome.STORED
-    finish(rig)
-    assert rig.manager.lookup(blocks, 1) == Answer(1)
 
 
 @pytest.mark.parametrize("swept_first", [True, False])
