@@ -186,7 +186,7 @@ def _watch_leaving() -> None:
         WATCH.reach("gone")
         return iter(gone)
 
-    DiskIndex.take_subtree = told_subtree  # type: ignore[method-assign]
+    DiskIndex.take_subtree = told_subtree  # type: ignore[assignment, method-assign]
     _around(
         DiskNamespace, "drop",
         lambda space, _record, reason: reasons.append((space, reason)),
