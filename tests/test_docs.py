@@ -172,11 +172,6 @@ def test_metrics_that_are_named_exist(name: str) -> None:
     assert set(re.findall(r"\b(?<!vllm:)kvstore_[a-z_]+", text(name))) <= known
 
 
-def test_every_event_is_explained() -> None:
-    page = text("docs/reference/metrics.md")
-    assert all(f"`{event}`" in page for event in engine.EVENTS)
-
-
 def subcommands() -> Iterator[tuple[str, list[str]]]:
     """Each command and its long options."""
     choices: Any = next(

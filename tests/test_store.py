@@ -56,26 +56,14 @@ def test_an_engine_is_active_when_all_its_parts_are_there_and_memory_is_mapped()
     assert session == {town.store.sessions["engine"].number}
 
 
-def test_a_second_engine_is_active_only_when_its_worker_has_mapped_what_is_there() -> None:
-    town = Town()
-    town.attach("first")
-    second = Engine(town, "second", maps=False)
-    second.join()
-    town.settle(second)
-    assert second.extents
-    assert second.active is None
-    for extent in second.extents:
-        town.say(second.workers[0], p.Mapped(extent))
-    town.settle(second)
-    assert second.active is not None
-
-
-def test_a_worker_that_does_not_map_ends_its_session_only() -> None:
+def test_a_worker_that_does_not_map_what_is_there_ends_its_session_only() -> None:
     town = Town()
     good = town.attach("good")
     bad = Engine(town, "bad", maps=False)
     bad.join()
     town.settle(bad, good)
+    assert bad.extents
+    assert bad.active is None
     town.tick(ms=61_000)
     town.settle(bad, good)
     assert bad.detached

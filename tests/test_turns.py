@@ -15,7 +15,6 @@ from typing import cast
 import pytest
 
 from kvstore import visits
-from kvstore.config import Config
 from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.core.types import GroupRule
 from kvstore.handover.consumer import Consumer
@@ -37,15 +36,10 @@ TURNS = 30
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
+def store(tmp_path: Path) -> Iterator[LiveStore]:
     nvme = {"path": f"{tmp_path}/kv", "capacity": "64MiB", "extent": "2MiB", "durability": "10ms"}
     cpu = {"capacity": "64MiB", "extent": "16MiB"}
-    return store_settings(tmp_path, cpu=cpu, nvme=nvme, peer={})
-
-
-@pytest.fixture
-def store(config: Config) -> Iterator[LiveStore]:
-    with LiveStore(config) as made:
+    with LiveStore(store_settings(tmp_path, cpu=cpu, nvme=nvme, peer={})) as made:
         yield made
 
 
@@ -200,10 +194,10 @@ def test_S4_a_namespace_wakes_when_its_memory_is_taken(monkeypatch: pytest.Monke
 
 
 def test_S4_what_is_written_becomes_durable_and_then_the_disk_is_at_rest(
-    config: Config, monkeypatch: pytest.MonkeyPatch
+    store: LiveStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(visits, "RESTING_MAX", 0)
-    with LiveStore(config) as store, engine(store, page_bytes=PAGE) as live:
+    with engine(store, page_bytes=PAGE) as live:
         disk = cast(NvmeDisk, store.server._disk)
         for count, name in ((3, "a"), (6, "b")):
             live.put(hashes(3, name))
@@ -225,7 +219,7 @@ def until_durable(disk: NvmeDisk, count: int) -> None:
 
 
 def test_S4_only_what_is_fetched_for_has_turns_of_hand_overs(
-    config: Config, monkeypatch: pytest.MonkeyPatch
+    store: LiveStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks: list[Consumer] = []
     tick = Consumer.tick
@@ -235,7 +229,7 @@ def test_S4_only_what_is_fetched_for_has_turns_of_hand_overs(
         tick(consumer, now_ns)
 
     monkeypatch.setattr(Consumer, "tick", counting)
-    with LiveStore(config) as store, engine(store, page_bytes=PAGE) as live:
+    with engine(store, page_bytes=PAGE) as live:
         add_namespaces(store, range(FEW))
         live.read(live.ask(hashes(1)))
         assert not ticks
