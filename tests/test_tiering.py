@@ -313,17 +313,6 @@ def test_a_path_whose_tier_fails_is_given_up() -> None:
     assert not rig.tiering.busy
 
 
-def test_a_parent_that_was_missed_is_copied_before_its_child() -> None:
-    rig = Rig(slots=40)
-    chain = rig.chain("a", 3)
-    rig.store(chain, 0, 2)
-    rig.end(rig.tier.jobs[0], done=0)
-    assert not rig.tier.keys
-    rig.store(chain, 2, 3)
-    (job,) = rig.tier.jobs
-    assert list(job.keys) == rig.keys(chain)
-
-
 def test_a_dropped_parents_new_copy_is_the_one_that_is_pinned() -> None:
     """Found by seed 23: the child still pointed at the copy that had been dropped."""
     rig = Rig(slots=40)
