@@ -76,6 +76,7 @@ def test_O2_leading_blocks_count_until_the_first_definite_miss(blocks: str, answ
         ("HH..H...", 2, 0, Answer(2)),
         ("HHHHHHHH", 2, 0, Answer(8)),
         (".H.H.H.H", 2, 0, Answer(0)),
+        ("HH.H.HHH", 2, 0, Answer(8)),
         ("H.......", 2, 0, Answer(1)),  # short, but reaches the first block
         ("...H....", 2, 3, Answer(4)),  # likewise behind what is computed already
         ("...H....", 2, 2, Answer(2)),
