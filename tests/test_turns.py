@@ -180,8 +180,8 @@ def test_S4_a_namespace_is_visited_in_each_turn_until_nothing_goes_on_there(
     assert not town.store.namespaces[of_one].manager.clearing, "a clear wakes it"
 
 
-def test_S4_a_namespace_wakes_when_its_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visits, "RESTING_MAX", 0)
+@pytest.mark.usefixtures("no_resting")
+def test_S4_a_namespace_wakes_when_its_memory_is_taken() -> None:
     town = Town(pool=HeapPool(extents=1))
     one = town.attach("one", identity="one")
     one.put(hashes(3))
@@ -193,10 +193,14 @@ def test_S4_a_namespace_wakes_when_its_memory_is_taken(monkeypatch: pytest.Monke
     assert len(town.pool.released) == 1  # type: ignore[attr-defined]
 
 
-def test_S4_what_is_written_becomes_durable_and_then_the_disk_is_at_rest(
-    store: LiveStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def no_resting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is at rest has no turns."""
     monkeypatch.setattr(visits, "RESTING_MAX", 0)
+
+
+@pytest.mark.usefixtures("no_resting")  # before the store is made
+def test_S4_what_is_written_becomes_durable_and_then_the_disk_is_at_rest(store: LiveStore) -> None:
     with engine(store, page_bytes=PAGE) as live:
         disk = cast(NvmeDisk, store.server._disk)
         for count, name in ((3, "a"), (6, "b")):
