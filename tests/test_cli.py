@@ -28,21 +28,33 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProcess]:
         yield process
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Callable[[str], Path]:
-    def write(more: str = "", capacity: str = "64MiB") -> Path:
-        path = tmp_path / "kvstore.toml"
-        socket_path = tmp_path / "kv.sock"
+class Check:
+    """Runs `kvstore check`."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self._folder = folder
+        self._capsys = capsys
+
+    def config(self, more: str = "", capacity: str = "64MiB") -> Path:
+        path = self._folder / "kvstore.toml"
         path.write_text(
-            f'[server]\nsocket = "{socket_path}"\nmetrics = ""\n'
+            f'[server]\nsocket = "{self._folder}/kv.sock"\nmetrics = ""\n'
             f'[cpu]\ncapacity = "{capacity}"\n{more}'
         )
         return path
 
-    return write
+    def __call__(self, more: str = "", capacity: str = "64MiB", *options: str) -> tuple[int, str]:
+        """Return its status and output."""
+        status = cli.main(["check", "--config", str(self.config(more, capacity)), *options])
+        return status, self._capsys.readouterr().out
 
 
-COMMANDS = ("serve", "check", "stats", "clear", "resize", "keygen", "fsck")
+@pytest.fixture
+def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Check:
+    return Check(tmp_path, capsys)
+
+
+NAMES = ("serve", "check", "stats", "clear", "resize", "keygen", "fsck")
 
 
 def ended(run: Callable[[list[str]], int], arguments: list[str]) -> object:
@@ -53,13 +65,13 @@ def ended(run: Callable[[list[str]], int], arguments: list[str]) -> object:
 
 
 def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in COMMANDS:
+    for command in NAMES:
         assert ended(cli.main, [command, "--help"]) == 0
         assert re.search(rf"examples?:\n  kvstore {command}", capsys.readouterr().out)
     assert ended(cli.main, ["--help"]) == 0
     out = capsys.readouterr().out
     assert "examples:\n  kvstore " in out
-    assert not [command for command in COMMANDS if f"\n    {command} " not in out]
+    assert not [command for command in NAMES if f"\n    {command} " not in out]
 
 
 def test_wrong_arguments_end_with_status_2() -> None:
@@ -71,9 +83,9 @@ def test_wrong_arguments_end_with_status_2() -> None:
 
 
 def test_a_wrong_setting_is_one_line_and_status_2(
-    config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    check: Check, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = config(more="extend = 1")
+    path = check.config(more="extend = 1")
     for command in ("serve", "check"):
         assert cli.main([command, "--config", str(path)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -82,75 +94,46 @@ def test_a_wrong_setting_is_one_line_and_status_2(
         assert "did you mean extent?" in line
 
 
-def test_check_says_what_a_store_would_do(
-    config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = config(more='[[tier]]\nclass = "tests.reference.memory_tier:MemoryTier"\nname = "shelf"')
-    assert cli.main(["check", "--config", str(path)]) == 0
-    out = capsys.readouterr().out
-    for text in (
-        "capacity 64 MiB",
-        "4 extents of 16 MiB",
-        "huge pages",
-        "locked memory",
-        "tests.reference.memory_tier:MemoryTier loads",
-    ):
-        assert text in out
-    assert not (path.parent / "kv.sock").exists()
+def test_check_says_what_a_store_would_do(check: Check, tmp_path: Path) -> None:
+    tier = "tests.reference.memory_tier:MemoryTier"
+    status, out = check(f'[[tier]]\nclass = "{tier}"\nname = "shelf"')
+    assert status == 0
+    told = ("capacity 64 MiB", "4 extents of 16 MiB", "huge pages", "locked memory")
+    assert not [text for text in (*told, f"{tier} loads") if text not in out]
+    assert not (tmp_path / "kv.sock").exists()
 
 
-def test_check_prints_the_same_as_json(
-    config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_prints_the_same_as_json(check: Check) -> None:
     wrong = '[[tier]]\nclass = "no.such:Tier"\nname = "disk"'
-    for more, status in (("", 0), (wrong, 2)):
-        path = str(config(more=more))
-        assert cli.main(["check", "--config", path]) == status
-        lines = capsys.readouterr().out.splitlines()
-        assert cli.main(["check", "--config", path, "--json"]) == status
-        rows = json.loads(capsys.readouterr().out)
-        found = [line.split(maxsplit=1)[0] for line in lines]
-        assert [row["level"] for row in rows] == found
-        assert all(row["what"] in line for row, line in zip(rows, lines, strict=True))
-        assert [row["what"] for row in rows if row["level"] == "fail"] == ["tier disk"] * (
-            status // 2
-        )
+    for more, status, failing in (("", 0, []), (wrong, 2, ["tier disk"])):
+        found, out = check(more)
+        found_json, as_rows = check(more, "64MiB", "--json")
+        assert (found, found_json) == (status, status)
+        rows = json.loads(as_rows)
+        for row, line in zip(rows, out.splitlines(), strict=True):
+            assert line.startswith(row["level"])
+            assert row["what"] in line
+        assert [row["what"] for row in rows if row["level"] == "fail"] == failing
 
 
-def test_S5_check_notes_that_the_capacity_is_not_there(
-    config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_S5_check_notes_capacity_that_is_not_there_or_fills_no_extent(check: Check) -> None:
     """A store starts all the same, and takes what there is."""
-    assert cli.main(["check", "--config", str(config(capacity="1000TiB"))]) == 0
-    assert re.search(r"note  cpu .* are available now \(.*\); it stops", capsys.readouterr().out)
-
-
-def test_check_notes_capacity_that_fills_no_extent(
-    config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["check", "--config", str(config(capacity="70MiB"))]) == 0
-    assert "6 MiB of the capacity fill no extent" in capsys.readouterr().out
+    status, out = check(capacity="1000TiB")
+    assert status == 0
+    assert re.search(r"note  cpu .* are available now \(.*\); it stops", out)
+    status, out = check(capacity="70MiB")
+    assert status == 0
+    assert "6 MiB of the capacity fill no extent" in out
 
 
 def test_check_looks_at_the_disk(
-    config: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = f'[nvme]\npath = "{tmp_path}/a/kv"\ncapacity = "1GiB"'
-    assert cli.main(["check", "--config", str(config(more=disk))]) == 0
-    out = capsys.readouterr().out
+    status, out = check(disk)
+    assert status == 0
     assert f"{tmp_path}/a/kv: capacity 1 GiB" in out
     assert not (tmp_path / "a").exists()
-    (tmp_path / "a").write_text("a file")
-    assert cli.main(["check", "--config", str(config(more=disk))]) == 2
-    assert "expected a directory" in capsys.readouterr().out
-
-
-def test_check_says_when_there_is_no_direct_io(
-    config: Callable[..., Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     real = os.open
 
     def refuse(path: str, flags: int, *rest: int, **more: int) -> int:
@@ -158,24 +141,24 @@ def test_check_says_when_there_is_no_direct_io(
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(path, flags, *rest, **more)
 
-    monkeypatch.setattr(os, "open", refuse)
-    disk = f'[nvme]\npath = "{tmp_path}/kv"\ncapacity = "1GiB"'
-    assert cli.main(["check", "--config", str(config(more=disk))]) == 2
-    assert "this file system has no direct I/O" in capsys.readouterr().out
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse)
+        status, out = check(disk)
+    assert status == 2
+    assert "this file system has no direct I/O" in out
+    (tmp_path / "a").write_text("a file")
+    status, out = check(disk)
+    assert status == 2
+    assert "expected a directory" in out
 
 
-def test_check_sees_a_running_store_and_a_taken_port(
+def test_a_second_store_at_the_same_address_is_refused(
     store: StoreProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["check", "--config", str(store.config_path)]) == 2
     out = capsys.readouterr().out
     assert "a store is running at" in out
     assert "Address already in use" in out
-
-
-def test_a_second_store_at_the_same_socket_is_refused(
-    store: StoreProcess, capsys: pytest.CaptureFixture[str]
-) -> None:
     assert cli.main(["serve", "--config", str(store.config_path)]) == 2
     assert "a store is running at" in capsys.readouterr().err
 
@@ -235,15 +218,8 @@ def test_something_else_at_the_address_is_said(
             "import socket, sys; s = socket.socket(fileno=int(sys.argv[1]));"
             "c, _ = s.accept(); c.recv(100); c.sendall(b'HTTP/1.0 400 Bad Request')"
         )
-        child = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                code,
-                str(other.fileno()),
-            ],
-            pass_fds=[other.fileno()],
-        )
+        command = [sys.executable, "-c", code, str(other.fileno())]
+        child = subprocess.Popen(command, pass_fds=[other.fileno()])
         assert cli.main(["stats", "--store", f"unix://{tmp_path}/other.sock"]) == 1
         assert child.wait(600) == 0
     assert "is no kvstore" in capsys.readouterr().err
@@ -268,6 +244,136 @@ def test_a_store_that_does_not_start_says_why(tmp_path: Path) -> None:
         pass
 
 
+# Whatever is given to it, what comes back is a line and a status, no traceback
+
+WAIT_S = 60.0
+KINDS = (
+    *("none", "folder", "device", "pipe", "binary", "empty", "deep", "huge", "long"),
+    *("socket", "loop", "below a file"),
+)
+COMMANDS = (
+    ("serve", "--config", "{}"),
+    ("check", "--config", "{}"),
+    ("check", "--disk", "--config", "{}"),
+    ("check", "--disk", "--path", "{}"),
+    ("fsck", "{}"),
+    ("fsck", "{}", "--repair"),
+    ("stats", "--store", "{}"),
+    ("stats", "--store", "unix://{}"),
+    ("clear", "--store", "{}"),
+    ("resize", "nvme", "1GiB", "--store", "{}"),
+    ("resize", "nvme", "{}", "--store", "unix:///none.sock"),
+    ("keygen", "{}/key"),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def nasty(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Paths that are not what a command wants."""
+    folder = tmp_path_factory.mktemp("nasty")
+    os.mkfifo(folder / "pipe")
+    (folder / "binary").write_bytes(bytes(range(256)) * 100)
+    (folder / "empty").touch()
+    (folder / "deep").write_text("a = " + "[" * 5000 + "]" * 5000 + "\n")
+    with (folder / "huge").open("wb") as file:
+        file.truncate(10 << 30)
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(folder / "socket"))
+    (folder / "loop").symlink_to(folder / "loop")
+    paths = {kind: str(folder / kind) for kind in KINDS}
+    (folder / "empty-folder").mkdir()
+    paths["folder"] = str(folder / "empty-folder")
+    return paths | {
+        "device": "/dev/zero",
+        "long": "/" + "x" * 5000,
+        "below a file": str(folder / "empty" / "x"),
+    }
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_S6_a_command_ends_in_words(
+    command: tuple[str, ...], nasty: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    works = {("check", "--disk", "--path", "{}"), ("keygen", "{}/key")}
+    wrong = []
+    for kind in KINDS:
+        if kind == "folder" and command in works:
+            continue
+        try:
+            status = cli.main([part.format(nasty[kind]) for part in command])
+        except SystemExit as exc:  # argparse
+            status = int(exc.code or 0)
+        error = capsys.readouterr().err
+        said = error.splitlines()[-1].startswith("kvstore") if error else False
+        if status not in (1, 2) or not said or "Traceback" in error or "internal error" in error:
+            wrong.append((kind, status, error))
+    assert not wrong
+
+
+def test_S6_a_mark_before_utf_8_is_read_over(
+    check: Check, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = check.config()
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert cli.main(["check", "--config", str(path)]) == 0
+    assert "capacity 64 MiB" in capsys.readouterr().out
+
+
+def test_S6_resize_refuses_a_capacity_as_the_file_does(capsys: pytest.CaptureFixture[str]) -> None:
+    for capacity in ("900000TB", "257TiB", "1MiB", "a lot"):
+        assert cli.main(["resize", "nvme", capacity, "--store", "unix:///none.sock"]) == 2
+        error = capsys.readouterr().err
+        assert "capacity: expected" in error
+        assert f'"{capacity}"' in error
+
+
+def test_S6_a_bug_is_a_line_and_with_debug_its_place(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(_chosen: object) -> int:
+        raise ZeroDivisionError("a bug\nof two lines")
+
+    monkeypatch.setattr(cli, "_stats", broken)
+    assert cli.main(["stats", "--store", "unix:///none.sock"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "internal error" in line
+    assert "ZeroDivisionError: a bug of two lines" in line
+    assert "--debug" in line
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["--debug", "stats", "--store", "unix:///none.sock"])
+
+
+def test_S6_who_reads_no_further_gets_no_traceback(check: Check) -> None:
+    out, into = os.pipe()
+    os.close(out)
+    done = subprocess.run(
+        [sys.executable, "-m", "kvstore.cli", "check", "--config", str(check.config())],
+        stdout=into, stderr=subprocess.PIPE, text=True, timeout=WAIT_S, check=False,
+    )  # fmt: skip
+    os.close(into)
+    assert done.stderr == ""
+    assert done.returncode == 1
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="another user's folder takes root to be made")
+def test_S6_a_folder_that_one_may_not_read_is_a_line(tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir(mode=0o700)
+    code = (
+        "import os, sys, rich.progress, tiers.nvme.fsck; from kvstore import cli, check\n"
+        "os.setgid(65534); os.setuid(65534)\n"
+        f"sys.exit(cli.main(['fsck', {str(tmp_path / 'kv' / 'x')!r}]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert done.returncode in (1, 2)
+    assert "Permission denied" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# What benches and the demo print
+
+
 def test_every_bench_is_there() -> None:
     names = ["attach", "export", "gpu", "handover", "index", "nvme", "nvme-index", "vllm"]
     assert sorted(bench.BENCHES) == names
@@ -281,63 +387,38 @@ def test_every_bench_is_there() -> None:
     assert done.stdout.split() == ["True"] * len(bench.BENCHES)
 
 
-RESULTS = [
-    Result(
-        name="ttft",
-        value=12.3456,
-        unit="ms",
-        better="lower",
-        reference=10.0,
-        ratio=1.23,
-        parameters={"system": "ours", "against": "native", "ratio_low": 1.1, "ratio_high": 1.3},
-    ),
-    Result(name="ttft", value=10.0, unit="ms", better="lower", parameters={"system": "native"}),
-]
-
-
-def test_results_as_json_are_one_flat_object() -> None:
-    found = json.loads(as_json("vllm", RESULTS))
-    assert found["bench"] == "vllm"
-    assert found["stolen"] == 0.0
-    assert found["results"][1] == {
-        "name": "ttft",
-        "value": 10.0,
-        "unit": "ms",
-        "better": "lower",
-        "reference": None,
-        "ratio": None,
-        "system": "native",
-    }
+def test_results_are_one_flat_object_or_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    interval = {"against": "native", "ratio_low": 1.1, "ratio_high": 1.3}
+    theirs = Result(
+        name="ttft", value=10.0, unit="ms", better="lower", parameters={"system": "native"}
+    )
+    ours = Result(
+        name="ttft", value=12.3456, unit="ms", better="lower", reference=10.0, ratio=1.23,
+        parameters={"system": "ours", **interval},
+    )  # fmt: skip
+    found = json.loads(as_json("vllm", [ours, theirs], 0.25))
+    assert (found["bench"], found["stolen"]) == ("vllm", 0.25)
     assert found["results"][0]["ratio_high"] == 1.3
-
-
-def test_results_as_a_table_show_the_interval(capsys: pytest.CaptureFixture[str]) -> None:
-    show("vllm", RESULTS, json=False)
+    assert found["results"][1] == {
+        "name": "ttft", "value": 10.0, "unit": "ms", "better": "lower",
+        "reference": None, "ratio": None, "system": "native",
+    }  # fmt: skip
+    show("vllm", [ours, theirs], json=False)
     out = capsys.readouterr().out
     assert "1.23 (1.1 to 1.3)" in out
     assert "native 10" in out
     assert "hypervisor" not in out
-
-
-def test_a_measurement_that_was_disturbed_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    show("vllm", RESULTS, stolen=0.25, json=False)
+    show("vllm", [ours, theirs], stolen=0.25, json=False)
     assert "a hypervisor gave 25% of the processors' time" in capsys.readouterr().out
-    assert json.loads(as_json("vllm", RESULTS, 0.25))["stolen"] == 0.25
 
 
 def test_a_table_in_a_pipe_is_whole_however_wide(capsys: pytest.CaptureFixture[str]) -> None:
     wide = {f"parameter{number}": f"value{number}" for number in range(20)}
-    result = Result(
-        name="n" * 60, value=1.5, unit="us", better="lower", reference=2.5, ratio=0.6,
-        parameters={**wide, "against": "vLLM"},
-    )  # fmt: skip
+    result = Result(name="n" * 60, value=1.5, unit="us", better="lower", parameters=wide)
     show("index", [result], json=False)
-    lines = capsys.readouterr().out.splitlines()
-    (row,) = [line for line in lines if "n" * 60 in line]
-    of = " ".join(f"{name}={value}" for name, value in wide.items())
-    assert row.split() == ["n" * 60, *of.split(), "1.5", "us", "vLLM", "2.5", "0.6"]
-    heading = next(line for line in lines if "name" in line)
-    assert heading.split() == ["name", "of", "value", "reference", "ratio"]
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "n" * 60 in line]
+    of = [f"{name}={value}" for name, value in wide.items()]
+    assert row.split() == ["n" * 60, *of, "1.5", "us", "-", "-"]
 
 
 def test_a_paired_ratio_takes_out_what_both_sides_share() -> None:
@@ -349,57 +430,30 @@ def test_a_paired_ratio_takes_out_what_both_sides_share() -> None:
 
 def test_percentiles_are_values_that_occur() -> None:
     values = [float(number) for number in range(1, 101)]
-    assert percentile(values, 0.99) == 99
-    assert percentile(values, 0.5) == 50
-    assert percentile([7.0], 0.01) == 7
+    assert (percentile(values, 0.99), percentile(values, 0.5), percentile([7.0], 0.01)) == (
+        99, 50, 7,
+    )  # fmt: skip
 
 
-def passes(**changes: object) -> list[offload.Pass]:
-    """All five passes of the demo as they should be, the last one changed."""
-    answer = Answer(
-        id="p", tokens=[1, 2], margins=[1, 1], cached_tokens=0, ttft_s=0.1,
+def passed(*tokens: int) -> Answer:
+    return Answer(
+        id="p", tokens=list(tokens), margins=[1, 1], cached_tokens=0, ttft_s=0.1,
         steps_to_first_token=1, finish_reason="length",
     )  # fmt: skip
-    found = [
-        offload.Pass("pass", expected, expected, [answer])
-        for expected in (
-            offload.COLD,
-            offload.FROM_GPU,
-            offload.FROM_CPU,
-            offload.FROM_CPU,
-            offload.FROM_NVME,
-        )
-    ]
-    last = {name: getattr(found[-1], name) for name in found[-1].__struct_fields__} | changes
-    return [*found[:-1], offload.Pass(**last)]
 
 
-HITS = {
-    'kvstore_hit_tokens_total{tier="cpu"}': 2.0 * offload.REUSABLE,
-    'kvstore_hit_tokens_total{tier="nvme"}': 1.0 * offload.REUSABLE,
-}
-
-
-def test_the_demo_is_content_when_all_is_as_promised() -> None:
-    assert offload.problems(passes(), HITS) == []
-
-
-def test_the_demo_fails_for_one_token_from_elsewhere() -> None:
-    served = offload.Served(
-        nvme=offload.REUSABLE - 32, computed=offload.ALL - offload.REUSABLE + 32
-    )
-    assert len(offload.problems(passes(served=served), HITS)) == 1
-
-
-def test_the_demo_fails_for_another_output() -> None:
-    other = Answer(
-        id="p", tokens=[1, 3], margins=[1, 1], cached_tokens=0, ttft_s=0.1,
-        steps_to_first_token=1, finish_reason="length",
-    )  # fmt: skip
-    assert offload.problems(passes(results=[other]), HITS) == [
-        "pass: outputs differ from the cold run's"
-    ]
-
-
-def test_the_demo_fails_for_a_metric_that_disagrees() -> None:
-    assert len(offload.problems(passes(), {})) == 2
+def test_the_demo_fails_for_tokens_from_elsewhere_other_outputs_and_wrong_metrics() -> None:
+    tiers = (offload.FROM_GPU, offload.FROM_CPU, offload.FROM_CPU, offload.FROM_NVME)
+    passes = [offload.Pass("pass", tier, tier, [passed(1, 2)]) for tier in (offload.COLD, *tiers)]
+    hits = {
+        'kvstore_hit_tokens_total{tier="cpu"}': 2.0 * offload.REUSABLE,
+        'kvstore_hit_tokens_total{tier="nvme"}': 1.0 * offload.REUSABLE,
+    }
+    assert offload.problems(passes, hits) == []
+    assert len(offload.problems(passes, {})) == 2
+    last = passes.pop()
+    elsewhere = offload.Pass("pass", last.expected, offload.FROM_CPU, last.results)
+    assert len(offload.problems([*passes, elsewhere], hits)) == 1
+    other = offload.Pass("pass", last.expected, last.served, [passed(1, 3)])
+    wrong = ["pass: outputs differ from the cold run's"]
+    assert offload.problems([*passes, other], hits) == wrong

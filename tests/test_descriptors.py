@@ -1,9 +1,10 @@
-"""A store that is short of descriptors, and a metrics endpoint whose clients stay."""
+"""A metrics endpoint under load and with clients that stay; a store short of descriptors."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import resource
 import socket
 import threading
@@ -16,11 +17,13 @@ from pathlib import Path
 import pytest
 
 from kvstore import config
+from kvstore.core.errors import ConfigError
 from kvstore.rate_log import LINES_MAX
 from kvstore.store import metrics_endpoint
+from kvstore.wire import engine as p
 from tests.bench.store import free_port
 from tests.harness.fakes import blocks, hashes
-from tests.harness.live import LiveStore, client, engine, eventually
+from tests.harness.live import LiveStore, client, engine, eventually, store_settings
 
 IDLE = 60
 
@@ -32,9 +35,13 @@ def port() -> int:
 
 @pytest.fixture
 def store(tmp_path: Path, port: int) -> Iterator[LiveStore]:
-    server = {"socket": f"{tmp_path}/kv.sock", "metrics": f"127.0.0.1:{port}"}
-    with LiveStore(config.parse({"cpu": {"capacity": "16MiB"}, "server": server})) as made:
+    with LiveStore(settings_for(tmp_path, port)) as made:
         yield made
+
+
+def settings_for(folder: Path, port: int) -> config.Config:
+    server = {"socket": f"{folder}/kv.sock", "metrics": f"127.0.0.1:{port}"}
+    return store_settings(folder, server=server)
 
 
 def scrape(port: int) -> str:
@@ -74,6 +81,46 @@ def test_S2_a_client_of_the_metrics_endpoint_that_says_nothing_is_closed(
     with socket.create_connection(("127.0.0.1", port)) as idle:
         idle.settimeout(60)
         assert idle.recv(1) == b""
+
+
+def test_M3_a_scrape_under_load_answers_within_a_second(store: LiveStore, port: int) -> None:
+    with engine(store) as live:
+        live.put(chain := hashes(4))
+        over = threading.Event()
+        asked = 0
+
+        def load() -> None:
+            nonlocal asked
+            while not over.is_set():
+                granted = live.ask(chain)
+                assert blocks(granted) == [0, 1, 2, 3]
+                live.scheduler.send(p.Step(release=(granted.lease,)))
+                asked += 1
+
+        worker = threading.Thread(target=load)
+        worker.start()
+        eventually(lambda: up(port))
+        seconds = []
+        for _ in range(5):
+            started = time.monotonic()
+            found = scrape(port)
+            seconds.append(time.monotonic() - started)
+        over.set()
+        worker.join()
+    assert max(seconds) < 1
+    assert asked > 10
+    (hits,) = re.findall(r'^kvstore_lookups_total{outcome="hit"} (\S+)', found, re.MULTILINE)
+    assert 0 < float(hits) <= asked
+
+
+def test_a_metrics_port_in_use_is_a_clear_error(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        store = LiveStore(settings_for(tmp_path, number))
+        with pytest.raises(
+            ConfigError, match=f"metrics endpoint 127.0.0.1:{number}: Address already in use"
+        ):
+            store.server.run()
 
 
 def test_S2_a_store_without_descriptors_waits_for_some_and_says_so_rarely(

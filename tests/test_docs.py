@@ -27,10 +27,8 @@ from kvstore.wire import engine
 from tests import rooms
 from tests.bench import __main__ as bench
 from tests.bench.report import Result, as_json
+from tests.harness.pages import NAMES, ROOT, shown, text, write_modules
 
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 SECTIONS: dict[str, type[Section]] = {
     "[server]": config.ServerConfig,
     "[cpu]": config.CpuConfig,
@@ -40,24 +38,11 @@ SECTIONS: dict[str, type[Section]] = {
     "[[tier]]": config.TierConfig,
     "kv_connector_extra_config": extra.ExtraConfig,
 }
-LANGUAGES = {"", "json", "promql", "python", "sh", "toml"}  # tests/test_prometheus.py
-
-
-def text(name: str) -> str:
-    return (ROOT / name).read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[Any]:
     """Each fenced block of a language, as a parameter named by its place."""
-    found = []
-    for name in NAMES:
-        fence = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-        for match in fence.finditer(text(name)):
-            assert match[2] in LANGUAGES, f"{name}: a block in {match[2]!r}"
-            if match[2] == language:
-                line = text(name)[: match.start()].count("\n") + 1
-                found.append(pytest.param(match[3], id=f"{name}:{line}"))
-    return found
+    return [pytest.param(block, id=place) for place, block in shown(language)]
 
 
 def check_transfer_config(table: dict[str, Any]) -> None:
@@ -85,11 +70,8 @@ def test_json_is_read(block: str) -> None:
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    """A folder with the files that the pages show: blocks that begin with their name."""
-    for block in blocks("python"):
-        name = re.match(r"# (\w+\.py)\n", block.values[0])
-        assert name, "a block of Python without the name of its file"
-        (tmp_path / name[1]).write_text(block.values[0], encoding="utf-8")
+    """A folder with the files that the pages show."""
+    write_modules(tmp_path)
     return tmp_path
 
 
@@ -155,9 +137,9 @@ def reasons_of(kind: type[Section]) -> dict[str, str]:
     (declared,) = ast.parse(inspect.getsource(kind)).body
     assert isinstance(declared, ast.ClassDef)
     found = {}
-    for field, text in itertools.pairwise(declared.body):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-            found[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
+    for field, reason in itertools.pairwise(declared.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(reason, ast.Expr):
+            found[ast.unparse(field.target)] = " ".join(ast.literal_eval(reason.value).split())
     return found
 
 
@@ -188,11 +170,6 @@ def test_every_metric_is_explained() -> None:
 def test_metrics_that_are_named_exist(name: str) -> None:
     known = {f"{spec.name}_total" if spec.kind == "counter" else spec.name for spec in TABLE}
     assert set(re.findall(r"\b(?<!vllm:)kvstore_[a-z_]+", text(name))) <= known
-
-
-def test_every_event_is_explained() -> None:
-    page = text("docs/reference/metrics.md")
-    assert all(f"`{event}`" in page for event in engine.EVENTS)
 
 
 def subcommands() -> Iterator[tuple[str, list[str]]]:

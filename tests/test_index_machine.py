@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
+    initialize,
     invariant,
     precondition,
     rule,
@@ -49,6 +52,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.order = LeafLRU()
         self.model: dict[str, Naive] = {}
         self.now = 0
+        self.drops = True
         self.exact = True  # a drop of a block with a sibling leaves its parent's place a guess
 
     def entry(self, name: str) -> Entry:
@@ -72,7 +76,18 @@ class IndexMachine(RuleBasedStateMachine):
                 self.model[name[:end]].used = self.now
         self.order.touch(self.entry(name))
 
+    def can_go(self) -> list[str]:
+        return [
+            name
+            for name, found in self.model.items()
+            if found.state is State.READY and not found.pins and not self.children(name)
+        ]
+
     # Steps
+
+    @initialize(drops=st.booleans())
+    def start(self, *, drops: bool) -> None:
+        self.drops = drops
 
     @rule(name=PATHS, state=st.sampled_from([State.WRITING, State.COMING, State.READY]))
     def enter(self, name: str, state: State) -> None:
@@ -142,7 +157,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(name=PATHS)
     def drop(self, name: str) -> None:
         found = self.model.get(name)
-        if found is None or found.state is not State.READY or found.pins:
+        if not self.drops or found is None or found.state is not State.READY or found.pins:
             return
         self.exact = False
         entry = self.entry(name)
@@ -173,25 +188,22 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.linked(name[: at + 1]) != early
 
     @precondition(lambda self: self.model)
-    @rule()
-    def evict(self) -> None:
-        can_go = [
-            name
-            for name, found in self.model.items()
-            if found.state is State.READY and not found.pins and not self.children(name)
-        ]
-        victim = next(self.order.victims(), None)
-        if victim is None:
-            assert not can_go
-            return
-        assert isinstance(victim, Entry)
-        name = victim.key[: WIDTH * DEEPEST].split()[0].decode()
-        assert name in can_go
-        if self.exact:
-            assert name == min(can_go, key=lambda n: self.model[n].used)
-        self.index.remove(victim)
-        del self.model[name]
-        if victim.parent is not None:
+    @rule(count=st.integers(1, 4))
+    def evict(self, count: int) -> None:
+        """As a manager does: in one search, which is told of the last parent only."""
+        gone, victim = 0, None
+        for victim in islice(self.order.victims(), count):
+            assert isinstance(victim, Entry)
+            name = victim.key[: WIDTH * DEEPEST].split()[0].decode()
+            can_go = self.can_go()
+            assert name in can_go
+            if self.exact:
+                assert name == min(can_go, key=lambda n: self.model[n].used)
+            self.index.remove(victim)
+            del self.model[name]
+            gone += 1
+        assert gone == count or not self.can_go()
+        if victim is not None and victim.parent is not None:
             self.order.freed(victim.parent)
 
     # What must hold

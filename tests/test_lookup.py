@@ -35,16 +35,6 @@ def common(rules: Sequence[GroupRule], *groups: str, local: int = 0, inside: int
 # Kinds are data
 
 
-@pytest.mark.parametrize(
-    ("window", "block", "blocks"),
-    [(1, 16, 1), (2, 16, 1), (17, 16, 1), (18, 16, 2), (128, 16, 8), (129, 16, 8), (130, 16, 9)],
-)
-def test_O1_a_window_needs_the_blocks_that_the_next_token_attends_to(
-    window: int, block: int, blocks: int
-) -> None:
-    assert window_rule(window, block).trailing == blocks
-
-
 def test_O1_a_rule_that_needs_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="trailing is 0"):
         GroupRule(0)
@@ -76,17 +66,6 @@ def test_O2_leading_blocks_count_until_the_first_definite_miss(blocks: str, answ
     assert prefix_hit(world(blocks), 0, len(blocks)) == answer
 
 
-def test_O2_the_scan_goes_on_behind_pending_blocks_and_ends_at_the_miss() -> None:
-    asked: list[int] = []
-
-    def probe(group: int, index: int) -> LookupResult:
-        asked.append(index)
-        return world("PPH.H")(group, index)
-
-    prefix_hit(probe, 0, 5)
-    assert asked == [0, 1, 2, 3]
-
-
 # Windows and states
 
 
@@ -97,6 +76,7 @@ def test_O2_the_scan_goes_on_behind_pending_blocks_and_ends_at_the_miss() -> Non
         ("HH..H...", 2, 0, Answer(2)),
         ("HHHHHHHH", 2, 0, Answer(8)),
         (".H.H.H.H", 2, 0, Answer(0)),
+        ("HH.H.HHH", 2, 0, Answer(8)),
         ("H.......", 2, 0, Answer(1)),  # short, but reaches the first block
         ("...H....", 2, 3, Answer(4)),  # likewise behind what is computed already
         ("...H....", 2, 2, Answer(2)),
@@ -116,50 +96,43 @@ def test_O3_the_last_long_enough_run_counts(
 # All groups together
 
 
-def test_O4_groups_shrink_one_another_until_all_agree() -> None:
-    rules = [FULL, GroupRule(2), GroupRule(3)]
-    # Full says 9, the first window 8, the second 6, then the first 5, and now the second too.
-    assert common(rules, "HHHHHHHHH.", "HHHHH.HH..", "HHHHHH....") == Answer(5)
-
-
-def test_O4_the_order_of_the_groups_does_not_matter() -> None:
-    assert common([GroupRule(2), FULL], "HHHHHH", "HHH...") == Answer(3)
+TWO = GroupRule(2)
+THREE_KINDS = (FULL, WINDOW, STATE)
 
 
 @pytest.mark.parametrize(
-    "groups",
+    ("rules", "lines", "local", "inside", "answer"),
     [
-        ("PPPP", "...."),
-        ("HHHH", "PPPP", "...."),
-        ("HHHH", "....", "PPPP"),
-        ("....", "PPPP", "PPPP"),
+        # Full says 9, the first window 8, the second 6, then the first 5, and now the second too.
+        ((FULL, TWO, GroupRule(3)), "HHHHHHHHH. HHHHH.HH.. HHHHHH....", 0, 0, Answer(5)),
+        # A miss in any group beats pending.
+        ((FULL, TWO), "PPPP ....", 0, 0, Answer(0)),
+        ((FULL, TWO, STATE), "HHHH PPPP ....", 0, 0, Answer(0)),
+        ((FULL, TWO, STATE), "HHHH .... PPPP", 0, 0, Answer(0)),
+        ((FULL, TWO, STATE), ".... PPPP PPPP", 0, 0, Answer(0)),
+        # Another group rules out what a pending block could bring.
+        (THREE_KINDS, "HHHH.... HHHHHHPP HHHHHHHH", 0, 0, Answer(4)),
+        (THREE_KINDS, "HHHHHHHH HHHHHHPP HHHH....", 0, 0, Answer(4)),
+        (THREE_KINDS, "HHHHHHHH HHHHHPPP HHHHHHH.", 0, 0, Answer(5, pending=True)),
+        (THREE_KINDS, "HHHHHHHH HHHH.HPH HHHHH.H.", 0, 0, Answer(4, pending=True)),
+        (THREE_KINDS, "HHHHHHHH HHHH.HPH HHHHH...", 0, 0, Answer(4)),
+        # Nothing beyond what the engine has is no hit.
+        ((FULL,), "HHH.", 3, 0, Answer(3)),
+        ((FULL,), "HHHP", 4, 0, Answer(4)),
+        ((FULL, TWO), "HHHH HH..", 2, 0, Answer(2)),
+        # All agree on the tokens of a last block, or do without it.
+        (THREE_KINDS, "HHHHH ..HHH ....H", 0, 4, Answer(5)),
+        (THREE_KINDS, "HHHH. ..HHH ...HH", 0, 4, Answer(4)),
+        (THREE_KINDS, "HHHHH .HHH. ...HH", 0, 4, Answer(4)),
+        (THREE_KINDS, "HHHHH .HHHH ...H.", 0, 4, Answer(4)),
+        (THREE_KINDS, "HHHHH ...HH ...HH", 0, 4, Answer(0)),
+        (THREE_KINDS, "HHHHP ..HHH ....H", 0, 4, Answer(5, pending=True)),
     ],
 )
-def test_O4_a_definite_miss_in_any_group_beats_pending(groups: tuple[str, ...]) -> None:
-    rules = [FULL, GroupRule(2), STATE][: len(groups)]
-    assert common(rules, *groups) == Answer(0)
-
-
-def test_O4_all_groups_are_asked_even_when_one_is_pending() -> None:
-    asked: set[int] = set()
-
-    def probe(group: int, index: int) -> LookupResult:
-        asked.add(group)
-        return world("PPPP", "PPPP", "HHHH")(group, index)
-
-    assert common_hit([FULL, GroupRule(2), STATE], probe, 4).pending
-    assert asked == {0, 1, 2}
-
-
-@pytest.mark.parametrize("rule", [FULL, GroupRule(2), STATE])
-def test_O4_a_group_that_is_all_pending_makes_the_answer_ask_again_later(rule: GroupRule) -> None:
-    assert common([FULL, rule], "HHHH", "PPPP").pending
-    assert common([FULL, rule], "HHHH", ".PPP").pending == (rule.trailing is not None)
-
-
-def test_O4_waiting_for_what_another_group_cannot_use_is_no_reason_to_wait() -> None:
-    assert common([FULL, STATE], "H...", ".PPP") == Answer(0)
-    assert common([FULL, GroupRule(2)], "HHHP", "HHH.") == Answer(3)
+def test_O3_O4_the_hit_is_the_longest_that_all_groups_can_serve(
+    rules: Sequence[GroupRule], lines: str, local: int, inside: int, answer: Answer
+) -> None:
+    assert common(rules, *lines.split(), local=local, inside=inside) == answer
 
 
 @pytest.mark.parametrize(
@@ -182,21 +155,6 @@ def test_O3_a_pending_block_behind_a_gap_does_not_make_the_answer_wait(
     assert common([FULL, GroupRule(2)], "H" * 8, line, local=local) == answer
 
 
-def test_O3_a_pending_block_that_another_group_rules_out_does_not_make_the_answer_wait() -> None:
-    rules = [FULL, WINDOW, STATE]
-    assert common(rules, "HHHH....", "HHHHHHPP", "HHHHHHHH") == Answer(4)
-    assert common(rules, "HHHHHHHH", "HHHHHHPP", "HHHH....") == Answer(4)
-    assert common(rules, "HHHHHHHH", "HHHHHPPP", "HHHHHHH.") == Answer(5, pending=True)
-    assert common(rules, "HHHHHHHH", "HHHH.HPH", "HHHHH.H.") == Answer(4, pending=True)
-    assert common(rules, "HHHHHHHH", "HHHH.HPH", "HHHHH...") == Answer(4)
-
-
-def test_O4_nothing_beyond_what_the_engine_has_is_no_hit() -> None:
-    assert common([FULL], "HHH.", local=3) == Answer(3)
-    assert common([FULL], "HHHP", local=4) == Answer(4)
-    assert common([FULL, GroupRule(2)], "HHHH", "HH..", local=2) == Answer(2)
-
-
 # Hits that end inside of their last block
 
 
@@ -217,16 +175,6 @@ def test_O3_a_window_that_begins_inside_of_a_block_needs_that_one_too(
     rule: GroupRule, line: str, local: int, blocks: int
 ) -> None:
     assert common([rule], line, local=local, inside=4) == Answer(blocks)
-
-
-def test_O4_all_groups_agree_on_the_tokens_of_a_last_block_or_do_without_it() -> None:
-    rules = [FULL, WINDOW, STATE]
-    assert common(rules, "HHHHH", "..HHH", "....H", inside=4) == Answer(5)
-    assert common(rules, "HHHH.", "..HHH", "...HH", inside=4) == Answer(4)
-    assert common(rules, "HHHHH", ".HHH.", "...HH", inside=4) == Answer(4)
-    assert common(rules, "HHHHH", ".HHHH", "...H.", inside=4) == Answer(4)
-    assert common(rules, "HHHHH", "...HH", "...HH", inside=4) == Answer(0)
-    assert common(rules, "HHHHP", "..HHH", "....H", inside=4) == Answer(5, pending=True)
 
 
 @pytest.mark.parametrize("window", [1, 2, 9, 16, 17, 18, 20, 24, 25, 32, 33])
@@ -268,29 +216,6 @@ RULE = st.one_of(
     st.builds(GroupRule, st.integers(1, 5), st.integers(0, 8)),
     st.just(STATE),
 )
-
-
-@given(LINE, st.integers(0, 8))
-def test_O2_prefix_hit_agrees_with_brute_force(line: str, limit: int) -> None:
-    blocks = longest(lambda n: serves(FULL, line, n, 0, hopeful=True), 0, limit)
-    assert prefix_hit(world(line), 0, limit) == Answer(
-        blocks, pending=bool(set(line[:blocks]) & set("PR"))
-    )
-
-
-@given(LINE, st.integers(0, 8), st.integers(1, 5), st.integers(0, 8))
-def test_O3_trailing_hit_agrees_with_brute_force(
-    line: str, limit: int, need: int, local: int
-) -> None:
-    rule = GroupRule(need)
-    blocks = longest(lambda n: serves(rule, line, n, local, hopeful=False), local, limit)
-    answer = trailing_hit(world(line), 0, limit, need, local)
-    assert answer.blocks == blocks
-    longer = longest(lambda n: serves(rule, line, n, local, hopeful=True), local, limit)
-    if longer > blocks:
-        assert answer.pending
-    if not set(line) & set("PR"):
-        assert not answer.pending
 
 
 @given(

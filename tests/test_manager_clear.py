@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 
 from kvstore.core.lookup import Answer
@@ -11,8 +9,7 @@ from kvstore.core.manager import CLEAR_MAX
 from kvstore.core.types import LookupResult, Slot, StoreOutcome
 from kvstore.wire import engine as p
 from tests.harness.fakes import Town, hashes
-from tests.test_manager import Rig, chain
-from tests.test_manager_bounds import filled
+from tests.test_manager import Rig, chain, filled
 
 
 def finish(rig: Rig) -> None:
@@ -58,26 +55,6 @@ def test_cleared_blocks_make_room_before_any_other_goes() -> None:
     assert len(rig.grant(4)) == 4
     assert rig.manager.lookup(new, 2) == Answer(2)
     assert rig.manager.evictions["capacity"] == 0
-
-
-def test_nothing_is_stored_below_a_block_that_was_cleared() -> None:
-    rig, blocks = Rig(4), chain(2)
-    rig.put(chain(1))
-    slot = rig.begin(blocks, 1)
-    rig.manager.clear()
-    assert rig.probe(blocks, 1) is LookupResult.MISS
-    assert rig.manager.complete_store(slot, ok=True) is StoreOutcome.ORPHAN
-    finish(rig)
-    assert rig.manager.slots_free == 4
-
-
-def test_a_first_block_whose_write_ends_after_the_clear_was_stored_after_it() -> None:
-    rig, blocks = Rig(2), chain(1)
-    slot = rig.begin(blocks, 0)
-    rig.manager.clear()
-    assert rig.manager.complete_store(slot, ok=True) is StoreOutcome.STORED
-    finish(rig)
-    assert rig.manager.lookup(blocks, 1) == Answer(1)
 
 
 @pytest.mark.parametrize("swept_first", [True, False])
@@ -157,26 +134,6 @@ def test_slots_to_be_retired_wait_for_the_clear() -> None:
     finish(rig)
     assert rig.manager.retire_slots(slots) == 0
     assert (rig.manager.slots_total, rig.manager.slots_free) == (0, 0)
-
-
-def test_cleared_blocks_are_freed_without_a_collection() -> None:
-    rig = Rig(400)
-    gc.collect()
-    gc.disable()
-    try:
-        for name in "abc":
-            rig.put(chain(100, name))
-        rig.lease(chain(50, "b"))
-        rig.manager.clear()
-        rig.put(chain(50, "d"))
-        rig.manager.clear()
-        finish(rig)
-        rig.manager.expire(1000)
-        rig.manager.take_changes()
-        assert rig.manager.evictions["clear"] == 350
-        assert gc.collect() == 0
-    finally:
-        gc.enable()
 
 
 def test_a_store_goes_on_while_it_clears_and_answers_when_all_slots_are_free(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import resource
+import select
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +14,11 @@ import pytest
 
 from kvstore.core.errors import TierFull
 from kvstore.memory_limits import MARGIN_BYTES, Left, memory_left
+from kvstore.wire import engine as p
+from tests.bench.store import StoreProcess
+from tests.harness.cgroups import PLACE, group
+from tests.harness.fakes import from_u32, hashes
+from tests.harness.live import LiveEngine, eventually
 from tiers.cpu import CpuExtent
 
 MIB = 1 << 20
@@ -71,58 +78,46 @@ class Tree:
         (folder / "memory.stat").write_text(f"cache 7\n{self.version.cache} {cache}\n")
 
 
+def limits(tight: str) -> dict[str, tuple[int | None, int, int]]:
+    """Groups in which half a GiB is used, one of which has a limit that is lower than others."""
+    return {path: ((1 if path == tight else 3) * GIB, GIB // 2, 0) for path in ("a/b", "a", ".")}
+
+
+def contained(folder: str) -> dict[str, tuple[int | None, int, int]]:
+    return {".": (2 * GIB, 0, 0), folder: (GIB, GIB // 4, 0)}
+
+
+# Path of the process's group, root of the mount, limit and usage and cache of groups, what is left.
+TREES: dict[str, tuple[str, str, dict[str, tuple[int | None, int, int]], int]] = {
+    "cache is not counted": (
+        "/a/b", "/", {"a/b": (400 * MIB, 300 * MIB, 50 * MIB), "a": (None, GIB, 0)}, 150 * MIB,
+    ),
+    "its own": ("/a/b", "/", limits("a/b"), GIB // 2),
+    "its parent's": ("/a/b", "/", limits("a"), GIB // 2),
+    "the topmost": ("/a/b", "/", limits("."), GIB // 2),
+    "none": ("/a/b", "/", {"a/b": (None, 300 * MIB, 0)}, 20 * GIB),
+    "more used than allowed": ("/a/b", "/", {"a/b": (GIB, 2 * GIB, 0)}, 0),
+    "path of the host": ("/docker/x/inner", "/docker/x", contained("inner"), GIB - GIB // 4),
+    "namespace of its own": ("/", "/", contained("."), GIB - GIB // 4),
+    "outside of the namespace": ("/../../other", "/", contained("."), GIB - GIB // 4),
+    "another is mounted": ("/docker/x", "/docker/y", contained("."), GIB - GIB // 4),
+}  # fmt: skip
+
+
 @BOTH
-def test_S5_a_cgroup_leaves_its_limit_less_what_is_used_and_no_cache(
-    tmp_path: Path, version: Version
+@pytest.mark.parametrize("name", TREES)
+def test_S5_the_tightest_limit_of_the_groups_above_and_the_machine_counts(
+    tmp_path: Path, version: Version, name: str
 ) -> None:
-    tree = Tree(tmp_path, version)
-    tree.group("a/b", 400 * MIB, 300 * MIB, cache=50 * MIB)
-    tree.group("a", None, 900 * MIB)
-    left = memory_left(tree.proc)
-    assert left.bytes == 150 * MIB
-    assert left.of.endswith("/a/b")
-
-
-@BOTH
-@pytest.mark.parametrize("tight", ["a/b", "a", "."])
-def test_S5_every_ancestor_counts(tmp_path: Path, version: Version, tight: str) -> None:
-    tree = Tree(tmp_path, version)
-    for path in ("a/b", "a", "."):
-        tree.group(path, (1 if path == tight else 3) * GIB, GIB // 2)
-    assert memory_left(tree.proc).bytes == GIB // 2
-
-
-@BOTH
-def test_S5_no_limit_leaves_what_the_machine_has(tmp_path: Path, version: Version) -> None:
-    tree = Tree(tmp_path, version)
-    tree.group("a/b", None, 300 * MIB)
-    assert memory_left(tree.proc) == Left(20 * GIB, "the machine")
-
-
-@BOTH
-@pytest.mark.parametrize(
-    ("path", "root", "folder"),
-    [
-        ("/docker/x/inner", "/docker/x", "inner"),  # of the host's, part of it mounted
-        ("/", "/", "."),  # a namespace of its own
-        ("/../../other", "/", "."),  # outside of it
-        ("/docker/x", "/docker/y", "."),
-    ],
-)
-def test_S5_containers_see_their_group(
-    tmp_path: Path, version: Version, path: str, root: str, folder: str
-) -> None:
+    path, root, groups, left = TREES[name]
     tree = Tree(tmp_path, version, path, root)
-    tree.group(".", 2 * GIB, 0)
-    tree.group(folder, GIB, GIB // 4)
-    assert memory_left(tree.proc).bytes == GIB - GIB // 4
-
-
-@BOTH
-def test_S5_more_used_than_allowed_is_nothing_left(tmp_path: Path, version: Version) -> None:
-    tree = Tree(tmp_path, version)
-    tree.group("a/b", GIB, 2 * GIB)
-    assert memory_left(tree.proc).bytes == 0
+    for folder, (limit, used, cache) in groups.items():
+        tree.group(folder, limit, used, cache)
+    found = memory_left(tree.proc)
+    assert found.bytes == left
+    assert (found.of == "the machine") == (name == "none")
+    if name == "cache is not counted":
+        assert found.of.endswith("/a/b")
 
 
 def test_S5_version_2_has_a_limit_that_only_slows_down(tmp_path: Path) -> None:
@@ -168,3 +163,67 @@ def test_S5_an_extent_is_given_up_half_way_when_others_take_the_memory() -> None
     with pytest.raises(TierFull, match=r"takes 32 MiB more.* third leaves"):
         CpuExtent(96 * MIB, 4096, look=lambda: next(looks))
     assert descriptors() == before, "its memory goes with its descriptor"
+
+
+# A store in a cgroup: it lives, serves what it has, and grows when there is more
+
+LIMIT = 400 * MIB
+WAIT_S = 120.0
+HAS = 'kvstore_memory_bytes{tier="cpu"}'
+
+
+class Growing(LiveEngine):
+    """Maps what the store makes, as a worker does."""
+
+    def put_one(self, block: bytes) -> None:
+        end = time.monotonic() + WAIT_S
+        while not self.credits and time.monotonic() < end:
+            self.look()
+        assert self.credits, "no empty slot for long"
+        self.put([block])
+
+    def look(self) -> None:
+        both = {side.sock: side for side in (self.worker, self.scheduler)}
+        for sock in select.select(list(both), [], [], 0.1)[0]:
+            both[sock].read()
+        while any(isinstance(message, p.Extent) for message in self.worker.messages):
+            self.map_extent()
+        for message in list(self.scheduler.messages):
+            if isinstance(message, p.Answers):
+                self.scheduler.messages.remove(message)
+                self.credits.extend(from_u32(message.credits))
+
+
+def test_S5_a_store_in_a_small_cgroup_lives_and_grows_when_it_may(tmp_path: Path) -> None:
+    with group(LIMIT) as limited:
+        store = StoreProcess(
+            tmp_path,
+            "2GiB",
+            'extent = "32MiB"\n',
+            module="tests.harness.cgroups",
+            environment={PLACE: str(limited.folder)},
+        )
+        with store:
+            engine = Growing(store)
+            blocks = hashes(600, "x")
+            for block in blocks:
+                engine.put_one(block)
+            has = store.metrics()[HAS]
+            assert 4 * 32 * MIB <= has < LIMIT
+            for block in blocks[-50:]:
+                assert engine.read(engine.ask([block])) == [engine.content(block)]
+            log = store.log_path.read_text()
+            assert log.count("no memory for another extent") == 1
+            assert "the memory cgroup" in log
+            assert "looks again every 5 s" in log
+            assert limited.kills() == 0
+
+            limited.limit(1000 * MIB)
+            more, end = iter(hashes(600, "y")), time.monotonic() + WAIT_S
+            while store.metrics()[HAS] <= has and time.monotonic() < end:
+                engine.put_one(next(more))
+                time.sleep(0.1)
+            assert store.metrics()[HAS] > has
+            again = "there is memory for another extent again"
+            eventually(lambda: again in store.log_path.read_text())
+            engine.close()

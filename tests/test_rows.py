@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.rows import by_row, names_of, problems, read, rows_of
 
 PAGE = """
@@ -41,21 +39,13 @@ def test_tests_are_found_by_their_names_wherever_they_are() -> None:
     assert found == {"O1": ["test_O1_P12_b", "test_O1_a"], "P12": ["test_O1_P12_b"]}
 
 
-@pytest.mark.parametrize(
-    ("later", "names", "wrong"),
-    [
+def test_what_is_missing_or_too_much_is_told() -> None:
+    for later, names, wrong in [
         ({"O2"}, ["test_O1_a"], []),
         (set(), ["test_O1_a"], ["O2 has no test"]),
         ({"O2"}, ["test_O1_O2_a"], ["O2 is listed for later, but there is test_O1_O2_a"]),
         ({"O2", "O3"}, ["test_O1_a"], ["O3 is listed for later, and is no row"]),
         ({"O2"}, ["test_O1_a", "test_O7_b"], ["test_O7_b shows O7, which is no row"]),
-    ],
-)
-def test_what_is_missing_or_too_much_is_told(
-    later: set[str], names: list[str], wrong: list[str]
-) -> None:
-    assert problems(["O1", "O2"], later, by_row(names)) == wrong
-
-
-def test_a_row_that_is_there_twice_is_told() -> None:
+    ]:
+        assert problems(["O1", "O2"], later, by_row(names)) == wrong
     assert problems(["O1", "O1"], {"O1"}, {}) == ["O1 is there twice"]

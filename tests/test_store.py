@@ -10,6 +10,7 @@ from kvstore.core.layout import GroupGeometry
 from kvstore.core.types import GroupRule, LookupResult, make_key
 from kvstore.store.session import Phase
 from kvstore.wire import engine as p
+from kvstore.wire import framing
 from tests.harness.fakes import (
     SLOT_BYTES,
     Engine,
@@ -51,55 +52,23 @@ def test_an_engine_is_active_when_all_its_parts_are_there_and_memory_is_mapped()
     assert engine.active is not None
     assert engine.active.slots_total == 8
     assert len(engine.credits) > 0
-
-
-def test_the_halves_may_come_in_any_order() -> None:
-    town = Town()
-    engine = Engine(town, "engine")
-    engine.join_rank(0, engine.workers[0])
-    town.settle(engine)
-    town.say(engine.scheduler, p.Hello(p.VERSION, "engine", "scheduler", 0, 1, 4))
-    town.settle(engine)
-    assert phase(town, engine) is Phase.ACTIVE
     session = {message.session for message in engine.layouts}
     assert session == {town.store.sessions["engine"].number}
 
 
-def test_a_second_engine_is_active_only_when_its_worker_has_mapped_what_is_there() -> None:
-    town = Town()
-    town.attach("first")
-    second = Engine(town, "second", maps=False)
-    second.join()
-    town.settle(second)
-    assert second.extents
-    assert second.active is None
-    for extent in second.extents:
-        town.say(second.workers[0], p.Mapped(extent))
-    town.settle(second)
-    assert second.active is not None
-
-
-def test_a_worker_that_does_not_map_ends_its_session_only() -> None:
+def test_a_worker_that_does_not_map_what_is_there_ends_its_session_only() -> None:
     town = Town()
     good = town.attach("good")
     bad = Engine(town, "bad", maps=False)
     bad.join()
     town.settle(bad, good)
+    assert bad.extents
+    assert bad.active is None
     town.tick(ms=61_000)
     town.settle(bad, good)
     assert bad.detached
     assert not good.detached
     assert phase(town, good) is Phase.ACTIVE
-
-
-def test_B3_another_protocol_version_is_told_both_numbers() -> None:
-    town = Town()
-    connection = town.connect()
-    town.say(connection, p.Hello(p.VERSION + 1, "engine", "scheduler", 0, 1))
-    (refused,) = refusals(town, connection)
-    text = f"protocol {p.VERSION + 1}, ours is {p.VERSION}"
-    assert (refused.reason, refused.retry) == (text, False)
-    assert not town.store.sessions
 
 
 def test_an_engine_id_can_be_attached_once() -> None:
@@ -122,9 +91,12 @@ def test_an_engine_id_can_be_attached_once() -> None:
         (p.Hello(p.VERSION, "e", "worker", -1, 1, geometry=geometry()), "rank -1, expected 0..0"),
         (p.Hello(p.VERSION, "e", "worker", 0, 1), "role 'worker'"),
         (p.Hello(p.VERSION, "e", "router", 0, 1), "role 'router'"),
+        (p.Step(), "Step before Hello"),
     ],
 )
-def test_a_wrong_hello_is_refused_and_leaves_no_session(hello: p.Hello, told: str) -> None:
+def test_a_wrong_first_message_is_refused_and_leaves_no_session(
+    hello: framing.Message, told: str
+) -> None:
     town = Town()
     connection = town.connect()
     town.say(connection, hello)
@@ -286,7 +258,7 @@ WRONG = {
     "not-for-the-store": p.Detach("me?"),
     "unknown-query": p.Query("everything"),
 }
-WRONG_STEPS = {
+WRONG_OF_SCHEDULERS = {
     "unknown-event": p.Step(counts={"made_up": 1}),
     "unknown-tier": p.Step(usage=p.Usage(1, {"made_up": 1})),
     "no-width": p.Step(lookups=(p.Lookup(1, b"1234", 0),)),
@@ -295,16 +267,13 @@ WRONG_STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", [*WRONG, *WRONG_STEPS])
+@pytest.mark.parametrize("name", [*WRONG, *WRONG_OF_SCHEDULERS])
 def test_wrong_messages_end_only_their_session(name: str) -> None:
     town = Town()
     good, bad = town.attach("good", credit_slots=2), town.attach("bad", credit_slots=2)
-    chain = hashes(2)
-    good.put(chain)
-    if name in WRONG:
-        town.say(bad.workers[0], WRONG[name])
-    else:
-        town.say(bad.scheduler, WRONG_STEPS[name])
+    good.put(chain := hashes(2))
+    sender = bad.workers[0] if name in WRONG else bad.scheduler
+    town.say(sender, (WRONG | WRONG_OF_SCHEDULERS)[name])
     town.settle(good, bad)
     assert bad.detached
     assert not good.detached
@@ -320,13 +289,6 @@ def test_a_rank_that_reports_twice_ends_its_session() -> None:
     engine.report(0, [slot], [make_key(chain[0], 0)], [b""])
     town.settle(engine)
     assert "twice" in engine.detached[0]
-
-
-def test_messages_before_hello_are_refused() -> None:
-    town = Town()
-    connection = town.connect()
-    town.say(connection, p.Step())
-    assert "Step before Hello" in refusals(town, connection)[0].reason
 
 
 # Admin
@@ -374,26 +336,6 @@ def test_O3_a_hit_that_ends_inside_of_a_block_brings_the_block_in_which_a_window
         granted = engine.granted[ask]
         first = 2 if inside == 6 else 3
         assert [blocks(granted, g) for g in range(3)] == [[*range(5)], [*range(first, 5)], [4]]
-
-
-def test_stats_are_numbers_by_name_and_labels() -> None:
-    town = Town()
-    town.attach().put(hashes(2))
-    admin = town.connect()
-    town.say(admin, p.Query("stats"))
-    (report,) = town.take(admin, p.Report)
-    stats = {tuple(row[:-1]): row[-1] for row in msgspec.json.decode(report.body)}
-    assert stats["kvstore_stored_blocks", "stored"] == 2
-    assert stats["kvstore_sessions", "active"] == 1
-
-
-def test_shutdown_tells_every_engine() -> None:
-    town = Town()
-    engines = [town.attach("one"), town.attach("two")]
-    town.store.end_sessions()
-    for engine in engines:
-        engine.pump()
-        assert set(engine.detached) == {"the store is shutting down"}
 
 
 # Limits of sums

@@ -1,4 +1,4 @@
-"""The house rules that a program can check: who imports whom, sizes, docstrings, excepts."""
+"""The house rules that ruff does not check: who imports whom, sizes, broad excepts."""
 
 import ast
 import importlib.util
@@ -124,28 +124,6 @@ def functions(path: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
             yield node
 
 
-def public_definitions(
-    node: ast.Module | ast.ClassDef, prefix: str = ""
-) -> Iterator[tuple[str, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Yield name and node of each public class, function and method."""
-    for child in node.body:
-        if not isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        if child.name.startswith("_"):
-            continue
-        yield prefix + child.name, child
-        if isinstance(child, ast.ClassDef):
-            yield from public_definitions(child, f"{prefix}{child.name}.")
-
-
-def needs_docstring(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Tell: a method that fulfils a contract has its text where the contract is."""
-    return not any(
-        ast.unparse(decorator).split(".")[-1] in {"override", "overload"}
-        for decorator in node.decorator_list
-    )
-
-
 def room_of(path: str) -> str:
     """Name the room that a file is in."""
     folder = next(folder for folder in ROOMS if path.startswith(folder))
@@ -230,6 +208,15 @@ def test_no_module_reads_the_environment() -> None:
     assert not wrong
 
 
+def run(arguments: list[str], folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder, capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_loading_the_store_leaves_torch_out() -> None:
     modules = [
         path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
@@ -241,32 +228,14 @@ def test_loading_the_store_leaves_torch_out() -> None:
         f"for name in {modules}: importlib.import_module(name)\n"
         f"print(*sorted({set(HEAVY)} & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == []
+    assert run(["-W", "error", "-c", code], ROOT).split() == []
 
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_package_names_point_into_this_repository(name: str, tmp_path: Path) -> None:
     """The names are generic: an installed package of the same name must not win."""
     code = f"import importlib.util as u; print(u.find_spec({name!r}).origin)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()) == ROOT / name / "__init__.py"
+    assert Path(run(["-c", code], tmp_path).strip()) == ROOT / name / "__init__.py"
 
 
 def test_files_and_functions_stay_short() -> None:
@@ -305,17 +274,6 @@ def test_broad_excepts_live_at_the_named_barriers_only() -> None:
         if kind is None
         or broad & {node.id for node in ast.walk(kind) if isinstance(node, ast.Name)}
     ]
-
-
-def test_what_is_public_is_explained() -> None:
-    wrong = [path for path in SOURCES if not ast.get_docstring(tree(path))]
-    wrong += [
-        f"{path}:{node.lineno} {name}"
-        for path in SOURCES
-        for name, node in public_definitions(tree(path))
-        if needs_docstring(node) and not ast.get_docstring(node)
-    ]
-    assert not wrong, "no docstring"
 
 
 def test_there_are_fewer_than_twelve_dependencies_and_the_named_ones_are_there() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from kvstore.core import tiering
 from kvstore.core.errors import BlockCorrupt
+from kvstore.core.leases import Lease
 from kvstore.core.manager import Manager
 from kvstore.core.tiering import JOB_BLOCKS_MAX, Found, Tiering
 from kvstore.core.types import (
@@ -102,6 +103,20 @@ class Rig:
         self.now_ns += ns
         self.tiering.poll(self.now_ns)
 
+    def end(self, job: TransferJob, done: int | None = None, *, corrupt: bool = False) -> None:
+        """End a job, and take its result."""
+        self.tier.end(job, done, corrupt=corrupt)
+        self.poll()
+
+    def drain(self) -> None:
+        self.tier.drain()
+        self.poll()
+
+    def lease(self, chain: Chain, blocks: int) -> Lease:
+        lease = self.manager.prepare_load(chain, blocks, owner=1, deadline_ns=1)
+        assert lease is not None
+        return lease
+
     def chain(self, name: str, blocks: int) -> Chain:
         width = 32
         hashes = b"".join(f"{name}/{index}".encode().ljust(width) for index in range(blocks))
@@ -131,6 +146,8 @@ class Rig:
         ]
 
     def promote(self, chain: Chain, blocks: int) -> None:
+        """Read leading blocks of a chain that the tier has."""
+        self.tier.keys.update(self.keys(chain))
         self.tiering.promote(chain, blocks, self.below(chain, blocks))
 
     def keys(self, chain: Chain) -> list[BlockKey]:
@@ -161,8 +178,7 @@ def test_a_chain_is_copied_down_parents_first_and_named() -> None:
     assert list(job.keys) == rig.keys(chain)
     assert list(job.parents) == [None, *rig.keys(chain)[:-1]]
     assert rig.tiering.queued == 5
-    rig.tier.end(job)
-    rig.poll()
+    rig.end(job)
     assert rig.tiering.queued == 0
     assert rig.tiering.counts["slow", "stored"] == 5
 
@@ -173,8 +189,7 @@ def test_copies_pin_a_part_of_memory_only_and_the_rest_waits_its_turn() -> None:
     rig.store(chain)
     assert sum(len(job.keys) for job in rig.tier.jobs) == 10, "a quarter of the slots"
     while rig.tier.jobs:
-        rig.tier.end(rig.tier.jobs[0])
-        rig.poll()
+        rig.end(rig.tier.jobs[0])
     assert rig.tier.keys == set(rig.keys(chain))
 
 
@@ -184,8 +199,7 @@ def test_what_has_left_memory_before_its_turn_is_counted() -> None:
     rig.store(first)  # two of them may be pinned
     rig.store(rig.chain("b", 6))
     (job,) = rig.tier.jobs
-    rig.tier.end(job)
-    rig.poll()
+    rig.end(job)
     assert rig.tiering.counts["slow", "late"]
 
 
@@ -196,8 +210,7 @@ def test_what_would_wait_for_too_long_is_skipped_and_counted() -> None:
     rig.store(rig.chain("a", 200))
     for _ in range(3):
         rig.poll(ns=10**9)
-        rig.tier.end(rig.tier.jobs[0])
-        rig.poll()
+        rig.end(rig.tier.jobs[0])
     rig.store(rig.chain("b", 1500))
     assert rig.tiering.counts["slow", "skipped"] == 1500 - 640
 
@@ -216,15 +229,12 @@ def test_beyond_the_write_budget_only_what_is_used_again_is_written_with_its_pat
     rig = Rig(slots=100, slot_bytes=100, budget=24 * 500)  # an hour's: 5 blocks
     first, second = rig.chain("a", 5), rig.chain("b", 4)
     rig.store(first)
-    rig.tier.drain()
-    rig.poll()
+    rig.drain()
     assert len(rig.tier.keys) == 5
     rig.store(second)
     assert not rig.tier.jobs
     assert rig.tiering.counts["slow", "over_budget"] == 4
-    lease = rig.manager.prepare_load(second, 3, owner=1, deadline_ns=1)
-    assert lease is not None
-    rig.tiering.used(second, lease)
+    rig.tiering.used(second, rig.lease(second, 3))
     rig.poll()
     (job,) = rig.tier.jobs
     assert list(job.keys) == rig.keys(second)[:3]
@@ -237,13 +247,11 @@ def test_a_store_that_ends_queues_what_was_left_out() -> None:
     rig = Rig(slots=100, slot_bytes=100, budget=24)
     chain = rig.chain("a", 5)
     rig.store(chain, 0, 3)
-    rig.tier.drain()
-    rig.poll()
+    rig.drain()
     rig.store(chain, 3, 5)
     assert rig.tiering.counts["slow", "over_budget"] == 2
     rig.tiering.enqueue_all()
-    rig.tier.drain()
-    rig.poll()
+    rig.drain()
     assert rig.tier.keys == set(rig.keys(chain))
 
 
@@ -264,17 +272,14 @@ def test_a_long_path_that_was_missed_is_copied_in_parts_each_block_looked_at_onc
     rig = Rig(slots=4000, slot_bytes=100, budget=24)
     chain = rig.chain("a", 1000)
     rig.store(chain, 0, 999)
-    rig.tier.drain()
-    rig.poll()
+    rig.drain()
     rig.tier.keys.clear()
-    lease = rig.manager.prepare_load(chain, 999, owner=1, deadline_ns=1)
-    assert lease is not None
+    lease = rig.lease(chain, 999)
     rig.tier.asked = 0
     rig.tiering.used(chain, lease)
     for _ in range(40):
         rig.poll()
-        rig.tier.drain()
-    rig.poll()
+        rig.drain()
     assert rig.tier.keys == set(rig.keys(chain)[:999])
     assert rig.tier.asked < 6 * 999
 
@@ -284,8 +289,7 @@ def test_a_very_long_path_is_walked_in_parts(monkeypatch: pytest.MonkeyPatch) ->
     rig = Rig(slots=4000)
     chain = rig.chain("a", 450)
     rig.store(chain, 0, 449)
-    rig.tier.drain()
-    rig.poll()
+    rig.drain()
     rig.tiering._queues["slow"].clear()
     rig.tier.drain()
     rig.tier.keys.clear()
@@ -305,21 +309,8 @@ def test_a_path_whose_tier_fails_is_given_up() -> None:
     rig.store(chain)
     for _ in range(100):
         for job in list(rig.tier.jobs):
-            rig.tier.end(job, done=0)
-        rig.poll()
+            rig.end(job, done=0)
     assert not rig.tiering.busy
-
-
-def test_a_parent_that_was_missed_is_copied_before_its_child() -> None:
-    rig = Rig(slots=40)
-    chain = rig.chain("a", 3)
-    rig.store(chain, 0, 2)
-    rig.tier.end(rig.tier.jobs[0], done=0)
-    rig.poll()
-    assert not rig.tier.keys
-    rig.store(chain, 2, 3)
-    (job,) = rig.tier.jobs
-    assert list(job.keys) == rig.keys(chain)
 
 
 def test_a_dropped_parents_new_copy_is_the_one_that_is_pinned() -> None:
@@ -327,14 +318,12 @@ def test_a_dropped_parents_new_copy_is_the_one_that_is_pinned() -> None:
     rig = Rig(slots=40)
     chain = rig.chain("a", 2)
     rig.store(chain)
-    rig.tier.end(rig.tier.jobs[0], done=0)
-    rig.poll()
+    rig.end(rig.tier.jobs[0], done=0)
     rig.manager.drop(chain.key(0, 0), "damaged")
     rig.manager.take_changes()
     rig.store(chain, 0, 1)
     rig.tiering.cascade([chain.key(0, 1)])
-    rig.tier.drain()
-    rig.poll()
+    rig.drain()
     assert all(entry.pins == 0 for entry in rig.manager.index)
 
 
@@ -342,40 +331,33 @@ def test_blocks_land_in_their_order_whichever_job_ends_first() -> None:
     """Found by the demo: the second job's blocks came before their parents and were dropped."""
     rig = Rig(slots=200)
     chain = rig.chain("a", 2 * JOB_BLOCKS_MAX + 5)
-    rig.tier.keys.update(rig.keys(chain))
     rig.promote(chain, chain.blocks)
     assert len(rig.tier.jobs) == 3
     for job in rig.tier.jobs[::-1]:
         assert rig.ready(chain) == 0
-        rig.tier.end(job)
-        rig.poll()
+        rig.end(job)
     assert rig.ready(chain) == chain.blocks
 
 
 def test_a_job_waits_for_the_one_that_brings_its_parents_for_another_request() -> None:
     rig = Rig(slots=200)
     chain = rig.chain("a", 2 * JOB_BLOCKS_MAX)
-    rig.tier.keys.update(rig.keys(chain))
     rig.promote(chain, JOB_BLOCKS_MAX)
     rig.promote(chain, chain.blocks)
     first, second = rig.tier.jobs
-    rig.tier.end(second)
-    rig.poll()
+    rig.end(second)
     assert rig.ready(chain) == 0
-    rig.tier.end(first)
-    rig.poll()
+    rig.end(first)
     assert rig.ready(chain) == chain.blocks
 
 
 def test_O15_a_damaged_block_cuts_what_comes_after_it() -> None:
     rig = Rig(slots=200)
     chain = rig.chain("a", 2 * JOB_BLOCKS_MAX)
-    rig.tier.keys.update(rig.keys(chain))
     rig.promote(chain, chain.blocks)
     first, second = rig.tier.jobs
     rig.tier.end(second)
-    rig.tier.end(first, done=10, corrupt=True)
-    rig.poll()
+    rig.end(first, done=10, corrupt=True)
     assert rig.manager.lookup(chain, chain.blocks).blocks == rig.ready(chain) == 10
     assert chain.key(0, 10) not in rig.tier.keys
     assert rig.manager.slots_granted == 0
@@ -385,17 +367,14 @@ def test_O15_a_damaged_block_cuts_what_comes_after_it() -> None:
 def test_what_is_coming_can_be_leased_and_is_named_by_its_source() -> None:
     rig = Rig(slots=20)
     chain = rig.chain("a", 5)
-    rig.tier.keys.update(rig.keys(chain))
     rig.promote(chain, chain.blocks)
-    lease = rig.manager.prepare_load(chain, 5, owner=1, deadline_ns=1)
-    assert lease is not None
+    lease = rig.lease(chain, 5)
     assert list(lease.groups[0].indices) == list(range(5))
     assert [rig.tiering.source(key) for key in rig.keys(chain)] == ["slow"] * 5
     assert rig.manager.prepare_load(chain, 5, owner=1, deadline_ns=1, coming=False) is None
     found = [rig.generations[slot] for slot in lease.groups[0].slots]
     assert [leased - 1 for leased in lease.groups[0].generations] == found
-    rig.tier.end(rig.tier.jobs[0])
-    rig.poll()
+    rig.end(rig.tier.jobs[0])
     found = [rig.generations[slot] for slot in lease.groups[0].slots]
     assert found == lease.groups[0].generations
     assert rig.tiering.source(chain.key(0, 0)) is None
@@ -404,12 +383,9 @@ def test_what_is_coming_can_be_leased_and_is_named_by_its_source() -> None:
 def test_O15_O20_a_slot_that_will_not_be_filled_says_so_and_rests_until_its_lease_ends() -> None:
     rig = Rig(slots=5)
     chain = rig.chain("a", 5)
-    rig.tier.keys.update(rig.keys(chain))
     rig.promote(chain, chain.blocks)
-    lease = rig.manager.prepare_load(chain, 5, owner=1, deadline_ns=1)
-    assert lease is not None
-    rig.tier.end(rig.tier.jobs[0], done=2)
-    rig.poll()
+    lease = rig.lease(chain, 5)
+    rig.end(rig.tier.jobs[0], done=2)
     found = [rig.generations[slot] for slot in lease.groups[0].slots]
     wanted = lease.groups[0].generations
     assert found == [*wanted[:2], *(generation + 1 for generation in wanted[2:])]
@@ -421,15 +397,12 @@ def test_O15_O20_a_slot_that_will_not_be_filled_says_so_and_rests_until_its_leas
 def test_O11_O20_an_engines_copy_does_not_take_the_place_of_a_leased_slot_that_is_coming() -> None:
     rig = Rig(slots=5)
     chain = rig.chain("a", 1)
-    rig.tier.keys.update(rig.keys(chain))
     rig.promote(chain, 1)
-    lease = rig.manager.prepare_load(chain, 1, owner=1, deadline_ns=1)
-    assert lease is not None
+    lease = rig.lease(chain, 1)
     (slot,) = rig.manager.prepare_store(1)
     rig.manager.begin_store(chain.key(0, 0), None, slot)
     assert rig.manager.complete_store(slot, ok=True) is StoreOutcome.DUPLICATE
-    rig.tier.end(rig.tier.jobs[0])
-    rig.poll()
+    rig.end(rig.tier.jobs[0])
     entry = rig.manager.ready(chain.key(0, 0))
     assert entry is not None
     assert [entry.slot] == lease.groups[0].slots
@@ -438,11 +411,9 @@ def test_O11_O20_an_engines_copy_does_not_take_the_place_of_a_leased_slot_that_i
 def test_jobs_that_read_are_small_enough_to_be_used_one_by_one() -> None:
     rig = Rig(slots=40, slot_bytes=2 << 20)
     chain = rig.chain("a", 10)
-    rig.tier.keys.update(rig.keys(chain))
     rig.promote(chain, 10)
     assert [len(job.keys) for job in rig.tier.jobs] == [4, 4, 2]
-    rig.tier.end(rig.tier.jobs[0])
-    rig.poll()
+    rig.end(rig.tier.jobs[0])
     assert rig.ready(chain) == 4
 
 
@@ -450,9 +421,7 @@ def test_what_memory_serves_is_touched_below() -> None:
     rig = Rig(slots=40)
     chain = rig.chain("a", 5)
     rig.store(chain)
-    lease = rig.manager.prepare_load(chain, 5, owner=1, deadline_ns=1)
-    assert lease is not None
-    rig.tiering.used(chain, lease)
+    rig.tiering.used(chain, rig.lease(chain, 5))
     assert rig.tier.touched == [chain.key(0, 4)]
 
 
@@ -460,17 +429,14 @@ def test_a_cleared_read_that_ends_leaves_the_one_that_came_after_it_alone() -> N
     rig = Rig(slots=8)
     chain = rig.chain("a", 1)
     for _ in range(2):
-        rig.tier.keys.update(rig.keys(chain))
         rig.promote(chain, 1)
         if len(rig.tier.jobs) == 1:
             rig.manager.clear()
             rig.tiering.clear()
     before, after = rig.tier.jobs
-    rig.tier.end(before)
-    rig.poll()
+    rig.end(before)
     assert (rig.ready(chain), rig.tiering.source(chain.key(0, 0))) == (0, "slow")
-    rig.tier.end(after)
-    rig.poll()
+    rig.end(after)
     assert (rig.ready(chain), rig.manager.slots_free) == (1, 7)
 
 
@@ -484,9 +450,7 @@ def test_O17_a_cleared_copy_that_ends_leaves_the_one_that_came_after_it_alone() 
     rig.manager.clear_some()
     rig.store(chain)
     before, after = rig.tier.jobs
-    rig.tier.end(after)
-    rig.poll()
+    rig.end(after)
     assert rig.tier.keys == set(rig.keys(chain))
-    rig.tier.end(before)
-    rig.poll()
+    rig.end(before)
     assert rig.tier.keys == set(rig.keys(chain))

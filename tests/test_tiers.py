@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from importlib import import_module
+from collections.abc import Collection, Iterator, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -32,16 +31,16 @@ from kvstore.wire import engine as p
 from tests.harness.fakes import Engine, HeapPool, Town, blocks, from_u32, hashes, keys_of, settings
 from tests.harness.handover_pair import Pair
 from tests.harness.live import LiveStore, engine, eventually
+from tests.harness.pages import write_modules
 from tests.reference.faulty_tier import FaultyTier
 from tests.reference.memory_tier import MemoryTier
 
-PLUGINS = Path(__file__).parent / "plugins"
-
 
 @pytest.fixture
-def plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an operator does with PYTHONPATH or pip."""
-    monkeypatch.syspath_prepend(str(PLUGINS))
+def folder_tier(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The tier of docs/how-to/write-a-tier.md; what an operator does with PYTHONPATH or pip."""
+    write_modules(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
 
 
 class TestMemoryTier(TierContract):
@@ -71,44 +70,6 @@ class TestFaultyTier(TierContract):
         made = FaultyTier(MemoryTier(context), random.Random(1), fail_ratio=0.0)
         yield made
         made.close()
-
-
-class TestDirectoryTier(TierContract):
-    """A third party's, which knows only the protocol."""
-
-    @pytest.fixture
-    def options(self, tmp_path: Path) -> Mapping[str, Any]:
-        return {"path": str(tmp_path)}
-
-    @pytest.fixture
-    def tier(self, plugins: None, context: TierContext) -> Iterator[Tier]:
-        del plugins
-        made: Tier = import_module("directory_tier").DirectoryTier(context)
-        yield made
-        made.close()
-
-    def test_O15_a_damaged_file_fails_its_load(
-        self, tier: Tier, memory: ArrayMemory, tmp_path: Path
-    ) -> None:
-        self.stock(tier, memory, [1])
-        (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
-        file.write_bytes(file.read_bytes()[:-1] + b"?")
-        tier.submit(self.job(1, JobKind.LOAD, [1], [0]))
-        (result,) = finish(tier, 1)
-        assert (result.done, type(result.error).__name__) == (0, "BlockCorrupt")
-        assert memory.view(Slot(0)) == bytes(SLOT_BYTES)
-
-    def test_blocks_outlive_the_process(
-        self, tier: Tier, context: TierContext, memory: ArrayMemory
-    ) -> None:
-        self.stock(tier, memory, [1])
-        tier.close()
-        again: Tier = import_module("directory_tier").DirectoryTier(context)
-        again.submit(self.job(1, JobKind.LOAD, [1], [0]))
-        assert finish(again, 1)[0].done == 1
-        assert memory.view(Slot(0)) == content(1)
-        assert again.lookup(key(1)).value == "hit"
-        again.close()
 
 
 class PeerTier:
@@ -244,7 +205,7 @@ def test_the_contract_fails_a_tier_that_breaks_it(kind: type[MemoryTier]) -> Non
 # In the store
 
 
-def toml(tmp_path: Path, tier: str = "directory_tier:DirectoryTier") -> config.Config:
+def toml(tmp_path: Path, tier: str = "folder_tier:FolderTier") -> config.Config:
     path = tmp_path / "kvstore.toml"
     path.write_text(f"""
 [server]
@@ -266,10 +227,10 @@ options = {{ path = "{tmp_path}/blocks" }}
 
 
 def stored(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file() and not path.suffix]
+    return list(folder.rglob("*.block"))
 
 
-@pytest.mark.usefixtures("plugins")
+@pytest.mark.usefixtures("folder_tier")
 def test_a_tier_named_in_the_settings_serves_what_memory_has_let_go(tmp_path: Path) -> None:
     chain = hashes(4, "wanted")
     with LiveStore(toml(tmp_path)) as store, engine(store) as live:

@@ -1,4 +1,4 @@
-"""What a turn costs does not grow with the namespaces: counted in calls, not in time."""
+"""A turn costs the same however many namespaces there were; unused ones are forgotten."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from typing import Any, cast
 import pytest
 
 from kvstore import visits
-from kvstore.config import Config, parse
 from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.core.types import GroupRule
 from kvstore.handover.consumer import Consumer
 from kvstore.handover.line import Line
+from kvstore.store import sessions as stores
 from kvstore.store.namespace import Namespace
 from kvstore.store.sessions import Store
 from kvstore.visits import RESTING_MAX, RESTING_NS, Visits
 from kvstore.wire import engine as p
 from tests.harness.fakes import Engine, HeapPool, Town, blocks, hashes
-from tests.harness.live import Client, LiveStore, engine, eventually
+from tests.harness.live import Client, LiveStore, engine, eventually, store_settings
 from tests.harness.peers import exporter_of, inside
 from tiers.nixl.exporter_child import Child
 from tiers.nvme.disk import IDLE_S, NvmeDisk
@@ -39,28 +39,27 @@ TURNS = 30
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
+def store(tmp_path: Path) -> Iterator[LiveStore]:
     nvme = {"path": f"{tmp_path}/kv", "capacity": "64MiB", "extent": "2MiB", "durability": "10ms"}
-    return parse(
-        {
-            "cpu": {"capacity": "64MiB", "extent": "16MiB"},
-            "nvme": nvme,
-            "server": {"socket": f"{tmp_path}/store.sock", "metrics": ""},
-            "peer": {},
-        }
-    )
+    cpu = {"capacity": "64MiB", "extent": "16MiB"}
+    with LiveStore(store_settings(tmp_path, cpu=cpu, nvme=nvme, peer={})) as made:
+        yield made
+
+
+def hello(store: LiveStore, model: str) -> Client:
+    """A worker of a model of its own, welcomed: a namespace."""
+    groups = (GroupGeometry(GroupRule(), (LayerGeometry("layer", PAGE),)),)
+    geometry = RankGeometry(model, 16, (1,), groups, {"model": model})
+    client = Client(store.path)
+    client.send(p.Hello(p.VERSION, model, "worker", 0, 1, geometry=geometry))
+    client.take(p.Welcome)
+    return client
 
 
 def add_namespaces(store: LiveStore, numbers: range) -> None:
     """Engines of so many models come, and go."""
     for number in numbers:
-        model = f"model{number}"
-        groups = (GroupGeometry(GroupRule(), (LayerGeometry("layer", PAGE),)),)
-        geometry = RankGeometry(model, 16, (1,), groups, {"model": model})
-        client = Client(store.path)
-        client.send(p.Hello(p.VERSION, model, "worker", 0, 1, geometry=geometry))
-        client.take(p.Welcome)
-        client.close()
+        hello(store, f"model{number}").close()
     core, disk = store.server.store, cast(NvmeDisk, store.server._disk)
     eventually(lambda: len(core.namespaces) > numbers[-1])
     eventually(lambda: sum(not n.at_rest for n in list(core.namespaces.values())) <= 1)
@@ -112,29 +111,28 @@ def visited_in(calls: Counter[str]) -> tuple[int, ...]:
     return tuple(calls[f.__qualname__] for f in (Store._tick_namespace, DiskNamespace.step))
 
 
-def test_S4_a_turn_calls_no_more_for_a_hundred_namespaces_more(config: Config) -> None:
-    with LiveStore(config) as store:
-        add_namespaces(store, range(FEW))
-        few = of_lookups(store)
-        add_namespaces(store, range(FEW, MANY))
-        many = of_lookups(store)
-        assert len(store.server.store.namespaces) > MANY
-        for verb in (Store._tick_namespace, DiskNamespace.step):
-            for calls in (*few, *many):
-                assert calls[verb.__qualname__] <= 4 * RESTING_MAX, verb
-        # Of those at rest a turn visits the more the longer the one before it took.
-        alike = [(a, b) for a in few for b in many if visited_in(a) == visited_in(b)]
-        assert alike
-        least, most = min(alike, key=lambda pair: (pair[1] - pair[0]).total())
-        more = most - least
-        assert more.total() < MANY - FEW, more.most_common(5)
+def test_S4_a_turn_calls_no_more_for_a_hundred_namespaces_more(store: LiveStore) -> None:
+    add_namespaces(store, range(FEW))
+    few = of_lookups(store)
+    add_namespaces(store, range(FEW, MANY))
+    many = of_lookups(store)
+    assert len(store.server.store.namespaces) > MANY
+    for verb in (Store._tick_namespace, DiskNamespace.step):
+        for calls in (*few, *many):
+            assert calls[verb.__qualname__] <= 4 * RESTING_MAX, verb
+    # Of those at rest a turn visits the more the longer the one before it took.
+    alike = [(a, b) for a in few for b in many if visited_in(a) == visited_in(b)]
+    assert alike
+    least, most = min(alike, key=lambda pair: (pair[1] - pair[0]).total())
+    more = most - least
+    assert more.total() < MANY - FEW, more.most_common(5)
 
 
 def test_a_turn_asks_nothing_of_an_exporter_or_a_disk_that_has_nothing_to_say(
-    config: Config, monkeypatch: pytest.MonkeyPatch
+    store: LiveStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each asks the system: in a hand-over of small blocks the loop's turns cost most."""
-    with LiveStore(config) as store, engine(store, page_bytes=PAGE) as live:
+    with engine(store, page_bytes=PAGE) as live:
         peers = store.server._peers
         assert peers is not None
         inside(store, peers._wake)
@@ -230,8 +228,8 @@ def test_S4_a_namespace_is_visited_in_each_turn_until_nothing_goes_on_there(
     assert not town.store.namespaces[of_one].manager.clearing, "a clear wakes it"
 
 
-def test_S4_a_namespace_wakes_when_its_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visits, "RESTING_MAX", 0)
+@pytest.mark.usefixtures("no_resting")
+def test_S4_a_namespace_wakes_when_its_memory_is_taken() -> None:
     town = Town(pool=HeapPool(extents=1))
     one = town.attach("one", identity="one")
     one.put(hashes(3))
@@ -243,11 +241,15 @@ def test_S4_a_namespace_wakes_when_its_memory_is_taken(monkeypatch: pytest.Monke
     assert len(town.pool.released) == 1  # type: ignore[attr-defined]
 
 
-def test_S4_what_is_written_becomes_durable_and_then_the_disk_is_at_rest(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def no_resting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is at rest has no turns."""
     monkeypatch.setattr(visits, "RESTING_MAX", 0)
-    with LiveStore(config) as store, engine(store, page_bytes=PAGE) as live:
+
+
+@pytest.mark.usefixtures("no_resting")  # before the store is made
+def test_S4_what_is_written_becomes_durable_and_then_the_disk_is_at_rest(store: LiveStore) -> None:
+    with engine(store, page_bytes=PAGE) as live:
         disk = cast(NvmeDisk, store.server._disk)
         for count, name in ((3, "a"), (6, "b")):
             live.put(hashes(3, name))
@@ -269,7 +271,7 @@ def until_durable(disk: NvmeDisk, count: int) -> None:
 
 
 def test_S4_only_what_is_fetched_for_has_turns_of_hand_overs(
-    config: Config, monkeypatch: pytest.MonkeyPatch
+    store: LiveStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks: list[Consumer] = []
     tick = Consumer.tick
@@ -279,7 +281,7 @@ def test_S4_only_what_is_fetched_for_has_turns_of_hand_overs(
         tick(consumer, now_ns)
 
     monkeypatch.setattr(Consumer, "tick", counting)
-    with LiveStore(config) as store, engine(store, page_bytes=PAGE) as live:
+    with engine(store, page_bytes=PAGE) as live:
         add_namespaces(store, range(FEW))
         live.read(live.ask(hashes(1)))
         assert not ticks
@@ -288,3 +290,81 @@ def test_S4_only_what_is_fetched_for_has_turns_of_hand_overs(
             live.ask(hashes(2), peer=peer, request="r")
             assert len(set(ticks)) == 1
         eventually(lambda: store.server._peers is not None and not store.server._peers._used)
+
+
+# Namespaces that are not used any more
+
+
+def shown(store: LiveStore) -> set[tuple[str, ...]]:
+    """The series at /metrics."""
+    store.server.await_gauges()
+    return set(store.server.store.numbers.gauges)
+
+
+def test_S4_namespaces_without_blocks_and_engines_are_forgotten(
+    store: LiveStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "FORGET_NS", 10_000_000, raising=False)
+    eventually(lambda: shown(store))
+    before = shown(store)
+    for number in range(300):
+        hello(store, f"model{number}").close()
+    eventually(lambda: not store.server.store.namespaces)
+    assert store.server._pool.used_bytes == 0, "their memory is given back"
+    eventually(lambda: shown(store) <= before)
+
+
+def test_S4_a_turn_polls_the_disk_once_however_many_namespaces_there_are(
+    store: LiveStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = cast(NvmeDisk, store.server._disk)
+    clients = [hello(store, f"model{number}") for number in range(30)]
+    eventually(lambda: not store.server.store.busy and not disk.busy)
+    polls, turns = [0], [0]
+    poll, tick = disk.poll, store.server.store.on_tick
+
+    def counted() -> None:
+        polls[0] += 1
+        poll()
+
+    def turn(now_ns: int) -> None:
+        tick(now_ns)
+        turns[0] += 1
+
+    monkeypatch.setattr(store.server.store, "on_tick", turn)
+    monkeypatch.setattr(disk, "poll", counted)
+    eventually(lambda: turns[0] >= 5)
+    assert polls[0] <= turns[0] + 1, f"{polls[0]} polls in {turns[0]} turns"
+    for client in clients:
+        client.close()
+
+
+def test_S4_a_namespace_with_blocks_or_an_engine_stays_and_what_is_on_disk_comes_back(
+    store: LiveStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "FORGET_NS", 10_000_000, raising=False)
+    chain = hashes(2)
+    spaces = store.server.store.namespaces
+    with engine(store, page_bytes=PAGE) as live:
+        live.put(chain)
+        eventually(lambda: store.server.store.numbers.moved["nvme", "stored"] == 2)
+        time.sleep(0.1)
+        assert len(spaces) == 1, "it has an engine"
+    time.sleep(0.1)
+    (kept,) = spaces.values()
+    with engine(store, page_bytes=PAGE) as live:
+        assert list(spaces.values()) == [kept], "it had blocks"
+    tick = store.server.store.on_tick
+
+    def evict(now_ns: int) -> None:
+        for key in [entry.key for entry in kept.manager.index]:
+            kept.manager.drop(key, "evicted")
+        tick(now_ns)
+
+    monkeypatch.setattr(store.server.store, "on_tick", evict)
+    eventually(lambda: not spaces)
+    monkeypatch.setattr(store.server.store, "on_tick", tick)
+    with engine(store, page_bytes=PAGE) as live:
+        granted = live.ask(chain)
+        assert live.read(granted) == [live.content(block) for block in chain]
+        assert granted.sources == {"nvme": 2}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import re
 import shutil
 import subprocess
 import time
@@ -21,9 +20,8 @@ from urllib.parse import quote
 import pytest
 
 from tests.bench.store import free_port
+from tests.harness.pages import shown
 
-ROOT = Path(__file__).parent.parent.parent
-PAGES = ("docs/how-to/read-metrics.md",)
 WAIT_S = 120.0
 SCRAPE_S = 0.5
 
@@ -31,9 +29,8 @@ Series = list[tuple[Mapping[str, str], float]]  # labels and value
 
 
 def queries() -> list[str]:
-    """Every query in the documentation, with a shorter window: a test has no five minutes."""
-    fence = re.compile(r"^```promql\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-    return [query.strip() for page in PAGES for query in fence.findall((ROOT / page).read_text())]
+    """Every query in the documentation."""
+    return [query.strip() for _, query in shown("promql")]
 
 
 class Prometheus:
