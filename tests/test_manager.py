@@ -16,6 +16,7 @@ from kvstore.core.leases import Lease, hit_of
 from kvstore.core.lookup import Answer, common_hit
 from kvstore.core.manager import Manager
 from kvstore.core.types import BlockKey, Chain, GroupRule, LookupResult, Slot, StoreOutcome
+from tests.harness.fakes import Lower
 
 WIDTH = 4
 FULL = GroupRule()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -123,23 +124,27 @@ async def rig(
         yield Rig(client, one, two)
 
 
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(work())  # type: ignore[arg-type]
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make an asynchronous test one that pytest runs."""
+
+    @functools.wraps(test)
+    def run(*arguments: object, **fixtures: object) -> None:
+        asyncio.run(test(*arguments, **fixtures))
+
+    return run
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_prompt_is_computed_by_one_engine_and_continued_by_the_other(path: str) -> None:
-    async def work() -> None:
-        async with rig() as made:
-            status, body = await made.post(path)
-            assert (status, body) == (200, b"data: one\n\ndata: two\n\ndata: [DONE]\n\n")
-            assert made.prefill.asked == [prefill_leg(BODY)]
-            assert made.decode.asked == [BODY | {"kv_transfer_params": HANDED}]
-            names = {h["X-Request-Id"] for h in made.prefill.headers + made.decode.headers}
-            assert len(names) == 1, "one request in both engines' logs"
-            assert await made.legs() == {("prefill", "ok"): 1, ("decode", "ok"): 1}
-
-    run(work)
+@in_a_loop
+async def test_a_prompt_is_computed_by_one_engine_and_continued_by_the_other(path: str) -> None:
+    async with rig() as made:
+        status, body = await made.post(path)
+        assert (status, body) == (200, b"data: one\n\ndata: two\n\ndata: [DONE]\n\n")
+        assert made.prefill.asked == [prefill_leg(BODY)]
+        assert made.decode.asked == [BODY | {"kv_transfer_params": HANDED}]
+        names = {h["X-Request-Id"] for h in made.prefill.headers + made.decode.headers}
+        assert len(names) == 1, "one request in both engines' logs"
+        assert await made.legs() == {("prefill", "ok"): 1, ("decode", "ok"): 1}
 
 
 def test_the_first_leg_computes_the_prompt_and_one_token() -> None:
@@ -158,26 +163,25 @@ async def freezes(_request: web.Request) -> web.StreamResponse:
 
 
 @pytest.mark.parametrize("prefill", [breaks, babbles, freezes, None])
-def test_a_prefill_engine_that_fails_or_is_dead_costs_a_computation(
+@in_a_loop
+async def test_a_prefill_engine_that_fails_or_is_dead_costs_a_computation(
     prefill: Callable[[web.Request], Awaitable[web.StreamResponse]] | None,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tests.demo.router.PREFILL_S", 0.2 if prefill is freezes else WAIT_S)
 
-    async def work() -> None:
-        async with rig(prefill or computes) as made:
-            if prefill is None:
-                await made.prefill.server.close()
-            assert (await made.post())[0] == 200
-            assert made.decode.asked == [BODY]
-            assert await made.legs() == {("prefill", "failed"): 1, ("decode", "ok"): 1}
-
-    run(work)
+    async with rig(prefill or computes) as made:
+        if prefill is None:
+            await made.prefill.server.close()
+        assert (await made.post())[0] == 200
+        assert made.decode.asked == [BODY]
+        assert await made.legs() == {("prefill", "failed"): 1, ("decode", "ok"): 1}
     assert "the decode engine computes the prompt" in caplog.text
 
 
-def test_a_client_that_goes_away_ends_its_request_and_is_no_fault_of_the_engine() -> None:
+@in_a_loop
+async def test_a_client_that_goes_away_ends_its_request_and_is_no_fault_of_the_engine() -> None:
     ended = asyncio.Event()
 
     async def endless(request: web.Request) -> web.StreamResponse:
@@ -190,15 +194,12 @@ def test_a_client_that_goes_away_ends_its_request_and_is_no_fault_of_the_engine(
         finally:
             ended.set()
 
-    async def work() -> None:
-        async with rig(decode=endless) as made:
-            answer = await made.client.post(PATHS[0], json=BODY)
-            assert await answer.content.readline() == b"data: more\n"
-            answer.close()
-            await asyncio.wait_for(ended.wait(), 600)
-            assert await made.legs() == {("prefill", "ok"): 1, ("decode", "unread"): 1}
-
-    run(work)
+    async with rig(decode=endless) as made:
+        answer = await made.client.post(PATHS[0], json=BODY)
+        assert await answer.content.readline() == b"data: more\n"
+        answer.close()
+        await asyncio.wait_for(ended.wait(), 600)
+        assert await made.legs() == {("prefill", "ok"): 1, ("decode", "unread"): 1}
 
 
 @pytest.mark.parametrize(
@@ -209,35 +210,31 @@ def test_a_client_that_goes_away_ends_its_request_and_is_no_fault_of_the_engine(
         (computes, refuses, 400, {("prefill", "ok"): 1, ("decode", "refused"): 1}),
     ],
 )
-def test_what_an_engine_answers_is_counted_and_a_refusal_passed_on(
+@in_a_loop
+async def test_what_an_engine_answers_is_counted_and_a_refusal_passed_on(
     prefill: Callable[[web.Request], Awaitable[web.StreamResponse]],
     decode: Callable[[web.Request], Awaitable[web.StreamResponse]],
     status: int,
     legs: dict[tuple[str, str], float],
 ) -> None:
-    async def work() -> None:
-        async with rig(prefill, decode) as made:
-            found, body = await made.post()
-            assert found == status
-            if status == 400:
-                assert json.loads(body) == {"error": {"message": "prompt too long"}}
-            assert await made.legs() == legs
-
-    run(work)
+    async with rig(prefill, decode) as made:
+        found, body = await made.post()
+        assert found == status
+        if status == 400:
+            assert json.loads(body) == {"error": {"message": "prompt too long"}}
+        assert await made.legs() == legs
 
 
-def test_a_decode_engine_that_is_dead_is_said() -> None:
-    async def work() -> None:
-        async with rig() as made:
-            url = made.decode.url.rstrip("/")
-            await made.decode.server.close()
-            for status, body in (await made.post(), await get(made.client, "/v1/models")):
-                assert status == 502
-                said = json.loads(body)["error"]["message"]
-                assert said.startswith(f"decode engine {url} cannot be reached: ")
-            assert (await made.legs())["decode", "failed"] == 1
-
-    run(work)
+@in_a_loop
+async def test_a_decode_engine_that_is_dead_is_said() -> None:
+    async with rig() as made:
+        url = made.decode.url.rstrip("/")
+        await made.decode.server.close()
+        for status, body in (await made.post(), await get(made.client, "/v1/models")):
+            assert status == 502
+            said = json.loads(body)["error"]["message"]
+            assert said.startswith(f"decode engine {url} cannot be reached: ")
+        assert (await made.legs())["decode", "failed"] == 1
 
 
 async def get(client: TestClient[Any, Any], path: str) -> tuple[int, bytes]:
@@ -245,14 +242,12 @@ async def get(client: TestClient[Any, Any], path: str) -> tuple[int, bytes]:
     return answer.status, await answer.read()
 
 
-def test_an_answer_that_breaks_off_is_no_whole_one() -> None:
-    async def work() -> None:
-        async with rig(decode=stops_half_way) as made:
-            with pytest.raises(ClientError):
-                await made.post()
-            assert (await made.legs())["decode", "failed"] == 1
-
-    run(work)
+@in_a_loop
+async def test_an_answer_that_breaks_off_is_no_whole_one() -> None:
+    async with rig(decode=stops_half_way) as made:
+        with pytest.raises(ClientError):
+            await made.post()
+        assert (await made.legs())["decode", "failed"] == 1
 
 
 @pytest.mark.parametrize(
@@ -260,37 +255,33 @@ def test_an_answer_that_breaks_off_is_no_whole_one() -> None:
     [(b"[" * 100_000, "no JSON"), (b"[]", "found list")],
     ids=["deep", "list"],
 )
-def test_a_body_that_is_none_is_said(data: bytes, says: str) -> None:
-    async def work() -> None:
-        async with rig() as made:
-            answer = await made.client.post(PATHS[0], data=data)
-            assert answer.status == 400
-            assert says in (await answer.json())["error"]["message"]
-            assert not made.prefill.asked
-
-    run(work)
+@in_a_loop
+async def test_a_body_that_is_none_is_said(data: bytes, says: str) -> None:
+    async with rig() as made:
+        answer = await made.client.post(PATHS[0], data=data)
+        assert answer.status == 400
+        assert says in (await answer.json())["error"]["message"]
+        assert not made.prefill.asked
 
 
-def test_engines_take_turns_and_keys_are_passed_on() -> None:
-    async def work() -> None:
-        engines = [Engine(computes) for _ in range(2)] + [Engine(streams) for _ in range(2)]
-        async with AsyncExitStack() as ends:
-            for engine in engines:
-                await ends.enter_async_context(engine.server)
-            urls = [engine.url for engine in engines]
-            server = TestServer(Router(urls[:2], urls[2:]).app())
-            client = await ends.enter_async_context(TestClient(server))
-            for number in range(4):
-                headers = {"Authorization": "Bearer k", "X-Request-Id": f"id {number}"}
-                answer = await client.post(PATHS[0], json=BODY, headers=headers)
-                assert answer.status == 200
-            assert (await client.get("/health")).status == 200
-            assert (await get(client, "/v1/models"))[0] == 200
-        assert [len(engine.asked) for engine in engines] == [2, 2, 2, 2]
-        assert [h["X-Request-Id"] for h in engines[0].headers] == ["id 0", "id 2"]
-        assert all(h["Authorization"] == "Bearer k" for e in engines for h in e.headers)
-
-    run(work)
+@in_a_loop
+async def test_engines_take_turns_and_keys_are_passed_on() -> None:
+    engines = [Engine(computes) for _ in range(2)] + [Engine(streams) for _ in range(2)]
+    async with AsyncExitStack() as ends:
+        for engine in engines:
+            await ends.enter_async_context(engine.server)
+        urls = [engine.url for engine in engines]
+        server = TestServer(Router(urls[:2], urls[2:]).app())
+        client = await ends.enter_async_context(TestClient(server))
+        for number in range(4):
+            headers = {"Authorization": "Bearer k", "X-Request-Id": f"id {number}"}
+            answer = await client.post(PATHS[0], json=BODY, headers=headers)
+            assert answer.status == 200
+        assert (await client.get("/health")).status == 200
+        assert (await get(client, "/v1/models"))[0] == 200
+    assert [len(engine.asked) for engine in engines] == [2, 2, 2, 2]
+    assert [h["X-Request-Id"] for h in engines[0].headers] == ["id 0", "id 2"]
+    assert all(h["Authorization"] == "Bearer k" for e in engines for h in e.headers)
 
 
 @pytest.mark.parametrize("url", ["10.0.0.5:8000", "ftp://a", "http://", "http://a/v1"])

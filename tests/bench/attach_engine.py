@@ -11,7 +11,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from time import monotonic_ns
-from types import TracebackType
 from typing import Self, TypeVar
 
 import torch
@@ -102,12 +101,7 @@ class BenchEngine:
             raise KVStoreError(f"not attached to the store in {ATTACH_S:.0f} s")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self.close()
 
     def close(self) -> None:

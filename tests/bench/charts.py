@@ -74,6 +74,7 @@ INTO = {"direct_push": "direct, pushed"}
 SIZES = {MIB // 2: "0.5 MiB", MIB: "1 MiB", 2 * MIB: "2 MiB", 4 * MIB: "4 MiB"}
 COUNTS = {10_000: "10,000 blocks", 100_000: "100,000 blocks", 1_000_000: "1,000,000 blocks"}
 HIT = "lookup_full_hit"
+PEERS = {"none": "no connector", "native": "vLLM's own offloading", "ours": "kvstore"}
 
 CHARTS = (
     Chart(
@@ -81,30 +82,15 @@ CHARTS = (
         "vllm",
         "Time to first token of 8,190 tokens",
         "milliseconds, logarithmic",
-        (
-            Row("computed", "no connector", {"name": "ttft_cold", "system": "none"}, ours=False),
-            Row(
-                "computed",
-                "vLLM's own offloading",
-                {"name": "ttft_cold", "system": "native"},
-                ours=False,
-            ),
-            Row("computed", "kvstore", {"name": "ttft_cold", "system": "ours"}),
-            Row(
-                "engine's own cache",
-                "no connector",
-                {"name": "ttft_gpu_hit", "system": "none"},
-                ours=False,
-            ),
-            Row("engine's own cache", "kvstore", {"name": "ttft_gpu_hit", "system": "ours"}),
-            Row(
-                "CPU memory",
-                "vLLM's own offloading",
-                {"name": "ttft_cpu_hit", "system": "native"},
-                ours=False,
-            ),
-            Row("CPU memory", "kvstore", {"name": "ttft_cpu_hit", "system": "ours"}),
-            Row("disk, after a restart", "kvstore", {"name": "ttft_nvme_restart"}),
+        tuple(
+            Row(group, PEERS[system], {"name": name, "system": system}, ours=system == "ours")
+            for name, group, systems in (
+                ("ttft_cold", "computed", ("none", "native", "ours")),
+                ("ttft_gpu_hit", "engine's own cache", ("none", "ours")),
+                ("ttft_cpu_hit", "CPU memory", ("native", "ours")),
+                ("ttft_nvme_restart", "disk, after a restart", ("ours",)),
+            )
+            for system in systems
         ),
         log=True,
     ),

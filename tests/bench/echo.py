@@ -1,14 +1,9 @@
-"""The other end of a bare socket: takes so many bytes, sends so many. What a round trip must cost.
-
-python -m tests.bench.echo <fd> <bytes taken> <bytes sent>
-"""
+"""The other end of a bare socket: what a round trip of so many bytes must cost."""
 
 from __future__ import annotations
 
+import multiprocessing
 import socket
-import subprocess
-import sys
-from types import TracebackType
 from typing import Self
 
 
@@ -19,30 +14,26 @@ class Echo:
         self._request = bytes(request_bytes)
         self._reply_bytes = reply_bytes
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        sizes = [str(theirs.fileno()), str(request_bytes), str(reply_bytes)]
-        command = [sys.executable, "-P", "-m", "tests.bench.echo", *sizes]
+        context = multiprocessing.get_context("spawn")
+        arguments = theirs, request_bytes, reply_bytes
         with theirs:
-            self._child = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+            self._child = context.Process(target=_answer, args=arguments, daemon=True)
+            self._child.start()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self._sock.close()  # which ends the child
-        self._child.wait()
+        self._child.join()
 
     def round_trip(self) -> None:
         """Send a request and wait for the whole reply."""
         self._sock.sendall(self._request)
-        take(self._sock, self._reply_bytes)
+        _take(self._sock, self._reply_bytes)
 
 
-def take(sock: socket.socket, count: int) -> bool:
+def _take(sock: socket.socket, count: int) -> bool:
     """Receive exactly count bytes; False when the other end has closed."""
     while count > 0:
         data = sock.recv(count)
@@ -52,14 +43,8 @@ def take(sock: socket.socket, count: int) -> bool:
     return True
 
 
-def main() -> None:
+def _answer(sock: socket.socket, request_bytes: int, reply_bytes: int) -> None:
     """Answer until the socket closes."""
-    fd, request_bytes, reply_bytes = (int(argument) for argument in sys.argv[1:])
     reply = bytes(reply_bytes)
-    with socket.socket(fileno=fd) as sock:
-        while take(sock, request_bytes):
-            sock.sendall(reply)
-
-
-if __name__ == "__main__":
-    main()
+    while _take(sock, request_bytes):
+        sock.sendall(reply)

@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, ClassVar, Protocol, Self, TypeVar
 
 import msgspec
@@ -37,26 +36,18 @@ class EngineFailed(KVStoreError):
 
 
 class Child(Protocol):
-    """What an engine needs of its process; subprocess.Popen is one."""
+    """What an engine needs of its process; subprocess.Popen is one.
+
+    Its pid is that of its process group and session, too. stdin takes commands, stdout has replies.
+    """
 
     @property
-    def pid(self) -> int:
-        """Its process id, and that of its process group and session."""
-        ...
-
+    def pid(self) -> int: ...
     @property
-    def stdin(self) -> IO[bytes] | None:
-        """Takes commands."""
-        ...
-
+    def stdin(self) -> IO[bytes] | None: ...
     @property
-    def stdout(self) -> IO[bytes] | None:
-        """Gives replies."""
-        ...
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; its exit status. Raises subprocess.TimeoutExpired after seconds."""
-        ...
+    def stdout(self) -> IO[bytes] | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
 
 
 def in_a_new_process(environment: Mapping[str, str], log_fd: int) -> Child:
@@ -153,12 +144,7 @@ class Engine:
         self._pids = self._call(self._start, wire.Ready, START_TIMEOUT_S).pids
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self.close()
 
     def run(

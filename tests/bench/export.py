@@ -268,22 +268,23 @@ class _Nixl:
         *,
         mutex: bool = False,
     ) -> None:
-        start = raw_nixl.Start(block_bytes, data_bytes // block_bytes)
-        self._bytes = start.blocks * block_bytes
-        self._ours = ends.enter_context(raw_nixl.Process(start, transports, mutex=mutex))
-        self._other = ends.enter_context(raw_nixl.Process(start, transports, mutex=mutex))
-        self._ours.meet(self._other)
+        blocks = data_bytes // block_bytes
+        self._bytes = blocks * block_bytes
+        self._ours, self._other = (
+            ends.enter_context(raw_nixl.Process(block_bytes, blocks, transports, mutex=mutex))
+            for _ in range(2)
+        )
+        self._ours.do("meet", *self._other.description)
         self._rounds = 0
 
     def move(self, *, write: bool, summed: bool) -> Moved:
         clocks = {"active": self._ours.clock, "passive": self._other.clock}
         self._rounds += 1
-        command = raw_nixl.Move(write, self._rounds, summed)
         before = {process: clock.now_us() for process, clock in clocks.items()}
         started_s = time.perf_counter()
         if summed:
-            self._other.tell(raw_nixl.Sum())
-        self._ours.do(command)
+            self._other.tell("sum")
+        self._ours.do("move", self._rounds, write=write, summed=summed)
         if summed:
             self._other.done()
         took_s = time.perf_counter() - started_s

@@ -9,17 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 
-def native_config(
-    cpu_bytes: int,
-    *,
-    blocks_per_chunk: int = 1,
-    offload_prompt_only: bool = True,
-    eviction_policy: str = "lru",
-) -> dict[str, Any]:
-    """The kv_transfer_config of vLLM's OffloadingConnector with cpu_bytes of host memory.
-
-    offload_prompt_only is vLLM's default: blocks filled while decoding are not kept.
-    """
+def native_config(cpu_bytes: int) -> dict[str, Any]:
+    """The kv_transfer_config of vLLM's OffloadingConnector with cpu_bytes of host memory."""
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -27,8 +18,6 @@ def native_config(
             "spec_name": "MemcpySpec",
             "spec_module_path": "tests.bench.native_worker",
             "cpu_bytes_to_use": cpu_bytes,
-            "blocks_per_chunk": blocks_per_chunk,
-            "offload_prompt_only": offload_prompt_only,
-            "eviction_policy": eviction_policy,
+            "blocks_per_chunk": 1,
         },
     }

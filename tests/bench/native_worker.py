@@ -14,16 +14,15 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 class MemcpyWorker(OffloadingWorker):
     """Copies blocks at once, in the engine's step; finished before submit returns.
 
-    The pool has, for each of vLLM's KV tensors, one row per block of a chunk. All of it is
-    touched at the start, as the pinned memory of the GPU worker would be.
+    A chunk is one block. The pool has, for each of vLLM's KV tensors, one row per chunk. All of it
+    is touched at the start, as the pinned memory of the GPU worker would be.
     """
 
-    def __init__(self, kv_caches: Any, chunks: int, blocks_per_chunk: int) -> None:
-        self._blocks_per_chunk = blocks_per_chunk
+    def __init__(self, kv_caches: Any, chunks: int) -> None:
         self._device = [cache.tensor.numpy() for cache in kv_caches.tensors]
-        rows = chunks * blocks_per_chunk
         self._pool = [
-            np.full((rows, cache.page_size_bytes), 0, dtype=np.int8) for cache in kv_caches.tensors
+            np.full((chunks, cache.page_size_bytes), 0, dtype=np.int8)
+            for cache in kv_caches.tensors
         ]
         self._tensors_of_group = [
             sorted({ref.tensor_idx for ref in refs}) for refs in kv_caches.group_data_refs
@@ -62,21 +61,10 @@ class MemcpyWorker(OffloadingWorker):
         return True
 
     def _pairs(self, device: Any, chunk_ids: Any) -> Iterator[tuple[int, int, int]]:
-        """Group, device block and pool row of each block to copy.
-
-        The blocks of a group are consecutive in their request and may begin inside a chunk.
-        """
-        blocks = iter(device.block_ids.tolist())
-        chunks = iter(chunk_ids.tolist())
-        for group, (count, first) in enumerate(
-            zip(device.group_sizes, device.block_indices, strict=True)
-        ):
-            chunk = -1
-            for offset in range(count):
-                within = (first + offset) % self._blocks_per_chunk
-                if offset == 0 or within == 0:
-                    chunk = next(chunks)
-                yield group, next(blocks), chunk * self._blocks_per_chunk + within
+        """Group, device block and pool row of each block to copy."""
+        counts = enumerate(device.group_sizes)
+        groups = [group for group, count in counts for _ in range(count)]
+        return zip(groups, device.block_ids.tolist(), chunk_ids.tolist(), strict=True)
 
 
 class MemcpySpec(CPUOffloadingSpec):
@@ -87,5 +75,5 @@ class MemcpySpec(CPUOffloadingSpec):
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         """Make the worker on the first call."""
         if self._worker is None:
-            self._worker = MemcpyWorker(kv_caches, self.num_chunks, self.blocks_per_chunk)
+            self._worker = MemcpyWorker(kv_caches, self.num_chunks)
         return self._worker

@@ -2,19 +2,17 @@
 
 The real tier with its threads, index and commits, fed as the store feeds it: jobs of neighbouring
 blocks, several open, polled once per tick. In each round every system writes all blocks and reads
-them back, one after the other, and the bytes are gone through once for the checksums' comparison.
-What a write's commit costs comes after its time is taken.
+them back, one after the other. What a write's commit costs comes after its time is taken.
 
 Fair to both sides: as many calls under way, and calls as long (the tier moves neighbours in one
 call); files preallocated, the page cache passed by, the first round not counted, memory in huge
 pages where the machine has any (with small ones a disk is given each block in hundreds of pieces).
 A round in which a hypervisor took the processors away is measured again. Not equal is how much
 memory there is: fio goes through a few buffers again and again, a cache's blocks each have a place
-of their own. So there is a plain loop through that memory as well.
+of their own.
 
 Results read and write also have the slowest and fastest round (value_low, value_high,
-reference_low, reference_high), CPU time per block, the cost of a plain pass over a block
-(plain_pass_us), of a checksum in such passes (checksum_passes), and loop_ratio, against that loop.
+reference_low, reference_high) and CPU time per block.
 """
 
 from __future__ import annotations
@@ -36,20 +34,15 @@ from kvstore.core.tier import TierContext
 from kvstore.core.types import BlockKey, JobId, JobKind, Slot, TransferJob
 from kvstore.units import MIB, sized
 from tests.bench.raw_disk import (
-    PASS_BYTES,
     Depth,
-    FilePerBlock,
     Moved,
     System,
-    ThreadLoop,
     check_space,
-    difference,
     filled,
-    pass_us,
     reference,
     timed,
 )
-from tests.bench.report import Result, compared, in_turn, paired_ratio
+from tests.bench.report import Result, compared, in_turn
 from tests.bench.steal import undisturbed
 from tiers.nvme.block_io import writers_of
 from tiers.nvme.disk import NvmeDisk
@@ -124,7 +117,9 @@ class Ours:
         self._next = 0
 
     def write(self) -> Moved:
-        """Store all blocks, until the last result."""
+        """Store all blocks anew, until the last result."""
+        self._tier.clear()
+        self._settle()
         moved = timed(self._blocks, lambda: self._run(JobKind.STORE))
         self._settle()
         return moved
@@ -132,11 +127,6 @@ class Ours:
     def read(self) -> Moved:
         """Load all blocks, until the last result."""
         return timed(self._blocks, lambda: self._run(JobKind.LOAD))
-
-    def reset(self) -> None:
-        """Forget all blocks, and wait until their slots are free again."""
-        self._tier.clear()
-        self._settle()
 
     def close(self) -> None:
         """Close the disk in order."""
@@ -179,25 +169,21 @@ class Ours:
 def run(pairs: int | None, sizes: Sizes | None = None) -> list[Result]:
     """Measure everything in the current directory; pairs: rounds, instead of the default."""
     sizes, rounds = sizes or Sizes(), pairs or PAIRS
-    # Two references, two tiers with one extent to spare and their index, the naive files.
-    needed = 5 * sizes.data_bytes + 2 * sizes.extent_bytes + 128 * MIB
-    check_space(needed)
+    # The reference's file, and two tiers with one extent to spare and their index.
+    check_space(3 * sizes.data_bytes + 2 * sizes.extent_bytes + 128 * MIB)
     memory, pages = filled(sizes.data_bytes)
     with (
         tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=Path.cwd()) as name,
         Progress(console=Console(stderr=True), transient=True) as progress,
     ):
         task = progress.add_task("nvme", total=len(sizes.block_bytes) * (1 + rounds))
-        results, sums, plain, disturbed = [], list[float](), list[float](), 0
+        results = []
         for block_bytes in sizes.block_bytes:
             progress.update(task, description=f"blocks of {sized(block_bytes)}")
             series = _Series(Path(name), memory, block_bytes, sizes)
             found = series.measure(rounds, lambda: progress.advance(task))
-            results += _results(block_bytes, pages, found, series.plain)
-            sums += series.sums
-            plain += series.plain
-            disturbed += series.disturbed
-    return [*results, _pass_result(sums, plain, disturbed)]
+            results += _results(block_bytes, pages, found, series.disturbed)
+    return results
 
 
 class _Series:
@@ -205,10 +191,7 @@ class _Series:
 
     def __init__(self, folder: Path, memory: memoryview, block_bytes: int, sizes: Sizes) -> None:
         ends = range(block_bytes, len(memory) + 1, block_bytes)
-        self._memory = memory
         self.disturbed = 0  # rounds that were measured again, or would have to be
-        self.sums: list[float] = []
-        self.plain: list[float] = []
         self._blocks = [memory[end - block_bytes : end] for end in ends]
         self._folder = folder
         self._sizes = sizes
@@ -220,12 +203,9 @@ class _Series:
         systems: dict[str, System] = {}
         try:
             systems["reference"] = reference(self._folder, self._blocks, depth)
-            if systems["reference"].name != ThreadLoop.name:
-                systems["loop"] = ThreadLoop(self._folder, self._blocks, depth)
             for name, checked in (("checked", True), ("unchecked", False)):
                 folder = self._folder / name
                 systems[name] = Ours(folder, self._blocks, self._sizes, checked=checked)
-            systems["naive"] = FilePerBlock(self._folder, self._blocks, depth)
             found = {name: _Rounds(system.name) for name, system in systems.items()}
             for number in range(rounds + 1):
                 moved = self._round(systems, number)
@@ -233,9 +213,6 @@ class _Series:
                     for name, (written, read) in moved.items():
                         found[name].moved[JobKind.STORE].append(written)
                         found[name].moved[JobKind.LOAD].append(read)
-                    one, other = pass_us(self._memory)
-                    self.sums.append(one)
-                    self.plain.append(other)
                 tell()
         finally:
             for system in systems.values():
@@ -252,7 +229,6 @@ class _Series:
             for name in in_turn(list(systems), number):
                 system = systems[name]
                 moved[name] = system.write(), system.read()
-                system.reset()
             return moved
 
         moved, disturbed = undisturbed(once)
@@ -274,30 +250,19 @@ class _Rounds(msgspec.Struct):
 
 
 def _results(
-    block_bytes: int, pages: str, found: dict[str, _Rounds], plain_us: Sequence[float]
+    block_bytes: int, pages: str, found: dict[str, _Rounds], disturbed: int
 ) -> list[Result]:
     results = []
     for kind in KINDS:
-        for name in ("checked", "unchecked", "naive"):
+        for name in ("checked", "unchecked"):
             parameters: dict[str, object] = {"block_bytes": block_bytes, "pages": pages}
-            if name != "naive":
-                parameters["checksum"] = name == "checked"
-            if name == "checked":
-                cost_us = difference(found[name].cpu_us(kind), found["unchecked"].cpu_us(kind))
-                pass_us_per_block = statistics.median(plain_us) * block_bytes / PASS_BYTES
-                parameters["checksum_passes"] = round(cost_us / pass_us_per_block, 2)
-                parameters["plain_pass_us"] = round(pass_us_per_block, 1)
-            loop = found.get("loop", found["reference"])
-            same_memory = paired_ratio(found[name].rates(kind), loop.rates(kind))
-            parameters["loop_ratio"] = round(same_memory.median, 4)
-            prefix = "naive_" if name == "naive" else ""
-            results.append(_result(prefix, kind, found[name], found["reference"], parameters))
+            parameters["checksum"] = name == "checked"
+            parameters["disturbed_rounds"] = disturbed
+            results.append(_result(kind, found[name], found["reference"], parameters))
     return results
 
 
-def _result(
-    prefix: str, kind: JobKind, ours: _Rounds, other: _Rounds, parameters: dict[str, object]
-) -> Result:
+def _result(kind: JobKind, ours: _Rounds, other: _Rounds, parameters: dict[str, object]) -> Result:
     rates, others = ours.rates(kind), other.rates(kind)
     more: dict[str, object] = {
         **parameters,
@@ -310,10 +275,5 @@ def _result(
         "reference_low": min(others) * 1e-9,
         "reference_high": max(others) * 1e-9,
     }
-    name = prefix + NAMES[kind]
+    name = NAMES[kind]
     return compared(name, rates, others, "GB/s", other.system, more, scale=1e-9, better="higher")
-
-
-def _pass_result(sums: list[float], plain: list[float], disturbed: int) -> Result:
-    parameters = {"of": "XXH3-64", "disturbed_rounds": disturbed}
-    return compared("checksum_pass", sums, plain, "us per 2 MiB", "numpy sum", parameters)

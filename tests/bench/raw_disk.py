@@ -1,7 +1,7 @@
-"""What a disk gives without a tier: fio or a plain loop with direct I/O, and one file per block.
+"""What a disk gives without a tier: fio, or a plain loop with direct I/O where there is none.
 
-All of them move as many bytes, in the same directory, with as many calls under way; fio and the
-loop make calls as long as the tier's.
+Both move as many bytes, in the same directory, with as many calls under way and as long as the
+tier's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import mmap
 import os
 import shutil
-import statistics
 import subprocess
 import threading
 import time
@@ -20,8 +19,6 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
-import numpy as np
-import xxhash
 from numpy.random import default_rng
 
 from kvstore.config import HUGE_PAGE_BYTES
@@ -30,7 +27,6 @@ from kvstore.units import MIB, sized
 from tiers.nvme.files import address_of
 
 FIO_S = 300
-PASS_BYTES = 2 << 20
 
 
 class Moved(msgspec.Struct, frozen=True):
@@ -53,21 +49,9 @@ class System(Protocol):
 
     name: str
 
-    def write(self) -> Moved:
-        """Write all blocks."""
-        ...
-
-    def read(self) -> Moved:
-        """Read all blocks back, from disk."""
-        ...
-
-    def reset(self) -> None:
-        """Be ready for the next round."""
-        ...
-
-    def close(self) -> None:
-        """Let go of everything."""
-        ...
+    def write(self) -> Moved: ...
+    def read(self) -> Moved: ...
+    def close(self) -> None: ...
 
 
 def check_space(needed: int) -> None:
@@ -145,9 +129,6 @@ class ThreadLoop:
 
         return timed(self._blocks, lambda: each(len(firsts), depth, move))
 
-    def reset(self) -> None:
-        """Blocks are overwritten in place."""
-
     def close(self) -> None:
         """Remove the file."""
         os.close(self._fd)
@@ -213,9 +194,6 @@ class Fio:
         except (ValueError, LookupError, ZeroDivisionError) as exc:
             raise KVStoreError(f"fio reports in a form that is not known here: {exc!r}") from exc
 
-    def reset(self) -> None:
-        """Blocks are overwritten in place."""
-
     def close(self) -> None:
         """Remove the file."""
         self._path.unlink(missing_ok=True)
@@ -225,79 +203,6 @@ def reference(folder: Path, blocks: Sequence[memoryview], depth: Depth) -> Syste
     """Take fio where it is installed."""
     kind = ThreadLoop if shutil.which("fio") is None else Fio
     return kind(folder, blocks, depth)
-
-
-class FilePerBlock:
-    """The naive tier: a block is a file, written through the page cache and renamed."""
-
-    name = "naive"
-
-    def __init__(self, folder: Path, blocks: Sequence[memoryview], depth: Depth) -> None:
-        """Files are made in folder."""
-        self._blocks = blocks
-        self._depth = depth
-        self._paths = [folder / f"{number:06d}.block" for number in range(len(blocks))]
-
-    def write(self) -> Moved:
-        """Write all blocks; nothing makes sure that they are on disk."""
-
-        def move(number: int) -> None:
-            path = self._paths[number]
-            part = path.with_suffix(".part")
-            with part.open("wb", buffering=0) as file:
-                if file.write(self._blocks[number]) != len(self._blocks[number]):
-                    raise OSError("a block was cut short")
-            part.replace(path)
-
-        return timed(self._blocks, lambda: each(len(self._paths), self._depth.write, move))
-
-    def read(self) -> Moved:
-        """Read all blocks back; first, untimed, they leave the page cache."""
-        for path in self._paths:
-            with path.open("rb") as file:
-                os.fdatasync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-        def move(number: int) -> None:
-            with self._paths[number].open("rb", buffering=0) as file:
-                if file.readinto(self._blocks[number]) != len(self._blocks[number]):
-                    raise OSError("a block was cut short")
-
-        return timed(self._blocks, lambda: each(len(self._paths), self._depth.read, move))
-
-    def reset(self) -> None:
-        """Remove the files."""
-        for path in self._paths:
-            path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Remove the files."""
-        self.reset()
-
-
-def pass_us(memory: memoryview) -> tuple[float, float]:
-    """CPU time for each 2 MiB of XXH3, and of reading as much with numpy's sum.
-
-    Goes through all of the memory, so that what is read is not in a cache from the time before.
-    """
-    pieces = [memory[at : at + PASS_BYTES] for at in range(0, len(memory), PASS_BYTES)]
-    words = [np.frombuffer(piece, np.uint64) for piece in pieces]
-    scale = 1e6 / len(memory) * PASS_BYTES
-
-    def once(work: Callable[[], object]) -> float:
-        start_s = time.thread_time()
-        work()
-        return (time.thread_time() - start_s) * scale
-
-    return (
-        once(lambda: [xxhash.xxh3_64_intdigest(piece) for piece in pieces]),
-        once(lambda: [int(piece.sum()) for piece in words]),
-    )
-
-
-def difference(ours: Sequence[float], others: Sequence[float]) -> float:
-    """Median of the differences within each pair."""
-    return statistics.median(a - b for a, b in zip(ours, others, strict=True))
 
 
 def filled(size: int) -> tuple[memoryview, str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -18,9 +17,10 @@ import numpy.typing as npt
 import torch
 
 from connectors.copies.host import LayerCache
-from connectors.engine_agent import READ_BYTES, AgentTransfer, EngineAgent
+from connectors.direct_reads import DirectTransfers, FetchMessage
+from connectors.load_progress import LoadDeadline
+from connectors.step_meta import EngineSpec, LoadJob
 from kvstore.core.errors import KVStoreError
-from kvstore.core.layout import Move
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.bench.store import StoreProcess
@@ -56,12 +56,7 @@ class Session(LiveEngine):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self.close()
 
     def fetch(self, hashes: Sequence[bytes], peer: str = "", *, push: bool = False) -> Fetched:
@@ -117,13 +112,14 @@ class Session(LiveEngine):
 
 
 class DirectSession(Session):
-    """One with an engine's tensor of so many blocks, and an agent."""
+    """One with an engine's tensor of so many blocks, and its worker's direct transfers."""
 
     def __init__(self, store: StoreProcess, name: str, block_bytes: int, blocks: int) -> None:
         """blocks: of the tensor."""
         super().__init__(store, name, block_bytes, direct=True)
         self._tensor = torch.zeros((FIRST_BLOCK + blocks) * block_bytes, dtype=torch.uint8)
-        self._agent = EngineAgent({"layer": LayerCache(self._tensor, 0, block_bytes, block_bytes)})
+        cache = LayerCache(self._tensor, 0, block_bytes, block_bytes)
+        self._transfers = DirectTransfers({"layer": cache})
         self._opened = False
 
     def fetch_direct(self, hashes: Sequence[bytes], peer: str, *, push: bool = False) -> Fetched:
@@ -131,14 +127,14 @@ class DirectSession(Session):
 
         push: the peer writes them. For agents that have networks only.
         """
-        self._open()
+        while not self._opened:
+            self._hear()
         started_s = time.perf_counter()
         granted = self.ask(hashes, peer=peer, push=push, direct=True)
         slots = framing.from_u32(granted.hits[0].slots) if granted.lease else []
         found = Fetched(len(slots) == len(hashes), slots, granted.sources)
         if found.complete:
-            block_of = {slot - p.DIRECT: block for block, slot in enumerate(slots, FIRST_BLOCK)}
-            first_s = self._receive(block_of, started_s, push=push)
+            first_s = self._receive(granted, slots, started_s)
             all_s = time.perf_counter() - started_s
             found = Fetched(True, slots, granted.sources, first_s, all_s)
         if granted.lease:
@@ -155,71 +151,34 @@ class DirectSession(Session):
         self._tensor.zero_()
         return good
 
-    def _open(self) -> None:
-        """Have an agent, once the store has said over which devices, and tell how to reach it."""
-        while not self._opened:
-            for message in self._told():
-                if isinstance(message, p.Welcome) and message.layout is not None:
-                    self._agent.open(message.layout, message.devices)
-                    serves = self._agent.serves()
-                    if serves is not None:
-                        self.worker.send(p.Serves(*serves))
-                    self._opened = True
-
-    def _told(self) -> list[framing.Message]:
-        """Return what the store has told the worker, after a moment if it has not."""
+    def _hear(self) -> None:
+        """Take in what the store has said, after a moment if it has not said anything."""
         if not self.worker.messages and select.select([self.worker.sock], [], [], LOOK_S)[0]:
             self.worker.read()
         messages, self.worker.messages = self.worker.messages, []
-        return messages
+        for message in messages:
+            if isinstance(message, FetchMessage):
+                self._transfers.receive(message)
+            elif isinstance(message, p.Welcome) and message.layout is not None:
+                self._transfers.open(message.layout, message.devices, self.worker.send)
+                self._opened = True
 
-    def _receive(self, block_of: dict[int, int], started_s: float, *, push: bool) -> float:
-        """Read what can be read until all of it is good; return the seconds until the first was.
-
-        block_of: the tensor's block of each position. push: say where the peer writes, instead.
-        """
-        first_s, good = 0.0, 0
-        flying: list[tuple[int, list[int], AgentTransfer]] = []
-        while good < len(block_of):
-            for message in self._told():
-                if isinstance(message, p.Places) and not push:
-                    flying += self._begin(message, block_of)
-                elif isinstance(message, p.Push) and push:
-                    self.worker.send(self._target(message.fetch, block_of))
-                elif isinstance(message, p.Passed):
-                    if not message.ok:
-                        raise KVStoreError("blocks came, and are not good")
-                    good += len(framing.from_u32(message.positions))
-                    first_s = first_s or time.perf_counter() - started_s
-            flying = [each for each in flying if not self._arrived(*each)]
-            if time.perf_counter() - started_s > ANSWER_S:
-                raise KVStoreError(f"blocks did not arrive in {ANSWER_S:.0f} s")
-        return first_s
-
-    def _begin(
-        self, places: p.Places, block_of: dict[int, int]
-    ) -> Iterator[tuple[int, list[int], AgentTransfer]]:
-        """Start reading what can be read now."""
-        if places.metadata:
-            self._agent.meet(places.agent, places.metadata)
-        positions, numbers = framing.from_u32(places.positions), framing.from_u32(places.numbers)
-        at_once = max(1, READ_BYTES // self._block_bytes)
-        for first in range(0, len(positions), at_once):
-            chunk = positions[first : first + at_once]
-            moves = [
-                (Move(0, block_of[position], 0, 0), places.base + number * self._block_bytes)
-                for position, number in zip(chunk, numbers[first:], strict=False)
-            ]
-            yield places.fetch, chunk, self._agent.read(places.agent, moves)
-
-    def _target(self, fetch: int, block_of: dict[int, int]) -> p.Target:
-        """Say where the peer writes all of it."""
-        positions, blocks = framing.u32(list(block_of)), framing.u32(list(block_of.values()))
-        return p.Target(fetch, self._agent.name, positions, blocks)
-
-    def _arrived(self, fetch: int, positions: list[int], reading: AgentTransfer) -> bool:
-        """Tell the store of a read that is over."""
-        if not self._agent.over(reading):
-            return False
-        self.worker.send(p.Arrived(fetch, framing.u32(positions), reading.bytes, ok=True))
-        return True
+    def _receive(self, granted: p.Granted, slots: list[int], started_s: float) -> float:
+        """Load as a worker does until all blocks are valid; return the seconds to the first."""
+        blocks = tuple(range(FIRST_BLOCK, FIRST_BLOCK + len(slots)))
+        engine = EngineSpec(blocks, (len(slots),), (0,))
+        generations = tuple(framing.from_u32(granted.hits[0].generations))
+        job = LoadJob("request", 0, granted.lease, engine, tuple(slots), generations)
+        limit_ns = int(ANSWER_S * 1e9)
+        deadline = LoadDeadline(limit_ns, limit_ns, time.monotonic_ns())
+        load = self._transfers.start_load(job, (1,), deadline)
+        if load is None:
+            raise KVStoreError("the store had these blocks itself, expected its peer's")
+        first_s = 0.0
+        while not self._transfers.advance(load, time.monotonic_ns()):
+            if load.valid and not first_s:
+                first_s = time.perf_counter() - started_s
+            self._hear()
+        if load.failed:
+            raise KVStoreError(f"a direct load failed, {load.late} blocks came too late")
+        return first_s or time.perf_counter() - started_s

@@ -55,7 +55,7 @@ SETTLE_S = 10.0
 ATTACH_S = 30.0
 
 Times = dict[tuple[str, str], list[float]]
-"""Seconds, or steps, by (name, system), one value per round."""
+"""Seconds by (name, system), one value per round."""
 
 
 def systems(address: str) -> dict[str, dict[str, Any] | None]:
@@ -71,7 +71,6 @@ def run(pairs: int | None) -> list[Result]:
     """Measure; pairs: rounds after the first, which warms up."""
     rounds = (pairs or PAIRS) + WARM_UP_ROUNDS
     times: Times = defaultdict(list)
-    steps: Times = defaultdict(list)
     with (
         tempfile.TemporaryDirectory(prefix="kvstore-bench-") as name,
         Progress(console=Console(stderr=True), transient=True) as progress,
@@ -91,14 +90,13 @@ def run(pairs: int | None) -> list[Result]:
             for system in in_turn(list(engines), number):
                 progress.update(task, description=f"round {number} of {rounds - 1}: {system}")
                 visit = Visit(engines[system], system, number, store)
-                for what, seconds, steps_taken in visit.measure():
+                for what, seconds in visit.measure():
                     if number >= WARM_UP_ROUNDS:
                         times[what, system].append(seconds)
-                        steps[what, system].append(steps_taken)
                 progress.advance(task)
         progress.update(task, description="restarting our store")
         times[NVME_HIT, "ours"] = list(_after_restart(engines["ours"], store, rounds))
-    return results(times, steps)
+    return results(times)
 
 
 def disk(folder: Path) -> str:
@@ -137,8 +135,8 @@ class Visit:
         self._number = number
         self._store = store
 
-    def measure(self) -> Iterator[tuple[str, float, int]]:
-        """Yield name, seconds and steps: cold, from the engine's cache, from the connector's."""
+    def measure(self) -> Iterator[tuple[str, float]]:
+        """Yield name and seconds: cold, from the engine's cache, from the connector's."""
         yield self.run(COLD, 0)
         self._settle()
         yield self.run(GPU_HIT, REUSABLE)
@@ -149,8 +147,8 @@ class Visit:
             yield self.run(CPU_HIT, REUSABLE)
         self._settle()
 
-    def run(self, name: str, cached: int) -> tuple[str, float, int]:
-        """Run the prompt once; return name, seconds and steps."""
+    def run(self, name: str, cached: int) -> tuple[str, float]:
+        """Run the prompt once; return name and seconds."""
         request = Request(
             id=f"{self._system} {name} {self._number}",
             tokens=prompt(SEED_FIRST + self._number, PROMPT_TOKENS),
@@ -160,7 +158,7 @@ class Visit:
             raise KVStoreError(
                 f"{request.id}: {result.cached_tokens} tokens were cached, expected {cached}"
             )
-        return name, result.ttft_s, result.steps_to_first_token or 0
+        return name, result.ttft_s
 
     def _settle(self) -> None:
         """Let copies end: native ones start in the step after, ours run beside the engine."""
@@ -180,7 +178,7 @@ def _stored(store: StoreProcess) -> int:
     return int(min(found.get(name, 0) for name in names))
 
 
-def results(times: Times, steps: Times) -> list[Result]:
+def results(times: Times) -> list[Result]:
     """Turn the rounds into results: medians, and ratios within rounds."""
     found = []
     for (name, system), values in sorted(times.items()):
@@ -199,20 +197,4 @@ def results(times: Times, steps: Times) -> list[Result]:
         difference = statistics.median(a - b for a, b in zip(values, others, strict=True))
         how["difference_ms"] = round(difference * 1000, 3)
         found.append(compared(name, values, others, "ms", against, how, scale=1000))
-    native = steps.get((CPU_HIT, "native"))
-    for (name, system), counts in sorted(steps.items()):
-        if name == CPU_HIT:
-            base = statistics.mean(native) if native and system != "native" else None
-            value = statistics.mean(counts)
-            found.append(
-                Result(
-                    name="steps_per_hit",
-                    value=value,
-                    unit="steps",
-                    better="lower",
-                    reference=base,
-                    ratio=value / base if base else None,
-                    parameters={"system": system, "prompt_tokens": PROMPT_TOKENS},
-                )
-            )
     return found

@@ -49,14 +49,6 @@ SETTLE_S = 120.0
 END_S = 30.0
 
 
-def given(tokens: int) -> int:
-    """Return how many tokens of a prompt a decode engine gets, its own node's among them.
-
-    All: vLLM computes the last one again and does not count that.
-    """
-    return tokens
-
-
 class Served(msgspec.Struct, frozen=True):
     """Tokens of a prompt: computed by the prefill engine; by the decode engine from where."""
 
@@ -87,11 +79,14 @@ class Run(msgspec.Struct, frozen=True):
 def expected(
     tokens: int, *, prefill_has: int = 0, decode_has: int = 0, on_disk: bool = False
 ) -> Served:
-    """Say where a prompt's tokens have to come from; has: tokens of it that a node has."""
+    """Say where a prompt's tokens have to come from; has: tokens of it that a node has.
+
+    The decode engine gets them all: vLLM computes the last one again and does not count that.
+    """
     kept, own = (has // BLOCK_TOKENS * BLOCK_TOKENS for has in (prefill_has, decode_has))
-    peer = given(tokens) - own
+    peer = tokens - own
     memory, disk = (0, peer) if on_disk else (peer, 0)
-    return Served(tokens - kept, own, memory, disk, tokens - given(tokens))
+    return Served(tokens - kept, own, memory, disk, 0)
 
 
 class Node:
@@ -290,7 +285,7 @@ class Demo:
         body = {"prompt": tokens, "max_tokens": OUTPUT_TOKENS, "cache_salt": salt}
         before = self._on_disk()
         handed = complete(self.prefill.server.port, prefill_leg(body))
-        blocks = -(-given(len(tokens)) // BLOCK_TOKENS)
+        blocks = -(-len(tokens) // BLOCK_TOKENS)
         self._wait(lambda: self._on_disk() >= before + blocks, "blocks to be on disk")
         held = "kvstore_hand_over_bytes{held}"
         self._wait(lambda: not self.prefill.store().get(held), "a lease to end")

@@ -30,5 +30,5 @@ class ForgetfulWorker(MemcpyWorker):
 class ForgetfulSpec(MemcpySpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
-            self._worker = ForgetfulWorker(kv_caches, self.num_chunks, self.blocks_per_chunk)
+            self._worker = ForgetfulWorker(kv_caches, self.num_chunks)
         return self._worker
