@@ -45,6 +45,12 @@ def _logs_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is remembered of weights' files lies here."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
 @pytest.fixture(scope="session", params=list(GROUPS))
 def model_name(request: pytest.FixtureRequest) -> str:
     """Each model in turn; all that is to be done with one is done before the next."""

@@ -12,37 +12,26 @@ from connectors.engine_interface import Geometry
 from connectors.kv_transfer_params import NO_REMOTE, Transfer, remote_of
 from connectors.step_meta import StepMeta
 from kvstore.core.types import GroupRule
-from tests.engine.test_shortened import request_of
+from tests.engine.facts import IMPORTS_VLLM
+from tests.engine.test_shortened import adapter, request_of
 from tests.harness.script import Script
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what vLLM imports
-]
+pytestmark = IMPORTS_VLLM
 
 TOKENS = Geometry(16, 16, (16,), (GroupRule(),))
 TABLE = ([1, 2],)
 
 
 @pytest.fixture
-def connector() -> Any:  # noqa: ANN401 - vLLM's classes are Any here
-    """Both sides of an engine with one group; a peer can reach its store."""
-    from connectors import vllm as ours
-    from connectors.vllm_scheduler import SchedulerSide
-
+def connector() -> Any:
+    """Of an engine with one group; a peer can reach its store."""
     script = Script(TOKENS)
     script.client.side_channel = "127.0.0.1:9500"
     script.half._hand_overs._transfer = Transfer("engine")
-    made = object.__new__(ours.TieredConnector)
-    made._scheduler = SchedulerSide(script.half, None, TOKENS)
-    made._scheduler.manager = SimpleNamespace(prefix_cache_lookup_enabled=lambda _request: False)
-    made._worker = None
-    made._connector_metadata = None
-    made.script = script
-    return made
+    return adapter(script)
 
 
-def run(connector: Any, request: Any) -> Any:  # noqa: ANN401 - vLLM's
+def run(connector: Any, request: Any) -> Any:
     """Let a request arrive, be admitted and computed; the step's copies."""
     connector.on_new_request(request)
     connector.get_num_new_matched_tokens(request, 0)
@@ -53,7 +42,7 @@ def run(connector: Any, request: Any) -> Any:  # noqa: ANN401 - vLLM's
 
 @pytest.mark.parametrize("status", ["ABORTED", "IGNORED", "ERROR", "STOPPED", "LENGTH_CAPPED"])
 def test_B10_only_a_request_that_ended_by_itself_is_handed_over(
-    connector: Any,  # noqa: ANN401
+    connector: Any,
     status: str,
 ) -> None:
     from vllm.v1.request import RequestStatus
@@ -71,7 +60,7 @@ def test_B10_only_a_request_that_ended_by_itself_is_handed_over(
     assert states == (["done"] if whole else ["gone"]), "nothing is held for anybody"
 
 
-def test_B10_a_request_preempted_in_its_last_step_names_no_blocks(connector: Any) -> None:  # noqa: ANN401
+def test_B10_a_request_preempted_in_its_last_step_names_no_blocks(connector: Any) -> None:
     """With asynchronous scheduling its output comes after its blocks have gone."""
     from vllm.v1.request import RequestStatus
 
@@ -91,7 +80,7 @@ def test_B10_a_request_preempted_in_its_last_step_names_no_blocks(connector: Any
 
 @pytest.mark.parametrize("handed", [False, True])
 def test_B10_output_of_a_preempted_hand_over_that_is_under_way_is_computed_again(
-    connector: Any,  # noqa: ANN401
+    connector: Any,
     *,
     handed: bool,
 ) -> None:
@@ -107,7 +96,7 @@ def test_B10_output_of_a_preempted_hand_over_that_is_under_way_is_computed_again
     assert request.drop_stale_output == handed
 
 
-def test_O14_requests_whose_blocks_may_go_are_reported_as_sent(connector: Any) -> None:  # noqa: ANN401
+def test_O14_requests_whose_blocks_may_go_are_reported_as_sent(connector: Any) -> None:
     from connectors.vllm import TieredMetadata
 
     loads = {"l", "f"}, {"f"}
@@ -120,7 +109,7 @@ def test_O14_requests_whose_blocks_may_go_are_reported_as_sent(connector: Any) -
 
 @pytest.mark.parametrize("adapter", [False, True])
 def test_B3_a_request_with_an_adapter_is_neither_stored_nor_loaded(
-    connector: Any,  # noqa: ANN401
+    connector: Any,
     *,
     adapter: bool,
 ) -> None:
@@ -144,7 +133,7 @@ def test_B3_a_request_with_an_adapter_is_neither_stored_nor_loaded(
 @pytest.mark.parametrize("logprobs", [None, 0])
 @pytest.mark.parametrize("params", [None, {"do_remote_decode": True}])
 def test_O6_a_prompt_whose_logprobs_are_wanted_asks_nothing_and_is_stored(
-    connector: Any,  # noqa: ANN401
+    connector: Any,
     logprobs: int | None,
     params: dict[str, Any] | None,
 ) -> None:

@@ -21,7 +21,6 @@ from tests.engine.support import (
     assert_given_back,
     attach,
     eventually,
-    gone,
     has_private_address,
     holders,
     memory_of,
@@ -29,6 +28,7 @@ from tests.engine.support import (
     private_store_of,
     shared_memory_files,
 )
+from tests.harness.handover_nodes import gone
 
 pytestmark = pytest.mark.vllm
 

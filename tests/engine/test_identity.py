@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.bench.engine import Request, Result
+from tests.bench.engine import Request
 from tests.bench.models import prompt
-from tests.engine.identity import assert_same, divergences
+from tests.engine.identity import aborted, assert_same, assert_survivors_same, divergences
 from tests.engine.served import Served
 from tests.engine.support import (
     TOKENS_OUT,
@@ -56,29 +55,6 @@ def pressure(seed: int) -> list[Request]:
     return families(count=12, seed=seed, longest=900) + families(
         count=16, seed=seed + 1, longest=160
     )
-
-
-def aborted(requests: list[Request], seed: int, span: int) -> list[Request]:
-    """The same, but one in two is aborted up to span steps after it came, some at once."""
-    rng = random.Random(seed)
-    return [
-        msgspec.structs.replace(r, abort_step=r.arrive_step + max(0, rng.randrange(-3, span)))
-        if rng.random() < 1 / 2
-        else r
-        for r in requests
-    ]
-
-
-def assert_survivors_same(reference: list[Result], got: list[Result]) -> None:
-    """Those that ended have the reference's tokens, those that were aborted the first of them."""
-    by_id = {result.id: result for result in reference}
-    cut = []
-    for result in got:
-        whole, count = by_id[result.id], len(result.tokens)
-        tokens, margins = whole.tokens[:count], whole.margins[:count]
-        expected = whole if result.finished else msgspec.structs.replace(whole, tokens=tokens)
-        cut.append(msgspec.structs.replace(expected, margins=margins))
-    assert_same(cut, got)
 
 
 def test_cold_and_from_our_tier(reference: Reference, served: Served) -> None:

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what vLLM imports
-]
+from tests.engine.facts import IMPORTS_VLLM
+
+pytestmark = IMPORTS_VLLM
 
 ROOT = Path(__file__).parent.parent.parent
 COUNTED = ("connectors/*.py", "connectors/nixl/*.py")
@@ -45,7 +44,7 @@ def test_O22_an_unknown_engine_version_is_refused_before_its_insides_are_importe
     )
 
 
-def manager(**changes: object) -> Any:  # noqa: ANN401 - stands for vLLM's
+def manager(**changes: object) -> Any:
     group = SimpleNamespace(req_to_blocks={})
     coordinator = SimpleNamespace(
         find_longest_cache_hit=None, single_type_managers=(group, SimpleNamespace(req_to_blocks={}))
@@ -275,7 +274,7 @@ def test_O22_a_request_without_a_name_is_refused_at_start(
     from connectors import vllm_private
     from kvstore.core.errors import NotSupported
 
-    def lacking(*arguments: object) -> Any:  # noqa: ANN401 - vLLM's
+    def lacking(*arguments: object) -> Any:
         request = Request(*arguments)
         delattr(request, name)
         return request

@@ -17,13 +17,14 @@ from tests.engine.support import (
     attach,
     eventually,
     forget,
-    gone,
     grown,
+    is_attached,
     numbers,
     private_store_of,
     servable,
     settled,
 )
+from tests.harness.handover_nodes import gone
 
 pytestmark = pytest.mark.vllm
 
@@ -55,12 +56,6 @@ def assert_all_from_disk(
     assert grown(engine, before, FROM_DISK) == expected
 
 
-def attached(engine: Engine, store: StoreProcess) -> bool:
-    """Whether an engine has found its store again; it looks when it has something to do."""
-    engine.run([Request(id="tick", tokens=[3, 4, 5])], max_tokens=2)
-    return "kvstore_sessions{active}" in numbers(store.address)
-
-
 def nvme(folder: Path, capacity: str = "256MiB") -> str:
     return f'\n[nvme]\npath = "{folder}"\ncapacity = "{capacity}"\n'
 
@@ -78,7 +73,7 @@ def test_hits_come_from_disk_after_a_restart_of_the_store(
         assert stored == numbers(store.address)["kvstore_stored_blocks{stored}"]
         store.stop()
         store.__enter__()
-        eventually(lambda: attached(engine, store))
+        eventually(lambda: is_attached(engine, store.address))
         assert_all_from_disk(engine, requests, reference)
         forget(engine)
         assert "kvstore_tier_blocks{nvme,damaged}" not in numbers(store.address)

@@ -13,7 +13,7 @@ import torch
 from kvstore.core.errors import NotSupported
 from kvstore.core.layout import LayerGeometry, slot_layout
 from kvstore.store import admin
-from tests.engine.facts import with_weights
+from tests.engine.facts import IMPORTS_VLLM, with_weights
 from tests.engine.views import HEAD_SIZE, HEADS, LAYERS, LAYOUTS, TOKENS, Engine
 from tests.harness.fakes import hashes
 from tests.harness.live import LiveEngine, LiveStore, eventually
@@ -21,10 +21,7 @@ from tests.harness.live import engine as live_engine
 from tests.harness.patience import WAIT_S
 from tests.test_peers import address, config
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what vLLM imports
-]
+pytestmark = IMPORTS_VLLM
 
 HEADS_FIRST = ("LBHNC", "LHBNC", "BLHNC", "BHLNC")  # inside a page
 

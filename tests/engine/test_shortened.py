@@ -10,12 +10,10 @@ import pytest
 from connectors.engine_interface import Geometry
 from connectors.partial_block import partial_block_of
 from kvstore.core.types import GroupRule
+from tests.engine.facts import IMPORTS_VLLM
 from tests.harness.script import Script
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what vLLM imports
-]
+pytestmark = IMPORTS_VLLM
 
 HASH_TOKENS = 16
 STATES = Geometry(32, HASH_TOKENS, (32, 32), (GroupRule(), GroupRule(1, exact=True)))
@@ -23,11 +21,7 @@ HANDED = {"do_remote_decode": True}
 GIVEN = {"do_remote_prefill": True, "remote_num_tokens": 40}
 
 
-def request_of(
-    tokens: int,
-    params: dict[str, Any] | None = None,
-    **more: Any,  # noqa: ANN401 - vLLM's
-) -> Any:  # noqa: ANN401 - vLLM's
+def request_of(tokens: int, params: dict[str, Any] | None = None, **more: Any) -> Any:
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -42,25 +36,28 @@ def request_of(
     return Request("r", sampling_params=sampling, pooling_params=None, **arguments)
 
 
-@pytest.fixture
-def connector() -> Any:  # noqa: ANN401 - vLLM's classes are Any here
-    """The scheduler's side of an engine whose second group holds recurrent states."""
+def adapter(script: Script) -> Any:
+    """Both sides of a connector around a scripted half."""
     from connectors import vllm as ours
     from connectors.vllm_scheduler import SchedulerSide
 
-    script = Script(STATES)
     made = object.__new__(ours.TieredConnector)
-    made._scheduler = SchedulerSide(script.half, None, STATES)
+    made._scheduler = SchedulerSide(script.half, None, script.geometry)
     made._scheduler.manager = SimpleNamespace(prefix_cache_lookup_enabled=lambda _request: False)
+    made._worker = None
+    made._connector_metadata = None
     made.script = script
     return made
 
 
+@pytest.fixture
+def connector() -> Any:
+    """Of an engine whose second group holds recurrent states."""
+    return adapter(Script(STATES))
+
+
 @pytest.mark.parametrize("tokens", [2, 40, 48, 49])
-def test_B5_a_prefill_request_ends_one_token_before_its_prompt(
-    connector: Any,  # noqa: ANN401
-    tokens: int,
-) -> None:
+def test_B5_a_prefill_request_ends_one_token_before_its_prompt(connector: Any, tokens: int) -> None:
     request = request_of(tokens, dict(HANDED))
     front_end = request.prompt_token_ids
     connector.on_new_request(request)
@@ -75,7 +72,7 @@ def test_B5_a_prefill_request_ends_one_token_before_its_prompt(
     assert request.block_hashes == fresh.block_hashes, "of the token that was sampled"
 
 
-def test_B5_what_was_shortened_is_not_shortened_again(connector: Any) -> None:  # noqa: ANN401
+def test_B5_what_was_shortened_is_not_shortened_again(connector: Any) -> None:
     params = dict(HANDED)
     request = request_of(40, params)
     connector.on_new_request(request)
@@ -102,7 +99,7 @@ def test_B5_what_was_shortened_is_not_shortened_again(connector: Any) -> None:  
     ids=["one-token", "no-parameters", "decode", "not-handed", "ends-with-an-image"],
 )
 def test_B5_other_requests_are_left_alone(
-    connector: Any,  # noqa: ANN401
+    connector: Any,
     tokens: int,
     params: dict[str, Any] | None,
     more: dict[str, Any],
@@ -115,7 +112,7 @@ def test_B5_other_requests_are_left_alone(
     assert request.max_tokens == 9
 
 
-def test_B5_without_states_nothing_is_left_out(connector: Any) -> None:  # noqa: ANN401
+def test_B5_without_states_nothing_is_left_out(connector: Any) -> None:
     connector._scheduler._states = frozenset()
     request = request_of(40, dict(HANDED))
     connector.on_new_request(request)
