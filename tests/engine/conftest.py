@@ -87,12 +87,18 @@ def served(
 ) -> Iterator[Served]:
     """An engine on a shared store, with KV events; everything fits."""
     folder = tmp_path_factory.mktemp("served")
-    with StoreProcess(folder, CAPACITY) as store:
-        served = Served(model_name, model(model_name), folder, store)
-        try:
-            yield served
-        finally:
-            served.close()
+    with (
+        StoreProcess(folder, CAPACITY) as store,
+        contextlib.closing(Served(model_name, model(model_name), folder, store)) as served,
+    ):
+        yield served
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[StoreProcess]:
+    """A store of one test, into which everything fits."""
+    with StoreProcess(tmp_path, CAPACITY) as store:
+        yield store
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,10 @@ from tests.engine.support import (
     families,
     forget,
     grown,
+    numbers,
     servable,
+    settled,
+    since,
     together,
 )
 
@@ -154,6 +157,35 @@ def test_one_lost_block_is_noticed(troubled: Callable[[str], Troubled], model_na
     assert len(divergences(expected, got)) > len(requests) / 2
     with pytest.raises(AssertionError, match="prompts differ"):
         assert_same(expected, got)
+
+
+@pytest.mark.parametrize("how", [Trouble.REUSED, Trouble.FAILING])
+def test_O15_what_a_failed_load_should_have_brought_is_computed(
+    troubled: Callable[[str], Troubled], model_name: str, how: Trouble
+) -> None:
+    requests = families(count=12, seed=20 + [Trouble.REUSED, Trouble.FAILING].index(how))
+    one = troubled(model_name)
+    engine, store = one.engine, one.store
+    assert store is not None
+
+    def store_numbers() -> dict[str, float]:
+        return numbers(store.address)
+
+    expected = engine.run(requests, max_tokens=TOKENS_OUT)
+    forget(engine)
+    for _ in range(2):
+        told, counted = settled(store_numbers), engine.metrics()
+        with one.trouble(how):
+            assert_same(expected, engine.run(requests, max_tokens=TOKENS_OUT))
+            forget(engine)
+        settled(store_numbers)
+        after = since(store.address, told)
+        failed = grown(engine, counted, "kvstore_events{event=load_failed}")
+        assert 0 < failed <= 2 * len(requests)  # another copy is tried once
+        assert after["kvstore_engine_events{load_failed}"] == failed
+        assert after["kvstore_evicted_blocks{damaged}"] > 0
+        assert after["kvstore_stored_blocks{stored}"] > 0  # computed, and kept again
+        assert "kvstore_leases" not in numbers(store.address)
 
 
 @pytest.mark.long

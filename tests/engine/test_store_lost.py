@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import psutil
@@ -98,11 +98,8 @@ def patient(
     if request.param == "shared":
         yield troubled("llama_s")
         return
-    private = Troubled(model("llama_s"), tmp_path_factory.mktemp("lost"))
-    try:
+    with closing(Troubled(model("llama_s"), tmp_path_factory.mktemp("lost"))) as private:
         yield private
-    finally:
-        private.close()
 
 
 @pytest.mark.parametrize("what", ["store", "load"])
