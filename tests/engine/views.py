@@ -22,7 +22,7 @@ LAYERS, HEADS, TOKENS, HEAD_SIZE = 2, 4, 32, 16
 
 def laid_out(
     spec: Any, layout: str, layers: int, blocks: int, kernel: int | None
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+) -> tuple[torch.Tensor, list[Any]]:
     """Raw memory of any content, and one tensor for each layer, made by vLLM.
 
     kernel: tokens of a block that kernels see, if they see several in one of the engine's.
