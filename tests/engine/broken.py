@@ -37,7 +37,7 @@ class TroubledWorker(WorkerHalf):
             meta = msgspec.structs.replace(meta, flush=())
         super().before_step(meta)
 
-    def __init__(self, *args: Any, **options: Any) -> None:  # noqa: ANN401 - passed on
+    def __init__(self, *args: Any, **options: Any) -> None:
         self._caches: dict[str, LayerCache] = args[4]
         super().__init__(*args, **options)
 
@@ -90,12 +90,7 @@ class TroubledConnector(vllm.TieredConnector):
 class ImpatientConnector(vllm.TieredConnector):
     """Waits for its store one second at start, not a minute."""
 
-    def __init__(
-        self,
-        vllm_config: Any,  # noqa: ANN401 - vLLM's
-        role: Any,  # noqa: ANN401 - vLLM's
-        kv_cache_config: Any,  # noqa: ANN401 - vLLM's
-    ) -> None:
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         with patch.object(vllm_scheduler, "ATTACH_S", 1.0):
             super().__init__(vllm_config, role, kv_cache_config)
 

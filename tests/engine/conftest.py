@@ -45,6 +45,12 @@ def _logs_in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is remembered of weights' files lies here."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
 @pytest.fixture(scope="session", params=list(GROUPS))
 def model_name(request: pytest.FixtureRequest) -> str:
     """Each model in turn; all that is to be done with one is done before the next."""
@@ -81,12 +87,18 @@ def served(
 ) -> Iterator[Served]:
     """An engine on a shared store, with KV events; everything fits."""
     folder = tmp_path_factory.mktemp("served")
-    with StoreProcess(folder, CAPACITY) as store:
-        served = Served(model_name, model(model_name), folder, store)
-        try:
-            yield served
-        finally:
-            served.close()
+    with (
+        StoreProcess(folder, CAPACITY) as store,
+        contextlib.closing(Served(model_name, model(model_name), folder, store)) as served,
+    ):
+        yield served
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[StoreProcess]:
+    """A store of one test, into which everything fits."""
+    with StoreProcess(tmp_path, CAPACITY) as store:
+        yield store
 
 
 @pytest.fixture(scope="session")

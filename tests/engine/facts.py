@@ -8,6 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+# Of files that import vLLM and start no engine.
+IMPORTS_VLLM = [
+    pytest.mark.vllm,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what vLLM imports
+]
 WEIGHTS = "model.safetensors"
 TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -24,7 +31,7 @@ TINY: dict[str, Any] = {
 }
 
 
-def model(folder: Path | str, **changes: object) -> Any:  # noqa: ANN401 - stands for ModelConfig
+def model(folder: Path | str, **changes: object) -> Any:
     known: dict[str, object] = {
         "model": str(folder),
         "revision": None,
@@ -79,7 +86,7 @@ def speculation(method: str, **changes: object) -> SimpleNamespace:
     return SimpleNamespace(method=method, **known | changes)
 
 
-def facts(folder: Path | str, **changes: object) -> Any:  # noqa: ANN401 - stands for VllmConfig
+def facts(folder: Path | str, **changes: object) -> Any:
     """changes: by the name of a field of the model, the cache, how it is loaded, or the whole."""
     cache: dict[str, object] = {
         "cache_dtype": "auto",
@@ -116,7 +123,7 @@ def with_weights(folder: Path, content: bytes = b"weights") -> Path:
     return folder
 
 
-def real(folder: Path, config: dict[str, Any], **settings: object) -> Any:  # noqa: ANN401 - vLLM's
+def real(folder: Path, config: dict[str, Any], **settings: object) -> Any:
     """vLLM's own configuration of a tiny model. config: of the model; settings: of the engine."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -129,3 +136,9 @@ def real(folder: Path, config: dict[str, Any], **settings: object) -> Any:  # no
     finally:  # other engines of these tests get none of what it has set
         os.environ.clear()
         os.environ.update(before)
+
+
+def identity(config: Any) -> tuple[str, dict[str, str], str]:
+    from connectors.vllm_identity import identity
+
+    return identity(config)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tests.bench.engine import Result
+import msgspec
+
+from tests.bench.engine import Request, Result
 
 NEAR_TIE = 0.13
 """Logits between 8 and 16 are 1/16 apart in bfloat16; two of these can be rounding."""
@@ -60,6 +63,29 @@ def assert_same(reference: Sequence[Result], got: Sequence[Result]) -> None:
     assert len(near) <= max(1, NEAR_TIES_RATIO_MAX * len(reference)), "\n".join(
         [f"{len(near)} of {len(reference)} prompts differ at near ties, too many:", *near]
     )
+
+
+def aborted(requests: Sequence[Request], seed: int, span: int) -> list[Request]:
+    """The same, but one in two is aborted up to span steps after it came, some at once."""
+    rng = random.Random(seed)
+    return [
+        msgspec.structs.replace(r, abort_step=r.arrive_step + max(0, rng.randrange(-3, span)))
+        if rng.random() < 1 / 2
+        else r
+        for r in requests
+    ]
+
+
+def assert_survivors_same(reference: Sequence[Result], got: Sequence[Result]) -> None:
+    """Those that ended have the reference's tokens, those that were aborted the first of them."""
+    by_id = {result.id: result for result in reference}
+    cut = []
+    for result in got:
+        whole, count = by_id[result.id], len(result.tokens)
+        tokens, margins = whole.tokens[:count], whole.margins[:count]
+        expected = whole if result.finished else msgspec.structs.replace(whole, tokens=tokens)
+        cut.append(msgspec.structs.replace(expected, margins=margins))
+    assert_same(cut, got)
 
 
 def _first_difference(

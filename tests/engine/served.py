@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,16 @@ import zmq
 
 from tests.bench.engine import Engine, Request, Result
 from tests.bench.store import StoreProcess
-from tests.engine.support import GROUPS, TOKENS_OUT, attach, numbers, settled, since
+from tests.engine.support import (
+    GROUPS,
+    TOKENS_OUT,
+    attach,
+    eventually,
+    is_attached,
+    numbers,
+    settled,
+    since,
+)
 
 
 class Served:
@@ -23,7 +33,7 @@ class Served:
         model: Path,
         folder: Path,
         store: StoreProcess,
-        **extra: Any,  # noqa: ANN401 - as the connector takes it
+        **extra: Any,
     ) -> None:
         """extra: of the connector."""
         self._extra = extra
@@ -75,3 +85,31 @@ class Served:
             *_, payload = self._subscription.recv_multipart()
             found += decoder.decode(payload).events
         return found
+
+
+class Node:
+    """A store, and an engine attached to it, one of those that hand prompts over."""
+
+    def __init__(self, model: Path, store: StoreProcess, ends: ExitStack, **extra: Any) -> None:
+        """extra: of the connector."""
+        self.store = ends.enter_context(store)
+        self.engine = ends.enter_context(Engine(model, connector=attach(store, **extra)))
+        self.address = store.address
+
+    def run(self, requests: Sequence[Request], params: Sequence[Any], tokens: int) -> list[Result]:
+        made = [
+            msgspec.structs.replace(request, kv_transfer_params=given)
+            for request, given in zip(requests, params, strict=True)
+        ]
+        results = self.engine.run(made, max_tokens=tokens)
+        self.engine.go_idle()  # what the store has to be told is in its steps
+        return results
+
+    def restart(self) -> None:
+        """Start the store again, under the same address."""
+        self.store.stop()
+        self.store.__enter__()
+
+    def attached(self) -> None:
+        """Wait until the engine is with its store."""
+        eventually(lambda: is_attached(self.engine, self.address))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
@@ -25,9 +26,9 @@ TOKENS_OUT = 24
 CAPACITY = "256MiB"
 # Bytes of one block of 32 tokens: layers x (K and V) x KV heads x head size x bfloat16 x tokens.
 LLAMA_BLOCK_BYTES = 4 * 2 * 2 * 64 * 2 * ENGINE_BLOCK
-GEMMA_BLOCK_BYTES = LLAMA_BLOCK_BYTES // 2  # two layers in each of its four groups
 GROUPS = {"llama_s": 1, "gemma3": 4}
-BLOCK_BYTES = {"llama_s": LLAMA_BLOCK_BYTES, "gemma3": GEMMA_BLOCK_BYTES}
+# Two layers in each of the four groups of gemma3.
+BLOCK_BYTES = {"llama_s": LLAMA_BLOCK_BYTES, "gemma3": LLAMA_BLOCK_BYTES // 2}
 
 T = TypeVar("T")
 Reference = Callable[[str, Sequence[Request], int], list[Result]]  # model, prompts, tokens each
@@ -43,7 +44,7 @@ OURS = "connectors.vllm.TieredConnector"
 TROUBLES = "KVSTORE_TEST_TROUBLES"  # variable of the folder in which tests ask for trouble
 
 
-def only_long(value: object) -> Any:  # noqa: ANN401 - pytest keeps its class to itself
+def only_long(value: object) -> Any:
     """Leave a case to `make test-long`: `make test` shows each kind of failure once."""
     return pytest.param(value, marks=pytest.mark.long)
 
@@ -231,6 +232,26 @@ def eventually(happened: Callable[[], T], within_s: float = 600.0) -> T:
     return value
 
 
+@contextlib.contextmanager
+def meanwhile(act: Callable[[], object]) -> Iterator[None]:
+    """Do something in another thread while an engine runs; end when both are done."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            act()
+        except BaseException as exc:  # noqa: BLE001 - told below
+            failed.append(exc)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+    assert not failed, failed
+
+
 def assert_given_back(address: str, within_s: float = 600.0) -> None:
     """Nothing in a store is held for an engine; what survives of one may come back for a moment."""
 
@@ -242,6 +263,13 @@ def assert_given_back(address: str, within_s: float = 600.0) -> None:
     while left := held():
         assert time.monotonic() < deadline_s, f"still there: {left}"
         time.sleep(0.05)
+
+
+def is_attached(engine: Engine, address: str) -> bool:
+    """Whether an engine is with its store; it looks for that when it has something to do."""
+    engine.run([Request(id="tick", tokens=[3, 4, 5])], max_tokens=1)
+    engine.go_idle()
+    return "kvstore_sessions{active}" in numbers(address)
 
 
 # Processes
@@ -261,14 +289,6 @@ def _is_private_store(process: psutil.Process) -> bool:
         return "kvstore.store.embedded" in process.cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return False
-
-
-def gone(process: psutil.Process) -> bool:
-    """Whether a process has ended; one that nobody has reaped yet has."""
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def memory_of(store: int) -> set[int]:

@@ -14,17 +14,15 @@ from connectors.engine_interface import Geometry
 from kvstore.core.errors import ConfigError, NotSupported
 from kvstore.core.types import GroupRule
 from kvstore.wire import engine as p
+from tests.engine.facts import IMPORTS_VLLM
 from tests.harness.script import Request, Script
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what vLLM imports
-]
+pytestmark = IMPORTS_VLLM
 
 TOKENS = Geometry(32, 16, (16, 32), (GroupRule(), GroupRule(2)))
 
 
-def config(**changes: object) -> Any:  # noqa: ANN401 - stands for vLLM's configuration
+def config(**changes: object) -> Any:
     """What the connector reads of an engine that is served; changes: by dotted name."""
     made = SimpleNamespace(
         cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256", enable_prefix_caching=True),
@@ -62,13 +60,13 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     from connectors import vllm as ours
     from connectors import vllm_compat, vllm_scheduler
 
-    def begin(self: Any, config: Any, *_: object) -> None:  # noqa: ANN401 - vLLM's
+    def begin(self: Any, config: Any, *_: object) -> None:
         self._vllm_config = config
 
     monkeypatch.setattr(KVConnectorBase_V1, "__init__", begin)
     monkeypatch.setattr(vllm_compat, "geometry", lambda *_: TOKENS)
 
-    def made(**changes: object) -> Any:  # noqa: ANN401 - vLLM's classes are Any here
+    def made(**changes: object) -> Any:
         script = Script(TOKENS)
         monkeypatch.setattr(vllm_scheduler, "start_half", lambda *_, **__: script.half)
         connector = ours.TieredConnector(
@@ -83,7 +81,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 # O13: what a step gives new content, so that the fence knows it
 
 
-def step(**fields: object) -> Any:  # noqa: ANN401 - stands for vLLM's SchedulerOutput
+def step(**fields: object) -> Any:
     cached = SimpleNamespace(
         req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
     )
@@ -94,7 +92,11 @@ def step(**fields: object) -> Any:  # noqa: ANN401 - stands for vLLM's Scheduler
     return empty
 
 
-def cached(ids: object, computed: int, *, resumed: bool) -> Any:  # noqa: ANN401 - likewise
+def new(computed: int) -> Any:
+    return SimpleNamespace(block_ids=([1, 2, 3, 4], [5, 6]), num_computed_tokens=computed)
+
+
+def cached(ids: object, computed: int, *, resumed: bool) -> Any:
     return SimpleNamespace(
         req_ids=["r"],
         new_block_ids=[ids],
@@ -107,23 +109,9 @@ def cached(ids: object, computed: int, *, resumed: bool) -> Any:  # noqa: ANN401
     ("fields", "written"),
     [
         ({}, []),
-        (
-            {
-                "scheduled_new_reqs": [
-                    SimpleNamespace(block_ids=([1, 2, 3, 4], [5, 6]), num_computed_tokens=32)
-                ]
-            },
-            [3, 4, 6],
-        ),
-        (
-            # A block that is computed in part is written.
-            {
-                "scheduled_new_reqs": [
-                    SimpleNamespace(block_ids=([1, 2, 3, 4], [5, 6]), num_computed_tokens=48)
-                ]
-            },
-            [4, 6],
-        ),
+        ({"scheduled_new_reqs": [new(32)]}, [3, 4, 6]),
+        # A block that is computed in part is written.
+        ({"scheduled_new_reqs": [new(48)]}, [4, 6]),
         ({"scheduled_cached_reqs": cached(([7], [8]), 64, resumed=False)}, [7, 8]),
         ({"scheduled_cached_reqs": cached(None, 64, resumed=False)}, []),
         ({"scheduled_cached_reqs": cached(([1, 2, 3], [4, 5]), 32, resumed=True)}, [3, 5]),

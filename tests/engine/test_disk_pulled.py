@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -15,7 +14,16 @@ from tests.bench.engine import Engine, Request, Result
 from tests.bench.models import prompt
 from tests.bench.store import StoreProcess
 from tests.engine.identity import assert_same
-from tests.engine.support import TOKENS_OUT, attach, eventually, forget, grown, numbers, servable
+from tests.engine.support import (
+    TOKENS_OUT,
+    attach,
+    eventually,
+    forget,
+    grown,
+    meanwhile,
+    numbers,
+    servable,
+)
 from tests.harness.faults import Call, Faults
 from tests.harness.loopfs import loop_disk
 
@@ -78,22 +86,13 @@ class Held:
 
     def run_while(self, act: Callable[[], object]) -> None:
         """Do something in the middle of a run."""
-        errors: list[BaseException] = []
 
         def later() -> None:
             time.sleep(PULL_S)
-            try:
-                act()
-            except BaseException as exc:  # noqa: BLE001 - raised again in the test's thread
-                errors.append(exc)
+            act()
 
-        thread = threading.Thread(target=later)
-        thread.start()
-        try:
+        with meanwhile(later):
             self.run()
-        finally:
-            thread.join()
-        assert not errors, errors
 
     def state_is(self, state: str) -> bool:
         return f"kvstore_tiers{{nvme,{state}}}" in numbers(self.store.address)

@@ -21,19 +21,13 @@ import pytest
 from kvstore.store import admin
 from tests.bench.engine import Engine, Request
 from tests.bench.models import prompt
-from tests.bench.store import StoreProcess
+from tests.bench.store import StoreProcess, free_port
 from tests.engine.support import CAPACITY, ENGINE_BLOCK, attach, eventually
 
 PYTHON = os.environ.get("KVSTORE_DYNAMO_PYTHON", sys.executable)
 pytestmark = pytest.mark.vllm
 
 SMALL = 4 << 20  # of the engine's memory: the first prompts leave it
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 class Indexer:

@@ -17,11 +17,9 @@ from tests.bench.engine import Engine, EngineFailed, Request
 from tests.bench.models import prompt
 from tests.bench.store import StoreProcess
 from tests.engine.support import (
-    CAPACITY,
     assert_given_back,
     attach,
     eventually,
-    gone,
     has_private_address,
     holders,
     memory_of,
@@ -29,6 +27,7 @@ from tests.engine.support import (
     private_store_of,
     shared_memory_files,
 )
+from tests.harness.handover_nodes import gone
 
 pytestmark = pytest.mark.vllm
 
@@ -82,12 +81,6 @@ def test_nothing_is_left_of_a_private_store(model: Callable[[str], Path], which:
 
 def engine_processes(engine: Engine) -> dict[str, psutil.Process]:
     return {name: psutil.Process(pid) for name, pid in engine.pids().items()}
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[StoreProcess]:
-    with StoreProcess(tmp_path, CAPACITY) as store:
-        yield store
 
 
 def slots(store: StoreProcess) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,12 +101,11 @@ def test_O16_what_enters_memory_is_told_as_the_engine_tells_its_own(served: Serv
 def serving(
     model: Callable[[str], Path], folder: Path, capacity: str, settings: str, **extra: object
 ) -> Iterator[Served]:
-    with StoreProcess(folder, capacity, settings) as store:
-        served = Served("llama_s", model("llama_s"), folder, store, **extra)
-        try:
-            yield served
-        finally:
-            served.close()
+    with (
+        StoreProcess(folder, capacity, settings) as store,
+        closing(Served("llama_s", model("llama_s"), folder, store, **extra)) as served,
+    ):
+        yield served
 
 
 def test_O16_a_block_of_several_engine_blocks_is_told_as_these(

@@ -9,16 +9,14 @@ import pytest
 
 from kvstore.core.errors import ConfigError, NotSupported
 from kvstore.core.types import GroupRule
+from tests.engine.facts import IMPORTS_VLLM
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what vLLM imports
-]
+pytestmark = IMPORTS_VLLM
 
 BLOCK = 16
 
 
-def spec(kind: str, **fields: object) -> Any:  # noqa: ANN401 - vLLM's classes are Any here
+def spec(kind: str, **fields: object) -> Any:
     """One of vLLM's descriptions of a KV group."""
     import torch
     from vllm.v1 import kv_cache_interface as theirs
@@ -30,7 +28,7 @@ def spec(kind: str, **fields: object) -> Any:  # noqa: ANN401 - vLLM's classes a
     return getattr(theirs, kind)(**({"block_size": BLOCK} | made | fields))
 
 
-def window(tokens: int, extra: int) -> Any:  # noqa: ANN401 - likewise
+def window(tokens: int, extra: int) -> Any:
     return spec("SlidingWindowSpec", sliding_window=tokens, extra_retained_tokens=extra)
 
 
@@ -94,7 +92,7 @@ def test_O1_a_kind_of_group_is_a_rule(kind: str, fields: dict[str, Any], rule: G
     assert group_rule(several, BLOCK) == rule
 
 
-def spec_of_several(layers: dict[str, Any]) -> Any:  # noqa: ANN401 - likewise
+def spec_of_several(layers: dict[str, Any]) -> Any:
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
     return UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=layers)
@@ -129,7 +127,7 @@ def test_O22_a_group_of_another_kind_is_refused_by_name(
 # O22: an engine's groups together
 
 
-def cache_of(*specs: Any, **fields: object) -> Any:  # noqa: ANN401 - likewise
+def cache_of(*specs: Any, **fields: object) -> Any:
     """vLLM's description of a KV cache; fields: of its last group."""
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
@@ -139,7 +137,7 @@ def cache_of(*specs: Any, **fields: object) -> Any:  # noqa: ANN401 - likewise
     return KVCacheConfig(8, [], groups)
 
 
-def engine(**fields: object) -> Any:  # noqa: ANN401 - stands for VllmConfig
+def engine(**fields: object) -> Any:
     cache: dict[str, Any] = {
         "block_size": BLOCK,
         "prefix_match_unit": None,

@@ -9,22 +9,22 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 
 from kvstore.core.types import GroupRule, window_rule
-from tests.bench.engine import Engine, Request, Result
+from tests.bench.engine import Request
+from tests.bench.handover import HANDED
 from tests.bench.models import GEMMA_WINDOW, prompt
 from tests.bench.store import StoreProcess, free_port
 from tests.engine.identity import assert_same
+from tests.engine.served import Node
 from tests.engine.support import (
     BLOCK_BYTES,
     CAPACITY,
     ENGINE_BLOCK,
     GROUPS,
     Reference,
-    attach,
     eventually,
     forget,
     given,
@@ -34,41 +34,25 @@ from tests.engine.support import (
 )
 
 TOKENS_OUT = 16
-HANDED = {"do_remote_decode": True, "do_remote_prefill": False}
 PROMPTS = 20
 RULES = {"llama_s": [GroupRule()]}
 RULES["gemma3"] = [GroupRule(), *[window_rule(GEMMA_WINDOW, ENGINE_BLOCK)] * 3]
 assert all(len(rules) == GROUPS[name] for name, rules in RULES.items())
 
 
-class Node:
-    """A store, and an engine attached to it."""
+class Patient(Node):
+    """Its store waits for peers and disks, however slow the machine is."""
 
     def __init__(
-        self,
-        model: Path,
-        folder: Path,
-        ends: ExitStack,
-        settings: str = "",
-        **extra: Any,  # noqa: ANN401 - settings
+        self, model: Path, folder: Path, ends: ExitStack, settings: str = "", **extra: Any
     ) -> None:
         """settings: more sections of the store's configuration; extra: the connector's."""
         folder.mkdir()
         self.direct = bool(extra.get("direct"))
         self.port = free_port()
-        patient = '[engine]\npromote = "60s"\n'  # however slow the machine is
+        patient = '[engine]\npromote = "60s"\n'
         settings = f'{patient}[peer]\nlisten = "127.0.0.1:{self.port}"\n{settings}'
-        self.store = ends.enter_context(StoreProcess(folder, CAPACITY, settings))
-        self.engine = ends.enter_context(Engine(model, connector=attach(self.store, **extra)))
-
-    def run(self, requests: Sequence[Request], params: Sequence[Any], tokens: int) -> list[Result]:
-        made = [
-            msgspec.structs.replace(request, kv_transfer_params=given)
-            for request, given in zip(requests, params, strict=True)
-        ]
-        results = self.engine.run(made, max_tokens=tokens)
-        self.engine.go_idle()  # what the store has to be told is in its steps
-        return results
+        super().__init__(model, StoreProcess(folder, CAPACITY, settings), ends, **extra)
 
     def compute(self, requests: Sequence[Request]) -> list[Any]:
         """Compute prompts for another engine, many more of them at once than there are slots.
@@ -82,26 +66,19 @@ class Node:
         forget(self.engine)
         return params
 
-    def restart(self) -> None:
+    def empty_memory(self) -> None:
         """Start the store again: what its memory had is on its disk."""
         self.settle()
-        self.store.stop()
-        self.store.__enter__()
-        small = [Request(id="small", tokens=prompt(1, 20))]
-
-        def attached() -> bool:
-            self.run(small, [None], 1)  # an idle engine does not look for its store
-            return "kvstore_sessions{active}" in numbers(self.store.address)
-
-        eventually(attached)
+        self.restart()
+        self.attached()
 
     def settle(self) -> None:
         """Wait until nothing is copied any more."""
-        settled(lambda: numbers(self.store.address))
+        settled(lambda: numbers(self.address))
 
     def moved(self) -> float:
         """Bytes that its exporter has moved, or its engine's workers, as NIXL counts them."""
-        found = numbers(self.store.address)
+        found = numbers(self.address)
         ways = ("pulled", "pushed", "direct", "engine")
         return sum(found.get(f"kvstore_hand_over_moved_bytes{{{way}}}", 0) for way in ways)
 
@@ -114,7 +91,7 @@ class Node:
 class Pair:
     """Both nodes, and what their hand-overs are expected to move."""
 
-    def __init__(self, name: str, prefill: Node, decode: Node, reference: Reference) -> None:
+    def __init__(self, name: str, prefill: Patient, decode: Patient, reference: Reference) -> None:
         self.name, self.prefill, self.decode = name, prefill, decode
         self._reference = reference
 
@@ -149,11 +126,11 @@ class Pair:
         Returns what its store has counted, and the bytes that NIXL has moved.
         """
         expected = self._reference(self.name, requests, TOKENS_OUT)
-        before, moved = numbers(self.decode.store.address), self._moved()
+        before, moved = numbers(self.decode.address), self._moved()
         meanwhile()
         got = self.decode.run(requests, params, TOKENS_OUT)
         assert_same(expected, got)
-        found = settled(lambda: since(self.decode.store.address, before))
+        found = settled(lambda: since(self.decode.address, before))
         return found, self._moved() - moved
 
     def _moved(self) -> float:
@@ -174,7 +151,7 @@ ENGINES = [
 ]
 
 
-def ways(*names: Any) -> pytest.MarkDecorator:  # noqa: ANN401 - parameters, some with marks
+def ways(*names: Any) -> pytest.MarkDecorator:
     """Say how prompts are handed over."""
     return pytest.mark.parametrize("nodes", names, indirect=True, scope="module")
 
@@ -185,30 +162,30 @@ def nodes(
     model_name: str,
     model: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[Node, Node]]:
+) -> Iterator[tuple[Patient, Patient]]:
     folder = tmp_path_factory.mktemp("nodes")
     disk = f'[nvme]\npath = "{folder / "kv"}"\ncapacity = "1GiB"\n'
     direct, serving = request.param.startswith("direct"), "from" in request.param
     how = {"transfer": "push" if "push" in request.param else "pull", "direct": direct}
     with ExitStack() as ends:
-        prefill = Node(model(model_name), folder / "p", ends, disk, direct=serving)
-        decode = Node(model(model_name), folder / "d", ends, **how)
+        prefill = Patient(model(model_name), folder / "p", ends, disk, direct=serving)
+        decode = Patient(model(model_name), folder / "d", ends, **how)
         if serving:
             seeds = iter(range(9000, 10000))
             eventually(lambda: from_engine(prefill, decode, next(seeds)))
         yield prefill, decode
 
 
-def from_engine(prefill: Node, decode: Node, seed: int) -> bool:
+def from_engine(prefill: Patient, decode: Patient, seed: int) -> bool:
     """Whether a prompt comes from engine memory: from slots until both engines' agents have met."""
     small = [Request(id=f"{seed}", tokens=prompt(seed, 40))]
-    before = numbers(decode.store.address)
+    before = numbers(decode.address)
     decode.run(small, prefill.compute(small), 1)
-    return "gpu" in fetched(settled(lambda: since(decode.store.address, before)))
+    return "gpu" in fetched(settled(lambda: since(decode.address, before)))
 
 
 @pytest.fixture
-def pair(nodes: tuple[Node, Node], model_name: str, reference: Reference) -> Pair:
+def pair(nodes: tuple[Patient, Patient], model_name: str, reference: Reference) -> Pair:
     return Pair(model_name, *nodes, reference)
 
 
@@ -241,7 +218,7 @@ def test_L1_P3_prompts_that_the_prefill_node_has_in_memory(pair: Pair) -> None:
 def test_L1_P3_prompts_that_the_prefill_node_has_on_disk(pair: Pair) -> None:
     requests = prompts(7100, 40)
     params = pair.prefill.compute(requests)
-    pair.prefill.restart()
+    pair.prefill.empty_memory()
     read = pair.prefill.read_bytes()
     found, moved = pair.go_on(requests, params)
     read = pair.prefill.read_bytes() - read
@@ -260,7 +237,7 @@ def test_L1_P3_prompts_of_which_both_nodes_and_all_tiers_have_a_part(pair: Pair)
     """The first third is the decode node's own, the second in memory, the last on disk."""
     requests = prompts(7200, 400)
     params = pair.prefill.compute(requests)
-    pair.prefill.restart()
+    pair.prefill.empty_memory()
     # A few tokens beyond a block's end: what is computed of them fills none.
     own = [len(r.tokens) // (3 * ENGINE_BLOCK) * ENGINE_BLOCK + 5 for r in requests]
     both = [2 * len(r.tokens) // (3 * ENGINE_BLOCK) * ENGINE_BLOCK + 5 for r in requests]
@@ -307,7 +284,7 @@ def test_P7_L1_prompts_that_the_prefill_node_is_computing(pair: Pair) -> None:
 
     def begin() -> None:
         computing.start()
-        address = pair.prefill.store.address
+        address = pair.prefill.address
         eventually(lambda: numbers(address).get("kvstore_hand_over_open{requests}"))
 
     found, moved = pair.go_on(requests, params, begin)

@@ -11,11 +11,12 @@ import pytest
 
 from kvstore.store import admin
 from tests.bench.engine import Request, Result
+from tests.bench.handover import HANDED
 from tests.bench.models import prompt
 from tests.bench.steal import Watch
 from tests.engine.identity import assert_same
 from tests.engine.support import ENGINE_BLOCK, Reference, eventually, forget, numbers, since
-from tests.engine.test_handover import HANDED, TOKENS_OUT, Node
+from tests.engine.test_handover import TOKENS_OUT, Patient
 
 HELD = "kvstore_hand_over_bytes{held}"
 PEER = "kvstore_hit_tokens{peer}"
@@ -31,12 +32,12 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def nodes(
     name: str, model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Node, Node]]:
+) -> Iterator[tuple[Patient, Patient]]:
     folder = tmp_path_factory.mktemp("life")
     with ExitStack() as ends:
         yield (
-            Node(model(name), folder / "p", ends, two_way=True),
-            Node(model(name), folder / "d", ends, two_way=True),
+            Patient(model(name), folder / "p", ends, two_way=True),
+            Patient(model(name), folder / "d", ends, two_way=True),
         )
 
 
@@ -50,39 +51,41 @@ def handed(result: Result) -> dict[str, Any]:
 
 
 def test_B9_an_abort_before_it_was_scheduled_frees_the_prefill_node_within_a_second(
-    nodes: tuple[Node, Node],
+    nodes: tuple[Patient, Patient],
 ) -> None:
     prefill, decode = nodes
     requests = [ids(prompt(8000 + number, 300), f"aborted {number}") for number in range(4)]
     params = [handed(r) for r in prefill.run(requests, [HANDED] * len(requests), 1)]
-    eventually(lambda: HELD in numbers(prefill.store.address))
-    before = numbers(decode.store.address)
+    eventually(lambda: HELD in numbers(prefill.address))
+    before = numbers(decode.address)
     watch = Watch()
     aborted = [Request(id=request.id, tokens=request.tokens, abort_step=0) for request in requests]
     results = decode.run(aborted, params, TOKENS_OUT)
     assert all(result.aborted and not result.tokens for result in results)
-    eventually(lambda: HELD not in numbers(prefill.store.address))
+    eventually(lambda: HELD not in numbers(prefill.address))
     assert watch.own_s() < 1
-    assert "kvstore_hand_over_events{fetched}" not in since(decode.store.address, before)
+    assert "kvstore_hand_over_events{fetched}" not in since(decode.address, before)
 
 
-def test_B8_a_full_hit_moves_nothing_and_frees_the_prefill_node(nodes: tuple[Node, Node]) -> None:
+def test_B8_a_full_hit_moves_nothing_and_frees_the_prefill_node(
+    nodes: tuple[Patient, Patient],
+) -> None:
     prefill, decode = nodes
     request = ids(prompt(8100, 9 * ENGINE_BLOCK + 1), "hit")  # all but the last token is cached
     (first,) = prefill.run([request], [HANDED], 1)
     decode.run([request], [handed(first)], 1)
-    eventually(lambda: HELD not in numbers(prefill.store.address))
+    eventually(lambda: HELD not in numbers(prefill.address))
     (again,) = prefill.run([ids(request.tokens, "hit again")], [HANDED], 1)
-    eventually(lambda: HELD in numbers(prefill.store.address))
-    admin.clear(decode.store.address)  # its engine has it all, its store nothing
-    before = numbers(decode.store.address)
+    eventually(lambda: HELD in numbers(prefill.address))
+    admin.clear(decode.address)  # its engine has it all, its store nothing
+    before = numbers(decode.address)
     decode.run([ids(request.tokens, "hit again")], [handed(again)], 1)
-    eventually(lambda: HELD not in numbers(prefill.store.address))
-    assert "kvstore_hand_over_events{fetched}" not in since(decode.store.address, before)
+    eventually(lambda: HELD not in numbers(prefill.address))
+    assert "kvstore_hand_over_events{fetched}" not in since(decode.address, before)
 
 
 def test_L2_L4_a_next_turn_is_pulled_from_the_decode_node(
-    nodes: tuple[Node, Node], name: str, reference: Reference
+    nodes: tuple[Patient, Patient], name: str, reference: Reference
 ) -> None:
     prefill, decode = nodes
     for number in range(4):
@@ -91,14 +94,14 @@ def test_L2_L4_a_next_turn_is_pulled_from_the_decode_node(
         (answer,) = decode.run([first], [handed(computed)], 100)
         back = handed(answer)
         assert (back["do_remote_prefill"], back["do_remote_decode"]) == (False, True)
-        eventually(lambda: HELD in numbers(decode.store.address))
+        eventually(lambda: HELD in numbers(decode.address))
         tokens = first.tokens + answer.tokens + prompt(8300 + number, 40)
         second = ids(tokens, f"second {number}")
         (expected,) = reference(name, [second], TOKENS_OUT)
         forget(prefill.engine)
-        before = numbers(prefill.store.address)
+        before = numbers(prefill.address)
         (computed,) = prefill.run([second], [back], 1)
         decoded = (len(first.tokens) + 99) // ENGINE_BLOCK - len(first.tokens) // ENGINE_BLOCK
-        assert since(prefill.store.address, before)[PEER] == decoded * ENGINE_BLOCK
+        assert since(prefill.address, before)[PEER] == decoded * ENGINE_BLOCK
         assert_same([expected], decode.run([second], [handed(computed)], TOKENS_OUT))
-        eventually(lambda: HELD not in numbers(prefill.store.address))
+        eventually(lambda: HELD not in numbers(prefill.address))

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from tests.bench.engine import Engine, Request
+from tests.bench.handover import HANDED
 from tests.bench.models import prompt
 from tests.bench.store import StoreProcess
 from tests.engine.identity import assert_same
 from tests.engine.support import CAPACITY, ENGINE_BLOCK, TOKENS_OUT, attach, given, numbers, since
-from tests.engine.test_handover import HANDED
 
 PROMPTS = 8
 

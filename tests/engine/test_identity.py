@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.bench.engine import Request, Result
+from tests.bench.engine import Request
 from tests.bench.models import prompt
-from tests.engine.identity import assert_same, divergences
+from tests.engine.identity import aborted, assert_same, assert_survivors_same, divergences
 from tests.engine.served import Served
 from tests.engine.support import (
     TOKENS_OUT,
@@ -23,7 +22,10 @@ from tests.engine.support import (
     families,
     forget,
     grown,
+    numbers,
     servable,
+    settled,
+    since,
     together,
 )
 
@@ -56,29 +58,6 @@ def pressure(seed: int) -> list[Request]:
     return families(count=12, seed=seed, longest=900) + families(
         count=16, seed=seed + 1, longest=160
     )
-
-
-def aborted(requests: list[Request], seed: int, span: int) -> list[Request]:
-    """The same, but one in two is aborted up to span steps after it came, some at once."""
-    rng = random.Random(seed)
-    return [
-        msgspec.structs.replace(r, abort_step=r.arrive_step + max(0, rng.randrange(-3, span)))
-        if rng.random() < 1 / 2
-        else r
-        for r in requests
-    ]
-
-
-def assert_survivors_same(reference: list[Result], got: list[Result]) -> None:
-    """Those that ended have the reference's tokens, those that were aborted the first of them."""
-    by_id = {result.id: result for result in reference}
-    cut = []
-    for result in got:
-        whole, count = by_id[result.id], len(result.tokens)
-        tokens, margins = whole.tokens[:count], whole.margins[:count]
-        expected = whole if result.finished else msgspec.structs.replace(whole, tokens=tokens)
-        cut.append(msgspec.structs.replace(expected, margins=margins))
-    assert_same(cut, got)
 
 
 def test_cold_and_from_our_tier(reference: Reference, served: Served) -> None:
@@ -178,6 +157,63 @@ def test_one_lost_block_is_noticed(troubled: Callable[[str], Troubled], model_na
     assert len(divergences(expected, got)) > len(requests) / 2
     with pytest.raises(AssertionError, match="prompts differ"):
         assert_same(expected, got)
+
+
+@pytest.mark.parametrize("how", [Trouble.REUSED, Trouble.FAILING])
+def test_O15_what_a_failed_load_should_have_brought_is_computed(
+    troubled: Callable[[str], Troubled], model_name: str, how: Trouble
+) -> None:
+    requests = families(count=12, seed=20 + [Trouble.REUSED, Trouble.FAILING].index(how))
+    one = troubled(model_name)
+    engine, store = one.engine, one.store
+    assert store is not None
+
+    def store_numbers() -> dict[str, float]:
+        return numbers(store.address)
+
+    expected = engine.run(requests, max_tokens=TOKENS_OUT)
+    forget(engine)
+    for _ in range(2):
+        told, counted = settled(store_numbers), engine.metrics()
+        with one.trouble(how):
+            assert_same(expected, engine.run(requests, max_tokens=TOKENS_OUT))
+            forget(engine)
+        settled(store_numbers)
+        after = since(store.address, told)
+        failed = grown(engine, counted, "kvstore_events{event=load_failed}")
+        assert 0 < failed <= 2 * len(requests)  # another copy is tried once
+        assert after["kvstore_engine_events{load_failed}"] == failed
+        assert after["kvstore_evicted_blocks{damaged}"] > 0
+        assert after["kvstore_stored_blocks{stored}"] > 0  # computed, and kept again
+        assert "kvstore_leases" not in numbers(store.address)
+
+
+@pytest.mark.parametrize("how", [Trouble.REUSED, Trouble.FAILING])
+def test_O15_what_a_failed_load_in_a_step_should_have_brought_is_computed(
+    troubled: Callable[[str], Troubled], how: Trouble
+) -> None:
+    """The step has run by the time that the load is known to have failed."""
+    one = troubled("llama_s")
+    engine, store = one.engine, one.store
+    assert store is not None
+    seed = 700 + [Trouble.REUSED, Trouble.FAILING].index(how)
+    requests = [Request(id="alone", tokens=prompt(seed, 1000))]
+    expected = engine.run(requests, max_tokens=TOKENS_OUT)
+    forget(engine)
+    settled(lambda: numbers(store.address))
+    counted, told = engine.metrics(), numbers(store.address)
+    with one.trouble(how):
+        assert_same(expected, engine.run(requests, max_tokens=TOKENS_OUT))
+    assert grown(engine, counted, "kvstore_events{event=load_failed}") == 1
+    assert_same(expected, engine.run(requests, max_tokens=TOKENS_OUT))  # of what it has itself
+    forget(engine)
+    settled(lambda: numbers(store.address))
+    assert since(store.address, told)["kvstore_stored_blocks{stored}"] > 0
+    hits = engine.metrics()
+    assert_same(expected, engine.run(requests, max_tokens=TOKENS_OUT))
+    assert grown(engine, hits, "external_prefix_cache_hits") == 992
+    forget(engine)
+    assert "kvstore_leases" not in settled(lambda: numbers(store.address))
 
 
 @pytest.mark.long

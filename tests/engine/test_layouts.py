@@ -18,6 +18,7 @@ from connectors.copies.host import LayerCache
 from kvstore.core.errors import NotSupported
 from kvstore.core.layout import GroupGeometry, LayerGeometry, Move, RankGeometry, slot_layout
 from kvstore.core.types import GroupRule
+from tests.engine.views import LAYOUTS, as_it_lies, laid_out
 from tests.harness.gpu_layouts import Engine
 from tests.harness.gpu_twin import items
 from tests.test_gpu_plan import SLOTS, memory, slots_for
@@ -25,7 +26,6 @@ from tests.test_gpu_plan import SLOTS, memory, slots_for
 pytestmark = pytest.mark.vllm
 
 LAYERS, BLOCKS, BLOCK_TOKENS = 3, 5, 32
-LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 SPECS: dict[str, dict[str, Any]] = {
     "bf16": {"num_kv_heads": 4, "head_size": 64, "dtype": torch.bfloat16},
     "fp8": {"num_kv_heads": 2, "head_size": 128, "dtype": torch.float8_e4m3fn},
@@ -40,27 +40,13 @@ SPECS: dict[str, dict[str, Any]] = {
 def views(
     kind: str, layout: str, kernel_tokens: int | None = None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Raw memory and one tensor for each layer, made by vLLM."""
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheTensor,
-        MLAAttentionSpec,
-        compute_layout_strides,
-        create_kv_cache_views,
-    )
-    from vllm.v1.kv_cache_layout import KVCacheLayout
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
     facts = dict(SPECS[kind])
     made = MLAAttentionSpec if facts.pop("mla", False) else FullAttentionSpec
     padded = facts.pop("padded", None)
     spec = made(block_size=BLOCK_TOKENS, page_size_padded=padded, **facts)
-    order = KVCacheLayout[layout]
-    strides = compute_layout_strides(spec, BLOCKS, LAYERS, order)
-    size = max(strides[0] * LAYERS, strides[1] * BLOCKS)
-    raw = torch.randint(0, 256, (size,), dtype=torch.uint8).view(torch.int8)
-    names = [f"layer.{i}" for i in range(LAYERS)]
-    tensor = KVCacheTensor(size, names, strides[0], strides[1])
-    return raw, create_kv_cache_views(raw, spec, BLOCKS, order, tensor, kernel_tokens)
+    return laid_out(spec, layout, LAYERS, BLOCKS, kernel_tokens)
 
 
 def caches_of(tensors: list[torch.Tensor]) -> dict[str, LayerCache]:
@@ -71,9 +57,7 @@ def caches_of(tensors: list[torch.Tensor]) -> dict[str, LayerCache]:
 
 
 def in_memory_order(page: torch.Tensor) -> bytes:
-    strides = list(page.stride())
-    order = sorted(range(page.dim()), key=lambda d: -strides[d])
-    return page.permute(order).contiguous().view(torch.uint8).numpy().tobytes()
+    return as_it_lies(page).contiguous().view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

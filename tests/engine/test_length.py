@@ -11,8 +11,10 @@ import pytest
 
 from connectors.vllm_length import AS_LONG, FITTING, LLAMA_4_TUNED, TRANSFORMERS
 from tests.engine.facts import (
+    IMPORTS_VLLM,
     facts,
     hf_config,
+    identity,
     model,
     real,
     registry,
@@ -20,10 +22,7 @@ from tests.engine.facts import (
     with_weights,
 )
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what vLLM imports
-]
+pytestmark = [*IMPORTS_VLLM, pytest.mark.usefixtures("home")]
 
 SHORT, LONG = 64, 128  # the first is what models of "longrope" were trained with
 THETA = {"rope_theta": 1e4}
@@ -56,24 +55,13 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-
-
-def identity(config: Any) -> tuple[str, dict[str, str], str]:  # noqa: ANN401 - VllmConfig
-    from connectors.vllm_identity import identity
-
-    return identity(config)
-
-
-def digest(config: Any) -> str:  # noqa: ANN401 - likewise
+def digest(config: Any) -> str:
     found, _, unnamed = identity(config)
     assert unnamed == ""
     return found
 
 
-def rotated(config: Any) -> list[float]:  # noqa: ANN401 - likewise
+def rotated(config: Any) -> list[float]:
     """Keys at the first positions, as vLLM's own class for this configuration turns them."""
     import torch
     from vllm.config import set_current_vllm_config

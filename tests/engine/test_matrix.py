@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -11,12 +10,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import pytest
 
 from tests.bench.engine import Engine, Request, Result
 from tests.bench.store import StoreProcess
-from tests.engine.identity import assert_same
+from tests.engine.identity import aborted, assert_same, assert_survivors_same
 from tests.engine.support import (
     CAPACITY,
     Reference,
@@ -34,6 +32,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 TOKENS_OUT = 80
 MODEL_LEN = 1024
+ABORT_SPAN = 120  # steps
 EXTERNAL = "external_prefix_cache_hits"
 SMALL_STORE = "16MiB"  # a quarter of what the prompts need: blocks leave while others wait for them
 Expected = Callable[[str], list[Result]]
@@ -47,23 +46,6 @@ def prompts(seed: int) -> list[Request]:
 def expected_of(reference: Reference) -> Expected:
     """Results without connector, by model, computed once."""
     return cache(lambda name: reference(name, prompts(1), TOKENS_OUT))
-
-
-def aborted(requests: list[Request], seed: int) -> list[Request]:
-    """The same, one in three of them aborted at some time."""
-    rng = random.Random(seed)
-    return [
-        msgspec.structs.replace(request, abort_step=request.arrive_step + rng.randrange(120))
-        if rng.random() < 1 / 3
-        else request
-        for request in requests
-    ]
-
-
-def assert_survivors_same(expected: list[Result], got: list[Result]) -> None:
-    ended = {result.id for result in got if result.finished}
-    assert ended
-    assert_same([r for r in expected if r.id in ended], [r for r in got if r.finished])
 
 
 class Kind(NamedTuple):
@@ -117,8 +99,9 @@ def test_every_kind_of_engine(
                 assert result.cached_tokens > whole - block_tokens, seen  # less than one is no hit
                 assert result.cached_tokens <= servable(len(request.tokens))
         for seed in range(3):
-            got = engine.run(aborted(prompts(1), seed), max_tokens=TOKENS_OUT)
+            got = engine.run(aborted(prompts(1), seed, ABORT_SPAN), max_tokens=TOKENS_OUT)
             assert_survivors_same(expected, got)
+            assert any(result.finished for result in got)
         forget(engine)
 
 
@@ -191,7 +174,8 @@ def test_as_processes(
         for _ in range(2):
             before = engine.metrics()
             assert_same(expected, engine.run(prompts(1), max_tokens=TOKENS_OUT))
-            got = engine.run(aborted(prompts(1), 1), max_tokens=TOKENS_OUT)
+            got = engine.run(aborted(prompts(1), 1, ABORT_SPAN), max_tokens=TOKENS_OUT)
             assert_survivors_same(expected, got)
+            assert any(result.finished for result in got)
             forget(engine)
         assert grown(engine, before, EXTERNAL) > 0

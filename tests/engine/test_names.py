@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what vLLM imports
-]
+from tests.engine.facts import IMPORTS_VLLM
+
+pytestmark = IMPORTS_VLLM
 
 ROOT = Path(__file__).parent.parent.parent
 COUNTED = ("connectors/*.py", "connectors/nixl/*.py")
@@ -45,7 +44,7 @@ def test_O22_an_unknown_engine_version_is_refused_before_its_insides_are_importe
     )
 
 
-def manager(**changes: object) -> Any:  # noqa: ANN401 - stands for vLLM's
+def manager(**changes: object) -> Any:
     group = SimpleNamespace(req_to_blocks={})
     coordinator = SimpleNamespace(
         find_longest_cache_hit=None, single_type_managers=(group, SimpleNamespace(req_to_blocks={}))
@@ -83,40 +82,19 @@ def test_O22_a_block_manager_without_a_name_is_refused_at_start(gone: str, told:
     assert f" has no {told}, expected" in str(caught.value)
 
 
-def _classes() -> list[tuple[str, str]]:
-    """Each (class, name) in vllm_private, read without importing vLLM."""
-    tree = ast.parse((ROOT / "connectors" / "vllm_private.py").read_text(encoding="utf-8"))
-    found = []
-    for node in tree.body:
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "CLASSES":
-            assert isinstance(node.value, ast.Tuple)
-            for pair in node.value.elts:
-                assert isinstance(pair, ast.Tuple)
-                owner = ast.unparse(pair.elts[0])
-                names = [n.value for n in ast.walk(pair.elts[1]) if isinstance(n, ast.Constant)]
-                found += [(owner, str(name)) for name in names]
-    assert len(found) > 10
-    return found
-
-
-@pytest.mark.parametrize(("owner", "name"), _classes())
-def test_O22_a_field_that_was_renamed_is_refused_at_start(
-    monkeypatch: pytest.MonkeyPatch, owner: str, name: str
-) -> None:
+def test_O22_a_field_that_was_renamed_is_refused_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     from connectors import vllm_private
     from kvstore.core.errors import NotSupported
 
-    classes = {kind.__name__: kind for kind, _ in vllm_private.CLASSES}
-    fields = [n for kind, names in vllm_private.CLASSES if kind.__name__ == owner for n in names]
-    there = SimpleNamespace(**dict.fromkeys(set(fields) - {name}))
-    stand_in = type(owner, (), vars(there))
-    changed = tuple(
-        (stand_in if kind is classes[owner] else kind, names)
-        for kind, names in vllm_private.CLASSES
-    )
-    monkeypatch.setattr(vllm_private, "CLASSES", changed)
-    with pytest.raises(NotSupported, match=rf" has no {owner}\.{name}, expected"):
-        vllm_private.check_private(manager())
+    classes = vllm_private.CLASSES
+    assert len(classes) > 10
+    for at, (kind, names) in enumerate(classes):
+        for gone in names:
+            stand_in = type(kind.__name__, (), dict.fromkeys({*names} - {gone}))
+            changed = (*classes[:at], (stand_in, names), *classes[at + 1 :])
+            monkeypatch.setattr(vllm_private, "CLASSES", changed)
+            with pytest.raises(NotSupported, match=rf" has no {kind.__name__}\.{gone}, expected"):
+                vllm_private.check_private(manager())
 
 
 ADAPTER = ("vllm.py", "vllm_compat.py", "vllm_scheduler.py", "vllm_worker.py")
@@ -281,7 +259,7 @@ def test_O22_a_request_without_a_name_is_refused_at_start(
     from connectors import vllm_private
     from kvstore.core.errors import NotSupported
 
-    def lacking(*arguments: object) -> Any:  # noqa: ANN401 - vLLM's
+    def lacking(*arguments: object) -> Any:
         request = Request(*arguments)
         delattr(request, name)
         return request

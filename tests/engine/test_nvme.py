@@ -17,13 +17,14 @@ from tests.engine.support import (
     attach,
     eventually,
     forget,
-    gone,
     grown,
+    is_attached,
     numbers,
     private_store_of,
     servable,
     settled,
 )
+from tests.harness.handover_nodes import gone
 
 pytestmark = pytest.mark.vllm
 
@@ -55,22 +56,13 @@ def assert_all_from_disk(
     assert grown(engine, before, FROM_DISK) == expected
 
 
-def attached(engine: Engine, store: StoreProcess) -> bool:
-    """Whether an engine has found its store again; it looks when it has something to do."""
-    engine.run([Request(id="tick", tokens=[3, 4, 5])], max_tokens=2)
-    return "kvstore_sessions{active}" in numbers(store.address)
-
-
-def nvme(folder: Path, capacity: str = "256MiB") -> str:
-    return f'\n[nvme]\npath = "{folder}"\ncapacity = "{capacity}"\n'
-
-
 @pytest.mark.parametrize("name", ["llama_s", pytest.param("gemma3", marks=pytest.mark.long)])
 def test_hits_come_from_disk_after_a_restart_of_the_store(
     name: str, model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     requests = unique()
-    store = StoreProcess(tmp_path, CAPACITY, nvme(tmp_path / "kv"))
+    settings = f'\n[nvme]\npath = "{tmp_path / "kv"}"\ncapacity = "256MiB"\n'
+    store = StoreProcess(tmp_path, CAPACITY, settings)
     with store, Engine(model(name), connector=attach(store)) as engine:
         reference = one_by_one(engine, requests)
         forget(engine)
@@ -78,7 +70,7 @@ def test_hits_come_from_disk_after_a_restart_of_the_store(
         assert stored == numbers(store.address)["kvstore_stored_blocks{stored}"]
         store.stop()
         store.__enter__()
-        eventually(lambda: attached(engine, store))
+        eventually(lambda: is_attached(engine, store.address))
         assert_all_from_disk(engine, requests, reference)
         forget(engine)
         assert "kvstore_tier_blocks{nvme,damaged}" not in numbers(store.address)
@@ -96,32 +88,3 @@ def test_hits_come_from_disk_after_a_restart_of_an_engine_with_a_private_store(
     eventually(lambda: gone(store), within_s=600)
     with Engine(model(name), connector=connector) as engine:
         assert_all_from_disk(engine, requests, reference)
-
-
-@pytest.mark.long
-def test_a_smaller_capacity_evicts_and_a_larger_one_keeps(
-    model: Callable[[str], Path], tmp_path: Path
-) -> None:
-    requests = [Request(id=f"c{i}", tokens=prompt(88_000 + i, 2048)) for i in range(20)]
-    kept = {}
-    reference: list[Result] = []
-    for capacity in ("256MiB", "1GiB", "64MiB"):
-        store = StoreProcess(tmp_path, CAPACITY, nvme(tmp_path / "kv", capacity))
-        with store, Engine(model("llama_s"), connector=attach(store)) as engine:
-            before = engine.metrics()
-            # The newest first: going round more than fits finds nothing, whatever is kept.
-            got = (
-                one_by_one(engine, requests[::-1])[::-1]
-                if reference
-                else one_by_one(engine, requests)
-            )
-            reference = reference or got
-            assert_same(reference, got)
-            kept[capacity] = grown(engine, before, FROM_DISK)
-        files = [path.stat() for path in (tmp_path / "kv").rglob("*") if path.is_file()]
-        if capacity == "64MiB":
-            assert sum(file.st_blocks for file in files) * 512 <= 64 << 20
-    whole = sum(servable(len(request.tokens)) for request in requests)
-    assert kept["256MiB"] == 0
-    assert kept["1GiB"] == whole
-    assert 0 < kept["64MiB"] < whole

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import psutil
@@ -22,11 +21,12 @@ from tests.engine.support import (
     Troubled,
     eventually,
     forget,
-    gone,
     grown,
+    meanwhile,
     private_store_of,
     servable,
 )
+from tests.harness.handover_nodes import gone
 
 pytestmark = pytest.mark.vllm
 
@@ -56,22 +56,14 @@ def restart_store(one: Troubled) -> None:
 @contextmanager
 def during(one: Troubled, kind: Trouble, act: Callable[[], None]) -> Iterator[None]:
     """Make the next copy of a kind slow, and act in the middle of it."""
-    acted: list[bool] = []
 
     def wait() -> None:
-        eventually(lambda: one.has_begun(kind), within_s=600)
+        eventually(lambda: one.has_begun(kind))
         one.end(kind)
         act()
-        acted.append(True)
 
-    thread = threading.Thread(target=wait)
-    with one.trouble(kind):
-        thread.start()
-        try:
-            yield
-        finally:
-            thread.join()
-    assert acted, f"{kind} was not seen"
+    with one.trouble(kind), meanwhile(wait):
+        yield
 
 
 def run(one: Troubled, requests: list[Request]) -> list[Result]:
@@ -106,11 +98,8 @@ def patient(
     if request.param == "shared":
         yield troubled("llama_s")
         return
-    private = Troubled(model("llama_s"), tmp_path_factory.mktemp("lost"))
-    try:
+    with closing(Troubled(model("llama_s"), tmp_path_factory.mktemp("lost"))) as private:
         yield private
-    finally:
-        private.close()
 
 
 @pytest.mark.parametrize("what", ["store", "load"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,6 @@ from tests.bench.store import StoreProcess
 from tests.engine.identity import assert_same
 from tests.engine.support import (
     BLOCK_BYTES,
-    CAPACITY,
     GROUPS,
     TOKENS_OUT,
     assert_given_back,
@@ -31,12 +30,6 @@ from tests.engine.support import (
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 EXTERNAL = "external_prefix_cache_hits"
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[StoreProcess]:
-    with StoreProcess(tmp_path, CAPACITY) as store:
-        yield store
 
 
 def prompts() -> list[Request]:

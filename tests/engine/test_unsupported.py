@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.vllm
 REFUSED_S = 300.0  # an engine that fails at once takes about 8 s on two idle cores
 
 
-def refusal(model: Path, connector: dict[str, Any], **settings: Any) -> str:  # noqa: ANN401
+def refusal(model: Path, connector: dict[str, Any], **settings: Any) -> str:
     """Start an engine that must not start, and return what it said."""
     started_s = time.monotonic()
     engine = Engine(model, connector=connector, **settings)
@@ -33,38 +32,10 @@ def refusal(model: Path, connector: dict[str, Any], **settings: Any) -> str:  # 
     return str(caught.value).splitlines()[0]
 
 
-@pytest.mark.parametrize(
-    ("change", "extra", "message"),
-    [
-        pytest.param(
-            {"kv_role": "kv_producer"},
-            {},
-            r"kvstore does not serve this engine: kv_role 'kv_producer', expected 'kv_both'",
-            id="role",
-        ),
-        pytest.param(
-            {},
-            {"block_token": 64},
-            r"kv_connector_extra_config: unknown block_token; did you mean block_tokens\?",
-            id="unknown-setting",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            {},
-            {"block_tokens": 48},
-            r"block_tokens is 48, expected a multiple of the engine's block size, 32",
-            id="block-size",
-            marks=pytest.mark.long,
-        ),
-    ],
-)
-def test_O22_an_engine_that_is_not_served_says_why(
-    model: Callable[[str], Path], change: dict[str, Any], extra: dict[str, Any], message: str
-) -> None:
-    connector = attach() | change
-    connector["kv_connector_extra_config"] |= extra
-    said = refusal(model("llama_s"), connector)
-    assert re.search(message, said), said
+def test_O22_an_engine_that_is_not_served_says_why(model: Callable[[str], Path]) -> None:
+    said = refusal(model("llama_s"), attach() | {"kv_role": "kv_producer"})
+    told = "kvstore does not serve this engine: kv_role 'kv_producer', expected 'kv_both'"
+    assert told in said, said
 
 
 def mla_model(folder: Path) -> Path:

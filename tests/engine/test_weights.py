@@ -17,9 +17,11 @@ import pytest
 from connectors import weights
 from connectors.weights import UnnamedError, fingerprint
 from tests.engine.facts import (
+    IMPORTS_VLLM,
     WEIGHTS,
     facts,
     hf_config,
+    identity,
     images,
     model,
     registry,
@@ -27,23 +29,7 @@ from tests.engine.facts import (
     with_weights,
 )
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what vLLM imports
-]
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What is remembered of files lies here."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
-def identity(config: Any) -> tuple[str, dict[str, str], str]:  # noqa: ANN401 - VllmConfig
-    from connectors.vllm_identity import identity
-
-    return identity(config)
+pytestmark = [*IMPORTS_VLLM, pytest.mark.usefixtures("home")]
 
 
 def aged(place: Path) -> None:
@@ -378,7 +364,7 @@ def test_B3_files_that_are_none_or_change_meanwhile_have_no_name(
     (folder / "null.bin").unlink()
     digest = hashlib.file_digest
 
-    def slow(source: Any, kind: str) -> Any:  # noqa: ANN401 - hashlib's
+    def slow(source: Any, kind: str) -> Any:
         found = digest(source, kind)
         with (folder / WEIGHTS).open("ab") as out:
             out.write(b"more")
@@ -398,7 +384,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     digest = hashlib.file_digest
 
-    def noted(source: Any, kind: str) -> Any:  # noqa: ANN401 - hashlib's
+    def noted(source: Any, kind: str) -> Any:
         found.append(Path(source.name).name)
         return digest(source, kind)
 

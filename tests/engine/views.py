@@ -20,33 +20,37 @@ LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 LAYERS, HEADS, TOKENS, HEAD_SIZE = 2, 4, 32, 16
 
 
+def laid_out(
+    spec: Any, layout: str, layers: int, blocks: int, kernel: int | None
+) -> tuple[torch.Tensor, list[Any]]:
+    """Raw memory of any content, and one tensor for each layer, made by vLLM.
+
+    kernel: tokens of a block that kernels see, if they see several in one of the engine's.
+    """
+    from vllm.v1.kv_cache_interface import (
+        KVCacheTensor,
+        compute_layout_strides,
+        create_kv_cache_views,
+    )
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    order = KVCacheLayout[layout]
+    strides = compute_layout_strides(spec, blocks, layers, order)
+    size = max(strides[0] * layers, strides[1] * blocks)
+    raw = torch.randint(0, 256, (size,), dtype=torch.uint8).view(torch.int8)
+    names = [f"layer.{i}" for i in range(layers)]
+    tensor = KVCacheTensor(size, names, strides[0], strides[1])
+    return raw, create_kv_cache_views(raw, spec, blocks, order, tensor, kernel)
+
+
 class Rank:
     """One rank's tensors."""
 
-    def __init__(
-        self,
-        config: Any,  # noqa: ANN401 - stands for VllmConfig
-        spec: Any,  # noqa: ANN401 - vLLM's
-        layout: str,
-        kernel: int,
-        blocks: int,
-    ) -> None:
-        from vllm.v1.kv_cache_interface import (
-            KVCacheTensor,
-            compute_layout_strides,
-            create_kv_cache_views,
-        )
-        from vllm.v1.kv_cache_layout import KVCacheLayout
-
+    def __init__(self, config: Any, spec: Any, layout: str, kernel: int, blocks: int) -> None:
         from connectors import vllm_worker
 
-        order = KVCacheLayout[layout]
-        strides = compute_layout_strides(spec, blocks, LAYERS, order)
-        size = max(strides[0] * LAYERS, strides[1] * blocks)
+        _, views = laid_out(spec, layout, LAYERS, blocks, kernel)
         names = [f"layer.{i}" for i in range(LAYERS)]
-        tensor = KVCacheTensor(size, names, strides[0], strides[1])
-        raw = torch.zeros(size, dtype=torch.int8)
-        views = create_kv_cache_views(raw, spec, blocks, order, tensor, kernel)
         self.tensors = dict(zip(names, views, strict=True))
         self.parts = [view.unflatten(0, (blocks, -1)) for view in views]  # [B, K, H, N, C]
         cache = SimpleNamespace(
@@ -132,14 +136,14 @@ class Engine:
         slot = bytearray(self.layout.slot_bytes)
         for rank, placed in zip(self.ranks, self.layout.ranks, strict=True):
             for run, parts in zip(placed.groups[0].runs, rank.parts, strict=True):
-                page = _as_it_lies(parts[block]).contiguous().view(torch.uint8)
+                page = as_it_lies(parts[block]).contiguous().view(torch.uint8)
                 slot[run.offset : run.offset + run.length] = page.numpy().tobytes()
         return bytes(slot)
 
     def load(self, slot: bytes, block: int) -> None:
         for rank, placed in zip(self.ranks, self.layout.ranks, strict=True):
             for run, parts in zip(placed.groups[0].runs, rank.parts, strict=True):
-                page = _as_it_lies(parts[block])
+                page = as_it_lies(parts[block])
                 data = np.frombuffer(slot, np.uint8, run.length, run.offset).copy()
                 page.copy_(torch.from_numpy(data).view(page.dtype).view(page.shape))
 
@@ -150,6 +154,7 @@ SPEC_FIELDS = (
 )
 
 
-def _as_it_lies(page: torch.Tensor) -> torch.Tensor:
+def as_it_lies(page: torch.Tensor) -> torch.Tensor:
+    """Its dimensions in the order of memory."""
     strides = page.stride()
     return page.permute(sorted(range(page.dim()), key=lambda dim: -strides[dim]))
