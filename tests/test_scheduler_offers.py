@@ -15,10 +15,9 @@ WINDOW = Geometry(BLOCK, BLOCK, (BLOCK, BLOCK), (GroupRule(), GroupRule(2)))
 TABLE = [[1, 2, 3, 4, 5, 6]]
 
 
-def run(script: Script, request: Request, present: list[int] | None = None) -> None:
-    """Let a request run that finds nothing, or nothing that it can use."""
-    groups = len(script.geometry.rules)
-    script.arrive(request, *([present or []] * groups))
+def run(script: Script, request: Request) -> None:
+    """Let a request run that finds nothing."""
+    script.arrive(request)
     script.admit(request)
 
 
