@@ -133,23 +133,6 @@ def test_O11_a_partly_accepted_batch_is_a_leading_run_per_group() -> None:
     assert rest.engine.group_sizes == (2, 2)
 
 
-def test_O11_what_is_ready_is_not_stored_again() -> None:
-    script, request = Script(), Request("r", 48)
-    run(script, request)
-    script.changed(added=[script.key(request, 1)])
-    meta = script.step(request, 48, TABLE)
-    assert script.indices(request, meta) == [0, 2]
-    assert [job.engine.block_ids for job in meta.stores] == [(1, 3)]
-
-
-def test_O11_what_has_left_is_stored_again() -> None:
-    script, request = Script(), Request("r", 16)
-    run(script, request)
-    script.changed(added=[script.key(request, 0)])
-    script.changed(removed=[script.key(request, 0)])
-    assert script.indices(request, script.step(request, 16, TABLE)) == [0]
-
-
 def test_O11_while_a_copy_is_unfinished_another_request_writes_its_own() -> None:
     script, first, second = Script(), Request("a", 16), Request("b", 16)
     run(script, first)
@@ -269,15 +252,6 @@ def test_O13_a_block_that_two_requests_store_in_one_step_stays_fenced() -> None:
     assert script.step(written=[1]).flush == (early.job_id,)
     script.half.on_output({early.job_id: 1}, [], [])
     assert script.step(written=[1]).flush == ()
-
-
-def test_O13_a_store_of_the_end_is_submitted_and_flushed_in_one_step() -> None:
-    script, request = Script(), Request("r", 16)
-    run(script, request)
-    request.num_computed_tokens = 16
-    script.half.request_finished("r", TABLE)
-    meta = script.step(written=[1])
-    assert meta.flush == tuple(job.job_id for job in meta.early)
 
 
 def test_O13_what_a_step_itself_completes_is_not_flushed_in_it() -> None:
