@@ -31,9 +31,12 @@ def loading() -> tuple[Script, Request]:
     return script, request
 
 
-def loading_for_two(text: str = "a", **how: bool) -> tuple[Script, Request, Request]:
+def loading_for_two(
+    text: str = "a", *, shares_prefixes: bool = True
+) -> tuple[Script, Request, Request]:
     """A load is under way; another request, of this text, has found the same blocks."""
-    script, first, second = Script(**how), Request("a", 33), Request("b", 40, text)
+    script = Script(shares_prefixes=shares_prefixes)
+    first, second = Request("a", 33), Request("b", 40, text)
     script.arrive(first, [0, 1])
     script.load(first, [[1, 2]])
     script.arrive(second, [0, 1])
