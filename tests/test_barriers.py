@@ -9,7 +9,7 @@ import selectors
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -33,6 +33,7 @@ from kvstore.wire import peer as m
 from tests.harness.fakes import blocks, hashes
 from tests.harness.live import Client, LiveEngine, LiveStore, engine, eventually, store_settings
 from tests.harness.peers import inside
+from tests.test_local_limits import broken, surprised
 from tests.test_peer_limits import Place, wanted
 from tiers.nvme import tier
 from tiers.nvme.disk import NvmeDisk
@@ -40,18 +41,6 @@ from tiers.nvme.namespace import DiskNamespace
 
 pytestmark = pytest.mark.meets_bugs
 PAGE = 1 << 16
-
-
-class Surprise(Exception):
-    """Of a kind that no code here expects."""
-
-
-def surprised(*_arguments: object, **_how: object) -> NoReturn:
-    raise Surprise("nobody foresaw this")
-
-
-def broken(*_arguments: object, **_how: object) -> NoReturn:
-    raise InvariantBroken("two blocks in one slot")
 
 
 def tracebacks(caplog: pytest.LogCaptureFixture) -> int:

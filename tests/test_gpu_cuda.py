@@ -14,16 +14,24 @@ from kvstore.core.errors import NotSupported, TierIOError
 from tests.harness.compiled import library
 
 
-def test_a_batch_of_copies_reaches_the_driver_as_its_header_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Arguments of ctypes against a stub with the types of CUDA 13; cupy has no such call."""
+def on_stub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: int
+) -> tuple[cuda.CupyCuda, ctypes.CDLL]:
+    """The border, with a stub of the driver under it, and the stub."""
     driver = library("driver_stub.c", tmp_path)
     monkeypatch.setattr("connectors.copies.gpu.cuda.ctypes.CDLL", lambda _: driver)
     made = cuda.CupyCuda.__new__(cuda.CupyCuda)
     monkeypatch.setattr(made, "_use", lambda: None, raising=False)
-    made._index = 0
+    made._index = index
     made._prepare_driver()
+    return made, driver
+
+
+def test_a_batch_of_copies_reaches_the_driver_as_its_header_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arguments of ctypes against a stub with the types of CUDA 13; cupy has no such call."""
+    made, driver = on_stub(tmp_path, monkeypatch, 0)
     source = np.arange(64, dtype=np.uint8)
     target = np.zeros(64, np.uint8)
     stride = np.array([[0, 32], [16, 0]], np.uint64)  # a column of it is not contiguous
@@ -59,12 +67,7 @@ def test_an_event_is_reached_not_yet_or_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Asked forever, a device that has failed would never end a job."""
-    driver = library("driver_stub.c", tmp_path)
-    monkeypatch.setattr("connectors.copies.gpu.cuda.ctypes.CDLL", lambda _: driver)
-    made = cuda.CupyCuda.__new__(cuda.CupyCuda)
-    monkeypatch.setattr(made, "_use", lambda: None, raising=False)
-    made._index = 3
-    made._prepare_driver()
+    made, driver = on_stub(tmp_path, monkeypatch, 3)
     event, stream = 0x7F0000005678, 0x7F0000001234
     for code, found in ((600, False), (0, True)):
         ctypes.c_int.in_dll(driver, "answer").value = code

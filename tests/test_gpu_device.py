@@ -5,6 +5,7 @@ The fake is what makes a missing wait fail: a device would mostly run things in 
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Callable
@@ -86,7 +87,6 @@ def test_blocks_go_to_slots_and_back_whatever_runs_first(seed: int, choice: str)
     rng = random.Random(seed)
     rig = Rig(random_engine(rng, BLOCKS), CHOICES[choice], seed)
     moves = some_moves(rig.engine, rng)
-    before = [storage.clone() for storage in rig.engine.storages]
     rng.shuffle(moves)
     cuts = sorted(rng.sample(range(len(moves) + 1), min(2, len(moves))))
     jobs = [moves[a:b] for a, b in zip([0, *cuts], [*cuts, len(moves)], strict=True)]
@@ -106,7 +106,6 @@ def test_blocks_go_to_slots_and_back_whatever_runs_first(seed: int, choice: str)
     assert moved == sum(len(page) for page in pages.values()), (
         "bytes are what moved, neither gaps nor blocks that stay"
     )
-    assert [s.numel() for s in before] == [s.numel() for s in rig.engine.storages]
 
 
 @pytest.mark.parametrize("choice", CHOICES)
@@ -334,8 +333,6 @@ def test_closing_twice_closes_once() -> None:
 
 
 def extent_of(slots: int, size: int) -> MappedExtent:
-    import os
-
     fd = os.memfd_create("slots")
     total = slots * size + 4096
     os.truncate(fd, total)

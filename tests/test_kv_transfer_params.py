@@ -81,14 +81,6 @@ def test_B7_what_is_missing_or_wrong_is_named(name: str, value: object) -> None:
         remote_of({**GIVEN, name: value})
 
 
-@pytest.mark.parametrize("port", [-1, 65536])
-def test_B7_a_port_is_in_range(port: int) -> None:
-    with pytest.raises(
-        ConfigError, match=f"remote_port: expected a port up to 65535, found {port}"
-    ):
-        remote_of({**GIVEN, "remote_port": port})
-
-
 @pytest.mark.parametrize("blocks", [None, [], [[]], 5, "ids", [["1"]], {"0": [1]}])
 @pytest.mark.parametrize("tokens", [None, 64])
 def test_B7_a_pull_without_remote_blocks_is_refused(blocks: object, tokens: object) -> None:
@@ -108,7 +100,10 @@ def test_B7_a_push_without_the_others_size_is_refused(size: object) -> None:
         ({"do_remote_prefill": "yes"}, "do_remote_prefill: expected true or false, found 'yes'"),
         ({"do_remote_decode": 1}, "do_remote_decode: expected true or false, found 1"),
         ({"do_remote_decode": True}, "expected one of them, found both"),
-        ({"remote_num_tokens": "many"}, "remote_num_tokens: expected a whole number"),
+        ({"remote_port": -1}, "remote_port: expected a port up to 65535, found -1"),
+        ({"remote_port": 65536}, "remote_port: expected a port up to 65535, found 65536"),
+        ({"remote_num_tokens": "40"}, "remote_num_tokens: expected a whole number"),
+        ({"remote_num_tokens": 1.5}, "remote_num_tokens: expected a whole number"),
         ({"remote_num_tokens": -1}, "remote_num_tokens: expected a whole number from 0 on"),
         ({"tp_size": "two"}, "tp_size: expected a whole number from 1 on, found 'two'"),
         (
@@ -187,8 +182,6 @@ def test_P9_the_suffix_of_an_engine_is_no_part_of_a_common_id() -> None:
 
 HANDED = {"do_remote_decode": True}
 SIDE_CHANNEL = "127.0.0.1:9500"
-
-
 PEER = "10.0.0.7:9500"
 LET_GO = [p.Unwanted(PEER, "r-1")]
 
@@ -200,6 +193,30 @@ def attached(transfer: Transfer = Transfer("engine"), **how: Any) -> Script:  # 
     return script
 
 
+def asking() -> tuple[Script, Request]:
+    """A decode request has come, and its store was not asked yet."""
+    script, wanted = attached(), Request("d", 49)
+    script.half.on_new_request(wanted, GIVEN)
+    return script, wanted
+
+
+def fetching() -> tuple[Script, Request]:
+    """The load of a decode request is under way."""
+    script, wanted = asking()
+    script.answer(script.lookups()[0].ask, [0, 1, 2])
+    script.load(wanted, [[1, 2, 3]])
+    return script, wanted
+
+
+def compute(
+    script: Script, request: Request, table: list[list[int]], params: dict[str, Any] | None = None
+) -> None:
+    """Let a request come and compute all of its prompt."""
+    script.half.on_new_request(request, params)
+    script.admit(request)
+    script.step(request, request.num_tokens, table)
+
+
 def let_go(script: Script) -> list[p.Unwanted]:
     return [gone for step in script.steps() for gone in step.unwanted]
 
@@ -209,8 +226,7 @@ def handed_over(script: Script) -> list[p.HandedOver]:
 
 
 def test_a_decode_requests_question_names_the_peer_once() -> None:
-    script, wanted = attached(), Request("d", 49)
-    script.half.on_new_request(wanted, GIVEN)
+    script, wanted = asking()
     (lookup,) = script.lookups()
     assert (lookup.peer, lookup.request, lookup.push) == ("10.0.0.7:9500", "r-1", None)
     script.answer(lookup.ask, [0, 1, 2], sources={"peer": 3})
@@ -218,10 +234,7 @@ def test_a_decode_requests_question_names_the_peer_once() -> None:
 
 
 def test_L5_a_request_that_runs_again_is_not_fetched_again() -> None:
-    script, wanted = attached(), Request("d", 49)
-    script.half.on_new_request(wanted, GIVEN)
-    script.answer(script.lookups()[0].ask, [0, 1, 2])
-    script.load(wanted, [[1, 2, 3]])
+    script, wanted = fetching()
     script.half.on_output({}, ["d"], [])
     script.half.update_state_after_alloc("d", [[1, 2, 3, 4]], 0)
     script.step(wanted, 1, [[1, 2, 3, 4]])
@@ -230,20 +243,11 @@ def test_L5_a_request_that_runs_again_is_not_fetched_again() -> None:
     assert [lookup.peer for lookup in script.lookups()] == [""]
 
 
-def test_B7_wrong_parameters_are_counted_and_the_prompt_is_computed() -> None:
-    script, wanted = attached(), Request("d", 49)
-    script.half.on_new_request(wanted, {**GIVEN, "remote_port": None})
-    (step,) = script.steps()
-    assert [lookup.peer for lookup in step.lookups] == [""]
-    assert step.counts == {"transfer_refused": 1}
-    script.answer(1, [0, 1])
-    assert script.matched(wanted) == (32, True), "of what is here"
-    script.half.request_finished("d", ())
-    assert let_go(script) == [], "nobody was named"
-
-
-@pytest.mark.parametrize("change", [{"remote_host": "h" * 300}, {"remote_request_id": "r" * 5000}])
-def test_B7_S2_what_no_message_can_hold_is_computed_here(
+@pytest.mark.parametrize(
+    "change",
+    [{"remote_port": None}, {"remote_host": "h" * 300}, {"remote_request_id": "r" * 5000}],
+)
+def test_B7_S2_wrong_parameters_are_counted_and_the_prompt_is_computed(
     change: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
     script, wanted = attached(), Request("d", 49)
@@ -251,10 +255,12 @@ def test_B7_S2_what_no_message_can_hold_is_computed_here(
     (step,) = script.steps()
     assert [(lookup.peer, lookup.request) for lookup in step.lookups] == [("", "")]
     assert step.counts == {"transfer_refused": 1}
-    script.half.request_finished("d", ())
-    assert let_go(script) == []
     (line,) = caplog.messages
     assert all(text in line for text in (*change, "expected", "found"))
+    script.answer(1, [0, 1])
+    assert script.matched(wanted) == (32, True), "of what is here"
+    script.half.request_finished("d", ())
+    assert let_go(script) == [], "nobody was named"
 
 
 @pytest.mark.parametrize("name", ["x" * (limits.TEXT_MAX + 1), "x\udc80"])
@@ -264,9 +270,7 @@ def test_S2_a_request_whose_own_id_no_message_can_hold_is_not_handed_over(
 ) -> None:
     """It is the router's, or a client's header."""
     script, wanted = attached(TWO_WAY), Request(name, 49)
-    script.half.on_new_request(wanted, how)
-    script.admit(wanted)
-    script.step(wanted, 49, [[5, 6, 7, 8]])
+    compute(script, wanted, [[5, 6, 7, 8]], how)
     assert script.half.hand_over(name, [[5, 6, 7, 8]]) is None
     assert not script.half.request_finished(name, [[5, 6, 7, 8]])
     assert handed_over(script) == []
@@ -279,9 +283,7 @@ def test_S2_a_request_whose_own_id_no_message_can_hold_is_not_handed_over(
 def test_an_id_as_long_as_can_be_is_handed_over() -> None:
     name = "x" * limits.TEXT_MAX
     script, wanted = attached(), Request(name, 32)
-    script.half.on_new_request(wanted, HANDED)
-    script.admit(wanted)
-    script.step(wanted, 32, [[5, 6]])
+    compute(script, wanted, [[5, 6]], HANDED)
     assert script.half.hand_over(name, [[5, 6]]) is not None
     script.half.request_finished(name, [[5, 6]])
     assert [handing.state for handing in handed_over(script)] == ["running", "done"]
@@ -305,9 +307,7 @@ def test_B10_a_prefill_request_is_announced_and_its_blocks_are_held() -> None:
 
 def test_B10_any_other_end_hands_back_nothing_and_holds_nothing() -> None:
     script, wanted = attached(), Request("p", 40)
-    script.half.on_new_request(wanted, HANDED)
-    script.admit(wanted)
-    script.step(wanted, 40, [[5, 6, 7]])
+    compute(script, wanted, [[5, 6, 7]], HANDED)
     script.half.request_finished("p", [[5, 6, 7]])
     assert [handing.state for handing in handed_over(script)] == ["running", "gone"]
     assert script.half.hand_over("p", [[5, 6, 7]]) is None
@@ -315,9 +315,7 @@ def test_B10_any_other_end_hands_back_nothing_and_holds_nothing() -> None:
 
 def test_a_request_that_nobody_goes_on_with_is_not_handed_over() -> None:
     script, wanted = attached(), Request("p", 40)
-    script.half.on_new_request(wanted)
-    script.admit(wanted)
-    script.step(wanted, 40, [[5, 6, 7]])
+    compute(script, wanted, [[5, 6, 7]])
     assert script.half.hand_over("p", [[5, 6, 7]]) is None
     script.half.request_finished("p", [[5, 6, 7]])
     assert handed_over(script) == []
@@ -325,17 +323,13 @@ def test_a_request_that_nobody_goes_on_with_is_not_handed_over() -> None:
 
 def test_without_a_side_channel_nothing_is_handed_over() -> None:
     script, wanted = Script(), Request("p", 40)
-    script.half.on_new_request(wanted, HANDED)
-    script.admit(wanted)
-    script.step(wanted, 40, [[5, 6, 7]])
+    compute(script, wanted, [[5, 6, 7]], HANDED)
     assert script.half.hand_over("p", [[5, 6, 7]]) is None
 
 
 def test_B10_a_prompt_that_left_nothing_hands_back_where_and_no_blocks() -> None:
     script, wanted = attached(), Request("p", 10)
-    script.half.on_new_request(wanted, HANDED)
-    script.admit(wanted)
-    script.step(wanted, 10, [[]])
+    compute(script, wanted, [[]], HANDED)
     params = script.half.hand_over("p", [[]])
     assert params is not None
     assert (params["remote_num_tokens"], params["remote_block_ids"]) == (0, [[]])
@@ -377,8 +371,7 @@ def test_B8_with_a_tail_a_full_hit_is_all_but_the_last_token(cached: int, peer: 
 
 @pytest.mark.parametrize("answered", [False, True])
 def test_B9_a_request_that_is_aborted_before_it_ran_lets_go(answered: bool) -> None:
-    script, wanted = attached(), Request("d", 49)
-    script.half.on_new_request(wanted, GIVEN)
+    script, _ = asking()
     (lookup,) = script.lookups()
     if answered:
         script.answer(lookup.ask, [0, 1, 2])
@@ -391,8 +384,7 @@ def test_B9_a_request_that_is_aborted_before_it_ran_lets_go(answered: bool) -> N
 
 
 def test_B9_a_question_that_was_not_sent_yet_is_not_asked() -> None:
-    script, wanted = attached(), Request("d", 49)
-    script.half.on_new_request(wanted, GIVEN)
+    script, _ = asking()
     script.half.request_finished("d", ())
     (step,) = script.steps()
     assert (step.lookups, list(step.unwanted)) == ((), LET_GO)
@@ -400,10 +392,7 @@ def test_B9_a_question_that_was_not_sent_yet_is_not_asked() -> None:
 
 @pytest.mark.parametrize("failed", [[], ["d"]])
 def test_B8_a_transfer_that_is_over_lets_go_once(failed: list[str]) -> None:
-    script, wanted = attached(), Request("d", 49)
-    script.half.on_new_request(wanted, GIVEN)
-    script.answer(script.lookups()[0].ask, [0, 1, 2])
-    script.load(wanted, [[1, 2, 3]])
+    script, _ = fetching()
     assert let_go(script) == []
     script.half.on_output({}, ["d"], failed)
     assert let_go(script) == LET_GO
@@ -412,18 +401,14 @@ def test_B8_a_transfer_that_is_over_lets_go_once(failed: list[str]) -> None:
 
 
 def test_B9_a_request_that_is_aborted_while_it_loads_lets_go_once() -> None:
-    script, wanted = attached(), Request("d", 49)
-    script.half.on_new_request(wanted, GIVEN)
-    script.answer(script.lookups()[0].ask, [0, 1, 2])
-    script.load(wanted, [[1, 2, 3]])
+    script, _ = fetching()
     script.half.request_finished("d", [[1, 2, 3]])
     script.half.on_output({}, ["d"], [])
     assert let_go(script) == LET_GO
 
 
 def test_B8_what_cannot_be_told_is_left_to_the_lease() -> None:
-    script, wanted = attached(), Request("d", 49)
-    script.half.on_new_request(wanted, GIVEN)
+    script, _ = asking()
     script.steps()
     script.client.detach("test")
     script.half.request_finished("d", ())
@@ -432,8 +417,7 @@ def test_B8_what_cannot_be_told_is_left_to_the_lease() -> None:
 
 
 def test_L5_a_request_that_was_computed_here_is_not_fetched_later() -> None:
-    script, wanted = attached(), Request("d", 49)
-    script.half.on_new_request(wanted, GIVEN)
+    script, wanted = asking()
     script.answer(script.lookups()[0].ask)
     script.admit(wanted)
     script.step(wanted, 49, [[1, 2, 3, 4]])
@@ -444,9 +428,7 @@ def test_L5_a_request_that_was_computed_here_is_not_fetched_later() -> None:
 
 def test_P5_an_engine_may_sleep_once_it_has_told_its_store() -> None:
     script, wanted = attached(), Request("p", 40)
-    script.half.on_new_request(wanted, HANDED)
-    script.admit(wanted)
-    script.step(wanted, 40, [[5, 6, 7]])
+    compute(script, wanted, [[5, 6, 7]], HANDED)
     script.half.hand_over("p", [[5, 6, 7]])
     script.half.request_finished("p", [[5, 6, 7]])
     assert script.half.has_pending_work()
@@ -463,9 +445,7 @@ TURN = {**GIVEN, "do_remote_prefill": False, "do_remote_decode": True}
 def decoded(transfer: Transfer) -> tuple[Script, dict[str, Any] | None]:
     """A decode request that ends by length."""
     script, wanted = attached(transfer), Request("d", 49)
-    script.half.on_new_request(wanted, GIVEN)
-    script.admit(wanted)
-    script.step(wanted, 49, [[1, 2, 3, 4]])
+    compute(script, wanted, [[1, 2, 3, 4]], GIVEN)
     back = script.half.hand_over("d", [[1, 2, 3, 4]])
     script.half.request_finished("d", [[1, 2, 3, 4]])
     return script, back
@@ -490,9 +470,7 @@ def test_L2_L4_with_two_way_a_decode_request_is_held_for_a_time_of_its_own() -> 
 
 def test_L4_only_requests_with_parameters_that_end_by_length_or_stop_are_held() -> None:
     script, wanted = attached(TWO_WAY), Request("d", 49)
-    script.half.on_new_request(wanted)
-    script.admit(wanted)
-    script.step(wanted, 49, [[1, 2, 3, 4]])
+    compute(script, wanted, [[1, 2, 3, 4]])
     assert script.half.hand_over("d", [[1, 2, 3, 4]]) is None
     script.half.on_new_request(aborted := Request("a", 49), GIVEN)
     script.admit(aborted)

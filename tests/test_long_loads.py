@@ -82,6 +82,20 @@ def stores(folder: Path, waits: str, **how: str) -> Iterator[tuple[Store, Store]
         yield prefill, decode
 
 
+@contextmanager
+def pair(
+    folder: Path, waits: str, *, push: bool = False, shape: Shape = SHAPE, **how: str
+) -> Iterator[tuple[Store, Store, Node, Node]]:
+    """Two stores that know each other, each with an engine: of prefill, and of decode."""
+    with (
+        stores(folder, waits, **how) as (left, right),
+        engine_on(left, "p", shape=shape) as prefill,
+        engine_on(right, "d", push=push, shape=shape) as decode,
+    ):
+        meet(prefill, decode)
+        yield left, right, prefill, decode
+
+
 def engine_on(
     store: Store, name: str, *, push: bool = False, shape: Shape = SHAPE
 ) -> AbstractContextManager[Node]:
@@ -150,12 +164,8 @@ def long_prefill(
 ) -> float:
     """A prompt is computed in one step of so many seconds; return how long it was waited for."""
     text = prompt(folder, TOKENS)
-    with (
-        stores(folder, waits, module=module) as (left, right),
-        engine_on(left, "p") as prefill,
-        engine_on(right, "d", push=push) as decode,
-    ):
-        meet(prefill, decode)
+    made = pair(folder, waits, push=push, module=module)
+    with made as (left, right, prefill, decode):
         with Computing(prefill, left, text, step_s) as params:
             started = time.monotonic()
             loaded = decode.run({"d": text}, 3, {"d": params})
@@ -194,12 +204,8 @@ def test_B15_a_peer_that_stalls_in_mid_transfer_is_given_up_after_a_time_without
 ) -> None:
     """Some blocks have come, its engine goes on to compute more, and nothing of them comes."""
     text, waits = prompt("stalls", MANY), 'promote = "1s"\n'
-    with (
-        stores(tmp_path, waits) as (left, right),
-        engine_on(left, "p", shape=CHUNKED) as prefill,
-        engine_on(right, "d", shape=CHUNKED, push=push) as decode,
-    ):
-        meet(prefill, decode)
+    made = pair(tmp_path, waits, push=push, shape=CHUNKED)
+    with made as (left, right, prefill, decode):
         with Computing(prefill, left, text, 0.6) as params:
             stalled_s: list[float] = []
 
@@ -231,12 +237,7 @@ def test_B15_an_engine_that_hangs_behind_a_store_that_lives_is_given_up_at_the_l
 ) -> None:
     """The store says for ever that the request runs."""
     text, waits = prompt("hangs", TOKENS), 'promote = "500ms"\npromote_limit = "2s"\n'
-    with (
-        stores(tmp_path, waits) as (left, right),
-        engine_on(left, "p") as prefill,
-        engine_on(right, "d") as decode,
-    ):
-        meet(prefill, decode)
+    with pair(tmp_path, waits) as (left, right, prefill, decode):
         with Computing(prefill, left, text, 8) as params:
             started = time.monotonic()
             decode.run({"d": text}, 3, {"d": params})
@@ -254,12 +255,7 @@ def test_B11_B15_a_request_that_is_aborted_waits_no_longer_for_what_a_peer_compu
     tmp_path: Path,
 ) -> None:
     text, waits = prompt("aborted", TOKENS), 'promote = "500ms"\n'
-    with (
-        stores(tmp_path, waits) as (left, right),
-        engine_on(left, "p") as prefill,
-        engine_on(right, "d") as decode,
-    ):
-        meet(prefill, decode)
+    with pair(tmp_path, waits) as (left, right, prefill, decode):
         with Computing(prefill, left, text, 6) as params:
             started = time.monotonic()
             step, aborted = decode.engine.step, list[str]()

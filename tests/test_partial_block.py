@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from connectors.engine_interface import Geometry
-from connectors.kv_transfer_params import Remote, Transfer
+from connectors.kv_transfer_params import Remote, Transfer, parameters
 from connectors.partial_block import is_partial_block, partial_block_of, query_for
 from connectors.step_meta import pieces
 from kvstore.core.errors import ProtocolError
@@ -25,17 +25,9 @@ STATES = Geometry(BLOCK, BLOCK, (BLOCK, BLOCK), (FULL, STATE))
 REMOTE = Remote("10.0.0.7:9500", "p", tokens=40)
 
 
-def given(tokens: object, request: str = "p") -> dict[str, Any]:
+def given(tokens: int) -> dict[str, Any]:
     """Hand-over parameters of a prompt of which another engine has computed so many tokens."""
-    return {
-        "do_remote_prefill": True,
-        "remote_engine_id": "engine",
-        "remote_request_id": request,
-        "remote_host": "10.0.0.7",
-        "remote_port": 9500,
-        "remote_block_ids": [[1, 2]],
-        "remote_num_tokens": tokens,
-    }
+    return parameters(Transfer("engine"), "p", REMOTE.address, [[1, 2]], tokens, 1)
 
 
 # Its name
@@ -198,7 +190,7 @@ def test_O16_a_tail_is_no_event() -> None:
 
 def decode(
     tokens: int,
-    computed_there: object,
+    computed_there: int,
     geometry: Geometry = ONE_GROUP,
     present: tuple[list[int], ...] = (),
 ) -> tuple[Script, Request, p.Lookup | None]:
@@ -237,24 +229,18 @@ def test_B6_a_token_that_is_computed_in_any_case_is_not_loaded_alone() -> None:
     assert script.matched(request, 16) == (17, True)
 
 
-def test_B6_without_the_tail_the_whole_blocks_are_loaded() -> None:
-    script, request, _ = decode(40, 40, present=([0, 1],))
-    assert script.matched(request) == (32, True)
-
-
-def test_B6_a_prompt_that_ends_with_a_block_is_loaded_whole() -> None:
-    script, request, lookup = decode(32, 32, present=([0, 1],))
+@pytest.mark.parametrize(
+    ("tokens", "present", "matched"), [(40, [0, 1], 32), (32, [0, 1], 32), (5, [0], 5)]
+)
+def test_B6_what_is_there_is_loaded(tokens: int, present: list[int], matched: int) -> None:
+    """A prompt without its tail, one that ends with a block, one shorter than that."""
+    script, request, lookup = decode(tokens, tokens, present=(present,))
     assert lookup is not None
-    assert (lookup.hashes, lookup.inside) == (b"".join(request.block_hashes), 0)
-    assert script.matched(request) == (32, True)
-    assert len(script.load(request, [[1, 2]]).loads) == 1
-
-
-def test_B6_a_prompt_shorter_than_a_block_is_loaded() -> None:
-    script, request, _ = decode(5, 5, present=([0],))
-    assert script.matched(request) == (5, True)
-    (job,) = script.load(request, [[4]]).loads
-    assert job.engine.block_ids == (4,)
+    assert lookup.hashes.startswith(b"".join(request.block_hashes))
+    assert (len(lookup.hashes) // 32, lookup.inside) == (-(-tokens // BLOCK), tokens % BLOCK)
+    assert script.matched(request) == (matched, True)
+    (job,) = script.load(request, [[4, 5, 6]]).loads
+    assert job.engine.block_ids == (4, 5)[: len(present)]
 
 
 def test_B6_parts_of_a_tail_that_have_no_tokens_are_not_filled() -> None:
@@ -271,13 +257,6 @@ def test_a_tail_is_asked_for_where_it_is_of_this_prompt(there: int, asked: int) 
     assert lookup is not None
     assert len(lookup.hashes) // 32 == asked
     assert lookup.inside == (there % BLOCK if asked == 3 else 0)
-
-
-@pytest.mark.parametrize("tokens", ["40", -1, 1.5])
-def test_a_number_of_tokens_that_is_none_is_refused(tokens: object) -> None:
-    _, _, lookup = decode(40, tokens)
-    assert lookup is not None
-    assert lookup.peer == ""
 
 
 def test_B17_an_ordinary_request_does_not_find_a_tail() -> None:

@@ -167,16 +167,13 @@ def write(folder: Path, section: str, name: str, value: object) -> Path:
 
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    def begin(one: server.Server) -> None:
-        one._stopping = True
-
     monkeypatch.setattr(server.Server, "_turn", lambda _: None)
     monkeypatch.setattr(server, "collect_young_only", lambda: None)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     run = server.Server.run
 
     def brief(one: server.Server) -> None:
-        begin(one)
+        one._stopping = True
         run(one)
 
     monkeypatch.setattr(server.Server, "run", brief)

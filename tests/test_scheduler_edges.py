@@ -16,6 +16,8 @@ from kvstore.core.types import GroupRule
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.harness.script import BLOCK, MS, Request, Script, hashes
+from tests.test_scheduler_half import loading, waiting
+from tests.test_scheduler_offers import run
 
 ROOT = Path(__file__).parent.parent
 PARTS = Geometry(BLOCK, 8, (8,), (GroupRule(),))  # two engine blocks in a block
@@ -47,8 +49,7 @@ def test_O4_a_hit_is_whole_blocks_of_every_group() -> None:
 
 def test_O5_what_the_engine_has_itself_is_asked_about_too() -> None:
     script, request = Script(), Request("r", 20)
-    script.arrive(request, [])
-    script.admit(request)
+    run(script, request)
     request.num_tokens, request.block_hashes = 65, hashes(4)
     script.matched(request, 32)  # preempted; two of its blocks are still in the engine's cache
     (lookup,) = script.lookups()
@@ -83,8 +84,7 @@ def test_O9_a_table_without_blocks_for_the_load_touches_none() -> None:
 def test_O10_drafts_are_offered_once_they_are_accepted() -> None:
     script, request = Script(), Request("r", 45)
     table = [[1, 2, 3, 4]]
-    script.arrive(request, [])
-    script.admit(request)
+    run(script, request)
     assert script.indices(request, script.step(request, 45, table)) == [0, 1]
     request.num_tokens = 46
     assert script.step(request, 4, table).stores == (), "three drafts would complete the third"
@@ -96,8 +96,7 @@ def test_O10_drafts_are_offered_once_they_are_accepted() -> None:
 
 def test_O10_the_last_token_of_a_request_has_no_KV() -> None:
     script, request = Script(), Request("r", 31)
-    script.arrive(request, [])
-    script.admit(request)
+    run(script, request)
     script.step(request, 31, [[1, 2]])
     request.num_tokens, request.block_hashes = 32, hashes(2)
     script.half.request_finished("r", [[1, 2]])
@@ -109,8 +108,7 @@ def test_O10_the_last_token_of_a_request_has_no_KV() -> None:
 @pytest.mark.parametrize("part", [0, 1])
 def test_O10_a_block_with_a_null_part_is_not_stored(length: int, part: int) -> None:
     script, request = Script(PARTS), Request("r", length * BLOCK, hash_tokens=8)
-    script.arrive(request, [])
-    script.admit(request)
+    run(script, request)
     table = list(range(1, 2 * length + 1))
     table[2 + part] = 0
     stored = script.indices(request, script.step(request, length * BLOCK, [table]))
@@ -123,8 +121,7 @@ def test_O13_every_block_of_a_copy_is_fenced_until_all_ranks_have_ended(
     length: int, world: int
 ) -> None:
     script, request = Script(world=world), Request("r", length * BLOCK)
-    script.arrive(request, [])
-    script.admit(request)
+    run(script, request)
     table = [list(range(1, length + 1))]
     (job,) = script.step(request, length * BLOCK, table).stores
     for rank in range(world):
@@ -139,8 +136,7 @@ def test_O11_of_what_is_ready_the_latest_is_remembered(monkeypatch: pytest.Monke
     monkeypatch.setattr(known_keys, "SET_SHIFT", 64)  # 0 or -1: the one set
     monkeypatch.setattr(known_keys, "SET_KEYS_MAX", 4)
     script, request = Script(), Request("r", 10 * BLOCK)
-    script.arrive(request, [])
-    script.admit(request)
+    run(script, request)
     keys = [script.key(request, index) for index in range(10)]
     script.changed(added=keys[:8])
     script.client.receive()
@@ -183,9 +179,7 @@ def test_O14_a_report_of_a_load_that_is_not_under_way_changes_nothing() -> None:
 
 
 def test_O15_after_a_failed_load_no_disk_is_waited_for() -> None:
-    script, request = Script(), Request("r", 40)
-    script.arrive(request, [0, 1])
-    script.load(request, [[1, 2]])
+    script, request = loading()
     script.half.on_output({}, ["r"], ["r"])
     script.matched(request)
     assert [lookup.memory_only for lookup in script.lookups()] == [True]
@@ -195,8 +189,7 @@ def test_O15_after_a_failed_load_no_disk_is_waited_for() -> None:
 
 def test_O17_copies_of_before_a_reset_stay_fenced_and_keep_their_keys() -> None:
     script, request = Script(), Request("r", 32)
-    script.arrive(request, [])
-    script.admit(request)
+    run(script, request)
     (job,) = script.step(request, 16, [[1, 2]]).stores
     request.num_computed_tokens = 32
     script.half.request_finished("r", [[1, 2]])
@@ -299,8 +292,7 @@ def test_O8_a_busy_engine_waits_for_a_first_ask_only() -> None:
 
 
 def test_O8_an_idle_engine_waits_in_each_step_since_an_empty_one_costs_more() -> None:
-    script, request = Script(), Request("r", 33)
-    script.half.on_new_request(request)
+    script, request = waiting()
     for steps in range(1, 4):
         script.matched(request)
         assert script.waited_ns == pytest.approx(steps * MS, rel=0.01)

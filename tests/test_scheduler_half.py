@@ -16,6 +16,33 @@ PARTS = Geometry(BLOCK, 8, (8,), (GroupRule(),))  # two engine blocks in a block
 WINDOW = Geometry(BLOCK, BLOCK, (BLOCK, BLOCK), (GroupRule(), GroupRule(2)))
 
 
+def waiting() -> tuple[Script, Request]:
+    """A request of two blocks whose question was not answered yet."""
+    script, request = Script(), Request("r", 33)
+    script.half.on_new_request(request)
+    return script, request
+
+
+def loading() -> tuple[Script, Request]:
+    """A request of two blocks and a half whose load is under way."""
+    script, request = Script(), Request("r", 40)
+    script.arrive(request, [0, 1])
+    script.load(request, [[1, 2]])
+    return script, request
+
+
+def loading_for_two(
+    text: str = "a", *, shares_prefixes: bool = True
+) -> tuple[Script, Request, Request]:
+    """A load is under way; another request, of this text, has found the same blocks."""
+    script = Script(shares_prefixes=shares_prefixes)
+    first, second = Request("a", 33), Request("b", 40, text)
+    script.arrive(first, [0, 1])
+    script.load(first, [[1, 2]])
+    script.arrive(second, [0, 1])
+    return script, first, second
+
+
 def finish(script: Script, request: Request, *, failed: bool = False) -> None:
     """Every rank has reported the request's load."""
     names = [request.request_id]
@@ -97,8 +124,7 @@ def test_O5_asking_again_says_the_same() -> None:
 
 
 def test_O5_polling_a_deferred_request_is_one_lookup() -> None:
-    script, request = Script(), Request("r", 33)
-    script.half.on_new_request(request)
+    script, request = waiting()
     for _ in range(5):
         assert script.matched(request) == (None, False)
         script.step()
@@ -109,8 +135,7 @@ def test_O5_polling_a_deferred_request_is_one_lookup() -> None:
     ("present", "said"), [(None, (None, False)), ([0, 1], (32, True)), ([], (0, False))]
 )
 def test_O6_the_three_answers(present: list[int] | None, said: tuple[int | None, bool]) -> None:
-    script, request = Script(), Request("r", 33)
-    script.half.on_new_request(request)
+    script, request = waiting()
     if present is not None:
         (lookup,) = script.lookups()
         script.answer(lookup.ask, present)
@@ -125,37 +150,21 @@ def test_O6_a_request_nobody_announced_is_a_miss() -> None:
 
 
 def test_O7_a_second_request_waits_for_the_first_ones_load() -> None:
-    script, first, second = Script(), Request("a", 33), Request("b", 40)
-    script.arrive(first, [0, 1])
-    script.load(first, [[1, 2]])
-    script.arrive(second, [0, 1])
+    script, first, second = loading_for_two()
     assert script.matched(second) == (None, False)
     finish(script, first)
     assert script.matched(second) == (32, True)
     assert script.matched(second, 32) == (0, False)
 
 
-def test_O7_a_request_with_other_tokens_does_not_wait() -> None:
-    script, first, second = Script(), Request("a", 33), Request("b", 33, "other")
-    script.arrive(first, [0, 1])
-    script.load(first, [[1, 2]])
-    script.arrive(second, [0, 1])
-    assert script.matched(second) == (32, True)
-
-
-def test_O7_without_prefix_caching_each_loads_its_own() -> None:
-    script, first, second = Script(shares_prefixes=False), Request("a", 33), Request("b", 33)
-    script.arrive(first, [0, 1])
-    script.load(first, [[1, 2]])
-    script.arrive(second, [0, 1])
-    assert script.matched(second) == (32, True)
+def test_O7_with_other_tokens_or_without_prefix_caching_each_loads_its_own() -> None:
+    for text, shares_prefixes in (("other", True), ("a", False)):
+        script, _, second = loading_for_two(text, shares_prefixes=shares_prefixes)
+        assert script.matched(second) == (32, True)
 
 
 def test_O7_the_wait_is_bounded() -> None:
-    script, first, second = Script(), Request("a", 33), Request("b", 33)
-    script.arrive(first, [0, 1])
-    script.load(first, [[1, 2]])
-    script.arrive(second, [0, 1])
+    script, _, second = loading_for_two()
     assert script.matched(second) == (None, False)
     script.now_ns += LOADING_LIMIT_NS
     assert script.matched(second) == (None, False)
@@ -166,10 +175,7 @@ def test_O7_the_wait_is_bounded() -> None:
 
 @pytest.mark.parametrize("aborted", [True, False])
 def test_O7_a_load_that_failed_or_was_aborted_delays_no_other(*, aborted: bool) -> None:
-    script, first, second = Script(), Request("a", 33), Request("b", 33)
-    script.arrive(first, [0, 1])
-    script.load(first, [[1, 2]])
-    script.arrive(second, [0, 1])
+    script, first, second = loading_for_two()
     assert script.matched(second) == (None, False)
     if aborted:
         script.half.request_finished("a", [[1, 2]])
@@ -230,8 +236,7 @@ def test_O8_waiting_is_off_after_three_time_outs_until_an_answer_comes_in_time()
 
 
 def test_O8_a_store_that_does_not_answer_is_given_up() -> None:
-    script, request = Script(), Request("r", 33)
-    script.half.on_new_request(request)
+    script, request = waiting()
     assert script.matched(request) == (None, False)
     script.now_ns += ANSWER_LIMIT_NS + 101 * MS  # the store may defer for 100 ms
     assert script.matched(request) == (0, False)
@@ -256,8 +261,7 @@ def test_O8_questions_asked_anew_do_not_prolong_the_wait() -> None:
 
 
 def test_O8_the_limit_starts_anew_when_a_request_comes_back() -> None:
-    script, request = Script(), Request("r", 33)
-    script.half.on_new_request(request)
+    script, request = waiting()
     script.matched(request)
     (lookup,) = script.lookups()
     script.answer(lookup.ask, [])
@@ -304,9 +308,7 @@ def test_O9_only_the_window_is_loaded() -> None:
 
 
 def test_O9_the_second_allocation_after_a_load_starts_nothing() -> None:
-    script, request = Script(), Request("r", 40)
-    script.arrive(request, [0, 1])
-    script.load(request, [[1, 2]])
+    script, request = loading()
     finish(script, request)
     script.steps()
     script.half.update_state_after_alloc("r", (), 0)
@@ -377,9 +379,7 @@ def test_M1_M2_hits_are_counted_by_the_tier_they_come_from_each_token_once(
 
 
 def test_O14_a_request_aborted_during_its_load_leaves_nothing() -> None:
-    script, request = Script(), Request("r", 40)
-    script.arrive(request, [0, 1])
-    script.load(request, [[1, 2]])
+    script, request = loading()
     script.half.request_finished("r", [[1, 2]])
     meta = script.step()
     assert (meta.early, meta.stores, meta.loads) == ((), (), ())
@@ -389,9 +389,7 @@ def test_O14_a_request_aborted_during_its_load_leaves_nothing() -> None:
 
 
 def test_O15_a_failed_load_is_tried_once_more_and_then_computed() -> None:
-    script, request = Script(), Request("r", 40)
-    script.arrive(request, [0, 1])
-    script.load(request, [[1, 2]])
+    script, request = loading()
     finish(script, request, failed=True)
     request.num_computed_tokens = 0
     assert script.matched(request) == (None, False)
@@ -406,9 +404,7 @@ def test_O15_a_failed_load_is_tried_once_more_and_then_computed() -> None:
 
 
 def test_O15_what_a_failed_load_promised_is_stored_when_it_is_computed() -> None:
-    script, request = Script(), Request("r", 40)
-    script.arrive(request, [0, 1])
-    script.load(request, [[1, 2]])
+    script, request = loading()
     finish(script, request, failed=True)
     request.num_computed_tokens = 0
     script.admit(request)
@@ -435,8 +431,7 @@ def test_O20_a_lease_is_given_back_at_abort() -> None:
 
 
 def test_O20_an_answer_after_the_abort_is_given_back() -> None:
-    script, request = Script(), Request("r", 33)
-    script.half.on_new_request(request)
+    script, _ = waiting()
     (lookup,) = script.lookups()
     script.half.request_finished("r", [[]])
     script.answer(lookup.ask, [0, 1], lease=99)
@@ -470,8 +465,7 @@ def test_O20_at_the_cap_later_requests_give_their_leases_back() -> None:
 
 
 def test_a_question_lost_with_its_session_is_asked_again() -> None:
-    script, request = Script(), Request("r", 33)
-    script.half.on_new_request(request)
+    script, request = waiting()
     assert script.matched(request) == (None, False)
     script.client.detach("the store went")
     assert script.matched(request) == (0, False), "without a store it is computed"

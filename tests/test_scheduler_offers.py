@@ -15,10 +15,9 @@ WINDOW = Geometry(BLOCK, BLOCK, (BLOCK, BLOCK), (GroupRule(), GroupRule(2)))
 TABLE = [[1, 2, 3, 4, 5, 6]]
 
 
-def run(script: Script, request: Request, present: list[int] | None = None) -> None:
-    """Let a request run that finds nothing, or nothing that it can use."""
-    groups = len(script.geometry.rules)
-    script.arrive(request, *([present or []] * groups))
+def run(script: Script, request: Request) -> None:
+    """Let a request run that finds nothing."""
+    script.arrive(request)
     script.admit(request)
 
 
@@ -132,23 +131,6 @@ def test_O11_a_partly_accepted_batch_is_a_leading_run_per_group() -> None:
     (rest,) = script.step(request, 1, table).stores
     assert rest.engine.block_ids == (2, 3, 5, 6)
     assert rest.engine.group_sizes == (2, 2)
-
-
-def test_O11_what_is_ready_is_not_stored_again() -> None:
-    script, request = Script(), Request("r", 48)
-    run(script, request)
-    script.changed(added=[script.key(request, 1)])
-    meta = script.step(request, 48, TABLE)
-    assert script.indices(request, meta) == [0, 2]
-    assert [job.engine.block_ids for job in meta.stores] == [(1, 3)]
-
-
-def test_O11_what_has_left_is_stored_again() -> None:
-    script, request = Script(), Request("r", 16)
-    run(script, request)
-    script.changed(added=[script.key(request, 0)])
-    script.changed(removed=[script.key(request, 0)])
-    assert script.indices(request, script.step(request, 16, TABLE)) == [0]
 
 
 def test_O11_while_a_copy_is_unfinished_another_request_writes_its_own() -> None:
@@ -270,15 +252,6 @@ def test_O13_a_block_that_two_requests_store_in_one_step_stays_fenced() -> None:
     assert script.step(written=[1]).flush == (early.job_id,)
     script.half.on_output({early.job_id: 1}, [], [])
     assert script.step(written=[1]).flush == ()
-
-
-def test_O13_a_store_of_the_end_is_submitted_and_flushed_in_one_step() -> None:
-    script, request = Script(), Request("r", 16)
-    run(script, request)
-    request.num_computed_tokens = 16
-    script.half.request_finished("r", TABLE)
-    meta = script.step(written=[1])
-    assert meta.flush == tuple(job.job_id for job in meta.early)
 
 
 def test_O13_what_a_step_itself_completes_is_not_flushed_in_it() -> None:

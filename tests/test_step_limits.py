@@ -13,16 +13,15 @@ import pytest
 
 from connectors import store_client
 from connectors.config import parse_extra, refuse_engine_id
-from connectors.kv_transfer_params import Transfer
 from kvstore.core import limits
 from kvstore.core.errors import ConfigError
 from kvstore.wire import peer as m
 from tests.harness.fakes import blocks, hashes
 from tests.harness.live import LiveStore, engine, store_settings
 from tests.harness.script import BLOCK, Request, Script
+from tests.test_kv_transfer_params import HANDED, attached
 
 MIB = 1 << 20
-HANDED = {"do_remote_decode": True}
 
 
 def long(name: str, count: int) -> Request:
@@ -47,9 +46,7 @@ def test_S2_a_burst_of_long_prompts_is_asked_about_in_several_steps() -> None:
 
 
 def test_S2_requests_that_are_handed_over_are_told_in_several_steps() -> None:
-    script = Script()
-    script.client.side_channel = "127.0.0.1:9500"
-    script.half._hand_overs._transfer = Transfer("engine")
+    script = attached()
     ending = [long(f"r{number}", 2 * MIB // 32) for number in range(20)]
     for request in ending:
         script.half.on_new_request(request, HANDED, reads=False)
@@ -109,9 +106,7 @@ def test_S2_of_a_longer_prompt_the_leading_blocks_are_handed_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(limits, "LOOKUP_BLOCKS_MAX", 8)
-    script = Script()
-    script.client.side_channel = "127.0.0.1:9500"
-    script.half._hand_overs._transfer = Transfer("engine")
+    script = attached()
     script.half.on_new_request(request := Request("r", 10 * BLOCK + 5), HANDED)
     script.admit(request)
     script.step(request, request.num_tokens, [range(1, 12)])

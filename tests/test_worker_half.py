@@ -54,21 +54,11 @@ def rigs() -> Iterator[list[Rig]]:
 
 @pytest.fixture
 def rig(store: LiveStore, rigs: list[Rig]) -> Rig:
-    rigs.append(Rig(store.path))
-    rigs[-1].attach()
-    return rigs[-1]
+    return new_rig(store, rigs)
 
 
-def new_rig(
-    store: LiveStore,
-    rigs: list[Rig],
-    name: str = "engine",
-    *,
-    world: int = 1,
-    per: int = 1,
-    pad: int = 0,
-) -> Rig:
-    rigs.append(Rig(store.path, name, world=world, per=per, pad=pad))
+def new_rig(store: LiveStore, rigs: list[Rig], name: str = "engine", **how: int) -> Rig:
+    rigs.append(Rig(store.path, name, **how))  # type: ignore[arg-type]
     rigs[-1].attach()
     return rigs[-1]
 
@@ -87,16 +77,8 @@ def test_what_was_stored_is_loaded(store: LiveStore, rigs: list[Rig], world: int
     for rank in rig.ranks:
         assert [rank.holds(b, of) for b, of in ((10, 1), (20, 3), (11, 2), (12, 7))] == [True] * 4
         assert rank.untouched(others)
-
-
-def test_padding_between_pages_is_left_alone(store: LiveStore, rigs: list[Rig]) -> None:
-    rig = new_rig(store, rigs, pad=64)
-    chain = hashes(2)
-    rig.put(chain, [1, 2])
-    rig.load(rig.load_job("r", rig.ask(chain), [10, 11]))
-    (rank,) = rig.ranks
-    padding = rank.storage.view(BLOCKS, LAYERS, rank.page + 64)[:, :, rank.page :]
-    assert bool((padding == POISON).all())
+        padding = rank.storage.view(BLOCKS, LAYERS, rank.page + pad)[:, :, rank.page :]
+        assert bool((padding == POISON).all())
 
 
 @pytest.mark.parametrize("first", range(4))
