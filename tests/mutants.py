@@ -299,12 +299,6 @@ MUTANTS = (
         "tests/test_turns.py -k S4_a_namespace_wakes_when_its_memory",
     ),
     Mutant(
-        "tiers/nvme/tier.py",
-        "        self._disk.wake(self.space)\n        work.runs -= 1\n",
-        "        work.runs -= 1\n",
-        "tests/test_turns.py -k S4_what_is_written",
-    ),
-    Mutant(
         "tiers/nvme/disk.py",
         "            self.wake(space)\n            self._commits.hurry()\n",
         "            self._commits.hurry()\n",

@@ -29,9 +29,11 @@ from tests.harness.fakes import Engine, HeapPool, Town, blocks, hashes
 from tests.harness.live import Client, LiveStore, engine, eventually, store_settings
 from tests.harness.peers import exporter_of, inside
 from tiers.nixl.exporter_child import Child
+from tiers.nvme.block_io import ThreadMover
 from tiers.nvme.disk import IDLE_S, NvmeDisk
 from tiers.nvme.index import Durable
 from tiers.nvme.namespace import DiskNamespace
+from tiers.nvme.tier import Run
 
 PAGE = 1 << 16
 FEW, MANY = 20, 120
@@ -248,7 +250,18 @@ def no_resting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_resting")  # before the store is made
-def test_S4_what_is_written_becomes_durable_and_then_the_disk_is_at_rest(store: LiveStore) -> None:
+def test_S4_what_is_written_becomes_durable_and_then_the_disk_is_at_rest(
+    store: LiveStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among many namespaces it is long until one at rest has its turn: here it has none."""
+    monkeypatch.setattr(visits, "RESTING_NS", 10**18)
+    write = ThreadMover._write
+
+    def slowly(mover: ThreadMover[Run], run: Run) -> Run:
+        time.sleep(0.05)  # some turns
+        return write(mover, run)
+
+    monkeypatch.setattr(ThreadMover, "_write", slowly)
     with engine(store, page_bytes=PAGE) as live:
         disk = cast(NvmeDisk, store.server._disk)
         for count, name in ((3, "a"), (6, "b")):
