@@ -50,6 +50,7 @@ class TrackedRequest(msgspec.Struct, eq=False):
     present: tuple[GroupHits, ...]  # what the store has of it, by group
     arrival: int = 0  # numbers requests in their order
     may_load: bool = True  # False: it computes its whole prompt
+    repeatable: bool = True  # a step of it may be taken once more
     phase: Phase = Phase.NEW
     ask: int = 0  # number of its lookup; 0: it has none
     query: BlockQuery = NO_QUERY  # of the last lookup

@@ -105,19 +105,23 @@ class SchedulerHalf:
         cached: int = 0,
         *,
         reads: bool = True,
+        repeatable: bool = True,
     ) -> None:
         """Take note of a request and queue its lookup; its keys are sent once.
 
         transfer: hand-over parameters, if it has any; wrong ones are logged and not used.
         cached: tokens that the engine has of a request with parameters.
         reads: False: it computes its whole prompt. Nothing is asked; its blocks are stored.
+        repeatable: a step whose output is dropped changes nothing of what it samples later.
         """
         if not self._requests:
             self._client.receive()  # the store may have gone while no step was taken
         if not self._client.session:
             self._client.receive()  # and may be back
         self._arrivals += 1
-        tracked = TrackedRequest(request, self._absent, self._arrivals, may_load=reads)
+        tracked = TrackedRequest(
+            request, self._absent, self._arrivals, may_load=reads, repeatable=repeatable
+        )
         self._requests[request.request_id] = tracked
         tracked.remote = self._hand_overs.start(request, transfer, cached)
         self._ask(tracked)
@@ -193,6 +197,7 @@ class SchedulerHalf:
             and len(self._requests) == 1
             and self._scheduled.keys() <= self._ended | self._requests.keys()
             and tracked.remote is NO_REMOTE
+            and tracked.repeatable
             and not grant.sources
             and not any(hits.has_direct for hits in grant.hits)
             and loads.fits(-(-tokens // self._geometry.block_tokens))

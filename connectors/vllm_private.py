@@ -33,7 +33,7 @@ REQUEST = (
     "_all_token_ids", "all_token_ids", "block_hashes", "drop_stale_output", "kv_transfer_params",
     "lora_request", "max_tokens", "mm_features", "num_computed_tokens", "num_in_flight_tokens",
     "num_prompt_tokens", "num_tokens", "prompt_is_token_ids", "prompt_token_ids", "request_id",
-    "skip_reading_prefix_cache", "status",
+    "sampling_params", "skip_reading_prefix_cache", "status",
 )  # fmt: skip
 CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (
@@ -62,6 +62,7 @@ CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (CacheHitSource, ("DISK", "EXTERNAL_UNSPECIFIED", "HOST", "P2P")),
     (MultiModalFeatureSpec, ("mm_position",)),
     (PlaceholderRange, ("length", "offset")),
+    (SamplingParams, ("prompt_logprobs", "seed")),
 )
 # What is made with which arguments: no more, no less.
 BUILT: tuple[tuple[type, tuple[str, ...]], ...] = (

@@ -155,7 +155,8 @@ def loads_in_steps(config: VllmConfig, cache: KVCacheConfig, tokens: Geometry) -
     It does not take back the output of those that read what a load in an earlier step left wrong.
     """
     one_by_one = config.scheduler_config.async_scheduling is False
-    if not one_by_one or config.parallel_config.pipeline_parallel_size > 1:
+    # Model runner V2 keeps its own count of computed tokens, and takes none back.
+    if not one_by_one or config.max_concurrent_batches > 1 or config.use_v2_model_runner:
         return None
     engine_block_bytes = sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks
     return StepLoads(engine_block_bytes * tokens.blocks_per_chunk[0])
@@ -216,7 +217,9 @@ class SchedulerSide:
             leave_out_last(request, self._tokens.hash_tokens)
         cached = cached_tokens(self.manager, request) if transfer else 0
         reads = not request.skip_reading_prefix_cache
-        self.half.on_new_request(request, transfer, cached, reads=reads)
+        wanted = request.sampling_params
+        repeatable = wanted is None or (wanted.seed is None and wanted.prompt_logprobs is None)
+        self.half.on_new_request(request, transfer, cached, reads=reads, repeatable=repeatable)
 
     def on_allocated(self, request: Request, blocks: Any, external: int) -> None:
         """vLLM has allocated a request's blocks; external: tokens that we load into them."""

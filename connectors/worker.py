@@ -187,7 +187,7 @@ class WorkerHalf:
             tasks = [LoadTask(job, mark) for job in meta.loads]
             for task in tasks:
                 self._loads_open.add(task.job.request_id)
-                self._runner.submit(task)
+                self._runner.submit(task, first=task.job.in_step)
             self._end_in_step([task for task in tasks if task.job.in_step])
 
     def _end_in_step(self, tasks: Sequence[LoadTask]) -> None:

@@ -87,20 +87,20 @@ MUTANTS = (
     ),
     Mutant(
         CHANNEL,
-        "        if self._unfinished > UNFINISHED_BYTES_MAX:",
-        "        if False:",
+        "        while self._unfinished > UNFINISHED_BYTES_MAX:",
+        "        while False:",
         "tests/test_side_channel_limits.py -k S2_what_peers_leave_unfinished",
     ),
     Mutant(
         CHANNEL,
-        "        if self._unread > UNREAD_BYTES_MAX:",
-        "        if False:",
+        "        while self._unread > UNREAD_BYTES_MAX:",
+        "        while False:",
         "tests/test_side_channel_limits.py -k S2_what_peers_do_not_read",
     ),
     Mutant(
         CHANNEL,
-        " and len(self._came_young()) < GREETINGS_MAX",
-        "",
+        "        if len(young) >= GREETINGS_MAX:",
+        "        if False:",
         "tests/test_side_channel_limits.py -k S2_connections_that_prove_nothing",
     ),
     Mutant(
@@ -129,8 +129,8 @@ MUTANTS = (
     ),
     Mutant(
         CHANNEL,
-        "        room = room and now_ns >= self._paused_ns",
-        "        room = room and not self._paused_ns",
+        " and now_ns >= self._paused_ns",
+        " and not self._paused_ns",
         "tests/test_side_channel_limits.py -k S2_a_listener_without_descriptors",
     ),
     Mutant(
@@ -630,6 +630,7 @@ MUTANTS = (
             "            and len(self._requests) == 1\n",
             "            and self._scheduled.keys() <= self._ended | self._requests.keys()\n",
             "            and tracked.remote is NO_REMOTE\n",
+            "            and tracked.repeatable\n",
             "            and not grant.sources\n",
             "            and not any(hits.has_direct for hits in grant.hits)\n",
             "            and loads.fits(-(-tokens // self._geometry.block_tokens))\n",

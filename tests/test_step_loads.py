@@ -79,6 +79,14 @@ def test_O6_an_engine_that_schedules_ahead_has_no_such_loads() -> None:
     assert script.matched(request) == (32, True)
 
 
+def test_O6_O15_a_step_that_cannot_be_taken_twice_has_no_such_load() -> None:
+    """A seed's generator has gone on, and logprobs of the prompt have been told."""
+    script, request = idle_engine(), Request("r", 40)
+    script.arrive(request, [0, 1])
+    script.half._requests["r"].repeatable = False
+    assert script.matched(request) == (32, True)
+
+
 def test_O6_another_request_that_runs_is_not_held_up() -> None:
     script, request = idle_engine(), Request("r", 40, "b")
     running(script, "other")

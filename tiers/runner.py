@@ -68,12 +68,12 @@ class Runner(Generic[J, R]):
         """Count the jobs whose result is not there yet."""
         return self._open
 
-    def submit(self, job: J) -> None:
-        """Queue a job. Raises RuntimeError when closed."""
+    def submit(self, job: J, *, first: bool = False) -> None:
+        """Queue a job, behind all others or before them. Raises RuntimeError when closed."""
         with self._changed:
             if self._closed:
                 raise RuntimeError("runner is closed")
-            self._jobs.append(job)
+            (self._jobs.appendleft if first else self._jobs.append)(job)
             self._open += 1
             self._changed.notify_all()
 

@@ -382,11 +382,13 @@ class Manager:
                 self._pinned(entry)
         return lease
 
-    def touch(self, key: BlockKey) -> None:
-        """Refresh the recency of a ready block, and with it of the path above it."""
+    def touch(self, key: BlockKey) -> bool:
+        """Refresh the recency of a block, and with it of the path above it; False: not ready."""
         entry = self.index.get(key)
-        if entry is not None and entry.state is _READY:
-            self._policy.touch(entry)
+        if entry is None or entry.state is not _READY:
+            return False
+        self._policy.touch(entry)
+        return True
 
     def complete_load(self, lease_id: LeaseId, damaged: Collection[Slot] = ()) -> bool:
         """End a lease; False if it had ended before. Blocks in damaged slots are dropped."""

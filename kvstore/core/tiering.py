@@ -43,6 +43,7 @@ JOB_BLOCKS_MAX = 64
 LOAD_BYTES = 8 << 20
 """Of one job that reads from a lower tier: a few milliseconds of a disk, so that engines copy the
 first blocks of a hit while the next are read."""
+LEADING_MAX = 64  # blocks that are looked up in one go
 _PINNED_PART = 4  # of the slots: a quarter
 _BACKLOG_NS = 10_000_000_000
 _WALK_MAX = 4096  # ancestors that are looked at in one go
@@ -91,6 +92,7 @@ class Tiering:
         self.counts: Counter[tuple[str, str]] = Counter() if counts is None else counts
         self.tiers = tuple(tiers)
         self.sources = (*tiers, *remote)
+        self._at_once = LEADING_MAX if all(isinstance(t, Leading) for t in self.sources) else 1
         self._telling = [tier for tier in tiers if isinstance(tier, Telling)]
         self._manager = manager
         self._slot_bytes = slot_bytes
@@ -229,12 +231,14 @@ class Tiering:
 
         They are keys[first] and its followers.
         """
-        count = len(keys) - first
+        # No tier looks at more than the next call goes on from, or at a few too many.
+        some = keys[first : first + self._at_once]
+        count = len(some)
         for tier in self.sources:
-            if isinstance(tier, Leading):
-                result, alike = tier.leading(keys, first)
+            if self._at_once > 1 and isinstance(tier, Leading):
+                result, alike = tier.leading(some[:count], 0)
             else:
-                result, alike = tier.lookup(keys[first]), 1
+                result, alike = tier.lookup(some[0]), 1
             count = min(count, alike)
             if result is not LookupResult.MISS:
                 return result, tier, count
@@ -283,8 +287,9 @@ class Tiering:
             ends = [first] + [run.end for run in runs]
             for begin, gap in zip(ends, gaps, strict=True):
                 # Or their slots would be the next ones granted; a chain's last stands for all.
-                for index in range(max(begin, gap - 1) if chained else begin, gap):
-                    self._manager.touch(chain.key(group, index))
+                for index in range(gap - 1, begin - 1, -1) if chained else range(begin, gap):
+                    if self._manager.touch(chain.key(group, index)) and chained:
+                        break
             for run in runs:
                 begin = max(first, run.first)
                 keys = chain.keys_at(group, range(begin, run.end))

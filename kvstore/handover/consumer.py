@@ -480,19 +480,19 @@ class Consumer:
         """Return what lookup() says of keys[first], and from there on of how many blocks."""
         if not self._located:
             return LookupResult.MISS, len(keys) - first
-        result = self.lookup(keys[first])
+        result, end = self.lookup(keys[first]), first + 1
         if result is LookupResult.MISS:
-            return result, 1
-        number, position = divmod(self._located[keys[first]], m.JOB_BLOCKS_MAX)
-        fetch, count = self._fetches[number], len(keys) - first
-        run = position, min(position + count, len(fetch.keys))
-        alike = WANTED if result is LookupResult.RETRY else OFFERED
-        if (
-            fetch.states.are(run, alike)
-            and fetch.keys[slice(*run)] == keys[first : first + run[1] - position]
-        ):
-            return result, run[1] - position
-        return result, 1
+            while end < len(keys) and keys[end] not in self._located:
+                end += 1
+            return result, end - first
+        place = self._located[keys[first]]
+        number, position = divmod(place, m.JOB_BLOCKS_MAX)
+        states, waits = self._fetches[number].states, result is LookupResult.RETRY
+        while end < len(keys) and self._located.get(keys[end]) == place + end - first:
+            if (states[position + end - first] == WANTED) is not waits:
+                break
+            end += 1
+        return result, end - first
 
     def submit(self, job: TransferJob) -> None:
         """Fetch offered blocks into slots."""
@@ -568,7 +568,9 @@ class Consumer:
 
     def _pass_on(self, fetch: Fetch, positions: Sequence[int]) -> None:
         """Let workers read what can be read now."""
-        known = set() if fetch.push else {*fetch.places.known(positions), *fetch.residents}
+        known = set() if fetch.push else {*fetch.places.known(positions)}
+        if fetch.residents:
+            known |= fetch.residents.keys() & set(positions)
         found = [p for p in positions if p in known and fetch.states[p] == CLAIMED]
         for run in runs_of(found):
             fetch.states.put(run, MOVING)
@@ -597,15 +599,16 @@ class Consumer:
     def _check(self, fetch: Fetch, runs: Sequence[Run]) -> None:
         """Check and copy landed blocks."""
         for run in runs:
-            first, end = run
             fetch.states.put(run, LANDED)
+        positions = joined(runs)
+        if positions:
             self._transfers.check(
-                fetch.part(range(first, end)),
+                fetch.part(positions),
                 self._digest,
-                fetch.keys[first:end],
-                fetch.sums[first:end],
-                Slots(self._landing.view, fetch.landing[first:end]),
-                Slots(self._source.view, fetch.slots[first:end]),
+                [key for run in runs for key in fetch.keys[slice(*run)]],
+                at(fetch.sums, positions),
+                Slots(self._landing.view, at(fetch.landing, positions)),
+                Slots(self._source.view, at(fetch.slots, positions)),
             )
 
     def _done(self, fetch: Fetch, run: Run, *, ok: bool) -> None:

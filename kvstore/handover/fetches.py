@@ -93,7 +93,7 @@ class Fetch:
             raise ProtocolError(
                 f"a second offer, or {len(offer.which)} tiers of {len(offered)} blocks"
             )
-        if (most := max(offer.which, default=0)) >= len(offer.tiers) and offered:
+        if (most := max(offer.which, default=0)) >= min(len(offer.tiers), 255) and offered:
             raise ProtocolError(f"tier {most}, expected below {len(offer.tiers)}")
         self.offered = True
         self.tiers = offer.tiers
@@ -113,8 +113,11 @@ class Fetch:
         if self.push:
             self.by_engine.update(given)
         known = set(self.places.known(positions))
-        for extent in dict.fromkeys(extents):
-            of_it = m.neighbours([n for n, each in enumerate(extents) if each == extent])
+        by_extent: dict[int, list[int]] = {}
+        for n, extent in enumerate(extents):
+            by_extent.setdefault(extent, []).append(n)
+        for extent, numbered in by_extent.items():
+            of_it = m.neighbours(numbered)
             found = m.neighbours([positions[n] for n in of_it])
             self.places.put(found, regions.get(self.peer, extent), at(slots, of_it))
         done = 0

@@ -37,6 +37,7 @@ class Line:
         self.came = came
         self.stage: Stage = "greeting" if came else "connecting"
         self.sock: socket.socket | None = None
+        self.fd = -1  # of the socket, also once that is closed
         self.frames = Frames(m.MESSAGE_BYTES_MAX)
         self.unread = 0  # bytes to send
         self.unfinished = 0  # bytes of a message of which not all has come, as they were counted
@@ -50,7 +51,7 @@ class Line:
 
     def use(self, sock: socket.socket) -> None:
         """Take a socket that is connected, or connecting."""
-        self.sock = sock
+        self.sock, self.fd = sock, sock.fileno()
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -68,7 +68,7 @@ def may_ask(sock: socket.socket) -> bool:
     name, peer = sock.getsockname()[:2], sock.getpeername()[:2]
     local, remote = _shown(sock.family, peer), _shown(sock.family, name)
     wanted = [local, remote, _OPEN]
-    return _found(sock.family, lambda row: row[_LOCAL : _STATE + 1] == wanted)
+    return _found(sock.family, local, lambda row: row[_LOCAL : _STATE + 1] == wanted)
 
 
 def may_answer(sock: socket.socket) -> bool:
@@ -79,14 +79,19 @@ def may_answer(sock: socket.socket) -> bool:
     peer = sock.getpeername()[:2]
     shown, anywhere = _shown(sock.family, peer), b"0" * (8 if sock.family == socket.AF_INET else 32)
     places = {shown, anywhere + shown[-5:]}
-    return _found(sock.family, lambda row: row[_STATE] == _LISTENS and row[_LOCAL] in places)
+    port = shown[-5:]
+    return _found(sock.family, port, lambda row: row[_STATE] == _LISTENS and row[_LOCAL] in places)
 
 
-def _found(family: int, fits: Callable[[list[bytes]], bool]) -> bool:
-    """Tell whether there are sockets that fit, all of users that are trusted."""
+def _found(family: int, text: bytes, fits: Callable[[list[bytes]], bool]) -> bool:
+    """Tell whether there are sockets that fit, all of users that are trusted.
+
+    text: what their lines have; the table has one for each socket of the machine.
+    """
     try:
-        rows = [line.split(None, _UID + 1) for line in _TABLES[family].read_bytes().splitlines()]
+        lines = _TABLES[family].read_bytes().splitlines()[1:]
     except OSError:
         return False
-    users = {int(row[_UID]) for row in rows[1:] if len(row) > _UID and fits(row)}
+    rows = [line.split(None, _UID + 1) for line in lines if text in line]
+    users = {int(row[_UID]) for row in rows if len(row) > _UID and fits(row)}
     return bool(users) and users <= {os.getuid(), 0}

@@ -80,6 +80,7 @@ class Places:
     def __init__(self, count: int) -> None:
         """Start without any."""
         self._regions: list[m.Region] = []
+        self._numbers: dict[m.Region, int] = {}  # from 1
         self._of = numbers(count)  # the region's number, from 1; 0: not known
         self._slots = numbers(count)
 
@@ -87,9 +88,12 @@ class Places:
         """Note where blocks are. Raises ProtocolError for slots that the region does not have."""
         if max(slots, default=0) >= region.slots:
             raise ProtocolError(f"slots {list(slots[:8])}, expected below {region.slots}")
-        if region not in self._regions:
+        if not positions:
+            return
+        if region not in self._numbers:
             self._regions.append(region)
-        number, done = self._regions.index(region) + 1, 0
+            self._numbers[region] = len(self._regions)
+        number, done = self._numbers[region], 0
         for first, end in runs_of(positions):
             self._of[first:end] = array(U32, (number,)) * (end - first)
             self._slots[first:end] = slots[done : done + end - first]
@@ -108,11 +112,15 @@ class Places:
     ) -> Iterator[tuple[m.Region, Sequence[int], array[int]]]:
         """Go through blocks region by region: their positions, and their slots there."""
         of = at(self._of, positions)
-        for number in dict.fromkeys(of):
-            found = positions
-            if of.count(number) < len(of):
-                found = [p for p, region in zip(positions, of, strict=True) if region == number]
-            yield self._regions[number - 1], found, at(self._slots, found)
+        if of.count(of[0] if of else 0) == len(of):
+            if of:
+                yield self._regions[of[0] - 1], positions, at(self._slots, positions)
+            return
+        found: dict[int, list[int]] = {}
+        for position, number in zip(positions, of, strict=True):
+            found.setdefault(number, []).append(position)
+        for number, those in found.items():
+            yield self._regions[number - 1], those, at(self._slots, those)
 
 
 class States:

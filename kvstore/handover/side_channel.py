@@ -1,7 +1,7 @@
 """The side channel: connections to other stores, with TLS where there is a cluster key.
 
-Who has no key learns nothing but that TLS is spoken. Without a key only loopback is listened on and
-dialled, and only this user's processes, and root's, are spoken to.
+Who has no key is not heard, and sees a certificate at most. Without a key only loopback is listened
+on and dialled, and only this user's processes, and root's, are spoken to.
 
 All of it is polled from the store's loop and nothing here waits; a name is looked up by a thread.
 Each poll reads a little of each connection in its turn. What peers leave unfinished, or unread, is
@@ -12,13 +12,13 @@ goes on.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import resource
 import select
 import socket
-import ssl
 import threading
 import time
 from collections import Counter, deque
@@ -65,14 +65,17 @@ class Channel:
         on_message: Callable[[int, Message], None],
         on_lost: Callable[[int, str], None],
     ) -> None:
-        """on_message may raise ProtocolError, which is counted and answered with Refused.
+        """Raises ConfigError where a key is of no use.
+
+        on_message may raise ProtocolError, which is counted and answered with Refused.
 
         on_lost(number, reason): an asked peer is gone; a new connect() is a new connection.
         """
         self.counts: Counter[str] = Counter()
         self.address = ""  # host:port, once it listens
         self._key = key
-        self._tls: dict[bool, ssl.SSLContext] = {}  # of connections that came, and that were made
+        # Of connections that came, and that were made.
+        self._tls = {} if key is None else {came: key.tls(accepts=came) for came in (True, False)}
         self._on_message = on_message
         self._on_lost = on_lost
         self._epoll = select.epoll()
@@ -129,8 +132,7 @@ class Channel:
         """Watch the listener while there is room."""
         if self._listener is None:
             return
-        room = len(self._lines) < self._lines_max and len(self._came_young()) < GREETINGS_MAX
-        room = room and now_ns >= self._paused_ns
+        room = len(self._lines) < self._lines_max and now_ns >= self._paused_ns
         if room is not self._listening:
             self._listening = room
             change = self._epoll.register if room else self._epoll.unregister
@@ -221,9 +223,10 @@ class Channel:
         self._watch(line)
 
     def _accept(self, now_ns: int) -> None:
+        until_ns = time.monotonic_ns() + READ_NS
         for _ in range(_ACCEPTS):
             self._listen_on(now_ns)
-            if self._listener is None or not self._listening:
+            if self._listener is None or not self._listening or time.monotonic_ns() > until_ns:
                 return
             try:
                 tcp, _ = self._listener.accept()
@@ -245,6 +248,9 @@ class Channel:
             self._trouble("unauthorised", text)
             tcp.close()
             return
+        young = self._came_young()
+        if len(young) >= GREETINGS_MAX:
+            self._ended(self._lines[young[0]], "others came")
         line = self._add(came=True)
         try:
             line.use(tcp)
@@ -265,17 +271,15 @@ class Channel:
         if self._key is None:
             line.agree()
             self._opened(line)
-            return
-        if line.came not in self._tls:
-            self._tls[line.came] = self._key.tls(accepts=line.came)
-        line.greet(self._tls[line.came])
+        else:
+            line.greet(self._tls[line.came])
 
     def _opened(self, line: Line) -> None:
         """Both ends may speak."""
         del self._young[line.number]
         line.heard_s = self._now_ns // 1_000_000_000
         came = [other for other in self._lines.values() if other.came and other.stage == "open"]
-        if line.came and len(came) > CAME_MAX:
+        if line.came and len(came) > min(CAME_MAX, self._lines_max // 2):
             silent = min((other for other in came if other is not line), key=lambda o: o.heard_s)
             self._lose(silent.number, "others came")
         self._flush(line)
@@ -287,6 +291,7 @@ class Channel:
             if self._key is None and not may_answer(sock):
                 text = "another user's process listens there, and there is no cluster key"
                 raise OSError(0, text)
+            self._young[line.number] = time.monotonic_ns() + GREETING_NS
             self._greet(line)
         if line.stage == "greeting" and line.agree():
             self._opened(line)
@@ -354,10 +359,10 @@ class Channel:
             self._accept(now_ns)
         ready.discard(_LISTENER)
         self._take_found()
+        self._serve(ready, now_ns)
         late_ns = time.monotonic_ns()
         for number in [number for number, due_ns in self._young.items() if late_ns >= due_ns]:
             self._ended(self._lines[number], "timed out")
-        self._serve(ready, now_ns)
         self._keep_bounds()
         self._said.tick()
 
@@ -374,8 +379,8 @@ class Channel:
             self._last = number
             try:
                 if self._advance(line):
+                    self._read(line, now_ns, until_ns)  # first: what it said before it closed
                     self._flush(line)
-                    self._read(line, now_ns, until_ns)
             except OSError as exc:
                 self._ended(line, (exc.strerror or str(exc) or "disconnected").lower())
             else:
@@ -384,12 +389,8 @@ class Channel:
     def _read(self, line: Line, now_ns: int, until_ns: int) -> None:
         """Take some of what a peer says. Raises OSError."""
         read, number = 0, line.number
-        while read < READ_BYTES and time.monotonic_ns() <= until_ns:
-            data = line.receive()
-            if data is None:
-                return
-            if not data:
-                raise OSError(0, "disconnected")
+        data: bytes | None = b""  # at first, what it has said before
+        while data is not None:
             read += len(data)
             try:
                 for body in line.frames.feed(data):
@@ -397,13 +398,20 @@ class Channel:
                     self._take(line, body, decode, now_ns)
                     if number not in self._lines:
                         return
+                    if time.monotonic_ns() > until_ns:
+                        break
             except ProtocolError as exc:  # where its next message begins is not known
                 self._wrong(line, str(exc))
                 self._lose(number, "connection: it sends no messages")
                 return
             self._unfinished += line.frames.unfinished_bytes - line.unfinished
             line.unfinished = line.frames.unfinished_bytes
-        self._ready.add(number)
+            if read >= READ_BYTES or time.monotonic_ns() > until_ns:
+                self._ready.add(number)
+                return
+            data = line.receive()
+            if data == b"":
+                raise OSError(0, "disconnected")
 
     def _take(
         self, line: Line, body: bytes, decode: Callable[[bytes], Message], now_ns: int
@@ -441,10 +449,10 @@ class Channel:
 
     def _keep_bounds(self) -> None:
         lines = self._lines.values()
-        if self._unfinished > UNFINISHED_BYTES_MAX:
+        while self._unfinished > UNFINISHED_BYTES_MAX:
             most = max(lines, key=lambda line: line.unfinished)
             self._hang_up(most, f"{most.unfinished} bytes unfinished")
-        if self._unread > UNREAD_BYTES_MAX:
+        while self._unread > UNREAD_BYTES_MAX:
             most = max(lines, key=lambda line: line.unread)
             self._hang_up(most, f"{most.unread} bytes unread")
 
@@ -467,9 +475,11 @@ class Channel:
         self._young.pop(number, None)
         self._unfinished -= line.unfinished
         self._unread -= line.unread
-        if line.sock is not None and (fd := line.sock.fileno()) in self._by_fd:
-            del self._by_fd[fd], self._asked[fd]
-            self._epoll.unregister(fd)
+        if self._by_fd.get(line.fd) == number:
+            del self._by_fd[line.fd]
+            del self._asked[line.fd]
+            with contextlib.suppress(OSError):  # TLS that cannot begin has closed it
+                self._epoll.unregister(line.fd)
         line.close()
         if line.met:
             with self._barrier.around(f"the end of peer {number}"):

@@ -559,9 +559,10 @@ class Transfers:
         """
         for number in self._moving.get(part[:2], ()):
             found = self._transfers[number]
-            wanted = set(found.part.positions) if found.wanted is None else found.wanted
-            if wanted:
-                found.wanted = wanted.difference(part.positions)
+            if found.wanted is None:
+                found.wanted = set(found.part.positions)
+            if found.wanted:
+                found.wanted.difference_update(part.positions)
                 if not found.wanted:
                     self._exporter.abandon(number)
 

@@ -214,17 +214,19 @@ def test_O6_only_an_engine_with_one_step_at_a_time_loads_in_a_step() -> None:
 
     cache = SimpleNamespace(kv_cache_tensors=[SimpleNamespace(size=640)] * 2, num_blocks=10)
 
-    def made(ahead: object, stages: int) -> Any:
+    def made(ahead: object, batches: int = 1, *, v2: bool = False) -> Any:
         config = SimpleNamespace(
             scheduler_config=SimpleNamespace(async_scheduling=ahead),
-            parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+            max_concurrent_batches=batches,
+            use_v2_model_runner=v2,
         )
         return loads_in_steps(config, cache, Geometry(32, 16, (16,), (GroupRule(),)))
 
-    assert made(ahead=False, stages=1)._block_bytes == 2 * 128
-    assert made(ahead=True, stages=1) is None
-    assert made(ahead=None, stages=1) is None, "not decided"
-    assert made(ahead=False, stages=2) is None
+    assert made(ahead=False)._block_bytes == 2 * 128
+    assert made(ahead=True) is None
+    assert made(ahead=None) is None, "not decided"
+    assert made(ahead=False, batches=2) is None
+    assert made(ahead=False, v2=True) is None, "it does not compute again from where it was"
 
 
 def test_O6_the_rate_of_copies_reaches_the_scheduler(

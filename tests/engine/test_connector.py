@@ -27,7 +27,7 @@ def config(**changes: object) -> Any:
     made = SimpleNamespace(
         cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256", enable_prefix_caching=True),
         model_config=SimpleNamespace(is_encoder_decoder=False),
-        scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=True, async_scheduling=True),
         parallel_config=SimpleNamespace(
             nnodes=1,
             distributed_executor_backend="mp",
@@ -133,6 +133,7 @@ def test_O14_a_finished_request_never_keeps_its_blocks(make: Callable[..., Any])
 
     connector = make()
     more = {"lora_request": None, "kv_transfer_params": None, "skip_reading_prefix_cache": False}
+    more["sampling_params"] = None
     ended = RequestStatus.FINISHED_LENGTH_CAPPED
     request = SimpleNamespace(**vars(Request("r", 64)), **more, status=ended)
     connector.on_new_request(request)

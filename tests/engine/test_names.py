@@ -120,6 +120,7 @@ READ = {
     "self._blocks[index]": "KVCacheBlock",
     "self.manager": "KVCacheManager",
     "state": "KVConnectorBlockState",
+    "wanted": "SamplingParams",
 }
 # Variables of ours, modules, and what Python's own types have.
 OURS = {

@@ -53,10 +53,12 @@ class Half(SchedulerHalf):
         cached: int = 0,
         *,
         reads: bool = True,
+        repeatable: bool = True,
     ) -> None:
         assert not transfer
         assert not cached
         assert reads
+        assert repeatable
         super().on_new_request(request, self.given[request.request_id])
 
     def request_finished(self, request_id: str, table: BlockTable) -> bool:
