@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from connectors.engine_interface import Geometry
+from connectors.vllm_private import values_of
 from kvstore.core.errors import ConfigError, NotSupported
 from kvstore.core.types import GroupRule, window_rule
 
@@ -92,6 +93,14 @@ def group_rule(spec: Any, block_tokens: int) -> GroupRule:
 def geometry(config: Any, cache: Any, wanted: int | None) -> Geometry:
     """Read token counts from vLLM's configuration; wanted: the block_tokens setting."""
     groups = cache.kv_cache_groups
+    runner = values_of(config, "VllmConfig", ("use_v2_model_runner",))
+    blocks = values_of(cache, "KVCacheConfig", ("needs_kv_cache_zeroing",))
+    if all((*runner.values(), *blocks.values())):
+        raise NotSupported(
+            "kvstore does not serve models with recurrent state, or KV of several precisions,"
+            " under vLLM's model runner V2: it zeroes blocks before their last content is copied;"
+            " expected VLLM_USE_V2_MODEL_RUNNER=0"
+        )
     if set(cache.prefix_cacheable_group_ids) != set(range(len(groups))):
         raise NotSupported("kvstore does not serve models with KV groups that cannot be cached")
     scheduler_tokens, hash_tokens = resolve_kv_cache_block_sizes(cache, config)

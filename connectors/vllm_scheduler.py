@@ -33,7 +33,7 @@ from connectors.step_loads import StepLoads
 from connectors.step_meta import StepMeta
 from connectors.store_client import DISK, MEMORY, StoreClient
 from connectors.store_connection import Attacher
-from connectors.vllm_private import check_private
+from connectors.vllm_private import check_private, values_of
 from kvstore.core.errors import NotSupported
 from kvstore.core.limits import SLOTS_MAX
 from kvstore.wire import engine as p
@@ -154,9 +154,10 @@ def loads_in_steps(config: VllmConfig, cache: KVCacheConfig, tokens: Geometry) -
 
     It does not take back the output of those that read what a load in an earlier step left wrong.
     """
-    one_by_one = config.scheduler_config.async_scheduling is False
+    steps = values_of(config, "VllmConfig", ("max_concurrent_batches", "use_v2_model_runner"))
     # Model runner V2 keeps its own count of computed tokens, and takes none back.
-    if not one_by_one or config.max_concurrent_batches > 1 or config.use_v2_model_runner:
+    ahead = steps["max_concurrent_batches"] > 1 or steps["use_v2_model_runner"]
+    if ahead or config.scheduler_config.async_scheduling is not False:
         return None
     engine_block_bytes = sum(tensor.size for tensor in cache.kv_cache_tensors) // cache.num_blocks
     return StepLoads(engine_block_bytes * tokens.blocks_per_chunk[0])

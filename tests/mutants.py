@@ -603,6 +603,12 @@ MUTANTS = (
         "        if False:",
         "tests/test_turns.py -k asks_nothing",
     ),
+    Mutant(
+        "connectors/vllm_compat.py",
+        "    if all((*runner.values(), *blocks.values())):",
+        "    if False:",
+        "tests/engine/test_geometry.py -k O13_a_runner",
+    ),
     # Memory is taken where there is some.
     Mutant(
         "tiers/cpu.py",

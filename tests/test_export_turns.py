@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from kvstore.handover import fetches
-from kvstore.handover.runs import Part
+from kvstore.handover.runs import Part, Places
 from kvstore.wire import framing
 from kvstore.wire import peer as m
-from tests.harness.fakes import hashes, keys_of
+from tests.harness.fakes import hashes, keys_of, u32
 from tests.harness.handover_pair import LANDING, Pair
 
 
@@ -80,3 +80,45 @@ def test_B14_who_got_no_landing_slot_is_the_first_to_get_one() -> None:
     consumer._landing.give_back([5])
     consumer._move()
     assert got[2:] == [(3, 1)]
+
+
+def test_what_is_said_of_many_blocks_is_what_is_said_of_each() -> None:
+    """Blocks 2 and 3 were asked for before, and that peer has not answered."""
+    pair, chain = Pair(), hashes(5)
+    keys, packed, now_ns = keys_of(chain), b"".join(chain), pair.taker.now_ns
+    for indices, offered in (([2, 3], []), ([0, 1, 2, 3], range(4))):
+        want = m.Want(1, packed, 32, (u32(indices),))
+        number = pair.consumer.want(pair.peer, want, now_ns)
+        if offered:
+            offer = m.Offer(number, u32(offered), ("cpu",), bytes(len(offered)))
+            pair.consumer.on_message(pair.peer, offer, now_ns)
+    said = [pair.consumer.lookup(key) for key in keys]
+    assert len(set(said)) == 3
+    for first, result in enumerate(said):
+        alike = next((n for n, other in enumerate(said[first:]) if other is not result), None)
+        expected = len(keys) - first if alike is None else alike
+        assert pair.consumer.leading(keys, first) == (result, expected)
+
+
+def test_blocks_that_are_no_neighbours_are_checked_in_one_go() -> None:
+    pair, asked = Pair(), list[tuple[list[int], list[int]]]()
+    keys = keys_of(hashes(3))
+    fetch = fetches.Fetch(1, pair.peer, keys, 0, 0, "", False, False)
+    fetch.slots, fetch.sums = array("I", [4, 5, 6]), array("Q", [7, 8, 9])
+
+    def check(part: Part, _digest: str, named: list[bytes], sums: array[int], *_: object) -> None:
+        assert named == [keys[position] for position in part.positions]
+        asked.append((list(part.positions), list(sums)))
+
+    pair.consumer._transfers.check = check  # type: ignore[method-assign,assignment]
+    pair.consumer._check(fetch, [(0, 1), (2, 3)])
+    assert asked == [([0, 2], [7, 9])]
+
+
+def test_S2_places_without_blocks_are_not_kept() -> None:
+    places = Places(2)
+    for extent in range(9):
+        places.put((), m.Region(extent, 4096, 4), array("I"))
+    places.put([1], m.Region(9, 4096, 4), array("I", [3]))
+    assert list(places.by_region([1])) == [(m.Region(9, 4096, 4), [1], array("I", [3]))]
+    assert len(places._regions) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import pytest
 
@@ -454,3 +455,29 @@ def test_O17_a_cleared_copy_that_ends_leaves_the_one_that_came_after_it_alone() 
     assert rig.tier.keys == set(rig.keys(chain))
     rig.end(before)
     assert rig.tier.keys == set(rig.keys(chain))
+
+
+class Rows:
+    """A tier that lacks all blocks, says so of some at once, and counts how many it looked at."""
+
+    def __init__(self, name: str, at_once: int) -> None:
+        self.name, self.at_once, self.read = name, at_once, 0
+
+    def leading(self, keys: Sequence[BlockKey], first: int) -> tuple[LookupResult, int]:
+        count = min(self.at_once, len(keys) - first)
+        self.read += count
+        return LookupResult.MISS, count
+
+
+def test_what_tiers_say_of_many_blocks_is_asked_for_in_linear_time() -> None:
+    """One that knows of all of them, and one that tells of each, made lookups quadratic."""
+    rig, count = Rig(slots=1), 2048
+    many, one = Rows("many", count), Rows("one", 1)
+    sources: Any = (many, one)
+    found = Tiering(rig.manager, [], 1, remote=sources)
+    keys, at = rig.keys(rig.chain("a", count)), 0
+    while at < count:
+        result, tier, alike = found.leading(keys, at)
+        assert (result, tier) == (LookupResult.MISS, None)
+        at += alike
+    assert many.read <= 64 * count

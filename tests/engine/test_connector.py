@@ -28,6 +28,8 @@ def config(**changes: object) -> Any:
         cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256", enable_prefix_caching=True),
         model_config=SimpleNamespace(is_encoder_decoder=False),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=True, async_scheduling=True),
+        max_concurrent_batches=2,
+        use_v2_model_runner=False,
         parallel_config=SimpleNamespace(
             nnodes=1,
             distributed_executor_backend="mp",

@@ -148,7 +148,22 @@ def engine(**fields: object) -> Any:
         cache_config=SimpleNamespace(**(cache | fields)),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         kv_transfer_config=SimpleNamespace(),
+        use_v2_model_runner=False,
     )
+
+
+def test_O13_a_runner_that_zeroes_blocks_before_they_are_copied_is_refused() -> None:
+    """Read in vLLM 0.32: its blocks are zeroed before the connector's step begins."""
+    from connectors.vllm_compat import geometry
+
+    config = engine(mamba_cache_mode="align")
+    recurrent = cache_of(spec("FullAttentionSpec"), spec("MambaSpec"))
+    assert recurrent.needs_kv_cache_zeroing
+    config.use_v2_model_runner = True
+    with pytest.raises(NotSupported, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        geometry(config, recurrent, None)
+    plain = cache_of(spec("FullAttentionSpec"))
+    assert geometry(config, plain, None).rules == (GroupRule(None),)
 
 
 def test_O1_a_geometry_is_read_from_the_engines_own_groups() -> None:
