@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import psutil
@@ -208,6 +209,7 @@ def test_an_exporter_that_was_tampered_with_is_ended(
         assert child is not None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(child, "receive", partial(iter, list(said)))
+            patch.setattr(side.exporter, "_epoll", SimpleNamespace(poll=lambda timeout: [timeout]))
             side.poll()
         wait(side, lambda cycle=cycle: len(side.of(Down)) > cycle)  # type: ignore[misc]
         assert side.of(Down)[-1].reason.startswith(f"invalid message: {text}")
