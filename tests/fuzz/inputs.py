@@ -98,7 +98,8 @@ class Mutator:
         if isinstance(value, bytes):
             return self._rng.choice((*BYTES, value[:-1], value + b"\0", value * 2, value[::-1]))
         if isinstance(value, list):
-            return self._rng.choice(([], value * 2, value[:-1], [value], value[::-1], value * 300))
+            many = value * (300 if len(value) < 300 else 1)  # it may be changed several times
+            return self._rng.choice(([], value * 2, value[:-1], [value], value[::-1], many))
         return self._rng.choice(NUMBERS)
 
     def _renamed(self, body: bytes) -> bytes:
