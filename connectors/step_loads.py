@@ -3,9 +3,9 @@
 An asynchronous load takes a step of its own, and then the engine waits. That is worth it where
 other requests run meanwhile. Where nothing else can run, the step may as well wait for the copy.
 
-The engine is told too late that such a load failed: its forward pass has read the blocks, and it
-finds them by their hashes. So an engine that schedules steps ahead has no loads of this kind, and
-where one fails, all that the request has from the first loaded block on is forgotten.
+The failure of such a load reaches the engine too late: its forward pass has read the blocks, and
+the engine finds them by their hashes. So an engine that schedules steps ahead has no loads of this
+kind, and where one fails, all that the request has from the first loaded block on is forgotten.
 """
 
 from __future__ import annotations

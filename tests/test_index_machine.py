@@ -190,7 +190,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     @rule(count=st.integers(1, 4))
     def evict(self, count: int) -> None:
-        """As a manager does: in one search, which is told of the last parent only."""
+        """As a manager does: in one search, which gets only the last parent."""
         gone, victim = 0, None
         for victim in islice(self.order.victims(), count):
             assert isinstance(victim, Entry)

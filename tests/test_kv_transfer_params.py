@@ -260,7 +260,7 @@ def test_B7_S2_wrong_parameters_are_counted_and_the_prompt_is_computed(
     script.answer(1, [0, 1])
     assert script.matched(wanted) == (32, True), "of what is here"
     script.half.request_finished("d", ())
-    assert let_go(script) == [], "nobody was named"
+    assert let_go(script) == [], "no peer was named"
 
 
 @pytest.mark.parametrize("name", ["x" * (limits.TEXT_MAX + 1), "x\udc80"])

@@ -279,7 +279,7 @@ class Manager:
     def complete_promotions(self, slots: Sequence[Slot], done: int) -> list[StoreOutcome]:
         """End promotions, of which the first `done` have arrived.
 
-        Whoever waits for a slot sees by its generation how that ended.
+        The generation of a slot shows its waiters how that ended.
         """
         outcomes: list[StoreOutcome] = []
         for at, slot in enumerate(slots):

@@ -513,7 +513,7 @@ class Producer:
             source.tiering.stage(tier, keys, slots, [job.part((p,)) for p in staged])
 
     def _sum(self, job: Job, positions: Sequence[int]) -> None:
-        """Take blocks' sums, or go on without: of a direct want nobody checks them."""
+        """Take blocks' checksums, or none: a direct want does not check them."""
         if not job.direct:
             state = SUMMING
             job.unsummed.extend(positions)

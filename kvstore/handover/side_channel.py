@@ -6,8 +6,8 @@ on and dialled, and only this user's processes, and root's, are spoken to.
 All of it is polled from the store's loop and nothing here waits; a name is looked up by a thread.
 Each poll reads a little of each connection in its turn. What peers leave unfinished, or unread, is
 bounded in sum: the connection with most of it is hung up on. A message that cannot be read is
-counted, and answered now and then; whoever says too much in a second is hung up on; the listener
-goes on.
+counted, and answered now and then. A peer that sends too much in a second loses its connection; the
+listener goes on.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Process:
     def __init__(
         self, block_bytes: int, blocks: int, transports: str | None, *, mutex: bool = False
     ) -> None:
-        """transports: UCX_TLS; None: UCX chooses. mutex: whoever waits for UCX's lock sleeps."""
+        """transports: UCX_TLS; None: UCX chooses. mutex: threads sleep for UCX's lock."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         settings = ucx_settings("lo", transports) | {MUTEX: "y" if mutex else "n"}

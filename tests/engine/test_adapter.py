@@ -247,7 +247,7 @@ def test_O6_the_rate_of_copies_reaches_the_scheduler(
     assert connector.build_connector_worker_meta() is None
 
 
-# What vLLM's requests are told for a hand-over, and what is read of them
+# What the connector sets on vLLM's requests for a hand-over, and reads from them
 
 
 @pytest.mark.parametrize("tokens", [2, 40, 48, 49])

@@ -27,7 +27,7 @@ def environment(devices: str, transports: str | None) -> dict[str, str]:
 
 def ucx_settings(devices: str, transports: str | None = None) -> dict[str, str]:
     """Return the variables that UCX reads when an agent is made."""
-    # Without it, whoever waits for UCX's lock, its own thread or ours, spins. An operator's counts.
+    # Without it, a thread that waits for UCX's lock spins. The operator's value takes precedence.
     mutex = {MUTEX: "y", **os.environ}[MUTEX]
     found = {"UCX_NET_DEVICES": devices, MUTEX: mutex}
     if transports is not None:
