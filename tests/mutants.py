@@ -378,9 +378,23 @@ MUTANTS = (
     ),
     Mutant(
         "kvstore/core/leases.py",
-        "            entry.pins += 1\n",
-        "            pass\n",
+        "        for entry in lease.pinned:\n            entry.pins += 1\n",
+        "",
         "tests/test_manager.py -k O20_a_leased_block",
+    ),
+    *(
+        Mutant(MANAGER, found, instead, "tests/test_manager.py -k O20_a_leased_path")
+        for found, instead in (
+            (
+                "        self.leases.pin_all()\n        self._policy.inherit(entry)\n",
+                "        self._policy.inherit(entry)\n",
+            ),
+            (
+                "        self.leases.pin_all()\n        for slot, entry in self._granted",
+                "        for slot, entry in self._granted",
+            ),
+            ("            self.leases.pin_all()\n            if late", "            if late"),
+        )
     ),
     Mutant(
         "kvstore/core/lookup.py",

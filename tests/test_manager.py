@@ -221,6 +221,30 @@ def test_a_block_dropped_while_leased_keeps_its_slot_until_the_lease_ends() -> N
     assert rig.grant() == [slot]
 
 
+@pytest.mark.parametrize("leaves", [0, 1, 2, "clear", "promotion"])
+def test_O20_a_leased_path_keeps_its_slots_whichever_block_leaves(leaves: int | str) -> None:
+    """A lease pins its last block only, until a block leaves that eviction does not take."""
+    rig, blocks = Rig(4), chain(3)
+    rig.put(Chain(blocks.packed[: 2 * WIDTH], WIDTH, 1))
+    (last,) = rig.grant()
+    assert rig.promote(blocks.key(0, 2), blocks.key(0, 1), last)
+    if leaves != "promotion":
+        rig.arrive(last, ok=True)
+    leases = [rig.lease(blocks), rig.lease(Chain(blocks.packed[:WIDTH], WIDTH, 1))]
+    assert [entry.pins for entry in leases[0].entries] == [1, 0, 1]
+    if leaves == "promotion":
+        rig.arrive(last, ok=False)
+    elif leaves == "clear":
+        rig.manager.clear()
+    else:
+        assert rig.manager.drop(blocks.key(0, int(leaves)), "damaged")
+    assert [entry.pins for entry in leases[0].entries] == [2, 1, 1]
+    assert rig.grant(4) == [3], "a leased slot was granted"
+    for lease in leases:
+        rig.manager.complete_load(lease.lease_id)
+    assert sorted(rig.grant(3)) == [0, 1, 2]
+
+
 def test_what_is_not_ready_cannot_be_dropped_or_pinned() -> None:
     rig, blocks = Rig(1), chain(1)
     assert not rig.manager.drop(blocks.key(0, 0), "clear")

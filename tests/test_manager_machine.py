@@ -228,9 +228,12 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def pins_are_those_of_leases_and_transfers(self) -> None:
-        pins = Counter(id(e) for lease, _ in self.open.values() for e in lease.entries)
+        pins = Counter(id(e) for lease, _ in self.open.values() for e in lease.pinned)
         for entry in self.manager.index:
             assert entry.pins == pins[id(entry)] + self.pinned[id(entry)]
+        for lease, _ in self.open.values():
+            for entry in lease.entries:
+                assert entry.pins or entry.children, "what a lease names is held by no pin"
         assert len(self.manager.leases) == len(self.open)
         for owner in (1, 2):
             entries = [len(le.entries) for le, _ in self.open.values() if le.owner == owner]

@@ -5,6 +5,10 @@
 
 A lease pins its entries, so their slots keep their bytes until it ends. Reading after the end
 is caught by the slot's generation: it grows before a slot is handed to a new writer.
+
+Eviction takes leaves only, so a pin on the last block of a path holds the blocks above it, too:
+that pin is all that a lease of a path takes. Before any block leaves in another way than eviction,
+pin_all has each lease pin all of its blocks.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ import msgspec
 from kvstore.core.errors import check
 from kvstore.core.index import Entry, State
 from kvstore.core.types import LeaseId
+
+_COMING = State.COMING
 
 
 class Generations(Protocol):
@@ -40,25 +46,39 @@ class GroupHit(msgspec.Struct, frozen=True):
     generations: Sequence[int]
 
 
-def hit_of(indices: Sequence[int], entries: Sequence[Entry], generations: Generations) -> GroupHit:
-    """Name the slots of blocks; of what is coming, the generation once it can be read."""
-    coming = State.COMING
+def hit_of(
+    indices: Sequence[int],
+    entries: Sequence[Entry],
+    generations: Generations,
+    *,
+    path: bool = False,
+) -> GroupHit:
+    """Name the slots of blocks; of what is coming, the generation once it can be read.
+
+    path: each entry hangs below the one before, so that nothing ready follows what is coming.
+    """
     slots = [entry.slot for entry in entries]
     ages = [generations[slot] for slot in slots]
-    for at, entry in enumerate(entries):
-        if entry.state is coming:
+    for at in range(len(entries) - 1, -1, -1):
+        if entries[at].state is _COMING:
             ages[at] = (ages[at] + 1) & 0xFFFFFFFF
+        elif path:
+            break
     return GroupHit(indices, slots, ages)
 
 
-class Lease(msgspec.Struct, frozen=True):
-    """Blocks pinned for one owner until complete or deadline_ns (store's clock)."""
+class Lease(msgspec.Struct, eq=False):
+    """Blocks pinned for one owner until complete or deadline_ns (store's clock).
+
+    pinned: the entries that have a pin of this lease; the others are above one of these.
+    """
 
     lease_id: LeaseId
     owner: int
     deadline_ns: int
     groups: tuple[GroupHit, ...]
-    entries: tuple[Entry, ...]
+    entries: Sequence[Entry]
+    pinned: Sequence[Entry]
 
 
 class LeaseBook:
@@ -67,6 +87,7 @@ class LeaseBook:
     def __init__(self) -> None:
         """Start without leases."""
         self._leases: dict[LeaseId, Lease] = {}
+        self._paths: dict[LeaseId, Lease] = {}  # those that do not pin all of their entries
         self._blocks: dict[int, int] = {}
         self._deadlines: list[tuple[int, LeaseId]] = []
         self._next_id = 1
@@ -87,23 +108,35 @@ class LeaseBook:
     def empty(self, owner: int, deadline_ns: int, groups: int) -> Lease:
         """Make a lease on nothing, which ends like any other."""
         nothing = GroupHit((), (), ())
-        lease = Lease(self.new_id(), owner, deadline_ns, (nothing,) * groups, ())
+        lease = Lease(self.new_id(), owner, deadline_ns, (nothing,) * groups, (), ())
         self.add(lease)
         return lease
 
     def add(self, lease: Lease) -> None:
-        """Pin the lease's entries."""
-        for entry in lease.entries:
+        """Take the lease's pins."""
+        for entry in lease.pinned:
             entry.pins += 1
+        if len(lease.pinned) < len(lease.entries):
+            self._paths[lease.lease_id] = lease
         self._leases[lease.lease_id] = lease
         self._blocks[lease.owner] = self.blocks_of(lease.owner) + len(lease.entries)
         heapq.heappush(self._deadlines, (lease.deadline_ns, lease.lease_id))
 
+    def pin_all(self) -> None:
+        """Have each lease pin all of its entries: one of them may be about to leave."""
+        for lease in self._paths.values():
+            for entry in lease.entries:
+                entry.pins += 1
+            for entry in lease.pinned:
+                entry.pins -= 1
+            lease.pinned = lease.entries
+        self._paths.clear()
+
     def extend(self, lease_id: LeaseId, deadline_ns: int) -> None:
         """Have a lease end later, if it has not ended."""
         lease = self._leases.get(lease_id)
-        if lease is not None and deadline_ns > lease.deadline_ns:
-            self._leases[lease_id] = msgspec.structs.replace(lease, deadline_ns=deadline_ns)
+        if lease is not None:
+            lease.deadline_ns = max(lease.deadline_ns, deadline_ns)
 
     def entries_of(self, lease_id: LeaseId) -> Sequence[Entry]:
         """Return what a lease pins; nothing if it has ended."""
@@ -115,7 +148,8 @@ class LeaseBook:
         lease = self._leases.pop(lease_id, None)
         if lease is None:
             return None
-        for entry in lease.entries:
+        self._paths.pop(lease_id, None)
+        for entry in lease.pinned:
             entry.pins -= 1
             check(entry.pins >= 0, "pins of an entry below zero")
         left = self.blocks_of(lease.owner) - len(lease.entries)

@@ -294,6 +294,7 @@ class Manager:
                 outcomes.append(_STORED)
                 continue
             self._grow_generation(slot, 2)
+            self.leases.pin_all()
             if late is None:
                 self.index.remove(entry)
             entry.state = _DROPPED
@@ -361,23 +362,27 @@ class Manager:
             return None
         hits: list[GroupHit] = []
         entries: list[Entry] = []
+        pinned: list[Entry] = []
+        paths = not self.index.holes
         for group in range(len(self.rules)):
-            if group in runs:
+            if path := group in runs:
                 present = runs[group][:limit]
                 indices: Sequence[int] = range(len(present))
             else:
                 found = self.index.present(chain, group, limit, coming=coming)
                 indices = [index for index, _ in found]
                 present = [entry for _, entry in found]
-            hits.append(hit_of(indices, present, self._generations))
+            path = path and paths
+            hits.append(hit_of(indices, present, self._generations, path=path))
             entries += present
+            pinned += present[-1:] if path else present
         if not entries:
             return None
         for group in full:
             self.touch(chain.key(group, limit - 1))
-        lease = Lease(self.leases.new_id(), owner, deadline_ns, tuple(hits), tuple(entries))
+        lease = Lease(self.leases.new_id(), owner, deadline_ns, tuple(hits), entries, pinned)
         self.leases.add(lease)
-        for entry in entries:
+        for entry in pinned:
             if entry.next is not None:
                 self._pinned(entry)
         return lease
@@ -395,7 +400,7 @@ class Manager:
         lease = self.leases.end(lease_id)
         if lease is None:
             return False
-        for entry in lease.entries:
+        for entry in lease.pinned:
             if not entry.pins and (not entry.children or entry.state is _DROPPED):
                 self._unpinned(entry)
         if damaged:
@@ -473,6 +478,7 @@ class Manager:
         entry = self.index.get(key)
         if entry is None or entry.state is not _READY:
             return False
+        self.leases.pin_all()
         self._policy.inherit(entry)
         self.index.remove(entry)
         self.evictions[reason] += 1
@@ -486,6 +492,7 @@ class Manager:
 
         What is coming does not become ready. clear_some gives the slots back.
         """
+        self.leases.pin_all()
         for slot, entry in self._granted.items():
             if not isinstance(entry, Entry) or slot in self._outdated:
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import struct
 from collections.abc import Iterable
 from typing import NewType, cast
 
@@ -57,7 +58,9 @@ class Chain:
 
     def keys(self, group: int, count: int) -> list[BlockKey]:
         """Name the first `count` blocks in one group."""
-        return self.keys_at(group, range(count))
+        width, suffix = self.width, self.suffixes[group]
+        hashes = struct.iter_unpack(f"{width}s", self.packed[: count * width])
+        return [BlockKey(name + suffix) for (name,) in hashes]
 
     def keys_at(self, group: int, indices: Iterable[int]) -> list[BlockKey]:
         """Name some blocks in one group."""

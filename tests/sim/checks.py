@@ -182,9 +182,11 @@ class Checks:
         """Pins are leases and transfers, and nothing else."""
         pinned: list[Entry] = []
         for lease in namespace.manager.leases._leases.values():
-            pinned.extend(lease.entries)
-        here = self._faults or all(entry.state in _HERE for entry in pinned)
-        assert here, "leased, but neither there nor coming"
+            pinned.extend(lease.pinned)
+            here = self._faults or all(entry.state in _HERE for entry in lease.entries)
+            assert here, "leased, but neither there nor coming"
+            under = all(entry.pins or entry.children for entry in lease.entries)
+            assert under, "leased, but neither pinned nor above a pin"
         for work in namespace.tiering._open.values():
             pinned.extend(work.pinned)
         held = {id(entry): entry.pins for entry in chain(entries, pinned) if entry.pins}
