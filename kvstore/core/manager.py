@@ -488,7 +488,7 @@ class Manager:
         return True
 
     def clear(self) -> None:
-        """Put every block out of reach, in a time that only depends on what is being written.
+        """Put every block out of reach; the time depends on what is being written and leased only.
 
         What is coming does not become ready. clear_some gives the slots back.
         """
