@@ -25,11 +25,9 @@ class Generations(Protocol):
 
     def __getitem__(self, slot: int, /) -> int:
         """Return a slot's generation."""
-        ...
 
     def __setitem__(self, slot: int, value: int, /) -> None:
         """Set a slot's generation, visible to readers before the call returns."""
-        ...
 
 
 class GroupHit(msgspec.Struct, frozen=True):
