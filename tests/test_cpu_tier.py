@@ -380,17 +380,6 @@ def test_O20_where_leases_keep_memory_for_long_no_more_of_the_same_model_is_take
     assert retiring() == 1
 
 
-def test_a_failed_extent_is_no_end_of_the_store(caplog: pytest.LogCaptureFixture) -> None:
-    town, memory = heap()
-    memory.fail = TierFull("no memory")
-    engine = town.attach()
-    assert engine.active is None
-    assert "no memory for another extent: no memory" in caplog.text
-    memory.fail = None
-    other = town.attach("other", identity="other")
-    assert other.active is not None
-
-
 def test_S5_that_memory_is_short_is_said_once_until_there_was_some(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -73,11 +73,6 @@ def test_pages_that_cannot_be_cut_by_head_follow_one_another() -> None:
     assert [rank.groups[0].runs[0].offset for rank in layout.ranks] == [0, page, 2 * page, 3 * page]
 
 
-def test_the_order_of_a_page_is_part_of_the_digest_on_one_rank_too() -> None:
-    by_head, by_token = ranks_of(1), ranks_of(1, head_major=False)
-    assert slot_layout(by_head).digest != slot_layout(by_token).digest
-
-
 def test_slots_are_aligned_for_direct_io() -> None:
     layout = slot_layout(ranks_of(1))
     assert layout.slot_bytes % ALIGNMENT == 0

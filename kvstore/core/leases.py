@@ -73,29 +73,26 @@ class LeaseBook:
         """Count the leases that have not ended."""
         return len(self._leases)
 
-    def new_id(self) -> LeaseId:
-        """Return an id that was never used before."""
-        self._next_id += 1
-        return LeaseId(self._next_id - 1)
-
     def blocks_of(self, owner: int) -> int:
         """Count the blocks that an owner's leases pin, repeats included."""
         return self._blocks.get(owner, 0)
 
     def empty(self, owner: int, deadline_ns: int, groups: int) -> Lease:
         """Make a lease on nothing, which ends like any other."""
-        nothing = GroupHit((), (), ())
-        lease = Lease(self.new_id(), owner, deadline_ns, (nothing,) * groups, ())
-        self.add(lease)
-        return lease
+        return self.add(owner, deadline_ns, (GroupHit((), (), ()),) * groups, ())
 
-    def add(self, lease: Lease) -> None:
-        """Pin the lease's entries."""
-        for entry in lease.entries:
+    def add(
+        self, owner: int, deadline_ns: int, groups: tuple[GroupHit, ...], entries: tuple[Entry, ...]
+    ) -> Lease:
+        """Make a lease, under an id that was never used before, and pin its entries."""
+        lease = Lease(LeaseId(self._next_id), owner, deadline_ns, groups, entries)
+        self._next_id += 1
+        for entry in entries:
             entry.pins += 1
         self._leases[lease.lease_id] = lease
-        self._blocks[lease.owner] = self.blocks_of(lease.owner) + len(lease.entries)
-        heapq.heappush(self._deadlines, (lease.deadline_ns, lease.lease_id))
+        self._blocks[owner] = self.blocks_of(owner) + len(entries)
+        heapq.heappush(self._deadlines, (deadline_ns, lease.lease_id))
+        return lease
 
     def extend(self, lease_id: LeaseId, deadline_ns: int) -> None:
         """Have a lease end later, if it has not ended."""

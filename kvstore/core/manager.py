@@ -359,8 +359,7 @@ class Manager:
             return None
         for group in full:
             self.touch(chain.key(group, limit - 1))
-        lease = Lease(self.leases.new_id(), owner, deadline_ns, tuple(hits), tuple(entries))
-        self.leases.add(lease)
+        lease = self.leases.add(owner, deadline_ns, tuple(hits), tuple(entries))
         for entry in entries:
             if entry.next is not None:
                 self._pinned(entry)

@@ -213,11 +213,8 @@ class Tiering:
 
     def where(self, key: BlockKey) -> tuple[LookupResult, Tier | None]:
         """Find the first tier that has a block, or may have it."""
-        for tier in self.sources:
-            result = tier.lookup(key)
-            if result is not LookupResult.MISS:
-                return result, tier
-        return LookupResult.MISS, None
+        result, tier, _ = self.leading([key], 0)
+        return result, tier
 
     def leading(
         self, keys: Sequence[BlockKey], first: int

@@ -10,7 +10,7 @@ from kvstore.core.errors import ProtocolError
 from kvstore.metrics import MEMORY, NVME, Numbers
 from kvstore.store.namespace import Namespace
 from kvstore.store.session import Phase, Session
-from kvstore.store.tier_guard import STATES, Plugin
+from kvstore.store.tier_guard import Plugin
 from kvstore.wire.engine import EVENTS, Query, Step
 from tiers.cpu import CpuMemory
 from tiers.nvme import NvmeDisk
@@ -99,7 +99,7 @@ def disk_gauges(disk: NvmeDisk) -> dict[tuple[str, ...], float]:
 def plugin_gauges(plugins: Iterable[Plugin]) -> dict[tuple[str, ...], float]:
     """Return the state of each tier of others."""
     return {
-        ("kvstore_tiers", plugin.name, state): float(plugin.state == state)
+        ("kvstore_tiers", plugin.name, state): float(plugin.off == off)
         for plugin in plugins
-        for state in STATES
+        for state, off in (("ok", False), ("off", True))
     }

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvstore.core.layout import SlotLayout
 from kvstore.core.manager import Manager
-from kvstore.core.tier import SlotMemory, Tier
 from kvstore.core.tiering import Tiering
 from kvstore.core.types import Slot
-from kvstore.core.write_budget import WriteBudget
 from kvstore.handover.engine_blocks import Engines
 from kvstore.metrics import Numbers
 from tiers.cpu import CpuExtent
@@ -67,29 +65,13 @@ class Namespace:
     """Everything that shares one layout digest."""
 
     def __init__(
-        self,
-        layout: SlotLayout,
-        make_tiers: Callable[[str, int, SlotMemory], Sequence[Tier]],
-        backlog_ns: dict[str, int] | None = None,
-        budgets: dict[str, WriteBudget] | None = None,
-        make_remote: Callable[[Namespace], Tier] | None = None,
-        numbers: Numbers | None = None,
+        self, layout: SlotLayout, numbers: Numbers, make_tiering: Callable[[Namespace], Tiering]
     ) -> None:
-        """make_tiers(digest, slot_bytes, memory): lower tiers. backlog_ns, budgets: see Tiering.
-
-        make_remote(namespace): one that is only read from, the peers.
-        numbers: counts for all namespaces, so that nothing is lost with one that is forgotten.
-        """
+        """numbers: counts for all namespaces: nothing is lost with one that is forgotten."""
         self.layout = layout
         self.generations = SharedGenerations()
-        totals = Numbers() if numbers is None else numbers
-        self.manager = Manager(layout.rules, self.generations, evictions=totals.evicted)
-        tiers = make_tiers(layout.digest, layout.slot_bytes, self)
-        remote = () if make_remote is None else (make_remote(self),)
-        limits = backlog_ns, budgets
-        self.tiering = Tiering(
-            self.manager, tiers, layout.slot_bytes, *limits, remote, counts=totals.moved
-        )
+        self.manager = Manager(layout.rules, self.generations, evictions=numbers.evicted)
+        self.tiering = make_tiering(self)
         self.engines = Engines()
         self.extents: dict[int, Mapping] = {}
         self.sessions: set[Session] = set()

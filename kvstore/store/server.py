@@ -267,17 +267,13 @@ class Server:
         if not trusted(uid, self._config.server.allow):
             self._refuse(sock, uid)
             return
-        self._forget_watched(sock.fileno())
+        if (fd := sock.fileno()) in self._watched:  # a peer's, which was closed in this turn
+            self._watched = tuple(other for other in self._watched if other != fd)
+            self._selector.unregister(fd)
         connection = _Connection(self._next, sock)
         self._next += 1
         self._connections[connection.number] = connection
         self._selector.register(sock, selectors.EVENT_READ, connection)
-
-    def _forget_watched(self, fd: int) -> None:
-        """Watch a peer's descriptor no more that was closed in this turn, and is a new one."""
-        if fd in self._watched:
-            self._watched = tuple(other for other in self._watched if other != fd)
-            self._selector.unregister(fd)
 
     def _refuse(self, sock: socket.socket, uid: int) -> None:
         reason = f"uid {uid} may not attach: [server] allow does not name it"

@@ -18,6 +18,7 @@ from kvstore.core import limits
 from kvstore.core.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.core.layout import slot_layout
 from kvstore.core.tier import SlotMemory, Tier
+from kvstore.core.tiering import Tiering
 from kvstore.core.types import BlockKey, Changes, LeaseId, Slot
 from kvstore.core.write_budget import WriteBudget
 from kvstore.handover.jobs import check_ranks
@@ -411,14 +412,19 @@ class Store:
             raise ConfigError("a bug of the store: restart it to have this model served again")
         namespace = self.namespaces.get(layout.digest)
         if namespace is None:
-            remote = None if self._peers is None or layout.unnamed else self._peers.inlet
-            limits = self._backlog_ns, self._budgets
-            # What has no name cannot be found again: it is kept in memory only.
-            make_tiers = (lambda *_: ()) if layout.unnamed else self._make_tiers
-            namespace = Namespace(layout, make_tiers, *limits, remote, self.numbers)
+            namespace = Namespace(layout, self.numbers, self._tiering)
             self.namespaces[layout.digest] = namespace
         session.layouts = layout.ranks  # the namespace may have been made for other ranks
         return namespace
+
+    def _tiering(self, namespace: Namespace) -> Tiering:
+        """Make its tiers; none for blocks without a name: they could not be found again."""
+        layout, tiers, remote = namespace.layout, list[Tier](), list[Tier]()
+        if not layout.unnamed:
+            tiers += self._make_tiers(layout.digest, layout.slot_bytes, namespace)
+            remote += [] if self._peers is None else [self._peers.inlet(namespace)]
+        limits, moved = (self._backlog_ns, self._budgets), self.numbers.moved
+        return Tiering(namespace.manager, tiers, layout.slot_bytes, *limits, remote, moved)
 
     def _maybe_activate(self, session: Session) -> None:
         namespace = session.namespace

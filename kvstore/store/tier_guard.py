@@ -28,7 +28,6 @@ from kvstore.core.types import BlockKey, Changes, JobId, JobResult, LookupResult
 
 log = logging.getLogger(__name__)
 
-STATES = ("ok", "off")
 TRIAL_NAMESPACE = "0" * 32
 TRIAL_BYTES = 4096
 _CLOSE_S = 5.0  # for a tier that was switched off and still closes as the store ends
@@ -63,11 +62,6 @@ class Plugin:
         self.name = config.name
         self.off = False
         self._config = config
-
-    @property
-    def state(self) -> str:
-        """One of STATES."""
-        return "off" if self.off else "ok"
 
     def make(self, namespace: str, slot_bytes: int, memory: SlotMemory) -> Tier:
         """Make a namespace's tier. Raises what the class raises, and ConfigError for no class."""
