@@ -18,8 +18,7 @@ from kvstore.settings import (
     settings_of,
     whole_number,
 )
-from kvstore.text import shown
-from kvstore.units import parse_duration_ns
+from kvstore.units import parse_duration_ns, shown, wrong
 from kvstore.wire.credentials import read_user
 from kvstore.wire.framing import is_sendable
 
@@ -33,7 +32,7 @@ DirectWay = Literal["", "pull", "push"]
 def _read_held(value: object, _found: Mapping[str, Any]) -> int:
     held_ns = parse_duration_ns(value)
     if not 1 <= held_ns // 1_000_000 <= LEASE_MS_MAX:
-        raise ConfigError(f'expected a duration from "1ms" to "24h", found {shown(value)}')
+        raise wrong('a duration from "1ms" to "24h"', value)
     return held_ns
 
 
@@ -65,7 +64,7 @@ def _read_nvme(value: object, _found: Mapping[str, Any]) -> dict[str, Any]:
     from kvstore.config import NvmeConfig  # noqa: PLC0415 - see above
 
     if not isinstance(value, dict):
-        raise ConfigError(f"expected a table with path and capacity, found {shown(value)}")
+        raise wrong("a table with path and capacity", value)
     read_section(NvmeConfig, value, "in it")
     return value
 

@@ -16,7 +16,7 @@ import msgspec
 from kvstore.core import limits
 from kvstore.core.errors import ConfigError
 from kvstore.core.limits import PORT_MAX
-from kvstore.text import one_line
+from kvstore.units import one_line
 from kvstore.wire.framing import is_sendable
 
 HOST_MAX = limits.NAME_MAX - len(f"[]:{PORT_MAX}")

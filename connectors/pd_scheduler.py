@@ -29,7 +29,7 @@ from connectors.store_planner import StorePlanner
 from kvstore.core import limits
 from kvstore.core.errors import ConfigError
 from kvstore.core.limits import TEXT_MAX
-from kvstore.text import one_line
+from kvstore.units import one_line
 from kvstore.wire import engine as p
 from kvstore.wire.framing import is_sendable
 

@@ -43,7 +43,7 @@ from connectors.step_meta import LoadJob, StepMeta, StoreJob, pieces
 from connectors.store_connection import Link, LinkLost, Refusals, attach
 from kvstore.core.errors import KVStoreError, NotSupported, TierError
 from kvstore.core.layout import Move, RankGeometry, RankLayout
-from kvstore.text import shown
+from kvstore.units import shown
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tiers.runner import NOTHING, Nothing, Runner

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvstore.rate_log import RateLog
+from kvstore.logs import RateLog
 
 
-def _nothing() -> None:
-    """Cost nothing beyond what was being done."""
+class Ended:
+    """A `with` that ends what is raised in it, where ended(exc) says so.
+
+    A generator would cost each turn of the loop several microseconds more.
+    """
+
+    __slots__ = ("_ended",)
+
+    def __init__(self, ended: Callable[[BaseException], bool]) -> None:
+        self._ended = ended
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, exc: BaseException | None, _trace: object) -> bool:
+        return exc is not None and self._ended(exc)
 
 
 class Barrier:
@@ -22,35 +35,22 @@ class Barrier:
         self._said = said
         self._count = count
 
-    def around(self, what: str, cost: Callable[[], object] = _nothing) -> _Around:
+    def around(self, what: str, cost: Callable[[], object] = lambda: None) -> Ended:
         """End what nobody foresaw in a block; cost(): what is given up for it. It must not raise.
 
         what: the block, as the log names it.
         """
-        return _Around(self, what, cost)
+
+        def ended(exc: BaseException) -> bool:
+            if isinstance(exc, Exception):
+                self.met(what, cost)
+                return True
+            return False
+
+        return Ended(ended)
 
     def met(self, what: str, cost: Callable[[], object]) -> None:
         """Log the bug that is being handled, count it, and give up what it costs."""
         self._said.bug("bugs of the store", "a bug of the store in %s", what)
         self._count()
         cost()
-
-
-class _Around:
-    """One barrier; a generator would cost each turn of the loop several microseconds more."""
-
-    __slots__ = ("_barrier", "_cost", "_what")
-
-    def __init__(self, barrier: Barrier, what: str, cost: Callable[[], object]) -> None:
-        self._barrier, self._what, self._cost = barrier, what, cost
-
-    def __enter__(self) -> None:
-        """Begin the block."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, _trace: object
-    ) -> bool:
-        if kind is None or not isinstance(exc, Exception):
-            return False
-        self._barrier.met(self._what, self._cost)
-        return True

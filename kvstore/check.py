@@ -10,20 +10,20 @@ from __future__ import annotations
 import enum
 import resource
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from kvstore import numa
-from kvstore.config import Address, Config, PeerConfig
+from kvstore.config import Config, PeerConfig
 from kvstore.core.errors import ConfigError
 from kvstore.handover.cluster_key import ClusterKey
 from kvstore.handover.side_channel import Channel
 from kvstore.listener import TakenError, taken
 from kvstore.memory_limits import MARGIN_BYTES, memory_left
 from kvstore.owned_files import writable_folder
+from kvstore.store import metrics_endpoint
 from kvstore.store.tier_guard import refuse_tier
 from kvstore.units import sized
 from tiers.nvme.refusals import refuse as refuse_nvme
@@ -54,9 +54,11 @@ def examine(config: Config) -> list[Finding]:
     """Check everything that a store needs on this machine."""
     failed = [Finding(Level.FAIL, what, text) for what, text in _refused(config)]
     wrong = {finding.what for finding in failed}
+    at = config.server.metrics
+    metrics = "no endpoint" if at is None else f"http://{at.host}:{at.port}/metrics"
     rest = [
         Finding(Level.OK, "socket", f"unix://{config.server.socket}"),
-        _metrics(config),
+        Finding(Level.OK, "metrics", metrics),
         *_memory(config),
         *_disk(config),
         _peer(config),
@@ -68,7 +70,6 @@ def examine(config: Config) -> list[Finding]:
 
 
 def _refused(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield name and message of each check that fails."""
     for what, look in refusals(config):
         try:
             look()
@@ -78,12 +79,6 @@ def _refused(config: Config) -> Iterator[tuple[str, str]]:
         user = user_of(Path(config.nvme.path))
         if user is not None:
             yield "nvme", user
-
-
-def _metrics(config: Config) -> Finding:
-    address = config.server.metrics
-    text = "no endpoint" if address is None else f"http://{address.host}:{address.port}/metrics"
-    return Finding(Level.OK, "metrics", text)
 
 
 def _peer(config: Config) -> Finding:
@@ -118,13 +113,10 @@ def _nodes(chosen: int | None) -> Finding:
     text = "taken from any node, as the kernel decides"
     if chosen is not None:
         text = f"taken from node {chosen} while it has room"
-    text += f"; nodes with memory: {_listed(there)}, GPUs at nodes: {_listed(gpus)}"
+    shown = [", ".join(map(str, numbers)) or "none known" for numbers in (there, gpus)]
+    text += "; nodes with memory: {}, GPUs at nodes: {}".format(*shown)
     far = len(there) > 1 and bool(gpus) and gpus != [chosen]
     return Finding(Level.NOTE if far else Level.OK, "numa", text)
-
-
-def _listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers)) or "none known"
 
 
 def _disk(config: Config) -> Iterator[Finding]:
@@ -176,7 +168,7 @@ def refusals(config: Config) -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"tier {tier.name}", lambda tier=tier: refuse_tier(tier)  # type: ignore[misc]
     if server.metrics is not None:
         address = server.metrics
-        yield "metrics", lambda: refuse_metrics(address)
+        yield "metrics", lambda: metrics_endpoint.listen(address).server_close()
 
 
 def require(config: Config) -> None:
@@ -197,19 +189,6 @@ def refuse_socket(path: str) -> None:
         raise ConfigError(f"cannot listen at {path}: {exc.strerror}") from exc
 
 
-def refuse_metrics(address: Address) -> None:
-    """Raise ConfigError if the endpoint cannot listen."""
-    host, port = address.host, address.port
-    try:
-        family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
-            probe.listen(1)
-    except OSError as exc:
-        raise ConfigError(f"metrics endpoint {host}:{port}: {exc.strerror}") from exc
-
-
 def refuse_peer(peer: PeerConfig) -> None:
     """Raise ConfigError for a bad key, missing network devices, or an address it cannot use."""
     key = None if peer.key is None else ClusterKey.read(Path(peer.key))
@@ -223,12 +202,9 @@ def refuse_peer(peer: PeerConfig) -> None:
 
 def refuse_devices(devices: str) -> None:
     """Raise ConfigError for a network device that this machine does not have."""
-    there = sorted(
-        {entry.name for folder in _DEVICES if folder.is_dir() for entry in folder.iterdir()}
-    )
+    there = sorted({entry.name for folder in _DEVICES for entry in folder.glob("*")})
     for device in devices.split(","):
         name = device.partition(":")[0]  # of a port, "mlx5_0:1"
         if there and name not in (*there, _ANY_DEVICE):
-            raise ConfigError(
-                f"[peer] devices: expected some of {', '.join(there)}, found {device}"
-            )
+            some = ", ".join(there)
+            raise ConfigError(f"[peer] devices: expected some of {some}, found {device}")

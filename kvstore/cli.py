@@ -6,14 +6,14 @@ Exit status: 0 done, 1 failed, 2 wrong arguments or configuration, 130 interrupt
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import msgspec
 
 from kvstore import __version__
 from kvstore.core.errors import ConfigError, KVStoreError
@@ -83,89 +83,55 @@ def _failed(exc: Exception, *, serves: bool) -> int:
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="kvstore",
-        description="A tiered KV cache service for LLM engines.",
-        epilog=_EXAMPLES,
-        formatter_class=raw,
-    )
+        prog="kvstore", description="A tiered KV cache service for LLM engines.",
+        epilog=_EXAMPLES, formatter_class=raw,
+    )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"kvstore {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(title="commands", required=True, metavar="command")
 
-    def add(name: str, text: str, example: str) -> argparse.ArgumentParser:
-        return commands.add_parser(
-            name,
-            help=text,
-            description=text[0].upper() + text[1:] + ".",
-            epilog=f"examples:\n  {example}" if "\n" in example else f"example:\n  {example}",
-            formatter_class=raw,
-        )
+    def add(name: str, text: str, *examples: str) -> Callable[..., argparse.Action]:
+        made = commands.add_parser(
+            name, help=text, description=text[0].upper() + text[1:] + ".", formatter_class=raw,
+            epilog="\n  ".join([f"example{'s' * (len(examples) > 1)}:", *examples]),
+        )  # fmt: skip
+        made.set_defaults(run=_COMMANDS[name], parser=made)
+        return made.add_argument
 
     serve = add("serve", "run the store of this node", "kvstore serve --config kvstore.toml")
-    serve.set_defaults(run=_serve)
+    serve("--config", required=True, type=Path, help="the settings, a TOML file")
     check = add(
-        "check",
-        "check a configuration on this machine, or measure a drive",
-        "kvstore check --config kvstore.toml\n  kvstore check --disk --path /nvme",
-    )
-    check.set_defaults(run=_check, parser=check)
-    serve.add_argument("--config", required=True, type=Path, help="the settings, a TOML file")
-    _add_check_options(check)
-
-    _add_admin_commands(add)
-    fsck = add(
-        "fsck",
-        "verify the directory of an NVMe tier that no store uses",
-        "kvstore fsck /nvme/kv --repair",
-    )
-    fsck.description = _FSCK
-    fsck.set_defaults(run=_fsck)
-    fsck.add_argument("directory", type=Path, help="the directory, the path of [nvme]")
-    fsck.add_argument("--repair", action="store_true", help="remove damaged blocks from the index")
-    fsck.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of a table"
-    )
-
-    keygen = add(
-        "keygen",
-        "make a cluster key for stores that hand over blocks to each other",
-        "kvstore keygen /etc/kvstore/cluster.key",
-    )
-    keygen.set_defaults(run=_keygen)
-    keygen.add_argument("path", type=Path, help="the file to make; an existing file is an error")
-    return parser
-
-
-def _add_admin_commands(add: Callable[[str, str, str], argparse.ArgumentParser]) -> None:
+        "check", "check a configuration on this machine, or measure a drive",
+        "kvstore check --config kvstore.toml", "kvstore check --disk --path /nvme",
+    )  # fmt: skip
+    check("--config", type=Path, help="the settings, a TOML file")
+    check("--json", action="store_true", help="print JSON instead of a table")
+    check("--disk", action="store_true", help="measure the drive instead")
+    path = "a directory on the drive (default: path of [nvme] in --config, else the current one)"
+    check("--path", type=Path, help=f"with --disk: {path}")
+    check("--seconds", type=_seconds, help="with --disk: how long (default: 20)")
     stats = add("stats", "show the metrics of a running store", f"kvstore stats --store {_SOCKET}")
-    stats.set_defaults(run=_stats)
-    stats.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
+    stats("--json", action="store_true", help="print a JSON list instead of a table")
     clear = add("clear", "drop all blocks of a running store", f"kvstore clear --store {_SOCKET}")
-    clear.set_defaults(run=_clear)
-    resize = add(
-        "resize",
-        "change the disk capacity of a running store",
-        f"kvstore resize nvme 500GiB --store {_SOCKET}",
-    )
-    resize.set_defaults(run=_resize)
-    resize.add_argument("tier", choices=["nvme"], help="the tier to resize")
-    resize.add_argument("capacity", help='the new capacity, such as "500GiB"')
+    example = f"kvstore resize nvme 500GiB --store {_SOCKET}"
+    resize = add("resize", "change the disk capacity of a running store", example)
+    resize("tier", choices=["nvme"], help="the tier to resize")
+    resize("capacity", help='the new capacity, such as "500GiB"')
+    user = "name or number of the user that runs the store (default: yourself or root)"
     for command in (stats, clear, resize):
-        _add_store(command)
-
-
-def _add_store(command: argparse.ArgumentParser) -> None:
-    """Add the options that name a running store."""
-    command.add_argument(
-        "--store",
-        required=True,
-        help=f"the store's socket, such as {_SOCKET}, or engine:ID for an engine's private one",
-    )
-    command.add_argument(
-        "--user",
-        type=_user,
-        help="name or number of the user that runs the store (default: yourself or root)",
-    )
+        place = f"the store's socket, such as {_SOCKET}, or engine:ID for an engine's private one"
+        command("--store", required=True, help=place)
+        command("--user", type=_user, help=user)
+    text = "verify the directory of an NVMe tier that no store uses"
+    fsck = add("fsck", text, "kvstore fsck /nvme/kv --repair")
+    commands.choices["fsck"].description = _FSCK
+    fsck("directory", type=Path, help="the directory, the path of [nvme]")
+    fsck("--repair", action="store_true", help="remove damaged blocks from the index")
+    fsck("--json", action="store_true", help="print one JSON object instead of a table")
+    text = "make a cluster key for stores that hand over blocks to each other"
+    keygen = add("keygen", text, "kvstore keygen /etc/kvstore/cluster.key")
+    keygen("path", type=Path, help="the file to make; an existing file is an error")
+    return parser
 
 
 def _user(text: str) -> int:
@@ -175,25 +141,16 @@ def _user(text: str) -> int:
         raise argparse.ArgumentTypeError(str(exc)) from exc
 
 
-def _add_check_options(check: argparse.ArgumentParser) -> None:
-    check.add_argument("--config", type=Path, help="the settings, a TOML file")
-    check.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    check.add_argument("--disk", action="store_true", help="measure the drive instead")
-    check.add_argument(
-        "--path",
-        type=Path,
-        help="with --disk: a directory on the drive (default: path of [nvme] in --config, else the"
-        " current directory)",
-    )
-    check.add_argument("--seconds", type=_seconds, help="with --disk: how long (default: 20)")
-
-
 def _seconds(text: str) -> float:
     if not text.isdecimal() or not SECONDS_MIN <= int(text) <= SECONDS_MAX:
         raise argparse.ArgumentTypeError(
             f"expected a whole number from {SECONDS_MIN} to {SECONDS_MAX}, found {text!r}"
         )
     return float(text)
+
+
+def _print_json(value: object) -> None:
+    print(msgspec.json.encode(value).decode())
 
 
 def _serve(chosen: argparse.Namespace) -> int:
@@ -210,11 +167,8 @@ def _serve(chosen: argparse.Namespace) -> int:
     log_to_stderr("%(asctime)s %(levelname)s %(message)s")
     listener = listen(config.server.socket, shared=bool(config.server.allow))
     capacity, available = config.cpu.capacity_bytes, memory_left()
-    log.info(
-        "cpu capacity %s in extents of %s",
-        sized(capacity),
-        sized(config.cpu.extent_bytes),
-    )
+    extent = sized(config.cpu.extent_bytes)
+    log.info("cpu capacity %s in extents of %s", sized(capacity), extent)
     if capacity + MARGIN_BYTES > available.bytes:
         log.warning(
             "only %s of memory are available now (%s): the cpu tier stops growing at %s",
@@ -237,18 +191,15 @@ def _check(chosen: argparse.Namespace) -> int:
         chosen.parser.error("--path and --seconds are for --disk, found no --disk")
     findings = examine(load(chosen.config))
     if chosen.json:
-        rows = [{"level": f.level.value, "what": f.what, "text": f.text} for f in findings]
-        print(json.dumps(rows))
+        _print_json(findings)
     else:
         width = max(len(finding.what) for finding in findings)
         for finding in findings:
             print(f"{finding.level.value:<4}  {finding.what:<{width}}  {finding.text}")
     failed = [finding for finding in findings if finding.level is Level.FAIL]
     if failed:
-        print(
-            f"{len(failed)} of {len(findings)} checks failed: a store would not start",
-            file=sys.stderr,
-        )
+        of_all = f"{len(failed)} of {len(findings)} checks"
+        print(f"{of_all} failed: a store would not start", file=sys.stderr)
     return 2 if failed else 0
 
 
@@ -269,9 +220,7 @@ def _check_disk(chosen: argparse.Namespace) -> int:
     with share() as watch:
         report = measure(folder, chosen.seconds or SECONDS, watch)
     if chosen.json:
-        import msgspec
-
-        print(msgspec.json.encode(report).decode())
+        _print_json(report)
     else:
         show(report)
     return 0
@@ -282,21 +231,15 @@ def _stats(chosen: argparse.Namespace) -> int:
 
     found = admin.stats(chosen.store, user=chosen.user)
     if chosen.json:
-        rows = [{"name": s.name, "labels": s.labels, "value": s.value} for s in found]
-        print(json.dumps(rows))
+        _print_json(found)
         return 0
-    from rich.table import Table
+    from kvstore.printing import output, table
 
-    from kvstore.printing import output
-
-    table = Table(box=None, header_style="bold")
-    table.add_column("metric", no_wrap=True)
-    table.add_column("labels", no_wrap=True)
-    table.add_column("value", justify="right", no_wrap=True)
+    shown = table("metric", "labels", "value>")
     for stat in found:
         labels = " ".join(f"{name}={label}" for name, label in stat.labels.items())
-        table.add_row(stat.name, labels, f"{stat.value:,.10g}")
-    output().print(table)
+        shown.add_row(stat.name, labels, f"{stat.value:,.10g}")
+    output().print(shown)
     return 0
 
 
@@ -313,80 +256,40 @@ def _clear(chosen: argparse.Namespace) -> int:
 
 
 def _fsck(chosen: argparse.Namespace) -> int:
+    from kvstore.printing import share
     from tiers.nvme.fsck import examine
 
-    with _progress() as watch:
+    start_s = time.monotonic()
+    with share() as tell:
+
+        def watch(done: Amount, whole: Amount) -> None:
+            nonlocal start_s
+            if not done.count:  # the index has been read
+                start_s = time.monotonic()
+            seconds = max(time.monotonic() - start_s, 1e-9)
+            rate = f"{done.count / seconds:,.0f} blocks/s, {done.bytes / seconds / 1e9:.2f} GB/s"
+            tell(done.bytes / max(1, whole.bytes), rate)
+
         report: FsckReport = examine(chosen.directory, repair=chosen.repair, watch=watch)
     if chosen.json:
-        import msgspec
-
-        print(msgspec.json.encode(report).decode())
+        _print_json(report)
     else:
         _show_fsck(report)
     return 0 if report.ok or chosen.repair else 1
 
 
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[Amount, Amount], None]]:
-    """Show on a terminal how many of the blocks are read."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("index", total=None, rate="")
-        start_s: float | None = None
-
-        def watch(done: Amount, whole: Amount) -> None:
-            nonlocal start_s
-            now_s = time.monotonic()
-            start_s = now_s if start_s is None else start_s
-            shown = _rate(done, now_s - start_s)
-            progress.update(
-                task, description="blocks", completed=done.bytes, total=whole.bytes, rate=shown
-            )
-
-        yield watch
-
-
-def _rate(done: Amount, seconds: float) -> str:
-    if not done.count or seconds <= 0:
-        return ""
-    return f"{done.count / seconds:,.0f} blocks/s, {done.bytes / seconds / 1e9:.2f} GB/s"
-
-
 def _show_fsck(report: FsckReport) -> None:
-    from rich.table import Table
-
-    from kvstore.printing import output
+    from kvstore.printing import output, table
     from kvstore.units import sized
 
-    table = Table(box=None, header_style="bold")
-    for heading in ("what", "state"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("count", "bytes"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("meaning")
+    shown = table("what", "state", "count>", "bytes>", "meaning")
     for what, state, amount in report.rows():
         style = "red" if amount.count and state != "ok" else None
         meaning = MEANINGS[what, state]
-        table.add_row(what, state, f"{amount.count:,}", sized(amount.bytes), meaning, style=style)
+        shown.add_row(what, state, f"{amount.count:,}", sized(amount.bytes), meaning, style=style)
     if report.index_error is not None:
         print(f"the index is damaged: {report.index_error}")
-    output().print(table)
+    output().print(shown)
     seconds = max(report.read_s, 1e-9)
     print(
         f"{sized(report.used_bytes)} on disk; {sized(report.read_bytes)} of blocks read in"
@@ -409,10 +312,15 @@ def _show_fsck(report: FsckReport) -> None:
 def _resize(chosen: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from kvstore.config import NvmeConfig
+    from kvstore.settings import settings_of
     from kvstore.store import admin
     from kvstore.units import sized
 
-    capacity = _capacity(chosen.capacity)
+    try:
+        capacity = int(settings_of(NvmeConfig)["capacity"].read(chosen.capacity, {}))
+    except ConfigError as exc:
+        raise ConfigError(f"capacity: {exc}") from None
     steps = admin.resize(chosen.store, chosen.tier, capacity, user=chosen.user)
     with Console(stderr=True).status("resizing") as status:
         for used, cap in steps:
@@ -422,16 +330,6 @@ def _resize(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _capacity(text: str) -> int:
-    from kvstore.config import NvmeConfig
-    from kvstore.settings import settings_of
-
-    try:
-        return int(settings_of(NvmeConfig)["capacity"].read(text, {}))
-    except ConfigError as exc:
-        raise ConfigError(f"capacity: {exc}") from None
-
-
 def _keygen(chosen: argparse.Namespace) -> int:
     from kvstore.handover.cluster_key import ClusterKey
 
@@ -439,6 +337,11 @@ def _keygen(chosen: argparse.Namespace) -> int:
     print(f"{chosen.path}: new cluster key; copy it to each store and name it in [peer] key")
     return 0
 
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "serve": _serve, "check": _check, "stats": _stats, "clear": _clear,
+    "resize": _resize, "fsck": _fsck, "keygen": _keygen,
+}  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,7 +13,6 @@ import os
 import socket
 import stat
 from pathlib import Path
-from typing import Self
 
 from kvstore.core.errors import ConfigError
 from kvstore.owned_files import open_file
@@ -54,14 +53,6 @@ class Listener:
             if _identity(self.path) == self._file:
                 Path(self.path).unlink()
         _unlock(self.path, self.lock_fd)
-
-    def __enter__(self) -> Self:
-        """Use it, and close it at the end."""
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        """Close it."""
-        self.close()
 
 
 def listen(path: str, *, shared: bool = False) -> Listener:
@@ -135,7 +126,7 @@ def _lock(path: str) -> int:
         fd = open_file(path + _LOCK, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _identity(path + _LOCK) == _of(os.fstat(fd)):
+            if _identity(path + _LOCK) == _identity(fd):
                 return fd
         except BlockingIOError:
             os.close(fd)
@@ -154,9 +145,6 @@ def _unlock(path: str, lock_fd: int) -> None:
     os.close(lock_fd)
 
 
-def _identity(path: str) -> tuple[int, int]:
-    return _of(os.lstat(path))
-
-
-def _of(found: os.stat_result) -> tuple[int, int]:
+def _identity(place: str | int) -> tuple[int, int]:
+    found = os.fstat(place) if isinstance(place, int) else os.lstat(place)
     return found.st_dev, found.st_ino

@@ -18,11 +18,8 @@ MEMORY = "cpu"  # the memory pool's tier label
 NVME = "nvme"
 PEER = "peer"
 
-
 SUM = "sum"
 BUCKETS = ("0.001", "0.003", "0.01", "0.03", "0.1", "0.3", "1.0", "3.0", "+Inf")  # seconds
-
-
 EVICTIONS = ("capacity", "resize", "clear", "damaged")
 # Of a tier that is only read from, of every other one, and of the disk.
 READ_EVENTS = ("loaded", "loaded_failed", "corrupt", "orphan")
@@ -32,6 +29,8 @@ DISK_EVENTS = (
     *("evicted", "damaged", "unreadable", "unlinked", "failed", "resize"),
     *("cleared", "discarded", "unreachable", "foreign"),
 )
+# Memory has counters of its own; a tier of others has TIER_EVENTS.
+_EVENTS_OF = {MEMORY: (), NVME: (*TIER_EVENTS, *DISK_EVENTS), PEER: READ_EVENTS}
 FETCHED_TIERS = ("gpu", "cpu", "nvme", "prefill", "other")
 HAND_OVER_EVENTS = (
     *("fetched", "corrupt", "late", "ended", "lost", "exporter", "cleared"),  # as a consumer
@@ -54,217 +53,98 @@ class Spec(NamedTuple):
     name: str
     kind: str
     help: str
-    labels: tuple[str, ...]
+    labels: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
     of_peers: bool = False
 
 
+# fmt: off
 TABLE = (
-    Spec(
-        "kvstore_lookup_tokens",
-        "counter",
-        "Tokens of admitted requests that were not in their engine's own cache.",
-        (),
-    ),
-    Spec(
-        "kvstore_hit_tokens",
-        "counter",
-        "Tokens served from the store, by the tier that held them first.",
-        ("tier",),
-    ),
-    Spec(
-        "kvstore_lookups",
-        "counter",
-        "Lookups answered, by outcome: hit, miss, capped, expired.",
-        ("outcome",),
-        ("hit", "miss", "capped", "expired"),
-    ),
-    Spec(
-        "kvstore_stored_blocks",
-        "counter",
-        "Blocks that engines wrote into slots, by outcome.",
-        ("outcome",),
-        tuple(outcome.value for outcome in StoreOutcome),
-    ),
-    Spec(
-        "kvstore_copied_bytes",
-        "counter",
-        "Bytes copied between engines and slots, by direction.",
-        ("direction",),
-        ("store", "load"),
-    ),
-    Spec(
-        "kvstore_copy_seconds",
-        "counter",
-        "Time that workers spent copying, by direction.",
-        ("direction",),
-        ("store", "load"),
-    ),
-    Spec(
-        "kvstore_evicted_blocks",
-        "counter",
-        "Blocks removed from CPU memory, by reason.",
-        ("reason",),
-        EVICTIONS,
-    ),
-    Spec(
-        "kvstore_tier_blocks",
-        "counter",
-        "Blocks copied to, read from or removed from a lower tier, by event.",
-        ("tier", "event"),
-    ),
-    Spec(
-        "kvstore_engine_events",
-        "counter",
-        "Events that engines report, such as deferrals, time-outs and failed loads.",
-        ("event",),
-        tuple(sorted(EVENTS)),
-    ),
-    Spec(
-        "kvstore_hand_over_events",
-        "counter",
-        "Events of hand-overs: blocks, leases, requests and connections.",
-        ("event",),
-        HAND_OVER_EVENTS,
-        of_peers=True,
-    ),
-    Spec(
-        "kvstore_fetched_blocks",
-        "counter",
-        "Blocks fetched from other stores, by the tier that held them there.",
-        ("tier",),
-        FETCHED_TIERS,
-        of_peers=True,
-    ),
-    Spec(
-        "kvstore_hand_over_moved_bytes",
-        "counter",
-        "Bytes that NIXL moved: pulled from or pushed to other stores, read into engine memory"
-        " here (direct), or written from it to other engines (given).",
-        ("direction",),
-        ("pulled", "pushed", "direct", "engine"),
-        of_peers=True,
-    ),
-    Spec(
-        "kvstore_hand_over_held_seconds",
-        "histogram",
-        "Time from the end of a handed-over request until all its blocks are in slots.",
-        ("le",),
-    ),
-    Spec(
-        "kvstore_sessions_started",
-        "counter",
-        "Engine sessions that became active.",
-        (),
-    ),
-    Spec(
-        "kvstore_sessions_ended",
-        "counter",
-        "Engine sessions that ended, by reason.",
-        ("reason",),
-        ("closed", "protocol", "memory", "refused", "shutdown", "internal"),
-    ),
-    Spec(
-        "kvstore_refused",
-        "counter",
-        "Connections and messages refused, by reason.",
-        ("reason",),
-        ("protocol", "malformed", "outbox", "input", "internal", "user"),
-    ),
-    Spec(
-        "kvstore_hand_over_bytes",
-        "gauge",
-        "Memory that hand-overs hold, by state: held (for other stores), landing, quarantined.",
-        ("state",),
-    ),
-    Spec(
-        "kvstore_hand_over_open",
-        "gauge",
-        "Open hand-over objects by kind, such as fetches, jobs, direct writes and connections.",
-        ("what",),
-    ),
-    Spec(
-        "kvstore_capacity_bytes",
-        "gauge",
-        "Capacity of the tier on this node.",
-        ("tier",),
-    ),
-    Spec(
-        "kvstore_memory_bytes",
-        "gauge",
-        "Memory or disk space that the tier takes.",
-        ("tier",),
-    ),
-    Spec(
-        "kvstore_tiers",
-        "gauge",
-        "Lower tiers, by state: ok, loading, read_only, off.",
-        ("tier", "state"),
-    ),
-    Spec(
-        "kvstore_tier_stalled_seconds",
-        "gauge",
-        "Time since a disk call of this kind last returned, while all its threads are busy.",
-        ("tier", "call"),
-    ),
-    Spec(
-        "kvstore_tier_slots",
-        "gauge",
-        "Slots of a namespace on disk, by state: free, used.",
-        ("tier", "namespace", "state"),
-    ),
-    Spec(
-        "kvstore_slots",
-        "gauge",
-        "Slots of a namespace in CPU memory, by state: free, granted, used.",
-        ("namespace", "state"),
-    ),
-    Spec(
-        "kvstore_leases",
-        "gauge",
-        "Answered lookups whose blocks are pinned now.",
-        ("namespace",),
-    ),
-    Spec(
-        "kvstore_jobs_open",
-        "gauge",
-        "Transfers to and from lower tiers in progress.",
-        ("namespace",),
-    ),
-    Spec(
-        "kvstore_sessions",
-        "gauge",
-        "Engine sessions, by phase.",
-        ("phase",),
-    ),
+    Spec("kvstore_lookup_tokens", "counter",
+         "Tokens of admitted requests that were not in their engine's own cache."),
+    Spec("kvstore_hit_tokens", "counter",
+         "Tokens served from the store, by the tier that held them first.", ("tier",)),
+    Spec("kvstore_lookups", "counter",
+         "Lookups answered, by outcome: hit, miss, capped, expired.",
+         ("outcome",), ("hit", "miss", "capped", "expired")),
+    Spec("kvstore_stored_blocks", "counter",
+         "Blocks that engines wrote into slots, by outcome.",
+         ("outcome",), tuple(outcome.value for outcome in StoreOutcome)),
+    Spec("kvstore_copied_bytes", "counter",
+         "Bytes copied between engines and slots, by direction.",
+         ("direction",), ("store", "load")),
+    Spec("kvstore_copy_seconds", "counter",
+         "Time that workers spent copying, by direction.", ("direction",), ("store", "load")),
+    Spec("kvstore_evicted_blocks", "counter",
+         "Blocks removed from CPU memory, by reason.", ("reason",), EVICTIONS),
+    Spec("kvstore_tier_blocks", "counter",
+         "Blocks copied to, read from or removed from a lower tier, by event.", ("tier", "event")),
+    Spec("kvstore_engine_events", "counter",
+         "Events that engines report, such as deferrals, time-outs and failed loads.",
+         ("event",), tuple(sorted(EVENTS))),
+    Spec("kvstore_hand_over_events", "counter",
+         "Events of hand-overs: blocks, leases, requests and connections.",
+         ("event",), HAND_OVER_EVENTS, of_peers=True),
+    Spec("kvstore_fetched_blocks", "counter",
+         "Blocks fetched from other stores, by the tier that held them there.",
+         ("tier",), FETCHED_TIERS, of_peers=True),
+    Spec("kvstore_hand_over_moved_bytes", "counter",
+         "Bytes that NIXL moved: pulled from or pushed to other stores, read into engine"
+         " memory here (direct), or written from it to other engines (given).",
+         ("direction",), ("pulled", "pushed", "direct", "engine"), of_peers=True),
+    Spec("kvstore_hand_over_held_seconds", "histogram",
+         "Time from the end of a handed-over request until all its blocks are in slots.", ("le",)),
+    Spec("kvstore_sessions_started", "counter",
+         "Engine sessions that became active."),
+    Spec("kvstore_sessions_ended", "counter",
+         "Engine sessions that ended, by reason.",
+         ("reason",), ("closed", "protocol", "memory", "refused", "shutdown", "internal")),
+    Spec("kvstore_refused", "counter",
+         "Connections and messages refused, by reason.",
+         ("reason",), ("protocol", "malformed", "outbox", "input", "internal", "user")),
+    Spec("kvstore_hand_over_bytes", "gauge",
+         "Memory that hand-overs hold, by state: held (for other stores), landing, quarantined.",
+         ("state",)),
+    Spec("kvstore_hand_over_open", "gauge",
+         "Open hand-over objects by kind, such as fetches, jobs, direct writes and connections.",
+         ("what",)),
+    Spec("kvstore_capacity_bytes", "gauge",
+         "Capacity of the tier on this node.", ("tier",)),
+    Spec("kvstore_memory_bytes", "gauge",
+         "Memory or disk space that the tier takes.", ("tier",)),
+    Spec("kvstore_tiers", "gauge",
+         "Lower tiers, by state: ok, loading, read_only, off.", ("tier", "state")),
+    Spec("kvstore_tier_stalled_seconds", "gauge",
+         "Time since a disk call of this kind last returned, while all its threads are busy.",
+         ("tier", "call")),
+    Spec("kvstore_tier_slots", "gauge",
+         "Slots of a namespace on disk, by state: free, used.", ("tier", "namespace", "state")),
+    Spec("kvstore_slots", "gauge",
+         "Slots of a namespace in CPU memory, by state: free, granted, used.",
+         ("namespace", "state")),
+    Spec("kvstore_leases", "gauge",
+         "Answered lookups whose blocks are pinned now.", ("namespace",)),
+    Spec("kvstore_jobs_open", "gauge",
+         "Transfers to and from lower tiers in progress.", ("namespace",)),
+    Spec("kvstore_sessions", "gauge",
+         "Engine sessions, by phase.", ("phase",)),
 )
+# fmt: on
 
 
 def zeros(tiers: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Go through the counters of a store with these tiers, by metric name and label values.
-
-    A counter that began with its first event would hide this event from rate() and increase().
-    """
+    """Go through the counters of a store with these tiers, by metric name and label values."""
     for spec in TABLE:
         if spec.kind != "counter" or (spec.of_peers and PEER not in tiers):
             continue
         if spec.labels == ("tier", "event"):
             for tier in tiers:
-                for event in _events_of(tier):
-                    yield spec.name, tier, event
+                events = _EVENTS_OF.get(tier, TIER_EVENTS)
+                yield from ((spec.name, tier, event) for event in events)
         elif spec.labels:
-            for value in spec.values or tiers:
-                yield spec.name, value
+            yield from ((spec.name, value) for value in spec.values or tiers)
         else:
             yield (spec.name,)
-
-
-def _events_of(tier: str) -> tuple[str, ...]:
-    if tier == MEMORY:
-        return ()  # has counters of its own
-    if tier == PEER:
-        return READ_EVENTS
-    return (*TIER_EVENTS, *DISK_EVENTS) if tier == NVME else TIER_EVENTS
 
 
 class Numbers(msgspec.Struct):
@@ -280,7 +160,10 @@ class Numbers(msgspec.Struct):
     moved: Counter[tuple[str, str]] = msgspec.field(default_factory=Counter)
 
     def start(self, tiers: Sequence[str]) -> None:
-        """Have every counter of a store with these tiers at 0."""
+        """Have every counter of a store with these tiers at 0.
+
+        A counter that began with its first event would hide this event from rate() and increase().
+        """
         self.counts.update(dict.fromkeys(zeros(tiers), 0))
 
     def add(self, name: str, *labels: str, by: float = 1) -> None:

@@ -28,6 +28,11 @@ _CALLS = {  # mbind, move_pages
     "x86_64": (237, 279),
     "aarch64": (235, 239),
 }
+_REASONS = {
+    errno.EPERM: "Sandboxes do, and containers without the capability SYS_NICE: give it that, or"
+    " leave the setting out",
+    errno.EINVAL: "The cpuset of the store's container or service excludes the node",
+}
 _PREFERRED = 1  # MPOL_PREFERRED: elsewhere once the node is full, where MPOL_BIND would kill
 _WORD_BITS = 64
 _kernel = ctypes.CDLL(None, use_errno=True).syscall
@@ -69,21 +74,10 @@ def check(node: int) -> None:
     except OSError as exc:
         raise ConfigError(
             f"[cpu] numa: expected to place memory on node {node}, found that the system refuses"
-            f" it ({exc.strerror}). {_reason(exc.errno)}"
+            f" it ({exc.strerror}). {_REASONS.get(exc.errno or 0, 'Leave the setting out')}"
         ) from exc
     finally:
         os.close(trial)
-
-
-def _reason(number: int | None) -> str:
-    if number == errno.EPERM:
-        return (
-            "Sandboxes do, and containers without the capability SYS_NICE: give it that, or leave"
-            " the setting out"
-        )
-    if number == errno.EINVAL:
-        return "The cpuset of the store's container or service excludes the node"
-    return "Leave the setting out"
 
 
 def prefer(descriptor: int, size: int, node: int) -> None:

@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 _WIDE = 10_000  # columns, more than any table has
 
@@ -20,13 +21,24 @@ def output() -> Console:
     return console if console.is_terminal else Console(width=_WIDE)
 
 
+def table(*headings: str) -> Table:
+    """Make a table; numbers stand below a heading that ends with ">", words wrap in the last."""
+    made = Table(box=None, header_style="bold")
+    for heading in headings:
+        last = heading is headings[-1]
+        number = heading.endswith(">")
+        made.add_column(
+            heading.rstrip(">"), justify="right" if number else "left", no_wrap=number or not last
+        )
+    return made
+
+
 @contextlib.contextmanager
 def share() -> Iterator[Callable[[float, str], None]]:
     """Show progress on a terminal; call the result with the share that is done, and a text."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description:<40}"), BarColumn(), TaskProgressColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
+    columns = BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    text, off = TextColumn("{task.description:<40}"), not console.is_terminal
+    with Progress(text, *columns, console=console, transient=True, disable=off) as progress:
         task = progress.add_task("", total=1.0)
         yield lambda share, what: progress.update(task, completed=share, description=what)

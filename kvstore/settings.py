@@ -3,11 +3,9 @@
 A section is a struct; each of its fields is one setting, declared once:
 
     lease_ns: Annotated[int, Setting(duration(zero="no hit could be loaded"), "30s")]
-    "How long the blocks of a hit stay pinned ..."
 
-From the declaration follow the values that a file may have, the suggestion for a wrong name, the
-error that names the found and the expected value, and the row in docs/reference/config.md (a test
-compares them). The name in the file is the field's without its unit.
+From that follow the values that a file may have, the suggestion for a wrong name, and the error
+that names the found and the expected value. The name in the file is the field's without its unit.
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ from typing import Any, TypeVar, get_type_hints
 import msgspec
 
 from kvstore.core.errors import ConfigError
-from kvstore.text import shown
-from kvstore.units import QUANTITY_MAX, parse_bytes, parse_duration_ns, sized
+from kvstore.units import QUANTITY_MAX, parse_bytes, parse_duration_ns, shown, sized, wrong
 
 # sun_path of a unix socket address is 108 bytes, the last of them a zero.
 SOCKET_PATH_BYTES_MAX = 107
@@ -34,8 +31,8 @@ Reader = Callable[[Any, Mapping[str, Any]], Any]
 class Setting(msgspec.Struct, frozen=True):
     """How one setting is read, and its default.
 
-    default: a value as in a file, or a function that makes one from the settings read before. With
-        None the setting may be left out, and its field is None.
+    default: a value as in a file, or a function that makes one from the settings read before; None:
+        the field of a setting that is left out is None.
     default_text: the default in words, for the reference, where it depends on something.
     required: an example; the setting has to be given, and has no default.
     """
@@ -104,28 +101,25 @@ def refuse_unknown(table: Mapping[str, Any], known: Collection[str], where: str)
 def flag(value: object, _found: Mapping[str, Any]) -> bool:
     """Read true or false."""
     if not isinstance(value, bool):
-        raise ConfigError(f"expected true or false, found {shown(value)}")
+        raise wrong("true or false", value)
     return value
 
 
 def table_of_any(value: object, _found: Mapping[str, Any]) -> dict[str, Any]:
     """Read a table with any names."""
     if not isinstance(value, dict):
-        raise ConfigError(f"expected a table, found {shown(value)}")
+        raise wrong("a table", value)
     return value
 
 
 def read_socket(value: object, _found: Mapping[str, Any]) -> str:
     """Read the path of a unix socket, with or without unix:// in front."""
-    expected = 'an absolute path such as "/run/kvstore/kvstore.sock"'
     path = value.removeprefix("unix://") if isinstance(value, str) else ""
     if not path.startswith("/") or path.endswith("/") or "\0" in path:
-        raise ConfigError(f"expected {expected}, found {shown(value)}")
+        raise wrong('an absolute path such as "/run/kvstore/kvstore.sock"', value)
     if len(path.encode()) > SOCKET_PATH_BYTES_MAX:
-        raise ConfigError(
-            f"expected at most {SOCKET_PATH_BYTES_MAX} bytes, the system's limit for a socket "
-            f"path, found {len(path.encode())}"
-        )
+        limit = f"at most {SOCKET_PATH_BYTES_MAX} bytes, the system's limit for a socket path"
+        raise wrong(limit, len(path.encode()))
     return path
 
 
@@ -134,9 +128,7 @@ def whole_number(least: int, most: int) -> Reader:
 
     def read(value: object, _found: Mapping[str, Any]) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise ConfigError(
-                f"expected a whole number from {least} to {most}, found {shown(value)}"
-            )
+            raise wrong(f"a whole number from {least} to {most}", value)
         return value
 
     return read
@@ -152,7 +144,7 @@ def matching(pattern: str, expected: str) -> Reader:
 
     def read(value: object, _found: Mapping[str, Any]) -> str:
         if not isinstance(value, str) or not re.fullmatch(pattern, value, re.ASCII | re.DOTALL):
-            raise ConfigError(f"expected {expected}, found {shown(value)}")
+            raise wrong(expected, value)
         return value
 
     return read
@@ -165,9 +157,9 @@ def size(least_bytes: int, most_bytes: int = QUANTITY_MAX, of: str = "") -> Read
     def read(value: object, _found: Mapping[str, Any]) -> int:
         found_bytes = parse_bytes(value)
         if found_bytes < least_bytes:
-            raise ConfigError(f"expected at least {least}{of}, found {shown(value)}")
+            raise wrong(f"at least {least}{of}", value)
         if found_bytes > most_bytes:
-            raise ConfigError(f"expected at most {most}, found {shown(value)}")
+            raise wrong(f"at most {most}", value)
         return found_bytes
 
     return read

@@ -1,14 +1,14 @@
-"""Sizes and durations: how people write them, and how sizes are shown."""
+"""Values for people: sizes, durations, and how those of others are shown in a part of a line."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
 from fractions import Fraction
 
 from kvstore.core.errors import ConfigError
-from kvstore.text import shown
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -26,13 +26,9 @@ _BYTE_UNITS = {
     "GB": 10**9,
     "TB": 10**12,
 }
-_DURATION_UNITS_NS = {
-    "us": 10**3,
-    "ms": 10**6,
-    "s": 10**9,
-    "m": 60 * 10**9,
-    "h": 3600 * 10**9,
-}
+_DURATION_UNITS_NS = {"us": 10**3, "ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9}
+
+_SHOWN_MAX = 80  # characters: a part of one line
 
 # What the system's own interfaces take as a size.
 QUANTITY_MAX = 2**63 - 1
@@ -50,21 +46,21 @@ def parse_duration_ns(value: object) -> int:
 
 def _quantity(value: object, units: Mapping[str, int], expected: str, plain: int | None) -> int:
     """Read a number with a unit; plain is the unit of a bare integer, None to refuse those."""
-    wrong = f"expected {expected} (units {', '.join(units)}), found {shown(value)}"
+    error = wrong(f"{expected} (units {', '.join(units)})", value)
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ConfigError(wrong)
+        raise error
     text = value.strip() if isinstance(value, str) else str(value)
     match = re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]{1,9})?) *([A-Za-z]*)", text)
     if match is None:
-        raise ConfigError(wrong)
+        raise error
     number, unit = match.groups()
     scale = units.get(unit) if unit else plain
     if scale is None:
         close = [name for name in units if name.lower() == unit.lower()]
-        raise ConfigError(wrong + (f"; did you mean {number}{close[0]}?" if close else ""))
+        raise ConfigError(str(error) + (f"; did you mean {number}{close[0]}?" if close else ""))
     amount = math.floor(Fraction(number) * scale)
     if amount > QUANTITY_MAX:
-        raise ConfigError(f"{wrong}, which does not fit in 63 bits")
+        raise ConfigError(f"{error}, which does not fit in 63 bits")
     return amount
 
 
@@ -74,3 +70,36 @@ def sized(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f}".removesuffix(".0") + f" {unit}"
     return f"{count} B"
+
+
+def one_line(text: str, length_max: int) -> str:
+    """Escape what is not printable, line ends and terminal codes among it, and cut what is long."""
+    rest = len(text) - length_max
+    if rest > 0:
+        text = text[:length_max]
+    if not text.isprintable():
+        text = "".join(
+            char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
+            for char in text
+        )
+    return f"{text}... ({rest} more characters)" if rest > 0 else text
+
+
+def wrong(expected: str, found: object) -> ConfigError:
+    """Make the error for a setting that has another value than one may have."""
+    return ConfigError(f"expected {expected}, found {shown(found)}")
+
+
+def shown(value: object) -> str:
+    """Show a value as its file would, short enough for one line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        text = one_line(json.dumps(value[:_SHOWN_MAX], ensure_ascii=False), _SHOWN_MAX * 10)
+    elif isinstance(value, dict):
+        text = "a table"
+    elif isinstance(value, list):
+        text = "a list"
+    else:
+        text = str(value)
+    return text if len(text) <= _SHOWN_MAX else text[: _SHOWN_MAX - 3] + "..."

@@ -68,7 +68,7 @@ MUTANTS = (
     ),
     Mutant(
         STORE,
-        'self._turn_away(connection, "internal", what)',
+        'self.turn_away(connection, "internal", what)',
         "pass",
         "tests/test_local_limits.py -k S2_what_raises",
     ),
@@ -134,7 +134,7 @@ MUTANTS = (
         "tests/test_side_channel_limits.py -k S2_a_listener_without_descriptors",
     ),
     Mutant(
-        "kvstore/rate_log.py",
+        "kvstore/logs.py",
         "LINES_MAX = 5",
         "LINES_MAX = 5_000",
         "tests/test_side_channel_limits.py -k S2_log_lines",
@@ -243,7 +243,7 @@ MUTANTS = (
     # Limits of local messages.
     Mutant(
         LOOKUPS,
-        "        if len(lookup.hashes) // lookup.width > limits.LOOKUP_BLOCKS_MAX:",
+        "        if blocks > limits.LOOKUP_BLOCKS_MAX:",
         "        if False:",
         "tests/test_store.py -k S2_a_lookup_has",
     ),
@@ -281,9 +281,9 @@ MUTANTS = (
     # What wakes a namespace.
     Mutant(
         STORE,
-        "            session.namespace.sessions.add(session.number)\n"
+        "            session.namespace.sessions.add(session)\n"
         "            self._wake(session.namespace)\n",
-        "            session.namespace.sessions.add(session.number)\n",
+        "            session.namespace.sessions.add(session)\n",
         "tests/test_turns.py -k S4_a_namespace_is_visited",
     ),
     Mutant(
@@ -459,14 +459,14 @@ MUTANTS = (
     ),
     Mutant(
         "kvstore/store/tier_guard.py",
-        "except BaseException",
-        "except ZeroDivisionError",
+        "except BaseException as exc:\n        said",
+        "except ZeroDivisionError as exc:\n        said",
         "tests/test_tier_guard.py",
     ),
     Mutant(
         STORE,
         "        for lease_id in namespace.manager.leases.of_owner(session.number):\n"
-        "            self._lookups.end_lease(session, lease_id)\n",
+        "            self._lookups.end_lease(session, namespace, lease_id)\n",
         "",
         "tests/test_store.py tests/test_store_blocks.py -k O20_leases_end",
     ),

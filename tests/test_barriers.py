@@ -23,7 +23,7 @@ from kvstore.handover.jobs import Job
 from kvstore.handover.peers import Peers
 from kvstore.handover.producer import Producer
 from kvstore.handover.request_leases import RequestLeases
-from kvstore.store import admin, server
+from kvstore.store import admin, server, sessions
 from kvstore.store.extents import Memory
 from kvstore.store.lookups import Lookups
 from kvstore.store.namespace import Namespace
@@ -333,12 +333,12 @@ def test_S2_what_the_disk_meets_costs_the_disk(
     assert tracebacks(caplog) == 1
 
 
-@pytest.mark.parametrize("where", [(Store, "_refresh_gauges"), (Memory, "_grow")])
+@pytest.mark.parametrize("where", [(sessions, "gauges"), (Memory, "_grow")])
 def test_S2_what_serves_all_goes_on_after_a_bug(
     store: LiveStore,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    where: tuple[type, str],
+    where: tuple[Any, str],
 ) -> None:
     with engine(store, page_bytes=PAGE) as live:
         with monkeypatch.context() as patch:
@@ -352,7 +352,7 @@ def test_S2_what_serves_all_goes_on_after_a_bug(
 @pytest.mark.parametrize(
     "where",
     [
-        (Store, "_refresh_gauges"),
+        (sessions, "gauges"),
         (Namespace, "settle"),
         (Tiering, "poll"),
         (Manager, "expire"),
@@ -362,7 +362,7 @@ def test_S2_what_serves_all_goes_on_after_a_bug(
     ],
 )
 def test_S2_no_barrier_keeps_a_broken_invariant_back(
-    settings: config.Config, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str]
+    settings: config.Config, monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str]
 ) -> None:
     with_peers = config.parse(
         {

@@ -238,11 +238,6 @@ def test_other_sizes_and_durations_are_refused_with_the_value() -> None:
     assert not lacking(refusal(parse_bytes, "8gib"), "did you mean 8GiB?")
 
 
-@given(st.integers(0, 2**32), st.sampled_from(["KiB", "MiB", "GiB", "B"]))
-def test_a_size_is_its_number_times_its_unit(number: int, unit: str) -> None:
-    assert parse_bytes(f"{number}{unit}") == number * parse_bytes(f"1{unit}")
-
-
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),

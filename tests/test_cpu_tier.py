@@ -9,13 +9,11 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
 
-from kvstore.core.errors import TierError, TierFull
-from kvstore.core.tier import MemoryExtent, MemoryPool
+from kvstore.core.errors import TierFull
 from kvstore.store.session import Phase
 from kvstore.wire import engine as p
 from tests.harness.fakes import SLOT_BYTES, Engine, HeapPool, Town, blocks, hashes, phase, settings
@@ -153,11 +151,6 @@ def test_an_extent_that_could_not_be_made_does_not_count(pool: CpuMemory) -> Non
     assert (tag, type(error), pool.used_bytes) == ("a", TierFull, 0)
 
 
-def test_an_extent_larger_than_the_capacity_is_refused() -> None:
-    with pytest.raises(TierError, match="extent of 65536 bytes, capacity is 1000"):
-        CpuMemory(1000, EXTENT)
-
-
 def test_closing_gives_back_what_nobody_fetched() -> None:
     before = descriptors()
     made = CpuMemory(2 * EXTENT, EXTENT)
@@ -221,17 +214,6 @@ def test_a_richer_namespace_gives_memory_to_a_poorer_one() -> None:
     assert extents_of(town) == [2, 2]
     assert memory.used_bytes_max <= memory.capacity_bytes
     assert not first.detached
-
-
-def test_three_namespaces_share_the_cap() -> None:
-    town, memory = heap(extents=6)
-    engines = [town.attach(name, identity=name) for name in ("a", "b", "c")]
-    for number in range(12):
-        for engine in engines:
-            engine.put(hashes(16, f"{engine.name}{number}"))
-        town.settle(*engines)
-    assert extents_of(town) == [2, 2, 2]
-    assert memory.used_bytes_max <= memory.capacity_bytes
 
 
 def join_poor(town: Town) -> Engine:
@@ -398,17 +380,6 @@ def test_O20_where_leases_keep_memory_for_long_no_more_of_the_same_model_is_take
     assert retiring() == 1
 
 
-def test_a_failed_extent_is_no_end_of_the_store(caplog: pytest.LogCaptureFixture) -> None:
-    town, memory = heap()
-    memory.fail = TierFull("no memory")
-    engine = town.attach()
-    assert engine.active is None
-    assert "no memory for another extent: no memory" in caplog.text
-    memory.fail = None
-    other = town.attach("other", identity="other")
-    assert other.active is not None
-
-
 def test_S5_that_memory_is_short_is_said_once_until_there_was_some(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -440,7 +411,7 @@ def test_S5_where_memory_is_short_a_model_without_any_gets_some_of_another(
     memory.fail = TierFull("no memory")
     release = memory.release
 
-    def released(extent: MemoryExtent) -> None:
+    def released(extent: CpuExtent) -> None:
         release(extent)
         memory.fail = None if enough else memory.fail
 
@@ -455,7 +426,7 @@ def test_S5_where_memory_is_short_a_model_without_any_gets_some_of_another(
 
 def test_real_memory_is_shared_the_same_way() -> None:
     memory = CpuMemory(2 * EXTENT, EXTENT)
-    town = Town(settings(), cast("MemoryPool", memory))
+    town = Town(settings(), memory)
 
     def until(done: Callable[[], object], *engines: Engine) -> None:
         end = time.monotonic() + 600

@@ -18,7 +18,7 @@ import pytest
 
 from kvstore import config
 from kvstore.core.errors import ConfigError
-from kvstore.rate_log import LINES_MAX
+from kvstore.logs import LINES_MAX
 from kvstore.store import metrics_endpoint
 from kvstore.wire import engine as p
 from tests.bench.store import free_port

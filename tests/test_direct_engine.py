@@ -19,7 +19,7 @@ from kvstore.core.errors import ProtocolError, TierError, TierIOError
 from kvstore.core.layout import PIECES_MAX, PageRun, RankPages
 from kvstore.core.types import BlockKey, Slot
 from kvstore.handover.engine_blocks import BLOCKS_MAX, Engines
-from kvstore.rate_log import LINES_MAX
+from kvstore.logs import LINES_MAX
 from kvstore.wire import engine as p
 from kvstore.wire.peer import RANKS_MAX
 from tests.engine.support import since

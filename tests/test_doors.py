@@ -14,6 +14,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from kvstore.config import parse
 from kvstore.core.errors import ConfigError
 from kvstore.listener import listen, taken
 from kvstore.store import admin
-from kvstore.text import shown
+from kvstore.units import shown
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.harness.fakes import geometry
@@ -389,7 +390,7 @@ def test_two_whole_stores_at_once_and_the_one_that_ends_takes_its_own_file_away(
 
 def test_a_file_of_somebody_else_at_the_path_is_left(tmp_path: Path) -> None:
     path = tmp_path / "kv.sock"
-    with listen(str(path)):
+    with closing(listen(str(path))):
         path.unlink()
         path.write_text("another")
     assert path.read_text() == "another"
@@ -433,7 +434,7 @@ def test_S1_nobody_connects_before_the_disk_is_open_and_nothing_is_said_too_earl
     assert f"{disk}: expected a directory, found a file there" in text
     assert not path.exists()
     early = socket.socket(socket.AF_UNIX)
-    with listen(str(path)), early, pytest.raises(ConnectionRefusedError):
+    with closing(listen(str(path))), early, pytest.raises(ConnectionRefusedError):
         early.connect(str(path))
 
 

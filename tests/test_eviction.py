@@ -88,22 +88,6 @@ def test_O5_the_coldest_leaf_goes_first(stored: str, used: str, order: str) -> N
     assert forest.evict_all() == order.split()
 
 
-def test_pinned_blocks_and_their_parents_stay_and_are_as_young_as_their_last_pin() -> None:
-    forest = Forest("a", "ab", "x", "y")
-    forest.policy.remove(forest.entry("ab"))  # as a manager pins it
-    forest.policy.touch(forest.entry("x"))
-    forest.policy.touch(forest.entry("ab"))
-    assert forest.evict_all() == ["y", "x", "ab", "a"]
-
-
-def test_a_block_being_written_keeps_its_parent() -> None:
-    forest = Forest("a")
-    writing = forest.add("ab", forest.entry("a"), State.WRITING)
-    assert forest.evict() is None
-    forest.gone(writing)
-    assert forest.evict() == "a"
-
-
 def test_a_parent_takes_the_place_of_its_last_child_that_is_dropped() -> None:
     forest = Forest("x", "a", "ab", "y")
     dropped = forest.entry("ab")

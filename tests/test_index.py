@@ -188,17 +188,6 @@ def test_hints_that_are_wrong_in_any_way_cost_probes_only(
     assert count <= math.log2(max(1, chain.blocks)) + 2 + 4 * STRANDS_MAX
 
 
-def test_a_hole_is_gone_with_its_last_child() -> None:
-    index = Index()
-    entries = chain_of(index, 3)
-    other = add(index, key(2, "b"), entries[1])
-    index.remove(entries[1])
-    index.remove(entries[2])
-    assert index.holes == 1
-    index.remove(other)
-    assert index.holes == 0
-
-
 def test_a_hole_heals_when_the_block_is_there_again_and_its_path_is_walked() -> None:
     index = Index()
     entries = chain_of(index, 4)
@@ -222,23 +211,6 @@ def test_what_is_ready_does_not_hang_below_what_is_only_coming() -> None:
     again.state = State.READY
     index.run(path(3), 0, 3)
     assert (index.holes, again.children) == (0, 1)
-
-
-def test_relinking_moves_a_child_once() -> None:
-    index = Index()
-    entries = chain_of(index, 2)
-    index.remove(entries[0])
-    again = add(index, key(0), None)
-    index.relink(entries[1], again)
-    index.relink(entries[1], again)
-    assert (again.children, entries[0].children, index.holes) == (1, 0, 0)
-
-
-def test_ready_run_stops_at_what_is_not_ready() -> None:
-    index = Index()
-    entries = chain_of(index, 4)
-    entries[2].state = State.WRITING
-    assert index.run(path(4), 0, 4) == entries[:2]
 
 
 @pytest.mark.parametrize("other", ["above", "nothing", "a longer path"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -24,7 +22,6 @@ from kvstore.core.layout import (
 )
 from kvstore.core.types import GroupRule
 
-DECISION = Path(__file__).parent.parent / "docs" / "decisions" / "001-slot-order.md"
 HEAD_BYTES = 96
 LAYERS = ("model.0", "model.1", "model.2")
 
@@ -74,11 +71,6 @@ def test_pages_that_cannot_be_cut_by_head_follow_one_another() -> None:
     layout = slot_layout(ranks_of(4, head_major=False, layers=["only"]))
     page = 2 * HEAD_BYTES
     assert [rank.groups[0].runs[0].offset for rank in layout.ranks] == [0, page, 2 * page, 3 * page]
-
-
-def test_the_order_of_a_page_is_part_of_the_digest_on_one_rank_too() -> None:
-    by_head, by_token = ranks_of(1), ranks_of(1, head_major=False)
-    assert slot_layout(by_head).digest != slot_layout(by_token).digest
 
 
 def test_slots_are_aligned_for_direct_io() -> None:
@@ -209,103 +201,15 @@ def test_geometry_that_makes_no_sense_cannot_be_made(wrong: Callable[[], object]
         wrong()
 
 
-# The decision about the order, docs/decisions/001-slot-order.md
-
-KIB = 1024
-TOKENS = 16
-CHUNK = 4
-
-
-class Model(NamedTuple):
-    """A model's KV cache, bf16; cell_bytes: one head of one layer of one engine block."""
-
-    name: str
-    layers: int
-    heads: int
-    cell_bytes: int
-
-
-MODELS = (
-    Model("Llama-3.1-8B", 32, 8, TOKENS * 2 * 128 * 2),
-    Model("Llama-3.1-70B", 80, 8, TOKENS * 2 * 128 * 2),
-    Model("Qwen3-30B-A3B", 48, 4, TOKENS * 2 * 128 * 2),
-    Model("Gemma-3-27B (10 full layers)", 10, 16, TOKENS * 2 * 128 * 2),
-    Model("DeepSeek-V3 (MLA)", 61, 1, TOKENS * (512 + 64) * 2),
-)
-Cell = tuple[int, int, int]  # engine block, layer, head
-# By the decision's number.
-ORDERS: dict[str, Callable[[Cell], tuple[int, int, int]]] = {
-    "1": lambda cell: (cell[0], cell[1], cell[2]),
-    "2": lambda cell: (cell[1], cell[0], cell[2]),
-    "3": lambda cell: (cell[2], cell[0], cell[1]),
-}
-
-
-def run_bytes(model: Model, order: str, tp: int, *, page: bool) -> int:
-    """Return the length of one rank's runs in a slot; all are equal.
-
-    page: stretches that are contiguous in the slot and in one page of the engine, what one copy
-    can move; otherwise: contiguous in the slot and of one engine block, what entering or storing
-    part of a block touches.
-    """
-    cells = sorted(
-        (
-            (b, la, h)
-            for b in range(CHUNK)
-            for la in range(model.layers)
-            for h in range(model.heads)
-        ),
-        key=ORDERS[order],
-    )
-    first, count = 0, max(1, model.heads // tp)  # rank 0; beyond the heads they are replicated
-    runs = [0]
-    last: tuple[int, Cell] | None = None
-    for place, cell in enumerate(cells):
-        if not first <= cell[2] < first + count:
-            continue
-        joined = last is not None and place == last[0] + 1 and cell[0] == last[1][0]
-        if joined and last is not None and page:
-            joined = cell[1] == last[1][1]
-        if not joined:
-            runs.append(0)
-        runs[-1] += model.cell_bytes
-        last = (place, cell)
-    (length,) = set(runs[1:])
-    return length
-
-
-def rows() -> Iterator[str]:
-    for model in MODELS:
-        for order in ORDERS:
-            cells = [
-                f"{run_bytes(model, order, tp, page=page) // KIB:,}"
-                for page in (True, False)
-                for tp in (1, 2, 4, 8)
-            ]
-            yield f"| {model.name} | {order} | {' | '.join(cells)} |"
-
-
-def test_the_decision_on_the_order_has_the_computed_numbers() -> None:
-    text = DECISION.read_text(encoding="utf-8")
-    assert [row for row in rows() if row not in text] == []
-
-
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name.split()[0])
-def test_the_layout_has_the_runs_that_were_decided(model: Model, tp: int) -> None:
-    ours = next(iter(ORDERS))
-    names = [f"layer.{number}" for number in range(model.layers)]
-    ranks = ranks_of(tp, heads=model.heads, layers=names, head_bytes=model.cell_bytes, chunk=CHUNK)
-    for rank in slot_layout(ranks).ranks:
-        runs = rank.groups[0].runs
-        assert {run.length for run in runs} == {run_bytes(model, ours, tp, page=True)}
-        stretches = [runs[0].length]
-        for before, run in pairwise(runs):
-            if run.offset == before.offset + before.length:
-                stretches[-1] += run.length
-            else:
-                stretches.append(run.length)
-        assert set(stretches) == {run_bytes(model, ours, tp, page=False)}
+def test_a_run_is_a_page_and_an_engine_block_is_in_one_piece(tp: int) -> None:
+    """docs/decisions/001-slot-order.md: engine block, layer, head."""
+    page, whole = 8 // tp * HEAD_BYTES, 8 * HEAD_BYTES
+    for rank, layout in enumerate(slot_layout(ranks_of(tp)).ranks):
+        (group,) = layout.groups
+        places = [(run.offset, run.length) for run in group.runs]
+        assert places == [(layer * whole + rank * page, page) for layer in range(3)]
+        assert group.stride == 3 * whole
 
 
 # Any topology that divides the model

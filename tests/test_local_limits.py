@@ -364,8 +364,10 @@ def test_S2_what_raises_costs_its_session_and_no_other(
         bad = LiveEngine(store, "bad")
         monkeypatch.setattr(Lookups, where, maybe)
         if where == "retry":
-            waiting = Ask(9, Chain(b"h" * 32, 32, 1), 1, 0, 1 << 62)
-            store.server.store.sessions["bad"].asks[9] = waiting
+            session = store.server.store.sessions["bad"]
+            assert session.namespace is not None
+            asked = Chain(b"h" * 32, 32, 1)
+            session.asks[9] = Ask(9, session.namespace, asked, 1, 0, 1 << 62)
         bad.scheduler.send(p.Step((p.Lookup(1, b"h" * 32, 32),)))
         assert "a bug of the store" in bad.scheduler.take(p.Detach).reason
         good.put(chain := hashes(2))

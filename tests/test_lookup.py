@@ -135,48 +135,6 @@ def test_O3_O4_the_hit_is_the_longest_that_all_groups_can_serve(
     assert common(rules, *lines.split(), local=local, inside=inside) == answer
 
 
-@pytest.mark.parametrize(
-    ("line", "local", "answer"),
-    [
-        ("HHHHH.P.", 0, Answer(5)),  # it would be a window's only block
-        ("HHHHH.PP", 0, Answer(5, pending=True)),
-        ("HHHHHP..", 0, Answer(5, pending=True)),
-        ("HHH.P.H.", 0, Answer(3)),
-        ("P.......", 0, Answer(0, pending=True)),  # short, but reaches the first block
-        ("...P....", 3, Answer(3, pending=True)),
-        ("...P....", 2, Answer(2)),
-        ("HHPH.RHH", 0, Answer(8)),  # a longer hit than the first one can become
-    ],
-)
-def test_O3_a_pending_block_behind_a_gap_does_not_make_the_answer_wait(
-    line: str, local: int, answer: Answer
-) -> None:
-    assert common([GroupRule(2)], line, local=local) == answer
-    assert common([FULL, GroupRule(2)], "H" * 8, line, local=local) == answer
-
-
-# Hits that end inside of their last block
-
-
-@pytest.mark.parametrize(
-    ("rule", "line", "local", "blocks"),
-    [
-        (WINDOW, "...HHH", 0, 6),
-        (WINDOW, "....HH", 0, 0),  # the window begins inside of a block that is missing
-        (WINDOW, "..HHH.", 0, 5),  # one that ends with a block does not
-        (WINDOW, "HH..HH", 0, 2),
-        (WINDOW, "....HH", 4, 6),  # the engine has that block
-        (WINDOW, "HH", 0, 2),  # it begins before the first token
-        (STATE, ".....H", 0, 6),
-        (STATE, "..H...", 0, 3),
-    ],
-)
-def test_O3_a_window_that_begins_inside_of_a_block_needs_that_one_too(
-    rule: GroupRule, line: str, local: int, blocks: int
-) -> None:
-    assert common([rule], line, local=local, inside=4) == Answer(blocks)
-
-
 @pytest.mark.parametrize("window", [1, 2, 9, 16, 17, 18, 20, 24, 25, 32, 33])
 @pytest.mark.parametrize("block", [8, 16])
 def test_O3_a_hit_needs_the_blocks_that_the_window_of_the_next_token_covers(

@@ -159,15 +159,6 @@ def test_O11_one_failed_copy_does_not_take_the_other_along(fails: int) -> None:
     assert rig.lease(blocks).groups[0].slots == [slots[1 - fails]]
 
 
-def test_O11_a_block_that_is_ready_is_not_stored_again() -> None:
-    rig, blocks = Rig(2), chain(1)
-    (slot,) = rig.put(blocks)
-    again = rig.begin(blocks, 0)
-    assert rig.probe(blocks) is LookupResult.HIT
-    assert rig.manager.complete_store(again, ok=True) is StoreOutcome.DUPLICATE
-    assert rig.lease(blocks).groups[0].slots == [slot]
-
-
 def test_a_block_without_its_parent_is_an_orphan() -> None:
     rig, blocks = Rig(2), chain(2)
     slot = rig.begin(blocks, 1)
@@ -189,13 +180,6 @@ def test_a_block_is_ready_only_when_its_parent_is() -> None:
     rig.begin(blocks, 0)
     child = rig.begin(blocks, 1)
     assert rig.manager.complete_store(child, ok=True) is StoreOutcome.ORPHAN
-
-
-def test_O23_a_session_that_ends_in_mid_write_leaves_nothing() -> None:
-    rig, blocks = Rig(2), chain(2)
-    slots = [rig.begin(blocks, 0), rig.begin(blocks, 1)]
-    rig.manager.give_back(slots)
-    assert (rig.manager.slots_free, len(rig.manager.index), rig.manager.index.holes) == (2, 0, 0)
 
 
 # READY -> FREE
@@ -245,14 +229,6 @@ def test_O20_a_leased_path_keeps_its_slots_whichever_block_leaves(leaves: int | 
     assert sorted(rig.grant(3)) == [0, 1, 2]
 
 
-def test_what_is_not_ready_cannot_be_dropped_or_pinned() -> None:
-    rig, blocks = Rig(1), chain(1)
-    assert not rig.manager.drop(blocks.key(0, 0), "clear")
-    rig.begin(blocks, 0)
-    assert not rig.manager.drop(blocks.key(0, 0), "clear")
-    assert rig.manager.pin(blocks.key(0, 0)) is None
-
-
 def test_a_block_pinned_for_a_lower_tier_stays_until_unpinned() -> None:
     rig, blocks = Rig(1), chain(1)
     rig.put(blocks)
@@ -293,37 +269,6 @@ def test_O20_nothing_present_is_no_lease() -> None:
     windows_only = Rig(2, [GroupRule(1)])
     assert windows_only.manager.prepare_load(blocks, 2, 7, 100) is None
     assert len(windows_only.manager.leases) == 0
-
-
-def test_O20_a_lease_ends_at_its_deadline_and_not_before() -> None:
-    rig, blocks = Rig(1), chain(1)
-    rig.put(blocks)
-    lease = rig.lease(blocks, deadline_ns=100)
-    assert rig.manager.expire(99) == []
-    assert rig.grant() == []
-    assert rig.manager.expire(100) == [lease.lease_id]
-    assert rig.grant() == [0]
-
-
-def test_O20_a_lease_that_was_given_back_does_not_expire() -> None:
-    rig, blocks = Rig(2), chain(1)
-    rig.put(blocks)
-    lease = rig.lease(blocks)
-    assert rig.manager.complete_load(lease.lease_id)
-    assert not rig.manager.complete_load(lease.lease_id)
-    assert rig.manager.expire(1000) == []
-
-
-def test_O20_two_leases_on_one_block_hold_it_until_both_have_ended() -> None:
-    rig, blocks = Rig(1), chain(1)
-    rig.put(blocks)
-    first, second = rig.lease(blocks), rig.lease(blocks)
-    assert rig.manager.leases.blocks_of(7) == 2
-    rig.manager.complete_load(first.lease_id)
-    assert rig.grant() == []
-    rig.manager.complete_load(second.lease_id)
-    assert rig.manager.leases.blocks_of(7) == 0
-    assert rig.grant() == [0]
 
 
 def test_O5_a_lookup_changes_nothing_and_a_load_refreshes_the_path() -> None:
@@ -509,7 +454,6 @@ def stored(rig: Rig, blocks: Chain, group: int, states: str) -> None:
     states=st.lists(st.from_regex("H{0,4}C{0,2}P{0,2}", fullmatch=True), min_size=2, max_size=2),
     lower=st.none() | LOWER,
     limit=st.integers(0, 7),
-    local=st.integers(0, 6),
     coming=st.booleans(),
     inside=st.integers(0, 7),
 )
@@ -518,7 +462,6 @@ def test_O4_a_lookup_answers_what_a_scan_of_all_groups_answers(
     states: list[str],
     lower: list[LookupResult] | None,
     limit: int,
-    local: int,
     *,
     coming: bool,
     inside: int,
@@ -536,8 +479,6 @@ def test_O4_a_lookup_answers_what_a_scan_of_all_groups_answers(
         return below(group, index) if result is LookupResult.MISS else result
 
     used = inside if limit >= 6 else 0
-    expected = common_hit(rules, probe, min(limit, 6), local, inside=used)
-    answer = rig.manager.lookup(
-        blocks, limit, local, Lower(below) if lower is not None else None, coming=coming
-    )
-    assert answer == expected
+    expected = common_hit(rules, probe, min(limit, 6), inside=used)
+    tiers = Lower(below) if lower is not None else None
+    assert rig.manager.lookup(blocks, limit, tiers, coming=coming) == expected

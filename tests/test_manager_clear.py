@@ -158,30 +158,6 @@ def test_a_store_goes_on_while_it_clears_and_answers_when_all_slots_are_free(
     assert other not in town.inbox, "told, though it has closed"
 
 
-def test_what_was_cleared_is_in_no_order_any_more() -> None:
-    rig, old = Rig(4), chain(4, "a")
-    rig.put(old)
-    rig.manager.clear()
-    finish(rig)
-    first, second = chain(2, "b"), chain(2, "c")
-    rig.put(first)
-    rig.put(second)
-    rig.put(chain(2, "d"))
-    assert rig.manager.lookup(first, 2) == Answer(0)
-    assert rig.manager.lookup(second, 2) == Answer(2)
-
-
-def test_a_cleared_block_whose_lease_ends_does_not_come_back_into_the_order() -> None:
-    rig, blocks = Rig(4), chain(1)
-    rig.put(blocks)
-    lease = rig.lease(blocks)
-    rig.manager.clear()
-    rig.manager.complete_load(lease.lease_id)
-    assert list(rig.manager._policy.victims()) == []
-    finish(rig)
-    assert rig.manager.slots_free == 4
-
-
 def test_O11_the_second_copy_of_a_block_knows_its_parent_after_a_clear() -> None:
     """`make sim`, seeds 2105 and 4691: it became ready as if its chain began with it."""
     rig, path = Rig(), chain(2)

@@ -267,7 +267,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def what_can_go_does_go(self) -> None:
         """The policy knows every evictable block: list it, and compare."""
-        root: Node = self.manager._policy._root  # type: ignore[attr-defined]
+        root: Node = self.manager._policy._root
         listed, at = set(), root.next
         while at is not root:
             assert at is not None

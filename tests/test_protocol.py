@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import stat
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from types import UnionType
@@ -22,8 +22,8 @@ from kvstore.core.layout import PageRun, RankPages, slot_layout
 from kvstore.listener import listen
 from kvstore.wire import engine as p
 from kvstore.wire import framing
-from tests.harness.fakes import blocks, geometry, hashes, u32
-from tests.harness.live import Client, LiveStore, client, engine, eventually, store_settings
+from tests.harness.fakes import geometry, hashes, u32
+from tests.harness.live import Client, LiveStore, client, engine, store_settings
 
 SHAPE = geometry(world=2)
 TO_STORE: tuple[framing.Message, ...] = (
@@ -229,40 +229,12 @@ def test_garbage_closes_its_connection_and_no_other(store: LiveStore, name: str)
     assert store.server.store.numbers.value("kvstore_refused", "malformed") == 1
 
 
-def test_a_truncated_message_is_no_harm(store: LiveStore) -> None:
-    with engine(store) as live:
-        with client(store) as bad:
-            bad.sock.sendall(framing.encode(p.Query("stats"))[:-2])
-        live.put(chain := hashes(1))
-        assert blocks(live.ask(chain)) == [0]
-    eventually(lambda: not store.server._connections)
-
-
 def test_B3_a_wrong_version_is_told_both_numbers(store: LiveStore) -> None:
     with client(store) as old:
         old.send(p.Hello(p.VERSION + 1, "engine", "scheduler", 0, 1))
         message = old.take(p.Refused)
         text = f"protocol {p.VERSION + 1}, ours is {p.VERSION}"
         assert (message.reason, message.retry) == (text, False)
-
-
-def test_stats_and_clear_can_be_asked_for(store: LiveStore) -> None:
-    with engine(store) as live, client(store) as admin:
-        live.put(chain := hashes(2))
-        assert blocks(live.ask(chain)) == [0, 1]
-        admin.send(p.Query("stats"))
-        stats = {tuple(row[:-1]): row[-1] for row in json.loads(admin.take(p.Report).body)}
-        assert stats["kvstore_stored_blocks", "stored"] == 2
-        assert stats["kvstore_capacity_bytes", "cpu"] == 16 << 20
-        admin.send(p.Query("clear"))
-        admin.take(p.Report)
-        assert live.ask(chain).lease == 0
-
-
-def test_an_unknown_query_is_refused(store: LiveStore) -> None:
-    with client(store) as admin:
-        admin.send(p.Query("everything"))
-        assert "expected stats, clear or resize" in admin.take(p.Refused).reason
 
 
 # Where it listens
@@ -272,7 +244,7 @@ def test_a_socket_left_behind_is_replaced_and_one_in_use_is_not(tmp_path: Path) 
     path = str(tmp_path / "kv.sock")
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(path)
-    with listen(path) as found, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+    with closing(listen(path)) as found, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         found.start()
         probe.connect(path)
         with pytest.raises(ConfigError, match=r"a store is running at .*kv.sock already"):
@@ -301,7 +273,7 @@ def test_S1_only_whom_the_settings_name_can_reach_it(
     tmp_path: Path, shared: bool, socket_mode: int, folder: int
 ) -> None:
     path = tmp_path / "deep" / "kv.sock"
-    with listen(str(path), shared=shared):
+    with closing(listen(str(path), shared=shared)):
         assert stat.S_IMODE(path.stat().st_mode) == socket_mode
         assert stat.S_IMODE(path.parent.stat().st_mode) == folder
     assert list(path.parent.iterdir()) == []

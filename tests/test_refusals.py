@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     (folder / "open.key").chmod(0o644)
     with ExitStack() as stack:
         port = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-        full = stack.enter_context(listen(str(folder / "full")))
+        full = stack.enter_context(closing(listen(str(folder / "full"))))
         full.sock.listen(0)
         for _ in range(2):  # a frozen store, and its backlog is full
             caller = stack.enter_context(socket.socket(socket.AF_UNIX))

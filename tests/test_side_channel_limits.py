@@ -24,7 +24,7 @@ from kvstore.handover import loopback, side_channel
 from kvstore.handover.cluster_key import ClusterKey
 from kvstore.handover.line import Line
 from kvstore.handover.side_channel import Channel
-from kvstore.rate_log import LINES_MAX, WINDOW_NS, RateLog
+from kvstore.logs import LINES_MAX, WINDOW_NS, RateLog
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.live import eventually

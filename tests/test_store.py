@@ -7,7 +7,7 @@ import pytest
 
 from kvstore.core import limits
 from kvstore.core.layout import GroupGeometry
-from kvstore.core.types import GroupRule, LookupResult, make_key
+from kvstore.core.types import GroupRule, make_key
 from kvstore.store.session import Phase
 from kvstore.wire import engine as p
 from kvstore.wire import framing
@@ -211,16 +211,6 @@ def test_an_engine_that_comes_back_while_its_session_ends_is_asked_to_try_again(
     assert again.active is not None
 
 
-def test_a_restarted_engine_hits_what_it_stored_before() -> None:
-    town = Town()
-    engine, chain = town.attach(), hashes(3)
-    engine.put(chain)
-    engine.leave()
-    again = town.attach()
-    assert blocks(again.hit(chain)) == [0, 1, 2]
-    assert len({welcome.session for welcome in [*engine.layouts, *again.layouts]}) == 2
-
-
 def test_O20_leases_end_with_their_session() -> None:
     town = Town()
     engine, chain = town.attach(), hashes(1)
@@ -305,18 +295,6 @@ def test_O17_clear_empties_memory_for_everybody() -> None:
     assert town.take(admin, p.Report)
     assert (one.hit(chain).lease, other.hit(chain).lease) == (0, 0)
     assert [n.manager.index.holes for n in town.store.namespaces.values()] == [0, 0]
-
-
-def test_O17_clear_empties_lower_tiers_too() -> None:
-    town = Town(tiers=[("shelf", MemoryTier)])
-    engine, chain = town.attach(), hashes(3)
-    engine.put(chain)
-    town.settle(engine)
-    (shelf,) = town.tiers
-    assert shelf.lookup(make_key(chain[0], 0)) is LookupResult.HIT
-    town.say(town.connect(), p.Query("clear"))
-    assert shelf.lookup(make_key(chain[0], 0)) is LookupResult.MISS
-    assert engine.hit(chain).lease == 0
 
 
 def test_O3_a_hit_that_ends_inside_of_a_block_brings_the_block_in_which_a_window_begins() -> None:

@@ -173,9 +173,10 @@ def test_O8_at_the_deadline_what_is_ready_is_answered() -> None:
 
 def test_a_question_before_the_session_is_active_is_answered_with_nothing() -> None:
     town = Town()
-    engine = Engine(town, "engine")
-    town.say(engine.scheduler, p.Hello(p.VERSION, "engine", "scheduler", 0, 1, 4))
+    engine = Engine(town, "engine", maps=False)
+    engine.join()
     assert engine.hit(hashes(1)).lease == 0
+    assert phase(town, engine) is Phase.JOINING
 
 
 # Leases and credits

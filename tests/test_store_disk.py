@@ -220,7 +220,7 @@ def test_O15_a_hung_read_fills_no_slot_and_its_slots_rest_until_it_returns(
         eventually(lambda: not namespace.manager.leases.owned_by(lease, 1))
         assert set(from_u32(hit.slots)) <= set(namespace.manager.granted())
         hang.go_on.set()
-        eventually(lambda: not namespace.tiering.busy)
+        eventually(lambda: not namespace.tiering.jobs_open)
         assert not any(namespace.manager._granted.values())
         assert attached.read(attached.ask(wanted)) == [attached.content(b) for b in wanted]
 

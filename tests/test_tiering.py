@@ -162,12 +162,12 @@ def test_only_jobs_of_our_own_tiers_have_to_be_polled_for(remote: bool) -> None:
     tiering, chain = Tiering(rig.manager, own, 1, remote=other), rig.chain("a", 3)
     rig.tier.keys.update(rig.keys(chain))
     tiering.promote(chain, 3, rig.below(chain, 3))
-    assert tiering.busy
+    assert tiering.jobs_open
     assert tiering.to_poll is not remote
     for job in list(rig.tier.jobs):
         rig.tier.end(job)
     tiering.poll(0)
-    assert not tiering.busy
+    assert not tiering.jobs_open
     assert not tiering.to_poll
 
 
@@ -311,7 +311,7 @@ def test_a_path_whose_tier_fails_is_given_up() -> None:
     for _ in range(100):
         for job in list(rig.tier.jobs):
             rig.end(job, done=0)
-    assert not rig.tiering.busy
+    assert not rig.tiering.jobs_open
 
 
 def test_a_dropped_parents_new_copy_is_the_one_that_is_pinned() -> None:

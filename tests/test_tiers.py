@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 
 from kvstore import config
-from kvstore.check import require
-from kvstore.core.errors import ConfigError, TierFull
+from kvstore.core.errors import TierFull
 from kvstore.core.tier import SlotMemory, Tier, TierContext
 from kvstore.core.tiering import Tiering
 from kvstore.core.types import BlockKey, JobKind, JobResult, LookupResult, Slot
-from kvstore.plugins import find_class
 from kvstore.testing import (
     SLOT_BYTES,
     ArrayMemory,
@@ -251,13 +249,6 @@ def test_a_tier_named_in_the_settings_serves_what_memory_has_let_go(tmp_path: Pa
         granted = live.ask(chain)
         assert granted.sources == {"directory": 4}
         assert live.read(granted) == [live.content(block) for block in chain]
-
-
-def test_a_tier_that_cannot_be_loaded_is_an_error_at_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'no_such_package:Tier' cannot be loaded"):
-        require(toml(tmp_path, "no_such_package:Tier"))
-    with pytest.raises(ConfigError, match="NoSuchTier"):
-        find_class("tests.reference.memory_tier:NoSuchTier")
 
 
 def drop_from_memory(town: Town) -> None:

@@ -327,31 +327,6 @@ def test_S4_namespaces_without_blocks_and_engines_are_forgotten(
     eventually(lambda: shown(store) <= before)
 
 
-def test_S4_a_turn_polls_the_disk_once_however_many_namespaces_there_are(
-    store: LiveStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = cast(NvmeDisk, store.server._disk)
-    clients = [hello(store, f"model{number}") for number in range(30)]
-    eventually(lambda: not store.server.store.busy and not disk.busy)
-    polls, turns = [0], [0]
-    poll, tick = disk.poll, store.server.store.on_tick
-
-    def counted() -> None:
-        polls[0] += 1
-        poll()
-
-    def turn(now_ns: int) -> None:
-        tick(now_ns)
-        turns[0] += 1
-
-    monkeypatch.setattr(store.server.store, "on_tick", turn)
-    monkeypatch.setattr(disk, "poll", counted)
-    eventually(lambda: turns[0] >= 5)
-    assert polls[0] <= turns[0] + 1, f"{polls[0]} polls in {turns[0]} turns"
-    for client in clients:
-        client.close()
-
-
 def test_S4_a_namespace_with_blocks_or_an_engine_stays_and_what_is_on_disk_comes_back(
     store: LiveStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvstore import numa
-from kvstore.core.errors import TierError, TierFull
-from kvstore.core.tier import MemoryExtent
+from kvstore.core.errors import TierFull
 from kvstore.memory_limits import MARGIN_BYTES, Left, memory_left
 from kvstore.units import sized
 from tiers.runner import Runner
@@ -123,8 +122,6 @@ class CpuMemory:
         """
         if node is not None:
             numa.check(node)
-        if extent_bytes > capacity_bytes:
-            raise TierError(f"extent of {extent_bytes} bytes, capacity is {capacity_bytes}")
         self.capacity_bytes = capacity_bytes
         self.extent_bytes = extent_bytes
         self._node = node
@@ -160,11 +157,9 @@ class CpuMemory:
             return
         with contextlib.suppress(OSError):  # the system does not tell
             if elsewhere := sorted(extent.nodes().keys() - {self._node}):
-                log.warning(
-                    "NUMA node %d has no room: an extent is on node %s, in part or whole",
-                    self._node,
-                    " and ".join(map(str, elsewhere)),
-                )
+                shown = " and ".join(map(str, elsewhere))
+                text = "NUMA node %d has no room: an extent is on node %s, in part or whole"
+                log.warning(text, self._node, shown)
 
     def poll(self) -> Sequence[tuple[str, CpuExtent | Exception]]:
         """Return what the helper thread has finished."""
@@ -174,7 +169,7 @@ class CpuMemory:
                 self._used -= self.extent_bytes
         return results
 
-    def release(self, extent: MemoryExtent) -> None:
+    def release(self, extent: CpuExtent) -> None:
         """Give an extent's memory back."""
         extent.close()
         self._used -= self.extent_bytes

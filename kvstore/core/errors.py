@@ -1,16 +1,4 @@
-"""Every error this project raises on purpose, and the one that means a bug.
-
-KVStoreError
-|-- ConfigError            bad setting, found at start-up
-|-- ProtocolError          a peer process sent what the protocol does not allow
-|-- NotSupported           an engine or model this version does not serve, found at start-up
-|-- PeerError              another store cannot be asked, or refuses
-`-- TierError              one tier failed one job
-    |-- TierFull           no room until something is evicted
-    |-- TierIOError        may be retried
-    `-- BlockCorrupt       length or checksum; the copy is dropped
-InvariantBroken(BaseException)   a bug; nobody catches it by accident
-"""
+"""Every error this project raises on purpose, and the one that means a bug."""
 
 from __future__ import annotations
 

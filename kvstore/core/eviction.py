@@ -20,7 +20,6 @@ pinned, no call walks over them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 from kvstore.core.index import Node, State
 from kvstore.core.types import BlockKey, Slot
@@ -30,41 +29,11 @@ SKIPS_MAX = 1024
 _READY = State.READY
 
 
-class EvictionPolicy(Protocol):
-    """Answers "which leaf goes next". The manager tells it of every change, on one thread."""
-
-    def touch(self, entry: Node) -> None:
-        """The block was stored or used, and with it the whole path above it."""
-        ...
-
-    def freed(self, entry: Node) -> None:
-        """The block has lost its last child, or its last pin: it may be evictable now."""
-        ...
-
-    def remove(self, entry: Node) -> None:
-        """The block cannot be evicted for now: it is pinned, or it has left memory."""
-        ...
-
-    def inherit(self, entry: Node) -> None:
-        """The block leaves memory for a reason other than victims(); its parent stays."""
-        ...
-
-    def clear(self) -> None:
-        """Forget all blocks at once. The caller unlinks them from one another."""
-        ...
-
-    def victims(self) -> Iterator[Node]:
-        """Take ready, unpinned leaves out of the order, the coldest first.
-
-        The caller takes each out of the index before it asks for the next, and after the last one
-        that it takes tells freed() of its parent. Ends when there is none, or after a limited
-        search: the next call goes on from there.
-        """
-        ...
-
-
 class LeafLRU:
-    """Leaf-first least recently used; all operations O(1) amortised."""
+    """Leaf-first least recently used; all operations O(1) amortised.
+
+    It is told of every change, on one thread.
+    """
 
     def __init__(self) -> None:
         """Start with an empty order."""
@@ -78,7 +47,7 @@ class LeafLRU:
             at.next = follower.prev = entry
 
     def touch(self, entry: Node) -> None:
-        """Move to the hot end; the place stands for the parent from now on."""
+        """A block was stored or used: move it to the hot end, where it stands for its parent."""
         above = entry.parent
         if above is not None and above.next is not None:
             self.remove(above)
@@ -87,19 +56,22 @@ class LeafLRU:
         self._link_after(entry, self._root.prev)
 
     def freed(self, entry: Node) -> None:
-        """Re-enter at the cold end, unless still in the order."""
+        """A block lost its last child or pin: it re-enters at the cold end if it left the order."""
         if entry.next is None and _evictable(entry):
             self._link_after(entry, self._root)
 
     def remove(self, entry: Node) -> None:
-        """Leave the order; nothing happens if not in it."""
+        """Leave the order, if in it: the block is pinned, or has left memory."""
         before, after = entry.prev, entry.next
         if before is not None and after is not None:
             before.next, after.prev = after, before
             entry.prev = entry.next = None
 
     def inherit(self, entry: Node) -> None:
-        """Leave the order; a parent that becomes a leaf takes the place, or else the hot end."""
+        """Leave memory otherwise than by victims().
+
+        A parent that becomes a leaf takes the place, or else the hot end.
+        """
         at, above = entry.prev, entry.parent
         self.remove(entry)
         last = above is not None and above.children == 1 and above.next is None
@@ -107,11 +79,16 @@ class LeafLRU:
             self._link_after(above, at or self._root.prev)
 
     def clear(self) -> None:
-        """Cut the list off from its root."""
+        """Forget all blocks at once; the caller unlinks them from one another."""
         self._root.prev = self._root.next = self._root
 
     def victims(self) -> Iterator[Node]:
-        """Yield the coldest evictable blocks; others at the cold end leave the order."""
+        """Take the coldest evictable blocks out of the order; others at the cold end leave it.
+
+        The caller takes each out of the index before it asks for the next, and after the last one
+        that it takes tells freed() of its parent. Ends when there is none, or after a limited
+        search: the next call goes on from there.
+        """
         root, skipped = self._root, 0
         while skipped < SKIPS_MAX:
             coldest = root.next

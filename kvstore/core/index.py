@@ -57,10 +57,7 @@ class Strand:
 
 
 class Node:
-    """A block's place in a forest and in an order of eviction.
-
-    prev and next belong to the eviction policy.
-    """
+    """A block's place in a forest, and in an order of eviction, to which prev and next belong."""
 
     __slots__ = ("children", "key", "next", "parent", "pins", "prev", "slot", "state")
 
@@ -121,10 +118,7 @@ class Index:
         return chained.from_iterable(self.parts())
 
     def parts(self) -> Iterator[list[Entry]]:
-        """Go through all entries in parts, so that a walk can be spread over many calls.
-
-        What enters on the way may be missed.
-        """
+        """Go through all entries in parts, for many calls; what enters meanwhile may be missed."""
         return (list(table.values()) for table in self._tables)
 
     def get(self, key: BlockKey) -> Entry | None:
@@ -149,10 +143,7 @@ class Index:
         return _PENDING
 
     def enter(self, key: BlockKey, parent: BlockKey | None, slot: Slot) -> Entry | None:
-        """Add an entry that is being written, and return it.
-
-        None, and nothing changes, if its key is here or its parent is not.
-        """
+        """Add an entry that is being written, and return it; None if it, or no parent, is here."""
         above = None
         if parent is not None:
             above = self._tables[hash(parent) >> TABLE_SHIFT].get(parent)

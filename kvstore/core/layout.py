@@ -143,10 +143,7 @@ class RankLayout(msgspec.Struct, frozen=True):
 
 
 class SlotLayout(msgspec.Struct, frozen=True):
-    """A namespace's slots: digest names everything that decides the bytes; traits say it.
-
-    unnamed: see RankGeometry.
-    """
+    """A namespace's slots; digest: of all that decides the bytes. traits, unnamed: as a rank's."""
 
     digest: str
     slot_bytes: int

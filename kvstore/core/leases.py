@@ -31,11 +31,9 @@ class Generations(Protocol):
 
     def __getitem__(self, slot: int, /) -> int:
         """Return a slot's generation."""
-        ...
 
     def __setitem__(self, slot: int, value: int, /) -> None:
         """Set a slot's generation, visible to readers before the call returns."""
-        ...
 
 
 class GroupHit(msgspec.Struct, frozen=True):
@@ -96,31 +94,33 @@ class LeaseBook:
         """Count the leases that have not ended."""
         return len(self._leases)
 
-    def new_id(self) -> LeaseId:
-        """Return an id that was never used before."""
-        self._next_id += 1
-        return LeaseId(self._next_id - 1)
-
     def blocks_of(self, owner: int) -> int:
         """Count the blocks that an owner's leases pin, repeats included."""
         return self._blocks.get(owner, 0)
 
     def empty(self, owner: int, deadline_ns: int, groups: int) -> Lease:
         """Make a lease on nothing, which ends like any other."""
-        nothing = GroupHit((), (), ())
-        lease = Lease(self.new_id(), owner, deadline_ns, (nothing,) * groups, (), ())
-        self.add(lease)
-        return lease
+        return self.add(owner, deadline_ns, (GroupHit((), (), ()),) * groups, (), ())
 
-    def add(self, lease: Lease) -> None:
-        """Take the lease's pins."""
-        for entry in lease.pinned:
+    def add(
+        self,
+        owner: int,
+        deadline_ns: int,
+        groups: tuple[GroupHit, ...],
+        entries: Sequence[Entry],
+        pinned: Sequence[Entry],
+    ) -> Lease:
+        """Make a lease, under an id that was never used before, and take its pins."""
+        lease = Lease(LeaseId(self._next_id), owner, deadline_ns, groups, entries, pinned)
+        self._next_id += 1
+        for entry in pinned:
             entry.pins += 1
-        if len(lease.pinned) < len(lease.entries):
+        if len(pinned) < len(entries):
             self._paths[lease.lease_id] = lease
         self._leases[lease.lease_id] = lease
-        self._blocks[lease.owner] = self.blocks_of(lease.owner) + len(lease.entries)
-        heapq.heappush(self._deadlines, (lease.deadline_ns, lease.lease_id))
+        self._blocks[owner] = self.blocks_of(owner) + len(entries)
+        heapq.heappush(self._deadlines, (deadline_ns, lease.lease_id))
+        return lease
 
     def pin_all(self) -> None:
         """Have each lease pin all of its entries: one of them may be about to leave."""

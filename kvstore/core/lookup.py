@@ -25,11 +25,9 @@ class Below(Protocol):
 
     def probe(self, group: int, index: int, /) -> LookupResult:
         """Say what is known about a block."""
-        ...
 
     def prefix(self, group: int, first: int, limit: int, /) -> Answer:
         """Count the blocks from `first` on that are present, as prefix_hit does."""
-        ...
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -40,10 +38,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def prefix_hit(probe: Probe, group: int, limit: int) -> Answer:
-    """Count the leading blocks that are present; a pending one counts, and is told.
-
-    The first definite miss ends the scan.
-    """
+    """Count the blocks before the first definite miss; a pending one counts, and is told."""
     pending = False
     for index in range(limit):
         result = probe(group, index)

@@ -31,7 +31,7 @@ from functools import partial
 from typing import cast
 
 from kvstore.core.errors import InvariantBroken, check
-from kvstore.core.eviction import EvictionPolicy, LeafLRU
+from kvstore.core.eviction import LeafLRU
 from kvstore.core.index import Entry, Index, State
 from kvstore.core.leases import Generations, GroupHit, Lease, LeaseBook, hit_of
 from kvstore.core.lookup import Answer, Below, common_hit
@@ -60,7 +60,6 @@ class Manager:
         self,
         rules: Sequence[GroupRule],
         generations: Generations,
-        policy: EvictionPolicy | None = None,
         evictions: Counter[str] | None = None,
     ) -> None:
         """generations: has a counter for every slot added; the caller sees to that.
@@ -74,7 +73,7 @@ class Manager:
         self.evictions: Counter[str] = Counter() if evictions is None else evictions
         self.slots_total = 0
         self._generations = generations
-        self._policy: EvictionPolicy = policy or LeafLRU()
+        self._policy = LeafLRU()
         self._free: list[Slot] = []
         # What is being written into a granted slot. None: not known yet; an entry that was made
         # for this slot; else its key and its parent's, as another copy was first or nothing above.
@@ -112,10 +111,7 @@ class Manager:
         return len(busy) if swept else max(1, len(busy))
 
     def _swept(self) -> bool:
-        """Drop blocks in slots to be retired, a slice of them; True when none is left.
-
-        Those that become ready later are dropped then.
-        """
+        """Drop some of the blocks in slots to be retired; True when none is ready any more."""
         looked = 0
         for part in self._sweep:
             for entry in part:
@@ -250,10 +246,7 @@ class Manager:
     # Promoting: a lower tier fills a slot
 
     def begin_promotions(
-        self,
-        keys: Sequence[BlockKey],
-        parents: Sequence[BlockKey | None],
-        slots: Sequence[Slot],
+        self, keys: Sequence[BlockKey], parents: Sequence[BlockKey | None], slots: Sequence[Slot]
     ) -> list[int]:
         """Note that a lower tier fills granted slots; leases may name the blocks from now on.
 
@@ -277,10 +270,7 @@ class Manager:
         return began
 
     def complete_promotions(self, slots: Sequence[Slot], done: int) -> list[StoreOutcome]:
-        """End promotions, of which the first `done` have arrived.
-
-        The generation of a slot shows its waiters how that ended.
-        """
+        """End promotions, the first `done` of which have arrived; a slot's generation tells how."""
         outcomes: list[StoreOutcome] = []
         for at, slot in enumerate(slots):
             entry = self._granted.pop(slot)
@@ -321,13 +311,7 @@ class Manager:
         return self.index.probe(key)
 
     def lookup(
-        self,
-        chain: Chain,
-        limit: int,
-        local: int = 0,
-        below: Below | None = None,
-        *,
-        coming: bool = True,
+        self, chain: Chain, limit: int, below: Below | None = None, *, coming: bool = True
     ) -> Answer:
         """Say how many leading blocks of a chain can be served; changes nothing.
 
@@ -336,11 +320,11 @@ class Manager:
         """
         limit = min(chain.blocks, limit)
         if self._one_full:  # as most models: nothing shrinks
-            answer = self.index.hit(chain, 0, limit, below, coming=coming)
-            return answer if answer.blocks > local else Answer(local)
+            return self.index.hit(chain, 0, limit, below, coming=coming)
         probe = self.index.prober(chain, below, coming=coming)
         prefix = partial(self.index.hit, chain, below=below, coming=coming)
-        return common_hit(self.rules, probe, limit, local, prefix, inside=chain.inside_of(limit))
+        inside = chain.inside_of(limit)
+        return common_hit(self.rules, probe, limit, prefix=prefix, inside=inside)
 
     def prepare_load(
         self, chain: Chain, limit: int, owner: int, deadline_ns: int, *, coming: bool = True
@@ -380,8 +364,7 @@ class Manager:
             return None
         for group in full:
             self.touch(chain.key(group, limit - 1))
-        lease = Lease(self.leases.new_id(), owner, deadline_ns, tuple(hits), entries, pinned)
-        self.leases.add(lease)
+        lease = self.leases.add(owner, deadline_ns, tuple(hits), entries, pinned)
         for entry in pinned:
             if entry.next is not None:
                 self._pinned(entry)
@@ -389,11 +372,10 @@ class Manager:
 
     def touch(self, key: BlockKey) -> bool:
         """Refresh the recency of a block, and with it of the path above it; False: not ready."""
-        entry = self.index.get(key)
-        if entry is None or entry.state is not _READY:
-            return False
-        self._policy.touch(entry)
-        return True
+        entry = self.ready(key)
+        if entry is not None:
+            self._policy.touch(entry)
+        return entry is not None
 
     def complete_load(self, lease_id: LeaseId, damaged: Collection[Slot] = ()) -> bool:
         """End a lease; False if it had ended before. Blocks in damaged slots are dropped."""
@@ -456,27 +438,19 @@ class Manager:
     def pin_run(self, keys: Iterable[BlockKey]) -> list[Entry]:
         """Pin the blocks of these keys up to the first that is not ready, until unpin."""
         pinned: list[Entry] = []
-        find = self.index.get
         for key in keys:
-            entry = find(key)
-            if entry is None or entry.state is not _READY:
+            entry = self.pin(key)
+            if entry is None:
                 break
-            entry.pins += 1
-            self._pinned(entry)
             pinned.append(entry)
         return pinned
-
-    def unpin_all(self, entries: Iterable[Entry]) -> None:
-        """End a pin of each."""
-        for entry in entries:
-            self.unpin(entry)
 
     # Leaving
 
     def drop(self, key: BlockKey, reason: str) -> bool:
         """Take a ready block out; a pinned one is unlinked now, its slot freed later."""
-        entry = self.index.get(key)
-        if entry is None or entry.state is not _READY:
+        entry = self.ready(key)
+        if entry is None:
             return False
         self.leases.pin_all()
         self._policy.inherit(entry)
@@ -537,5 +511,5 @@ class Manager:
 
     def take_changes(self) -> Changes:
         """Return what became ready and what left since the last call."""
-        changes, self._changes = self._changes, Changes([], [])
+        changes, self._changes = self._changes, Changes()
         return changes

@@ -15,7 +15,6 @@ class SlotMemory(Protocol):
 
     def view(self, slot: Slot) -> memoryview:
         """Return the slot's bytes, writable, valid while the slot is pinned."""
-        ...
 
 
 class Tier(Protocol):
@@ -30,35 +29,27 @@ class Tier(Protocol):
 
     def lookup(self, key: BlockKey) -> LookupResult:
         """Say whether the block is here; RETRY while a remote answer is outstanding."""
-        ...
 
     def touch(self, key: BlockKey) -> None:
         """A request used the blocks up to this one, wherever it got them from."""
-        ...
 
     def submit(self, job: TransferJob) -> None:
         """Start moving blocks; the slots are the tier's to use until the job's result."""
-        ...
 
     def poll(self) -> Sequence[JobResult]:
         """Return finished jobs. Each submitted job appears exactly once, in any order."""
-        ...
 
     def discard(self, keys: Collection[BlockKey]) -> None:
         """Forget these blocks; unknown keys are ignored."""
-        ...
 
     def clear(self) -> None:
         """Forget every block; stores under way may still land."""
-        ...
 
     def drain(self) -> None:
         """Wait until all submitted jobs have a result; poll still has to fetch them."""
-        ...
 
     def close(self) -> None:
         """Release everything; results not polled are lost. Safe to call twice."""
-        ...
 
 
 @runtime_checkable
@@ -67,7 +58,6 @@ class Leading(Protocol):
 
     def leading(self, keys: Sequence[BlockKey], first: int) -> tuple[LookupResult, int]:
         """Return what lookup() says of keys[first], and from there on of how many blocks."""
-        ...
 
 
 @runtime_checkable
@@ -76,11 +66,9 @@ class Telling(Protocol):
 
     def tell(self) -> None:
         """Note changes from now on; somebody takes them in every turn."""
-        ...
 
     def take_changes(self) -> Changes:
         """Return what can be read since the last call, and what cannot any more."""
-        ...
 
 
 class TierContext(msgspec.Struct, frozen=True):
@@ -94,52 +82,3 @@ class TierContext(msgspec.Struct, frozen=True):
 
 
 TierFactory = Callable[[TierContext], Tier]
-
-
-class MemoryExtent(Protocol):
-    """Memory that can be handed to another process: count slots, then their generations."""
-
-    fd: int
-    bytes: int
-    count: int
-    generations_offset: int
-
-    def slot(self, position: int) -> memoryview:
-        """Return the bytes of the slot at this position."""
-        ...
-
-    def set_generation(self, position: int, value: int) -> None:
-        """Publish a slot's generation to all who map the extent."""
-        ...
-
-    def close(self) -> None:
-        """Give the memory back to the system."""
-        ...
-
-
-class MemoryPool(Protocol):
-    """Where extents come from; nothing here blocks except close."""
-
-    capacity_bytes: int
-    extent_bytes: int
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of all extents handed out, promised or not yet given back by everybody."""
-        ...
-
-    def request(self, tag: str, slot_bytes: int) -> bool:
-        """Start making an extent for the namespace `tag`; False if the cap has no room."""
-        ...
-
-    def poll(self) -> Sequence[tuple[str, MemoryExtent | Exception]]:
-        """Return extents that are populated now, by tag, or why one could not be made."""
-        ...
-
-    def release(self, extent: MemoryExtent) -> None:
-        """Give the memory back to the system."""
-        ...
-
-    def close(self) -> None:
-        """Release everything."""
-        ...

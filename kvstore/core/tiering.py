@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvstore.core.errors import BlockCorrupt, TierError, check
+from kvstore.core.errors import BlockCorrupt, InvariantBroken, TierError
 from kvstore.core.index import Entry, State
 from kvstore.core.leases import Lease
 from kvstore.core.manager import Manager
@@ -112,7 +112,7 @@ class Tiering:
         self._next_job = 1
 
     def tell(self) -> None:
-        """Have the tiers that can say so note what enters and leaves them."""
+        """Have the tiers that can note what enters and leaves them."""
         for tier in self._telling:
             tier.tell()
 
@@ -124,11 +124,6 @@ class Tiering:
             told.added += changes.added
             told.removed += changes.removed
         return told
-
-    @property
-    def busy(self) -> bool:
-        """Tell whether any job has no result yet."""
-        return bool(self._open)
 
     @property
     def to_poll(self) -> bool:
@@ -218,19 +213,13 @@ class Tiering:
 
     def where(self, key: BlockKey) -> tuple[LookupResult, Tier | None]:
         """Find the first tier that has a block, or may have it."""
-        for tier in self.sources:
-            result = tier.lookup(key)
-            if result is not LookupResult.MISS:
-                return result, tier
-        return LookupResult.MISS, None
+        result, tier, _ = self.leading([key], 0)
+        return result, tier
 
     def leading(
         self, keys: Sequence[BlockKey], first: int
     ) -> tuple[LookupResult, Tier | None, int]:
-        """Find the first tier that has a block, or may have it, and of how many that is so.
-
-        They are keys[first] and its followers.
-        """
+        """Find the first tier that has keys[first], or may, and for how many from there it does."""
         # No tier looks at more than the next call goes on from, or at a few too many.
         some = keys[first : first + self._at_once]
         count = len(some)
@@ -245,10 +234,7 @@ class Tiering:
         return LookupResult.MISS, None, count
 
     def used(self, chain: Chain, lease: Lease) -> None:
-        """Tell the tiers which paths a request uses, though it has them from memory.
-
-        What a tier lacks of them is worth a write now: it was used twice.
-        """
+        """Tell the tiers which paths a request uses; what they lack was used twice: write it."""
         for group, rule in enumerate(self._manager.rules):
             indices = lease.groups[group].indices
             for index in indices[-(rule.trailing or 1) :]:
@@ -319,12 +305,6 @@ class Tiering:
                 above = [parents[place] for place in places]
                 self._start_load(_Open(tier, self._job(JobKind.LOAD, moves, above)))
 
-    def _start_load(self, work: _Open) -> None:
-        self._coming.update(dict.fromkeys(work.job.keys, work))
-        for parent in work.job.parents:
-            self._await_parent(work, parent)
-        self._submit(work)
-
     def stage(
         self, tier: Tier, keys: Sequence[BlockKey], slots: Sequence[Slot], tags: Sequence[Any]
     ) -> None:
@@ -343,11 +323,14 @@ class Tiering:
         staged, self._staged = self._staged, []
         return staged
 
-    def _await_parent(self, work: _Open, parent: BlockKey | None) -> None:
-        bringer = None if parent is None else self._coming.get(parent)
-        if bringer is not None and bringer is not work and bringer.job.job_id not in work.above:
-            work.above.add(bringer.job.job_id)
-            bringer.below.append(work)
+    def _start_load(self, work: _Open) -> None:
+        self._coming.update(dict.fromkeys(work.job.keys, work))
+        for parent in work.job.parents:
+            bringer = None if parent is None else self._coming.get(parent)
+            if bringer is not None and bringer is not work and bringer.job.job_id not in work.above:
+                work.above.add(bringer.job.job_id)
+                bringer.below.append(work)
+        self._submit(work)
 
     def _job(
         self,
@@ -387,9 +370,8 @@ class Tiering:
 
     def _finish(self, result: JobResult) -> None:
         work = self._open.pop(result.job_id, None)
-        check(work is not None, f"job {result.job_id} reported twice, or never submitted")
         if work is None:
-            return
+            raise InvariantBroken(f"job {result.job_id} reported twice, or never submitted")
         name, job = work.tier.name, work.job
         self._under_way[name] -= 1
         self._storing[name] -= len(work.pinned)
@@ -429,11 +411,6 @@ class Tiering:
             for below in work.below:
                 below.above.discard(work.job.job_id)
             landing.extend(work.below)
-
-    def forget(self, keys: Sequence[BlockKey]) -> None:
-        """Drop damaged blocks from every tier."""
-        for tier in self.sources:
-            tier.discard(keys)
 
     def clear(self) -> None:
         """Empty every tier; what is under way does not come back when it ends."""

@@ -11,11 +11,8 @@ import msgspec
 
 from kvstore.core.limits import Count, Trailing
 
-BlockHash = NewType("BlockHash", bytes)
-"""Chained content hash of one block: it names all tokens before the block too."""
-
 BlockKey = NewType("BlockKey", bytes)
-"""Block hash, then the KV group as u16, then the scope (see make_key)."""
+"""Chained content hash of a block and all before it, the KV group as u16, the scope (make_key)."""
 
 Slot = NewType("Slot", int)
 """Index of one block's place in a namespace's memory pool."""

@@ -1,7 +1,4 @@
-"""How much is written to a lower tier: a backlog in seconds, a budget in bytes per day.
-
-Pure: time comes in as now_ns.
-"""
+"""How much is written to a lower tier: a backlog in seconds, a budget in bytes per day."""
 
 from __future__ import annotations
 

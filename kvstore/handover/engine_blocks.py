@@ -23,7 +23,7 @@ import msgspec
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import RankPages
 from kvstore.core.types import BlockKey, Slot
-from kvstore.rate_log import RateLog
+from kvstore.logs import RateLog
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire.peer import RANKS_MAX

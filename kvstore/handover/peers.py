@@ -52,8 +52,8 @@ from kvstore.handover.transfers import (
     Up,
     Written,
 )
+from kvstore.logs import RateLog
 from kvstore.metrics import HAND_OVER_EVENTS, Numbers
-from kvstore.rate_log import RateLog
 from kvstore.wire import peer as m
 from kvstore.wire.engine import Arrived as Arrived_
 from kvstore.wire.engine import Extent, Target, Unmap

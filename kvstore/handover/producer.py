@@ -551,7 +551,8 @@ class Producer:
         if job.states[first] in HELD:
             self._hold(job.peer, first - end)
             entries = job.entries[first:end]
-            manager.unpin_all([entry for entry in entries if entry is not None])
+            for entry in filter(None, entries):
+                manager.unpin(entry)
             own = zip(job.slots[first:end], entries, strict=True)
             manager.give_back([Slot(slot) for slot, entry in own if entry is None])
             job.entries[first:end] = [None] * (end - first)

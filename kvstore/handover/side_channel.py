@@ -30,7 +30,7 @@ from kvstore.core.errors import ConfigError, ProtocolError
 from kvstore.handover.cluster_key import ClusterKey
 from kvstore.handover.line import CHUNK_BYTES, Line
 from kvstore.handover.loopback import host_and_port, is_loopback, may_answer, may_ask
-from kvstore.rate_log import RateLog
+from kvstore.logs import RateLog
 from kvstore.wire import peer as m
 from kvstore.wire.framing import Message, framed
 

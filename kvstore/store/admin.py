@@ -10,6 +10,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -56,17 +57,13 @@ def clear(address: str, timeout_s: float = CLEAR_S, user: int | None = None) -> 
 
 
 def resize(
-    address: str,
-    tier: str,
-    capacity_bytes: int,
-    timeout_s: float = TIMEOUT_S,
-    user: int | None = None,
+    address: str, tier: str, capacity_bytes: int, user: int | None = None
 ) -> Iterator[tuple[int, int]]:
     """Change a tier's cap; yield its bytes and its cap until the first is within the second.
 
     Raises StoreUnreachable, or StoreRefused when there is no such tier or it can't be so small.
     """
-    rows = _stats_of(_ask(address, p.Query("resize", tier, capacity_bytes), timeout_s, user))
+    rows = _stats_of(_ask(address, p.Query("resize", tier, capacity_bytes), TIMEOUT_S, user))
     while True:
         found = {stat.name: int(stat.value) for stat in rows if stat.labels.get("tier") == tier}
         used, cap = found["kvstore_memory_bytes"], found["kvstore_capacity_bytes"]
@@ -74,7 +71,7 @@ def resize(
         if used <= cap:
             return
         time.sleep(_LOOK_S)
-        rows = stats(address, timeout_s, user)
+        rows = stats(address, user=user)
 
 
 def _ask(address: str, query: p.Query, timeout_s: float, user: int | None) -> bytes:
@@ -103,7 +100,12 @@ def _ask(address: str, query: p.Query, timeout_s: float, user: int | None) -> by
 
 
 def _stats_of(body: bytes) -> list[Stat]:
-    return [_stat(row) for row in msgspec.json.decode(body, type=list[list[str | float]])]
+    labels = {spec.name: spec.labels for spec in TABLE}
+    rows = msgspec.json.decode(body, type=list[list[Any]])
+    return [
+        Stat(name, dict(zip(labels.get(name, ()), values, strict=False)), float(value))
+        for name, *values, value in rows
+    ]
 
 
 def _receive(sock: socket.socket, deadline_s: float) -> bytes:
@@ -117,10 +119,3 @@ def _receive(sock: socket.socket, deadline_s: float) -> bytes:
             raise ProtocolError(f"{type(message).__name__}, expected Report")
         sock.settimeout(max(0.001, deadline_s - time.monotonic()))
     raise ProtocolError("it closed the connection")
-
-
-def _stat(row: list[str | float]) -> Stat:
-    name, *labels, value = row
-    names = next((spec.labels for spec in TABLE if spec.name == name), ())
-    pairs = {key: str(label) for key, label in zip(names, labels, strict=False)}
-    return Stat(str(name), pairs, float(value))

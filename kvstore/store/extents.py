@@ -10,12 +10,13 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable
 
-from kvstore.core.tier import MemoryExtent, MemoryPool
 from kvstore.core.types import Slot
 from kvstore.store.namespace import Mapping, Namespace
+from kvstore.store.session import Phase
 from kvstore.units import sized
 from kvstore.wire import engine as p
 from kvstore.wire import framing
+from tiers.cpu import CpuExtent, CpuMemory
 
 log = logging.getLogger(__name__)
 
@@ -33,21 +34,18 @@ class Memory:
 
     def __init__(
         self,
-        pool: MemoryPool,
+        pool: CpuMemory,
         send: Callable[[int, framing.Message, int | None], None],
-        workers_of: Callable[[Namespace], set[int]],
-        holders_of: Callable[[Namespace, Mapping], set[int]],
+        readers: set[int],
         wake: Callable[[Namespace], None],
     ) -> None:
-        """workers_of(namespace): connections of its workers, which have to map new extents.
+        """readers: connections that map all memory, besides workers that map their namespace's.
 
-        holders_of(namespace, mapping): a connection of each session with credits in an extent.
         wake(namespace): tick() has to be given it in every turn.
         """
         self.pool = pool
         self._send = send
-        self._workers_of = workers_of
-        self._holders_of = holders_of
+        self._readers = readers
         self._wake = wake
         self._now_ns = 0
         self._next_extent = 1
@@ -114,14 +112,17 @@ class Memory:
                 late |= {worker for worker, asked in waiting if now_ns - asked > _MAP_LIMIT_NS}
                 retiring = mapping.state == "retiring"
                 if retiring and now_ns - mapping.since_ns > _RETIRE_LIMIT_NS:
-                    late |= self._holders_of(namespace, mapping)
+                    slots = namespace.slots_of(mapping)
+                    for session in namespace.sessions:
+                        if any(slot in slots for slot in session.granted):
+                            late.update(session.connections()[:1])
                 self._shrink(namespace, extent, mapping)
         if self._released:  # whoever waits for memory need wait no longer
             for namespace in namespaces.values():
                 namespace.retry_ns = namespace.look_ns = 0
         return late
 
-    def _made(self, namespace: Namespace | None, made: MemoryExtent | Exception) -> None:
+    def _made(self, namespace: Namespace | None, made: CpuExtent | Exception) -> None:
         if isinstance(made, Exception):
             self._tell_short(made)
             if namespace is not None:
@@ -134,7 +135,8 @@ class Memory:
         if namespace is None:
             self.pool.release(made)
             return
-        waiting = self._workers_of(namespace)
+        going_on = [session for session in namespace.sessions if session.phase is not Phase.ENDING]
+        waiting = self._readers.union(*(session.workers.values() for session in going_on))
         extent = self._next_extent
         self._next_extent += 1
         mapping = namespace.add_extent(extent, made, set(waiting), self._now_ns)
@@ -185,7 +187,7 @@ class Memory:
         if self._now_ns < needy.look_ns:
             return False
         needy.look_ns = self._now_ns + _LOOK_NS
-        others = [n for n in namespaces.values() if n is not needy and n.has_live]
+        others = [n for n in namespaces.values() if n is not needy and n.shrinkable() is not None]
         leaving = [(n, m) for n in others for m in n.extents.values() if m.state in _LEAVING]
         if any(self._now_ns - mapping.since_ns <= _RETIRE_LIMIT_NS for _, mapping in leaving):
             return False
@@ -198,10 +200,9 @@ class Memory:
             key=lambda n: -len(n.extents),
         )
         for donor in [*unused, *richer][:1]:
-            extent = donor.shrinkable()
-            if extent is not None:
-                donor.extents[extent].state = "retiring"
-                donor.extents[extent].since_ns = self._now_ns
+            mapping = donor.shrinkable()
+            if mapping is not None:
+                mapping.state, mapping.since_ns = "retiring", self._now_ns
                 self._wake(donor)
                 return True
         return False

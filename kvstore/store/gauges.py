@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterable, Mapping
 
 from kvstore.config import DISK_BYTES_MAX, DISK_BYTES_MIN
 from kvstore.core.errors import ProtocolError
-from kvstore.core.tier import MemoryPool
 from kvstore.metrics import MEMORY, NVME, Numbers
 from kvstore.store.namespace import Namespace
 from kvstore.store.session import Phase, Session
-from kvstore.store.tier_guard import STATES, Plugin
+from kvstore.store.tier_guard import Plugin
 from kvstore.wire.engine import EVENTS, Query, Step
+from tiers.cpu import CpuMemory
 from tiers.nvme import NvmeDisk
 
 DISK_STATES = ("ok", "loading", "read_only", "off")
@@ -47,7 +47,7 @@ def resize(disk: NvmeDisk | None, query: Query) -> None:
 
 
 def gauges(
-    pool: MemoryPool,
+    pool: CpuMemory,
     sessions: Iterable[Session],
     namespaces: Mapping[str, Namespace],
     numbers: Numbers,
@@ -99,7 +99,7 @@ def disk_gauges(disk: NvmeDisk) -> dict[tuple[str, ...], float]:
 def plugin_gauges(plugins: Iterable[Plugin]) -> dict[tuple[str, ...], float]:
     """Return the state of each tier of others."""
     return {
-        ("kvstore_tiers", plugin.name, state): float(plugin.state == state)
+        ("kvstore_tiers", plugin.name, state): float(plugin.off == off)
         for plugin in plugins
-        for state in STATES
+        for state, off in (("ok", False), ("off", True))
     }

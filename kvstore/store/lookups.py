@@ -18,8 +18,8 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.index import State
 from kvstore.core.leases import Lease
 from kvstore.core.lookup import Answer
-from kvstore.core.tiering import Found, Tiering
-from kvstore.core.types import BlockKey, Chain, GroupRule, LeaseId, LookupResult, Slot
+from kvstore.core.tiering import Found
+from kvstore.core.types import BlockKey, Chain, LeaseId, LookupResult, Slot
 from kvstore.handover.direct_fetches import Positions, reaching_on, with_reads
 from kvstore.handover.peers import Peers
 from kvstore.metrics import PEER, Numbers
@@ -44,19 +44,13 @@ class _Hit(msgspec.Struct, frozen=True):
     pending: bool
     below: Sequence[Found]
 
-    @property
-    def slots(self) -> int:
-        """Count the slots that it needs."""
-        return sum(run.end - run.first for run in self.below)
-
 
 class _Below:
     """What lower tiers have of a chain that an engine asks for, each block asked for once."""
 
-    def __init__(self, tiering: Tiering, ask: Ask, wait_ns: int, *, wait: bool) -> None:
+    def __init__(self, ask: Ask, wait_ns: int, *, wait: bool) -> None:
         """wait_ns: for tiers that do not know yet. wait: such blocks are pending, not missing."""
         self.found: dict[tuple[int, int], Found] = {}  # by group and first block
-        self._tiering = tiering
         self._ask = ask
         self._wait_ns = wait_ns
         self._wait = wait
@@ -79,15 +73,15 @@ class _Below:
     def _leading(
         self, group: int, index: int, keys: Sequence[BlockKey], at: int
     ) -> tuple[LookupResult, int]:
-        result, tier, count = self._tiering.leading(keys, at)
+        ask = self._ask
+        result, tier, count = ask.namespace.tiering.leading(keys, at)
         if result is LookupResult.HIT and tier is not None:
             before = self.found.get((group, index))
             if before is None or before.end < index + count:
                 self.found[group, index] = Found(group, index, index + count, tier)
-        elif result is LookupResult.MISS and self._ask.direct is not None:
-            result, count = self._ask.of_peer(group, index), 1
+        elif result is LookupResult.MISS and ask.direct is not None:
+            result, count = ask.of_peer(group, index), 1
         if result is LookupResult.RETRY:  # a tier that does not know yet what it has
-            ask = self._ask
             ask.deadline_ns = max(ask.deadline_ns, ask.asked_ns + self._wait_ns)
         if result is not LookupResult.HIT and not self._wait:
             result = LookupResult.MISS
@@ -110,33 +104,34 @@ class Lookups:
         """
         self._peers = peers
         self._engine = engine
+        self._lease_ms = engine.lease_ns // 1_000_000
         self._numbers = numbers
         self._can_grow = can_grow
 
-    def ask(self, session: Session, lookup: p.Lookup, now_ns: int) -> p.Granted | None:
+    def ask(
+        self, session: Session, namespace: Namespace, lookup: p.Lookup, now_ns: int
+    ) -> p.Granted | None:
         """Answer a lookup, or keep it while an answer could get longer."""
         if lookup.width <= 0 or len(lookup.hashes) % lookup.width:
             raise ProtocolError(f"{len(lookup.hashes)} bytes of hashes, {lookup.width} each")
-        if len(lookup.hashes) // lookup.width > limits.LOOKUP_BLOCKS_MAX:
-            blocks = len(lookup.hashes) // lookup.width
+        blocks = len(lookup.hashes) // lookup.width
+        if blocks > limits.LOOKUP_BLOCKS_MAX:
             raise ProtocolError(f"{blocks} blocks, expected up to {limits.LOOKUP_BLOCKS_MAX}")
-        namespace = session.namespace
-        rules = 0 if namespace is None else len(namespace.layout.rules)
-        chain = Chain(lookup.hashes, lookup.width, rules, lookup.scope, inside=lookup.inside)
-        deadline_ns = now_ns + self._engine.defer_ns
+        if session.phase is not Phase.ACTIVE:
+            return p.Granted(lookup.ask, 0, _ASK_AGAIN_MS, ())
+        groups, inside = len(namespace.layout.rules), lookup.inside
+        chain = Chain(lookup.hashes, lookup.width, groups, lookup.scope, inside=inside)
+        loadable = blocks if lookup.loadable is None else min(lookup.loadable, blocks)
         memory_only = lookup.memory_only or self._engine.promote_ns == 0
-        blocks = chain.blocks if lookup.loadable is None else min(lookup.loadable, chain.blocks)
-        ask = Ask(lookup.ask, chain, blocks, now_ns, deadline_ns, memory_only)
-        if session.phase is not Phase.ACTIVE or namespace is None:
-            return p.Granted(ask.ask, 0, _ASK_AGAIN_MS, ())
+        deadline_ns = now_ns + self._engine.defer_ns
+        ask = Ask(lookup.ask, namespace, chain, loadable, now_ns, deadline_ns, memory_only)
         alone = memory_only or namespace.layout.unnamed
         if lookup.peer and self._peers is not None and not alone:
-            direct = lookup.direct and session.direct
-            self._fetch_from(self._peers, namespace, ask, lookup, now_ns, direct=direct)
-        if self._owed(namespace, ask):
+            self._ask_peer(self._peers, ask, lookup, direct=lookup.direct and session.direct)
+        if self._owed(ask):
             ask.look_ns = now_ns + _OWED_NS
         else:
-            found = self._settled(namespace, ask)
+            found = self._settled(ask)
             if found is not None or now_ns >= ask.deadline_ns:
                 return self._answer(session, ask, now_ns, found)
         if len(session.asks) >= limits.ASKS_MAX:
@@ -144,26 +139,20 @@ class Lookups:
         session.asks[ask.ask] = ask
         return None
 
-    def _fetch_from(
-        self,
-        peers: Peers,
-        namespace: Namespace,
-        ask: Ask,
-        lookup: p.Lookup,
-        now_ns: int,
-        *,
-        direct: bool,
-    ) -> None:
+    def _ask_peer(self, peers: Peers, ask: Ask, lookup: p.Lookup, *, direct: bool) -> None:
         """Ask a peer for what no tier of ours has, if there is anything to ask for.
 
         Of more blocks than one job can have the leading ones are asked for.
         """
-        width = lookup.width
+        width, rules = lookup.width, ask.namespace.layout.rules
         blocks = min(ask.blocks, m.MESSAGE_BYTES_MAX // 2 // width)
-        lacking = self._lacking(namespace, ask, blocks, direct=direct)
+        lacking = self._lacking(ask, blocks, direct=direct)
         if sum(map(len, lacking)) > m.JOB_BLOCKS_MAX:
-            blocks = min(blocks, _blocks_of_a_job(namespace.layout.rules))
-            lacking = self._lacking(namespace, ask, blocks, direct=direct)
+            # So many fit into one job, whatever is lacking of them.
+            full = sum(rule.trailing is None for rule in rules)
+            trailing = sum(rule.trailing + 1 for rule in rules if rule.trailing is not None)
+            blocks = min(blocks, max(1, (m.JOB_BLOCKS_MAX - trailing) // max(1, full)))
+            lacking = self._lacking(ask, blocks, direct=direct)
         if not any(lacking):
             return
         push = lookup.push
@@ -172,72 +161,63 @@ class Lookups:
         indices = tuple(framing.u32(group) for group in lacking)
         hashes = lookup.hashes[: blocks * width]
         want = m.Want(0, hashes, width, indices, lookup.scope, lookup.request, push=push)
-        ask.fetch = peers.fetch(namespace, lookup.peer, want, now_ns, direct=direct)
+        ask.fetch = peers.fetch(ask.namespace, lookup.peer, want, ask.asked_ns, direct=direct)
         if direct and ask.fetch is not None:
             pairs = ((group, index) for group, found in enumerate(lacking) for index in found)
             ask.direct = {pair: position for position, pair in enumerate(pairs)}
 
-    def _lacking(
-        self, namespace: Namespace, ask: Ask, blocks: int, *, direct: bool
-    ) -> list[list[int]]:
-        """List, for each group, which of the leading blocks a peer is to be asked for."""
-        rules = namespace.layout.rules
-        lacking = [
-            self._absent(namespace, ask.chain, group, m.clip(rule, blocks))
-            for group, rule in enumerate(rules)
-        ]
-        return reaching_on(rules, lacking, blocks) if direct else lacking
-
     @staticmethod
-    def _absent(
-        namespace: Namespace, chain: Chain, group: int, indices: Sequence[int]
-    ) -> list[int]:
-        """List the blocks that no tier of ours has."""
-        absent: list[int] = []
-        entries = namespace.manager.index.find(chain.keys_at(group, indices))
-        writing = State.WRITING
-        missing = [
-            index
-            for index, entry in zip(indices, entries, strict=True)
-            if entry is None or entry.state is writing
-        ]
-        keys, at = chain.keys_at(group, missing), 0
-        while at < len(keys):
-            result, _, count = namespace.tiering.leading(keys, at)
-            if result is not LookupResult.HIT:
-                absent += missing[at : at + count]
-            at += count
-        return absent
+    def _lacking(ask: Ask, blocks: int, *, direct: bool) -> list[list[int]]:
+        """List, for each group, which of the leading blocks a peer is to be asked for."""
+        namespace, chain, writing = ask.namespace, ask.chain, State.WRITING
+        lacking: list[list[int]] = []
+        for group, rule in enumerate(namespace.layout.rules):
+            indices = m.clip(rule, blocks)
+            entries = namespace.manager.index.find(chain.keys_at(group, indices))
+            missing = [
+                index
+                for index, entry in zip(indices, entries, strict=True)
+                if entry is None or entry.state is writing
+            ]
+            absent: list[int] = []  # from all our tiers
+            keys, at = chain.keys_at(group, missing), 0
+            while at < len(keys):
+                result, _, count = namespace.tiering.leading(keys, at)
+                if result is not LookupResult.HIT:
+                    absent += missing[at : at + count]
+                at += count
+            lacking.append(absent)
+        return reaching_on(namespace.layout.rules, lacking, blocks) if direct else lacking
 
-    def _owed(self, namespace: Namespace, ask: Ask) -> bool:
+    def _owed(self, ask: Ask) -> bool:
         """Tell whether the peer that was asked has still to answer; once it has, look at once."""
         if ask.fetch is None or self._peers is None or ask.offered is not None:
             return False
-        ask.offered = self._peers.offered(namespace, ask.fetch)
+        ask.offered = self._peers.offered(ask.namespace, ask.fetch)
         if ask.offered is not None:
             ask.look_ns = 0
         return ask.offered is None
 
-    def _settled(self, namespace: Namespace, ask: Ask) -> _Hit | None:
+    def _settled(self, ask: Ask) -> _Hit | None:
         """Look in all tiers; None if waiting could make the answer longer."""
-        found = self._look(namespace, ask)
+        found, namespace = self._look(ask), ask.namespace
         if found.pending:
             return None
         slotless = ask.memory_only or ask.direct is not None
         if slotless or not found.below or not self._can_grow(namespace):
             return found
         # What lower tiers have needs slots; there may be more of them soon.
-        namespace.slots_wanted = found.slots
+        namespace.slots_wanted = sum(run.end - run.first for run in found.below)
         if namespace.slots_wanted <= namespace.manager.slots_free:
             return found
         ask.deadline_ns = max(ask.deadline_ns, ask.asked_ns + self._engine.promote_ns)
         return None
 
-    def _look(self, namespace: Namespace, ask: Ask, *, wait: bool = True) -> _Hit:
+    def _look(self, ask: Ask, *, wait: bool = True) -> _Hit:
         """Look in all tiers, each block once; wait: those that may be there soon are pending."""
-        below = _Below(namespace.tiering, ask, self._engine.promote_ns, wait=wait)
-        lower = below if namespace.tiering.sources and not ask.memory_only else None
-        coming = not ask.memory_only
+        namespace, coming = ask.namespace, not ask.memory_only
+        below = _Below(ask, self._engine.promote_ns, wait=wait)
+        lower = below if namespace.tiering.sources and coming else None
         answer = namespace.manager.lookup(ask.chain, ask.blocks, below=lower, coming=coming)
         used: list[Found] = []
         for _, run in sorted(below.found.items()):
@@ -247,19 +227,19 @@ class Lookups:
                 used.append(run._replace(first=first, end=end))
         return _Hit(answer.blocks, answer.pending, used)
 
-    def _fetch(self, namespace: Namespace, ask: Ask, pinned: int, found: _Hit) -> bool:
+    def _fetch(self, ask: Ask, pinned: int, found: _Hit) -> bool:
         """Start reading what lower tiers have of the answer; False if it could not be leased."""
-        if not found.below:
-            return True
-        needs = _needs(namespace, ask.chain, found.blocks)
-        if ask.direct is None and self._too_many(namespace, pinned, needs):
-            return False
-        namespace.tiering.promote(ask.chain, found.blocks, found.below)
+        namespace, chain, blocks = ask.namespace, ask.chain, found.blocks
+        if found.below:
+            needs = sum(blocks - chain.first_of(rule, blocks) for rule in namespace.layout.rules)
+            if ask.direct is None and self._too_many(namespace, pinned, needs):
+                return False
+            namespace.tiering.promote(chain, blocks, found.below)
         return True
 
-    def _let_go(self, namespace: Namespace, ask: Ask) -> None:
+    def _let_go(self, ask: Ask) -> None:
         if ask.fetch is not None and self._peers is not None:
-            self._peers.claimed(namespace, ask.fetch)
+            self._peers.claimed(ask.namespace, ask.fetch)
 
     def _too_many(self, namespace: Namespace, pinned: int, wanted: int) -> bool:
         """Tell whether an engine that leases `pinned` blocks may not lease so many more.
@@ -269,88 +249,84 @@ class Lookups:
         leased = (pinned + wanted) * namespace.layout.slot_bytes
         return pinned > 0 and leased > self._engine.leased_bytes
 
-    def _sources(self, namespace: Namespace, ask: Ask, lease: Lease) -> dict[str, int]:
+    @staticmethod
+    def _sources(ask: Ask, lease: Lease) -> dict[str, int]:
         """Say from which tiers the blocks of the first full group are read for this answer."""
-        if not namespace.tiering.coming:
+        tiering, group = ask.namespace.tiering, _first_full(ask.namespace)
+        if not tiering.coming:
             return {}
-        rules = namespace.layout.rules
-        group = next((g for g, rule in enumerate(rules) if rule.trailing is None), 0)
         keys = (ask.chain.key(group, index) for index in lease.groups[group].indices)
-        found = Counter(namespace.tiering.source(key) for key in keys)
+        found = Counter(tiering.source(key) for key in keys)
         return {tier: blocks for tier, blocks in found.items() if tier is not None}
 
-    def retry(self, session: Session, now_ns: int) -> list[p.Granted | None]:
+    def retry(self, session: Session, now_ns: int) -> list[p.Granted]:
         """Answer the lookups whose time has come."""
-        namespace = session.namespace
-        answers: list[p.Granted | None] = []
-        if namespace is not None:
-            for ask in list(session.asks.values()):
-                owed = self._owed(namespace, ask)
-                if now_ns < min(ask.look_ns, ask.deadline_ns):
-                    continue
-                found = self._settled(namespace, ask)  # which may move the deadline
-                if found is not None or now_ns >= ask.deadline_ns:
-                    del session.asks[ask.ask]
-                    answers.append(self._answer(session, ask, now_ns, found))
-                else:
-                    # A look costs its length: the longer it has waited, the less often.
-                    waited_ns = (now_ns - ask.asked_ns) // 8
-                    ask.look_ns = now_ns + max(waited_ns, _OWED_NS if owed else 0)
+        answers: list[p.Granted] = []
+        for ask in list(session.asks.values()):
+            owed = self._owed(ask)
+            if now_ns < min(ask.look_ns, ask.deadline_ns):
+                continue
+            found = self._settled(ask)  # which may move the deadline
+            if found is not None or now_ns >= ask.deadline_ns:
+                del session.asks[ask.ask]
+                answers.append(self._answer(session, ask, now_ns, found))
+            else:
+                # A look costs its length: the longer it has waited, the less often.
+                waited_ns = (now_ns - ask.asked_ns) // 8
+                ask.look_ns = now_ns + max(waited_ns, _OWED_NS if owed else 0)
         return answers
 
     def _answer(
         self, session: Session, ask: Ask, now_ns: int, found: _Hit | None = None
-    ) -> p.Granted | None:
-        namespace = session.namespace
-        if namespace is None:
-            return None
-        self._owed(namespace, ask)  # it may have answered since the last look
+    ) -> p.Granted:
+        namespace, chain = ask.namespace, ask.chain
+        manager = namespace.manager
+        self._owed(ask)  # it may have answered since the last look
         if found is None:
-            found = self._look(namespace, ask, wait=False)
-        manager, engine = namespace.manager, self._engine
+            found = self._look(ask, wait=False)
         pinned = manager.leases.blocks_of(session.number)
-        deadline = now_ns + engine.lease_ns
-        lease, capped = None, not self._fetch(namespace, ask, pinned, found)
+        deadline_ns = now_ns + self._engine.lease_ns
+        lease, capped = None, not self._fetch(ask, pinned, found)
         if ask.direct is None:
-            self._let_go(namespace, ask)
+            self._let_go(ask)
         if not capped:
             coming = not ask.memory_only
             lease = manager.prepare_load(
-                ask.chain, ask.chain.blocks, session.number, deadline, coming=coming
+                chain, chain.blocks, session.number, deadline_ns, coming=coming
             )
         if lease is not None and self._too_many(namespace, pinned, len(lease.entries)):
             manager.complete_load(lease.lease_id)
             lease, capped = None, True
         if ask.direct is not None:
-            reads = None if capped else self._reads(namespace, ask, lease, found.blocks)
-            if reads is not None:
-                return self._with_reads(session, ask, lease, reads, deadline)
-            self._let_go(namespace, ask)
-        lease_ms = engine.lease_ns // 1_000_000
+            reads = None if capped else self._reads(ask, lease, found.blocks)
+            if reads is not None and self._peers is not None and ask.fetch is not None:
+                if lease is None:
+                    lease = manager.leases.empty(session.number, deadline_ns, len(reads))
+                return self._with_reads(self._peers, session, ask, lease, reads, ask.fetch)
+            self._let_go(ask)
         outcome = "capped" if capped else "miss" if lease is None else "hit"
         self._numbers.add("kvstore_lookups", outcome)
         if lease is None:
-            return p.Granted(ask.ask, 0, lease_ms, (), capped=capped)
+            return p.Granted(ask.ask, 0, self._lease_ms, (), capped=capped)
         hits = tuple(
             p.Hit(framing.u32(hit.indices), framing.u32(hit.slots), framing.u32(hit.generations))
             for hit in lease.groups
         )
-        namespace.tiering.used(ask.chain, lease)
-        sources = self._sources(namespace, ask, lease)
-        return p.Granted(ask.ask, lease.lease_id, lease_ms, hits, sources)
+        namespace.tiering.used(chain, lease)
+        sources = self._sources(ask, lease)
+        return p.Granted(ask.ask, lease.lease_id, self._lease_ms, hits, sources)
 
     @staticmethod
-    def _reads(
-        namespace: Namespace, ask: Ask, lease: Lease | None, blocks: int
-    ) -> list[Positions] | None:
+    def _reads(ask: Ask, lease: Lease | None, blocks: int) -> list[Positions] | None:
         """Say which blocks workers have to read for a hit; None: none, or not all can be had."""
         reads: list[Positions] = []
-        for group, rule in enumerate(namespace.layout.rules):
+        direct, offered = ask.direct or {}, ask.offered or {}
+        for group, rule in enumerate(ask.namespace.layout.rules):
             here = set(lease.groups[group].indices) if lease is not None else ()
             needed = range(ask.chain.first_of(rule, blocks), blocks)
             lacking = [index for index in needed if index not in here]
-            places = {index: (ask.direct or {}).get((group, index)) for index in lacking}
-            found = {i: at for i, at in places.items() if at is not None and at in ask.offers}
+            places = {index: direct.get((group, index)) for index in lacking}
+            found = {i: at for i, at in places.items() if at is not None and at in offered}
             if len(found) < len(lacking):
                 return None
             reads.append(found)
@@ -358,47 +334,40 @@ class Lookups:
 
     def _with_reads(
         self,
+        peers: Peers,
         session: Session,
         ask: Ask,
-        lease: Lease | None,
+        lease: Lease,
         reads: list[Positions],
-        deadline_ns: int,
-    ) -> p.Granted | None:
+        fetch: int,
+    ) -> p.Granted:
         """Answer with what is here, and what workers are to read from a peer."""
-        namespace, fetch = session.namespace, ask.fetch
-        if namespace is None or fetch is None or self._peers is None:
-            return None
-        if lease is None:
-            lease = namespace.manager.leases.empty(session.number, deadline_ns, len(reads))
-        else:
-            namespace.tiering.used(ask.chain, lease)
+        namespace = ask.namespace
+        namespace.tiering.used(ask.chain, lease)
         session.fetches[lease.lease_id] = fetch
         positions = [at for group in reads for at in group.values()]
-        self._peers.read(namespace, fetch, positions, session.number, session.workers)
+        peers.read(namespace, fetch, positions, session.number, session.workers)
         self._numbers.add("kvstore_lookups", "hit")
         hits = tuple(map(partial(with_reads, fetch), lease.groups, reads))
         kept = min(index for group in reads for index in group)
-        rules = namespace.layout.rules
-        first_full = next((g for g, rule in enumerate(rules) if rule.trailing is None), 0)
-        sources = self._sources(namespace, ask, lease) | {PEER: len(reads[first_full])}
-        lease_ms = self._engine.lease_ns // 1_000_000
-        return p.Granted(ask.ask, lease.lease_id, lease_ms, hits, sources, kept=kept)
+        sources = self._sources(ask, lease) | {PEER: len(reads[_first_full(namespace)])}
+        return p.Granted(ask.ask, lease.lease_id, self._lease_ms, hits, sources, kept=kept)
 
     def end(self, session: Session) -> None:
         """A session asks nothing more: its peers are not kept waiting."""
-        if session.namespace is not None:
-            for ask in session.asks.values():
-                self._let_go(session.namespace, ask)
+        for ask in session.asks.values():
+            self._let_go(ask)
         session.asks.clear()
 
     # Leases that are loaded
 
-    def loading(self, session: Session, lease_id: LeaseId, now_ns: int) -> p.Coming | None:
+    def loading(
+        self, session: Session, namespace: Namespace, lease_id: LeaseId, now_ns: int
+    ) -> p.Coming | None:
         """A worker waits for what a lease names: it goes on. Say what a peer has said of that."""
-        namespace = session.namespace
-        if namespace is None or not namespace.manager.leases.owned_by(lease_id, session.number):
-            return None
         leases = namespace.manager.leases
+        if not leases.owned_by(lease_id, session.number):
+            return None
         leases.extend(lease_id, now_ns + self._engine.lease_ns)
         fetch = session.fetches.get(lease_id)
         keys: Sequence[BlockKey] = ()
@@ -414,28 +383,24 @@ class Lookups:
     # The ends of leases
 
     def end_lease(
-        self, session: Session, lease_id: LeaseId, damaged: Collection[Slot] = ()
+        self,
+        session: Session,
+        namespace: Namespace,
+        lease_id: LeaseId,
+        damaged: Collection[Slot] = (),
     ) -> None:
         """End a session's own lease; it may have ended before."""
-        namespace = session.namespace
-        if namespace is not None and namespace.manager.leases.owned_by(lease_id, session.number):
+        if namespace.manager.leases.owned_by(lease_id, session.number):
             namespace.manager.complete_load(lease_id, damaged)
-            self.lease_ended(session, lease_id)
+            self.lease_ended(session, namespace, lease_id)
 
-    def lease_ended(self, session: Session, lease_id: LeaseId) -> None:
+    def lease_ended(self, session: Session, namespace: Namespace, lease_id: LeaseId) -> None:
         """What workers were to read for it is not read any more."""
         fetch = session.fetches.pop(lease_id, None)
-        if fetch is not None and session.namespace is not None and self._peers is not None:
-            self._peers.read_no_more(session.namespace, fetch)
+        if fetch is not None and self._peers is not None:
+            self._peers.read_no_more(namespace, fetch)
 
 
-def _blocks_of_a_job(rules: Sequence[GroupRule]) -> int:
-    """Count the leading blocks that fit into one job with a peer, whatever is lacking of them."""
-    full = sum(rule.trailing is None for rule in rules)
-    trailing = sum(rule.trailing + 1 for rule in rules if rule.trailing is not None)
-    return max(1, (m.JOB_BLOCKS_MAX - trailing) // max(1, full))
-
-
-def _needs(namespace: Namespace, chain: Chain, blocks: int) -> int:
-    """Count the blocks of all groups that a hit of this length needs."""
-    return sum(blocks - chain.first_of(rule, blocks) for rule in namespace.layout.rules)
+def _first_full(namespace: Namespace) -> int:
+    rules = namespace.layout.rules
+    return next((g for g, rule in enumerate(rules) if rule.trailing is None), 0)

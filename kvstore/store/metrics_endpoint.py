@@ -66,8 +66,7 @@ class _Handler(WSGIRequestHandler):
 
     timeout = SILENT_S
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002, ANN401 - wsgiref's
-        """Log nothing."""
+    def log_message(self, *_: object) -> None: ...
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -90,7 +89,6 @@ class _Server(ThreadingMixIn, WSGIServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
-        """Give a connection a thread."""
         with self._lock:
             if len(self._open) >= CONNECTIONS_MAX:
                 oldest = self._open.pop(next(iter(self._open)))
@@ -105,7 +103,6 @@ class _Server(ThreadingMixIn, WSGIServer):
         request.close()
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
-        """Answer a request."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -113,20 +110,23 @@ class _Server(ThreadingMixIn, WSGIServer):
                 self._open.pop(id(request), None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401, ARG002
-        """A client that is slow, or gone, is none of ours."""
         log.debug("metrics client %s: %s", client_address, sys.exception())
+
+
+def listen(address: Address) -> WSGIServer:
+    """Make the endpoint, which serves nothing yet. Raises ConfigError if it cannot listen."""
+    try:
+        return _Server((address.host, address.port))
+    except OSError as exc:
+        place = f"{address.host}:{address.port}"
+        raise ConfigError(f"metrics endpoint {place}: {exc.strerror}") from exc
 
 
 def start(address: Address, collector: Collector) -> Callable[[], None]:
     """Serve metrics on a thread; return what ends that. Raises ConfigError."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
-    try:
-        server = _Server((address.host, address.port))
-    except OSError as exc:
-        raise ConfigError(
-            f"metrics endpoint {address.host}:{address.port}: {exc.strerror}"
-        ) from exc
+    server = listen(address)
     server.set_app(make_wsgi_app(registry))
     thread = threading.Thread(target=server.serve_forever, name="kvstore-metrics", daemon=True)
     thread.start()

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvstore.core.layout import SlotLayout
 from kvstore.core.manager import Manager
-from kvstore.core.tier import MemoryExtent, SlotMemory, Tier
 from kvstore.core.tiering import Tiering
 from kvstore.core.types import Slot
-from kvstore.core.write_budget import WriteBudget
 from kvstore.handover.engine_blocks import Engines
 from kvstore.metrics import Numbers
+from tiers.cpu import CpuExtent
+
+if TYPE_CHECKING:
+    from kvstore.store.session import Session
 
 
 class SharedGenerations:
@@ -24,7 +27,7 @@ class SharedGenerations:
     def __init__(self) -> None:
         """Start without slots."""
         self._values = array("L")
-        self._memories: list[MemoryExtent] = []
+        self._memories: list[CpuExtent] = []
         self._per_extent = 1
 
     def __getitem__(self, slot: int) -> int:
@@ -37,7 +40,7 @@ class SharedGenerations:
         number, position = divmod(slot, self._per_extent)
         self._memories[number].set_generation(position, value)
 
-    def add(self, memory: MemoryExtent) -> None:
+    def add(self, memory: CpuExtent) -> None:
         """Add an extent's slots, at generation 0."""
         self._per_extent = memory.count
         self._memories.append(memory)
@@ -50,7 +53,7 @@ class Mapping(msgspec.Struct, eq=False):
     told: who may have it mapped.
     """
 
-    memory: MemoryExtent
+    memory: CpuExtent
     first: int
     waiting: dict[int, int]
     since_ns: int
@@ -62,33 +65,16 @@ class Namespace:
     """Everything that shares one layout digest."""
 
     def __init__(
-        self,
-        layout: SlotLayout,
-        make_tiers: Callable[[str, int, SlotMemory], Sequence[Tier]],
-        backlog_ns: dict[str, int] | None = None,
-        budgets: dict[str, WriteBudget] | None = None,
-        make_remote: Callable[[Namespace], Tier] | None = None,
-        numbers: Numbers | None = None,
+        self, layout: SlotLayout, numbers: Numbers, make_tiering: Callable[[Namespace], Tiering]
     ) -> None:
-        """make_tiers(digest, slot_bytes, memory): the lower tiers of this namespace.
-
-        make_remote(namespace): one that is only read from, the peers.
-        backlog_ns, budgets: of the tiers, by their names; see Tiering.
-        numbers: counts for all namespaces, so that nothing is lost with one that is forgotten.
-        """
+        """numbers: counts for all namespaces: nothing is lost with one that is forgotten."""
         self.layout = layout
         self.generations = SharedGenerations()
-        totals = Numbers() if numbers is None else numbers
-        self.manager = Manager(layout.rules, self.generations, evictions=totals.evicted)
-        tiers = make_tiers(layout.digest, layout.slot_bytes, self)
-        remote = () if make_remote is None else (make_remote(self),)
-        limits = backlog_ns, budgets
-        self.tiering = Tiering(
-            self.manager, tiers, layout.slot_bytes, *limits, remote, counts=totals.moved
-        )
+        self.manager = Manager(layout.rules, self.generations, evictions=numbers.evicted)
+        self.tiering = make_tiering(self)
         self.engines = Engines()
         self.extents: dict[int, Mapping] = {}
-        self.sessions: set[int] = set()
+        self.sessions: set[Session] = set()
         self.growing = False
         self.slots_wanted = 0  # free ones, for what comes from lower tiers
         self.retry_ns = 0  # no extent could be made: ask for none before
@@ -99,8 +85,8 @@ class Namespace:
 
     def view(self, slot: Slot) -> memoryview:
         """Return a slot's bytes (SlotMemory, for tiers)."""
-        mapping, position = self._place(slot)
-        return mapping.memory.slot(position)
+        extent, position = self.place(slot)
+        return self.extents[extent].memory.slot(position)
 
     def place(self, slot: Slot) -> tuple[int, int]:
         """Return a slot's extent and its number in there."""
@@ -113,13 +99,7 @@ class Namespace:
         extents = array("I", [self._places[slot // per] for slot in slots])
         return extents, array("I", [slot % per for slot in slots])
 
-    def _place(self, slot: int) -> tuple[Mapping, int]:
-        number, position = divmod(slot, self._per_extent)
-        return self.extents[self._places[number]], position
-
-    def add_extent(
-        self, extent: int, memory: MemoryExtent, waiting: set[int], now_ns: int
-    ) -> Mapping:
+    def add_extent(self, extent: int, memory: CpuExtent, waiting: set[int], now_ns: int) -> Mapping:
         """Number the slots of new memory; they are used once everybody has mapped them."""
         self._per_extent = memory.count  # the same for all extents: slot size and extent size are
         first = len(self._places) * memory.count
@@ -151,22 +131,12 @@ class Namespace:
         mapping.state = "live"
         self.manager.add_slots([Slot(slot) for slot in self.slots_of(mapping)])
 
-    def mapped_by(self, connection: int) -> bool:
-        """Tell whether a worker has mapped all there is, and there is something."""
-        waiting = any(connection in mapping.waiting for mapping in self.extents.values())
-        return bool(self.extents) and not waiting
-
-    @property
-    def has_live(self) -> bool:
-        """Tell whether an extent is in use, and not on its way."""
-        return any(mapping.state == "live" for mapping in self.extents.values())
-
-    def shrinkable(self) -> int | None:
+    def shrinkable(self) -> Mapping | None:
         """Return a live extent to give up: the newest of those with the fewest slots on credit."""
-        live = [extent for extent, mapping in self.extents.items() if mapping.state == "live"]
-        granted = self.manager.granted()
-        on_credit = Counter(self._places[slot // self._per_extent] for slot in granted)
-        return min(reversed(live), key=lambda extent: on_credit[extent], default=None)
+        live = [mapping for mapping in self.extents.values() if mapping.state == "live"]
+        per = max(1, self._per_extent)
+        on_credit = Counter(slot // per * per for slot in self.manager.granted())
+        return min(reversed(live), key=lambda mapping: on_credit[mapping.first], default=None)
 
     @property
     def at_rest(self) -> bool:
@@ -188,8 +158,3 @@ class Namespace:
     def coming(self) -> bool:
         """Tell whether an extent is being made or mapped."""
         return self.growing or any(m.state == "mapping" for m in self.extents.values())
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the memory this namespace holds."""
-        return sum(mapping.memory.bytes for mapping in self.extents.values())

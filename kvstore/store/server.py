@@ -16,7 +16,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from kvstore.config import Config, EngineConfig, PeerConfig
@@ -29,8 +30,8 @@ from kvstore.handover.consumer import Waits
 from kvstore.handover.peers import EXPORTER, Peers
 from kvstore.handover.transfers import Transfers
 from kvstore.listener import Listener
+from kvstore.logs import RateLog
 from kvstore.metrics import NVME
-from kvstore.rate_log import RateLog
 from kvstore.store import metrics_endpoint
 from kvstore.store.metrics_endpoint import StoreCollector
 from kvstore.store.sessions import Store
@@ -169,9 +170,11 @@ class Server:
         """Serve until stop(). Closes everything it opened."""
         self._listener.sock.setblocking(False)
         self._selector.register(self._listener.sock, selectors.EVENT_READ, None)
-        stop_metrics: Callable[[], None] | None = None
+        address, endpoint = self._config.server.metrics, contextlib.ExitStack()
         try:
-            stop_metrics = self._start_metrics()
+            if address is not None:
+                collector = StoreCollector(self.store.numbers, self.await_gauges)
+                endpoint.callback(metrics_endpoint.start(address, collector))
             self._listener.start()
             log.info("listening at unix://%s", self._listener.path)
             while not self._stopping:
@@ -180,8 +183,7 @@ class Server:
                     self._stopping |= time.monotonic() - self._lonely_since > self._linger_s
             self._shut_down()
         finally:
-            if stop_metrics is not None:
-                stop_metrics()
+            endpoint.close()
             for connection in self._connections.values():
                 connection.sock.close()
             self._connections.clear()
@@ -196,14 +198,6 @@ class Server:
     def stop(self, *_signal: object) -> None:
         """End the loop after this turn; a signal handler."""
         self._stopping = True
-
-    def _start_metrics(self) -> Callable[[], None] | None:
-        address = self._config.server.metrics
-        if address is None:
-            return None
-        return metrics_endpoint.start(
-            address, StoreCollector(self.store.numbers, self.await_gauges)
-        )
 
     def await_gauges(self) -> None:
         """On a thread of the metrics: have the loop bring the gauges up to date."""
@@ -273,17 +267,13 @@ class Server:
         if not trusted(uid, self._config.server.allow):
             self._refuse(sock, uid)
             return
-        self._forget_watched(sock.fileno())
+        if (fd := sock.fileno()) in self._watched:  # a peer's, which was closed in this turn
+            self._watched = tuple(other for other in self._watched if other != fd)
+            self._selector.unregister(fd)
         connection = _Connection(self._next, sock)
         self._next += 1
         self._connections[connection.number] = connection
         self._selector.register(sock, selectors.EVENT_READ, connection)
-
-    def _forget_watched(self, fd: int) -> None:
-        """Watch a descriptor no more that was a peer's, closed it in this turn, and is anew."""
-        if fd in self._watched:
-            self._watched = tuple(other for other in self._watched if other != fd)
-            self._selector.unregister(fd)
 
     def _refuse(self, sock: socket.socket, uid: int) -> None:
         reason = f"uid {uid} may not attach: [server] allow does not name it"
@@ -326,17 +316,17 @@ class Server:
     def _shed(self) -> None:
         """Drop who takes most, while all connections together take more than they may."""
         found = list(self._connections.values())
-        for bytes_of, most, what, reason in (
-            (_unfinished, limits.UNFINISHED_BYTES_MAX, "of messages that have not ended", "input"),
-            (_unread, limits.OUTBOXES_BYTES_MAX, "of answers that are not read", "outbox"),
+        unfinished = attrgetter("decoder.frames.unfinished_bytes"), "messages that have not ended"
+        unread = attrgetter("outbox_bytes"), "answers that are not read"
+        for (bytes_of, what), most, reason in (
+            (unfinished, limits.UNFINISHED_BYTES_MAX, "input"),
+            (unread, limits.OUTBOXES_BYTES_MAX, "outbox"),
         ):
             while (total := sum(map(bytes_of, found))) > most:
                 largest = max(found, key=bytes_of)
-                text = f"it has {bytes_of(largest)} bytes {what}, all have {total}"
-                self._said.warn(
-                    "connections that take too much",
-                    "connection %d dropped: %s, expected up to %d", largest.number, text, most,
-                )  # fmt: skip
+                text = f"it has {bytes_of(largest)} bytes of {what}, all have {total}"
+                line = "connection %d dropped: %s, expected up to %d"
+                self._said.warn("connections that take too much", line, largest.number, text, most)
                 self.store.numbers.add("kvstore_refused", reason)
                 found.remove(largest)
                 self._part(largest, "protocol", text)
@@ -357,11 +347,8 @@ class Server:
                     self._drop(connection)
                     continue
             if connection.outbox_bytes > limits.OUTBOX_BYTES_MAX:
-                self._said.warn(
-                    "connections that do not read",
-                    "connection %d does not read: dropped",
-                    connection.number,
-                )
+                line = "connection %d does not read: dropped"
+                self._said.warn("connections that do not read", line, connection.number)
                 self.store.numbers.add("kvstore_refused", "outbox")
                 self._part(connection, "protocol", "it does not read")
                 continue
@@ -383,7 +370,7 @@ class Server:
             self._drop(connection)
         elif not connection.parted:
             connection.part()
-            self.store.part(connection.number, reason, text)
+            self.store.turn_away(connection.number, reason, text)
 
     def _drop(self, connection: _Connection) -> None:
         if self._connections.pop(connection.number, None) is None:
@@ -432,17 +419,9 @@ class Server:
             log.info("%d blocks were only in memory: copied %d", total, total - left)
 
 
-def _unfinished(connection: _Connection) -> int:
-    return connection.decoder.frames.unfinished_bytes
-
-
-def _unread(connection: _Connection) -> int:
-    return connection.outbox_bytes
-
-
 def serve(config: Config, listener: Listener, linger_s: float | None = None) -> None:
     """Run a store in this process until SIGTERM, SIGINT or SIGHUP; closes the listener."""
-    with listener:
+    with contextlib.closing(listener):
         server = Server(config, listener, linger_s)
         for end in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(end, server.stop)

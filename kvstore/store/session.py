@@ -17,7 +17,7 @@ import msgspec
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import RankGeometry, RankLayout
-from kvstore.core.types import Chain, Changes, LeaseId, LookupResult, Slot
+from kvstore.core.types import BlockKey, Chain, Changes, LeaseId, LookupResult, Slot
 from kvstore.store.namespace import Namespace
 from kvstore.wire import engine as p
 from kvstore.wire import framing
@@ -35,6 +35,7 @@ class Ask(msgspec.Struct, eq=False):
     """A lookup that has no answer yet."""
 
     ask: int
+    namespace: Namespace
     chain: Chain
     blocks: int  # of these that may be loaded
     asked_ns: int
@@ -42,15 +43,8 @@ class Ask(msgspec.Struct, eq=False):
     memory_only: bool = False
     look_ns: int = 0  # not before
     fetch: int | None = None  # what a peer was asked for it
-    direct: dict[tuple[int, int], int] | None = (
-        None  # for workers to read: group, index -> position
-    )
+    direct: dict[tuple[int, int], int] | None = None  # group, index -> position: workers read it
     offered: Mapping[int, str] | None = None  # of these positions: in which tier
-
-    @property
-    def offers(self) -> Mapping[int, str]:
-        """Say what a peer has offered."""
-        return self.offered or {}
 
     def of_peer(self, group: int, index: int) -> LookupResult:
         """Tell whether workers can read a block from the peer that was asked."""
@@ -78,13 +72,15 @@ class Reading(msgspec.Struct, eq=False):
     late: bool = False  # one of them gave it up
 
 
-class News(msgspec.Struct, eq=False):
-    """What gathered for a scheduler half since the last message to it."""
+class News(msgspec.Struct):
+    """What gathered for a scheduler half since the last message to it: the fields of Answers."""
 
     granted: list[p.Granted] = []
     credits: list[Slot] = []
-    changes: Changes = msgspec.field(default_factory=Changes)  # of memory
-    on_disk: Changes = msgspec.field(default_factory=Changes)
+    added: list[BlockKey] = []
+    removed: list[BlockKey] = []
+    disk_added: list[BlockKey] = []
+    disk_removed: list[BlockKey] = []
 
 
 class Session(msgspec.Struct, eq=False):
@@ -112,6 +108,10 @@ class Session(msgspec.Struct, eq=False):
     def connections(self) -> list[int]:
         """List the connections that are open."""
         return [*([] if self.scheduler is None else [self.scheduler]), *self.workers.values()]
+
+    def taken(self, role: str, rank: int) -> bool:
+        """Tell whether this part of the engine is connected."""
+        return self.scheduler is not None if role == "scheduler" else rank in self.workers
 
     def join(self, connection: int, hello: p.Hello) -> None:
         """Take in a connection. Raises ProtocolError for one that does not fit."""
@@ -142,28 +142,19 @@ class Session(msgspec.Struct, eq=False):
     def heard(self, changes: Changes, on_disk: Changes) -> None:
         """Note for the scheduler half what entered and left memory, and the disk."""
         news = self.news
-        news.changes.added += changes.added
-        news.changes.removed += changes.removed
+        news.added += changes.added
+        news.removed += changes.removed
         if self.events:
-            news.on_disk.added += on_disk.added
-            news.on_disk.removed += on_disk.removed
+            news.disk_added += on_disk.added
+            news.disk_removed += on_disk.removed
 
     def take_news(self) -> p.Answers | None:
         """Return what has gathered for the scheduler half, as one message; None if nothing has."""
-        news, here, disk = self.news, self.news.changes, self.news.on_disk
-        if not any(
-            (news.granted, news.credits, here.added, here.removed, disk.added, disk.removed)
-        ):
+        granted, granted_slots, *keys = gathered = msgspec.structs.astuple(self.news)
+        if not any(gathered):
             return None
         self.news = News()
-        return p.Answers(
-            tuple(news.granted),
-            framing.u32(news.credits),
-            tuple(here.added),
-            tuple(here.removed),
-            tuple(disk.added),
-            tuple(disk.removed),
-        )
+        return p.Answers(tuple(granted), framing.u32(granted_slots), *map(tuple, keys))
 
     def rank_of(self, connection: int) -> int:
         """Return whose connection it is. Raises ProtocolError if it is no worker's."""
@@ -171,10 +162,6 @@ class Session(msgspec.Struct, eq=False):
             if worker == connection:
                 return rank
         raise ProtocolError("a worker's message from a scheduler")
-
-    def taken(self, role: str, rank: int) -> bool:
-        """Tell whether this part of the engine is connected."""
-        return self.scheduler is not None if role == "scheduler" else rank in self.workers
 
     def loaded(
         self, lease: LeaseId, rank: int, damaged: Iterable[int], *, late: bool = False

@@ -7,32 +7,34 @@ does the same with connections of its own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
 
-from kvstore.barrier import Barrier
+from kvstore.barrier import Barrier, Ended
 from kvstore.config import Config
 from kvstore.core import limits
 from kvstore.core.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.core.layout import slot_layout
-from kvstore.core.tier import MemoryPool, SlotMemory, Tier
+from kvstore.core.tier import SlotMemory, Tier
+from kvstore.core.tiering import Tiering
 from kvstore.core.types import BlockKey, Changes, LeaseId, Slot
 from kvstore.core.write_budget import WriteBudget
 from kvstore.handover.jobs import check_ranks
 from kvstore.handover.peers import EXPORTER, OfFetch, Peers
+from kvstore.logs import RateLog
 from kvstore.metrics import MEMORY, NVME, PEER, Numbers
-from kvstore.rate_log import RateLog
 from kvstore.store.extents import Memory
 from kvstore.store.gauges import count_step, disk_gauges, gauges, plugin_gauges, resize
 from kvstore.store.lookups import Lookups
-from kvstore.store.namespace import Mapping, Namespace
+from kvstore.store.namespace import Namespace
 from kvstore.store.session import Phase, Session, Writing
 from kvstore.store.tier_guard import Plugin
 from kvstore.visits import Visits
 from kvstore.wire import engine as p
 from kvstore.wire import framing
+from tiers.cpu import CpuMemory
 from tiers.nvme import NvmeDisk
 
 log = logging.getLogger(__name__)
@@ -51,7 +53,7 @@ class Store:
     def __init__(
         self,
         config: Config,
-        pool: MemoryPool,
+        pool: CpuMemory,
         make_tiers: MakeTiers,
         send: Send,
         first_session: int = 1,
@@ -92,29 +94,13 @@ class Store:
         self._broken: set[str] = set()  # namespaces that have met a bug
         self._clearing: list[int] = []  # who waits for the end of a clear
         self._ended: set[int] = set()  # schedulers of buried sessions that did not close yet
-        self._memory = Memory(pool, send, self._workers_of, self._holders_of, self._wake)
+        self._memory = Memory(pool, send, set() if peers is None else {EXPORTER}, self._wake)
         self._lookups = Lookups(config.engine, self.numbers, self._memory.can_grow, peers)
         self._peers = peers
         if peers is not None:
             peers.serve(self.namespaces, self.numbers, send)
         self._pool, self._disk = pool, disk
         self.plugins: Sequence[Plugin] = ()  # whose tiers are in make_tiers
-
-    def _workers_of(self, namespace: Namespace) -> set[int]:
-        return {
-            connection
-            for session in self.sessions.values()
-            if session.namespace is namespace and session.phase is not Phase.ENDING
-            for connection in session.workers.values()
-        } | (set() if self._peers is None else {EXPORTER})
-
-    def _holders_of(self, namespace: Namespace, mapping: Mapping) -> set[int]:
-        slots = namespace.slots_of(mapping)
-        return {
-            session.connections()[0]
-            for session in self.sessions.values()
-            if session.namespace is namespace and any(slot in slots for slot in session.granted)
-        }
 
     # Input from the server
 
@@ -138,12 +124,12 @@ class Store:
         except ProtocolError as exc:
             self._said.warn("wrong messages of engines", "connection %d: %s", connection, exc)
             self.numbers.add("kvstore_refused", "protocol")
-            self._turn_away(connection, "protocol", str(exc))
+            self.turn_away(connection, "protocol", str(exc))
         except Exception:  # noqa: BLE001 - the barrier of a connection: a bug costs no other
             what = f"a bug of the store in {type(message).__name__}"
             self._said.bug("bugs of the store", "connection %d: %s", connection, what)
             self.numbers.add("kvstore_refused", "internal")
-            self._turn_away(connection, "internal", what)
+            self.turn_away(connection, "internal", what)
 
     def _on_late(self, session: Session, connection: int, message: framing.Message) -> None:
         """Act on a message in a session that ends: an engine may not have heard of that yet."""
@@ -152,18 +138,12 @@ class Store:
         if isinstance(message, p.BlocksWritten):
             self._dispatch(session, connection, message)
 
-    def _turn_away(self, connection: int, reason: str, text: str) -> None:
+    def turn_away(self, connection: int, reason: str, text: str) -> None:
         """End the session of a connection; refuse one that is in none, or whose session ends."""
         session = self._by_connection.get(connection)
         if session is None or session.phase is Phase.ENDING:
             self._send(connection, p.Refused(text, retry=False), None)
         else:
-            self._end(session, reason, text)
-
-    def part(self, connection: int, reason: str, text: str) -> None:
-        """The server takes nothing more of a connection: its session ends."""
-        session = self._by_connection.get(connection)
-        if session is not None:
             self._end(session, reason, text)
 
     def may_write(self, connection: int) -> bool:
@@ -178,26 +158,29 @@ class Store:
         return connection in self._by_connection
 
     def _dispatch(self, session: Session, connection: int, message: framing.Message) -> None:
+        namespace = session.namespace
+        if namespace is None:
+            raise ProtocolError(f"{type(message).__name__} before Welcome")
         if isinstance(message, p.Step):
             if session.scheduler != connection:
                 raise ProtocolError("Step from a worker")
-            self._step(session, message)
+            self._step(session, namespace, message)
         elif isinstance(message, p.Stored):
-            self._stored(session, session.rank_of(connection), message)
+            self._stored(session, namespace, session.rank_of(connection), message)
         elif isinstance(message, p.Loading):
             session.rank_of(connection)
-            coming = self._lookups.loading(session, LeaseId(message.lease), self._now_ns)
+            lease_id = LeaseId(message.lease)
+            coming = self._lookups.loading(session, namespace, lease_id, self._now_ns)
             if coming is not None:
                 self._send(connection, coming, None)
         elif isinstance(message, p.Loaded):
-            self._loaded(session, session.rank_of(connection), message)
+            self._loaded(session, namespace, session.rank_of(connection), message)
         elif isinstance(message, OfPeers):
-            self._of_peers(session, session.rank_of(connection), message)
+            self._of_peers(session, namespace, session.rank_of(connection), message)
         elif isinstance(message, p.Mapped | p.Unmapped):
-            if session.namespace is not None:
-                gone = isinstance(message, p.Unmapped)
-                session.namespace.settle(message.extent, connection, unmapped=gone)
-                self._maybe_activate(session)
+            gone = isinstance(message, p.Unmapped)
+            namespace.settle(message.extent, connection, unmapped=gone)
+            self._maybe_activate(session)
         else:
             raise ProtocolError(f"{type(message).__name__} is not for the store")
 
@@ -256,9 +239,8 @@ class Store:
         log.error("namespace %s is off until the store is started again", digest[:12])
         self._broken.add(digest)
         self.namespaces.pop(digest, None)
-        for session in self.sessions.values():
-            if session.namespace is namespace:
-                self._end(session, "internal", "a bug of the store")
+        for session in namespace.sessions:
+            self._end(session, "internal", "a bug of the store")
 
     def _wake(self, namespace: Namespace) -> None:
         """Visit a namespace in every turn from now on, until it is at rest."""
@@ -287,10 +269,12 @@ class Store:
         if session.phase is Phase.JOINING:
             self._maybe_activate(session)
         if session.phase is Phase.ACTIVE:
-            if session.asks:
-                self._answer(session, self._lookups.retry(session, self._now_ns))
-            self._grant_credits(session)
-        self._tell_news(session)
+            session.news.granted += self._lookups.retry(session, self._now_ns)
+            if session.namespace is not None:
+                self._grant_credits(session, session.namespace)
+        answers = session.take_news()
+        if answers is not None and session.scheduler is not None:
+            self._send(session.scheduler, answers, None)
 
     @property
     def busy(self) -> bool:
@@ -300,32 +284,34 @@ class Store:
             n.tiering.to_poll or n.growing or n.manager.clearing for n in self._awake
         )
 
-    @staticmethod
-    def _leave(namespace: Namespace) -> None:
-        """Use the lower tiers of a namespace no more, and its peers."""
-        digest = namespace.layout.digest[:12]
-        log.error("the tiers of namespace %s are off until the store is started again", digest)
-        namespace.tiering.stop()
+    def _tiers_of(self, namespace: Namespace) -> Ended:
+        """For a bug in the block the lower tiers of a namespace are used no more, and its peers."""
+
+        def leave() -> None:
+            digest = namespace.layout.digest[:12]
+            log.error("the tiers of namespace %s are off until the store is started again", digest)
+            namespace.tiering.stop()
+
+        return self._barrier.around("the tiers of a namespace", leave)
 
     def _tick_namespace(self, namespace: Namespace) -> None:
         manager = namespace.manager
         for lease_id in manager.expire(self._now_ns):
             self.numbers.add("kvstore_lookups", "expired")
-            for session in self.sessions.values():
-                if session.namespace is namespace:
-                    self._lookups.lease_ended(session, lease_id)
-        with self._barrier.around("the tiers of a namespace", partial(self._leave, namespace)):
+            for session in namespace.sessions:
+                self._lookups.lease_ended(session, namespace, lease_id)
+        with self._tiers_of(namespace):
             namespace.tiering.poll(self._now_ns)
         manager.clear_some()
         changes, on_disk = manager.take_changes(), Changes()
-        with self._barrier.around("the tiers of a namespace", partial(self._leave, namespace)):
+        with self._tiers_of(namespace):
             on_disk = namespace.tiering.take_changes()
         if any((changes.added, changes.removed, on_disk.added, on_disk.removed)):
-            for session in self.sessions.values():
-                if session.namespace is namespace and session.phase is Phase.ACTIVE:
+            for session in namespace.sessions:
+                if session.phase is Phase.ACTIVE:
                     session.heard(changes, on_disk)
         if changes.added:
-            with self._barrier.around("the tiers of a namespace", partial(self._leave, namespace)):
+            with self._tiers_of(namespace):
                 namespace.tiering.cascade(changes.added)
         self._maybe_forget(namespace)
         if namespace.at_rest:
@@ -344,25 +330,21 @@ class Store:
             raise ProtocolError("a second Hello")
         self._check_layers(hello)
         session = self.sessions.get(hello.engine)
-        if session is not None and session.phase is Phase.ENDING:
-            self._send(
-                connection, p.Refused("the engine's last session is ending", retry=True), None
-            )
-            return
         if session is None:
             session = Session(self._next_session, hello.engine, hello.world)
+        early = ""
+        if session.phase is Phase.ENDING:
+            early = "the engine's last session is ending"
+        elif session.taken(hello.role, hello.rank):
+            # An engine that came back under its id before its old processes were gone.
+            early = f"{hello.role} {hello.rank} of engine {hello.engine!r} is attached already"
+        if early:
+            self._send(connection, p.Refused(early, retry=True), None)
+            return
+        session.join(connection, hello)
+        if hello.engine not in self.sessions:
             self._next_session += 1
             self.sessions[hello.engine] = session
-        if session.taken(hello.role, hello.rank):
-            # An engine that came back under its id before its old processes were gone.
-            text = f"{hello.role} {hello.rank} of engine {hello.engine!r} is attached already"
-            self._send(connection, p.Refused(text, retry=True), None)
-            return
-        try:
-            session.join(connection, hello)
-        finally:
-            if not session.connections():
-                del self.sessions[hello.engine]
         self._by_connection[connection] = session
         if len(session.geometries) == session.world:
             self._welcome(session, connection)
@@ -390,7 +372,7 @@ class Store:
                     self._send(connection, p.Refused(str(exc), retry=False), None)
                 self._end(session, "refused", str(exc))
                 return
-            session.namespace.sessions.add(session.number)
+            session.namespace.sessions.add(session)
             self._wake(session.namespace)
         namespace = session.namespace
         for rank, worker in session.workers.items():
@@ -417,12 +399,9 @@ class Store:
             )
         if layout.unnamed:
             layout = layout.of_session(session.number)
-            self._said.warn(
-                "engines whose blocks have no name",
-                "engine %r: its blocks stay in memory, for itself only, until it detaches: %r",
-                session.engine,
-                layout.unnamed,
-            )
+            kind = "engines whose blocks have no name"
+            line = "engine %r: its blocks stay in memory, for itself only, until it detaches: %r"
+            self._said.warn(kind, line, session.engine, layout.unnamed)
         disk = self._config.nvme
         if disk is not None and layout.slot_bytes > disk.extent_bytes:
             raise ConfigError(
@@ -433,51 +412,53 @@ class Store:
             raise ConfigError("a bug of the store: restart it to have this model served again")
         namespace = self.namespaces.get(layout.digest)
         if namespace is None:
-            remote = None if self._peers is None or layout.unnamed else self._peers.inlet
-            limits = self._backlog_ns, self._budgets
-            make_tiers = _no_tiers if layout.unnamed else self._make_tiers
-            namespace = Namespace(layout, make_tiers, *limits, remote, self.numbers)
+            namespace = Namespace(layout, self.numbers, self._tiering)
             self.namespaces[layout.digest] = namespace
         session.layouts = layout.ranks  # the namespace may have been made for other ranks
         return namespace
+
+    def _tiering(self, namespace: Namespace) -> Tiering:
+        """Make its tiers; none for blocks without a name: they could not be found again."""
+        layout, tiers, remote = namespace.layout, list[Tier](), list[Tier]()
+        if not layout.unnamed:
+            tiers += self._make_tiers(layout.digest, layout.slot_bytes, namespace)
+            remote += [] if self._peers is None else [self._peers.inlet(namespace)]
+        limits, moved = (self._backlog_ns, self._budgets), self.numbers.moved
+        return Tiering(namespace.manager, tiers, layout.slot_bytes, *limits, remote, moved)
 
     def _maybe_activate(self, session: Session) -> None:
         namespace = session.namespace
         if session.phase is not Phase.JOINING or namespace is None or not session.complete:
             return
-        if namespace.manager.slots_total and all(
-            namespace.mapped_by(worker) for worker in session.workers.values()
-        ):
+        waiting = {worker for mapping in namespace.extents.values() for worker in mapping.waiting}
+        if namespace.manager.slots_total and waiting.isdisjoint(session.workers.values()):
             session.phase = Phase.ACTIVE
             self.numbers.add("kvstore_sessions_started")
             if session.events:
                 namespace.tiering.tell()
             slower_ns = self._config.engine.promote_ns if namespace.tiering.sources else 0
             limit_ms = max(self._config.engine.defer_ns, slower_ns) // 1_000_000
-            self._to_scheduler(session, p.Active(namespace.manager.slots_total, limit_ms))
-            self._send_block_versions(session)
-            self._lives.info(
-                "engines attached",
-                "engine %r attached, session %d", session.engine, session.number,
-            )  # fmt: skip
+            active = p.Active(namespace.manager.slots_total, limit_ms)
+            if session.scheduler is not None:
+                self._send(session.scheduler, active, None)
+            self._send_block_versions(session, namespace)
+            line = "engine %r attached, session %d"
+            self._lives.info("engines attached", line, session.engine, session.number)
 
     def _end(self, session: Session, reason: str, text: str) -> None:
         if session.phase is Phase.ENDING:
             return
         session.phase = Phase.ENDING
         with self._barrier.around(f"the end of engine {session.engine!r}"):
-            self._ask_nothing_more(session)
+            self._lookups.end(session)
+            if session.namespace is not None:
+                session.namespace.engines.leave(session.number)
+                self._memory.excuse(session.namespace, session.workers.values())
+            if self._peers is not None:
+                self._peers.engine_writes.leave(session.number)
         self.numbers.add("kvstore_sessions_ended", reason)
         for connection in session.connections():
             self._send(connection, p.Detach(text), None)
-
-    def _ask_nothing_more(self, session: Session) -> None:
-        self._lookups.end(session)
-        if session.namespace is not None:
-            session.namespace.engines.leave(session.number)
-            self._memory.excuse(session.namespace, session.workers.values())
-        if self._peers is not None:
-            self._peers.engine_writes.leave(session.number)
 
     def _bury(self, session: Session) -> None:
         """The last worker has closed: nobody writes the session's slots any more."""
@@ -486,33 +467,24 @@ class Store:
             del self._by_connection[session.scheduler]
             self._ended.add(session.scheduler)
         if session.namespace is not None:
+            session.namespace.sessions.discard(session)
             with self._barrier.around(f"the leases and slots of engine {session.engine!r}"):
                 self._give_back(session, session.namespace)
 
     def _give_back(self, session: Session, namespace: Namespace) -> None:
-        namespace.sessions.discard(session.number)
         namespace.engines.end_of(session.number)
         if self._peers is not None:
             self._peers.end_of(session.number)
         namespace.used_ns = self._now_ns
         namespace.manager.give_back(session.granted)
         for lease_id in namespace.manager.leases.of_owner(session.number):
-            self._lookups.end_lease(session, lease_id)
+            self._lookups.end_lease(session, namespace, lease_id)
         if namespace.layout.unnamed:
             namespace.manager.clear()  # nobody can ask for them any more
-        self._lives.info(
-            "engines detached",
-            "engine %r detached, session %d", session.engine, session.number,
-        )  # fmt: skip
+        line = "engine %r detached, session %d"
+        self._lives.info("engines detached", line, session.engine, session.number)
 
-    def _to_scheduler(self, session: Session, message: framing.Message) -> None:
-        if session.scheduler is not None:
-            self._send(session.scheduler, message, None)
-
-    def _grant_credits(self, session: Session) -> None:
-        namespace = session.namespace
-        if namespace is None:
-            return
+    def _grant_credits(self, session: Session, namespace: Namespace) -> None:
         manager = namespace.manager
         cap = self._config.engine.credit_bytes // namespace.layout.slot_bytes
         least = len(namespace.layout.rules)  # with fewer than one for each group nothing is stored
@@ -532,34 +504,24 @@ class Store:
 
     # Lookups
 
-    def _step(self, session: Session, step: p.Step) -> None:
+    def _step(self, session: Session, namespace: Namespace, step: p.Step) -> None:
         for lease_id in step.release:
-            self._lookups.end_lease(session, LeaseId(lease_id))
+            self._lookups.end_lease(session, namespace, LeaseId(lease_id))
         count_step(self.numbers, step, self._tier_names)
-        if session.namespace is not None:
-            for shown in step.engine_blocks:
-                session.namespace.engines.announce(session.number, shown, session.granted)
-            if self._peers is not None and not session.namespace.layout.unnamed:
-                self._peers.requests.on_step(session.namespace, session.number, step, self._now_ns)
-        self._answer(
-            session, [self._lookups.ask(session, lookup, self._now_ns) for lookup in step.lookups]
-        )
-
-    def _answer(self, session: Session, answers: Iterable[p.Granted | None]) -> None:
-        session.news.granted.extend(answer for answer in answers if answer is not None)
-
-    def _tell_news(self, session: Session) -> None:
-        """Send a scheduler half all that has gathered for it, as one message."""
-        answers = session.take_news()
-        if answers is not None:
-            self._to_scheduler(session, answers)
+        for shown in step.engine_blocks:
+            namespace.engines.announce(session.number, shown, session.granted)
+        if self._peers is not None and not namespace.layout.unnamed:
+            self._peers.requests.on_step(namespace, session.number, step, self._now_ns)
+        for lookup in step.lookups:
+            answer = self._lookups.ask(session, namespace, lookup, self._now_ns)
+            if answer is not None:
+                session.news.granted.append(answer)
 
     # Reports of workers
 
-    def _stored(self, session: Session, rank: int, message: p.Stored) -> None:
-        namespace = session.namespace
+    def _stored(self, session: Session, namespace: Namespace, rank: int, message: p.Stored) -> None:
         slots = framing.from_u32(message.slots)
-        if namespace is None or not len(slots) == len(message.keys) == len(message.parents):
+        if not len(slots) == len(message.keys) == len(message.parents):
             raise ProtocolError(f"{len(message.keys)} keys for {len(slots)} slots")
         manager = namespace.manager
         size = namespace.layout.slot_bytes // session.world
@@ -584,7 +546,7 @@ class Store:
                 namespace.engines.stored(session.number, slot, BlockKey(key), ok=writing.ok)
                 self.numbers.add("kvstore_stored_blocks", outcome.value)
 
-    def _loaded(self, session: Session, rank: int, message: p.Loaded) -> None:
+    def _loaded(self, session: Session, namespace: Namespace, rank: int, message: p.Loaded) -> None:
         self.numbers.add("kvstore_copied_bytes", "load", by=message.copied_bytes)
         self.numbers.add("kvstore_copy_seconds", "load", by=message.seconds)
         lease_id = LeaseId(message.lease)
@@ -592,28 +554,26 @@ class Store:
         found = session.loaded(lease_id, rank, damaged, late=message.late > 0)
         if found is not None:
             self.numbers.add("kvstore_engine_events", "load_given_up", by=found.late)
-            self._lookups.end_lease(session, lease_id, found.damaged)
+            self._lookups.end_lease(session, namespace, lease_id, found.damaged)
 
-    def _send_block_versions(self, session: Session) -> None:
-        if session.phase is Phase.ACTIVE and session.namespace is not None:
-            board = session.namespace.engines.take_block_versions(session.number)
-            if board is not None and session.scheduler is not None:
+    def _send_block_versions(self, session: Session, namespace: Namespace) -> None:
+        if session.phase is Phase.ACTIVE and session.scheduler is not None:
+            board = namespace.engines.take_block_versions(session.number)
+            if board is not None:
                 self._send(session.scheduler, *board)
 
-    def _of_peers(self, session: Session, rank: int, message: OfPeers) -> None:
-        namespace, peers = session.namespace, self._peers
-        if namespace is None:
-            return
+    def _of_peers(
+        self, session: Session, namespace: Namespace, rank: int, message: OfPeers
+    ) -> None:
+        number, peers = session.number, self._peers
         if isinstance(message, p.Serves):
             check_ranks(namespace.layout, [message.rank])
-            number, world = session.number, session.world
-            namespace.engines.serves(number, session.workers, world, rank, message)
-            self._send_block_versions(session)
-        elif isinstance(message, p.BlocksWritten):
-            if peers is not None:
-                peers.engine_writes.written(session.number, rank, message)
-        elif peers is not None:
-            peers.of_fetch(namespace, session.number, rank, message, self._now_ns)
+            namespace.engines.serves(number, session.workers, session.world, rank, message)
+            self._send_block_versions(session, namespace)
+        elif peers is not None and isinstance(message, p.BlocksWritten):
+            peers.engine_writes.written(number, rank, message)
+        elif peers is not None and isinstance(message, OfFetch):
+            peers.of_fetch(namespace, number, rank, message, self._now_ns)
 
     # Admin
 
@@ -644,22 +604,18 @@ class Store:
     def refresh_gauges(self) -> None:
         """Bring the gauges, and counters kept elsewhere, up to date."""
         with self._barrier.around("gauges"):
-            self._refresh_gauges()
-
-    def _refresh_gauges(self) -> None:
-        found = gauges(self._pool, self.sessions.values(), self.namespaces, self.numbers)
-        if self._disk is not None:
-            found |= disk_gauges(self._disk)
-        found |= plugin_gauges(self.plugins)
-        if self._peers is not None:
-            found |= self._peers.gauges()
-        self.numbers.gauges = found
+            found = gauges(self._pool, self.sessions.values(), self.namespaces, self.numbers)
+            if self._disk is not None:
+                found |= disk_gauges(self._disk)
+            found |= plugin_gauges(self.plugins)
+            if self._peers is not None:
+                found |= self._peers.gauges()
+            self.numbers.gauges = found
 
     def enqueue_all(self) -> None:
         """Queue all that only memory has for the lower tiers; for a store that ends."""
         for namespace in self.namespaces.values():
-            cost = partial(self._leave, namespace)
-            with self._barrier.around("the tiers of a namespace", cost):
+            with self._tiers_of(namespace):
                 namespace.tiering.enqueue_all()
                 self._wake(namespace)
 
@@ -678,8 +634,3 @@ class Store:
         for namespace in self.namespaces.values():
             with self._barrier.around("the end of a namespace's tiers"):
                 namespace.tiering.close()
-
-
-def _no_tiers(_digest: str, _slot_bytes: int, _memory: SlotMemory) -> Sequence[Tier]:
-    """Keep blocks in memory: what has no name cannot be found again."""
-    return ()

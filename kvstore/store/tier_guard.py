@@ -1,5 +1,6 @@
-"""The barrier around tiers of others: what raises in one, or is wrong, costs that tier alone.
+"""Tiers of others, and the barrier around them: what raises in one, or is wrong, costs it alone.
 
+Their classes are loaded by the dotted names in the configuration.
 A tier that is off stays off until the store is started again. Nothing is found in it, nothing is
 written to it, and it gets no more memory. What was under way fails once the tier has ended, so that
 it writes into no slot that is somebody else's by then. One that does not end keeps these slots.
@@ -12,23 +13,45 @@ import logging
 import threading
 import weakref
 from collections.abc import Collection, Sequence
-from types import TracebackType
-from typing import cast
+from functools import partial
+from importlib import import_module
+from typing import Annotated, Any
 
+import msgspec
+
+from kvstore.barrier import Ended
 from kvstore.config import TierConfig
 from kvstore.core import limits
 from kvstore.core.errors import ConfigError, TierError
 from kvstore.core.tier import SlotMemory, Telling, Tier, TierContext
 from kvstore.core.types import BlockKey, Changes, JobId, JobResult, LookupResult, Slot, TransferJob
-from kvstore.plugins import find_tier
 
 log = logging.getLogger(__name__)
 
-STATES = ("ok", "off")
 TRIAL_NAMESPACE = "0" * 32
 TRIAL_BYTES = 4096
 _CLOSE_S = 5.0  # for a tier that was switched off and still closes as the store ends
-_KEY_BYTES_MIN = 3  # a hash and its group
+_VERBS = sorted(name for name in vars(Tier) if not name.startswith("_") and name != "name")
+# A hash and its group; engines can be told of no longer ones.
+_Keys = list[Annotated[bytes, msgspec.Meta(min_length=3, max_length=limits.KEY_BYTES_MAX)]]
+
+
+class _Told(msgspec.Struct):
+    """What Changes of a tier have to be."""
+
+    added: _Keys
+    removed: _Keys
+
+
+def find_class(dotted: str) -> Any:  # noqa: ANN401 - any object can have the name
+    """Import "package.module:Class". Raises ConfigError with the reason why it cannot."""
+    module, _, name = dotted.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as exc:  # it is somebody else's code: whatever it raises
+        raise ConfigError(f"{dotted!r} cannot be loaded: {exc}") from exc
 
 
 class Plugin:
@@ -40,39 +63,41 @@ class Plugin:
         self.off = False
         self._config = config
 
-    @property
-    def state(self) -> str:
-        """One of STATES."""
-        return "off" if self.off else "ok"
-
     def make(self, namespace: str, slot_bytes: int, memory: SlotMemory) -> Tier:
         """Make a namespace's tier. Raises what the class raises, and ConfigError for no class."""
-        made: Tier = find_tier(self.name, self._config.class_name)(
-            TierContext(self.name, namespace, slot_bytes, memory, self._config.options)
-        )
+        dotted = self._config.class_name
+        found = find_class(dotted)
+        if not isinstance(found, type):
+            raise ConfigError(
+                f"tier {self.name}: expected a class, found {dotted}, a {type(found).__name__}"
+            )
+        if missing := [verb for verb in _VERBS if not callable(getattr(found, verb, None))]:
+            raise ConfigError(
+                f"tier {self.name}: {dotted} is no tier: it has no {', '.join(missing)}"
+            )
+        context = TierContext(self.name, namespace, slot_bytes, memory, self._config.options)
+        made: Tier = found(context)
         return made
 
-    def guarded(self, namespace: str, slot_bytes: int, memory: SlotMemory) -> Tier:
+    def guarded(self, namespace: str, slot_bytes: int, memory: SlotMemory) -> _Guarded:
         """Make a namespace's tier behind the barrier; one that cannot be made is off."""
-        lent, made = _Lent(self, memory), None
+        lent, made, telling = _Lent(self, memory), None, None
         with self.barrier("the constructor"):
             made = None if self.off else self.make(namespace, slot_bytes, lent)
-            if isinstance(made, Telling):  # which looks at its attributes
-                return _GuardedTelling(self, made, lent)
-        return _Guarded(self, made, lent)
+            telling = made if isinstance(made, Telling) else None  # which looks at its attributes
+        return _Guarded(self, made, telling, lent)
 
-    def barrier(self, verb: str) -> _Barrier:
-        """Switch the tier off for what is raised inside, whatever it is: only its code runs there.
+    def barrier(self, verb: str) -> Ended:
+        """Switch the tier off for whatever its code raises inside, but not for an interrupt."""
+        return Ended(partial(self._failed, verb))
 
-        An interrupt of this process is not its fault.
-        """
-        return _Barrier(self, verb)
-
-    def switch_off(self, verb: str, exc: BaseException) -> None:
-        """Use the tier no more; said once."""
+    def _failed(self, verb: str, exc: BaseException) -> bool:
+        if isinstance(exc, KeyboardInterrupt):
+            return False
         if not self.off:
             self.off = True
             log.error("tier %s is off: %s failed", self.name, verb, exc_info=exc)
+        return True
 
 
 def refuse_tier(config: TierConfig) -> None:
@@ -80,7 +105,6 @@ def refuse_tier(config: TierConfig) -> None:
 
     Raises ConfigError for a class that is no tier's, and for options that it does not take.
     """
-    dotted = config.class_name
     names = ", ".join(sorted(config.options)) or "none"
     try:
         Plugin(config).make(TRIAL_NAMESPACE, TRIAL_BYTES, _TrialMemory()).close()
@@ -89,7 +113,8 @@ def refuse_tier(config: TierConfig) -> None:
     except BaseException as exc:
         said = " ".join(f"{type(exc).__name__}: {exc}".split())
         raise ConfigError(
-            f"tier {config.name}: expected options that {dotted} takes, found {names}: {said}"
+            f"tier {config.name}: expected options that {config.class_name} takes, found {names}:"
+            f" {said}"
         ) from exc
 
 
@@ -98,26 +123,6 @@ class _TrialMemory:
 
     def view(self, _slot: Slot) -> memoryview:
         return memoryview(bytearray(TRIAL_BYTES))
-
-
-class _Barrier:
-    """A `with` that ends what a tier raises."""
-
-    def __init__(self, plugin: Plugin, verb: str) -> None:
-        self._plugin, self._verb = plugin, verb
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        exc: BaseException | None,
-        _tb: TracebackType | None,
-    ) -> bool:
-        if exc is None or isinstance(exc, KeyboardInterrupt):
-            return False
-        self._plugin.switch_off(self._verb, exc)
-        return True
 
 
 class _Lent:
@@ -157,20 +162,52 @@ class _Lent:
 class _Guarded:
     """One namespace's tier of others, as a Tier that never raises but for a job it does not take.
 
-    It says what the protocol wants: a result for each job, once.
+    It says what the protocol wants: a result for each job, once. When it goes off, all that it told
+    of has left.
     """
 
-    def __init__(self, plugin: Plugin, tier: Tier | None, memory: _Lent) -> None:
+    def __init__(
+        self, plugin: Plugin, tier: Tier | None, telling: Telling | None, memory: _Lent
+    ) -> None:
+        """telling: the tier, if it says what enters and leaves it."""
         self.name = plugin.name
         self._plugin, self._memory = plugin, memory
-        self._tier = tier
+        self._tier, self._telling = tier, telling
         self._open: dict[JobId, TransferJob] = {}
+        self._told: set[BlockKey] = set()
         self._end: threading.Thread | None = None
         self._ended = tier is None  # or closed: it uses no memory any more
 
     @property
     def _used(self) -> Tier | None:
         return None if self._plugin.off else self._tier
+
+    def _call(self, verb: str, *given: object) -> None:
+        if (tier := self._used) is not None:
+            with self._plugin.barrier(verb):
+                getattr(tier, verb)(*given)
+
+    def touch(self, key: BlockKey) -> None:
+        self._call("touch", key)
+
+    def discard(self, keys: Collection[BlockKey]) -> None:
+        self._call("discard", keys)
+
+    def clear(self) -> None:
+        self._call("clear")
+
+    def drain(self) -> None:
+        self._call("drain")
+
+    def tell(self) -> None:
+        if self._telling is not None:
+            self._call("tell")
+
+    def close(self) -> None:
+        """Close it, or wait a moment for one that is off."""
+        self._call("close")
+        if self._end is not None:
+            self._end.join(_CLOSE_S)
 
     def lookup(self, key: BlockKey) -> LookupResult:
         """Miss, if it is off."""
@@ -182,14 +219,20 @@ class _Guarded:
                 raise TierError(f"expected a LookupResult, found {type(found).__name__}")
         return LookupResult.MISS
 
-    def touch(self, key: BlockKey) -> None:
-        """Pass it on."""
-        if (tier := self._used) is not None:
-            with self._plugin.barrier("touch"):
-                tier.touch(key)
+    def take_changes(self) -> Changes:
+        if self._telling is not None and not self._plugin.off:
+            with self._plugin.barrier("take_changes"):
+                changes = self._telling.take_changes()
+                kinds = (bytes,)  # no text is taken for bytes
+                msgspec.convert(changes, _Told, from_attributes=True, builtin_types=kinds)
+                self._told.update(changes.added)
+                self._told.difference_update(changes.removed)
+                return changes
+        left, self._told = list(self._told), set()
+        return Changes(removed=left)
 
     def submit(self, job: TransferJob) -> None:
-        """Pass it on. Raises TierError for a tier that is off, or does not take it."""
+        """Raises TierError for a tier that is off, or does not take the job."""
         tier = self._used
         if tier is None:
             raise TierError(f"tier {self.name} is off")
@@ -232,8 +275,9 @@ class _Guarded:
         """Return the jobs of a tier that is off which it cannot go on with any more."""
         if self._tier is not None and self._end is None:
             name = f"kvstore-off-{self.name}"
-            self._end = threading.Thread(target=self._finish, args=(self._tier,), name=name)
-            self._end.daemon = True
+            self._end = threading.Thread(
+                target=self._finish, args=(self._tier,), name=name, daemon=True
+            )
             self._end.start()
         if self._end is not None and self._end.is_alive():
             return []
@@ -252,73 +296,3 @@ class _Guarded:
         with self._plugin.barrier("close"):
             tier.close()
             self._ended = True
-
-    def discard(self, keys: Collection[BlockKey]) -> None:
-        """Pass it on."""
-        if (tier := self._used) is not None:
-            with self._plugin.barrier("discard"):
-                tier.discard(keys)
-
-    def clear(self) -> None:
-        """Pass it on."""
-        if (tier := self._used) is not None:
-            with self._plugin.barrier("clear"):
-                tier.clear()
-
-    def drain(self) -> None:
-        """Pass it on."""
-        if (tier := self._used) is not None:
-            with self._plugin.barrier("drain"):
-                tier.drain()
-
-    def close(self) -> None:
-        """Pass it on, or wait a moment for one that is off."""
-        if (tier := self._used) is not None:
-            with self._plugin.barrier("close"):
-                tier.close()
-        elif self._end is not None:
-            self._end.join(_CLOSE_S)
-
-
-class _GuardedTelling(_Guarded):
-    """One that says what enters and leaves it: when it goes off, all that it told of has left."""
-
-    def __init__(self, plugin: Plugin, tier: Telling, memory: _Lent) -> None:
-        super().__init__(plugin, cast("Tier", tier), memory)
-        self._telling = tier
-        self._told: set[BlockKey] = set()
-
-    def tell(self) -> None:
-        """Pass it on."""
-        if self._used is not None:
-            with self._plugin.barrier("tell"):
-                self._telling.tell()
-
-    def take_changes(self) -> Changes:
-        """Pass it on."""
-        if self._used is not None:
-            with self._plugin.barrier("take_changes"):
-                changes = self._telling.take_changes()
-                _refuse_changes(changes)
-                self._told.update(changes.added)
-                self._told.difference_update(changes.removed)
-                return changes
-        left, self._told = list(self._told), set()
-        return Changes(removed=left)
-
-
-def _refuse_changes(changes: object) -> None:
-    """Raise TierError for what are no Changes, of keys that engines can be told of."""
-    if not isinstance(changes, Changes):
-        raise TierError(f"expected Changes, found {type(changes).__name__}")
-    for keys in (changes.added, changes.removed):
-        if not isinstance(keys, list):
-            raise TierError(f"expected a list of keys, found {type(keys).__name__}")
-        for key in keys:
-            if not isinstance(key, bytes):
-                raise TierError(f"expected keys of bytes, found {type(key).__name__}")
-            if not _KEY_BYTES_MIN <= len(key) <= limits.KEY_BYTES_MAX:
-                raise TierError(
-                    f"expected keys of {_KEY_BYTES_MIN} to {limits.KEY_BYTES_MAX} bytes,"
-                    f" found {len(key)}"
-                )

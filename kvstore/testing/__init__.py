@@ -1,16 +1,7 @@
 """The contract of a tier, as tests that a tier's own tests inherit.
 
-    from kvstore.testing import TierContract
-
-    class TestMyTier(TierContract):
-        @pytest.fixture
-        def tier(self, context):
-            made = MyTier(context)
-            yield made
-            made.close()
-
-pytest has to be installed: `pip install "kvstore[testing]"` brings it. docs/how-to/write-a-tier.md
-shows a whole tier with its test.
+docs/how-to/write-a-tier.md shows a whole tier with its test. pytest has to be installed:
+`pip install "kvstore[testing]"` brings it.
 """
 
 import pytest

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from kvstore.core.errors import ConfigError, KVStoreError
-from kvstore.text import shown
+from kvstore.units import shown, wrong
 
 USERS_MAX = 1000
 UID_MAX = (1 << 32) - 2
@@ -74,9 +74,9 @@ def read_user(value: object, _found: Mapping[str, Any]) -> int:
         try:
             return pwd.getpwnam(value).pw_uid
         except (KeyError, ValueError):  # ValueError: a zero byte
-            raise ConfigError(f"expected {expected}, found {shown(value)}") from None
+            raise wrong(expected, value) from None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= UID_MAX:
-        raise ConfigError(f"expected {expected}, found {shown(value)}")
+        raise wrong(expected, value)
     return value
 
 

@@ -5,16 +5,7 @@ descriptors beside Extent messages. The scheduler half and every worker of an en
 connection each; together they are a session, which lives and dies as one: when any of them
 closes, the others are told to Detach, finish their copies, close and come back. Slots a session
 was granted are reused only after all its workers' connections have closed.
-
-    scheduler half                      store                           worker
-      Hello(scheduler) ------------------>|<------------------ Hello(worker, rank, geometry)
-      Welcome <---------------------------|-------------------------> Welcome, Extent + fd ...
-                                          |<------------------------------------ Mapped ...
-      Active, Credits <-------------------|
-      Step(lookups) --------------------->|
-      Answers <---------------------------|
-         ... jobs travel inside the engine, scheduler half to worker ...
-                                          |<---------------- Stored (copy done), Loaded (lease)
+docs/reference/protocol.md draws it.
 """
 
 from __future__ import annotations
@@ -134,9 +125,8 @@ class Step(Message, frozen=True):
     lookups: Annotated[tuple[Lookup, ...], Requests] = ()
     release: Numbers = ()  # leases that were not used
     usage: Usage | None = None
-    counts: Counts = msgspec.field(
-        default_factory=dict
-    )  # events by name (EVENTS), since the last step
+    # Events by name (EVENTS), since the last step.
+    counts: Counts = msgspec.field(default_factory=dict)
     handed_over: Annotated[tuple[HandedOver, ...], Requests] = ()
     unwanted: Annotated[tuple[Unwanted, ...], Requests] = ()
     engine_blocks: Annotated[tuple[EngineBlocks, ...], Requests] = ()
@@ -241,10 +231,9 @@ class Query(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """The connection is part of a session.
 
-    layout: for workers, what to copy where. wait_ms, limit_ms: for workers, how long a load may
-    wait for slots that are coming without an arrival, and in all. side_channel: where other stores
-    can ask this one, host:port.
-    devices: for workers that read from peers, the network devices for that; UCX's names.
+    For workers: layout: what to copy where. wait_ms, limit_ms: how long a load may wait for slots
+    that are coming without an arrival, and in all. devices: those to read from peers with, as UCX
+    names them. For the scheduler half: side_channel: host:port where other stores ask this one.
     """
 
     session: int

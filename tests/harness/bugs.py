@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from kvstore.rate_log import RateLog
+from kvstore.logs import RateLog
 
 
 @contextmanager

@@ -12,12 +12,13 @@ import msgspec
 from kvstore.config import Config, TierConfig, parse
 from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
 from kvstore.core.lookup import Answer, Probe, prefix_hit
-from kvstore.core.tier import MemoryExtent, MemoryPool, SlotMemory, Tier, TierContext, TierFactory
+from kvstore.core.tier import SlotMemory, Tier, TierContext, TierFactory
 from kvstore.core.types import BlockKey, GroupRule, make_key
 from kvstore.store.session import Phase
 from kvstore.store.sessions import Store
 from kvstore.wire import engine as p
 from kvstore.wire import framing
+from tiers.cpu import CpuExtent, CpuMemory
 
 SLOT_BYTES = 4096
 OfPeers = p.Places | p.InEngine | p.Push | p.Passed | p.WriteBlocks | p.BlockVersions
@@ -70,8 +71,8 @@ def settings(**engine: object) -> Config:
     return parse({"cpu": {"capacity": "64MiB"}, "engine": engine, "server": {"metrics": ""}})
 
 
-class HeapExtent:
-    """MemoryExtent in this process only."""
+class HeapExtent(CpuExtent):
+    """An extent in this process only."""
 
     def __init__(self, extent_bytes: int, slot_bytes: int) -> None:
         self.fd = -1
@@ -93,16 +94,17 @@ class HeapExtent:
         """Nothing is to be given back."""
 
 
-class HeapPool:
-    """MemoryPool of HeapExtents; `fail` makes the next extents errors."""
+class HeapPool(CpuMemory):
+    """A pool of HeapExtents; `fail` makes the next extents errors."""
+
+    used_bytes = 0
 
     def __init__(self, extents: int = 4, slots_per_extent: int = 8) -> None:
         self.extent_bytes = slots_per_extent * (SLOT_BYTES + 4)
         self.capacity_bytes = extents * self.extent_bytes
-        self.used_bytes = 0
         self.used_bytes_max = 0
         self.fail: Exception | None = None
-        self.released: list[MemoryExtent] = []
+        self.released: list[CpuExtent] = []
         self._wanted: list[tuple[str, int]] = []
 
     def request(self, tag: str, slot_bytes: int) -> bool:
@@ -113,14 +115,14 @@ class HeapPool:
         self._wanted.append((tag, slot_bytes))
         return True
 
-    def poll(self) -> Sequence[tuple[str, MemoryExtent | Exception]]:
+    def poll(self) -> Sequence[tuple[str, CpuExtent | Exception]]:
         wanted, self._wanted = self._wanted, []
         if self.fail is not None:
             self.used_bytes -= len(wanted) * self.extent_bytes
             return [(tag, self.fail) for tag, _ in wanted]
         return [(tag, HeapExtent(self.extent_bytes, size)) for tag, size in wanted]
 
-    def release(self, extent: MemoryExtent) -> None:
+    def release(self, extent: CpuExtent) -> None:
         self.released.append(extent)
         self.used_bytes -= self.extent_bytes
 
@@ -134,7 +136,7 @@ class Town:
     def __init__(
         self,
         config: Config | None = None,
-        pool: MemoryPool | None = None,
+        pool: CpuMemory | None = None,
         tiers: Sequence[tuple[str, TierFactory]] = (),
     ) -> None:
         self.pool = pool or HeapPool()

@@ -81,13 +81,12 @@ class Checks:
         answer = lookups._answer
         lookups._answer = self._answered(answer)  # type: ignore[method-assign]
 
-    def _answered(self, answer: Callable[..., p.Granted | None]) -> Callable[..., p.Granted | None]:
+    def _answered(self, answer: Callable[..., p.Granted]) -> Callable[..., p.Granted]:
         """Compare each answer with a search block by block: nothing that is here is missed."""
 
-        def checked(session: Session, ask: Ask, *more: int | None) -> p.Granted | None:
-            granted = answer(session, ask, *more)
-            namespace = session.namespace
-            if granted is not None and namespace is not None and not granted.capped:
+        def checked(session: Session, ask: Ask, *more: int | None) -> p.Granted:
+            granted, namespace = answer(session, ask, *more), ask.namespace
+            if not granted.capped:
                 states = (_READY,) if ask.memory_only else _HERE
                 wanted = _leading(namespace, ask, states)
                 found = wanted if not granted.hits else _blocks(namespace, granted)

@@ -128,10 +128,9 @@ def _memory(world: World, _: Host, rng: random.Random) -> bool:
     if not namespaces:
         return False
     donor = rng.choice(namespaces)
-    extent = donor.shrinkable()
-    if extent is not None:
-        donor.extents[extent].state = "retiring"
-        donor.extents[extent].since_ns = world.net.now
+    mapping = donor.shrinkable()
+    if mapping is not None:
+        mapping.state, mapping.since_ns = "retiring", world.net.now
     return True
 
 

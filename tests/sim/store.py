@@ -9,11 +9,11 @@ from itertools import count
 
 from connectors.store_connection import LinkLost
 from kvstore.core.errors import KVStoreError, check
-from kvstore.core.tier import MemoryExtent
 from kvstore.store.sessions import Store
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.harness.fakes import HeapExtent
+from tiers.cpu import CpuExtent, CpuMemory
 
 US = 1_000
 MS = 1_000_000
@@ -30,7 +30,7 @@ class Extent(HeapExtent):
         self.data[:] = b"\xaa" * self.bytes
 
 
-class Pool:
+class Pool(CpuMemory):
     """A capped pool of extents of `slots` slots; an extent takes a few polls to be made."""
 
     def __init__(self, fds: dict[int, Extent], extents: int, slots: int, slot_bytes: int) -> None:
@@ -39,7 +39,7 @@ class Pool:
         self._fds = fds
         self._slots = slots
         self._used = 0
-        self._coming: deque[tuple[str, MemoryExtent]] = deque()
+        self._coming: deque[tuple[str, CpuExtent]] = deque()
         self._polls = 0
         self._numbers = count(max(fds, default=0) + 1)
 
@@ -56,13 +56,13 @@ class Pool:
         self._coming.append((tag, extent))
         return True
 
-    def poll(self) -> Sequence[tuple[str, MemoryExtent | Exception]]:
+    def poll(self) -> Sequence[tuple[str, CpuExtent | Exception]]:
         self._polls += 1
         if self._coming and self._polls % 3 == 0:
             return [self._coming.popleft()]
         return []
 
-    def release(self, extent: MemoryExtent) -> None:
+    def release(self, extent: CpuExtent) -> None:
         del self._fds[extent.fd]
         self._used -= self.extent_bytes
         check(self._used >= 0, "an extent released twice")

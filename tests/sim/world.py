@@ -357,7 +357,7 @@ class World:
         copied = all(worker.idle for worker in self._workers)
         told = not any(wire.up or wire.down for wire in self.net.wires.values())
         busy = any(session.asks for session in self.sessions())
-        busy = busy or any(namespace.tiering.busy for namespace in self.namespaces())
+        busy = busy or any(namespace.tiering.jobs_open for namespace in self.namespaces())
         return attached and copied and told and not busy
 
     def _add_up(self, host: Host) -> None:
@@ -401,7 +401,7 @@ class World:
             client = next(h.client for h in self.hosts if h.name == session.engine)
             assert set(client.credits) == session.granted, "granted slots beyond the stock"
         for namespace in self.namespaces():
-            assert not namespace.tiering.busy
+            assert not namespace.tiering.jobs_open
             assert not namespace.tiering._coming
             assert not any(namespace.manager._granted.values())
             assert not len(namespace.manager.leases), "a lease is left"

@@ -14,7 +14,7 @@ from pathlib import Path
 from kvstore.config import NvmeConfig
 from kvstore.core.errors import ConfigError, TierError, TierIOError
 from kvstore.core.tier import TierContext
-from kvstore.rate_log import RateLog
+from kvstore.logs import RateLog
 from kvstore.visits import Visits
 from tiers.nvme.block_io import ThreadMover, writers_of
 from tiers.nvme.commits import Commits, DiskContext
