@@ -195,6 +195,7 @@ def _steps(store: StoreProcess, prompt_tokens: int) -> Result:
             "block_tokens": BLOCK_TOKENS,
             "steps": STEPS,
             "p50_us": round(percentile(times_ns, 0.5) / 1e3, 1),
+            "max_us": round(max(times_ns) / 1e3, 1),
             "arrival_us": round(statistics.median(engine.arrival_ns) / 1e3, 1),
             "declined": declined,
             "against": "bare loop",

@@ -17,9 +17,9 @@ import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
-from tests.bench.engine import Request, Result
+from tests.bench.engine import Request, Result, short_name
 
 TICK_S = 0.005
 NO_FORWARD_PAUSE_S = 0.001  # what vLLM's own core loop sleeps, so that background threads run
@@ -27,14 +27,6 @@ NO_FORWARD_PAUSE_S = 0.001  # what vLLM's own core loop sleeps, so that backgrou
 
 # Less than a block, so no connector keeps it.
 WARM_UP = Request(id="warm-up", tokens=[3, 4])
-
-
-class Stepper(Protocol):
-    """How the engine is moved on."""
-
-    def step(self) -> tuple[list[Any], bool]:
-        """Take one step; the request outputs, and whether the engine had anything to do."""
-        ...
 
 
 class InProcess:
@@ -56,7 +48,10 @@ class InProcess:
         self._core.step_fn = step_fn
 
     def step(self) -> tuple[list[Any], bool]:
-        """Let the core schedule and run once, then give background threads a chance."""
+        """Let the core schedule and run once, then give background threads a chance.
+
+        Returns the outputs, and whether the engine had anything to do.
+        """
         had_work = bool(self._core.scheduler.has_requests())
         outputs = self._engine.step()
         if not self._model_ran and self._core.scheduler.has_requests():
@@ -125,7 +120,8 @@ class Driver:
         if connector is not None:
             settings = {"kv_transfer_config": KVTransferConfig(**connector), **settings}
         self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**settings))
-        self._stepper: Stepper = (InProcess if in_process else AsProcesses)(self._engine)
+        kind: type[InProcess | AsProcesses] = InProcess if in_process else AsProcesses
+        self._stepper = kind(self._engine)
         self._in_process = in_process
         self._adapters: dict[str, int] = {}
         self.run([WARM_UP], 2, 2)  # 1 s, once; else in TTFT
@@ -219,21 +215,14 @@ class Driver:
                 pass
         values: dict[str, float] = {}
         for metric in self._engine.get_metrics():
-            labels = {
-                key: value
-                for key, value in metric.labels.items()
-                if key not in ("model_name", "engine")
-            }
-            tail = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
-            name = metric.name.removeprefix("vllm:")
+            name, labels = metric.name, metric.labels
             if name.endswith("_info"):  # settings as labels, always 1
                 continue
-            where = f"{{{tail}}}" if tail else ""
             if hasattr(metric, "value"):
-                values[name + where] = metric.value
+                values[short_name(name, labels)] = metric.value
             elif hasattr(metric, "sum"):
-                values[f"{name}_count{where}"] = metric.count
-                values[f"{name}_sum{where}"] = metric.sum
+                values[short_name(f"{name}_count", labels)] = metric.count
+                values[short_name(f"{name}_sum", labels)] = metric.sum
         return values
 
 

@@ -113,6 +113,13 @@ def environment(*, in_process: bool, ranks: int = 1) -> dict[str, str]:
     return env
 
 
+def short_name(name: str, labels: Mapping[str, str]) -> str:
+    """Name one of vLLM's metrics: without `vllm:`, labels as in `name{source=host}`."""
+    own = sorted((k, v) for k, v in labels.items() if k not in ("model_name", "engine"))
+    tail = ",".join(f"{key}={value}" for key, value in own)
+    return name.removeprefix("vllm:") + (f"{{{tail}}}" if tail else "")
+
+
 def tiered(**extra: object) -> dict[str, Any]:
     """Return the kv_transfer_config of an engine with our connector."""
     return {
@@ -145,7 +152,6 @@ class Engine:
         tensor_parallel_size: int = 1,
         kv_cache_bytes: int = 64 << 20,
         max_num_batched_tokens: int = 2048,
-        max_num_seqs: int = 16,
         block_size: int = 32,
         env: Mapping[str, str] | None = None,
         extra: dict[str, Any] | None = None,
@@ -159,7 +165,7 @@ class Engine:
             "block_size": block_size,
             "kv_cache_memory_bytes": kv_cache_bytes,
             "max_num_batched_tokens": max_num_batched_tokens,
-            "max_num_seqs": max_num_seqs,
+            "max_num_seqs": 16,
             "tensor_parallel_size": tensor_parallel_size,
             "distributed_executor_backend": "uni" if in_process else "mp",
             "disable_log_stats": False,

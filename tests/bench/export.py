@@ -74,6 +74,9 @@ RAW = {"pull": "NIXL READ", "push": "NIXL WRITE"}
 LIKE = {"pull": "pull", "push": "push", "direct": "pull", "direct_push": "push"}
 
 
+Clocks = dict[str, Clock]
+
+
 class Sizes(msgspec.Struct, frozen=True):
     """How much is moved; transports: those of TRANSPORTS."""
 
@@ -175,12 +178,9 @@ class Stores:
         """Hand over all blocks as one of SYSTEMS; the decode store has none of them after it."""
         way, _, where = name.rpartition("_")
         given = self._given()
-        before = {process: clock.now_us() for process, clock in self._clocks.items()}
+        before = _now_us(self._clocks)
         _, found = self._fetched(way, where)
-        cpu_us = {
-            process: (clock.now_us() - before[process]) / self._size * PER_BYTES
-            for process, clock in self._clocks.items()
-        }
+        cpu_us = _used_us(self._clocks, before, self._size)
         if not found.complete or found.sources != {"peer": self._count}:
             raise KVStoreError(f"{name}: {len(found.slots)} of {self._count}, {found.sources}")
         given = tuple(now - was for now, was in zip(self._given(), given, strict=True))
@@ -255,28 +255,33 @@ class _Nixl:
         blocks = data_bytes // block_bytes
         self._bytes = blocks * block_bytes
         self._ours, self._other = (
-            ends.enter_context(raw_nixl.Process(block_bytes, blocks, transports, mutex=mutex))
+            ends.enter_context(raw_nixl.half(block_bytes, blocks, transports, mutex=mutex))
             for _ in range(2)
         )
-        self._ours.do("meet", *self._other.description)
+        self._clocks = {"active": Clock(self._ours.pid), "passive": Clock(self._other.pid)}
+        self._ours.call("meet", *self._other.call("describe"))
         self._rounds = 0
 
     def move(self, *, write: bool, summed: bool) -> Moved:
-        clocks = {"active": self._ours.clock, "passive": self._other.clock}
         self._rounds += 1
-        before = {process: clock.now_us() for process, clock in clocks.items()}
+        before = _now_us(self._clocks)
         started_s = time.perf_counter()
         if summed:
             self._other.tell("sum")
-        self._ours.do("move", self._rounds, write=write, summed=summed)
+        self._ours.call("move", self._rounds, write=write, summed=summed)
         if summed:
-            self._other.done()
+            self._other.answer()
         took_s = time.perf_counter() - started_s
-        cpu_us = {
-            process: (clock.now_us() - before[process]) / self._bytes * PER_BYTES
-            for process, clock in clocks.items()
-        }
-        return Moved(self._bytes / took_s, cpu_us)
+        return Moved(self._bytes / took_s, _used_us(self._clocks, before, self._bytes))
+
+
+def _now_us(clocks: Clocks) -> dict[str, float]:
+    return {process: clock.now_us() for process, clock in clocks.items()}
+
+
+def _used_us(clocks: Clocks, before: dict[str, float], size: int) -> dict[str, float]:
+    """Return what each process has used since then, for each PER_BYTES of a size."""
+    return {name: (now - before[name]) / size * PER_BYTES for name, now in _now_us(clocks).items()}
 
 
 def _systems(

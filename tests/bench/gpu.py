@@ -11,12 +11,13 @@ time; its speed is taken by events on its own stream.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -165,24 +166,21 @@ def sizes(
     memory: Memory, choice: Choice, rounds: int, runs: tuple[int, ...] = RUNS
 ) -> Iterator[Result]:
     """Measure runs of each size in jobs of each length, by each engine."""
-    for run in runs:
-        for name, how in _choices(choice).items():
-            jobs = Jobs(memory, 1, run, how)
-            for count in BLOCKS:
-                if count > jobs.blocks or count * run > BYTES_MAX:
-                    continue
-                for store in (True, False):
-                    found = sample(jobs, memory, count, rounds, store=store)
-                    size = count * run / GIB
-                    parameters = {
-                        "run_kib": run // KIB,
-                        "blocks": count,
-                        "engine": name,
-                        "thread_blocks": how.thread_blocks(run, store=store),
-                        "cpu_us": round(found.busy_s * 1e6, 1),
-                    }
-                    rate, limit = size / found.seconds, size / found.limit_s
-                    yield Result(_NAMES[store], rate, "GiB/s", limit, parameters)
+    for run, (name, how) in itertools.product(runs, _choices(choice).items()):
+        jobs = Jobs(memory, 1, run, how)
+        fit = [count for count in BLOCKS if count <= jobs.blocks and count * run <= BYTES_MAX]
+        for count, store in itertools.product(fit, (True, False)):
+            found = sample(jobs, memory, count, rounds, store=store)
+            size = count * run / GIB
+            parameters = {
+                "run_kib": run // KIB,
+                "blocks": count,
+                "engine": name,
+                "thread_blocks": how.thread_blocks(run, store=store),
+                "cpu_us": round(found.busy_s * 1e6, 1),
+            }
+            rate, limit = size / found.seconds, size / found.limit_s
+            yield Result(_NAMES[store], rate, "GiB/s", limit, parameters)
 
 
 def _choices(choice: Choice) -> dict[str, Choice]:
@@ -273,23 +271,12 @@ def _products(memory: Memory, jobs: Jobs, directions: tuple[bool, ...]) -> tuple
     return begin.elapsed_time(end) / 1e3 / PRODUCTS, copied / seconds / GIB
 
 
-@contextmanager
-def _memory() -> Iterator[Memory]:
-    if not torch.cuda.is_available():
-        raise NotSupported(
-            f"bench gpu needs a GPU that torch can use, torch is {torch.__version__}"
-        )
-    made = Memory(MEMORY)
-    try:
-        yield made
-    finally:
-        made.close()
-
-
 def run(rounds: int | None) -> list[Result]:
     """Measure on the first GPU. Raises NotSupported where there is none."""
-    rounds = rounds or ROUNDS
-    with _memory() as memory, progress(4) as tell:
+    rounds, found = rounds or ROUNDS, torch.__version__
+    if not torch.cuda.is_available():
+        raise NotSupported(f"bench gpu needs a GPU that torch can use, torch is {found}")
+    with closing(Memory(MEMORY)) as memory, progress(4) as tell:
         tell("what is fast at what", 0)
         choice = chosen(rates(memory.cuda))
         how = {"gpu": torch.cuda.get_device_name(), "choice": msgspec.to_builtins(choice)}

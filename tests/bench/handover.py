@@ -33,12 +33,9 @@ from tests.bench.models import make_model, prompt
 from tests.bench.report import Result, compared, in_turn, progress
 from tests.bench.steal import undisturbed
 from tests.bench.store import StoreProcess, free_port
+from tests.bench.ttft import COLD, PROMPT_TOKENS, REUSABLE, WARM_UP_ROUNDS, Times
 
 PAIRS = 15
-WARM_UP_ROUNDS = 1
-PROMPT_TOKENS = 8190
-BLOCK_TOKENS = 32
-REUSABLE = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 CPU_BYTES = 1 << 30
 KV_CACHE_BYTES = 256 << 20  # four prompts
 MODEL = "llama"
@@ -48,10 +45,7 @@ NATIVE = "NixlConnector"
 INTO_ENGINE = "direct_push"  # which has networks only
 OURS = ("pull", "push", "direct", INTO_ENGINE)
 SYSTEMS = (*OURS, NATIVE)
-COLD, HANDED_OVER, AGAINST_NATIVE = "ttft_cold", "ttft_handed_over", "ttft_against_native"
-
-Times = dict[tuple[str, str], list[float]]
-"""Seconds by (name, system), one value per round."""
+HANDED_OVER, AGAINST_NATIVE = "ttft_handed_over", "ttft_against_native"
 
 
 class Side:

@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from kvstore.core.errors import KVStoreError
 from kvstore.store import admin
-from tests.bench.api import Answer, ApiServer, complete, get
+from tests.bench.api import Answer, ApiServer, complete
 from tests.bench.engine import tiered
 from tests.bench.models import make_model, prompt
-from tests.bench.store import numbers
+from tests.bench.store import numbers, scraped
 from tests.demo.router import decode_leg, prefill_leg
 from tests.demo.stage import Demo, table
 
@@ -355,10 +354,9 @@ class Router:
     def legs(self) -> dict[str, float]:
         """Return its count of legs, by leg and outcome."""
         return {
-            f"{sample.labels['leg']} {sample.labels['outcome']}": sample.value
-            for family in text_string_to_metric_families(get(self.port, "/metrics")[1].decode())
-            for sample in family.samples
-            if sample.name == "router_legs_total"
+            f"{labels['leg']} {labels['outcome']}": value
+            for name, labels, value in scraped(self.port)
+            if name == "router_legs_total"
         }
 
     def __exit__(self, *_error: object) -> None:
