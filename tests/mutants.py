@@ -41,680 +41,295 @@ class Mutant(NamedTuple):
         return f"{self.path}: {' '.join(self.found.split())[:60]!r} ({self.tests})"
 
 
-STORE, SERVER = "kvstore/store/sessions.py", "kvstore/store/server.py"
-CHANNEL = "kvstore/handover/side_channel.py"
-LOOKUPS = "kvstore/store/lookups.py"
-MANAGER = "kvstore/core/manager.py"
-CONSUMER = "kvstore/handover/consumer.py"
-RUNS = "kvstore/handover/runs.py"
-PRODUCER = "kvstore/handover/producer.py"
-REQUESTS = "kvstore/handover/request_leases.py"
-EVENTS, LOADS = "connectors/events.py", "connectors/load_progress.py"
-SCHEDULER, WORKER = "connectors/scheduler.py", "connectors/worker.py"
+# By file: tests, the text that goes, and what is there instead. A test file is named by what is
+# between `tests/test_` (or `tests/engine/test_`) and `.py`. Where nothing stands instead, a
+# condition never holds, and a statement is not there.
+LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
+    "kvstore/store/sessions.py": (
+        ("local_limits -k S2_what_raises", "except Exception:", "except ZeroDivisionError:"),
+        (
+            "local_limits -k S2_what_raises",
+            "with self._barrier.around(what, partial(self._end, session, *bug)):",
+            "if what:",
+        ),
+        ("local_limits -k S2_what_raises", 'self._turn_away(connection, "internal", what)'),
+        ("store -k S2_layers", "self._check_layers(hello)"),
+        ("turns -k S4_a_namespace_is_visited", "self._wake(session.namespace)"),
+        (
+            "turns -k S4_a_namespace_is_visited",
+            "namespace.tiering.clear()\n                self._wake(namespace)",
+            "namespace.tiering.clear()",
+        ),
+        ("store_blocks store -k O23_a_report", "if slot not in session.granted:"),
+        ("store_blocks store -k O18", ".ok = writing.ok and message.ok", ".ok = message.ok"),
+        ("store store_blocks -k O23", "namespace.manager.give_back(session.granted)"),
+        ("store store_blocks -k O20_leases_end", "self._lookups.end_lease(session, lease_id)"),
+        ("unnamed", "if namespace.layout.unnamed:\n            namespace.manager.clear()"),
+    ),
+    "kvstore/handover/cluster_key.py": (
+        ("side_channel -k S1_who_takes_any", "= ssl.CERT_REQUIRED", "= ssl.CERT_OPTIONAL"),
+        ("side_channel -k S1_all_but", "made.minimum_version = ssl.TLSVersion.TLSv1_3"),
+    ),
+    "kvstore/handover/side_channel.py": (
+        (
+            "side_channel_limits -k S2_what_peers_leave_unfinished",
+            "while self._unfinished > UNFINISHED_BYTES_MAX:",
+        ),
+        ("side_channel_limits -k S2_what_peers_do_not", "while self._unread > UNREAD_BYTES_MAX:"),
+        ("side_channel_limits -k S2_connections_that_prove", "if len(young) >= GREETINGS_MAX:"),
+        (
+            "side_channel_limits -k S3_without_a_key_only_loopback_is_dialled",
+            "if self._key is None and not is_loopback(host):\n            raise ConfigError(f",
+        ),
+        (
+            "side_channel_limits -k S3_a_name",
+            "if self._key is None and not is_loopback(str(name[0])):",
+        ),
+        ("side_channel_limits -k S1_without_a_key", "if self._key is None and not may_ask(tcp):"),
+        ("side_channel_limits -k S1_without_a", "if self._key is None and not may_answer(sock):"),
+        (
+            "side_channel_limits -k S2_a_listener_without_descriptors",
+            "and now_ns >= self._paused_ns",
+            "and not self._paused_ns",
+        ),
+    ),
+    "kvstore/rate_log.py": (
+        ("side_channel_limits -k S2_log_lines", "LINES_MAX = 5", "LINES_MAX = 5_000"),
+    ),
+    "kvstore/launch.py": (
+        ("doors -k settings_that_an_engine_gives", 'settings["engine"] = dict(engine)'),
+    ),
+    "connectors/config.py": (
+        ("doors -k settings_that_an_engine_gives", ", self.listen, self.engine", ", self.listen"),
+    ),
+    "connectors/vllm.py": (
+        ("engine/connector -k S2_an_engine_whose_id", "refuse_engine_id(engine_id)"),
+    ),
+    "connectors/events.py": (
+        ("events -k O16_events_have_tokens", "names, found.parent, found.", "names, None, found."),
+        ("events -k O16_a_prompt_that", "if last >= len(hashes) or hashes[last] != block_hash:"),
+        ("events -k O16_a_block_of_several", "known or rules[group].trailing is not None", "known"),
+        ("events -k O16_what_this_engine_has_no_tokens_of", 'self._client.count("events_untold")'),
+        ("events -k O16_what_is_remembered", "if len(self._described) > self._described_max:"),
+        ("events -k O16_what_is_remembered", "if len(self._published) > self._published_max:"),
+        ("events -k O16_what_comes_up_for_a_request", "del self._asked[block_hash]"),
+    ),
+    "connectors/vllm_compat.py": (
+        (
+            "engine/unsupported -k O22_a_model_that_cannot_go_on",
+            "and not config.scheduler_config.enable_chunked_prefill,",
+            "and False,",
+        ),
+        ("engine/geometry -k O13_a_runner", "if all((*runner.values(), *blocks.values())):"),
+    ),
+    "connectors/load_progress.py": (
+        (
+            "long_loads -k P2_P7_B15_blocks",
+            "self._heard_ns = max(self._heard_ns, now_ns - coming.quiet_ms * 1_000_000)",
+        ),
+        (
+            "long_loads -k B15_O8_a_disk_that_is_slow",
+            "self._arrived_ns = now_ns\n\n    def restart",
+            "pass\n\n    def restart",
+        ),
+        (
+            "long_loads -k 'B15_a_peer_that_stalls and exporter'",
+            "return self.quiet_ns(now_ns) >= self._quiet_ns or",
+            "return",
+        ),
+        ("long_loads -k B15_a_disk", "return self.quiet_ns(now_ns) >= self._quiet_ns or", "return"),
+        ("long_loads -k B15_what_only_drips", "or self.spent_ns(now_ns) >= self._limit_ns", ""),
+        ("worker_half -k O15_a_slot_that_is_reused_while", "if reused.size:"),
+    ),
+    "kvstore/store/lookups.py": (
+        (
+            "store -k S2_a_lookup_has",
+            "if len(lookup.hashes) // lookup.width > limits.LOOKUP_BLOCKS_MAX:",
+        ),
+        ("store -k S2_lookups_that_wait", "if len(session.asks) >= limits.ASKS_MAX:"),
+        (
+            "store store_blocks -k O20_leases_are_capped",
+            "return pinned > 0 and leased > self._engine.leased_bytes",
+            "return False",
+        ),
+        ("long_loads -k B15_O8_a_disk", "leases.extend(lease_id, now_ns + self._engine.lease_ns)"),
+        ("unnamed", "alone = memory_only or namespace.layout.unnamed", "alone = memory_only"),
+        (
+            "tiers -k O20_what_an_engine",
+            "if ask.direct is None and self._too_many(namespace, pinned, needs):",
+        ),
+    ),
+    "kvstore/handover/request_leases.py": (
+        ("request_leases -k S2_requests", "if len(self._leases) >= REQUESTS_MAX:"),
+        ("request_leases", "hand.deadline_ns = max(hand.deadline_ns, end_ns)", "pass"),
+        ("request_leases", "if hand.consumers not in {0, consumers}:"),
+        ("request_leases -k L6", 'if hand.running or hand.wanted:\n            return "waits"', ""),
+        (
+            "request_leases -k S2_no_more",
+            "if self.held_bytes + hand.slot_bytes <= self._held_bytes_max:",
+            "if True:",
+        ),
+    ),
+    "kvstore/core/layout.py": (
+        ("layout -k S2_layers", "if layers > limits.ENGINE_LAYERS_MAX:"),
+        ("layout", "_digest((FORMAT, orders))", "_digest((FORMAT,))"),
+    ),
+    "kvstore/store/server.py": (
+        (
+            "local_limits -k S2_one_read",
+            "if connection.refused or connection.outbox_bytes > limits.OUTBOX_BYTES_MAX:",
+        ),
+        ("store_disk -k while_a_peer_calls", "self._leave_all_but_engines()"),
+        ("doors -k S1", "if not trusted(uid, self._config.server.allow):"),
+    ),
+    "kvstore/store/extents.py": (
+        ("turns -k S4_a_namespace_wakes_when_its_memory", "self._wake(donor)"),
+    ),
+    "tiers/nvme/disk.py": (
+        (
+            "turns -k S4_what_is_written",
+            "self.wake(space)\n            self._commits.",
+            "self._commits.",
+        ),
+        (
+            "turns -k asks_nothing",
+            "if now_s < self._idle_until_s and not (under_way or self._shared.visits):",
+        ),
+    ),
+    "connectors/vllm_identity.py": (
+        ("engine/length -x", "decided_by_length(model, code, length) for length in lengths", ""),
+    ),
+    "tiers/nixl/exporter_child.py": (
+        ("doors -k S1_children", '"-P", "-m", "tiers.nixl.exporter', '"-m", "tiers.nixl.exporter'),
+    ),
+    "tiers/nvme/remount.py": (
+        ("nvme_failing -k damaged_before", "fresh.open(damage)", "fresh.open()"),
+    ),
+    "kvstore/handover/peers.py": (
+        (
+            "peers_life -k S4_a_namespace",
+            "if asked or self.producer.serves(namespace) or (inlet is not None and inlet.in_use):",
+        ),
+    ),
+    "kvstore/core/manager.py": (
+        ("manager", "(above is None or above.state is not _READY):", "above is None and False:"),
+        ("manager -k O20_each_grant", "generations[slot] = (generations[slot] + 1) & 0xFFFFFFFF"),
+        ("tiering manager -k O15_O20", "._grow_generation(slot, 2)", "._grow_generation(slot, 1)"),
+        ("tiering -k O11_O20", "and entry.state is not _WRITING:", "and entry.state is _READY:"),
+        (
+            "manager",
+            'if entry.slot in self._retiring:\n            self.drop(entry.key, "resize")',
+            "",
+        ),
+        (
+            "manager -k O15_damaged",
+            "if entry.slot in bad and entry.state is _READY and self._is_here(entry):",
+        ),
+    ),
+    "kvstore/core/leases.py": (("manager -k O20_a_leased_block", "entry.pins += 1"),),
+    "kvstore/core/lookup.py": (
+        ("lookup -k O3", "= need if at_limit is None or end < limit else at_limit", "= need"),
+        ("lookup -k O3", ".blocks, pending=coming.blocks > answer.blocks", ".blocks, pending=True"),
+    ),
+    "kvstore/core/tiering.py": (
+        (
+            "tiering tiers",
+            "if tier.lookup(queue[0][0]) is LookupResult.RETRY:\n                return",
+        ),
+        ("tiers -k O17", "work.cleared = True"),
+    ),
+    "kvstore/store/tier_guard.py": (
+        ("tier_guard", "except BaseException", "except ZeroDivisionError"),
+    ),
+    "kvstore/wire/credentials.py": (("doors -k S1", "if not trusted(uid, named):"),),
+    "kvstore/handover/consumer.py": (
+        ("export peers peer_limits", "if fetch.peer != peer:\n            raise ProtocolError"),
+        ("direct_push -k B20_direct_a_slot", "= reason not in m.MAY_BE_WRITTEN", "= True"),
+        ("export -k P8_a_write", "if end.reason not in m.MAY_BE_WRITTEN:", "if True:"),
+        (
+            "long_loads -k B15_an_engine_that_hangs",
+            "if waited_for and now_ns - fetch.arrived_ns < self._waits.limit_ns:",
+            "if waited_for:",
+        ),
+        ("export peers -k 'sum or corrupt or B19'", ".released else wrong", ".released else ()"),
+        (
+            "export peers peers_life",
+            "self._late_writes.setdefault(fetch.number, []).extend(slots)",
+            "self._landing.give_back(slots)",
+        ),
+        ("export -k B19_a_peer", "if not fetch.states.are(run, CHECKED):"),
+    ),
+    "kvstore/handover/producer.py": (
+        ("export", "if not job.over and not job.released and now_ns >= job.deadline_ns:"),
+        ("export", "if job.over:\n            return ()", ""),
+        (
+            "direct_engine export",
+            "again.update(position for position in told if job.is_overwritten(position))",
+        ),
+        ("export request_leases peers", "if self.request_leases.ambiguous(want.request):"),
+        ("export -k B3_another", "if hello.version != m.VERSION:"),
+    ),
+    "kvstore/handover/runs.py": (
+        ("export -k S2_landing", "if max(slots, default=0) >= region.slots:"),
+    ),
+    "tiers/nixl/supervisor.py": (
+        ("turns -k asks_nothing", "told = bool(self._epoll.poll(0))", "told = True"),
+    ),
+    "tiers/cpu.py": (
+        ("memory_limits -k S5_an_extent", "if wanted + MARGIN_BYTES > left.bytes:"),
+        ("cpu_tier", "if self._used + self.extent_bytes > self.capacity_bytes:"),
+    ),
+    "kvstore/metrics.py": (
+        ("metrics -k M3", "self.counts.update(dict.fromkeys(zeros(tiers), 0))"),
+    ),
+    "connectors/scheduler.py": (
+        ("step_loads -k O6", "and len(self._requests) == 1", ""),
+        (
+            "step_loads -k O6",
+            "and self._scheduled.keys() <= self._ended | self._requests.keys()",
+            "",
+        ),
+        ("step_loads -k O6", "and tracked.remote is NO_REMOTE", ""),
+        ("step_loads -k O6", "and tracked.repeatable", ""),
+        ("step_loads -k O6", "and not grant.sources", ""),
+        ("step_loads -k O6", "and not any(hits.has_direct for hits in grant.hits)", ""),
+        ("step_loads -k O6", "and loads.fits(-(-tokens // self._geometry.block_tokens))", ""),
+        ("step_loads -k O6", "asynchronous = beside or ", "asynchronous = "),
+        ("step_loads -k O6", "beside or transfer.direct or ", "beside or "),
+        ("step_loads -k O6", "or not StepLoads.serves(geometry.rules)", ""),
+        ("step_loads -k O6", "self._ended.add(request_id)"),
+        ("step_loads -k O15", "= self._beside or tracked.in_step", "= self._beside"),
+        (
+            "step_loads -k O15",
+            "list(ids[tracked.local // self._geometry.engine_block_tokens[0] :])",
+            "()",
+        ),
+    ),
+    "connectors/worker.py": (
+        ("worker_half -k O15_a_load_in_a", "self._bad_blocks.update(task.job.engine.block_ids)"),
+        (
+            "worker_half -k O6_a_load_in_a_step",
+            "self._runner.wait(lambda: all(task.outcome is not None for task in tasks))",
+        ),
+        ("worker_half -k O8_a_load_in_a_step", "wait_ns = 0 if job.in_step else", "wait_ns ="),
+        ("worker_half -k in_a_step", ") if outcome.task.job.in_step else (outcome.", "outcome."),
+    ),
+    "connectors/known_keys.py": (
+        ("scheduler_edges -k O8_no_set", "if len(known) >= SET_KEYS_MAX:"),
+    ),
+}
 
-MUTANTS = (
-    # A session that raises costs itself only.
-    Mutant(
-        STORE,
-        "        except Exception:  # noqa: BLE001 - the barrier of a connection",
-        "        except ZeroDivisionError:  # noqa: BLE001 - the barrier of a connection",
-        "tests/test_local_limits.py -k S2_what_raises",
-    ),
-    Mutant(
-        STORE,
-        "with self._barrier.around(what, partial(self._end, session, *bug)):",
-        "if what:",
-        "tests/test_local_limits.py -k S2_what_raises",
-    ),
-    Mutant(
-        STORE,
-        'self.turn_away(connection, "internal", what)',
-        "pass",
-        "tests/test_local_limits.py -k S2_what_raises",
-    ),
-    # Who is spoken to over the side channel, and how much of it is kept.
-    Mutant(
-        "kvstore/handover/cluster_key.py",
-        "        made.verify_mode = ssl.CERT_REQUIRED",
-        "        made.verify_mode = ssl.CERT_OPTIONAL",
-        "tests/test_side_channel.py -k S1_who_takes_any",
-    ),
-    Mutant(
-        "kvstore/handover/cluster_key.py",
-        "        made.minimum_version = ssl.TLSVersion.TLSv1_3",
-        "        pass",
-        "tests/test_side_channel.py -k S1_all_but",
-    ),
-    Mutant(
-        CHANNEL,
-        "        while self._unfinished > UNFINISHED_BYTES_MAX:",
-        "        while False:",
-        "tests/test_side_channel_limits.py -k S2_what_peers_leave_unfinished",
-    ),
-    Mutant(
-        CHANNEL,
-        "        while self._unread > UNREAD_BYTES_MAX:",
-        "        while False:",
-        "tests/test_side_channel_limits.py -k S2_what_peers_do_not_read",
-    ),
-    Mutant(
-        CHANNEL,
-        "        if len(young) >= GREETINGS_MAX:",
-        "        if False:",
-        "tests/test_side_channel_limits.py -k S2_connections_that_prove_nothing",
-    ),
-    Mutant(
-        CHANNEL,
-        "        if self._key is None and not is_loopback(host):\n            raise ConfigError(f",
-        "        if False:\n            raise ConfigError(f",
-        "tests/test_side_channel_limits.py -k S3_without_a_key_only_loopback_is_dialled",
-    ),
-    Mutant(
-        CHANNEL,
-        "            if self._key is None and not is_loopback(str(name[0])):",
-        "            if False:",
-        "tests/test_side_channel_limits.py -k S3_a_name",
-    ),
-    Mutant(
-        CHANNEL,
-        "        if self._key is None and not may_ask(tcp):",
-        "        if False:",
-        "tests/test_side_channel_limits.py -k S1_without_a_key",
-    ),
-    Mutant(
-        CHANNEL,
-        "            if self._key is None and not may_answer(sock):",
-        "            if False:",
-        "tests/test_side_channel_limits.py -k S1_without_a_key",
-    ),
-    Mutant(
-        CHANNEL,
-        " and now_ns >= self._paused_ns",
-        " and not self._paused_ns",
-        "tests/test_side_channel_limits.py -k S2_a_listener_without_descriptors",
-    ),
-    Mutant(
-        "kvstore/logs.py",
-        "LINES_MAX = 5",
-        "LINES_MAX = 5_000",
-        "tests/test_side_channel_limits.py -k S2_log_lines",
-    ),
-    # What an engine's configuration says of its private store reaches the store.
-    Mutant(
-        "kvstore/launch.py",
-        '        settings["engine"] = dict(engine)',
-        "        pass",
-        "tests/test_doors.py -k settings_that_an_engine_gives",
-    ),
-    Mutant(
-        "connectors/config.py",
-        "self.nvme, self.listen, self.engine)",
-        "self.nvme, self.listen)",
-        "tests/test_doors.py -k settings_that_an_engine_gives",
-    ),
-    Mutant(
-        "connectors/vllm.py",
-        "        refuse_engine_id(engine_id)\n",
-        "",
-        "tests/engine/test_connector.py -k S2_an_engine_whose_id",
-    ),
-    # Events that a router can read.
-    Mutant(
-        EVENTS,
-        "names, found.parent, found.tokens)",
-        "names, None, found.tokens)",
-        "tests/test_events.py -k O16_events_have_tokens",
-    ),
-    Mutant(
-        EVENTS,
-        "        if last >= len(hashes) or hashes[last] != block_hash:",
-        "        if False:",
-        "tests/test_events.py -k O16_a_prompt_that_was_shortened",
-    ),
-    Mutant(
-        EVENTS,
-        "            if not known or rules[group].trailing is not None:",
-        "            if not known:",
-        "tests/test_events.py -k O16_a_block_of_several",
-    ),
-    Mutant(
-        EVENTS,
-        '                self._client.count("events_untold")',
-        "                pass",
-        "tests/test_events.py -k O16_what_this_engine_has_no_tokens_of",
-    ),
-    Mutant(
-        EVENTS,
-        "        if len(self._described) > self._described_max:",
-        "        if False:",
-        "tests/test_events.py -k O16_what_is_remembered",
-    ),
-    Mutant(
-        EVENTS,
-        "            if len(self._published) > self._published_max:",
-        "            if False:",
-        "tests/test_events.py -k O16_what_is_remembered",
-    ),
-    Mutant(
-        EVENTS,
-        "                    del self._asked[block_hash]",
-        "                    pass",
-        "tests/test_events.py -k O16_what_comes_up_for_a_request",
-    ),
-    # A model that cannot go on from loaded KV.
-    Mutant(
-        "connectors/vllm_compat.py",
-        "            not config.cache_config.enable_prefix_caching\n"
-        "            and not config.scheduler_config.enable_chunked_prefill,",
-        "            False,",
-        "tests/engine/test_unsupported.py -k O22_a_model_that_cannot_go_on",
-    ),
-    # Loads end for want of arrivals.
-    Mutant(
-        LOADS,
-        "self._heard_ns = max(self._heard_ns, now_ns - coming.quiet_ms * 1_000_000)",
-        "pass",
-        "tests/test_long_loads.py -k P2_P7_B15_blocks",
-    ),
-    Mutant(
-        LOADS,
-        "        self._arrived_ns = now_ns\n\n    def restart",
-        "        pass\n\n    def restart",
-        "tests/test_long_loads.py -k B15_O8_a_disk_that_is_slow",
-    ),
-    Mutant(
-        LOADS,
-        "return self.quiet_ns(now_ns) >= self._quiet_ns or",
-        "return",
-        "tests/test_long_loads.py -k 'B15_a_peer_that_stalls and exporter'",
-    ),
-    Mutant(
-        LOADS,
-        "return self.quiet_ns(now_ns) >= self._quiet_ns or",
-        "return",
-        "tests/test_long_loads.py -k B15_a_disk_that_stalls",
-    ),
-    Mutant(
-        LOADS,
-        "or self.spent_ns(now_ns) >= self._limit_ns",
-        "",
-        "tests/test_long_loads.py -k B15_what_only_drips",
-    ),
-    # Limits of local messages.
-    Mutant(
-        LOOKUPS,
-        "        if blocks > limits.LOOKUP_BLOCKS_MAX:",
-        "        if False:",
-        "tests/test_store.py -k S2_a_lookup_has",
-    ),
-    Mutant(
-        LOOKUPS,
-        "        if len(session.asks) >= limits.ASKS_MAX:",
-        "        if False:",
-        "tests/test_store.py -k S2_lookups_that_wait",
-    ),
-    Mutant(
-        REQUESTS,
-        "        if len(self._leases) >= REQUESTS_MAX:",
-        "        if False:",
-        "tests/test_request_leases.py -k S2_requests",
-    ),
-    Mutant(
-        "kvstore/core/layout.py",
-        "    if layers > limits.ENGINE_LAYERS_MAX:",
-        "    if False:",
-        "tests/test_layout.py -k S2_layers",
-    ),
-    Mutant(
-        STORE,
-        "        self._check_layers(hello)\n",
-        "",
-        "tests/test_store.py -k S2_layers",
-    ),
-    Mutant(
-        SERVER,
-        "                if connection.refused or connection.outbox_bytes"
-        " > limits.OUTBOX_BYTES_MAX:\n                    break\n",
-        "",
-        "tests/test_local_limits.py -k S2_one_read",
-    ),
-    # What wakes a namespace.
-    Mutant(
-        STORE,
-        "            session.namespace.sessions.add(session)\n"
-        "            self._wake(session.namespace)\n",
-        "            session.namespace.sessions.add(session)\n",
-        "tests/test_turns.py -k S4_a_namespace_is_visited",
-    ),
-    Mutant(
-        STORE,
-        "                namespace.tiering.clear()\n                self._wake(namespace)\n",
-        "                namespace.tiering.clear()\n",
-        "tests/test_turns.py -k S4_a_namespace_is_visited",
-    ),
-    Mutant(
-        "kvstore/store/extents.py",
-        "                self._wake(donor)\n",
-        "",
-        "tests/test_turns.py -k S4_a_namespace_wakes_when_its_memory",
-    ),
-    Mutant(
-        "tiers/nvme/disk.py",
-        "            self.wake(space)\n            self._commits.hurry()\n",
-        "            self._commits.hurry()\n",
-        "tests/test_turns.py -k S4_what_is_written",
-    ),
-    # What decides the bytes, who may say what, and what ends when.
-    Mutant(
-        "connectors/vllm_identity.py",
-        'facts["lengths"] = [decided_by_length(model, code, length) for length in lengths]',
-        'facts["lengths"] = []',
-        "tests/engine/test_length.py -x",
-    ),
-    Mutant(
-        SERVER,
-        "        self._leave_all_but_engines()\n",
-        "",
-        "tests/test_store_disk.py -k while_a_peer_calls",
-    ),
-    # Others.
-    Mutant(
-        "tiers/nixl/exporter_child.py",
-        '[sys.executable, "-P", "-m", "tiers.nixl.exporter", service]',
-        '[sys.executable, "-m", "tiers.nixl.exporter", service]',
-        "tests/test_doors.py -k S1_children",
-    ),
-    Mutant(
-        "tiers/nvme/remount.py",
-        "        fresh.open(damage)",
-        "        fresh.open()",
-        "tests/test_nvme_failing.py -k damaged_before",
-    ),
-    Mutant(
-        "kvstore/handover/peers.py",
-        "        if asked or self.producer.serves(namespace) or"
-        " (inlet is not None and inlet.in_use):",
-        "        if False:",
-        "tests/test_peers_life.py -k S4_a_namespace",
-    ),
-    # What a slot holds, and until when.
-    Mutant(
-        MANAGER,
-        "elif parent is not None and (above is None or above.state is not _READY):",
-        "elif parent is not None and above is None and False:",
-        "tests/test_manager.py",
-    ),
-    Mutant(
-        MANAGER,
-        "            generations[slot] = (generations[slot] + 1) & 0xFFFFFFFF\n",
-        "",
-        "tests/test_manager.py -k O20_each_grant",
-    ),
-    Mutant(
-        MANAGER,
-        "        self._grow_generation(slot, 2)\n",
-        "        self._grow_generation(slot, 1)\n",
-        "tests/test_tiering.py tests/test_manager.py -k O15_O20",
-    ),
-    Mutant(
-        MANAGER,
-        "        elif entry is not None and entry.state is not _WRITING:\n"
-        "            outcome = StoreOutcome.DUPLICATE",
-        "        elif entry is not None and entry.state is _READY:\n"
-        "            outcome = StoreOutcome.DUPLICATE",
-        "tests/test_tiering.py -k O11_O20",
-    ),
-    Mutant(
-        MANAGER,
-        '        if entry.slot in self._retiring:\n            self.drop(entry.key, "resize")\n',
-        "",
-        "tests/test_manager.py",
-    ),
-    Mutant(
-        MANAGER,
-        "                if entry.slot in bad and entry.state is _READY and self._is_here(entry):",
-        "                if False:",
-        "tests/test_manager.py -k O15_damaged",
-    ),
-    Mutant(
-        "kvstore/core/leases.py",
-        "        for entry in lease.pinned:\n            entry.pins += 1\n",
-        "",
-        "tests/test_manager.py -k O20_a_leased_block",
-    ),
-    *(
-        Mutant(MANAGER, found, instead, "tests/test_manager.py -k O20_a_leased_path")
-        for found, instead in (
-            (
-                "        self.leases.pin_all()\n        self._policy.inherit(entry)\n",
-                "        self._policy.inherit(entry)\n",
-            ),
-            (
-                "        self.leases.pin_all()\n        for slot, entry in self._granted",
-                "        for slot, entry in self._granted",
-            ),
-            ("            self.leases.pin_all()\n            if late", "            if late"),
-        )
-    ),
-    Mutant(
-        "kvstore/core/lookup.py",
-        "wanted = need if at_limit is None or end < limit else at_limit",
-        "wanted = need",
-        "tests/test_lookup.py -k O3",
-    ),
-    Mutant(
-        "kvstore/core/lookup.py",
-        "return Answer(answer.blocks, pending=coming.blocks > answer.blocks)",
-        "return Answer(answer.blocks, pending=True)",
-        "tests/test_lookup.py -k O3",
-    ),
-    Mutant(
-        "kvstore/core/tiering.py",
-        "            if tier.lookup(queue[0][0]) is LookupResult.RETRY:\n                return",
-        "            if False:\n                return",
-        "tests/test_tiering.py tests/test_tiers.py",
-    ),
-    Mutant(
-        "kvstore/core/layout.py",
-        "_digest((FORMAT, orders))",
-        "_digest((FORMAT,))",
-        "tests/test_layout.py",
-    ),
-    Mutant(
-        "kvstore/core/tiering.py",
-        "            work.cleared = True\n",
-        "            pass\n",
-        "tests/test_tiers.py -k O17",
-    ),
-    # The store: an engine's own slots, leases and blocks only.
-    Mutant(
-        STORE,
-        "            if slot not in session.granted:",
-        "            if False:",
-        "tests/test_store_blocks.py tests/test_store.py -k O23_a_report",
-    ),
-    Mutant(
-        STORE,
-        "            writing.ok = writing.ok and message.ok\n",
-        "            writing.ok = message.ok\n",
-        "tests/test_store_blocks.py tests/test_store.py -k O18",
-    ),
-    Mutant(
-        STORE,
-        "        namespace.manager.give_back(session.granted)\n",
-        "",
-        "tests/test_store.py tests/test_store_blocks.py -k O23",
-    ),
-    Mutant(
-        LOOKUPS,
-        "        return pinned > 0 and leased > self._engine.leased_bytes",
-        "        return False",
-        "tests/test_store.py tests/test_store_blocks.py -k O20_leases_are_capped",
-    ),
-    Mutant(
-        SERVER,
-        "        if not trusted(uid, self._config.server.allow):",
-        "        if False:",
-        "tests/test_doors.py -k S1",
-    ),
-    Mutant(
-        "kvstore/store/tier_guard.py",
-        "except BaseException as exc:\n        said",
-        "except ZeroDivisionError as exc:\n        said",
-        "tests/test_tier_guard.py",
-    ),
-    Mutant(
-        STORE,
-        "        for lease_id in namespace.manager.leases.of_owner(session.number):\n"
-        "            self._lookups.end_lease(session, namespace, lease_id)\n",
-        "",
-        "tests/test_store.py tests/test_store_blocks.py -k O20_leases_end",
-    ),
-    Mutant(
-        LOOKUPS,
-        "        leases.extend(lease_id, now_ns + self._engine.lease_ns)\n",
-        "",
-        "tests/test_long_loads.py -k B15_O8_a_disk_that_is_slow",
-    ),
-    Mutant(
-        STORE,
-        "        if namespace.layout.unnamed:\n            namespace.manager.clear()",
-        "        if False:\n            namespace.manager.clear()",
-        "tests/test_unnamed.py",
-    ),
-    Mutant(
-        LOOKUPS,
-        "        alone = memory_only or namespace.layout.unnamed",
-        "        alone = memory_only",
-        "tests/test_unnamed.py",
-    ),
-    Mutant(
-        LOOKUPS,
-        "if ask.direct is None and self._too_many(namespace, pinned, needs):",
-        "if False:",
-        "tests/test_tiers.py -k O20_what_an_engine",
-    ),
-    # Doors.
-    Mutant(
-        "kvstore/wire/credentials.py",
-        "        if not trusted(uid, named):",
-        "        if False:",
-        "tests/test_doors.py -k S1",
-    ),
-    # Hand-over: what arrives is checked, confirmed and late writes land nowhere else.
-    Mutant(
-        CONSUMER,
-        "        if fetch.peer != peer:\n            raise ProtocolError",
-        "        if False:\n            raise ProtocolError",
-        "tests/test_export.py tests/test_peers.py tests/test_peer_limits.py",
-    ),
-    Mutant(
-        CONSUMER,
-        "            fetch.ended = reason not in m.MAY_BE_WRITTEN",
-        "            fetch.ended = True",
-        "tests/test_direct_push.py -k B20_direct_a_slot",
-    ),
-    Mutant(
-        CONSUMER,
-        "        if end.reason not in m.MAY_BE_WRITTEN:",
-        "        if True:",
-        "tests/test_export.py -k P8_a_write",
-    ),
-    Mutant(
-        CONSUMER,
-        "        if waited_for and now_ns - fetch.arrived_ns < self._waits.limit_ns:",
-        "        if waited_for:",
-        "tests/test_long_loads.py -k B15_an_engine_that_hangs",
-    ),
-    Mutant(
-        PRODUCER,
-        "if not job.over and not job.released and now_ns >= job.deadline_ns:",
-        "if False:",
-        "tests/test_export.py",
-    ),
-    Mutant(
-        PRODUCER,
-        "        if job.over:\n            return ()\n",
-        "",
-        "tests/test_export.py",
-    ),
-    Mutant(
-        PRODUCER,
-        "            again.update(position for position in told if job.is_overwritten(position))",
-        "            pass",
-        "tests/test_direct_engine.py tests/test_export.py",
-    ),
-    Mutant(
-        PRODUCER,
-        "        if self.request_leases.ambiguous(want.request):",
-        "        if False:",
-        "tests/test_export.py tests/test_request_leases.py tests/test_peers.py",
-    ),
-    Mutant(
-        CONSUMER,
-        "        given_up = part.positions if fetch.released else wrong",
-        "        given_up = part.positions if fetch.released else ()",
-        "tests/test_export.py tests/test_peers.py -k 'sum or corrupt or B19'",
-    ),
-    Mutant(
-        CONSUMER,
-        "            self._late_writes.setdefault(fetch.number, []).extend(slots)",
-        "            self._landing.give_back(slots)",
-        "tests/test_export.py tests/test_peers.py tests/test_peers_life.py",
-    ),
-    Mutant(
-        REQUESTS,
-        "            hand.deadline_ns = max(hand.deadline_ns, end_ns)\n\n    def report",
-        "            pass\n\n    def report",
-        "tests/test_request_leases.py",
-    ),
-    Mutant(
-        REQUESTS,
-        "        if hand.consumers not in {0, consumers}:",
-        "        if False:",
-        "tests/test_request_leases.py",
-    ),
-    Mutant(
-        REQUESTS,
-        '        if hand.running or hand.wanted:\n            return "waits"\n',
-        "",
-        "tests/test_request_leases.py -k L6",
-    ),
-    Mutant(
-        PRODUCER,
-        "if hello.version != m.VERSION:",
-        "if False:",
-        "tests/test_export.py -k B3_another",
-    ),
-    Mutant(
-        RUNS,
-        "        if max(slots, default=0) >= region.slots:",
-        "        if False:",
-        "tests/test_export.py -k S2_landing",
-    ),
-    Mutant(
-        CONSUMER,
-        "            if not fetch.states.are(run, CHECKED):",
-        "            if False:",
-        "tests/test_export.py -k B19_a_peer",
-    ),
-    Mutant(
-        REQUESTS,
-        "            if self.held_bytes + hand.slot_bytes <= self._held_bytes_max:",
-        "            if True:",
-        "tests/test_request_leases.py -k S2_no_more",
-    ),
-    # A turn asks the system nothing that nothing has changed for.
-    Mutant(
-        "tiers/nixl/supervisor.py",
-        "            told = bool(self._epoll.poll(0))",
-        "            told = True",
-        "tests/test_turns.py -k asks_nothing",
-    ),
-    Mutant(
-        "tiers/nvme/disk.py",
-        "        if now_s < self._idle_until_s and not (under_way or self._shared.visits):",
-        "        if False:",
-        "tests/test_turns.py -k asks_nothing",
-    ),
-    Mutant(
-        "connectors/vllm_compat.py",
-        "    if all((*runner.values(), *blocks.values())):",
-        "    if False:",
-        "tests/engine/test_geometry.py -k O13_a_runner",
-    ),
-    # Memory is taken where there is some.
-    Mutant(
-        "tiers/cpu.py",
-        "    if wanted + MARGIN_BYTES > left.bytes:",
-        "    if False:",
-        "tests/test_memory_limits.py -k S5_an_extent",
-    ),
-    Mutant(
-        "tiers/cpu.py",
-        "        if self._used + self.extent_bytes > self.capacity_bytes:",
-        "        if False:",
-        "tests/test_cpu_tier.py",
-    ),
-    # Counters.
-    Mutant(
-        "kvstore/metrics.py",
-        "        self.counts.update(dict.fromkeys(zeros(tiers), 0))",
-        "        pass",
-        "tests/test_metrics.py -k M3",
-    ),
-    # A load holds up a step only where nothing else could run, and all is there to be copied.
-    *(
-        Mutant(SCHEDULER, found, "", "tests/test_step_loads.py -k O6")
-        for found in (
-            "            and len(self._requests) == 1\n",
-            "            and self._scheduled.keys() <= self._ended | self._requests.keys()\n",
-            "            and tracked.remote is NO_REMOTE\n",
-            "            and tracked.repeatable\n",
-            "            and not grant.sources\n",
-            "            and not any(hits.has_direct for hits in grant.hits)\n",
-            "            and loads.fits(-(-tokens // self._geometry.block_tokens))\n",
-        )
-    ),
-    *(
-        Mutant(SCHEDULER, found, instead, "tests/test_step_loads.py -k O6")
-        for found, instead in (
-            ("asynchronous = beside or ", "asynchronous = "),
-            ("beside or transfer.direct or ", "beside or "),
-            (" or not StepLoads.serves(geometry.rules)", ""),
-            ("        self._ended.add(request_id)\n", ""),
-        )
-    ),
-    # What it left wrong is neither stored, nor found by others, nor taken for loaded.
-    Mutant(
-        SCHEDULER,
-        "may_fail = self._beside or tracked.in_step",
-        "may_fail = self._beside",
-        "tests/test_step_loads.py -k O15",
-    ),
-    Mutant(
-        SCHEDULER,
-        "list(ids[tracked.local // self._geometry.engine_block_tokens[0] :])",
-        "()",
-        "tests/test_step_loads.py -k O15",
-    ),
-    Mutant(
-        WORKER,
-        "self._bad_blocks.update(task.job.engine.block_ids)",
-        "pass",
-        "tests/test_worker_half.py -k O15_a_load_in_a_step",
-    ),
-    Mutant(
-        WORKER,
-        "self._runner.wait(lambda: all(task.outcome is not None for task in tasks))",
-        "pass",
-        "tests/test_worker_half.py -k O6_a_load_in_a_step",
-    ),
-    Mutant(
-        WORKER,
-        "wait_ns = 0 if job.in_step else self._wait_ns",
-        "wait_ns = self._wait_ns",
-        "tests/test_worker_half.py -k O8_a_load_in_a_step",
-    ),
-    Mutant(
-        WORKER,
-        "names = () if outcome.task.job.in_step else (outcome.task.job.request_id,)",
-        "names = (outcome.task.job.request_id,)",
-        "tests/test_worker_half.py -k in_a_step",
-    ),
-    Mutant(
-        LOADS,
-        "        if reused.size:\n",
-        "        if False:\n",
-        "tests/test_worker_half.py -k O15_a_slot_that_is_reused_while",
-    ),
-    Mutant(
-        "connectors/known_keys.py",
-        "            if len(known) >= SET_KEYS_MAX:\n",
-        "            if False:\n",
-        "tests/test_scheduler_edges.py -k O8_no_set",
-    ),
-)
+
+def _mutant(path: str, tests: str, found: str, instead: str | None = None) -> Mutant:
+    if instead is None:
+        instead = re.sub(r"^(if|elif|while) .*:$", r"\1 False:", found, count=1, flags=re.MULTILINE)
+        instead = "pass" if instead == found else instead
+    files, dash, word = tests.partition(" -")
+    named = re.sub(r"(engine/)?(\w+)", r"tests/\1test_\2.py", files)
+    return Mutant(path, found, instead, named + dash + word)
+
+
+MUTANTS = tuple(_mutant(path, *line) for path, lines in LINES.items() for line in lines)
 
 
 def run(mutant: Mutant, folder: Path) -> str:

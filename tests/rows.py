@@ -18,21 +18,15 @@ COLLECTED = ("tests/**/test_*.py", "kvstore/testing/*.py")
 
 _LATER = "## Not yet"
 _ROW = re.compile(r"^\| ([A-Z]\d+) \| .+ \|$", re.MULTILINE)
-_LATER_ROW = re.compile(r"^\| ([A-Z]\d+\b.*?) \| .+ \|$", re.MULTILINE)
-_RANGE = re.compile(r"([A-Z])(\d+)(?: to \1(\d+))?")
+_LATER_ROWS = re.compile(r"^\| ([A-Z]\d+(?:, [A-Z]\d+)*) \| .+ \|$", re.MULTILINE)
 _NAMED = re.compile(r"test_((?:[A-Z]\d+_)+)")
 
 
 def rows_of(page: str) -> tuple[list[str], set[str]]:
     """Return the ids of a contract's rows, and which of them are not to be kept yet."""
     table, _, later = page.partition(_LATER)
-    ranges = ", ".join(_LATER_ROW.findall(later))
-    named = {
-        f"{letter}{number}"
-        for letter, first, last in _RANGE.findall(ranges)
-        for number in range(int(first), int(last or first) + 1)
-    }
-    return _ROW.findall(table), named
+    named = (row for rows in _LATER_ROWS.findall(later) for row in rows.split(", "))
+    return _ROW.findall(table), set(named)
 
 
 def names_of(source: str) -> Iterator[str]:

@@ -21,6 +21,7 @@ from tests.bench import export, handover
 from tests.bench.clock import Clock
 from tests.bench.report import Result, as_json
 from tests.bench.store import StoreProcess
+from tests.bench.ttft import COLD
 from tests.harness.live import eventually
 
 ROOT = Path(__file__).parent.parent
@@ -115,18 +116,15 @@ def test_the_clock_of_another_process_counts_what_it_runs() -> None:
 
 
 def test_times_of_a_hand_over_are_compared_within_rounds() -> None:
-    times = {
-        (handover.COLD, "pull"): [1.0, 2.0, 4.0],
-        (handover.HANDED_OVER, "pull"): [0.01, 0.04, 0.12],
-        (handover.COLD, "push"): [1.0, 1.0, 1.0],
-        (handover.HANDED_OVER, "push"): [0.01, 0.02, 0.03],
-        (handover.COLD, "direct"): [1.0, 1.0, 1.0],
-        (handover.HANDED_OVER, "direct"): [0.01, 0.01, 0.01],
-        (handover.COLD, "direct_push"): [1.0, 1.0, 1.0],
-        (handover.HANDED_OVER, "direct_push"): [0.03, 0.02, 0.03],
-        (handover.COLD, handover.NATIVE): [1.0, 1.0, 1.0],
-        (handover.HANDED_OVER, handover.NATIVE): [0.02, 0.02, 0.03],
+    rounds = {  # seconds that computing took, and going on
+        "pull": ([1.0, 2.0, 4.0], [0.01, 0.04, 0.12]),
+        "push": ([1.0, 1.0, 1.0], [0.01, 0.02, 0.03]),
+        "direct": ([1.0, 1.0, 1.0], [0.01, 0.01, 0.01]),
+        "direct_push": ([1.0, 1.0, 1.0], [0.03, 0.02, 0.03]),
+        handover.NATIVE: ([1.0, 1.0, 1.0], [0.02, 0.02, 0.03]),
     }
+    times = {(COLD, system): cold for system, (cold, _) in rounds.items()}
+    times |= {(handover.HANDED_OVER, system): handed for system, (_, handed) in rounds.items()}
     results = handover.results(times)
     (share,) = of(results, name=handover.HANDED_OVER, system="pull")
     assert (share.value, share.reference) == (40.0, 2000.0)
@@ -140,7 +138,7 @@ def test_times_of_a_hand_over_are_compared_within_rounds() -> None:
     assert written.ratio == pytest.approx(1.0)
     for one in results:
         expected = "tcp" if one.parameters["system"] == "direct_push" else "shared memory"
-        assert one.parameters.get("transport") == (None if one.name == handover.COLD else expected)
+        assert one.parameters.get("transport") == (None if one.name == COLD else expected)
 
 
 @pytest.mark.parametrize(

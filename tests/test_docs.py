@@ -38,6 +38,7 @@ SECTIONS: dict[str, type[Section]] = {
     "[[tier]]": config.TierConfig,
     "kv_connector_extra_config": extra.ExtraConfig,
 }
+METRICS = {f"{spec.name}_total" if spec.kind == "counter" else spec.name: spec for spec in TABLE}
 
 
 def blocks(language: str) -> list[Any]:
@@ -61,9 +62,8 @@ def check_transfer_config(table: dict[str, Any]) -> None:
 def test_json_is_read(block: str) -> None:
     table = json.loads(block)
     if "bench" in table:
-        keys = set(json.loads(as_json("b", [Result(name="n", value=1, unit="u", better="lower")]))
-                   ["results"][0])  # fmt: skip
-        assert all(keys <= set(result) for result in table["results"])
+        (row,) = json.loads(as_json("b", [Result("n", 1, "u")]))["results"]
+        assert all(row.keys() <= result.keys() for result in table["results"])
     else:
         check_transfer_config(table)
 
@@ -112,15 +112,16 @@ def test_commands_exist(block: str) -> None:
             cli._parser().parse_args(line[1:])
 
 
+def part(page: str, heading: str) -> str:
+    """What is under a heading of a page."""
+    return text(page).partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
 def rows(page: str, heading: str) -> dict[str, list[str]]:
     """The first table under a heading: first column without backquotes, to the other columns."""
-    body = text(page).partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    found = {}
-    for line in body.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if line.startswith("| `"):
-            found[cells[0].strip("`")] = cells[1:]
-    return found
+    lines = [line for line in part(page, heading).splitlines() if line.startswith("| `")]
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    return {first.strip("`"): others for first, *others in cells}
 
 
 def default_of(setting: Setting) -> str:
@@ -159,8 +160,7 @@ def test_every_setting_is_explained_with_its_default(section: str) -> None:
 
 def test_every_metric_is_explained() -> None:
     page = text("docs/reference/metrics.md")
-    for spec in TABLE:
-        name = f"{spec.name}_total" if spec.kind == "counter" else spec.name
+    for name, spec in METRICS.items():
         labels = ", ".join(spec.labels) or "-"
         assert f"| `{name}` | {spec.kind} | {labels} | {spec.help} |" in page
     assert len(re.findall(r"^\| `kvstore_", page, re.MULTILINE)) == len(TABLE)
@@ -168,8 +168,7 @@ def test_every_metric_is_explained() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_metrics_that_are_named_exist(name: str) -> None:
-    known = {f"{spec.name}_total" if spec.kind == "counter" else spec.name for spec in TABLE}
-    assert set(re.findall(r"\b(?<!vllm:)kvstore_[a-z_]+", text(name))) <= known
+    assert set(re.findall(r"\b(?<!vllm:)kvstore_[a-z_]+", text(name))) <= METRICS.keys()
 
 
 def subcommands() -> Iterator[tuple[str, list[str]]]:
@@ -183,27 +182,24 @@ def subcommands() -> Iterator[tuple[str, list[str]]]:
 
 
 def test_every_command_and_option_is_explained() -> None:
-    page = text("docs/reference/cli.md")
+    page = "docs/reference/cli.md"
     for command, options in subcommands():
-        part = page.partition(f"\n## kvstore {command}\n")[2].partition("\n## ")[0]
-        assert part, command
-        assert all(option in part for option in options), command
-    assert all(f"`{name}` measures" in page for name in bench.BENCHES)
+        body = part(page, f"kvstore {command}")
+        assert body, command
+        assert all(option in body for option in options), command
+    assert all(f"`{name}` measures" in text(page) for name in bench.BENCHES)
 
 
 def test_every_message_is_explained() -> None:
-    page = text("docs/reference/protocol.md")
-    assert f"version {engine.VERSION}." in page
-    for heading, union in (
-        ("Engine to store", engine.ToStore),
-        ("Store to engine", engine.ToEngine),
-    ):
+    page = "docs/reference/protocol.md"
+    assert f"version {engine.VERSION}." in text(page)
+    unions = {"Engine to store": engine.ToStore, "Store to engine": engine.ToEngine}
+    for heading, union in unions.items():
         expected = {
             kind.__name__: ", ".join(f"`{field}`" for field in kind.__struct_fields__) or "-"
             for kind in typing.get_args(union)
         }
-        found = rows("docs/reference/protocol.md", heading)
-        assert {name: cells[0] for name, cells in found.items()} == expected
+        assert {name: cells[0] for name, cells in rows(page, heading).items()} == expected
 
 
 def anchors(name: str) -> set[str]:
@@ -230,14 +226,9 @@ def test_every_page_is_linked_from_the_readme() -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "decisions" in name])
 def test_decisions_say_problem_choice_and_price(name: str) -> None:
-    headings = re.findall(r"^## (.*)$", text(name), re.MULTILINE)
-    assert [heading for heading in headings if heading in {"Problem", "Choice", "Price"}] == [
-        "Problem",
-        "Choice",
-        "Price",
-    ]
-    number = Path(name).name[:3]
-    assert text(name).startswith(f"# {number}: ")
+    headings = re.findall(r"^## (Problem|Choice|Price)$", text(name), re.MULTILINE)
+    assert headings == ["Problem", "Choice", "Price"]
+    assert text(name).startswith(f"# {Path(name).name[:3]}: ")
 
 
 def test_every_test_that_shows_a_fault_exists() -> None:

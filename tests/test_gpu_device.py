@@ -5,7 +5,6 @@ The fake is what makes a missing wait fail: a device would mostly run things in 
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 from collections.abc import Callable
@@ -20,16 +19,24 @@ from connectors.copies.gpu.device import CudaDevice, GpuCopier, Queued
 from connectors.copies.gpu.measure import Choice, Rate, chosen
 from connectors.copies.gpu.pins import Pins, explain, pieces_of
 from connectors.copies.gpu.plan import Words
-from connectors.copies.host import MappedExtent, SlotMap
+from connectors.copies.host import SlotMap
 from kvstore.core.errors import TierError
 from kvstore.core.layout import Move
 from tests.harness.fake_cuda import COMPUTE, FakeCuda
-from tests.harness.gpu_layouts import Bytes, Engine, engine_of, fill_random, random_engine
-from tests.test_gpu_plan import BLOCKS, POISON, SLOTS, slots_for, some_moves
+from tests.harness.gpu_layouts import (
+    CHOICES,
+    POISON,
+    Bytes,
+    Engine,
+    engine_of,
+    extent_of,
+    fill_random,
+    random_engine,
+    some_moves,
+)
+from tests.test_gpu_plan import BLOCKS, SLOTS, slots_for
 
-KERNEL = Choice(((1, 8),), ((1, 8),))
-ENGINES = Choice(((1, 0),), ((1, 0),))
-CHOICES = {"kernel": KERNEL, "engines": ENGINES}
+KERNEL = CHOICES["kernel"]
 NAME = "bf16, LBNHC"
 
 
@@ -86,7 +93,7 @@ def until(done: Callable[[], bool]) -> None:
 def test_blocks_go_to_slots_and_back_whatever_runs_first(seed: int, choice: str) -> None:
     rng = random.Random(seed)
     rig = Rig(random_engine(rng, BLOCKS), CHOICES[choice], seed)
-    moves = some_moves(rig.engine, rng)
+    moves = some_moves(rig.engine, rng, BLOCKS, 2 * SLOTS)
     rng.shuffle(moves)
     cuts = sorted(rng.sample(range(len(moves) + 1), min(2, len(moves))))
     jobs = [moves[a:b] for a, b in zip([0, *cuts], [*cuts, len(moves)], strict=True)]
@@ -332,13 +339,6 @@ def test_closing_twice_closes_once() -> None:
 # Pinned memory
 
 
-def extent_of(slots: int, size: int) -> MappedExtent:
-    fd = os.memfd_create("slots")
-    total = slots * size + 4096
-    os.truncate(fd, total)
-    return MappedExtent(fd, 0, slots, size, total, slots * size)
-
-
 def test_registrations_end_where_slots_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("connectors.copies.gpu.pins.PIECE_BYTES", 50_000)
     extent = extent_of(7, 12288)
@@ -352,7 +352,7 @@ def test_registrations_end_where_slots_end(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_copies_run_in_memory_registered_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("connectors.copies.gpu.pins.PIECE_BYTES", 1)
-    rig = Rig(choice=ENGINES)
+    rig = Rig(choice=CHOICES["engines"])
     assert len(rig.cuda.pinned_ranges) == 2 * SLOTS
     rig.finish(rig.copy([Move(0, b, b, 0) for b in range(BLOCKS)], store=True))
 
@@ -482,9 +482,8 @@ def test_each_group_is_moved_by_who_is_fast_at_its_runs() -> None:
 
 def test_slots_are_found_in_any_extent() -> None:
     slots = SlotMap()
-    first, second = extent_of(4, 4096), extent_of(4, 4096)
+    first, second = extent_of(4, 4096), extent_of(4, 4096, first=4)
     slots.add(1, first)
-    second.first = 4
     slots.add(2, second)
     found = slots.addresses(np.array([5, 0, 7, 3], np.int64)).tolist()
     assert found == [

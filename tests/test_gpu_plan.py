@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import random
 
 import numpy as np
@@ -24,37 +23,30 @@ from connectors.copies.gpu.plan import (
 from connectors.copies.host import HostCopier, LayerCache, MappedExtent, SlotMap, pieces_of
 from kvstore.core.errors import TierError
 from kvstore.core.layout import GroupLayout, LayerRun, Move, RankLayout
-from tests.harness.gpu_layouts import Bytes, Engine, cases, engine_of, fill_random, random_engine
+from tests.harness.gpu_layouts import (
+    PAGE,
+    POISON,
+    Bytes,
+    Engine,
+    cases,
+    engine_of,
+    extent_of,
+    fill_random,
+    random_engine,
+    some_moves,
+)
 from tests.harness.gpu_twin import items
 
-BLOCKS, SLOTS, PAGE = 7, 6, 4096
-POISON = 0xEE
+BLOCKS, SLOTS = 7, 6
 
 
 def slots_for(engine: Engine, extents: int = 2) -> tuple[SlotMap, list[MappedExtent]]:
-    """Poisoned slots in extents that are anywhere in memory."""
+    """Slots in extents that are anywhere in memory."""
     made, size = SlotMap(), engine.layout.slot_bytes
-    total = SLOTS * size + PAGE
-    parts = []
-    for number in range(extents):
-        fd = os.memfd_create("slots")
-        os.truncate(fd, total)
-        parts.append(MappedExtent(fd, number * SLOTS, SLOTS, size, total, SLOTS * size))
-        parts[-1].data.fill_(POISON)
-        made.add(number, parts[-1])
+    parts = [extent_of(SLOTS, size, number * SLOTS) for number in range(extents)]
+    for number, part in enumerate(parts):
+        made.add(number, part)
     return made, parts
-
-
-def some_moves(engine: Engine, rng: random.Random) -> list[Move]:
-    """Engine blocks in any order, each with a part of a slot to itself."""
-    moves = []
-    for group, per in enumerate(engine.geometry.blocks_per_chunk):
-        parts = [(slot, part) for slot in range(2 * SLOTS) for part in range(per)]
-        parts = [p for p in parts if p[0] % len(engine.groups) == group]  # slots are of one group
-        blocks = rng.sample(range(BLOCKS), rng.randint(0, BLOCKS))
-        chosen = rng.sample(parts, min(len(blocks), len(parts)))
-        moves += [Move(group, b, s, p) for b, (s, p) in zip(blocks, chosen, strict=False)]
-    return moves
 
 
 def memory(address: int, size: int) -> Bytes:
@@ -80,7 +72,7 @@ def run(
 def check(engine: Engine, rng: random.Random, how: str) -> None:
     fill_random(engine, rng.randrange(1000))
     slots, extents = slots_for(engine)
-    moves = some_moves(engine, rng)
+    moves = some_moves(engine, rng, BLOCKS, 2 * SLOTS)
     run(plans(engine.layout, engine.caches, store=True), moves, slots, how=how, store=True)
     size = engine.layout.slot_bytes
     expected = np.full((2 * SLOTS, size), POISON, np.uint8)
@@ -130,7 +122,7 @@ def test_the_copier_for_host_memory_fills_slots_with_the_same_bytes(seed: int) -
     fill_random(engine, seed % 1000)
     ours, one = slots_for(engine)
     theirs, two = slots_for(engine)
-    moves = some_moves(engine, rng)
+    moves = some_moves(engine, rng, BLOCKS, 2 * SLOTS)
     run(plans(engine.layout, engine.caches, store=True), moves, ours, how="kernel", store=True)
     HostCopier(engine.caches, engine.layout).copy(moves, theirs, store=True)
     for a, b in zip(one, two, strict=True):

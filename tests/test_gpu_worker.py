@@ -17,7 +17,6 @@ import torch
 
 from connectors.copies.gpu import cuda as real
 from connectors.copies.gpu.device import CudaDevice
-from connectors.copies.gpu.measure import Choice
 from connectors.copies.host import Device, HostDevice, LayerCache, device_of
 from connectors.step_meta import StepMeta
 from kvstore.core.errors import NotSupported
@@ -25,11 +24,11 @@ from kvstore.core.types import make_key
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.harness.fake_cuda import COMPUTE, FakeCuda
+from tests.harness.gpu_layouts import CHOICES
 from tests.harness.live import LiveStore, eventually, store_settings
 from tests.harness.script import hashes
 from tests.harness.worker_rig import BLOCKS, POISON, Rig, heard
 
-CHOICES = {"kernel": Choice(((1, 8),), ((1, 8),)), "engines": Choice(((1, 0),), ((1, 0),))}
 LONG_S = 0.1  # enough for hundreds of looks at a copy
 
 

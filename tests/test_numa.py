@@ -25,10 +25,10 @@ from kvstore.check import Level, _nodes
 from kvstore.core.errors import ConfigError, TierIOError
 from tests.harness.fake_cuda import FakeCuda
 from tests.harness.fakes import SLOT_BYTES
+from tests.harness.gpu_layouts import extent_of
 from tests.harness.live import LiveStore, store_settings
 from tests.harness.worker_rig import Rig
 from tests.test_cpu_tier import wait_for
-from tests.test_gpu_device import extent_of
 from tiers.cpu import CpuExtent, CpuMemory
 
 SIZE = 4 << 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -23,20 +24,21 @@ from tests.demo.router import PATHS, Router, decode_leg, prefill_leg, read_engin
 from tests.harness.patience import WAIT_S
 
 HANDED = {"do_remote_prefill": True, "remote_request_id": "r", "remote_num_tokens": 64}
+Answers = Callable[[web.Request], Awaitable[web.StreamResponse]]
 BODY = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 20, "stream": True}
 
 
 class Engine:
     """Answers what it is told to, and keeps what it was asked."""
 
-    def __init__(self, answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> None:
+    def __init__(self, answer: Answers) -> None:
         self.asked: list[dict[str, Any]] = []
         self.headers: list[Mapping[str, str]] = []
         self._answer = answer
         app = web.Application()
         for path in PATHS:
             app.router.add_post(path, self._serve)
-        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models", says({"data": [{"id": "m"}]}))
         self.server = TestServer(app)
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
@@ -44,32 +46,26 @@ class Engine:
         self.headers.append(request.headers)
         return await self._answer(request)
 
-    async def _models(self, _request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "m"}]})
-
     @property
     def url(self) -> str:
         return str(self.server.make_url(""))
 
 
-async def computes(_request: web.Request) -> web.StreamResponse:
-    return web.json_response({"choices": [{"text": "a"}], "kv_transfer_params": HANDED})
+def says(body: Any, status: int = 200) -> Answers:  # noqa: ANN401 - JSON
+    async def answer(_request: web.Request) -> web.StreamResponse:
+        return web.json_response(body, status=status)
+
+    return answer
 
 
-async def hands_nothing(_request: web.Request) -> web.StreamResponse:
-    return web.json_response({"choices": [{"text": "a"}], "kv_transfer_params": None})
-
-
-async def breaks(_request: web.Request) -> web.StreamResponse:
-    return web.json_response({"error": "out of memory"}, status=500)
+computes = says({"choices": [{"text": "a"}], "kv_transfer_params": HANDED})
+hands_nothing = says({"choices": [{"text": "a"}], "kv_transfer_params": None})
+breaks = says({"error": "out of memory"}, 500)
+refuses = says({"error": {"message": "prompt too long"}}, 400)
 
 
 async def babbles(_request: web.Request) -> web.StreamResponse:
     return web.Response(text="<html>")
-
-
-async def refuses(_request: web.Request) -> web.StreamResponse:
-    return web.json_response({"error": {"message": "prompt too long"}}, status=400)
 
 
 async def streams(request: web.Request) -> web.StreamResponse:
@@ -102,19 +98,14 @@ class Rig:
 
     async def legs(self) -> dict[tuple[str, str], float]:
         text = await (await self.client.get("/metrics")).text()
-        lines = [line for line in text.splitlines() if line.startswith("router_legs_total{")]
-        found = {}
-        for line in lines:
-            _, leg, _, outcome, value = line.replace("}", "").split('"')
-            found[leg, outcome] = float(value)
-        return found
+        found = re.findall(
+            r'^router_legs_total{leg="(\w+)",outcome="(\w+)"} (.*)', text, re.MULTILINE
+        )
+        return {(leg, outcome): float(value) for leg, outcome, value in found}
 
 
 @asynccontextmanager
-async def rig(
-    prefill: Callable[[web.Request], Awaitable[web.StreamResponse]] = computes,
-    decode: Callable[[web.Request], Awaitable[web.StreamResponse]] = streams,
-) -> AsyncIterator[Rig]:
+async def rig(prefill: Answers = computes, decode: Answers = streams) -> AsyncIterator[Rig]:
     one, two = Engine(prefill), Engine(decode)
     async with AsyncExitStack() as ends:
         for engine in (one, two):
@@ -165,7 +156,7 @@ async def freezes(_request: web.Request) -> web.StreamResponse:
 @pytest.mark.parametrize("prefill", [breaks, babbles, freezes, None])
 @in_a_loop
 async def test_a_prefill_engine_that_fails_or_is_dead_costs_a_computation(
-    prefill: Callable[[web.Request], Awaitable[web.StreamResponse]] | None,
+    prefill: Answers | None,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -212,8 +203,8 @@ async def test_a_client_that_goes_away_ends_its_request_and_is_no_fault_of_the_e
 )
 @in_a_loop
 async def test_what_an_engine_answers_is_counted_and_a_refusal_passed_on(
-    prefill: Callable[[web.Request], Awaitable[web.StreamResponse]],
-    decode: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    prefill: Answers,
+    decode: Answers,
     status: int,
     legs: dict[tuple[str, str], float],
 ) -> None:

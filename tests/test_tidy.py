@@ -76,14 +76,9 @@ BROAD_EXCEPTS = (
 
 
 @cache
-def tree(path: str) -> ast.Module:
-    return ast.parse((ROOT / path).read_text(encoding="utf-8"), path)
-
-
-@cache
 def nodes(path: str) -> tuple[ast.AST, ...]:
     """All of a file's tree, which is walked by most tests."""
-    return tuple(ast.walk(tree(path)))
+    return tuple(ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"), path)))
 
 
 def matches(path: str, patterns: tuple[str, ...]) -> bool:
@@ -94,11 +89,6 @@ def top(dotted: str) -> str:
     return dotted.partition(".")[0]
 
 
-def package_of(path: str) -> str:
-    """Dotted name of the package that relative imports in this file start from."""
-    return ".".join(Path(path).parent.parts)
-
-
 def imported(path: str) -> Iterator[tuple[int, str]]:
     """Yield line and dotted name of each import, those inside functions and by string too."""
     for node in nodes(path):
@@ -106,8 +96,8 @@ def imported(path: str) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             name = "." * node.level + (node.module or "")
-            full = importlib.util.resolve_name(name, package_of(path)) if node.level else name
-            yield node.lineno, full
+            package = ".".join(Path(path).parent.parts)
+            yield node.lineno, importlib.util.resolve_name(name, package) if node.level else name
         elif (
             isinstance(node, ast.Call)
             and ast.unparse(node.func).split(".")[-1] in {"import_module", "__import__"}
@@ -115,12 +105,6 @@ def imported(path: str) -> Iterator[tuple[int, str]]:
             and isinstance(node.args[0], ast.Constant)
         ):
             yield node.lineno, str(node.args[0].value)
-
-
-def functions(path: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in nodes(path):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
 
 
 def room_of(path: str) -> str:
@@ -187,7 +171,7 @@ def test_the_core_imports_nothing_that_acts() -> None:
 
 
 def test_no_module_reads_the_environment() -> None:
-    """HandedOver it on whole to a child, `{**os.environ, ...}`, is no reading."""
+    """Handed on whole to a child, `{**os.environ, ...}`, is no reading."""
     wrong = []
     for path in SOURCES:
         handed_on = {
@@ -246,7 +230,8 @@ def test_files_and_functions_stay_short() -> None:
     long += [
         f"{path}:{node.lineno} {node.name} has {length} lines"
         for path in SOURCES + TESTS
-        for node in functions(path)
+        for node in nodes(path)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if (length := (node.end_lineno or node.lineno) - node.lineno + 1) >= FUNCTION_LINES_MAX
     ]
     assert not long

@@ -6,9 +6,7 @@ import contextlib
 import http.client
 import json
 import os
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,9 +15,15 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
-from tests.bench.engine import CLOSE_TIMEOUT_S, LOG_TAIL_LINES, EngineFailed, environment
+from tests.bench.engine import (
+    CLOSE_TIMEOUT_S,
+    LOG_TAIL_LINES,
+    EngineFailed,
+    environment,
+    short_name,
+)
+from tests.bench.store import free_port, get, scraped
 
 ANSWER_S = 600.0
 MODEL_NAME = "model"
@@ -49,7 +53,7 @@ class ApiServer:
     ) -> None:
         """folder: where its log goes. connector: a kv_transfer_config."""
         self.name = name
-        self.port = _port()
+        self.port = free_port()
         self.log_path = folder / f"{name}.log"
         settings = {
             "model": os.fspath(model),
@@ -103,12 +107,8 @@ class ApiServer:
     def metrics(self) -> dict[str, float]:
         """Return vLLM's counters without the `vllm:` prefix, as `name{source=host}`."""
         found: dict[str, float] = {}
-        for family in text_string_to_metric_families(get(self.port, "/metrics")[1].decode()):
-            for sample in family.samples:
-                own = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
-                tail = ",".join(f"{key}={value}" for key, value in sorted(own.items()))
-                name = sample.name.removeprefix("vllm:").removesuffix("_total")
-                found[f"{name}{{{tail}}}" if tail else name] = sample.value
+        for name, labels, value in scraped(self.port):
+            found[short_name(name.removesuffix("_total"), labels)] = value
         return found
 
     def end(self) -> None:
@@ -173,21 +173,3 @@ def _streamed(answer: http.client.HTTPResponse, began_s: float) -> Answer:
             ttft_s = time.perf_counter() - began_s
         tokens += new or []
     return Answer(tokens, ttft_s)
-
-
-def get(port: int, path: str, timeout_s: float = 60.0) -> tuple[int, bytes]:
-    """Return status and body of a page of this machine. Raises OSError."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
-    with contextlib.closing(connection):
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-
-
-def _port() -> int:
-    """Find a TCP port that nobody has, and that the system gives nobody: it is bound much later."""
-    while True:
-        port = 15_000 + secrets.randbelow(15_000)
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            if probe.connect_ex(("127.0.0.1", port)):
-                return port

@@ -15,9 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress
-
 from kvstore.core.errors import KVStoreError
 from kvstore.store import admin
 from kvstore.wire import engine as p
@@ -31,7 +28,7 @@ from tests.bench.attach_engine import (
     Request,
 )
 from tests.bench.echo import Echo
-from tests.bench.report import Result, percentile
+from tests.bench.report import Result, percentile, progress
 from tests.bench.store import StoreProcess
 
 LOOKUP_KEYS = 256
@@ -52,16 +49,14 @@ _BY_NAME = {name: [number] for number, name in enumerate(_NAMES)}
 
 def run(pairs: int | None) -> list[Result]:
     """Measure everything; pairs: round trips, instead of the default."""
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("lookups", total=1 + len(PROMPT_TOKENS))
+    with progress(1 + len(PROMPT_TOKENS)) as tell:
+        tell("lookups", 0)
         with _store() as store:
             results = _lookups(store, pairs or ROUND_TRIPS)
-        progress.advance(task)
         for prompt_tokens in PROMPT_TOKENS:
-            progress.update(task, description=f"scheduler half, prompts of {prompt_tokens}")
+            tell(f"scheduler half, prompts of {prompt_tokens}")
             with _store() as store:
                 results.append(_steps(store, prompt_tokens))
-            progress.advance(task)
     return results
 
 
@@ -88,31 +83,18 @@ def _lookups(store: StoreProcess, rounds: int) -> list[Result]:
         copied_bytes = engine.take_stats()["store_bytes"]
         packed = [b"".join(hashes) for hashes in prompts]
         ours, bare = _round_trips(engine, packed, rounds)
-    stored_bytes = stored * PAGE_BYTES
     p50, bare_p50 = statistics.median(ours) * 1e3, statistics.median(bare) * 1e3
+    how = {
+        "keys": LOOKUP_KEYS,
+        "resident_blocks": stored,
+        "round_trips": len(ours),
+        "p99_ms": round(percentile(ours, 0.99) * 1e3, 4),
+        "against": "echo",
+    }
+    copied = {"copied_bytes": copied_bytes, "stored_blocks": stored}
     return [
-        Result(
-            name="lookup_256_p50",
-            value=p50,
-            unit="ms",
-            better="lower",
-            reference=bare_p50,
-            ratio=p50 / bare_p50,
-            parameters={
-                "keys": LOOKUP_KEYS,
-                "resident_blocks": stored,
-                "round_trips": len(ours),
-                "p99_ms": round(percentile(ours, 0.99) * 1e3, 4),
-                "against": "echo",
-            },
-        ),
-        Result(
-            name="bytes_copied_over_new",
-            value=copied_bytes / stored_bytes,
-            unit="",
-            better="lower",
-            parameters={"copied_bytes": copied_bytes, "stored_blocks": stored},
-        ),
+        Result("lookup_256_p50", p50, "ms", bare_p50, how),
+        Result("bytes_copied_over_new", copied_bytes / (stored * PAGE_BYTES), "", None, copied),
     ]
 
 
@@ -203,18 +185,17 @@ def _steps(store: StoreProcess, prompt_tokens: int) -> Result:
         gc.unfreeze()
     p99_us, loop_p99_us = percentile(times_ns, 0.99) / 1e3, percentile(loops_ns, 0.99) / 1e3
     return Result(
-        name="scheduler_step_p99",
-        value=p99_us,
-        unit="us",
-        better="lower",
-        reference=loop_p99_us,
-        ratio=p99_us / loop_p99_us,
-        parameters={
+        "scheduler_step_p99",
+        p99_us,
+        "us",
+        loop_p99_us,
+        {
             "prompt_tokens": prompt_tokens,
             "in_flight": IN_FLIGHT,
             "block_tokens": BLOCK_TOKENS,
             "steps": STEPS,
             "p50_us": round(percentile(times_ns, 0.5) / 1e3, 1),
+            "max_us": round(max(times_ns) / 1e3, 1),
             "arrival_us": round(statistics.median(engine.arrival_ns) / 1e3, 1),
             "declined": declined,
             "against": "bare loop",

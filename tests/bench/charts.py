@@ -53,20 +53,12 @@ class Chart(NamedTuple):
     """One question. field: of the results. log: dots on a logarithmic axis instead of bars."""
 
     name: str
-    source: str
     title: str
     axis: str
     rows: tuple[Row, ...]
     field: str = "value"
     log: bool = False
     mark: float | None = None
-
-
-def _ways(transport: str, group: str, ways: dict[str, str], where: str) -> tuple[Row, ...]:
-    found = {"block_bytes": 2 * MIB, "transport": transport}
-    return tuple(
-        Row(group, label, {**found, "name": f"{way}_{where}"}) for way, label in ways.items()
-    )
 
 
 WAYS = {"pull": "pulled", "push": "pushed", "direct": "direct, pulled"}
@@ -78,7 +70,6 @@ PEERS = {"none": "no connector", "native": "vLLM's own offloading", "ours": "kvs
 
 CHARTS = (
     Chart(
-        "vllm",
         "vllm",
         "Time to first token of 8,190 tokens",
         "milliseconds, logarithmic",
@@ -96,7 +87,6 @@ CHARTS = (
     ),
     Chart(
         "attach",
-        "attach",
         "CPU time of a scheduler step, 256 requests in flight, 99th percentile",
         "microseconds",
         tuple(
@@ -105,7 +95,6 @@ CHARTS = (
         ),
     ),
     Chart(
-        "index",
         "index",
         "Lookup of 1,000 blocks that are all here, by blocks in memory",
         "microseconds, logarithmic",
@@ -118,7 +107,6 @@ CHARTS = (
     ),
     Chart(
         "nvme",
-        "nvme",
         "Disk rate with checksums, as a share of fio's",
         "rate / fio's rate, with 90 % interval; dashed: the target, 0.9",
         tuple(
@@ -130,7 +118,6 @@ CHARTS = (
         mark=0.9,
     ),
     Chart(
-        "nvme-index",
         "nvme-index",
         "Time from the start of a store's process",
         "seconds, logarithmic",
@@ -146,18 +133,20 @@ CHARTS = (
     ),
     Chart(
         "export",
-        "export",
         "Hand-over between two stores, blocks of 2 MiB",
         "GB/s",
-        (
-            *_ways("shared memory", "memory, shared memory", WAYS, "cpu"),
-            *_ways("tcp", "memory, TCP", WAYS | INTO, "cpu"),
-            *_ways("shared memory", "disk, shared memory", WAYS, "nvme"),
-            *_ways("tcp", "disk, TCP", WAYS | INTO, "nvme"),
+        tuple(
+            Row(
+                f"{place}, {transport.replace('tcp', 'TCP')}",
+                label,
+                {"block_bytes": 2 * MIB, "transport": transport, "name": f"{way}_{where}"},
+            )
+            for where, place in (("cpu", "memory"), ("nvme", "disk"))
+            for transport, ways in (("shared memory", WAYS), ("tcp", WAYS | INTO))
+            for way, label in ways.items()
         ),
     ),
     Chart(
-        "handover",
         "handover",
         "Time to first token of 8,190 tokens computed by another engine",
         "milliseconds, logarithmic",
@@ -186,7 +175,7 @@ def shown(value: float) -> str:
 
 def figures(chart: Chart) -> list[tuple[Row, dict[str, Any], float]]:
     """Find the result of each row. Raises ValueError if there is not exactly one."""
-    results = json.loads((FOLDER / f"{chart.source}.json").read_text(encoding="utf-8"))["results"]
+    results = json.loads((FOLDER / f"{chart.name}.json").read_text(encoding="utf-8"))["results"]
     found = []
     for row in chart.rows:
         fits = [one for one in results if row.where.items() <= one.items()]
@@ -198,43 +187,32 @@ def figures(chart: Chart) -> list[tuple[Row, dict[str, Any], float]]:
 
 
 class _Axis:
-    """From values to places, and where the ticks are."""
+    """From values to places, and where the ticks are: powers of ten, or four to eight steps."""
 
-    def __init__(self, chart: Chart, values: list[float]) -> None:
-        self.log = chart.log
-        if chart.log:
-            self.ticks = _decades(min(values), max(values))
+    def __init__(self, values: list[float], *, log: bool) -> None:
+        self._place = math.log10 if log else float
+        if log:
+            powers = range(
+                math.floor(math.log10(min(values))), math.ceil(math.log10(max(values))) + 1
+            )
+            self.ticks = [10.0**power for power in powers]
         else:
-            step = _step(max(values))
-            self.ticks = [step * number for number in range(math.ceil(max(values) / step) + 1)]
+            high = max(values)
+            power = 10.0 ** math.floor(math.log10(high))
+            step = next(s for s in (power * part for part in (0.2, 0.5, 1, 2)) if high / s <= 8)
+            self.ticks = [step * number for number in range(math.ceil(high / step) + 1)]
 
     def x(self, value: float) -> float:
         """Return the place of a value."""
-        low, high = self.ticks[0], self.ticks[-1]
-        share = (
-            math.log(value / low) / math.log(high / low)
-            if self.log
-            else (value - low) / (high - low)
-        )
-        return round(LABELS + share * (WIDTH - LABELS - RIGHT), 1)
-
-
-def _decades(low: float, high: float) -> list[float]:
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    return [10.0**power for power in range(first, last + 1)]
-
-
-def _step(high: float) -> float:
-    """Return a round step that gives four to eight ticks."""
-    power = 10.0 ** math.floor(math.log10(high))
-    return next(power * part for part in (0.2, 0.5, 1, 2) if high / (power * part) <= 8)
+        low, high, at = (self._place(v) for v in (self.ticks[0], self.ticks[-1], value))
+        return round(LABELS + (at - low) / (high - low) * (WIDTH - LABELS - RIGHT), 1)
 
 
 def draw(chart: Chart) -> str:
     """Return a chart as SVG."""
     found = figures(chart)
-    highest = [one.get("ratio_high", 0.0) if chart.field == "ratio" else 0.0 for _, one, _ in found]
-    axis = _Axis(chart, [value for *_, value in found] + [high for high in highest if high])
+    highest = [one["ratio_high"] for _, one, _ in found if chart.field == "ratio"]
+    axis = _Axis([value for *_, value in found] + highest, log=chart.log)
     groups = [row.group for row, *_ in found]
     headings = sum(one != before for one, before in zip(groups, ["", *groups], strict=False))
     bottom = TOP + ROW * (len(found) + headings)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
-import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self
 
 import msgspec
 
 import kvstore
 from kvstore.core.errors import KVStoreError
-from tests.bench import wire
 
 START_TIMEOUT_S = 900.0  # all of them long: a shared machine may stand still for minutes
 CALL_TIMEOUT_S = 900.0
@@ -26,9 +26,45 @@ CLOSE_TIMEOUT_S = 120.0
 LOG_TAIL_LINES = 30
 SHIM = Path(__file__).parent / "shim"
 
-Request = wire.Request
-Result = wire.Result
-_R = TypeVar("_R", bound=wire.Reply)
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt.
+
+    Steps count from the start of the run. A request arrives before the step of its number and is
+    aborted before the step of that number: equal numbers abort it before it was ever scheduled.
+    """
+
+    id: str
+    tokens: list[int]
+    arrive_step: int = 0
+    abort_step: int | None = None
+    max_tokens: int | None = None  # instead of the run's
+    cache_salt: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    adapter: str | None = None  # folder of a LoRA adapter
+
+
+class Result(msgspec.Struct):
+    """What became of one request; one that never finished was aborted."""
+
+    id: str
+    tokens: list[int] = []
+    margins: list[float] = []  # per token: logprob of the best minus that of the second
+    cached_tokens: int = 0  # of the prompt, as vLLM reports them: local and external together
+    ttft_s: float | None = None  # from being added; None if there was no token
+    steps_to_first_token: int | None = None  # 1: the step after it was added; in-process only
+    finish_reason: str = "abort"  # length, abort or error
+    kv_transfer_params: dict[str, Any] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Ran to its last token."""
+        return self.finish_reason == "length"
+
+    @property
+    def aborted(self) -> bool:
+        """Ended by its abort_step."""
+        return self.finish_reason == "abort"
 
 
 class EngineFailed(KVStoreError):
@@ -38,27 +74,23 @@ class EngineFailed(KVStoreError):
 class Child(Protocol):
     """What an engine needs of its process; subprocess.Popen is one.
 
-    Its pid is that of its process group and session, too. stdin takes commands, stdout has replies.
+    Its pid is that of its process group and session, too.
     """
 
     @property
     def pid(self) -> int: ...
-    @property
-    def stdin(self) -> IO[bytes] | None: ...
-    @property
-    def stdout(self) -> IO[bytes] | None: ...
     def wait(self, timeout: float | None = None) -> int: ...
 
 
-def in_a_new_process(environment: Mapping[str, str], log_fd: int) -> Child:
-    """Start the driver with this environment alone; its stderr goes to log_fd."""
+def in_a_new_process(environment: Mapping[str, str], pipe_fd: int, log_fd: int) -> Child:
+    """Start the driver with this environment alone; its output goes to log_fd."""
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.bench.driver"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        [sys.executable, "-c", f"from tests.bench.driver import main; main({pipe_fd})"],
+        stdin=subprocess.DEVNULL,
+        stdout=log_fd,
         stderr=log_fd,
         env=environment,
-        bufsize=0,
+        pass_fds=[pipe_fd],
         start_new_session=True,  # so that its whole family can be ended together
     )
 
@@ -81,6 +113,13 @@ def environment(*, in_process: bool, ranks: int = 1) -> dict[str, str]:
     return env
 
 
+def short_name(name: str, labels: Mapping[str, str]) -> str:
+    """Name one of vLLM's metrics: without `vllm:`, labels as in `name{source=host}`."""
+    own = sorted((k, v) for k, v in labels.items() if k not in ("model_name", "engine"))
+    tail = ",".join(f"{key}={value}" for key, value in own)
+    return name.removeprefix("vllm:") + (f"{{{tail}}}" if tail else "")
+
+
 def tiered(**extra: object) -> dict[str, Any]:
     """Return the kv_transfer_config of an engine with our connector."""
     return {
@@ -100,7 +139,9 @@ class Engine:
     EngineFailed only close() is of use.
     """
 
-    launch: ClassVar[Callable[[Mapping[str, str], int], Child]] = staticmethod(in_a_new_process)
+    launch: ClassVar[Callable[[Mapping[str, str], int, int], Child]] = staticmethod(
+        in_a_new_process
+    )
 
     def __init__(
         self,
@@ -111,37 +152,41 @@ class Engine:
         tensor_parallel_size: int = 1,
         kv_cache_bytes: int = 64 << 20,
         max_num_batched_tokens: int = 2048,
-        max_num_seqs: int = 16,
         block_size: int = 32,
         env: Mapping[str, str] | None = None,
         extra: dict[str, Any] | None = None,
     ) -> None:
-        self._start = wire.Start(
-            model=os.fspath(model),
-            connector=connector,
-            in_process=in_process,
-            tensor_parallel_size=tensor_parallel_size,
-            kv_cache_bytes=kv_cache_bytes,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=max_num_seqs,
-            block_size=block_size,
-            extra=extra or {},
-        )
+        settings = {
+            "model": os.fspath(model),
+            "dtype": "bfloat16",
+            "seed": 0,
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "block_size": block_size,
+            "kv_cache_memory_bytes": kv_cache_bytes,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "max_num_seqs": 16,
+            "tensor_parallel_size": tensor_parallel_size,
+            "distributed_executor_backend": "uni" if in_process else "mp",
+            "disable_log_stats": False,
+        }
+        self._start = settings | (extra or {}), connector, in_process
         self._env = environment(in_process=in_process, ranks=tensor_parallel_size) | dict(env or {})
         self._child: Child | None = None
-        self._unread = b""
+        self._pipe: Connection
         self._pids: dict[str, int] = {}
-        self._decoder = msgspec.json.Decoder(wire.Reply)
         self.log_path = Path(os.devnull)  # the engine's log; removed by a clean close
 
     def __enter__(self) -> Self:
         log_fd, log_path = tempfile.mkstemp(prefix="kvstore-engine-", suffix=".log")
         self.log_path = Path(log_path)
+        self._pipe, theirs = multiprocessing.Pipe()
         try:
-            self._child = type(self).launch(self._env, log_fd)
+            self._child = type(self).launch(self._env, theirs.fileno(), log_fd)
         finally:
             os.close(log_fd)
-        self._pids = self._call(self._start, wire.Ready, START_TIMEOUT_S).pids
+            theirs.close()
+        self._pids = self._call("start", *self._start, timeout_s=START_TIMEOUT_S)
         return self
 
     def __exit__(self, *_exc: object) -> None:
@@ -162,15 +207,18 @@ class Engine:
         """
         if len({request.id for request in requests}) != len(requests):
             raise ValueError("two requests of one run have the same id")
-        command = wire.Run(requests=list(requests), max_tokens=max_tokens, logprobs=logprobs)
-        return self._call(command, wire.Ran, timeout_s).results
+        found: list[Result] = self._call(
+            "run", list(requests), max_tokens, logprobs, timeout_s=timeout_s
+        )
+        return found
 
     def idle_steps(self, steps: int) -> int:
         """Step without requests, so that finished work is polled; how many steps had work.
 
         A step without work does nothing. One that has work but runs no model takes 1 ms or more.
         """
-        return self._call(wire.IdleSteps(steps), wire.Idled).steps_with_work
+        found: int = self._call("idle_steps", steps)
+        return found
 
     def go_idle(self, within_s: float = CALL_TIMEOUT_S) -> None:
         """Step until there is nothing to do any more, as an engine that serves does by itself."""
@@ -181,11 +229,13 @@ class Engine:
 
     def reset_prefix_cache(self, *, connector_too: bool = False) -> bool:
         """Forget the engine's own prefix cache; False if some block is still in use."""
-        return self._call(wire.ResetPrefixCache(connector_too), wire.WasReset).ok
+        found: bool = self._call("reset_prefix_cache", connector_too)
+        return found
 
     def metrics(self) -> dict[str, float]:
         """vLLM's metrics without the `vllm:` prefix, labels as in `name{source=host}`."""
-        return self._call(wire.GetMetrics(), wire.Metrics).values
+        found: dict[str, float] = self._call("metrics")
+        return found
 
     def pids(self) -> dict[str, int]:
         """Process ids by role: driver, and unless in_process core, worker0, worker1..."""
@@ -201,7 +251,7 @@ class Engine:
         if child is None:
             return
         try:
-            self._call(wire.Close(), wire.Closed, CLOSE_TIMEOUT_S)
+            self._call("close", timeout_s=CLOSE_TIMEOUT_S)
             child.wait(CLOSE_TIMEOUT_S)  # its exit status means nothing: some libraries crash here
             self.log_path.unlink(missing_ok=True)
         except (EngineFailed, subprocess.TimeoutExpired):
@@ -209,47 +259,24 @@ class Engine:
         finally:
             self._end()
 
-    def _call(
-        self, command: wire.Command, expected: type[_R], timeout_s: float = CALL_TIMEOUT_S
-    ) -> _R:
-        """Send one command and wait for its reply; any failure ends the child and is raised."""
-        child = self._child
-        if child is None or child.stdin is None:
+    # Any: of what the driver's method returns, which is the type of each caller here.
+    def _call(self, what: str, *arguments: object, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """Call a method of the driver; any failure ends the child and is raised."""
+        if self._child is None:
             raise EngineFailed("the engine is not running")
         try:
-            child.stdin.write(msgspec.json.encode(command) + b"\n")
-            line = self._read_line(time.monotonic() + timeout_s)
-        except BrokenPipeError:
-            line = b""
-        except TimeoutError:
-            what = f"{type(command).__name__} not answered in {timeout_s:.0f} s"
-            raise self._failure(what) from None
-        except BaseException:  # KeyboardInterrupt would leave the reply unread
+            self._pipe.send((what, arguments))
+            error, found = f"not answered in {timeout_s:.0f} s", None
+            if self._pipe.poll(timeout_s):
+                error, found = self._pipe.recv()
+        except (EOFError, OSError):
+            error = "the engine process died"
+        except BaseException:  # KeyboardInterrupt would leave the answer unread
             self._end()
             raise
-        if not line:
-            raise self._failure(f"the engine process died during {type(command).__name__}")
-        reply = self._decoder.decode(line)
-        if isinstance(reply, wire.Failed):
-            raise self._failure(reply.error)
-        if not isinstance(reply, expected):
-            raise self._failure(f"reply {type(reply).__name__}, expected {expected.__name__}")
-        return reply
-
-    def _read_line(self, deadline_s: float) -> bytes:
-        """One reply; empty if the child closed its end."""
-        if self._child is None or self._child.stdout is None:
-            return b""
-        fd = self._child.stdout.fileno()
-        while b"\n" not in self._unread:
-            if not select.select([fd], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
-                raise TimeoutError
-            data = os.read(fd, 1 << 20)
-            if not data:
-                return b""
-            self._unread += data
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line
+        if error:
+            raise self._failure(f"{what}: {error}")
+        return found
 
     def _failure(self, what: str) -> EngineFailed:
         """End the child and say what happened, with the end of its log."""
@@ -265,6 +292,4 @@ class Engine:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-        for pipe in (child.stdin, child.stdout):
-            if pipe is not None:
-                pipe.close()
+        self._pipe.close()

@@ -32,7 +32,7 @@ cpu_us, nixl_cpu_us                 processor time for each 2 MiB: of both store
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import os
 import statistics
 import tempfile
@@ -44,8 +44,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress
 
 from kvstore.core.errors import KVStoreError
 from kvstore.core.types import make_key
@@ -55,11 +53,11 @@ from kvstore.units import KIB, MIB, sized
 from tests.bench import raw_nixl
 from tests.bench.clock import Clock, child_of
 from tests.bench.nvme import READERS, WRITERS
-from tests.bench.raw_disk import Depth, System, check_space, filled, reference
-from tests.bench.report import Result, compared, in_turn, paired_ratio
+from tests.bench.raw_disk import Depth, check_space, filled, reference
+from tests.bench.report import Result, alternate, compared, paired_ratio, progress
 from tests.bench.session import DirectSession, Fetched, Session
-from tests.bench.steal import undisturbed
 from tests.bench.store import StoreProcess, numbers
+from tests.harness.fakes import hashes
 from tiers.nvme.tier import RUN_BYTES_MAX
 
 PAIRS = 7
@@ -74,6 +72,9 @@ SYSTEMS = {"shared memory": OURS, "tcp": OURS + INTO_ENGINE}
 RAW = {"pull": "NIXL READ", "push": "NIXL WRITE"}
 # Which of these it is compared with.
 LIKE = {"pull": "pull", "push": "push", "direct": "pull", "direct_push": "push"}
+
+
+Clocks = dict[str, Clock]
 
 
 class Sizes(msgspec.Struct, frozen=True):
@@ -102,21 +103,16 @@ def run(pairs: int | None, sizes: Sizes | None = None) -> list[Result]:
     sizes, rounds = sizes or Sizes(), pairs or PAIRS
     check_space(6 * sizes.data_bytes)
     results = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        total = len(sizes.block_bytes) * len(sizes.transports) * (2 + rounds)
-        task = progress.add_task("export", total=total)
-        for transport in sizes.transports:
-            for block_bytes in sizes.block_bytes:
-                what = f"{transport}, blocks of {sized(block_bytes)}"
-                progress.update(task, description=what)
-                with (
-                    tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=Path.cwd()) as name,
-                    ExitStack() as ends,
-                ):
-                    series = _Series(Path(name), block_bytes, transport, sizes, ends)
-                    progress.advance(task)
-                    found = series.measure(rounds, lambda: progress.advance(task))
-                    results += _results(block_bytes, transport, found, series.disturbed)
+    cases = list(itertools.product(sizes.transports, sizes.block_bytes))
+    with progress(len(cases) * (1 + rounds)) as tell:
+        for transport, block_bytes in cases:
+            tell(f"{transport}, blocks of {sized(block_bytes)}", 0)
+            with (
+                tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=Path.cwd()) as name,
+                ExitStack() as ends,
+            ):
+                systems = _systems(Path(name), block_bytes, transport, sizes, ends)
+                results += _results(block_bytes, transport, *alternate(systems, rounds, tell))
     return results
 
 
@@ -129,7 +125,7 @@ class Stores:
         self._transports = transports = TRANSPORTS[transport]
         self._block_bytes = block_bytes
         self._count = data_bytes // block_bytes
-        self.chains = {where: self._chain(where) for where in ("cpu", "nvme")}
+        self.chains = {where: hashes(self._count, where) for where in ("cpu", "nvme")}
         environment = {} if transports is None else {"UCX_TLS": transports}
         for name in ("prefill", "decode"):
             (folder / name).mkdir()
@@ -149,7 +145,6 @@ class Stores:
             environment=environment,
             scraped=False,
         )
-        self._ends = ExitStack()
 
     def open(self, ends: ExitStack) -> None:
         """Start both, fill the first one, and hand over all once."""
@@ -183,12 +178,9 @@ class Stores:
         """Hand over all blocks as one of SYSTEMS; the decode store has none of them after it."""
         way, _, where = name.rpartition("_")
         given = self._given()
-        before = {process: clock.now_us() for process, clock in self._clocks.items()}
-        found = self._fetched(way, where)
-        cpu_us = {
-            process: (clock.now_us() - before[process]) / self._size * PER_BYTES
-            for process, clock in self._clocks.items()
-        }
+        before = _now_us(self._clocks)
+        _, found = self._fetched(way, where)
+        cpu_us = _used_us(self._clocks, before, self._size)
         if not found.complete or found.sources != {"peer": self._count}:
             raise KVStoreError(f"{name}: {len(found.slots)} of {self._count}, {found.sources}")
         given = tuple(now - was for now, was in zip(self._given(), given, strict=True))
@@ -198,14 +190,10 @@ class Stores:
         admin.clear(self.decode.address)
         return Moved(self._size / found.all_s, cpu_us, found.first_s)
 
-    def _fetched(self, way: str, where: str) -> Fetched:
-        fetch = self._reading.fetch_direct if way.startswith("direct") else self._taking.fetch
-        return fetch(self.chains[where], self._peer, push=way.endswith("push"))
-
-    def _holds(self, way: str, where: str, found: Fetched) -> bool:
-        if way.startswith("direct"):
-            return self._reading.take(self.chains[where])
-        return self._taking.holds(self.chains[where], found.slots)
+    def _fetched(self, way: str, where: str) -> tuple[Session, Fetched]:
+        session = self._reading if way.startswith("direct") else self._taking
+        chain = self.chains[where]
+        return session, session.fetch(chain, peer=self._peer, push=way.endswith("push"))
 
     def _given(self) -> tuple[int, ...]:
         """Count the blocks that the prefill store has read from disk, and the bytes it pushed."""
@@ -216,10 +204,6 @@ class Stores:
     @property
     def _size(self) -> int:
         return self._count * self._block_bytes
-
-    def _chain(self, where: str) -> list[bytes]:
-        names = (f"{where} {number}" for number in range(self._count))
-        return [hashlib.blake2b(name.encode(), digest_size=32).digest() for name in names]
 
     def _session(self, store: StoreProcess) -> Session:
         return Session(store, "bench", self._block_bytes)
@@ -238,8 +222,8 @@ class Stores:
         way, _, where = name.rpartition("_")
         deadline_s = time.monotonic() + READY_S
         while True:
-            found = self._fetched(way, where)
-            if found.complete and not self._holds(way, where, found):
+            session, found = self._fetched(way, where)
+            if found.complete and not session.holds(self.chains[where], found.slots):
                 raise KVStoreError(f"{name}: other bytes than were stored")
             admin.clear(self.decode.address)
             if found.complete:
@@ -271,77 +255,56 @@ class _Nixl:
         blocks = data_bytes // block_bytes
         self._bytes = blocks * block_bytes
         self._ours, self._other = (
-            ends.enter_context(raw_nixl.Process(block_bytes, blocks, transports, mutex=mutex))
+            ends.enter_context(raw_nixl.half(block_bytes, blocks, transports, mutex=mutex))
             for _ in range(2)
         )
-        self._ours.do("meet", *self._other.description)
+        self._clocks = {"active": Clock(self._ours.pid), "passive": Clock(self._other.pid)}
+        self._ours.call("meet", *self._other.call("describe"))
         self._rounds = 0
 
     def move(self, *, write: bool, summed: bool) -> Moved:
-        clocks = {"active": self._ours.clock, "passive": self._other.clock}
         self._rounds += 1
-        before = {process: clock.now_us() for process, clock in clocks.items()}
+        before = _now_us(self._clocks)
         started_s = time.perf_counter()
         if summed:
             self._other.tell("sum")
-        self._ours.do("move", self._rounds, write=write, summed=summed)
+        self._ours.call("move", self._rounds, write=write, summed=summed)
         if summed:
-            self._other.done()
+            self._other.answer()
         took_s = time.perf_counter() - started_s
-        cpu_us = {
-            process: (clock.now_us() - before[process]) / self._bytes * PER_BYTES
-            for process, clock in clocks.items()
-        }
-        return Moved(self._bytes / took_s, cpu_us)
+        return Moved(self._bytes / took_s, _used_us(self._clocks, before, self._bytes))
 
 
-class _Series:
-    """All systems with one size of blocks and one transport."""
+def _now_us(clocks: Clocks) -> dict[str, float]:
+    return {process: clock.now_us() for process, clock in clocks.items()}
 
-    def __init__(
-        self, folder: Path, block_bytes: int, transport: str, sizes: Sizes, ends: ExitStack
-    ) -> None:
-        self.disturbed = 0
-        size = block_bytes, TRANSPORTS[transport], sizes.data_bytes, ends
-        self._nixl, self._mutex = _Nixl(*size), _Nixl(*size, mutex=True)
-        memory, _ = filled(sizes.data_bytes)
-        starts = range(0, sizes.data_bytes // block_bytes * block_bytes, block_bytes)
-        depth = Depth(READERS, WRITERS, RUN_BYTES_MAX)
-        blocks = [memory[at : at + block_bytes] for at in starts]
-        self._disk: System = reference(folder, blocks, depth)
-        self.disk_name = self._disk.name
-        ends.callback(self._disk.close)
-        self._disk.write()
-        self._stores = Stores(folder, block_bytes, transport, sizes.data_bytes)
-        self._stores.open(ends)
 
-    def measure(self, rounds: int, tell: Callable[[], None]) -> dict[str, list[Moved]]:
-        """Alternate the systems; the first round is not counted."""
-        found: dict[str, list[Moved]] = {}
-        for number in range(rounds + 1):
-            for name, moved in self._round(number).items():
-                found.setdefault(name, []).extend([moved] if number else [])
-            tell()
-        return found
+def _used_us(clocks: Clocks, before: dict[str, float], size: int) -> dict[str, float]:
+    """Return what each process has used since then, for each PER_BYTES of a size."""
+    return {name: (now - before[name]) / size * PER_BYTES for name, now in _now_us(clocks).items()}
 
-    def _round(self, number: int) -> dict[str, Moved]:
-        systems: dict[str, Callable[[], Moved]] = {
-            name: partial(self._stores.fetch, name) for name in self._stores.systems
-        }
-        for way in RAW:
-            for summed in (False, True):
-                name = f"{way}_summed" if summed else f"{way}_nixl"
-                move = partial(self._nixl.move, write=way == "push", summed=summed)
-                systems[name] = move
-            systems[f"{way}_mutex"] = partial(self._mutex.move, write=way == "push", summed=False)
-        systems["disk"] = self._read_disk
-        order = in_turn(list(systems), number)
-        moved, disturbed = undisturbed(lambda: {name: systems[name]() for name in order})
-        self.disturbed += disturbed
-        return moved
 
-    def _read_disk(self) -> Moved:
-        return Moved(self._disk.read().bytes_per_s, {})
+def _systems(
+    folder: Path, block_bytes: int, transport: str, sizes: Sizes, ends: ExitStack
+) -> dict[str, Callable[[], Moved]]:
+    """Start all systems with one size of blocks and one transport; return what measures each."""
+    size = block_bytes, TRANSPORTS[transport], sizes.data_bytes, ends
+    nixl, mutex = _Nixl(*size), _Nixl(*size, mutex=True)
+    memory, _ = filled(sizes.data_bytes)
+    starts = range(0, sizes.data_bytes // block_bytes * block_bytes, block_bytes)
+    blocks = [memory[at : at + block_bytes] for at in starts]
+    disk = reference(folder, blocks, Depth(READERS, WRITERS, RUN_BYTES_MAX))
+    ends.callback(disk.close)
+    disk.write()
+    stores = Stores(folder, block_bytes, transport, sizes.data_bytes)
+    stores.open(ends)
+    systems = {name: partial(stores.fetch, name) for name in stores.systems}
+    for way in RAW:
+        write = way == "push"
+        systems[f"{way}_nixl"] = partial(nixl.move, write=write, summed=False)
+        systems[f"{way}_summed"] = partial(nixl.move, write=write, summed=True)
+        systems[f"{way}_mutex"] = partial(mutex.move, write=write, summed=False)
+    return {**systems, "disk": lambda: Moved(disk.read().bytes_per_s, {})}
 
 
 def _results(
@@ -373,12 +336,14 @@ def _results(
                 for process in found[name][0].cpu_us
             },
         }
-        results.append(_result(name, found[name], limits, against, {**common, **more}))
+        rates = _rates(found[name])
+        results.append(compared(name, rates, limits, "GB/s", against, {**common, **more}))
     for way, against in RAW.items():
         moved = found[f"{way}_summed"]
         more = {"cpu_us": _median([each.cpu_us_total for each in moved], 1)}
-        limits = _rates(found[f"{way}_nixl"])
-        results.append(_result(f"{way}_summed", moved, limits, against, {**common, **more}))
+        rates, limits = _rates(moved), _rates(found[f"{way}_nixl"])
+        parameters = {**common, **more}
+        results.append(compared(f"{way}_summed", rates, limits, "GB/s", against, parameters))
     return results
 
 
@@ -401,17 +366,6 @@ def _bound(block_bytes: int, found: dict[str, list[Moved]], way: str) -> float:
     moving_us = statistics.median(each.cpu_us_total for each in found[f"{way}_mutex"])
     rate = (os.cpu_count() or 1) / (moving_us / 1e6 / PER_BYTES + per_byte_s)
     return rate / statistics.median(_rates(found[f"{way}_nixl"]))
-
-
-def _result(
-    name: str,
-    moved: Sequence[Moved],
-    limits: Sequence[float],
-    against: str,
-    parameters: dict[str, object],
-) -> Result:
-    rates = _rates(moved)
-    return compared(name, rates, limits, "GB/s", against, parameters, scale=1e-9, better="higher")
 
 
 def _rates(moved: Sequence[Moved]) -> list[float]:

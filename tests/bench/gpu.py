@@ -11,19 +11,18 @@ time; its speed is taken by events on its own stream.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from connectors.copies.gpu.cuda import Cuda, CupyCuda
 from connectors.copies.gpu.device import CudaDevice, GpuCopier, Queued
@@ -33,7 +32,7 @@ from kvstore.core.errors import NotSupported
 from kvstore.core.layout import GroupGeometry, LayerGeometry, Move, RankGeometry, slot_layout
 from kvstore.core.types import GroupRule
 from kvstore.units import GIB, KIB, MIB
-from tests.bench.report import Result
+from tests.bench.report import Result, progress
 
 ROUNDS = 5
 RUNS = (16 * KIB, 32 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB)
@@ -167,31 +166,21 @@ def sizes(
     memory: Memory, choice: Choice, rounds: int, runs: tuple[int, ...] = RUNS
 ) -> Iterator[Result]:
     """Measure runs of each size in jobs of each length, by each engine."""
-    for run in runs:
-        for name, how in _choices(choice).items():
-            jobs = Jobs(memory, 1, run, how)
-            for count in BLOCKS:
-                if count > jobs.blocks or count * run > BYTES_MAX:
-                    continue
-                for store in (True, False):
-                    found = sample(jobs, memory, count, rounds, store=store)
-                    rate = count * run / found.seconds / GIB
-                    limit = count * run / found.limit_s / GIB
-                    yield Result(
-                        name=_NAMES[store],
-                        value=rate,
-                        unit="GiB/s",
-                        better="higher",
-                        reference=limit,
-                        ratio=rate / limit,
-                        parameters={
-                            "run_kib": run // KIB,
-                            "blocks": count,
-                            "engine": name,
-                            "thread_blocks": how.thread_blocks(run, store=store),
-                            "cpu_us": round(found.busy_s * 1e6, 1),
-                        },
-                    )
+    for run, (name, how) in itertools.product(runs, _choices(choice).items()):
+        jobs = Jobs(memory, 1, run, how)
+        fit = [count for count in BLOCKS if count <= jobs.blocks and count * run <= BYTES_MAX]
+        for count, store in itertools.product(fit, (True, False)):
+            found = sample(jobs, memory, count, rounds, store=store)
+            size = count * run / GIB
+            parameters = {
+                "run_kib": run // KIB,
+                "blocks": count,
+                "engine": name,
+                "thread_blocks": how.thread_blocks(run, store=store),
+                "cpu_us": round(found.busy_s * 1e6, 1),
+            }
+            rate, limit = size / found.seconds, size / found.limit_s
+            yield Result(_NAMES[store], rate, "GiB/s", limit, parameters)
 
 
 def _choices(choice: Choice) -> dict[str, Choice]:
@@ -199,9 +188,9 @@ def _choices(choice: Choice) -> dict[str, Choice]:
     return {"chosen": choice, **fixed}
 
 
-def model(memory: Memory, choice: Choice, rounds: int, shape: tuple[int, int, int] = MODEL) -> (
-    list[Result]
-):  # fmt: skip
+def model(
+    memory: Memory, choice: Choice, rounds: int, shape: tuple[int, int, int] = MODEL
+) -> list[Result]:
     """Measure a whole prompt's load and store, and what one usual job costs the processor."""
     layers, page, blocks = shape
     results = []
@@ -209,27 +198,14 @@ def model(memory: Memory, choice: Choice, rounds: int, shape: tuple[int, int, in
     count = min(blocks, jobs.blocks)
     for store in (False, True):
         found = sample(jobs, memory, count, rounds, store=store)
-        results.append(
-            Result(
-                name=f"prompt_{_NAMES[store]}",
-                value=found.seconds * 1e3,
-                unit="ms",
-                better="lower",
-                reference=found.limit_s * 1e3,
-                ratio=found.seconds / found.limit_s,
-                parameters={"layers": layers, "page_kib": page // KIB, "blocks": count},
-            )
-        )
-        usual = sample(jobs, memory, min(JOB_BLOCKS, jobs.blocks), rounds, store=store)
-        results.append(
-            Result(
-                name=f"job_cpu_{_NAMES[store]}",
-                value=usual.busy_s * 1e6,
-                unit="us",
-                better="lower",
-                parameters={"layers": layers, "blocks": min(JOB_BLOCKS, jobs.blocks)},
-            )
-        )
+        took_ms, limit_ms = found.seconds * 1e3, found.limit_s * 1e3
+        parameters = {"layers": layers, "page_kib": page // KIB, "blocks": count}
+        results.append(Result(f"prompt_{_NAMES[store]}", took_ms, "ms", limit_ms, parameters))
+        few = min(JOB_BLOCKS, jobs.blocks)
+        usual = sample(jobs, memory, few, rounds, store=store)
+        parameters = {"layers": layers, "blocks": few}
+        name = f"job_cpu_{_NAMES[store]}"
+        results.append(Result(name, usual.busy_s * 1e6, "us", None, parameters))
     return [*results, both_ways(jobs, count // 2)]
 
 
@@ -248,13 +224,7 @@ def both_ways(jobs: Jobs, count: int) -> Result:
     together = time.perf_counter() - begun
     total = 2 * count * jobs.block_bytes / GIB
     return Result(
-        name="both_directions",
-        value=total / together,
-        unit="GiB/s",
-        better="higher",
-        reference=total / apart,
-        ratio=apart / together,
-        parameters={"blocks": 2 * count},
+        "both_directions", total / together, "GiB/s", total / apart, {"blocks": 2 * count}
     )
 
 
@@ -266,19 +236,12 @@ def beside_products(memory: Memory, choice: Choice) -> Iterator[Result]:
         for directions in ((True,), (False,), (True, False)):
             alone, _ = _products(memory, jobs, ())
             beside, rate = _products(memory, jobs, directions)
-            yield Result(
-                name="products_beside_copies",
-                value=1 / beside,
-                unit="per s",
-                better="higher",
-                reference=1 / alone,
-                ratio=alone / beside,
-                parameters={
-                    "engine": name,
-                    "copies": " and ".join(_NAMES[store] for store in directions),
-                    "copied_gib_s": round(rate, 2),
-                },
-            )
+            parameters = {
+                "engine": name,
+                "copies": " and ".join(_NAMES[store] for store in directions),
+                "copied_gib_s": round(rate, 2),
+            }
+            yield Result("products_beside_copies", 1 / beside, "per s", 1 / alone, parameters)
 
 
 def _products(memory: Memory, jobs: Jobs, directions: tuple[bool, ...]) -> tuple[float, float]:
@@ -308,41 +271,20 @@ def _products(memory: Memory, jobs: Jobs, directions: tuple[bool, ...]) -> tuple
     return begin.elapsed_time(end) / 1e3 / PRODUCTS, copied / seconds / GIB
 
 
-@contextmanager
-def _memory() -> Iterator[Memory]:
-    if not torch.cuda.is_available():
-        raise NotSupported(
-            f"bench gpu needs a GPU that torch can use, torch is {torch.__version__}"
-        )
-    made = Memory(MEMORY)
-    try:
-        yield made
-    finally:
-        made.close()
-
-
 def run(rounds: int | None) -> list[Result]:
     """Measure on the first GPU. Raises NotSupported where there is none."""
-    rounds = rounds or ROUNDS
-    with _memory() as memory, Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("what is fast at what", total=None)
+    rounds, found = rounds or ROUNDS, torch.__version__
+    if not torch.cuda.is_available():
+        raise NotSupported(f"bench gpu needs a GPU that torch can use, torch is {found}")
+    with closing(Memory(MEMORY)) as memory, progress(4) as tell:
+        tell("what is fast at what", 0)
         choice = chosen(rates(memory.cuda))
-        results = [
-            Result(
-                name="pinned",
-                value=memory.size / memory.pin_s / GIB,
-                unit="GiB/s",
-                better="higher",
-                parameters={
-                    "gpu": torch.cuda.get_device_name(),
-                    "choice": msgspec.to_builtins(choice),
-                },
-            )
-        ]
-        progress.update(task, description="a prompt, and both directions")
+        how = {"gpu": torch.cuda.get_device_name(), "choice": msgspec.to_builtins(choice)}
+        results = [Result("pinned", memory.size / memory.pin_s / GIB, "GiB/s", None, how)]
+        tell("a prompt, and both directions")
         results += model(memory, choice, rounds)
-        progress.update(task, description="beside matrix products")
+        tell("beside matrix products")
         results += beside_products(memory, choice)
-        progress.update(task, description="runs of each size")
+        tell("runs of each size")
         results += sizes(memory, choice, rounds)
     return results

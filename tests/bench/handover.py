@@ -27,21 +27,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-
 from kvstore.core.errors import KVStoreError
 from tests.bench.engine import Engine, Request, tiered
 from tests.bench.models import make_model, prompt
-from tests.bench.report import Result, compared, in_turn
+from tests.bench.report import Result, compared, in_turn, progress
 from tests.bench.steal import undisturbed
 from tests.bench.store import StoreProcess, free_port
+from tests.bench.ttft import COLD, PROMPT_TOKENS, REUSABLE, WARM_UP_ROUNDS, Times
 
 PAIRS = 15
-WARM_UP_ROUNDS = 1
-PROMPT_TOKENS = 8190
-BLOCK_TOKENS = 32
-REUSABLE = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 CPU_BYTES = 1 << 30
 KV_CACHE_BYTES = 256 << 20  # four prompts
 MODEL = "llama"
@@ -51,10 +45,7 @@ NATIVE = "NixlConnector"
 INTO_ENGINE = "direct_push"  # which has networks only
 OURS = ("pull", "push", "direct", INTO_ENGINE)
 SYSTEMS = (*OURS, NATIVE)
-COLD, HANDED_OVER, AGAINST_NATIVE = "ttft_cold", "ttft_handed_over", "ttft_against_native"
-
-Times = dict[tuple[str, str], list[float]]
-"""Seconds by (name, system), one value per round."""
+HANDED_OVER, AGAINST_NATIVE = "ttft_handed_over", "ttft_against_native"
 
 
 class Side:
@@ -143,16 +134,11 @@ def run(pairs: int | None) -> list[Result]:
     times: Times = defaultdict(list)
     with (
         tempfile.TemporaryDirectory(prefix="kvstore-bench-") as name,
-        Progress(console=Console(stderr=True), transient=True) as progress,
+        progress(len(SYSTEMS) + 2 + rounds * len(SYSTEMS)) as tell,  # two more compute prompts
         ExitStack() as ends,
     ):
-        total = len(SYSTEMS) + 2 + rounds * len(SYSTEMS)  # two engines more compute prompts
-        task = progress.add_task("making a model", total=total)
+        tell("making a model", 0)
         model = make_model(MODEL, Path(name))
-
-        def tell(what: str) -> None:
-            progress.update(task, description=what, advance=1)
-
         measured = started(Path(name), model, ends, tell)
         seeds = itertools.count(SEED_FIRST + 1)
         for number in range(rounds):
@@ -166,7 +152,7 @@ def run(pairs: int | None) -> list[Result]:
 
 
 def started(
-    folder: Path, model: Path, ends: ExitStack, tell: Callable[[str], None]
+    folder: Path, model: Path, ends: ExitStack, tell: Callable[..., None]
 ) -> dict[str, Pair]:
     """Start all engines and stores."""
 
@@ -215,7 +201,6 @@ def _result(
         "pairs": len(values),
     }
     if others is None:
-        value = statistics.median(values) * 1000
-        return Result(name=name, value=value, unit="ms", better="lower", parameters=parameters)
+        return Result(name, statistics.median(values) * 1000, "ms", None, parameters)
     parameters["transport"] = "tcp" if system == INTO_ENGINE else "shared memory"
-    return compared(name, values, others, "ms", against, parameters, scale=1000)
+    return compared(name, values, others, "ms", against, parameters)

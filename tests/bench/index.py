@@ -31,13 +31,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 from rich.console import Console
-from rich.progress import Progress
 
 from kvstore.core.errors import ConfigError, check
 from kvstore.gc_tuning import collect_young_only
 from tests.bench.managers import Native, Ours, natives
 from tests.bench.prompts import CASES, KINDS, PREFIX, Request, question, unit
-from tests.bench.report import SEED, Result, paired_ratio, percentile
+from tests.bench.report import SEED, Result, paired_ratio, percentile, progress
 
 BLOCKS = (10_000, 100_000, 1_000_000)
 BATCH = 256  # blocks stored at a time where single calls are timed
@@ -50,8 +49,7 @@ _NS_US, _NS_MS, _NS_S = 1e3, 1e6, 1e9
 Make = Callable[[int], Ours | Native]
 Asked = tuple[str, str | None, str]
 """(what is looked up, how it differs from what is stored, what the processor remembers of it)"""
-Tell = Callable[[str, int], None]
-"""(what is measured, blocks done)"""
+Tell = Callable[..., None]  # of report.progress: what is measured, blocks done
 
 
 class Call(msgspec.Struct, frozen=True, order=True):
@@ -101,18 +99,12 @@ def run(blocks: Sequence[int] | None = None) -> list[Result]:
     counts = [count // PREFIX * PREFIX for count in blocks or BLOCKS]
     if min(counts) < 4 * PREFIX:
         raise ConfigError(f"--blocks: expected at least {4 * PREFIX}, found {min(blocks or ())}")
-    console = Console(stderr=True)
     peers, told = natives()
-    console.print(f"vLLM, to compare with: {told}")
+    Console(stderr=True).print(f"vLLM, to compare with: {told}")
     kinds: list[tuple[str, Make]] = [(Ours.name, Ours), *peers]
     collect_young_only()
     results: list[Result] = []
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("", total=2 * len(kinds) * sum(counts))
-
-        def tell(what: str, done: int) -> None:
-            progress.update(task, description=what, advance=done)
-
+    with progress(2 * len(kinds) * sum(counts)) as tell:
         for count in counts:
             sizes = [_sizes(count, name, make, tell) for name, make in kinds]
             results += rows(count, _timed(count, kinds, sizes, tell), told)
@@ -229,20 +221,13 @@ def rows(count: int, measured: Sequence[Measured], told: str) -> list[Result]:
         if other is not None:
             common["against"] = other.name
         for mine, theirs in zip(_values(ours), _values(other or ours), strict=True):
-            reference, ratio, more = None, None, mine.parameters
-            if other is not None:
-                reference, ratio = theirs.value, mine.value / theirs.value
+            reference = None if other is None else theirs.value
+            ratio, more = None, common | mine.parameters
             if other is not None and mine.name == "store_evict":
                 pairs = paired_ratio(ours.stored, other.stored)
-                ratio, more = (
-                    pairs.median,
-                    more | {"ratio_low": pairs.low, "ratio_high": pairs.high},
-                )
-            results.append(
-                msgspec.structs.replace(
-                    mine, reference=reference, ratio=ratio, parameters=common | more
-                )
-            )
+                ratio = pairs.median
+                more |= {"ratio_low": pairs.low, "ratio_high": pairs.high}
+            results.append(Result(mine.name, mine.value, mine.unit, reference, more, ratio))
     return results
 
 
@@ -250,9 +235,8 @@ def _values(of: Measured) -> Iterator[Result]:
     """One system's numbers, without what they are compared with."""
     for (name, case, when), value in of.lookup_us.items():
         how = {"asked": when} | ({} if case is None else {"case": case})
-        yield Result(name=name, value=value, unit="us", better="lower", parameters=how)
-    rate = statistics.median(of.stored)
-    yield Result(name="store_evict", value=rate, unit="blocks/s", better="higher")
+        yield Result(name, value, "us", None, how)
+    yield Result("store_evict", statistics.median(of.stored), "blocks/s")
     wall_ns = of.calls.wall_ns
     for statistic, value in (("p99.99", percentile(wall_ns, SHARE)), ("maximum", max(wall_ns))):
         more = {"statistic": statistic, "pinned": min(PINNED, of.blocks // 2)}
@@ -260,13 +244,5 @@ def _values(of: Measured) -> Iterator[Result]:
             more["call"] = of.calls.slowest.what
             more["cpu_ms"] = round(of.calls.slowest.cpu_ns / _NS_MS, 3)
             more["most_cpu_ms"] = round(of.calls.cpu_ns / _NS_MS, 3)
-        yield Result(
-            name="worst_call", value=value / _NS_MS, unit="ms", better="lower", parameters=more
-        )
-    yield Result(
-        name="bytes_per_entry",
-        value=of.entry_bytes,
-        unit="B",
-        better="lower",
-        parameters={"peak": round(of.peak_bytes)},
-    )
+        yield Result("worst_call", value / _NS_MS, "ms", None, more)
+    yield Result("bytes_per_entry", of.entry_bytes, "B", None, {"peak": round(of.peak_bytes)})

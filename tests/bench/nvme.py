@@ -17,33 +17,23 @@ reference_low, reference_high) and CPU time per block.
 
 from __future__ import annotations
 
-import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
-from rich.progress import Progress
 
 from kvstore.config import NvmeConfig
 from kvstore.core.errors import KVStoreError
 from kvstore.core.tier import TierContext
 from kvstore.core.types import BlockKey, JobId, JobKind, Slot, TransferJob
 from kvstore.units import MIB, sized
-from tests.bench.raw_disk import (
-    Depth,
-    Moved,
-    System,
-    check_space,
-    filled,
-    reference,
-    timed,
-)
-from tests.bench.report import Result, compared, in_turn
-from tests.bench.steal import undisturbed
+from tests.bench.raw_disk import Depth, Moved, System, check_space, filled, reference, timed
+from tests.bench.report import Result, alternate, compared, progress
 from tiers.nvme.block_io import writers_of
 from tiers.nvme.disk import NvmeDisk
 from tiers.nvme.index import Record
@@ -56,8 +46,8 @@ WRITERS = writers_of(READERS)
 OPEN_JOBS = 4
 TICK_S = 0.001  # the store's, while something is under way
 SETTLE_S = 60.0
-KINDS = (JobKind.LOAD, JobKind.STORE)
 NAMES = {JobKind.LOAD: "read", JobKind.STORE: "write"}
+Passes = dict[JobKind, Moved]
 
 
 class Sizes(msgspec.Struct, frozen=True):
@@ -174,106 +164,61 @@ def run(pairs: int | None, sizes: Sizes | None = None) -> list[Result]:
     memory, pages = filled(sizes.data_bytes)
     with (
         tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=Path.cwd()) as name,
-        Progress(console=Console(stderr=True), transient=True) as progress,
+        progress(len(sizes.block_bytes) * (1 + rounds)) as tell,
     ):
-        task = progress.add_task("nvme", total=len(sizes.block_bytes) * (1 + rounds))
         results = []
         for block_bytes in sizes.block_bytes:
-            progress.update(task, description=f"blocks of {sized(block_bytes)}")
-            series = _Series(Path(name), memory, block_bytes, sizes)
-            found = series.measure(rounds, lambda: progress.advance(task))
-            results += _results(block_bytes, pages, found, series.disturbed)
+            tell(f"blocks of {sized(block_bytes)}", 0)
+            ends = range(block_bytes, len(memory) + 1, block_bytes)
+            blocks = [memory[end - block_bytes : end] for end in ends]
+            how = {"block_bytes": block_bytes, "pages": pages}
+            results += _results(how, *_measured(Path(name), blocks, sizes, rounds, tell))
     return results
 
 
-class _Series:
-    """All systems with one size of blocks; found[system][kind] are the rounds."""
-
-    def __init__(self, folder: Path, memory: memoryview, block_bytes: int, sizes: Sizes) -> None:
-        ends = range(block_bytes, len(memory) + 1, block_bytes)
-        self.disturbed = 0  # rounds that were measured again, or would have to be
-        self._blocks = [memory[end - block_bytes : end] for end in ends]
-        self._folder = folder
-        self._sizes = sizes
-
-    def measure(self, rounds: int, tell: Callable[[], None]) -> dict[str, _Rounds]:
-        """Alternate the systems; the first round makes files and is not counted."""
-        call_bytes = min(RUN_BYTES_MAX, self._sizes.data_bytes // READERS)
-        depth = Depth(READERS, WRITERS, call_bytes)
-        systems: dict[str, System] = {}
-        try:
-            systems["reference"] = reference(self._folder, self._blocks, depth)
-            for name, checked in (("checked", True), ("unchecked", False)):
-                folder = self._folder / name
-                systems[name] = Ours(folder, self._blocks, self._sizes, checked=checked)
-            found = {name: _Rounds(system.name) for name, system in systems.items()}
-            for number in range(rounds + 1):
-                moved = self._round(systems, number)
-                if number:
-                    for name, (written, read) in moved.items():
-                        found[name].moved[JobKind.STORE].append(written)
-                        found[name].moved[JobKind.LOAD].append(read)
-                tell()
-        finally:
-            for system in systems.values():
-                system.close()
+def _measured(
+    folder: Path, blocks: Sequence[memoryview], sizes: Sizes, rounds: int, tell: Callable[..., None]
+) -> tuple[str, dict[str, list[Passes]], int]:
+    """Alternate the systems; the first round makes files. Return the reference's name, too."""
+    depth = Depth(READERS, WRITERS, min(RUN_BYTES_MAX, sizes.data_bytes // READERS))
+    with ExitStack() as ends:
+        other = ends.enter_context(closing(reference(folder, blocks, depth)))
+        systems: dict[str, System] = {"reference": other}
         for name in ("checked", "unchecked"):
-            shutil.rmtree(self._folder / name)
-        return found
-
-    def _round(self, systems: dict[str, System], number: int) -> dict[str, tuple[Moved, Moved]]:
-        """All systems once, as often as it takes to have the processors for ourselves."""
-
-        def once() -> dict[str, tuple[Moved, Moved]]:
-            moved = {}
-            for name in in_turn(list(systems), number):
-                system = systems[name]
-                moved[name] = system.write(), system.read()
-            return moved
-
-        moved, disturbed = undisturbed(once)
-        self.disturbed += disturbed
-        return moved
+            place = Path(ends.enter_context(tempfile.TemporaryDirectory(dir=folder)))
+            ours = Ours(place, blocks, sizes, checked=name == "checked")
+            systems[name] = ends.enter_context(closing(ours))
+        passes = {name: partial(_passes, system) for name, system in systems.items()}
+        return other.name, *alternate(passes, rounds, tell)
 
 
-class _Rounds(msgspec.Struct):
-    system: str
-    moved: dict[JobKind, list[Moved]] = msgspec.field(
-        default_factory=lambda: {kind: [] for kind in KINDS}
-    )
-
-    def rates(self, kind: JobKind) -> list[float]:
-        return [moved.bytes_per_s for moved in self.moved[kind]]
-
-    def cpu_us(self, kind: JobKind) -> list[float]:
-        return [moved.cpu_us_per_block for moved in self.moved[kind]]
+def _passes(system: System) -> Passes:
+    """Write all blocks, and read them back."""
+    return {JobKind.STORE: system.write(), JobKind.LOAD: system.read()}
 
 
 def _results(
-    block_bytes: int, pages: str, found: dict[str, _Rounds], disturbed: int
+    how: dict[str, object], against: str, found: dict[str, list[Passes]], disturbed: int
 ) -> list[Result]:
     results = []
-    for kind in KINDS:
-        for name in ("checked", "unchecked"):
-            parameters: dict[str, object] = {"block_bytes": block_bytes, "pages": pages}
-            parameters["checksum"] = name == "checked"
-            parameters["disturbed_rounds"] = disturbed
-            results.append(_result(kind, found[name], found["reference"], parameters))
+    for kind, name in NAMES.items():
+        rates = {s: [passes[kind].bytes_per_s for passes in found[s]] for s in found}
+        cpu_us = {s: [passes[kind].cpu_us_per_block for passes in found[s]] for s in found}
+        theirs = rates["reference"]
+        for variant in ("checked", "unchecked"):
+            ours = rates[variant]
+            more: dict[str, object] = {
+                **how,
+                "checksum": variant == "checked",
+                "disturbed_rounds": disturbed,
+                "cpu_us_per_block": round(statistics.median(cpu_us[variant]), 1),
+                "reference_cpu_us_per_block": round(statistics.median(cpu_us["reference"]), 1),
+                "depth": READERS if kind is JobKind.LOAD else WRITERS,
+                "rounds": len(ours),
+                "value_low": min(ours) * 1e-9,
+                "value_high": max(ours) * 1e-9,
+                "reference_low": min(theirs) * 1e-9,
+                "reference_high": max(theirs) * 1e-9,
+            }
+            results.append(compared(name, ours, theirs, "GB/s", against, more))
     return results
-
-
-def _result(kind: JobKind, ours: _Rounds, other: _Rounds, parameters: dict[str, object]) -> Result:
-    rates, others = ours.rates(kind), other.rates(kind)
-    more: dict[str, object] = {
-        **parameters,
-        "cpu_us_per_block": round(statistics.median(ours.cpu_us(kind)), 1),
-        "reference_cpu_us_per_block": round(statistics.median(other.cpu_us(kind)), 1),
-        "depth": READERS if kind is JobKind.LOAD else WRITERS,
-        "rounds": len(rates),
-        "value_low": min(rates) * 1e-9,
-        "value_high": max(rates) * 1e-9,
-        "reference_low": min(others) * 1e-9,
-        "reference_high": max(others) * 1e-9,
-    }
-    name = NAMES[kind]
-    return compared(name, rates, others, "GB/s", other.system, more, scale=1e-9, better="higher")

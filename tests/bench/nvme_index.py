@@ -19,18 +19,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
-from rich.progress import Progress
 
 from kvstore.config import NvmeConfig
 from kvstore.core.errors import ConfigError, KVStoreError
 from kvstore.core.tier import TierContext
 from kvstore.core.types import BlockKey, LookupResult, Slot
 from kvstore.units import GIB, KIB, MIB, sized
-from tests.bench.report import Result
+from tests.bench.report import Result, progress
 from tiers.nvme.directory import Directory
 from tiers.nvme.index_client import IndexClient
 from tiers.nvme.messages import FOLDER, NAMESPACE, NOWHERE, NUMBER, RECORD_BYTES, VALUE, Commit
@@ -73,15 +72,13 @@ def run(blocks: Sequence[int] | None = None, folder: Path | None = None) -> list
     if free < needed:
         raise KVStoreError(f"{below}: {sized(free)} free, the benchmark needs {sized(needed)}")
     results = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("index", total=2 * sum(counts))
+    with progress(2 * sum(counts)) as tell:
         for count in counts:
-            progress.update(task, description=f"{count:,} blocks")
             with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=below) as name:
-                place = Path(name)
-                file_bytes = make(place, count, lambda done: progress.advance(task, done))
+                place, what = Path(name), f"{count:,} blocks"
+                file_bytes = make(place, count, partial(tell, what))
                 results += _results(count, opened(place, count), file_bytes)
-            progress.advance(task, count)
+            tell(what, count)
     return results
 
 
@@ -194,10 +191,7 @@ def _results(count: int, found: Found, file_bytes: int) -> list[Result]:
         ("index_memory", found.memory_bytes / count, "bytes per block"),
         ("index_file", file_bytes / count, "bytes per block"),
     ]
-    return [
-        Result(name=name, value=value, unit=unit, better="lower", parameters={"blocks": count})
-        for name, value, unit in rows
-    ]
+    return [Result(name, value, unit, None, {"blocks": count}) for name, value, unit in rows]
 
 
 def main() -> int:

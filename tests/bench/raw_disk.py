@@ -12,9 +12,9 @@ import mmap
 import os
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -72,24 +72,12 @@ def timed(blocks: Sequence[memoryview], work: Callable[[], None]) -> Moved:
 
 
 def each(count: int, threads: int, move: Callable[[int], None]) -> None:
-    """Call move(0) to move(count - 1) on threads; raises what the first of them raised."""
-    numbers = iter(range(count))
-    errors: list[OSError] = []
-
-    def loop() -> None:
+    """Call move(0) to move(count - 1) on threads. Raises KVStoreError."""
+    with ThreadPoolExecutor(threads) as pool:
         try:
-            for number in numbers:
-                move(number)
+            list(pool.map(move, range(count)))
         except OSError as exc:
-            errors.append(exc)
-
-    started = [threading.Thread(target=loop) for _ in range(threads)]
-    for thread in started:
-        thread.start()
-    for thread in started:
-        thread.join()
-    if errors:
-        raise KVStoreError(f"the benchmark's own files: {errors[0]}")
+            raise KVStoreError(f"the benchmark's own files: {exc}") from exc
 
 
 class ThreadLoop:

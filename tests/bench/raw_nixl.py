@@ -7,19 +7,14 @@ wanted.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import secrets
 import threading
 import time
-from multiprocessing.connection import Connection
-from typing import Any, Self
 
 import numpy as np
 import xxhash
 
-from kvstore.core.errors import KVStoreError
-from tests.bench.clock import Clock
+from tests.harness.child import Child
 from tiers.cpu import CpuExtent
 from tiers.nixl.agent import Agent, Indices
 from tiers.nixl.ucx import MUTEX, ucx_settings
@@ -79,61 +74,10 @@ class _Half:
                 state.update(block[at : at + SUM_BYTES])
 
 
-class Process:
-    """One such process, of the parent's; gone after the context."""
+def half(block_bytes: int, blocks: int, transports: str | None, *, mutex: bool = False) -> Child:
+    """Start one such process. transports: UCX_TLS; None: UCX chooses.
 
-    def __init__(
-        self, block_bytes: int, blocks: int, transports: str | None, *, mutex: bool = False
-    ) -> None:
-        """transports: UCX_TLS; None: UCX chooses. mutex: threads sleep for UCX's lock."""
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        settings = ucx_settings("lo", transports) | {MUTEX: "y" if mutex else "n"}
-        arguments = theirs, settings, block_bytes, blocks
-        self._child = context.Process(target=_serve, args=arguments, daemon=True)
-        self._child.start()
-        theirs.close()
-        self.clock = Clock(self._child.pid or 0)
-
-    def __enter__(self) -> Self:
-        self.description = self.done()
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self._child.kill()
-        self._child.join()
-        self._pipe.close()
-
-    def do(self, what: str, *arguments: object, **options: object) -> None:
-        """Have a method of its half called, and wait until that is done."""
-        self.tell(what, *arguments, **options)
-        self.done()
-
-    def tell(self, what: str, *arguments: object, **options: object) -> None:
-        """Have a method of its half called."""
-        self._pipe.send((what, arguments, options))
-
-    def done(self) -> Any:
-        """Return what the method returned. Raises KVStoreError, also when the process has ended."""
-        try:
-            result = self._pipe.recv()
-        except EOFError:
-            result = KVStoreError("NIXL without a store: its process has ended")
-        if isinstance(result, KVStoreError):
-            raise result
-        return result
-
-
-def _serve(pipe: Connection, settings: dict[str, str], block_bytes: int, blocks: int) -> None:
-    """Make a half, and call its methods until the parent ends this process."""
-    os.environ.update(settings)
-    try:
-        half = _Half(block_bytes, blocks)
-        pipe.send(half.describe())
-        while True:
-            what, arguments, options = pipe.recv()
-            pipe.send(getattr(half, what)(*arguments, **options))
-    except EOFError:  # the parent has ended
-        return
-    except KVStoreError as exc:
-        pipe.send(KVStoreError(f"NIXL without a store: {exc}"))
+    mutex: its threads sleep for UCX's lock.
+    """
+    settings = ucx_settings("lo", transports) | {MUTEX: "y" if mutex else "n"}
+    return Child(_Half, block_bytes, blocks, environment=settings)

@@ -5,17 +5,23 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
+from rich.console import Console
+from rich.progress import Progress
 
-from tests.bench.steal import DISTURBED
+from tests.bench.steal import DISTURBED, undisturbed
 
 SEED = 20
 RESAMPLES = 4000
 CONFIDENCE = 0.9
+SCALES = {"ms": 1e3, "GB/s": 1e-9}
 WHOLE_FROM = 10_000  # with four digits these would be shown with an exponent
+T = TypeVar("T")
 IN_OTHER_COLUMNS = ("against", "difference_ms", "ratio_low", "ratio_high")
 IN_JSON_ONLY = (
     *("value_low", "value_high", "reference_low", "reference_high"),
@@ -23,21 +29,30 @@ IN_JSON_ONLY = (
 )
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class Result(msgspec.Struct, frozen=True):
     """One number.
 
     reference: the peer's value or the physical limit, measured in the same run; None for none.
-    ratio: value against reference, from pairs where there are some. parameters: what else
-    decides the number, and the interval of the ratio.
+    parameters: what else decides the number, and the interval of the ratio. ratio: value against
+    reference; given where there are pairs.
     """
 
     name: str
     value: float
     unit: str
-    better: Literal["lower", "higher"]
     reference: float | None = None
-    ratio: float | None = None
     parameters: dict[str, Any] = {}
+    ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        """Compare the two values where there are no pairs."""
+        if self.ratio is None and self.reference is not None:
+            msgspec.structs.force_setattr(self, "ratio", self.value / self.reference)
+
+    @property
+    def better(self) -> str:
+        """Say which values are good: high rates, and low times and sizes."""
+        return "higher" if self.unit.endswith(("/s", "per s")) else "lower"
 
 
 class Ratio(msgspec.Struct, frozen=True):
@@ -72,32 +87,59 @@ def compared(
     unit: str,
     against: str,
     parameters: Mapping[str, object],
-    *,
-    scale: float = 1.0,
-    better: Literal["lower", "higher"] = "lower",
 ) -> Result:
-    """Make a result of rounds that were measured in pairs. scale: from values to the unit."""
-    ratio = paired_ratio(values, others)
+    """Make a result of rounds that were measured in pairs, in seconds or bytes per second."""
+    ratio, scale = paired_ratio(values, others), SCALES[unit]
+    interval = {"ratio_low": round(ratio.low, 4), "ratio_high": round(ratio.high, 4)}
     return Result(
-        name=name,
-        value=statistics.median(values) * scale,
-        unit=unit,
-        better=better,
-        reference=statistics.median(others) * scale,
-        ratio=ratio.median,
-        parameters={
-            **parameters,
-            "against": against,
-            "ratio_low": round(ratio.low, 4),
-            "ratio_high": round(ratio.high, 4),
-        },
+        name,
+        statistics.median(values) * scale,
+        unit,
+        statistics.median(others) * scale,
+        {**parameters, "against": against, **interval},
+        ratio.median,
     )
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[..., None]]:
+    """Show how far a benchmark is; yield tell(what is under way, how much more is done)."""
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+
+        def tell(what: str | None = None, done: int = 1) -> None:
+            bar.update(task, description=what, advance=done)
+
+        yield tell
 
 
 def in_turn(names: Sequence[str], number: int) -> list[str]:
     """Order what is measured in a round of this number: each is the first in turn."""
     first = number % len(names)
     return [*names[first:], *names[:first]]
+
+
+def alternate(
+    systems: Mapping[str, Callable[[], T]], rounds: int, tell: Callable[..., None]
+) -> tuple[dict[str, list[T]], int]:
+    """Measure all systems in each round; return what they showed, and the disturbed rounds.
+
+    The first round is not counted, and one in which something was stolen is measured again.
+    """
+    found: dict[str, list[T]] = {name: [] for name in systems}
+    disturbed = 0
+    for number in range(rounds + 1):
+        in_order = [(name, systems[name]) for name in in_turn(list(systems), number)]
+        measured, again = undisturbed(partial(_each, in_order))
+        disturbed += again
+        for name, one in measured if number else ():
+            found[name].append(one)
+        tell()
+    return found, disturbed
+
+
+def _each(systems: Sequence[tuple[str, Callable[[], T]]]) -> list[tuple[str, T]]:
+    return [(name, measure()) for name, measure in systems]
 
 
 def as_json(bench: str, results: Sequence[Result], stolen: float = 0.0) -> str:
@@ -108,7 +150,7 @@ def as_json(bench: str, results: Sequence[Result], stolen: float = 0.0) -> str:
     rows = []
     for result in results:
         row = msgspec.to_builtins(result)
-        rows.append({**row.pop("parameters"), **row})
+        rows.append({**row.pop("parameters"), **row, "better": result.better})
     whole = {"bench": bench, "stolen": round(stolen, 4), "results": rows}
     return msgspec.json.encode(whole).decode()
 

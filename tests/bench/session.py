@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from connectors.copies.host import LayerCache
@@ -31,7 +30,7 @@ LOOK_S = 0.0003  # between two looks at slots
 FIRST_BLOCK = 1  # 0 is the name of none
 
 
-class Fetched(msgspec.Struct, frozen=True):
+class Fetched(msgspec.Struct):
     """Blocks that were asked for: seconds until the first and until all of them could be read.
 
     complete: all of them could be had; otherwise nothing was waited for.
@@ -45,7 +44,7 @@ class Fetched(msgspec.Struct, frozen=True):
 
 
 class Session(LiveEngine):
-    """An engine of one rank; detached after the context."""
+    """An engine of one rank, of a store with one extent; detached after the context."""
 
     def __init__(self, store: StoreProcess, name: str, block_bytes: int, **how: Any) -> None:
         """name: of the engine. block_bytes: of a block in all."""
@@ -53,62 +52,44 @@ class Session(LiveEngine):
         self.side_channel = self.scheduler.take(p.Welcome).side_channel
         self._block_bytes = block_bytes
 
-    def __enter__(self) -> Self:
-        return self
+    def fetch(self, hashes: Sequence[bytes], **how: Any) -> Fetched:
+        """Ask for blocks, of another store too, and watch them until all can be read.
 
-    def __exit__(self, *_exc: object) -> None:
-        self.close()
-
-    def fetch(self, hashes: Sequence[bytes], peer: str = "", *, push: bool = False) -> Fetched:
-        """Ask for blocks, of another store too, and watch them until all can be read."""
+        how: of the lookup.
+        """
         started_s = time.perf_counter()
-        granted = self.ask(hashes, peer=peer, push=push)
+        granted = self.ask(hashes, **how)
         slots = framing.from_u32(granted.hits[0].slots) if granted.lease else []
         found = Fetched(len(slots) == len(hashes), slots, granted.sources)
         if found.complete:
-            leased = np.frombuffer(granted.hits[0].generations, np.uint32)
-            first_s, all_s = self._watch(np.array(slots), leased, started_s)
-            found = msgspec.structs.replace(found, first_s=first_s, all_s=all_s)
+            found.first_s = self._receive(granted, slots, started_s)
+            found.all_s = time.perf_counter() - started_s
         if granted.lease:
             self.worker.send(p.Loaded(granted.lease, 0, 0.0))
         return found
 
     def holds(self, hashes: Sequence[bytes], slots: Sequence[int]) -> bool:
         """Tell whether slots have the bytes that these blocks should have."""
-        for block, slot in zip(hashes, slots, strict=True):
-            memory, at = self._place(slot)
-            if memory[at : at + self._block_bytes] != self.content(block):
-                return False
-        return True
+        places = [self._place(slot) for slot in slots]
+        found = [memory[at : at + self._block_bytes] for memory, at in places]
+        return found == [self.content(block) for block in hashes]
 
-    def _watch(
-        self, slots: npt.NDArray[np.int64], leased: npt.NDArray[np.uint32], started_s: float
-    ) -> tuple[float, float]:
-        """Return the seconds until the first slot, and all of them, have their generations."""
+    def _receive(self, granted: p.Granted, slots: list[int], started_s: float) -> float:
+        """Wait until all slots have their generations; return the seconds to the first."""
+        ((extent, memory),) = self._maps
+        at = extent.generations_offset
+        generations = np.frombuffer(memory, np.uint32, extent.count, at)
+        positions = np.array(slots) - extent.first
+        leased = np.frombuffer(granted.hits[0].generations, np.uint32)
         first_s = 0.0
-        waiting = list(self._generations(slots, leased))
-        ((have, at, want),) = self._generations(slots[:1], leased[:1])
-        while waiting:
+        while not (here := generations[positions] == leased).all():
             now_s = time.perf_counter() - started_s
-            if not first_s and have[at] == want:
+            if here[0] and not first_s:
                 first_s = now_s
-            waiting = [part for part in waiting if (part[0][part[1]] != part[2]).any()]
             if now_s > ANSWER_S:
                 raise KVStoreError(f"blocks did not arrive in {ANSWER_S:.0f} s")
-            if waiting:
-                time.sleep(LOOK_S)
-        return first_s or now_s, now_s
-
-    def _generations(
-        self, slots: npt.NDArray[np.int64], leased: npt.NDArray[np.uint32]
-    ) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64], npt.NDArray[np.uint32]]]:
-        """Yield, by extent, all its generations, positions of slots in it, and what is leased."""
-        for extent, memory in self._maps:
-            which = (slots >= extent.first) & (slots < extent.first + extent.count)
-            if which.any():
-                at = extent.generations_offset
-                generations = np.frombuffer(memory, np.uint32, extent.count, at)
-                yield generations, slots[which] - extent.first, leased[which]
+            time.sleep(LOOK_S)
+        return first_s or time.perf_counter() - started_s
 
 
 class DirectSession(Session):
@@ -122,26 +103,16 @@ class DirectSession(Session):
         self._transfers = DirectTransfers({"layer": cache})
         self._opened = False
 
-    def fetch_direct(self, hashes: Sequence[bytes], peer: str, *, push: bool = False) -> Fetched:
+    def fetch(self, hashes: Sequence[bytes], **how: Any) -> Fetched:
         """Ask a peer for blocks, and have them in the blocks of the tensor, in their order.
 
         push: the peer writes them. For agents that have networks only.
         """
         while not self._opened:
             self._hear()
-        started_s = time.perf_counter()
-        granted = self.ask(hashes, peer=peer, push=push, direct=True)
-        slots = framing.from_u32(granted.hits[0].slots) if granted.lease else []
-        found = Fetched(len(slots) == len(hashes), slots, granted.sources)
-        if found.complete:
-            first_s = self._receive(granted, slots, started_s)
-            all_s = time.perf_counter() - started_s
-            found = Fetched(True, slots, granted.sources, first_s, all_s)
-        if granted.lease:
-            self.worker.send(p.Loaded(granted.lease, 0, 0.0))
-        return found
+        return super().fetch(hashes, direct=True, **how)
 
-    def take(self, hashes: Sequence[bytes]) -> bool:
+    def holds(self, hashes: Sequence[bytes], _slots: Sequence[int]) -> bool:
         """Tell whether the tensor has the bytes that these blocks should have, and empty it."""
         size, came = self._block_bytes, self._tensor.numpy()
         good = all(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -117,17 +119,10 @@ class StoreProcess:
 
     def metrics(self) -> dict[str, float]:
         """Scrape the endpoint: values by name{label="value"}, as Prometheus shows them."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=10)
-        try:
-            connection.request("GET", "/metrics")
-            text = connection.getresponse().read().decode()
-        finally:
-            connection.close()
         found = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                labels = ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items()))
-                found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+        for name, by_label, value in scraped(self.metrics_port):
+            labels = ",".join(f'{k}="{v}"' for k, v in sorted(by_label.items()))
+            found[f"{name}{{{labels}}}" if labels else name] = value
         return found
 
     def _wait_ready(self) -> None:
@@ -143,6 +138,22 @@ class StoreProcess:
                 return
         text = self.log_path.read_text(encoding="utf-8", errors="replace")
         raise StoreFailed(f"the store did not start:\n{text}")
+
+
+def get(port: int, path: str, timeout_s: float = 60.0) -> tuple[int, bytes]:
+    """Return status and body of a page of this machine. Raises OSError."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+    with contextlib.closing(connection):
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+
+def scraped(port: int) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield name, labels and value of each sample of a metrics endpoint. Raises OSError."""
+    for family in text_string_to_metric_families(get(port, "/metrics")[1].decode()):
+        for sample in family.samples:
+            yield sample.name, sample.labels, sample.value
 
 
 def numbers(address: str, timeout_s: float = ANSWER_S) -> dict[str, float]:
@@ -164,8 +175,10 @@ def end_as_interrupted() -> None:
     signal.signal(signal.SIGTERM, interrupt)
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port that nobody listens on now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def free_port() -> int:
+    """Find a TCP port that nobody has, and that the system gives nobody: it is bound much later."""
+    while True:
+        port = 15_000 + secrets.randbelow(15_000)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port

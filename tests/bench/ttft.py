@@ -19,15 +19,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-
 from kvstore.core.errors import KVStoreError
 from kvstore.store import admin
 from tests.bench.engine import Engine, Request, tiered
 from tests.bench.models import make_model, prompt
 from tests.bench.native import native_config
-from tests.bench.report import Result, compared, in_turn
+from tests.bench.report import Result, compared, in_turn, progress
 from tests.bench.store import StoreProcess, numbers
 
 PAIRS = 15
@@ -73,28 +70,25 @@ def run(pairs: int | None) -> list[Result]:
     times: Times = defaultdict(list)
     with (
         tempfile.TemporaryDirectory(prefix="kvstore-bench-") as name,
-        Progress(console=Console(stderr=True), transient=True) as progress,
         StoreProcess(Path(name), str(CPU_BYTES), disk(Path(name))) as store,
+        progress(len(systems("")) * (rounds + 1)) as tell,
         ExitStack() as stack,
     ):
-        connectors = systems(store.address)
-        task = progress.add_task("making a model", total=len(connectors) * (rounds + 1))
+        tell("making a model", 0)
         model = make_model(MODEL, Path(name))
         engines = {}
-        for system, connector in connectors.items():
-            progress.update(task, description=f"starting engine: {system}")
+        for system, connector in systems(store.address).items():
+            tell(f"starting engine: {system}")
             engine = Engine(model, connector=connector, kv_cache_bytes=KV_CACHE_BYTES)
             engines[system] = stack.enter_context(engine)
-            progress.advance(task)
         for number in range(rounds):
             for system in in_turn(list(engines), number):
-                progress.update(task, description=f"round {number} of {rounds - 1}: {system}")
+                tell(f"round {number} of {rounds - 1}: {system}")
                 visit = Visit(engines[system], system, number, store)
                 for what, seconds in visit.measure():
                     if number >= WARM_UP_ROUNDS:
                         times[what, system].append(seconds)
-                progress.advance(task)
-        progress.update(task, description="restarting our store")
+        tell("restarting our store", 0)
         times[NVME_HIT, "ours"] = list(_after_restart(engines["ours"], store, rounds))
     return results(times)
 
@@ -189,12 +183,11 @@ def results(times: Times) -> list[Result]:
             "pairs": len(values),
         }
         if reference is None:
-            value = statistics.median(values) * 1000
-            found.append(Result(name=name, value=value, unit="ms", better="lower", parameters=how))
+            found.append(Result(name, statistics.median(values) * 1000, "ms", None, how))
             continue
         others = times[reference]
         against = " ".join(reference) if reference[0] != name else reference[1]
         difference = statistics.median(a - b for a, b in zip(values, others, strict=True))
         how["difference_ms"] = round(difference * 1000, 3)
-        found.append(compared(name, values, others, "ms", against, how, scale=1000))
+        found.append(compared(name, values, others, "ms", against, how))
     return found

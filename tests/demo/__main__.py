@@ -6,13 +6,14 @@ import argparse
 import sys
 
 from tests.demo import offload, pd
+from tests.demo.stage import play
 
 
 def main() -> int:
-    """Run the chosen one; the exit status is 0 only if everything is as promised."""
+    """Run the chosen one."""
     parser = argparse.ArgumentParser(prog="python -m tests.demo", description=__doc__)
     parser.add_argument("--pd", action="store_true", help="a prefill engine, two decode engines")
-    return pd.main() if parser.parse_args().pd else offload.main()
+    return play(pd.HandOver if parser.parse_args().pd else offload.Offload)
 
 
 if __name__ == "__main__":

@@ -9,21 +9,17 @@ from where it had to.
 from __future__ import annotations
 
 import statistics
-import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from kvstore.core.errors import KVStoreError
 from kvstore.units import sized
 from tests.bench.engine import Engine, Request, Result, tiered
 from tests.bench.models import make_model, prompt
-from tests.bench.store import StoreProcess, end_as_interrupted
+from tests.bench.store import StoreProcess
+from tests.demo.stage import Demo, table
 
 CAPACITY = "256MiB"
 DISK_CAPACITY = "512MiB"
@@ -84,59 +80,57 @@ class Pass(msgspec.Struct, frozen=True):
         return sum(mine.tokens == theirs.tokens for mine, theirs in pairs)
 
 
-class Demo:
-    """The run, with what it says on the way."""
+class Offload(Demo):
+    """One engine after the other on one store after the other."""
 
     def __init__(self, console: Console, folder: Path) -> None:
+        super().__init__(console, folder)
         self.passes: list[Pass] = []
-        self._console = console
-        self._folder = folder
-        self._started_s = time.monotonic()
+        self.metrics: dict[str, float] = {}  # of the stores, at the end
 
-    def run(self) -> dict[str, float]:
-        """Do everything; return the store's metrics at the end."""
-        self._say("making a random 4-layer model on disk")
-        model = make_model("llama_s", self._folder)
-        disk = f'[nvme]\npath = "{self._folder}/kv"\ncapacity = "{DISK_CAPACITY}"\n'
-        self._say(
+    def run(self) -> None:
+        """Run all prompts five times."""
+        self.say("making a random 4-layer model on disk")
+        model = make_model("llama_s", self.folder)
+        disk = f'[nvme]\npath = "{self.folder}/kv"\ncapacity = "{DISK_CAPACITY}"\n'
+        self.say(
             f"starting a store: kvstore serve, {CAPACITY} of CPU memory, {DISK_CAPACITY} of disk"
         )
-        with StoreProcess(self._folder, CAPACITY, disk) as store:
-            self._say("starting a vLLM engine attached to it (5 to 20 s)")
-            with self._engine(model, store) as engine:
+        with StoreProcess(self.folder, CAPACITY, disk) as store:
+            self.say("starting a vLLM engine attached to it (5 to 20 s)")
+            with _engine(model, store) as engine:
                 self._pass(engine, "cold", COLD)
                 self._pass(engine, "again", FROM_GPU)
-                self._settle(engine, store)
-                self._say("emptying the engine's prefix cache")
+                engine.go_idle()  # copies that the last steps started come to their end
+                stored = 'kvstore_stored_blocks_total{outcome="stored"}'
+                self.wait(
+                    lambda: store.metrics().get(stored, 0) >= STORED_BLOCKS,
+                    "blocks to be stored",
+                    SETTLE_S,
+                )
+                self.say("emptying the engine's prefix cache")
                 if not engine.reset_prefix_cache():
                     raise KVStoreError("some engine blocks are still in use")
                 self._pass(engine, "after reset", FROM_CPU)
-            self._say("the engine has ended; starting another on the same store")
-            with self._engine(model, store) as engine:
+            self.say("the engine has ended; starting another on the same store")
+            with _engine(model, store) as engine:
                 self._pass(engine, "after engine restart", FROM_CPU)
                 engine.go_idle()
             found = store.metrics()
-            self._say("the store ends, too, and starts again with what is on disk")
-        with StoreProcess(self._folder, CAPACITY, disk) as store:
-            with self._engine(model, store) as engine:
+            self.say("the store ends, too, and starts again with what is on disk")
+        with StoreProcess(self.folder, CAPACITY, disk) as store:
+            with _engine(model, store) as engine:
                 self._pass(engine, "after store restart", FROM_NVME)
                 engine.go_idle()
             for name, value in store.metrics().items():  # counters of both lives together
                 found[name] = value + (found.get(name, 0) if "_total" in name else 0)
-        return found
-
-    def _say(self, text: str) -> None:
-        self._console.print(f"[dim]{time.monotonic() - self._started_s:5.1f} s[/dim]  {text}")
-
-    def _engine(self, model: Path, store: StoreProcess) -> Engine:
-        connector = tiered(store=store.address)
-        return Engine(model, connector=connector, block_size=BLOCK_TOKENS)
+        self.metrics = found
 
     def _pass(self, engine: Engine, name: str, expected: Served) -> None:
-        self._say(f"{len(PROMPT_SEEDS)} prompts of {PROMPT_TOKENS:,} tokens, {name}")
+        self.say(f"{len(PROMPT_SEEDS)} prompts of {PROMPT_TOKENS:,} tokens, {name}")
         before = engine.metrics()
         results = []
-        with self._console.status(name) as status:
+        with self.console.status(name) as status:
             for number, seed in enumerate(PROMPT_SEEDS, start=1):
                 status.update(f"prompt {number} of {len(PROMPT_SEEDS)}")
                 request = Request(id=f"{name} {number}", tokens=prompt(seed, PROMPT_TOKENS))
@@ -151,88 +145,46 @@ class Demo:
         served = Served(tokens("device"), tokens("host"), tokens("disk"), computed)
         self.passes.append(Pass(name, expected, served, results))
 
-    def _settle(self, engine: Engine, store: StoreProcess) -> None:
-        """Let copies that the last steps started come to their end."""
-        engine.go_idle()
-        _wait(lambda: _stored(store.metrics()) >= STORED_BLOCKS, "blocks to be stored")
+    def problems(self) -> list[str]:
+        """Compare what came from where, outputs, and what the store counted."""
+        found = []
+        for one in self.passes:
+            if one.served != one.expected:
+                found.append(f"{one.name}: tokens came from {one.served}, expected {one.expected}")
+            if one.identical(self.passes[0]) != len(one.results):
+                found.append(f"{one.name}: outputs differ from the cold run's")
+        for tier in ("cpu", "nvme"):
+            hits = self.metrics.get(f'kvstore_hit_tokens_total{{tier="{tier}"}}', 0)
+            expected = sum(getattr(one.expected, tier) for one in self.passes)
+            if hits != expected:
+                found.append(
+                    f"the store counted {hits:.0f} hit tokens of {tier}, expected {expected}"
+                )
+        return found
 
-
-def _stored(metrics: dict[str, float]) -> float:
-    return metrics.get('kvstore_stored_blocks_total{outcome="stored"}', 0)
-
-
-def _wait(done: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + SETTLE_S
-    while not done():
-        if time.monotonic() > deadline_s:
-            raise KVStoreError(f"waited {SETTLE_S:.0f} s for {what}")
-        time.sleep(0.05)
-
-
-def problems(passes: list[Pass], metrics: dict[str, float]) -> list[str]:
-    """Say what is not as it has to be; empty when all is well."""
-    found = []
-    for one in passes:
-        if one.served != one.expected:
-            found.append(f"{one.name}: tokens came from {one.served}, expected {one.expected}")
-        if one.identical(passes[0]) != len(one.results):
-            found.append(f"{one.name}: outputs differ from the cold run's")
-    for tier in ("cpu", "nvme"):
-        hits = metrics.get(f'kvstore_hit_tokens_total{{tier="{tier}"}}', 0)
-        expected = sum(getattr(one.expected, tier) for one in passes)
-        if hits != expected:
-            found.append(f"the store counted {hits:.0f} hit tokens of {tier}, expected {expected}")
-    return found
-
-
-def show(console: Console, passes: list[Pass], metrics: dict[str, float]) -> None:
-    """Print what happened."""
-    console.print(
-        f"{len(PROMPT_SEEDS)} prompts of {PROMPT_TOKENS:,} tokens: median time to first token,"
-        " and where their tokens' KV came from"
-    )
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("run", no_wrap=True)
-    for heading in ("TTFT", "GPU", "CPU", "NVMe", "computed"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("outputs", no_wrap=True)
-    for one in passes:
-        same, count = one.identical(passes[0]), len(one.results)
-        outputs = "same" if same == count else f"{count - same} of {count} DIFFER"
-        table.add_row(
-            one.name,
-            f"{one.ttft_s * 1000:.1f} ms",
-            *(f"{count:,}" for count in msgspec.structs.astuple(one.served)),
-            "-" if one is passes[0] else outputs,
+    def show(self) -> None:
+        """Print the passes, and what the store counted."""
+        self.console.print(
+            f"{len(PROMPT_SEEDS)} prompts of {PROMPT_TOKENS:,} tokens: median time to first token,"
+            " and where their tokens' KV came from"
         )
-    console.print(table)
-    console.print("from the store's /metrics, what is not 0:")
-    for name, value in metrics.items():
-        if value and name.startswith(SHOWN_METRICS):
-            unit = f"  ({sized(int(value))})" if "bytes" in name else ""
-            console.print(f"  {name} {value:,.0f}{unit}", highlight=False)
+        shown = table(["run"], ["TTFT", "GPU", "CPU", "NVMe", "computed"], "outputs")
+        for one in self.passes:
+            same, count = one.identical(self.passes[0]), len(one.results)
+            outputs = "same" if same == count else f"{count - same} of {count} DIFFER"
+            shown.add_row(
+                one.name,
+                f"{one.ttft_s * 1000:.1f} ms",
+                *(f"{count:,}" for count in msgspec.structs.astuple(one.served)),
+                "-" if one is self.passes[0] else outputs,
+            )
+        self.console.print(shown)
+        self.console.print("from the store's /metrics, what is not 0:")
+        for name, value in self.metrics.items():
+            if value and name.startswith(SHOWN_METRICS):
+                unit = f"  ({sized(int(value))})" if "bytes" in name else ""
+                self.console.print(f"  {name} {value:,.0f}{unit}", highlight=False)
 
 
-def main() -> int:
-    """Run the demo; 0 only if everything is as promised."""
-    end_as_interrupted()
-    console = Console(highlight=False)
-    with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as name:
-        tempfile.tempdir = name  # engines' logs too
-        demo = Demo(console, Path(name))
-        try:
-            metrics = demo.run()
-        except KVStoreError as exc:
-            console.print(f"the demo failed: {exc}", markup=False)
-            return 1
-        except KeyboardInterrupt:
-            console.print("interrupted; engine and store were ended")
-            return 130
-    console.print()
-    show(console, demo.passes, metrics)
-    wrong = problems(demo.passes, metrics)
-    for line in wrong:
-        console.print(f"WRONG: {line}", markup=False)
-    if not wrong:
-        console.print("all outputs identical, all tokens from where they had to come")
-    return 1 if wrong else 0
+def _engine(model: Path, store: StoreProcess) -> Engine:
+    return Engine(model, connector=tiered(store=store.address), block_size=BLOCK_TOKENS)

@@ -12,24 +12,22 @@ from __future__ import annotations
 import secrets
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from kvstore.core.errors import KVStoreError
 from kvstore.store import admin
 from tests.bench.api import Answer, ApiServer, complete
 from tests.bench.engine import tiered
 from tests.bench.models import make_model, prompt
-from tests.bench.store import end_as_interrupted, numbers
+from tests.bench.store import numbers, scraped
+from tests.demo.router import decode_leg, prefill_leg
+from tests.demo.stage import Demo, table
 
 BLOCK_TOKENS = 64
 PROMPT_TOKENS = 4000
@@ -122,54 +120,40 @@ class Node:
         return False
 
 
-class Demo:
-    """The run, with what it says on the way."""
+class HandOver(Demo):
+    """Three engines and a router."""
 
     def __init__(self, console: Console, folder: Path) -> None:
+        super().__init__(console, folder)
         self.runs: list[Run] = []
         self.legs: dict[str, float] = {}
-        self._console = console
-        self._folder = folder
-        self._started_s = time.monotonic()
 
     def run(self) -> None:
         """Do everything."""
-        self._say("making a random 4-layer model on disk")
-        model = make_model("llama_s", self._folder)
-        self.prefill = Node("prefill", model, self._folder)
-        self.decode = {
-            way: Node(f"decode-{way}", model, self._folder, transfer=way) for way in WAYS
-        }
+        self.say("making a random 4-layer model on disk")
+        model = make_model("llama_s", self.folder)
+        self.prefill = Node("prefill", model, self.folder)
+        self.decode = {way: Node(f"decode-{way}", model, self.folder, transfer=way) for way in WAYS}
         nodes = [self.prefill, *self.decode.values()]
         with ExitStack() as ends:
             for node in nodes:
                 ends.enter_context(node.server)
-            self._say("starting a prefill and two decode engines, each with a store of its own")
+            self.say("starting a prefill and two decode engines, each with a store of its own")
             self._await_engines(nodes)
             for way, node in self.decode.items():
-                router = Router(self._folder, self.prefill.server.url, node.server.url)
+                router = Router(self.folder, self.prefill.server.url, node.server.url)
                 port = ends.enter_context(router).port
                 self._hand_over(way, node, port)
                 for leg, count in router.legs().items():
                     self.legs[leg] = self.legs.get(leg, 0) + count
             for node in nodes:
                 node.server.end()
-        self._wait(lambda: all(node.gone() for node in nodes), "the stores to end", END_S)
-
-    def _say(self, text: str) -> None:
-        self._console.print(f"[dim]{time.monotonic() - self._started_s:5.1f} s[/dim]  {text}")
-
-    def _wait(self, done: Callable[[], bool], what: str, limit_s: float = SETTLE_S) -> None:
-        end_s = time.monotonic() + limit_s
-        while not done():
-            if time.monotonic() > end_s:
-                raise KVStoreError(f"waited {limit_s:.0f} s for {what}")
-            time.sleep(0.05)
+        self.wait(lambda: all(node.gone() for node in nodes), "the stores to end", END_S)
 
     def _await_engines(self, nodes: list[Node]) -> None:
         """Wait until all serve, and let each do what only its first request costs."""
         began_s = time.monotonic()
-        with self._console.status("starting") as status:
+        with self.console.status("starting") as status:
 
             def ready() -> bool:
                 there = [node.server.ready() for node in nodes]
@@ -180,7 +164,7 @@ class Demo:
                 )
                 return all(there)
 
-            self._wait(ready, "engines to start", START_S)
+            self.wait(ready, "engines to start", START_S)
         for node in nodes:
             complete(node.server.port, {"prompt": [3, 4], "max_tokens": 2})
 
@@ -189,7 +173,7 @@ class Demo:
     def _hand_over(self, way: str, node: Node, router: int) -> None:
         """Have four prompts handed over to one decode engine."""
         how = "pulls from" if way == "pull" else "is pushed to by"
-        self._say(f"4 prompts; their decode engine {how} the prefill node")
+        self.say(f"4 prompts; their decode engine {how} the prefill node")
         self._meet(way, node, router)
         cold = prompt(COLD_SEED, PROMPT_TOKENS)
         said = self._run("cold", way, node, cold, expected(len(cold)), router)
@@ -215,7 +199,7 @@ class Demo:
             self._ask(router, prompt(secrets.randbits(32), 4 * BLOCK_TOKENS), way)
             return node.tokens()["peer"] > before
 
-        self._wait(met, "a first hand-over")
+        self.wait(met, "a first hand-over", SETTLE_S)
 
     def _run(
         self,
@@ -227,7 +211,7 @@ class Demo:
         router: int | None,
     ) -> Answer:
         """Hand one prompt over; router: its port, None to do its work with a pause between."""
-        with self._console.status(f"{way}: {name}"):
+        with self.console.status(f"{way}: {name}"):
             before = self._counts(node)
             if router is None:
                 answer = self._late(node, tokens, way)
@@ -271,7 +255,7 @@ class Demo:
                 seen, since_s = now, time.monotonic()
             return time.monotonic() - since_s > 0.3
 
-        self._wait(quiet, "counts to stand still")
+        self.wait(quiet, "counts to stand still", SETTLE_S)
 
     @staticmethod
     def _ask(port: int, tokens: list[int], salt: str) -> Answer:
@@ -280,15 +264,13 @@ class Demo:
 
     def _late(self, node: Node, tokens: list[int], salt: str) -> Answer:
         """Let the decode leg come when the prefill node has the blocks on disk only."""
-        from tests.demo.router import decode_leg, prefill_leg
-
         body = {"prompt": tokens, "max_tokens": OUTPUT_TOKENS, "cache_salt": salt}
         before = self._on_disk()
         handed = complete(self.prefill.server.port, prefill_leg(body))
         blocks = -(-len(tokens) // BLOCK_TOKENS)
-        self._wait(lambda: self._on_disk() >= before + blocks, "blocks to be on disk")
+        self.wait(lambda: self._on_disk() >= before + blocks, "blocks to be on disk", SETTLE_S)
         held = "kvstore_hand_over_bytes{held}"
-        self._wait(lambda: not self.prefill.store().get(held), "a lease to end")
+        self.wait(lambda: not self.prefill.store().get(held), "a lease to end", SETTLE_S)
         for _ in range(FILLERS):
             filler = prompt(secrets.randbits(32), PROMPT_TOKENS)
             complete(self.prefill.server.port, {"prompt": filler, "max_tokens": 1})
@@ -297,6 +279,50 @@ class Demo:
 
     def _on_disk(self) -> float:
         return self.prefill.store().get("kvstore_tier_blocks{nvme,stored}", 0)
+
+    # What it shows
+
+    def problems(self) -> list[str]:
+        """Compare what came from where, outputs, and what router and store counted."""
+        found = []
+        for one in self.runs:
+            where = f"{one.way}, {one.name}"
+            if one.served != one.expected:
+                found.append(f"{where}: tokens came from {one.served}, expected {one.expected}")
+            tokens = one.served.peer_memory + one.served.peer_disk
+            if one.fetched != -(-tokens // BLOCK_TOKENS):
+                found.append(f"{where}: {one.fetched} blocks were fetched, {tokens} tokens used")
+            if not one.same:
+                found.append(f"{where}: {one.answer.tokens} instead of {one.alone.tokens}")
+        for leg, count in self.legs.items():
+            if not leg.endswith(" ok"):
+                found.append(f"the router counted {count:.0f} of {leg!r}, expected 0")
+        return found
+
+    def show(self) -> None:
+        """Print the runs, and the router's counts."""
+        self.console.print(
+            "time to first token: of an engine alone, and of both behind the router;\n"
+            "tokens: computed by the prefill engine; those of the decode engine came from its\n"
+            "own node, its peer's memory, its peer's disk, or were computed there"
+        )
+        numbers = [
+            *("alone\nTTFT", "routed\nTTFT"),
+            *("prefill\nengine", "own\nnode", "peer's\nmemory", "peer's\ndisk", "decode\nengine"),
+        ]
+        shown = table(["prompt\n", "by\n"], numbers, "output\n")
+        for one in self.runs:
+            shown.add_row(
+                one.name,
+                one.way,
+                f"{one.alone.ttft_s * 1000:.0f} ms",
+                f"{one.answer.ttft_s * 1000:.0f} ms",
+                *(f"{count:,}" for count in msgspec.structs.astuple(one.served)),
+                "same" if one.same else "DIFFERS",
+            )
+        self.console.print(shown)
+        done = ", ".join(f"{count:.0f} {leg}" for leg, count in sorted(self.legs.items()))
+        self.console.print(f"the router's legs: {done}")
 
 
 class Router:
@@ -327,15 +353,10 @@ class Router:
 
     def legs(self) -> dict[str, float]:
         """Return its count of legs, by leg and outcome."""
-        from prometheus_client.parser import text_string_to_metric_families
-
-        from tests.bench.api import get
-
         return {
-            f"{sample.labels['leg']} {sample.labels['outcome']}": sample.value
-            for family in text_string_to_metric_families(get(self.port, "/metrics")[1].decode())
-            for sample in family.samples
-            if sample.name == "router_legs_total"
+            f"{labels['leg']} {labels['outcome']}": value
+            for name, labels, value in scraped(self.port)
+            if name == "router_legs_total"
         }
 
     def __exit__(self, *_error: object) -> None:
@@ -344,76 +365,3 @@ class Router:
             if self._child.stdout is not None:
                 self._child.stdout.close()
             self._child.wait()
-
-
-def problems(runs: list[Run], legs: dict[str, float]) -> list[str]:
-    """Say what is not as it has to be; empty when all is well."""
-    found = []
-    for one in runs:
-        where = f"{one.way}, {one.name}"
-        if one.served != one.expected:
-            found.append(f"{where}: tokens came from {one.served}, expected {one.expected}")
-        tokens = one.served.peer_memory + one.served.peer_disk
-        if one.fetched != -(-tokens // BLOCK_TOKENS):
-            found.append(f"{where}: {one.fetched} blocks were fetched, {tokens} tokens used")
-        if not one.same:
-            found.append(f"{where}: {one.answer.tokens} instead of {one.alone.tokens}")
-    for leg, count in legs.items():
-        if not leg.endswith(" ok"):
-            found.append(f"the router counted {count:.0f} of {leg!r}, expected 0")
-    return found
-
-
-def show(console: Console, runs: list[Run], legs: dict[str, float]) -> None:
-    """Print what happened, in 80 columns."""
-    console.print(
-        "time to first token: of an engine alone, and of both behind the router;\n"
-        "tokens: computed by the prefill engine; those of the decode engine came from its\n"
-        "own node, its peer's memory, its peer's disk, or were computed there"
-    )
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0)
-    table.add_column("prompt\n", no_wrap=True)
-    table.add_column("by\n", no_wrap=True)
-    for heading in (
-        *("alone\nTTFT", "routed\nTTFT"),
-        *("prefill\nengine", "own\nnode", "peer's\nmemory", "peer's\ndisk", "decode\nengine"),
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("output\n", no_wrap=True)
-    for one in runs:
-        table.add_row(
-            one.name,
-            one.way,
-            f"{one.alone.ttft_s * 1000:.0f} ms",
-            f"{one.answer.ttft_s * 1000:.0f} ms",
-            *(f"{count:,}" for count in msgspec.structs.astuple(one.served)),
-            "same" if one.same else "DIFFERS",
-        )
-    console.print(table)
-    done = ", ".join(f"{count:.0f} {leg}" for leg, count in sorted(legs.items()))
-    console.print(f"the router's legs: {done}")
-
-
-def main() -> int:
-    """Run the demo; 0 only if everything is as promised."""
-    end_as_interrupted()
-    console = Console(highlight=False)
-    with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as name:
-        tempfile.tempdir = name
-        demo = Demo(console, Path(name))
-        try:
-            demo.run()
-        except KVStoreError as exc:
-            console.print(f"the demo failed: {exc}", markup=False)
-            return 1
-        except KeyboardInterrupt:
-            console.print("interrupted; engines, stores and router were ended")
-            return 130
-    console.print()
-    show(console, demo.runs, demo.legs)
-    wrong = problems(demo.runs, demo.legs)
-    for line in wrong:
-        console.print(f"WRONG: {line}", markup=False)
-    if not wrong:
-        console.print("all outputs identical, all tokens from where they had to come")
-    return 1 if wrong else 0

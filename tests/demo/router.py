@@ -56,6 +56,7 @@ _BUSY = 429
 _CLIENT_ERRORS = range(400, 500)
 # What only makes sense for more than one token, or for an answer that somebody reads.
 _OF_ANSWERS = ("stream_options", "min_tokens", "n", "best_of", "kv_transfer_params")
+_LOST = (aiohttp.ClientError, TimeoutError)
 
 
 def prefill_leg(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,20 +98,15 @@ class Router:
         self._prefill = itertools.cycle([read_engine(url) for url in prefill])
         self._decode = itertools.cycle([read_engine(url) for url in decode])
         self._registry = CollectorRegistry(auto_describe=False)
-        self._legs = Counter(
-            "router_legs",
-            "Requests passed on, by leg and outcome.",
-            ["leg", "outcome"],
-            registry=self._registry,
-        )
-        self._session: aiohttp.ClientSession | None = None
+        text = "Requests passed on, by leg and outcome."
+        self._legs = Counter("router_legs", text, ["leg", "outcome"], registry=self._registry)
+        self._engines: aiohttp.ClientSession  # while it serves
 
     def app(self) -> web.Application:
         """Return the server's paths."""
         app = web.Application(client_max_size=BODY_BYTES_MAX)
         app.cleanup_ctx.append(self._connections)
-        for path in PATHS:
-            app.router.add_post(path, self._complete)
+        app.add_routes([web.post(path, self._complete) for path in PATHS])
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
@@ -119,17 +115,19 @@ class Router:
     async def _connections(self, _app: web.Application) -> AsyncIterator[None]:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as self._session:
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as self._engines:
             yield
 
-    @property
-    def _engines(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            raise web.HTTPServiceUnavailable(text="the router is starting or ending")
-        return self._session
+    def _count(self, leg: str, outcome: str) -> None:
+        self._legs.labels(leg, outcome).inc()
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        body = await _body_of(request)
+        try:
+            body = json.loads(await request.read())
+        except (ValueError, RecursionError) as exc:
+            return _error(400, f"the body is no JSON: {exc}")
+        if not isinstance(body, dict):
+            return _error(400, f"expected a JSON object, found {type(body).__name__}")
         headers = {REQUEST_ID: request.headers.get(REQUEST_ID) or uuid.uuid4().hex}
         if AUTHORIZATION in request.headers:
             headers[AUTHORIZATION] = request.headers[AUTHORIZATION]
@@ -142,31 +140,23 @@ class Router:
         self, path: str, leg: dict[str, Any], headers: dict[str, str]
     ) -> dict[str, Any] | web.Response | None:
         """Return what a prefill engine hands over, None for nothing, or its complaint."""
-        engine = next(self._prefill)
+        url = next(self._prefill) + path
         limit = aiohttp.ClientTimeout(total=PREFILL_S, sock_connect=CONNECT_S)
         try:
-            async with self._engines.post(
-                engine + path, json=leg, headers=headers, timeout=limit
-            ) as answer:
-                data = await answer.read()
+            async with self._engines.post(url, json=leg, headers=headers, timeout=limit) as answer:
                 if answer.status in _CLIENT_ERRORS and answer.status != _BUSY:
-                    self._legs.labels("prefill", "refused").inc()
-                    return web.Response(
-                        body=data, status=answer.status, content_type=answer.content_type
-                    )
+                    self._count("prefill", "refused")
+                    return await _copied(answer)
                 answer.raise_for_status()
-                found = json.loads(data).get("kv_transfer_params")
-        except (
-            *(aiohttp.ClientError, TimeoutError),
-            *(ValueError, AttributeError, RecursionError),  # no JSON, another one, one too deep
-        ) as exc:
-            log.warning(
-                "prefill engine %s: %s; the decode engine computes the prompt", engine, _text(exc)
-            )
-            self._legs.labels("prefill", "failed").inc()
+                found = json.loads(await answer.read()).get("kv_transfer_params")
+        # No JSON, another one, one too deep.
+        except (*_LOST, ValueError, AttributeError, RecursionError) as exc:
+            text = "prefill engine %s: %s; the decode engine computes the prompt"
+            log.warning(text, url, _text(exc))
+            self._count("prefill", "failed")
             return None
         handed = isinstance(found, dict)
-        self._legs.labels("prefill", "ok" if handed else "nothing").inc()
+        self._count("prefill", "ok" if handed else "nothing")
         return found if handed else None
 
     async def _decode_leg(
@@ -174,45 +164,37 @@ class Router:
     ) -> web.StreamResponse:
         """Pass an engine's answer on as it comes."""
         engine = next(self._decode)
-        response: web.StreamResponse | None = None
+        response = web.StreamResponse()
         try:
-            async with self._engines.post(
-                engine + request.path, json=leg, headers=headers
-            ) as answer:
-                response = web.StreamResponse(status=answer.status)
+            url = engine + request.path
+            async with self._engines.post(url, json=leg, headers=headers) as answer:
+                response.set_status(answer.status)
                 response.content_type = answer.content_type
                 await response.prepare(request)
                 async for chunk in answer.content.iter_any():
                     await response.write(chunk)
                 await response.write_eof()
-        except asyncio.CancelledError:  # the client has gone
-            self._legs.labels("decode", "unread").inc()
-            raise
-        except (aiohttp.ClientError, TimeoutError) as exc:
-            if request.transport is None or request.transport.is_closing():
-                self._legs.labels("decode", "unread").inc()
+        except (asyncio.CancelledError, *_LOST) as exc:
+            cancelled = isinstance(exc, asyncio.CancelledError)
+            if cancelled or request.transport is None or request.transport.is_closing():
+                self._count("decode", "unread")  # the client has gone
                 raise
             log.warning("decode engine %s: %s", engine, _text(exc))
-            self._legs.labels("decode", "failed").inc()
-            if response is None or not response.prepared:
-                return _error(502, f"decode engine {engine} cannot be reached: {_text(exc)}")
+            self._count("decode", "failed")
+            if not response.prepared:
+                return _unreachable(engine, exc)
             request.transport.abort()  # a part has been sent: the client must see a break
             return response
-        outcome = "ok" if response.status < min(_CLIENT_ERRORS) else "refused"
-        self._legs.labels("decode", outcome).inc()
+        self._count("decode", "ok" if response.status < min(_CLIENT_ERRORS) else "refused")
         return response
 
     async def _models(self, _request: web.Request) -> web.Response:
         engine = next(self._decode)
         try:
             async with self._engines.get(f"{engine}/v1/models") as answer:
-                return web.Response(
-                    body=await answer.read(),
-                    status=answer.status,
-                    content_type=answer.content_type,
-                )
-        except (aiohttp.ClientError, TimeoutError) as exc:
-            return _error(502, f"decode engine {engine} cannot be reached: {_text(exc)}")
+                return await _copied(answer)
+        except _LOST as exc:
+            return _unreachable(engine, exc)
 
     async def _health(self, _request: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -221,30 +203,19 @@ class Router:
         return web.Response(body=generate_latest(self._registry), content_type="text/plain")
 
 
-async def _body_of(request: web.Request) -> dict[str, Any]:
-    """Return a request's JSON object; raise an answer that says what is wrong with it."""
-    try:
-        found = json.loads(await request.read())
-    except (ValueError, RecursionError) as exc:
-        raise web.HTTPBadRequest(
-            text=_message(f"the body is no JSON: {exc}", 400), content_type="application/json"
-        ) from exc
-    if not isinstance(found, dict):
-        kind = type(found).__name__
-        raise web.HTTPBadRequest(
-            text=_message(f"expected a JSON object, found {kind}", 400),
-            content_type="application/json",
-        )
-    return found
-
-
-def _message(text: str, status: int) -> str:
-    """Return an error as OpenAI's clients expect it."""
-    return json.dumps({"error": {"message": text, "type": "router_error", "code": status}})
+async def _copied(answer: aiohttp.ClientResponse) -> web.Response:
+    body = await answer.read()
+    return web.Response(body=body, status=answer.status, content_type=answer.content_type)
 
 
 def _error(status: int, text: str) -> web.Response:
-    return web.Response(text=_message(text, status), status=status, content_type="application/json")
+    """Return an error as OpenAI's clients expect it."""
+    error = {"message": text, "type": "router_error", "code": status}
+    return web.json_response({"error": error}, status=status)
+
+
+def _unreachable(engine: str, exc: BaseException) -> web.Response:
+    return _error(502, f"decode engine {engine} cannot be reached: {_text(exc)}")
 
 
 def _text(exc: BaseException) -> str:
@@ -259,14 +230,12 @@ async def serve(prefill: Sequence[str], decode: Sequence[str], host: str, port: 
     runner = web.AppRunner(router.app(), handler_cancellation=True, access_log=None)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port)
-        try:
-            await site.start()
-        except OSError as exc:
-            raise ConfigError(f"--listen {host}:{port}: {exc.strerror}") from exc
+        await web.TCPSite(runner, host, port).start()
         at = runner.addresses[0]
         print(f"router at http://{at[0]}:{at[1]}", flush=True)
         await stop.wait()
+    except OSError as exc:
+        raise ConfigError(f"--listen {host}:{port}: {exc.strerror}") from exc
     finally:
         await runner.cleanup()
 
@@ -294,19 +263,10 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for side in ("prefill", "decode"):
-        parser.add_argument(
-            f"--{side}",
-            action="append",
-            required=True,
-            metavar="URL",
-            help=f"API server of a {side} engine; may be given several times",
-        )
-    parser.add_argument(
-        "--listen",
-        default="127.0.0.1:8000",
-        metavar="HOST:PORT",
-        help="where to serve, port 0 for a free one (default: 127.0.0.1:8000)",
-    )
+        text = f"API server of a {side} engine; may be given several times"
+        parser.add_argument(f"--{side}", action="append", required=True, metavar="URL", help=text)
+    text = "where to serve, port 0 for a free one (default: 127.0.0.1:8000)"
+    parser.add_argument("--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help=text)
     return parser
 
 

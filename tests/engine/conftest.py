@@ -18,7 +18,7 @@ import pytest
 from tests.bench.engine import Engine, Request, Result
 from tests.bench.models import make_model
 from tests.bench.store import StoreProcess
-from tests.engine.forked import ForkedEngine
+from tests.engine.forked import forked_engine
 from tests.engine.served import Served
 from tests.engine.support import CAPACITY, ENVIRONMENT, GROUPS, Reference, Troubled, forget
 
@@ -35,7 +35,7 @@ def _how_engines_start(forking: None) -> Iterator[None]:  # noqa: ARG001 - the s
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        patch.setattr(Engine, "launch", ForkedEngine)
+        patch.setattr(Engine, "launch", staticmethod(forked_engine))
         yield
 
 

@@ -8,33 +8,21 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import IO
 
 from tests.bench import driver
 from tests.harness.forked import Forked
 
 
-class ForkedEngine(Forked):
-    """One engine process; see tests.bench.engine.Child."""
-
-    def __init__(self, environment: Mapping[str, str], log_fd: int) -> None:
-        commands, ours_in = os.pipe()
-        ours_out, replies = os.pipe()
-        self.stdin: IO[bytes] = os.fdopen(ours_in, "wb", buffering=0)
-        self.stdout: IO[bytes] = os.fdopen(ours_out, "rb", buffering=0)
-        try:
-            super().__init__(_be_an_engine, [commands, replies, log_fd], dict(environment))
-        finally:
-            os.close(commands)
-            os.close(replies)
+def forked_engine(environment: Mapping[str, str], pipe_fd: int, log_fd: int) -> Forked:
+    """Start what tests.bench.engine.in_a_new_process does."""
+    return Forked(_be_an_engine, [pipe_fd, log_fd], dict(environment))
 
 
 def _be_an_engine(fds: list[int], environment: dict[str, str]) -> None:
-    """Become what `python -m tests.bench.driver` is, with stdin, stdout and stderr."""
     os.environ.update(environment)  # what sitecustomize has set stays, as in a new process
-    for number, fd in enumerate(fds):
-        os.dup2(fd, number)
+    for number in (1, 2):
+        os.dup2(fds[1], number)
     try:
-        driver.main()
+        driver.main(fds[0])
     except BaseException:  # noqa: BLE001 - as the interpreter does, where multiprocessing does not
         sys.excepthook(*sys.exc_info())

@@ -6,9 +6,6 @@ Also what a test needs of its own engine, so that both sides have the same pages
 from __future__ import annotations
 
 import time
-from array import array
-from multiprocessing.connection import Connection
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -32,13 +29,6 @@ class Slots(msgspec.Struct):
     agent: str
     metadata: bytes
     address: int
-
-
-class Write(msgspec.Struct):
-    """Have the slots' agent write these slots to engine blocks, by pairs."""
-
-    rank: RankPages
-    pairs: list[tuple[int, int]]
 
 
 def truth(seed: int) -> torch.Tensor:
@@ -77,35 +67,34 @@ class Engine:
             time.sleep(0.0001)
 
 
-def _write(agent: Agent, address: int, asked: Write) -> None:
-    """As an exporter does it."""
-    assert agent.add_peer(asked.rank.metadata) == asked.rank.agent
-    slots = np.array([address + slot * SLOT for slot, _ in asked.pairs], np.uint64)
-    blocks = np.array([block for _, block in asked.pairs], np.uint64)
-    pages = asked.rank.pages[0]
-    here = np.concatenate([in_slots(page, slots) for page in pages])
-    there = np.concatenate([in_pages(page, blocks) for page in pages])
-    flight, over = agent.move(asked.rank.agent, here, there, write=True, peer_gpu=asked.rank.gpu)
-    limit = time.monotonic() + LIMIT_S
-    while not over:
-        assert time.monotonic() < limit, "a write has not ended"
-        over = agent.over(flight)
-    agent.let_go(flight)
+class Peer:
+    """What the other process does."""
 
+    def __init__(self, device: str) -> None:
+        self._engine = Engine(device, 1, written=False)
+        self._slots = truth(2).contiguous()
+        self._agent = Agent(f"slots of {self._engine.rank.agent}")
+        self._agent.register(self._slots.data_ptr(), self._slots.numel())
 
-def serve(pipe: Connection, device: str) -> None:
-    """Run until the other side closes the pipe."""
-    engine, slots = Engine(device, 1, written=False), truth(2).contiguous()
-    agent = Agent(f"slots of {engine.rank.agent}")
-    agent.register(slots.data_ptr(), slots.numel())
-    pipe.send((engine.rank, Slots(agent.name, agent.metadata(), slots.data_ptr())))
-    while True:
-        try:
-            asked: Any = pipe.recv()
-        except EOFError:
-            return
-        if isinstance(asked, Write):
-            _write(agent, slots.data_ptr(), asked)
-            pipe.send(None)
-        else:
-            pipe.send(array("B", engine.blocks().contiguous().numpy().tobytes()))
+    def describe(self) -> tuple[RankPages, Slots]:
+        agent = self._agent
+        return self._engine.rank, Slots(agent.name, agent.metadata(), self._slots.data_ptr())
+
+    def blocks(self) -> bytes:
+        """What its engine holds now."""
+        return self._engine.blocks().contiguous().numpy().tobytes()
+
+    def write(self, rank: RankPages, pairs: list[tuple[int, int]]) -> None:
+        """Write slots to engine blocks, by pairs, as an exporter does it."""
+        agent = self._agent
+        assert agent.add_peer(rank.metadata) == rank.agent
+        slots = np.array([self._slots.data_ptr() + slot * SLOT for slot, _ in pairs], np.uint64)
+        blocks = np.array([block for _, block in pairs], np.uint64)
+        here = np.concatenate([in_slots(page, slots) for page in rank.pages[0]])
+        there = np.concatenate([in_pages(page, blocks) for page in rank.pages[0]])
+        flight, over = agent.move(rank.agent, here, there, write=True, peer_gpu=rank.gpu)
+        limit = time.monotonic() + LIMIT_S
+        while not over:
+            assert time.monotonic() < limit, "a write has not ended"
+            over = agent.over(flight)
+        agent.let_go(flight)

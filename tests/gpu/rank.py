@@ -11,14 +11,13 @@ import time
 import torch
 
 from connectors.copies.gpu.device import CudaDevice
-from connectors.copies.gpu.measure import Choice
 from connectors.copies.host import LayerCache, MappedExtent, SlotMap
 from kvstore.core.layout import GroupGeometry, LayerGeometry, Move, RankGeometry, slot_layout
 from kvstore.core.types import GroupRule
+from tests.harness.gpu_layouts import CHOICES
 
 LAYERS, BLOCKS, HEADS, HEAD_BYTES = 4, 32, 8, 4096
 PAGE = 4096
-CHOICE = Choice(((1, 8),), ((1, 8),))
 LIMIT_S = 60.0
 SLOT_BYTES = LAYERS * HEADS * HEAD_BYTES
 
@@ -63,7 +62,7 @@ def run(fd: int, rank: int, world: int, *, store: bool, device: str = "cuda") ->
     extent = MappedExtent(fd, 0, BLOCKS, layout.slot_bytes, extent_bytes(), BLOCKS * SLOT_BYTES)
     slots = SlotMap()
     slots.add(0, extent)
-    gpu = CudaDevice(caches, choice=CHOICE)
+    gpu = CudaDevice(caches, choice=CHOICES["kernel"])
     gpu.pin(extent, lambda: False)
     moves = [Move(0, block, block, 0) for block in range(BLOCKS)]
     queued = gpu.copier(layout).copy(moves, slots, store=store, after=gpu.mark())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -15,26 +14,30 @@ from connectors.copies.gpu.cuda import CupyCuda, Launch
 from connectors.copies.gpu.device import CudaDevice, Queued
 from connectors.copies.gpu.measure import RUN_SIZES, Choice, chosen, rates
 from connectors.copies.gpu.plan import plans
-from connectors.copies.host import Copying, HostCopier, LayerCache, MappedExtent, SlotMap
+from connectors.copies.host import Copying, HostCopier, LayerCache, SlotMap
 from kvstore.core.errors import TierError
 from kvstore.core.layout import Move
 from tests.harness.gpu_layouts import (
+    CHOICES,
+    PAGE,
+    POISON,
     Engine,
     Group,
     cases,
     engine_of,
+    extent_of,
     fill_random,
     make_engine,
     make_group,
     random_engine,
+    some_moves,
 )
 from tests.harness.gpu_twin import items
 
 pytestmark = pytest.mark.gpu
 
-BLOCKS, SLOTS, PAGE, POISON = 64, 48, 4096, 0xEE
+BLOCKS, SLOTS = 64, 48
 LIMIT_S = 60.0
-CHOICES = {"kernel": Choice(((1, 8),), ((1, 8),)), "engines": Choice(((1, 0),), ((1, 0),))}
 
 
 def until(done: Callable[[], bool]) -> None:
@@ -53,19 +56,10 @@ class Rig:
         self.copier = self.device.copier(on_gpu.layout)
         self.slots, self.expected = SlotMap(), SlotMap()
         self.size = on_gpu.layout.slot_bytes
-        self.extent = self._extent(slots)
-        self.truth = self._extent(slots)
+        self.extent, self.truth = (extent_of(slots, self.size) for _ in range(2))
         self.slots.add(0, self.extent)
         self.expected.add(0, self.truth)
         self.device.pin(self.extent, lambda: False)
-
-    def _extent(self, count: int) -> MappedExtent:
-        generations = -(-4 * count // PAGE) * PAGE
-        fd, total = os.memfd_create("slots"), count * self.size + generations
-        os.truncate(fd, total)
-        made = MappedExtent(fd, 0, count, self.size, total, count * self.size)
-        made.data.fill_(POISON)
-        return made
 
     def fill(self, seed: int) -> None:
         fill_random(self.host, seed)
@@ -103,23 +97,10 @@ def make() -> Iterator[Make]:
         rig.close()
 
 
-def some_moves(engine: Engine, rng: random.Random) -> list[Move]:
-    moves = []
-    for group, per in enumerate(engine.geometry.blocks_per_chunk):
-        parts = [(s, p) for s in range(SLOTS) for p in range(per)]
-        parts = [part for part in parts if part[0] % len(engine.groups) == group]
-        blocks = rng.sample(range(BLOCKS), rng.randint(1, BLOCKS))
-        chosen_parts = rng.sample(parts, min(len(blocks), len(parts)))
-        moves += [
-            Move(group, b, s, p) for b, (s, p) in zip(blocks, chosen_parts, strict=False)
-        ]  # fmt: skip
-    return moves
-
-
 def there_and_back(rig: Rig, rng: random.Random) -> None:
     """The copier for host memory says what is right: slots filled, then blocks, gaps untouched."""
     rig.fill(rng.randrange(1000))
-    moves = some_moves(rig.gpu, rng)
+    moves = some_moves(rig.gpu, rng, BLOCKS, SLOTS, least=1)
     host = HostCopier(rig.host.caches, rig.host.layout)
     done: Copying = host.copy(moves, rig.expected, store=True)
     queued = rig.copy(moves, store=True)
@@ -274,9 +255,7 @@ def test_pinning_is_refused_with_an_explanation() -> None:
     """Memory that is registered already is the one refusal that every machine has."""
     storage = torch.empty(PAGE, dtype=torch.uint8, device="cuda")
     device = CudaDevice({"a": LayerCache(storage, 0, PAGE, PAGE)}, choice=CHOICES["kernel"])
-    fd = os.memfd_create("slots")
-    os.truncate(fd, 9 * PAGE)
-    extent = MappedExtent(fd, 0, 8, PAGE, 9 * PAGE, 8 * PAGE)
+    extent = extent_of(8, PAGE)
     device.pin(extent, lambda: False)
     other = CudaDevice({"a": LayerCache(storage, 0, PAGE, PAGE)}, choice=CHOICES["kernel"])
     with pytest.raises(TierError, match="ulimit -l"):

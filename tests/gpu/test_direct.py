@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 
 import numpy as np
 import pytest
 import torch
 
 from kvstore.core.layout import Move, RankPages
-from tests.gpu.peer import BLOCKS, LAYERS, PAGE, SLOT, Engine, Slots, Write, serve, truth
+from tests.gpu.peer import BLOCKS, LAYERS, PAGE, SLOT, Engine, Peer, Slots, truth
+from tests.harness.child import Child
 
 places = pytest.mark.parametrize(
     ("device", "theirs"),
@@ -24,56 +23,36 @@ places = pytest.mark.parametrize(
     ],
 )
 SOME = [(3, 7), (4, 1), (20, 0), (0, 23)]  # a block there, and one here
-LIMIT_S = 120.0
 
 
-class Peer:
-    """Another process, with its engine on a device."""
+class There:
+    """A peer in another process, with its engine on a device."""
 
     def __init__(self, device: str) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, there = context.Pipe()
-        self._child = context.Process(target=serve, args=(there, device), daemon=True)
-        self._child.start()
-        there.close()
+        self.child = Child(Peer, device, environment={})
         self.rank: RankPages
         self.slots: Slots
-        self.rank, self.slots = self.answer()
-
-    def answer(self) -> tuple[RankPages, Slots]:
-        assert self._pipe.poll(LIMIT_S), "the other process says nothing"
-        found: tuple[RankPages, Slots] = self._pipe.recv()
-        return found
-
-    def tell(self, asked: Write | None) -> Connection:
-        self._pipe.send(asked)
-        assert self._pipe.poll(LIMIT_S)
-        return self._pipe
+        self.rank, self.slots = self.child.call("describe")
 
     def blocks(self) -> torch.Tensor:
         """What its engine holds now."""
-        found = np.frombuffer(self.tell(None).recv(), np.uint8)
+        found = np.frombuffer(self.child.call("blocks"), np.uint8)
         return torch.from_numpy(found.copy()).view(BLOCKS, LAYERS, PAGE)
-
-    def close(self) -> None:
-        self._pipe.close()
-        self._child.join(10)
-        self._child.kill()
 
 
 @pytest.fixture(scope="module")
-def peers() -> Iterator[dict[str, Peer]]:
+def peers() -> Iterator[dict[str, There]]:
     """Those that run, by their device: to start one takes seconds."""
-    made: dict[str, Peer] = {}
+    made: dict[str, There] = {}
     yield made
     for one in made.values():
-        one.close()
+        one.child.__exit__()
 
 
 @pytest.fixture
-def peer(peers: dict[str, Peer], theirs: str) -> Peer:
+def peer(peers: dict[str, There], theirs: str) -> There:
     if theirs not in peers:
-        peers[theirs] = Peer(theirs)
+        peers[theirs] = There(theirs)
     return peers[theirs]
 
 
@@ -86,7 +65,7 @@ def expected(before: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 @places
-def test_L1_direct_slots_are_read_into_engine_memory(peer: Peer, device: str) -> None:
+def test_L1_direct_slots_are_read_into_engine_memory(peer: There, device: str) -> None:
     engine = Engine(device, 5, written=False)
     engine.agent.meet(peer.slots.agent, peer.slots.metadata)
     moves = [(Move(0, here, 0, 0), peer.slots.address + there * SLOT) for there, here in SOME]
@@ -95,7 +74,7 @@ def test_L1_direct_slots_are_read_into_engine_memory(peer: Peer, device: str) ->
 
 
 @places
-def test_L1_direct_a_peers_engine_is_read_into_engine_memory(peer: Peer, device: str) -> None:
+def test_L1_direct_a_peers_engine_is_read_into_engine_memory(peer: There, device: str) -> None:
     engine = Engine(device, 5, written=False)
     moves = [(Move(0, here, 0, 0), there) for there, here in SOME]
     engine.over(engine.agent.read_engine([peer.rank], moves))
@@ -104,7 +83,7 @@ def test_L1_direct_a_peers_engine_is_read_into_engine_memory(peer: Peer, device:
 
 @places
 def test_O20_direct_engine_memory_is_written_to_a_peers_engine(
-    peer: Peer, device: str, theirs: str
+    peer: There, device: str, theirs: str
 ) -> None:
     seed = 5 + 2 * device.count("cuda") + theirs.count("cuda")  # other bytes in each case
     engine = Engine(device, seed, written=False)
@@ -116,8 +95,8 @@ def test_O20_direct_engine_memory_is_written_to_a_peers_engine(
 
 
 @places
-def test_L1_direct_slots_are_written_to_engine_memory(peer: Peer, device: str) -> None:
+def test_L1_direct_slots_are_written_to_engine_memory(peer: There, device: str) -> None:
     engine = Engine(device, 5, written=True)
     os.unsetenv("UCX_TLS")  # set for that agent
-    peer.tell(Write(engine.rank, SOME)).recv()
+    peer.child.call("write", engine.rank, SOME)
     assert torch.equal(engine.blocks(), expected(truth(5), truth(2)))

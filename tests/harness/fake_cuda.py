@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -34,8 +34,7 @@ COMPUTE = 1
 class Record:
     """What an event stands for after one `record`."""
 
-    def __init__(self) -> None:
-        self.done = False
+    done = False
 
 
 class Op:
@@ -76,10 +75,8 @@ class FakeCuda:
         self.faults: list[str] = []
         self.held: set[int] = set()
         self.pace = 3  # pieces run when somebody asks for an event
-        self.refuse: dict[
-            str, int
-        ] = {}  # "launch", "copy", "wait", "pin": calls until one is refused
-        self.calls: dict[str, int] = {}
+        self.refuse: dict[str, int] = {}  # launch, copy, wait, pin: calls until one is refused
+        self.calls: Counter[str] = Counter()
         self.asked = 0
         self._lock = threading.RLock()
         self._device = [(m.data_ptr(), m.numel()) for m in memory]
@@ -179,7 +176,7 @@ class FakeCuda:
         raise NotImplementedError("nothing takes time here")
 
     def _refuses(self, call: str) -> None:
-        self.calls[call] = self.calls.get(call, 0) + 1
+        self.calls[call] += 1
         left = self.refuse.get(call)
         if left is not None:
             self.refuse[call] = left - 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -23,6 +22,7 @@ from tiers.cpu import CpuExtent, CpuMemory
 SLOT_BYTES = 4096
 OfPeers = p.Places | p.InEngine | p.Push | p.Passed | p.WriteBlocks | p.BlockVersions
 M = TypeVar("M", bound=framing.Message)
+u32, from_u32 = framing.u32, framing.from_u32
 
 
 def hashes(count: int, name: str = "request") -> list[bytes]:
@@ -43,14 +43,6 @@ class Lower:
 
     def prefix(self, group: int, first: int, limit: int) -> Answer:
         return prefix_hit(lambda g, index: self.probe(g, first + index), group, limit - first)
-
-
-def u32(values: Sequence[int]) -> bytes:
-    return array("I", values).tobytes()
-
-
-def from_u32(data: bytes) -> list[int]:
-    return array("I", data).tolist()
 
 
 def geometry(

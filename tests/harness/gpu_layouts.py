@@ -6,6 +6,7 @@ reads it through NumPy's strides and knows nothing of pieces, runs, tiles or pla
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,12 +16,22 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from connectors.copies.host import LayerCache, pieces_of
-from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry, RankLayout, slot_layout
+from connectors.copies.gpu.measure import Choice
+from connectors.copies.host import LayerCache, MappedExtent, pieces_of
+from kvstore.core.layout import (
+    GroupGeometry,
+    LayerGeometry,
+    Move,
+    RankGeometry,
+    RankLayout,
+    slot_layout,
+)
 from kvstore.core.types import GroupRule
 
 Bytes = NDArray[np.uint8]
 
+PAGE, POISON = 4096, 0xEE
+CHOICES = {"kernel": Choice(((1, 8),), ((1, 8),)), "engines": Choice(((1, 0),), ((1, 0),))}
 ORDERS = {
     "layer-major, heads inside tokens": "LBNHC",
     "layer-major, tokens inside heads": "LBHNC",
@@ -42,15 +53,17 @@ class Group:
     order: str
     caches: dict[str, LayerCache] = field(default_factory=dict)
 
+    def _as_it_lies(self, layer: int, block: int) -> Bytes:
+        inner = [AXES[2:].index(axis) for axis in self.order if axis in AXES[2:]]
+        page: Bytes = self.view[layer, block].transpose(inner)
+        return page
+
     def page(self, layer: int, block: int) -> Bytes:
         """A page's bytes as the slot has them: as they lie in memory, gaps left out."""
-        page = self.view[layer, block]
-        inner = [AXES[2:].index(axis) for axis in self.order if axis in AXES[2:]]
-        return np.array(page.transpose(inner), order="C").reshape(-1)
+        return np.array(self._as_it_lies(layer, block), order="C").reshape(-1)
 
     def put(self, layer: int, block: int, data: Bytes) -> None:
-        inner = [AXES[2:].index(axis) for axis in self.order if axis in AXES[2:]]
-        page = self.view[layer, block].transpose(inner)
+        page = self._as_it_lies(layer, block)
         page[...] = data.reshape(page.shape)
 
 
@@ -183,6 +196,31 @@ def random_engine(rng: random.Random, blocks: int, device: str = "cpu") -> Engin
         groups.append(make_group(shape, order, layers_so_far, pad=pad, device=device, lead=lead))
         layers_so_far += layers
     return make_engine(groups, [rng.choice([1, 2, 3]) for _ in groups])
+
+
+def extent_of(count: int, slot_bytes: int, first: int = 0) -> MappedExtent:
+    """Map poisoned slots, and their generations."""
+    size = count * slot_bytes
+    total = size + -(-4 * count // PAGE) * PAGE
+    fd = os.memfd_create("slots")
+    os.truncate(fd, total)
+    made = MappedExtent(fd, first, count, slot_bytes, total, size)
+    made.data.fill_(POISON)
+    return made
+
+
+def some_moves(
+    engine: Engine, rng: random.Random, blocks: int, slots: int, least: int = 0
+) -> list[Move]:
+    """Engine blocks of all groups in any order, each with a part of a slot to itself."""
+    moves = []
+    for group, per in enumerate(engine.geometry.blocks_per_chunk):
+        own = range(group, slots, len(engine.groups))  # slots are of one group
+        parts = [(slot, part) for slot in own for part in range(per)]
+        chosen = rng.sample(range(blocks), rng.randint(least, blocks))
+        places = rng.sample(parts, min(len(chosen), len(parts)))
+        moves += [Move(group, b, s, p) for b, (s, p) in zip(chosen, places, strict=False)]
+    return moves
 
 
 def fill_random(engine: Engine, seed: int) -> None:

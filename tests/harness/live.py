@@ -8,10 +8,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 import pytest
@@ -23,7 +22,7 @@ from kvstore.listener import listen
 from kvstore.store.server import Server
 from kvstore.wire import engine as p
 from kvstore.wire import framing
-from tests.harness.fakes import from_u32, u32
+from kvstore.wire.framing import from_u32, u32
 from tests.harness.patience import WAIT_S
 
 M = TypeVar("M", bound=framing.Message)
@@ -57,12 +56,7 @@ class LiveStore:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _exc: BaseException | None,
-        _tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self.stop()
 
     def stop(self) -> None:
@@ -119,17 +113,13 @@ class Client:
         self.fds.clear()
 
 
-@contextmanager
-def client(store: Reachable) -> Iterator[Client]:
-    made = Client(store.path)
-    try:
-        yield made
-    finally:
-        made.close()
+def client(store: Reachable) -> closing[Client]:
+    """Make a connection that is closed after the context."""
+    return closing(Client(store.path))
 
 
 class LiveEngine:
-    """An engine of one rank that fills and reads slots itself."""
+    """An engine of one rank that fills and reads slots itself; detached after the context."""
 
     def __init__(
         self,
@@ -157,6 +147,12 @@ class LiveEngine:
         self._asks = 0
         self.map_extent()
         self.active = self.scheduler.take(p.Active)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
 
     def map_extent(self) -> None:
         message = self.worker.take(p.Extent)
@@ -242,13 +238,8 @@ class LiveEngine:
             memory.close()
 
 
-@contextmanager
-def engine(store: Reachable, name: str = "engine", **how: Any) -> Iterator[LiveEngine]:  # noqa: ANN401 - of LiveEngine
-    made = LiveEngine(store, name, **how)
-    try:
-        yield made
-    finally:
-        made.close()
+def engine(store: Reachable, name: str = "engine", **how: Any) -> LiveEngine:  # noqa: ANN401 - of it
+    return LiveEngine(store, name, **how)
 
 
 def eventually(done: Callable[[], object]) -> None:

@@ -5,21 +5,20 @@ It is Debian's package `prometheus`. Where it is missing a test of it is skipped
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import shutil
 import subprocess
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
 
-from tests.bench.store import free_port
+from tests.bench.store import free_port, get
 from tests.harness.pages import shown
 
 WAIT_S = 120.0
@@ -40,10 +39,7 @@ class Prometheus:
         self._port = port
 
     def get(self, path: str) -> Any:  # noqa: ANN401 - JSON
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=10)
-        with closing(connection):
-            connection.request("GET", path)
-            return json.loads(connection.getresponse().read())
+        return json.loads(get(self._port, path)[1])
 
     def ask(self, query: str) -> Series:
         """Evaluate a query now."""

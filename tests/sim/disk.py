@@ -7,37 +7,36 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from kvstore.core.errors import TierFull, TierIOError
-from kvstore.core.tier import SlotMemory, Tier
+from kvstore.core.tier import SlotMemory
 from kvstore.core.types import BlockKey, JobId, JobKind, JobResult, LookupResult, TransferJob
+from tests.reference.faulty_tier import FaultyTier
 from tests.reference.memory_tier import MemoryTier
 
 MS = 1_000_000
 RUBBISH = b"\xbb"
 
 
-class SlowTier:
+class SlowTier(FaultyTier):
     """Takes its time; until a load's result, and for what failed, slots hold rubbish."""
 
     def __init__(
         self,
-        inner: Tier,
         blocks: MemoryTier,
         memory: SlotMemory,
         rng: random.Random,
+        fail_ratio: float,
         clock: Callable[[], int],
     ) -> None:
-        """inner: a tier around `blocks`."""
-        self.name = inner.name
+        """blocks: what the disk has."""
+        super().__init__(blocks, rng, fail_ratio)
         self.loading = False  # it does not know yet what it has
         self.frozen_until = 0
         self._failing_until = self._full_until = self._loading_until = 0
-        self._inner = inner
         self._blocks = blocks
         self._memory = memory
-        self._rng = rng
         self._clock = clock
         self._slowness_ms = rng.choice((0, 20, 200))
         self._loads: dict[JobId, TransferJob] = {}
@@ -73,6 +72,7 @@ class SlowTier:
     def thaw(self) -> None:
         self.frozen_until = self._slowness_ms = 0
         self._failing_until = self._full_until = 0
+        self._fail_ratio = 0.0
 
     def submit(self, job: TransferJob) -> None:
         now, load = self._clock(), job.kind is JobKind.LOAD
@@ -84,7 +84,7 @@ class SlowTier:
             self._refused.append(JobResult(job.job_id, 0, TierFull("injected")))
         elif load:
             self._loads[job.job_id] = job
-            self._inner.submit(job)
+            super().submit(job)
         else:
             due = max(now + self._delay_ns() // 8, self._stores[-1][0] if self._stores else 0)
             self._stores.append((due, job))
@@ -99,7 +99,7 @@ class SlowTier:
         while self._stores and self._stores[0][0] <= now and now >= self.frozen_until:
             job = self._stores.popleft()[1]
             self._writing.difference_update(job.keys)
-            self._inner.submit(job)
+            super().submit(job)
 
     def _spoil(self, job: TransferJob) -> None:
         for slot in job.slots:
@@ -111,7 +111,7 @@ class SlowTier:
         if self._stores:
             self._write()
         self.loading = self.loading and self._clock() < self._loading_until
-        for result in self._inner.poll():
+        for result in super().poll():
             job = self._loads.get(result.job_id)
             if job is None:
                 over.append(result)
@@ -137,21 +137,9 @@ class SlowTier:
     def lookup(self, key: BlockKey) -> LookupResult:
         if self.loading:
             return LookupResult.RETRY
-        return LookupResult.PENDING if key in self._writing else self._inner.lookup(key)
-
-    def touch(self, key: BlockKey) -> None:
-        self._inner.touch(key)
-
-    def discard(self, keys: Collection[BlockKey]) -> None:
-        self._inner.discard(keys)
-
-    def clear(self) -> None:
-        self._inner.clear()
+        return LookupResult.PENDING if key in self._writing else super().lookup(key)
 
     def drain(self) -> None:
         while self._stores:
-            self._inner.submit(self._stores.popleft()[1])
-        self._inner.drain()
-
-    def close(self) -> None:
-        self._inner.close()
+            super().submit(self._stores.popleft()[1])
+        super().drain()

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import msgspec
 from rich.console import Console
@@ -92,17 +93,12 @@ def attempts(seeds: range) -> Iterator[Outcome]:
 
     The order of a set of strings is another in each process unless PYTHONHASHSEED is set.
     """
-    before = os.environ.get("PYTHONHASHSEED")
-    os.environ["PYTHONHASHSEED"] = "0"
-    try:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(os.cpu_count(), context, gc.freeze) as pool:
-            yield from pool.map(attempt, seeds, chunksize=CHUNK)
-    finally:
-        if before is None:
-            del os.environ["PYTHONHASHSEED"]
-        else:
-            os.environ["PYTHONHASHSEED"] = before
+    context = multiprocessing.get_context("spawn")
+    with (
+        patch.dict(os.environ, PYTHONHASHSEED="0"),
+        ProcessPoolExecutor(os.cpu_count(), context, gc.freeze) as pool,
+    ):
+        yield from pool.map(attempt, seeds, chunksize=CHUNK)
 
 
 def cut_short(seed: int) -> tuple[Cut, str]:

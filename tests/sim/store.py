@@ -12,8 +12,8 @@ from kvstore.core.errors import KVStoreError, check
 from kvstore.store.sessions import Store
 from kvstore.wire import engine as p
 from kvstore.wire import framing
-from tests.harness.fakes import HeapExtent
-from tiers.cpu import CpuExtent, CpuMemory
+from tests.harness.fakes import HeapExtent, HeapPool
+from tiers.cpu import CpuExtent
 
 US = 1_000
 MS = 1_000_000
@@ -24,51 +24,34 @@ WOKEN = 0.2  # chance that a lower tier wakes a store that no message and no tim
 class Extent(HeapExtent):
     """Slots full of rubbish, with a number."""
 
-    def __init__(self, fd: int, slots: int, slot_bytes: int) -> None:
-        super().__init__(slots * (slot_bytes + 4), slot_bytes)
+    def __init__(self, fd: int, extent_bytes: int, slot_bytes: int) -> None:
+        super().__init__(extent_bytes, slot_bytes)
         self.fd = fd
         self.data[:] = b"\xaa" * self.bytes
 
 
-class Pool(CpuMemory):
-    """A capped pool of extents of `slots` slots; an extent takes a few polls to be made."""
+class Pool(HeapPool):
+    """A capped pool of extents, which have numbers and take a few polls to be made."""
 
-    def __init__(self, fds: dict[int, Extent], extents: int, slots: int, slot_bytes: int) -> None:
-        self.extent_bytes = slots * (slot_bytes + 4)
-        self.capacity_bytes = extents * self.extent_bytes
+    def __init__(self, fds: dict[int, Extent], extents: int, slots: int) -> None:
+        super().__init__(extents, slots)
         self._fds = fds
-        self._slots = slots
-        self._used = 0
-        self._coming: deque[tuple[str, CpuExtent]] = deque()
         self._polls = 0
         self._numbers = count(max(fds, default=0) + 1)
 
-    @property
-    def used_bytes(self) -> int:
-        return self._used
-
-    def request(self, tag: str, slot_bytes: int) -> bool:
-        if self._used + self.extent_bytes > self.capacity_bytes:
-            return False
-        self._used += self.extent_bytes
-        extent = Extent(next(self._numbers), self._slots, slot_bytes)
-        self._fds[extent.fd] = extent
-        self._coming.append((tag, extent))
-        return True
-
     def poll(self) -> Sequence[tuple[str, CpuExtent | Exception]]:
         self._polls += 1
-        if self._coming and self._polls % 3 == 0:
-            return [self._coming.popleft()]
-        return []
+        if not self._wanted or self._polls % 3:
+            return []
+        tag, slot_bytes = self._wanted.pop(0)
+        extent = Extent(next(self._numbers), self.extent_bytes, slot_bytes)
+        self._fds[extent.fd] = extent
+        return [(tag, extent)]
 
     def release(self, extent: CpuExtent) -> None:
         del self._fds[extent.fd]
-        self._used -= self.extent_bytes
-        check(self._used >= 0, "an extent released twice")
-
-    def close(self) -> None:
-        self._coming.clear()
+        super().release(extent)
+        check(self.used_bytes >= 0, "an extent released twice")
 
 
 class Wire:

@@ -7,7 +7,6 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,14 +20,6 @@ from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.reference import Shape
 from tests.sim.store import MS, Extent, Joiner, Net, Wire
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """How a job ended."""
-
-    ok: bool
-    store_job: int | None = None
-    request_id: str | None = None
 
 
 class Worker:
@@ -62,7 +53,7 @@ class Worker:
         self.meanwhile: Callable[[], None] = lambda: None  # in the middle of a load's copies
         self._ending = False
         self._dies_ns: int | None = None  # its engine is dead, and it will be then
-        self._outcomes: list[Outcome] = []
+        self._ended: list[tuple[str, bool]] = []  # request, whether its load was good
         self._over: set[int] = set()
         self._stats: Counter[str] = Counter()
         self._joiner.start()
@@ -97,17 +88,10 @@ class Worker:
         """In a step that computes nothing loads are waited for: some end in the one they began."""
         if meta.idle and self.loads_open and self._wakes():
             self.copy(40)
-        outcomes, self._outcomes = self._outcomes, []
-        ended, failed = set(), set()
-        for outcome in outcomes:
-            if outcome.store_job is not None:
-                self._over.add(outcome.store_job)
-            elif outcome.request_id is not None:
-                ended.add(outcome.request_id)
-                if not outcome.ok:
-                    failed.add(outcome.request_id)
-                    self._stats["failed_loads"] += 1
-        return ended, failed
+        ended, self._ended = self._ended, []
+        failed = [request for request, ok in ended if not ok]
+        self._stats["failed_loads"] += len(failed)
+        return {request for request, _ in ended}, set(failed)
 
     def take_stores_over(self) -> frozenset[int]:
         over, self._over = frozenset(self._over), set()
@@ -126,7 +110,7 @@ class Worker:
     @property
     def idle(self) -> bool:
         """Tell whether everything is copied, and the engine knows."""
-        return not (self.busy or self._outcomes or self._over)
+        return not (self.busy or self._ended or self._over)
 
     def turn(self) -> None:
         """The link's and the copy thread's turn."""
@@ -161,14 +145,13 @@ class Worker:
     def _store(self, job: StoreJob) -> Iterator[bool]:
         """Yield True after each engine block."""
         wire = self.wire
-        ok = job.session == self._session and wire is not None
-        if ok and wire is not None:
+        if job.session == self._session and wire is not None:
             for move in pieces(job.engine, job.slots, self._per):
                 self._move(move, store=True)
                 yield True
             self._tell(wire, p.Stored(framing.u32(job.slots), job.keys, job.parents, True, 1e-6))
         self.stores_open.discard(job.job_id)
-        self._outcomes.append(Outcome(ok, store_job=job.job_id))
+        self._over.add(job.job_id)
 
     def _load(self, job: LoadJob) -> Iterator[bool]:
         """Yield False while slots are still being filled."""
@@ -195,7 +178,7 @@ class Worker:
             self.counts["waits"] += 1
             yield False
         self.loads_open.discard(job.request_id)
-        self._outcomes.append(Outcome(ok, request_id=job.request_id))
+        self._ended.append((job.request_id, ok))
 
     def _is_leased(self, lease: int) -> bool:
         store = self._net.store
@@ -227,9 +210,7 @@ class Worker:
         return np.array([extent.generations[at] for at, extent in places], np.uint32)
 
     def _move(self, move: Move, *, store: bool) -> None:
-        check(self._layout is not None, "a copy before the welcome")
-        if self._layout is None:
-            return
+        assert self._layout is not None, "a copy before the welcome"
         layout = self._layout.groups[move.group]
         run = layout.runs[0]
         position, extent = self._extent(move.slot)

@@ -26,8 +26,8 @@ from kvstore.core.types import BlockKey
 from kvstore.store.namespace import Namespace
 from kvstore.store.session import Session
 from kvstore.store.sessions import Store
+from tests.harness.fakes import SLOT_BYTES
 from tests.reference import VOCABULARY, Request
-from tests.reference.faulty_tier import FaultyTier
 from tests.reference.memory_tier import MemoryTier
 from tests.sim.checks import Checks, Truth
 from tests.sim.disk import SlowTier
@@ -40,7 +40,6 @@ STEPS = 500
 BUSY_STEPS = 450  # of these, with faults and without an end of requests
 SETTLE_STEPS = 5_000
 QUIET_TURNS = 3  # after the last request, before a world may be over
-SLOT_BYTES = 4096
 REQUESTS_MAX = 8  # of an engine at one time
 CHECK_TURNS = 4  # from one look at the whole store to the next
 TRACE_LINES = 40
@@ -81,7 +80,6 @@ class World:
         self.met: Counter[tuple[str, str]] = Counter()  # fault and state
         self.steps = self.turns = 0
         self.fault_count = 0
-        self.tiers: list[FaultyTier] = []
         self.disks: list[SlowTier] = []
         self._digests: list[str] = []  # of the disks
         self._kept: dict[str, dict[BlockKey, bytes]] = {}  # what disks had when a store died
@@ -101,15 +99,12 @@ class World:
             self._shape = msgspec.structs.replace(self._shape, by_priority=False)
         slots, extents = (8, 1) if self.churn else rng.choice(((8, 1), (16, 2), (60, 3)))
         slots = max(slots, 8 * (len(self._shape.groups) - 1))  # a hit takes one of each group
-        self._pool_of = partial(Pool, self.net.fds, extents, slots, SLOT_BYTES)
+        self._pool_of = partial(Pool, self.net.fds, extents, slots)
         self._config = self._make_config()
         self._sessions = 0
         self.start_store()
         self._models = 2 if extents == 3 and rng.random() < 0.4 and self._has("models") else 1
-        self._slowness = (
-            rng.choice((0.0, 0.5, 0.9)) if self.faults else 0.1,
-            rng.choice((0.0, 0.5, 0.9)) if self.faults else 0.1,
-        )
+        self._slowness = [rng.choice((0.0, 0.5, 0.9)) if self.faults else 0.1 for _ in range(2)]
         self.hosts: list[Host] = [self._make_host(number) for number in range(2)]
         self._workers = [worker for host in self.hosts for worker in host.workers]
         self.orphans: list[Worker] = []  # of engines that died
@@ -160,7 +155,6 @@ class World:
             kept = disk.kept
             lost = self.rng.sample(sorted(kept), len(kept) // self.rng.choice((2, 8, 100)))
             self._kept[digest] = {key: kept[key] for key in kept.keys() - set(lost)}
-        self.tiers.clear()
         self.disks.clear()
         self._digests.clear()
         self.pool = self._pool_of()
@@ -173,8 +167,8 @@ class World:
             return []
         options = {"blocks": self.rng.choice((30, 1000))}
         blocks = MemoryTier(TierContext("nvme", digest, slot_bytes, memory, options))
-        self.tiers.append(FaultyTier(blocks, self.rng, 0.2 if self.faults else 0.0))
-        disk = SlowTier(self.tiers[-1], blocks, memory, self.rng, lambda: self.net.now)
+        fail_ratio = 0.2 if self.faults else 0.0
+        disk = SlowTier(blocks, memory, self.rng, fail_ratio, lambda: self.net.now)
         loading_ns = self.rng.choice((0, 50, 400)) * MS if self.faults else 0
         disk.open(self._kept.get(digest, {}), loading_ns)
         self.disks.append(disk)
@@ -373,8 +367,6 @@ class World:
             worker.stalled_until, worker.errors, worker.slowness = 0, 0.0, 0.0
         if self.net.store is None:
             self.start_store()
-        for tier in self.tiers:
-            tier._fail_ratio = 0.0
         for disk in self.disks:
             disk.thaw()
 

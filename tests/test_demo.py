@@ -1,0 +1,120 @@
+"""The demos: what they expect, what they find wrong, and what they print."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from tests.bench.api import Answer
+from tests.bench.engine import Result
+from tests.demo import offload
+from tests.demo.offload import COLD, FROM_CPU, FROM_GPU, FROM_NVME, REUSABLE, Offload, Pass
+from tests.demo.pd import BLOCK_TOKENS, HandOver, Run, Served, expected
+from tests.demo.stage import Demo
+
+LEGS = {"prefill ok": 6.0, "decode ok": 6.0}
+HITS = {
+    'kvstore_hit_tokens_total{tier="cpu"}': 2.0 * REUSABLE,
+    'kvstore_hit_tokens_total{tier="nvme"}': 1.0 * REUSABLE,
+}
+D = TypeVar("D", bound=Demo)
+
+
+def silent(kind: type[D]) -> D:
+    return kind(Console(file=io.StringIO(), width=80, highlight=False), Path())
+
+
+def printed(demo: Demo) -> list[str]:
+    """What it shows, of which nothing is cut at 80 columns."""
+    demo.show()
+    assert isinstance(demo.console.file, io.StringIO)
+    text = demo.console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    return text.splitlines()
+
+
+# An engine that loses its blocks
+
+
+def offloaded(last: Pass, hits: dict[str, float]) -> Offload:
+    demo = silent(Offload)
+    tiers = (COLD, FROM_GPU, FROM_CPU, FROM_CPU)
+    results = [Result("p", [1, 2], ttft_s=1.2345)]
+    demo.passes = [*(Pass("after engine restart", tier, tier, results) for tier in tiers), last]
+    demo.metrics = hits
+    return demo
+
+
+def test_offload_fails_for_tokens_from_elsewhere_other_outputs_and_wrong_metrics() -> None:
+    last = Pass("last", FROM_NVME, FROM_NVME, [Result("p", [1, 2])])
+    assert offloaded(last, HITS).problems() == []
+    assert len(offloaded(last, {}).problems()) == 2
+    elsewhere = msgspec.structs.replace(last, served=FROM_CPU)
+    assert len(offloaded(elsewhere, HITS).problems()) == 1
+    other = msgspec.structs.replace(last, results=[Result("p", [1, 3])])
+    assert offloaded(other, HITS).problems() == ["last: outputs differ from the cold run's"]
+
+
+def test_offload_prints_80_columns() -> None:
+    last = Pass("after store restart", FROM_NVME, offload.Served(*[REUSABLE] * 4), [Result("p")])
+    lines = printed(offloaded(last, HITS))
+    assert any("1 of 1 DIFFER" in line for line in lines)
+    assert any(line.split() == ["after", "engine", "restart", "1234.5", "ms",
+                                "0", "15,872", "0", "128", "same"] for line in lines)  # fmt: skip
+
+
+# A hand-over
+
+
+def handed_over(legs: dict[str, float] = LEGS, **changes: object) -> HandOver:
+    has = expected(4000)
+    answer, alone = Answer([1, 2], 0.0471), Answer([1, 2], 1.0)
+    run = Run("cold", "pull", has, has, -(-4000 // BLOCK_TOKENS), answer, alone)
+    demo = silent(HandOver)
+    demo.runs, demo.legs = [msgspec.structs.replace(run, **changes)], legs
+    return demo
+
+
+def test_every_token_is_expected_from_one_place() -> None:
+    assert expected(4000) == Served(4000, 0, 4000, 0, 0)
+    assert expected(4000, on_disk=True) == Served(4000, 0, 0, 4000, 0)
+    own = 4007 // BLOCK_TOKENS * BLOCK_TOKENS
+    turn = expected(4508, prefill_has=4000, decode_has=4007)
+    kept = 4000 // BLOCK_TOKENS * BLOCK_TOKENS
+    assert turn == Served(4508 - kept, own, 4508 - own, 0, 0)
+    assert expected(4000, decode_has=2000) == Served(4000, 1984, 2016, 0, 0)
+
+
+@pytest.mark.parametrize("field", Served.__struct_fields__)
+def test_one_block_from_elsewhere_is_a_failure(field: str) -> None:
+    has = expected(4000)
+    served = msgspec.structs.replace(has, **{field: getattr(has, field) + BLOCK_TOKENS})
+    said = handed_over(served=served).problems()
+    assert said[0].startswith("pull, cold: tokens came from Served(")
+    assert len(said) == 1 + field.startswith("peer"), "the store says how many it fetched"
+
+
+def test_a_hand_over_fails_for_other_outputs_blocks_that_were_not_used_and_failed_legs() -> None:
+    assert handed_over().problems() == []
+    other = handed_over(answer=Answer([1, 3], 0.1)).problems()
+    assert other == ["pull, cold: [1, 3] instead of [1, 2]"]
+    for fetched in (62, 64):
+        (said,) = handed_over(fetched=fetched).problems()
+        assert said == f"pull, cold: {fetched} blocks were fetched, 4000 tokens used"
+    (said,) = handed_over(LEGS | {"prefill failed": 1}).problems()
+    assert said == "the router counted 1 of 'prefill failed', expected 0"
+
+
+def test_a_hand_over_prints_80_columns() -> None:
+    most = Served(4508, 4000, 4480, 4480, 4000)
+    demo = handed_over(name="known start", way="push", served=most)
+    demo.runs += handed_over(answer=Answer([9], 10.0)).runs
+    lines = printed(demo)
+    assert any("DIFFERS" in line for line in lines)
+    assert "the router's legs: 6 decode ok, 6 prefill ok" in lines
