@@ -544,8 +544,8 @@ MUTANTS = (
     ),
     Mutant(
         CONSUMER,
-        "            self._late_writes.setdefault(fetch.number, []).extend(slots)",
-        "            self._landing.give_back(slots)",
+        "        self._put_late(fetch, range(first, end))\n        if not fetch.push:",
+        "        self._landing.give_back(fetch.landing[first:end])\n        if not fetch.push:",
         "tests/test_export.py tests/test_peers.py tests/test_peers_life.py",
     ),
     Mutant(

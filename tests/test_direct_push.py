@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import msgspec
 import pytest
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import GroupLayout, PageRun, RankLayout, RankPages
-from kvstore.handover import jobs
+from kvstore.handover import jobs, transfers
 from kvstore.handover.consumer import ANSWER_NS, STALL_NS
 from kvstore.handover.jobs import Job
 from kvstore.handover.runs import Part
-from kvstore.handover.transfers import SlotFill
+from kvstore.handover.transfers import PeerAgents, SlotFill, Transfers
 from kvstore.wire import peer as m
 from tests.harness.fakes import SLOT_BYTES, from_u32, hashes, u32
 from tests.harness.handover_pair import Pair
+from tests.test_peer_limits import Told
 
 HALF = SLOT_BYTES // 2
 
@@ -29,14 +33,17 @@ RANKS = tuple(
 TARGETS = {0: [10], 1: [11], 2: [12]}
 
 
-def claimed(pair: Pair, chain: list[bytes], request: str = "") -> int:
+def claimed(
+    pair: Pair, chain: list[bytes], request: str = "", ranks: Sequence[RankPages] = RANKS
+) -> int:
     """A pushed fetch of all of a chain, which workers wait for."""
+    pair.ranks = ranks
     indices = (u32(range(len(chain))),)
     want = m.Want(1, b"".join(chain), 32, indices, b"", request, push=True)
     number = pair.consumer.want(pair.peer, want, pair.taker.now_ns, direct=True)
     while pair.consumer.offered(number) is None:
         pair.run(1)
-    pair.consumer.claim(number, range(len(chain)))
+    pair.claim(number, range(len(chain)))
     assert pair.pushing == [number]
     return number
 
@@ -58,8 +65,8 @@ def test_L1_direct_a_peer_writes_blocks_to_all_ranks_once_it_is_told_where() -> 
     number = claimed(pair, chain)
     pair.run(20)
     assert not pair.filled, "it does not know where"
-    pair.consumer.fill(number, {0: [10], 2: [12]}, RANKS)
-    pair.consumer.fill(number, {1: [11]}, RANKS)
+    pair.name(number, {0: [10], 2: [12]})
+    pair.name(number, {1: [11]})
     pair.run(20)
     assert pair.met[1:] == ["rank 0", "rank 1"], "after the exporter, once each"
     slots = [job[2] for job in filled(pair)]
@@ -75,9 +82,9 @@ def test_L1_direct_a_peer_writes_blocks_to_all_ranks_once_it_is_told_where() -> 
 def test_B13_direct_a_rank_without_a_groups_layers_is_not_written() -> None:
     pair, chain = Pair(), hashes(1)
     pair.put(chain)
-    number = claimed(pair, chain)
     ranks = (RankPages("none", b"md", ((),)), RankPages("all", b"md", ((page(0, SLOT_BYTES),),)))
-    pair.consumer.fill(number, {0: [10]}, ranks)
+    number = claimed(pair, chain, ranks=ranks)
+    pair.name(number, {0: [10]})
     pair.run(20)
     assert [fill.rank.agent for fill in pair.filled] == ["all"]
     assert pair.passed == {(number, 0): True}
@@ -89,7 +96,7 @@ def test_B14_direct_a_place_is_named_to_a_peer_once() -> None:
     number = claimed(pair, chain)
     pair.run(5)
     for targets in ({0: [10]}, {0: [10]}, {1: [11]}):
-        pair.consumer.fill(number, targets, RANKS)
+        pair.name(number, targets)
     pair.run(20)
     told = [message for message in pair.up.sent if isinstance(message, m.Fill)]
     assert [(from_u32(message.positions), len(message.ranks)) for message in told] == [
@@ -116,7 +123,7 @@ def test_P7_direct_blocks_are_written_as_a_prefill_computes_them() -> None:
     pair, chain = Pair(), hashes(3)
     pair.hand("r")
     number = claimed(pair, chain, "r")
-    pair.consumer.fill(number, TARGETS, RANKS)
+    pair.name(number, TARGETS)
     pair.run(5)
     assert not pair.passed
     pair.put(chain[:2])
@@ -135,9 +142,9 @@ def test_B13_direct_parts_that_are_not_wanted_are_not_written() -> None:
     rank = RankLayout(SLOT_BYTES, (GroupLayout(HALF, ()),))
     pair.source.layout = msgspec.structs.replace(pair.source.layout, ranks=(rank,))
     pair.put(chain)
-    number = claimed(pair, chain)
     ranks = (RankPages("rank", b"md", ((page(0, HALF),),)),)
-    pair.consumer.fill(number, {0: [20, 21], 1: [22, 0]}, ranks)
+    number = claimed(pair, chain, ranks=ranks)
+    pair.name(number, {0: [20, 21], 1: [22, 0]})
     pair.run(20)
     parts = {
         b: o % SLOT_BYTES for f in pair.filled for o, b in zip(f.offsets, f.blocks, strict=True)
@@ -153,7 +160,7 @@ def test_B20_direct_a_slot_is_let_go_of_when_the_last_of_its_writes_has_ended() 
     held: list[tuple[Part, SlotFill]] = []
     pair.fill = lambda part, fill: held.append((part, fill))  # type: ignore[method-assign]
     number = claimed(pair, chain)
-    pair.consumer.fill(number, {0: [10]}, RANKS)
+    pair.name(number, {0: [10]})
     pair.run(5)
     assert len(held) == 2
     part = held[0][0]
@@ -174,12 +181,12 @@ def test_B20_direct_a_write_that_fails_ends_all_of_its_want() -> None:
     pair.put(chain)
     pair.fail = 1.0
     number = claimed(pair, chain)
-    pair.consumer.fill(number, {0: [10]}, RANKS)
+    pair.name(number, {0: [10]})
     pair.run(10)
     assert pair.passed == {(number, position): False for position in range(3)}
     assert pair.unsafe == {(number, 0)}
-    pair.consumer.cancel(number, now=True)
-    assert not pair.consumer._late_fills
+    pair.consumer.end(number)
+    assert not pair.consumer._late
     pair.check_nothing_left()
 
 
@@ -193,10 +200,10 @@ def test_B20_direct_a_peer_that_was_told_to_stop_says_when_it_writes_no_more(
     held: list[Part] = []
     pair.fill = lambda part, fill: held.append(part)  # type: ignore[method-assign] # noqa: ARG005
     number = claimed(pair, chain)
-    pair.consumer.fill(number, {0: [10], 1: [11]}, RANKS)
+    pair.name(number, {0: [10], 1: [11]})
     pair.run(5)
     assert not any(rank.metadata for rank in job_of(pair).ranks), "each job would keep its own"
-    pair.consumer.arrived(number, [0, 1], pair.taker.now_ns, ok=False)
+    pair.read(number, [0, 1], ok=False)
     pair.run(5)
     assert pair.unsafe == {(number, 0), (number, 1)}
     for part in held:
@@ -227,7 +234,7 @@ def test_L1_direct_many_blocks_are_written_some_at_a_time(monkeypatch: pytest.Mo
     pair.put(chain)
     number = claimed(pair, chain)
     pair.run(5)
-    pair.consumer.fill(number, TARGETS, RANKS)
+    pair.name(number, TARGETS)
     pair.run(20)
     assert max(len(fill.blocks) for fill in pair.filled) <= 2
     assert sum(len(fill.blocks) for fill in pair.filled) == 6
@@ -240,7 +247,7 @@ def test_B20_direct_what_a_peer_may_still_write_is_told_so(how: str) -> None:
     pair.put(chain)
     pair.fill = lambda *_: None  # type: ignore[method-assign] # its writes do not end
     number = claimed(pair, chain)
-    pair.consumer.fill(number, {0: [10], 1: [11]}, RANKS)
+    pair.name(number, {0: [10], 1: [11]})
     pair.run(5)
     match how:
         case "lost":
@@ -263,7 +270,7 @@ def test_B20_direct_what_was_written_and_is_not_good_is_written_no_more() -> Non
     pair, chain = Pair(), hashes(1)
     pair.put(chain)
     number = claimed(pair, chain)
-    pair.consumer.fill(number, {0: [10]}, RANKS)
+    pair.name(number, {0: [10]})
     while not any(isinstance(message, m.Confirm) for message in pair.up.sent):
         pair.run(1)
     pair.lose()
@@ -353,3 +360,27 @@ def test_B2_direct_a_peer_that_writes_does_not_say_what_to_read_in_an_engine() -
     message = m.Resident(number, u32([0]), 3, u32([1]), RANKS)
     with pytest.raises(ProtocolError, match="was not asked to be read in an engine"):
         pair.consumer.on_message(pair.peer, message, pair.taker.now_ns)
+
+
+# The exporter's peers
+
+
+def test_the_workers_of_a_peers_engine_are_known_as_long_as_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfers, "NAMED_MAX", 3)
+    monkeypatch.setattr(transfers, "AGENTS_MAX", 2)
+    told = Told()
+    known = PeerAgents(cast("Transfers", told))
+    for name in ("exporter", "a", "b"):
+        known.meet(1, name, b"md")
+    known.meet(1, "a", b"again")
+    assert told.known == {"exporter": b"md", "a": b"again", "b": b"md"}
+    known.update(1, b"more")
+    assert told.known["exporter"] == b"more", "a connection's first"
+    assert known.metadata("a") == b"again"
+    known.meet(1, "c", b"md")
+    assert told.known.keys() == {"exporter", "b", "c"}, "the longest known makes room"
+    known.leave(1)
+    assert len(known) == 2
+    assert [known.metadata(name) for name in ("exporter", "b", "c", "a")].count(b"") == 2

@@ -43,7 +43,7 @@ def shown(*positions: int) -> tuple[Pair, list[bytes], Announced, int]:
     memory = Announced(pair)
     memory.add(chain, *positions)
     number = claimed(pair, chain)
-    pair.consumer.fill(number, TARGETS, RANKS)
+    pair.name(number, TARGETS)
     pair.run(5)
     return pair, chain, memory, number
 
@@ -117,7 +117,7 @@ def test_B19_direct_a_write_that_stopped_though_it_was_wanted_has_not_been_made(
     held: list[Part] = []
     pair.fill = lambda part, fill: held.append(part)  # type: ignore[method-assign] # noqa: ARG005
     number = claimed(pair, chain)
-    pair.consumer.fill(number, {0: [10]}, RANKS)
+    pair.name(number, {0: [10]})
     pair.run(5)
     for part in held:
         pair.producer.written(part, ok=False, stopped=True)
@@ -130,7 +130,7 @@ def test_B19_direct_a_write_that_stopped_though_it_was_wanted_has_not_been_made(
 def test_B20_direct_what_nobody_waits_for_is_not_written_once_more(how: dict[str, bool]) -> None:
     pair, _, memory, number = shown(0, 1, 2)
     assert job_of(pair).states[0] == jobs.WRITING
-    pair.consumer.arrived(number, [0, 1, 2], pair.taker.now_ns, ok=False)
+    pair.read(number, [0, 1, 2], ok=False)
     pair.run(5)
     assert len(pair.unsafe) == 3
     memory.here.clear()

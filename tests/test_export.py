@@ -134,6 +134,8 @@ def test_P8_B20_a_landing_slot_is_abandoned_and_not_used_again_while_something_m
     pair.consumer._fail(fetch, "test")
     pair.consumer._settle(fetch)
     assert pair.consumer.quarantined == 3
+    with pytest.raises(ProtocolError, match="is not this peer's"):
+        pair.consumer.on_message(pair.peer + 1, m.End(number, "all"), pair.taker.now_ns)
     pair.run(6)
     assert [list(part.positions) for part in abandoned] == [[0, 1, 2]]
     assert len(pair.landing._free) == 3

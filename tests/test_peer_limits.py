@@ -12,13 +12,14 @@ import pytest
 
 from kvstore.core.errors import ProtocolError
 from kvstore.handover import jobs, peers, side_channel, transfers
+from kvstore.handover.fetches import Fetch
 from kvstore.handover.side_channel import Channel
 from kvstore.handover.transfers import PeerAgents, Transfers
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.fuzz.site import HELD, End, Good, Net, Site
-from tests.harness.fakes import SLOT_BYTES, hashes, u32
+from tests.harness.fakes import SLOT_BYTES, hashes, keys_of, u32
 
 SECOND_NS = 1_000_000_000
 TOO_MANY = bytes(4 * (m.JOB_BLOCKS_MAX + 1))  # of positions
@@ -310,8 +311,9 @@ def stalled(place: Place, blocks: int) -> None:
     """Have a read be given up while it is under way."""
     peers, namespace = place.decode.peers, place.decode.namespace(place.good.taker)
     consumer = peers._used[namespace.layout.digest] = peers.inlet(namespace)  # as by a fetch
-    for number, slot in enumerate(consumer._landing.take(blocks)):
-        consumer._late_writes.setdefault(-1 - number, []).append(slot)
+    fetch = Fetch(-1, 0, keys_of(hashes(blocks)), 0, 0, "", push=True, direct=False)
+    fetch.landing = consumer._landing.take(blocks)
+    consumer._put_late(fetch, range(len(fetch.landing)))
 
 
 def test_B20_much_in_quarantine_restarts_the_exporter_after_which_nothing_is(

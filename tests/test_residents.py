@@ -54,13 +54,13 @@ def test_L1_direct_what_an_engine_has_itself_is_told_to_be_there() -> None:
     shown = Announced(pair)
     shown.add(chain, 0, 2)
     number = offered(pair, chain)
-    pair.consumer.claim(number, range(4))
+    pair.claim(number, range(4))
     pair.run(5)
     (read,) = pair.in_engines
-    assert read.blocks == {0: [0, 1], 2: [20, 21]}
+    assert (from_u32(read.positions), from_u32(read.blocks)) == ([0, 2], [0, 1, 20, 21])
     assert [rank.agent for rank in read.ranks] == ["theirs"]
     assert sorted(pair.passed_on) == [(number, at) for at in range(4)]
-    pair.consumer.arrived(number, range(4), pair.taker.now_ns, ok=True)
+    pair.read(number, range(4))
     pair.run(5)
     assert pair.passed == {(number, at): True for at in range(4)}
     assert pair.consumer.fetched == {"gpu": 2, "cpu": 2}
@@ -73,14 +73,14 @@ def test_L1_direct_an_engines_memory_is_told_once_for_each_want() -> None:
     Announced(pair).add(chain, 0, 1, 2)
     for _ in range(2):
         number = offered(pair, chain)
-        pair.consumer.claim(number, range(3))
+        pair.claim(number, range(3))
         for at in range(3):  # held one after the other
             pair.run(5)
-            pair.consumer.arrived(number, [at], pair.taker.now_ns, ok=True)
+            pair.read(number, [at])
         pair.run(5)
     told = [message for message in pair.down.sent if isinstance(message, m.Resident)]
     assert [len(message.ranks) for message in told] == [1, 0, 0] * 2
-    assert all(len(read.ranks) == 1 for read in pair.in_engines)
+    assert [len(read.ranks) for read in pair.in_engines] == [1, 0, 0] * 2
 
 
 def test_direct_blocks_of_other_sizes_are_told_apart() -> None:
@@ -91,9 +91,9 @@ def test_direct_blocks_of_other_sizes_are_told_apart() -> None:
     shown.here = {key: Resident(1, (at,) * (1 + at % 2), (0, 0)) for at, key in enumerate(keys)}
     number = offered(pair, chain)
     pair.run(5)
-    pair.consumer.claim(number, range(4))
-    found = [read.blocks for read in pair.in_engines]
-    assert found == [{0: [0], 2: [2]}, {1: [1, 1], 3: [3, 3]}]
+    pair.claim(number, range(4))
+    found = [(from_u32(read.positions), from_u32(read.blocks)) for read in pair.in_engines]
+    assert found == [([0, 2], [0, 2]), ([1, 3], [1, 1, 3, 3])]
 
 
 def test_a_want_is_told_of_a_few_engines_only() -> None:
@@ -102,7 +102,7 @@ def test_a_want_is_told_of_a_few_engines_only() -> None:
     shown, keys = Announced(pair), keys_of(chain)
     shown.here = {key: Resident(at + 1, (at,), (0,)) for at, key in enumerate(keys)}
     number = offered(pair, chain)
-    pair.consumer.claim(number, range(len(chain)))
+    pair.claim(number, range(len(chain)))
     pair.run(5)
     assert len(pair.in_engines) == m.ENGINES_MAX
     assert len(pair.passed_on) == len(chain), "the others in their slots"
@@ -116,15 +116,15 @@ def test_B15_direct_what_cannot_be_read_in_an_engine_is_told_anew() -> None:
     pair.put(chain)
     Announced(pair).add(chain, 0, 1)
     number = offered(pair, chain)
-    pair.consumer.claim(number, range(3))
+    pair.claim(number, range(3))
     pair.run(5)
     pair.passed_on.clear()
-    pair.consumer.arrived(number, [0, 1], pair.taker.now_ns, ok=False)
+    pair.read(number, [0, 1], ok=False)
     pair.run(5)
     assert pair.passed_on == [(number, 0), (number, 1)]
     assert not pair.passed
-    pair.consumer.arrived(number, [0, 1], pair.taker.now_ns, ok=True)
-    pair.consumer.arrived(number, [2], pair.taker.now_ns, ok=False)
+    pair.read(number, [0, 1])
+    pair.read(number, [2], ok=False)
     pair.run(5)
     assert pair.passed == {(number, 0): True, (number, 1): True, (number, 2): False}
     assert pair.consumer.fetched == {"cpu": 2}
@@ -137,16 +137,16 @@ def test_B19_direct_what_an_engine_overwrites_meanwhile_is_told_anew_and_read_ag
     shown = Announced(pair)
     shown.add(chain, 0, 1)
     number = offered(pair, chain)
-    pair.consumer.claim(number, range(3))
+    pair.claim(number, range(3))
     pair.run(5)
     pair.passed_on.clear()
     shown.here[keys_of(chain)[1]] = Resident(2, (7, 8), (0, 0))  # another engine computed it
-    pair.consumer.arrived(number, range(3), pair.taker.now_ns, ok=True)
+    pair.read(number, range(3))
     pair.run(5)
     assert pair.passed == {(number, 0): True, (number, 2): True}
     assert pair.passed_on == [(number, 1)], "in its slot now"
     assert pair.producer.counts["stale"] == 1
-    pair.consumer.arrived(number, [1], pair.taker.now_ns, ok=True)
+    pair.read(number, [1])
     pair.run(5)
     assert pair.passed[number, 1]
     assert pair.consumer.fetched == {"gpu": 1, "cpu": 2}
@@ -158,10 +158,10 @@ def test_B16_direct_what_an_engine_has_is_not_good_once_the_lease_is_over() -> N
     pair.put(chain)
     Announced(pair).add(chain, 0, 1)
     number = offered(pair, chain)
-    pair.consumer.claim(number, [0, 1])
+    pair.claim(number, [0, 1])
     pair.run(5)
     pair.lose()
-    pair.consumer.arrived(number, [0, 1], pair.taker.now_ns, ok=True)
+    pair.read(number, [0, 1])
     pair.run(5)
     assert pair.passed == {(number, 0): False, (number, 1): False}
     pair.check_nothing_left()
@@ -186,9 +186,9 @@ def test_direct_wants_cost_no_sums() -> None:
     pair.put(chain)
     pair.sum = None  # type: ignore[assignment, method-assign]
     number = offered(pair, chain)
-    pair.consumer.claim(number, range(3))
+    pair.claim(number, range(3))
     pair.run(5)
-    pair.consumer.arrived(number, range(3), pair.taker.now_ns, ok=True)
+    pair.read(number, range(3))
     pair.run(5)
     assert pair.passed == {(number, at): True for at in range(3)}
 

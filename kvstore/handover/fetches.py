@@ -51,6 +51,7 @@ class Fetch:
     tiers: tuple[str, ...] = ()  # of the peer's
     ranks_told: bool = False  # to the peer: where it writes
     ended: bool = False  # the peer writes nothing any more
+    late: set[int] = field(default_factory=set)  # given up, and something may still be written
     # Of the peer's engines, what is known of their memory, and which of their blocks a block is.
     engines: dict[int, Sequence[RankPages]] = field(default_factory=dict)
     residents: dict[int, tuple[int, list[int]]] = field(default_factory=dict)

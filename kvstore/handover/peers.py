@@ -26,7 +26,7 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.types import BlockKey
 from kvstore.handover.cluster_key import ClusterKey
 from kvstore.handover.consumer import STALL_NS, WAITS, Consumer, Fetched, Waits
-from kvstore.handover.direct_fetches import DirectFetches, Send, no_workers
+from kvstore.handover.direct_fetches import Send, no_workers
 from kvstore.handover.engine_writes import EngineWrites
 from kvstore.handover.heartbeats import Held, Requests
 from kvstore.handover.jobs import Source
@@ -104,7 +104,7 @@ class Peers:
         )
         self._mover, self._waits = mover, waits
         self._namespaces: Mapping[str, Source] = {}
-        self.direct = DirectFetches(no_workers)
+        self._send: Send = no_workers
         self.engine_writes = EngineWrites(no_workers, self._agents.metadata)
         self._numbers = Numbers()
         self._up: Up | None = None
@@ -141,11 +141,8 @@ class Peers:
 
         numbers: of the store. send(connection, message, None): to one of its engines' workers.
         """
-        self._namespaces, self._numbers = namespaces, numbers
-        self.direct, self.engine_writes = (
-            DirectFetches(send),
-            EngineWrites(send, self._agents.metadata),
-        )
+        self._namespaces, self._numbers, self._send = namespaces, numbers, send
+        self.engine_writes = EngineWrites(send, self._agents.metadata)
 
     def _mapped(self, extent: int) -> None:
         """Nobody who waits for all to map or unmap an extent waits for the exporter."""
@@ -159,7 +156,7 @@ class Peers:
         """Return the remote tier of a namespace."""
         digest = namespace.layout.digest
         if digest not in self._inlets:
-            self._inlets[digest] = Consumer(self, namespace, self._mover, self.direct, self._waits)
+            self._inlets[digest] = Consumer(self, namespace, self._mover, self._send, self._waits)
         return self._inlets[digest]
 
     def forget(self, namespace: Source) -> bool:
@@ -269,23 +266,13 @@ class Peers:
         workers: Mapping[int, int],
     ) -> None:
         """Have workers read these positions of a fetch; workers: connections by rank."""
-        self.direct.begin(namespace.layout.digest, fetch, session, workers, positions)
-        self.inlet(namespace).claim(fetch, positions)
+        self.inlet(namespace).claim(fetch, session, workers, positions)
 
     def of_fetch(
         self, namespace: Source, session: int, rank: int, message: OfFetch, now_ns: int
     ) -> None:
         """A worker has read, or could not, or can be written to. Raises ProtocolError."""
-        digest, consumer = namespace.layout.digest, self.inlet(namespace)
-        if isinstance(message, Target):
-            ranks = namespace.engines.ranks(session)
-            targets = self.direct.target(digest, session, rank, message, ranks)
-            if targets is None:
-                consumer.cancel(message.fetch)
-            else:
-                consumer.fill(message.fetch, targets, ranks)
-        elif (found := self.direct.arrived(digest, session, rank, message)) is not None:
-            consumer.arrived(message.fetch, found[0], now_ns, ok=found[1])
+        self.inlet(namespace).of_worker(session, rank, message, now_ns)
 
     def end_of(self, session: int) -> None:
         """An engine is gone."""
@@ -294,8 +281,7 @@ class Peers:
 
     def read_no_more(self, namespace: Source, fetch: int) -> None:
         """The lease that a fetch is read for has ended."""
-        self.inlet(namespace).cancel(fetch, now=True)
-        self.direct.end(namespace.layout.digest, fetch)
+        self.inlet(namespace).end(fetch)
 
     def on_memory(self, message: Message, fd: int | None) -> None:
         """Do with an extent what workers are told to do. Nobody waits for it to be mapped."""
@@ -411,7 +397,7 @@ class Peers:
         if self.off:
             return None
         wait_s = self._mover.wait_s(now_ns)
-        if self.producer.busy or any(inlet.open for inlet in self._used.values()):
+        if self.producer.jobs or any(inlet.open for inlet in self._used.values()):
             return BUSY_S if wait_s is None else min(BUSY_S, wait_s)
         return wait_s
 
@@ -433,7 +419,7 @@ class Peers:
         }
         open_now = {
             "fetches": fetches,
-            "jobs": self.producer.jobs,
+            "jobs": len(self.producer.jobs),
             "engine_writes": self.engine_writes.open,
             "serving": sum(n.engines.serving for n in self._namespaces.values()),
             "requests": len(self.producer.request_leases),
@@ -445,7 +431,7 @@ class Peers:
         found |= {("kvstore_hand_over_events", event): counts[event] for event in HAND_OVER_EVENTS}
         blocks = self.fetched.blocks
         found |= {("kvstore_fetched_blocks", tier): count for tier, count in blocks.items()}
-        direct = {"direct": self.direct.moved_bytes, "engine": self.engine_writes.moved_bytes}
+        direct = {"direct": self.fetched.direct_bytes, "engine": self.engine_writes.moved_bytes}
         moved = {**self._mover.moved_bytes, **direct}
         found |= {("kvstore_hand_over_moved_bytes", way): size for way, size in moved.items()}
         return found
@@ -494,7 +480,6 @@ class Peers:
                     inlet.tick(now_ns)
             if not inlet.in_use:
                 del self._used[digest]
-        self.direct.flush()
         if now_ns - self._swept_ns >= SWEEP_NS:
             self._swept_ns = now_ns
             self._sweep()
@@ -539,7 +524,6 @@ class Peers:
         for inlet in self._inlets.values():
             with self._barrier.around("the end of fetches"):
                 inlet.clear()
-        self.direct.flush()
         self._noted += [*self._slots, *self._unmapping]
         with self._barrier.around("the end of hand-overs"):
             self.close()
@@ -554,7 +538,7 @@ class Peers:
         inlets = self._used.values()
         crowded = any(inlet.crowded for inlet in inlets)
         late = self._mover.abandoned_bytes or any(i.quarantined for i in inlets)
-        used = self.producer.wanted or any(inlet.open for inlet in inlets)
+        used = any(not job.released for job in self.producer.jobs) or any(i.open for i in inlets)
         if self._quarantine.lasts(self._now_ns, crowded=crowded, quiet=bool(late) and not used):
             landing = sum(inlet.quarantined_bytes for inlet in inlets)
             own = self._mover.abandoned_bytes

@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.tier import Tier
@@ -46,9 +46,11 @@ from kvstore.handover.jobs import (
 )
 from kvstore.handover.request_leases import RequestLeases
 from kvstore.handover.runs import Part, Run, at, joined, runs_of
-from kvstore.handover.transfers import EngineWrite, SlotFill, SlotWrite
 from kvstore.wire import peer as m
 from kvstore.wire.framing import Message, u32
+
+if TYPE_CHECKING:
+    from kvstore.handover.peers import Peers
 
 GRACE_NS = 5_000_000_000
 EARLY_MAX = 64  # Hellos that wait for the exporter, of a megabyte each
@@ -59,39 +61,6 @@ Guard = Callable[[int], AbstractContextManager[object]]
 OfJob = m.Land | m.Fill | m.Confirm | m.Extend | m.Release
 
 
-class Work(Protocol):
-    """Work done elsewhere: each call is answered later, once for each of its blocks.
-
-    The slots keep their bytes until then.
-    """
-
-    def sum(
-        self, part: Part, source: Source, keys: Sequence[BlockKey], slots: Sequence[int]
-    ) -> None:
-        """Take blocks' checksums; the answer is Producer.summed."""
-        ...
-
-    def write(self, part: Part, agent: str, write: SlotWrite) -> None:
-        """Write slots of one of our extents to a peer; the answer is Producer.written."""
-        ...
-
-    def fill(self, part: Part, fill: SlotFill) -> None:
-        """Write parts of slots to an engine of a peer's; the answer is Producer.written."""
-        ...
-
-    def write_from_engine(self, part: Part, source: Source, write: EngineWrite) -> None:
-        """Write from our engine's memory to a peer's engine; the answer is Producer.written."""
-        ...
-
-    def abandon(self, part: Part) -> None:
-        """Stop waiting for writes: what has not begun is not begun. The answer still comes."""
-        ...
-
-    def region(self, extent: int) -> tuple[m.Region, bytes] | None:
-        """Return where the exporter has an extent, and its metadata then; None: not mapped yet."""
-        ...
-
-
 class Producer:
     """Serves all peers of a store."""
 
@@ -99,13 +68,15 @@ class Producer:
         self,
         served: Callable[[], Mapping[str, Source]],
         exporter: Callable[[], tuple[str, bytes] | None],
-        work: Work,
+        work: Peers,
         send: Send,
         held_bytes_max: int,
         meet: Callable[[int, str, bytes], None],
     ) -> None:
         """served(): namespaces by digest. exporter(): agent and metadata; None while there is none.
 
+        work: takes sums and writes blocks. Each block's answer comes once, later, by summed() or
+            written(); its slot keeps its bytes until then.
         held_bytes_max: for each peer, of what is held for it at one time, half of what is held for
             all of them, and of what is held for requests whose peer has not asked yet.
         meet(peer, agent, metadata): a peer is accepted, and has this exporter.
@@ -163,7 +134,7 @@ class Producer:
     def _of_job(self, job: Job, message: OfJob, now_ns: int) -> None:
         match message:
             case m.Land():
-                self._land(job, message)
+                job.write(job.land(message))
             case m.Fill():
                 self._fill(job, message)
             case m.Confirm():
@@ -195,24 +166,13 @@ class Producer:
         return any(peer.source is source for peer in self._peers.values())
 
     @property
-    def jobs(self) -> int:
-        """Count the open jobs."""
-        return sum(len(peer.jobs) for peer in self._peers.values())
-
-    @property
-    def wanted(self) -> bool:
-        """Tell whether a peer waits for a job; released jobs do not count."""
-        return any(not job.released for peer in self._peers.values() for job in peer.jobs.values())
+    def jobs(self) -> list[Job]:
+        """The open jobs, released or not."""
+        return [job for peer in self._peers.values() for job in peer.jobs.values()]
 
     def sources(self) -> list[Source]:
         """List the namespaces that a job is open in."""
-        sources = [peer.source for peer in self._peers.values() if peer.jobs]
-        return list({source.layout.digest: source for source in sources}.values())
-
-    @property
-    def busy(self) -> bool:
-        """Tell whether a job is open, released or not."""
-        return any(peer.jobs for peer in self._peers.values())
+        return list({job.source.layout.digest: job.source for job in self.jobs}.values())
 
     def on_unmapped(self, extent: int) -> None:
         """The exporter maps an extent no more; peers are told anew if it comes back."""
@@ -309,9 +269,6 @@ class Producer:
             return tier.name
         return PREFILL if self.request_leases.may_come(job.request, key) else None
 
-    def _land(self, job: Job, land: m.Land) -> None:
-        job.write(job.land(land))
-
     def _fill(self, job: Job, fill: m.Fill) -> None:
         """Note where blocks go in the peer's engine, and write those that are there."""
         job.write([p for p in job.learn(fill) if job.states[p] == SUMMED])
@@ -343,7 +300,7 @@ class Producer:
             return positions
         return [position for position in positions if job.states[position] == TOLD]
 
-    # Time, and answers to Work
+    # Time, and ends of work
 
     def tick(self, now_ns: int, guard: Guard = nullcontext) -> None:
         """Move every job along; end the leases that are over.

@@ -436,12 +436,12 @@ def check_nothing_left(site: Site) -> None:
     assert len(own._agents) <= transfers.AGENTS_MAX
     assert len(site.wire) <= side_channel.CAME_MAX + peers.LINKS_MAX
     assert site.wire.came <= 1, "connections that are gone"
-    assert not own.direct._fetches
     assert all(not session.fetches for session in site.store.sessions.values())
     for landing in site.mover.landings.values():
         landing.check_all_free()
     for consumer in own._inlets.values():
         assert not consumer._fetches
+        assert not consumer._direct
         assert not consumer._located
         assert not consumer._loads._open
         assert not consumer.quarantined

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+from kvstore.core.layout import RankPages
 from kvstore.core.tier import Tier, TierContext
 from kvstore.core.types import BlockKey, GroupRule, Slot
 from kvstore.handover import consumer as c
@@ -17,7 +18,6 @@ from kvstore.handover.checksums import block_sum
 from kvstore.handover.jobs import Source
 from kvstore.handover.runs import Part
 from kvstore.handover.transfers import (
-    EngineRead,
     EngineWrite,
     Landing,
     SlotFill,
@@ -26,9 +26,10 @@ from kvstore.handover.transfers import (
     SlotWrite,
 )
 from kvstore.store.namespace import Namespace
+from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
-from tests.harness.fakes import SLOT_BYTES, HeapExtent, HeapPool, Town, keys_of, u32
+from tests.harness.fakes import SLOT_BYTES, HeapExtent, HeapPool, Town, from_u32, keys_of, u32
 from tests.reference.memory_tier import MemoryTier
 
 if TYPE_CHECKING:
@@ -114,8 +115,9 @@ class Pair:
         self.damage: set[BlockKey] = set()
         self.fail = 0.0
         self.passed_on: list[tuple[int, int]] = []  # fetch, position
-        self.passed: dict[tuple[int, int], bool] = {}
-        self.in_engines: list[EngineRead] = []
+        self._passed: dict[tuple[int, int], bool] = {}
+        self.in_engines: list[p.InEngine] = []
+        self.ranks: Sequence[RankPages] = (RankPages("rank 0", b"md", ()),)  # of the decode engine
         self.pushing: list[int] = []  # fetches whose workers are to say where
         self.unsafe: set[tuple[int, int]] = set()  # passed, and may still be written
         self.met: list[str] = []  # agents that the prefill store's exporter was told of
@@ -125,7 +127,7 @@ class Pair:
         self.producer = o.Producer(
             lambda: self.giver.store.namespaces,
             lambda: ("agent", b"md"),
-            self,
+            cast("Any", self),
             self._to_consumer,
             held * SLOT_BYTES,
             lambda _, agent, __: self.met.append(agent),
@@ -165,13 +167,54 @@ class Pair:
     def _consumer(self, context: TierContext) -> Tier:
         target: Any = _Target(self, context)
         transfers: Any = _Transfers(self)
-        workers: Any = _Workers(self)
-        self.consumer = c.Consumer(_Connections(self), target, transfers, workers)
+        connections: Any = _Connections(self)
+        self.consumer = c.Consumer(connections, target, transfers, self._to_worker)
         return self.consumer
 
     def _to_consumer(self, peer: int, message: framing.Message) -> None:
         if peer == self.peer:
             self.down.send(peer, message)
+
+    # Workers of the decode engine: they read what they are told at once
+
+    def claim(self, number: int, positions: Iterable[int]) -> None:
+        workers = {rank: 10 + rank for rank in range(len(self.ranks))}
+        self.consumer.claim(number, 1, workers, [*positions])
+
+    def read(self, number: int, positions: Iterable[int], *, ok: bool = True) -> None:
+        """All ranks have read these blocks, or could not."""
+        for rank in range(len(self.ranks)):
+            arrived = p.Arrived(number, u32([*positions]), 0, ok)
+            self.consumer.of_worker(1, rank, arrived, self.taker.now_ns)
+
+    def name(self, number: int, targets: Mapping[int, list[int]]) -> None:
+        """All ranks name the engine blocks that the peer may write."""
+        blocks = u32([block for found in targets.values() for block in found])
+        for number_of, rank in enumerate(self.ranks):
+            target = p.Target(number, rank.agent, u32([*targets]), blocks)
+            self.consumer.of_worker(1, number_of, target, self.taker.now_ns)
+
+    def _to_worker(self, connection: int, message: framing.Message, _fd: int | None) -> None:
+        if connection != 10:
+            return
+        match message:
+            case p.Places(fetch=fetch, positions=positions):
+                self.passed_on += [(fetch, at) for at in from_u32(positions)]
+            case p.InEngine(fetch=fetch, positions=positions):
+                self.passed_on += [(fetch, at) for at in from_u32(positions)]
+                self.in_engines.append(message)
+            case p.Push(fetch=fetch):
+                self.pushing.append(fetch)
+            case p.Passed(fetch, positions, ok, written):
+                for at in from_u32(positions):
+                    self._passed[fetch, at] = ok
+                    (self.unsafe.add if written else self.unsafe.discard)((fetch, at))
+
+    @property
+    def passed(self) -> dict[tuple[int, int], bool]:
+        """The verdicts of blocks of direct fetches."""
+        self.consumer._flush()
+        return self._passed
 
     # The producer's work
 
@@ -297,6 +340,7 @@ class _Target:
 
     def __init__(self, pair: Pair, context: TierContext) -> None:
         self._pair = pair
+        self.engines = SimpleNamespace(ranks=lambda _: pair.ranks)
         self.layout = SimpleNamespace(
             digest=context.namespace, rules=(GroupRule(),), slot_bytes=context.slot_bytes
         )
@@ -350,37 +394,3 @@ class _Transfers:
             self._pair.consumer.checked(part, right)
 
         self._pair.wire.do(work)
-
-
-class _Workers:
-    """The consumer's direct fetches: workers read what they are told at once."""
-
-    def __init__(self, pair: Pair) -> None:
-        self._pair = pair
-
-    def tell(
-        self,
-        _digest: str,
-        number: int,
-        _agent: tuple[str, bytes],
-        region: m.Region,
-        positions: Sequence[int],
-        numbers: Sequence[int],
-    ) -> None:
-        self._pair.passed_on += [(number, at) for at in positions]
-        for slot in numbers:
-            self._pair._slot(region.extent, slot)
-
-    def tell_engine(self, _digest: str, number: int, read: EngineRead) -> None:
-        self._pair.passed_on += [(number, at) for at in read.blocks]
-        self._pair.in_engines.append(read)
-
-    def push(self, _digest: str, number: int) -> None:
-        self._pair.pushing.append(number)
-
-    def passed(
-        self, _digest: str, number: int, positions: Iterable[int], *, ok: bool, written: bool
-    ) -> None:
-        for position in positions:
-            self._pair.passed[number, position] = ok
-            (self._pair.unsafe.add if written else self._pair.unsafe.discard)((number, position))
