@@ -120,7 +120,7 @@ def test_a_peer_that_names_memory_without_end_loses_no_block_that_it_has_told_of
         pair.decode.ask(chain)
     pair.run(20)
     more = tuple(m.Region(100 + number, 4096, 1) for number in range(9))
-    pair.consumer.on_message(pair.peer, m.Have(1, b"", b"", b"", b"", more), pair.taker.now_ns)
+    pair.consumer.on_message(pair.peer, m.Have(1, b"", b"", b"", more), pair.taker.now_ns)
     if direct:
         pair.claim(number, [0, 1, 2])
         assert len(pair.passed_on) == 3

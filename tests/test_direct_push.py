@@ -98,7 +98,7 @@ def test_B14_direct_a_place_is_named_to_a_peer_once() -> None:
     for targets in ({0: [10]}, {0: [10]}, {1: [11]}):
         pair.name(number, targets)
     pair.run(20)
-    told = [message for message in pair.up.sent if isinstance(message, m.Fill)]
+    told = [message for message in pair.up.sent if isinstance(message, m.Land)]
     assert [(from_u32(message.positions), len(message.ranks)) for message in told] == [
         ([0], 2),
         ([1], 0),
@@ -111,7 +111,7 @@ def test_B19_direct_a_peer_that_says_too_early_that_it_has_written_is_not_believ
     pair.put(chain)
     number = claimed(pair, chain)
     regions = (pair.region(1)[0],)
-    have = m.Have(number, u32([0]), u32([1, 0]), u32([0]), bytes(8), regions)
+    have = m.Have(number, u32([0]), u32([1, 0]), bytes(8), regions)
     pair.consumer.on_message(pair.peer, have, pair.taker.now_ns)
     pair.run(5)
     assert not pair.passed_on, "nor is it read there"
@@ -220,7 +220,7 @@ def test_B20_direct_what_is_let_go_of_before_it_is_begun_is_not_written() -> Non
     pair.put(chain)
     claimed(pair, chain)
     pair.run(5)
-    fill = m.Fill(1, u32([0]), u32([10]), RANKS)
+    fill = m.Land(1, u32([0]), u32([10]), ranks=RANKS)
     pair.producer.on_message(pair.peer, fill, pair.giver.now_ns)
     pair.producer.on_message(pair.peer, m.Release(1), pair.giver.now_ns)
     pair.run(5)
@@ -284,7 +284,7 @@ ENOUGH = u32([0]), u32([10])
 @pytest.mark.parametrize(
     ("positions", "blocks", "ranks", "expected"),
     [
-        (*ENOUGH, (), "with 0 ranks for job 1, expected a direct push, and ranks once"),
+        (*ENOUGH, (), "0 ranks for job 1, expected them once"),
         (*ENOUGH, (RankPages("r", b"", ()),), "pages of 0 groups of rank 0, expected 1"),
         (
             *ENOUGH,
@@ -309,7 +309,7 @@ def test_B2_direct_a_place_that_cannot_be_written_is_refused(
     pair.put(chain)
     claimed(pair, chain)
     pair.run(5)
-    fill = m.Fill(1, positions, blocks, ranks)
+    fill = m.Land(1, positions, blocks, ranks=ranks)
     with pytest.raises(ProtocolError, match=expected):
         pair.producer.on_message(pair.peer, fill, pair.giver.now_ns)
     pair.run(5)
@@ -321,11 +321,11 @@ def test_B2_direct_a_place_is_told_once() -> None:
     pair.put(chain)
     claimed(pair, chain)
     pair.run(5)
-    first = m.Fill(1, u32([0]), u32([10]), RANKS)
+    first = m.Land(1, u32([0]), u32([10]), ranks=RANKS)
     pair.producer.on_message(pair.peer, first, pair.giver.now_ns)
     for again, expected in (
-        (first, "with 2 ranks"),
-        (m.Fill(1, u32([0]), u32([10])), "a second place for position 0"),
+        (first, "2 ranks for job 1"),
+        (m.Land(1, u32([0]), u32([10])), "a second place for position 0"),
     ):
         with pytest.raises(ProtocolError, match=expected):
             pair.producer.on_message(pair.peer, again, pair.giver.now_ns)
@@ -338,8 +338,8 @@ def test_B2_direct_places_are_for_a_direct_push_only(push: bool, direct: bool) -
     want = m.Want(1, chain[0], 32, (u32([0]),), push=push)
     pair.consumer.want(pair.peer, want, pair.taker.now_ns, direct=direct)
     pair.run(5)
-    fill = m.Fill(1, u32([0]), u32([10]), RANKS)
-    with pytest.raises(ProtocolError, match="expected a direct push"):
+    fill = m.Land(1, u32([0]), u32([10]), ranks=RANKS)
+    with pytest.raises(ProtocolError, match="engine blocks for job 1, expected a push"):
         pair.producer.on_message(pair.peer, fill, pair.giver.now_ns)
 
 
@@ -348,8 +348,10 @@ def test_B2_direct_landing_slots_are_not_for_a_direct_push() -> None:
     pair.put(chain)
     claimed(pair, chain)
     pair.run(5)
-    land = m.Land(1, m.Region(900, 4096, 6), u32([0]), u32([0]), b"md")
-    with pytest.raises(ProtocolError, match="landing slots"):
+    land = m.Land(1, u32([0]), u32([0]), m.Region(900, 4096, 6), metadata=b"md")
+    with pytest.raises(
+        ProtocolError, match="landing slots for job 1, expected a push: engine blocks if"
+    ):
         pair.producer.on_message(pair.peer, land, pair.giver.now_ns)
 
 
@@ -357,7 +359,7 @@ def test_B2_direct_a_peer_that_writes_does_not_say_what_to_read_in_an_engine() -
     pair, chain = Pair(), hashes(1)
     pair.put(chain)
     number = claimed(pair, chain)
-    message = m.Resident(number, u32([0]), 3, u32([1]), RANKS)
+    message = m.Have(number, u32([0]), u32([1]), engine=3, ranks=RANKS)
     with pytest.raises(ProtocolError, match="was not asked to be read in an engine"):
         pair.consumer.on_message(pair.peer, message, pair.taker.now_ns)
 

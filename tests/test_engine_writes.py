@@ -10,13 +10,12 @@ from msgspec.structs import replace
 from connectors.direct_reads import WriteEnd
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import METADATA_MAX, PageRun, RankPages
-from kvstore.handover import engine_writes as under_test
 from kvstore.handover import jobs
 from kvstore.handover.engine_blocks import Resident
 from kvstore.handover.engine_writes import AT_ONCE, LOST_NS, OF_PEER, SLOW_NS, WAIT_NS, EngineWrites
 from kvstore.handover.peers import Peers
 from kvstore.handover.runs import Part
-from kvstore.handover.transfers import EngineWrite
+from kvstore.handover.transfers import EngineWrite, SlotFill
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
@@ -149,8 +148,9 @@ def test_L1_direct_an_engine_of_smaller_blocks_than_were_named_writes_none() -> 
     pair.run(5)
     job = job_of(pair)
     job.ranks, job.targets[0] = RANKS, [10, 11, 12]
-    assert not list(job.engine_writes([0]))
-    assert [fill.blocks for _, fill in job.fills([0])] == [[10, 11, 12]] * len(RANKS)
+    written = [write for _, write in job.direct_writes([0])]
+    assert all(isinstance(write, SlotFill) for write in written)
+    assert [write.blocks for write in written] == [[10, 11, 12]] * len(RANKS)
 
 
 def test_B13_direct_an_engine_writes_wanted_parts_to_ranks_that_have_the_group() -> None:
@@ -162,7 +162,8 @@ def test_B13_direct_an_engine_writes_wanted_parts_to_ranks_that_have_the_group()
     job = job_of(pair)
     theirs = replace(RANKS[1], gpu=3)
     job.ranks, job.targets[0] = (RankPages("none", b"", ((),)), theirs), [0, 31]
-    ((part, give),) = job.engine_writes([0])
+    ((part, give),) = job.direct_writes([0])
+    assert isinstance(give, EngineWrite)
     assert (give.blocks, give.targets, part.positions) == ([1], [31], [0])
     assert [(rank.agent, rank.gpu) for rank in give.ranks] == [("rank 1", 3)]
     job.writes.clear()
@@ -186,16 +187,21 @@ def test_B2_direct_what_is_written_at_once_is_not_too_many_pieces(
     assert [len(part.positions) for part, _ in pair.engine_writes] == [3]
     pair.engine_writes.clear()
     job = job_of(pair)
+
+    def batches(kind: type) -> list[int]:
+        writes = job.direct_writes([0, 1, 2])
+        return [len(part.positions) for part, write in writes if isinstance(write, kind)]
+
     pieces = jobs.FILL_PIECES // 2
     pages = (PageRun(0, 1, pieces // 2, 4096, 4096, 1), PageRun(pieces, 1, pieces // 2, 1, 4096, 1))
     job.ranks = (RankPages("theirs", b"", (pages,)),)
-    assert [len(part.positions) for part, _ in job.engine_writes([0, 1, 2])] == [2, 1]
+    assert batches(EngineWrite) == [2, 1]
     for position, key in enumerate(keys_of(chain)):
         job.targets[position], memory.here[key] = [5, 6], Resident(1, (1, 2), (0, 0))
-    assert [len(part.positions) for part, _ in job.engine_writes([0, 1, 2])] == [1, 1, 1]
+    assert batches(EngineWrite) == [1, 1, 1]
     monkeypatch.setattr(jobs, "FILL_PIECES", jobs.FILL_PIECES - 1)
-    assert not [*job.engine_writes([0, 1, 2])], "an exporter cuts blocks into parts"
-    assert sum(len(part.positions) for part, _ in job.fills([0, 1, 2])) == 3
+    assert not batches(EngineWrite), "an exporter cuts blocks into parts"
+    assert sum(batches(SlotFill)) == 3
     many = tuple(RankPages(f"r{n}", b"", (pages,)) for n in range(5))
     with pytest.raises(ProtocolError, match="81920 pieces of a block, expected up to 65536"):
         jobs.check_ranks(pair.source.layout, many)
@@ -205,10 +211,10 @@ def test_B2_direct_a_pull_is_not_counted_as_written_by_an_engine() -> None:
     pair, chain = Pair(), hashes(1)
     pair.put(chain)
     number = pair.want(chain)
-    have = m.Have(number, b"", b"", b"", b"", given=u32([0]))
+    have = m.Have(number, b"", b"", given=u32([0]))
     pair.consumer.on_message(pair.peer, have, pair.taker.now_ns)
     assert not pair.consumer._fetches[number].by_engine
-    have = m.Have(number, b"", b"", b"", b"", given=u32([1]))
+    have = m.Have(number, b"", b"", given=u32([1]))
     with pytest.raises(ProtocolError, match="expected different ones below 1"):
         pair.consumer.on_message(pair.peer, have, pair.taker.now_ns)
 
@@ -250,6 +256,7 @@ def test_a_write_is_over_when_all_ranks_of_the_engine_have_written() -> None:
     assert [connection for connection, _ in sent.told] == [10, 11]
     message = sent.told[0][1]
     assert (from_u32(message.blocks), from_u32(message.targets)) == ([5], [6])
+    assert message.ranks[0].metadata == b"md"
     sent.engine_writes.written(1, 1, p.BlocksWritten(message.write, "all", 64))
     assert not sent.ended()
     assert sent.engine_writes.open == 1
@@ -290,23 +297,6 @@ def test_a_write_is_over_when_all_have_written_that_were_there_when_it_was_wante
     sent.engine_writes.written(1, 0, p.BlocksWritten(1, "all"))
     assert len(sent.ended()) == 1
     assert [connection for connection, _ in sent.told[AT_ONCE:]] == [10, 11]
-
-
-def test_workers_are_told_once_how_a_peer_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = Sent()
-    sent.known.clear()
-    sent.start(0)
-    sent.known["theirs"] = b"md"
-    for position in range(1, AT_ONCE):
-        sent.start(position)
-    assert [told.ranks[0].metadata for _, told in sent.told] == [b"", b"md", b"", b""]
-    monkeypatch.setattr(under_test, "TOLD_MAX", 0)
-    for _, told in list(sent.told):
-        sent.engine_writes.written(1, 0, p.BlocksWritten(told.write, "all"))
-    del sent.told[:]
-    for position in range(2):
-        sent.start(position)
-    assert [told.ranks[0].metadata for _, told in sent.told] == [b"", b"md"], "it may be forgotten"
 
 
 def test_a_few_writes_of_an_engine_are_under_way_and_others_do_not_wait_for_it() -> None:
@@ -350,16 +340,6 @@ def test_B15_direct_an_engine_that_is_about_to_go_begins_no_write() -> None:
     assert sent.ended() == [([AT_ONCE], False, True)]
     sent.engine_writes.written(1, 0, p.BlocksWritten(sent.told[0][1].write, "all"))
     assert sent.ended() == [([0], True, False)], "what it has begun it ends"
-
-
-def test_how_a_peer_is_reached_is_told_again_to_workers_that_could_not_begin() -> None:
-    sent = Sent()
-    for end, metadata in (("all", b"md"), ("none", b""), ("all", b"md"), ("all", b"")):
-        sent.start(0)
-        _, told = sent.told[-1]
-        assert told.ranks[0].metadata == metadata
-        sent.engine_writes.written(1, 0, p.BlocksWritten(told.write, end))  # type: ignore[arg-type]
-        sent.ended()
 
 
 def test_B2_direct_no_worker_is_told_more_than_a_message_can_have() -> None:

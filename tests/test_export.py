@@ -243,7 +243,7 @@ def test_S2_landing_slots_outside_of_their_region_are_refused() -> None:
     pair.put(chain)
     number = pair.want(chain, push=True)
     pair.run(1)
-    land = m.Land(number, m.Region(1, 4096, 3), u32([0, 1]), u32([2, 3]))
+    land = m.Land(number, u32([0, 1]), u32([2, 3]), m.Region(1, 4096, 3))
     with pytest.raises(ProtocolError, match="expected below 3"):
         pair.producer.on_message(pair.peer, land, pair.giver.now_ns)
 
@@ -427,11 +427,11 @@ def test_jobs_of_a_peer_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     "region", [(-1, 0, 1), (1 << 32, 0, 1), (1, -1, 1), (1, 1 << 63, 1), (1, 0, 0), (1, 0, 1 << 33)]
 )
 def test_a_region_that_cannot_be_is_no_message(region: tuple[int, int, int]) -> None:
-    land = m.encode(m.Land(1, m.Region(1, 2, 3), b"", b""))
-    assert m.decode_for_producer(land) == m.Land(1, m.Region(1, 2, 3), b"", b"")
+    land = m.encode(m.Land(1, b"", b"", m.Region(1, 2, 3)))
+    assert m.decode_for_producer(land) == m.Land(1, b"", b"", m.Region(1, 2, 3))
     raw = msgspec.msgpack.decode(land)
     with pytest.raises(ProtocolError, match="extent"):
-        m.decode_for_producer(msgspec.msgpack.encode([raw[0], raw[1], region, *raw[3:]]))
+        m.decode_for_producer(msgspec.msgpack.encode([*raw[:4], region, *raw[5:]]))
 
 
 def test_P8_a_write_that_outlives_its_lease_lands_in_quarantine(

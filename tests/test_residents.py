@@ -78,7 +78,7 @@ def test_L1_direct_an_engines_memory_is_told_once_for_each_want() -> None:
             pair.run(5)
             pair.read(number, [at])
         pair.run(5)
-    told = [message for message in pair.down.sent if isinstance(message, m.Resident)]
+    told = [message for message in pair.down.sent if isinstance(message, m.Have)]
     assert [len(message.ranks) for message in told] == [1, 0, 0] * 2
     assert [len(read.ranks) for read in pair.in_engines] == [1, 0, 0] * 2
 
@@ -106,7 +106,7 @@ def test_a_want_is_told_of_a_few_engines_only() -> None:
     pair.run(5)
     assert len(pair.in_engines) == m.ENGINES_MAX
     assert len(pair.passed_on) == len(chain), "the others in their slots"
-    more = m.Resident(number, u32([0]), 99, u32([7]), (RankPages("a", b"", ()),))
+    more = m.Have(number, u32([0]), u32([7]), engine=99, ranks=(RankPages("a", b"", ()),))
     with pytest.raises(ProtocolError, match="more than 4 of them"):
         pair.consumer.on_message(pair.peer, more, pair.taker.now_ns)
 
@@ -173,12 +173,12 @@ def test_what_is_not_read_by_workers_is_never_told_to_be_in_an_engine() -> None:
     Announced(pair).add(chain, 0, 1)
     pair.want(chain)
     pair.run(3)
-    assert not [message for message in pair.down.sent if isinstance(message, m.Resident)]
+    told = [message for message in pair.down.sent if isinstance(message, m.Have)]
+    assert [message.engine for message in told] == [None]
     number = next(iter(pair.consumer._fetches))
+    have = m.Have(number, u32([0]), u32([7]), engine=1)
     with pytest.raises(ProtocolError, match="was not asked to be read in an engine"):
-        pair.consumer.on_message(
-            pair.peer, m.Resident(number, u32([0]), 1, u32([7])), pair.taker.now_ns
-        )
+        pair.consumer.on_message(pair.peer, have, pair.taker.now_ns)
 
 
 def test_direct_wants_cost_no_sums() -> None:
@@ -196,12 +196,12 @@ def test_direct_wants_cost_no_sums() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        m.Resident(1, u32([0, 1]), 1, u32([7]), (RANK,)),
-        m.Resident(1, u32([0]), 1, b"", (RANK,)),
-        m.Resident(1, u32([9]), 1, u32([7]), (RANK,)),
+        m.Have(1, u32([0, 1]), u32([7]), engine=1, ranks=(RANK,)),
+        m.Have(1, u32([0]), b"", engine=1, ranks=(RANK,)),
+        m.Have(1, u32([9]), u32([7]), engine=1, ranks=(RANK,)),
     ],
 )
-def test_engine_blocks_that_are_not_as_many_for_each_are_refused(message: m.Resident) -> None:
+def test_engine_blocks_that_are_not_as_many_for_each_are_refused(message: m.Have) -> None:
     pair, chain = Pair(), hashes(2)
     pair.put(chain)
     number = offered(pair, chain)

@@ -61,7 +61,7 @@ STALL_NS = 10_000_000_000
 LEASE_MS = 30_000
 EXTEND_NS = 1_000_000_000  # between heartbeats; the answer says that the peer still computes
 EXTEND_NS_MIN = 10_000_000
-FromProducer = m.Offer | m.Have | m.Resident | m.Computing | m.Valid | m.End
+FromProducer = m.Offer | m.Have | m.Computing | m.Valid | m.End
 
 
 class Waits(NamedTuple):
@@ -288,8 +288,6 @@ class Consumer:
                 self._give_up(fetch, bytes((WANTED,)))
             case m.Have():
                 self._have(fetch, message)
-            case m.Resident():
-                self._pass_on(fetch, list(fetch.learn(message)))
             case m.Valid():
                 self._valid(fetch, message)
             case m.End(reason=reason):
@@ -614,7 +612,8 @@ class Consumer:
         known = self._introduced.get(fetch.peer) == metadata
         self._introduced[fetch.peer] = metadata
         new = b"" if known else metadata
-        self._peers.say(fetch.peer, m.Land(fetch.number, region, u32(positions), slots, new))
+        land = m.Land(fetch.number, u32(positions), slots, region, metadata=new)
+        self._peers.say(fetch.peer, land)
 
     def _check(self, fetch: Fetch, runs: Sequence[Run]) -> None:
         """Check and copy landed blocks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -105,10 +105,14 @@ class Fetch:
                 self.states.put(part, OFFERED)
 
     def put(self, have: m.Have, regions: Regions) -> tuple[Sequence[int], Sequence[int]]:
-        """Note where blocks can be read. Raises ProtocolError for an unknown region.
+        """Note where blocks can be read. Raises ProtocolError for an unknown region or engine.
 
         Returns their positions, and of these those whose place was not known before.
         """
+        if have.engine is not None:
+            positions = m.positions_of(have.positions, len(self.keys))
+            self._put_engine(have.engine, have.ranks, m.engine_blocks_of(positions, have.places))
+            return positions, positions
         positions, extents, slots, sums = m.places_of(have, len(self.keys))
         given = m.positions_of(have.given, len(self.keys))
         if self.push:
@@ -127,23 +131,18 @@ class Fetch:
             done += end - first
         return positions, [p for p in positions if p not in known] if known else positions
 
-    def learn(self, message: m.Resident) -> Collection[int]:
-        """Note which blocks are in an engine's memory, and return their positions.
-
-        Raises ProtocolError for an unknown engine, too many, or a fetch that workers do not read.
-        """
+    def _put_engine(
+        self, engine: int, ranks: Sequence[RankPages], blocks: dict[int, list[int]]
+    ) -> None:
         if not self.direct or self.push:
             raise ProtocolError(f"job {self.number} was not asked to be read in an engine")
-        if message.ranks and len(self.engines) < m.ENGINES_MAX:
-            self.engines[message.engine] = message.ranks
-        if message.engine not in self.engines:
+        if ranks and len(self.engines) < m.ENGINES_MAX:
+            self.engines[engine] = ranks
+        if engine not in self.engines:
             raise ProtocolError(
-                f"engine {message.engine} without its memory, or more than {m.ENGINES_MAX} of them"
+                f"engine {engine} without its memory, or more than {m.ENGINES_MAX} of them"
             )
-        found = m.residents_of(message, len(self.keys))
-        for position, blocks in found.items():
-            self.residents[position] = message.engine, blocks
-        return found
+        self.residents |= {position: (engine, found) for position, found in blocks.items()}
 
     @property
     def offers(self) -> dict[int, str]:
@@ -179,7 +178,7 @@ class Fetch:
 
     def fills(
         self, targets: Mapping[int, list[int]], ranks: Sequence[RankPages]
-    ) -> Iterator[m.Fill]:
+    ) -> Iterator[m.Land]:
         """Name the engine blocks to write to, by how many of them a block has; the ranks once."""
         sizes: dict[int, list[int]] = {}
         for position, found in targets.items():
@@ -190,7 +189,7 @@ class Fetch:
             blocks = u32([block for position in positions for block in targets[position]])
             new = () if self.ranks_told else tuple(ranks)
             self.ranks_told = True
-            yield m.Fill(self.number, u32(positions), blocks, new)
+            yield m.Land(self.number, u32(positions), blocks, ranks=new)
 
 
 class _Load(msgspec.Struct, eq=False):

@@ -46,6 +46,7 @@ from kvstore.handover.jobs import (
 )
 from kvstore.handover.request_leases import RequestLeases
 from kvstore.handover.runs import Part, Run, at, joined, runs_of
+from kvstore.handover.transfers import EngineWrite, SlotFill, SlotWrite
 from kvstore.wire import peer as m
 from kvstore.wire.framing import Message, u32
 
@@ -58,7 +59,7 @@ MEMORY, PREFILL = "cpu", "prefill"
 
 Send = Callable[[int, Message], None]
 Guard = Callable[[int], AbstractContextManager[object]]
-OfJob = m.Land | m.Fill | m.Confirm | m.Extend | m.Release
+OfJob = m.Land | m.Confirm | m.Extend | m.Release
 
 
 class Producer:
@@ -135,8 +136,8 @@ class Producer:
         match message:
             case m.Land():
                 job.write(job.land(message))
-            case m.Fill():
-                self._fill(job, message)
+                for rank in message.ranks:
+                    self._meet(job.peer.number, rank.agent, rank.metadata)
             case m.Confirm():
                 self._confirm(job, message)
             case m.Extend(lease_ms=lease_ms):
@@ -268,12 +269,6 @@ class Producer:
         if tier is not None and found is LookupResult.HIT:
             return tier.name
         return PREFILL if self.request_leases.may_come(job.request, key) else None
-
-    def _fill(self, job: Job, fill: m.Fill) -> None:
-        """Note where blocks go in the peer's engine, and write those that are there."""
-        job.write([p for p in job.learn(fill) if job.states[p] == SUMMED])
-        for rank in fill.ranks:
-            self._meet(job.peer.number, rank.agent, rank.metadata)
 
     def _confirm(self, job: Job, confirm: m.Confirm) -> None:
         positions = m.positions_of(confirm.positions, len(job.keys))
@@ -493,14 +488,14 @@ class Producer:
     def _start_writes(self, job: Job) -> None:
         """Start the writes that are due."""
         positions, job.unwritten = job.unwritten, []
-        if not job.direct:
-            for part, write in job.slot_writes(positions):
-                self._work.write(part, job.peer.agent, write)
-            return
-        for part, from_engine in job.engine_writes(positions):
-            self._work.write_from_engine(part, job.source, from_engine)
-        for part, fill in job.fills(positions):
-            self._work.fill(part, fill)
+        for part, write in (job.direct_writes if job.direct else job.slot_writes)(positions):
+            match write:
+                case SlotWrite():
+                    self._work.write(part, job.peer.agent, write)
+                case EngineWrite():
+                    self._work.write_from_engine(part, job.source, write)
+                case SlotFill():
+                    self._work.fill(part, write)
 
     def _done(self, job: Job, run: Run) -> None:
         """Free blocks of one state that no transfer uses."""
