@@ -250,6 +250,9 @@ class Starting(Message, frozen=True):
     """Welcome comes later: the exporter at this side is being started."""
 
 
+RequestState = Literal["waits", "released", "gone", "lapsed", "unknown", "ambiguous"]
+
+
 class Noted(Message, frozen=True):
     """The answer to Done.
 
@@ -259,7 +262,7 @@ class Noted(Message, frozen=True):
     """
 
     request: Text
-    state: Literal["waits", "released", "gone", "lapsed", "unknown", "ambiguous"]
+    state: RequestState
 
 
 ToProducer = Hello | Want | Land | Confirm | Extend | Release | Keep | Done
