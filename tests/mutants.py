@@ -570,7 +570,7 @@ MUTANTS = (
         PRODUCER,
         "if hello.version != m.VERSION:",
         "if False:",
-        "tests/test_export.py -k B3_another",
+        "tests/test_traits.py -k B3_another",
     ),
     Mutant(
         RUNS,

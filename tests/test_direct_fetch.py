@@ -22,7 +22,7 @@ from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.fakes import Engine, Town, from_u32, hashes, keys_of, settings, u32
-from tests.harness.handover_pair import Pair
+from tests.harness.handover_pair import Pair, stored
 from tests.reference.memory_tier import MemoryTier
 from tests.test_direct_push import RANKS, claimed
 
@@ -45,8 +45,7 @@ def offered(pair: Pair, chain: list[bytes]) -> int:
 def test_B19_direct_a_block_is_good_once_it_was_read_and_the_peer_says_that_its_lease_held() -> (
     None
 ):
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3)
     number = offered(pair, chain)
     assert pair.consumer.offered(number) == dict.fromkeys(range(3), "cpu")
     pair.run(20)
@@ -61,13 +60,11 @@ def test_B19_direct_a_block_is_good_once_it_was_read_and_the_peer_says_that_its_
     assert pair.passed == {(number, 0): True, (number, 2): True}
     pair.read(number, [1], ok=False)
     assert pair.passed[number, 1] is False
-    pair.run(10)
-    pair.check_nothing_left()
+    pair.check_nothing_left(10)
 
 
 def test_B16_direct_what_is_read_when_its_lease_is_over_is_not_good() -> None:
-    pair, chain = Pair(), hashes(2)
-    pair.put(chain)
+    pair, chain = stored(2)
     number = offered(pair, chain)
     pair.claim(number, [0, 1])
     pair.run(5)
@@ -79,8 +76,7 @@ def test_B16_direct_what_is_read_when_its_lease_is_over_is_not_good() -> None:
 
 
 def test_B14_direct_blocks_are_of_one_fetch_and_offered_to_nobody_else() -> None:
-    pair, chain = Pair(), hashes(2)
-    pair.put(chain)
+    pair, chain = stored(2)
     number = offered(pair, chain)
     found = {pair.consumer.lookup(key) for key in keys_of(chain)}
     assert found == {LookupResult.MISS}
@@ -94,14 +90,12 @@ def test_B14_direct_blocks_are_of_one_fetch_and_offered_to_nobody_else() -> None
 
 
 def test_direct_blocks_that_nobody_reads_any_more_are_let_go_of() -> None:
-    pair, chain = Pair(), hashes(2)
-    pair.put(chain)
+    pair, chain = stored(2)
     number = offered(pair, chain)
     pair.claim(number, [0, 1])
     pair.consumer.cancel(number)
     assert pair.passed == {(number, 0): False, (number, 1): False}
-    pair.run(5)
-    pair.check_nothing_left()
+    pair.check_nothing_left(5)
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -110,8 +104,7 @@ def test_a_peer_that_names_memory_without_end_loses_no_block_that_it_has_told_of
 ) -> None:
     """What is kept of a peer's memory has a limit; what was told is read from where it was."""
     monkeypatch.setattr(transfers, "REGIONS_MAX", 2)
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3)
     if direct:
         number = offered(pair, chain)
     else:
@@ -129,8 +122,7 @@ def test_a_peer_that_names_memory_without_end_loses_no_block_that_it_has_told_of
         pair.landing.give_back(held)
         pair.run(20)
         assert pair.arrived(chain) == 3
-    pair.run(5)
-    pair.check_nothing_left()
+    pair.check_nothing_left(5)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -161,8 +153,7 @@ def test_B14_direct_each_claimed_block_ends_once_whatever_happens(seed: int) -> 
     pair.consumer.cancel(number)
     ended |= pair.passed
     assert {position for _, position in ended} == claimed
-    pair.run(20)
-    pair.check_nothing_left()
+    pair.check_nothing_left(20)
 
 
 # What the store tells its workers, and they it
@@ -281,8 +272,7 @@ def test_B20_direct_blocks_that_were_named_by_an_agent_that_has_ended_are_told_t
     ranks: tuple[RankPages, ...],
 ) -> None:
     """Their load is over: they may be another request's by now."""
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
+    pair, chain = stored(1)
     number = claimed(pair, chain)
     pair.ranks, named_by = ranks, RANKS
     for rank, pages in enumerate(named_by):
@@ -293,8 +283,7 @@ def test_B20_direct_blocks_that_were_named_by_an_agent_that_has_ended_are_told_t
     pair.consumer.of_worker(1, 0, target, pair.taker.now_ns)
     pair.consumer.end(number)
     pair.consumer.of_worker(1, 0, target, pair.taker.now_ns)
-    pair.run(5)
-    pair.check_nothing_left()
+    pair.check_nothing_left(5)
 
 
 def test_what_is_behind_a_gap_is_asked_for_though_it_is_here() -> None:
@@ -466,8 +455,7 @@ def test_a_session_that_ends_lets_go_of_what_its_lookups_wait_for() -> None:
 
 
 def test_direct_what_has_failed_between_offer_and_claim_is_told() -> None:
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3)
     number = offered(pair, chain)
     pair.consumer._done(pair.consumer._fetches[number], (1, 2), ok=False)
     pair.claim(number, [0, 1, 2])

@@ -17,7 +17,7 @@ from kvstore.handover.runs import Part
 from kvstore.handover.transfers import PeerAgents, SlotFill, Transfers
 from kvstore.wire import peer as m
 from tests.harness.fakes import SLOT_BYTES, from_u32, hashes, u32
-from tests.harness.handover_pair import Pair
+from tests.harness.handover_pair import Pair, stored
 from tests.test_peer_limits import Told
 
 HALF = SLOT_BYTES // 2
@@ -60,8 +60,7 @@ def filled(pair: Pair) -> list[tuple[str, int, list[int], list[int]]]:
 
 
 def test_L1_direct_a_peer_writes_blocks_to_all_ranks_once_it_is_told_where() -> None:
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3)
     number = claimed(pair, chain)
     pair.run(20)
     assert not pair.filled, "it does not know where"
@@ -75,13 +74,11 @@ def test_L1_direct_a_peer_writes_blocks_to_all_ranks_once_it_is_told_where() -> 
     assert pair.passed == {(number, position): True for position in range(3)}
     assert not pair.unsafe
     assert pair.consumer.fetched == {"cpu": 3}
-    pair.run(5)
-    pair.check_nothing_left()
+    pair.check_nothing_left(5)
 
 
 def test_B13_direct_a_rank_without_a_groups_layers_is_not_written() -> None:
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
+    pair, chain = stored(1)
     ranks = (RankPages("none", b"md", ((),)), RankPages("all", b"md", ((page(0, SLOT_BYTES),),)))
     number = claimed(pair, chain, ranks=ranks)
     pair.name(number, {0: [10]})
@@ -91,8 +88,7 @@ def test_B13_direct_a_rank_without_a_groups_layers_is_not_written() -> None:
 
 
 def test_B14_direct_a_place_is_named_to_a_peer_once() -> None:
-    pair, chain = Pair(), hashes(2)
-    pair.put(chain)
+    pair, chain = stored(2)
     number = claimed(pair, chain)
     pair.run(5)
     for targets in ({0: [10]}, {0: [10]}, {1: [11]}):
@@ -107,8 +103,7 @@ def test_B14_direct_a_place_is_named_to_a_peer_once() -> None:
 
 
 def test_B19_direct_a_peer_that_says_too_early_that_it_has_written_is_not_believed() -> None:
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
+    pair, chain = stored(1)
     number = claimed(pair, chain)
     regions = (pair.region(1)[0],)
     have = m.Have(number, u32([0]), u32([1, 0]), bytes(8), regions)
@@ -150,13 +145,11 @@ def test_B13_direct_parts_that_are_not_wanted_are_not_written() -> None:
         b: o % SLOT_BYTES for f in pair.filled for o, b in zip(f.offsets, f.blocks, strict=True)
     }
     assert parts == {20: 0, 21: HALF, 22: 0}
-    pair.run(5)
-    pair.check_nothing_left()
+    pair.check_nothing_left(5)
 
 
 def test_B20_direct_a_slot_is_let_go_of_when_the_last_of_its_writes_has_ended() -> None:
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
+    pair, chain = stored(1)
     held: list[tuple[Part, SlotFill]] = []
     pair.fill = lambda part, fill: held.append((part, fill))  # type: ignore[method-assign]
     number = claimed(pair, chain)
@@ -177,8 +170,7 @@ def test_B20_direct_a_slot_is_let_go_of_when_the_last_of_its_writes_has_ended() 
 
 def test_B20_direct_a_write_that_fails_ends_all_of_its_want() -> None:
     """Its load has failed, and nobody says where its other blocks go."""
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3)
     pair.fail = 1.0
     number = claimed(pair, chain)
     pair.name(number, {0: [10]})
@@ -195,8 +187,7 @@ def test_B20_direct_a_peer_that_was_told_to_stop_says_when_it_writes_no_more(
     how: dict[str, bool],
 ) -> None:
     """It was not told where the third block goes, and keeps that neither."""
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3)
     held: list[Part] = []
     pair.fill = lambda part, fill: held.append(part)  # type: ignore[method-assign] # noqa: ARG005
     number = claimed(pair, chain)
@@ -216,8 +207,7 @@ def test_B20_direct_a_peer_that_was_told_to_stop_says_when_it_writes_no_more(
 
 
 def test_B20_direct_what_is_let_go_of_before_it_is_begun_is_not_written() -> None:
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
+    pair, chain = stored(1)
     claimed(pair, chain)
     pair.run(5)
     fill = m.Land(1, u32([0]), u32([10]), ranks=RANKS)
@@ -230,8 +220,7 @@ def test_B20_direct_what_is_let_go_of_before_it_is_begun_is_not_written() -> Non
 
 def test_L1_direct_many_blocks_are_written_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "FILL_BYTES", 2 * SLOT_BYTES)
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3)
     number = claimed(pair, chain)
     pair.run(5)
     pair.name(number, TARGETS)
@@ -243,8 +232,7 @@ def test_L1_direct_many_blocks_are_written_some_at_a_time(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("how", ["lost", "late", "let go", "lease", "exporter"])
 def test_B20_direct_what_a_peer_may_still_write_is_told_so(how: str) -> None:
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3)
     pair.fill = lambda *_: None  # type: ignore[method-assign] # its writes do not end
     number = claimed(pair, chain)
     pair.name(number, {0: [10], 1: [11]})
@@ -267,8 +255,7 @@ def test_B20_direct_what_a_peer_may_still_write_is_told_so(how: str) -> None:
 
 
 def test_B20_direct_what_was_written_and_is_not_good_is_written_no_more() -> None:
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
+    pair, chain = stored(1)
     number = claimed(pair, chain)
     pair.name(number, {0: [10]})
     while not any(isinstance(message, m.Confirm) for message in pair.up.sent):
@@ -305,8 +292,7 @@ ENOUGH = u32([0]), u32([10])
 def test_B2_direct_a_place_that_cannot_be_written_is_refused(
     positions: bytes, blocks: bytes, ranks: tuple[RankPages, ...], expected: str
 ) -> None:
-    pair, chain = Pair(), hashes(2)
-    pair.put(chain)
+    pair, chain = stored(2)
     claimed(pair, chain)
     pair.run(5)
     fill = m.Land(1, positions, blocks, ranks=ranks)
@@ -317,8 +303,7 @@ def test_B2_direct_a_place_that_cannot_be_written_is_refused(
 
 
 def test_B2_direct_a_place_is_told_once() -> None:
-    pair, chain = Pair(), hashes(2)
-    pair.put(chain)
+    pair, chain = stored(2)
     claimed(pair, chain)
     pair.run(5)
     first = m.Land(1, u32([0]), u32([10]), ranks=RANKS)
@@ -333,8 +318,7 @@ def test_B2_direct_a_place_is_told_once() -> None:
 
 @pytest.mark.parametrize(("push", "direct"), [(True, False), (False, True)])
 def test_B2_direct_places_are_for_a_direct_push_only(push: bool, direct: bool) -> None:
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
+    pair, chain = stored(1)
     want = m.Want(1, chain[0], 32, (u32([0]),), push=push)
     pair.consumer.want(pair.peer, want, pair.taker.now_ns, direct=direct)
     pair.run(5)
@@ -344,8 +328,7 @@ def test_B2_direct_places_are_for_a_direct_push_only(push: bool, direct: bool) -
 
 
 def test_B2_direct_landing_slots_are_not_for_a_direct_push() -> None:
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
+    pair, chain = stored(1)
     claimed(pair, chain)
     pair.run(5)
     land = m.Land(1, u32([0]), u32([0]), m.Region(900, 4096, 6), metadata=b"md")
@@ -356,8 +339,7 @@ def test_B2_direct_landing_slots_are_not_for_a_direct_push() -> None:
 
 
 def test_B2_direct_a_peer_that_writes_does_not_say_what_to_read_in_an_engine() -> None:
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
+    pair, chain = stored(1)
     number = claimed(pair, chain)
     message = m.Have(number, u32([0]), u32([1]), engine=3, ranks=RANKS)
     with pytest.raises(ProtocolError, match="was not asked to be read in an engine"):

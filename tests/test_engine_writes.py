@@ -19,8 +19,8 @@ from kvstore.handover.transfers import EngineWrite, SlotFill
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
-from tests.harness.fakes import from_u32, hashes, keys_of, u32
-from tests.harness.handover_pair import Pair
+from tests.harness.fakes import from_u32, keys_of, u32
+from tests.harness.handover_pair import Pair, stored
 from tests.test_direct_push import RANKS, TARGETS, claimed, filled, job_of
 from tests.test_residents import Announced
 
@@ -37,8 +37,7 @@ def given(pair: Pair, **how: bool) -> None:
 
 def shown(*positions: int) -> tuple[Pair, list[bytes], Announced, int]:
     """A pushed fetch of three blocks, of which an engine has some; all are to be written."""
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3)
     memory = Announced(pair)
     memory.add(chain, *positions)
     number = claimed(pair, chain)
@@ -111,8 +110,7 @@ def test_P3_direct_what_an_engine_has_written_is_good_whatever_it_overwrites_the
 
 def test_B19_direct_a_write_that_stopped_though_it_was_wanted_has_not_been_made() -> None:
     """By an exporter whose memory a peer has written over, say."""
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
+    pair, chain = stored(1)
     held: list[Part] = []
     pair.fill = lambda part, fill: held.append(part)  # type: ignore[method-assign] # noqa: ARG005
     number = claimed(pair, chain)
@@ -141,8 +139,7 @@ def test_B20_direct_what_nobody_waits_for_is_not_written_once_more(how: dict[str
 
 def test_L1_direct_an_engine_of_smaller_blocks_than_were_named_writes_none() -> None:
     """Its block has two engine blocks, and the peer has named three of its own."""
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
+    pair, chain = stored(1)
     Announced(pair).add(chain, 0)
     claimed(pair, chain)
     pair.run(5)
@@ -154,8 +151,7 @@ def test_L1_direct_an_engine_of_smaller_blocks_than_were_named_writes_none() -> 
 
 
 def test_B13_direct_an_engine_writes_wanted_parts_to_ranks_that_have_the_group() -> None:
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
+    pair, chain = stored(1)
     Announced(pair).add(chain, 0)
     claimed(pair, chain)
     pair.run(5)
@@ -208,8 +204,7 @@ def test_B2_direct_what_is_written_at_once_is_not_too_many_pieces(
 
 
 def test_B2_direct_a_pull_is_not_counted_as_written_by_an_engine() -> None:
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
+    pair, chain = stored(1)
     number = pair.want(chain)
     have = m.Have(number, b"", b"", given=u32([0]))
     pair.consumer.on_message(pair.peer, have, pair.taker.now_ns)

@@ -11,7 +11,7 @@ from kvstore.core.types import BlockKey
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.fakes import from_u32, hashes, keys_of, u32
-from tests.harness.handover_pair import LANDING, Pair, content
+from tests.harness.handover_pair import LANDING, Pair, content, stored
 
 S = 10**9
 
@@ -146,8 +146,7 @@ def test_P6_blocks_are_used_after_the_completion_only_which_clears_both_sides(
     kind: type[framing.Message],
 ) -> None:
     """What lies where it should, with the right sum, is not enough."""
-    pair, chain = Pair(), hashes(4)
-    pair.put(chain)
+    pair, chain = stored(4)
     pair.want(chain, push=True)
     held = Held(pair, kind)
     pair.decode.ask(chain)

@@ -12,7 +12,7 @@ from kvstore.handover.heartbeats import Held, Waiting
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.fakes import SLOT_BYTES, from_u32, hashes, keys_of, u32
-from tests.harness.handover_pair import Pair
+from tests.harness.handover_pair import Pair, stored
 
 S = 10**9
 
@@ -336,8 +336,7 @@ def test_B18_who_asks_for_a_request_that_does_not_come_gets_what_there_is() -> N
 
 
 def test_B18_what_is_here_is_offered_at_once_whatever_the_request() -> None:
-    rig, chain = Pair(), hashes(3)
-    rig.put(chain)
+    rig, chain = stored(3)
     rig.want(chain, request="nobody's")
     ask = rig.decode.ask(chain)
     rig.run(3)
@@ -426,8 +425,7 @@ def test_P8_what_is_not_being_loaded_is_not_fetched_once_its_request_is_gone() -
 
 
 def test_P8_what_is_being_loaded_arrives_though_its_request_is_gone() -> None:
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3)
     pair.want(chain, push=True, request="r")
     pair.decode.ask(chain)
     pair.run(3)
@@ -503,6 +501,7 @@ def test_B12_an_abort_in_mid_prefill_drops_what_was_pending() -> None:
     pair.producer.request_leases.gone("r")
     pair.run(10)
     assert pair.arrived(chain) == 1
+    assert pair.producer.counts["gone"] == 2
     assert not pair.consumer._fetches
     pair.check_nothing_left()
 

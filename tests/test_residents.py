@@ -17,7 +17,7 @@ from kvstore.handover.engine_blocks import Resident
 from kvstore.wire import engine as p
 from kvstore.wire import peer as m
 from tests.harness.fakes import SLOT_BYTES, Engine, Town, from_u32, hashes, keys_of, u32
-from tests.harness.handover_pair import Pair
+from tests.harness.handover_pair import Pair, stored
 from tests.harness.script import Request, Script
 from tests.test_direct_fetch import offered
 
@@ -49,8 +49,7 @@ class Announced:
 
 
 def test_L1_direct_what_an_engine_has_itself_is_told_to_be_there() -> None:
-    pair, chain = Pair(), hashes(4)
-    pair.put(chain)
+    pair, chain = stored(4)
     shown = Announced(pair)
     shown.add(chain, 0, 2)
     number = offered(pair, chain)
@@ -68,8 +67,7 @@ def test_L1_direct_what_an_engine_has_itself_is_told_to_be_there() -> None:
 
 
 def test_L1_direct_an_engines_memory_is_told_once_for_each_want() -> None:
-    pair, chain = Pair(held=1), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3, held=1)
     Announced(pair).add(chain, 0, 1, 2)
     for _ in range(2):
         number = offered(pair, chain)
@@ -85,8 +83,7 @@ def test_L1_direct_an_engines_memory_is_told_once_for_each_want() -> None:
 
 def test_direct_blocks_of_other_sizes_are_told_apart() -> None:
     """Of groups whose engine blocks are larger: all are told before any is claimed."""
-    pair, chain = Pair(), hashes(4)
-    pair.put(chain)
+    pair, chain = stored(4)
     shown, keys = Announced(pair), keys_of(chain)
     shown.here = {key: Resident(1, (at,) * (1 + at % 2), (0, 0)) for at, key in enumerate(keys)}
     number = offered(pair, chain)
@@ -97,8 +94,7 @@ def test_direct_blocks_of_other_sizes_are_told_apart() -> None:
 
 
 def test_a_want_is_told_of_a_few_engines_only() -> None:
-    pair, chain = Pair(), hashes(m.ENGINES_MAX + 2)
-    pair.put(chain)
+    pair, chain = stored(m.ENGINES_MAX + 2)
     shown, keys = Announced(pair), keys_of(chain)
     shown.here = {key: Resident(at + 1, (at,), (0,)) for at, key in enumerate(keys)}
     number = offered(pair, chain)
@@ -112,8 +108,7 @@ def test_a_want_is_told_of_a_few_engines_only() -> None:
 
 
 def test_B15_direct_what_cannot_be_read_in_an_engine_is_told_anew() -> None:
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3)
     Announced(pair).add(chain, 0, 1)
     number = offered(pair, chain)
     pair.claim(number, range(3))
@@ -132,8 +127,7 @@ def test_B15_direct_what_cannot_be_read_in_an_engine_is_told_anew() -> None:
 
 
 def test_B19_direct_what_an_engine_overwrites_meanwhile_is_told_anew_and_read_again() -> None:
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3)
     shown = Announced(pair)
     shown.add(chain, 0, 1)
     number = offered(pair, chain)
@@ -153,23 +147,8 @@ def test_B19_direct_what_an_engine_overwrites_meanwhile_is_told_anew_and_read_ag
     pair.check_nothing_left()
 
 
-def test_B16_direct_what_an_engine_has_is_not_good_once_the_lease_is_over() -> None:
-    pair, chain = Pair(), hashes(2)
-    pair.put(chain)
-    Announced(pair).add(chain, 0, 1)
-    number = offered(pair, chain)
-    pair.claim(number, [0, 1])
-    pair.run(5)
-    pair.lose()
-    pair.read(number, [0, 1])
-    pair.run(5)
-    assert pair.passed == {(number, 0): False, (number, 1): False}
-    pair.check_nothing_left()
-
-
 def test_what_is_not_read_by_workers_is_never_told_to_be_in_an_engine() -> None:
-    pair, chain = Pair(), hashes(2)
-    pair.put(chain)
+    pair, chain = stored(2)
     Announced(pair).add(chain, 0, 1)
     pair.want(chain)
     pair.run(3)
@@ -182,8 +161,7 @@ def test_what_is_not_read_by_workers_is_never_told_to_be_in_an_engine() -> None:
 
 
 def test_direct_wants_cost_no_sums() -> None:
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3)
     pair.sum = None  # type: ignore[assignment, method-assign]
     number = offered(pair, chain)
     pair.claim(number, range(3))
@@ -202,8 +180,7 @@ def test_direct_wants_cost_no_sums() -> None:
     ],
 )
 def test_engine_blocks_that_are_not_as_many_for_each_are_refused(message: m.Have) -> None:
-    pair, chain = Pair(), hashes(2)
-    pair.put(chain)
+    pair, chain = stored(2)
     number = offered(pair, chain)
     wrong = msgspec.structs.replace(message, job=number)
     with pytest.raises(ProtocolError, match=r"engine blocks for|expected different ones"):

@@ -29,7 +29,16 @@ from kvstore.store.namespace import Namespace
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
-from tests.harness.fakes import SLOT_BYTES, HeapExtent, HeapPool, Town, from_u32, keys_of, u32
+from tests.harness.fakes import (
+    SLOT_BYTES,
+    HeapExtent,
+    HeapPool,
+    Town,
+    from_u32,
+    hashes,
+    keys_of,
+    u32,
+)
 from tests.reference.memory_tier import MemoryTier
 
 if TYPE_CHECKING:
@@ -305,7 +314,9 @@ class Pair:
             count += 1
         return count
 
-    def check_nothing_left(self) -> None:
+    def check_nothing_left(self, turns: int = 0) -> None:
+        """Run so many turns; then nothing is held for a hand-over, or known of it."""
+        self.run(turns)
         assert not any(peer.jobs for peer in self.producer._peers.values())
         assert len(self.producer._peers) == 1, "closed ones are forgotten"
         assert all(peer.held_bytes == 0 for peer in self.producer._peers.values())
@@ -317,6 +328,13 @@ class Pair:
         assert not self.consumer._located
         assert self.consumer.quarantined == 0
         self.landing.check_all_free()
+
+
+def stored(blocks: int, **how: int) -> tuple[Pair, list[bytes]]:
+    """A pair whose prefill store has a chain of so many blocks."""
+    pair, chain = Pair(**how), hashes(blocks)
+    pair.put(chain)
+    return pair, chain
 
 
 class _Connections:
