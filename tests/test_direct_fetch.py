@@ -42,6 +42,14 @@ def offered(pair: Pair, chain: list[bytes]) -> int:
     return number
 
 
+def reading(pair: Pair, chain: list[bytes]) -> int:
+    """A direct fetch all of whose blocks workers were told to read."""
+    number = offered(pair, chain)
+    pair.claim(number, range(len(chain)))
+    pair.run(5)
+    return number
+
+
 def test_B19_direct_a_block_is_good_once_it_was_read_and_the_peer_says_that_its_lease_held() -> (
     None
 ):
@@ -65,9 +73,7 @@ def test_B19_direct_a_block_is_good_once_it_was_read_and_the_peer_says_that_its_
 
 def test_B16_direct_what_is_read_when_its_lease_is_over_is_not_good() -> None:
     pair, chain = stored(2)
-    number = offered(pair, chain)
-    pair.claim(number, [0, 1])
-    pair.run(5)
+    number = reading(pair, chain)
     pair.lose()
     pair.read(number, [0, 1])
     pair.run(5)

@@ -48,6 +48,12 @@ def claimed(
     return number
 
 
+def pushed(blocks: int, ranks: Sequence[RankPages] = RANKS) -> tuple[Pair, int]:
+    """A claimed fetch of a chain that the prefill store has."""
+    pair, chain = stored(blocks)
+    return pair, claimed(pair, chain, ranks=ranks)
+
+
 def job_of(pair: Pair) -> Job:
     (peer,) = pair.producer._peers.values()
     (job,) = peer.jobs.values()
@@ -60,8 +66,7 @@ def filled(pair: Pair) -> list[tuple[str, int, list[int], list[int]]]:
 
 
 def test_L1_direct_a_peer_writes_blocks_to_all_ranks_once_it_is_told_where() -> None:
-    pair, chain = stored(3)
-    number = claimed(pair, chain)
+    pair, number = pushed(3)
     pair.run(20)
     assert not pair.filled, "it does not know where"
     pair.name(number, {0: [10], 2: [12]})
@@ -88,8 +93,7 @@ def test_B13_direct_a_rank_without_a_groups_layers_is_not_written() -> None:
 
 
 def test_B14_direct_a_place_is_named_to_a_peer_once() -> None:
-    pair, chain = stored(2)
-    number = claimed(pair, chain)
+    pair, number = pushed(2)
     pair.run(5)
     for targets in ({0: [10]}, {0: [10]}, {1: [11]}):
         pair.name(number, targets)
@@ -103,8 +107,7 @@ def test_B14_direct_a_place_is_named_to_a_peer_once() -> None:
 
 
 def test_B19_direct_a_peer_that_says_too_early_that_it_has_written_is_not_believed() -> None:
-    pair, chain = stored(1)
-    number = claimed(pair, chain)
+    pair, number = pushed(1)
     regions = (pair.region(1)[0],)
     have = m.Have(number, u32([0]), u32([1, 0]), bytes(8), regions)
     pair.consumer.on_message(pair.peer, have, pair.taker.now_ns)
@@ -207,8 +210,7 @@ def test_B20_direct_a_peer_that_was_told_to_stop_says_when_it_writes_no_more(
 
 
 def test_B20_direct_what_is_let_go_of_before_it_is_begun_is_not_written() -> None:
-    pair, chain = stored(1)
-    claimed(pair, chain)
+    pair, _ = pushed(1)
     pair.run(5)
     fill = m.Land(1, u32([0]), u32([10]), ranks=RANKS)
     pair.producer.on_message(pair.peer, fill, pair.giver.now_ns)
@@ -220,8 +222,7 @@ def test_B20_direct_what_is_let_go_of_before_it_is_begun_is_not_written() -> Non
 
 def test_L1_direct_many_blocks_are_written_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "FILL_BYTES", 2 * SLOT_BYTES)
-    pair, chain = stored(3)
-    number = claimed(pair, chain)
+    pair, number = pushed(3)
     pair.run(5)
     pair.name(number, TARGETS)
     pair.run(20)
@@ -255,8 +256,7 @@ def test_B20_direct_what_a_peer_may_still_write_is_told_so(how: str) -> None:
 
 
 def test_B20_direct_what_was_written_and_is_not_good_is_written_no_more() -> None:
-    pair, chain = stored(1)
-    number = claimed(pair, chain)
+    pair, number = pushed(1)
     pair.name(number, {0: [10]})
     while not any(isinstance(message, m.Confirm) for message in pair.up.sent):
         pair.run(1)
@@ -292,8 +292,7 @@ ENOUGH = u32([0]), u32([10])
 def test_B2_direct_a_place_that_cannot_be_written_is_refused(
     positions: bytes, blocks: bytes, ranks: tuple[RankPages, ...], expected: str
 ) -> None:
-    pair, chain = stored(2)
-    claimed(pair, chain)
+    pair, _ = pushed(2)
     pair.run(5)
     fill = m.Land(1, positions, blocks, ranks=ranks)
     with pytest.raises(ProtocolError, match=expected):
@@ -303,8 +302,7 @@ def test_B2_direct_a_place_that_cannot_be_written_is_refused(
 
 
 def test_B2_direct_a_place_is_told_once() -> None:
-    pair, chain = stored(2)
-    claimed(pair, chain)
+    pair, _ = pushed(2)
     pair.run(5)
     first = m.Land(1, u32([0]), u32([10]), ranks=RANKS)
     pair.producer.on_message(pair.peer, first, pair.giver.now_ns)
@@ -328,8 +326,7 @@ def test_B2_direct_places_are_for_a_direct_push_only(push: bool, direct: bool) -
 
 
 def test_B2_direct_landing_slots_are_not_for_a_direct_push() -> None:
-    pair, chain = stored(1)
-    claimed(pair, chain)
+    pair, _ = pushed(1)
     pair.run(5)
     land = m.Land(1, u32([0]), u32([0]), m.Region(900, 4096, 6), metadata=b"md")
     with pytest.raises(
@@ -339,8 +336,7 @@ def test_B2_direct_landing_slots_are_not_for_a_direct_push() -> None:
 
 
 def test_B2_direct_a_peer_that_writes_does_not_say_what_to_read_in_an_engine() -> None:
-    pair, chain = stored(1)
-    number = claimed(pair, chain)
+    pair, number = pushed(1)
     message = m.Have(number, u32([0]), u32([1]), engine=3, ranks=RANKS)
     with pytest.raises(ProtocolError, match="was not asked to be read in an engine"):
         pair.consumer.on_message(pair.peer, message, pair.taker.now_ns)

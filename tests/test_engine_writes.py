@@ -240,6 +240,14 @@ class Sent:
             part, give, {rank: 10 + rank for rank in range(world)}, self.now_ns
         )
 
+    def start_each(self, count: int) -> None:
+        for position in range(count):
+            self.start(position)
+
+    def end_all(self) -> None:
+        for _, told in list(self.told):
+            self.engine_writes.written(1, 0, p.BlocksWritten(told.write, "all"))
+
     def ended(self) -> list[tuple[list[int], bool, bool]]:
         ended = self.engine_writes.take(self.now_ns)
         return [(list(each.part.positions), each.ok, each.stopped) for each in ended]
@@ -296,8 +304,7 @@ def test_a_write_is_over_when_all_have_written_that_were_there_when_it_was_wante
 
 def test_a_few_writes_of_an_engine_are_under_way_and_others_do_not_wait_for_it() -> None:
     sent = Sent()
-    for position in range(AT_ONCE + 2):
-        sent.start(position)
+    sent.start_each(AT_ONCE + 2)
     sent.start(9, engine=2)
     assert len(sent.told) == AT_ONCE + 1
     sent.engine_writes.written(1, 0, p.BlocksWritten(sent.told[1][1].write, "all"))
@@ -317,8 +324,7 @@ def test_B15_direct_a_peer_that_hangs_takes_a_part_of_an_engines_turns_only() ->
     sent.now_ns += SLOW_NS
     sent.start(60, peer=3)
     assert sent.ended() == [([60], False, True)], "nor is a slow engine asked"
-    for _, told in list(sent.told):
-        sent.engine_writes.written(1, 0, p.BlocksWritten(told.write, "all"))
+    sent.end_all()
     sent.start(70, peer=3)
     assert len(sent.told) == OF_PEER + 2
     sent.now_ns += SLOW_NS - 1
@@ -328,8 +334,7 @@ def test_B15_direct_a_peer_that_hangs_takes_a_part_of_an_engines_turns_only() ->
 
 def test_B15_direct_an_engine_that_is_about_to_go_begins_no_write() -> None:
     sent = Sent()
-    for position in range(AT_ONCE + 1):
-        sent.start(position)
+    sent.start_each(AT_ONCE + 1)
     sent.engine_writes.leave(2)
     sent.engine_writes.leave(1)
     assert sent.ended() == [([AT_ONCE], False, True)]
@@ -348,8 +353,7 @@ def test_B2_direct_no_worker_is_told_more_than_a_message_can_have() -> None:
 
 def test_B20_direct_what_nobody_waits_for_and_no_worker_was_told_is_not_begun() -> None:
     sent = Sent()
-    for position in range(AT_ONCE):
-        sent.start(position)
+    sent.start_each(AT_ONCE)
     sent.start(20, 21)
     for part in (Part(101, 1, [0]), Part(9, 9, [9]), Part(105, 1, [0])):
         sent.engine_writes.abandon(part)
@@ -357,8 +361,7 @@ def test_B20_direct_what_nobody_waits_for_and_no_worker_was_told_is_not_begun() 
     for position in (20, 21):
         sent.engine_writes.abandon(Part(105, 1, [position]))
     assert sent.ended() == [([20, 21], False, True)]
-    for _, told in list(sent.told):
-        sent.engine_writes.written(1, 0, p.BlocksWritten(told.write, "all"))
+    sent.end_all()
     assert len(sent.told) == AT_ONCE
     assert len(sent.ended()) == AT_ONCE
 
@@ -366,8 +369,7 @@ def test_B20_direct_what_nobody_waits_for_and_no_worker_was_told_is_not_begun() 
 def test_B15_direct_a_write_that_a_frozen_engine_does_not_end_is_lost_and_still_its() -> None:
     """Its blocks' slots are not held for as long as it is frozen."""
     sent = Sent()
-    for position in range(AT_ONCE):
-        sent.start(position)
+    sent.start_each(AT_ONCE)
     sent.now_ns += LOST_NS - 1
     assert not sent.ended()
     sent.now_ns += 1
@@ -387,8 +389,7 @@ def test_B15_direct_a_write_that_a_frozen_engine_does_not_end_is_lost_and_still_
 
 def test_B15_direct_writes_of_an_engine_that_is_gone_end() -> None:
     sent = Sent()
-    for position in range(AT_ONCE + 1):
-        sent.start(position)
+    sent.start_each(AT_ONCE + 1)
     sent.engine_writes.end_of(2)
     assert not sent.ended()
     sent.engine_writes.end_of(1)
@@ -417,8 +418,7 @@ def test_B20_direct_a_store_passes_on_what_ends_and_what_nobody_waits_for() -> N
     mover = SimpleNamespace(abandon=abandoned.append)
     requests = SimpleNamespace(end_of=lambda _: None)
     peers.__dict__ |= {"engine_writes": sent.engine_writes, "_mover": mover, "requests": requests}
-    for position in range(AT_ONCE + 1):
-        sent.start(position)
+    sent.start_each(AT_ONCE + 1)
     last = Part(101 + AT_ONCE, 1, [AT_ONCE])
     peers.abandon(last)
     assert sent.ended() == [([AT_ONCE], False, True)]

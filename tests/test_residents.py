@@ -19,7 +19,7 @@ from kvstore.wire import peer as m
 from tests.harness.fakes import SLOT_BYTES, Engine, Town, from_u32, hashes, keys_of, u32
 from tests.harness.handover_pair import Pair, stored
 from tests.harness.script import Request, Script
-from tests.test_direct_fetch import offered
+from tests.test_direct_fetch import offered, reading
 
 RANK = RankPages("theirs", b"md", ())
 
@@ -52,9 +52,7 @@ def test_L1_direct_what_an_engine_has_itself_is_told_to_be_there() -> None:
     pair, chain = stored(4)
     shown = Announced(pair)
     shown.add(chain, 0, 2)
-    number = offered(pair, chain)
-    pair.claim(number, range(4))
-    pair.run(5)
+    number = reading(pair, chain)
     (read,) = pair.in_engines
     assert (from_u32(read.positions), from_u32(read.blocks)) == ([0, 2], [0, 1, 20, 21])
     assert [rank.agent for rank in read.ranks] == ["theirs"]
@@ -110,9 +108,7 @@ def test_a_want_is_told_of_a_few_engines_only() -> None:
 def test_B15_direct_what_cannot_be_read_in_an_engine_is_told_anew() -> None:
     pair, chain = stored(3)
     Announced(pair).add(chain, 0, 1)
-    number = offered(pair, chain)
-    pair.claim(number, range(3))
-    pair.run(5)
+    number = reading(pair, chain)
     pair.passed_on.clear()
     pair.read(number, [0, 1], ok=False)
     pair.run(5)
@@ -130,9 +126,7 @@ def test_B19_direct_what_an_engine_overwrites_meanwhile_is_told_anew_and_read_ag
     pair, chain = stored(3)
     shown = Announced(pair)
     shown.add(chain, 0, 1)
-    number = offered(pair, chain)
-    pair.claim(number, range(3))
-    pair.run(5)
+    number = reading(pair, chain)
     pair.passed_on.clear()
     shown.here[keys_of(chain)[1]] = Resident(2, (7, 8), (0, 0))  # another engine computed it
     pair.read(number, range(3))
@@ -163,9 +157,7 @@ def test_what_is_not_read_by_workers_is_never_told_to_be_in_an_engine() -> None:
 def test_direct_wants_cost_no_sums() -> None:
     pair, chain = stored(3)
     pair.sum = None  # type: ignore[assignment, method-assign]
-    number = offered(pair, chain)
-    pair.claim(number, range(3))
-    pair.run(5)
+    number = reading(pair, chain)
     pair.read(number, range(3))
     pair.run(5)
     assert pair.passed == {(number, at): True for at in range(3)}
