@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import pytest
 from msgspec.structs import replace
@@ -14,7 +14,7 @@ from kvstore.core.layout import RankPages
 from kvstore.core.leases import GroupHit
 from kvstore.core.lookup import Answer
 from kvstore.core.manager import Manager
-from kvstore.core.types import BlockKey, Chain, GroupRule, LookupResult
+from kvstore.core.types import Chain, GroupRule, LookupResult
 from kvstore.handover import transfers
 from kvstore.handover.direct_fetches import DirectFetch, reaching_on, with_reads
 from kvstore.store.namespace import Namespace
@@ -322,33 +322,28 @@ class Others:
         self.wants.append(want)
         return len(self.wants)
 
-    def offered(self, _namespace: Namespace, _fetch: int) -> dict[int, str] | None:
+    def inlet(self, _namespace: Namespace) -> Others:
+        return self
+
+    def offered(self, _fetch: int) -> dict[int, str] | None:
         self.asked += 1
         return self.offers if self.asked > self.owed else None
 
     def pushes(self, _address: str) -> bool:
         return True
 
-    def read(
-        self,
-        _namespace: Namespace,
-        _fetch: int,
-        positions: list[int],
-        _session: int,
-        _workers: Mapping[int, int],
+    def claim(
+        self, _fetch: int, _session: int, _workers: Mapping[int, int], positions: list[int]
     ) -> None:
         self.read_.append(positions)
 
-    def read_no_more(self, _namespace: Namespace, fetch: int) -> None:
+    def end(self, fetch: int) -> None:
         self.over.append(fetch)
 
-    def sign(
-        self, _namespace: Namespace, _fetch: int | None, _keys: Sequence[BlockKey], _now_ns: int
-    ) -> tuple[int, int | None] | None:
-        return None
+    claimed = end
 
-    def claimed(self, _namespace: Namespace, fetch: int) -> None:
-        self.over.append(fetch)
+    def progress(self, *_: object) -> None:
+        """Nothing is known of it."""
 
 
 def asking(

@@ -108,7 +108,7 @@ def test_B14_direct_a_place_is_named_to_a_peer_once() -> None:
 
 def test_B19_direct_a_peer_that_says_too_early_that_it_has_written_is_not_believed() -> None:
     pair, number = pushed(1)
-    regions = (pair.region(1)[0],)
+    regions = (pair.region(1),)
     have = m.Have(number, u32([0]), u32([1, 0]), bytes(8), regions)
     pair.consumer.on_message(pair.peer, have, pair.taker.now_ns)
     pair.run(5)

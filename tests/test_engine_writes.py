@@ -413,15 +413,10 @@ def test_B2_direct_the_end_of_what_a_worker_was_not_told_is_refused(
         sent.engine_writes.written(1, 0, p.BlocksWritten(1, "all"))
 
 
-def test_B20_direct_a_store_passes_on_what_ends_and_what_nobody_waits_for() -> None:
-    peers, sent, abandoned = Peers.__new__(Peers), Sent(), list[Part]()
-    mover = SimpleNamespace(abandon=abandoned.append)
+def test_B20_direct_an_engines_end_is_passed_on() -> None:
+    peers, sent = Peers.__new__(Peers), Sent()
     requests = SimpleNamespace(end_of=lambda _: None)
-    peers.__dict__ |= {"engine_writes": sent.engine_writes, "_mover": mover, "requests": requests}
-    sent.start_each(AT_ONCE + 1)
-    last = Part(101 + AT_ONCE, 1, [AT_ONCE])
-    peers.abandon(last)
-    assert sent.ended() == [([AT_ONCE], False, True)]
-    assert abandoned == [last], "or the exporter writes it"
+    peers.__dict__ |= {"engine_writes": sent.engine_writes, "requests": requests}
+    sent.start_each(AT_ONCE)
     peers.end_of(1)
     assert len(sent.ended()) == AT_ONCE

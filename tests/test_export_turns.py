@@ -43,7 +43,7 @@ def test_what_ends_one_by_one_in_a_turn_is_gone_on_with_in_one_go() -> None:
         pair.source.manager.drop(key, "test")
     take = pair.sum
 
-    def counted(part: Part, *of: Any) -> None:  # noqa: ANN401 - as Peers.sum has it
+    def counted(part: Part, *of: Any) -> None:  # noqa: ANN401 - as Transfers.sum has it
         asked.append(len(part.positions))
         take(part, *of)
 

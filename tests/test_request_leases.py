@@ -9,6 +9,7 @@ from kvstore.core.errors import ProtocolError
 from kvstore.handover import producer
 from kvstore.handover import request_leases as h
 from kvstore.handover.heartbeats import Held, Waiting
+from kvstore.handover.jobs import OwnExporter
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.fakes import SLOT_BYTES, from_u32, hashes, keys_of, u32
@@ -358,7 +359,7 @@ def test_a_fetch_that_is_withdrawn_before_its_offer_is_over() -> None:
 def test_who_comes_before_the_exporter_is_told_to_wait_and_welcome_later() -> None:
     pair, said = Pair(), list[framing.Message]()
     pair.producer._send = lambda _, message: said.append(message)
-    up: list[tuple[str, bytes]] = []
+    up: list[OwnExporter] = []
     pair.producer._exporter = lambda: up[0] if up else None
     layout = pair.source.layout
     hello = m.Hello(m.VERSION, layout.digest, layout.traits, "other", b"md")
@@ -366,7 +367,7 @@ def test_who_comes_before_the_exporter_is_told_to_wait_and_welcome_later() -> No
         pair.producer.on_message(50, hello, 0)
         pair.producer.tick(pair.giver.now_ns)
     assert said == [m.Starting()]
-    up.append(("agent", b"md"))
+    up.append(OwnExporter("agent", b"md", {}))
     pair.producer.tick(pair.giver.now_ns)
     pair.producer.tick(pair.giver.now_ns)
     assert [type(one) for one in said] == [m.Starting, m.Welcome]

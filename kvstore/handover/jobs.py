@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -32,8 +32,14 @@ PIECES_MAX = 1 << 16  # of one block there
 
 Placed = tuple[int, list[int], list[int]]
 """A position, and what goes where."""
-Region = Callable[[int], tuple[m.Region, bytes] | None]
-"""Where the exporter has an extent, and its metadata then; None: not mapped yet."""
+
+
+class OwnExporter(NamedTuple):
+    """Our exporter: its agent's name, how peers reach it, and extents that it has mapped."""
+
+    agent: str
+    metadata: bytes
+    regions: Mapping[int, m.Region]
 
 
 class Source(Protocol):
@@ -196,7 +202,7 @@ class Job:
 
     # What the peer is told: where blocks can be read, in slots or in an engine's own memory
 
-    def messages(self, region: Region) -> Iterator[Message]:
+    def messages(self, exporter: OwnExporter | None) -> Iterator[Message]:
         """Take what is to be told, and yield it; what cannot be told yet stays."""
         waiting, self.untold = self.untold, []
         waiting = [position for position in waiting if self.states[position] in HELD]
@@ -208,7 +214,7 @@ class Job:
             yield from self._in_engines(waiting)
             waiting = [position for position in waiting if position not in self.residents]
         if waiting:
-            yield from self._in_slots(waiting, region)
+            yield from self._in_slots(waiting, exporter)
 
     def _put_resident(self, position: int, place: Resident | None) -> None:
         self.residents.pop(position, None)
@@ -237,20 +243,15 @@ class Job:
             blocks = u32([block for _, place in places for block in place.blocks])
             yield m.Have(self.number, positions, blocks, engine=engine, ranks=new)
 
-    def _in_slots(self, waiting: list[int], region: Region) -> Iterator[m.Have]:
+    def _in_slots(self, waiting: list[int], exporter: OwnExporter | None) -> Iterator[m.Have]:
         positions = joined(runs_of(waiting))
         extents, places = self.source.places(at(self.slots, positions))
-        regions: list[m.Region] = []
-        metadata = b""
-        unmapped: set[int] = set()
-        for extent in {*extents} - self.peer.regions:
-            found = region(extent)
-            if found is None:
-                unmapped.add(extent)  # it is being mapped
-                continue
-            self.peer.regions.add(extent)
-            regions.append(found[0])
-            metadata = found[1]
+        mapped = {} if exporter is None else exporter.regions
+        new = {*extents} - self.peer.regions
+        unmapped = new - mapped.keys()
+        regions = [mapped[extent] for extent in new - unmapped]
+        metadata = exporter.metadata if exporter is not None and regions else b""
+        self.peer.regions |= new - unmapped
         if unmapped:
             of = dict(zip(positions, extents, strict=True))
             self.untold += [position for position in positions if of[position] in unmapped]

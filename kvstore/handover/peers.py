@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -23,13 +23,12 @@ import msgspec
 
 from kvstore.barrier import Barrier
 from kvstore.core.errors import ProtocolError
-from kvstore.core.types import BlockKey
 from kvstore.handover.cluster_key import ClusterKey
 from kvstore.handover.consumer import STALL_NS, WAITS, Consumer, Fetched, Waits
 from kvstore.handover.direct_fetches import Send, no_workers
 from kvstore.handover.engine_writes import EngineWrites
 from kvstore.handover.heartbeats import Held, Requests
-from kvstore.handover.jobs import Source
+from kvstore.handover.jobs import OwnExporter, Source
 from kvstore.handover.producer import Producer
 from kvstore.handover.runs import Part
 from kvstore.handover.side_channel import LOGGED_MAX, Channel
@@ -38,14 +37,10 @@ from kvstore.handover.transfers import (
     Arrived,
     Checked,
     Down,
-    EngineWrite,
     Event,
     PeerAgents,
     Quarantine,
     Reachable,
-    SlotFill,
-    Slots,
-    SlotWrite,
     Summed,
     Transfers,
     Unreachable,
@@ -55,13 +50,11 @@ from kvstore.handover.transfers import (
 from kvstore.metrics import HAND_OVER_EVENTS, Numbers
 from kvstore.rate_log import RateLog
 from kvstore.wire import peer as m
-from kvstore.wire.engine import Arrived as Arrived_
-from kvstore.wire.engine import Extent, Target, Unmap
+from kvstore.wire.engine import Extent, Unmap
 from kvstore.wire.framing import Message
 
 log = logging.getLogger(__name__)
 
-OfFetch = Arrived_ | Target
 EXPORTER = -1  # the exporter's number among the store's connections: it maps extents, too
 LINKS_MAX = 128  # peers that are asked at one time; each takes some descriptors
 IDLE_NS = 300_000_000_000  # a connection that nothing was asked on; its peer forgets it later
@@ -94,18 +87,19 @@ class Peers:
         self.channel = Channel(key, self._on_message, self._on_lost)
         send = self.channel.send
         self._agents = PeerAgents(mover)
+        self._send: Send = no_workers
+        self.engine_writes = EngineWrites(self._to_worker, self._agents.metadata)
         self.producer = Producer(
             lambda: self._namespaces,
             self._introduce,
-            self,
+            mover,
+            self.engine_writes,
             send,
             held_bytes_max,
             self._agents.meet,
         )
         self._mover, self._waits = mover, waits
         self._namespaces: Mapping[str, Source] = {}
-        self._send: Send = no_workers
-        self.engine_writes = EngineWrites(no_workers, self._agents.metadata)
         self._numbers = Numbers()
         self._up: Up | None = None
         self._noted: list[int] = []
@@ -142,7 +136,9 @@ class Peers:
         numbers: of the store. send(connection, message, None): to one of its engines' workers.
         """
         self._namespaces, self._numbers, self._send = namespaces, numbers, send
-        self.engine_writes = EngineWrites(send, self._agents.metadata)
+
+    def _to_worker(self, connection: int, message: Message, fd: int | None) -> None:
+        self._send(connection, message, fd)
 
     def _mapped(self, extent: int) -> None:
         """Nobody who waits for all to map or unmap an extent waits for the exporter."""
@@ -156,7 +152,9 @@ class Peers:
         """Return the remote tier of a namespace."""
         digest = namespace.layout.digest
         if digest not in self._inlets:
-            self._inlets[digest] = Consumer(self, namespace, self._mover, self._send, self._waits)
+            self._inlets[digest] = Consumer(
+                self, namespace, self._mover, self._to_worker, self._waits
+            )
         return self._inlets[digest]
 
     def forget(self, namespace: Source) -> bool:
@@ -240,48 +238,10 @@ class Peers:
             self.channel.send(number, message)
         return number is not None
 
-    def sign(
-        self, namespace: Source, fetch: int | None, keys: Sequence[BlockKey], now_ns: int
-    ) -> tuple[int, int | None] | None:
-        """Say when a fetch, or the one that brings these blocks, went on, and was computed.
-
-        Both in milliseconds before now; see Coming.
-        """
-        return self.inlet(namespace).progress(fetch, keys, now_ns)
-
-    def claimed(self, namespace: Source, fetch: int) -> None:
-        """Nothing more will be loaded of a fetch."""
-        self.inlet(namespace).claimed(fetch)
-
-    def offered(self, namespace: Source, fetch: int) -> Mapping[int, str] | None:
-        """Say in which tier a peer has which positions of a fetch; None: it has not answered."""
-        return self.inlet(namespace).offered(fetch)
-
-    def read(
-        self,
-        namespace: Source,
-        fetch: int,
-        positions: list[int],
-        session: int,
-        workers: Mapping[int, int],
-    ) -> None:
-        """Have workers read these positions of a fetch; workers: connections by rank."""
-        self.inlet(namespace).claim(fetch, session, workers, positions)
-
-    def of_fetch(
-        self, namespace: Source, session: int, rank: int, message: OfFetch, now_ns: int
-    ) -> None:
-        """A worker has read, or could not, or can be written to. Raises ProtocolError."""
-        self.inlet(namespace).of_worker(session, rank, message, now_ns)
-
     def end_of(self, session: int) -> None:
         """An engine is gone."""
         self.requests.end_of(session)
         self.engine_writes.end_of(session)
-
-    def read_no_more(self, namespace: Source, fetch: int) -> None:
-        """The lease that a fetch is read for has ended."""
-        self.inlet(namespace).end(fetch)
 
     def on_memory(self, message: Message, fd: int | None) -> None:
         """Do with an extent what workers are told to do. Nobody waits for it to be mapped."""
@@ -582,39 +542,8 @@ class Peers:
         if extent in self._slots:
             self._regions[extent] = m.Region(extent, base, self._slots[extent])
 
-    # The producer's work
-
-    def sum(
-        self, part: Part, source: Source, keys: Sequence[BlockKey], slots: Sequence[int]
-    ) -> None:
-        """Take blocks' checksums."""
-        layout = source.layout
-        self._mover.sum(part, layout.digest, keys, Slots(source.view, slots), layout.slot_bytes)
-
-    def write(self, part: Part, agent: str, write: SlotWrite) -> None:
-        """Write slots of one of our extents to a peer."""
-        self._mover.write(part, agent, write)
-
-    def fill(self, part: Part, fill: SlotFill) -> None:
-        """Write parts of slots to an engine of a peer's."""
-        self._mover.fill(part, fill)
-
-    def write_from_engine(self, part: Part, source: Source, write: EngineWrite) -> None:
-        """Have workers of an engine of ours write to one of a peer's."""
-        workers = source.engines.workers(write.engine)
-        self.engine_writes.start(part, write, workers, self._now_ns)
-
-    def abandon(self, part: Part) -> None:
-        """Stop waiting for writes."""
-        self.engine_writes.abandon(part)
-        self._mover.abandon(part)
-
-    def region(self, extent: int) -> tuple[m.Region, bytes] | None:
-        """Say where the exporter has an extent, and how to reach it; None: not yet."""
-        region, up = self._regions.get(extent), self._up
-        return None if region is None or up is None else (region, up.metadata)
-
-    def _introduce(self) -> tuple[str, bytes] | None:
+    def _introduce(self) -> OwnExporter | None:
         """Name our exporter, which somebody needs now; None while there is none."""
         self._mover.wake()
-        return None if self._up is None else (self._up.agent, self._up.metadata)
+        up = self._up
+        return None if up is None else OwnExporter(up.agent, up.metadata, self._regions)

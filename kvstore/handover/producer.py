@@ -25,11 +25,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.tier import Tier
 from kvstore.core.types import BlockKey, LookupResult, Slot
+from kvstore.handover.engine_writes import EngineWrites
 from kvstore.handover.jobs import (
     AWAITED,
     BUSY,
@@ -41,17 +41,15 @@ from kvstore.handover.jobs import (
     TOLD,
     WRITING,
     Job,
+    OwnExporter,
     Peer,
     Source,
 )
 from kvstore.handover.request_leases import RequestLeases
 from kvstore.handover.runs import Part, Run, at, joined, runs_of
-from kvstore.handover.transfers import EngineWrite, SlotFill, SlotWrite
+from kvstore.handover.transfers import EngineWrite, SlotFill, Slots, SlotWrite, Transfers
 from kvstore.wire import peer as m
 from kvstore.wire.framing import Message, u32
-
-if TYPE_CHECKING:
-    from kvstore.handover.peers import Peers
 
 GRACE_NS = 5_000_000_000
 EARLY_MAX = 64  # Hellos that wait for the exporter, of a megabyte each
@@ -68,23 +66,25 @@ class Producer:
     def __init__(
         self,
         served: Callable[[], Mapping[str, Source]],
-        exporter: Callable[[], tuple[str, bytes] | None],
-        work: Peers,
+        exporter: Callable[[], OwnExporter | None],
+        transfers: Transfers,
+        engine_writes: EngineWrites,
         send: Send,
         held_bytes_max: int,
         meet: Callable[[int, str, bytes], None],
     ) -> None:
-        """served(): namespaces by digest. exporter(): agent and metadata; None while there is none.
+        """served(): namespaces by digest. exporter(): ours; None while there is none.
 
-        work: takes sums and writes blocks. Each block's answer comes once, later, by summed() or
-            written(); its slot keeps its bytes until then.
+        transfers, engine_writes: take sums and write blocks. Each block's end is told once, later,
+            by summed() or written(); its slot keeps its bytes until then.
         held_bytes_max: for each peer, of what is held for it at one time, half of what is held for
             all of them, and of what is held for requests whose peer has not asked yet.
         meet(peer, agent, metadata): a peer is accepted, and has this exporter.
         """
         self._served = served
         self._exporter = exporter
-        self._work = work
+        self._transfers = transfers
+        self._engine_writes = engine_writes
         self._send = send
         self._held_bytes_max = held_bytes_max
         self._meet = meet
@@ -216,7 +216,7 @@ class Producer:
         else:
             self._peers[number] = Peer(number, source, hello.agent)
             self._meet(number, hello.agent, hello.metadata)
-            self._send(number, m.Welcome(*ours, source.layout.traits))
+            self._send(number, m.Welcome(ours.agent, ours.metadata, source.layout.traits))
             return
         self.counts["refused"] += 1
         self._send(number, refused)
@@ -323,7 +323,7 @@ class Producer:
             if job.over and now_ns >= job.deadline_ns + GRACE_NS:
                 self._release(job)
             self._advance(job)
-            self._start_writes(job)
+            self._start_writes(job, now_ns)
             self._settle(job)
 
     def forget(self, number: int) -> None:
@@ -482,20 +482,22 @@ class Producer:
     def _take_sums(self, job: Job) -> None:
         """Take the sums that are due."""
         positions, job.unsummed = joined(runs_of(job.unsummed)), []
-        keys = [job.keys[position] for position in positions]
-        self._work.sum(job.part(positions), job.source, keys, at(job.slots, positions))
+        keys, layout = [job.keys[position] for position in positions], job.source.layout
+        slots = Slots(job.source.view, at(job.slots, positions))
+        self._transfers.sum(job.part(positions), layout.digest, keys, slots, layout.slot_bytes)
 
-    def _start_writes(self, job: Job) -> None:
+    def _start_writes(self, job: Job, now_ns: int) -> None:
         """Start the writes that are due."""
         positions, job.unwritten = job.unwritten, []
         for part, write in (job.direct_writes if job.direct else job.slot_writes)(positions):
             match write:
                 case SlotWrite():
-                    self._work.write(part, job.peer.agent, write)
+                    self._transfers.write(part, job.peer.agent, write)
                 case EngineWrite():
-                    self._work.write_from_engine(part, job.source, write)
+                    workers = job.source.engines.workers(write.engine)
+                    self._engine_writes.start(part, write, workers, now_ns)
                 case SlotFill():
-                    self._work.fill(part, write)
+                    self._transfers.fill(part, write)
 
     def _done(self, job: Job, run: Run) -> None:
         """Free blocks of one state that no transfer uses."""
@@ -523,7 +525,8 @@ class Producer:
         job.unwritten.clear()
         writing = [p for run in job.states.within(job.all, bytes((WRITING,))) for p in range(*run)]
         if writing:
-            self._work.abandon(job.part(writing))
+            self._engine_writes.abandon(job.part(writing))
+            self._transfers.abandon(job.part(writing))
         for run in job.states.within(job.all, bytes((AWAITED, SUMMED, TOLD))):
             self._done(job, run)
 
@@ -533,7 +536,7 @@ class Producer:
         if job.unsummed:
             self._take_sums(job)
         if job.untold:
-            for message in job.messages(self._work.region):
+            for message in job.messages(self._exporter()):
                 self._send(peer.number, message)
         waits = job.left or job.offer_ns is not None
         if waits or peer.jobs.pop(job.number, None) is None:

@@ -21,7 +21,7 @@ from kvstore.core.tier import MemoryPool, SlotMemory, Tier
 from kvstore.core.types import BlockKey, Changes, LeaseId, Slot
 from kvstore.core.write_budget import WriteBudget
 from kvstore.handover.jobs import check_ranks
-from kvstore.handover.peers import EXPORTER, OfFetch, Peers
+from kvstore.handover.peers import EXPORTER, Peers
 from kvstore.metrics import MEMORY, NVME, PEER, Numbers
 from kvstore.rate_log import RateLog
 from kvstore.store.extents import Memory
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 FORGET_NS = 60_000_000_000  # after its last engine's end, of a namespace without blocks
 LIVES_MAX = 50  # lines of engines that attach, or detach, in one window: a large node has fewer
 
-OfPeers = OfFetch | p.BlocksWritten | p.Serves
+OfPeers = p.Arrived | p.Target | p.BlocksWritten | p.Serves
 Send = Callable[[int, framing.Message, int | None], None]
 MakeTiers = Callable[[str, int, SlotMemory], Sequence[Tier]]
 
@@ -613,7 +613,8 @@ class Store:
             if peers is not None:
                 peers.engine_writes.written(session.number, rank, message)
         elif peers is not None:
-            peers.of_fetch(namespace, session.number, rank, message, self._now_ns)
+            consumer = peers.inlet(namespace)
+            consumer.of_worker(session.number, rank, message, self._now_ns)
 
     # Admin
 

@@ -15,7 +15,7 @@ from kvstore.core.types import BlockKey, GroupRule, Slot
 from kvstore.handover import consumer as c
 from kvstore.handover import producer as o
 from kvstore.handover.checksums import block_sum
-from kvstore.handover.jobs import Source
+from kvstore.handover.jobs import OwnExporter
 from kvstore.handover.runs import Part
 from kvstore.handover.transfers import (
     EngineWrite,
@@ -135,8 +135,9 @@ class Pair:
         self.engine_writes: list[tuple[Part, EngineWrite]] = []
         self.producer = o.Producer(
             lambda: self.giver.store.namespaces,
-            lambda: ("agent", b"md"),
+            self._exporter,
             cast("Any", self),
+            cast("Any", SimpleNamespace(start=self._engine_write, abandon=lambda _: None)),
             self._to_consumer,
             held * SLOT_BYTES,
             lambda _, agent, __: self.met.append(agent),
@@ -228,14 +229,13 @@ class Pair:
     # The producer's work
 
     def sum(
-        self, part: Part, source: Source, keys: Sequence[BlockKey], slots: Sequence[int]
+        self, part: Part, digest: str, keys: Sequence[BlockKey], slots: Slots, _slot_bytes: int
     ) -> None:
         def work() -> None:
-            named = zip(keys, slots, strict=True)
-            sums = [block_sum("n", key, self.source.view(Slot(slot))) for key, slot in named]
-            self.producer.summed(part, array("Q", sums))
+            named = zip(keys, slots.views(), strict=True)
+            self.producer.summed(part, array("Q", [block_sum("n", *each) for each in named]))
 
-        assert source is self.source
+        assert digest == self.source.layout.digest
         self.wire.do(work)
 
     def write(self, part: Part, agent: str, write: SlotWrite) -> None:
@@ -258,15 +258,21 @@ class Pair:
 
         self.wire.do(work)
 
-    def write_from_engine(self, part: Part, source: Source, write: EngineWrite) -> None:
-        assert source is self.source
+    def _engine_write(
+        self, part: Part, write: EngineWrite, _workers: Mapping[int, int], _now_ns: int
+    ) -> None:
         self.engine_writes.append((part, write))
 
     def abandon(self, part: Part) -> None:
         """What is under way here always ends."""
 
-    def region(self, extent: int) -> tuple[m.Region, bytes]:
-        return m.Region(extent, 4096 * extent, self.source.extents[extent].memory.count), b"md"
+    def _exporter(self) -> OwnExporter:
+        return OwnExporter(
+            "agent", b"md", {extent: self.region(extent) for extent in self.source.extents}
+        )
+
+    def region(self, extent: int) -> m.Region:
+        return m.Region(extent, 4096 * extent, self.source.extents[extent].memory.count)
 
     def _slot(self, extent: int, number: int) -> bytes:
         return bytes(self.source.extents[extent].memory.slot(number))
