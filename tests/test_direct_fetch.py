@@ -197,8 +197,8 @@ def test_B20_direct_what_a_rank_cannot_read_in_an_engine_is_told_anew_when_all_h
     """Two reads of one rank into the same engine blocks could end in any order."""
     made, sent = direct()
     ranks = (RankPages("theirs", b"md", ()),)
-    made.tell_engine(transfers.EngineRead(3, ranks, {0: [7], 1: [8]}))
-    made.tell_engine(transfers.EngineRead(3, ranks, {2: [9]}))
+    made.tell_engine(3, ranks, {0: [7], 1: [8]})
+    made.tell_engine(3, ranks, {2: [9]})
     told = [message for connection, message in sent if connection == 10]
     assert told == [
         p.InEngine(5, 3, ranks, u32([0, 1]), u32([7, 8])),

@@ -57,6 +57,12 @@ class Rig(Pair):
             request, keys_of(self.chain), now_ns + lease_ns, now_ns, fixed=fixed
         )
 
+    def end(self, lease_ns: int = S) -> int:
+        """End request r, whose blocks may come later; return the time."""
+        now_ns = self.giver.now_ns
+        self.request_leases.done("r", keys_of(self.chain), now_ns + lease_ns, now_ns)
+        return now_ns
+
     @property
     def held(self) -> int:
         return self.request_leases.held_bytes // SLOT_BYTES
@@ -129,8 +135,7 @@ def test_B18_a_report_on_a_running_request_waits_for_its_end() -> None:
     assert rig.report() == "waits"
     assert not rig.request_leases.may_come("r", key), "nobody waits for it"
     assert len(rig.request_leases) == 1
-    now_ns = rig.giver.now_ns
-    rig.request_leases.done("r", keys_of(rig.chain), now_ns + S, now_ns)
+    rig.end()
     assert (len(rig.request_leases), rig.held) == (0, 0)
     assert rig.producer.counts["released"] == 1
 
@@ -443,8 +448,7 @@ def test_how_long_blocks_are_copied_after_a_requests_end_is_told_once() -> None:
     rig = Rig()
     rig.begin()
     rig.put(rig.chain[:2])
-    ended_ns = rig.giver.now_ns
-    rig.request_leases.done("r", keys_of(rig.chain), ended_ns + S, ended_ns)
+    ended_ns = rig.end(S)
     assert rig.request_leases.take_stored_ns() == []
     rig.put(rig.chain)
     rig.request_leases.tick(ended_ns + 3000)
@@ -455,22 +459,11 @@ def test_how_long_blocks_are_copied_after_a_requests_end_is_told_once() -> None:
     assert rig.request_leases.take_stored_ns() == [0]
 
 
-def test_blocks_that_never_come_tell_no_time() -> None:
-    rig = Rig()
-    rig.begin()
-    ended_ns = rig.giver.now_ns
-    rig.request_leases.done("r", keys_of(rig.chain), ended_ns + 10 * S, ended_ns)
-    rig.request_leases.tick(ended_ns + h.LATE_NS)
-    rig.request_leases.tick(ended_ns + h.LATE_NS + 1)
-    assert rig.request_leases.take_stored_ns() == []
-
-
 def test_B12_a_lease_begins_when_the_last_block_is_there() -> None:
     rig = Rig()
     rig.begin()
     rig.put(rig.chain[:1])
-    ended_ns = rig.giver.now_ns
-    rig.request_leases.done("r", keys_of(rig.chain), ended_ns + 2 * S, ended_ns)
+    rig.end(2 * S)
     rig.put(rig.chain[:2])
     assert rig.after(4 * S) == 2, "nothing has lapsed meanwhile"
     assert rig.after(4 * S + h.LATE_NS - 1) == 2
@@ -485,10 +478,10 @@ def test_B12_a_lease_does_not_wait_for_blocks_that_do_not_come() -> None:
     rig = Rig()
     rig.begin()
     rig.put(rig.chain[:1])
-    ended_ns = rig.giver.now_ns
-    rig.request_leases.done("r", keys_of(rig.chain), ended_ns + 2 * S, ended_ns)
+    rig.end(2 * S)
     assert rig.after(h.LATE_NS - 1) == 1
     assert rig.after(h.LATE_NS) == 0
+    assert rig.request_leases.take_stored_ns() == [], "what never comes tells no time"
 
 
 def test_B12_an_abort_in_mid_prefill_drops_what_was_pending() -> None:

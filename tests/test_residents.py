@@ -221,36 +221,24 @@ def test_B2_direct_pages_that_are_not_of_its_slots_are_no_workers_to_serve() -> 
     assert "up to byte 4097 of a part of group 0, expected up to 4096" in reason
 
 
-def test_E_what_an_engine_shows_is_found_until_it_is_gone() -> None:
+@pytest.mark.parametrize("whole", [True, False], ids=["all of it", "one of its processes"])
+def test_E_what_an_engine_shows_is_found_until_it_is_gone(whole: bool) -> None:
+    """Of one that is about to go nothing is found: what serves its memory may be gone, too."""
     town = Town()
     engine = joined(town, serves=True)
     town.settle(engine)
     (namespace,) = town.store.namespaces.values()
     (key,) = keys_of(hashes(1))
-    engine.step(
-        engine_blocks=(p.EngineBlocks(u32(engine.credits[:1]), (key,), u32([5]), u32([0])),)
-    )
+    shown = p.EngineBlocks(u32(engine.credits[:1]), (key,), u32([5]), u32([0]))
+    engine.step(engine_blocks=(shown,))
     engine.put(hashes(1))
     assert namespace.engines.find(key) is not None
-    engine.leave()
+    if whole:
+        engine.leave()
+    else:
+        town.close(engine.scheduler)
     assert namespace.engines.find(key) is None
-    assert not namespace.engines._engines
-
-
-def test_E_of_an_engine_that_is_about_to_go_nothing_new_is_found() -> None:
-    """One of its processes is gone: what serves its memory may be, too."""
-    town = Town()
-    engine = joined(town, serves=True)
-    town.settle(engine)
-    (namespace,) = town.store.namespaces.values()
-    (key,) = keys_of(hashes(1))
-    engine.step(
-        engine_blocks=(p.EngineBlocks(u32(engine.credits[:1]), (key,), u32([5]), u32([0])),)
-    )
-    engine.put(hashes(1))
-    town.close(engine.scheduler)
-    assert namespace.engines.find(key) is None
-    assert namespace.engines._engines, "until its workers have closed"
+    assert bool(namespace.engines._engines) is not whole, "until its workers have closed"
 
 
 def test_E_an_engine_that_shows_without_a_board_ends_its_session_only() -> None:
@@ -286,11 +274,15 @@ def computed(script: Script, blocks: Sequence[int] = (1, 2)) -> Request:
     return request
 
 
+def told(script: Script) -> list[p.EngineBlocks]:
+    return [shown for step in script.steps() for shown in step.engine_blocks]
+
+
 def test_E_what_is_stored_is_shown_with_what_the_board_says_from_this_step_on() -> None:
     script, words = with_board()
     words[1] = 5
     request = computed(script)
-    (shown,) = [shown for step in script.steps() for shown in step.engine_blocks]
+    (shown,) = told(script)
     keys = tuple(script.key(request, index) for index in (0, 1))
     assert shown == p.EngineBlocks(u32([0, 1]), keys, u32([1, 2]), u32([6, 1]))
 
@@ -326,11 +318,11 @@ def test_E_what_has_ended_before_the_step_is_not_shown_as_what_overwrites_it() -
     script, words = with_board()
     script.client.credits.clear()
     request = computed(script)
-    assert not [shown for step in script.steps() for shown in step.engine_blocks], "no slots"
+    assert not told(script), "no slots"
     script.grant_credits(2)
     script.half.request_finished("r", [[1, 2, 0]])
     script.step(written=[1])
-    (shown,) = [shown for step in script.steps() for shown in step.engine_blocks]
+    (shown,) = told(script)
     assert shown.keys == tuple(script.key(request, index) for index in (0, 1))
     then, now = from_u32(shown.generations), [words[block] for block in from_u32(shown.blocks)]
     assert [one == other for one, other in zip(then, now, strict=True)] == [False, True]
@@ -350,16 +342,10 @@ def test_E_an_engine_that_leaves_says_so_on_the_board(how: str) -> None:
     script.client.publish_blocks([1], [b"k"], [1])
 
 
-def test_E_blocks_that_the_board_does_not_have_are_not_shown() -> None:
-    script, _ = with_board(blocks=16)
-    computed(script, [3, 16])
-    assert not [shown for step in script.steps() for shown in step.engine_blocks]
-
-
-def test_E_an_engine_without_a_board_shows_nothing() -> None:
-    script = Script()
-    computed(script)
-    assert not [shown for step in script.steps() for shown in step.engine_blocks]
+def test_E_blocks_that_no_board_has_are_not_shown() -> None:
+    for script, blocks in ((with_board(blocks=16)[0], [3, 16]), (Script(), [1, 2])):
+        computed(script, blocks)
+        assert not told(script)
 
 
 def test_B17_a_partly_filled_block_is_not_shown() -> None:
@@ -373,6 +359,6 @@ def test_B17_a_partly_filled_block_is_not_shown() -> None:
     assert script.half._stores.store_partial(tracked, PartialBlock(2, b"t" * 32, 33), [[1, 2, 3]])
     (job,) = script.step().stores
     assert job.engine.block_ids == (1, 2, 3)
-    (shown,) = [shown for step in script.steps() for shown in step.engine_blocks]
+    (shown,) = told(script)
     assert shown.keys == tuple(script.key(request, index) for index in (0, 1))
     assert from_u32(shown.blocks) == [1, 2]

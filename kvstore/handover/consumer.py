@@ -592,8 +592,8 @@ class Consumer:
         found = [p for p in positions if p in known and fetch.states[p] == CLAIMED]
         for run in runs_of(found):
             fetch.states.put(run, MOVING)
-        for each in fetch.engine_reads(found):
-            self._direct[fetch.number].tell_engine(each)
+        for engine, blocks in fetch.engine_reads(found):
+            self._direct[fetch.number].tell_engine(engine, fetch.engines[engine], blocks)
         agent = self._peers.reached_at(fetch.peer)
         in_slots = [position for position in found if position not in fetch.residents]
         for of, read in fetch.slot_reads(in_slots):

@@ -18,7 +18,6 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import RankPages
 from kvstore.core.leases import GroupHit
 from kvstore.core.types import GroupRule
-from kvstore.handover.transfers import EngineRead
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire.peer import Region, clip
@@ -107,14 +106,15 @@ class DirectFetch(msgspec.Struct, eq=False):
         at, slots = framing.u32(positions), framing.u32(numbers)
         self.tell(p.Places(self.number, name, new, region.base, region.slots, at, slots))
 
-    def tell_engine(self, read: EngineRead) -> None:
-        """Tell workers that they can read blocks in the memory of one of a peer's engines."""
-        self._expect(read.blocks, in_engine=True)
-        ranks = () if read.engine in self.engines else tuple(read.ranks)
-        self.engines.add(read.engine)
-        positions = framing.u32(list(read.blocks))
-        blocks = framing.u32([block for found in read.blocks.values() for block in found])
-        self.tell(p.InEngine(self.number, read.engine, ranks, positions, blocks))
+    def tell_engine(
+        self, engine: int, ranks: Sequence[RankPages], blocks: Mapping[int, list[int]]
+    ) -> None:
+        """Tell workers that they can read blocks, by position, in one of the peer's engines."""
+        self._expect(blocks.keys(), in_engine=True)
+        new = () if engine in self.engines else tuple(ranks)
+        self.engines.add(engine)
+        packed = framing.u32([block for found in blocks.values() for block in found])
+        self.tell(p.InEngine(self.number, engine, new, framing.u32(list(blocks)), packed))
 
     def target(
         self, session: int, rank: int, message: p.Target, ranks: Sequence[RankPages]

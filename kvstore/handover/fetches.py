@@ -13,7 +13,7 @@ from kvstore.core.errors import ProtocolError, TierIOError
 from kvstore.core.layout import RankPages
 from kvstore.core.types import BlockKey, JobId, JobResult, TransferJob
 from kvstore.handover.runs import Part, Places, Run, States, at, numbers, runs_of
-from kvstore.handover.transfers import EngineRead, Regions, SlotRead
+from kvstore.handover.transfers import Regions, SlotRead
 from kvstore.wire import peer as m
 from kvstore.wire.framing import u32
 
@@ -166,15 +166,15 @@ class Fetch:
         for region, found, slots in self.places.by_region(positions):
             yield found, SlotRead(region, slots, at(self.landing, found))
 
-    def engine_reads(self, positions: Iterable[int]) -> Iterator[EngineRead]:
+    def engine_reads(self, positions: Iterable[int]) -> Iterator[tuple[int, dict[int, list[int]]]]:
         """Gather reads of engines' memory, by engine and how many engine blocks a block has."""
-        reads: dict[tuple[int, int], EngineRead] = {}
+        reads: dict[tuple[int, int], dict[int, list[int]]] = {}
         for position in positions:
             if position in self.residents:
                 engine, found = self.residents[position]
-                read = EngineRead(engine, self.engines[engine], {})
-                reads.setdefault((engine, len(found)), read).blocks[position] = found
-        yield from reads.values()
+                reads.setdefault((engine, len(found)), {})[position] = found
+        for (engine, _), blocks in reads.items():
+            yield engine, blocks
 
     def fills(
         self, targets: Mapping[int, list[int]], ranks: Sequence[RankPages]

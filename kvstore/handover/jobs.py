@@ -357,10 +357,12 @@ class Job:
                     cut = tuple(
                         RankPages(rank.agent, b"", (rank.pages[group],), rank.gpu) for rank in ranks
                     )
-                    yield self._counted(part), EngineWrite(source, group, cut, parts, blocks)
+                    self.writes.update(part.positions)
+                    yield part, EngineWrite(source, group, cut, parts, blocks)
                     continue
                 for rank in ranks:
-                    yield self._counted(part), SlotFill(source, rank, group, parts, blocks)
+                    self.writes.update(part.positions)
+                    yield part, SlotFill(source, rank, group, parts, blocks)
 
     def _own_place(self, position: int, parts: int, group: int) -> Resident | None:
         """Return where an engine of ours has all of a block that it may write at once."""
@@ -384,10 +386,6 @@ class Job:
     def _pieces(self, group: int) -> int:
         """Count those of an engine block, in all ranks."""
         return sum(run.pieces for rank in self.ranks for run in rank.pages[group])
-
-    def _counted(self, part: Part) -> Part:
-        self.writes.update(part.positions)
-        return part
 
     def split_written(
         self, positions: Sequence[int], *, ok: bool

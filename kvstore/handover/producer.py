@@ -480,7 +480,6 @@ class Producer:
             job.write([position for position in positions if position in job.targets])
 
     def _take_sums(self, job: Job) -> None:
-        """Take the sums that are due."""
         positions, job.unsummed = joined(runs_of(job.unsummed)), []
         keys, layout = [job.keys[position] for position in positions], job.source.layout
         slots = Slots(job.source.view, at(job.slots, positions))
