@@ -49,9 +49,11 @@ class Nodes:
         per: int,
         push: bool,
         place: tuple[str, str],
+        stored: int,
     ) -> None:
         """more: sections of the prefill store's settings; engine: of both stores' [engine].
 
+        stored: blocks of a chain that the prefill engine has computed, in its first engine blocks.
         serving: the prefill engine's memory can be read, too. per: engine blocks in a block.
         push: the decode engine is written to. place: where the engines' tensors are.
         """
@@ -78,6 +80,9 @@ class Nodes:
         if not more:  # a store waits 10 s for an exporter to start, a slow machine takes longer
             self.rigs[0].put(hashes(1, "first"), range(per))
             eventually(lambda: self._reached(hashes(1, "first")))
+        self.chain = hashes(stored)
+        if stored:
+            self.rigs[0].put(self.chain, range(stored * per))
 
     def _reached(self, chain: list[bytes]) -> bool:
         """Whether the decode store is offered a block, which it lets go of."""
@@ -91,7 +96,8 @@ class Nodes:
         client.send_step()
         return grant is not None and bool(grant.lease) and not self.left()
 
-    def ask(self, chain: list[bytes], **how: object) -> Grant:
+    def ask(self, chain: list[bytes] | None = None, **how: object) -> Grant:
+        chain = self.chain if chain is None else chain
         return self.rigs[1].ask(chain, peer=self.address, direct=True, push=self.push, **how)
 
     def load(self, grant: Grant, blocks: range, name: str = "r") -> list[bool]:
@@ -102,9 +108,9 @@ class Nodes:
         pairs = [(block, first + at) for at, block in enumerate(blocks)]
         return all(rank.holds(*pair) for rank in self.rigs[1].ranks for pair in pairs)
 
-    def brings(self, grant: Grant, blocks: range) -> dict[str, float]:
+    def brings(self, grant: Grant, blocks: range, name: str = "r") -> dict[str, float]:
         """Load the chain into engine blocks; return what the decode store has counted so far."""
-        assert self.load(grant, blocks) == [False] * len(self.rigs[1].ranks)
+        assert self.load(grant, blocks, name) == [False] * len(self.rigs[1].ranks)
         assert self.holds(blocks)
         eventually(lambda: not self.left())
         return self.numbers(1)
@@ -131,10 +137,11 @@ def nodes(
     per: int = 1,
     push: bool = False,
     place: tuple[str, str] = ("cpu", "cpu"),
+    stored: int = 0,
 ) -> Iterator[Nodes]:
     how = {"ranks": ranks, "more": more, "engine": engine, "serving": serving, "per": per}
     with ExitStack() as ends:
-        yield Nodes(folder, ends, **how, push=push, place=place)  # type: ignore[arg-type]
+        yield Nodes(folder, ends, **how, push=push, place=place, stored=stored)  # type: ignore[arg-type]
 
 
 ways = pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
@@ -144,14 +151,11 @@ ways = pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
 def test_L1_direct_a_prompt_goes_from_the_peers_slots_into_engine_blocks(
     tmp_path: Path, *, push: bool
 ) -> None:
-    chain = hashes(6)
-    with nodes(tmp_path, push=push) as made:
-        made.rigs[0].put(chain, range(6))
+    with nodes(tmp_path, push=push, stored=6) as made:
         before = made.numbers(1)
-        grant = made.ask(chain)
+        grant = made.ask()
         assert (grant.kept, grant.sources, len(grant.hits[0])) == (0, {"peer": 6}, 6)
-        assert made.load(grant, range(10, 16)) == [False]
-        assert made.holds(range(10, 16))
+        made.brings(grant, range(10, 16))
         assert made.rigs[1].ranks[0].untouched([*range(10), *range(16, 24)])
         eventually(lambda: not made.left())
         found = since(made.stores[1].address, before)
@@ -171,40 +175,30 @@ def test_L1_direct_a_prompt_goes_from_the_peers_slots_into_engine_blocks(
 def test_B13_direct_each_rank_gets_its_own_heads(
     tmp_path: Path, ranks: tuple[int, int], *, push: bool
 ) -> None:
-    chain = hashes(5)
-    with nodes(tmp_path, ranks, push=push) as made:
-        made.rigs[0].put(chain, range(5))
-        assert made.load(made.ask(chain), range(3, 8)) == [False] * ranks[1]
-        assert made.holds(range(3, 8))
-        eventually(lambda: not made.left())
+    with nodes(tmp_path, ranks, push=push, stored=5) as made:
+        made.brings(made.ask(), range(3, 8))
 
 
 @ways
 def test_B6_direct_only_what_the_decode_node_lacks_comes(tmp_path: Path, *, push: bool) -> None:
-    chain = hashes(6)
-    with nodes(tmp_path, push=push) as made:
-        made.rigs[0].put(chain, range(6))
-        made.rigs[1].put(chain[:2], range(2))
+    with nodes(tmp_path, push=push, stored=6) as made:
+        made.rigs[1].put(made.chain[:2], range(2))
         before = made.numbers(1)
-        grant = made.ask(chain)
+        grant = made.ask()
         assert (grant.kept, grant.sources) == (2, {"peer": 4})
-        assert made.load(grant, range(10, 16)) == [False]
-        assert made.holds(range(10, 16))
-        eventually(lambda: not made.left())
+        made.brings(grant, range(10, 16))
         assert since(made.stores[1].address, before)["kvstore_fetched_blocks{cpu}"] == 4
 
 
 @ways
 def test_L1_direct_blocks_come_from_the_peers_disk(tmp_path: Path, *, push: bool) -> None:
-    chain = hashes(6)
     disk = '[nvme]\npath = "{folder}/kv"\ncapacity = "64MiB"\n'
-    with nodes(tmp_path, more=disk, push=push) as made:
-        made.rigs[0].put(chain, range(6))
+    with nodes(tmp_path, more=disk, push=push, stored=6) as made:
         eventually(lambda: made.numbers(0).get("kvstore_tier_blocks{nvme,stored}") == 6)
         made.stores[0].stop()
         made.stores[0].__enter__()
         eventually(lambda: heard(made.rigs[0].client) and made.rigs[0].client.session)
-        granted = made.ask(chain)
+        granted = made.ask()
         assert made.load(granted, range(6, 12)) == [False]
         assert made.holds(range(6, 12))
         assert made.numbers(1)["kvstore_fetched_blocks{nvme}"] == 6
@@ -221,10 +215,8 @@ def test_direct_what_NIXL_cannot_reach_goes_through_the_store(
         raise MoveError(f"a test: {size} bytes at {address:#x} of {gpu}", "refused")
 
     monkeypatch.setattr(Agent, "register", refuse)
-    chain = hashes(3)
-    with nodes(tmp_path) as made:
-        made.rigs[0].put(chain, range(3))
-        grant = made.ask(chain)
+    with nodes(tmp_path, stored=3) as made:
+        grant = made.ask()
         assert (grant.kept >= 3, grant.sources) == (True, {"peer": 3})
         found = made.brings(grant, range(4, 7))
         assert found["kvstore_hand_over_moved_bytes{pulled}"] > 0
@@ -240,66 +232,42 @@ def test_B15_direct_an_agent_that_could_not_be_made_anew_is_made_later(
     def refuse(_agent: Agent, address: int, size: int, _gpu: int | None) -> None:
         raise MoveError(f"a test: {size} bytes at {address:#x}", "refused")
 
-    chain = hashes(3)
-    with nodes(tmp_path, push=push) as made:
-        made.rigs[0].put(chain, range(3))
+    with nodes(tmp_path, push=push, stored=3) as made:
         direct = made.rigs[1].ranks[0].half._direct
         assert direct is not None
         with monkeypatch.context() as patch:
             patch.setattr(Agent, "register", refuse)
             direct._restart()
             assert not direct._agent.name
-        assert made.load(made.ask(chain), range(4, 7)) == [False]
-        assert made.holds(range(4, 7))
+        made.brings(made.ask(), range(4, 7))
 
 
-def test_B9_direct_an_answer_that_is_not_used_lets_the_peer_go(tmp_path: Path) -> None:
-    chain = hashes(6)
-    with nodes(tmp_path) as made:
-        made.rigs[0].put(chain, range(6))
-        rig = made.rigs[1]
-        number = rig.client.ask(p.Lookup(0, b"".join(chain), 32, peer=made.address, direct=True))
+@pytest.mark.parametrize("how", ["dropped", "expired"])
+def test_B9_B11_direct_an_answer_that_is_not_used_lets_the_peer_go(
+    tmp_path: Path, how: str
+) -> None:
+    """At once, or with its lease; not only because nothing is heard."""
+    lease = 'lease = "1s"\n' if how == "expired" else ""
+    with nodes(tmp_path, engine=PATIENT + lease, stored=6) as made:
+        client, watch = made.rigs[1].client, Watch()
+        number = client.ask(p.Lookup(0, b"".join(made.chain), 32, peer=made.address, direct=True))
         assert number
-        rig.client.send_step()
-        eventually(lambda: heard(rig.client) and rig.client.grant(number))
+        client.send_step()
+        eventually(lambda: heard(client) and client.grant(number))
         assert made.left(), "the peer holds it"
-        watch = Watch()
-        rig.client.drop(number)
-        rig.client.send_step()
+        if how == "dropped":
+            watch = Watch()
+            client.drop(number)
+            client.send_step()
         eventually(lambda: not made.left())
-        assert watch.own_s() < STALL_NS / 2e9, "not only because nothing is heard"
-
-
-def test_B11_direct_an_answer_that_nobody_uses_ends_with_its_lease(tmp_path: Path) -> None:
-    chain = hashes(6)
-    with nodes(tmp_path, engine=PATIENT + 'lease = "1s"\n') as made:
-        made.rigs[0].put(chain, range(6))
-        watch = Watch()
-        made.ask(chain)
-        assert made.left()
-        eventually(lambda: not made.left())
-        assert watch.own_s() < STALL_NS / 2e9, "not only because nothing is heard"
-
-
-def test_B14_direct_loads_of_one_prompt_at_once_read_each_for_themselves(tmp_path: Path) -> None:
-    chain = hashes(6)
-    with nodes(tmp_path) as made:
-        made.rigs[0].put(chain, range(6))
-        grants = [made.ask(chain), made.ask(chain)]
-        for number, grant in enumerate(reversed(grants)):
-            blocks = range(6 * number, 6 * number + 6)
-            assert made.load(grant, blocks, f"r{number}") == [False]
-            assert made.holds(blocks)
-        eventually(lambda: not made.left())
+        assert watch.own_s() < STALL_NS / 2e9
 
 
 @ways
 def test_B16_direct_what_is_read_after_the_lease_is_not_used(tmp_path: Path, *, push: bool) -> None:
     """The prefill store has forgotten what it told: its blocks may be others' by now."""
-    chain = hashes(6)
-    with nodes(tmp_path, push=push) as made:
-        made.rigs[0].put(chain, range(6))
-        grant = made.ask(chain)
+    with nodes(tmp_path, push=push, stored=6) as made:
+        grant = made.ask()
         store = psutil.Process(made.stores[0].pid)
         eventually(lambda: made.numbers(0).get("kvstore_hand_over_bytes{held}"))
         exporter = exporter_of(store)
@@ -308,52 +276,42 @@ def test_B16_direct_what_is_read_after_the_lease_is_not_used(tmp_path: Path, *, 
         eventually(lambda: exporter_of(store) not in {None, exporter})
         assert made.load(grant, range(1, 7)) == [True]
         eventually(lambda: not made.left())
-        assert made.load(made.ask(chain), range(7, 13), "again") == [False]
-        assert made.holds(range(7, 13))
+        made.brings(made.ask(), range(7, 13), "again")
 
 
 @ways
-def test_B15_direct_a_load_ends_though_the_peers_store_hangs(tmp_path: Path, *, push: bool) -> None:
-    chain = hashes(6)
-    with nodes(tmp_path, engine='promote = "2s"\n', push=push) as made:
-        made.rigs[0].put(chain, range(6))
-        grant = made.ask(chain)
-        store = psutil.Process(made.stores[0].pid)
-        store.send_signal(signal.SIGSTOP)
+@pytest.mark.parametrize(
+    "how", [signal.SIGSTOP, signal.SIGKILL], ids=["peers hangs", "own is gone"]
+)
+def test_O14_B15_direct_a_load_ends_though_a_store_does_nothing_more(
+    tmp_path: Path, how: signal.Signals, *, push: bool
+) -> None:
+    with nodes(tmp_path, engine='promote = "2s"\n', push=push, stored=6) as made:
+        grant, hangs = made.ask(), how is signal.SIGSTOP
+        store = psutil.Process(made.stores[0 if hangs else 1].pid)
+        store.send_signal(how)
         try:
             assert made.load(grant, range(1, 7)) == [True]
         finally:
-            store.send_signal(signal.SIGCONT)
-        eventually(lambda: not made.left())
-
-
-@ways
-def test_O14_direct_a_load_ends_with_its_own_store(tmp_path: Path, *, push: bool) -> None:
-    chain = hashes(6)
-    with nodes(tmp_path, push=push) as made:
-        made.rigs[0].put(chain, range(6))
-        grant = made.ask(chain)
-        psutil.Process(made.stores[1].pid).kill()
-        assert made.load(grant, range(1, 7)) == [True]
+            store.send_signal(signal.SIGCONT if hangs else how)
+        if hangs:
+            eventually(lambda: not made.left())
 
 
 def test_B20_direct_a_push_that_hangs_ends_with_the_agent_and_the_next_one_goes_to_another(
     tmp_path: Path,
 ) -> None:
     """Engine blocks whose load has failed are others': nothing may come any more."""
-    chain = hashes(6)
-    with nodes(tmp_path, engine='promote = "2s"\n', push=True) as made:
-        made.rigs[0].put(chain, range(6))
+    with nodes(tmp_path, engine='promote = "2s"\n', push=True, stored=6) as made:
         exporter = exporter_of(psutil.Process(made.stores[0].pid))
         assert exporter is not None
         exporter.send_signal(signal.SIGSTOP)
-        assert made.load(made.ask(chain), range(1, 7)) == [True]
+        assert made.load(made.ask(), range(1, 7)) == [True]
         rank = made.rigs[1].ranks[0]
         exporter.send_signal(signal.SIGCONT)
         eventually(lambda: not made.left())
         assert rank.untouched(range(1, 7))
-        assert made.load(made.ask(chain), range(7, 13), "again") == [False]
-        assert made.holds(range(7, 13))
+        made.brings(made.ask(), range(7, 13), "again")
         assert rank.untouched(range(1, 7))
 
 

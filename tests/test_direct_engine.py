@@ -23,7 +23,7 @@ from kvstore.logs import LINES_MAX
 from kvstore.wire import engine as p
 from kvstore.wire.peer import RANKS_MAX
 from tests.engine.support import since
-from tests.harness.fakes import hashes, u32
+from tests.harness.fakes import u32
 from tests.harness.live import eventually
 from tests.harness.worker_rig import BLOCKS, Rank
 from tests.test_direct import Nodes, nodes
@@ -46,10 +46,8 @@ def overwrite(made: Nodes, blocks: Sequence[int]) -> None:
 def test_L1_direct_a_prompt_goes_from_engine_memory_into_engine_memory(
     tmp_path: Path, ranks: tuple[int, int]
 ) -> None:
-    chain = hashes(5)
-    with nodes(tmp_path, ranks, serving=True) as made:
-        made.rigs[0].put(chain, range(5))
-        found = made.brings(made.ask(chain), range(9, 14))
+    with nodes(tmp_path, ranks, serving=True, stored=5) as made:
+        found = made.brings(made.ask(), range(9, 14))
         assert all(rank.untouched([*range(9), *range(14, BLOCKS)]) for rank in made.rigs[1].ranks)
         assert (found[GPU], found.get(CPU)) == (5, None)
         moved = 5 * sum(
@@ -59,21 +57,17 @@ def test_L1_direct_a_prompt_goes_from_engine_memory_into_engine_memory(
 
 
 def test_L1_direct_what_the_engine_has_overwritten_comes_from_slots(tmp_path: Path) -> None:
-    chain = hashes(6)
-    with nodes(tmp_path, serving=True) as made:
-        made.rigs[0].put(chain, range(6))
+    with nodes(tmp_path, serving=True, stored=6) as made:
         overwrite(made, [1, 4])
-        found = made.brings(made.ask(chain), range(6))
+        found = made.brings(made.ask(), range(6))
         assert (found[GPU], found[CPU]) == (4, 2)
 
 
 def test_B19_direct_what_was_overwritten_while_it_was_read_is_read_again_from_slots(
     tmp_path: Path,
 ) -> None:
-    chain = hashes(6)
-    with nodes(tmp_path, (2, 2), serving=True) as made:
-        made.rigs[0].put(chain, range(6))
-        grant = made.ask(chain)
+    with nodes(tmp_path, (2, 2), serving=True, stored=6) as made:
+        grant = made.ask()
         eventually(lambda: all(told(rank) for rank in made.rigs[1].ranks))
         overwrite(made, [0, 3])
         found = made.brings(grant, range(6))
@@ -89,10 +83,8 @@ def told(rank: Rank) -> bool:
 
 def test_B19_direct_what_an_engine_has_that_detached_is_read_from_slots(tmp_path: Path) -> None:
     """Nobody tells any more what it overwrites."""
-    chain = hashes(4)
-    with nodes(tmp_path, serving=True) as made:
-        made.rigs[0].put(chain, range(4))
-        grant = made.ask(chain)
+    with nodes(tmp_path, serving=True, stored=4) as made:
+        grant = made.ask()
         eventually(lambda: all(told(rank) for rank in made.rigs[1].ranks))
         made.rigs[0].client.detach("a test")
         overwrite(made, range(4))
@@ -102,11 +94,9 @@ def test_B19_direct_what_an_engine_has_that_detached_is_read_from_slots(tmp_path
 def test_B15_direct_what_an_engine_whose_agent_is_gone_has_is_read_from_slots(
     tmp_path: Path,
 ) -> None:
-    chain = hashes(4)
-    with nodes(tmp_path, (2, 2), serving=True) as made:
-        made.rigs[0].put(chain, range(4))
-        assert made.brings(made.ask(chain), range(4))[GPU] == 4  # agents that never met can hang
-        grant = made.ask(chain)
+    with nodes(tmp_path, (2, 2), serving=True, stored=4) as made:
+        assert made.brings(made.ask(), range(4))[GPU] == 4  # agents that never met can hang
+        grant = made.ask()
         eventually(lambda: all(told(rank) for rank in made.rigs[1].ranks))
         direct = made.rigs[0].ranks[0].half._direct
         assert direct is not None
@@ -115,19 +105,15 @@ def test_B15_direct_what_an_engine_whose_agent_is_gone_has_is_read_from_slots(
 
 
 def test_L1_direct_blocks_of_several_engine_blocks_come_from_engine_memory(tmp_path: Path) -> None:
-    chain = hashes(3)
-    with nodes(tmp_path, serving=True, per=2) as made:
-        made.rigs[0].put(chain, range(6))
-        grant = made.ask(chain)
+    with nodes(tmp_path, serving=True, per=2, stored=3) as made:
+        grant = made.ask()
         assert made.brings(grant, range(10, 16))[GPU] == 3
 
 
 def test_direct_the_other_way_an_engine_that_only_stores_needs_no_direct(tmp_path: Path) -> None:
     """Without it, its workers have no agents: nothing is shown, slots are read."""
-    chain = hashes(3)
-    with nodes(tmp_path) as made:
-        made.rigs[0].put(chain, range(3))
-        assert made.brings(made.ask(chain), range(3))[CPU] == 3
+    with nodes(tmp_path, stored=3) as made:
+        assert made.brings(made.ask(), range(3))[CPU] == 3
 
 
 # What a store keeps of it
@@ -408,12 +394,10 @@ class Behind(HostDevice):
 def test_O13_direct_nothing_is_moved_into_blocks_that_are_still_computed_with(
     tmp_path: Path, *, push: bool
 ) -> None:
-    chain = hashes(3)
-    with nodes(tmp_path, push=push) as made:
-        made.rigs[0].put(chain, range(3))
+    with nodes(tmp_path, push=push, stored=3) as made:
         rig, device = made.rigs[1], Behind()
         rig.ranks[0].half._device = device
-        job = rig.load_job("r", made.ask(chain), range(4, 7))
+        job = rig.load_job("r", made.ask(), range(4, 7))
         rig.ranks[0].half.start_loads(StepMeta(loads=(job,)))
         eventually(lambda: told(rig.ranks[0]))
         time.sleep(LONG_S)
@@ -432,12 +416,10 @@ def test_L1_direct_an_engine_that_is_far_ahead_of_its_GPU_has_time_for_its_loads
     tmp_path: Path, *, push: bool
 ) -> None:
     """Longer than blocks may be late: that begins when they can be moved."""
-    chain = hashes(3)
-    with nodes(tmp_path, push=push, engine='promote = "1s"\n') as made:
-        made.rigs[0].put(chain, range(3))
+    with nodes(tmp_path, push=push, engine='promote = "1s"\n', stored=3) as made:
         rig, device = made.rigs[1], Behind()
         rig.ranks[0].half._device = device
-        job = rig.load_job("r", made.ask(chain), range(4, 7))
+        job = rig.load_job("r", made.ask(), range(4, 7))
         rig.ranks[0].half.start_loads(StepMeta(loads=(job,)))
         time.sleep(1.3)
         device.done = True
@@ -448,14 +430,12 @@ def test_L1_direct_an_engine_that_is_far_ahead_of_its_GPU_has_time_for_its_loads
 def test_O15_direct_a_GPU_that_has_failed_fails_the_load(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chain = hashes(3)
-    with nodes(tmp_path) as made:
-        made.rigs[0].put(chain, range(3))
+    with nodes(tmp_path, stored=3) as made:
         device = Behind()
         device.error = TierIOError("a test")
         half = made.rigs[1].ranks[0].half
         half._device = device
-        job = made.rigs[1].load_job("r", made.ask(chain), range(4, 7))
+        job = made.rigs[1].load_job("r", made.ask(), range(4, 7))
         with pytest.MonkeyPatch.context() as patch:  # as if a disk still filled some of its slots
             patch.setattr(half, "_advance_slots", lambda *_: False)
             half.start_loads(StepMeta(loads=(job,)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import pytest
 from msgspec.structs import replace
@@ -14,16 +14,17 @@ from kvstore.core.layout import RankPages
 from kvstore.core.leases import GroupHit
 from kvstore.core.lookup import Answer
 from kvstore.core.manager import Manager
-from kvstore.core.types import BlockKey, Chain, GroupRule, LookupResult
+from kvstore.core.types import Chain, GroupRule, LookupResult
 from kvstore.handover import transfers
-from kvstore.handover.direct_fetches import DirectFetches, reaching_on, with_reads
+from kvstore.handover.direct_fetches import DirectFetch, reaching_on, with_reads
 from kvstore.store.namespace import Namespace
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.fakes import Engine, Town, from_u32, hashes, keys_of, settings, u32
-from tests.harness.handover_pair import Pair
+from tests.harness.handover_pair import Pair, stored
 from tests.reference.memory_tier import MemoryTier
+from tests.test_direct_push import RANKS, claimed
 
 REGION = m.Region(3, 4096, 8)
 
@@ -41,66 +42,66 @@ def offered(pair: Pair, chain: list[bytes]) -> int:
     return number
 
 
+def reading(pair: Pair, chain: list[bytes]) -> int:
+    """A direct fetch all of whose blocks workers were told to read."""
+    number = offered(pair, chain)
+    pair.claim(number, range(len(chain)))
+    pair.run(5)
+    return number
+
+
 def test_B19_direct_a_block_is_good_once_it_was_read_and_the_peer_says_that_its_lease_held() -> (
     None
 ):
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3)
     number = offered(pair, chain)
     assert pair.consumer.offered(number) == dict.fromkeys(range(3), "cpu")
     pair.run(20)
     assert not pair.passed_on, "nobody has claimed them"
-    pair.consumer.claim(number, [0, 1, 2])
+    pair.claim(number, [0, 1, 2])
     pair.run(5)
     assert sorted(pair.passed_on) == [(number, 0), (number, 1), (number, 2)]
     assert not pair.passed
-    pair.consumer.arrived(number, [0, 2], pair.taker.now_ns, ok=True)
+    pair.read(number, [0, 2])
     assert not pair.passed, "the peer has not said so"
     pair.run(5)
     assert pair.passed == {(number, 0): True, (number, 2): True}
-    pair.consumer.arrived(number, [1], pair.taker.now_ns, ok=False)
+    pair.read(number, [1], ok=False)
     assert pair.passed[number, 1] is False
-    pair.run(10)
-    pair.check_nothing_left()
+    pair.check_nothing_left(10)
 
 
 def test_B16_direct_what_is_read_when_its_lease_is_over_is_not_good() -> None:
-    pair, chain = Pair(), hashes(2)
-    pair.put(chain)
-    number = offered(pair, chain)
-    pair.consumer.claim(number, [0, 1])
-    pair.run(5)
+    pair, chain = stored(2)
+    number = reading(pair, chain)
     pair.lose()
-    pair.consumer.arrived(number, [0, 1], pair.taker.now_ns, ok=True)
+    pair.read(number, [0, 1])
     pair.run(5)
     assert pair.passed == {(number, 0): False, (number, 1): False}
     pair.check_nothing_left()
 
 
 def test_B14_direct_blocks_are_of_one_fetch_and_offered_to_nobody_else() -> None:
-    pair, chain = Pair(), hashes(2)
-    pair.put(chain)
+    pair, chain = stored(2)
     number = offered(pair, chain)
     found = {pair.consumer.lookup(key) for key in keys_of(chain)}
     assert found == {LookupResult.MISS}
-    pair.consumer.claim(number, [1])
+    pair.claim(number, [1])
     pair.run(5)
     assert pair.passed_on == [(number, 1)]
-    pair.consumer.arrived(number, [1], pair.taker.now_ns, ok=True)
+    pair.read(number, [1])
     pair.run(5)
     assert pair.passed == {(number, 1): True}
     pair.check_nothing_left()  # what was not claimed was let go of
 
 
 def test_direct_blocks_that_nobody_reads_any_more_are_let_go_of() -> None:
-    pair, chain = Pair(), hashes(2)
-    pair.put(chain)
+    pair, chain = stored(2)
     number = offered(pair, chain)
-    pair.consumer.claim(number, [0, 1])
+    pair.claim(number, [0, 1])
     pair.consumer.cancel(number)
     assert pair.passed == {(number, 0): False, (number, 1): False}
-    pair.run(5)
-    pair.check_nothing_left()
+    pair.check_nothing_left(5)
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -109,8 +110,7 @@ def test_a_peer_that_names_memory_without_end_loses_no_block_that_it_has_told_of
 ) -> None:
     """What is kept of a peer's memory has a limit; what was told is read from where it was."""
     monkeypatch.setattr(transfers, "REGIONS_MAX", 2)
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3)
     if direct:
         number = offered(pair, chain)
     else:
@@ -119,17 +119,16 @@ def test_a_peer_that_names_memory_without_end_loses_no_block_that_it_has_told_of
         pair.decode.ask(chain)
     pair.run(20)
     more = tuple(m.Region(100 + number, 4096, 1) for number in range(9))
-    pair.consumer.on_message(pair.peer, m.Have(1, b"", b"", b"", b"", more), pair.taker.now_ns)
+    pair.consumer.on_message(pair.peer, m.Have(1, b"", b"", b"", more), pair.taker.now_ns)
     if direct:
-        pair.consumer.claim(number, [0, 1, 2])
+        pair.claim(number, [0, 1, 2])
         assert len(pair.passed_on) == 3
         pair.consumer.cancel(number)
     else:
         pair.landing.give_back(held)
         pair.run(20)
         assert pair.arrived(chain) == 3
-    pair.run(5)
-    pair.check_nothing_left()
+    pair.check_nothing_left(5)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -145,11 +144,11 @@ def test_B14_direct_each_claimed_block_ends_once_whatever_happens(seed: int) -> 
         found = pair.consumer.offered(number)
         if found and not claimed and rng.random() < 0.3:
             claimed = {at for at in found if rng.random() < 0.8}
-            pair.consumer.claim(number, sorted(claimed))
+            pair.claim(number, sorted(claimed))
         read, pair.passed_on = pair.passed_on, []
         for _, position in read:
             assert position in claimed
-            pair.consumer.arrived(number, [position], pair.taker.now_ns, ok=rng.random() < 0.8)
+            pair.read(number, [position], ok=rng.random() < 0.8)
         assert not ended.keys() & pair.passed.keys(), "a second end"
         ended |= pair.passed
         pair.passed.clear()
@@ -160,77 +159,137 @@ def test_B14_direct_each_claimed_block_ends_once_whatever_happens(seed: int) -> 
     pair.consumer.cancel(number)
     ended |= pair.passed
     assert {position for _, position in ended} == claimed
-    pair.run(20)
-    pair.check_nothing_left()
+    pair.check_nothing_left(20)
 
 
 # What the store tells its workers, and they it
 
 
-def direct() -> tuple[DirectFetches, list[tuple[int, framing.Message]]]:
+def direct(*, push: bool = False) -> tuple[DirectFetch, list[tuple[int, framing.Message]]]:
+    """A claimed fetch of two ranks, and what their workers were told."""
     sent: list[tuple[int, framing.Message]] = []
-    made = DirectFetches(lambda connection, message, _: sent.append((connection, message)))
-    made.begin("n", 5, 1, {0: 10, 1: 11}, [0, 1, 2])
-    return made, sent
+
+    def send(connection: int, message: framing.Message, _fd: int | None) -> None:
+        sent.append((connection, message))
+
+    workers = {0: 10, 1: 11}
+    return DirectFetch(send, 5, 1, workers, frozenset([0, 1, 2]), push), sent
+
+
+def arrived(*positions: int, ok: bool = True) -> p.Arrived:
+    return p.Arrived(5, u32(positions), 8, ok)
+
+
+def named(rank: int, *positions: int) -> p.Target:
+    blocks = u32([10 + position for position in positions])
+    return p.Target(5, f"rank {rank}", u32(positions), blocks)
 
 
 def test_B13_direct_a_block_is_read_once_all_ranks_have_read_it() -> None:
     made, _ = direct()
-    assert made.arrived("n", 1, 0, p.Arrived(5, u32([0, 1]), 8, ok=True)) == ([], True)
-    assert made.arrived("n", 1, 0, p.Arrived(5, u32([0]), 8, ok=True)) == ([], True), "a repeat"
-    assert made.arrived("n", 1, 1, p.Arrived(5, u32([1]), 8, ok=True)) == ([1], True)
-    assert made.arrived("n", 1, 1, p.Arrived(5, u32([2]), 0, ok=False)) == ([2], False)
-    assert made.moved_bytes == 24
-    made.end("n", 5)
-    assert made.arrived("n", 1, 1, p.Arrived(5, u32([0]), 8, ok=True)) is None
+    assert made.arrived(1, 0, arrived(0, 1)) == ([], True)
+    assert made.arrived(1, 0, arrived(0)) == ([], True), "a repeat"
+    assert made.arrived(1, 1, arrived(1)) == ([1], True)
+    assert made.arrived(1, 1, arrived(2, ok=False)) == ([2], False)
 
 
 def test_B20_direct_what_a_rank_cannot_read_in_an_engine_is_told_anew_when_all_have_ended() -> None:
     """Two reads of one rank into the same engine blocks could end in any order."""
     made, sent = direct()
     ranks = (RankPages("theirs", b"md", ()),)
-    made.tell_engine("n", 5, transfers.EngineRead(3, ranks, {0: [7], 1: [8]}))
-    made.tell_engine("n", 5, transfers.EngineRead(3, ranks, {2: [9]}))
+    made.tell_engine(3, ranks, {0: [7], 1: [8]})
+    made.tell_engine(3, ranks, {2: [9]})
     told = [message for connection, message in sent if connection == 10]
     assert told == [
         p.InEngine(5, 3, ranks, u32([0, 1]), u32([7, 8])),
         p.InEngine(5, 3, (), u32([2]), u32([9])),
     ]
-    assert made.arrived("n", 1, 0, p.Arrived(5, u32([0, 1]), 0, ok=False)) == ([], True)
-    assert made.arrived("n", 1, 1, p.Arrived(5, u32([0]), 8, ok=True)) == ([0], False)
-    made.tell("n", 5, ("exporter", b"md"), REGION, [0], [2])
-    assert made.arrived("n", 1, 0, p.Arrived(5, u32([0]), 8, ok=True)) == ([], True)
-    assert made.arrived("n", 1, 1, p.Arrived(5, u32([0]), 8, ok=True)) == ([0], True)
-    assert made.arrived("n", 1, 1, p.Arrived(5, u32([0]), 0, ok=False)) == ([0], False), "at once"
+    assert made.arrived(1, 0, arrived(0, 1, ok=False)) == ([], True)
+    assert made.arrived(1, 1, arrived(0)) == ([0], False)
+    made.tell_slots(("exporter", b"md"), REGION, [0], [2])
+    assert made.arrived(1, 0, arrived(0)) == ([], True)
+    assert made.arrived(1, 1, arrived(0)) == ([0], True)
+    assert made.arrived(1, 1, arrived(0, ok=False)) == ([0], False), "at once"
 
 
 @pytest.mark.parametrize(
-    ("session", "position", "expected"),
-    [(2, 0, "another engine's"), (1, 3, r"positions \[3\], which the engine has not claimed")],
+    ("push", "session", "message", "expected"),
+    [
+        (False, 2, arrived(0), "fetch 5 is another engine's"),
+        (False, 1, arrived(3), r"positions \[3\], which the engine has not claimed"),
+        (True, 1, arrived(0), "written by its peer, not read"),
+        (False, 1, named(1, 0), "1 engine blocks for 1 positions"),
+        (True, 2, named(1, 0), "another engine's"),
+        (True, 1, named(1, 3), "which the engine has not claimed"),
+        (True, 1, p.Target(5, "rank 1", u32([0, 1]), u32([1, 2, 3])), "3 engine blocks for 2"),
+        (True, 1, p.Target(5, "rank 1", u32([0]), u32([99])), r"\[99\] of rank 1, others have"),
+        (True, 1, p.Target(5, "rank 1", u32([1]), u32([0])), "no engine block for position 1"),
+        (True, 1, p.Target(5, "rank 1", u32([1]), b""), "0 engine blocks for 1 positions"),
+    ],
 )
 def test_B2_direct_what_is_not_a_workers_to_tell_is_refused(
-    session: int, position: int, expected: str
+    push: bool, session: int, message: p.Arrived | p.Target, expected: str
 ) -> None:
-    made, _ = direct()
-    with pytest.raises(ProtocolError, match=expected):
-        made.arrived("n", session, 0, p.Arrived(5, u32([position]), 8, ok=True))
+    made, _ = direct(push=push)
+    if push:
+        made.target(1, 0, named(0, 0), RANKS)
+    with pytest.raises(ProtocolError, match=expected):  # noqa: PT012 - one of two
+        if isinstance(message, p.Target):
+            made.target(session, 1, message, RANKS)
+        else:
+            made.arrived(session, 1, message)
 
 
 def test_workers_are_told_how_to_reach_a_peer_once_and_when_it_changes() -> None:
     made, sent = direct()
     for metadata in (b"a", b"a", b"b"):
-        made.tell("n", 5, ("agent", metadata), REGION, [0], [7])
+        made.tell_slots(("agent", metadata), REGION, [0], [7])
     told = [message for _, message in sent if isinstance(message, p.Places)]
     assert [message.metadata for message in told] == [b"a", b"a", b"", b"", b"b", b"b"]
-    made.begin("n", 6, 1, {0: 10}, [0])
-    made.tell("n", 6, ("agent", b"b"), REGION, [0], [7])
-    assert isinstance(sent[-1][1], p.Places)
-    assert sent[-1][1].metadata == b"b", "each fetch tells what it takes"
-    made.passed("n", 5, [0], ok=True, written=False)
-    made.passed("n", 5, [1], ok=False, written=False)
-    made.end("n", 5)
-    passed = [(c, from_u32(x.positions), x.ok) for c, x in sent if isinstance(x, p.Passed)]
-    assert sorted(passed) == [(10, [0], True), (10, [1], False), (11, [0], True), (11, [1], False)]
+
+
+def test_B20_direct_workers_are_told_verdicts_the_last_of_each_block_last() -> None:
+    """Block 1 may be written at first; its peer's End comes in the same turn."""
+    made, sent = direct()
+    made.passed([0], ok=False)
+    made.passed([1], ok=False, written=True)
+    made.passed([1], ok=False)
+    made.passed([2], ok=True)
+    made.passed([], ok=False)
+    made.flush()
+    assert [message for connection, message in sent if connection == 10] == [
+        p.Passed(5, u32([2]), ok=True),
+        p.Passed(5, u32([1]), ok=False, written=True),
+        p.Passed(5, u32([0, 1]), ok=False),
+    ]
+    made.flush()
+    assert len(sent) == 6, "once"
+
+
+def test_B13_direct_a_peer_is_told_what_all_ranks_have_named() -> None:
+    made, _ = direct(push=True)
+    assert made.target(1, 0, named(0, 0, 1), RANKS) == {}
+    assert made.target(1, 1, named(1, 1), RANKS) == {1: [11]}
+    assert made.target(1, 1, named(1, 0), RANKS) == {0: [10]}
+
+
+@pytest.mark.parametrize("ranks", [RANKS[:1], (), (RANKS[0], RankPages("new", b"", ()))])
+def test_B20_direct_blocks_that_were_named_by_an_agent_that_has_ended_are_told_to_nobody(
+    ranks: tuple[RankPages, ...],
+) -> None:
+    """Their load is over: they may be another request's by now."""
+    pair, chain = stored(1)
+    number = claimed(pair, chain)
+    pair.ranks, named_by = ranks, RANKS
+    for rank, pages in enumerate(named_by):
+        target = p.Target(number, pages.agent, u32([0]), u32([10]))
+        pair.consumer.of_worker(1, rank, target, pair.taker.now_ns)
+    assert pair.passed == {(number, 0): False}
+    assert not pair.unsafe
+    pair.consumer.of_worker(1, 0, target, pair.taker.now_ns)
+    pair.consumer.end(number)
+    pair.consumer.of_worker(1, 0, target, pair.taker.now_ns)
+    pair.check_nothing_left(5)
 
 
 def test_what_is_behind_a_gap_is_asked_for_though_it_is_here() -> None:
@@ -263,33 +322,28 @@ class Others:
         self.wants.append(want)
         return len(self.wants)
 
-    def offered(self, _namespace: Namespace, _fetch: int) -> dict[int, str] | None:
+    def inlet(self, _namespace: Namespace) -> Others:
+        return self
+
+    def offered(self, _fetch: int) -> dict[int, str] | None:
         self.asked += 1
         return self.offers if self.asked > self.owed else None
 
     def pushes(self, _address: str) -> bool:
         return True
 
-    def read(
-        self,
-        _namespace: Namespace,
-        _fetch: int,
-        positions: list[int],
-        _session: int,
-        _workers: Mapping[int, int],
+    def claim(
+        self, _fetch: int, _session: int, _workers: Mapping[int, int], positions: list[int]
     ) -> None:
         self.read_.append(positions)
 
-    def read_no_more(self, _namespace: Namespace, fetch: int) -> None:
+    def end(self, fetch: int) -> None:
         self.over.append(fetch)
 
-    def sign(
-        self, _namespace: Namespace, _fetch: int | None, _keys: Sequence[BlockKey], _now_ns: int
-    ) -> tuple[int, int | None] | None:
-        return None
+    claimed = end
 
-    def claimed(self, _namespace: Namespace, fetch: int) -> None:
-        self.over.append(fetch)
+    def progress(self, *_: object) -> None:
+        """Nothing is known of it."""
 
 
 def asking(
@@ -402,13 +456,12 @@ def test_a_session_that_ends_lets_go_of_what_its_lookups_wait_for() -> None:
 
 
 def test_direct_what_has_failed_between_offer_and_claim_is_told() -> None:
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3)
     number = offered(pair, chain)
     pair.consumer._done(pair.consumer._fetches[number], (1, 2), ok=False)
-    pair.consumer.claim(number, [0, 1, 2])
+    pair.claim(number, [0, 1, 2])
     assert pair.passed == {(number, 1): False}
-    pair.consumer.claim(number + 1, [0])
+    pair.claim(number + 1, [0])
     assert pair.passed[number + 1, 0] is False
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from connectors.direct_reads import DirectTransfers, PeerWrite, WriteEnd
 from connectors.worker import StoreTask
-from tests.harness.fakes import hashes
 from tests.harness.live import eventually
 from tests.harness.worker_rig import BLOCKS
 from tests.test_direct import Nodes, nodes
@@ -34,10 +33,8 @@ def part(made: Nodes) -> int:
 def test_L1_direct_a_prompt_is_pushed_from_engine_memory_into_engine_memory(
     tmp_path: Path, ranks: tuple[int, int]
 ) -> None:
-    chain = hashes(5)
-    with nodes(tmp_path, ranks, serving=True, push=True) as made:
-        made.rigs[0].put(chain, range(5))
-        found = made.brings(made.ask(chain), range(9, 14))
+    with nodes(tmp_path, ranks, serving=True, push=True, stored=5) as made:
+        found = made.brings(made.ask(), range(9, 14))
         assert all(rank.untouched([*range(9), *range(14, BLOCKS)]) for rank in made.rigs[1].ranks)
         assert (found[GPU], found.get(CPU)) == (5, None)
         assert moved(made) == (0, 5 * part(made))
@@ -50,11 +47,9 @@ def test_L1_direct_a_prompt_is_pushed_from_engine_memory_into_engine_memory(
 
 
 def test_L1_direct_what_the_engine_has_overwritten_is_pushed_from_slots(tmp_path: Path) -> None:
-    chain = hashes(6)
-    with nodes(tmp_path, serving=True, push=True) as made:
-        made.rigs[0].put(chain, range(6))
+    with nodes(tmp_path, serving=True, push=True, stored=6) as made:
         overwrite(made, [1, 4])
-        found = made.brings(made.ask(chain), range(9, 15))
+        found = made.brings(made.ask(), range(9, 15))
         assert (found[GPU], found[CPU]) == (4, 2)
         assert moved(made) == (2 * part(made), 4 * part(made))
 
@@ -63,7 +58,7 @@ def test_L1_direct_what_the_engine_has_overwritten_is_pushed_from_slots(tmp_path
 def test_B19_direct_what_is_overwritten_while_it_is_written_is_written_again_from_slots(
     tmp_path: Path, ranks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chain, real, done = hashes(6), DirectTransfers.advance_write, list[int]()
+    real, done = DirectTransfers.advance_write, list[int]()
 
     def late(
         self: DirectTransfers, giving: PeerWrite, now_ns: int, *, session_over: bool
@@ -73,10 +68,9 @@ def test_B19_direct_what_is_overwritten_while_it_is_written_is_written_again_fro
             overwrite(made, [0, 3])
         return real(self, giving, now_ns, session_over=session_over)
 
-    with nodes(tmp_path, ranks, serving=True, push=True) as made:
-        made.rigs[0].put(chain, range(6))
+    with nodes(tmp_path, ranks, serving=True, push=True, stored=6) as made:
         monkeypatch.setattr(DirectTransfers, "advance_write", late)
-        found = made.brings(made.ask(chain), range(9, 15))
+        found = made.brings(made.ask(), range(9, 15))
         assert done
         assert (found[GPU], found[CPU]) == (4, 2)
         assert moved(made) == (2 * part(made), 6 * part(made))
@@ -86,13 +80,11 @@ def test_B19_direct_what_is_overwritten_while_it_is_written_is_written_again_fro
 def test_B15_direct_what_an_engine_whose_agent_is_gone_has_is_pushed_from_slots(
     tmp_path: Path, ranks: tuple[int, int]
 ) -> None:
-    chain = hashes(4)
-    with nodes(tmp_path, ranks, serving=True, push=True) as made:
-        made.rigs[0].put(chain, range(4))
+    with nodes(tmp_path, ranks, serving=True, push=True, stored=4) as made:
         direct = made.rigs[0].ranks[0].half._direct
         assert direct is not None
         direct._agent._agent = None  # of one rank
-        assert made.brings(made.ask(chain), range(9, 13))[CPU] == 4
+        assert made.brings(made.ask(), range(9, 13))[CPU] == 4
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -100,27 +92,23 @@ def test_B15_direct_a_write_that_fails_has_its_load_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, raises: bool
 ) -> None:
     """Some of it may still come, so the decode engine's agent ends; the next load is good."""
-    chain, real = hashes(4), DirectTransfers.advance_write
-    with nodes(tmp_path, serving=True, push=True) as made:
-        made.rigs[0].put(chain, range(4))
+    real = DirectTransfers.advance_write
+    with nodes(tmp_path, serving=True, push=True, stored=4) as made:
         reader = made.rigs[1].ranks[0].half._direct
         assert reader is not None
         agent = reader._agent.name
         failed: Mapping[object, str] = {} if raises else defaultdict(lambda: "failed")
         monkeypatch.setattr(DirectTransfers, "advance_write", lambda *_, **__: failed[0])
-        assert made.load(made.ask(chain), range(9, 13)) == [True]
+        assert made.load(made.ask(), range(9, 13)) == [True]
         assert reader._agent.name != agent
         eventually(lambda: not made.left())
         monkeypatch.setattr(DirectTransfers, "advance_write", real)
-        assert made.load(made.ask(chain), range(4, 8), "again") == [False]
-        assert made.holds(range(4, 8))
+        made.brings(made.ask(), range(4, 8), "again")
 
 
 def test_B15_direct_a_prompt_whose_engine_detaches_is_pushed_from_slots(tmp_path: Path) -> None:
-    chain = hashes(4)
-    with nodes(tmp_path, serving=True, push=True) as made:
-        made.rigs[0].put(chain, range(4))
-        grant = made.ask(chain)
+    with nodes(tmp_path, serving=True, push=True, stored=4) as made:
+        grant = made.ask()
         made.rigs[0].client.detach("a test")
         for rank in made.rigs[0].ranks:
             rank.storage.fill_(0x55)
@@ -130,10 +118,8 @@ def test_B15_direct_a_prompt_whose_engine_detaches_is_pushed_from_slots(tmp_path
 def test_L1_direct_blocks_of_several_engine_blocks_are_pushed_from_engine_memory(
     tmp_path: Path,
 ) -> None:
-    chain = hashes(3)
-    with nodes(tmp_path, serving=True, per=2, push=True) as made:
-        made.rigs[0].put(chain, range(6))
-        found = made.brings(made.ask(chain), range(10, 16))
+    with nodes(tmp_path, serving=True, per=2, push=True, stored=3) as made:
+        found = made.brings(made.ask(), range(10, 16))
         assert made.rigs[1].ranks[0].untouched(range(10))
         assert found[GPU] == 3
 
@@ -142,7 +128,7 @@ def test_B15_direct_what_is_written_as_its_engine_detaches_comes_from_slots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its workers end what they have begun and say so, and nobody tells of overwritten blocks."""
-    chain, real, done = hashes(4), DirectTransfers.advance_write, list[WriteEnd | None]()
+    real, done = DirectTransfers.advance_write, list[WriteEnd | None]()
 
     def late(
         self: DirectTransfers, giving: PeerWrite, now_ns: int, *, session_over: bool
@@ -153,9 +139,8 @@ def test_B15_direct_what_is_written_as_its_engine_detaches_comes_from_slots(
             eventually(lambda: not made.numbers(0).get("kvstore_sessions{active}"))
         return real(self, giving, now_ns, session_over=session_over)
 
-    with nodes(tmp_path, serving=True, push=True) as made:
-        made.rigs[0].put(chain, range(4))
+    with nodes(tmp_path, serving=True, push=True, stored=4) as made:
         monkeypatch.setattr(DirectTransfers, "advance_write", late)
-        found = made.brings(made.ask(chain), range(9, 13))
+        found = made.brings(made.ask(), range(9, 13))
         assert done
         assert found[CPU] == 4

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import msgspec
 import pytest
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import GroupLayout, PageRun, RankLayout, RankPages
-from kvstore.handover import jobs
+from kvstore.handover import jobs, transfers
 from kvstore.handover.consumer import ANSWER_NS, STALL_NS
 from kvstore.handover.jobs import Job
 from kvstore.handover.runs import Part
-from kvstore.handover.transfers import SlotFill
+from kvstore.handover.transfers import PeerAgents, SlotFill, Transfers
 from kvstore.wire import peer as m
 from tests.harness.fakes import SLOT_BYTES, from_u32, hashes, u32
-from tests.harness.handover_pair import Pair
+from tests.harness.handover_pair import Pair, stored
+from tests.test_peer_limits import Told
 
 HALF = SLOT_BYTES // 2
 
@@ -29,16 +33,25 @@ RANKS = tuple(
 TARGETS = {0: [10], 1: [11], 2: [12]}
 
 
-def claimed(pair: Pair, chain: list[bytes], request: str = "") -> int:
+def claimed(
+    pair: Pair, chain: list[bytes], request: str = "", ranks: Sequence[RankPages] = RANKS
+) -> int:
     """A pushed fetch of all of a chain, which workers wait for."""
+    pair.ranks = ranks
     indices = (u32(range(len(chain))),)
     want = m.Want(1, b"".join(chain), 32, indices, b"", request, push=True)
     number = pair.consumer.want(pair.peer, want, pair.taker.now_ns, direct=True)
     while pair.consumer.offered(number) is None:
         pair.run(1)
-    pair.consumer.claim(number, range(len(chain)))
+    pair.claim(number, range(len(chain)))
     assert pair.pushing == [number]
     return number
+
+
+def pushed(blocks: int, ranks: Sequence[RankPages] = RANKS) -> tuple[Pair, int]:
+    """A claimed fetch of a chain that the prefill store has."""
+    pair, chain = stored(blocks)
+    return pair, claimed(pair, chain, ranks=ranks)
 
 
 def job_of(pair: Pair) -> Job:
@@ -53,13 +66,11 @@ def filled(pair: Pair) -> list[tuple[str, int, list[int], list[int]]]:
 
 
 def test_L1_direct_a_peer_writes_blocks_to_all_ranks_once_it_is_told_where() -> None:
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
-    number = claimed(pair, chain)
+    pair, number = pushed(3)
     pair.run(20)
     assert not pair.filled, "it does not know where"
-    pair.consumer.fill(number, {0: [10], 2: [12]}, RANKS)
-    pair.consumer.fill(number, {1: [11]}, RANKS)
+    pair.name(number, {0: [10], 2: [12]})
+    pair.name(number, {1: [11]})
     pair.run(20)
     assert pair.met[1:] == ["rank 0", "rank 1"], "after the exporter, once each"
     slots = [job[2] for job in filled(pair)]
@@ -68,30 +79,26 @@ def test_L1_direct_a_peer_writes_blocks_to_all_ranks_once_it_is_told_where() -> 
     assert pair.passed == {(number, position): True for position in range(3)}
     assert not pair.unsafe
     assert pair.consumer.fetched == {"cpu": 3}
-    pair.run(5)
-    pair.check_nothing_left()
+    pair.check_nothing_left(5)
 
 
 def test_B13_direct_a_rank_without_a_groups_layers_is_not_written() -> None:
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
-    number = claimed(pair, chain)
+    pair, chain = stored(1)
     ranks = (RankPages("none", b"md", ((),)), RankPages("all", b"md", ((page(0, SLOT_BYTES),),)))
-    pair.consumer.fill(number, {0: [10]}, ranks)
+    number = claimed(pair, chain, ranks=ranks)
+    pair.name(number, {0: [10]})
     pair.run(20)
     assert [fill.rank.agent for fill in pair.filled] == ["all"]
     assert pair.passed == {(number, 0): True}
 
 
 def test_B14_direct_a_place_is_named_to_a_peer_once() -> None:
-    pair, chain = Pair(), hashes(2)
-    pair.put(chain)
-    number = claimed(pair, chain)
+    pair, number = pushed(2)
     pair.run(5)
     for targets in ({0: [10]}, {0: [10]}, {1: [11]}):
-        pair.consumer.fill(number, targets, RANKS)
+        pair.name(number, targets)
     pair.run(20)
-    told = [message for message in pair.up.sent if isinstance(message, m.Fill)]
+    told = [message for message in pair.up.sent if isinstance(message, m.Land)]
     assert [(from_u32(message.positions), len(message.ranks)) for message in told] == [
         ([0], 2),
         ([1], 0),
@@ -100,11 +107,9 @@ def test_B14_direct_a_place_is_named_to_a_peer_once() -> None:
 
 
 def test_B19_direct_a_peer_that_says_too_early_that_it_has_written_is_not_believed() -> None:
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
-    number = claimed(pair, chain)
-    regions = (pair.region(1)[0],)
-    have = m.Have(number, u32([0]), u32([1, 0]), u32([0]), bytes(8), regions)
+    pair, number = pushed(1)
+    regions = (pair.region(1),)
+    have = m.Have(number, u32([0]), u32([1, 0]), bytes(8), regions)
     pair.consumer.on_message(pair.peer, have, pair.taker.now_ns)
     pair.run(5)
     assert not pair.passed_on, "nor is it read there"
@@ -116,7 +121,7 @@ def test_P7_direct_blocks_are_written_as_a_prefill_computes_them() -> None:
     pair, chain = Pair(), hashes(3)
     pair.hand("r")
     number = claimed(pair, chain, "r")
-    pair.consumer.fill(number, TARGETS, RANKS)
+    pair.name(number, TARGETS)
     pair.run(5)
     assert not pair.passed
     pair.put(chain[:2])
@@ -135,25 +140,23 @@ def test_B13_direct_parts_that_are_not_wanted_are_not_written() -> None:
     rank = RankLayout(SLOT_BYTES, (GroupLayout(HALF, ()),))
     pair.source.layout = msgspec.structs.replace(pair.source.layout, ranks=(rank,))
     pair.put(chain)
-    number = claimed(pair, chain)
     ranks = (RankPages("rank", b"md", ((page(0, HALF),),)),)
-    pair.consumer.fill(number, {0: [20, 21], 1: [22, 0]}, ranks)
+    number = claimed(pair, chain, ranks=ranks)
+    pair.name(number, {0: [20, 21], 1: [22, 0]})
     pair.run(20)
     parts = {
         b: o % SLOT_BYTES for f in pair.filled for o, b in zip(f.offsets, f.blocks, strict=True)
     }
     assert parts == {20: 0, 21: HALF, 22: 0}
-    pair.run(5)
-    pair.check_nothing_left()
+    pair.check_nothing_left(5)
 
 
 def test_B20_direct_a_slot_is_let_go_of_when_the_last_of_its_writes_has_ended() -> None:
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
+    pair, chain = stored(1)
     held: list[tuple[Part, SlotFill]] = []
     pair.fill = lambda part, fill: held.append((part, fill))  # type: ignore[method-assign]
     number = claimed(pair, chain)
-    pair.consumer.fill(number, {0: [10]}, RANKS)
+    pair.name(number, {0: [10]})
     pair.run(5)
     assert len(held) == 2
     part = held[0][0]
@@ -170,16 +173,15 @@ def test_B20_direct_a_slot_is_let_go_of_when_the_last_of_its_writes_has_ended() 
 
 def test_B20_direct_a_write_that_fails_ends_all_of_its_want() -> None:
     """Its load has failed, and nobody says where its other blocks go."""
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3)
     pair.fail = 1.0
     number = claimed(pair, chain)
-    pair.consumer.fill(number, {0: [10]}, RANKS)
+    pair.name(number, {0: [10]})
     pair.run(10)
     assert pair.passed == {(number, position): False for position in range(3)}
     assert pair.unsafe == {(number, 0)}
-    pair.consumer.cancel(number, now=True)
-    assert not pair.consumer._late_fills
+    pair.consumer.end(number)
+    assert not pair.consumer._late
     pair.check_nothing_left()
 
 
@@ -188,15 +190,14 @@ def test_B20_direct_a_peer_that_was_told_to_stop_says_when_it_writes_no_more(
     how: dict[str, bool],
 ) -> None:
     """It was not told where the third block goes, and keeps that neither."""
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3)
     held: list[Part] = []
     pair.fill = lambda part, fill: held.append(part)  # type: ignore[method-assign] # noqa: ARG005
     number = claimed(pair, chain)
-    pair.consumer.fill(number, {0: [10], 1: [11]}, RANKS)
+    pair.name(number, {0: [10], 1: [11]})
     pair.run(5)
     assert not any(rank.metadata for rank in job_of(pair).ranks), "each job would keep its own"
-    pair.consumer.arrived(number, [0, 1], pair.taker.now_ns, ok=False)
+    pair.read(number, [0, 1], ok=False)
     pair.run(5)
     assert pair.unsafe == {(number, 0), (number, 1)}
     for part in held:
@@ -209,11 +210,9 @@ def test_B20_direct_a_peer_that_was_told_to_stop_says_when_it_writes_no_more(
 
 
 def test_B20_direct_what_is_let_go_of_before_it_is_begun_is_not_written() -> None:
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
-    claimed(pair, chain)
+    pair, _ = pushed(1)
     pair.run(5)
-    fill = m.Fill(1, u32([0]), u32([10]), RANKS)
+    fill = m.Land(1, u32([0]), u32([10]), ranks=RANKS)
     pair.producer.on_message(pair.peer, fill, pair.giver.now_ns)
     pair.producer.on_message(pair.peer, m.Release(1), pair.giver.now_ns)
     pair.run(5)
@@ -223,11 +222,9 @@ def test_B20_direct_what_is_let_go_of_before_it_is_begun_is_not_written() -> Non
 
 def test_L1_direct_many_blocks_are_written_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "FILL_BYTES", 2 * SLOT_BYTES)
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
-    number = claimed(pair, chain)
+    pair, number = pushed(3)
     pair.run(5)
-    pair.consumer.fill(number, TARGETS, RANKS)
+    pair.name(number, TARGETS)
     pair.run(20)
     assert max(len(fill.blocks) for fill in pair.filled) <= 2
     assert sum(len(fill.blocks) for fill in pair.filled) == 6
@@ -236,11 +233,10 @@ def test_L1_direct_many_blocks_are_written_some_at_a_time(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("how", ["lost", "late", "let go", "lease", "exporter"])
 def test_B20_direct_what_a_peer_may_still_write_is_told_so(how: str) -> None:
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3)
     pair.fill = lambda *_: None  # type: ignore[method-assign] # its writes do not end
     number = claimed(pair, chain)
-    pair.consumer.fill(number, {0: [10], 1: [11]}, RANKS)
+    pair.name(number, {0: [10], 1: [11]})
     pair.run(5)
     match how:
         case "lost":
@@ -260,10 +256,8 @@ def test_B20_direct_what_a_peer_may_still_write_is_told_so(how: str) -> None:
 
 
 def test_B20_direct_what_was_written_and_is_not_good_is_written_no_more() -> None:
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
-    number = claimed(pair, chain)
-    pair.consumer.fill(number, {0: [10]}, RANKS)
+    pair, number = pushed(1)
+    pair.name(number, {0: [10]})
     while not any(isinstance(message, m.Confirm) for message in pair.up.sent):
         pair.run(1)
     pair.lose()
@@ -277,7 +271,7 @@ ENOUGH = u32([0]), u32([10])
 @pytest.mark.parametrize(
     ("positions", "blocks", "ranks", "expected"),
     [
-        (*ENOUGH, (), "with 0 ranks for job 1, expected a direct push, and ranks once"),
+        (*ENOUGH, (), "0 ranks for job 1, expected them once"),
         (*ENOUGH, (RankPages("r", b"", ()),), "pages of 0 groups of rank 0, expected 1"),
         (
             *ENOUGH,
@@ -298,11 +292,9 @@ ENOUGH = u32([0]), u32([10])
 def test_B2_direct_a_place_that_cannot_be_written_is_refused(
     positions: bytes, blocks: bytes, ranks: tuple[RankPages, ...], expected: str
 ) -> None:
-    pair, chain = Pair(), hashes(2)
-    pair.put(chain)
-    claimed(pair, chain)
+    pair, _ = pushed(2)
     pair.run(5)
-    fill = m.Fill(1, positions, blocks, ranks)
+    fill = m.Land(1, positions, blocks, ranks=ranks)
     with pytest.raises(ProtocolError, match=expected):
         pair.producer.on_message(pair.peer, fill, pair.giver.now_ns)
     pair.run(5)
@@ -310,15 +302,13 @@ def test_B2_direct_a_place_that_cannot_be_written_is_refused(
 
 
 def test_B2_direct_a_place_is_told_once() -> None:
-    pair, chain = Pair(), hashes(2)
-    pair.put(chain)
-    claimed(pair, chain)
+    pair, _ = pushed(2)
     pair.run(5)
-    first = m.Fill(1, u32([0]), u32([10]), RANKS)
+    first = m.Land(1, u32([0]), u32([10]), ranks=RANKS)
     pair.producer.on_message(pair.peer, first, pair.giver.now_ns)
     for again, expected in (
-        (first, "with 2 ranks"),
-        (m.Fill(1, u32([0]), u32([10])), "a second place for position 0"),
+        (first, "2 ranks for job 1"),
+        (m.Land(1, u32([0]), u32([10])), "a second place for position 0"),
     ):
         with pytest.raises(ProtocolError, match=expected):
             pair.producer.on_message(pair.peer, again, pair.giver.now_ns)
@@ -326,30 +316,51 @@ def test_B2_direct_a_place_is_told_once() -> None:
 
 @pytest.mark.parametrize(("push", "direct"), [(True, False), (False, True)])
 def test_B2_direct_places_are_for_a_direct_push_only(push: bool, direct: bool) -> None:
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
+    pair, chain = stored(1)
     want = m.Want(1, chain[0], 32, (u32([0]),), push=push)
     pair.consumer.want(pair.peer, want, pair.taker.now_ns, direct=direct)
     pair.run(5)
-    fill = m.Fill(1, u32([0]), u32([10]), RANKS)
-    with pytest.raises(ProtocolError, match="expected a direct push"):
+    fill = m.Land(1, u32([0]), u32([10]), ranks=RANKS)
+    with pytest.raises(ProtocolError, match="engine blocks for job 1, expected a push"):
         pair.producer.on_message(pair.peer, fill, pair.giver.now_ns)
 
 
 def test_B2_direct_landing_slots_are_not_for_a_direct_push() -> None:
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
-    claimed(pair, chain)
+    pair, _ = pushed(1)
     pair.run(5)
-    land = m.Land(1, m.Region(900, 4096, 6), u32([0]), u32([0]), b"md")
-    with pytest.raises(ProtocolError, match="landing slots"):
+    land = m.Land(1, u32([0]), u32([0]), m.Region(900, 4096, 6), metadata=b"md")
+    with pytest.raises(
+        ProtocolError, match="landing slots for job 1, expected a push: engine blocks if"
+    ):
         pair.producer.on_message(pair.peer, land, pair.giver.now_ns)
 
 
 def test_B2_direct_a_peer_that_writes_does_not_say_what_to_read_in_an_engine() -> None:
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
-    number = claimed(pair, chain)
-    message = m.Resident(number, u32([0]), 3, u32([1]), RANKS)
+    pair, number = pushed(1)
+    message = m.Have(number, u32([0]), u32([1]), engine=3, ranks=RANKS)
     with pytest.raises(ProtocolError, match="was not asked to be read in an engine"):
         pair.consumer.on_message(pair.peer, message, pair.taker.now_ns)
+
+
+# The exporter's peers
+
+
+def test_the_workers_of_a_peers_engine_are_known_as_long_as_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfers, "NAMED_MAX", 3)
+    monkeypatch.setattr(transfers, "AGENTS_MAX", 2)
+    told = Told()
+    known = PeerAgents(cast("Transfers", told))
+    for name in ("exporter", "a", "b"):
+        known.meet(1, name, b"md")
+    known.meet(1, "a", b"again")
+    assert told.known == {"exporter": b"md", "a": b"again", "b": b"md"}
+    known.update(1, b"more")
+    assert told.known["exporter"] == b"more", "a connection's first"
+    assert known.metadata("a") == b"again"
+    known.meet(1, "c", b"md")
+    assert told.known.keys() == {"exporter", "b", "c"}, "the longest known makes room"
+    known.leave(1)
+    assert len(known) == 2
+    assert [known.metadata(name) for name in ("exporter", "b", "c", "a")].count(b"") == 2

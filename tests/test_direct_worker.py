@@ -21,6 +21,9 @@ from kvstore.wire import framing
 from tests.harness.fakes import u32
 from tiers.nixl.messages import MoveError
 
+LAYOUT = RankLayout(64, (GroupLayout(32, (LayerRun("l", 0, 32, writes=True),)),))
+THEIRS = (RankPages("theirs", b"md", ()),)
+
 
 class Reader(EngineAgent):
     """PeerLoad take as long as the test likes."""
@@ -71,9 +74,8 @@ class Worker:
             self.reader = Reader()
             patch.setattr("connectors.direct_reads.EngineAgent", lambda *_, **__: self.reader)
             self.reads = DirectTransfers({})
-        layout = RankLayout(64, (GroupLayout(32, (LayerRun("l", 0, 32, writes=True),)),))
-        self.said: list[framing.Message] = []
-        self.reads.open(layout, "lo", self.said.append)
+            self.said: list[framing.Message] = []
+        self.reads.open(LAYOUT, "lo", self.said.append)
         assert self.said.pop() == p.Serves(*self.reader.serves())
         slots = (7, p.DIRECT + 4, p.DIRECT + 6)
         self.job = LoadJob(
@@ -117,16 +119,15 @@ def test_L1_direct_a_load_is_over_when_all_it_reads_is_good() -> None:
 
 def test_L1_direct_a_load_reads_in_a_peers_engine_whose_memory_is_told_once() -> None:
     worker = Worker()
-    ranks = (RankPages("theirs", b"md", ()),)
-    worker.reads.receive(p.InEngine(9, 5, ranks, u32([4]), u32([70, 71])))
+    worker.reads.receive(p.InEngine(9, 5, THEIRS, u32([4]), u32([70, 71])))
     assert not worker.advance()
     slot = p.DIRECT + 4
     moves = [(Move(0, 22, slot, 0), 70), (Move(0, 23, slot, 1), 71)]
-    assert worker.reader.engine_moves == [(ranks, moves)]
+    assert worker.reader.engine_moves == [(THEIRS, moves)]
     worker.reads.receive(p.InEngine(9, 5, (), u32([6]), u32([80, 81])))
     worker.passed(4, 6)
     assert worker.advance()
-    assert worker.reader.engine_moves[1][0] == ranks
+    assert worker.reader.engine_moves[1][0] == THEIRS
     assert worker.said == [p.Arrived(9, u32([at]), 64, ok=True) for at in (4, 6)]
 
 
@@ -142,8 +143,7 @@ def test_L1_direct_blocks_of_two_engines_are_each_read_in_their_own() -> None:
 
 def test_B19_direct_what_is_told_once_more_is_read_once_more() -> None:
     worker = Worker()
-    ranks = (RankPages("theirs", b"md", ()),)
-    worker.reads.receive(p.InEngine(9, 5, ranks, u32([4, 6]), u32([70, 71, 80, 81])))
+    worker.reads.receive(p.InEngine(9, 5, THEIRS, u32([4, 6]), u32([70, 71, 80, 81])))
     assert not worker.advance()
     worker.passed(6)
     worker.places(4)
@@ -192,20 +192,14 @@ def test_an_engine_whose_pages_cannot_be_told_serves_nobody_and_reads_all_the_sa
         raise ValueError("too many pieces")
 
     worker.reader.serves = serves  # type: ignore[method-assign]
-    layout = RankLayout(64, (GroupLayout(32, (LayerRun("l", 0, 32, writes=True),)),))
-    worker.reads.open(layout, "lo", worker.said.append)
+    worker.reads.open(LAYOUT, "lo", worker.said.append)
     assert not worker.said
 
 
 def test_what_comes_from_slots_only_reads_nothing_of_a_peer() -> None:
     worker = Worker()
-    engine = EngineSpec((20, 21), (2,), (0,))
-    assert (
-        worker.reads.start_load(
-            LoadJob("r", 1, 1, engine, (7,), (3,)), (2,), LoadDeadline(1000, 10**6, 0)
-        )
-        is None
-    )
+    job = LoadJob("r", 1, 1, EngineSpec((20, 21), (2,), (0,)), (7,), (3,))
+    assert worker.reads.start_load(job, (2,), LoadDeadline(1000, 10**6, 0)) is None
 
 
 @pytest.mark.parametrize("how", ["refused", "late", "read"])
@@ -261,12 +255,11 @@ def test_P8_direct_an_agent_that_is_written_to_is_reached_by_networks_only(
     put: dict[str, str] = {}
     monkeypatch.setattr("connectors.engine_agent.os.putenv", put.__setitem__)
     cache = LayerCache(torch.zeros(64, dtype=torch.uint8), 0, 32, 32)
-    layout = RankLayout(64, (GroupLayout(32, (LayerRun("l", 0, 32, writes=True),)),))
     for pushed, expected in ((False, None), (True, NETWORKS)):
         put.clear()
         reads = DirectTransfers({"l": cache}, pushed=pushed)
         reads._agent._make = Agent  # type: ignore[assignment]
-        reads.open(layout, "lo", lambda _: None)
+        reads.open(LAYOUT, "lo", lambda _: None)
         assert put.get("UCX_TLS") == expected
 
 
@@ -319,31 +312,25 @@ def test_B20_direct_a_pushed_load_that_failed_ends_the_agent_that_may_be_written
     assert worker.reader.restarts == 1
 
 
-def test_O14_direct_a_pushed_load_whose_session_is_over_ends_the_agent() -> None:
-    worker = pushed()
+@pytest.mark.parametrize("push", [False, True])
+def test_O14_direct_a_load_whose_session_is_over_waits_until_its_blocks_are_written_no_more(
+    push: bool,
+) -> None:
+    """What is read ends by itself; what is pushed ends with the agent."""
+    worker = pushed() if push else Worker()
+    if not push:
+        worker.reader.hangs = True
+        worker.places(4)
+        assert not worker.advance()
     half = WorkerHalf.__new__(WorkerHalf)
     half._direct, half._deadlines = worker.reads, {}
     task = LoadTask(worker.job, 0, peer=worker.load)
     assert half._abandon(task, 0) is None, "engine blocks may be written"
-    outcome = half._abandon(task, CANCEL_NS)
-    assert outcome is not None
-    assert not outcome.ok
-    assert worker.reader.restarts == 1
-
-
-def test_O14_direct_a_load_whose_session_is_over_waits_for_what_is_being_read() -> None:
-    worker = Worker()
-    worker.reader.hangs = True
-    worker.places(4)
-    assert not worker.advance()
-    half = WorkerHalf.__new__(WorkerHalf)
-    half._direct, half._deadlines = worker.reads, {}
-    task = LoadTask(worker.job, 0, peer=worker.load)
-    assert half._abandon(task, 0) is None, "engine blocks are being written"
     worker.reader.hangs = False
-    outcome = half._abandon(task, 1)
+    outcome = half._abandon(task, CANCEL_NS if push else 1)
     assert outcome is not None
     assert not outcome.ok
+    assert worker.reader.restarts == push
 
 
 class Agent:
@@ -390,10 +377,7 @@ def test_direct_the_agents_that_were_not_heard_of_for_longest_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("connectors.engine_agent.PEERS_MAX", 3)
-    reader = EngineAgent({"l": LayerCache(torch.zeros(64, dtype=torch.uint8), 0, 32, 32)})
-    reader._make = Agent  # type: ignore[assignment]
-    layout = RankLayout(64, (GroupLayout(32, (LayerRun("l", 0, 32, writes=True),)),))
-    reader.open(layout, "lo")
+    reader = opened()
     for peer in ("a", "b", "c", "a", "d"):
         reader.meet(peer, peer.encode())
         assert reader.over(reader.read(peer, [(Move(0, 1, 0, 0), 4096)]))
@@ -401,12 +385,16 @@ def test_direct_the_agents_that_were_not_heard_of_for_longest_are_forgotten(
     assert agent.known == ["a", "c", "d"], "met once each"
 
 
-def halves() -> tuple[EngineAgent, Any, list[RankPages]]:
-    """A reader of a page whose halves two ranks have, and its agent."""
+def opened() -> EngineAgent:
     reader = EngineAgent({"l": LayerCache(torch.zeros(64, dtype=torch.uint8), 0, 32, 32)})
     reader._make = Agent  # type: ignore[assignment]
-    layout = RankLayout(64, (GroupLayout(32, (LayerRun("l", 0, 32, writes=True),)),))
-    reader.open(layout, "lo")
+    reader.open(LAYOUT, "lo")
+    return reader
+
+
+def halves() -> tuple[EngineAgent, Any, list[RankPages]]:
+    """A reader of a page whose halves two ranks have, and its agent."""
+    reader = opened()
     ranks = [
         RankPages(name, name.encode(), ((PageRun(16 * n, 16, 1, 4096, 16, 0),),))
         for n, name in enumerate(("here", "gone"))
@@ -440,10 +428,7 @@ def test_direct_an_engine_whose_agents_were_forgotten_is_read_again(
 
 
 def test_B15_direct_a_peer_that_is_gone_keeps_no_other_from_being_read_after_a_restart() -> None:
-    reader = EngineAgent({"l": LayerCache(torch.zeros(64, dtype=torch.uint8), 0, 32, 32)})
-    reader._make = Agent  # type: ignore[assignment]
-    layout = RankLayout(64, (GroupLayout(32, (LayerRun("l", 0, 32, writes=True),)),))
-    reader.open(layout, "lo")
+    reader = opened()
     moves = [(Move(0, 1, 0, 0), 4096)]
 
     def read(peer: str) -> bool:

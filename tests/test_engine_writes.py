@@ -10,18 +10,17 @@ from msgspec.structs import replace
 from connectors.direct_reads import WriteEnd
 from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import METADATA_MAX, PageRun, RankPages
-from kvstore.handover import engine_writes as under_test
 from kvstore.handover import jobs
 from kvstore.handover.engine_blocks import Resident
 from kvstore.handover.engine_writes import AT_ONCE, LOST_NS, OF_PEER, SLOW_NS, WAIT_NS, EngineWrites
 from kvstore.handover.peers import Peers
 from kvstore.handover.runs import Part
-from kvstore.handover.transfers import EngineWrite
+from kvstore.handover.transfers import EngineWrite, SlotFill
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
-from tests.harness.fakes import from_u32, hashes, keys_of, u32
-from tests.harness.handover_pair import Pair
+from tests.harness.fakes import from_u32, keys_of, u32
+from tests.harness.handover_pair import Pair, stored
 from tests.test_direct_push import RANKS, TARGETS, claimed, filled, job_of
 from tests.test_residents import Announced
 
@@ -38,12 +37,11 @@ def given(pair: Pair, **how: bool) -> None:
 
 def shown(*positions: int) -> tuple[Pair, list[bytes], Announced, int]:
     """A pushed fetch of three blocks, of which an engine has some; all are to be written."""
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3)
     memory = Announced(pair)
     memory.add(chain, *positions)
     number = claimed(pair, chain)
-    pair.consumer.fill(number, TARGETS, RANKS)
+    pair.name(number, TARGETS)
     pair.run(5)
     return pair, chain, memory, number
 
@@ -112,12 +110,11 @@ def test_P3_direct_what_an_engine_has_written_is_good_whatever_it_overwrites_the
 
 def test_B19_direct_a_write_that_stopped_though_it_was_wanted_has_not_been_made() -> None:
     """By an exporter whose memory a peer has written over, say."""
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
+    pair, chain = stored(1)
     held: list[Part] = []
     pair.fill = lambda part, fill: held.append(part)  # type: ignore[method-assign] # noqa: ARG005
     number = claimed(pair, chain)
-    pair.consumer.fill(number, {0: [10]}, RANKS)
+    pair.name(number, {0: [10]})
     pair.run(5)
     for part in held:
         pair.producer.written(part, ok=False, stopped=True)
@@ -130,7 +127,7 @@ def test_B19_direct_a_write_that_stopped_though_it_was_wanted_has_not_been_made(
 def test_B20_direct_what_nobody_waits_for_is_not_written_once_more(how: dict[str, bool]) -> None:
     pair, _, memory, number = shown(0, 1, 2)
     assert job_of(pair).states[0] == jobs.WRITING
-    pair.consumer.arrived(number, [0, 1, 2], pair.taker.now_ns, ok=False)
+    pair.read(number, [0, 1, 2], ok=False)
     pair.run(5)
     assert len(pair.unsafe) == 3
     memory.here.clear()
@@ -142,27 +139,27 @@ def test_B20_direct_what_nobody_waits_for_is_not_written_once_more(how: dict[str
 
 def test_L1_direct_an_engine_of_smaller_blocks_than_were_named_writes_none() -> None:
     """Its block has two engine blocks, and the peer has named three of its own."""
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
+    pair, chain = stored(1)
     Announced(pair).add(chain, 0)
     claimed(pair, chain)
     pair.run(5)
     job = job_of(pair)
     job.ranks, job.targets[0] = RANKS, [10, 11, 12]
-    assert not list(job.engine_writes([0]))
-    assert [fill.blocks for _, fill in job.fills([0])] == [[10, 11, 12]] * len(RANKS)
+    written = [write for _, write in job.direct_writes([0])]
+    assert all(isinstance(write, SlotFill) for write in written)
+    assert [write.blocks for write in written] == [[10, 11, 12]] * len(RANKS)
 
 
 def test_B13_direct_an_engine_writes_wanted_parts_to_ranks_that_have_the_group() -> None:
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
+    pair, chain = stored(1)
     Announced(pair).add(chain, 0)
     claimed(pair, chain)
     pair.run(5)
     job = job_of(pair)
     theirs = replace(RANKS[1], gpu=3)
     job.ranks, job.targets[0] = (RankPages("none", b"", ((),)), theirs), [0, 31]
-    ((part, give),) = job.engine_writes([0])
+    ((part, give),) = job.direct_writes([0])
+    assert isinstance(give, EngineWrite)
     assert (give.blocks, give.targets, part.positions) == ([1], [31], [0])
     assert [(rank.agent, rank.gpu) for rank in give.ranks] == [("rank 1", 3)]
     job.writes.clear()
@@ -186,29 +183,33 @@ def test_B2_direct_what_is_written_at_once_is_not_too_many_pieces(
     assert [len(part.positions) for part, _ in pair.engine_writes] == [3]
     pair.engine_writes.clear()
     job = job_of(pair)
+
+    def batches(kind: type) -> list[int]:
+        writes = job.direct_writes([0, 1, 2])
+        return [len(part.positions) for part, write in writes if isinstance(write, kind)]
+
     pieces = jobs.FILL_PIECES // 2
     pages = (PageRun(0, 1, pieces // 2, 4096, 4096, 1), PageRun(pieces, 1, pieces // 2, 1, 4096, 1))
     job.ranks = (RankPages("theirs", b"", (pages,)),)
-    assert [len(part.positions) for part, _ in job.engine_writes([0, 1, 2])] == [2, 1]
+    assert batches(EngineWrite) == [2, 1]
     for position, key in enumerate(keys_of(chain)):
         job.targets[position], memory.here[key] = [5, 6], Resident(1, (1, 2), (0, 0))
-    assert [len(part.positions) for part, _ in job.engine_writes([0, 1, 2])] == [1, 1, 1]
+    assert batches(EngineWrite) == [1, 1, 1]
     monkeypatch.setattr(jobs, "FILL_PIECES", jobs.FILL_PIECES - 1)
-    assert not [*job.engine_writes([0, 1, 2])], "an exporter cuts blocks into parts"
-    assert sum(len(part.positions) for part, _ in job.fills([0, 1, 2])) == 3
+    assert not batches(EngineWrite), "an exporter cuts blocks into parts"
+    assert sum(batches(SlotFill)) == 3
     many = tuple(RankPages(f"r{n}", b"", (pages,)) for n in range(5))
     with pytest.raises(ProtocolError, match="81920 pieces of a block, expected up to 65536"):
         jobs.check_ranks(pair.source.layout, many)
 
 
 def test_B2_direct_a_pull_is_not_counted_as_written_by_an_engine() -> None:
-    pair, chain = Pair(), hashes(1)
-    pair.put(chain)
+    pair, chain = stored(1)
     number = pair.want(chain)
-    have = m.Have(number, b"", b"", b"", b"", given=u32([0]))
+    have = m.Have(number, b"", b"", given=u32([0]))
     pair.consumer.on_message(pair.peer, have, pair.taker.now_ns)
     assert not pair.consumer._fetches[number].by_engine
-    have = m.Have(number, b"", b"", b"", b"", given=u32([1]))
+    have = m.Have(number, b"", b"", given=u32([1]))
     with pytest.raises(ProtocolError, match="expected different ones below 1"):
         pair.consumer.on_message(pair.peer, have, pair.taker.now_ns)
 
@@ -239,6 +240,14 @@ class Sent:
             part, give, {rank: 10 + rank for rank in range(world)}, self.now_ns
         )
 
+    def start_each(self, count: int) -> None:
+        for position in range(count):
+            self.start(position)
+
+    def end_all(self) -> None:
+        for _, told in list(self.told):
+            self.engine_writes.written(1, 0, p.BlocksWritten(told.write, "all"))
+
     def ended(self) -> list[tuple[list[int], bool, bool]]:
         ended = self.engine_writes.take(self.now_ns)
         return [(list(each.part.positions), each.ok, each.stopped) for each in ended]
@@ -250,6 +259,7 @@ def test_a_write_is_over_when_all_ranks_of_the_engine_have_written() -> None:
     assert [connection for connection, _ in sent.told] == [10, 11]
     message = sent.told[0][1]
     assert (from_u32(message.blocks), from_u32(message.targets)) == ([5], [6])
+    assert message.ranks[0].metadata == b"md"
     sent.engine_writes.written(1, 1, p.BlocksWritten(message.write, "all", 64))
     assert not sent.ended()
     assert sent.engine_writes.open == 1
@@ -292,27 +302,9 @@ def test_a_write_is_over_when_all_have_written_that_were_there_when_it_was_wante
     assert [connection for connection, _ in sent.told[AT_ONCE:]] == [10, 11]
 
 
-def test_workers_are_told_once_how_a_peer_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = Sent()
-    sent.known.clear()
-    sent.start(0)
-    sent.known["theirs"] = b"md"
-    for position in range(1, AT_ONCE):
-        sent.start(position)
-    assert [told.ranks[0].metadata for _, told in sent.told] == [b"", b"md", b"", b""]
-    monkeypatch.setattr(under_test, "TOLD_MAX", 0)
-    for _, told in list(sent.told):
-        sent.engine_writes.written(1, 0, p.BlocksWritten(told.write, "all"))
-    del sent.told[:]
-    for position in range(2):
-        sent.start(position)
-    assert [told.ranks[0].metadata for _, told in sent.told] == [b"", b"md"], "it may be forgotten"
-
-
 def test_a_few_writes_of_an_engine_are_under_way_and_others_do_not_wait_for_it() -> None:
     sent = Sent()
-    for position in range(AT_ONCE + 2):
-        sent.start(position)
+    sent.start_each(AT_ONCE + 2)
     sent.start(9, engine=2)
     assert len(sent.told) == AT_ONCE + 1
     sent.engine_writes.written(1, 0, p.BlocksWritten(sent.told[1][1].write, "all"))
@@ -332,8 +324,7 @@ def test_B15_direct_a_peer_that_hangs_takes_a_part_of_an_engines_turns_only() ->
     sent.now_ns += SLOW_NS
     sent.start(60, peer=3)
     assert sent.ended() == [([60], False, True)], "nor is a slow engine asked"
-    for _, told in list(sent.told):
-        sent.engine_writes.written(1, 0, p.BlocksWritten(told.write, "all"))
+    sent.end_all()
     sent.start(70, peer=3)
     assert len(sent.told) == OF_PEER + 2
     sent.now_ns += SLOW_NS - 1
@@ -343,23 +334,12 @@ def test_B15_direct_a_peer_that_hangs_takes_a_part_of_an_engines_turns_only() ->
 
 def test_B15_direct_an_engine_that_is_about_to_go_begins_no_write() -> None:
     sent = Sent()
-    for position in range(AT_ONCE + 1):
-        sent.start(position)
+    sent.start_each(AT_ONCE + 1)
     sent.engine_writes.leave(2)
     sent.engine_writes.leave(1)
     assert sent.ended() == [([AT_ONCE], False, True)]
     sent.engine_writes.written(1, 0, p.BlocksWritten(sent.told[0][1].write, "all"))
     assert sent.ended() == [([0], True, False)], "what it has begun it ends"
-
-
-def test_how_a_peer_is_reached_is_told_again_to_workers_that_could_not_begin() -> None:
-    sent = Sent()
-    for end, metadata in (("all", b"md"), ("none", b""), ("all", b"md"), ("all", b"")):
-        sent.start(0)
-        _, told = sent.told[-1]
-        assert told.ranks[0].metadata == metadata
-        sent.engine_writes.written(1, 0, p.BlocksWritten(told.write, end))  # type: ignore[arg-type]
-        sent.ended()
 
 
 def test_B2_direct_no_worker_is_told_more_than_a_message_can_have() -> None:
@@ -373,8 +353,7 @@ def test_B2_direct_no_worker_is_told_more_than_a_message_can_have() -> None:
 
 def test_B20_direct_what_nobody_waits_for_and_no_worker_was_told_is_not_begun() -> None:
     sent = Sent()
-    for position in range(AT_ONCE):
-        sent.start(position)
+    sent.start_each(AT_ONCE)
     sent.start(20, 21)
     for part in (Part(101, 1, [0]), Part(9, 9, [9]), Part(105, 1, [0])):
         sent.engine_writes.abandon(part)
@@ -382,8 +361,7 @@ def test_B20_direct_what_nobody_waits_for_and_no_worker_was_told_is_not_begun() 
     for position in (20, 21):
         sent.engine_writes.abandon(Part(105, 1, [position]))
     assert sent.ended() == [([20, 21], False, True)]
-    for _, told in list(sent.told):
-        sent.engine_writes.written(1, 0, p.BlocksWritten(told.write, "all"))
+    sent.end_all()
     assert len(sent.told) == AT_ONCE
     assert len(sent.ended()) == AT_ONCE
 
@@ -391,8 +369,7 @@ def test_B20_direct_what_nobody_waits_for_and_no_worker_was_told_is_not_begun() 
 def test_B15_direct_a_write_that_a_frozen_engine_does_not_end_is_lost_and_still_its() -> None:
     """Its blocks' slots are not held for as long as it is frozen."""
     sent = Sent()
-    for position in range(AT_ONCE):
-        sent.start(position)
+    sent.start_each(AT_ONCE)
     sent.now_ns += LOST_NS - 1
     assert not sent.ended()
     sent.now_ns += 1
@@ -412,8 +389,7 @@ def test_B15_direct_a_write_that_a_frozen_engine_does_not_end_is_lost_and_still_
 
 def test_B15_direct_writes_of_an_engine_that_is_gone_end() -> None:
     sent = Sent()
-    for position in range(AT_ONCE + 1):
-        sent.start(position)
+    sent.start_each(AT_ONCE + 1)
     sent.engine_writes.end_of(2)
     assert not sent.ended()
     sent.engine_writes.end_of(1)
@@ -437,16 +413,10 @@ def test_B2_direct_the_end_of_what_a_worker_was_not_told_is_refused(
         sent.engine_writes.written(1, 0, p.BlocksWritten(1, "all"))
 
 
-def test_B20_direct_a_store_passes_on_what_ends_and_what_nobody_waits_for() -> None:
-    peers, sent, abandoned = Peers.__new__(Peers), Sent(), list[Part]()
-    mover = SimpleNamespace(abandon=abandoned.append)
+def test_B20_direct_an_engines_end_is_passed_on() -> None:
+    peers, sent = Peers.__new__(Peers), Sent()
     requests = SimpleNamespace(end_of=lambda _: None)
-    peers.__dict__ |= {"engine_writes": sent.engine_writes, "_mover": mover, "requests": requests}
-    for position in range(AT_ONCE + 1):
-        sent.start(position)
-    last = Part(101 + AT_ONCE, 1, [AT_ONCE])
-    peers.abandon(last)
-    assert sent.ended() == [([AT_ONCE], False, True)]
-    assert abandoned == [last], "or the exporter writes it"
+    peers.__dict__ |= {"engine_writes": sent.engine_writes, "requests": requests}
+    sent.start_each(AT_ONCE)
     peers.end_of(1)
     assert len(sent.ended()) == AT_ONCE

@@ -12,13 +12,12 @@ from kvstore.handover.runs import Part, Places
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.fakes import hashes, keys_of, u32
-from tests.harness.handover_pair import LANDING, Pair
+from tests.harness.handover_pair import LANDING, Pair, stored
 
 
 @pytest.mark.parametrize("push", [False, True])
 def test_landing_slots_are_free_as_soon_as_their_blocks_are_copied(push: bool) -> None:
-    pair, chain = Pair(), hashes(2 * LANDING)
-    pair.put(chain)
+    pair, chain = stored(2 * LANDING)
     late, take = list[framing.Message](), pair.down.take
 
     def all_but_the_last_word(message: framing.Message) -> None:
@@ -44,7 +43,7 @@ def test_what_ends_one_by_one_in_a_turn_is_gone_on_with_in_one_go() -> None:
         pair.source.manager.drop(key, "test")
     take = pair.sum
 
-    def counted(part: Part, *of: Any) -> None:  # noqa: ANN401 - as Work.sum has it
+    def counted(part: Part, *of: Any) -> None:  # noqa: ANN401 - as Transfers.sum has it
         asked.append(len(part.positions))
         take(part, *of)
 

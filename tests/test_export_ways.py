@@ -11,7 +11,7 @@ from kvstore.core.types import BlockKey
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.fakes import from_u32, hashes, keys_of, u32
-from tests.harness.handover_pair import LANDING, Pair, content
+from tests.harness.handover_pair import LANDING, Pair, content, stored
 
 S = 10**9
 
@@ -63,7 +63,7 @@ def test_P1_a_consumer_registers_once_and_each_block_has_one_place_to_go() -> No
     assert isinstance(want, m.Want)
     assert (want.push, want.lease_ms) == (True, 30_000), "a duration"
     lands = [land for land in sent(pair, m.Land) if isinstance(land, m.Land)]
-    places = [slot for land in lands for slot in from_u32(land.slots)]
+    places = [slot for land in lands for slot in from_u32(land.numbers)]
     named = [position for land in lands for position in from_u32(land.positions)]
     assert sorted(named) == list(range(8)), "what is not offered has none"
     assert len(places) == 8
@@ -75,8 +75,8 @@ def test_P1_a_consumer_registers_once_and_each_block_has_one_place_to_go() -> No
     ("again", "expected"),
     [
         (m.Want(1, hashes(1)[0], 32, (u32([0]),), push=True), "job 1, expected a new number"),
-        (m.Land(1, m.Region(900, 0, 6), u32([0]), u32([5])), "a second landing slot in positions"),
-        (m.Land(1, m.Region(900, 0, 6), u32([1]), u32([6])), "expected below 6"),
+        (m.Land(1, u32([0]), u32([5]), m.Region(900, 0, 6)), "a second landing slot in positions"),
+        (m.Land(1, u32([1]), u32([6]), m.Region(900, 0, 6)), "expected below 6"),
     ],
 )
 def test_P1_what_is_registered_twice_or_nowhere_is_refused(
@@ -87,7 +87,7 @@ def test_P1_what_is_registered_twice_or_nowhere_is_refused(
     pair.want(chain, push=True, request="r")
     pair.run(3)
     at, now_ns = pair.peer, pair.giver.now_ns
-    first = m.Land(1, m.Region(900, 0, 6), u32([0]), u32([0]))
+    first = m.Land(1, u32([0]), u32([0]), m.Region(900, 0, 6))
     pair.producer.on_message(at, first, now_ns)
     with pytest.raises(ProtocolError, match=expected):
         pair.producer.on_message(at, again, now_ns)
@@ -146,8 +146,7 @@ def test_P6_blocks_are_used_after_the_completion_only_which_clears_both_sides(
     kind: type[framing.Message],
 ) -> None:
     """What lies where it should, with the right sum, is not enough."""
-    pair, chain = Pair(), hashes(4)
-    pair.put(chain)
+    pair, chain = stored(4)
     pair.want(chain, push=True)
     held = Held(pair, kind)
     pair.decode.ask(chain)

@@ -15,7 +15,7 @@ import pytest
 from kvstore.handover.cluster_key import ClusterKey
 from tests.harness.fakes import hashes
 from tests.harness.handover_nodes import Node, nothing_left
-from tests.test_handover_faults import NOTICED_S, computed
+from tests.test_handover_faults import NOTICED_S, computed, let_go
 
 pytestmark = pytest.mark.slow
 
@@ -138,5 +138,4 @@ def test_B15_P4_a_cable_that_is_pulled_and_plugged_in_again(
         prefill.wait(lambda: not prefill.held(), NOTICED_S)
         cable.plug()
         decode.get_all(chain, prefill.address, push=push)
-        for node in nodes:
-            node.wait(lambda: not node.held(), NOTICED_S)  # noqa: B023 - asked at once
+        let_go(nodes)

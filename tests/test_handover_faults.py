@@ -65,6 +65,11 @@ def computed(node: Node, name: str, count: int = 8) -> list[bytes]:
     return chain
 
 
+def let_go(pair: Pair) -> None:
+    for node in pair:
+        node.wait(lambda: not node.held(), NOTICED_S)  # noqa: B023 - asked at once
+
+
 def goes_on(pair: Pair, name: str) -> None:
     """Both nodes hand over again, both ways."""
     for push in (False, True):
@@ -82,17 +87,23 @@ one_way = pytest.mark.parametrize(
 
 
 @one_way
-def test_B15_a_prefill_store_that_is_killed_before_it_is_asked(pair: Pair, push: bool) -> None:
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_B15_a_prefill_store_that_is_killed_beside_the_transfer(
+    pair: Pair, push: bool, when: str
+) -> None:
     prefill, decode = pair
-    chain = computed(prefill, f"before {push}")
+    chain = computed(prefill, f"{when} {push}")
+    if when == "after":
+        decode.get_all(chain, prefill.address, push=push)
     with nothing_left(decode):
         prefill.kill()
-        assert decode.get(chain, prefill.address, push=push) == 0
-        decode.engine.put(chain)  # it was computed
+        if when == "before":
+            assert decode.get(chain, prefill.address, push=push) == 0
+            decode.engine.put(chain)  # it was computed
         assert decode.get(chain) == len(chain)
         decode.wait(lambda: not decode.held(), NOTICED_S)
     prefill.revive()
-    goes_on(pair, f"before {push}")
+    goes_on(pair, f"{when} {push}")
 
 
 def under_way(pair: Pair, chain: list[bytes], *, push: bool) -> tuple[p.Granted, psutil.Process]:
@@ -125,18 +136,6 @@ def test_B15_B19_a_prefill_store_that_is_killed_during_the_transfer(pair: Pair, 
     goes_on(pair, f"during {push}")
 
 
-@one_way
-def test_a_prefill_store_that_is_killed_after_the_transfer(pair: Pair, push: bool) -> None:
-    prefill, decode = pair
-    chain = computed(prefill, f"after {push}")
-    decode.get_all(chain, prefill.address, push=push)
-    with nothing_left(decode):
-        prefill.kill()
-        assert decode.get(chain) == len(chain), "what came is here"
-    prefill.revive()
-    goes_on(pair, f"after {push}")
-
-
 @both_ways
 @pytest.mark.parametrize("whose", [0, 1], ids=["prefill", "decode"])
 def test_B20_an_exporter_that_is_killed_during_the_transfer(
@@ -152,8 +151,7 @@ def test_B20_an_exporter_that_is_killed_during_the_transfer(
             signal_now(frozen, signal.SIGCONT)
         found = decode.engine.load(granted, 1.0)
         assert found == [decode.engine.content(block) for block in chain[: len(found)]]
-        for node in pair:
-            node.wait(lambda: not node.held(), NOTICED_S)  # noqa: B023 - asked at once
+        let_go(pair)
         decode.get_all(chain, prefill.address, push=push)
     goes_on(pair, f"exporter {push} {whose}")
 
@@ -198,8 +196,7 @@ def test_B15_B20_P8_a_prefill_node_that_freezes_and_goes_on(
         time.sleep(4)  # beyond its deadlines
         assert decode.gauge("open{fetches}") == 0
         prefill.freeze(**parts, go_on=True)
-        for node in pair:
-            node.wait(lambda: not node.held(), NOTICED_S)  # noqa: B023 - asked at once
+        let_go(pair)
         assert decode.get(mine) == len(mine)
         decode.get_all(chain, prefill.address, push=push)
     goes_on(pair, f"frozen {push} {what}")
@@ -219,8 +216,7 @@ def test_B15_a_decode_node_that_freezes_and_goes_on(pair: Pair, push: bool) -> N
         decode.freeze(go_on=True)
         found = decode.engine.load(granted, 1.0)
         assert found == [decode.engine.content(block) for block in chain[: len(found)]]
-        for node in pair:
-            node.wait(lambda: not node.held(), NOTICED_S)  # noqa: B023 - asked at once
+        let_go(pair)
         decode.get_all(chain, prefill.address, push=push)
     goes_on(pair, f"late {push}")
 
@@ -292,8 +288,7 @@ def test_P8_a_request_that_is_aborted_at_any_moment(pair: Pair, push: bool, afte
             release(decode.engine, ask)
             release(decode.engine, decode.engine.answers([ask])[0].lease)
             decode.get_all(chain, prefill.address, push=push)
-        for node in pair:
-            node.wait(lambda: not node.held(), NOTICED_S)  # noqa: B023 - asked at once
+        let_go(pair)
 
 
 @both_ways
@@ -310,8 +305,7 @@ def test_P4_a_prefill_that_is_aborted_while_it_is_waited_for(pair: Pair, push: b
         prefill.engine.scheduler.send(p.Step(handed_over=(p.HandedOver(name, "gone"),)))
         found = decode.engine.load(granted, 1.0)
         assert found == [decode.engine.content(block) for block in chain[:3]][: len(found)]
-        for node in pair:
-            node.wait(lambda: not node.held(), NOTICED_S)  # noqa: B023 - asked at once
+        let_go(pair)
 
 
 @both_ways

@@ -12,13 +12,14 @@ import pytest
 
 from kvstore.core.errors import ProtocolError
 from kvstore.handover import jobs, peers, side_channel, transfers
+from kvstore.handover.fetches import Fetch
 from kvstore.handover.side_channel import Channel
 from kvstore.handover.transfers import PeerAgents, Transfers
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.fuzz.site import HELD, End, Good, Net, Site
-from tests.harness.fakes import SLOT_BYTES, hashes, u32
+from tests.harness.fakes import SLOT_BYTES, hashes, keys_of, u32
 
 SECOND_NS = 1_000_000_000
 TOO_MANY = bytes(4 * (m.JOB_BLOCKS_MAX + 1))  # of positions
@@ -116,7 +117,7 @@ def test_only_who_is_welcome_is_told_to_the_exporter(place: Place) -> None:
     elsewhere = msgspec.structs.replace(place.hello("elsewhere"), namespace="other")
     place.caller(refused)
     place.caller(elsewhere)
-    place.caller()(m.Land(1, m.Region(1, 2, 3), b"", b"", b"metadata"))
+    place.caller()(m.Land(1, b"", b"", m.Region(1, 2, 3), metadata=b"metadata"))
     place.caller(place.hello("friend"))
     place.turns(2)
     assert place.prefill.mover.known == {"friend": b"metadata"}
@@ -254,7 +255,7 @@ def test_regions_that_peers_name_are_limited(place: Place, monkeypatch: pytest.M
     monkeypatch.setattr(transfers, "REGIONS_MAX", 4)
     own = place.decode.peers.inlet(place.decode.namespace(place.good.taker))
     for number in range(9):
-        own.on_message(7, m.Have(1, b"", b"", b"", b"", (m.Region(number, 4096, 1),)), 1)
+        own.on_message(7, m.Have(1, b"", b"", b"", (m.Region(number, 4096, 1),)), 1)
     kept = [number for number in range(9) if (7, number) in own._regions._known]
     assert kept == [5, 6, 7, 8]
 
@@ -267,12 +268,12 @@ def test_regions_that_peers_name_are_limited(place: Place, monkeypatch: pytest.M
         m.Hello(1, "n" * 257, {}),
         m.Hello(1, "n", {str(number): "" for number in range(65)}),
         m.Hello(1, "n", {"t": "x" * 5000}),
-        m.Land(1, m.Region(1, 2, 3), b"", b"", bytes((1 << 20) + 1)),
+        m.Land(1, b"", b"", metadata=bytes((1 << 20) + 1)),
         wanted(hashes(1), request="r" * 5000),
         m.Want(1, bytes(32), 32, (bytes(4 * (m.JOB_BLOCKS_MAX + 1)),)),
         m.Want(1, bytes(32), 32, (b"",) * 65),
-        m.Land(1, m.Region(1, 2, 3), TOO_MANY, TOO_MANY),
-        m.Fill(1, b"", bytes((8 << 20) + 4)),
+        m.Land(1, TOO_MANY, b""),
+        m.Land(1, b"", bytes((8 << 20) + 4)),
         m.Confirm(1, TOO_MANY),
         m.Confirm(1, b"", TOO_MANY),
     ],
@@ -287,12 +288,10 @@ def test_what_would_be_kept_and_is_large_is_no_message(message: framing.Message)
     [
         m.Offer(1, TOO_MANY, (), b""),
         m.Offer(1, b"", (), TOO_MANY),
-        m.Have(1, TOO_MANY, b"", b"", b""),
-        m.Have(1, b"", TOO_MANY + TOO_MANY, b"", b""),
-        m.Have(1, b"", b"", TOO_MANY, b""),
-        m.Have(1, b"", b"", b"", TOO_MANY + TOO_MANY),
-        m.Have(1, b"", b"", b"", b"", given=TOO_MANY),
-        m.Resident(1, b"", 1, bytes((8 << 20) + 4)),
+        m.Have(1, TOO_MANY, b""),
+        m.Have(1, b"", bytes((8 << 20) + 4)),
+        m.Have(1, b"", b"", TOO_MANY + TOO_MANY),
+        m.Have(1, b"", b"", given=TOO_MANY),
         m.Valid(1, TOO_MANY),
         m.Valid(1, b"", TOO_MANY),
     ],
@@ -310,8 +309,9 @@ def stalled(place: Place, blocks: int) -> None:
     """Have a read be given up while it is under way."""
     peers, namespace = place.decode.peers, place.decode.namespace(place.good.taker)
     consumer = peers._used[namespace.layout.digest] = peers.inlet(namespace)  # as by a fetch
-    for number, slot in enumerate(consumer._landing.take(blocks)):
-        consumer._late_writes.setdefault(-1 - number, []).append(slot)
+    fetch = Fetch(-1, 0, keys_of(hashes(blocks)), 0, 0, "", push=True, direct=False)
+    fetch.landing = consumer._landing.take(blocks)
+    consumer._put_late(fetch, range(len(fetch.landing)))
 
 
 def test_B20_much_in_quarantine_restarts_the_exporter_after_which_nothing_is(

@@ -159,9 +159,9 @@ def test_B9_a_fetch_ends_with_the_request_it_was_for(nodes: tuple[Node, Node]) -
     here = address(prefill.store)
     lookup = p.Lookup(1, b"".join(chain), 32, peer=here, request=REQUEST)
     decode.step(lookups=(lookup,))
-    eventually(lambda: prefill.peers.producer.busy)
+    eventually(lambda: prefill.peers.producer.jobs)
     decode.step(unwanted=(p.Unwanted(here, REQUEST), p.Unwanted("127.0.0.1:1", "another")))
-    eventually(lambda: not prefill.peers.producer.busy)
+    eventually(lambda: not prefill.peers.producer.jobs)
     eventually(lambda: not any(i.open for i in decode.peers._inlets.values()))
 
 

@@ -9,10 +9,11 @@ from kvstore.core.errors import ProtocolError
 from kvstore.handover import producer
 from kvstore.handover import request_leases as h
 from kvstore.handover.heartbeats import Held, Waiting
+from kvstore.handover.jobs import OwnExporter
 from kvstore.wire import framing
 from kvstore.wire import peer as m
 from tests.harness.fakes import SLOT_BYTES, from_u32, hashes, keys_of, u32
-from tests.harness.handover_pair import Pair
+from tests.harness.handover_pair import Pair, stored
 
 S = 10**9
 
@@ -55,6 +56,12 @@ class Rig(Pair):
         self.request_leases.done(
             request, keys_of(self.chain), now_ns + lease_ns, now_ns, fixed=fixed
         )
+
+    def end(self, lease_ns: int = S) -> int:
+        """End request r, whose blocks may come later; return the time."""
+        now_ns = self.giver.now_ns
+        self.request_leases.done("r", keys_of(self.chain), now_ns + lease_ns, now_ns)
+        return now_ns
 
     @property
     def held(self) -> int:
@@ -128,8 +135,7 @@ def test_B18_a_report_on_a_running_request_waits_for_its_end() -> None:
     assert rig.report() == "waits"
     assert not rig.request_leases.may_come("r", key), "nobody waits for it"
     assert len(rig.request_leases) == 1
-    now_ns = rig.giver.now_ns
-    rig.request_leases.done("r", keys_of(rig.chain), now_ns + S, now_ns)
+    rig.end()
     assert (len(rig.request_leases), rig.held) == (0, 0)
     assert rig.producer.counts["released"] == 1
 
@@ -336,8 +342,7 @@ def test_B18_who_asks_for_a_request_that_does_not_come_gets_what_there_is() -> N
 
 
 def test_B18_what_is_here_is_offered_at_once_whatever_the_request() -> None:
-    rig, chain = Pair(), hashes(3)
-    rig.put(chain)
+    rig, chain = stored(3)
     rig.want(chain, request="nobody's")
     ask = rig.decode.ask(chain)
     rig.run(3)
@@ -359,7 +364,7 @@ def test_a_fetch_that_is_withdrawn_before_its_offer_is_over() -> None:
 def test_who_comes_before_the_exporter_is_told_to_wait_and_welcome_later() -> None:
     pair, said = Pair(), list[framing.Message]()
     pair.producer._send = lambda _, message: said.append(message)
-    up: list[tuple[str, bytes]] = []
+    up: list[OwnExporter] = []
     pair.producer._exporter = lambda: up[0] if up else None
     layout = pair.source.layout
     hello = m.Hello(m.VERSION, layout.digest, layout.traits, "other", b"md")
@@ -367,7 +372,7 @@ def test_who_comes_before_the_exporter_is_told_to_wait_and_welcome_later() -> No
         pair.producer.on_message(50, hello, 0)
         pair.producer.tick(pair.giver.now_ns)
     assert said == [m.Starting()]
-    up.append(("agent", b"md"))
+    up.append(OwnExporter("agent", b"md", {}))
     pair.producer.tick(pair.giver.now_ns)
     pair.producer.tick(pair.giver.now_ns)
     assert [type(one) for one in said] == [m.Starting, m.Welcome]
@@ -426,8 +431,7 @@ def test_P8_what_is_not_being_loaded_is_not_fetched_once_its_request_is_gone() -
 
 
 def test_P8_what_is_being_loaded_arrives_though_its_request_is_gone() -> None:
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3)
     pair.want(chain, push=True, request="r")
     pair.decode.ask(chain)
     pair.run(3)
@@ -444,8 +448,7 @@ def test_how_long_blocks_are_copied_after_a_requests_end_is_told_once() -> None:
     rig = Rig()
     rig.begin()
     rig.put(rig.chain[:2])
-    ended_ns = rig.giver.now_ns
-    rig.request_leases.done("r", keys_of(rig.chain), ended_ns + S, ended_ns)
+    ended_ns = rig.end(S)
     assert rig.request_leases.take_stored_ns() == []
     rig.put(rig.chain)
     rig.request_leases.tick(ended_ns + 3000)
@@ -456,22 +459,11 @@ def test_how_long_blocks_are_copied_after_a_requests_end_is_told_once() -> None:
     assert rig.request_leases.take_stored_ns() == [0]
 
 
-def test_blocks_that_never_come_tell_no_time() -> None:
-    rig = Rig()
-    rig.begin()
-    ended_ns = rig.giver.now_ns
-    rig.request_leases.done("r", keys_of(rig.chain), ended_ns + 10 * S, ended_ns)
-    rig.request_leases.tick(ended_ns + h.LATE_NS)
-    rig.request_leases.tick(ended_ns + h.LATE_NS + 1)
-    assert rig.request_leases.take_stored_ns() == []
-
-
 def test_B12_a_lease_begins_when_the_last_block_is_there() -> None:
     rig = Rig()
     rig.begin()
     rig.put(rig.chain[:1])
-    ended_ns = rig.giver.now_ns
-    rig.request_leases.done("r", keys_of(rig.chain), ended_ns + 2 * S, ended_ns)
+    rig.end(2 * S)
     rig.put(rig.chain[:2])
     assert rig.after(4 * S) == 2, "nothing has lapsed meanwhile"
     assert rig.after(4 * S + h.LATE_NS - 1) == 2
@@ -486,10 +478,10 @@ def test_B12_a_lease_does_not_wait_for_blocks_that_do_not_come() -> None:
     rig = Rig()
     rig.begin()
     rig.put(rig.chain[:1])
-    ended_ns = rig.giver.now_ns
-    rig.request_leases.done("r", keys_of(rig.chain), ended_ns + 2 * S, ended_ns)
+    rig.end(2 * S)
     assert rig.after(h.LATE_NS - 1) == 1
     assert rig.after(h.LATE_NS) == 0
+    assert rig.request_leases.take_stored_ns() == [], "what never comes tells no time"
 
 
 def test_B12_an_abort_in_mid_prefill_drops_what_was_pending() -> None:
@@ -503,6 +495,7 @@ def test_B12_an_abort_in_mid_prefill_drops_what_was_pending() -> None:
     pair.producer.request_leases.gone("r")
     pair.run(10)
     assert pair.arrived(chain) == 1
+    assert pair.producer.counts["gone"] == 2
     assert not pair.consumer._fetches
     pair.check_nothing_left()
 

@@ -17,9 +17,9 @@ from kvstore.handover.engine_blocks import Resident
 from kvstore.wire import engine as p
 from kvstore.wire import peer as m
 from tests.harness.fakes import SLOT_BYTES, Engine, Town, from_u32, hashes, keys_of, u32
-from tests.harness.handover_pair import Pair
+from tests.harness.handover_pair import Pair, stored
 from tests.harness.script import Request, Script
-from tests.test_direct_fetch import offered
+from tests.test_direct_fetch import offered, reading
 
 RANK = RankPages("theirs", b"md", ())
 
@@ -45,22 +45,19 @@ class Announced:
         return [RANK]
 
     def workers(self, _number: int) -> dict[int, int]:
-        raise AssertionError("Pair needs none")
+        return {}
 
 
 def test_L1_direct_what_an_engine_has_itself_is_told_to_be_there() -> None:
-    pair, chain = Pair(), hashes(4)
-    pair.put(chain)
+    pair, chain = stored(4)
     shown = Announced(pair)
     shown.add(chain, 0, 2)
-    number = offered(pair, chain)
-    pair.consumer.claim(number, range(4))
-    pair.run(5)
+    number = reading(pair, chain)
     (read,) = pair.in_engines
-    assert read.blocks == {0: [0, 1], 2: [20, 21]}
+    assert (from_u32(read.positions), from_u32(read.blocks)) == ([0, 2], [0, 1, 20, 21])
     assert [rank.agent for rank in read.ranks] == ["theirs"]
     assert sorted(pair.passed_on) == [(number, at) for at in range(4)]
-    pair.consumer.arrived(number, range(4), pair.taker.now_ns, ok=True)
+    pair.read(number, range(4))
     pair.run(5)
     assert pair.passed == {(number, at): True for at in range(4)}
     assert pair.consumer.fetched == {"gpu": 2, "cpu": 2}
@@ -68,63 +65,57 @@ def test_L1_direct_what_an_engine_has_itself_is_told_to_be_there() -> None:
 
 
 def test_L1_direct_an_engines_memory_is_told_once_for_each_want() -> None:
-    pair, chain = Pair(held=1), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3, held=1)
     Announced(pair).add(chain, 0, 1, 2)
     for _ in range(2):
         number = offered(pair, chain)
-        pair.consumer.claim(number, range(3))
+        pair.claim(number, range(3))
         for at in range(3):  # held one after the other
             pair.run(5)
-            pair.consumer.arrived(number, [at], pair.taker.now_ns, ok=True)
+            pair.read(number, [at])
         pair.run(5)
-    told = [message for message in pair.down.sent if isinstance(message, m.Resident)]
+    told = [message for message in pair.down.sent if isinstance(message, m.Have)]
     assert [len(message.ranks) for message in told] == [1, 0, 0] * 2
-    assert all(len(read.ranks) == 1 for read in pair.in_engines)
+    assert [len(read.ranks) for read in pair.in_engines] == [1, 0, 0] * 2
 
 
 def test_direct_blocks_of_other_sizes_are_told_apart() -> None:
     """Of groups whose engine blocks are larger: all are told before any is claimed."""
-    pair, chain = Pair(), hashes(4)
-    pair.put(chain)
+    pair, chain = stored(4)
     shown, keys = Announced(pair), keys_of(chain)
     shown.here = {key: Resident(1, (at,) * (1 + at % 2), (0, 0)) for at, key in enumerate(keys)}
     number = offered(pair, chain)
     pair.run(5)
-    pair.consumer.claim(number, range(4))
-    found = [read.blocks for read in pair.in_engines]
-    assert found == [{0: [0], 2: [2]}, {1: [1, 1], 3: [3, 3]}]
+    pair.claim(number, range(4))
+    found = [(from_u32(read.positions), from_u32(read.blocks)) for read in pair.in_engines]
+    assert found == [([0, 2], [0, 2]), ([1, 3], [1, 1, 3, 3])]
 
 
 def test_a_want_is_told_of_a_few_engines_only() -> None:
-    pair, chain = Pair(), hashes(m.ENGINES_MAX + 2)
-    pair.put(chain)
+    pair, chain = stored(m.ENGINES_MAX + 2)
     shown, keys = Announced(pair), keys_of(chain)
     shown.here = {key: Resident(at + 1, (at,), (0,)) for at, key in enumerate(keys)}
     number = offered(pair, chain)
-    pair.consumer.claim(number, range(len(chain)))
+    pair.claim(number, range(len(chain)))
     pair.run(5)
     assert len(pair.in_engines) == m.ENGINES_MAX
     assert len(pair.passed_on) == len(chain), "the others in their slots"
-    more = m.Resident(number, u32([0]), 99, u32([7]), (RankPages("a", b"", ()),))
+    more = m.Have(number, u32([0]), u32([7]), engine=99, ranks=(RankPages("a", b"", ()),))
     with pytest.raises(ProtocolError, match="more than 4 of them"):
         pair.consumer.on_message(pair.peer, more, pair.taker.now_ns)
 
 
 def test_B15_direct_what_cannot_be_read_in_an_engine_is_told_anew() -> None:
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3)
     Announced(pair).add(chain, 0, 1)
-    number = offered(pair, chain)
-    pair.consumer.claim(number, range(3))
-    pair.run(5)
+    number = reading(pair, chain)
     pair.passed_on.clear()
-    pair.consumer.arrived(number, [0, 1], pair.taker.now_ns, ok=False)
+    pair.read(number, [0, 1], ok=False)
     pair.run(5)
     assert pair.passed_on == [(number, 0), (number, 1)]
     assert not pair.passed
-    pair.consumer.arrived(number, [0, 1], pair.taker.now_ns, ok=True)
-    pair.consumer.arrived(number, [2], pair.taker.now_ns, ok=False)
+    pair.read(number, [0, 1])
+    pair.read(number, [2], ok=False)
     pair.run(5)
     assert pair.passed == {(number, 0): True, (number, 1): True, (number, 2): False}
     assert pair.consumer.fetched == {"cpu": 2}
@@ -132,63 +123,42 @@ def test_B15_direct_what_cannot_be_read_in_an_engine_is_told_anew() -> None:
 
 
 def test_B19_direct_what_an_engine_overwrites_meanwhile_is_told_anew_and_read_again() -> None:
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3)
     shown = Announced(pair)
     shown.add(chain, 0, 1)
-    number = offered(pair, chain)
-    pair.consumer.claim(number, range(3))
-    pair.run(5)
+    number = reading(pair, chain)
     pair.passed_on.clear()
     shown.here[keys_of(chain)[1]] = Resident(2, (7, 8), (0, 0))  # another engine computed it
-    pair.consumer.arrived(number, range(3), pair.taker.now_ns, ok=True)
+    pair.read(number, range(3))
     pair.run(5)
     assert pair.passed == {(number, 0): True, (number, 2): True}
     assert pair.passed_on == [(number, 1)], "in its slot now"
     assert pair.producer.counts["stale"] == 1
-    pair.consumer.arrived(number, [1], pair.taker.now_ns, ok=True)
+    pair.read(number, [1])
     pair.run(5)
     assert pair.passed[number, 1]
     assert pair.consumer.fetched == {"gpu": 1, "cpu": 2}
     pair.check_nothing_left()
 
 
-def test_B16_direct_what_an_engine_has_is_not_good_once_the_lease_is_over() -> None:
-    pair, chain = Pair(), hashes(2)
-    pair.put(chain)
-    Announced(pair).add(chain, 0, 1)
-    number = offered(pair, chain)
-    pair.consumer.claim(number, [0, 1])
-    pair.run(5)
-    pair.lose()
-    pair.consumer.arrived(number, [0, 1], pair.taker.now_ns, ok=True)
-    pair.run(5)
-    assert pair.passed == {(number, 0): False, (number, 1): False}
-    pair.check_nothing_left()
-
-
 def test_what_is_not_read_by_workers_is_never_told_to_be_in_an_engine() -> None:
-    pair, chain = Pair(), hashes(2)
-    pair.put(chain)
+    pair, chain = stored(2)
     Announced(pair).add(chain, 0, 1)
     pair.want(chain)
     pair.run(3)
-    assert not [message for message in pair.down.sent if isinstance(message, m.Resident)]
+    told = [message for message in pair.down.sent if isinstance(message, m.Have)]
+    assert [message.engine for message in told] == [None]
     number = next(iter(pair.consumer._fetches))
+    have = m.Have(number, u32([0]), u32([7]), engine=1)
     with pytest.raises(ProtocolError, match="was not asked to be read in an engine"):
-        pair.consumer.on_message(
-            pair.peer, m.Resident(number, u32([0]), 1, u32([7])), pair.taker.now_ns
-        )
+        pair.consumer.on_message(pair.peer, have, pair.taker.now_ns)
 
 
 def test_direct_wants_cost_no_sums() -> None:
-    pair, chain = Pair(), hashes(3)
-    pair.put(chain)
+    pair, chain = stored(3)
     pair.sum = None  # type: ignore[assignment, method-assign]
-    number = offered(pair, chain)
-    pair.consumer.claim(number, range(3))
-    pair.run(5)
-    pair.consumer.arrived(number, range(3), pair.taker.now_ns, ok=True)
+    number = reading(pair, chain)
+    pair.read(number, range(3))
     pair.run(5)
     assert pair.passed == {(number, at): True for at in range(3)}
 
@@ -196,14 +166,13 @@ def test_direct_wants_cost_no_sums() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        m.Resident(1, u32([0, 1]), 1, u32([7]), (RANK,)),
-        m.Resident(1, u32([0]), 1, b"", (RANK,)),
-        m.Resident(1, u32([9]), 1, u32([7]), (RANK,)),
+        m.Have(1, u32([0, 1]), u32([7]), engine=1, ranks=(RANK,)),
+        m.Have(1, u32([0]), b"", engine=1, ranks=(RANK,)),
+        m.Have(1, u32([9]), u32([7]), engine=1, ranks=(RANK,)),
     ],
 )
-def test_engine_blocks_that_are_not_as_many_for_each_are_refused(message: m.Resident) -> None:
-    pair, chain = Pair(), hashes(2)
-    pair.put(chain)
+def test_engine_blocks_that_are_not_as_many_for_each_are_refused(message: m.Have) -> None:
+    pair, chain = stored(2)
     number = offered(pair, chain)
     wrong = msgspec.structs.replace(message, job=number)
     with pytest.raises(ProtocolError, match=r"engine blocks for|expected different ones"):
@@ -252,36 +221,24 @@ def test_B2_direct_pages_that_are_not_of_its_slots_are_no_workers_to_serve() -> 
     assert "up to byte 4097 of a part of group 0, expected up to 4096" in reason
 
 
-def test_E_what_an_engine_shows_is_found_until_it_is_gone() -> None:
+@pytest.mark.parametrize("whole", [True, False], ids=["all of it", "one of its processes"])
+def test_E_what_an_engine_shows_is_found_until_it_is_gone(whole: bool) -> None:
+    """Of one that is about to go nothing is found: what serves its memory may be gone, too."""
     town = Town()
     engine = joined(town, serves=True)
     town.settle(engine)
     (namespace,) = town.store.namespaces.values()
     (key,) = keys_of(hashes(1))
-    engine.step(
-        engine_blocks=(p.EngineBlocks(u32(engine.credits[:1]), (key,), u32([5]), u32([0])),)
-    )
+    shown = p.EngineBlocks(u32(engine.credits[:1]), (key,), u32([5]), u32([0]))
+    engine.step(engine_blocks=(shown,))
     engine.put(hashes(1))
     assert namespace.engines.find(key) is not None
-    engine.leave()
+    if whole:
+        engine.leave()
+    else:
+        town.close(engine.scheduler)
     assert namespace.engines.find(key) is None
-    assert not namespace.engines._engines
-
-
-def test_E_of_an_engine_that_is_about_to_go_nothing_new_is_found() -> None:
-    """One of its processes is gone: what serves its memory may be, too."""
-    town = Town()
-    engine = joined(town, serves=True)
-    town.settle(engine)
-    (namespace,) = town.store.namespaces.values()
-    (key,) = keys_of(hashes(1))
-    engine.step(
-        engine_blocks=(p.EngineBlocks(u32(engine.credits[:1]), (key,), u32([5]), u32([0])),)
-    )
-    engine.put(hashes(1))
-    town.close(engine.scheduler)
-    assert namespace.engines.find(key) is None
-    assert namespace.engines._engines, "until its workers have closed"
+    assert bool(namespace.engines._engines) is not whole, "until its workers have closed"
 
 
 def test_E_an_engine_that_shows_without_a_board_ends_its_session_only() -> None:
@@ -317,11 +274,15 @@ def computed(script: Script, blocks: Sequence[int] = (1, 2)) -> Request:
     return request
 
 
+def told(script: Script) -> list[p.EngineBlocks]:
+    return [shown for step in script.steps() for shown in step.engine_blocks]
+
+
 def test_E_what_is_stored_is_shown_with_what_the_board_says_from_this_step_on() -> None:
     script, words = with_board()
     words[1] = 5
     request = computed(script)
-    (shown,) = [shown for step in script.steps() for shown in step.engine_blocks]
+    (shown,) = told(script)
     keys = tuple(script.key(request, index) for index in (0, 1))
     assert shown == p.EngineBlocks(u32([0, 1]), keys, u32([1, 2]), u32([6, 1]))
 
@@ -357,11 +318,11 @@ def test_E_what_has_ended_before_the_step_is_not_shown_as_what_overwrites_it() -
     script, words = with_board()
     script.client.credits.clear()
     request = computed(script)
-    assert not [shown for step in script.steps() for shown in step.engine_blocks], "no slots"
+    assert not told(script), "no slots"
     script.grant_credits(2)
     script.half.request_finished("r", [[1, 2, 0]])
     script.step(written=[1])
-    (shown,) = [shown for step in script.steps() for shown in step.engine_blocks]
+    (shown,) = told(script)
     assert shown.keys == tuple(script.key(request, index) for index in (0, 1))
     then, now = from_u32(shown.generations), [words[block] for block in from_u32(shown.blocks)]
     assert [one == other for one, other in zip(then, now, strict=True)] == [False, True]
@@ -381,16 +342,10 @@ def test_E_an_engine_that_leaves_says_so_on_the_board(how: str) -> None:
     script.client.publish_blocks([1], [b"k"], [1])
 
 
-def test_E_blocks_that_the_board_does_not_have_are_not_shown() -> None:
-    script, _ = with_board(blocks=16)
-    computed(script, [3, 16])
-    assert not [shown for step in script.steps() for shown in step.engine_blocks]
-
-
-def test_E_an_engine_without_a_board_shows_nothing() -> None:
-    script = Script()
-    computed(script)
-    assert not [shown for step in script.steps() for shown in step.engine_blocks]
+def test_E_blocks_that_no_board_has_are_not_shown() -> None:
+    for script, blocks in ((with_board(blocks=16)[0], [3, 16]), (Script(), [1, 2])):
+        computed(script, blocks)
+        assert not told(script)
 
 
 def test_B17_a_partly_filled_block_is_not_shown() -> None:
@@ -404,6 +359,6 @@ def test_B17_a_partly_filled_block_is_not_shown() -> None:
     assert script.half._stores.store_partial(tracked, PartialBlock(2, b"t" * 32, 33), [[1, 2, 3]])
     (job,) = script.step().stores
     assert job.engine.block_ids == (1, 2, 3)
-    (shown,) = [shown for step in script.steps() for shown in step.engine_blocks]
+    (shown,) = told(script)
     assert shown.keys == tuple(script.key(request, index) for index in (0, 1))
     assert from_u32(shown.blocks) == [1, 2]

@@ -88,7 +88,7 @@ class CpuExtent:
         self._map.madvise(mmap.MADV_DONTFORK)
         touch(self._map)
         self._view = memoryview(self._map)
-        self._generations = self._view[self.generations_offset : used].cast("I")
+        self.generations = self._view[self.generations_offset : used].cast("I")
 
     def slot(self, position: int) -> memoryview:
         """Return one slot's bytes, writable."""
@@ -97,7 +97,7 @@ class CpuExtent:
 
     def set_generation(self, position: int, value: int) -> None:
         """Publish a slot's generation."""
-        self._generations[position] = value
+        self.generations[position] = value
 
     def nodes(self) -> dict[int, int]:
         """Count some of its pages by NUMA node. Raises OSError where the system does not tell."""
@@ -106,7 +106,7 @@ class CpuExtent:
 
     def close(self) -> None:
         """Unmap here; the memory goes when every process has unmapped."""
-        self._generations.release()
+        self.generations.release()
         self._view.release()
         self._map.close()
         os.close(self.fd)

@@ -23,14 +23,13 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from kvstore.core.errors import ProtocolError
-from kvstore.core.layout import RankPages
 from kvstore.core.types import BlockKey, Chain, JobResult, LookupResult, TransferJob
-from kvstore.handover.direct_fetches import DirectFetches
+from kvstore.handover.direct_fetches import DirectFetch, Send
 from kvstore.handover.fetches import (
     CHECKED,
     CLAIMED,
@@ -49,21 +48,20 @@ from kvstore.handover.fetches import (
 )
 from kvstore.handover.jobs import Source
 from kvstore.handover.runs import Part, Run, at, joined, runs_of
-from kvstore.handover.transfers import (
-    LandingTurns,
-    Regions,
-    Slots,
-    Transfers,
-)
+from kvstore.handover.transfers import LandingTurns, Regions, Slots, Transfers
+from kvstore.wire import engine as p
 from kvstore.wire import peer as m
 from kvstore.wire.framing import U32, Message, u32
+
+if TYPE_CHECKING:
+    from kvstore.handover.peers import Peers
 
 ANSWER_NS = 1_000_000_000
 STALL_NS = 10_000_000_000
 LEASE_MS = 30_000
 EXTEND_NS = 1_000_000_000  # between heartbeats; the answer says that the peer still computes
 EXTEND_NS_MIN = 10_000_000
-FromProducer = m.Offer | m.Have | m.Resident | m.Computing | m.Valid | m.End
+FromProducer = m.Offer | m.Have | m.Computing | m.Valid | m.End
 
 
 class Waits(NamedTuple):
@@ -77,24 +75,14 @@ WAITS = Waits()
 
 
 class Fetched(msgspec.Struct):
-    """Counts of fetches: events by name, and blocks by the tier in which their peer had them."""
+    """Counts of fetches: events by name, and blocks by the tier in which their peer had them.
+
+    direct_bytes: that workers have read.
+    """
 
     events: Counter[str] = msgspec.field(default_factory=Counter)
     blocks: Counter[str] = msgspec.field(default_factory=Counter)
-
-
-class Connections(Protocol):
-    """The connections to peers; fetched: what their consumers count together."""
-
-    fetched: Fetched
-
-    def say(self, number: int, message: Message) -> None:
-        """Send on a connection that was made, once its peer has accepted it."""
-        ...
-
-    def reached_at(self, number: int) -> tuple[str, bytes]:
-        """Return the name and metadata of the exporter at the other end; empty if it is gone."""
-        ...
+    direct_bytes: int = 0
 
 
 class Consumer:
@@ -102,18 +90,18 @@ class Consumer:
 
     def __init__(
         self,
-        peers: Connections,
+        peers: Peers,
         source: Source,
         transfers: Transfers,
-        direct: DirectFetches,
+        send: Send,
         waits: Waits = WAITS,
     ) -> None:
-        """source: the namespace. direct: tells workers what they may read or have written."""
+        """source: the namespace. send(connection, message, None): to a worker of its engines."""
         self.name = "peer"
         self._peers = peers
         self._source = source
         self._transfers = transfers
-        self._direct = direct
+        self._send = send
         self._waits = waits
         self._extend_ns = max(EXTEND_NS_MIN, min(EXTEND_NS, waits.quiet_ns // 4))
         self._digest = source.layout.digest
@@ -126,11 +114,8 @@ class Consumer:
         self._loads = Loads()
         self._turns = LandingTurns(self._landing)
         self._introduced: dict[int, bytes] = {}  # peers that know our exporter's metadata
-        # By fetch, landing slots that a read may still fill, or its peer, and positions that it may
-        # still write in an engine.
-        self._late_reads: dict[int, dict[int, int]] = {}
-        self._late_writes: dict[int, list[int]] = {}
-        self._late_fills: dict[int, list[int]] = {}
+        self._direct: dict[int, DirectFetch] = {}  # until their leases end
+        self._late: dict[int, Fetch] = {}  # of which something given up may still be written
         self._next = 1
         self._now_ns = 0
         self.counts, self.fetched = peers.fetched.events, peers.fetched.blocks
@@ -176,49 +161,78 @@ class Consumer:
             return {}
         return fetch.offers if fetch.offered else None
 
-    def claim(self, number: int, positions: Collection[int]) -> None:
-        """Workers will read these blocks of a direct fetch; those lost since the offer fail now."""
+    def claim(
+        self, number: int, session: int, workers: Mapping[int, int], positions: Collection[int]
+    ) -> None:
+        """A session's workers, by rank, will read these blocks of a fetch, or have them written.
+
+        Those lost since the offer fail now.
+        """
         fetch = self._fetches.get(number)
-        wanted = [p for p in positions if fetch and fetch.states[p] == OFFERED]
-        lost = sorted({*positions}.difference(wanted))
-        if lost:
-            self._direct.passed(self._digest, number, lost, ok=False, written=False)
+        push = fetch is not None and fetch.push
+        claimed = frozenset(positions)
+        direct = DirectFetch(self._send, number, session, dict(workers), claimed, push)
+        self._direct[number] = direct
+        wanted = [p for p in sorted(claimed) if fetch and fetch.states[p] == OFFERED]
+        direct.passed(sorted(claimed.difference(wanted)), ok=False)
+        direct.flush()
         if fetch is not None:
             for run in runs_of(wanted):
                 fetch.states.put(run, CLAIMED)
-            if fetch.push:
-                self._direct.push(self._digest, number)
+            if push:
+                direct.tell(p.Push(number))
             self._pass_on(fetch, wanted)
             self.claimed(number)
 
-    def fill(
-        self, number: int, targets: Mapping[int, list[int]], ranks: Sequence[RankPages]
+    def of_worker(
+        self, session: int, rank: int, message: p.Arrived | p.Target, now_ns: int
     ) -> None:
-        """A peer may write blocks of a direct fetch to these engine blocks, of all these ranks."""
-        fetch = self._fetches.get(number)
-        if fetch is not None:
-            for message in fetch.fills(targets, ranks):
-                self._peers.say(fetch.peer, message)
+        """A worker has read, or could not, or can be written to. Raises ProtocolError."""
+        if isinstance(message, p.Arrived):
+            self._peers.fetched.direct_bytes += message.copied_bytes
+        direct, fetch = self._direct.get(message.fetch), self._fetches.get(message.fetch)
+        if direct is None:
+            return
+        if isinstance(message, p.Arrived):
+            positions, ok = direct.arrived(session, rank, message)
+            if fetch is not None:
+                self._arrived(fetch, positions, now_ns, ok=ok)
+            return
+        ranks = self._source.engines.ranks(session)
+        targets = direct.target(session, rank, message, ranks)
+        if targets is None:
+            self.cancel(message.fetch)
+        elif fetch is not None:
+            for fill in fetch.fills(targets, ranks):
+                self._peers.say(fetch.peer, fill)
 
-    def cancel(self, number: int, *, now: bool = False) -> None:
-        """Cancel a direct fetch. now: do not wait for writes in flight."""
+    def cancel(self, number: int) -> None:
+        """Cancel a direct fetch."""
         fetch = self._fetches.get(number)
         if fetch is not None:
             self._give_up(fetch, OPEN)
             self._settle(fetch)
-        if now:
-            self._late_fills.pop(number, None)
 
-    def arrived(self, number: int, positions: Sequence[int], now_ns: int, *, ok: bool) -> None:
+    def end(self, number: int) -> None:
+        """End a direct fetch whose lease has ended; writes in flight are not waited for."""
+        self.cancel(number)
+        self._late.pop(number, None)
+        direct = self._direct.pop(number, None)
+        if direct is not None:
+            direct.flush()
+
+    def _flush(self) -> None:
+        """Tell workers the verdicts of this turn."""
+        for direct in self._direct.values():
+            direct.flush()
+
+    def _arrived(self, fetch: Fetch, positions: Sequence[int], now_ns: int, *, ok: bool) -> None:
         """All workers have read these blocks of a direct fetch, or one could not.
 
         A block that could not be read in an engine's memory is in a slot, too.
         """
-        fetch = self._fetches.get(number)
-        if fetch is None:
-            return
         if fetch.push:  # its load has failed
-            self.cancel(number)
+            self.cancel(fetch.number)
             return
         fetch.heard_ns = now_ns
         fetch.arrived_ns = now_ns if ok else fetch.arrived_ns
@@ -251,13 +265,15 @@ class Consumer:
             raise ProtocolError(f"{type(message).__name__} is not for a consumer")
         if isinstance(message, m.Have):  # regions are sent once, with whatever comes first
             self._regions.learn(peer, message.regions)
-        fetch = self._fetches.get(message.job)
+        fetch = self._fetches.get(message.job) or self._late.get(message.job)
         if fetch is None:  # given up before
-            if isinstance(message, m.End):
-                self._on_end_of_writes(message)
             return
         if fetch.peer != peer:
             raise ProtocolError(f"job {message.job} is not this peer's")
+        if message.job not in self._fetches:
+            if isinstance(message, m.End):
+                self._on_end_of_writes(fetch, message)
+            return
         if isinstance(message, m.Computing):
             self._computing(fetch, now_ns)
             return
@@ -272,14 +288,12 @@ class Consumer:
                 self._give_up(fetch, bytes((WANTED,)))
             case m.Have():
                 self._have(fetch, message)
-            case m.Resident():
-                self._pass_on(fetch, list(fetch.learn(message)))
             case m.Valid():
                 self._valid(fetch, message)
             case m.End(reason=reason):
                 fetch.ended = reason not in m.MAY_BE_WRITTEN
                 self._fail(fetch, "ended")
-                self._on_end_of_writes(message)
+                self._on_end_of_writes(fetch, message)
 
     def _computing(self, fetch: Fetch, now_ns: int) -> None:
         """Wait for a peer that computes, up to a limit: its engine may hang."""
@@ -310,24 +324,29 @@ class Consumer:
         ago_ms = None if computed_ns is None else (now_ns - computed_ns) // 1_000_000
         return (now_ns - heard_ns) // 1_000_000, ago_ms
 
-    def _on_end_of_writes(self, end: m.End) -> None:
+    def _on_end_of_writes(self, fetch: Fetch, end: m.End) -> None:
         """Free what a peer may have been writing, unless it may still do so."""
         if end.reason not in m.MAY_BE_WRITTEN:
-            self._landing.give_back(self._late_writes.pop(end.job, ()))
-            late = self._late_fills.pop(end.job, ())
-            if late:
-                self._direct.passed(self._digest, end.job, late, ok=False, written=False)
+            self._not_late(fetch, fetch.late if fetch.push else ())
+
+    def _not_late(self, fetch: Fetch, positions: Iterable[int]) -> None:
+        """Nothing writes any more where these blocks, given up before, were to arrive."""
+        ended = sorted(fetch.late.intersection(positions))
+        fetch.late.difference_update(ended)
+        if fetch.direct and ended:
+            self._direct[fetch.number].passed(ended, ok=False)
+        else:
+            self._landing.give_back([fetch.landing[position] for position in ended])
+        if not fetch.late:
+            self._late.pop(fetch.number, None)
 
     def on_exporter_lost(self) -> None:
         """Our exporter was restarted: no transfer of the old process writes any more."""
         for fetch in list(self._fetches.values()):
             self._fail(fetch, "exporter")
             self._settle(fetch)
-        for late in self._late_reads.values():
-            self._landing.give_back(late.values())
-        for slots in self._late_writes.values():
-            self._landing.give_back(slots)
-        self._late_reads, self._late_writes = {}, {}
+        for fetch in [fetch for fetch in self._late.values() if not fetch.direct]:
+            self._not_late(fetch, fetch.late)
 
     def on_peer_lost(self, peer: int) -> None:
         """A connection has ended: all that was wanted over it fails."""
@@ -357,8 +376,7 @@ class Consumer:
     @property
     def quarantined(self) -> int:
         """Count the landing slots that were given up and may still be written."""
-        reads, writes = self._late_reads.values(), self._late_writes.values()
-        return sum(map(len, reads)) + sum(map(len, writes))
+        return sum(len(fetch.late) for fetch in self._late.values() if not fetch.direct)
 
     @property
     def crowded(self) -> bool:
@@ -428,14 +446,13 @@ class Consumer:
                 self._peers.say(fetch.peer, m.Extend(fetch.number, LEASE_MS))
             self._settle(fetch)
         self._move()
+        self._flush()
 
     def moved(self, part: Part, *, ok: bool) -> None:
         """A read of one fetch into landing slots has ended."""
-        late = self._late_reads.get(part.job)
+        late = self._late.get(part.job)
         if late is not None:
-            self._landing.give_back([late.pop(p) for p in part.positions if p in late])
-            if not late:
-                del self._late_reads[part.job]
+            self._not_late(late, part.positions)
         fetch = self._fetches.get(part.job)
         if fetch is None:
             return
@@ -547,6 +564,7 @@ class Consumer:
         for fetch in list(self._fetches.values()):
             self._fail(fetch, "cleared")
             self._settle(fetch)
+        self._flush()
 
     drain = close = clear  # without waiting: what has not arrived does not count
 
@@ -574,12 +592,12 @@ class Consumer:
         found = [p for p in positions if p in known and fetch.states[p] == CLAIMED]
         for run in runs_of(found):
             fetch.states.put(run, MOVING)
-        for each in fetch.engine_reads(found):
-            self._direct.tell_engine(self._digest, fetch.number, each)
+        for engine, blocks in fetch.engine_reads(found):
+            self._direct[fetch.number].tell_engine(engine, fetch.engines[engine], blocks)
         agent = self._peers.reached_at(fetch.peer)
         in_slots = [position for position in found if position not in fetch.residents]
         for of, read in fetch.slot_reads(in_slots):
-            self._direct.tell(self._digest, fetch.number, agent, read.region, of, read.numbers)
+            self._direct[fetch.number].tell_slots(agent, read.region, of, read.numbers)
 
     def _read(self, fetch: Fetch, positions: Sequence[int]) -> None:
         """Read blocks of one fetch, in one go for each extent of the peer's."""
@@ -594,7 +612,8 @@ class Consumer:
         known = self._introduced.get(fetch.peer) == metadata
         self._introduced[fetch.peer] = metadata
         new = b"" if known else metadata
-        self._peers.say(fetch.peer, m.Land(fetch.number, region, u32(positions), slots, new))
+        land = m.Land(fetch.number, u32(positions), slots, region, metadata=new)
+        self._peers.say(fetch.peer, land)
 
     def _check(self, fetch: Fetch, runs: Sequence[Run]) -> None:
         """Check and copy landed blocks."""
@@ -622,10 +641,8 @@ class Consumer:
         if fetch.direct and state in {CLAIMED, MOVING, CHECKED}:
             written = fetch.push and state == MOVING and not fetch.ended
             if written:
-                self._late_fills.setdefault(fetch.number, []).extend(range(first, end))
-            self._direct.passed(
-                self._digest, fetch.number, range(first, end), ok=ok, written=written
-            )
+                self._put_late(fetch, range(first, end))
+            self._direct[fetch.number].passed(range(first, end), ok=ok, written=written)
         elif state not in UNCLAIMED:
             self._end_loads(fetch, run, ok=ok)
 
@@ -663,19 +680,21 @@ class Consumer:
         What may still be written is in quarantine until that has ended.
         """
         first, end = run
-        state, positions = fetch.states[first], range(first, end)
+        state = fetch.states[first]
         if fetch.direct or state not in {MOVING, LANDED}:
             return
-        slots = fetch.landing[first:end]
         self._turns.left(fetch.peer, end - first)
         if state == LANDED:
-            self._landing.give_back(slots)
-        elif fetch.push:
-            self._late_writes.setdefault(fetch.number, []).extend(slots)
-        else:
-            late = self._late_reads.setdefault(fetch.number, {})
-            late.update(zip(positions, slots, strict=True))
-            self._transfers.abandon(fetch.part(positions))
+            self._landing.give_back(fetch.landing[first:end])
+            return
+        self._put_late(fetch, range(first, end))
+        if not fetch.push:
+            self._transfers.abandon(fetch.part(range(first, end)))
+
+    def _put_late(self, fetch: Fetch, positions: range) -> None:
+        """Keep in quarantine where these blocks are still read or written to."""
+        fetch.late.update(positions)
+        self._late[fetch.number] = fetch
 
     def _fail(self, fetch: Fetch, event: str) -> None:
         """Give up all blocks; a copy into a slot of ours that is under way ends first."""

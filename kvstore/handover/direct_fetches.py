@@ -1,11 +1,11 @@
-"""Fetches whose blocks workers of an engine read, or peers write, straight into its memory.
+"""Direct fetches: workers of an engine read the blocks, or a peer writes them, in its memory.
 
-lookup    claims blocks, for a lease ------> begin()
-peer      blocks can be read --------------> tell(): Places to each worker
+lookup    claims blocks, for a lease ------> Consumer.claim()
+peer      blocks can be read --------------> tell_slots(), tell_engine()
 workers   Arrived, from each rank ---------> arrived(): the consumer confirms them at the peer
           pushed: Target, from each rank --> target(): the consumer tells the peer
 peer      the lease held, or it failed ----> passed(): Passed to each worker, at the end of a turn
-lease     has ended -----------------------> end()
+lease     has ended -----------------------> Consumer.end()
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.layout import RankPages
 from kvstore.core.leases import GroupHit
 from kvstore.core.types import GroupRule
-from kvstore.handover.transfers import EngineRead
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire.peer import Region, clip
@@ -58,104 +57,67 @@ def no_workers(_connection: int, _message: framing.Message, _fd: int | None) -> 
     """Send nothing: there are no workers."""
 
 
-class _Fetch(msgspec.Struct, eq=False):
-    """One fetch; positions: that were claimed. read: ranks that have read, by position."""
+class DirectFetch(msgspec.Struct, eq=False):
+    """What a session's workers are told of one fetch, and have said of it, until its lease ends.
 
+    send(connection, message, None): to a worker; workers: connections by rank. positions: that
+    were claimed. push: workers are asked where the peer may write them.
+    """
+
+    send: Send
+    number: int
     session: int
-    workers: Mapping[int, int]  # rank -> connection
+    workers: Mapping[int, int]
     positions: frozenset[int]
-    read: dict[int, set[int]] = {}
-    passed: dict[tuple[bool, bool], list[int]] = {}  # verdicts that workers do not know yet
-    agent: tuple[str, bytes] | None = None  # of the peer's exporter, as workers know it
+    push: bool
+    ready: dict[int, set[int]] = {}  # by position: ranks that have read it, or named its blocks
     in_engine: set[int] = set()  # positions that are read in an engine's memory
     unread: set[int] = set()  # of these, those that a rank could not read
+    reached: tuple[str, bytes] | None = None  # the peer's exporter, as workers know it
     engines: set[int] = set()  # of the peer's, whose memory workers know
-    push: bool = False
     agents: dict[int, str] = {}  # of ranks that have named engine blocks
     targets: dict[int, list[int]] = {}  # engine blocks that some rank has named, by position
+    verdicts: dict[tuple[bool, bool], list[int]] = {}  # that workers do not know yet
 
-    def expect(self, positions: Iterable[int], *, in_engine: bool = False) -> None:
+    def tell(self, message: framing.Message) -> None:
+        """Send to all workers."""
+        for connection in self.workers.values():
+            self.send(connection, message, None)
+
+    def _expect(self, positions: Collection[int], *, in_engine: bool) -> None:
         """Wait for all ranks to read these blocks, for the first time or from another place."""
         for position in positions:
-            self.read.pop(position, None)
+            self.ready.pop(position, None)
         self.unread.difference_update(positions)
-        self.in_engine.difference_update(positions)
-        if in_engine:
-            self.in_engine.update(positions)
+        (self.in_engine.update if in_engine else self.in_engine.difference_update)(positions)
 
-
-class DirectFetches:
-    """All direct fetches of a store, each named by its namespace's digest and its number there."""
-
-    def __init__(self, send: Send) -> None:
-        """send(connection, message, None): to a worker."""
-        self._send = send
-        self._fetches: dict[tuple[str, int], _Fetch] = {}
-        self._untold: set[tuple[str, int]] = set()  # fetches with verdicts to send
-        self.moved_bytes = 0
-
-    def begin(
+    def tell_slots(
         self,
-        digest: str,
-        number: int,
-        session: int,
-        workers: Mapping[int, int],
-        positions: Collection[int],
-    ) -> None:
-        """A session's workers, by rank, will read these positions of a fetch."""
-        self._fetches[digest, number] = _Fetch(session, dict(workers), frozenset(positions))
-
-    def tell(
-        self,
-        digest: str,
-        number: int,
         agent: tuple[str, bytes],
         region: Region,
         positions: Sequence[int],
         numbers: Sequence[int],
     ) -> None:
         """Tell workers that they can read blocks. agent: the peer's, and its metadata."""
-        fetch = self._fetches.get((digest, number))
-        if fetch is None:
-            return
         name, metadata = agent
-        new = b"" if fetch.agent == agent else metadata
-        fetch.agent = agent
-        fetch.expect(positions)
-        where = name, new, region.base, region.slots
-        places = p.Places(number, *where, framing.u32(positions), framing.u32(numbers))
-        for connection in fetch.workers.values():
-            self._send(connection, places, None)
+        new = b"" if self.reached == agent else metadata
+        self.reached = agent
+        self._expect(positions, in_engine=False)
+        at, slots = framing.u32(positions), framing.u32(numbers)
+        self.tell(p.Places(self.number, name, new, region.base, region.slots, at, slots))
 
-    def tell_engine(self, digest: str, number: int, read: EngineRead) -> None:
-        """Tell workers that they can read blocks in the memory of one of a peer's engines."""
-        fetch = self._fetches.get((digest, number))
-        if fetch is None:
-            return
-        fetch.expect(read.blocks, in_engine=True)
-        ranks = () if read.engine in fetch.engines else tuple(read.ranks)
-        fetch.engines.add(read.engine)
-        positions = framing.u32(list(read.blocks))
-        blocks = framing.u32([block for found in read.blocks.values() for block in found])
-        for connection in fetch.workers.values():
-            told = p.InEngine(number, read.engine, ranks, positions, blocks)
-            self._send(connection, told, None)
-
-    def push(self, digest: str, number: int) -> None:
-        """Ask workers where the peer may write the blocks."""
-        fetch = self._fetches.get((digest, number))
-        if fetch is not None:
-            fetch.push = True
-            for connection in fetch.workers.values():
-                self._send(connection, p.Push(number), None)
+    def tell_engine(
+        self, engine: int, ranks: Sequence[RankPages], blocks: Mapping[int, list[int]]
+    ) -> None:
+        """Tell workers that they can read blocks, by position, in one of the peer's engines."""
+        self._expect(blocks.keys(), in_engine=True)
+        new = () if engine in self.engines else tuple(ranks)
+        self.engines.add(engine)
+        packed = framing.u32([block for found in blocks.values() for block in found])
+        self.tell(p.InEngine(self.number, engine, new, framing.u32(list(blocks)), packed))
 
     def target(
-        self,
-        digest: str,
-        session: int,
-        rank: int,
-        message: p.Target,
-        ranks: Sequence[RankPages],
+        self, session: int, rank: int, message: p.Target, ranks: Sequence[RankPages]
     ) -> dict[int, list[int]] | None:
         """Record engine blocks that a rank offers; return those of all ranks, by position.
 
@@ -163,84 +125,59 @@ class DirectFetches:
         named its blocks, which may have another use by now. Raises ProtocolError for another
         session's fetch, for positions that were not claimed, and for ranks that disagree.
         """
-        fetch = self._fetches.get((digest, message.fetch))
         positions, blocks = framing.from_u32(message.positions), framing.from_u32(message.blocks)
-        if fetch is None:
-            return {}
         per = len(blocks) // max(1, len(positions))
-        if not fetch.push or not per or len(blocks) != per * len(positions):
+        if not self.push or not per or len(blocks) != per * len(positions):
             raise ProtocolError(f"{len(blocks)} engine blocks for {len(positions)} positions")
-        self._check(fetch, message.fetch, session, positions)
+        self._check(session, positions)
         whole = {}
-        fetch.agents[rank] = message.agent
+        self.agents[rank] = message.agent
         for number, position in enumerate(positions):
             found = blocks[number * per : number * per + per]
             if not any(found):
                 raise ProtocolError(f"no engine block for position {position}")
-            if fetch.targets.setdefault(position, found) != found:
+            if self.targets.setdefault(position, found) != found:
                 raise ProtocolError(f"engine blocks {found[:8]} of rank {rank}, others have others")
-            ready = fetch.read.setdefault(position, set())
-            ready.add(rank)
-            if len(ready) == len(fetch.workers):
+            if self._all_ranks(position, rank):
                 whole[position] = found
-        named = [fetch.agents[number] for number in sorted(fetch.agents)]
+        named = [self.agents[number] for number in sorted(self.agents)]
         return None if whole and named != [each.agent for each in ranks] else whole
 
-    @staticmethod
-    def _check(fetch: _Fetch, number: int, session: int, positions: Sequence[int]) -> None:
-        if fetch.session != session:
-            raise ProtocolError(f"fetch {number} is another engine's")
-        if not fetch.positions.issuperset(positions):
+    def _check(self, session: int, positions: Sequence[int]) -> None:
+        if self.session != session:
+            raise ProtocolError(f"fetch {self.number} is another engine's")
+        if not self.positions.issuperset(positions):
             raise ProtocolError(f"positions {positions[:8]}, which the engine has not claimed")
 
-    def arrived(
-        self, digest: str, session: int, rank: int, message: p.Arrived
-    ) -> tuple[list[int], bool] | None:
+    def _all_ranks(self, position: int, rank: int) -> bool:
+        """Note that a rank has done its part of a block; tell whether all have."""
+        ready = self.ready.setdefault(position, set())
+        ready.add(rank)
+        return len(ready) == len(self.workers)
+
+    def arrived(self, session: int, rank: int, message: p.Arrived) -> tuple[list[int], bool]:
         """Record what a rank has read; return what all ranks have, and whether none failed.
 
-        None: the fetch is over. Raises ProtocolError for another session's fetch, and for
-        positions that were not claimed.
+        Raises ProtocolError for another session's fetch, and for positions that were not claimed.
         """
-        self.moved_bytes += message.copied_bytes
-        fetch = self._fetches.get((digest, message.fetch))
-        if fetch is None:
-            return None
         positions = framing.from_u32(message.positions)
-        self._check(fetch, message.fetch, session, positions)
-        if fetch.push and message.ok:
-            raise ProtocolError(f"fetch {message.fetch} is written by its peer, not read")
-        if not message.ok and fetch.in_engine.isdisjoint(positions):
+        self._check(session, positions)
+        if self.push and message.ok:
+            raise ProtocolError(f"fetch {self.number} is written by its peer, not read")
+        if not message.ok and self.in_engine.isdisjoint(positions):
             return positions, False
-        whole = []
-        for position in positions:
-            ranks = fetch.read.setdefault(position, set())
-            ranks.add(rank)
-            if not message.ok:
-                fetch.unread.add(position)
-            if len(ranks) == len(fetch.workers):
-                whole.append(position)
-        return whole, fetch.unread.isdisjoint(whole)
+        if not message.ok:
+            self.unread.update(positions)
+        whole = [position for position in positions if self._all_ranks(position, rank)]
+        return whole, self.unread.isdisjoint(whole)
 
-    def passed(
-        self, digest: str, number: int, positions: Iterable[int], *, ok: bool, written: bool
-    ) -> None:
+    def passed(self, positions: Iterable[int], *, ok: bool, written: bool = False) -> None:
         """Record blocks' verdict: valid, failed, or failed with a write possibly in flight."""
-        fetch = self._fetches.get((digest, number))
-        if fetch is not None:
-            fetch.passed.setdefault((ok, written and not ok), []).extend(positions)
-            self._untold.add((digest, number))
+        self.verdicts.setdefault((ok, written), []).extend(positions)
 
     def flush(self) -> None:
-        """Send the verdicts to the workers."""
-        untold, self._untold = self._untold, set()
-        for of in untold:
-            fetch = self._fetches[of]
-            passed, fetch.passed = fetch.passed, {}
-            for how, positions in passed.items():
-                for connection in fetch.workers.values():
-                    self._send(connection, p.Passed(of[1], framing.u32(positions), *how), None)
-
-    def end(self, digest: str, number: int) -> None:
-        """End a fetch whose lease has ended."""
-        self.flush()
-        self._fetches.pop((digest, number), None)
+        """Send verdicts to the workers; that nothing is written any more follows that it may be."""
+        verdicts, self.verdicts = self.verdicts, {}
+        for how, positions in sorted(verdicts.items(), reverse=True):
+            if positions:
+                self.tell(p.Passed(self.number, framing.u32(positions), *how))

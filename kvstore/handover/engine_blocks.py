@@ -12,21 +12,19 @@ in the engine can read the copy.
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import mmap
-import os
 from collections.abc import Container, Mapping, Sequence
 
 import msgspec
 
-from kvstore.core.errors import ProtocolError
+from kvstore.core.errors import ProtocolError, TierFull
 from kvstore.core.layout import RankPages
 from kvstore.core.types import BlockKey, Slot
 from kvstore.logs import RateLog
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire.peer import RANKS_MAX
+from tiers.cpu import GENERATION_BYTES, CpuExtent
 
 _said = RateLog(logging.getLogger(__name__))  # of all namespaces
 
@@ -41,28 +39,6 @@ class Resident(msgspec.Struct, frozen=True):
     versions: tuple[int, ...]
 
 
-class _Versions:
-    """A version counter for each engine block, in memory that the scheduler half writes."""
-
-    def __init__(self, blocks: int) -> None:
-        """Raises OSError."""
-        self.fd = os.memfd_create("kvstore-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:  # an engine that could make it shorter could end us
-            os.posix_fallocate(self.fd, 0, blocks * framing.WORD)
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
-            self._memory = mmap.mmap(self.fd, blocks * framing.WORD)
-        except OSError:
-            os.close(self.fd)
-            raise
-        self.words = memoryview(self._memory).cast("I")
-
-    def close(self) -> None:
-        self.words.release()
-        self._memory.close()
-        os.close(self.fd)
-
-
 class _Engine(msgspec.Struct, eq=False):
     """One engine; coming: blocks shown and not stored yet, by slot."""
 
@@ -70,7 +46,7 @@ class _Engine(msgspec.Struct, eq=False):
     workers: Mapping[int, int]
     blocks: int = 0
     ranks: dict[int, RankPages] = {}
-    versions: _Versions | None = None
+    versions: CpuExtent | None = None  # a u32 for each engine block: its slots have no bytes
     tried: bool = False  # to make them
     left: bool = False
     coming: dict[int, tuple[bytes, Resident]] = {}
@@ -115,8 +91,8 @@ class Engines:
             )
             return None
         try:
-            engine.versions = _Versions(engine.blocks)
-        except OSError as exc:
+            engine.versions = CpuExtent(engine.blocks * GENERATION_BYTES, slot_bytes=0)
+        except (OSError, TierFull) as exc:
             _said.warn(kind, "peers cannot read an engine: no memory for block versions: %s", exc)
             return None
         return p.BlockVersions(engine.blocks), engine.versions.fd
@@ -169,7 +145,7 @@ class Engines:
         engine = self._engines.get(place.engine)
         if engine is None or engine.versions is None:
             return False
-        words = engine.versions.words
+        words = engine.versions.generations
         pairs = zip(place.blocks, place.versions, strict=True)
         return all(words[block] == generation for block, generation in pairs)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -13,7 +13,7 @@ from kvstore.core.errors import ProtocolError, TierIOError
 from kvstore.core.layout import RankPages
 from kvstore.core.types import BlockKey, JobId, JobResult, TransferJob
 from kvstore.handover.runs import Part, Places, Run, States, at, numbers, runs_of
-from kvstore.handover.transfers import EngineRead, Regions, SlotRead
+from kvstore.handover.transfers import Regions, SlotRead
 from kvstore.wire import peer as m
 from kvstore.wire.framing import u32
 
@@ -51,6 +51,7 @@ class Fetch:
     tiers: tuple[str, ...] = ()  # of the peer's
     ranks_told: bool = False  # to the peer: where it writes
     ended: bool = False  # the peer writes nothing any more
+    late: set[int] = field(default_factory=set)  # given up, and something may still be written
     # Of the peer's engines, what is known of their memory, and which of their blocks a block is.
     engines: dict[int, Sequence[RankPages]] = field(default_factory=dict)
     residents: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
@@ -104,10 +105,14 @@ class Fetch:
                 self.states.put(part, OFFERED)
 
     def put(self, have: m.Have, regions: Regions) -> tuple[Sequence[int], Sequence[int]]:
-        """Note where blocks can be read. Raises ProtocolError for an unknown region.
+        """Note where blocks can be read. Raises ProtocolError for an unknown region or engine.
 
         Returns their positions, and of these those whose place was not known before.
         """
+        if have.engine is not None:
+            positions = m.positions_of(have.positions, len(self.keys))
+            self._put_engine(have.engine, have.ranks, m.engine_blocks_of(positions, have.places))
+            return positions, positions
         positions, extents, slots, sums = m.places_of(have, len(self.keys))
         given = m.positions_of(have.given, len(self.keys))
         if self.push:
@@ -126,23 +131,18 @@ class Fetch:
             done += end - first
         return positions, [p for p in positions if p not in known] if known else positions
 
-    def learn(self, message: m.Resident) -> Collection[int]:
-        """Note which blocks are in an engine's memory, and return their positions.
-
-        Raises ProtocolError for an unknown engine, too many, or a fetch that workers do not read.
-        """
+    def _put_engine(
+        self, engine: int, ranks: Sequence[RankPages], blocks: dict[int, list[int]]
+    ) -> None:
         if not self.direct or self.push:
             raise ProtocolError(f"job {self.number} was not asked to be read in an engine")
-        if message.ranks and len(self.engines) < m.ENGINES_MAX:
-            self.engines[message.engine] = message.ranks
-        if message.engine not in self.engines:
+        if ranks and len(self.engines) < m.ENGINES_MAX:
+            self.engines[engine] = ranks
+        if engine not in self.engines:
             raise ProtocolError(
-                f"engine {message.engine} without its memory, or more than {m.ENGINES_MAX} of them"
+                f"engine {engine} without its memory, or more than {m.ENGINES_MAX} of them"
             )
-        found = m.residents_of(message, len(self.keys))
-        for position, blocks in found.items():
-            self.residents[position] = message.engine, blocks
-        return found
+        self.residents |= {position: (engine, found) for position, found in blocks.items()}
 
     @property
     def offers(self) -> dict[int, str]:
@@ -166,19 +166,19 @@ class Fetch:
         for region, found, slots in self.places.by_region(positions):
             yield found, SlotRead(region, slots, at(self.landing, found))
 
-    def engine_reads(self, positions: Iterable[int]) -> Iterator[EngineRead]:
+    def engine_reads(self, positions: Iterable[int]) -> Iterator[tuple[int, dict[int, list[int]]]]:
         """Gather reads of engines' memory, by engine and how many engine blocks a block has."""
-        reads: dict[tuple[int, int], EngineRead] = {}
+        reads: dict[tuple[int, int], dict[int, list[int]]] = {}
         for position in positions:
             if position in self.residents:
                 engine, found = self.residents[position]
-                read = EngineRead(engine, self.engines[engine], {})
-                reads.setdefault((engine, len(found)), read).blocks[position] = found
-        yield from reads.values()
+                reads.setdefault((engine, len(found)), {})[position] = found
+        for (engine, _), blocks in reads.items():
+            yield engine, blocks
 
     def fills(
         self, targets: Mapping[int, list[int]], ranks: Sequence[RankPages]
-    ) -> Iterator[m.Fill]:
+    ) -> Iterator[m.Land]:
         """Name the engine blocks to write to, by how many of them a block has; the ranks once."""
         sizes: dict[int, list[int]] = {}
         for position, found in targets.items():
@@ -189,7 +189,7 @@ class Fetch:
             blocks = u32([block for position in positions for block in targets[position]])
             new = () if self.ranks_told else tuple(ranks)
             self.ranks_told = True
-            yield m.Fill(self.number, u32(positions), blocks, new)
+            yield m.Land(self.number, u32(positions), blocks, ranks=new)
 
 
 class _Load(msgspec.Struct, eq=False):

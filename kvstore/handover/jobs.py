@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from kvstore.core.errors import InvariantBroken, ProtocolError
 from kvstore.core.index import Entry
 from kvstore.core.layout import RankPages, SlotLayout
-from kvstore.core.leases import Generations
 from kvstore.core.manager import Manager
 from kvstore.core.tiering import Tiering
 from kvstore.core.types import BlockKey, Chain, Slot
@@ -33,8 +32,14 @@ PIECES_MAX = 1 << 16  # of one block there
 
 Placed = tuple[int, list[int], list[int]]
 """A position, and what goes where."""
-Region = Callable[[int], tuple[m.Region, bytes] | None]
-"""Where the exporter has an extent, and its metadata then; None: not mapped yet."""
+
+
+class OwnExporter(NamedTuple):
+    """Our exporter: its agent's name, how peers reach it, and extents that it has mapped."""
+
+    agent: str
+    metadata: bytes
+    regions: Mapping[int, m.Region]
 
 
 class Source(Protocol):
@@ -44,11 +49,6 @@ class Source(Protocol):
     manager: Manager
     tiering: Tiering
     engines: Engines
-
-    @property
-    def generations(self) -> Generations:
-        """How often each slot was written."""
-        ...
 
     def view(self, slot: Slot) -> memoryview:
         """Return a slot's bytes."""
@@ -202,7 +202,7 @@ class Job:
 
     # What the peer is told: where blocks can be read, in slots or in an engine's own memory
 
-    def messages(self, region: Region) -> Iterator[Message]:
+    def messages(self, exporter: OwnExporter | None) -> Iterator[Message]:
         """Take what is to be told, and yield it; what cannot be told yet stays."""
         waiting, self.untold = self.untold, []
         waiting = [position for position in waiting if self.states[position] in HELD]
@@ -214,7 +214,7 @@ class Job:
             yield from self._in_engines(waiting)
             waiting = [position for position in waiting if position not in self.residents]
         if waiting:
-            yield from self._in_slots(waiting, region)
+            yield from self._in_slots(waiting, exporter)
 
     def _put_resident(self, position: int, place: Resident | None) -> None:
         self.residents.pop(position, None)
@@ -229,7 +229,7 @@ class Job:
         engines.add(found.engine)
         return found
 
-    def _in_engines(self, waiting: list[int]) -> Iterator[m.Resident]:
+    def _in_engines(self, waiting: list[int]) -> Iterator[m.Have]:
         """Name what engines have, by engine and how many engine blocks a block has."""
         found: dict[tuple[int, int], list[tuple[int, Resident]]] = {}
         for position in waiting:
@@ -241,22 +241,17 @@ class Job:
             self.engines.add(engine)
             positions = u32([position for position, _ in places])
             blocks = u32([block for _, place in places for block in place.blocks])
-            yield m.Resident(self.number, positions, engine, blocks, new)
+            yield m.Have(self.number, positions, blocks, engine=engine, ranks=new)
 
-    def _in_slots(self, waiting: list[int], region: Region) -> Iterator[m.Have]:
+    def _in_slots(self, waiting: list[int], exporter: OwnExporter | None) -> Iterator[m.Have]:
         positions = joined(runs_of(waiting))
         extents, places = self.source.places(at(self.slots, positions))
-        regions: list[m.Region] = []
-        metadata = b""
-        unmapped: set[int] = set()
-        for extent in {*extents} - self.peer.regions:
-            found = region(extent)
-            if found is None:
-                unmapped.add(extent)  # it is being mapped
-                continue
-            self.peer.regions.add(extent)
-            regions.append(found[0])
-            metadata = found[1]
+        mapped = {} if exporter is None else exporter.regions
+        new = {*extents} - self.peer.regions
+        unmapped = new - mapped.keys()
+        regions = [mapped[extent] for extent in new - unmapped]
+        metadata = exporter.metadata if exporter is not None and regions else b""
+        self.peer.regions |= new - unmapped
         if unmapped:
             of = dict(zip(positions, extents, strict=True))
             self.untold += [position for position in positions if of[position] in unmapped]
@@ -266,45 +261,47 @@ class Job:
             return
         pairs = numbers(2 * len(positions))
         pairs[::2], pairs[1::2] = extents, places
-        packed = (
-            u32(positions),
-            pairs.tobytes(),
-            u32([self.source.generations[slot] for slot in at(self.slots, positions)]),
-            at(self.sums, positions).tobytes(),
-        )
         given = u32([position for position in positions if position in self.residents])
-        yield m.Have(self.number, *packed, tuple(regions), metadata, given)
+        sums = at(self.sums, positions).tobytes()
+        told = u32(positions), pairs.tobytes(), sums, tuple(regions), metadata, given
+        yield m.Have(self.number, *told)
 
     # What is written to the peer: to its landing slots, or into its engine
 
     def land(self, land: m.Land) -> list[int]:
-        """Note landing slots of the peer's; return what can be written. Raises ProtocolError."""
-        positions, slots = m.positions_of(land.positions, len(self.keys)), array(U32)
-        if not self.push or self.direct or len(land.slots) != len(land.positions):
+        """Note where blocks go at the peer; return what can be written. Raises ProtocolError."""
+        positions, region = m.positions_of(land.positions, len(self.keys)), land.region
+        if not self.push or self.direct is not (region is None):
+            named = "engine blocks" if region is None else "landing slots"
             raise ProtocolError(
-                f"{len(land.slots) // WORD} landing slots for {len(positions)} blocks to push"
+                f"{named} for job {self.number}, expected a push: engine blocks if direct"
             )
-        slots.frombytes(land.slots)
-        if self.landings.known(positions):
-            raise ProtocolError(f"a second landing slot in positions {list(positions[:8])}")
-        self.landings.put(positions, land.region, slots)
+        if region is None:
+            self._learn(positions, land)
+        else:
+            slots = array(U32)
+            if len(land.numbers) != len(land.positions):
+                raise ProtocolError(
+                    f"{len(land.numbers) // WORD} landing slots for {len(positions)} blocks to push"
+                )
+            slots.frombytes(land.numbers)
+            if self.landings.known(positions):
+                raise ProtocolError(f"a second landing slot in positions {list(positions[:8])}")
+            self.landings.put(positions, region, slots)
         return [position for position in positions if self.states[position] == SUMMED]
 
-    def learn(self, fill: m.Fill) -> list[int]:
-        """Note where blocks go in the peer's engine; return which. Raises ProtocolError."""
-        if not (self.push and self.direct) or bool(fill.ranks) == bool(self.ranks):
+    def _learn(self, positions: Sequence[int], land: m.Land) -> None:
+        """Note engine blocks of the peer's."""
+        if bool(land.ranks) == bool(self.ranks):
             raise ProtocolError(
-                f"engine blocks with {len(fill.ranks)} ranks for job {self.number}, expected a"
-                " direct push, and ranks once"
+                f"{len(land.ranks)} ranks for job {self.number}, expected them once"
             )
-        if fill.ranks:
-            check_ranks(self.source.layout, fill.ranks)
-            self.ranks = tuple(msgspec.structs.replace(rank, metadata=b"") for rank in fill.ranks)
-        targets = m.residents_of(fill, len(self.keys))
-        for position, blocks in targets.items():
+        if land.ranks:
+            check_ranks(self.source.layout, land.ranks)
+            self.ranks = tuple(msgspec.structs.replace(rank, metadata=b"") for rank in land.ranks)
+        for position, blocks in m.engine_blocks_of(positions, land.numbers).items():
             self._check_target(position, blocks)
             self.targets[position] = blocks
-        return list(targets)
 
     def _check_target(self, position: int, blocks: Sequence[int]) -> None:
         layout, group = self.source.layout, self.group_of(position)
@@ -329,51 +326,50 @@ class Job:
                 part = self.part(m.neighbours([found[n] for n in of_it]))
                 yield part, SlotWrite(extent, at(places, of_it), size, region, at(there, of_it))
 
-    def engine_writes(self, positions: Sequence[int]) -> Iterator[tuple[Part, EngineWrite]]:
-        """Gather writes from our engines' memory, a few blocks at a time."""
-        batches: dict[tuple[int, int], list[Placed]] = {}
-        for position in positions:
-            target, group = self.targets.get(position, ()), self.group_of(position)
-            find = position not in self.moved and bool(target)
-            place = self.source.engines.find(self.keys[position]) if find else None
-            pieces = self._pieces(group) * len(target)
-            if place is None or len(place.blocks) < len(target) or pieces > FILL_PIECES:
-                self._put_resident(position, None)
-                continue
-            self._put_resident(position, place)
-            pairs = [
-                (own, there) for own, there in zip(place.blocks, target, strict=False) if there
-            ]
-            own, there = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-            batches.setdefault((place.engine, group), []).append((position, own, there))
-        for (engine, group), found in batches.items():
-            ranks = tuple(
-                RankPages(rank.agent, b"", (rank.pages[group],), rank.gpu)
-                for rank in self.ranks
-                if rank.pages[group]
-            )
-            for part, own, there in self._batches(group, found):
-                yield self._counted(part), EngineWrite(engine, group, ranks, own, there)
+    def direct_writes(
+        self, positions: Sequence[int]
+    ) -> Iterator[tuple[Part, EngineWrite | SlotFill]]:
+        """Gather writes to the peer's engine, a few blocks at a time.
 
-    def fills(self, positions: Sequence[int]) -> Iterator[tuple[Part, SlotFill]]:
-        """Gather writes from slots to the peer's engine, for each rank, extent and group."""
+        From the memory of an engine of ours that has all of a block, else from its slot: for each
+        rank, extent and group.
+        """
         layout = self.source.layout
-        batches: dict[tuple[int, int], list[Placed]] = {}
+        batches: dict[tuple[bool, int, int], list[Placed]] = {}
         for position in positions:
-            target = self.targets.get(position)
-            if target is None or position in self.residents:
-                continue
-            extent, number = self.source.place(Slot(self.slots[position]))
-            group = self.group_of(position)
-            first, stride = number * layout.slot_bytes, _stride(layout, group)
-            offsets = [first + part * stride for part, there in enumerate(target) if there]
-            wanted = [there for there in target if there]
-            batches.setdefault((extent, group), []).append((position, offsets, wanted))
-        for (extent, group), found in batches.items():
-            for part, offsets, blocks in self._batches(group, found):
-                for rank in self.ranks:
-                    if rank.pages[group]:
-                        yield self._counted(part), SlotFill(extent, rank, group, offsets, blocks)
+            target, group = self.targets[position], self.group_of(position)
+            place = self._own_place(position, len(target), group)
+            self._put_resident(position, place)
+            if place is None:
+                source, number = self.source.place(Slot(self.slots[position]))
+                first, stride = number * layout.slot_bytes, _stride(layout, group)
+                own: Sequence[int] = range(first, first + len(target) * stride, stride)
+            else:
+                source, own = place.engine, place.blocks
+            pairs = [(part, there) for part, there in zip(own, target, strict=False) if there]
+            parts, wanted = [part for part, _ in pairs], [there for _, there in pairs]
+            of = place is not None, source, group
+            batches.setdefault(of, []).append((position, parts, wanted))
+        for (in_engine, source, group), found in batches.items():
+            ranks = [rank for rank in self.ranks if rank.pages[group]]
+            for part, parts, blocks in self._batches(group, found):
+                if in_engine:
+                    cut = tuple(
+                        RankPages(rank.agent, b"", (rank.pages[group],), rank.gpu) for rank in ranks
+                    )
+                    self.writes.update(part.positions)
+                    yield part, EngineWrite(source, group, cut, parts, blocks)
+                    continue
+                for rank in ranks:
+                    self.writes.update(part.positions)
+                    yield part, SlotFill(source, rank, group, parts, blocks)
+
+    def _own_place(self, position: int, parts: int, group: int) -> Resident | None:
+        """Return where an engine of ours has all of a block that it may write at once."""
+        if position in self.moved or self._pieces(group) * parts > FILL_PIECES:
+            return None
+        place = self.source.engines.find(self.keys[position])
+        return None if place is None or len(place.blocks) < parts else place
 
     def _batches(
         self, group: int, found: list[Placed]
@@ -390,10 +386,6 @@ class Job:
     def _pieces(self, group: int) -> int:
         """Count those of an engine block, in all ranks."""
         return sum(run.pieces for rank in self.ranks for run in rank.pages[group])
-
-    def _counted(self, part: Part) -> Part:
-        self.writes.update(part.positions)
-        return part
 
     def split_written(
         self, positions: Sequence[int], *, ok: bool

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -23,13 +23,12 @@ import msgspec
 
 from kvstore.barrier import Barrier
 from kvstore.core.errors import ProtocolError
-from kvstore.core.types import BlockKey
 from kvstore.handover.cluster_key import ClusterKey
 from kvstore.handover.consumer import STALL_NS, WAITS, Consumer, Fetched, Waits
-from kvstore.handover.direct_fetches import DirectFetches, Send, no_workers
+from kvstore.handover.direct_fetches import Send, no_workers
 from kvstore.handover.engine_writes import EngineWrites
 from kvstore.handover.heartbeats import Held, Requests
-from kvstore.handover.jobs import Source
+from kvstore.handover.jobs import OwnExporter, Source
 from kvstore.handover.producer import Producer
 from kvstore.handover.runs import Part
 from kvstore.handover.side_channel import LOGGED_MAX, Channel
@@ -38,14 +37,10 @@ from kvstore.handover.transfers import (
     Arrived,
     Checked,
     Down,
-    EngineWrite,
     Event,
     PeerAgents,
     Quarantine,
     Reachable,
-    SlotFill,
-    Slots,
-    SlotWrite,
     Summed,
     Transfers,
     Unreachable,
@@ -55,13 +50,11 @@ from kvstore.handover.transfers import (
 from kvstore.logs import RateLog
 from kvstore.metrics import HAND_OVER_EVENTS, Numbers
 from kvstore.wire import peer as m
-from kvstore.wire.engine import Arrived as Arrived_
-from kvstore.wire.engine import Extent, Target, Unmap
+from kvstore.wire.engine import Extent, Unmap
 from kvstore.wire.framing import Message
 
 log = logging.getLogger(__name__)
 
-OfFetch = Arrived_ | Target
 EXPORTER = -1  # the exporter's number among the store's connections: it maps extents, too
 LINKS_MAX = 128  # peers that are asked at one time; each takes some descriptors
 IDLE_NS = 300_000_000_000  # a connection that nothing was asked on; its peer forgets it later
@@ -94,18 +87,19 @@ class Peers:
         self.channel = Channel(key, self._on_message, self._on_lost)
         send = self.channel.send
         self._agents = PeerAgents(mover)
+        self._send: Send = no_workers
+        self.engine_writes = EngineWrites(self._to_worker, self._agents.metadata)
         self.producer = Producer(
             lambda: self._namespaces,
             self._introduce,
-            self,
+            mover,
+            self.engine_writes,
             send,
             held_bytes_max,
             self._agents.meet,
         )
         self._mover, self._waits = mover, waits
         self._namespaces: Mapping[str, Source] = {}
-        self.direct = DirectFetches(no_workers)
-        self.engine_writes = EngineWrites(no_workers, self._agents.metadata)
         self._numbers = Numbers()
         self._up: Up | None = None
         self._noted: list[int] = []
@@ -141,11 +135,10 @@ class Peers:
 
         numbers: of the store. send(connection, message, None): to one of its engines' workers.
         """
-        self._namespaces, self._numbers = namespaces, numbers
-        self.direct, self.engine_writes = (
-            DirectFetches(send),
-            EngineWrites(send, self._agents.metadata),
-        )
+        self._namespaces, self._numbers, self._send = namespaces, numbers, send
+
+    def _to_worker(self, connection: int, message: Message, fd: int | None) -> None:
+        self._send(connection, message, fd)
 
     def _mapped(self, extent: int) -> None:
         """Nobody who waits for all to map or unmap an extent waits for the exporter."""
@@ -159,7 +152,9 @@ class Peers:
         """Return the remote tier of a namespace."""
         digest = namespace.layout.digest
         if digest not in self._inlets:
-            self._inlets[digest] = Consumer(self, namespace, self._mover, self.direct, self._waits)
+            self._inlets[digest] = Consumer(
+                self, namespace, self._mover, self._to_worker, self._waits
+            )
         return self._inlets[digest]
 
     def forget(self, namespace: Source) -> bool:
@@ -243,59 +238,10 @@ class Peers:
             self.channel.send(number, message)
         return number is not None
 
-    def sign(
-        self, namespace: Source, fetch: int | None, keys: Sequence[BlockKey], now_ns: int
-    ) -> tuple[int, int | None] | None:
-        """Say when a fetch, or the one that brings these blocks, went on, and was computed.
-
-        Both in milliseconds before now; see Coming.
-        """
-        return self.inlet(namespace).progress(fetch, keys, now_ns)
-
-    def claimed(self, namespace: Source, fetch: int) -> None:
-        """Nothing more will be loaded of a fetch."""
-        self.inlet(namespace).claimed(fetch)
-
-    def offered(self, namespace: Source, fetch: int) -> Mapping[int, str] | None:
-        """Say in which tier a peer has which positions of a fetch; None: it has not answered."""
-        return self.inlet(namespace).offered(fetch)
-
-    def read(
-        self,
-        namespace: Source,
-        fetch: int,
-        positions: list[int],
-        session: int,
-        workers: Mapping[int, int],
-    ) -> None:
-        """Have workers read these positions of a fetch; workers: connections by rank."""
-        self.direct.begin(namespace.layout.digest, fetch, session, workers, positions)
-        self.inlet(namespace).claim(fetch, positions)
-
-    def of_fetch(
-        self, namespace: Source, session: int, rank: int, message: OfFetch, now_ns: int
-    ) -> None:
-        """A worker has read, or could not, or can be written to. Raises ProtocolError."""
-        digest, consumer = namespace.layout.digest, self.inlet(namespace)
-        if isinstance(message, Target):
-            ranks = namespace.engines.ranks(session)
-            targets = self.direct.target(digest, session, rank, message, ranks)
-            if targets is None:
-                consumer.cancel(message.fetch)
-            else:
-                consumer.fill(message.fetch, targets, ranks)
-        elif (found := self.direct.arrived(digest, session, rank, message)) is not None:
-            consumer.arrived(message.fetch, found[0], now_ns, ok=found[1])
-
     def end_of(self, session: int) -> None:
         """An engine is gone."""
         self.requests.end_of(session)
         self.engine_writes.end_of(session)
-
-    def read_no_more(self, namespace: Source, fetch: int) -> None:
-        """The lease that a fetch is read for has ended."""
-        self.inlet(namespace).cancel(fetch, now=True)
-        self.direct.end(namespace.layout.digest, fetch)
 
     def on_memory(self, message: Message, fd: int | None) -> None:
         """Do with an extent what workers are told to do. Nobody waits for it to be mapped."""
@@ -411,7 +357,7 @@ class Peers:
         if self.off:
             return None
         wait_s = self._mover.wait_s(now_ns)
-        if self.producer.busy or any(inlet.open for inlet in self._used.values()):
+        if self.producer.jobs or any(inlet.open for inlet in self._used.values()):
             return BUSY_S if wait_s is None else min(BUSY_S, wait_s)
         return wait_s
 
@@ -433,7 +379,7 @@ class Peers:
         }
         open_now = {
             "fetches": fetches,
-            "jobs": self.producer.jobs,
+            "jobs": len(self.producer.jobs),
             "engine_writes": self.engine_writes.open,
             "serving": sum(n.engines.serving for n in self._namespaces.values()),
             "requests": len(self.producer.request_leases),
@@ -445,7 +391,7 @@ class Peers:
         found |= {("kvstore_hand_over_events", event): counts[event] for event in HAND_OVER_EVENTS}
         blocks = self.fetched.blocks
         found |= {("kvstore_fetched_blocks", tier): count for tier, count in blocks.items()}
-        direct = {"direct": self.direct.moved_bytes, "engine": self.engine_writes.moved_bytes}
+        direct = {"direct": self.fetched.direct_bytes, "engine": self.engine_writes.moved_bytes}
         moved = {**self._mover.moved_bytes, **direct}
         found |= {("kvstore_hand_over_moved_bytes", way): size for way, size in moved.items()}
         return found
@@ -494,7 +440,6 @@ class Peers:
                     inlet.tick(now_ns)
             if not inlet.in_use:
                 del self._used[digest]
-        self.direct.flush()
         if now_ns - self._swept_ns >= SWEEP_NS:
             self._swept_ns = now_ns
             self._sweep()
@@ -539,7 +484,6 @@ class Peers:
         for inlet in self._inlets.values():
             with self._barrier.around("the end of fetches"):
                 inlet.clear()
-        self.direct.flush()
         self._noted += [*self._slots, *self._unmapping]
         with self._barrier.around("the end of hand-overs"):
             self.close()
@@ -554,7 +498,7 @@ class Peers:
         inlets = self._used.values()
         crowded = any(inlet.crowded for inlet in inlets)
         late = self._mover.abandoned_bytes or any(i.quarantined for i in inlets)
-        used = self.producer.wanted or any(inlet.open for inlet in inlets)
+        used = any(not job.released for job in self.producer.jobs) or any(i.open for i in inlets)
         if self._quarantine.lasts(self._now_ns, crowded=crowded, quiet=bool(late) and not used):
             landing = sum(inlet.quarantined_bytes for inlet in inlets)
             own = self._mover.abandoned_bytes
@@ -598,39 +542,8 @@ class Peers:
         if extent in self._slots:
             self._regions[extent] = m.Region(extent, base, self._slots[extent])
 
-    # The producer's work
-
-    def sum(
-        self, part: Part, source: Source, keys: Sequence[BlockKey], slots: Sequence[int]
-    ) -> None:
-        """Take blocks' checksums."""
-        layout = source.layout
-        self._mover.sum(part, layout.digest, keys, Slots(source.view, slots), layout.slot_bytes)
-
-    def write(self, part: Part, agent: str, write: SlotWrite) -> None:
-        """Write slots of one of our extents to a peer."""
-        self._mover.write(part, agent, write)
-
-    def fill(self, part: Part, fill: SlotFill) -> None:
-        """Write parts of slots to an engine of a peer's."""
-        self._mover.fill(part, fill)
-
-    def write_from_engine(self, part: Part, source: Source, write: EngineWrite) -> None:
-        """Have workers of an engine of ours write to one of a peer's."""
-        workers = source.engines.workers(write.engine)
-        self.engine_writes.start(part, write, workers, self._now_ns)
-
-    def abandon(self, part: Part) -> None:
-        """Stop waiting for writes."""
-        self.engine_writes.abandon(part)
-        self._mover.abandon(part)
-
-    def region(self, extent: int) -> tuple[m.Region, bytes] | None:
-        """Say where the exporter has an extent, and how to reach it; None: not yet."""
-        region, up = self._regions.get(extent), self._up
-        return None if region is None or up is None else (region, up.metadata)
-
-    def _introduce(self) -> tuple[str, bytes] | None:
+    def _introduce(self) -> OwnExporter | None:
         """Name our exporter, which somebody needs now; None while there is none."""
         self._mover.wake()
-        return None if self._up is None else (self._up.agent, self._up.metadata)
+        up = self._up
+        return None if up is None else OwnExporter(up.agent, up.metadata, self._regions)

@@ -25,11 +25,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
-from typing import Protocol
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.tier import Tier
 from kvstore.core.types import BlockKey, LookupResult, Slot
+from kvstore.handover.engine_writes import EngineWrites
 from kvstore.handover.jobs import (
     AWAITED,
     BUSY,
@@ -41,12 +41,13 @@ from kvstore.handover.jobs import (
     TOLD,
     WRITING,
     Job,
+    OwnExporter,
     Peer,
     Source,
 )
 from kvstore.handover.request_leases import RequestLeases
 from kvstore.handover.runs import Part, Run, at, joined, runs_of
-from kvstore.handover.transfers import EngineWrite, SlotFill, SlotWrite
+from kvstore.handover.transfers import EngineWrite, SlotFill, Slots, SlotWrite, Transfers
 from kvstore.wire import peer as m
 from kvstore.wire.framing import Message, u32
 
@@ -56,40 +57,7 @@ MEMORY, PREFILL = "cpu", "prefill"
 
 Send = Callable[[int, Message], None]
 Guard = Callable[[int], AbstractContextManager[object]]
-OfJob = m.Land | m.Fill | m.Confirm | m.Extend | m.Release
-
-
-class Work(Protocol):
-    """Work done elsewhere: each call is answered later, once for each of its blocks.
-
-    The slots keep their bytes until then.
-    """
-
-    def sum(
-        self, part: Part, source: Source, keys: Sequence[BlockKey], slots: Sequence[int]
-    ) -> None:
-        """Take blocks' checksums; the answer is Producer.summed."""
-        ...
-
-    def write(self, part: Part, agent: str, write: SlotWrite) -> None:
-        """Write slots of one of our extents to a peer; the answer is Producer.written."""
-        ...
-
-    def fill(self, part: Part, fill: SlotFill) -> None:
-        """Write parts of slots to an engine of a peer's; the answer is Producer.written."""
-        ...
-
-    def write_from_engine(self, part: Part, source: Source, write: EngineWrite) -> None:
-        """Write from our engine's memory to a peer's engine; the answer is Producer.written."""
-        ...
-
-    def abandon(self, part: Part) -> None:
-        """Stop waiting for writes: what has not begun is not begun. The answer still comes."""
-        ...
-
-    def region(self, extent: int) -> tuple[m.Region, bytes] | None:
-        """Return where the exporter has an extent, and its metadata then; None: not mapped yet."""
-        ...
+OfJob = m.Land | m.Confirm | m.Extend | m.Release
 
 
 class Producer:
@@ -98,21 +66,25 @@ class Producer:
     def __init__(
         self,
         served: Callable[[], Mapping[str, Source]],
-        exporter: Callable[[], tuple[str, bytes] | None],
-        work: Work,
+        exporter: Callable[[], OwnExporter | None],
+        transfers: Transfers,
+        engine_writes: EngineWrites,
         send: Send,
         held_bytes_max: int,
         meet: Callable[[int, str, bytes], None],
     ) -> None:
-        """served(): namespaces by digest. exporter(): agent and metadata; None while there is none.
+        """served(): namespaces by digest. exporter(): ours; None while there is none.
 
+        transfers, engine_writes: take sums and write blocks. Each block's end is told once, later,
+            by summed() or written(); its slot keeps its bytes until then.
         held_bytes_max: for each peer, of what is held for it at one time, half of what is held for
             all of them, and of what is held for requests whose peer has not asked yet.
         meet(peer, agent, metadata): a peer is accepted, and has this exporter.
         """
         self._served = served
         self._exporter = exporter
-        self._work = work
+        self._transfers = transfers
+        self._engine_writes = engine_writes
         self._send = send
         self._held_bytes_max = held_bytes_max
         self._meet = meet
@@ -163,9 +135,9 @@ class Producer:
     def _of_job(self, job: Job, message: OfJob, now_ns: int) -> None:
         match message:
             case m.Land():
-                self._land(job, message)
-            case m.Fill():
-                self._fill(job, message)
+                job.write(job.land(message))
+                for rank in message.ranks:
+                    self._meet(job.peer.number, rank.agent, rank.metadata)
             case m.Confirm():
                 self._confirm(job, message)
             case m.Extend(lease_ms=lease_ms):
@@ -195,24 +167,13 @@ class Producer:
         return any(peer.source is source for peer in self._peers.values())
 
     @property
-    def jobs(self) -> int:
-        """Count the open jobs."""
-        return sum(len(peer.jobs) for peer in self._peers.values())
-
-    @property
-    def wanted(self) -> bool:
-        """Tell whether a peer waits for a job; released jobs do not count."""
-        return any(not job.released for peer in self._peers.values() for job in peer.jobs.values())
+    def jobs(self) -> list[Job]:
+        """The open jobs, released or not."""
+        return [job for peer in self._peers.values() for job in peer.jobs.values()]
 
     def sources(self) -> list[Source]:
         """List the namespaces that a job is open in."""
-        sources = [peer.source for peer in self._peers.values() if peer.jobs]
-        return list({source.layout.digest: source for source in sources}.values())
-
-    @property
-    def busy(self) -> bool:
-        """Tell whether a job is open, released or not."""
-        return any(peer.jobs for peer in self._peers.values())
+        return list({job.source.layout.digest: job.source for job in self.jobs}.values())
 
     def on_unmapped(self, extent: int) -> None:
         """The exporter maps an extent no more; peers are told anew if it comes back."""
@@ -255,7 +216,7 @@ class Producer:
         else:
             self._peers[number] = Peer(number, source, hello.agent)
             self._meet(number, hello.agent, hello.metadata)
-            self._send(number, m.Welcome(*ours, source.layout.traits))
+            self._send(number, m.Welcome(ours.agent, ours.metadata, source.layout.traits))
             return
         self.counts["refused"] += 1
         self._send(number, refused)
@@ -309,15 +270,6 @@ class Producer:
             return tier.name
         return PREFILL if self.request_leases.may_come(job.request, key) else None
 
-    def _land(self, job: Job, land: m.Land) -> None:
-        job.write(job.land(land))
-
-    def _fill(self, job: Job, fill: m.Fill) -> None:
-        """Note where blocks go in the peer's engine, and write those that are there."""
-        job.write([p for p in job.learn(fill) if job.states[p] == SUMMED])
-        for rank in fill.ranks:
-            self._meet(job.peer.number, rank.agent, rank.metadata)
-
     def _confirm(self, job: Job, confirm: m.Confirm) -> None:
         positions = m.positions_of(confirm.positions, len(job.keys))
         unread = m.positions_of(confirm.unread, len(job.keys))
@@ -343,7 +295,7 @@ class Producer:
             return positions
         return [position for position in positions if job.states[position] == TOLD]
 
-    # Time, and answers to Work
+    # Time, and ends of work
 
     def tick(self, now_ns: int, guard: Guard = nullcontext) -> None:
         """Move every job along; end the leases that are over.
@@ -371,7 +323,7 @@ class Producer:
             if job.over and now_ns >= job.deadline_ns + GRACE_NS:
                 self._release(job)
             self._advance(job)
-            self._start_writes(job)
+            self._start_writes(job, now_ns)
             self._settle(job)
 
     def forget(self, number: int) -> None:
@@ -528,22 +480,23 @@ class Producer:
             job.write([position for position in positions if position in job.targets])
 
     def _take_sums(self, job: Job) -> None:
-        """Take the sums that are due."""
         positions, job.unsummed = joined(runs_of(job.unsummed)), []
-        keys = [job.keys[position] for position in positions]
-        self._work.sum(job.part(positions), job.source, keys, at(job.slots, positions))
+        keys, layout = [job.keys[position] for position in positions], job.source.layout
+        slots = Slots(job.source.view, at(job.slots, positions))
+        self._transfers.sum(job.part(positions), layout.digest, keys, slots, layout.slot_bytes)
 
-    def _start_writes(self, job: Job) -> None:
+    def _start_writes(self, job: Job, now_ns: int) -> None:
         """Start the writes that are due."""
         positions, job.unwritten = job.unwritten, []
-        if not job.direct:
-            for part, write in job.slot_writes(positions):
-                self._work.write(part, job.peer.agent, write)
-            return
-        for part, from_engine in job.engine_writes(positions):
-            self._work.write_from_engine(part, job.source, from_engine)
-        for part, fill in job.fills(positions):
-            self._work.fill(part, fill)
+        for part, write in (job.direct_writes if job.direct else job.slot_writes)(positions):
+            match write:
+                case SlotWrite():
+                    self._transfers.write(part, job.peer.agent, write)
+                case EngineWrite():
+                    workers = job.source.engines.workers(write.engine)
+                    self._engine_writes.start(part, write, workers, now_ns)
+                case SlotFill():
+                    self._transfers.fill(part, write)
 
     def _done(self, job: Job, run: Run) -> None:
         """Free blocks of one state that no transfer uses."""
@@ -572,7 +525,8 @@ class Producer:
         job.unwritten.clear()
         writing = [p for run in job.states.within(job.all, bytes((WRITING,))) for p in range(*run)]
         if writing:
-            self._work.abandon(job.part(writing))
+            self._engine_writes.abandon(job.part(writing))
+            self._transfers.abandon(job.part(writing))
         for run in job.states.within(job.all, bytes((AWAITED, SUMMED, TOLD))):
             self._done(job, run)
 
@@ -582,7 +536,7 @@ class Producer:
         if job.unsummed:
             self._take_sums(job)
         if job.untold:
-            for message in job.messages(self._work.region):
+            for message in job.messages(self._exporter()):
                 self._send(peer.number, message)
         waits = job.left or job.offer_ns is not None
         if waits or peer.jobs.pop(job.number, None) is None:

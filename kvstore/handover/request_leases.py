@@ -24,12 +24,12 @@ from kvstore.core.index import Entry
 from kvstore.core.limits import REQUESTS_MAX
 from kvstore.core.manager import Manager
 from kvstore.core.types import BlockKey
+from kvstore.wire.peer import RequestState
 
 LATE_NS = 5_000_000_000  # what a request named is not coming when none of it came for so long
 PAST_MAX = 4096  # ended requests that are remembered
 
 End = Literal["released", "gone", "lapsed"]
-State = Literal["waits", "released", "gone", "lapsed", "unknown", "ambiguous"]
 
 
 class RequestLease(msgspec.Struct, eq=False):
@@ -38,6 +38,7 @@ class RequestLease(msgspec.Struct, eq=False):
     reported: consumers that are done.
     """
 
+    request: str
     manager: Manager
     slot_bytes: int
     owner: int
@@ -94,11 +95,11 @@ class RequestLeases:
         if before is not None and before.running and before.owner == owner:
             return
         if before is not None:
-            self._end(request, "gone")
+            self._end(before, "gone")
         if len(self._leases) >= REQUESTS_MAX:
             self._counts["unknown"] += 1
             return
-        self._leases[request] = RequestLease(manager, slot_bytes, owner, common)
+        self._leases[request] = RequestLease(request, manager, slot_bytes, owner, common)
         if common:
             self._common.setdefault(common, []).append(request)
 
@@ -126,30 +127,30 @@ class RequestLeases:
             if hand.wanted:
                 self._pin(hand, now_ns)
             else:
-                self._end(request, "released")
+                self._end(hand, "released")
 
     def gone(self, request: str) -> None:
         """A request has ended without blocks for anybody; unknown ones are ignored."""
-        if request in self._leases:
-            self._end(request, "gone")
+        hand = self._leases.get(request)
+        if hand is not None:
+            self._end(hand, "gone")
 
     def end_of(self, owner: int) -> None:
         """A session has ended: what its requests still compute will not come."""
-        for request in [
-            r for r, hand in self._leases.items() if hand.owner == owner and hand.running
-        ]:
-            self.gone(request)
+        for hand in list(self._leases.values()):
+            if hand.owner == owner and hand.running:
+                self._end(hand, "gone")
 
-    def _end(self, request: str, how: End) -> None:
-        hand = self._leases.pop(request)
+    def _end(self, hand: RequestLease, how: End) -> None:
+        del self._leases[hand.request]
         self.held_bytes -= len(hand.pinned) * hand.slot_bytes
         for entry in hand.pinned:
             hand.manager.unpin(entry)
         if hand.common:
-            self._common[hand.common].remove(request)
+            self._common[hand.common].remove(hand.request)
             if not self._common[hand.common]:
                 del self._common[hand.common]
-        self._past[request] = how
+        self._past[hand.request] = how
         if len(self._past) > PAST_MAX:
             del self._past[next(iter(self._past))]
         self._counts["released"] += how == "released"
@@ -161,40 +162,35 @@ class RequestLeases:
         """Tell whether a name stands for more than one request."""
         return name not in self._leases and len(self._common.get(name, ())) > 1
 
-    def _named(self, name: str) -> str | None:
-        """Return the id of the request that a name stands for."""
-        if name in self._leases:
-            return name
+    def _find(self, name: str) -> RequestLease | None:
+        """Return the request that a name stands for."""
         same = self._common.get(name, ())
-        return same[0] if len(same) == 1 else None
+        return self._leases.get(same[0] if name not in self._leases and len(same) == 1 else name)
 
     def knows(self, name: str) -> bool:
         """Tell whether a request runs, is held, or has ended not long ago."""
-        return self._named(name) is not None or name in self._past
+        return self._find(name) is not None or name in self._past
 
     def may_come(self, name: str, key: BlockKey) -> bool:
         """Tell whether a request may still store a block."""
-        request = self._named(name)
-        hand = None if request is None else self._leases[request]
+        hand = self._find(name)
         return hand is not None and hand.wanted and (hand.running or key in hand.missing)
 
     def computes(self, name: str) -> bool:
-        """Tell whether a request still runs, and somebody waits for what it computes."""
-        request = self._named(name)
-        hand = None if request is None else self._leases[request]
+        """Tell whether a request still runs, and a consumer waits for what it computes."""
+        hand = self._find(name)
         return hand is not None and hand.wanted and hand.running
 
     def keep(self, manager: Manager | None, name: str, end_ns: int) -> None:
         """A request waits for what is held: hold it until end_ns at least."""
-        request = self._named(name)
-        hand = None if request is None else self._leases[request]
+        hand = self._find(name)
         if hand is None or hand.manager is not manager:
             self._counts["unknown"] += 1
         elif not hand.fixed:
             self._counts["extended"] += 1
             hand.deadline_ns = max(hand.deadline_ns, end_ns)
 
-    def report(self, manager: Manager | None, name: str, rank: int, consumers: int) -> State:
+    def report(self, manager: Manager | None, name: str, rank: int, consumers: int) -> RequestState:
         """One of a request's consumers is done; what is held goes when all of them are.
 
         Raises ProtocolError for a number of consumers that others did not name.
@@ -202,9 +198,8 @@ class RequestLeases:
         if self.ambiguous(name):
             self._counts["ambiguous"] += 1
             return "ambiguous"
-        request = self._named(name)
-        hand = None if request is None else self._leases[request]
-        if request is None or hand is None or hand.manager is not manager:
+        hand = self._find(name)
+        if hand is None or hand.manager is not manager:
             past = self._past.get(name)
             self._counts["unknown"] += past is None
             return past or "unknown"
@@ -214,14 +209,14 @@ class RequestLeases:
         hand.reported.add(rank)
         if hand.running or hand.wanted:
             return "waits"
-        self._end(request, "released")
+        self._end(hand, "released")
         return "released"
 
     # Time
 
     def tick(self, now_ns: int) -> None:
         """Pin what has become ready, and let go of what was held long enough."""
-        for request, hand in list(self._leases.items()):
+        for hand in list(self._leases.values()):
             if hand.running:
                 continue
             if hand.missing:
@@ -229,7 +224,7 @@ class RequestLeases:
             if now_ns >= hand.late_ns:
                 hand.missing.clear()
             if not hand.missing and now_ns >= hand.deadline_ns:
-                self._end(request, "lapsed")
+                self._end(hand, "lapsed")
 
     def _pin(self, hand: RequestLease, now_ns: int) -> None:
         """Pin what is ready, as far as the cap goes."""

@@ -58,14 +58,6 @@ class SlotRead(msgspec.Struct, frozen=True):
     landing: array[int]
 
 
-class EngineRead(msgspec.Struct, frozen=True):
-    """Blocks in the memory of one of a peer's engines, by position; ranks: how to reach it."""
-
-    engine: int
-    ranks: Sequence[RankPages]
-    blocks: dict[int, list[int]]
-
-
 class SlotWrite(msgspec.Struct, frozen=True):
     """Slots of one of our extents, and the peer's landing slots that they are written to."""
 

@@ -193,7 +193,7 @@ class Lookups:
         """Tell whether the peer that was asked has still to answer; once it has, look at once."""
         if ask.fetch is None or self._peers is None or ask.offered is not None:
             return False
-        ask.offered = self._peers.offered(ask.namespace, ask.fetch)
+        ask.offered = self._peers.inlet(ask.namespace).offered(ask.fetch)
         if ask.offered is not None:
             ask.look_ns = 0
         return ask.offered is None
@@ -239,7 +239,7 @@ class Lookups:
 
     def _let_go(self, ask: Ask) -> None:
         if ask.fetch is not None and self._peers is not None:
-            self._peers.claimed(ask.namespace, ask.fetch)
+            self._peers.inlet(ask.namespace).claimed(ask.fetch)
 
     def _too_many(self, namespace: Namespace, pinned: int, wanted: int) -> bool:
         """Tell whether an engine that leases `pinned` blocks may not lease so many more.
@@ -346,7 +346,8 @@ class Lookups:
         namespace.tiering.used(ask.chain, lease)
         session.fetches[lease.lease_id] = fetch
         positions = [at for group in reads for at in group.values()]
-        peers.read(namespace, fetch, positions, session.number, session.workers)
+        inlet = peers.inlet(namespace)
+        inlet.claim(fetch, session.number, session.workers, positions)
         self._numbers.add("kvstore_lookups", "hit")
         hits = tuple(map(partial(with_reads, fetch), lease.groups, reads))
         kept = min(index for group in reads for index in group)
@@ -377,7 +378,7 @@ class Lookups:
             keys = () if first is None else namespace.tiering.coming_with(first.key)
         if self._peers is None or (fetch is None and not keys):
             return None
-        sign = self._peers.sign(namespace, fetch, keys, now_ns)
+        sign = self._peers.inlet(namespace).progress(fetch, keys, now_ns)
         return None if sign is None else p.Coming(lease_id, *sign)
 
     # The ends of leases
@@ -398,7 +399,7 @@ class Lookups:
         """What workers were to read for it is not read any more."""
         fetch = session.fetches.pop(lease_id, None)
         if fetch is not None and self._peers is not None:
-            self._peers.read_no_more(namespace, fetch)
+            self._peers.inlet(namespace).end(fetch)
 
 
 def _first_full(namespace: Namespace) -> int:

@@ -22,7 +22,7 @@ from kvstore.core.tiering import Tiering
 from kvstore.core.types import BlockKey, Changes, LeaseId, Slot
 from kvstore.core.write_budget import WriteBudget
 from kvstore.handover.jobs import check_ranks
-from kvstore.handover.peers import EXPORTER, OfFetch, Peers
+from kvstore.handover.peers import EXPORTER, Peers
 from kvstore.logs import RateLog
 from kvstore.metrics import MEMORY, NVME, PEER, Numbers
 from kvstore.store.extents import Memory
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 FORGET_NS = 60_000_000_000  # after its last engine's end, of a namespace without blocks
 LIVES_MAX = 50  # lines of engines that attach, or detach, in one window: a large node has fewer
 
-OfPeers = OfFetch | p.BlocksWritten | p.Serves
+OfPeers = p.Arrived | p.Target | p.BlocksWritten | p.Serves
 Send = Callable[[int, framing.Message, int | None], None]
 MakeTiers = Callable[[str, int, SlotMemory], Sequence[Tier]]
 
@@ -570,10 +570,12 @@ class Store:
             check_ranks(namespace.layout, [message.rank])
             namespace.engines.serves(number, session.workers, session.world, rank, message)
             self._send_block_versions(session, namespace)
-        elif peers is not None and isinstance(message, p.BlocksWritten):
+        elif peers is None:
+            return
+        elif isinstance(message, p.BlocksWritten):
             peers.engine_writes.written(number, rank, message)
-        elif peers is not None and isinstance(message, OfFetch):
-            peers.of_fetch(namespace, number, rank, message, self._now_ns)
+        else:
+            peers.inlet(namespace).of_worker(number, rank, message, self._now_ns)
 
     # Admin
 

@@ -392,7 +392,7 @@ class WriteBlocks(Message, frozen=True):
     """Write engine blocks of a group to those of a peer's engine, what this worker has of them.
 
     ranks: of the peer's engine, with the group's pages and no others; metadata: how to reach its
-    agent, unless this worker was told before. blocks, targets: u32, ours and theirs.
+    agent. blocks, targets: u32, ours and theirs.
     """
 
     write: int

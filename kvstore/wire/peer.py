@@ -16,9 +16,9 @@ an engine's block is good only once the producer has said so.
       Release(job) ------------------------------------>|
 
 To be pushed, the consumer sends Land(job, positions, landing slots) as it has room, and Have
-comes once the producer has written them. If it is direct, blocks may be named in an engine's
-memory instead, by Resident(job), and need no sums; Valid(again) names those that the engine has
-overwritten since, which come once more, by Have. Extend(job) is the heartbeat; Computing(job)
+comes once the producer has written them. If it is direct, both may name blocks of an engine's
+memory instead of slots, and no sums are needed; Valid(again) names those that the engine has
+overwritten since, which come once more, from slots. Extend(job) is the heartbeat; Computing(job)
 answers it while the request that is waited for still runs. End(job) says that no more will come.
 Durations travel, clocks are never compared.
 
@@ -41,7 +41,7 @@ from kvstore.core.limits import GROUPS_MAX, Words
 from kvstore.core.types import GroupRule
 from kvstore.wire.framing import U32, WORD, Message, from_u32
 
-VERSION = 3
+VERSION = 4
 MESSAGE_BYTES_MAX = 16 << 20
 JOB_BLOCKS_MAX = 1 << 16
 LEASE_MS_MAX = 600_000
@@ -56,8 +56,9 @@ Name = Annotated[str, msgspec.Meta(max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
 Traits = Annotated[dict[Name, Text], msgspec.Meta(max_length=64)]
 Metadata = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
-Positions = Annotated[bytes, msgspec.Meta(max_length=4 * JOB_BLOCKS_MAX)]  # u32, as generations
-Places = Annotated[bytes, msgspec.Meta(max_length=8 * JOB_BLOCKS_MAX)]  # u32 pairs; sums are u64
+Positions = Annotated[bytes, msgspec.Meta(max_length=4 * JOB_BLOCKS_MAX)]  # u32
+Sums = Annotated[bytes, msgspec.Meta(max_length=8 * JOB_BLOCKS_MAX)]  # u64
+Ranks = Annotated[tuple[RankPages, ...], msgspec.Meta(max_length=RANKS_MAX)]
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -106,29 +107,19 @@ class Want(Message, frozen=True):
 
 
 class Land(Message, frozen=True):
-    """Where wanted blocks may be written: u32 positions in the list of wanted, u32 slots.
+    """Where wanted blocks may be written: u32 positions in the list of wanted, u32 numbers.
 
-    metadata: of the exporter, once it has mapped the region; with the first of them only.
+    numbers: slots of the region, or, of a direct want, blocks of the consumer's engine, as many for
+    each position; 0: that part is not wanted. ranks: the engine's memory, with the first of them
+    only, as metadata: of the exporter, once it has mapped the region.
     """
 
     job: int
-    region: Region
     positions: Positions
-    slots: Positions
+    numbers: Words
+    region: Region | None = None
+    ranks: Ranks = ()
     metadata: Metadata = b""
-
-
-class Fill(Message, frozen=True):
-    """Where blocks of a direct want may be written: in the memory of the consumer's engine.
-
-    blocks: u32 engine blocks, as many for each position; 0: that part is not wanted. ranks: the
-    engine's memory, unless the job has named it before.
-    """
-
-    job: int
-    positions: Positions
-    blocks: Words
-    ranks: Annotated[tuple[RankPages, ...], msgspec.Meta(max_length=RANKS_MAX)] = ()
 
 
 class Confirm(Message, frozen=True):
@@ -204,33 +195,21 @@ class Offer(Message, frozen=True):
 class Have(Message, frozen=True):
     """Positions that can be read (or, pushed, have been written), and what names their bytes.
 
-    places: u32 (extent, slot) pairs; generations: u32; sums: u64. regions: of extents not named
-    before, with the exporter's metadata that they can be reached by. given: positions (u32) of a
-    direct push that an engine has written from its own memory.
+    places: u32 (extent, slot) pairs, with sums: u64. regions: of extents not named before, with
+    the exporter's metadata that they can be reached by. given: positions (u32) of a direct push
+    that an engine has written from its own memory. engine: a number; then places are its blocks,
+    u32, as many for each position. ranks: its memory, unless the job has named it before.
     """
 
     job: int
     positions: Positions
-    places: Places
-    generations: Positions
-    sums: Places
+    places: Words
+    sums: Sums = b""
     regions: Annotated[tuple[Region, ...], msgspec.Meta(max_length=REGIONS_MAX)] = ()
     metadata: Metadata = b""
     given: Positions = b""
-
-
-class Resident(Message, frozen=True):
-    """Positions that can be read in an engine's memory; a direct want is told so.
-
-    engine: a number; ranks: its memory, unless the job has named it before. blocks: u32 engine
-    blocks, as many for each position.
-    """
-
-    job: int
-    positions: Positions
-    engine: int
-    blocks: Words
-    ranks: Annotated[tuple[RankPages, ...], msgspec.Meta(max_length=RANKS_MAX)] = ()
+    engine: int | None = None
+    ranks: Ranks = ()
 
 
 class Computing(Message, frozen=True):
@@ -271,6 +250,9 @@ class Starting(Message, frozen=True):
     """Welcome comes later: the exporter at this side is being started."""
 
 
+RequestState = Literal["waits", "released", "gone", "lapsed", "unknown", "ambiguous"]
+
+
 class Noted(Message, frozen=True):
     """The answer to Done.
 
@@ -280,13 +262,11 @@ class Noted(Message, frozen=True):
     """
 
     request: Text
-    state: Literal["waits", "released", "gone", "lapsed", "unknown", "ambiguous"]
+    state: RequestState
 
 
-ToProducer = Hello | Want | Land | Fill | Confirm | Extend | Release | Keep | Done
-ToConsumer = (Welcome | Starting | Refused | Noted) | (
-    Offer | Have | Resident | Computing | Valid | End
-)
+ToProducer = Hello | Want | Land | Confirm | Extend | Release | Keep | Done
+ToConsumer = Welcome | Starting | Refused | Noted | Offer | Have | Computing | Valid | End
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -363,9 +343,9 @@ def places_of(have: Have, count: int) -> tuple[Sequence[int], array[int], array[
     return positions, places[::2], places[1::2], sums
 
 
-def residents_of(message: Resident | Fill, count: int) -> dict[int, list[int]]:
+def engine_blocks_of(positions: Sequence[int], packed: bytes) -> dict[int, list[int]]:
     """Return engine blocks by position. Raises ProtocolError."""
-    positions, blocks = positions_of(message.positions, count), from_u32(message.blocks)
+    blocks = from_u32(packed)
     per = len(blocks) // max(1, len(positions))
     if not per or len(blocks) != per * len(positions):
         raise ProtocolError(f"{len(blocks)} engine blocks for {len(positions)} positions")

@@ -169,17 +169,19 @@ class World:
         if kind == 3:
             positions = self._positions()
             slots = u32([self.rng.randrange(32) for _ in range(len(positions) // 4)])
-            return m.Land(job, region, positions, slots, self.rng.choice((b"", b"metadata")))
+            return m.Land(
+                job, positions, slots, region, metadata=self.rng.choice((b"", b"metadata"))
+            )
         lease_ms = self.rng.choice((1, 1000, 30_000))
         fixed = m.Confirm(job, self._positions()), m.Extend(job, lease_ms), m.Release(job)
         return self._hello() if kind == 7 else fixed[kind - 4]
 
-    def _fill(self, job: int) -> m.Fill:
+    def _fill(self, job: int) -> m.Land:
         ranks = (self._rank(),) if self.rng.random() < 0.7 else ()
         if self.rng.random() < 0.5:
-            return m.Fill(job, u32([0]), u32([5]), ranks)
+            return m.Land(job, u32([0]), u32([5]), ranks=ranks)
         positions = self._positions()
-        return m.Fill(job, positions, self._blocks(len(positions) // 4), ranks)
+        return m.Land(job, positions, self._blocks(len(positions) // 4), ranks=ranks)
 
     # At the decode store, as somebody that it asks
 
@@ -242,13 +244,13 @@ class World:
         if kind == 8:
             blocks = self._blocks(count)
             ranks = (self._rank(),) if self.rng.random() < 0.5 else ()
-            return m.Resident(job, positions, self.rng.randrange(80), blocks, ranks)
+            return m.Have(job, positions, blocks, engine=self.rng.randrange(80), ranks=ranks)
         if kind < 2:
             return m.Offer(job, positions, ("cpu", "nvme"), bytes([0] * count))
         if kind < 4:
             places = u32([self.rng.choice((1, 1, self._number())) for _ in range(2 * count)])
             regions = (m.Region(1, 4096, 16),) if self.rng.random() < 0.5 else ()
-            return m.Have(job, positions, places, u32([0] * count), bytes(8 * count), regions)
+            return m.Have(job, positions, places, bytes(8 * count), regions)
         if kind == 4:
             return m.Valid(job, positions, self._positions() if self.rng.random() < 0.3 else b"")
         if kind == 5:
@@ -436,12 +438,12 @@ def check_nothing_left(site: Site) -> None:
     assert len(own._agents) <= transfers.AGENTS_MAX
     assert len(site.wire) <= side_channel.CAME_MAX + peers.LINKS_MAX
     assert site.wire.came <= 1, "connections that are gone"
-    assert not own.direct._fetches
     assert all(not session.fetches for session in site.store.sessions.values())
     for landing in site.mover.landings.values():
         landing.check_all_free()
     for consumer in own._inlets.values():
         assert not consumer._fetches
+        assert not consumer._direct
         assert not consumer._located
         assert not consumer._loads._open
         assert not consumer.quarantined

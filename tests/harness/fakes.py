@@ -72,7 +72,7 @@ class HeapExtent(CpuExtent):
         self.count = extent_bytes // (slot_bytes + 4)
         self.slot_bytes = slot_bytes
         self.generations_offset = self.count * slot_bytes
-        self.generations = [0] * self.count
+        self.generations = memoryview(bytearray(4 * self.count)).cast("I")
         self.data = memoryview(bytearray(extent_bytes))
 
     def slot(self, position: int) -> memoryview:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import random
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+from kvstore.core.layout import RankPages
 from kvstore.core.tier import Tier, TierContext
 from kvstore.core.types import BlockKey, GroupRule, Slot
 from kvstore.handover import consumer as c
 from kvstore.handover import producer as o
 from kvstore.handover.checksums import block_sum
-from kvstore.handover.jobs import Source
+from kvstore.handover.jobs import OwnExporter
 from kvstore.handover.runs import Part
 from kvstore.handover.transfers import (
-    EngineRead,
     EngineWrite,
     Landing,
     SlotFill,
@@ -26,9 +26,19 @@ from kvstore.handover.transfers import (
     SlotWrite,
 )
 from kvstore.store.namespace import Namespace
+from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire import peer as m
-from tests.harness.fakes import SLOT_BYTES, HeapExtent, HeapPool, Town, keys_of, u32
+from tests.harness.fakes import (
+    SLOT_BYTES,
+    HeapExtent,
+    HeapPool,
+    Town,
+    from_u32,
+    hashes,
+    keys_of,
+    u32,
+)
 from tests.reference.memory_tier import MemoryTier
 
 if TYPE_CHECKING:
@@ -114,8 +124,9 @@ class Pair:
         self.damage: set[BlockKey] = set()
         self.fail = 0.0
         self.passed_on: list[tuple[int, int]] = []  # fetch, position
-        self.passed: dict[tuple[int, int], bool] = {}
-        self.in_engines: list[EngineRead] = []
+        self._passed: dict[tuple[int, int], bool] = {}
+        self.in_engines: list[p.InEngine] = []
+        self.ranks: Sequence[RankPages] = (RankPages("rank 0", b"md", ()),)  # of the decode engine
         self.pushing: list[int] = []  # fetches whose workers are to say where
         self.unsafe: set[tuple[int, int]] = set()  # passed, and may still be written
         self.met: list[str] = []  # agents that the prefill store's exporter was told of
@@ -124,8 +135,9 @@ class Pair:
         self.engine_writes: list[tuple[Part, EngineWrite]] = []
         self.producer = o.Producer(
             lambda: self.giver.store.namespaces,
-            lambda: ("agent", b"md"),
-            self,
+            self._exporter,
+            cast("Any", self),
+            cast("Any", SimpleNamespace(start=self._engine_write, abandon=lambda _: None)),
             self._to_consumer,
             held * SLOT_BYTES,
             lambda _, agent, __: self.met.append(agent),
@@ -165,25 +177,65 @@ class Pair:
     def _consumer(self, context: TierContext) -> Tier:
         target: Any = _Target(self, context)
         transfers: Any = _Transfers(self)
-        workers: Any = _Workers(self)
-        self.consumer = c.Consumer(_Connections(self), target, transfers, workers)
+        connections: Any = _Connections(self)
+        self.consumer = c.Consumer(connections, target, transfers, self._to_worker)
         return self.consumer
 
     def _to_consumer(self, peer: int, message: framing.Message) -> None:
         if peer == self.peer:
             self.down.send(peer, message)
 
+    # Workers of the decode engine: they read what they are told at once
+
+    def claim(self, number: int, positions: Iterable[int]) -> None:
+        workers = {rank: 10 + rank for rank in range(len(self.ranks))}
+        self.consumer.claim(number, 1, workers, [*positions])
+
+    def read(self, number: int, positions: Iterable[int], *, ok: bool = True) -> None:
+        """All ranks have read these blocks, or could not."""
+        for rank in range(len(self.ranks)):
+            arrived = p.Arrived(number, u32([*positions]), 0, ok)
+            self.consumer.of_worker(1, rank, arrived, self.taker.now_ns)
+
+    def name(self, number: int, targets: Mapping[int, list[int]]) -> None:
+        """All ranks name the engine blocks that the peer may write."""
+        blocks = u32([block for found in targets.values() for block in found])
+        for number_of, rank in enumerate(self.ranks):
+            target = p.Target(number, rank.agent, u32([*targets]), blocks)
+            self.consumer.of_worker(1, number_of, target, self.taker.now_ns)
+
+    def _to_worker(self, connection: int, message: framing.Message, _fd: int | None) -> None:
+        if connection != 10:
+            return
+        match message:
+            case p.Places(fetch=fetch, positions=positions):
+                self.passed_on += [(fetch, at) for at in from_u32(positions)]
+            case p.InEngine(fetch=fetch, positions=positions):
+                self.passed_on += [(fetch, at) for at in from_u32(positions)]
+                self.in_engines.append(message)
+            case p.Push(fetch=fetch):
+                self.pushing.append(fetch)
+            case p.Passed(fetch, positions, ok, written):
+                for at in from_u32(positions):
+                    self._passed[fetch, at] = ok
+                    (self.unsafe.add if written else self.unsafe.discard)((fetch, at))
+
+    @property
+    def passed(self) -> dict[tuple[int, int], bool]:
+        """The verdicts of blocks of direct fetches."""
+        self.consumer._flush()
+        return self._passed
+
     # The producer's work
 
     def sum(
-        self, part: Part, source: Source, keys: Sequence[BlockKey], slots: Sequence[int]
+        self, part: Part, digest: str, keys: Sequence[BlockKey], slots: Slots, _slot_bytes: int
     ) -> None:
         def work() -> None:
-            named = zip(keys, slots, strict=True)
-            sums = [block_sum("n", key, self.source.view(Slot(slot))) for key, slot in named]
-            self.producer.summed(part, array("Q", sums))
+            named = zip(keys, slots.views(), strict=True)
+            self.producer.summed(part, array("Q", [block_sum("n", *each) for each in named]))
 
-        assert source is self.source
+        assert digest == self.source.layout.digest
         self.wire.do(work)
 
     def write(self, part: Part, agent: str, write: SlotWrite) -> None:
@@ -206,15 +258,21 @@ class Pair:
 
         self.wire.do(work)
 
-    def write_from_engine(self, part: Part, source: Source, write: EngineWrite) -> None:
-        assert source is self.source
+    def _engine_write(
+        self, part: Part, write: EngineWrite, _workers: Mapping[int, int], _now_ns: int
+    ) -> None:
         self.engine_writes.append((part, write))
 
     def abandon(self, part: Part) -> None:
         """What is under way here always ends."""
 
-    def region(self, extent: int) -> tuple[m.Region, bytes]:
-        return m.Region(extent, 4096 * extent, self.source.extents[extent].memory.count), b"md"
+    def _exporter(self) -> OwnExporter:
+        return OwnExporter(
+            "agent", b"md", {extent: self.region(extent) for extent in self.source.extents}
+        )
+
+    def region(self, extent: int) -> m.Region:
+        return m.Region(extent, 4096 * extent, self.source.extents[extent].memory.count)
 
     def _slot(self, extent: int, number: int) -> bytes:
         return bytes(self.source.extents[extent].memory.slot(number))
@@ -262,7 +320,9 @@ class Pair:
             count += 1
         return count
 
-    def check_nothing_left(self) -> None:
+    def check_nothing_left(self, turns: int = 0) -> None:
+        """Run so many turns; then nothing is held for a hand-over, or known of it."""
+        self.run(turns)
         assert not any(peer.jobs for peer in self.producer._peers.values())
         assert len(self.producer._peers) == 1, "closed ones are forgotten"
         assert all(peer.held_bytes == 0 for peer in self.producer._peers.values())
@@ -274,6 +334,13 @@ class Pair:
         assert not self.consumer._located
         assert self.consumer.quarantined == 0
         self.landing.check_all_free()
+
+
+def stored(blocks: int, **how: int) -> tuple[Pair, list[bytes]]:
+    """A pair whose prefill store has a chain of so many blocks."""
+    pair, chain = Pair(**how), hashes(blocks)
+    pair.put(chain)
+    return pair, chain
 
 
 class _Connections:
@@ -297,6 +364,7 @@ class _Target:
 
     def __init__(self, pair: Pair, context: TierContext) -> None:
         self._pair = pair
+        self.engines = SimpleNamespace(ranks=lambda _: pair.ranks)
         self.layout = SimpleNamespace(
             digest=context.namespace, rules=(GroupRule(),), slot_bytes=context.slot_bytes
         )
@@ -350,37 +418,3 @@ class _Transfers:
             self._pair.consumer.checked(part, right)
 
         self._pair.wire.do(work)
-
-
-class _Workers:
-    """The consumer's direct fetches: workers read what they are told at once."""
-
-    def __init__(self, pair: Pair) -> None:
-        self._pair = pair
-
-    def tell(
-        self,
-        _digest: str,
-        number: int,
-        _agent: tuple[str, bytes],
-        region: m.Region,
-        positions: Sequence[int],
-        numbers: Sequence[int],
-    ) -> None:
-        self._pair.passed_on += [(number, at) for at in positions]
-        for slot in numbers:
-            self._pair._slot(region.extent, slot)
-
-    def tell_engine(self, _digest: str, number: int, read: EngineRead) -> None:
-        self._pair.passed_on += [(number, at) for at in read.blocks]
-        self._pair.in_engines.append(read)
-
-    def push(self, _digest: str, number: int) -> None:
-        self._pair.pushing.append(number)
-
-    def passed(
-        self, _digest: str, number: int, positions: Iterable[int], *, ok: bool, written: bool
-    ) -> None:
-        for position in positions:
-            self._pair.passed[number, position] = ok
-            (self._pair.unsafe.add if written else self._pair.unsafe.discard)((number, position))
