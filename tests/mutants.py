@@ -660,8 +660,8 @@ MUTANTS = (
     ),
     Mutant(
         SCHEDULER,
-        "list(ids[tracked.local // self._geometry.engine_block_tokens[0] :])",
-        "()",
+        "self._loaded_blocks = list(ids[first:])",
+        "pass",
         "tests/test_step_loads.py -k O15",
     ),
     Mutant(
@@ -695,7 +695,7 @@ MUTANTS = (
         "tests/test_worker_half.py -k O15_a_slot_that_is_reused_while",
     ),
     Mutant(
-        "connectors/known_keys.py",
+        "connectors/store_client.py",
         "            if len(known) >= SET_KEYS_MAX:\n",
         "            if False:\n",
         "tests/test_scheduler_edges.py -k O8_no_set",
