@@ -16,21 +16,19 @@ A request's life here:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import dropwhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from connectors.engine_interface import BlockTable, EngineRequest, Geometry, Step
 from connectors.events import BlockEvent, BlockEvents
 from connectors.kv_transfer_params import NO_REMOTE, NO_TRANSFER, Transfer
-from connectors.lease_queue import LeaseQueue
-from connectors.load_planner import plan_load
 from connectors.partial_block import query_for
 from connectors.pd_scheduler import HandOvers
-from connectors.request_state import NEVER, Phase, TrackedRequest
-from connectors.step_loads import StepLoad, StepLoads
-from connectors.step_meta import LoadJob, StepMeta, StoreJob
-from connectors.store_client import NO_HITS, Grant, StoreClient
+from connectors.request_state import NEVER, LeaseQueue, Phase, TrackedRequest
+from connectors.step_loads import StepLoads
+from connectors.step_meta import EngineSpec, LoadJob, StepMeta, StoreJob
+from connectors.store_client import NO_HITS, Grant, GroupHits, StoreClient
 from connectors.store_planner import StorePlanner
 from kvstore.core.lookup import Answer, common_hit
 from kvstore.core.types import LookupResult
@@ -77,8 +75,9 @@ class SchedulerHalf:
         self._beside = beside
         asynchronous = beside or transfer.direct or not StepLoads.serves(geometry.rules)
         self._step_loads = None if asynchronous else step_loads
-        self._next_load: StepLoad | None = None  # that the next step waits for
-        self._step_load: StepLoad | None = None  # of the step under way
+        self._next_load: TrackedRequest | None = None  # whose load the next step waits for
+        self._step_load: TrackedRequest | None = None  # likewise, of the step under way
+        self._loaded_blocks: Sequence[int] = ()  # it has from its first loaded block on
         self._requests: dict[str, TrackedRequest] = {}
         self._untracked: dict[str, int] = {}  # requests without keys here: the engine's tokens
         self._arrivals = 0
@@ -292,8 +291,9 @@ class SchedulerHalf:
         if tracked.deferred_ns is None:
             tracked.deferred_ns = now
             self._client.count("deferred")
-        silent = self._client.unanswered_ns(tracked.ask) > self._answer_limit_ns()
-        if silent or now - tracked.deferred_ns > max(LOADING_LIMIT_NS, self._answer_limit_ns()):
+        limit_ns = ANSWER_LIMIT_NS + self._client.defer_ms * 1_000_000
+        silent = self._client.unanswered_ns(tracked.ask) > limit_ns
+        if silent or now - tracked.deferred_ns > max(LOADING_LIMIT_NS, limit_ns):
             self._client.count("timed_out")
             self._give_up(tracked)
             if silent:
@@ -301,9 +301,6 @@ class SchedulerHalf:
             return 0
         self._client.count("deferred_steps")
         return None
-
-    def _answer_limit_ns(self) -> int:
-        return ANSWER_LIMIT_NS + self._client.defer_ms * 1_000_000
 
     def _give_up(self, tracked: TrackedRequest) -> None:
         self._drop_lookup(tracked)
@@ -339,7 +336,7 @@ class SchedulerHalf:
         """
         tracked = self._requests.get(request_id)
         if tracked is None:
-            self._load_targets.update(self._fresh(table, self._untracked.pop(request_id, 0)))
+            self._may_fill(table, self._untracked.pop(request_id, 0))
             return
         if tracked.phase is Phase.LOADING:
             return
@@ -359,16 +356,16 @@ class SchedulerHalf:
         else:
             self._client.drop(tracked.ask)
         if not external:
-            self._load_targets.update(self._fresh(table, tracked.local))  # another may fill them
+            self._may_fill(table, tracked.local)  # by another
             # Until it is scheduled nothing of it is whole, whatever the engine counts as computed.
             tracked.phase, tracked.remote, tracked.in_step = Phase.NEW, NO_REMOTE, False
             self._hand_overs.release(request_id)
         tracked.ask = 0
 
-    def _fresh(self, table: BlockTable, computed: int) -> Iterator[int]:
-        """Yield the engine blocks of a table that begin at a token or behind it."""
+    def _may_fill(self, table: BlockTable, computed: int) -> None:
+        """Note that blocks of a table that begin at a token or behind it may be filled."""
         for ids, tokens in zip(table, self._geometry.engine_block_tokens, strict=False):
-            yield from ids[computed // tokens :]
+            self._load_targets.update(ids[computed // tokens :])
 
     def _split_by_source(self, grant: Grant, external: int) -> dict[str, int]:
         """Split the loaded tokens by the tier that the bytes were first found in."""
@@ -397,7 +394,6 @@ class SchedulerHalf:
         """
         local = tracked.local
         plan = plan_load(self._geometry, grant.hits, table, local, local + external)
-        sources = [*grant.sources, tracked.remote.address]
         job = LoadJob(
             tracked.request.request_id,
             session=self._client.session if plan.complete else 0,
@@ -405,7 +401,7 @@ class SchedulerHalf:
             engine=plan.engine,
             slots=plan.slots,
             generations=plan.generations,
-            source=", ".join(filter(None, sources)),
+            source=", ".join(filter(None, [*grant.sources, tracked.remote.address])),
             in_step=tracked.in_step,
         )
         self._loads.append(job)
@@ -413,13 +409,12 @@ class SchedulerHalf:
         tracked.remote = NO_REMOTE
         self._client.stats["load_tokens"] += external
         if tracked.in_step:
-            tracked.phase = Phase.NEW
-            self._next_load = StepLoad(tracked)
+            tracked.phase, self._next_load = Phase.NEW, tracked
             self._hand_overs.release(tracked.request.request_id)
-            return plan.complete
-        tracked.phase = Phase.LOADING
-        tracked.loading_hash = tracked.query.hashes[local // self._geometry.block_tokens]
-        self._loading_hashes[tracked.loading_hash] += 1
+        else:
+            tracked.phase = Phase.LOADING
+            tracked.loading_hash = tracked.query.hashes[local // self._geometry.block_tokens]
+            self._loading_hashes[tracked.loading_hash] += 1
         return plan.complete
 
     # Every step
@@ -453,12 +448,12 @@ class SchedulerHalf:
 
     def _begin_step_load(self, step: Step) -> None:
         """Note what is bad if the load that this step waits for fails."""
-        load, self._next_load = self._next_load, None
-        self._step_load = load
-        if load is not None:
-            tracked = load.tracked
+        tracked, self._next_load = self._next_load, None
+        self._step_load = tracked
+        if tracked is not None:
             (ids,) = step.table(tracked.request.request_id) or ((),)
-            load.blocks = list(ids[tracked.local // self._geometry.engine_block_tokens[0] :])
+            first = tracked.local // self._geometry.engine_block_tokens[0]
+            self._loaded_blocks = list(ids[first:])
 
     def _store_complete(self, request_id: str, tokens: int, step: Step) -> None:
         """Store what a request completes in a step."""
@@ -507,16 +502,12 @@ class SchedulerHalf:
         Returns the engine blocks that hold wrong bytes until they are computed; the engine must
         not find them by their hashes.
         """
-        load = self._step_load
-        if load is None:
+        tracked = self._step_load
+        if tracked is None:
             return ()
-        tracked = load.tracked
-        self._client.count("load_failed")
-        tracked.failures += 1
         tracked.started_at = None
-        tracked.present = self._absent
-        self._rewind(tracked)
-        return load.blocks
+        self._load_failed(tracked)
+        return self._loaded_blocks
 
     def copied(self, copied_bytes: int, seconds: float) -> None:
         """Take the workers' report of what loads have copied, and how long that took."""
@@ -534,10 +525,13 @@ class SchedulerHalf:
         tracked.phase = Phase.NEW if failed else Phase.LOADED
         tracked.deferred_ns = None
         if failed:
-            self._client.count("load_failed")
-            tracked.failures += 1
-            tracked.present = self._absent
-            self._rewind(tracked)
+            self._load_failed(tracked)
+
+    def _load_failed(self, tracked: TrackedRequest) -> None:
+        self._client.count("load_failed")
+        tracked.failures += 1
+        tracked.present = self._absent
+        self._rewind(tracked)
 
     def _end_loading(self, tracked: TrackedRequest) -> None:
         if tracked.loading_hash is not None:
@@ -622,3 +616,53 @@ class SchedulerHalf:
     def shutdown(self) -> None:
         """Close the connection; safe to call twice."""
         self._client.close()
+
+
+class LoadPlan(NamedTuple):
+    """What a load copies; complete: the answer has all that it needs."""
+
+    engine: EngineSpec
+    slots: tuple[int, ...]
+    generations: tuple[int, ...]
+    complete: bool
+
+
+def plan_load(
+    geometry: Geometry, hits: Sequence[GroupHits], table: BlockTable, local: int, total: int
+) -> LoadPlan:
+    """Pair a request's engine blocks with slots, from token `local` up to token `total`.
+
+    hits: the blocks found, by group; empty if there was no answer. Of each group only what a hit
+    of so many tokens needs. Blocks missing from the answer get slot 0.
+    """
+    size = geometry.block_tokens
+    blocks, inside = -(-total // size), total % size
+    ids: list[int] = []
+    sizes: list[int] = []
+    firsts: list[int] = []
+    slots: list[int] = []
+    generations: list[int] = []
+    complete = True
+    for group, tokens in enumerate(geometry.engine_block_tokens):
+        per_block, end = size // tokens, -(-total // tokens)
+        needed = geometry.rules[group].first_of(blocks, inside=inside) * per_block
+        first = max(local // tokens, needed)
+        wanted = table[group][first:end]
+        skipped = next((i for i, block in enumerate(wanted) if block), len(wanted))
+        wanted = wanted[skipped:]
+        first += skipped
+        ids.extend(wanted)
+        sizes.append(len(wanted))
+        firsts.append(first)
+        if not wanted:
+            continue
+        block_first, block_end = first // per_block, (end - 1) // per_block + 1
+        found = hits[group].run(block_first, block_end) if hits else None
+        if found is None:
+            complete = False
+            nothing = (0,) * (block_end - block_first)
+            found = nothing, nothing
+        slots.extend(found[0])
+        generations.extend(found[1])
+    engine = EngineSpec(tuple(ids), tuple(sizes), tuple(firsts))
+    return LoadPlan(engine, tuple(slots), tuple(generations), complete)

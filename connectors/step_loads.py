@@ -12,21 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
-from connectors.request_state import TrackedRequest
 from kvstore.core.types import GroupRule
 
 COPY_S_MAX = 0.002
 START_BYTES = 16 << 20  # that COPY_S_MAX is taken to be enough for, until a load is measured
 MEASURED_BYTES_MIN = 1 << 20  # a smaller load says little of the rate
-
-
-class StepLoad(msgspec.Struct):
-    """A load of the step under way. blocks: what the request has from its first loaded block on."""
-
-    tracked: TrackedRequest
-    blocks: Sequence[int] = ()
 
 
 class StepLoads:

@@ -7,6 +7,8 @@ any --socket lost, Detach, no answer in time--> DETACHED (answers are misses; re
 from __future__ import annotations
 
 import logging
+import mmap
+import os
 import time
 from array import array
 from bisect import bisect_left
@@ -15,9 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 
-from connectors.block_versions import BlockVersions
-from connectors.known_keys import KnownKeys
 from connectors.store_connection import Attacher, Link, LinkLost
 from kvstore.core import limits
 from kvstore.wire import engine as p
@@ -34,6 +35,9 @@ of a million tokens that come at once are no message that it takes, nor fit into
 MEMORY, DISK = "memory", "disk"
 ALL = 1 << 62  # more blocks than a request can have
 _NOTHING = p.Step()
+SETS = 64
+SET_SHIFT = 58  # of a hash of 64 bits: -32..31, which are the indices of the sets
+SET_KEYS_MAX = 1_600  # 200,000 in all, as each set's older keys stay until its newer ones are full
 
 
 class GroupHits:
@@ -94,6 +98,88 @@ class GroupHits:
 
 
 NO_HITS = GroupHits((), (), ())
+
+
+class KnownKeys:
+    """Keys of blocks that are in the store's memory, by its last messages.
+
+    There are many, and a set of all would stop a step for milliseconds when it grows, and again
+    when it is dropped. So they are in many small sets, each of which grows, and forgets, on its
+    own. A block whose key is forgotten is copied once more.
+    """
+
+    __slots__ = ("_newer", "_older")
+
+    def __init__(self) -> None:
+        self._newer: list[set[bytes]] = [set() for _ in range(SETS)]
+        self._older: list[set[bytes]] = [set() for _ in range(SETS)]
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        """Note that blocks are there now."""
+        newer = self._newer
+        for key in keys:
+            number = hash(key) >> SET_SHIFT
+            known = newer[number]
+            known.add(key)
+            if len(known) >= SET_KEYS_MAX:
+                self._older[number] = known
+                newer[number] = set()
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """Note that blocks are not there any more."""
+        for key in keys:
+            number = hash(key) >> SET_SHIFT
+            self._newer[number].discard(key)
+            self._older[number].discard(key)
+
+    def __contains__(self, key: bytes) -> bool:
+        """Return True if a key is known."""
+        number = hash(key) >> SET_SHIFT
+        return key in self._newer[number] or key in self._older[number]
+
+    def none_of(self, keys: Sequence[bytes]) -> bool:
+        """Return True if no key is known."""
+        newer, older = self._newer, self._older
+        for key in keys:
+            number = hash(key) >> SET_SHIFT
+            if key in newer[number] or key in older[number]:
+                return False
+        return True
+
+    def all_of(self, keys: Sequence[bytes]) -> bool:
+        """Return True if every key is known."""
+        return all(key in self for key in keys)
+
+
+class BlockVersions:
+    """A version counter for each of an engine's blocks, in memory that its store can see.
+
+    The store compares versions before and after a peer has read a block in the engine's memory. A
+    message would come too late, since the next step overwrites the block. Written here only.
+    """
+
+    def __init__(self, fd: int, blocks: int) -> None:
+        """Map the store's memory, one u32 for each block; takes over the descriptor."""
+        try:
+            memory = mmap.mmap(fd, blocks * framing.WORD)
+        finally:
+            os.close(fd)
+        self.blocks = blocks
+        self._versions = np.frombuffer(memory, np.uint32)
+
+    def packed(self, blocks: Sequence[int]) -> bytes:
+        """Return the versions of these blocks, u32."""
+        found: bytes = self._versions[np.asarray(blocks)].tobytes()
+        return found
+
+    def advance(self, blocks: Iterable[int]) -> None:
+        """Blocks get other content at once: what peers were offered of them is invalid."""
+        found = np.fromiter(blocks, np.int64)
+        self._versions[found[found < self.blocks]] += 1
+
+    def invalidate_all(self) -> None:
+        """End of the session: overwritten blocks advance no version from now on."""
+        self._versions += 1
 
 
 class BlockChange(NamedTuple):

@@ -59,11 +59,7 @@ class StorePlanner:
     """Plans stores of complete blocks, and knows which engine blocks are still being read."""
 
     def __init__(
-        self,
-        geometry: Geometry,
-        client: StoreClient,
-        world: int,
-        events: BlockEvents,
+        self, geometry: Geometry, client: StoreClient, world: int, events: BlockEvents
     ) -> None:
         """world: ranks that report each job."""
         self._events = events

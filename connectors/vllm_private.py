@@ -36,24 +36,16 @@ REQUEST = (
     "sampling_params", "skip_reading_prefix_cache", "status",
 )  # fmt: skip
 CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (
-    (
-        SchedulerOutput,
-        (
-            "kv_cache_block_copies",
-            "kv_connector_block_state",
-            "num_scheduled_tokens",
-            "preempted_req_ids",
-            "scheduled_cached_reqs",
-            "scheduled_new_reqs",
-        ),
-    ),
+    (SchedulerOutput, (
+        "kv_cache_block_copies", "kv_connector_block_state", "num_scheduled_tokens",
+        "preempted_req_ids", "scheduled_cached_reqs", "scheduled_new_reqs",
+    )),
     (KVConnectorBlockState, ("boundary_state_offloads",)),
     (NewRequestData, ("block_ids", "num_computed_tokens")),
     (CachedRequestData, ("new_block_ids", "num_computed_tokens", "req_ids", "resumed_req_ids")),
-    (
-        KVConnectorOutput,
-        ("failed_recving", "finished_recving", "invalid_block_ids", "kv_connector_worker_meta"),
-    ),
+    (KVConnectorOutput, (
+        "failed_recving", "finished_recving", "invalid_block_ids", "kv_connector_worker_meta",
+    )),
     (KVCacheBlockCopy, ("dst_block_id",)),
     (KVCacheBlocks, ("blocks",)),
     (KVCacheBlock, ("block_id",)),
@@ -63,27 +55,16 @@ CLASSES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (MultiModalFeatureSpec, ("mm_position",)),
     (PlaceholderRange, ("length", "offset")),
     (SamplingParams, ("prompt_logprobs", "seed")),
-)
+)  # fmt: skip
 # What is made with which arguments: no more, no less.
 BUILT: tuple[tuple[type, tuple[str, ...]], ...] = (
     (BlockRemoved, ("block_hashes", "group_idx", "locality", "medium")),
-    (
-        BlockStored,
-        (
-            "block_hashes",
-            "block_size",
-            "group_idx",
-            "kv_cache_spec_kind",
-            "locality",
-            "lora_id",
-            "lora_name",
-            "medium",
-            "parent_block_hash",
-            "token_ids",
-        ),
-    ),
+    (BlockStored, (
+        "block_hashes", "block_size", "group_idx", "kv_cache_spec_kind", "locality", "lora_id",
+        "lora_name", "medium", "parent_block_hash", "token_ids",
+    )),
     (KVConnectorTransferResults, ("failed_recving", "finished_recving", "finished_sending")),
-)
+)  # fmt: skip
 MANAGER = ("coordinator", "evict_blocks", "prefix_cache_lookup_enabled")
 COORDINATOR = ("find_longest_cache_hit", "single_type_managers")
 GROUP = ("req_to_blocks",)

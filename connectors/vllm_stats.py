@@ -10,26 +10,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-EVENTS = frozenset(
-    {
-        "deferred",
-        "deferred_steps",
-        "detached",
-        "events_untold",
-        "failed_loads",
-        "failed_stores",
-        "given_up_loads",
-        "hand_over_unstored",
-        "load_bytes",
-        "load_failed",
-        "load_tokens",
-        "store_blocks",
-        "store_bytes",
-        "store_declined",
-        "timed_out",
-        "transfer_refused",
-    }
-)
+EVENTS = frozenset((
+    "deferred", "deferred_steps", "detached", "events_untold", "failed_loads", "failed_stores",
+    "given_up_loads", "hand_over_unstored", "load_bytes", "load_failed", "load_tokens",
+    "store_blocks", "store_bytes", "store_declined", "timed_out", "transfer_refused",
+))  # fmt: skip
 
 
 class TieredStats(KVConnectorStats):

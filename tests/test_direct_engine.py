@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from connectors.block_versions import BlockVersions
 from connectors.copies.host import HostDevice, LayerCache
 from connectors.engine_agent import cover
 from connectors.step_meta import StepMeta
+from connectors.store_client import BlockVersions
 from kvstore.core.errors import ProtocolError, TierError, TierIOError
 from kvstore.core.layout import PIECES_MAX, PageRun, RankPages
 from kvstore.core.types import BlockKey, Slot
