@@ -52,7 +52,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "with self._barrier.around(what, partial(self._end, session, *bug)):",
             "if what:",
         ),
-        ("local_limits -k S2_what_raises", 'self._turn_away(connection, "internal", what)'),
+        ("local_limits -k S2_what_raises", 'self.turn_away(connection, "internal", what)'),
         ("store -k S2_layers", "self._check_layers(hello)"),
         ("turns -k S4_a_namespace_is_visited", "self._wake(session.namespace)"),
         (
@@ -63,7 +63,10 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("store_blocks store -k O23_a_report", "if slot not in session.granted:"),
         ("store_blocks store -k O18", ".ok = writing.ok and message.ok", ".ok = message.ok"),
         ("store store_blocks -k O23", "namespace.manager.give_back(session.granted)"),
-        ("store store_blocks -k O20_leases_end", "self._lookups.end_lease(session, lease_id)"),
+        (
+            "store store_blocks -k O20_leases_end",
+            "self._lookups.end_lease(session, namespace, lease_id)",
+        ),
         ("unnamed", "if namespace.layout.unnamed:\n            namespace.manager.clear()"),
     ),
     "kvstore/handover/cluster_key.py": (
@@ -93,7 +96,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "and not self._paused_ns",
         ),
     ),
-    "kvstore/rate_log.py": (
+    "kvstore/logs.py": (
         ("side_channel_limits -k S2_log_lines", "LINES_MAX = 5", "LINES_MAX = 5_000"),
     ),
     "kvstore/launch.py": (
@@ -144,7 +147,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
     "kvstore/store/lookups.py": (
         (
             "store -k S2_a_lookup_has",
-            "if len(lookup.hashes) // lookup.width > limits.LOOKUP_BLOCKS_MAX:",
+            "if blocks > limits.LOOKUP_BLOCKS_MAX:",
         ),
         ("store -k S2_lookups_that_wait", "if len(session.asks) >= limits.ASKS_MAX:"),
         (
@@ -215,6 +218,21 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("manager", "(above is None or above.state is not _READY):", "above is None and False:"),
         ("manager -k O20_each_grant", "generations[slot] = (generations[slot] + 1) & 0xFFFFFFFF"),
         ("tiering manager -k O15_O20", "._grow_generation(slot, 2)", "._grow_generation(slot, 1)"),
+        (
+            "manager -k O20_a_leased_path",
+            "self.leases.pin_all()\n        self._policy.inherit(entry)",
+            "self._policy.inherit(entry)",
+        ),
+        (
+            "manager -k O20_a_leased_path",
+            "self.leases.pin_all()\n        for slot, entry in self._granted",
+            "for slot, entry in self._granted",
+        ),
+        (
+            "manager -k O20_a_leased_path",
+            "self.leases.pin_all()\n            if late",
+            "if late",
+        ),
         ("tiering -k O11_O20", "and entry.state is not _WRITING:", "and entry.state is _READY:"),
         (
             "manager",
@@ -226,7 +244,13 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "if entry.slot in bad and entry.state is _READY and self._is_here(entry):",
         ),
     ),
-    "kvstore/core/leases.py": (("manager -k O20_a_leased_block", "entry.pins += 1"),),
+    "kvstore/core/leases.py": (
+        (
+            "manager -k O20_a_leased_block",
+            "for entry in pinned:\n            entry.pins += 1",
+            "pass",
+        ),
+    ),
     "kvstore/core/lookup.py": (
         ("lookup -k O3", "= need if at_limit is None or end < limit else at_limit", "= need"),
         ("lookup -k O3", ".blocks, pending=coming.blocks > answer.blocks", ".blocks, pending=True"),
@@ -239,7 +263,11 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("tiers -k O17", "work.cleared = True"),
     ),
     "kvstore/store/tier_guard.py": (
-        ("tier_guard", "except BaseException", "except ZeroDivisionError"),
+        (
+            "tier_guard",
+            "except BaseException as exc:\n        said",
+            "except ZeroDivisionError as exc:\n        said",
+        ),
     ),
     "kvstore/wire/credentials.py": (("doors -k S1", "if not trusted(uid, named):"),),
     "kvstore/handover/consumer.py": (
@@ -254,8 +282,8 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("export peers -k 'sum or corrupt or B19'", ".released else wrong", ".released else ()"),
         (
             "export peers peers_life",
-            "self._late_writes.setdefault(fetch.number, []).extend(slots)",
-            "self._landing.give_back(slots)",
+            "self._put_late(fetch, range(first, end))\n        if not fetch.push:",
+            "self._landing.give_back(fetch.landing[first:end])\n        if not fetch.push:",
         ),
         ("export -k B19_a_peer", "if not fetch.states.are(run, CHECKED):"),
     ),
@@ -267,7 +295,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
             "again.update(position for position in told if job.is_overwritten(position))",
         ),
         ("export request_leases peers", "if self.request_leases.ambiguous(want.request):"),
-        ("export -k B3_another", "if hello.version != m.VERSION:"),
+        ("traits -k B3_another", "if hello.version != m.VERSION:"),
     ),
     "kvstore/handover/runs.py": (
         ("export -k S2_landing", "if max(slots, default=0) >= region.slots:"),
@@ -301,8 +329,8 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("step_loads -k O15", "= self._beside or tracked.in_step", "= self._beside"),
         (
             "step_loads -k O15",
-            "list(ids[tracked.local // self._geometry.engine_block_tokens[0] :])",
-            "()",
+            "self._loaded_blocks = list(ids[first:])",
+            "pass",
         ),
     ),
     "connectors/worker.py": (
@@ -314,7 +342,7 @@ LINES: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("worker_half -k O8_a_load_in_a_step", "wait_ns = 0 if job.in_step else", "wait_ns ="),
         ("worker_half -k in_a_step", ") if outcome.task.job.in_step else (outcome.", "outcome."),
     ),
-    "connectors/known_keys.py": (
+    "connectors/store_client.py": (
         ("scheduler_edges -k O8_no_set", "if len(known) >= SET_KEYS_MAX:"),
     ),
 }
