@@ -281,9 +281,9 @@ MUTANTS = (
     # What wakes a namespace.
     Mutant(
         STORE,
-        "            session.namespace.sessions.add(session)\n"
+        "            session.namespace.sessions[session.number] = session\n"
         "            self._wake(session.namespace)\n",
-        "            session.namespace.sessions.add(session)\n",
+        "            session.namespace.sessions[session.number] = session\n",
         "tests/test_turns.py -k S4_a_namespace_is_visited",
     ),
     Mutant(
