@@ -172,6 +172,17 @@ def test_hints_that_are_wrong_in_any_way_cost_probes_only(
     assert count <= math.log2(max(1, chain.blocks)) + 2 + 4 * STRANDS_MAX
 
 
+def test_a_hole_is_gone_with_its_last_child() -> None:
+    index = Index()
+    entries = store(index, path_of(("a", 3)))
+    other = add(index, path_of(("b", 3)).key(0, 2), entries[1])
+    index.remove(entries[1])
+    index.remove(entries[2])
+    assert index.holes == 1
+    index.remove(other)
+    assert index.holes == 0
+
+
 def test_a_hole_heals_when_the_block_is_there_again_and_its_path_is_walked() -> None:
     index = Index()
     entries = store(index, path_of(("a", 4)))

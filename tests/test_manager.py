@@ -206,6 +206,14 @@ def test_a_block_dropped_while_leased_keeps_its_slot_until_the_lease_ends() -> N
     assert rig.grant() == [slot]
 
 
+def test_what_is_not_ready_cannot_be_dropped_or_pinned() -> None:
+    rig, blocks = Rig(1), chain(1)
+    assert not rig.manager.drop(blocks.key(0, 0), "clear")
+    rig.begin(blocks, 0)
+    assert not rig.manager.drop(blocks.key(0, 0), "clear")
+    assert rig.manager.pin(blocks.key(0, 0)) is None
+
+
 def test_a_block_pinned_for_a_lower_tier_stays_until_unpinned() -> None:
     rig, blocks = Rig(1), chain(1)
     rig.put(blocks)

@@ -86,8 +86,8 @@ def test_O22_a_block_larger_than_an_extent_on_disk_is_refused_when_an_engine_att
             eventually(lambda: any(r.state is State.READY for r in records(store)))
             return
         worker = stack.enter_context(client(store))
-        wide = geometry(page_bytes=mib << 20)
-        worker.send(p.Hello(p.VERSION, "engine", "worker", 0, 1, geometry=wide))
+        shape = geometry(page_bytes=mib << 20)
+        worker.send(p.Hello(p.VERSION, "engine", "worker", 0, 1, geometry=shape))
         refused = worker.take(p.Refused)
         assert not refused.retry
         expected = (
