@@ -362,17 +362,10 @@ def test_S2_what_serves_all_goes_on_after_a_bug(
     ],
 )
 def test_S2_no_barrier_keeps_a_broken_invariant_back(
-    settings: config.Config, monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str]
 ) -> None:
-    with_peers = config.parse(
-        {
-            "cpu": {"capacity": "64MiB", "extent": "16MiB"},
-            "server": {"socket": settings.server.socket, "metrics": ""},
-            "nvme": {"path": f"{settings.server.socket}.kv", "capacity": "64MiB"},
-            "peer": {},
-        }
-    )
-    store = LiveStore(with_peers)
+    nvme = {"path": f"{tmp_path}/kv", "capacity": "64MiB"}
+    store = LiveStore(store_settings(tmp_path, nvme=nvme, peer={}))
     ended: list[BaseException] = []
 
     def run() -> None:
@@ -398,10 +391,8 @@ def test_S2_a_client_may_get_the_descriptor_of_a_peer_that_was_closed_in_the_sam
     tmp_path: Path,
 ) -> None:
     """The selector knows it still, and refused it: KeyError, out of the loop."""
-    server = {"socket": f"{tmp_path}/kv.sock", "metrics": ""}
-    settings = config.parse({"cpu": {"capacity": "16MiB"}, "server": server, "peer": {}})
     clients: list[Client] = []
-    with LiveStore(settings) as store:
+    with LiveStore(store_settings(tmp_path, peer={})) as store:
 
         def swap() -> None:
             loop = store.server

@@ -20,27 +20,11 @@ from kvstore.core.types import BlockKey, Chain, Slot
 WIDTH = 8
 
 
-def path(length: int, name: str = "a") -> Chain:
-    return Chain(b"".join(f"{name}{i:07}".encode() for i in range(length)), WIDTH, 1)
-
-
-def key(index: int, name: str = "a") -> BlockKey:
-    return path(index + 1, name).key(0, index)
-
-
 def add(index: Index, name: BlockKey, parent: Entry | None, state: State = State.READY) -> Entry:
     entry = Entry(name, parent, Slot(0))
     index.insert(entry)
     entry.state = state
     return entry
-
-
-def chain_of(index: Index, length: int, name: str = "a") -> list[Entry]:
-    entries: list[Entry] = []
-    blocks = path(length, name)
-    for number in range(length):
-        entries.append(add(index, blocks.key(0, number), entries[-1] if entries else None))
-    return entries
 
 
 class Counting(dict[bytes, Entry]):
@@ -188,13 +172,24 @@ def test_hints_that_are_wrong_in_any_way_cost_probes_only(
     assert count <= math.log2(max(1, chain.blocks)) + 2 + 4 * STRANDS_MAX
 
 
+def test_a_hole_is_gone_with_its_last_child() -> None:
+    index = Index()
+    entries = store(index, path_of(("a", 3)))
+    other = add(index, path_of(("b", 3)).key(0, 2), entries[1])
+    index.remove(entries[1])
+    index.remove(entries[2])
+    assert index.holes == 1
+    index.remove(other)
+    assert index.holes == 0
+
+
 def test_a_hole_heals_when_the_block_is_there_again_and_its_path_is_walked() -> None:
     index = Index()
-    entries = chain_of(index, 4)
+    entries = store(index, path_of(("a", 4)))
     index.remove(entries[1])
-    again = add(index, key(1), entries[0])
+    again = add(index, path_of(("a", 9)).key(0, 1), entries[0])
     assert (index.holes, again.children) == (1, 0)
-    assert index.run(path(4), 0, 4) == [entries[0], again, entries[2], entries[3]]
+    assert index.run(path_of(("a", 4)), 0, 4) == [entries[0], again, entries[2], entries[3]]
     assert (index.holes, again.children, entries[2].parent) == (0, 1, again)
     assert entries[1].children == 0
 
@@ -202,14 +197,14 @@ def test_a_hole_heals_when_the_block_is_there_again_and_its_path_is_walked() -> 
 def test_what_is_ready_does_not_hang_below_what_is_only_coming() -> None:
     """Else a search among what is ready, with no hole left, would find it beyond the gap."""
     index = Index()
-    entries = chain_of(index, 3)
+    entries = store(index, path_of(("a", 3)))
     index.remove(entries[1])
-    again = add(index, key(1), entries[0], State.COMING)
-    assert index.run(path(3), 0, 3) == [entries[0], again, entries[2]]
+    again = add(index, path_of(("a", 9)).key(0, 1), entries[0], State.COMING)
+    assert index.run(path_of(("a", 3)), 0, 3) == [entries[0], again, entries[2]]
     assert (index.holes, again.children) == (1, 0)
-    assert index.prefix(path(3), 0, 3, coming=False)[0] == 1
+    assert index.prefix(path_of(("a", 3)), 0, 3, coming=False)[0] == 1
     again.state = State.READY
-    index.run(path(3), 0, 3)
+    index.run(path_of(("a", 3)), 0, 3)
     assert (index.holes, again.children) == (0, 1)
 
 
@@ -217,16 +212,16 @@ def test_what_is_ready_does_not_hang_below_what_is_only_coming() -> None:
 def test_a_block_that_hangs_in_a_wrong_place_does_not_mislead_a_run(other: str) -> None:
     """Whoever stored it may have named another block as its parent."""
     index = Index()
-    entries = chain_of(index, 3)
-    strange = chain_of(index, 6, "b")
+    entries = store(index, path_of(("a", 3)))
+    strange = store(index, path_of(("b", 6)))
     above = {"above": entries[1], "nothing": None, "a longer path": strange[5]}[other]
-    entries.append(add(index, key(3), above))
-    assert index.run(path(4), 0, 4) == entries
+    entries.append(add(index, path_of(("a", 9)).key(0, 3), above))
+    assert index.run(path_of(("a", 4)), 0, 4) == entries
 
 
 def test_a_run_asks_for_few_keys() -> None:
     index = Index()
-    entries = chain_of(index, 1000)
+    entries = store(index, path_of(("a", 1000)))
     count_probes(index)
-    assert index.run(path(2000), 0, 2000) == entries
+    assert index.run(path_of(("a", 2000)), 0, 2000) == entries
     assert Counting.asked == 4

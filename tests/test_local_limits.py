@@ -22,8 +22,7 @@ import pytest
 
 from kvstore.core import limits
 from kvstore.core.errors import InvariantBroken
-from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
-from kvstore.core.types import Chain, GroupRule
+from kvstore.core.types import Chain
 from kvstore.listener import listen
 from kvstore.store.lookups import Lookups
 from kvstore.store.server import Server, serve
@@ -32,7 +31,7 @@ from kvstore.store.sessions import Store
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from tests.bench.store import StoreProcess
-from tests.harness.fakes import blocks, from_u32, hashes
+from tests.harness.fakes import blocks, from_u32, geometry, hashes
 from tests.harness.live import (
     Client,
     LiveEngine,
@@ -44,7 +43,6 @@ from tests.harness.live import (
 )
 
 SPACE_BYTES = 2 << 30  # more than a store of 64 MiB takes
-PAGE = LayerGeometry("layer", 1 << 16)
 PROMPT_S = 3.0  # an answer that takes longer is a stall, also on a machine that does other things
 
 
@@ -82,22 +80,17 @@ def serves(store: Kept, name: str) -> float:
     return time.monotonic() - started
 
 
-def shape(layers: Sequence[LayerGeometry]) -> RankGeometry:
-    group = GroupGeometry(GroupRule(), tuple(layers))
-    return RankGeometry("model", 16, (1,), (group,), {"model": "model"})
-
-
-def raw(message: framing.Message, **geometry: object) -> bytes:
+def raw(message: framing.Message, **change: object) -> bytes:
     """The frame of a Hello with other values in its geometry, whatever these are."""
     items = ["Hello", *msgspec.to_builtins(message)[1:]]
-    items[1 + p.Hello.__struct_fields__.index("geometry")].update(geometry)
+    items[1 + p.Hello.__struct_fields__.index("geometry")].update(change)
     body = msgspec.msgpack.encode(items)
     return struct.pack("<I", len(body)) + body
 
 
 def hellos(world: int = 1, **layer: object) -> Iterator[bytes]:
     """Say Hello as each rank, with one layer that has these values."""
-    good = shape([LayerGeometry("layer", 4096)])
+    good = geometry()
     for rank in range(world):
         fields = {"name": "layer", "page_bytes": 4096, "head_first": rank, "heads_total": world}
         groups = [{"rule": {}, "layers": [fields | layer]}]
@@ -111,12 +104,12 @@ def heads(count: int) -> list[bytes]:
 
 def many_layers(count: int) -> list[bytes]:
     layers = [{"name": f"layer{number}", "page_bytes": 1024} for number in range(count)]
-    hello = p.Hello(p.VERSION, "bad", "worker", 0, 1, geometry=shape([LayerGeometry("l", 4096)]))
+    hello = p.Hello(p.VERSION, "bad", "worker", 0, 1, geometry=geometry())
     return [raw(hello, groups=[{"rule": {}, "layers": layers}])]
 
 
 def many_groups(count: int) -> list[bytes]:
-    hello = p.Hello(p.VERSION, "bad", "worker", 0, 1, geometry=shape([LayerGeometry("l", 4096)]))
+    hello = p.Hello(p.VERSION, "bad", "worker", 0, 1, geometry=geometry())
     groups = [{"rule": {}, "layers": [{"name": "layer", "page_bytes": 4096}]}] * count
     return [
         raw(hello, groups=groups, blocks_per_chunk=[1] * count),
@@ -282,10 +275,8 @@ def test_S2_wrong_messages_of_many_sessions_are_few_lines(
                     bad.send(message)
                     bad.take(p.Refused)
             with client(store) as bad:  # refused with its geometry
-                layers = (LayerGeometry("layer", 1 << 30),)
-                groups = (GroupGeometry(GroupRule(), layers),)
-                geometry = RankGeometry("model", 16, (1,), groups, {"model": "model"})
-                bad.send(p.Hello(p.VERSION, f"{number}", "worker", 0, 1, geometry=geometry))
+                wide = geometry(page_bytes=1 << 30)
+                bad.send(p.Hello(p.VERSION, f"{number}", "worker", 0, 1, geometry=wide))
                 bad.take(p.Refused)
     assert store.server.store.numbers.value("kvstore_refused", "protocol") == 180
     assert lines(caplog) < 20
@@ -297,8 +288,8 @@ def test_S2_engines_that_come_and_go_are_limited_lines(
     with caplog.at_level(logging.INFO), LiveStore(store_settings(tmp_path)) as store:
         for number in range(300):
             with client(store) as worker:
-                hello = p.Hello(p.VERSION, f"{number}", "worker", 0, 1, geometry=shape([PAGE]))
-                worker.send(hello)
+                shape = geometry(page_bytes=1 << 16)
+                worker.send(p.Hello(p.VERSION, f"{number}", "worker", 0, 1, geometry=shape))
                 worker.take(p.Welcome)
         eventually(lambda: not store.server.store.sessions)
     assert 0 < sum("detached" in message for message in caplog.messages) < 100

@@ -40,7 +40,8 @@ class Rig:
 
     def begin(self, of: Chain, index: int, group: int = 0) -> Slot:
         (slot,) = self.grant()
-        parent = of.key(group, index - 1) if index else None
+        chained = index and self.manager.rules[group].trailing is None  # a window has no path
+        parent = of.key(group, index - 1) if chained else None
         self.manager.begin_store(of.key(group, index), parent, slot)
         return slot
 
@@ -229,6 +230,14 @@ def test_O20_a_leased_path_keeps_its_slots_whichever_block_leaves(leaves: int | 
     assert sorted(rig.grant(3)) == [0, 1, 2]
 
 
+def test_what_is_not_ready_cannot_be_dropped_or_pinned() -> None:
+    rig, blocks = Rig(1), chain(1)
+    assert not rig.manager.drop(blocks.key(0, 0), "clear")
+    rig.begin(blocks, 0)
+    assert not rig.manager.drop(blocks.key(0, 0), "clear")
+    assert rig.manager.pin(blocks.key(0, 0)) is None
+
+
 def test_a_block_pinned_for_a_lower_tier_stays_until_unpinned() -> None:
     rig, blocks = Rig(1), chain(1)
     rig.put(blocks)
@@ -249,9 +258,6 @@ def test_O20_a_lease_names_slots_and_generations_of_every_group() -> None:
     blocks = chain(3, groups=2)
     full = rig.put(blocks, group=0)
     state = rig.begin(blocks, 2, group=1)
-    rig.manager.give_back([state])
-    (state,) = rig.grant()
-    rig.manager.begin_store(blocks.key(1, 2), None, state)
     rig.manager.complete_store(state, ok=True)
     lease = rig.lease(blocks)
     assert [list(group.indices) for group in lease.groups] == [[0, 1, 2], [2]]
@@ -297,10 +303,7 @@ def test_O5_a_load_refreshes_the_blocks_of_a_window() -> None:
     rig, old, new = Rig(8, [FULL, GroupRule(1)]), chain(2, "a", 2), chain(2, "b", 2)
     for blocks in (old, new):
         rig.put(blocks)
-        for index in range(2):
-            (slot,) = rig.grant()
-            rig.manager.begin_store(blocks.key(1, index), None, slot)  # a window has no path
-            rig.manager.complete_store(slot, ok=True)
+        rig.put(blocks, group=1)
     rig.manager.complete_load(rig.lease(old).lease_id)
     rig.grant(4)
     assert (rig.manager.lookup(old, 2), rig.manager.lookup(new, 2)) == (Answer(2), Answer(0))

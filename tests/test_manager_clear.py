@@ -158,6 +158,17 @@ def test_a_store_goes_on_while_it_clears_and_answers_when_all_slots_are_free(
     assert other not in town.inbox, "told, though it has closed"
 
 
+def test_a_cleared_block_whose_lease_ends_does_not_come_back_into_the_order() -> None:
+    rig, blocks = Rig(4), chain(1)
+    rig.put(blocks)
+    lease = rig.lease(blocks)
+    rig.manager.clear()
+    rig.manager.complete_load(lease.lease_id)
+    assert list(rig.manager._policy.victims()) == []
+    finish(rig)
+    assert rig.manager.slots_free == 4
+
+
 def test_O11_the_second_copy_of_a_block_knows_its_parent_after_a_clear() -> None:
     """`make sim`, seeds 2105 and 4691: it became ready as if its chain began with it."""
     rig, path = Rig(), chain(2)

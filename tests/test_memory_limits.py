@@ -19,6 +19,7 @@ from tests.bench.store import StoreProcess
 from tests.harness.cgroups import PLACE, group
 from tests.harness.fakes import from_u32, hashes
 from tests.harness.live import LiveEngine, eventually
+from tests.test_cpu_tier import descriptors
 from tiers.cpu import CpuExtent
 
 MIB = 1 << 20
@@ -142,10 +143,6 @@ def test_S5_ulimit_counts() -> None:
     assert name == "ulimit -v"
     assert 0 < int(size) < GIB
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
-
-
-def descriptors() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def test_S5_an_extent_that_does_not_fit_is_not_begun() -> None:

@@ -28,7 +28,7 @@ from tests.harness.fakes import SLOT_BYTES
 from tests.harness.gpu_layouts import extent_of
 from tests.harness.live import LiveStore, store_settings
 from tests.harness.worker_rig import Rig
-from tests.test_cpu_tier import wait_for
+from tests.test_cpu_tier import descriptors, wait_for
 from tiers.cpu import CpuExtent, CpuMemory
 
 SIZE = 4 << 20
@@ -87,6 +87,8 @@ def test_pages_of_an_extent_follow_the_setting() -> None:
         found = made.nodes()
         assert found.keys() <= set(numa.nodes())
         assert 1 <= sum(found.values()) <= numa.SAMPLES
+    for made in answers(CpuMemory(SIZE, SIZE)):
+        assert policy_of(made) == (DEFAULT, []), "without a setting the kernel decides"
 
 
 def test_a_worker_maps_memory_that_follows_the_setting(tmp_path: Path) -> None:
@@ -100,11 +102,6 @@ def test_a_worker_maps_memory_that_follows_the_setting(tmp_path: Path) -> None:
             assert policy_at(extent.address) == (PREFERRED, [node])
         finally:
             rig.close()
-
-
-def test_without_the_setting_the_kernel_decides() -> None:
-    for made in answers(CpuMemory(SIZE, SIZE)):
-        assert policy_of(made) == (DEFAULT, [])
 
 
 def test_memory_that_is_elsewhere_is_told(
@@ -139,11 +136,11 @@ def test_a_node_that_the_kernel_refuses_is_explained(
     """As one outside of the store's cpuset: the kernel's own error, of a node that is not there."""
     monkeypatch.setattr(numa, "NODES", tmp_path)
     (tmp_path / "has_memory").write_text("0-1023\n")
-    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    before = descriptors()
     expected = r"on node 1023, .*Invalid argument.*service excludes the n"
     with pytest.raises(ConfigError, match=expected):
         numa.check(1023)
-    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+    assert descriptors() == before
 
 
 def test_a_processor_whose_calls_are_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,11 @@ import pytest
 from kvstore import cli
 from kvstore.config import Config, parse
 from kvstore.core.index import State
-from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
-from kvstore.core.types import GroupRule, LeaseId
+from kvstore.core.types import LeaseId
 from kvstore.store import admin
 from kvstore.wire import engine as p
 from tests.bench.steal import Watch
-from tests.harness.fakes import from_u32
+from tests.harness.fakes import from_u32, geometry
 from tests.harness.live import LiveStore, client, engine, eventually, store_settings
 from tests.harness.nvme_blocks import MIB, disk_bytes
 from tests.harness.nvme_trouble import Gate
@@ -87,11 +86,8 @@ def test_O22_a_block_larger_than_an_extent_on_disk_is_refused_when_an_engine_att
             eventually(lambda: any(r.state is State.READY for r in records(store)))
             return
         worker = stack.enter_context(client(store))
-        layers = (LayerGeometry("layer", mib << 20),)
-        geometry = RankGeometry(
-            "model", 16, (1,), (GroupGeometry(GroupRule(), layers),), {"model": "model"}
-        )
-        worker.send(p.Hello(p.VERSION, "engine", "worker", 0, 1, geometry=geometry))
+        shape = geometry(page_bytes=mib << 20)
+        worker.send(p.Hello(p.VERSION, "engine", "worker", 0, 1, geometry=shape))
         refused = worker.take(p.Refused)
         assert not refused.retry
         expected = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from kvstore.store.tier_guard import Plugin, _Lent, refuse_tier
 from kvstore.testing import SLOT_BYTES, ArrayMemory, key
 from tests.harness import bad_tiers
 from tests.harness.fakes import hashes
-from tests.harness.live import LiveEngine, LiveStore, engine, eventually
+from tests.harness.live import LiveEngine, LiveStore, engine, eventually, store_settings
 
 VERBS = ("lookup", "touch", "submit", "poll", "discard", "clear", "drain", "close")
 HOWS = ("TierError", "SystemExit", "InvariantBroken", "CancelledError", "Panic")
@@ -27,26 +26,9 @@ HOWS = ("TierError", "SystemExit", "InvariantBroken", "CancelledError", "Panic")
 
 def settings(folder: Path, name: str, **options: object) -> config.Config:
     """A bad tier above a good one."""
-    path = folder / "kvstore.toml"
-    shown = ", ".join(f"{key} = {json.dumps(value)}" for key, value in options.items())
-    path.write_text(f"""
-[server]
-socket = "{folder}/kv.sock"
-metrics = ""
-
-[cpu]
-capacity = "16MiB"
-
-[[tier]]
-class = "tests.harness.bad_tiers:{name}"
-name = "bad"
-options = {{ {shown} }}
-
-[[tier]]
-class = "tests.reference.memory_tier:MemoryTier"
-name = "shelf"
-""")
-    return config.load(path)
+    bad = {"class": f"tests.harness.bad_tiers:{name}", "name": "bad", "options": options}
+    shelf = {"class": "tests.reference.memory_tier:MemoryTier", "name": "shelf"}
+    return store_settings(folder, tier=[bad, shelf])
 
 
 class Watched:

@@ -28,7 +28,7 @@ from kvstore.testing import (
 from kvstore.wire import engine as p
 from tests.harness.fakes import Engine, HeapPool, Town, blocks, from_u32, hashes, keys_of, settings
 from tests.harness.handover_pair import Pair
-from tests.harness.live import LiveStore, engine, eventually
+from tests.harness.live import LiveStore, engine, eventually, store_settings
 from tests.harness.pages import write_modules
 from tests.reference.faulty_tier import FaultyTier
 from tests.reference.memory_tier import MemoryTier
@@ -203,25 +203,10 @@ def test_the_contract_fails_a_tier_that_breaks_it(kind: type[MemoryTier]) -> Non
 # In the store
 
 
-def toml(tmp_path: Path, tier: str = "folder_tier:FolderTier") -> config.Config:
-    path = tmp_path / "kvstore.toml"
-    path.write_text(f"""
-[server]
-socket = "{tmp_path}/kv.sock"
-metrics = ""
-
-[cpu]
-capacity = "16MiB"
-
-[engine]
-defer = "10s"
-
-[[tier]]
-class = "{tier}"
-name = "directory"
-options = {{ path = "{tmp_path}/blocks" }}
-""")
-    return config.load(path)
+def with_folder(folder: Path) -> config.Config:
+    options = {"path": f"{folder}/blocks"}
+    tier = {"class": "folder_tier:FolderTier", "name": "directory", "options": options}
+    return store_settings(folder, engine={"defer": "10s"}, tier=[tier])
 
 
 def stored(folder: Path) -> list[Path]:
@@ -231,7 +216,7 @@ def stored(folder: Path) -> list[Path]:
 @pytest.mark.usefixtures("folder_tier")
 def test_a_tier_named_in_the_settings_serves_what_memory_has_let_go(tmp_path: Path) -> None:
     chain = hashes(4, "wanted")
-    with LiveStore(toml(tmp_path)) as store, engine(store) as live:
+    with LiveStore(with_folder(tmp_path)) as store, engine(store) as live:
         assert live.active.slots_total == 15
         live.put(chain)
         folder = tmp_path / "blocks"
@@ -245,7 +230,7 @@ def test_a_tier_named_in_the_settings_serves_what_memory_has_let_go(tmp_path: Pa
         again = live.ask(chain)
         assert (again.sources, blocks(again)) == ({}, [0, 1, 2, 3])  # it is in memory now
         live.read(again)
-    with LiveStore(toml(tmp_path)) as store, engine(store) as live:  # after a restart
+    with LiveStore(with_folder(tmp_path)) as store, engine(store) as live:  # after a restart
         granted = live.ask(chain)
         assert granted.sources == {"directory": 4}
         assert live.read(granted) == [live.content(block) for block in chain]

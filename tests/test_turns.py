@@ -16,8 +16,6 @@ from typing import Any, cast
 import pytest
 
 from kvstore import visits
-from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
-from kvstore.core.types import GroupRule
 from kvstore.handover.consumer import Consumer
 from kvstore.handover.line import Line
 from kvstore.store import sessions as stores
@@ -25,7 +23,7 @@ from kvstore.store.namespace import Namespace
 from kvstore.store.sessions import Store
 from kvstore.visits import RESTING_MAX, RESTING_NS, Visits
 from kvstore.wire import engine as p
-from tests.harness.fakes import Engine, HeapPool, Town, blocks, hashes
+from tests.harness.fakes import HeapPool, Town, blocks, geometry, hashes
 from tests.harness.live import Client, LiveStore, engine, eventually, store_settings
 from tests.harness.peers import exporter_of, inside
 from tiers.nixl.exporter_child import Child
@@ -50,10 +48,9 @@ def store(tmp_path: Path) -> Iterator[LiveStore]:
 
 def hello(store: LiveStore, model: str) -> Client:
     """A worker of a model of its own, welcomed: a namespace."""
-    groups = (GroupGeometry(GroupRule(), (LayerGeometry("layer", PAGE),)),)
-    geometry = RankGeometry(model, 16, (1,), groups, {"model": model})
     client = Client(store.path)
-    client.send(p.Hello(p.VERSION, model, "worker", 0, 1, geometry=geometry))
+    shape = geometry(model, page_bytes=PAGE)
+    client.send(p.Hello(p.VERSION, model, "worker", 0, 1, geometry=shape))
     client.take(p.Welcome)
     return client
 
@@ -190,12 +187,6 @@ def test_S4_what_is_at_rest_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None
     assert {thing for turn in turns for thing in turn} == set(things.values())
 
 
-def gone(engine: Engine) -> None:
-    """An engine's processes end."""
-    for connection in (engine.scheduler, *engine.workers):
-        engine.town.close(connection)
-
-
 def test_S4_a_namespace_is_visited_in_each_turn_until_nothing_goes_on_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -213,7 +204,7 @@ def test_S4_a_namespace_is_visited_in_each_turn_until_nothing_goes_on_there(
 
     monkeypatch.setattr(Store, "_tick_namespace", counting)
     of_one, of_other = town.store.namespaces
-    gone(one)
+    one.leave()
     town.tick()
     visited.clear()
     for _ in range(10):
@@ -221,7 +212,7 @@ def test_S4_a_namespace_is_visited_in_each_turn_until_nothing_goes_on_there(
     assert visited == {of_other: 10}
     back = town.attach("one", identity="one")
     assert blocks(back.hit(chain)) == [0, 1, 2], "an engine wakes it"
-    gone(back)
+    back.leave()
     for _ in range(3):
         town.tick()
     town.store._query(0, p.Query("clear"))
@@ -235,7 +226,7 @@ def test_S4_a_namespace_wakes_when_its_memory_is_taken() -> None:
     town = Town(pool=HeapPool(extents=1))
     one = town.attach("one", identity="one")
     one.put(hashes(3))
-    gone(one)
+    one.leave()
     town.settle()
     other = town.attach("other", identity="other")
     town.settle(other, turns=10)

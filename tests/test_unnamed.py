@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry, slot_layout
-from kvstore.core.types import GroupRule
+from kvstore.core.layout import RankGeometry, slot_layout
 from kvstore.store import admin
 from kvstore.wire import engine as p
 from tests.harness.fakes import geometry, hashes
@@ -22,8 +21,7 @@ PAGE = 1 << 20
 
 
 def unnamed(why: str = WHY) -> RankGeometry:
-    groups = (GroupGeometry(GroupRule(), (LayerGeometry("layer", PAGE),)),)
-    return RankGeometry("model", 16, (1,), groups, {"model": "model"}, why)
+    return geometry(page_bytes=PAGE, unnamed=why)
 
 
 def stat(store: LiveStore, name: str, **labels: str) -> float:
@@ -121,10 +119,7 @@ def test_B3_an_engine_without_a_name_is_told_of_no_side_channel(
 
 def test_B3_one_rank_without_a_name_is_enough() -> None:
     ranks = [geometry(rank=rank, world=2) for rank in range(2)]
-    other = RankGeometry(
-        ranks[1].identity, 16, ranks[1].blocks_per_chunk, ranks[1].groups, ranks[1].traits, WHY
-    )
-    layout = slot_layout([ranks[0], other])
+    layout = slot_layout([ranks[0], geometry(rank=1, world=2, unnamed=WHY)])
     assert (layout.unnamed, slot_layout(ranks).unnamed) == (WHY, "")
     one, two = layout.of_session(1), layout.of_session(2)
     assert len({layout.digest, one.digest, two.digest}) == 3

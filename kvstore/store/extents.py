@@ -113,7 +113,7 @@ class Memory:
                 retiring = mapping.state == "retiring"
                 if retiring and now_ns - mapping.since_ns > _RETIRE_LIMIT_NS:
                     slots = namespace.slots_of(mapping)
-                    for session in namespace.sessions:
+                    for session in namespace.sessions.values():
                         if any(slot in slots for slot in session.granted):
                             late.update(session.connections()[:1])
                 self._shrink(namespace, extent, mapping)
@@ -135,7 +135,7 @@ class Memory:
         if namespace is None:
             self.pool.release(made)
             return
-        going_on = [session for session in namespace.sessions if session.phase is not Phase.ENDING]
+        going_on = [s for s in namespace.sessions.values() if s.phase is not Phase.ENDING]
         waiting = self._readers.union(*(session.workers.values() for session in going_on))
         extent = self._next_extent
         self._next_extent += 1

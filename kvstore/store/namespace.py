@@ -74,7 +74,7 @@ class Namespace:
         self.tiering = make_tiering(self)
         self.engines = Engines()
         self.extents: dict[int, Mapping] = {}
-        self.sessions: set[Session] = set()
+        self.sessions: dict[int, Session] = {}  # by number
         self.growing = False
         self.slots_wanted = 0  # free ones, for what comes from lower tiers
         self.retry_ns = 0  # no extent could be made: ask for none before

@@ -239,7 +239,7 @@ class Store:
         log.error("namespace %s is off until the store is started again", digest[:12])
         self._broken.add(digest)
         self.namespaces.pop(digest, None)
-        for session in namespace.sessions:
+        for session in namespace.sessions.values():
             self._end(session, "internal", "a bug of the store")
 
     def _wake(self, namespace: Namespace) -> None:
@@ -298,7 +298,7 @@ class Store:
         manager = namespace.manager
         for lease_id in manager.expire(self._now_ns):
             self.numbers.add("kvstore_lookups", "expired")
-            for session in namespace.sessions:
+            for session in namespace.sessions.values():
                 self._lookups.lease_ended(session, namespace, lease_id)
         with self._tiers_of(namespace):
             namespace.tiering.poll(self._now_ns)
@@ -307,7 +307,7 @@ class Store:
         with self._tiers_of(namespace):
             on_disk = namespace.tiering.take_changes()
         if any((changes.added, changes.removed, on_disk.added, on_disk.removed)):
-            for session in namespace.sessions:
+            for session in namespace.sessions.values():
                 if session.phase is Phase.ACTIVE:
                     session.heard(changes, on_disk)
         if changes.added:
@@ -372,7 +372,7 @@ class Store:
                     self._send(connection, p.Refused(str(exc), retry=False), None)
                 self._end(session, "refused", str(exc))
                 return
-            session.namespace.sessions.add(session)
+            session.namespace.sessions[session.number] = session
             self._wake(session.namespace)
         namespace = session.namespace
         for rank, worker in session.workers.items():
@@ -467,7 +467,7 @@ class Store:
             del self._by_connection[session.scheduler]
             self._ended.add(session.scheduler)
         if session.namespace is not None:
-            session.namespace.sessions.discard(session)
+            session.namespace.sessions.pop(session.number, None)
             with self._barrier.around(f"the leases and slots of engine {session.engine!r}"):
                 self._give_back(session, session.namespace)
 

@@ -46,17 +46,19 @@ class Lower:
 
 
 def geometry(
-    identity: str = "model", rank: int = 0, world: int = 1, rules: Sequence[GroupRule] = ()
+    identity: str = "model",
+    rank: int = 0,
+    world: int = 1,
+    rules: Sequence[GroupRule] = (),
+    page_bytes: int = SLOT_BYTES,
+    unnamed: str = "",
 ) -> RankGeometry:
-    """One rank of a model whose blocks take one page of SLOT_BYTES, or one for each rule."""
+    """One rank of a model whose blocks take one page of these bytes, or one for each rule."""
     groups = tuple(
-        GroupGeometry(
-            rule,
-            (LayerGeometry(f"layer.{number}", SLOT_BYTES // world, 1, rank, world),),
-        )
-        for number, rule in enumerate(rules or (GroupRule(),))
+        GroupGeometry(rule, (LayerGeometry(f"layer.{at}", page_bytes // world, 1, rank, world),))
+        for at, rule in enumerate(rules or (GroupRule(),))
     )
-    return RankGeometry(identity, 16, (1,) * len(groups), groups, {"model": identity})
+    return RankGeometry(identity, 16, (1,) * len(groups), groups, {"model": identity}, unnamed)
 
 
 def settings(**engine: object) -> Config:

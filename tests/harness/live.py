@@ -16,13 +16,14 @@ from typing import Any, Protocol, Self, TypeVar
 import pytest
 
 from kvstore.config import Config, parse
-from kvstore.core.layout import GroupGeometry, LayerGeometry, RankGeometry
-from kvstore.core.types import GroupRule, make_key
+from kvstore.core.layout import RankGeometry
+from kvstore.core.types import make_key
 from kvstore.listener import listen
 from kvstore.store.server import Server
 from kvstore.wire import engine as p
 from kvstore.wire import framing
 from kvstore.wire.framing import from_u32, u32
+from tests.harness import fakes
 from tests.harness.patience import WAIT_S
 
 M = TypeVar("M", bound=framing.Message)
@@ -133,10 +134,7 @@ class LiveEngine:
         direct: bool = False,
     ) -> None:
         """geometry: of a block of page_bytes in all. direct: its worker reads from peers."""
-        if geometry is None:
-            layers = (LayerGeometry("layer", page_bytes),)
-            groups = (GroupGeometry(GroupRule(), layers),)
-            geometry = RankGeometry(model, 16, (1,), groups, {"model": model})
+        geometry = geometry or fakes.geometry(model, page_bytes=page_bytes)
         self.worker, self.scheduler = Client(store.path), Client(store.path)
         who = p.VERSION, name, "worker", 0, 1
         self.worker.send(p.Hello(*who, geometry=geometry, direct=direct))
