@@ -156,7 +156,7 @@ MUTANTS = (
         "connectors/vllm.py",
         "        refuse_engine_id(engine_id)\n",
         "",
-        "tests/engine/test_connector.py -k S2_an_engine_whose_id",
+        "tests/engine/test_adapter.py -k S2_an_engine_whose_id",
     ),
     # Events that a router can read.
     Mutant(
